@@ -132,9 +132,9 @@ class LoRAFinetune:
             rows: training rows and validation rows by their keys in the config; None: there are none.
         """
 
-    def _rows(self, node: Any, key: str, tokenizer: Any) -> Rows:
+    def _rows(self, component: Any, key: str, tokenizer: Any) -> Rows:
         rows = tokenize(
-            open_dataset(node, tokenizer, self.cfg.too_long),
+            open_dataset(component, tokenizer, self.cfg.too_long),
             max_seq_len=getattr(tokenizer, "max_seq_len", None),
             positions=self.learner.decoder.max_seq_len,
             too_long=self.cfg.too_long,

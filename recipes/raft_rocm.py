@@ -11,7 +11,6 @@ To change a part, subclass :class:`RAFT` and override :meth:`RAFT.choose`, :meth
 :meth:`RAFT.training_config`.
 """
 
-import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -19,14 +18,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
-from rocm_ext.base.files import replace_text
 from rocm_ext.base.log import log
 from rocm_ext.config.checks import check_raft_values, check_values
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
 from rocm_ext.plan import workload
-from rocm_ext.rl import cycles
-from rocm_ext.rl.cycles import CHANGEABLE, CycleTrainer
+from rocm_ext.rl.cycles import CycleTrainer, cycle_entries, cycle_stop_reason
 from rocm_ext.rl.loop import Loop
 from rocm_ext.rl.prompts import choose_unsolved
 from rocm_ext.rl.records import Sample
@@ -176,16 +173,7 @@ class RAFT(Loop):
 
     def finish_sampling(self, step: int, selected: Selected) -> None:
         """Write what the cycle keeps, for people; the run selects again when it resumes."""
-        counts, folder = cycles.count_answers(selected, self.passes), self.trainer.cycle_folder(step)
-        outcome = ":" if selected.advantages else " is skipped, nothing to train on."
-        log.info("cycle %d%s %s", step, outcome, cycles.in_words(counts))
-        if self.ranks.is_main:
-            settings: Any = OmegaConf.to_container(OmegaConf.masked_copy(self.cfg, sorted(CHANGEABLE)))
-            replace_text(
-                folder / "selection.json", json.dumps({"counts": counts, "settings": settings}, indent=2) + "\n"
-            )
-            cycles.write_kept(folder / "kept.jsonl", selected.trained, selected.results, self.prompts.tokens)
-        self.trainer.log_phase(step, "sample", {**selected.stats, "counts": counts})
+        self.trainer.write_selection(selected, self.passes, self.prompts.tokens)
 
     def rows(self, selected: Selected) -> tuple[Rows, list[str]]:
         """Convert the kept answers, and those of earlier cycles that are replayed, to rows."""
@@ -206,7 +194,7 @@ class RAFT(Loop):
     def stop_reason(self) -> str | None:
         """Return why the run ends before its last cycle; None to continue."""
         cfg, step = self.cfg, self.trainer.step + 1
-        reason = cycles.cycle_stop_reason(cycles.cycle_entries(self.trainer.lines), cfg)
+        reason = cycle_stop_reason(cycle_entries(self.trainer.lines), cfg)
         if reason is None and not self.choose(step, self.prompts_of_step):
             asked_of = len(self.prompts.training)
             reason = f"none of {asked_of} prompts qualifies for cycle {step} (skip_solved, retry_unsolved_after)"

@@ -21,7 +21,7 @@ from rocm_ext.base.log import Progress, log
 from rocm_ext.data.batches import StepLoader, Steps, rows_per_step
 from rocm_ext.data.rows import Rows
 from rocm_ext.rl.evaluation import stop_reason
-from rocm_ext.rl.records import Sample, entropy, pass_rates
+from rocm_ext.rl.records import entropy, pass_rates
 from rocm_ext.rl.selection import Selected
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.runs.folder import PHASES, SampleKey
@@ -156,6 +156,34 @@ class CycleTrainer(PolicyTrainer):
             self.evaluated, self.best = -1, None
 
     # ---- a cycle
+
+    def write_selection(
+        self, selected: Selected, passes: Callable[[Result], bool], prompts: Mapping[str, Sequence[int]]
+    ) -> None:
+        """Log what a cycle keeps, and write it to ``kept.jsonl``, with rewards and prompts, and ``selection.json``.
+
+        Args:
+            selected: the cycle's answers.
+            passes: what an answer needs to count for its prompt's pass rate.
+            prompts: token ids of each prompt, by id.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        cycle, counts = self.step + 1, _count_answers(selected, passes)
+        outcome = ":" if selected.advantages else " is skipped, nothing to train on."
+        log.info("cycle %d%s %s", cycle, outcome, _in_words(counts))
+        if self.ranks.is_main:
+            folder = self.cycle_folder(cycle)
+            settings: Any = OmegaConf.to_container(OmegaConf.masked_copy(self.cfg, sorted(CHANGEABLE)))
+            selection = {"counts": counts, "settings": settings}
+            replace_text(folder / "selection.json", json.dumps(selection, indent=2) + "\n")
+            kept = []
+            for sample in selected.trained:
+                reward, prompt = selected.results[sample.key].reward, prompts[sample.prompt_id]
+                kept.append(json.dumps({**sample.record(), "reward": reward, "prompt_tokens": prompt}) + "\n")
+            replace_text(folder / "kept.jsonl", "".join(kept))
+        self.log_phase(cycle, "sample", {**selected.stats, "counts": counts})
 
     def train_on(self, rows: Rows, groups: Sequence[str]) -> dict[str, Any]:
         """Train on the rows of a cycle, from where a checkpoint stopped.
@@ -342,7 +370,7 @@ def cycle_entries(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return entries
 
 
-def count_answers(selected: Selected, passes: Callable[[Result], bool]) -> dict[str, Any]:
+def _count_answers(selected: Selected, passes: Callable[[Result], bool]) -> dict[str, Any]:
     """Count a cycle's answers for its entry in ``summary.json``.
 
     Args:
@@ -363,7 +391,7 @@ def count_answers(selected: Selected, passes: Callable[[Result], bool]) -> dict[
     }
 
 
-def in_words(counts: Mapping[str, Any]) -> str:
+def _in_words(counts: Mapping[str, Any]) -> str:
     """Describe the counts of a selection: ``48 answers: 20 CORRECT, 28 WRONG; 28 below threshold, 20 kept``."""
     rules = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in counts["filter"].items())
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counts["verdicts"].items())
@@ -400,7 +428,7 @@ def _nothing_trained(entries: Sequence[Mapping[str, Any]]) -> str:
     if not empty:
         return "no prompt qualifies for the first cycle, so no cycle was trained"
     return (
-        f"no cycle was trained. Cycle {empty[-1]['cycle']}: nothing to train on. {in_words(empty[-1])}. Continue with "
+        f"no cycle was trained. Cycle {empty[-1]['cycle']}: nothing to train on. {_in_words(empty[-1])}. Continue with "
         "resume_from_checkpoint=True and more samples_per_prompt, a larger max_new_tokens, a lower reward_threshold or "
         "other settings of the verifier; or use easier prompts or a model that is right more often"
     )
@@ -424,27 +452,3 @@ def _table(entries: Sequence[Mapping[str, Any]]) -> str:
         lines.append((str(row["cycle"]), *answers, *held, f"{sum(row['seconds'].values()):.0f} s"))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-
-
-def write_kept(
-    path: Path,
-    kept: Sequence[Sample],
-    results: Mapping[SampleKey, Result],
-    prompts: Mapping[str, Sequence[int]],
-) -> None:
-    """Write ``kept.jsonl``: the samples with their rewards and the token ids of their prompts.
-
-    Args:
-        path: path of the file.
-        kept: samples to write.
-        results: verdicts by prompt id and sample index.
-        prompts: token ids of each prompt, by id.
-
-    Raises:
-        UserError: the disk is full.
-    """
-    lines = []
-    for sample in kept:
-        more = {"reward": results[sample.key].reward, "prompt_tokens": prompts[sample.prompt_id]}
-        lines.append(json.dumps({**sample.record(), **more}) + "\n")
-    replace_text(path, "".join(lines))

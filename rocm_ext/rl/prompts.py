@@ -92,14 +92,14 @@ class PromptSet:
         The main rank tries it, unless ``max_error_share`` allows every answer to fail.
 
         Returns:
-            The verifier's node in the config; worker processes build the verifier from it.
+            The verifier's component in the config; worker processes build the verifier from it.
 
         Raises:
             UserError: the verifier cannot run, rejects a row (the message then names the row and the field), or fails
                 on an answer.
         """
-        node: Any = OmegaConf.to_container(self._cfg.verifier, resolve=True)
-        verifier = build(node)
+        component: Any = OmegaConf.to_container(self._cfg.verifier, resolve=True)
+        verifier = build(component)
         verifier.check()
         for prompt in self:
             try:
@@ -107,8 +107,8 @@ class PromptSet:
             except (UserError, ValueError) as error:
                 raise UserError(f"{prompt.origin}: {error}") from error
         if rank() == 0 and self._cfg.max_error_share < 1:
-            try_out(node, [prompt.row for prompt in self], self._cfg.verify_timeout)
-        return node
+            try_out(component, [prompt.row for prompt in self], self._cfg.verify_timeout)
+        return component
 
     def check_model(self, decoder: TransformerDecoder) -> None:
         """Check that the model can answer every prompt.

@@ -71,13 +71,13 @@ def check_tokenizer(tokenizer: Any, cfg: DictConfig) -> None:
 # ---- optimiser and schedule
 
 
-def setup_scheduler(node: DictConfig | None, optimizer: torch.optim.Optimizer, steps: int) -> Any:
-    """Build the learning-rate schedule that ``node`` names for a run of ``steps`` optimiser steps; None without one."""
-    if node is None:
+def setup_scheduler(component: DictConfig | None, optimizer: torch.optim.Optimizer, steps: int) -> Any:
+    """Build the schedule that ``component`` names for a run of ``steps`` optimiser steps; None without one."""
+    if component is None:
         return None
     length = {"num_training_steps": steps}  # torchtune's schedules need it, torch's do not accept it
-    arguments = length if config.takes(node, "num_training_steps", key="lr_scheduler") else {}
-    return config.instantiate(node, optimizer, key="lr_scheduler", **arguments)
+    arguments = length if config.takes(component, "num_training_steps", key="lr_scheduler") else {}
+    return config.instantiate(component, optimizer, key="lr_scheduler", **arguments)
 
 
 def check_learning_rate(optimizer: torch.optim.Optimizer) -> None:

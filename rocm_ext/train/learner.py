@@ -95,6 +95,7 @@ class Learner:
 
     @property
     def shares(self) -> bool:
+        """Whether sequences of a row that begin alike share their beginning; see above."""
         return self.packed and shares_beginnings(self.decoder)
 
     @property

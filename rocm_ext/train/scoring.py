@@ -98,12 +98,9 @@ def reference(learner: Learner, state: Mapping[str, Tensor] | None = None, sourc
             for layer in layers:
                 layer.disabled = False
         return
-    now = [parameter.detach().clone() for parameter in learner.adapter.values()]
-    learner.load_adapter(state, source)
-    try:
+    with _restoring(learner):
+        learner.load_adapter(state, source)
         yield
-    finally:
-        _put_back(learner, now)
 
 
 @contextmanager
@@ -112,22 +109,25 @@ def without_adapter(learner: Learner) -> Iterator[None]:
 
     Afterwards the learner has the same weights as before, bit for bit.
     """
-    now = [parameter.detach().clone() for parameter in learner.adapter.values()]
-    try:
+    with _restoring(learner):
         with torch.no_grad():
             for _, layer in adapters(learner.decoder):
                 layer.lora_b.weight.zero_()
                 if isinstance(layer, Dora):
                     layer.initialize_dora_magnitude()
         yield
+
+
+@contextmanager
+def _restoring(learner: Learner) -> Iterator[None]:
+    """Context after which the adapter has its present values again."""
+    values = [parameter.detach().clone() for parameter in learner.adapter.values()]
+    try:
+        yield
     finally:
-        _put_back(learner, now)
-
-
-@torch.no_grad()
-def _put_back(learner: Learner, values: list[Tensor]) -> None:
-    for parameter, value in zip(learner.adapter.values(), values, strict=True):
-        parameter.copy_(value)
+        with torch.no_grad():
+            for parameter, value in zip(learner.adapter.values(), values, strict=True):
+                parameter.copy_(value)
 
 
 class _Recorder(Objective):
