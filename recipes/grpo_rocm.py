@@ -20,7 +20,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.config.checks import check_grpo_values, check_values
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
-from rocm_ext.plan.rollout import rows_of_update
+from rocm_ext.plan.workload import rows_of_update
 from rocm_ext.rl import curriculum, objective, stopping
 from rocm_ext.rl.loop import Loop
 from rocm_ext.rl.rollout import Answers, BackgroundRollout
