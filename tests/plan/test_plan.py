@@ -385,6 +385,7 @@ def test_what_does_not_fit_ends_with_1(capsys):
     assert "does not fit into 28.8 GiB" in capsys.readouterr().out
 
 
+@as_configured
 def test_tables_for_people(capsys):
     assert main(["plan", "--config", "mi50_qwen0_5b_raft", "--rows", "100"]) == 0
     said = capsys.readouterr().out
