@@ -131,6 +131,9 @@ def _table(title: str, rows: Mapping[str, str]) -> list[str]:
 _CARD = "README.md"
 
 
+# ---- upload
+
+
 def push(source: Source, repo: str, card: str, folder: Path | None, files: Sequence[Path], private: bool) -> str:
     """Upload an export in one commit; create the repository, unless it is there.
 
