@@ -27,13 +27,12 @@ from rocm_ext.machine import numerics
 from rocm_ext.machine.budget import open_device
 from rocm_ext.machine.detect import detect
 from rocm_ext.machine.profile import load_profile
-from rocm_ext.model.attention import choose_attention
+from rocm_ext.model.attention import choose_attention, span_for
 from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.download import use_shape
 from rocm_ext.model.lora import plain
 from rocm_ext.model.sampler import copied_bytes, sampler_of
-from rocm_ext.model.slots import span_for
 from rocm_ext.plan import workload
 from rocm_ext.plan.costs import CostCounter
 from rocm_ext.plan.memory import frozen_bytes, readable
@@ -42,8 +41,8 @@ from rocm_ext.sampling import Request, Sampling
 from rocm_ext.sampling.local import LocalSession
 from rocm_ext.sampling.slots import slot_memory
 from rocm_ext.train.learner import Learner
+from rocm_ext.train.lifecycle import Runtime
 from rocm_ext.train.output_dir import OutputDir
-from rocm_ext.train.runtime import Runtime
 from rocm_ext.train.trainer import Trainer
 
 _TOKENS = {"cuda": 4096, "cpu": 512}  # of a matrix product
@@ -170,7 +169,7 @@ def wait(device: torch.device) -> None:
 
 
 def gemm(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
-    """FLOP/s of the feed-forward layer: x Wᵀ (``forward``), g W (``dgrad``) or gᵀ x (``wgrad``)."""
+    """FLOP/s of the feed-forward layer: x Wᵀ (``forward``) or g W (``dgrad``)."""
     mlp: Any = bench.shape.layers[0].mlp  # type: ignore[union-attr, index]
     wide, width = mlp.w1.weight.shape
     tokens, dtype = _TOKENS[bench.device.type], numerics.DTYPES[values["dtype"]]
@@ -178,7 +177,7 @@ def gemm(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
     x, g, w = (
         torch.randn(shape, device=bench.device).to(dtype) for shape in ((tokens, width), (tokens, wide), (wide, width))
     )
-    work = {"forward": lambda: x @ w.T, "dgrad": lambda: g @ w, "wgrad": lambda: g.T @ x}[values["direction"]]
+    work = {"forward": lambda: x @ w.T, "dgrad": lambda: g @ w}[values["direction"]]
     times = timed(work, bench.device, bench.spec.seconds)
     return {**times.rate(2 * tokens * wide * width), "unit": "FLOP/s", "shape": [tokens, width, wide]}
 
@@ -320,7 +319,9 @@ def training(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
             rows = random_rows(count, longest, longest, 256)
             learner = ProbeLearner(cfg, runtime, bench.spec.budget)
             learner.setup(workload.describe(rows, count, "random"))
-            return _steps(Trainer(learner, rows, cfg, OutputDir.open(cfg, runtime.ranks)), bench.spec.seconds)
+            trainer = Trainer(learner, rows, cfg, OutputDir.open(cfg, runtime.ranks))
+            trainer.open()
+            return _steps(trainer, bench.spec.seconds)
     except UserError as error:
         if "attention" in values:  # a kernel that this machine does not have
             raise Skipped(str(error)) from error

@@ -15,14 +15,13 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import read_json, replace_text
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl import evaluation
-from rocm_ext.rl.recipe import RLRecipe
+from rocm_ext.rl.loop import RLRecipe
 from rocm_ext.rl.records import Records, remove_records
 from rocm_ext.rl.rollout import Answers, Job
 from rocm_ext.runs.folder import GREEDY
 from rocm_ext.runs.intervals import mcnemar, paired_gain
-from rocm_ext.train.interrupt import Interrupted
-from rocm_ext.train.lock import hold
-from rocm_ext.train.output_dir import OutputDir
+from rocm_ext.train.lifecycle import Interrupted
+from rocm_ext.train.output_dir import OutputDir, hold
 from rocm_ext.train.scoring import reference, without_adapter
 from rocm_ext.verifiers import Verdict
 
@@ -83,11 +82,11 @@ def evaluate(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[
         recipe.open()
         try:
             with recipe.verification():
-                found = [_evaluate(recipe, cfg, outs[0], "the evaluation")]
+                evaluations = [_evaluate(recipe, cfg, outs[0], "the evaluation")]
                 if base:
                     with _as_it_starts(recipe, start):
-                        found.append(_evaluate(recipe, start, outs[1], "the evaluation without the adapter"))
-            return found
+                        evaluations.append(_evaluate(recipe, start, outs[1], "the evaluation without the adapter"))
+            return evaluations
         except Interrupted as stop:
             raise SystemExit(128 + stop.signum) from None
         finally:

@@ -19,19 +19,16 @@ from omegaconf import DictConfig
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors, replace_text
 from rocm_ext.base.log import Progress
-from rocm_ext.data.pair_rows import SIDE
-from rocm_ext.data.rows import Rows, labelled
+from rocm_ext.data.rows import SIDE, Rows, labelled
 from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.model.download import use_downloaded
 from rocm_ext.plan import workload
 from rocm_ext.runs.intervals import mcnemar, paired_ratio
 from rocm_ext.train.builders import check_tokenizer
 from rocm_ext.train.learner import Learner
+from rocm_ext.train.lifecycle import Runtime
 from rocm_ext.train.output_dir import pick_seed
-from rocm_ext.train.reference import FILE
-from rocm_ext.train.runtime import Runtime
-from rocm_ext.train.scoring import reference, score
-from rocm_ext.train.validation import validation_loss
+from rocm_ext.train.scoring import FILE, reference, score, validation_loss
 
 ROWS, RESULT = "rows.jsonl", "eval.json"
 _BLOCK = 64  # rows between two updates of the progress
@@ -108,7 +105,7 @@ def compare(measured: Measured, base: Measured) -> dict[str, Any]:
         ``interval`` over rows. Of pairs also ``gained`` and ``lost``, the pairs of which only one model prefers the
         chosen answer, and ``p`` of McNemar's exact test.
     """
-    nll, before = (np.array([_nll(row) for row in each.rows]) for each in (measured, base))
+    nll, before = (np.array([_nll(row) for row in model.rows]) for model in (measured, base))
     change = paired_ratio(nll - before, np.array([float(_tokens(row)) for row in measured.rows]))
     result: dict[str, Any] = {"difference": change.value, "interval": [change.low, change.high]}
     if "logprob_chosen" in measured.rows[0]:
@@ -168,11 +165,11 @@ def _measure(learner: Learner, rows: Rows) -> Measured:
     progress = Progress(len(rows), 0, ranks.is_main, "row", brief=True)
     for start in range(0, len(rows), _BLOCK):
         block = rows.part(range(start, min(start + _BLOCK, len(rows))))
-        for each in score(learner, block):
-            logprobs.append(each)
+        for values in score(learner, block):
+            logprobs.append(values)
             progress.update("")
     progress.close()
-    measured = [_row(rows, i, each) for i, each in enumerate(logprobs)]
+    measured = [_row(rows, i, values) for i, values in enumerate(logprobs)]
     nll = sum(map(_nll, measured)) / sum(map(_tokens, measured))
     scores = {"loss": loss, "perplexity": math.exp(min(nll, 700)), "rows": len(rows), "tokens": labels, **measurements}
     return Measured(scores, measured)
