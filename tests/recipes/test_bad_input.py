@@ -23,6 +23,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.machine.detect import detect
 from rocm_ext.train import runtime
 from rocm_ext.train.metrics import TrackioLogger
+from tests.kit.lines import one_line_has
 from tests.kit.tiny import TEXT, metrics, run_config, write_model, write_rows, write_yaml
 
 REMOVED = object()
@@ -453,7 +454,7 @@ def test_damaged_values_in_the_base_weights(fails, folder, tmp_path, value):
     state["model.layers.1.mlp.up_proj.weight"][3, 5] = value
     save_file(state, base / "model.safetensors", metadata={"format": "pt"})
     line = fails(base=base)
-    assert "base weights layers.1.mlp.w3.weight have values that are not finite; the files are damaged" in line
+    assert one_line_has(line, "layers.1.mlp.w3.weight", "not finite")
 
 
 def test_adapter_that_the_last_step_spoils(folder, tmp_path, capsys):

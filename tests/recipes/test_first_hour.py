@@ -121,7 +121,7 @@ def test_a_config_without_recipe_goes_by_what_it_sets(tmp_path, folder):
     own = write_yaml(tmp_path / "own.yaml", cfg)
     assert config.load(registry.DPO, str(own)).recipe == registry.DPO
     assert config.load(registry.SFT, str(own)).recipe == registry.SFT
-    with pytest.raises(UserError, match="unknown key dataset: it is a key of lora_finetune_rocm and dpo_rocm, not of"):
+    with pytest.raises(UserError, match=r"unknown key dataset: .* lora_finetune_rocm and dpo_rocm"):
         config.load(registry.RAFT, "cpu_pocket_raft", ["dataset=x"])
     with pytest.raises(UserError, match=r"unknown key datset; did you mean dataset\?"):
         config.load(registry.SFT, str(own), ["datset=x"])
