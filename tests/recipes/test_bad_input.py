@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from rocm_ext.machine.detect import detect
 from rocm_ext.train import runtime
 from rocm_ext.train.metrics import TrackioLogger
 from tests.kit.lines import one_line_has
-from tests.kit.tiny import TEXT, metrics, run_config, write_model, write_rows, write_yaml
+from tests.kit.tiny import TEXT, exit_code, metrics, run_config, write_model, write_rows, write_yaml
 
 REMOVED = object()
 
@@ -50,16 +51,7 @@ def _sigterm_as_it_was():
     signal.signal(signal.SIGTERM, handler)
 
 
-def call(*argv) -> int:
-    """Call the recipe's ``main`` as ``tune`` does; return its exit code."""
-    before, sys.argv = sys.argv, ["tune", *map(str, argv)]
-    try:
-        recipe.main()
-    except SystemExit as leaving:
-        return leaving.code
-    finally:
-        sys.argv = before
-    raise AssertionError("main returned")
+call = partial(exit_code, recipe.main)
 
 
 @pytest.fixture
