@@ -108,8 +108,14 @@ def test_grpo_computes_the_gradients_of_trl(base):
         assert grpo.check([side.ask(steps=grpo.GATE) for side in sides]) < grpo.TOLERANCE
 
 
-def test_a_cycle_is_measured(base):
-    (row,) = cycle.measure(base, runs=1, prompts=16)
+def test_a_cycle_is_measured(base, monkeypatch):
+    """The verifier tosses a coin, because the pocket model of the tests is hardly ever right."""
+    quick = ["verifier={_component_: tests.kit.judges.Coin}", "drop_truncated=False", "max_new_tokens=8",
+             "eval_prompts=null", "verify_workers=1", "seed=1"]  # fmt: skip
+    monkeypatch.setattr(
+        cycle, "Side", lambda name, python, arguments, log: protocol.Side(name, python, [*arguments, *quick], log)
+    )
+    (row,) = cycle.measure(base, runs=1, prompts=8)
     assert 0 < row["outside"] < 1
 
 

@@ -37,5 +37,6 @@ def settings(work: dict[str, Any], folder: Path, rows_per_step: int) -> dict[str
         "gradient_accumulation_steps": rows_per_step // batch, "train_sampling_strategy": "sequential",
         "learning_rate": work["lr"], "lr_scheduler_type": "constant", "optim": "adamw_torch_fused",
         "weight_decay": 0.01, "bf16": work["dtype"] == "bf16", "fp16": False, "gradient_checkpointing": False,
-        "max_length": None, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": not GPU,
+        "max_length": None, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
+        "disable_tqdm": True, "use_cpu": not GPU,
     }  # fmt: skip
