@@ -80,15 +80,15 @@ def base(tmp_path, pocket_dir, monkeypatch):
     ("work", "peers"),
     [
         ("sft", ["torchtune as shipped", "TRL + PEFT"]),
-        ("dpo", ["torchtune", "TRL + PEFT, reference first", dpo.WHOLE]),
+        ("dpo", ["torchtune", "TRL + PEFT, reference first"]),
         ("sampling", [sampling.ENGINE, "transformers generate", "transformers continuous batching",
                       "torchtune generate"]),
     ],
 )  # fmt: skip
 def test_sides_are_compared(base, monkeypatch, capsys, work, peers):
-    monkeypatch.setattr(sft, "GATE", 3)
-    monkeypatch.setattr(dpo, "GATE", 3)
-    monkeypatch.setattr(sampling, "CPU", sampling.Trace(prompts=2, samples=2, median=8, most=12))
+    monkeypatch.setattr(sft, "GATE", 2)
+    monkeypatch.setattr(dpo, "GATE", 2)
+    monkeypatch.setattr(sampling, "CPU", sampling.Trace(prompts=2, samples=2, median=8, most=32))
     out = base / "rows.json"
     options = ["--work", work, "--shape", "tiny", "--vocab", "512", "--rounds", "1", "--installed", "--json", str(out)]
     monkeypatch.setattr(sys, "argv", ["benchmarks", *options, "--peers", *peers])
@@ -115,7 +115,7 @@ def test_a_cycle_is_measured(base, monkeypatch):
     monkeypatch.setattr(
         cycle, "Side", lambda name, python, arguments, log: protocol.Side(name, python, [*arguments, *quick], log)
     )
-    (row,) = cycle.measure(base, runs=1, prompts=8)
+    (row,) = cycle.measure(base, runs=1, prompts=2)
     assert 0 < row["outside"] < 1
 
 
