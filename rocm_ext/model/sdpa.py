@@ -5,15 +5,11 @@ import warnings
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.machine.numerics import SDPA_KERNELS
 
-_BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
 _NO_KERNEL = ("No available kernel", "No viable backend")  # what torch says on GPUs, and on CPUs
 
 
@@ -58,12 +54,12 @@ def sdpa(
         return _by_scores(q, k, v, _allowed(q, k, mask), dropout, scale, softcap, sinks)
     if kernel == "flash" and mask is not None and q.device.type != "cpu":
         kernel = "auto"
-    if kernel not in _BACKENDS:
+    if kernel not in SDPA_KERNELS:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale
         )
     try:
-        with sdpa_kernel(_BACKENDS[kernel]):
+        with sdpa_kernel(SDPA_KERNELS[kernel]):
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale
             )

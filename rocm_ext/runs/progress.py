@@ -59,6 +59,23 @@ def progress(out: Path) -> dict[str, Any]:
     return told
 
 
+def position(out: Path) -> tuple[float, float, int]:
+    """How far the run in ``out`` has come: its cycle, its step, and the bytes of its answers and verdicts."""
+    newest = progress(out)
+    return (
+        newest.get("cycle", 0),
+        newest.get("step", 0),
+        sum(_size(out / f"{n}.jsonl") for n in ("samples", "verdicts")),
+    )
+
+
+def slowest_step(out: Path) -> float:
+    """Seconds of the slowest of the last steps; 0 before the first. A cycle of RAFT has steps of its training."""
+    path = max([out / "metrics.jsonl", *out.glob("cycle_*/metrics.jsonl")], key=_written)
+    steps = [line for line in _last_lines(path) if "loss" in line and "phase" not in line][-_RECENT:]
+    return max((seconds for line in steps if 0 <= (seconds := number(line.get("seconds"))) < MOST), default=0.0)
+
+
 def _answering(path: Path) -> str:
     """What the newest line of a RAFT run's answers or verdicts is of: ``sampling`` or ``evaluating``."""
     lines = _last_lines(path)

@@ -9,14 +9,14 @@ from rocm_ext.distributed.ranks import Ranks
 
 
 class Interrupted(Exception):
-    """The user asked to stop, and the run has saved all finished work.
+    """The user asked to stop, or another process is to go on, and the run has saved all finished work.
 
     Args:
         where: position in the run, such as ``at step 7``; it follows the word "stopped" in the log.
-        signum: number of the signal.
+        signum: number of the signal; 0: another process goes on, see :func:`rocm_ext.base.supervised.apart`.
     """
 
-    def __init__(self, where: str, signum: int) -> None:
+    def __init__(self, where: str, signum: int = 0) -> None:
         super().__init__(where, signum)
         self.where, self.signum = where, signum
 

@@ -2,18 +2,25 @@
 
 import shlex
 import time
+import traceback
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from omegaconf import DictConfig
 
+from rocm_ext.base import supervised
+from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import duration, log
 from rocm_ext.distributed.ranks import Ranks, local_rank, machine_index, several_machines
 from rocm_ext.machine import trace
 from rocm_ext.machine.counter_log import log_of, recording
+from rocm_ext.model.sampler import MIN_ROWS
+from rocm_ext.plan.memory import readable
 from rocm_ext.train.interrupt import Interrupted
 from rocm_ext.train.lock import hold
+from rocm_ext.train.metrics import peak_memory
 from rocm_ext.train.runtime import Runtime
 
 
@@ -62,21 +69,42 @@ def _run(recipe: RunnableRecipe) -> None:
         recipe.cleanup()
         log.info("valid: all checks that need no weights have passed")
         return
-    recipe.setup()
-    runtime, out = recipe.runtime, Path(cfg.output_dir)
-    profile = runtime.trace.on(out / trace.FOLDER, cfg.profile_steps or 0, runtime.device, runtime.ranks.rank)
     try:
+        recipe.setup()
+        runtime, out = recipe.runtime, Path(cfg.output_dir)
+        profile = runtime.trace.on(out / trace.FOLDER, cfg.profile_steps or 0, runtime.device, runtime.ranks.rank)
         with _recording(cfg, runtime.ranks), profile:
             recipe.train()
+    except RuntimeError as error:
+        if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):  # a GPU's, a CPU's
+            raise
+        raise UserError(_out_of_memory(recipe, error), supervised.RETRY) from error
     except Interrupted as stop:
         log.info("stopped %s, all saved; continue with resume_from_checkpoint=True", stop.where)
         recipe.cleanup()
-        raise SystemExit(128 + stop.signum) from None
+        if not stop.signum:
+            supervised.note(segment=stop.where)
+        raise SystemExit(128 + stop.signum if stop.signum else 0) from None
     recipe.cleanup()
     log.info("done in %s", duration(time.monotonic() - began))
     if (out / "adapter").is_dir():
         name = shlex.quote(str(out))
         log.info("try it: rocm-ext chat %s; take it elsewhere: rocm-ext export %s --gguf FILE", name, name)
+
+
+def _out_of_memory(recipe: RunnableRecipe, error: RuntimeError) -> str:
+    """Say what was planned and measured when memory ran out, and what to change."""
+    learner, measured = getattr(recipe, "learner", None), readable(peak_memory(recipe.runtime.device))
+    text = f"out of memory at {measured}: {' '.join(str(error).split())[:200]}"
+    if learner is None or not hasattr(learner, "cures"):
+        return f"{text} Free memory, or use a smaller model"
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    named = learner.cures(0.8 * learner.planned_peak)
+    if any(name.startswith("rocm_ext.sampling") for name in modules):
+        slots = (recipe.cfg.engine.get("slots") or 0) // 2
+        named = f"engine.slots={max(MIN_ROWS, slots)} or max_new_tokens={recipe.cfg.max_new_tokens // 2}"
+    planned = f"{readable(learner.planned_peak)} of {readable(learner.planned_budget)}"
+    return f"{text} Planned for training: {planned}. Set {named}; resume_from_checkpoint=True continues"
 
 
 def _recording(cfg: DictConfig, ranks: Ranks) -> AbstractContextManager[None]:
