@@ -68,6 +68,32 @@ def pocket_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def cpu_of_known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring this CPU takes half a second per plan, and what it finds depends on what else the machine does."""
+    from rocm_ext.plan import speeds
+
+    figures = speeds.Figures("", False, {"fp32": 1e11, "bf16": 1e11}, 1e10)
+    monkeypatch.setattr(speeds, "measure_cpu", lambda: figures)
+
+
+@pytest.fixture
+def as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan the config alone: the search for a better one plans a dozen others, which takes most of the time."""
+    from rocm_ext.plan.planner import TrainingPlanner
+
+    monkeypatch.setattr(TrainingPlanner, "fit", lambda self, budget: self.choice(self.rows.longest, [], budget))
+
+
+@pytest.fixture
+def any_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torchao < 0.16 PEFT refuses every linear layer, and torchtune needs such a torchao."""
+    import peft
+
+    if hasattr(peft.tuners.lora.torchao, "is_torchao_available"):
+        monkeypatch.setattr(peft.tuners.lora.torchao, "is_torchao_available", lambda: False)
+
+
+@pytest.fixture
 def messages() -> Iterator[list[str]]:
     """Our logger's messages, each once, even if an earlier run in this process has set the logger up."""
     said: list[str] = []

@@ -44,13 +44,13 @@ def replace_folder(path: Path) -> Iterator[Path]:
             for file in aside.rglob("*"):
                 if file.is_file():
                     file.chmod(mode)
-                _sync(file)
-            _sync(aside)
+                flush(file)
+            flush(aside)
             shutil.rmtree(old, ignore_errors=True)
             if path.exists():
                 path.rename(old)
             aside.rename(path)
-            _sync(path.parent)
+            flush(path.parent)
             shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         with suppress(OSError):  # the error before says more
@@ -98,9 +98,9 @@ def replace_file(path: Path) -> Iterator[Path]:
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             yield aside
-            _sync(aside)
+            flush(aside)
             aside.replace(path)
-            _sync(path.parent)
+            flush(path.parent)
     except BaseException:
         with suppress(OSError):  # the error before says more
             aside.unlink()
@@ -207,12 +207,18 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def _sync(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Flush a file or folder to the disk, and drop a file's pages from the system's cache.
+
+    On unified memory, pages of a merged model that stay there take its size from the GPU.
+    """
     if os.name == "nt" and path.is_dir():
         return  # Windows cannot open a folder
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # fsync needs write access on Windows
     try:
         os.fsync(descriptor)
+        if hasattr(os, "posix_fadvise") and path.is_file():  # neither on Windows nor on macOS
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as error:
         if error.errno != errno.EINVAL or not path.is_dir():  # a file system that cannot flush folders
             raise

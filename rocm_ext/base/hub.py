@@ -68,8 +68,8 @@ def files_of(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     chosen = filter_repo_objects(names, allow_patterns=[*patterns], ignore_patterns=".*")
     files = {name: folder / name for name in chosen}
-    whole = folder.resolve()
-    inside = [whole, *[whole.parents[1] / "blobs"] * (hub_name(whole) is not None)]
+    real = folder.resolve()
+    inside = [real, *[real.parents[1] / "blobs"] * (hub_name(real) is not None)]
     for path in files.values():
         if path.resolve().parent not in inside:
             raise UserError(f"{path} is a link to {path.resolve()}, outside of its folder; put a copy in its place")

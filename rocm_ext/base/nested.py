@@ -1,11 +1,63 @@
-"""Mappings of mappings, as configs are."""
+"""Values inside values, as JSON and YAML have them: by path, and as typed records, checked on the way."""
 
+import types
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from rocm_ext.base.errors import UserError
 
 
-def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(nested: Any, prefix: str = "") -> dict[str, Any]:
     """Values by dotted path: ``{"a": {"b": 1}}`` -> ``{"a.b": 1}``. Lists and empty mappings are values."""
-    if not isinstance(node, Mapping) or not node:
-        return {prefix: node}
-    return {k: v for name, value in node.items() for k, v in flatten(value, f"{prefix}.{name}".lstrip(".")).items()}
+    if not isinstance(nested, Mapping) or not nested:
+        return {prefix: nested}
+    return {k: v for name, value in nested.items() for k, v in flatten(value, f"{prefix}.{name}".lstrip(".")).items()}
+
+
+def parse(kind: Any, value: Any, where: str) -> Any:
+    """Convert ``value`` to the type ``kind``.
+
+    Args:
+        kind: a dataclass, tuple[X, ...], dict[str, X], X | None, Literal, str, bool, int, float or Any. Numbers are
+            sizes, counts and speeds: they must not be negative.
+        value: what a JSON or YAML reader returns.
+        where: the place of ``value``, for messages.
+
+    Raises:
+        UserError: naming the place, what was found and what was expected.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, types.UnionType):  # only with None
+        return None if value is None else parse(arguments[0], value, where)
+    if is_dataclass(kind) and isinstance(value, Mapping):
+        return _dataclass(kind, value, where)
+    if origin is tuple and isinstance(value, list):
+        return tuple(parse(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if origin is dict and isinstance(value, Mapping):
+        return {key: parse(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+    if origin is Literal and value in arguments:
+        return value
+    if kind is float and type(value) is int:
+        value = float(value) if abs(value) < 2**53 else value
+    if type(value) is kind and (kind not in (int, float) or 0 <= value < 2**63):  # NaN fails too
+        return value
+    expected = "an object" if is_dataclass(kind) or origin is dict else "a list" if origin is tuple else None
+    expected = expected or (f"one of {', '.join(arguments)}" if origin is Literal else f"{kind.__name__}")
+    raise UserError(f"{where} is {repr(value)[:60]}, expected {expected}")
+
+
+def _dataclass(kind: Any, value: Mapping[str, Any], where: str) -> Any:
+    known = {field.name: field for field in fields(kind)}
+    if unknown := sorted(set(value) - set(known)):
+        raise UserError(f"{where} has the unknown key {unknown[0]!r}; known: {', '.join(known)}")
+    if missing := [name for name, field in known.items() if name not in value and _is_required(field)]:
+        raise UserError(f"{where} lacks {missing[0]!r}")
+    hints = get_type_hints(kind)
+    return kind(**{name: parse(hints[name], item, f"{where}.{name}") for name, item in value.items()})
+
+
+def _is_required(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 TORCHTUNE_PIN = "0.6.1"
 TORCHAO_PIN = ("0.13", "0.16")  # from, below
 
@@ -10,13 +12,11 @@ def installed() -> dict[str, str | None]:
     """The versions of torchtune and torchao; None: not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
-    def of(name: str) -> str | None:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            return None
-
-    return {name: of(name) for name in ("torchtune", "torchao")}
+    versions: dict[str, str | None] = {"torchtune": None, "torchao": None}
+    for name in versions:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def wrong_pins(versions: dict[str, str | None] | None = None) -> str | None:

@@ -59,8 +59,8 @@ class Recipe:
         """The YAML files that are shipped for it, by name."""
         folder = _folder("recipe_configs") if self.name in TITLES else self.file.parent
         others = {self.defaults.resolve()}
-        found = sorted(path for path in folder.iterdir() if path.suffix == ".yaml" and path.resolve() not in others)
-        return [path for path in found if _stated_recipe(path) == self.name]
+        paths = sorted(path for path in folder.iterdir() if path.suffix == ".yaml" and path.resolve() not in others)
+        return [path for path in paths if _stated_recipe(path) == self.name]
 
 
 @cache
@@ -69,17 +69,17 @@ def recipes() -> Mapping[str, Recipe]:
     on stderr names those that are broken, or whose recipe has the name of another."""
     from importlib.metadata import entry_points
 
-    found = {name: _shipped(name) for name in TITLES}
+    known = {name: _shipped(name) for name in TITLES}
     for entry in entry_points(group=GROUP):
         try:
             recipe = _of_module(entry.value)
             if recipe.name != entry.name:
                 raise ValueError(f"{recipe.file} is recipe {recipe.name}")
-            if (first := found.setdefault(recipe.name, recipe)).file != recipe.file:
+            if (first := known.setdefault(recipe.name, recipe)).file != recipe.file:
                 raise ValueError(f"recipe {recipe.name} is already in {first.file}")
         except Exception as error:
             print(f"torchtune-rocm: entry point {entry.name} = {entry.value} is left out: {error}", file=sys.stderr)
-    return found
+    return known
 
 
 def find(name: str, *folders: Path) -> Recipe:
@@ -148,16 +148,16 @@ def chain(recipe: Recipe) -> list[Recipe]:
     Raises:
         UserError: a defaults file cannot be read, names another recipe or extends itself.
     """
-    found: list[Recipe] = []
+    extended_by: list[Recipe] = []
     while True:
-        if recipe.name in [each.name for each in found]:
+        if recipe.name in [earlier.name for earlier in extended_by]:
             raise UserError(f"{recipe.defaults}: recipe {recipe.name} extends itself")
         content = _read(recipe.defaults)
         if content.get("recipe") != recipe.name:
             raise UserError(f"{recipe.defaults} says recipe: {content.get('recipe')}; expected recipe: {recipe.name}")
-        found.append(recipe)
+        extended_by.append(recipe)
         if (base := content.get("extends")) is None:
-            return found
+            return extended_by
         recipe = find(str(base), recipe.defaults.parent)
 
 
@@ -167,7 +167,7 @@ def family(recipe: Recipe) -> str:
     Raises:
         UserError: as :func:`chain`.
     """
-    return next((each.name for each in chain(recipe) if each.name in TITLES), "")
+    return next((base.name for base in chain(recipe) if base.name in TITLES), "")
 
 
 def extended(recipe: Recipe) -> str:

@@ -6,13 +6,18 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from queue import Empty, SimpleQueue
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
+
+import psutil
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.bench.sweep import MARK, Item, Measurement, Spec
+
+_STARTING = 120  # seconds in which a child imports torch and opens the device
 
 
 def run(
@@ -43,14 +48,13 @@ def run(
         while items := following(done):
             for item in items:
                 if item.skip:
-                    found = Measurement(item, "skipped", {}, item.skip)
+                    done.append(Measurement(item, "skipped", {}, item.skip))
                 else:
-                    if child is None or child.ended or child.own != item.environ:
+                    if child is None or child.ended or child.of_items != item.environ:
                         running.close()
                         child = running.enter_context(_Child(spec, item.environ, environ))
-                    found = child.measure(item, timeout)
-                done.append(found)
-                tell(found)
+                    done.append(child.measure(item, timeout))
+                tell(done[-1])
     return done
 
 
@@ -59,18 +63,16 @@ class _Child:
 
     Args:
         spec: what the user asked for.
-        own: environment variables of its items.
-        environ: environment variables of all children; ``own`` overrules them.
+        of_items: environment variables of its items.
+        environ: environment variables of all children; ``of_items`` overrules them.
 
     Attributes:
-        own: as above.
+        of_items: as above.
         ended: whether it can measure nothing more.
     """
 
-    _STARTING = 120  # seconds to import torch and open the device
-
-    def __init__(self, spec: Spec, own: Mapping[str, str], environ: Mapping[str, str]) -> None:
-        self.own, self.ended, self._started = own, False, False
+    def __init__(self, spec: Spec, of_items: Mapping[str, str], environ: Mapping[str, str]) -> None:
+        self.of_items, self.ended, self._started = of_items, False, False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rocm_ext.bench.child"],
             stdin=subprocess.PIPE,
@@ -78,7 +80,7 @@ class _Child:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            env={**os.environ, **environ, **own},
+            env={**os.environ, **environ, **of_items},
         )
         self._errors: list[str] = []
         self._lines: SimpleQueue[str | None] = SimpleQueue()
@@ -96,7 +98,7 @@ class _Child:
         """
         self._send(asdict(item))
         said: dict[str, Any] = {}
-        for seconds in (timeout,) if self._started else (self._STARTING, timeout):
+        for seconds in (timeout,) if self._started else (_STARTING, timeout):
             try:
                 line = self._lines.get(timeout=seconds)
             except Empty:
@@ -150,3 +152,39 @@ class _Child:
                 self._process.wait(10)
         for thread in self._threads:
             thread.join(timeout=5)
+
+
+# ---- other programs
+
+
+class Seconds(NamedTuple):
+    """A reading of clocks: the time, and processor time of all programs, and of this one with its ended children."""
+
+    clock: float
+    all: float
+    ours: float
+
+
+def seconds() -> Seconds:
+    """Read the clocks."""
+    every, ours = psutil.cpu_times(), os.times()
+    used = every.user + every.system + getattr(every, "nice", 0.0)
+    return Seconds(time.perf_counter(), used, ours.user + ours.system + ours.children_user + ours.children_system)
+
+
+class OtherPrograms:
+    """Measures from the moment it is made.
+
+    One busy core of two makes small steps ten times slower where threads wait for each other (measured), and so evenly
+    that quartiles do not show it.
+    """
+
+    WORTH_TELLING = 0.1  # cores
+
+    def __init__(self) -> None:
+        self._began = seconds()
+
+    def cores(self) -> float:
+        """Cores that other programs kept busy since then, on average. 0 on Windows, which hides children's time."""
+        elapsed, every, ours = (now - then for now, then in zip(seconds(), self._began, strict=True))
+        return 0.0 if os.name == "nt" else max(0.0, (every - ours) / max(elapsed, 1e-9))

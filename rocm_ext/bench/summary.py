@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
+from rocm_ext.bench.probes import longest_row, probe_config
 from rocm_ext.bench.sweep import GAIN, Measurement, Sweep, Winner, in_words, smallest
-from rocm_ext.bench.training import longest_row, probe_config
 from rocm_ext.losses import objective_of
 from rocm_ext.machine.profile import load_profile
 from rocm_ext.model.attention import choose_attention
@@ -27,110 +26,86 @@ def figures(
 ) -> dict[str, Any]:
     """The machine's speeds, as arguments of :class:`rocm_ext.plan.speeds.Figures`.
 
+    ``efficiency`` and ``decode_efficiency`` are the shares of the roofline that a training and a decoding step reach.
     Empty where matrix products or copies were not measured.
     """
-    flops = {}
-    copies = [each.speed for each in _ok(measurements, "bandwidth")]
-    if not copies or not _ok(measurements, "gemm"):
+    copies, products = _ok(measurements, "bandwidth"), _ok(measurements, "gemm")
+    if not copies or not products:
         return {}
-    for name in dict.fromkeys(each.item.values["dtype"] for each in _ok(measurements, "gemm")):
-        best = [
-            max(each.speed for each in _ok(measurements, "gemm", dtype=name, direction=direction))
-            for direction in ("forward", "dgrad")
-            if _ok(measurements, "gemm", dtype=name, direction=direction)
-        ]
-        flops[name] = 1 / fmean(1 / value for value in best)  # training computes equally many FLOPs in each direction
-    known: dict[str, Any] = {"flops": flops, "bandwidth": median(copies), **assumed(load_profile(cfg.hardware).reached)}
+    flops = {}
+    for name in dict.fromkeys(product.item.values["dtype"] for product in products):
+        both = [_ok(products, "gemm", dtype=name, direction=direction) for direction in ("forward", "dgrad")]
+        best = [max(product.speed for product in of_direction) for of_direction in both if of_direction]
+        flops[name] = 1 / fmean(1 / speed for speed in best)  # training computes equally many FLOPs in each direction
+    known: dict[str, Any] = {
+        "flops": flops,
+        "bandwidth": median(copy.speed for copy in copies),
+        **assumed(load_profile(cfg.hardware).reached),
+    }
     roofline = Figures("", True, **known)
     shape = build_model(cfg.model, dtype, 0, torch.device("meta"))
     choose_attention(shape, cfg.attention)
-    known |= _training_efficiency(measurements, cfg, shape, device, roofline)
-    return known | _decoding_efficiency(measurements, shape, roofline)
-
-
-def _training_efficiency(
-    measurements: Sequence[Measurement],
-    cfg: DictConfig,
-    shape: TransformerDecoder,
-    device: torch.device,
-    roofline: Figures,
-) -> dict[str, float]:
-    """The share of the roofline that a training step reaches."""
-    measured = [each for each in _ok(measurements, "training") if _plain(each)]
-    if not measured:
-        return {}
-    fastest = max(measured, key=attrgetter("speed"))
-    count, longest = fastest.item.values["rows"], longest_row(cfg)
-    planner = TrainingPlanner(
-        probe_config(cfg, fastest.item.values, []),
-        shape,
-        objective_of(config.instantiate(cfg.loss, key="loss")),
-        shape.tok_embeddings.weight.dtype,
-        device,
-        rows=workload.Workload(longest, longest, 1.0, count, "random"),
-        ranks=1,
-        figures=lambda: roofline,
-        kernels=Kernels.on(device, "bf16" in roofline.flops, cfg.attention),
-    )
-    choice = planner.choice(count * longest, range(fastest.result["checkpointed"]), 0)
-    return {"efficiency": choice.step.seconds / fastest.result["seconds"]}
-
-
-def _decoding_efficiency(
-    measurements: Sequence[Measurement], shape: TransformerDecoder, roofline: Figures
-) -> dict[str, float]:
-    """The share of the roofline that a decoding step reaches."""
-    measured = _ok(measurements, "decoding")
-    if not measured:
-        return {}
-    fastest = max(measured, key=attrgetter("speed"))
-    with torch.no_grad():
-        sampler = shape.sampler()
-    expected = decode_seconds(sampler, fastest.item.values["slots"], fastest.result["context"], roofline)
-    return {"decode_efficiency": expected / fastest.result["seconds"]}
+    # steps as configured, but not compiled: that is what figures of kernels describe
+    steps = [step for step in _ok(measurements, "training", compile=False) if len(step.item.values) == 2]
+    if steps:
+        fastest = max(steps, key=attrgetter("speed"))
+        count, longest = fastest.item.values["rows"], longest_row(cfg)
+        planner = TrainingPlanner(
+            probe_config(cfg, fastest.item.values, []),
+            shape,
+            objective_of(config.instantiate(cfg.loss, key="loss")),
+            shape.tok_embeddings.weight.dtype,
+            device,
+            rows=workload.Workload(longest, longest, 1.0, count, "random"),
+            ranks=1,
+            figures=lambda: roofline,
+            kernels=Kernels.on(device, "bf16" in flops, cfg.attention),
+        )
+        planned = planner.choice(count * longest, range(fastest.result["checkpointed"]), 0).step
+        known["efficiency"] = planned.seconds / fastest.result["seconds"]
+    if decoded := _ok(measurements, "decoding"):
+        fastest = max(decoded, key=attrgetter("speed"))
+        with torch.no_grad():
+            sampler = shape.sampler()
+        seconds = decode_seconds(sampler, fastest.item.values["slots"], fastest.result["context"], roofline)
+        known["decode_efficiency"] = seconds / fastest.result["seconds"]
+    return known
 
 
 def winners(measurements: Sequence[Measurement], sweep: Sweep) -> list[Winner]:
     """The fastest settings, where the difference exceeds the noise."""
-    return [*_library(measurements), *sweep.winners(measurements), *_slots(measurements)]
+    decoded = _ok(measurements, "decoding")
+    won = [*_library(measurements), *sweep.winners(measurements)]
+    if len(decoded) > 1:
+        slots = smallest(decoded, "slots").item.values["slots"]
+        won.append(Winner("engine.slots", slots, in_words(decoded, "slots")))
+    return won
 
 
 def _library(measurements: Sequence[Measurement]) -> list[Winner]:
     """The variables that choose the faster BLAS library in forward and dgrad; LoRA's frozen weights have no wgrad."""
     seconds: dict[str, float] = {}
-    dtypes = [each.item.values["dtype"] for each in _ok(measurements, "gemm")]
-    dtype = "bf16" if "bf16" in dtypes else "fp32"
-    for each in _ok(measurements, "gemm", dtype=dtype):
-        if each.item.values["direction"] != "wgrad":
-            library = each.item.values["library"]
-            seconds[library] = seconds.get(library, 0.0) + 1 / each.speed
+    products = _ok(measurements, "gemm")
+    dtype = "bf16" if any(product.item.values["dtype"] == "bf16" for product in products) else "fp32"
+    for product in _ok(products, "gemm", dtype=dtype):
+        if product.item.values["direction"] != "wgrad":
+            library = product.item.values["library"]
+            seconds[library] = seconds.get(library, 0.0) + 1 / product.speed
     if len(seconds) < 2:
         return []
     best, worst = min(seconds, key=seconds.__getitem__), max(seconds, key=seconds.__getitem__)
     gain = seconds[worst] / seconds[best]
     if gain < GAIN:
         return []
-    (environ,) = {tuple(r.item.environ.items()) for r in _ok(measurements, "gemm", library=best)}
     reason = f"{best} is {gain:.2f} times as fast as {worst} in forward and dgrad, {dtype}"
-    return [Winner(name, value, reason) for name, value in environ]
-
-
-def _slots(measurements: Sequence[Measurement]) -> list[Winner]:
-    measured = _ok(measurements, "decoding")
-    if len(measured) < 2:
-        return []
-    return [Winner("engine.slots", smallest(measured, "slots").item.values["slots"], in_words(measured, "slots"))]
-
-
-def _plain(measurement: Measurement) -> bool:
-    """Whether a training step was measured as configured, but not compiled, which figures of kernels describe."""
-    return measurement.item.values.keys() == {"rows", "compile"} and not measurement.item.values["compile"]
+    environ = _ok(products, "gemm", library=best)[0].item.environ
+    return [Winner(name, value, reason) for name, value in environ.items()]
 
 
 def _ok(table: Iterable[Measurement], probe: str, /, **values: Any) -> list[Measurement]:
     """The successful measurements of a probe that have these values."""
     return [
-        each
-        for each in table
-        if each.status == "ok" and each.item.probe == probe and values.items() <= each.item.values.items()
+        row
+        for row in table
+        if row.status == "ok" and row.item.probe == probe and values.items() <= row.item.values.items()
     ]

@@ -12,9 +12,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from rocm_ext.machine.choices import ATTENTION
 from rocm_ext.machine.detect import Machine
-from rocm_ext.machine.profile import Lock
+from rocm_ext.machine.profile import ATTENTION, Lock
 
 PROBES = ("gemm", "bandwidth", "decoding", "training")  # in the order of the table
 MARK = "rocm-ext-bench "  # begins each line of a child; libraries print to stdout, too
@@ -33,7 +32,7 @@ class Spec:
     """
 
     config: str
-    overrides: tuple[str, ...]
+    overrides: Sequence[str]
     budget: int
     seconds: float
 
@@ -141,7 +140,7 @@ class Sweep:
     def following(self, done: Iterable[Measurement]) -> list[Item]:
         """What to measure next; nothing if all is done or no number of rows could be measured."""
         done = list(done)
-        known = {each.item.key for each in done}
+        known = {row.item.key for row in done}
         for stage in self._walk(done)[0]:
             if new := [item for item in stage if item.key not in known]:
                 return new
@@ -153,7 +152,7 @@ class Sweep:
 
     def _walk(self, done: Iterable[Measurement]) -> tuple[list[list[Item]], list[Winner]]:
         """The items of all stages, each around the best values of the stages before, and the winners."""
-        table = {each.item.key: each for each in done if each.item.probe == "training" and each.status == "ok"}
+        table = {row.item.key: row for row in done if row.item.probe == "training" and row.status == "ok"}
         sizes = [Item("training", {"rows": rows, "compile": False}) for rows in self._rows]
         stages, won = [self._device, sizes], []
         if not (measured := [table[item.key] for item in sizes if item.key in table]):
@@ -179,8 +178,8 @@ class Sweep:
     def _choice(self, key: str, best: Measurement, tried: list[Measurement]) -> tuple[Measurement, list[Winner]]:
         """The best measurement after a stage, and the winner unless it is the configured value."""
         wanted = self._cfg.get(key)
-        configured = next((each for each in tried if each.item.values[key] == wanted), best)
-        fastest = max([best, *tried], key=lambda each: each.speed)
+        configured = next((row for row in tried if row.item.values[key] == wanted), best)
+        fastest = max([best, *tried], key=lambda row: row.speed)
         if fastest is configured or not fastest.beats(configured):
             return configured, []
         gain = f"{fastest.speed / configured.speed:.2f} times as fast as {wanted} in training steps"
@@ -211,10 +210,10 @@ def _decoding(quick: bool) -> Iterator[Item]:
 
 def smallest(measured: Sequence[Measurement], what: str) -> Measurement:
     """The measurement with the smallest size within :data:`GAIN` of the fastest."""
-    fastest = max(each.speed for each in measured)
-    return min((each for each in measured if each.speed * GAIN >= fastest), key=lambda each: each.item.values[what])
+    fastest = max(row.speed for row in measured)
+    return min((row for row in measured if row.speed * GAIN >= fastest), key=lambda row: row.item.values[what])
 
 
 def in_words(measured: Iterable[Measurement], what: str) -> str:
     """The speeds in words, by the size ``what``."""
-    return "tokens/s: " + ", ".join(f"{each.speed:,.0f} with {each.item.values[what]}" for each in measured)
+    return "tokens/s: " + ", ".join(f"{row.speed:,.0f} with {row.item.values[what]}" for row in measured)

@@ -30,6 +30,7 @@ def number(kind: Callable[[str], Any], least: float, most: float) -> Callable[[s
     """A type for argparse: numbers from ``least`` to ``most``, read by ``kind`` (int or float)."""
 
     def parse(text: str) -> Any:
+        """The number in an argument."""
         try:
             value = kind(text)
         except ValueError:

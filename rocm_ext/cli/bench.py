@@ -10,13 +10,11 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -24,15 +22,14 @@ from rocm_ext import config
 from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_text
-from rocm_ext.bench.busy import OtherPrograms
 from rocm_ext.bench.sweep import PROBES, Measurement, Spec, Sweep, Winner
 from rocm_ext.cli._common import add_force, add_json, add_overrides, check_new_file, console, number, print_json, table
 from rocm_ext.config.checks import check_values
 from rocm_ext.machine.bench_file import bench_path, machine_key
 from rocm_ext.machine.budget import memory_budget
-from rocm_ext.machine.detect import Machine, detect
+from rocm_ext.machine.detect import detect
 from rocm_ext.machine.environment import environment_for
-from rocm_ext.machine.profile import Profile, choose_profile, load_profile
+from rocm_ext.machine.profile import choose_profile, load_profile
 
 _UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "B/s": (1e9, "GB/s"), "tokens/s": (1.0, "tokens/s")}
 
@@ -45,8 +42,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     option("--risky", action="store_true", help="also measure what the profile locks because owners report hangs")
     seconds = number(float, 0.1, 1e6)
     option("--timeout", type=seconds, default=300, metavar="S", help="seconds per measurement (default: 300)")
-    probes = ", ".join(PROBES)
-    option("--only", nargs="+", metavar="PROBE", help=f"measure only these of {probes}; --output then names the file")
+    only = f"measure only this one of {', '.join(PROBES)}; may be repeated, and writes to --output only"
+    option("--only", choices=PROBES, action="append", metavar="PROBE", help=only)
     option("--output", type=Path, metavar="FILE", help="the file to write (default: where plan and recipes look)")
     add_force(parser)
     add_json(parser)
@@ -55,14 +52,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measure, print the measurements and the fastest settings, and write the file."""
-    from rocm_ext.bench import runner
-
-    probes, output = _probes(args), _output(args)
+    output = _output(args)
     machine = detect()
     profile = load_profile(choose_profile(machine)[0])
     name = args.config or profile.bench_config
     # the machine's profile overrules a config for another machine
-    overrides = [f"hardware={profile.name}", *args.overrides]
+    overrides = (f"hardware={profile.name}", *args.overrides)
     recipe = config.recipe_of(name, args.overrides)
     registry.extended(recipe)
     cfg = OmegaConf.create(config.trainer_config(config.load(recipe, name, overrides)))
@@ -73,21 +68,41 @@ def run(args: argparse.Namespace) -> None:
         machine = replace(machine, backend="cpu", arch=None, name=None, unified=False)
     profile = load_profile(cfg.hardware)
     budget, why = memory_budget(profile, machine)
-    sweep = Sweep(cfg, machine, {} if args.risky else profile.locked, args.quick, probes)
+    sweep = Sweep(cfg, machine, {} if args.risky else profile.locked, args.quick, args.only or PROBES)
     print(f"{machine}; model of {name}; budget {budget / 2**30:.1f} GiB ({why})", file=sys.stderr)
-    spec, others = Spec(name, tuple(overrides), budget, 0.3 if args.quick else 1.0), OtherPrograms()
+    from rocm_ext.bench import runner
+
+    spec, others = Spec(name, overrides, budget, 0.3 if args.quick else 1.0), runner.OtherPrograms()
     measured: list[Measurement] = []
 
     def note(measurement: Measurement) -> None:
         measured.append(measurement)
-        told = f"{measurement.item.probe} {_describe(measurement)}: {_outcome(measurement)}"
-        print(f"[{len(measured)}/{sweep.most}] {told}", file=sys.stderr, flush=True)
+        outcome = f"{measurement.item.probe} {_describe(measurement)}: {_outcome(measurement)}"
+        print(f"[{len(measured)}/{sweep.most}] {outcome}", file=sys.stderr, flush=True)
 
-    with _environment(profile, machine) as environ:
+    with TemporaryDirectory() as folder:
+        environ = {key: value for key, (value, _) in environment_for(profile, machine, os.environ).items()}
+        environ["PYTORCH_TUNABLEOP_FILENAME"] = f"{folder}/tunableop.csv"  # else in the current folder
         runner.run(spec, sweep.following, args.timeout, note, environ)
     busy = others.cores()
-    content, won = _content(cfg, machine, sweep, measured)
-    content |= {"config": name, "quick": args.quick, "cores_of_other_programs": round(busy, 2)}
+    import torch
+
+    from rocm_ext.bench import summary
+    from rocm_ext.machine.numerics import pick_dtype
+    from rocm_ext.model.download import use_shape
+
+    use_shape(cfg)
+    won, device = summary.winners(measured, sweep), torch.device("cpu" if cfg.device == "cpu" else "cuda")
+    content = {
+        "date": date.today().isoformat(),
+        "machine": machine_key(machine),
+        "figures": summary.figures(measured, cfg, pick_dtype(cfg.dtype, machine)[0], device),
+        "settings": {winner.key: winner.value for winner in won},
+        "rows": [asdict(measurement) for measurement in measured],
+        "config": name,
+        "quick": args.quick,
+        "cores_of_other_programs": round(busy, 2),
+    }
     if args.json:
         print_json(content)
     else:
@@ -104,16 +119,6 @@ def run(args: argparse.Namespace) -> None:
         print(f"{warning}. End them and measure again", file=sys.stderr)
 
 
-def _probes(args: argparse.Namespace) -> list[str]:
-    """The probes of ``--only``. argparse reads overrides as its arguments, too; these move to ``args.overrides``."""
-    args.overrides += [word for word in args.only or () if "=" in word]
-    only = [word for word in args.only or () if "=" not in word]
-    if strange := [name for name in only if name not in PROBES]:
-        raise UserError(f"--only {strange[0]} is not a probe; expected some of {', '.join(PROBES)}", code=2)
-    args.only = only
-    return only or list(PROBES)
-
-
 def _output(args: argparse.Namespace) -> Path | None:
     """The file to write; the default one is always replaced, since plan wants the newest speeds."""
     if args.output:
@@ -125,43 +130,11 @@ def _output(args: argparse.Namespace) -> Path | None:
     return check_new_file(path, force=True)
 
 
-@contextmanager
-def _environment(profile: Profile, machine: Machine) -> Iterator[dict[str, str]]:
-    """The environment of all measurements."""
-    environ = {key: value for key, (value, _) in environment_for(profile, machine, os.environ).items()}
-    with TemporaryDirectory() as folder:
-        yield {**environ, "PYTORCH_TUNABLEOP_FILENAME": f"{folder}/tunableop.csv"}  # else in the current folder
-
-
-def _content(
-    cfg: Any, machine: Machine, sweep: Sweep, measured: Sequence[Measurement]
-) -> tuple[dict[str, Any], list[Winner]]:
-    """What bench.json holds, and the fastest settings."""
-    import torch
-
-    from rocm_ext.bench import summary
-    from rocm_ext.machine.numerics import pick_dtype
-    from rocm_ext.model.download import use_shape
-
-    use_shape(cfg)
-    device = torch.device("cpu" if cfg.device == "cpu" else "cuda")
-    won = summary.winners(measured, sweep)
-    return {
-        "date": date.today().isoformat(),
-        "machine": machine_key(machine),
-        "figures": summary.figures(measured, cfg, pick_dtype(cfg.dtype, machine)[0], device),
-        "settings": {winner.key: winner.value for winner in won},
-        "rows": [asdict(measurement) for measurement in measured],
-    }, won
-
-
 def _describe(measurement: Measurement) -> str:
     """``forward, fp32, rocBLAS``; numbers and settings of training with their names."""
-    item = measurement.item
-    plain = item.probe != "training"
-    return ", ".join(
-        value if isinstance(value, str) and plain else f"{key} {value}" for key, value in item.values.items()
-    )
+    plain = measurement.item.probe != "training"
+    values = measurement.item.values.items()
+    return ", ".join(value if isinstance(value, str) and plain else f"{key} {value}" for key, value in values)
 
 
 def _outcome(measurement: Measurement) -> str:
@@ -178,11 +151,11 @@ def _show(measured: Sequence[Measurement], won: Sequence[Winner]) -> None:
 
     out = console()
     for probe in PROBES:
-        if of_probe := [each for each in measured if each.item.probe == probe]:
+        if of_probe := [measurement for measurement in measured if measurement.item.probe == probe]:
             made = table(probe, "what", "median (quartiles)")
-            for each in of_probe:
-                style = {"ok": "", "skipped": "dim"}.get(each.status, "red")
-                made.add_row(escape(_describe(each)), escape(_outcome(each)), style=style)
+            for measurement in of_probe:
+                style = {"ok": "", "skipped": "dim"}.get(measurement.status, "red")
+                made.add_row(escape(_describe(measurement)), escape(_outcome(measurement)), style=style)
             out.print(made, "")
     print("# the fastest settings; the other keys stay as configured")
     for winner in won:

@@ -14,7 +14,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.cli._common import add_json, console, print_json, printable, table
 from rocm_ext.machine.doctor import exit_code, judge, verdict
 from rocm_ext.machine.doctor.facts import Facts, recorded_facts
-from rocm_ext.machine.doctor.findings import Finding
+from rocm_ext.machine.doctor.recorded import Finding
 from rocm_ext.machine.doctor.save import save
 
 
@@ -71,18 +71,18 @@ def _print(facts: Facts, findings: list[Finding]) -> None:
 
     screen = console()
     shown = table(printable(facts.title), "", "check", "found")
-    for each in findings:
-        found = Text(printable(each.found))
-        if each.why and each.level in ("ok", "not recorded"):
-            found.append(f" ({printable(each.why)})", "dim")
-        shown.add_row(Text(each.level, _STYLES[each.level]), Text(printable(each.check)), found)
+    for finding in findings:
+        found = Text(printable(finding.found))
+        if finding.why and finding.level in ("ok", "not recorded"):
+            found.append(f" ({printable(finding.why)})", "dim")
+        shown.add_row(Text(finding.level, _STYLES[finding.level]), Text(printable(finding.check)), found)
     screen.print(shown)
-    problems = {level: [each for each in findings if each.level == level] for level in ("warning", "error")}
-    for each in (*problems["warning"], *problems["error"]):  # the worst last, where the reader looks first
-        level = (each.level, _STYLES[each.level])
-        screen.print(Text.assemble("\n", level, f" {printable(each.check)}: ", printable(each.found)))
-        if each.why:
-            screen.print(Padding(Text(printable(each.why)), (0, 0, 0, 2), expand=False))
+    problems = {level: [finding for finding in findings if finding.level == level] for level in ("warning", "error")}
+    for finding in (*problems["warning"], *problems["error"]):  # the worst last, where the reader looks first
+        level = (finding.level, _STYLES[finding.level])
+        screen.print(Text.assemble("\n", level, f" {printable(finding.check)}: ", printable(finding.found)))
+        if finding.why:
+            screen.print(Padding(Text(printable(finding.why)), (0, 0, 0, 2), expand=False))
         # on one line, for copying
-        screen.print(Text(f"  fix: {printable(each.fix)}", "bold"), soft_wrap=True)
+        screen.print(Text(f"  fix: {printable(finding.fix)}", "bold"), soft_wrap=True)
     screen.print(Text("\n" + verdict(facts, findings), "bold"))

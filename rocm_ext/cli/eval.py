@@ -6,6 +6,7 @@ with --verifier, it samples answers to prompts, verifies them, and prints pass@1
 """
 
 import argparse
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -102,11 +103,11 @@ def _keys(target: ChosenModel, overrides: Sequence[str]) -> Mapping[str, Any]:
     return config.defaults(target.recipe(overrides))
 
 
-def _content(found: Sequence[Any], compare: Callable[..., Any]) -> dict[str, Any]:
+def _content(measured: Sequence[Any], compare: Callable[..., Any]) -> dict[str, Any]:
     """What ``--json`` prints: the scores, and with ``--base`` those of both and their comparison."""
-    content = dict(found[0].scores)
-    if len(found) > 1:
-        content |= {"base": found[1].scores, "paired": compare(*found)}
+    content = dict(measured[0].scores)
+    if len(measured) > 1:
+        content |= {"base": measured[1].scores, "paired": compare(*measured)}
     return content
 
 
@@ -121,12 +122,12 @@ def _answers(args: argparse.Namespace, target: ChosenModel, adapter: Path | None
         _check_new(args.output)
     with TemporaryDirectory() as unkept:
         cfg.output_dir = cfg.checkpointer.output_dir = str(args.output or unkept)
-        found = evaluate(cfg, adapter, args.base)
-    content = _content(found, compare)
+        evaluations = evaluate(cfg, adapter, args.base)
+    content = _content(evaluations, compare)
     if args.json:
         print_json(content)
         return
-    for evaluation, title in zip(found, ("", "without the adapter: "), strict=False):
+    for evaluation, title in zip(evaluations, ("", "without the adapter: "), strict=False):
         _print_scores(evaluation, title)
     if args.base:
         paired = content["paired"]
@@ -135,7 +136,7 @@ def _answers(args: argparse.Namespace, target: ChosenModel, adapter: Path | None
             f"the adapter gains {paired['gained']} prompts and loses {paired['lost']}: {100 * paired['gain']:+.1f} "
             f"points, 95 % interval {100 * low:+.1f} – {100 * high:+.1f}; McNemar p = {paired['p']:.2g}"
         )
-    _print_wrong(found[0], args.show)
+    _print_wrong(evaluations[0], args.show)
     if args.output:
         print(f"all answers: {args.output / 'answers.jsonl'}")
 
@@ -174,17 +175,17 @@ def _print_scores(evaluation: "Evaluation", title: str) -> None:
 
 def _print_wrong(evaluation: "Evaluation", most: int) -> None:
     """Print why greedy answers are wrong: their verdicts, and the first of them."""
-    wrong = [each for each in evaluation.answers if each["sample"] < 0 and each["verdict"] != "CORRECT"]
+    wrong = [answer for answer in evaluation.answers if answer["sample"] < 0 and answer["verdict"] != "CORRECT"]
     if not wrong or not most:
         return
-    verdicts = {name: sum(each["verdict"] == name for each in wrong) for name in sorted({e["verdict"] for e in wrong})}
-    cut = sum(each["finish_reason"] == "length" for each in wrong)
-    counts = ", ".join(f"{number} {name}" for name, number in verdicts.items())
+    verdicts = Counter(answer["verdict"] for answer in wrong)
+    cut = sum(answer["finish_reason"] == "length" for answer in wrong)
+    counts = ", ".join(f"{number} {name}" for name, number in sorted(verdicts.items()))
     print(f"wrong greedy answers: {counts}; {cut} of them are cut at max_new_tokens")
-    for each in wrong[:most]:
-        print(f"  {each['prompt_id']}: {each['verdict']} {printable(each['detail'])}")
-        print(f"    asked: {shortened(each['prompt'], _TAIL)}")
-        print(f"    said:  {shortened(each['text'], -_TAIL)}")
+    for answer in wrong[:most]:
+        print(f"  {answer['prompt_id']}: {answer['verdict']} {printable(answer['detail'])}")
+        print(f"    asked: {shortened(answer['prompt'], _TAIL)}")
+        print(f"    said:  {shortened(answer['text'], -_TAIL)}")
 
 
 # ---- held-out rows
@@ -200,23 +201,23 @@ def _rows(args: argparse.Namespace, target: ChosenModel, adapter: Path | None) -
     if args.data:
         if not isinstance(cfg.dataset.get("source"), str):
             raise UserError("--data takes the place of dataset.source, which this config's dataset does not have")
-        own = {key: value for key, value in cfg.dataset.items() if key not in ("data_files", "name")}  # of its source
-        cfg.dataset_val, cfg.validation_fraction = {**own, **_source(args)}, 0.0
+        kept = {key: value for key, value in cfg.dataset.items() if key not in ("data_files", "name")}  # of its source
+        cfg.dataset_val, cfg.validation_fraction = {**kept, **_source(args)}, 0.0
     of_pairs = registry.family(registry.find(cfg.recipe)) == registry.DPO
-    found = measure((DPO if of_pairs else LoRAFinetune)(cfg), adapter, args.base)
+    both = measure((DPO if of_pairs else LoRAFinetune)(cfg), adapter, args.base)
     if args.output:
-        keep(found[0], args.output)
+        keep(both[0], args.output)
         if args.base:
-            keep(found[1], args.output / "base")
-    content = _content(found, compare)
+            keep(both[1], args.output / "base")
+    content = _content(both, compare)
     if args.json:
         print_json(content)
         return
-    for measured, title in zip(found, ("", "without the adapter: "), strict=False):
+    for measured, title in zip(both, ("", "without the adapter: "), strict=False):
         print(f"{title}{_in_words(measured)}")
     if args.base:
         _print_paired(content["paired"])
-    _print_worst(found[0], args.show)
+    _print_worst(both[0], args.show)
     if args.output:
         print(f"all rows: {args.output / 'rows.jsonl'}")
 
@@ -249,5 +250,5 @@ def _print_worst(measured: "Measured", most: int) -> None:
         print("highest losses: " + ", ".join(f"row {row['row']}: {row['loss']:.3f}" for row in worst))
         return
     gaps = sorted((row["logprob_chosen"] - row["logprob_rejected"], row["row"]) for row in rows)[:most]
-    if told := [f"row {number}: by {-gap:.2f}" for gap, number in gaps if gap < 0]:
-        print("rejected answers that are the more probable ones: " + ", ".join(told))
+    if swapped := [f"row {number}: by {-gap:.2f}" for gap, number in gaps if gap < 0]:
+        print("rejected answers that are the more probable ones: " + ", ".join(swapped))

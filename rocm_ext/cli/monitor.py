@@ -21,54 +21,59 @@ from rich.live import Live
 from rich.text import Text
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import disk_errors
 from rocm_ext.base.log import duration
 from rocm_ext.cli._common import console, count, number, table
-from rocm_ext.machine.counter_log import HardwareLog
-from rocm_ext.machine.counters import Counters
+from rocm_ext.machine.counters import Counters, HardwareLog
 from rocm_ext.report import hardware
 from rocm_ext.runs.progress import progress
 
-_SHARES = ("held_out", "flat", "accuracy", "val_accuracy")
 _Show = Callable[[dict[str, Any], dict[str, Any] | None], None]  # shows a reading and the progress of a run
+_VALUES = {  # of a run's progress
+    "cycle": "cycle {}",
+    "phase": "{}",
+    "step": "step {:.0f}",
+    "epoch": "epoch {:.0f}",
+    "loss": "loss {:.4f}",
+    "margin": "margin {:.3f}",
+    "accuracy": "accuracy {:.1%}",
+    "val_loss": "validation loss {:.4f}",
+    "val_margin": "validation margin {:.3f}",
+    "val_accuracy": "validation accuracy {:.1%}",
+    "tokens_per_second": "{:,.0f} tok/s",
+    "reward": "reward {:.3f}",
+    "held_out": "held-out {:.1%}",
+    "flat": "{:.0%} of groups flat",
+    "entropy": "entropy {:.2f}",
+    "seconds": "{:.3g} s a step",
+}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    option = parser.add_argument
-    option(
-        "--interval",
-        type=number(float, 0.1, 86400),
-        default=2.0,
-        metavar="S",
-        help="seconds between readings (default: 2)",
-    )
+    option, seconds = parser.add_argument, number(float, 0.1, 86400)
+    option("--interval", type=seconds, default=2.0, metavar="S", help="seconds between readings (default: 2)")
     option("--count", type=count, metavar="N", help="stop after N readings (default: at Ctrl-C)")
-    option(
-        "--run",
-        type=Path,
-        nargs="+",
-        dest="out",
-        metavar="OUTPUT_DIR",
-        help="also show the progress of this run, or of several with --web; they need not have begun",
-    )
+    runs = "also show the progress of this run, or of several with --web; they need not have begun"
+    option("--run", type=Path, nargs="+", dest="out", metavar="OUTPUT_DIR", help=runs)
     option("--log", type=Path, metavar="FILE", help="also append the readings to FILE, as in a run's hardware.jsonl")
     option("--json", action="store_true", help="print a JSON object per reading, as in a run's hardware.jsonl")
-    option(
-        "--root", type=Path, default=Path("/"), metavar="DIR", help="read AMD GPUs from DIR/sys, such as a copy of /sys"
-    )
+    root = "read AMD GPUs from DIR/sys, such as a copy of /sys"
+    option("--root", type=Path, default=Path("/"), metavar="DIR", help=root)
     web = parser.add_argument_group("in a browser").add_argument
     web("--web", action="store_true", help="serve the page of `rocm-ext report` and the counters; it follows the runs")
-    web(
-        "--port",
-        type=number(int, 0, 65535),
-        metavar="N",
-        help="listen at this port of 127.0.0.1 (default: 8642, or a free one)",
-    )
+    port = "listen at this port of 127.0.0.1 (default: 8642, or a free one)"
+    web("--port", type=number(int, 0, 65535), metavar="N", help=port)
 
 
 def run(args: argparse.Namespace) -> None:
     """Show readings until ``--count`` of them or Ctrl-C."""
-    _check(args)
+    if args.web and args.json:
+        raise UserError("--web and --json do not go together; choose one", code=2)
+    if not args.web and args.port is not None:
+        raise UserError("--port is for --web; add it", code=2)
+    if not args.web and args.out and len(args.out) > 1:
+        raise UserError(f"--run takes one folder, not {len(args.out)}; add --web to follow several", code=2)
     if not args.root.is_dir():
         raise UserError(f"--root {args.root} is not a folder; expected one that holds sys/class/drm", code=2)
     counters = Counters(args.root)
@@ -78,36 +83,14 @@ def run(args: argparse.Namespace) -> None:
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack °
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):  # the usual end
         if args.log:
-            with _log_errors(args.log):
+            with disk_errors(args.log):
                 log = stack.enter_context(HardwareLog(args.log))
         show = stack.enter_context(_browser(args, counters.notes) if args.web else _terminal(args))
         for reading in _readings(counters.read, args.interval, args.count):
             if args.log:
-                with _log_errors(args.log):
+                with disk_errors(args.log):
                     log.write(reading)
             show(reading, progress(args.out[0]) if args.out and not args.web else None)
-
-
-def _check(args: argparse.Namespace) -> None:
-    """Refuse options that do not go together.
-
-    Raises:
-        UserError: the message names them.
-    """
-    if args.web and args.json:
-        raise UserError("--web and --json do not go together; choose one", code=2)
-    if not args.web and args.port is not None:
-        raise UserError("--port is for --web; add it", code=2)
-    if not args.web and args.out and len(args.out) > 1:
-        raise UserError(f"--run takes one folder, not {len(args.out)}; add --web to follow several", code=2)
-
-
-@contextlib.contextmanager
-def _log_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}; name another file with --log") from error
 
 
 def _readings(read: Callable[[], dict[str, Any]], interval: float, most: int | None) -> Iterator[dict[str, Any]]:
@@ -165,65 +148,19 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 def _line(reading: Mapping[str, Any], run: Mapping[str, Any] | None) -> str:
     """A reading as one line of text."""
-    parts = [time.strftime("%H:%M:%S", time.localtime(reading["time"]))]
-    for index, gpu in enumerate(reading["gpus"]):
-        values = [f"busy {gpu['busy']:.0f} %"] if "busy" in gpu else []
-        pools = [pool for pool in ("vram", "gtt") if f"{pool}_used" in gpu]
-        values += [f"{pool.upper()} {hardware.used(gpu, pool)} GiB" for pool in pools]
-        units = (("power", "W"), ("temperature", "°C"), ("clock", "MHz"))
-        values += [f"{gpu[key]:.0f} {unit}" for key, unit in units if key in gpu]
-        parts.append(f"GPU {index}: {', '.join(values) or 'no counters'}")
-    if not reading["gpus"]:
-        parts.append("no GPU")
-    host = reading["host"]
-    values = [f"cpu {host['cpu']:.0f} %"] if "cpu" in host else []
-    if "memory_used" in host:
-        values.append(f"memory {hardware.used(host, 'memory')} GiB")
-    if values:
-        parts.append(f"host: {', '.join(values)}")
-    if run is not None:
-        parts.append(f"run: {run_text(run)}")
-    return "  ".join(parts)
-
-
-def run_text(run: Mapping[str, Any]) -> str:
-    """The progress of a run, in words."""
-    if "problem" in run:
-        return run["problem"]
-    formats = {
-        "cycle": "cycle {}",
-        "phase": "{}",
-        "step": "step {:.0f}" + (f" of {run['steps']:.0f}" if "steps" in run else ""),
-        "epoch": "epoch {:.0f}",
-        "loss": "loss {:.4f}",
-        "margin": "margin {:.3f}",
-        "accuracy": "accuracy {:.1f} %",
-        "val_loss": "validation loss {:.4f}",
-        "val_margin": "validation margin {:.3f}",
-        "val_accuracy": "validation accuracy {:.1f} %",
-        "tokens_per_second": "{:,.0f} tok/s",
-        "reward": "reward {:.3f}",
-        "held_out": "held-out {:.1f} %",
-        "flat": "{:.0f} % of groups flat",
-        "entropy": "entropy {:.2f}",
-        "seconds": "{:.3g} s a step",
-    }
-    shares = {key: 100 * run[key] for key in _SHARES if key in run}
-    told = [text.format({**run, **shares}[key]) for key, text in formats.items() if key in run]
-    if "seconds_left" in run:
-        told.append(f"{duration(run['seconds_left'])} left")
-    if not told:
-        return "nothing written yet"
-    if "seconds_ago" in run:
-        told.append("finished" if run["finished"] else f"{run['seconds_ago']:.0f} s ago")
-    return ", ".join(told)
+    columns, rows, _ = hardware.table(reading)
+    parts = [time.strftime("%H:%M:%S", time.localtime(reading["time"])), *["no GPU"] * (not reading["gpus"])]
+    for name, *cells in rows:
+        known = (f"{column} {cell}" for column, cell in zip(columns, cells, strict=True) if cell)
+        parts.append(f"{name}: {', '.join(known)}")
+    return "  ".join([*parts, *([] if run is None else [f"run: {run_text(run)}"])])
 
 
 def _screen(reading: Mapping[str, Any], run: Mapping[str, Any] | None, interval: float) -> Group:
     """The content of a terminal after a reading: a table of the GPUs and the host, and the progress of the run."""
     now = time.strftime("%H:%M:%S", time.localtime(reading["time"]))
     columns, rows, names = hardware.table(reading)
-    counters = table("", *columns, right=tuple(columns[1:]))
+    counters = table("", "", *columns, right=tuple(columns))
     for row in rows:
         counters.add_row(*row)
     if not reading["gpus"]:
@@ -231,3 +168,18 @@ def _screen(reading: Mapping[str, Any], run: Mapping[str, Any] | None, interval:
     parts: list[Any] = [Text(f"{now}, every {interval:g} s; Ctrl-C ends", style="dim"), counters]
     parts += [Text(name, style="dim") for name in names]
     return Group(*parts, *(() if run is None else ["", Text(f"run: {run_text(run)}")]))
+
+
+def run_text(run: Mapping[str, Any]) -> str:
+    """The progress of a run, as :func:`rocm_ext.runs.progress.progress` returns it, in words."""
+    if "problem" in run:
+        return run["problem"]
+    step = "step {:.0f}" + (f" of {run['steps']:.0f}" if "steps" in run else "")
+    said = [text.format(run[key]).replace("%", " %") for key, text in (_VALUES | {"step": step}).items() if key in run]
+    if "seconds_left" in run:
+        said.append(f"{duration(run['seconds_left'])} left")
+    if not said:
+        return "nothing written yet"
+    if "seconds_ago" in run:
+        said.append("finished" if run["finished"] else f"{run['seconds_ago']:.0f} s ago")
+    return ", ".join(said)

@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> None:
 
 def _counts(answers: Sequence[Answer], left_out: Any) -> str:
     right = sum(answer.right for answer in answers)
-    found = f"{right:,} right and {len(answers) - right:,} wrong answers"
-    return found + "".join(f"; left out: {number:,} {what}" for what, number in sorted(left_out.items()))
+    counts = f"{right:,} right and {len(answers) - right:,} wrong answers"
+    return counts + "".join(f"; left out: {number:,} {what}" for what, number in sorted(left_out.items()))
 
 
 def _rows(folder: RunFolder, pairs: Sequence[tuple[Answer, Answer]], trusted: bool) -> list[dict[str, Any]]:

@@ -18,16 +18,20 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import duration
 from rocm_ext.cli._common import add_json, add_overrides, console, count, print_json, table
 from rocm_ext.config.checks import check_grpo_values, check_raft_values, check_values
-from rocm_ext.machine.chips import find_chip
 from rocm_ext.machine.detect import detect
-from rocm_ext.machine.profile import load_profile
+from rocm_ext.machine.profile import find_chip, load_profile
 
 if TYPE_CHECKING:
     from rocm_ext.plan.planner import Choice
     from rocm_ext.plan.rollout import RolloutPlan
     from rocm_ext.plan.run import RunPlan
 
-_PARTS = ("weights", "gathered", "adapter", "gradients", "optimizer")
+_NAMES = {  # in the table, of what _memory calls otherwise
+    "activations_without_checkpointing": "  none checkpointed",
+    "activations_with_checkpointing": "  all checkpointed",
+    "loss": "logits and loss",
+    "kept_for_sampling": "kept for sampling",
+}
 Rows = list[tuple[str, list[str]]]
 # A figure of a plan where training and sampling run at these shares of their computed speeds
 Figure = Callable[[float, float], float]
@@ -149,19 +153,30 @@ def _print_table(out: Any, title: str, columns: list[str], rows: Rows) -> None:
     out.print(made)
 
 
+def _memory(plan: "RunPlan", choice: "Choice") -> dict[str, int]:
+    """The memory of a choice in bytes, by part, with its peak."""
+    memory = choice.memory
+    return {
+        "weights": memory.weights,
+        "gathered": memory.gathered,
+        "adapter": memory.adapter,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "activations": memory.activations(choice.checkpointed),
+        "activations_without_checkpointing": memory.activations(()),
+        "activations_with_checkpointing": memory.activations(range(memory.layers)),
+        "loss": memory.loss.working,
+        "kept_for_sampling": plan.kept(choice),
+        "peak": plan.peak(choice),
+    }
+
+
 def _memory_rows(plan: "RunPlan", choices: Sequence["Choice"]) -> Rows:
     from rocm_ext.plan.memory import readable
 
-    used = [part for part in _PARTS if any(getattr(choice.memory, part) for choice in choices)]
-    rows: Rows = [(part, [readable(getattr(choice.memory, part)) for choice in choices]) for part in used]
-    rows.append(("activations", [readable(choice.memory.activations(choice.checkpointed)) for choice in choices]))
-    rows.append(("  none checkpointed", [readable(choice.memory.activations(())) for choice in choices]))
-    every = [choice.memory.activations(range(choice.memory.layers)) for choice in choices]
-    rows.append(("  all checkpointed", list(map(readable, every))))
-    rows.append(("logits and loss", [readable(choice.memory.loss.working) for choice in choices]))
-    if any(plan.kept(choice) for choice in choices):
-        rows.append(("kept for sampling", [readable(plan.kept(choice)) for choice in choices]))
-    return [*rows, ("peak", [readable(plan.peak(choice)) for choice in choices])]
+    columns = [_memory(plan, choice) for choice in choices]
+    sizes = {name: [column[name] for column in columns] for name in columns[0]}
+    return [(_NAMES.get(name, name), [*map(readable, row)]) for name, row in sizes.items() if any(row)]
 
 
 def _step_rows(plan: "RunPlan", choices: Sequence["Choice"]) -> Rows:
@@ -182,12 +197,12 @@ def _step_rows(plan: "RunPlan", choices: Sequence["Choice"]) -> Rows:
     if plan.steps is None:
         per_rank = 1e4 * plan.rows.mean / plan.ranks
         seconds = [_training_time(per_rank / step.tokens_per_second) for step in steps]
-        rows.append(("per 10,000 rows", [_told(plan, each) for each in seconds]))
+        rows.append(("per 10,000 rows", [_told(plan, value) for value in seconds]))
     elif not plan.rollout:  # its own table says more
         rows.append((f"all epochs, {plan.steps} steps", times(plan.steps)))
     if plan.reference is not None:
         before = [plan.reference * step.forward_seconds / plan.now.step.forward_seconds for step in steps]
-        rows.append(("before, the reference's log-probs", [_told(plan, _training_time(each)) for each in before]))
+        rows.append(("before, the reference's log-probs", [_told(plan, _training_time(value)) for value in before]))
     return rows
 
 
@@ -208,8 +223,8 @@ def _rollout_rows(plan: "RunPlan", rollout: "RolloutPlan") -> Rows:
 
     def add(name: str, key: str, unknown: str = "--rows") -> None:
         known = getattr(rollout, key) is not None
-        told = _told(plan, lambda *shares: getattr(rollout.at(*shares), key)) if known else f"unknown: set {unknown}"
-        rows.append((name, [told]))
+        words = _told(plan, lambda *shares: getattr(rollout.at(*shares), key)) if known else f"unknown: set {unknown}"
+        rows.append((name, [words]))
 
     add("sampling", "sampling_seconds")
     if rollout.scoring_seconds:
@@ -245,7 +260,7 @@ def _told(plan: "RunPlan", of: Figure, form: Callable[[float], str] | None = Non
     """A figure in words; one from a data sheet as the range that published runs make of it."""
     published = plan.target.figures.published
     shares = zip(*published.values(), strict=True) if published else [(1.0, 1.0)]
-    return " to ".join(dict.fromkeys(map(form or _duration, sorted(of(*each) for each in shares))))
+    return " to ".join(dict.fromkeys(map(form or _duration, sorted(of(*pair) for pair in shares))))
 
 
 def _training_time(seconds: float) -> Figure:
@@ -300,18 +315,9 @@ def _content(plan: "RunPlan") -> dict[str, Any]:
 
 
 def _choice_content(plan: "RunPlan", choice: "Choice") -> dict[str, Any]:
-    memory, layers = choice.memory, choice.checkpointed
     return {
         "tokens_per_micro_batch": choice.micro_batch,
-        "checkpointed_layers": len(layers),
-        "memory": {
-            **{part: getattr(memory, part) for part in _PARTS},
-            "activations": memory.activations(layers),
-            "activations_without_checkpointing": memory.activations(()),
-            "activations_with_checkpointing": memory.activations(range(memory.layers)),
-            "loss": memory.loss.working,
-            "kept_for_sampling": plan.kept(choice),
-            "peak": plan.peak(choice),
-        },
+        "checkpointed_layers": len(choice.checkpointed),
+        "memory": _memory(plan, choice),
         "step": {**vars(choice.step), "tokens_per_second": choice.step.tokens_per_second},
     }

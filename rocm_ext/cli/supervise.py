@@ -76,7 +76,11 @@ def run(args: argparse.Namespace) -> int:
         deaths, furthest = 0, position(out)
         while True:
             attempt = _Attempt(command, out, args)
-            why = attempt.wait(stop)
+            try:
+                why = attempt.wait(stop)
+            except UserError as error:
+                attempt.tell("failed", str(error))
+                raise
             notes = list(read_lines(out / _NOTES, problems=[]))
             segment = next((line["segment"] for line in notes if "segment" in line), None)
             if why is None and segment is None:
@@ -149,9 +153,7 @@ def _alone(out: Path) -> Iterator[None]:
             with suppress(psutil.Error):
                 left = psutil.Process(line["pid"])
                 if abs(left.create_time() - line["began"]) < 2:  # the clock may have been set
-                    note(
-                        f"supervise: process {left.pid} of an earlier supervisor still runs; waiting until it has saved"
-                    )
+                    note(f"supervise: waiting until process {left.pid} of an earlier supervisor has saved")
                     left.terminate()
                     for slow in psutil.wait_procs([left], timeout=_TO_SAVE)[1]:
                         slow.kill()
@@ -180,7 +182,7 @@ class _Stop:
             signal.signal(signum, handler)
 
     def _note(self, signum: int, frame: Any) -> None:
-        self.again = self.again or signum == self.signum == signal.SIGINT
+        self.again = self.again or (self.signum != 0 and signum == signal.SIGINT)
         self.signum = self.signum or signum
         survive_terminal()
 
@@ -221,6 +223,9 @@ class _Attempt:
 
         Returns:
             Why the run died; None if it did all that it had to do.
+
+        Raises:
+            UserError: it does not end although it was killed.
         """
         hung, asked, kill_at, seen, alive = "", False, math.inf, None, 0.0
         while self._process.poll() is None and not stop.again:
@@ -238,16 +243,31 @@ class _Attempt:
                 break
             _tell_systemd("READY=1\nWATCHDOG=1")
             time.sleep(_POLL)
-        self._process.kill()
-        code = self._process.wait()
-        # ranks and workers are in process groups of their own; orphans have become children of this process
-        while left := psutil.Process().children(recursive=True):
-            for process in psutil.wait_procs(left, timeout=1)[1]:
-                process.kill()
+        code = self._kill()
         self._follow()
         self._log.close()
         self._printed.close()
         return None if code == 0 and not hung else hung or self._reason(code)
+
+    def _kill(self) -> int:
+        """Kill what is left of the run, and return the exit code of its first process.
+
+        Ranks and workers are in process groups of their own; orphans have become children of this process.
+        """
+        end = time.monotonic() + _TO_SAVE
+        self._process.kill()
+        while (code := self._process.poll()) is None or psutil.Process().children():
+            others = [each for each in psutil.Process().children(recursive=True) if each.pid != self._process.pid]
+            for process in psutil.wait_procs(others, timeout=0.5)[1]:
+                with suppress(psutil.Error):
+                    process.kill()
+            if time.monotonic() > end:
+                raise UserError(
+                    f"process {self._process.pid} or one of its children does not end although it was killed: its driver "
+                    "hangs. Restart the machine; the same command then goes on"
+                )
+            time.sleep(0.02)
+        return code
 
     def tell(self, event: str, why: str) -> None:
         """Say what happened, here, to systemd and with the user's command."""
@@ -285,7 +305,7 @@ class _Attempt:
         """Send SIGTERM to the run, or to torchrun's ranks: torchrun would kill them 30 s after a signal of its own."""
         with suppress(psutil.Error):
             main = psutil.Process(self._process.pid)
-            ranks = [child for child in main.children() if "LOCAL_RANK" in child.environ()]
+            ranks = [child for child in main.children() if _is_rank(child)]
             for process in ranks or [main]:
                 process.terminate()
                 process.resume()  # a stopped process takes no signal; systemd resumes it, too
@@ -295,6 +315,12 @@ class _Attempt:
         if _oom_kills() > self._oom_kills:
             how += ", and the kernel killed a process because memory ran out"
         return f"{how}; its last line: {lines[-1].strip()}" if (lines := self._lines()) else how
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return "LOCAL_RANK" in process.environ()
+    return False
 
 
 def _oom_kills() -> int:

@@ -43,17 +43,17 @@ def run(args: argparse.Namespace) -> None:
     from rocm_ext.data.prompts import prompt_dataset
 
     path = args.verifier if "." in args.verifier else f"rocm_ext.verifiers.{args.verifier}"
-    node = {"_component_": path}
+    verifier = {"_component_": path}
     for item in args.arguments:
         key, equals, value = item.partition("=")
         if not equals:
             raise UserError(f"invalid argument {item!r}; expected key=value", code=2)
-        node[key] = yaml.safe_load(value)
-    check_components(OmegaConf.create({"verifier": node}), {})
+        verifier[key] = yaml.safe_load(value)
+    check_components(OmegaConf.create({"verifier": verifier}), {})
     prompts = prompt_dataset(source=args.data, format=args.format, name=args.name, split=args.split)
     rows = [(prompt.origin, prompt.row) for prompt in prompts]
     workers = args.workers or psutil.cpu_count(logical=False) or 1
-    summary = self_check(node, rows, args.gold, workers, args.limit)
+    summary = self_check(verifier, rows, args.gold, workers, args.limit)
     verdicts = {verdict.value: count for verdict, count in sorted(summary.verdicts.items())}
     failures = [{"origin": origin, "verdict": r.verdict.value, "detail": r.detail} for origin, r in summary.failures]
     if args.json:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.files import replace_file
+from rocm_ext.base.files import flush, replace_file
 from rocm_ext.base.log import Progress
 
 TYPES = ("f16", "bf16", "q8_0")
+_FLUSH = 2**28  # bytes of a file that the system may cache while it is written
 _LARGEST = torch.finfo(torch.float16).max
 
 
@@ -74,8 +75,15 @@ def write(path: Path, writer: Any, entries: Sequence[Entry]) -> None:
             writer.write_header_to_file(aside)
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
+            waiting = 0  # bytes since the last flush
             for each in entries:
-                _append(writer, _stored(each, gguf))
+                values = _stored(each, gguf)
+                _append(writer, values)
+                waiting += values.nbytes
+                if waiting > _FLUSH:
+                    writer.flush()
+                    flush(aside)
+                    waiting = 0
                 progress.update(each.name)
         finally:
             writer.close()

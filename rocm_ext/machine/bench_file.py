@@ -10,8 +10,8 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.log import log
-from rocm_ext.machine.choices import COMPILE
 from rocm_ext.machine.detect import Machine
+from rocm_ext.machine.profile import COMPILE
 
 _FIGURES = {"bandwidth", "efficiency", "decode_efficiency", "attention", "launch"}  # beside flops
 
@@ -99,10 +99,10 @@ def of_this_machine(machine: Machine) -> BenchFile | None:
     try:
         if path is None or not path.is_file():
             return None
-        found = BenchFile.read(path)
+        file = BenchFile.read(path)
     except PermissionError:  # of the folder
         return None
     except UserError as error:
         log.warning("%s", error)
         return None
-    return found if found.machine == machine_key(machine) else None
+    return file if file.machine == machine_key(machine) else None

@@ -14,12 +14,22 @@ from typing import Any, Literal
 import yaml
 from omegaconf import OmegaConf
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.base.nested import parse
 from rocm_ext.machine.detect import Machine, is_unified, parse_version
-from rocm_ext.machine.parse import parse
+
+# Values of the keys that choose among kernels
+ATTENTION = ("auto", "flash", "efficient", "math", "eager")
+# torch's mode max-autotune also captures CUDA graphs, which fail with checkpointed layers (pytorch#148829) and with
+# gradient accumulation (pytorch#96693). Here it means max-autotune-no-cudagraphs.
+COMPILE = (False, True, "max-autotune")
 
 _NOT_RECIPE_KEYS = {"quantize_base"}  # keys that a profile may lock although no recipe has them
 _MEMORY_KEYS = {"host": (), "device": ("fraction",), "unified": ("fraction", "host_gib", "host_fraction")}
+_MAKERS_WORDS = re.compile("(amd|nvidia|instinct|radeon|geforce|tesla|rtx|rx|ai|pro)+")
+_SAYS_NOTHING = ("", "graphics", "unknown")  # "AMD Radeon Graphics" is any Radeon
+# What torch adds to the name of a chip as sold: "H100 80GB HBM3", "MI250X/MI250", "MI300X VF"
+_ADDED = r"(\d+gb|hbm\d?e?|sxm\d?|oam|pcie|vf|hf|mi\d+x?|graphics|dualslot|(workstation|server)edition)*"
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,23 @@ class Variable:
     value: str
     reason: str
     when: Literal["always", "arch_missing", "several_ranks"] = "always"  # see rocm_ext.machine.environment
+
+
+@dataclass(frozen=True)
+class BadBuild:
+    """A build of torch that is known to fail on the profile's machines.
+
+    Attributes:
+        torch: what its version begins with, as in 2.12.0+rocm7.14.
+        why: what fails, with the thread that says so.
+        fix: what to do.
+        arch: the architectures; empty: all of the profile's.
+    """
+
+    torch: str
+    why: str
+    fix: str
+    arch: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,6 +107,7 @@ class Profile:
         locked: the settings that other values would break.
         environment: variables to set before torch starts.
         floor: versions of torch, rocm and kernel that the machine needs: min, below, also and fix.
+        bad_builds: builds of torch that fail here, within those limits.
         chips: data sheets by the GPU's name; the first of an architecture stands for it.
         reached: shares of a data sheet that :mod:`rocm_ext.plan.speeds` assumes: compute, bandwidth and attention (of
             compute); and launch, the microseconds that the host needs to start a kernel.
@@ -95,6 +123,7 @@ class Profile:
     locked: dict[str, Lock] = field(default_factory=dict)
     environment: dict[str, Variable] = field(default_factory=dict)
     floor: dict[str, dict[str, Any]] = field(default_factory=dict)
+    bad_builds: tuple[BadBuild, ...] = ()
     chips: dict[str, Chip] = field(default_factory=dict)
     reached: dict[str, float] = field(default_factory=dict)
     bench_config: str = ""
@@ -279,6 +308,8 @@ def check_profile(profile: Profile, machine: Machine, world_size: int = 1) -> li
     if not machine.has_kernels:
         hint = f"; install it with: {reinstall_command(profile, machine)}" if profile.install else ""
         warnings.append(f"torch {machine.torch} has no kernels for {machine.arch}{hint}")
+    if bad := bad_build(profile, machine):
+        warnings.append(f"torch {machine.torch}: {bad.why}. {bad.fix}")
     return warnings + [f"{found}: {fix}" for found, fix in below_floor(profile, machine).values()]
 
 
@@ -307,6 +338,12 @@ def below_floor(profile: Profile, machine: Machine) -> dict[str, tuple[str, str]
         if "below" in limits and parse_version(have) >= parse_version(limits["below"]):
             outside[what] = (f"{what} {have} is not below {limits['below']}", limits["fix"])
     return outside
+
+
+def bad_build(profile: Profile, machine: Machine) -> BadBuild | None:
+    """What is known to fail with the machine's torch."""
+    here = (bad for bad in profile.bad_builds if not bad.arch or machine.arch in bad.arch)
+    return next((bad for bad in here if machine.torch.startswith(bad.torch)), None)
 
 
 def _is_newer_build(kernel: str, other: str) -> bool:
@@ -345,3 +382,84 @@ def check_locked(profile: Profile, settings: Mapping[str, Any], overrides: list[
         f"hardware_overrides: {profile.name} does not lock {key}" for key in overrides if key not in profile.locked
     ]
     return lines
+
+
+# ---------------------------------------------------------------------------------------------------- chips
+def find_chip(name: str, hardware: str | None = None) -> tuple[str, str]:
+    """Find the chip that a user means.
+
+    Args:
+        name: name of a chip or an architecture, in any spelling: "MI355X", "rx7900xtx", "AMD Radeon PRO W7900".
+        hardware: the profile in which the chip must be; None: any.
+
+    Returns:
+        The names of the profile and of the chip. Of several chips that have the name, the first.
+
+    Raises:
+        UserError: no profile has such a chip, or another one than ``hardware``.
+    """
+    short, found, known, near = _short(name), [], list[str](), []
+    for profile in map(load_profile, profile_names()):
+        for chip_name, chip in profile.chips.items():
+            known += [chip_name, chip.arch]
+            names = [_short(each) for each in (chip_name, *chip.also, chip.arch)]
+            if short in names:
+                found.append((profile.name, chip_name))
+            if short and any(short in each or each in short for each in names):
+                near.append(chip_name)
+    if not found:
+        guess = f"; did you mean {', '.join(near[:5])}?" if near else nearest(name, set(known))
+        raise UserError(f"--machine {name} is unknown{guess}")
+    fitting = [(profile, chip) for profile, chip in found if hardware in (None, profile)]
+    if not fitting:
+        raise UserError(f"--machine {name} is hardware={found[0][0]}, which contradicts hardware={hardware}")
+    return fitting[0]
+
+
+def chips_of(profile: Profile, arch: str | None, name: str | None, memory: int | None = None) -> list[str]:
+    """The chips of a profile that a machine may have, the likeliest first.
+
+    Args:
+        profile: profile whose chips count.
+        arch: the machine's architecture.
+        name: what torch calls its GPU; it may say no more than "AMD Radeon Graphics".
+        memory: bytes of its own memory, which tells chips of one name apart; None: unknown, or shared with the host.
+
+    Returns:
+        Names of chips: those whose name is in ``name``, else all of the architecture.
+    """
+    device = _joined(name or "")
+
+    def known_letters(chip_name: str, chip: Chip) -> int:
+        return max(len(each) if each in device else 0 for each in map(_short, (chip_name, *chip.also)))
+
+    matched = {key: known_letters(key, chip) for key, chip in profile.chips.items() if chip.arch == arch}
+    best = max(matched.values(), default=0)
+    likely = [key for key, letters in matched.items() if letters == best]
+    return sorted(likely, key=lambda key: abs(profile.chips[key].memory - memory / 2**30) if memory else 0)
+
+
+def named_chips(profile: Profile, arch: str | None, name: str, memory: int | None = None) -> list[str]:
+    """:func:`chips_of` without guesses: none where ``name`` is another product's, such as "RTX 4090 Laptop GPU".
+
+    Args:
+        profile, arch, memory: see :func:`chips_of`.
+        name: what torch calls the GPU.
+    """
+    may, short = chips_of(profile, arch, name, memory), _short(name)
+
+    def has_name(chip_name: str) -> bool:
+        names = map(_short, (chip_name, *profile.chips[chip_name].also))
+        return any(re.fullmatch(re.escape(each) + _ADDED, short) for each in names)
+
+    return may if short in _SAYS_NOTHING else list(filter(has_name, may))
+
+
+def _joined(name: str) -> str:
+    return re.sub("[^a-z0-9]", "", name.lower())
+
+
+def _short(name: str) -> str:
+    """The name without the maker's words before it: 7900xtx for "AMD Radeon RX 7900 XTX"."""
+    joined = _joined(name)
+    return joined[match.end() :] if (match := _MAKERS_WORDS.match(joined)) else joined

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from rocm_ext.machine.cgroups import CpuQuota, cpu_quota
+from rocm_ext.machine.sysfs import CpuQuota, cpu_quota
 
 USERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # torchrun sets the first for several ranks of a machine
 LOOKS, SECONDS = 5, 0.04  # the median of these looks decides, so that a program that ends meanwhile costs no thread

@@ -190,8 +190,8 @@ def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
             if event.get("ph") in ("s", "t", "f"):  # arrows; each recording numbers its own from 1
                 event = {**event, "id": f"{number}.{event['id']}"}
             events.append(event)
-    whole = {key: value for key, value in parts[0].items() if key not in ("host_name", "traceName")}
-    return {**whole, "traceEvents": events}
+    head = {key: value for key, value in parts[0].items() if key not in ("host_name", "traceName")}
+    return {**head, "traceEvents": events}
 
 
 def summarize(parts: Sequence[Mapping[str, Any]], averages: Iterable[Any], kind: str) -> dict[str, Any]:
@@ -215,14 +215,14 @@ def summarize(parts: Sequence[Mapping[str, Any]], averages: Iterable[Any], kind:
         step = next(event for event in names if event["name"].startswith(kind))
         total += step["dur"]
         busy += _covered([event for event in events if event.get("cat") in _ON_GPU], step)
-    averages = [each for each in averages if each.device_type == DeviceType.CPU]
+    averages = [operator for operator in averages if operator.device_type == DeviceType.CPU]
     kernels = busy > 0
     times: Counter[str] = Counter()
     calls: Counter[str] = Counter()
-    for each in averages:
-        calls[each.key] += each.count
-        times[each.key] += each.self_device_time_total if kernels else each.self_cpu_time_total
-    python = sum(each.self_cpu_time_total for each in averages if each.key.startswith(kind))
+    for operator in averages:
+        calls[operator.key] += operator.count
+        times[operator.key] += operator.self_device_time_total if kernels else operator.self_cpu_time_total
+    python = sum(operator.self_cpu_time_total for operator in averages if operator.key.startswith(kind))
     slowest = [(name, time) for name, time in times.most_common() if time and not name.startswith(kind)][:_SLOWEST]
     return {
         "seconds": total / 1e6,
@@ -257,7 +257,10 @@ def describe(kind: str, summary: Mapping[str, Any], path: Path) -> str:
     steps, first = summary["steps"], summary["first"]
     which = f"step {first}" if steps == 1 else f"steps {first} to {first + steps - 1}"
     lines = [f"profile of {kind}, {which}, {summary['seconds']:.3g} s; open {path} in https://ui.perfetto.dev"]
-    lines += [f"  {each['share']:4.0%}  {each['name'][:90]}, {each['calls']:,} calls" for each in summary["slowest"]]
+    lines += [
+        f"  {operator['share']:4.0%}  {operator['name'][:90]}, {operator['calls']:,} calls"
+        for operator in summary["slowest"]
+    ]
     if summary["idle"] is not None:
         lines.append(f"  {summary['idle']:4.0%}  no kernel ran")
     lines.append(f"  {summary['python']:4.0%}  of the host's time was outside of operators")

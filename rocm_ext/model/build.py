@@ -76,7 +76,7 @@ def build_model(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) 
     return decoder
 
 
-def check_quantized(decoder: nn.Module, profile: Profile, overrides: list[str], ranks: int) -> list[str]:
+def check_quantized(decoder: nn.Module, profile: Profile, overrides: list[str], ranks: int, budget: int) -> list[str]:
     """Check that ``profile`` and the number of ranks allow a 4-bit base model, if ``decoder`` has one.
 
     Args:
@@ -84,9 +84,11 @@ def check_quantized(decoder: nn.Module, profile: Profile, overrides: list[str], 
         profile: the machine's profile, which may lock ``quantize_base``.
         overrides: keys set on the command line; an override lifts the lock.
         ranks: processes of this run.
+        budget: bytes that this run may use. Weights in 16 bits that take over nine tenths of it leave no room to
+            train, and lift the lock.
 
     Returns:
-        Warnings: one line if the user overrides the profile's lock.
+        Warnings: one line if the lock is lifted.
 
     Raises:
         UserError: the profile locks it without an override, or several ranks run.
@@ -95,7 +97,12 @@ def check_quantized(decoder: nn.Module, profile: Profile, overrides: list[str], 
         return []
     if ranks > 1:
         raise UserError("a 4-bit base model (QLoRA) runs on one rank; drop --nproc_per_node or use bf16")
-    return check_locked(profile, {"quantize_base": True}, [key for key in overrides if key == "quantize_base"])
+    key = "quantize_base"
+    unpacked = sum(p.numel() * 2 for p in decoder.parameters() if not p.requires_grad)
+    if key in profile.locked and unpacked > 0.9 * budget:
+        sizes = f"16-bit weights take {unpacked / 2**30:.1f} GiB of {budget / 2**30:.1f}"
+        return [f"{key}=True: {sizes}, so the base model is kept in 4 bits; {profile.locked[key].reason}"]
+    return check_locked(profile, {key: True}, [key] if key in overrides else [])
 
 
 @dataclass(frozen=True)

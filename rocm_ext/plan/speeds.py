@@ -11,9 +11,8 @@ import torch
 from rocm_ext.base.errors import UserError
 from rocm_ext.machine.bench_file import BenchFile, of_this_machine
 from rocm_ext.machine.budget import GIB
-from rocm_ext.machine.chips import chips_of, named_chips
 from rocm_ext.machine.detect import Machine
-from rocm_ext.machine.profile import Chip, Profile
+from rocm_ext.machine.profile import Chip, Profile, chips_of, named_chips
 from rocm_ext.plan.costs import Operation
 
 # The least and the most that published runs reach of speeds computed from a data sheet, see

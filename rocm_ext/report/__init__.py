@@ -129,7 +129,7 @@ def content(runs: Sequence[RunFolder]) -> dict[str, Any]:
         ],
         "several": several,
         "sections": [section for section in _sections(runs) if section.charts],
-        "samples": [each for each in shown if each[2]],
+        "samples": [choice for choice in shown if choice[2]],
         "differences": _differences(runs) if several else [],
         "settings": [(run, sorted(run.settings().items())) for run in runs if run.config],
         "problems": [problem for run in runs for problem in dict.fromkeys(run.problems)],
@@ -160,7 +160,7 @@ def _sections(runs: Sequence[RunFolder]) -> list[_Section]:
         ),
         _Section("Preferences", curves.charts(curves.PREFERENCES, runs, DPO), [r for r in runs if r.family == DPO]),
         _Section("Training", curves.charts(curves.TRAINING, runs), [run for run in runs if len(run.steps)]),
-        _Section("Hardware", hardware.charts(runs), [run for run in runs if run.hardware]),
+        _Section("Hardware", hardware.charts([(r.name, r.hardware) for r in runs]), [r for r in runs if r.hardware]),
     ]
 
 

@@ -124,8 +124,8 @@ def _grpo(run: RunFolder) -> Iterator[tuple[str, str]]:
     steps = run.steps
     yield "Reward", _ends(steps["reward"])
     yield "Held-out pass@1", _passes(run)
-    trained = [each for each in run.evaluations if each.step]
-    best = max(trained, key=lambda each: each.scores["pass"][0], default=None)  # the first of equals
+    trained = [line for line in run.evaluations if line.step]
+    best = max(trained, key=lambda line: line.scores["pass"][0], default=None)  # the first of equals
     if best is not None and best is not run.evaluations[-1]:
         yield "Best held-out pass@1", f"{100 * best.scores['pass'][0]:.1f} % after step {best.step:,}"
     answers, flat = float(np.nansum(steps["answers"])), steps["flat"]
@@ -137,5 +137,5 @@ def _grpo(run: RunFolder) -> Iterator[tuple[str, str]]:
 
 def _passes(run: RunFolder) -> str:
     """The first and the last held-out score with their intervals."""
-    scores = [[100 * value for value in each.scores["pass"]] for each in held_out(run)]
+    scores = [[100 * value for value in scored.scores["pass"]] for scored in held_out(run)]
     return " → ".join(f"{value:.1f} % ({low:.1f} – {high:.1f})" for value, low, high in scores[:1] + scores[1:][-1:])

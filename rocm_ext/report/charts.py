@@ -187,7 +187,7 @@ def _x_axis(title: str, x: np.ndarray) -> dict[str, Any]:
 
 def _axis(values: Sequence[np.ndarray], zero: bool) -> dict[str, Any]:
     """The y axis: all values, except spikes that would flatten everything else."""
-    known = np.concatenate([each[np.isfinite(each)] for each in values]).clip(-_HUGE, _HUGE)
+    known = np.concatenate([of_line[np.isfinite(of_line)] for of_line in values]).clip(-_HUGE, _HUGE)
     if not len(known):
         return {}
     low, high = float(known.min()), float(known.max())

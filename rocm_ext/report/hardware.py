@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,30 +20,28 @@ _COUNTERS = (  # title, unit, keys whose values are added; of the GPUs, or of th
     ("Host memory in use", "bytes", ("memory_used",)),
     ("Memory of the process", "bytes", ("process_memory",)),
 )
+_CELLS = (  # column, key of a number and its unit, or of a pool of memory
+    ("load", "busy", "%"),
+    ("load", "cpu", "%"),
+    ("memory", "vram", "GiB"),
+    ("memory", "memory", "GiB"),
+    ("GTT", "gtt", "GiB"),
+    ("power", "power", "W"),
+    ("temperature", "temperature", "°C"),
+    ("clock", "clock", "MHz"),
+)
 
 
-class HasReadings(Protocol):
-    """A run, or anything else with readings of counters."""
-
-    @property
-    def name(self) -> str:
-        """Its name in charts."""
-
-    @property
-    def hardware(self) -> Readings:
-        """The readings."""
-
-
-def charts(runs: Sequence[HasReadings], from_now: bool = False) -> list[Chart]:
+def charts(runs: Sequence[tuple[str, Readings]], from_now: bool = False) -> list[Chart]:
     """A chart for each counter that some run recorded, over its running time.
 
     A single run has a line for each GPU; of several runs, each has one line, the mean of its GPUs.
 
     Args:
-        runs: those to show.
+        runs: names and readings.
         from_now: count the time from the last reading.
     """
-    clocks = [running_time(run.hardware) for run in runs]
+    clocks = [running_time(readings) for _, readings in runs]
     size, x_title = time_unit(max((float(clock[-1]) for clock, _ in clocks if len(clock)), default=0.0))
     if from_now:
         clocks, x_title = [(clock - clock[-1:], pauses) for clock, pauses in clocks], f"{x_title} from now"
@@ -52,16 +50,16 @@ def charts(runs: Sequence[HasReadings], from_now: bool = False) -> list[Chart]:
     drawn = []
     for title, unit, keys in _COUNTERS:
         lines = []
-        for i, run in enumerate(runs):
-            gpus = list(run.hardware.gpus) if title.startswith("GPU") else []
+        for i, (name, readings) in enumerate(runs):
+            gpus = list(readings.gpus) if title.startswith("GPU") else []
             sources = [[gpu] for gpu in gpus] if single and gpus else [gpus]
             for j, ids in enumerate(sources):
-                y = run.hardware.column((title, *ids), _reader(ids, keys, title.startswith("GPU")))
+                y = readings.column((title, *ids), _reader(ids, keys, title.startswith("GPU")))
                 if np.isfinite(y).any():
                     clock, pauses = clocks[i]
                     # a NaN at each pause breaks the line
                     x, y = np.insert(clock, pauses, clock[pauses]) / size, np.insert(y, pauses, np.nan)
-                    label = run.name if not single else title if len(sources) == 1 else f"GPU {j}"
+                    label = name if not single else title if len(sources) == 1 else f"GPU {j}"
                     lines.append(Line(label, x, y, j if single else i))
         if lines and unit == "bytes":
             bytes_, unit = memory_unit([line.y for line in lines])
@@ -88,28 +86,23 @@ def _reader(ids: Sequence[str], keys: Sequence[str], gpu: bool) -> Callable[[Map
 
 
 def table(reading: Mapping[str, Any]) -> tuple[list[str], list[list[str]], list[str]]:
-    """The columns with values, rows of each GPU and of the host, and notes that name the GPUs."""
-
-    def row(name: str, counters: Mapping[str, Any], load: str, pool: str) -> list[str]:
-        cells = [f"{counters[load]:.0f} %" if load in counters else "", used(counters, pool), used(counters, "gtt")]
-        return [
-            name,
-            *cells,
-            *(f"{counters[k]:.0f}" if k in counters else "" for k in ("power", "temperature", "clock")),
-        ]
-
-    rows = [row(f"GPU {i}", gpu, "busy", "vram") for i, gpu in enumerate(reading["gpus"])]
-    rows = [each for each in [*rows, row("Host", reading["host"], "cpu", "memory")] if any(each[1:])]
-    columns = ["", "load", "memory, GiB", "GTT, GiB", "W", "°C", "MHz"]
-    kept = [i for i in range(len(columns)) if any(each[i] for each in rows)]
+    """The columns with values; a row for each GPU and the host that begins with its name; notes that name the GPUs."""
+    rows = {f"GPU {i}": _cells(gpu) for i, gpu in enumerate(reading["gpus"])} | {"Host": _cells(reading["host"])}
+    columns = [name for name in dict.fromkeys(cell[0] for cell in _CELLS) if any(name in row for row in rows.values())]
     names: dict[str, list[str]] = {}
     for i, gpu in enumerate(reading["gpus"]):
         names.setdefault(str(gpu.get("name", gpu.get("id", "unknown"))), []).append(str(i))
     notes = [f"GPU {', '.join(numbers)}: {name}" for name, numbers in names.items()]
-    return [columns[i] for i in kept], [[each[i] for i in kept] for each in rows], notes
+    return columns, [[name, *(row.get(column, "") for column in columns)] for name, row in rows.items() if row], notes
 
 
-def used(counters: Mapping[str, Any], pool: str) -> str:
-    """``12.3 of 64.0``, in GiB; empty if it is unknown."""
-    sizes = [counters.get(f"{pool}_{what}") for what in ("used", "total")]
-    return " of ".join(f"{size / 2**30:.{int(size < 100 * 2**30)}f}" for size in sizes if size is not None)
+def _cells(counters: Mapping[str, Any]) -> dict[str, str]:
+    """``{"load": "97 %", "memory": "12.3 of 64.0 GiB", …}``."""
+    cells = {}
+    for column, key, unit in _CELLS:
+        sizes = [size / 2**30 for what in ("used", "total") if (size := counters.get(f"{key}_{what}")) is not None]
+        if unit == "GiB" and sizes:
+            cells[column] = " of ".join(f"{size:.{int(size < 100)}f}" for size in sizes) + " GiB"
+        elif key in counters:
+            cells[column] = f"{counters[key]:.0f} {unit}"
+    return cells

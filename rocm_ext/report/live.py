@@ -11,9 +11,8 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,7 +25,7 @@ import numpy as np
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import duration
 from rocm_ext.report import content, hardware, render
-from rocm_ext.report.charts import Chart, library
+from rocm_ext.report.charts import library
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.progress import progress
 from rocm_ext.runs.records import Readings
@@ -34,39 +33,10 @@ from rocm_ext.runs.tails import Tails
 
 PORT = 8642
 _FILES = ("*.json*", "config.yaml", "adapter", "cycle_*/*.json*")  # that the page shows
-_JOURNALS = ("*.jsonl", "cycle_*/*.jsonl")  # a run that goes on adds lines to these
 _MINUTES = 15  # of the machine's counters that are shown
 _SHARE, _LONGEST = 0.1, 20.0  # most of a core's time that drawing takes; most seconds without drawing
 _QUIET, _LEAST = 120.0, 30.0  # least seconds without a new line after which a run counts as silent, see _patience
 _RECORDED = 600.0  # seconds after its last reading of counters in which a run still records them
-
-
-@dataclass(frozen=True)
-class _State:
-    kind: str  # a class of the style sheet
-    words: str
-    written: float  # when the run last wrote, seconds since 1970; 0: never
-
-
-@dataclass(frozen=True)
-class _Live:
-    """What a live page says beside a report."""
-
-    interval: float
-    waiting: list[tuple[Path, str]]
-    states: list[_State]
-    columns: Sequence[str]
-    readings: Sequence[Sequence[str]]
-    notes: Sequence[str]
-    charts: Sequence[Chart]
-
-
-@dataclass
-class _History:
-    """Readings of this machine."""
-
-    hardware: Readings
-    name: str = "this machine"
 
 
 class LivePage:
@@ -80,18 +50,15 @@ class LivePage:
 
     def __init__(self, folders: Sequence[Path], interval: float, notes: Sequence[str] = ()) -> None:
         library()  # what is missing is said before a browser asks
-        self._folders = {path.resolve(): path for path in folders}.values()
+        self._tails = {folder: Tails() for folder in {path.resolve(): path for path in folders}.values()}
         self._interval, self._notes = interval, notes
-        self._tails = {path: Tails() for path in self._folders}
         self._readings: deque[dict[str, Any]] = deque(maxlen=math.ceil(60 * _MINUTES / interval))
         self._lock = Lock()
-        self._runs: list[RunFolder] = []
-        self._waiting: list[tuple[Path, str]] = []
+        self._files: object = None  # what was drawn
+        self._runs: list[tuple[RunFolder, Mapping[Path, Sequence[int]]]] = []
         self._shown: dict[str, Any] = {}
-        self._live: _Live | None = None
-        self._page = ""
-        self._files: object = None  # what was drawn: the state of the runs' files
-        self._due = 0.0  # time.monotonic() before which nothing is drawn again
+        self._live: dict[str, Any] = {}
+        self._page, self._due = "", 0.0  # time.monotonic() before which nothing is drawn again
 
     def take(self, reading: dict[str, Any]) -> None:
         """Take a reading of the machine's counters."""
@@ -101,7 +68,7 @@ class LivePage:
         """The page as HTML; without the script, the next state of one that a browser has."""
         with self._lock:
             if time.monotonic() >= self._due:
-                first, begun = self._live is None, time.thread_time()
+                first, begun = not self._page, time.thread_time()
                 self._read()
                 self._page = render(self._shown, self._live, with_script=False)
                 pause = 0.0 if first else (time.thread_time() - begun) * (1 / _SHARE - 1)  # the first one imports
@@ -109,62 +76,62 @@ class LivePage:
             return render(self._shown, self._live) if with_script else self._page
 
     def _read(self) -> None:
-        files = [_files(path) for path in self._folders]
+        files = {folder: (folder.exists(), _files(folder)) for folder in self._tails}
         if files != self._files:
-            self._files, self._runs, self._waiting = files, [], []
-            for path in self._folders:
+            self._files, self._runs, waiting = files, [], []
+            for folder, tails in self._tails.items():
                 try:
-                    self._runs.append(RunFolder(path, self._tails[path]))
+                    self._runs.append((RunFolder(folder, tails), files[folder][1]))
                 except UserError as error:
-                    self._waiting.append((path, _why(path, error)))
-            self._shown = content(self._runs)
+                    why = "The run has written nothing yet." if folder.is_dir() else f"{error}."
+                    waiting.append((folder, why if folder.exists() else "The folder does not exist yet."))
+            self._shown = content([run for run, _ in self._runs])
             self._shown["title"] = self._shown["title"] or "rocm-ext monitor"
             self._shown["runs"] = [
                 (run, key, [fact for fact in facts if fact[0] != "State"]) for run, key, facts in self._shown["runs"]
             ]
+            self._live["waiting"] = waiting
         readings, history = list(self._readings), Readings()
         for reading in readings:
             history.take(reading)
-        recorded = len(history) < 2 or any(run.hardware for run in self._runs)
         columns, rows, names = hardware.table(readings[-1]) if readings else ([], [], [])
-        charts = [] if recorded else hardware.charts([_History(history)], from_now=True)
-        states = [_state(run) for run in self._runs]
-        self._live = _Live(self._interval, self._waiting, states, columns, rows, [*self._notes, *names], charts)
+        recorded = len(history) < 2 or any(run.hardware for run, _ in self._runs)
+        self._live |= {
+            "interval": self._interval,
+            "states": [_state(run, written) for run, written in self._runs],
+            "columns": ["", *columns],
+            "readings": rows,
+            "notes": [*self._notes, *names],
+            "charts": [] if recorded else hardware.charts([("this machine", history)], from_now=True),
+        }
 
 
-def _why(path: Path, error: UserError) -> str:
-    """Why there is no run to show yet."""
-    if not path.exists():
-        return "The folder does not exist yet."
-    return "The run has written nothing yet." if path.is_dir() else f"{error}."
+def _files(folder: Path) -> dict[Path, tuple[int, int, int]]:
+    """Inode, size and time in nanoseconds of the files that the page shows."""
+    files = {}
+    for path in (path for pattern in _FILES for path in folder.glob(pattern)):
+        with suppress(OSError):  # removed meanwhile
+            stat = path.stat()
+            files[path] = stat.st_ino, stat.st_size, stat.st_mtime_ns
+    return files
 
 
-def _files(folder: Path) -> object:
-    """Something that changes whenever the files of a run do."""
-    found = [(str(path), stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in _stats(folder, _FILES)]
-    return folder.is_dir(), found
-
-
-def _stats(folder: Path, patterns: Sequence[str]) -> Iterator[tuple[Path, os.stat_result]]:
-    for pattern in patterns:
-        for path in sorted(folder.glob(pattern)):
-            with suppress(OSError):  # removed meanwhile
-                yield path, path.stat()
-
-
-def _state(run: RunFolder) -> _State:
-    written = max((stat.st_mtime for _, stat in _stats(run.path, _JOURNALS)), default=0.0)
+def _state(run: RunFolder, files: Mapping[Path, Sequence[int]]) -> dict[str, Any]:
+    """``kind``, a class of the style sheet; ``words``; when the run last ``written``, seconds since 1970, 0: never."""
+    written = max((file[2] for path, file in files.items() if path.suffix == ".jsonl"), default=0) / 1e9
     if run.finished:
-        return _State("finished", "Finished", written)
-    if not written:
-        return _State("running", "Started, nothing written yet", 0.0)
-    if time.time() - written > _patience(run):
-        return _State("silent", "Nothing new: the run has stopped, hangs or was killed", written)
-    values = progress(run.path)
-    words = [f"cycle {values['cycle']}"] if "cycle" in values else []
-    words += [str(values["phase"])] if "phase" in values else []
-    words += [f"{duration(values['seconds_left'])} left"] if "seconds_left" in values else []
-    return _State("running", "Running" + (f": {', '.join(words)}" if words else ""), written)
+        kind, words = "finished", "Finished"
+    elif not written:
+        kind, words = "running", "Started, nothing written yet"
+    elif time.time() - written > _patience(run):
+        kind, words = "silent", "Nothing new: the run has stopped, hangs or was killed"
+    else:
+        values = progress(run.path)
+        parts = [f"cycle {values['cycle']}"] if "cycle" in values else []
+        parts += [str(values["phase"])] if "phase" in values else []
+        parts += [f"{duration(values['seconds_left'])} left"] if "seconds_left" in values else []
+        kind, words = "running", ": ".join(["Running", *([", ".join(parts)] if parts else [])])
+    return {"kind": kind, "words": words, "written": written}
 
 
 def _patience(run: RunFolder) -> float:
@@ -222,24 +189,20 @@ class _Handler(BaseHTTPRequestHandler):
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
         if host not in ("127.0.0.1", "localhost", "[::1]"):
             self.send_error(HTTPStatus.FORBIDDEN, "open the address that was printed")
-        elif self.path in ("/", "/page"):
-            self._answer(self.server.page.draw(with_script=self.path == "/"))
-        else:
+            return
+        if self.path not in ("/", "/page"):
             self.send_error(HTTPStatus.NOT_FOUND)
-
-    def _answer(self, html: str) -> None:
+            return
+        html = self.server.page.draw(with_script=self.path == "/")
         body = gzip.compress(html.encode("ascii", "xmlcharrefreplace"), 1)
         self.send_response(HTTPStatus.OK)
-        for name, value in (
-            ("Content-Type", "text/html; charset=utf-8"),
-            ("Content-Encoding", "gzip"),
-            ("Content-Length", str(len(body))),
-            ("Cache-Control", "no-store"),
-            ("Cross-Origin-Resource-Policy", "same-origin"),
-            ("X-Content-Type-Options", "nosniff"),
-            ("X-Frame-Options", "DENY"),
-        ):
-            self.send_header(name, value)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Encoding", "gzip")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("X-Frame-Options", "DENY")
         self.end_headers()
         self.wfile.write(body)
 

@@ -1,10 +1,13 @@
-"""Two runs, a safe baseline A and a faster setting B, measured against each other.
+"""Whether to take a faster setting: a safe run A and a faster run B, measured against each other.
 
-:mod:`rocm_ext.runs.decision` turns the measurements into an answer.
+The answer shows equivalence instead of assuming it: "no significant difference" would accept any setting that was
+tried for too short. Losses count as the same only if the whole 95 % interval of their difference lies within a
+tolerance (two one-sided tests, Schuirmann 1987). They count as different only if the interval excludes zero and the
+difference exceeds the tolerance. In all other cases the answer is how many more steps it takes, roughly.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
@@ -14,137 +17,79 @@ import numpy as np
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import hub_name
 from rocm_ext.base.registry import DPO, GRPO, RAFT
-from rocm_ext.runs.cycles import PHASES
 from rocm_ext.runs.folder import RunFolder, running_time
-from rocm_ext.runs.held_out import HeldOut, held_out
+from rocm_ext.runs.held_out import held_out
 from rocm_ext.runs.intervals import (
+    BATCHES,
     Interval,
     mcnemar,
-    more_often,
     paired_gain,
     ratio_of_medians,
     relative_difference,
-    spikes,
-    unpaired_gain,
 )
 from rocm_ext.runs.records import Columns, number
 
 Pair = tuple[float, float]  # A's value, B's
+_UNKNOWN = Interval(math.nan)
 
 _WARM_UP = 10  # steps at a run's beginning that do not show its speed: compilation, caches, clocks
 _DATA = ("dataset", "dataset_val", "validation_fraction", "tokenizer", "data_seed", "shuffle", "too_long")
 _STEP_SIZE = ("sequences_per_step", "gradient_accumulation_steps", "batch_size", "max_steps_per_epoch")
 _ROLLOUT_SIZE = ("prompts_per_step", "samples_per_prompt", "refill")
 _PATHS = ("source", "data_files", "path", "_path", "_file", "_dir")  # settings that say where a file is
-_LEARNING = {  # columns whose means over the last half of the common steps are shown
-    DPO: ("margin", "accuracy", "reward_chosen", "reward_rejected", "kl"),
-    GRPO: (
-        *("reward", "right", "flat", "truncated", "mean_tokens", "entropy", "kl"),
-        *("mismatch_mean", "mismatch_kl", "clipped_low", "clipped_high"),
-    ),
-}
-_TIMES = {  # of a step of GRPO or a cycle of RAFT
-    "sample_seconds": "sampling",
-    "wait_seconds": "waiting on verdicts",
-    "train_seconds": "training",
-    "eval_seconds": "evaluating",
-}
-
-
-@dataclass(frozen=True)
-class Losses:
-    """The losses of two SFT or DPO runs.
-
-    Attributes:
-        steps: number of steps with finite losses that both runs have.
-        all: relative difference over all ``steps``.
-        last_half: over the last half of them, which decides: in the first half, runs may not have diverged yet.
-        values: mean losses of A and B in the last half.
-        validation: step, A, B of the last validation at the same step with equally many labels; None without one.
-        best_validation: A, B, if both runs are finished and all their validations have equally many labels.
-        not_comparable: why training losses at the same step measure different things; empty if they do not.
-        attributable: whether the settings can explain a difference; with different seeds it may be chance.
-    """
-
-    steps: int
-    all: Interval
-    last_half: Interval
-    values: Pair
-    validation: tuple[int, float, float] | None
-    best_validation: Pair | None
-    not_comparable: str
-    attributable: bool
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Held-out scores of two RAFT or GRPO runs.
-
-    Attributes:
-        after: what A and B had done: ``cycle 3`` or ``step 40``.
-        trained: False before any training, where settings can affect sampling alone.
-        answers: how many answers A and B had sampled to train on.
-        a, b: correct, total.
-        gain: gain of B, as a share of prompts.
-        p: p-value that both are right equally often (exact McNemar test); None without verdicts by prompt.
-        not_comparable: why the scores measure different things; empty if they do not.
-    """
-
-    after: tuple[str, str]
-    trained: bool
-    answers: tuple[int, int]
-    a: tuple[int, int]
-    b: tuple[int, int]
-    gain: Interval
-    p: float | None
-    not_comparable: str
+_NOTICED = 0.1  # relative difference of speeds; runs with equal settings differ by as much
+_SLOW = 0.85  # of A's speed; chance does not explain less
+_SAVED = 0.95  # of A's memory; a user may accept less speed for less memory than this
+_PATIENCE = 100  # times the present steps; advice to run more would help nobody
 
 
 @dataclass
-class Comparison:
-    """The measurements of :func:`compare`.
+class _Quality:
+    """Whether B trains as well as A.
 
     Attributes:
-        a, b: the runs.
-        settings: those that differ, by name: A's value, B's.
-        speed: speed of B, as a multiple of A's. SFT and DPO: ratio of median tokens/s after warm-up; GRPO and RAFT: of
-            sampled tokens per second of a step or cycle; RAFT against GRPO: of the whole runs'.
-        memory: peak bytes of A and B; NaN if unknown.
-        rates: other measures of speed and size by name.
-        learning: other measures of what was learned by name.
-        stability: what went wrong, by name, in A and in B.
-        losses: of SFT and DPO runs.
-        scores: of RAFT and GRPO runs, in order.
-        notes: messages for the reader.
+        state: ``same``, ``worse`` or ``unknown``.
+        text: the reason; it follows "B is 2.00x as fast, ".
+        difference, p, measured, notes: as in :class:`Comparison`.
     """
 
-    a: RunFolder
-    b: RunFolder
-    settings: dict[str, tuple[Any, Any]]
-    speed: Interval
-    memory: Pair
-    rates: dict[str, Pair]
-    learning: dict[str, Pair]
-    stability: dict[str, tuple[int, int]]
-    losses: Losses | None = None
-    scores: list[Scores] = field(default_factory=list)
+    state: str = "unknown"
+    text: str = ""
+    difference: Interval = _UNKNOWN
+    p: float = math.nan
+    measured: dict[str, Pair] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def mishap(self) -> str:
-        """Why B is less stable than A; empty if it is as stable.
 
-        A spike of one run alone counts against it: where both spike, the rows are hard. A few are chance: B is less
-        stable if a fair coin would give it as many of them in less than 5 % of cases.
-        """
-        a, b = self.stability["losses not finite"]
-        if b > a:
-            return f"{b} losses of B are not finite"
-        for what in ("loss spikes", "gradient spikes"):
-            a, b = self.stability.get(what, (0, 0))
-            if more_often(a, b) < 0.05:
-                return f"B has {b} {what} where A has {a}"
-        return ""
+@dataclass(frozen=True)
+class Comparison:
+    """The answer of :func:`compare`, and what it rests on.
+
+    Attributes:
+        a, b: folders of the runs.
+        settings: those that differ, by name: A's value, B's.
+        speed: speed of B, as a multiple of A's: ratio of median tokens/s after warm-up; for RAFT and GRPO of sampled
+            tokens per second of sampling and training, since fewer answers are less work.
+        difference: of SFT and DPO runs, B's loss less A's, relative to A's, over the last half of the common steps: in
+            the first half, runs may not have diverged yet. Of RAFT and GRPO runs, the share of held-out prompts that B
+            got right less A's share.
+        p: p-value that both are right equally often (exact McNemar test); NaN for losses.
+        measured: values of A and B by name.
+        notes: messages for the reader.
+        answer: ``take``, ``reject`` or ``unknown``.
+        text: the reason, in one line.
+    """
+
+    a: Path
+    b: Path
+    settings: dict[str, tuple[Any, Any]]
+    speed: Interval
+    difference: Interval
+    p: float
+    measured: dict[str, Pair]
+    notes: list[str]
+    answer: str
+    text: str
 
 
 class _Common:
@@ -161,205 +106,227 @@ class _Common:
 
 
 @np.errstate(all="ignore")  # damaged files may hold 1e308
-def compare(a: RunFolder, b: RunFolder) -> Comparison:
-    """Measure two runs against each other.
+def compare(a: RunFolder, b: RunFolder, tolerance: float, score_tolerance: float) -> Comparison:
+    """Measure two runs against each other, and decide whether to take B.
+
+    Args:
+        a, b: the runs, finished or not.
+        tolerance: relative difference of losses that does not matter.
+        score_tolerance: difference of held-out scores that does not matter, as a share of prompts.
 
     Raises:
-        UserError: the runs are the same folder, of different models, or of recipes that cannot be compared.
+        UserError: the runs are the same folder, of different models, or of different recipes.
     """
-    rollouts = {a.family, b.family} <= {RAFT, GRPO}
-    _check(a, b, rollouts)
-    settings = a.differing_settings(b)
-    if a.family != b.family:  # most keys are of one recipe
-        common = a.settings().keys() & b.settings().keys()
-        settings = {key: values for key, values in settings.items() if key in common}
-    steps = _Common(a.steps, b.steps)
-    speed, rates = _speeds(a, b)
-    found = Comparison(
-        a,
-        b,
-        settings,
-        speed,
-        (_peak_memory(a), _peak_memory(b)),
-        rates,
-        _learning(a, b, steps),
-        _stability(a, b, steps),
-    )
-    if rollouts:
-        found.scores = _scores(a, b, settings)
-    else:
-        found.losses = _losses(a, b, steps, settings)
-    found.notes = _notes(found)
-    return found
-
-
-def _check(a: RunFolder, b: RunFolder, rollouts: bool) -> None:
     if a.path.resolve() == b.path.resolve():
         raise UserError(f"{a.path} and {b.path} are the same folder; name two runs")
-    if a.family != b.family and not rollouts:
-        raise UserError(
-            f"{a.path} is a run of {a.recipe}, {b.path} of {b.recipe}; compare two runs of one recipe, or of "
-            f"{RAFT} and {GRPO}"
-        )
-    models = [_model(run) for run in (a, b)]
-    if None not in models and models[0] != models[1]:
-        raise UserError(
-            f"{a.path} is a run of the model {models[0]}, {b.path} of {models[1]}; compare two runs of one model"
-        )
-
-
-def _model(run: RunFolder) -> str | None:
-    folder = run.setting("checkpointer.checkpoint_dir")
-    return (hub_name(Path(str(folder))) or PurePath(str(folder)).name).lower() if folder else None
-
-
-def _notes(found: Comparison) -> list[str]:
-    a, b, notes = found.a, found.b, []
-    if found.losses is not None:
-        if found.losses.not_comparable:
-            notes.append(f"training losses cannot be compared: {found.losses.not_comparable}")
-        if not found.losses.attributable:
-            notes.append("the seeds differ, so part of any difference is chance: give both runs the same seed")
+    if a.family != b.family:
+        raise UserError(f"{a.path} is a run of {a.recipe}, {b.path} of {b.recipe}; compare two runs of one recipe")
+    _check_models(a, b)
+    settings = a.differing_settings(b)
+    speed, measured = _speed(a, b)
+    memory = _peak_memory(a), _peak_memory(b)
+    lost = [int((~np.isfinite(run.steps["loss"]) & run.steps.has("loss")).sum()) for run in (a, b)]
+    measured |= {
+        "peak memory, MiB": (memory[0] / 2**20, memory[1] / 2**20),
+        "losses not finite": (lost[0], lost[1]),
+        "times resumed": (len(running_time(a.hardware)[1]), len(running_time(b.hardware)[1])),
+    }
+    if a.family in (RAFT, GRPO):
+        quality = _by_scores(a, b, settings, score_tolerance)
     else:
-        if a.family != b.family:
-            notes.append(
-                f"{RAFT} and {GRPO} are compared by held-out scores after about as many sampled answers, sampled "
-                "tokens per second, and memory; rewards, groups, losses and keys that only one of them has are not "
-                "compared"
-            )
-        if not found.scores:
-            unit = "cycle" if a.family == RAFT else "step"
-            pair = (
-                f"no {unit} has held-out scores in both runs" if a.family == b.family else "no held-out scores to pair"
-            )
-            notes.append(f"{pair}; set eval_prompts")
-        whys = dict.fromkeys(each.not_comparable for each in found.scores if each.not_comparable)
-        notes += [f"held-out scores cannot be compared: {why}" for why in whys]
-    for which, run in (("A", a), ("B", b)):
+        quality = _by_losses(a, b, settings, tolerance)
+    if lost[1] > lost[0]:
+        quality.state, quality.text = "worse", f"{lost[1]} losses of B are not finite"
+    saved = memory[1] / memory[0] if memory[0] > 0 else math.nan
+    return Comparison(
+        *(a.path, b.path, settings, speed, quality.difference, quality.p),
+        measured | quality.measured,
+        quality.notes + _notes(a, b),
+        *_answer(speed, saved, quality),
+    )
+
+
+def _check_models(a: RunFolder, b: RunFolder) -> None:
+    """Refuse runs of two models.
+
+    A run's summary has a hash of its base weights. Before the run's end, the name of their folder has to tell.
+    """
+    folders = [str(run.setting("checkpointer.checkpoint_dir") or "") for run in (a, b)]
+    weights = [run.fact("base_model") for run in (a, b)]
+    if None not in weights:
+        other = weights[0] != weights[1]
+    else:
+        names = [(hub_name(Path(folder)) or PurePath(folder).name).lower() for folder in folders]
+        other = all(names) and names[0] != names[1]
+    if other:
+        raise UserError(
+            f"{a.path} is a run of the model in {folders[0]}, {b.path} of another one, in {folders[1]}; compare two "
+            "runs of one model"
+        )
+
+
+def _notes(a: RunFolder, b: RunFolder) -> list[str]:
+    notes = []
+    for name, run in (("A", a), ("B", b)):
         if not run.finished:
-            notes.append(f"{which} has not finished: its later steps are unknown")
-        notes += [f"{which}: {problem}" for problem in run.problems]
+            notes.append(f"{name} has not finished: its later steps are unknown")
+        notes += [f"{name}: {problem}" for problem in run.problems]
     machines = a.fact("machine"), b.fact("machine")
     if None not in machines and machines[0] != machines[1]:
         notes.append(f"different machines: A on {machines[0]}, B on {machines[1]}")
     return notes
 
 
-# ---- speed, memory, stability
+def _answer(speed: Interval, saved: float, quality: _Quality) -> tuple[str, str]:
+    """The answer and its reason; ``saved``: B's peak of memory over A's, NaN if unknown."""
+    if math.isnan(speed.value):
+        fast = "the speed of B is unknown"
+    elif not (math.isfinite(speed.low) and math.isfinite(speed.high)):
+        fast = f"B is {speed.value:.2f}x as fast (too few steps or cycles for an interval)"
+    else:
+        near = "about " if speed.low <= 1 - _NOTICED or speed.high >= 1 + _NOTICED else ""
+        times = f"{near}as fast as A" if abs(speed.value - 1) <= _NOTICED else f"{speed.value:.2f}x as fast"
+        fast = f"B is {times} ({speed.low:.2f}-{speed.high:.2f})"
+    slower = speed.value <= _SLOW and speed.high < 1
+    if quality.state == "worse":
+        return "reject", f"{fast}, but {quality.text}: do not take it"
+    if slower and not saved < _SAVED:
+        return "reject", f"{fast} and saves no memory: do not take it"
+    if quality.state == "unknown":
+        return "unknown", f"{fast}, but {quality.text}"
+    if math.isnan(speed.value):
+        return "unknown", f"{fast}; {quality.text}"
+    if slower:
+        return "reject", f"{fast}, {quality.text}: do not take it, unless for its {saved:.2f}x of A's memory"
+    if speed.value < 1 - _NOTICED:
+        return "unknown", f"{fast}, a difference that one pair of runs does not prove: repeat the runs"
+    return "take", f"{fast}, {quality.text}: take it"
+
+
+# ---- speed and memory
+
+
+def _of_finite(of: Callable[[np.ndarray], Any], pair: Sequence[np.ndarray]) -> Pair:
+    """``of`` the finite values of A and of B; NaN without any."""
+    a, b = (float(of(values[np.isfinite(values)])) if np.isfinite(values).any() else math.nan for values in pair)
+    return a, b
 
 
 def _peak_memory(run: RunFolder) -> float:
     summaries = [run.summary, *(cycle.summary for cycle in run.cycles)]
-    found = [*run.steps["peak_memory"], *(number(summary.get("peak_memory")) for summary in summaries)]
-    return max((value for value in found if math.isfinite(value)), default=math.nan)
+    peaks = [*run.steps["peak_memory"], *(number(summary.get("peak_memory")) for summary in summaries)]
+    return max(filter(math.isfinite, peaks), default=math.nan)
 
 
-def _median(values: np.ndarray) -> float:
-    return float(np.median(values[np.isfinite(values)])) if np.isfinite(values).any() else math.nan
-
-
-def _medians(pair: Sequence[np.ndarray]) -> Pair:
-    return _median(pair[0]), _median(pair[1])
-
-
-def _speeds(a: RunFolder, b: RunFolder) -> tuple[Interval, dict[str, Pair]]:
-    """The speed of B against A's, and what it is made of, by name.
-
-    Of RAFT and GRPO it is sampled tokens per second of sampling and training: fewer answers are less work.
-    """
+def _speed(a: RunFolder, b: RunFolder) -> tuple[Interval, dict[str, Pair]]:
+    """The speed of B against A's, and what it is made of, by name."""
     rounds = [_rounds(run) for run in (a, b)]
-    unit = "cycle" if a.family == RAFT else "step"
-    if a.family != b.family:
-        tokens, seconds = ([float(np.nansum(each[key])) for each in rounds] for key in ("sampled_tokens", "seconds"))
-        x, y = (tokens[i] / seconds[i] if seconds[i] > 0 else math.nan for i in (0, 1))
-        rates = {"seconds of sampling and training": (seconds[0], seconds[1]), "sampled tokens/s": (x, y)}
-        return Interval(y / x if x > 0 else math.nan), rates
-    common = _Common(*rounds)
+    common, unit = _Common(*rounds), "cycle" if a.family == RAFT else "step"
     first = min(_WARM_UP, len(common.steps) // 4)
-    every = {key: [values[first:] for values in common[key]] for key in ("tokens_per_second", "seconds", *_TIMES)}
-    name, fast = "tokens/s", every["tokens_per_second"]
+    seconds, name = [values[first:] for values in common["seconds"]], "tokens/s"
+    fast = [values[first:] for values in common["tokens_per_second"]]
     if a.family in (RAFT, GRPO):
-        sampled = [values[first:] for values in common["sampled_tokens"]]
-        name, fast = "sampled tokens/s", [sampled[i] / every["seconds"][i] for i in (0, 1)]
-    rates = {f"{unit}s": (float(len(rounds[0])), float(len(rounds[1]))), f"{name}, median": _medians(fast)}
-    rates[f"seconds per {unit}, median"] = _medians(every["seconds"])
-    for key, part in _TIMES.items():
-        if any(np.isfinite(values).any() for values in every[key]):
-            rates[f"seconds of {part}, median"] = _medians(every[key])
-    good = np.isfinite(fast[0]) & np.isfinite(fast[1])
-    return ratio_of_medians(fast[0][good], fast[1][good]), rates
+        sampled, name = [values[first:] for values in common["sampled_tokens"]], "sampled tokens/s"
+        fast = [sampled[0] / seconds[0], sampled[1] / seconds[1]]
+    finite = np.isfinite(fast).all(axis=0)
+    return ratio_of_medians(fast[0][finite], fast[1][finite]), {
+        f"{unit}s": (float(len(rounds[0])), float(len(rounds[1]))),
+        f"{name}, median": _of_finite(np.median, fast),
+        f"seconds per {unit}, median": _of_finite(np.median, seconds),
+    }
 
 
 def _rounds(run: RunFolder) -> Columns:
     """The steps of a run; of RAFT the complete cycles, with the tokens that they sampled and their seconds."""
     if run.family != RAFT:
         return run.steps
-    lines = []
+    lines, phases = [], ("eval",) if run.is_evaluation else ("sample", "train")
     for cycle in run.cycles:
         if cycle.state == "complete" and (cycle.number or run.is_evaluation):
-            phases = ("eval",) if run.is_evaluation else ("sample", "train")
-            seconds = {f"{phase}_seconds": cycle.seconds.get(phase) for phase in PHASES}
-            line = {"step": cycle.number, "sampled_tokens": cycle.phases.get(phases[0], {}).get("tokens"), **seconds}
-            lines.append(line | {"seconds": sum(cycle.seconds.get(phase, math.nan) for phase in phases)})
+            seconds = sum(cycle.seconds.get(phase, math.nan) for phase in phases)
+            tokens = cycle.phases.get(phases[0], {}).get("tokens")
+            lines.append({"step": cycle.number, "sampled_tokens": tokens, "seconds": seconds})
     return Columns(lines)
 
 
-def _stability(a: RunFolder, b: RunFolder, steps: _Common) -> dict[str, tuple[int, int]]:
-    def count(key: str) -> tuple[int, int]:
-        bad = [int((~np.isfinite(run.steps[key]) & run.steps.has(key)).sum()) for run in (a, b)]
-        return bad[0], bad[1]
-
-    def alone(key: str, least: float) -> tuple[int, int]:
-        columns = steps[key]
-        known = np.isfinite(columns[0]) & np.isfinite(columns[1])
-        spikes_a, spikes_b = (spikes(values[known], least) for values in columns)
-        return int((spikes_a & ~spikes_b).sum()), int((spikes_b & ~spikes_a).sum())
-
-    resumed = [len(running_time(run.hardware)[1]) for run in (a, b)]
-    found = {"times resumed": (resumed[0], resumed[1]), "losses not finite": count("loss")}
-    found["gradients not finite"] = count("grad_norm")  # fp16 skips such a step now and then
-    if a.family not in (RAFT, GRPO):
-        found |= {"loss spikes": alone("loss", 1.2), "gradient spikes": alone("grad_norm", 3.0)}
-    return found
+# ---- SFT and DPO: losses
 
 
-def _learning(a: RunFolder, b: RunFolder, steps: _Common) -> dict[str, Pair]:
-    """Means over the last half of the common steps; of DPO also values of the last common validation."""
-    names = _LEARNING.get(a.family, ()) if a.family == b.family and steps.steps else ()
-    half = len(steps.steps) // 2
-    found = {}
-    for name in names:
-        last = [values[half:][np.isfinite(values[half:])] for values in steps[name]]
-        if len(last[0]) or len(last[1]):
-            mean_a, mean_b = (float(np.mean(values)) if len(values) else math.nan for values in last)
-            found[f"{name.replace('_', ' ')}, last {len(steps.steps) - half:,} steps"] = mean_a, mean_b
-    validations = _Common(a.validations, b.validations)
-    for name in names if validations.steps else ():
-        pair = [float(values[-1]) for values in validations[f"val_{name}"]]
-        if np.isfinite(pair).any():
-            found[f"validation {name.replace('_', ' ')} at step {validations.steps[-1]:,}"] = pair[0], pair[1]
-    return found
-
-
-# ---- losses of SFT and DPO
-
-
-def _losses(a: RunFolder, b: RunFolder, steps: _Common, settings: Mapping[str, Any]) -> Losses:
-    loss_a, loss_b = steps["loss"]
-    finite = np.isfinite(loss_a) & np.isfinite(loss_b)
-    x, y = loss_a[finite], loss_b[finite]
+def _by_losses(a: RunFolder, b: RunFolder, settings: Mapping[str, Any], tolerance: float) -> _Quality:
+    steps, quality, seeds = _Common(a.steps, b.steps), _Quality(), "seed" in settings
+    finite = np.isfinite(steps["loss"]).all(axis=0)
+    x, y = (values[finite] for values in steps["loss"])
     half = len(x) // 2
     functions = _functions_differ(a, settings)
-    return Losses(
-        steps=len(x),
-        all=relative_difference(x, y),
-        last_half=relative_difference(x[half:], y[half:]),
-        values=(float(np.mean(x[half:])), float(np.mean(y[half:]))) if len(x) else (math.nan, math.nan),
-        validation=_last_validation(a, b),
-        best_validation=None if functions else _best_validations(a, b),
-        not_comparable=functions or _rows_differ(steps, settings) or _rate_differs(steps),
-        attributable="seed" not in settings,
-    )
+    if np.isnan(a.steps["loss"]).sum() > len(x):
+        raise UserError(f"{a.path}: most losses are not finite, so there is nothing to compare with")
+    why = functions or _rows_differ(steps, settings) or _rate_differs(steps)
+    validation = None if functions else _best_validations(a, b) if why else _last_validation(a, b)
+    if seeds:
+        quality.notes.append("the seeds differ, so part of any difference is chance: give both runs the same seed")
+    if why:
+        quality.notes.append(f"training losses cannot be compared: {why}")
+    else:
+        last = f"loss, last {len(x) - half:,} of {len(x):,} common steps"
+        quality.measured[last] = _of_finite(np.mean, (x[half:], y[half:]))
+        quality.difference = relative_difference(x[half:], y[half:])
+    if validation is not None:
+        name, *losses = validation
+        quality.measured[name] = losses[0], losses[1]
+        higher = losses[1] / losses[0] - 1
+        if higher > tolerance:
+            quality.text = f"its {name} is {_percent(higher)} higher"
+            quality.text += ", which different seeds can cause" if seeds else ""
+            quality.state = "unknown" if seeds else "worse"
+            return quality
+        if why:
+            lower = f"{name} {_percent(-higher)} lower"
+            quality.state = "same"
+            quality.text = lower if higher < -tolerance else f"{name} the same within {_percent(tolerance)}"
+            return quality
+    if why:
+        quality.text = f"losses cannot be compared: {why}"
+    elif len(x) < 2 * BATCHES:
+        quality.text = f"{len(x)} common steps are too few; it takes at least {2 * BATCHES}"
+    else:
+        quality.state, quality.text = _judge(quality.difference, len(x), tolerance, seeds, validation is not None)
+    return quality
+
+
+def _judge(difference: Interval, steps: int, tolerance: float, seeds: bool, validated: bool) -> tuple[str, str]:
+    """What the difference of training losses shows: state and text of a quality.
+
+    Args:
+        difference: over the last half of the steps.
+        steps: number of common steps.
+        tolerance: relative difference that does not matter.
+        seeds: whether the seeds differ.
+        validated: whether the validation loss is known to be no higher.
+    """
+    around, limit = f"({100 * difference.low:+.1f} to {100 * difference.high:+.1f} %)", _percent(tolerance)
+    if difference.within(tolerance):
+        if not difference.excludes(0):
+            return "same", f"loss the same within {_percent(max(abs(difference.low), abs(difference.high)))}"
+        way = "higher" if difference.value > 0 else "lower"
+        return "same", f"loss {_percent(abs(difference.value))} {way}, within the tolerance of {limit}"
+    if not (difference.excludes(0) and abs(difference.value) > tolerance):
+        # the interval narrows with the square root of the steps' number; a difference under the tolerance must be shown
+        # to stay there, one above it to exclude zero
+        half, off = (difference.high - difference.low) / 2, abs(difference.value)
+        goal = max(tolerance - off if off < tolerance else off, 1e-9)
+        more = math.ceil(min(1e12, steps * ((half / goal) ** 2 - 1)))
+        advice = f"run about {max(more, 1):,} more steps"
+        advice = advice if more <= _PATIENCE * steps else "more steps alone will not decide"
+        return "unknown", f"it is not clear yet whether its loss is the same within {limit} {around}: {advice}"
+    if seeds:
+        return "unknown", f"its loss differs by {100 * difference.value:+.1f} %, which different seeds can cause"
+    if difference.value > 0:
+        return "worse", f"its loss is {_percent(difference.value)} higher {around}"
+    lower = f"loss {_percent(-difference.value)} lower {around}"
+    if validated:
+        return "same", lower
+    # a mask that fails to hide labels, or rows that are cut off, look like this
+    return "unknown", f"training {lower}, which a faster setting does not explain: set validation_fraction"
 
 
 def _functions_differ(run: RunFolder, settings: Mapping[str, Any]) -> str:
@@ -400,66 +367,75 @@ def _rate_differs(steps: _Common) -> str:
     return f"from step {steps.steps[at]} on the learning rates differ ({a[at]:.3g} and {b[at]:.3g})"
 
 
-def _last_validation(a: RunFolder, b: RunFolder) -> tuple[int, float, float] | None:
+def _last_validation(a: RunFolder, b: RunFolder) -> tuple[str, float, float] | None:
+    """Name, A's and B's loss of the last validation at the same step with equally many labels."""
     common = _Common(a.validations, b.validations)
-    (labels_a, labels_b), (losses_a, losses_b) = common["val_tokens"], common["val_loss"]
-    same = (labels_a == labels_b) & np.isfinite(losses_a) & np.isfinite(losses_b) & (losses_a > 0)
-    rows = np.flatnonzero(same)
-    return (common.steps[rows[-1]], float(losses_a[rows[-1]]), float(losses_b[rows[-1]])) if len(rows) else None
-
-
-def _best_validations(a: RunFolder, b: RunFolder) -> Pair | None:
-    losses = [run.validations["val_loss"] for run in (a, b)]
-    labels = {*a.validations["val_tokens"], *b.validations["val_tokens"]}
-    if not (a.finished and b.finished and all(np.isfinite(each).any() for each in losses) and len(labels) == 1):
+    (labels_a, labels_b), (x, y) = common["val_tokens"], common["val_loss"]
+    rows = np.flatnonzero((labels_a == labels_b) & np.isfinite(x) & np.isfinite(y) & (x > 0))
+    if not len(rows):
         return None
-    best_a, best_b = (float(np.nanmin(each)) for each in losses)
-    return (best_a, best_b) if best_a > 0 else None
+    return f"validation loss at step {common.steps[rows[-1]]:,}", float(x[rows[-1]]), float(y[rows[-1]])
 
 
-# ---- held-out scores of RAFT and GRPO
+def _best_validations(a: RunFolder, b: RunFolder) -> tuple[str, float, float] | None:
+    """The best losses, if both runs are finished and all their validations have equally many labels."""
+    labels = {*a.validations["val_tokens"], *b.validations["val_tokens"]}
+    best = _of_finite(np.min, [run.validations["val_loss"] for run in (a, b)])
+    if a.finished and b.finished and len(labels) == 1 and best[0] > 0 and math.isfinite(best[1]):
+        return "best validation loss", *best
+    return None
 
 
-def _scores(a: RunFolder, b: RunFolder, settings: Mapping[str, Any]) -> list[Scores]:
-    """The held-out scores of two runs, in pairs.
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:,.0f} %"
 
-    Evaluations after the same cycle, or after the same step of runs whose steps have as many answers, are pairs. For
-    other runs, those after about as many sampled answers are.
+
+# ---- RAFT and GRPO: held-out scores
+
+
+def _by_scores(a: RunFolder, b: RunFolder, settings: Mapping[str, Any], tolerance: float) -> _Quality:
+    """By the last cycle or step that both runs evaluated, or by two evaluations of ``rocm-ext eval``.
+
+    B is not worse if the whole interval of the gain lies above ``-tolerance``; it is worse if that is not so and chance
+    does not explain the difference.
     """
+    quality, evaluations = _Quality(), a.is_evaluation and b.is_evaluation
+    of_b = {scored.number: scored for scored in held_out(b)}
+    both = [(scored, of_b[scored.number]) for scored in held_out(a) if scored.number in of_b]
+    for scores in both[:1] + both[1:][-1:]:
+        shares = [scored.scores["correct"] / scored.scores["prompts"] for scored in scores]
+        quality.measured[f"held-out pass@1, {scores[0].after}"] = shares[0], shares[1]
+    if not both or not (both[-1][0].number or evaluations):  # before training, settings can affect sampling alone
+        unit = "cycle" if a.family == RAFT else "step"
+        quality.text = f"no trained {unit} of both runs has held-out scores yet (eval_prompts)"
+        return quality
+    last = both[-1]
+    right_a, right_b = (scored.greedy() for scored in last)
     judges = [key for key in settings if key.startswith("verifier.")]
-    other_steps = a.family == GRPO and any(key in settings for key in _ROLLOUT_SIZE)
-    pair = _by_number if a.family == b.family and not other_steps else _by_answers
-    return [_score(x, y, judges) for x, y in pair(held_out(a), held_out(b))]
-
-
-def _by_number(a: Sequence[HeldOut], b: Sequence[HeldOut]) -> list[tuple[HeldOut, HeldOut]]:
-    of_b = {each.number: each for each in b}
-    return [(each, of_b[each.number]) for each in a if each.number in of_b]
-
-
-def _by_answers(a: Sequence[HeldOut], b: Sequence[HeldOut]) -> list[tuple[HeldOut, HeldOut]]:
-    """Pairs after about as many answers, for each evaluation of the run that has fewer of them."""
-    found = [(x, y) for x in a for y in b if x.number == y.number == 0]
-    trained = [[each for each in run if each.number] for run in (a, b)]
-    swapped = len(trained[1]) < len(trained[0])
-    few, many = trained[::-1] if swapped else trained
-    for each in few if many else ():
-        nearest = min(many, key=lambda other: abs(other.answers - each.answers))
-        low, high = sorted((each.answers, nearest.answers))
-        if low >= 0.7 * high > 0:
-            found.append((nearest, each) if swapped else (each, nearest))
-    return found
-
-
-def _score(a: HeldOut, b: HeldOut, judges: Sequence[str]) -> Scores:
-    total_a, total_b = ((each.scores["correct"], each.scores["prompts"]) for each in (a, b))
-    about = (a.after, b.after), a.number > 0 and b.number > 0, (a.answers, b.answers), total_a, total_b
+    sizes = [key for key in settings if a.family == GRPO and key in _ROLLOUT_SIZE]
     why = f"different verifiers judged (different {', '.join(judges)})" if judges else ""
-    right_a, right_b = a.greedy(), b.greedy()
-    if right_a.keys() != right_b.keys() or len(right_a) != total_a[1]:
-        if (right_a and right_b) or total_a[1] != total_b[1]:
-            why = why or "they are of different prompts"
-        return Scores(*about, unpaired_gain(total_a, total_b), None, why)
+    if sizes:
+        why = why or f"their steps have different numbers of answers (different {', '.join(sizes)})"
+    if any(len(right) != scored.scores["prompts"] for right, scored in zip((right_a, right_b), last, strict=True)):
+        why = why or "verdicts.jsonl lacks verdicts"
+    elif right_a.keys() != right_b.keys():
+        why = why or "they are of different prompts"
+    if why:
+        quality.text = f"held-out scores cannot be compared: {why}"
+        return quality
     a_only = sum(right and not right_b[prompt] for prompt, right in right_a.items())
     b_only = sum(right and not right_a[prompt] for prompt, right in right_b.items())
-    return Scores(*about, paired_gain(a_only, b_only, len(right_a)), mcnemar(a_only, b_only), why)
+    gain = quality.difference = paired_gain(a_only, b_only, len(right_a))
+    quality.p = mcnemar(a_only, b_only)
+    points = f"{100 * gain.value:+.1f} points ({100 * gain.low:+.1f} to {100 * gain.high:+.1f}; p = {quality.p:.2g})"
+    name = "held-out pass@1" + ("" if evaluations else f" after {last[0].after}")
+    if gain.low > -tolerance:
+        quality.state, quality.text = "same", f"{name} {points}"
+    elif gain.high < 0 or (quality.p < 0.05 and gain.value < 0):
+        quality.state, quality.text = "worse", f"its {name} is worse, {points}"
+    else:
+        quality.text = f"{name} {points} does not show whether it is worse by {100 * tolerance:g} points"
+        half, room = (gain.high - gain.low) / 2, tolerance + gain.value
+        if room > 0.001:
+            quality.text += f": about {math.ceil(len(right_a) * (half / room) ** 2):,} prompts are needed"
+    return quality

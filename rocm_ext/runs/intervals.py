@@ -4,12 +4,11 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import ndimage, stats
+from scipy import stats
 
-from rocm_ext.runs.scores import Z95, wilson
+from rocm_ext.runs.scores import Z95
 
 BATCHES = 8
-_SPIKE = 6.0  # robust standard deviations
 
 
 @dataclass(frozen=True)
@@ -63,22 +62,6 @@ def relative_difference(a: np.ndarray, b: np.ndarray) -> Interval:
     return Interval(value, value - half, value + half)
 
 
-def more_steps(found: Interval, steps: int, tolerance: float) -> int:
-    """About how many more steps decide; an interval narrows with the square root of their number.
-
-    Args:
-        found: a relative difference whose interval does not show whether it is within ``tolerance``.
-        steps: how many it was measured over.
-        tolerance: the limit.
-    """
-    half, off = (found.high - found.low) / 2, abs(found.value)
-    if not math.isfinite(half):
-        return max(1, 2 * BATCHES - steps)
-    # a difference under the tolerance must be shown to stay there, one above it to exclude zero
-    goal = tolerance - off if off < tolerance else off
-    return max(1, math.ceil(steps * ((half / max(goal, 1e-9)) ** 2 - 1)))
-
-
 def ratio_of_medians(a: np.ndarray, b: np.ndarray) -> Interval:
     """The median of ``b`` over that of ``a``, with the interval of the ratios of 8 consecutive stretches.
 
@@ -97,34 +80,6 @@ def ratio_of_medians(a: np.ndarray, b: np.ndarray) -> Interval:
     logs = np.log([np.median(y) / np.median(x) for x, y in cuts])
     spread = float(np.exp(_half_width(logs)))
     return Interval(value, value / spread, value * spread)
-
-
-def spikes(values: np.ndarray, least: float) -> np.ndarray:
-    """Which values stand out above their neighbours.
-
-    A spike is at least ``least`` times the running median of 31 values, and the logarithm of that ratio is above 6
-    robust standard deviations. Values that are not finite are spikes.
-
-    Args:
-        values: [n], of a loss or a gradient norm.
-        least: ratio to the running median.
-
-    Returns:
-        [n] bool.
-    """
-    found = ~np.isfinite(values)
-    good = ~found & (values > 0)
-    if good.sum() >= BATCHES:
-        level = np.log(values[good])
-        above = level - ndimage.median_filter(level, 31, mode="nearest")
-        found[good] = above > max(math.log(least), _SPIKE * stats.median_abs_deviation(above, scale="normal"))
-    return found
-
-
-def more_often(a_only: int, b_only: int) -> float:
-    """The probability of ``b_only`` or more of all cases if both sides are equally likely (one-sided sign test)."""
-    total = a_only + b_only
-    return float(stats.binomtest(b_only, total, alternative="greater").pvalue) if total else 1.0
 
 
 def mcnemar(a_only: int, b_only: int) -> float:
@@ -149,17 +104,6 @@ def paired_gain(a_only: int, b_only: int, total: int) -> Interval:
     center, n = (b_only - a_only) / (total + 2), total + 2
     half = Z95 * math.sqrt(max(0.0, (a_only + b_only + 1) / n - center**2) / n)
     return Interval((b_only - a_only) / total, center - half, center + half)
-
-
-def unpaired_gain(a: tuple[int, int], b: tuple[int, int]) -> Interval:
-    """The share of prompts that B got right minus A's, over different prompts; Newcombe's (1998) method 10.
-
-    Args:
-        a, b: (correct, total).
-    """
-    (low_a, high_a), (low_b, high_b) = wilson(*a), wilson(*b)
-    p, q = a[0] / a[1], b[0] / b[1]
-    return Interval(q - p, q - p - math.hypot(q - low_b, high_a - p), q - p + math.hypot(high_b - q, p - low_a))
 
 
 def paired_ratio(differences: np.ndarray, sizes: np.ndarray) -> Interval:

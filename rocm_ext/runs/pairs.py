@@ -49,7 +49,7 @@ def read_answers(run: RunFolder, last: int | None = None) -> tuple[list[Answer],
     """
     if run.family not in (RAFT, GRPO):
         raise UserError(f"{run.path} is a run of {run.recipe}, which samples no answers; pairs needs {RAFT} or {GRPO}")
-    found: dict[tuple[str, str], Answer] = {}
+    answers: dict[tuple[str, str], Answer] = {}
     left_out: Counter[str] = Counter()
     for verdict, line in _verified(run, last):
         tokens = line.get("tokens")
@@ -61,8 +61,8 @@ def read_answers(run: RunFolder, last: int | None = None) -> tuple[list[Answer],
             left_out["truncated"] += 1
         else:
             answer = Answer(line["prompt_id"], line["text"], len(tokens), verdict == _RIGHT)
-            found.setdefault((answer.prompt_id, answer.text), answer)
-    return list(found.values()), left_out
+            answers.setdefault((answer.prompt_id, answer.text), answer)
+    return list(answers.values()), left_out
 
 
 def choose_pairs(

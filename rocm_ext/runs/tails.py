@@ -101,8 +101,8 @@ class Tails:
         except OSError:
             return read(path, problems)
         if path not in self._wholes or self._wholes[path][0] != sign:
-            found: list[str] = []
-            self._wholes[path] = sign, read(path, found), found
+            messages: list[str] = []
+            self._wholes[path] = sign, read(path, messages), messages
         problems += self._wholes[path][2]
         return self._wholes[path][1]
 

@@ -85,7 +85,7 @@ class Learner:
             layer.rslora = cfg.use_rslora
         self.adapter: Mapping[str, nn.Parameter] = adapter_parameters(self.decoder)
         overrides, ranks = list(cfg.hardware_overrides), runtime.ranks.world
-        warn(check_quantized(self.decoder, runtime.profile, overrides, ranks))
+        warn(check_quantized(self.decoder, runtime.profile, overrides, ranks, runtime.budget()))
         self.packed = self.decoder.packs
         choose_attention(self.decoder, cfg.attention)
         check_kernel(cfg.attention, runtime.device, runtime.dtype, self.decoder.num_heads, self.decoder.head_dim)

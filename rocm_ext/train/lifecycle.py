@@ -15,7 +15,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import duration, log
 from rocm_ext.distributed.ranks import Ranks, local_rank, machine_index, several_machines
 from rocm_ext.machine import trace
-from rocm_ext.machine.counter_log import log_of, recording
+from rocm_ext.machine.counters import log_of, recording
 from rocm_ext.model.sampler import MIN_ROWS
 from rocm_ext.plan.memory import readable
 from rocm_ext.train.interrupt import Interrupted

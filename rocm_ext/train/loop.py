@@ -463,4 +463,5 @@ class Training:
             "machine": str(self.runtime.machine),
             "dtype": str(self.runtime.dtype).removeprefix("torch."),
             "ranks": self.ranks.world,
+            "base_model": self.learner.base_fingerprint,
         }

@@ -14,8 +14,7 @@ from torchtune import training
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors, replace_text
 from rocm_ext.distributed.ranks import Ranks
-from rocm_ext.machine.counter_log import remove_logs
-from rocm_ext.machine.counters import HARDWARE_LOG
+from rocm_ext.machine.counters import HARDWARE_LOG, remove_logs
 from rocm_ext.machine.trace import FOLDER
 from rocm_ext.train.checkpoint import Checkpoints
 from rocm_ext.train.metrics import Metrics

@@ -14,7 +14,7 @@ def scores(task):
         exec(compile(task["checker"], "checker", "exec"), namespace)
     except BaseException as error:
         return f"the checker does not work: {type(error).__name__}: {error}"
-    found = []
+    results = []
     for index, case in enumerate(task["cases"]):
         try:
             score = namespace["check"](*case)
@@ -28,8 +28,8 @@ def scores(task):
             return f"the checker returned {score!r} in case {index}; expected a bool or a number from 0 to 1"
         if not 0 <= score <= 1:
             return f"the checker returned {score} in case {index}; expected a number from 0 to 1"
-        found.append(score)
-    return found
+        results.append(score)
+    return results
 
 
 def main():

@@ -34,10 +34,10 @@ class ExactMatch(Verifier):
         field(row, self.field, str)
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
-        found, expected = self._form(completion), self._form(row[self.field])
-        if not found and expected:
+        answer, expected = self._form(completion), self._form(row[self.field])
+        if not answer and expected:
             return unparsed("the completion is empty")
-        return correct() if found == expected else wrong(f"found {short(found, 80)!r}")
+        return correct() if answer == expected else wrong(f"found {short(answer, 80)!r}")
 
     def _form(self, text: str) -> str:
         text = text.strip() if self.strip else text
@@ -78,10 +78,10 @@ class Regex(Verifier):
         pattern = self._compiled(row[self.field] if self.field else self.pattern)
         try:
             search = pattern.fullmatch if self.full else pattern.search
-            found = search(completion.strip() if self.full else completion, timeout=self.timeout)
+            match = search(completion.strip() if self.full else completion, timeout=self.timeout)
         except TimeoutError:
             return timeout(f"the search took more than {self.timeout:g} s")
-        return correct(f"found {short(found[0], 80)!r}") if found else wrong("no match")
+        return correct(f"found {short(match[0], 80)!r}") if match else wrong("no match")
 
     @staticmethod
     def _compiled(pattern: Any) -> Any:
@@ -171,21 +171,21 @@ def _json_in(text: str) -> Any:
     except (ValueError, RecursionError) as problem:
         if fenced:
             raise _NoJson(f"malformed JSON: {problem}") from None
-        found = _last_value(source, decoder)
-        if found is None:
+        value = _last_value(source, decoder)
+        if value is None:
             raise _NoJson(f"malformed JSON: {problem}") from None
-        return found
+        return value
 
 
 def _last_value(text: str, decoder: json.JSONDecoder) -> Any:
     """Return the last outermost object or array in ``text``; None if it holds neither."""
-    found, start, failures = None, 0, 0
+    value, start, failures = None, 0, 0
     while failures < TRIES and (bracket := BRACKET.search(text, start)):
         try:
-            found, start = decoder.raw_decode(text, bracket.start())
+            value, start = decoder.raw_decode(text, bracket.start())
         except (ValueError, RecursionError):
             start, failures = bracket.end(), failures + 1
-    return found
+    return value
 
 
 def _validator(schema: Any) -> Any:

@@ -95,8 +95,8 @@ class OutputRule:
 
     def within(self, row: Mapping[str, Any]) -> float | None:
         """The tolerance for a row."""
-        found = row.get("tolerance")
-        return self.tolerance if found is None else found
+        tolerance = row.get("tolerance")
+        return self.tolerance if tolerance is None else tolerance
 
     def checked(self, row: Mapping[str, Any], cases: Sequence[tuple[str, str, str]], limits: Limits) -> list[float]:
         """How right each (input, output, expected output) is for the checker, from 0 to 1.
@@ -255,21 +255,21 @@ def _lines(text: str) -> list[str]:
 def _same_line(mine: str, other: str, tolerance: float | None) -> bool:
     if mine == other:
         return True
-    found, wanted = mine.split(), other.split()
-    if tolerance is None and not all(map(NUMBER.fullmatch, wanted)):
+    words, expected = mine.split(), other.split()
+    if tolerance is None and not all(map(NUMBER.fullmatch, expected)):
         return False
-    return len(found) == len(wanted) and all(map(close, found, wanted, repeat(tolerance or 0)))
+    return len(words) == len(expected) and all(map(close, words, expected, repeat(tolerance or 0)))
 
 
-def close(found: str, wanted: str, tolerance: float) -> bool:
+def close(word: str, expected: str, tolerance: float) -> bool:
     """Whether two words are equal, or numbers within the tolerance; whole numbers have none."""
-    if found == wanted:
+    if word == expected:
         return True
-    if not (NUMBER.fullmatch(found) and NUMBER.fullmatch(wanted)):
+    if not (NUMBER.fullmatch(word) and NUMBER.fullmatch(expected)):
         return False
-    if Decimal(found) == Decimal(wanted):
+    if Decimal(word) == Decimal(expected):
         return True
-    if not tolerance or (WHOLE.fullmatch(found) and WHOLE.fullmatch(wanted)):
+    if not tolerance or (WHOLE.fullmatch(word) and WHOLE.fullmatch(expected)):
         return False
-    a, b = float(found), float(wanted)
+    a, b = float(word), float(expected)
     return math.isfinite(a) and math.isfinite(b) and abs(a - b) <= tolerance * max(1.0, abs(b))

@@ -59,11 +59,11 @@ def fenced_code(text: str, language: str) -> tuple[str | None, bool]:
     lines: list[str] = []
     fence, tag, fenced = "", "", False
     for line in text.split("\n"):
-        found = _fence(line)
+        marker = _fence(line)
         if not fence:
-            if found:
-                fence, tag, lines, fenced = found[0], found[1].lower().strip("{}.:,"), [], True
-        elif found and found[0].startswith(fence) and not found[1]:
+            if marker:
+                fence, tag, lines, fenced = marker[0], marker[1].lower().strip("{}.:,"), [], True
+        elif marker and marker[0].startswith(fence) and not marker[1]:
             if not tag or tag in TAGS[language]:
                 closed[bool(tag)] = "\n".join(lines)
             fence = ""

@@ -143,15 +143,15 @@ def filled(parts: Sequence[tuple[str, str | None]], completion: str, row: Mappin
     """
     longest = max(map(len, re.findall("`+", completion)), default=0)
     fence = "`" * max(3, longest + 1)
-    found = []
+    texts = []
     for text, name in parts:
-        found.append(text)
+        texts.append(text)
         if name == "completion":
-            found.append(f"\n{fence}\n{completion}\n{fence}\n")
+            texts.append(f"\n{fence}\n{completion}\n{fence}\n")
         elif name is not None:
             value = field(row, name)
-            found.append(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
-    return "".join(found).encode("utf-8", "replace").decode()  # a lone surrogate cannot be sent
+            texts.append(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
+    return "".join(texts).encode("utf-8", "replace").decode()  # a lone surrogate cannot be sent
 
 
 def _reply(answer: Mapping[str, Any]) -> str:

@@ -159,22 +159,22 @@ def _child(seconds: float, judge: Callable[..., Result], *args: Any) -> Result:
 
 def _judge(completion: str, answer: str, tolerance: float) -> Result:
     """Whether the final answer equals the gold one."""
-    gold, found = final_answer(answer, gold=True), final_answer(completion)
-    if _same_text(found or clean(completion), gold) or _same_text(completion, answer):
+    gold, final = final_answer(answer, gold=True), final_answer(completion)
+    if _same_text(final or clean(completion), gold) or _same_text(completion, answer):
         return _verdict(True, f"found {gold}")
-    return _verdict(_equal(gold, found, tolerance), f"found {found}") if found else unparsed("no answer found")
+    return _verdict(_equal(gold, final, tolerance), f"found {final}") if final else unparsed("no answer found")
 
 
 def _verdict(equal: bool, detail: str) -> Result:
     return correct(detail) if equal else wrong(detail)
 
 
-def _equal(gold: str, found: str, tolerance: float) -> bool:
+def _equal(gold: str, answer: str, tolerance: float) -> bool:
     """Whether two answers are the same text or number, or equal for math-verify."""
-    if _same_text(gold, found):
+    if _same_text(gold, answer):
         return True
-    by_number = _by_number(gold, found, tolerance)
-    return _compare(gold, found, tolerance) if by_number is None else by_number
+    by_number = _by_number(gold, answer, tolerance)
+    return _compare(gold, answer, tolerance) if by_number is None else by_number
 
 
 def _same_text(a: str, b: str) -> bool:
@@ -183,32 +183,34 @@ def _same_text(a: str, b: str) -> bool:
     return a == b or (len(a) > 1 and a.casefold() == b.casefold() and all(part.isalpha() for part in a.split()))
 
 
-def _by_number(gold: str, found: str, tolerance: float) -> bool | None:
+def _by_number(gold: str, answer: str, tolerance: float) -> bool | None:
     """Whether two decimal numbers are equal; None if one is no number. With a number, ``2,74`` is one."""
     golden = number(gold)
-    mine = number(found if golden is None else re.sub(r"\A[A-Za-z](?:_\w)?\s*=", "", found))
+    mine = number(answer if golden is None else re.sub(r"\A[A-Za-z](?:_\w)?\s*=", "", answer))
     if (mine is None) != (golden is None):
-        mine, golden = mine or number(found.replace(",", ".")), golden or number(gold.replace(",", "."))
+        mine, golden = mine or number(answer.replace(",", ".")), golden or number(gold.replace(",", "."))
     if mine is None or golden is None:
         return None
     values = {mine[0]} if mine[1] == golden[1] else {mine[0], mine[0] / 100 if mine[1] else mine[0] * 100}
     return any(abs(value - golden[0]) <= abs(golden[0]) * Fraction(tolerance) for value in values)
 
 
-def _compare(gold: str, found: str, tolerance: float) -> bool:
+def _compare(gold: str, answer: str, tolerance: float) -> bool:
     """Whether two answers are equal for math-verify, made stricter. It runs in a child only."""
     from sympy import Eq
 
-    golden, mine = (set(ARGUMENT.findall(answer)) for answer in (gold, found))
-    if len(golden) == len(mine) == 1 and not golden & set(re.sub(r"\\[A-Za-z]+", "", found)):
-        found = re.sub(LETTER + mine.pop(), golden.pop(), found)  # W(x) = 1 says what W(n) = 1 does
-    target, parsed = _parse(gold), _parse(found)
-    if not target or not parsed or any(SET.match(a) and TUPLE.fullmatch(b) for a, b in ((gold, found), (found, gold))):
+    golden, mine = (set(ARGUMENT.findall(side)) for side in (gold, answer))
+    if len(golden) == len(mine) == 1 and not golden & set(re.sub(r"\\[A-Za-z]+", "", answer)):
+        answer = re.sub(LETTER + mine.pop(), golden.pop(), answer)  # W(x) = 1 says what W(n) = 1 does
+    target, parsed = _parse(gold), _parse(answer)
+    if not target or not parsed:
         return False
-    base, other = BASE.search(gold), BASE.search(found)
+    if any(SET.match(a) and TUPLE.fullmatch(b) for a, b in ((gold, answer), (answer, gold))):
+        return False
+    base, other = BASE.search(gold), BASE.search(answer)
     if other and other[1] != (base[1] if base else "10"):
         return False
-    left, equation, _ = found.partition("=")
+    left, equation, _ = answer.partition("=")
     if equation and isinstance(parsed[0], Eq) and not isinstance(target[0], Eq) and UNSOLVED.search(left):
         return False
     return _strict(tolerance).verify(target, parsed, timeout_seconds=None)

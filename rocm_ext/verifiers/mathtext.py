@@ -114,10 +114,10 @@ PLAIN = re.compile(  # a number that needs no search: the whole text, a last lin
 
 def plain(text: str) -> str | None:
     """The decimal number that a text certainly gives, found without a search; None if it takes one. Linear."""
-    found = PLAIN.search(text if len(text) <= 80 else "..." + text[-80:])
-    if found is None or (found[1] and text.count("\\boxed") > 1):
+    match = PLAIN.search(text if len(text) <= 80 else "..." + text[-80:])
+    if match is None or (match[1] and text.count("\\boxed") > 1):
         return None
-    return found[2].replace(",", "")
+    return match[2].replace(",", "")
 
 
 def clean(text: str) -> str:
@@ -138,10 +138,10 @@ def final_answer(text: str, gold: bool = False) -> str:
     if gold:  # - 5 is no item of a list there, and \boxed{5 ends with the text
         text = re.sub(r"\A\s*-\s+", "-", text) + "}" * (text.count("{") - text.count("}"))
     text = clean(text)
-    found = _marked(text)
-    if found is None:
-        found = _read(text, True) if gold and not PHRASE.search(text) else _said(text)
-    return found.strip()
+    marked = _marked(text)
+    if marked is None:
+        marked = _read(text, True) if gold and not PHRASE.search(text) else _said(text)
+    return marked.strip()
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
@@ -249,9 +249,9 @@ def readable(answer: str) -> str | None:
 def number(answer: str) -> tuple[Fraction, bool] | None:
     """The exact value of a decimal number, also with a power of ten, and whether it is a percentage."""
     bare = " ".join(answer.split()).replace("- ", "-").rstrip(".") if len(answer) <= LONGEST else ""
-    found = NUMBER.fullmatch(bare[1:-1] if re.fullmatch(r"\([^()]*\)", bare) else bare)
-    if found is None:
+    match = NUMBER.fullmatch(bare[1:-1] if re.fullmatch(r"\([^()]*\)", bare) else bare)
+    if match is None:
         return None
-    sign, digits, power, percent = found.groups()
+    sign, digits, power, percent = match.groups()
     value = Fraction(digits) * Fraction(10) ** int(power or 0)
     return (-value if sign == "-" else value), bool(percent)

@@ -8,6 +8,7 @@ import pytest
 from rocm_ext.base import files
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import read_json, read_lines, remove_folder, replace_folder, replace_text
+from tests.kit.pages import pages_in_memory
 
 
 @pytest.fixture
@@ -67,13 +68,13 @@ def test_what_a_killed_removal_leaves_does_not_come_back(adapter, monkeypatch):
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_all_is_flushed_before_it_appears_and_its_name_after(tmp_path, monkeypatch, kind):
     flushed, path = [], tmp_path / "name"
-    original = files._sync
+    original = files.flush
 
     def sync(what):
         flushed.append((what.relative_to(tmp_path).as_posix(), path.exists()))
         original(what)
 
-    monkeypatch.setattr(files, "_sync", sync)
+    monkeypatch.setattr(files, "flush", sync)
     if kind == "folder":
         replace(path)
         before = [".name.tmp/part", ".name.tmp/weights"]
@@ -82,6 +83,13 @@ def test_all_is_flushed_before_it_appears_and_its_name_after(tmp_path, monkeypat
     else:
         replace_text(path, "text")
         assert flushed == [(".name.tmp", False), (".", True)]
+
+
+def test_what_is_written_leaves_the_page_cache(tmp_path):
+    path = tmp_path / "weights"
+    with files.replace_file(path) as aside:
+        aside.write_bytes(b"x" * (1 << 23))
+    assert pages_in_memory(path) <= 1
 
 
 def written(folder: Path, content: bytes) -> Path:

@@ -16,7 +16,6 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import how_to_download, hub_name, in_cache, is_hub_name
 from rocm_ext.model.adapters.peft_files import base_model_name
 from rocm_ext.model.download import fetch_texts, fetch_weights
-from rocm_ext.plan import speeds
 from tests.kit.families import folder_config, write_family
 from tests.kit.forks import forked, forked_ranks, several_ranks
 from tests.kit.hub import hub
@@ -100,8 +99,8 @@ def test_what_is_needed_is_downloaded_once(served, model, tmp_path):
     assert served == []
 
 
-def test_a_plan_downloads_nothing(served, model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(speeds, "measure_cpu", lambda: speeds.Figures("", False, {"fp32": 1e11}, 1e10))
+@pytest.mark.usefixtures("cpu_of_known_speed")
+def test_a_plan_downloads_nothing(served, tmp_path, capsys):
     path = run_yaml(tmp_path, NAME)
     assert cli.main(["plan", "--config", str(path)]) == 1
     assert f"hf download {NAME} config.json" in capsys.readouterr().err

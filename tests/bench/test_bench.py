@@ -14,18 +14,17 @@ import torch
 
 from rocm_ext import config
 from rocm_ext.base.log import log
-from rocm_ext.bench import busy, child, runner, summary
-from rocm_ext.bench.busy import OtherPrograms
-from rocm_ext.bench.context import Bench
+from rocm_ext.bench import child, probes, runner, summary
+from rocm_ext.bench.probes import Bench
 from rocm_ext.bench.sweep import PROBES, Item, Measurement, Spec, Sweep
 from rocm_ext.cli import main
 from rocm_ext.machine import bench_file
 from rocm_ext.machine.detect import Machine, detect
 from rocm_ext.machine.profile import load_profile
 from rocm_ext.plan.speeds import figures_for
-from tests.kit import probes
+from tests.kit import probes as bad_probes
 from tests.kit.forks import ForkedPopen
-from tests.plan.test_plan import _without_search, as_configured  # noqa: F401
+from tests.kit.plans import as_configured
 
 GIB = 2**30
 # `runner` starts forks instead of programs, which take five seconds to import torch
@@ -48,7 +47,7 @@ def misbehaving() -> tuple[list[Measurement], list[Measurement]]:
     told: list[Measurement] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "subprocess", FORKS)
-        patch.setitem(child.PROBES, "bad", probes.measure)
+        patch.setitem(probes.PROBES, "bad", bad_probes.measure)
         return runner.run(job(), lambda done: [] if done else items, 2, told.append, {}), told
 
 
@@ -78,7 +77,7 @@ def test_nothing_is_measured_that_does_not_fit(monkeypatch):
         Item("decoding", {"slots": 64}),
     ]
     bench = Bench(job(budget=2**20))
-    rows = [child.measure(bench, asdict(item)) for item in items]
+    rows = [probes.measure(bench, asdict(item)) for item in items]
     assert [row["status"] for row in rows] == ["skipped"] * 4
     assert all("budget" in row["detail"] for row in rows)
 
@@ -88,30 +87,30 @@ def test_a_training_step_with_other_settings(monkeypatch):
     bench = Bench(job())
     common = {"rows": 1, "compile": False}
     eager = {**common, "enable_activation_checkpointing": True, "attention": "eager", "dtype": "bf16"}
-    found = child.measure(bench, asdict(Item("training", eager)))
+    found = probes.measure(bench, asdict(Item("training", eager)))
     assert found["status"] == "ok", found
     assert (found["result"]["checkpointed"], found["result"]["dtype"]) == (len(bench.shape.layers), "bf16")
-    found = child.measure(bench, asdict(Item("training", {**common, "attention": "efficient"})))
+    found = probes.measure(bench, asdict(Item("training", {**common, "attention": "efficient"})))
     assert found["status"] == "skipped"
     assert "torch has no efficient kernel" in found["detail"]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows does not report the time of children")
 def test_other_programs_are_noticed(monkeypatch):
-    first = busy.seconds()
+    first = runner.seconds()
     code = "import time\nwhile time.process_time() < 1: pass\nprint('done', flush=True); input()"
     program = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     program.stdout.readline()
-    running = busy.seconds()
+    running = runner.seconds()
     program.communicate(b"\n")
-    ended = busy.seconds()
+    ended = runner.seconds()
     assert running.all - first.all > 0.9, "whatever else runs, this program took a second"
-    assert running.own - first.own < 0.9, "a child that runs counts as another program"
-    assert ended.own - first.own > 0.9, "a child that has ended counts as our own"
+    assert running.ours - first.ours < 0.9, "a child that runs counts as another program"
+    assert ended.ours - first.ours > 0.9, "a child that has ended counts as our own"
 
-    readings = iter([busy.Seconds(0, 100, 5), busy.Seconds(10, 125, 10), busy.Seconds(20, 115, 20)])
-    monkeypatch.setattr(busy, "seconds", lambda: next(readings))
-    others = OtherPrograms()
+    readings = iter([runner.Seconds(0, 100, 5), runner.Seconds(10, 125, 10), runner.Seconds(20, 115, 20)])
+    monkeypatch.setattr(runner, "seconds", lambda: next(readings))
+    others = runner.OtherPrograms()
     assert others.cores() == 2.0, "25 s in 10 s, 5 of them our own"
     assert others.cores() == 0.0, "all 15 s were our own"
 
@@ -313,7 +312,6 @@ def test_a_plan_takes_as_long_as_the_measured_step(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [
-        (["--only", "gem"], "--only gem is not a probe; expected some of gemm, bandwidth"),
         (["--config", "cpu_pockt"], "did you mean cpu_pocket"),
         (["--output", "/"], "is a folder; name a file"),
         (["--only", "gemm", "--output", "/proc/b.json"], "cannot write /proc/b.json"),
@@ -367,6 +365,6 @@ def test_a_part_replaces_no_whole_file(tmp_path, copies_alone, monkeypatch, caps
 def test_nothing_is_left_in_the_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runner, "subprocess", FORKS)
-    main(["bench", "--quick", "--only", "bandwidth", "gemm", "--output", "b.json", "--json"])
+    main(["bench", "--quick", "--only", "bandwidth", "--only", "gemm", "--output", "b.json", "--json"])
     assert json.loads(capsys.readouterr().out) == json.loads(Path("b.json").read_text())
     assert os.listdir() == ["b.json"]

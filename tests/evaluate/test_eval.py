@@ -226,7 +226,7 @@ def test_adapter_and_base_are_compared_prompt_by_prompt(pocket_dir, few, tmp_pat
     assert sum(each["verdict"] == "CORRECT" for each in with_adapter) == said["correct"]
     assert all(each["verdict"] == "CORRECT" for each in without)
     code = cli.main(["compare", str(kept / "base"), str(kept), "--json"])
-    assert json.loads(capsys.readouterr().out)["decision"]["exit_code"] == code
+    assert json.loads(capsys.readouterr().out)["exit_code"] == code
     assert cli.main(["eval", *map(str, arguments), "--show", "1"]) == 0
     out = capsys.readouterr().out.splitlines()
     wrong = next(each for each in with_adapter if each["verdict"] != "CORRECT")

@@ -12,12 +12,13 @@ from tokenizers import Tokenizer, models, normalizers, processors, trainers
 from transformers import AutoModelForCausalLM
 
 from rocm_ext.data.render import render_prompt
-from rocm_ext.export import open_source
+from rocm_ext.export import gguf_file, open_source
 from rocm_ext.sampling import Request, Sampling
 from rocm_ext.sampling.server.openai import OpenAIEngine
 from tests.export.test_export import MISTRAL, bases, export, trained  # noqa: F401 - fixtures
 from tests.kit.families import MODELS
 from tests.kit.llama_cpp import LlamaCpp, llama_cpp
+from tests.kit.pages import pages_in_memory
 from tests.kit.tiny import TEXT as WORDS
 
 gguf = pytest.importorskip("gguf")
@@ -94,6 +95,20 @@ def test_q8_0_and_bf16_are_close_to_the_weights(bases, tmp_path):  # noqa: F811
     types = {each.name: each.tensor_type.name for each in gguf.GGUFReader(tmp_path / "q8_0.gguf").tensors}
     assert types["blk.0.attn_q.weight"] == types["token_embd.weight"] == types["output.weight"] == "Q8_0"
     assert types["blk.0.attn_q.bias"] == types["blk.0.attn_norm.weight"] == "F32"
+
+
+def test_pages_leave_the_cache_while_the_file_grows(bases, tmp_path, monkeypatch):  # noqa: F811
+    cached, flush = [], gguf_file.flush
+
+    def count(path: Path) -> None:
+        flush(path)
+        cached.append(pages_in_memory(path))
+
+    monkeypatch.setattr(gguf_file, "flush", count)
+    monkeypatch.setattr(gguf_file, "_FLUSH", 1 << 16)
+    assert export(bases("llama"), "--gguf", tmp_path / "base.gguf") == 0
+    assert len(cached) > 2
+    assert max(cached) <= 1
 
 
 def test_a_full_disk_leaves_nothing(bases, tmp_path, capsys):  # noqa: F811

@@ -121,7 +121,7 @@ def kill_before(count: int) -> Callable[[], None]:
 
             return call
 
-        files._sync = counted(files._sync)
+        files.flush = counted(files.flush)
         Path.rename, Path.replace = counted(Path.rename), counted(Path.replace)  # type: ignore[method-assign]
         shutil.rmtree = counted(shutil.rmtree)  # type: ignore[assignment]
 

@@ -13,22 +13,23 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.cli import main
-from rocm_ext.machine.cgroups import cpu_quota
 from rocm_ext.machine.detect import ask_torch
-from rocm_ext.machine.doctor import exit_code, judge, this_machine, verdict
+from rocm_ext.machine.doctor import exit_code, judge, probe, this_machine, verdict
 from rocm_ext.machine.doctor.facts import recorded_facts
 from rocm_ext.machine.doctor.recorded import MARK, DeviceNode, User
+from rocm_ext.machine.sysfs import cpu_quota
 from rocm_ext.verifiers.sandbox import bubblewrap
 
 TREES = Path(__file__).parent / "trees"
 NAMES = sorted(tree.name for tree in TREES.iterdir())
 GIB = 2**30
-STRIX_TORCH = 'pip install --index-url https://repo.amd.com/rocm/whl-multi-arch/ "torch[device-gfx1151]"'
+STRIX_TORCH = 'pip install --index-url https://stable.repo.amd.com/rocm/whl-next/ "torch[device-gfx1151]"'
 JOIN = "sudo usermod -aG render,video $USER  # then log out and in"
 
 
@@ -248,6 +249,19 @@ BREAKS = {
             "kernel parameters": ("warning", grubby("--args='amd_iommu=off amdgpu.gttsize=131072 "
                                                     "ttm.pages_limit=33554432'")),
         },
+    ),
+    "a kernel that stalls on mapped files": (
+        lambda t: t.file("proc/sys/kernel/osrelease", "7.0.12-201.fc44.x86_64\n"),
+        {"kernel": ("warning", UPGRADE)},
+    ),
+    "Ubuntu's kernel with the fix": (lambda t: t.file("proc/sys/kernel/osrelease", "7.0.0-30-generic\n"), {}),
+    "copies from mapped files that stall": (
+        lambda t: t.say(copies={"mapped": 8.1}),
+        {"copies to the GPU": ("warning", UPGRADE)},
+    ),
+    "copies in a recording of an older version": (
+        lambda t: t.say(copies=None),
+        {"copies to the GPU": ("not recorded", "")},
     ),
     "no ttm.pages_limit": (
         half_the_memory,
@@ -553,7 +567,7 @@ MI50_TORCH = 'pip uninstall -y torch && pip install "torch<2.10" --index-url htt
 OTHERS = {
     ("mi300x", "no torch"): (
         without_torch,
-        NO_TORCH | {"torch": ("error", "pip install torch --index-url https://download.pytorch.org/whl/rocm7.2")},
+        NO_TORCH | {"torch": ("error", "pip install torch --index-url https://download.pytorch.org/whl/rocm7.14")},
     ),
     ("mi50", "no torch"): (without_torch, NO_TORCH | {"torch": ("error", MI50_TORCH.partition("&& ")[2])}),
     ("windows", "no torch"): (without_torch, NO_TORCH | {"torch": ("error", STRIX_TORCH)}),
@@ -583,6 +597,14 @@ OTHERS = {
         {"C compiler": ("warning", "sudo apt install gcc")},
     ),
     ("mi300x", "TunableOp"): (lambda t: t.say(**env(PYTORCH_TUNABLEOP_ENABLED="1")), {}),
+    ("mi300x", "a kernel that stalls on mapped files"): (
+        lambda t: t.file("proc/sys/kernel/osrelease", "7.0.0-28-generic\n"),
+        {"kernel": ("warning", "sudo apt update && sudo apt full-upgrade  # then reboot")},
+    ),
+    ("windows", "a build whose attention breaks what follows"): (
+        lambda t: t.say(torch={"version": "2.12.0+rocm7.14.1"}),
+        {"torch build": ("warning", "attention=math, or a newer torch")},
+    ),
     ("mi50", "TunableOp"): (
         lambda t: t.say(**env(PYTORCH_TUNABLEOP_ENABLED="1")),
         {"PYTORCH_TUNABLEOP_ENABLED": ("warning", "unset PYTORCH_TUNABLEOP_ENABLED")},
@@ -980,6 +1002,13 @@ def test_a_machine_without_torch_gets_the_one_line_that_installs_it(tmp_path):
     rows = {row["check"]: row for row in json.loads(run.stdout)["rows"]}
     assert (rows["torch"]["found"], rows["torch"]["fix"]) == ("torch is not installed", STRIX_TORCH)
     assert rows["hardware profile"]["found"].startswith("strix_halo")
+
+
+def test_both_copies_are_timed():
+    times = probe._copies(torch.device("cpu"), size=2**20)
+    assert times["size"] == 2**20
+    assert 0 < times["mapped"] < 5
+    assert 0 < times["read"] < 5
 
 
 def test_a_crash_while_computing_keeps_what_torch_said(monkeypatch):

@@ -17,6 +17,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.model.adapters import peft_files
 from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
 
+pytestmark = pytest.mark.usefixtures("any_torchao")
 TOKENS = torch.tensor([[5, 17, 99, 3, 250, 42, 8, 8, 120, 61]])
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -29,13 +30,6 @@ def folders(tmp_path_factory):
         "llama": write_model(top / "llama", "llama", initializer_range=0.1),
         "rows": write_rows(top / "rows.jsonl", 16),
     }
-
-
-@pytest.fixture(autouse=True)
-def any_torchao(monkeypatch):
-    """With torchao < 0.16 PEFT refuses every linear layer, and torchtune needs such a torchao."""
-    if hasattr(peft.tuners.lora.torchao, "is_torchao_available"):
-        monkeypatch.setattr(peft.tuners.lora.torchao, "is_torchao_available", lambda: False)
 
 
 def transformer(folder: Path):

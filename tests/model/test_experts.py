@@ -23,10 +23,10 @@ from rocm_ext.model.adapters.peft_config import PeftConfig
 from rocm_ext.model.adapters.peft_files import read_adapter, write_adapter
 from rocm_ext.model.build import build_model, load_weights, read_weights
 from rocm_ext.model.lora import merged_experts
-from rocm_ext.plan import speeds
 from tests.kit.families import folder_config, on_demand
 from tests.kit.forks import forked, forked_ranks, several_ranks
 from tests.kit.hf_models import MODELS, write_common, write_theirs
+from tests.kit.plans import measured_peak
 from tests.kit.tiny import metrics, write_rows, write_yaml
 from tests.model.test_families import (
     TOKENS,
@@ -40,9 +40,8 @@ from tests.model.test_families import (
     their_training,
 )
 from tests.model.test_transformers_models import TWICE, WIDER
-from tests.plan.test_plan import measured_peak
-from tests.recipes.test_parity import any_torchao  # noqa: F401 - serves every test here
 
+pytestmark = pytest.mark.usefixtures("any_torchao")
 BOTH = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 MOE = ["qwen3 moe", "mixtral", "gpt-oss", "deepseek 3", "granite moe", "qwen3 next", "granite hybrid"]
 OLD, NEW = "0.18.1", "0.19.1"  # versions of PEFT with other layouts
@@ -347,15 +346,14 @@ def test_two_ranks_equal_one(folder_of, rows, tmp_path, name):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.usefixtures("cpu_of_known_speed")
 @pytest.mark.parametrize(
     "changes",
     [{}, {"enable_activation_checkpointing": True, "dtype": "bf16"}],
     ids=str,
 )
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in MOE])
-def test_planned_peak_is_the_measured_one(tmp_path, name, changes, monkeypatch):
-    figures = speeds.Figures("", False, {"fp32": 1e11, "bf16": 1e11}, 1e10)
-    monkeypatch.setattr(speeds, "measure_cpu", lambda: figures)
+def test_planned_peak_is_the_measured_one(tmp_path, name, changes):
     twice = {key: value * 2 for key, value in MODELS[name][2].items() if key in TWICE}
     base = write_theirs(tmp_path / "base", name, **WIDER, **twice)
     rows = tmp_path / "rows.jsonl"

@@ -27,17 +27,17 @@ from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.build import build_model, load_weights, read_weights
 from rocm_ext.model.sampler import sampler_of
-from rocm_ext.plan import speeds
 from rocm_ext.sampling import Request, Sampling
 from rocm_ext.sampling.local import LocalSession
 from tests.data.test_chat_template import CHATS, FAMILIES, config_for, model_folder  # noqa: F401 - a fixture
 from tests.kit.families import LLAMA3, MODELS, folder_config, id_of, write_family
 from tests.kit.forks import forked, forked_ranks, several_ranks
+from tests.kit.plans import measured_peak
 from tests.kit.raft_runs import write_run
 from tests.kit.tiny import metrics, run_config, write_rows, write_yaml
-from tests.plan.test_plan import measured_peak
-from tests.recipes.test_parity import any_torchao, pack, random_sequences  # noqa: F401 - any_torchao serves every test here
+from tests.recipes.test_parity import pack, random_sequences
 
+pytestmark = pytest.mark.usefixtures("any_torchao")
 CPU = torch.device("cpu")
 TOKENS = torch.tensor([[5, 17, 99, 3, 250, 42, 8, 8, 120, 61, 33, 7]])
 
@@ -416,6 +416,7 @@ def test_two_ranks_equal_one(folders, tmp_path, name):
     check_two_ranks(folders[name], folders["rows"], tmp_path)
 
 
+@pytest.mark.usefixtures("cpu_of_known_speed")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -427,9 +428,7 @@ def test_two_ranks_equal_one(folders, tmp_path, name):
     ],
     ids=str,
 )
-def test_planned_peak_is_the_measured_one(tmp_path, changes, monkeypatch, capsys):
-    figures = speeds.Figures("", False, {"fp32": 1e11, "bf16": 1e11}, 1e10)
-    monkeypatch.setattr(speeds, "measure_cpu", lambda: figures)
+def test_planned_peak_is_the_measured_one(tmp_path, changes, capsys):
     wide = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "head_dim": 64}
     base = write_family(tmp_path / "base", "qwen3", **wide)
     rows = tmp_path / "rows.jsonl"

@@ -15,22 +15,21 @@ from transformers import AutoModelForMultimodalLM, AutoTokenizer
 from rocm_ext.base.errors import UserError
 from rocm_ext.data.messages import Turn
 from rocm_ext.data.template import read_template
-from rocm_ext.plan import speeds
 from tests.kit.families import folder_config, on_demand
 from tests.kit.multimodal_models import MODELS, write_multimodal
+from tests.kit.plans import measured_peak
 from tests.kit.tiny import write_rows, write_yaml
 from tests.model.test_families import (
     TOKENS,
-    any_torchao,  # noqa: F401 - serves every test here
     finetune,
     our_logits,
     our_model,
     prepare,
     their_training,
 )
-from tests.plan.test_plan import measured_peak
 from tests.recipes.test_parity import pack, random_sequences
 
+pytestmark = pytest.mark.usefixtures("any_torchao")
 FAST = ("gemma 3", "mistral 3", "qwen3.5")
 
 
@@ -177,10 +176,9 @@ def test_names_of_earlier_transformers(folder_of, tmp_path):
     torch.testing.assert_close(our_model(new)(TOKENS), our_model(base)(TOKENS), rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("cpu_of_known_speed")
 @pytest.mark.parametrize("name", [each for each in some("gemma 3") if each.values != ("qwen3-vl",)])
-def test_planned_peak_is_the_measured_one_of_the_text_part(folder_of, tmp_path, name, monkeypatch):
-    figures = speeds.Figures("", False, {"fp32": 1e11, "bf16": 1e11}, 1e10)
-    monkeypatch.setattr(speeds, "measure_cpu", lambda: figures)
+def test_planned_peak_is_the_measured_one_of_the_text_part(folder_of, tmp_path, name):
     answer = "She sold half as many clips in May. "
     long = tmp_path / "rows.jsonl"
     long.write_text("".join(json.dumps({"question": "?", "answer": answer * (20 + i % 3)}) + "\n" for i in range(64)))

@@ -10,13 +10,12 @@ from torchtune.models import llama3_1, llama3_2, qwen2_5
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
-from rocm_ext.bench.context import Bench
+from rocm_ext.bench.probes import Bench
 from rocm_ext.bench.sweep import Spec
 from rocm_ext.cli import main
 from rocm_ext.model import from_checkpoint
 from rocm_ext.model.published import published_models
-from rocm_ext.plan import speeds
-from tests.plan.test_plan import _without_search, as_configured  # noqa: F401
+from tests.kit.plans import as_configured
 
 MODELS = published_models()
 # millions of parameters that the model cards and torchtune's builders state, embeddings counted once
@@ -49,11 +48,10 @@ BUILDERS = {
 
 
 @pytest.fixture(autouse=True)
-def _bare_machine(tmp_path, monkeypatch):
-    """A machine without models in the current folder or the hub's cache; measuring this CPU would take time."""
+def _bare_machine(tmp_path, monkeypatch, cpu_of_known_speed):
+    """A machine without models in the current folder or the hub's cache."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(speeds, "measure_cpu", lambda: speeds.Figures("", False, {"fp32": 1e11, "bf16": 1e11}, 1e10))
 
 
 def plan(capsys, *arguments: str) -> dict:

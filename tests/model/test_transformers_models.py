@@ -22,19 +22,18 @@ from rocm_ext.losses import CrossEntropy
 from rocm_ext.model.build import build_model
 from rocm_ext.model.lora import adapter_parameters
 from rocm_ext.model.transformers.decoder import PACKS
-from rocm_ext.plan import speeds
 from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.memory import plan_memory
 from tests.kit import multimodal_models
 from tests.kit.families import folder_config, on_demand, write_family
 from tests.kit.forks import forked, several_ranks
 from tests.kit.hf_models import CARE, MODELS, MORE, write_common, write_theirs
+from tests.kit.plans import measured_peak
 from tests.kit.raft_runs import write_run
 from tests.kit.tiny import write_rows, write_yaml
 from tests.model.test_families import (
     CPU,
     TOKENS,
-    any_torchao,  # noqa: F401 - serves every test here
     check_resumes,
     check_two_ranks,
     finetune,
@@ -45,8 +44,9 @@ from tests.model.test_families import (
     their_training,
     whole_run,
 )
-from tests.plan.test_plan import measured_peak
 from tests.recipes.test_parity import pack, random_sequences, rows_that_begin_alike
+
+pytestmark = pytest.mark.usefixtures("any_torchao")
 
 
 def some(*fast: str, but: tuple[str, ...] = ()):
@@ -275,15 +275,14 @@ WIDER = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
 TWICE = ("layer_types", "no_rope_layers", "mamba_n_heads")
 
 
+@pytest.mark.usefixtures("cpu_of_known_speed")
 @pytest.mark.parametrize(
     "changes",
     [pytest.param({}, marks=pytest.mark.slow), {"enable_activation_checkpointing": True, "dtype": "bf16"}],
     ids=str,
 )
 @pytest.mark.parametrize("name", some("qwen3 moe"))
-def test_planned_peak_is_the_measured_one(tmp_path, name, changes, monkeypatch):
-    figures = speeds.Figures("", False, {"fp32": 1e11, "bf16": 1e11}, 1e10)
-    monkeypatch.setattr(speeds, "measure_cpu", lambda: figures)
+def test_planned_peak_is_the_measured_one(tmp_path, name, changes):
     twice = {key: value * 2 for key, value in MODELS[name][2].items() if key in TWICE}
     base = write_theirs(tmp_path / "base", name, **WIDER, **twice)
     rows = tmp_path / "rows.jsonl"

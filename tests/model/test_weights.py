@@ -1,9 +1,6 @@
 """Weight files are read as safetensors reads them, without leaving them in the system's page cache."""
 
-import ctypes
-import mmap
 import os
-import sys
 
 import pytest
 import torch
@@ -14,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from rocm_ext.base.errors import UserError
 from rocm_ext.model.build import Weights
 from rocm_ext.model.checkpointer import StoredWeights, on_meta, sample
+from tests.kit.pages import pages_in_memory
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)
 TENSORS = st.dictionaries(
@@ -53,19 +51,6 @@ def test_a_file_that_became_shorter_is_named(tmp_path):
         stored["w"]
 
 
-def pages_in_memory(path) -> int:
-    """Count the pages of a file that the system has cached."""
-    size = path.stat().st_size
-    pages = -(-size // mmap.PAGESIZE)
-    vector = (ctypes.c_ubyte * pages)()
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), size) as view:
-        address = ctypes.addressof(held := ctypes.c_char.from_buffer(view))
-        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), vector) == 0
-        del held
-    return sum(byte & 1 for byte in vector)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="counts pages with Linux's mincore")
 def test_no_page_stays_in_the_cache(tmp_path):
     path = tmp_path / "model.safetensors"
     save_file({f"w{i}": torch.randn(1 << 20) for i in range(4)}, path)  # 16 MiB

@@ -8,10 +8,8 @@ import pytest
 from rocm_ext.base.errors import UserError
 from rocm_ext.cli import main
 from rocm_ext.machine.bench_file import machine_key
-from rocm_ext.machine.chips import chips_of, find_chip
 from rocm_ext.machine.detect import is_unified
-from rocm_ext.machine.profile import load_profile, profile_names
-from rocm_ext.plan.planner import TrainingPlanner
+from rocm_ext.machine.profile import chips_of, find_chip, load_profile, profile_names
 from rocm_ext.plan.speeds import figures_for
 from tests.machine.test_device import CPU, GIB, H200, MI50, MI300X, STRIX
 
@@ -19,9 +17,7 @@ RADEON = replace(MI50, arch="gfx1100", bf16=True)
 SAMPLE = ("plan", "--json", "--config", "cpu_pocket", "tokenizer.max_seq_len=64")
 
 
-@pytest.fixture(autouse=True)
-def _without_search(monkeypatch):
-    monkeypatch.setattr(TrainingPlanner, "fit", lambda self, budget: self.choice(self.rows.longest, [], budget))
+pytestmark = pytest.mark.usefixtures("as_configured")
 
 
 def plan(capsys, *arguments: str) -> dict:

@@ -4,7 +4,9 @@ import pytest
 
 from rocm_ext.cli import main
 from rocm_ext.plan import target
-from tests.plan.test_plan import _cpu_of_known_speed, _without_search, as_configured, plan  # noqa: F401
+from tests.kit.plans import as_configured, plan
+
+pytestmark = pytest.mark.usefixtures("cpu_of_known_speed")
 
 
 @as_configured

@@ -15,7 +15,7 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 
 from rocm_ext import config
 from rocm_ext.base import registry
-from rocm_ext.bench.training import RandomWeights
+from rocm_ext.bench.probes import RandomWeights
 from rocm_ext.cli import main
 from rocm_ext.data.rows import Rows
 from rocm_ext.distributed.ranks import Ranks
@@ -33,31 +33,14 @@ from rocm_ext.plan.speeds import Figures, measure_cpu
 from rocm_ext.plan.workload import Questions, Workload
 from rocm_ext.sampling import Request, Sampling
 from rocm_ext.sampling.local import LocalSession
+from tests.kit.plans import as_configured, measured_peak, plan
 from tests.kit.tiny import run_config, write_model, write_yaml
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3}
 
 
-@pytest.fixture(autouse=True)
-def _cpu_of_known_speed(monkeypatch):
-    """Measuring this CPU takes half a second per plan, and what it finds depends on what else the machine does."""
-    figures = speeds.Figures("", False, {"fp32": 1e11, "bf16": 1e11}, 1e10)
-    monkeypatch.setattr(speeds, "measure_cpu", lambda: figures)
-
-
-def plan(capsys, *arguments: str, code: int = 0) -> dict:
-    assert main(["plan", "--json", *map(str, arguments)]) == code
-    return json.loads(capsys.readouterr().out)
-
-
-@pytest.fixture
-def _without_search(monkeypatch):
-    """Plan the config alone: the search for a better one plans a dozen others, which takes most of the time."""
-    monkeypatch.setattr(TrainingPlanner, "fit", lambda self, budget: self.choice(self.rows.longest, [], budget))
-
-
+pytestmark = pytest.mark.usefixtures("cpu_of_known_speed")
 also = partial(pytest.param, marks=pytest.mark.slow)  # what other cases hold together
-as_configured = pytest.mark.usefixtures("_without_search")
 
 
 @pytest.fixture(scope="module")
@@ -80,21 +63,6 @@ def write_config(root, name: str, out, lora: dict | None = None, **changes):
     cfg["tokenizer"]["max_seq_len"] = 256
     cfg["model"] |= lora or {}
     return write_yaml(out.with_suffix(".yaml"), cfg)
-
-
-def measured_peak(path, made=LoRAFinetune) -> tuple[int, LoRAFinetune]:
-    """Run two real steps; return the peak bytes of tensors, including the model."""
-    recipe = made(config.load(config.recipe_of(str(path)), str(path)))
-    recipe.setup()
-    recipe.trainer.write_outputs = recipe.trainer.save_checkpoint = lambda: None
-    decoder = recipe.learner.decoder
-    there = list({id(t): t for t in (*decoder.parameters(), *decoder.buffers())}.values())
-    tally = CostCounter()
-    tally.ignore(there)
-    with tally:
-        recipe.train()
-    recipe.cleanup()
-    return sum(t.nbytes for t in there) + tally.peak, recipe
 
 
 # --------------------------------------------------------------------------------------------------- memory
@@ -135,6 +103,16 @@ def test_4_bit_weights_take_a_quarter(folders, tmp_path, capsys):
     small = plan(capsys, "--config", path, *wide, "model.quantize_base=True")["configured"]["memory"]["weights"]
     linear = 3 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512)  # weights of adapted layers
     assert whole - small == pytest.approx(linear * (2 - 0.516), rel=0.01)
+
+
+def test_4_bits_where_16_do_not_fit(capsys):
+    def halo(name: str, size: str) -> tuple[int, str]:
+        code = main(["plan", "--config", name, "--machine", f"Strix Halo {size}", "model.quantize_base=True"])
+        return code, capsys.readouterr().err
+
+    assert halo("strix_halo_qwen3b", "32 GB")[1].count("wants False: owners' QLoRA (NF4) took") == 1
+    assert "wants False" in halo("strix_halo_qwen3_14b", "64 GB")[1], "28 of 50 GiB"
+    assert halo("strix_halo_qwen3_14b", "32 GB") == (0, ""), "28 of 25 GiB"
 
 
 def test_scores_count_where_there_is_no_fused_attention(folders, tmp_path):

@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from rocm_ext.cli import main
-from rocm_ext.plan.planner import TrainingPlanner
 from rocm_ext.plan.speeds import PUBLISHED as RANGES
 
 PUBLISHED = yaml.safe_load(Path(__file__).with_name("published_speeds.yaml").read_text())
@@ -19,9 +18,7 @@ COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "ma
           "tie_word_embeddings": False}  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _without_search(monkeypatch):
-    monkeypatch.setattr(TrainingPlanner, "fit", lambda self, budget: self.choice(self.rows.longest, [], budget))
+pytestmark = pytest.mark.usefixtures("as_configured")
 
 
 def planned(run: dict, root: Path, capsys) -> dict:

@@ -259,7 +259,7 @@ def test_verified_answers_raise_the_rate_of_right_ones(top, before, name):
     after = evaluated(top, f"after_{name}", "--adapter", adapter)
     assert 0.2 < before["correct"] / before["prompts"] < 0.7
     compared = json.loads(rocm_ext(top, "compare", "evals/before", f"evals/after_{name}", "--json", codes=(0, 1, 3)))
-    gain = compared["scores"][0]["gain"]
+    gain = compared["difference"]
     print(name, before["correct"], after["correct"], gain)
     assert gain["value"] == pytest.approx((after["correct"] - before["correct"]) / after["prompts"])
     assert gain["low"] > 0.1, "the interval of the gain is far from 0"

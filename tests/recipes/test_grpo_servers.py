@@ -409,14 +409,14 @@ def test_samples_beside_a_rewrite_stay(serve, make, out, monkeypatch):
     """Old samples are removed while the thread records new ones."""
     fake = serve()
     fake.before = lambda path, body: time.sleep(0.05)
-    original = files._sync
+    original = files.flush
 
     def sync(path):
         original(path)
         if path.name == ".samples.jsonl.tmp":
             time.sleep(0.3)
 
-    monkeypatch.setattr(files, "_sync", sync)
+    monkeypatch.setattr(files, "flush", sync)
     train(make(fake, **OVERLAP, keep_samples=1, save_every_n_steps=1))
     assert Counter(line["step"] for line in lines(out / "samples.jsonl")) == {4: 16}
     assert Counter(line["step"] for line in lines(out / "verdicts.jsonl")) == {1: 16, 2: 16, 3: 16, 4: 16}

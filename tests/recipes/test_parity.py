@@ -38,6 +38,7 @@ from rocm_ext.model.lora import Dora, Lora
 from rocm_ext.model.native import native
 from tests.kit.tiny import metrics, run_config, write_model, write_rows, write_yaml
 
+pytestmark = pytest.mark.usefixtures("any_torchao")
 STOCK_RECIPES = Path(torchtune.__file__).parents[1] / "recipes"
 CHUNKED_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
 TORCH_LOSS = {"_component_": "torch.nn.CrossEntropyLoss"}
@@ -59,13 +60,6 @@ def folders(tmp_path_factory):
         "llama bf16": write_model(top / "llama_bf16", "llama", shards=2, dtype=torch.bfloat16, **sharp),
         "rows": write_rows(top / "rows.jsonl", 48),
     }
-
-
-@pytest.fixture(autouse=True)
-def any_torchao(monkeypatch):
-    """With torchao < 0.16 PEFT refuses every linear layer, and torchtune needs such a torchao."""
-    if hasattr(peft.tuners.lora.torchao, "is_torchao_available"):
-        monkeypatch.setattr(peft.tuners.lora.torchao, "is_torchao_available", lambda: False)
 
 
 def prepare(cfg: dict) -> LoRAFinetune:

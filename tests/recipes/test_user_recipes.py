@@ -15,6 +15,7 @@ import torch
 import torchtune._recipe_registry as torchtune_registry
 import yaml
 from omegaconf import OmegaConf
+from rocm_ext.recipes.raft_rocm import RAFT
 
 from rocm_ext import config, hook
 from rocm_ext.base import registry
@@ -160,7 +161,7 @@ def test_a_recipe_that_extends_none_of_ours(folder, capsys):
 
 
 def test_bench_reads_a_config_that_names_a_file(folder, tiny):
-    from rocm_ext.bench.context import Bench
+    from rocm_ext.bench.probes import Bench
     from rocm_ext.bench.sweep import Spec
 
     (folder / "configs").mkdir()
@@ -168,6 +169,15 @@ def test_bench_reads_a_config_that_names_a_file(folder, tiny):
     run = write_yaml(folder / "configs" / "run.yaml", {**content, "recipe": "../lora_plus.py"})
     bench = Bench(Spec(str(run), ("hardware=cpu", "lora_plus_ratio=2"), 2**30, seconds=0.1))
     assert bench.cfg.lora_plus_ratio == 2
+
+
+def test_a_trainer_inside_raft_sees_its_keys():
+    cfg = config.load("raft_rocm", "cpu_pocket_raft", ["hardware=cpu"])
+    cfg.lora_plus_ratio = 8  # as the defaults of a recipe that extends raft_rocm would add it
+    training = RAFT(cfg).training_config()
+    assert training.lora_plus_ratio == 8
+    assert (training.recipe, training.dataset) == ("lora_finetune_rocm", None)
+    assert not {"cycles", "verifier", "prompts"} & set(training)
 
 
 def test_it_runs_configs_of_the_recipe_that_it_extends(folder):

@@ -87,7 +87,7 @@ def test_the_whole_page(site):
     assert response.status == 200
     assert figures(html)[-5:] == ["Loss", "Learning rate", "Gradient norm", "Speed", "Peak memory"]
     text = words(wait(url, lambda text: "GPU load" in figures(text)))
-    assert "GPU 7 70 % 7.0 of 192 0.0 of 1000 147 47 2100" in text
+    assert "GPU 7 70 % 7.0 of 192 GiB 0.0 of 1000 GiB 147 W 47 °C 2100 MHz" in text
     assert "GPU 0, 1, 2, 3, 4, 5, 6, 7: AMD Instinct MI300X OAM" in text
     outside = re.sub("<script.*?</script>", "", html, flags=re.DOTALL)
     assert not re.findall(r"https?:|//|src=|url\(|@import", outside)

@@ -32,13 +32,14 @@ from tests.kit.forks import forked, forked_ranks, several_ranks
 from tests.kit.hf_models import CARE, COMMON, MODELS, MORE, write_common, write_theirs
 from tests.kit.multimodal_models import MODELS as MULTIMODAL
 from tests.kit.multimodal_models import write_multimodal
+from tests.kit.plans import as_configured
 from tests.kit.raft_runs import WEIGHTS, write_run
 from tests.kit.tiny import SHAPE, write_rows, write_yaml
-from tests.model.test_families import any_torchao, our_model  # noqa: F401 - any_torchao serves every test here
+from tests.model.test_families import our_model
 from tests.model.test_transformers_models import TWICE, WIDER, some
-from tests.plan.test_plan import _without_search, as_configured  # noqa: F401
 from tests.recipes.test_raft import kill_at_record
 
+pytestmark = pytest.mark.usefixtures("any_torchao")
 FAST = ("gemma 3", "qwen3.5", "gpt-oss")  # sliding windows, recurrent states, sinks and experts
 REFUSED = {
     "rwkv": "its cache is not",

@@ -14,7 +14,7 @@ from importlib import metadata
 from itertools import chain
 from pathlib import Path
 
-from rocm_ext.bench.busy import OtherPrograms
+from rocm_ext.bench.runner import OtherPrograms
 from tools.benchmarks import cycle, dpo, grpo, sampling, sft, verify
 from tools.benchmarks.protocol import Failed
 from tools.benchmarks.table import table

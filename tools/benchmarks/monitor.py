@@ -22,8 +22,7 @@ import threading
 import time
 from pathlib import Path
 
-from rocm_ext.machine.counter_log import recording
-from rocm_ext.machine.counters import HARDWARE_LOG
+from rocm_ext.machine.counters import HARDWARE_LOG, recording
 from tests.kit import sysfs
 
 

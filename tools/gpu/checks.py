@@ -1,6 +1,7 @@
 """Checks of arithmetic, attention and decoding on the device."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -235,7 +236,7 @@ class _Clock:
     def lap(self) -> float:
         import time
 
-        from rocm_ext.bench.clock import wait
+        from rocm_ext.bench.probes import wait
 
         wait(self._device)
         now = time.perf_counter()
@@ -253,22 +254,21 @@ def _name(dtype: torch.dtype) -> str:
 
 def bandwidths(here: Here) -> Iterator[Row]:
     """Matrix products, and copies on the device and from and to the host, as ``rocm-ext bench`` measures them."""
-    from rocm_ext.bench import device
-    from rocm_ext.bench.clock import measure
+    from rocm_ext.bench import probes
 
     bench = here.bench("7b")
     for dtype in ["fp32", *["bf16"] * bench.machine.bf16, *["fp16"] * here.gpu]:
-        product = device.gemm(bench, {"direction": "forward", "dtype": dtype})
+        product = probes.gemm(bench, {"direction": "forward", "dtype": dtype})
         shape = " x ".join(map(str, product["shape"]))
         yield speed(f"matrix product, {dtype}", product["value"] / 1e12, "TFLOP/s", shape)
-    copy = device.bandwidth(bench, {})["value"]
+    copy = probes.bandwidth(bench, {})["value"]
     yield speed("copy on the device, read and written", copy / 1e9, "GB/s", copy=copy)
     if here.gpu:
         host = torch.zeros(2**28, dtype=torch.uint8, pin_memory=True)
         there = torch.empty_like(host, device=bench.device)
         for what, source, target in (("host to device", host, there), ("device to host", there, host)):
-            times = measure(lambda source=source, target=target: target.copy_(source, non_blocking=True), bench.device,
-                            seconds=bench.spec.seconds)  # fmt: skip
+            copy_once = partial(target.copy_, source, non_blocking=True)
+            times = probes.timed(copy_once, bench.device, bench.spec.seconds)
             yield speed(f"{what}, pinned", times.rate(host.nbytes)["value"] / 1e9, "GB/s")
 
 
@@ -279,14 +279,14 @@ def decode_speed(here: Here, size: str) -> Iterator[Row]:
         here: the device.
         size: of the model.
     """
-    from rocm_ext.bench import context, decoding
+    from rocm_ext.bench import probes
 
     bench = here.bench(size)
     copy = here.of("machine", "copy")
     for slots in (8,) if here.tiny else (8, 64, 256):
         try:
-            found = decoding.measure(bench, {"slots": slots})
-        except context.Skipped as reason:
+            found = probes.decoding(bench, {"slots": slots})
+        except probes.Skipped as reason:
             raise Skipped(str(reason)) from reason
         sampler = bench.shape.sampler()
         read = sampler.weight_bytes + slots * sampler.cache_bytes(found["context"])

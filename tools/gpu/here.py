@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from rocm_ext.bench.context import Bench
+    from rocm_ext.bench.probes import Bench
 
 Row = dict[str, Any]
 CONFIGS = {"pocket": "cpu_pocket", "0.5b": "mi50_qwen0_5b", "7b": "mi300x_qwen7b"}
@@ -84,7 +84,7 @@ class Here:
             size: a key of :data:`CONFIGS`; small models replace it.
             overrides: ``key=value``.
         """
-        from rocm_ext.bench.context import Bench
+        from rocm_ext.bench.probes import Bench
         from rocm_ext.bench.sweep import Spec
         from rocm_ext.machine.budget import memory_budget
         from rocm_ext.machine.detect import detect

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rocm_ext.bench import training as probe
-from rocm_ext.bench.context import Bench
-from rocm_ext.bench.training import ProbeLearner, RandomWeights, probe_config, random_rows
+from rocm_ext.bench import probes
+from rocm_ext.bench.probes import Bench, ProbeLearner, RandomWeights, probe_config, random_rows
 from rocm_ext.model.build import Weights
 from rocm_ext.plan import workload
 from rocm_ext.train.output_dir import OutputDir
@@ -61,7 +60,7 @@ def train(bench: Bench, rows: int, compiled: bool = False, **changes: Any) -> Tr
     """Train :data:`STEPS` steps on the same ``rows`` rows; ``changes`` are those of a probe."""
     cfg = probe_config(bench.cfg, {"rows": rows, "compile": compiled, **changes}, list(bench.profile.locked))
     runtime = Runtime.open(cfg)
-    longest = min(probe.longest_row(cfg), 1024)
+    longest = min(probes.longest_row(cfg), 1024)
     data = random_rows(rows, longest // 2, longest, 256)
     try:
         with TemporaryDirectory() as folder:
@@ -151,8 +150,8 @@ def memory(here: Here, size: str) -> Iterator[Row]:
             values = {"rows": rows, "compile": False, "enable_activation_checkpointing": recompute}
             what = f"memory of {here.size(size)}, {rows} rows{', recomputed' if recompute else ''}"
             try:
-                found = probe.measure(bench, values)
-            except (probe.Skipped, torch.OutOfMemoryError) as reason:
+                found = probes.training(bench, values)
+            except (probes.Skipped, torch.OutOfMemoryError) as reason:
                 yield {"what": what, "ok": None, "found": str(reason).splitlines()[0][:200]}
                 continue
             ratio = found["peak_memory"] / found["planned_memory"]

@@ -22,7 +22,7 @@ from rocm_ext.config.checks.kinds import (
     text,
     whole,
 )
-from rocm_ext.machine.choices import ATTENTION, COMPILE
+from rocm_ext.machine.profile import ATTENTION, COMPILE
 
 _MOST_PROFILED = 100  # steps; their events are in memory until the trace is written
 _KINDS: dict[str, Kind] = {

@@ -6,7 +6,7 @@ It gathers facts once, from this machine or from a recorded copy, and judges the
 
 from rocm_ext.machine.doctor import check_memory, check_system, check_tools, check_torch
 from rocm_ext.machine.doctor.facts import Facts
-from rocm_ext.machine.doctor.findings import Finding
+from rocm_ext.machine.doctor.recorded import Finding
 
 CHECKS = (*check_system.CHECKS, *check_memory.CHECKS, *check_torch.CHECKS, *check_tools.CHECKS)
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from rocm_ext.base.errors import UserError
 from rocm_ext.machine.budget import HostMemory, budget_from
 from rocm_ext.machine.doctor.facts import ENOUGH, Facts
-from rocm_ext.machine.doctor.findings import Finding, gib, unrecorded
+from rocm_ext.machine.doctor.recorded import Finding, gib, unrecorded
 
+STALL = 0.25  # seconds of the mapped copy; a kernel that stalls takes a second and more
 SMALL_CARVE_OUT = 4 * 2**30  # the smallest setting of some machines
 
 
@@ -99,4 +100,19 @@ def budget(facts: Facts) -> Iterator[Finding]:
             yield Finding(name, "ok", f"{gib(size)} for training: {why}")
 
 
-CHECKS = (host_memory, gpu_memory, carve_out, budget)
+def copies(facts: Facts) -> Iterator[Finding]:
+    """Whether copies from mapped files stall, from which most programs load their weights."""
+    name, took = "copies to the GPU", facts.said.copies
+    if took is None:
+        absent = facts.machine.arch is None
+        yield Finding(name, "ok", "not measured: torch can use no GPU") if absent else unrecorded(name)
+        return
+    found = f"{took.size / 2**20:.0f} MiB in {took.mapped:.3g} s from a mapped file, in {took.read:.3g} s if read first"
+    if took.mapped > max(STALL, 5 * took.read):
+        why = "the kernel stalls on mapped files; this library reads its weights, programs that map theirs load slowly"
+        yield Finding(name, "warning", found, why, facts.upgrade)
+    else:
+        yield Finding(name, "ok", found)
+
+
+CHECKS = (host_memory, gpu_memory, carve_out, budget, copies)

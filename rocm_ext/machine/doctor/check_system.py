@@ -6,11 +6,13 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.machine.budget import before_6_16
 from rocm_ext.machine.detect import STRIX_HALO
 from rocm_ext.machine.doctor.facts import Facts
-from rocm_ext.machine.doctor.findings import Finding, gib, unrecorded
-from rocm_ext.machine.doctor.recorded import DeviceNode
+from rocm_ext.machine.doctor.recorded import DeviceNode, Finding, gib, unrecorded
 from rocm_ext.machine.doctor.system import AMD, NVIDIA, Card
 from rocm_ext.machine.profile import below_floor, choose_profile, has_profile, nearest_profile
 
+# Kernels whose copies to the GPU from mapped files stall: they have Linux' c08972f55594 without 342981fff328. Ubuntu's
+# 7.0.0-30 has both (ROCm#6523), other distributions' 7.0.12 has the first alone (ROCm#6358)
+SLOW_MAPS = ("7.0.0-28-", "7.0.12-")
 # of linux-firmware 20251125; 20260110 returned to an older version (ROCm#5724)
 BAD_MES = 0x83
 
@@ -174,16 +176,22 @@ def _membership(facts: Facts) -> tuple[str, str]:
 
 
 def kernel(facts: Facts) -> Iterator[Finding]:
-    """Whether the kernel is as new as the profile asks."""
-    name = "kernel"
-    if not facts.linux or facts.profile is None or "kernel" not in facts.profile.floor:
+    """Whether the kernel is as new as the profile asks, and copies from mapped files at full speed."""
+    name, release = "kernel", facts.machine.kernel
+    if not facts.linux or facts.profile is None:
         return
-    if not facts.machine.kernel:
+    if facts.amd and release.startswith(SLOW_MAPS):
+        why = "copies to the GPU from mapped files stall, a second at a time (ROCm#6523, ROCm#6358): programs that map "
+        why += "their weights load slowly, this library reads them"
+        yield Finding(name, "warning", release, why, facts.upgrade)
+    elif "kernel" not in facts.profile.floor:
+        return
+    elif not release:
         yield unrecorded(name)
     elif outside := below_floor(facts.profile, facts.machine).get(name):
-        yield Finding(name, "warning", facts.machine.kernel, f"{outside[0]}: {outside[1]}", facts.upgrade)
+        yield Finding(name, "warning", release, f"{outside[0]}: {outside[1]}", facts.upgrade)
     else:
-        yield Finding(name, "ok", facts.machine.kernel)
+        yield Finding(name, "ok", release)
 
 
 def kernel_parameters(facts: Facts) -> Iterator[Finding]:

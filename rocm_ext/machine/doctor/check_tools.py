@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from rocm_ext.machine.doctor.facts import Facts
-from rocm_ext.machine.doctor.findings import Finding, gib, unrecorded
-from rocm_ext.machine.doctor.recorded import Process
+from rocm_ext.machine.doctor.recorded import Finding, Process, gib, unrecorded
 
 # free bytes: fewer than the first warn, fewer than the second are an error
 DISK = {"current folder": (10 * 2**30, 2**30), "Hugging Face cache": (20 * 2**30, 0)}

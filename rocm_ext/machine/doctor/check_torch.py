@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from rocm_ext.base.pins import wrong_pins
 from rocm_ext.machine.detect import VISIBLE_VARIABLES, Torch
 from rocm_ext.machine.doctor.facts import Facts
-from rocm_ext.machine.doctor.findings import Finding, unrecorded
+from rocm_ext.machine.doctor.recorded import Finding, unrecorded
 from rocm_ext.machine.doctor.system import AMD, NVIDIA
 from rocm_ext.machine.environment import ALLOCATOR_VARIABLES, environment_conflicts, environment_for
-from rocm_ext.machine.profile import below_floor, reinstall_command
+from rocm_ext.machine.profile import bad_build, below_floor, reinstall_command
 
 # Variables that help to find errors and cost speed
 DEBUGGING = {
@@ -101,6 +101,8 @@ def limits(facts: Facts) -> Iterator[Finding]:
     machine, profile = facts.machine, facts.profile
     if profile is None or facts.said.torch is None or machine.torch_build != "rocm":
         return
+    if bad := bad_build(profile, machine):
+        yield Finding("torch build", "warning", machine.torch, bad.why, bad.fix)
     outside = below_floor(profile, machine)
     for what, found, name in (("rocm", machine.rocm, "ROCm"), ("torch", machine.torch, "torch version")):
         if what not in profile.floor:

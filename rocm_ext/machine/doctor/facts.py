@@ -9,8 +9,7 @@ from pathlib import Path
 from rocm_ext.base.errors import UserError
 from rocm_ext.machine.budget import memory_parameters, uses_carve_out
 from rocm_ext.machine.detect import STRIX_HALO, Machine, Torch, describe, installed_gib
-from rocm_ext.machine.doctor.findings import gib
-from rocm_ext.machine.doctor.recorded import NAME, DeviceNode, Recorded, read_recorded
+from rocm_ext.machine.doctor.recorded import NAME, DeviceNode, Recorded, gib, read_recorded
 from rocm_ext.machine.doctor.system import NVIDIA, Card, System, read_system
 from rocm_ext.machine.profile import Profile, intended_machine, load_profile
 from rocm_ext.machine.sysfs import to_number

@@ -8,14 +8,15 @@ import json
 import os
 import platform
 import re
+import tempfile
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.machine.detect import Machine, ask_torch, describe, host_memory
-from rocm_ext.machine.doctor.findings import Finding
-from rocm_ext.machine.doctor.recorded import MARK
+from rocm_ext.machine.doctor.recorded import MARK, Finding
 from rocm_ext.machine.environment import ensure_environment
 from rocm_ext.machine.profile import Profile, choose_profile, intended_machine, load_profile
 
@@ -38,6 +39,7 @@ def main() -> None:
     if machine.backend != "cpu":
         free, total = torch.cuda.mem_get_info()
         _tell(hip_memory={"available": free, "total": total})
+        _tell(copies=_copies(torch.device("cuda")))
     if profile:
         _tell(canaries=[asdict(canary) for canary in _canaries(machine, profile)])
 
@@ -75,6 +77,36 @@ def _canaries(machine: Machine, profile: Profile) -> list[Finding]:
             elif not check.ok:
                 found.append(Finding(name, "error" if check.fatal else "warning", check.found, fix=check.fix))
     return found
+
+
+def _copies(device: Any, size: int = 2**24) -> dict[str, float]:
+    """Time two copies to ``device``: of a file that is mapped as safetensors maps it, and of one that is read.
+
+    Args:
+        device: torch's.
+        size: bytes of the file. The kernels that stall take a second for each two MiB or so.
+    """
+    import torch
+
+    to = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def timed(tensor: torch.Tensor, began: float) -> float:
+        to.copy_(tensor)
+        to[-1].item()  # waits for the copy
+        return time.perf_counter() - began
+
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # Windows keeps mapped files
+        path = Path(folder) / "weights"
+        path.write_bytes(b"\1" * size)
+        content = torch.empty(size, dtype=torch.uint8)
+        timed(content, 0.0)  # the first copy also allocates buffers
+        began = time.perf_counter()
+        with path.open("rb", buffering=0) as file:
+            file.readinto(content.numpy().data)
+        read = timed(content, began)
+        mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        mapped.sum()  # the stall is that of pages in memory
+        return {"size": size, "read": read, "mapped": timed(mapped, time.perf_counter())}
 
 
 def _blas(machine: Machine) -> str:

@@ -4,14 +4,39 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.nested import parse
 from rocm_ext.machine.detect import Torch
-from rocm_ext.machine.doctor.findings import Finding
-from rocm_ext.machine.parse import parse
 
 NAME = "rocm-ext.json"
 MARK = "rocm-ext: "  # begins each line of the probe; libraries print lines of their own
+Level = Literal["ok", "warning", "error", "not recorded"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A check's outcome, one row of the table.
+
+    ``error`` means that training will not work; ``not recorded``, that the facts to judge are missing.
+    """
+
+    check: str
+    level: Level
+    found: str
+    why: str = ""
+    fix: str = ""  # one line: a shell command, a kernel parameter or a setting to copy, or what to do by hand
+
+
+def unrecorded(check: str, what: str = "") -> Finding:
+    """The finding of a check whose facts are missing; ``what`` says which."""
+    return Finding(check, "not recorded", what or "not recorded")
+
+
+def gib(size: float) -> str:
+    """Bytes as ``12.3 GiB``."""
+    return f"{size / 2**30:.1f} GiB"
 
 
 @dataclass(frozen=True)
@@ -63,6 +88,15 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """Seconds of a copy to the first GPU: from a mapped file, and of a file that is read first."""
+
+    size: int  # bytes
+    mapped: float
+    read: float
+
+
+@dataclass(frozen=True)
 class Process:
     """A process on the GPU."""
 
@@ -102,6 +136,7 @@ class Recorded:
     hip_memory: Memory | None = None  # torch.cuda.mem_get_info(), of the first GPU
     blas: str = ""  # the library that multiplies matrices
     canaries: tuple[Finding, ...] | None = None
+    copies: Copies | None = None
 
 
 def read_recorded(root: Path) -> Recorded:

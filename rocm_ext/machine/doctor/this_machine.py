@@ -16,18 +16,16 @@ import psutil
 
 from rocm_ext.base import pins
 from rocm_ext.base.errors import UserError
-from rocm_ext.machine.cgroups import cgroups
+from rocm_ext.base.nested import parse
 from rocm_ext.machine.detect import VISIBLE_VARIABLES
 from rocm_ext.machine.doctor.check_tools import COMPILERS
 from rocm_ext.machine.doctor.check_torch import DEBUGGING
 from rocm_ext.machine.doctor.facts import Facts, combine
-from rocm_ext.machine.doctor.findings import Finding
-from rocm_ext.machine.doctor.recorded import MARK, DeviceNode, Memory, Recorded, SandboxState, User
+from rocm_ext.machine.doctor.recorded import MARK, DeviceNode, Finding, Memory, Recorded, SandboxState, User
 from rocm_ext.machine.doctor.system import read_system
 from rocm_ext.machine.environment import ALLOCATOR_VARIABLES
-from rocm_ext.machine.parse import parse
 from rocm_ext.machine.profile import load_profile, profile_names
-from rocm_ext.machine.sysfs import listing, read_number, read_text
+from rocm_ext.machine.sysfs import cgroups, listing, read_number, read_text
 
 ROOT = Path("/")
 PROBE = ("-m", "rocm_ext.machine.doctor.probe")

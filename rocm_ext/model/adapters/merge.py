@@ -18,7 +18,7 @@ from torch import Tensor
 from torchtune.training.checkpointing._utils import FormattedCheckpointFiles
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.files import json_object, replace_folder
+from rocm_ext.base.files import flush, json_object, replace_folder
 from rocm_ext.base.hub import files_of
 from rocm_ext.base.log import log
 from rocm_ext.data.template import OF_PROCESSORS, TEMPLATE
@@ -87,6 +87,7 @@ def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path, decoder: Decod
             target = str(Path(file).with_suffix(".safetensors")) if len(files) > 1 else "model.safetensors"
             index.update(dict.fromkeys(tensors, target))
             save_file(tensors, folder / target, metadata={"format": "pt"})
+            flush(folder / target)
         if len(set(index.values())) > 1:
             content = {"metadata": {"total_size": size}, "weight_map": index}
             (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))

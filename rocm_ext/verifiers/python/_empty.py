@@ -14,8 +14,8 @@ def guarded(array):
         def __array_ufunc__(self, ufunc, method, *inputs, **options):
             same_emptiness(*inputs)
             options["out"] = tuple(map(plain, options["out"])) if options.get("out") else None
-            found = getattr(ufunc, method)(*map(plain, inputs), **options)
-            return found.view(Empty) if isinstance(found, numpy.ndarray) and not found.size else found
+            result = getattr(ufunc, method)(*map(plain, inputs), **options)
+            return result.view(Empty) if isinstance(result, numpy.ndarray) and not result.size else result
 
     def plain(value):
         return value.view(numpy.ndarray) if isinstance(value, Empty) else value
@@ -48,9 +48,9 @@ def guard():
 def guarding(compare):
     """A comparison that fails where one side has elements and the other has none."""
 
-    def checked(found, expected, *args, **keywords):
-        same_emptiness(found, expected)
-        return compare(found, expected, *args, **keywords)
+    def checked(result, expected, *args, **keywords):
+        same_emptiness(result, expected)
+        return compare(result, expected, *args, **keywords)
 
     return checked
 
@@ -59,7 +59,7 @@ def keeping(make):
     """A function that makes arrays, whose empty ones are guarded."""
 
     def made(*args, **keywords):
-        found = make(*args, **keywords)
-        return found if found.size else guarded(found)
+        result = make(*args, **keywords)
+        return result if result.size else guarded(result)
 
     return made

@@ -141,17 +141,17 @@ class Handle:
             taken_for_data(self)
         if "__missing__" not in type(self).__defined__ or key in value:
             return value[key]
-        found = JUDGE.request("getitem", self, key)
-        if type(found) is bool:
+        item = JUDGE.request("getitem", self, key)
+        if type(item) is bool:
             JUDGE.refuse("an object of the code answers for a key in the place of data")
         if JUDGE.request("contains", self, key) is True:  # the class keeps it
-            value[key] = found
-        return found
+            value[key] = item
+        return item
 
     def __enter__(self):
-        built, found = self.__built__, JUDGE.request("method", self, "__enter__")
+        built, given = self.__built__, JUDGE.request("method", self, "__enter__")
         set_slot(self, "__built__", built)  # also if it gives itself
-        return found
+        return given
 
     def __exit__(self, kind, error, trace):
         if not is_failure(error):
@@ -187,8 +187,8 @@ def value_of(value, *operations):
         return NONE
     if not (value.__known__ and kind.__data__ in MUTABLE):
         return getattr(value, "__value__", NONE)
-    found = JUDGE.request("value", value)  # the code may have changed it since
-    return found if type(found) is kind.__data__ else taken_for_data(value)
+    latest = JUDGE.request("value", value)  # the code may have changed it since
+    return latest if type(latest) is kind.__data__ else taken_for_data(value)
 
 
 def compute(op, *values):
@@ -246,12 +246,12 @@ def binary(op, how=""):
         fits = changes or (isinstance(other, Handle) and other.__known__)
         if not (built or (self.__known__ and fits)):
             taken_for_data(self)
-        found = JUDGE.request(asked, *((other, self) if how == "r" else (self, other)))
-        if type(found) is kind and built:
-            set_slot(found, "__built__", True)
-        elif not (isinstance(found, Handle) or isinstance(other, Handle)):
+        result = JUDGE.request(asked, *((other, self) if how == "r" else (self, other)))
+        if type(result) is kind and built:
+            set_slot(result, "__built__", True)
+        elif not (isinstance(result, Handle) or isinstance(other, Handle)):
             JUDGE.refuse(f"an object of the code's class {kind.__name__} computes data with the tests' data")
-        return found
+        return result
 
     return run
 
@@ -311,8 +311,8 @@ class Method:
 
 def is_failure(error):
     """Whether an exception is a failure of the tests: an AssertionError of theirs, or one inside of an assert."""
-    own = isinstance(error, AssertionError) or type(error).__name__ == "Failed"  # Failed is pytest's
-    return hasattr(error, "__in_assert__") or (own and not hasattr(error, "__number__"))
+    asserts = isinstance(error, AssertionError) or type(error).__name__ == "Failed"  # Failed is pytest's
+    return hasattr(error, "__in_assert__") or (asserts and not hasattr(error, "__number__"))
 
 
 def same(a, b):
@@ -408,11 +408,11 @@ class Judge(Wire):
     def _decode(self, item):
         self.level += 1
         try:
-            found = super()._decode(item)
+            value = super()._decode(item)
         finally:
             self.level -= 1
-        empty = type(found).__name__ == "ndarray" and not found.size
-        return sys.modules["_empty"].guarded(found) if empty else found
+        empty = type(value).__name__ == "ndarray" and not value.size
+        return sys.modules["_empty"].guarded(value) if empty else value
 
     def revive(self, tag, parts):
         if tag == "x":
@@ -455,9 +455,9 @@ class Judge(Wire):
         """The library's exception class of that lineage, or a stand-in for the code's."""
         module, name, at = text(names[0][0]), text(names[0][1]), number(names[0][2])
         if module.split(".")[0] in LIBRARIES:
-            found = vars(sys.modules.get(module, builtins)).get(name)
-            if isinstance(found, type) and issubclass(found, BaseException) and found.__module__ == module:
-                return found
+            kind = vars(sys.modules.get(module, builtins)).get(name)
+            if isinstance(kind, type) and issubclass(kind, BaseException) and kind.__module__ == module:
+                return kind
         if at not in self.errors:
             base = self.exception_class(names[1:]) if names[1:] else Exception
             self.errors[at] = type.__new__(ErrorClass, name, (base,), {
@@ -492,13 +492,13 @@ class Judge(Wire):
 
     def names(self, names):
         """The values of those names that the code defines; a class with a capital letter is known by its name."""
-        found = self.request("names", *names)
-        found = {name: found[name] for name in names if name in found}
-        for name, value in found.items():
+        defined = self.request("names", *names)
+        defined = {name: defined[name] for name in names if name in defined}
+        for name, value in defined.items():
             named = type(value) is CodeClass and name.lstrip("_")[:1].isupper()
             if named and (name in self.bare or self.is_class(name)):
                 type.__setattr__(value, "__open__", "functions" if name in self.bare else "objects")
-        return found
+        return defined
 
     def is_class(self, name):
         """Whether the tests take a name for a class: they keep, name or combine what it makes."""
@@ -516,13 +516,13 @@ class Judge(Wire):
             both = [*args, *keywords.values()]
             try:
                 encoded = [self.encode(value) for value in both]
-                named = [[name, encoded[len(args) + place]] for place, name in enumerate(keywords)]
+                named = [[name, encoded[len(args) + index]] for index, name in enumerate(keywords)]
                 self.channel.send({"op": op, "a": encoded[: len(args)], "k": named, "w": any(map(mutable, both))})
                 while "op" in (reply := self.channel.receive()):
                     self.show(reply)
                     self.channel.send(self.serve(reply))
                 self.show(reply)
-                found, error = self.result(op, reply, both)
+                returned, error = self.result(op, reply, both)
             except Unsendable as problem:
                 self.refuse(f"the tests give the code {problem}")
             except (Closed, Malformed, LookupError, TypeError, ValueError, AttributeError, RecursionError) as problem:
@@ -532,29 +532,29 @@ class Judge(Wire):
             failed, self.failed = self.failed, None
             if failed or error:
                 raise failed or error  # a failed assert, whatever the code made of it
-            return found
+            return returned
 
     def result(self, op, reply, both):
         """What a reply says: a value, and the exception to raise if the code raised one."""
         if "unjudged" in reply:
             self.refuse(text(reply["unjudged"])[:300])
-        for place, now in reply["changed"]:
-            rewrite(both[number(place)], self.decode(now))
+        for index, now in reply["changed"]:
+            rewrite(both[number(index)], self.decode(now))
         for name, now in reply["globals"]:
             if name in self.live and not callable(value := self.decode(now)) and not isinstance(value, Handle):
                 self.namespace[name] = value
         if "x" in reply:
             return None, self.raised(op, self.decode(reply["x"]))
-        found = reply["ok"]
+        answer = reply["ok"]
         if op == "names":
-            return {text(name): self.named(value) for name, value in found}, None
-        if op == "get" and found == ["m"]:
+            return {text(name): self.named(value) for name, value in answer}, None
+        if op == "get" and answer == ["m"]:
             return METHOD, None
-        if type(found) is list and found[0] == "a":  # a container of the tests
-            if not mutable(both[number(found[1])]):
+        if type(answer) is list and answer[0] == "a":  # a container of the tests
+            if not mutable(both[number(answer[1])]):
                 raise Malformed("no container")
-            return both[found[1]], None
-        return self.decode(found), None
+            return both[answer[1]], None
+        return self.decode(answer), None
 
     def named(self, data):
         """What a name of the code stands for: a class, an exception class, or a value."""
@@ -573,9 +573,9 @@ class Judge(Wire):
             self.gone = f"the code raised {type(error).__name__}: {str(error)[:300]}"
             return CodeEnded(self.gone)
         if op not in STEPS and names & STOPS and not expected:  # it would end a loop of the tests
-            found = RuntimeError(f"the code raised {type(error).__name__}")
-            found.__number__ = getattr(error, "__number__", 0)
-            return found
+            failure = RuntimeError(f"the code raised {type(error).__name__}")
+            failure.__number__ = getattr(error, "__number__", 0)
+            return failure
         return error
 
     def show(self, reply):

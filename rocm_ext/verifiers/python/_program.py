@@ -96,20 +96,20 @@ class Program(Wire):
         if base is None or (base in ITEMS and self.reading):  # objects that hold each other would take forever
             return []
         outer, self.reading = self.reading, self.reading or base in ITEMS
-        found = self.as_data(READ[base](value))
+        data = self.as_data(READ[base](value))
         self.reading = outer
-        return [] if found is ... else [found]
+        return [] if data is ... else [data]
 
     def lineage(self, kind):
         """Module, name and number of an exception class and of its bases, up to the first builtin."""
-        found = []
+        kinds = []
         for base in kind.__mro__:
             if issubclass(base, BaseException):
                 library = getattr(sys.modules.get(base.__module__), base.__name__, None) is base
-                found.append([base.__module__ if library else "solution", base.__name__, self.number(base)])
+                kinds.append([base.__module__ if library else "solution", base.__name__, self.number(base)])
                 if library and base.__module__ == "builtins":
                     break
-        return found
+        return kinds
 
     def exception(self, error, depth=0):
         """The JSON of an exception: lineage, number, text, plain arguments and attributes, and its cause."""
@@ -183,11 +183,11 @@ class Program(Wire):
 
     def printed(self):
         """The text that the code has printed since the last message, by stream."""
-        found = {"stdout": self.stdout.getvalue()[:PRINTED], "stderr": self.stderr.getvalue()[:PRINTED]}
+        texts = {"stdout": self.stdout.getvalue()[:PRINTED], "stderr": self.stderr.getvalue()[:PRINTED]}
         for stream in (self.stdout, self.stderr):
             stream.seek(0)
             stream.truncate()
-        return {name: said for name, said in found.items() if said}
+        return {name: said for name, said in texts.items() if said}
 
     def serve(self):
         """Answer until the tests' process ends."""
@@ -207,14 +207,14 @@ class Program(Wire):
             args = [self.decode(arg) for arg in request["a"]]
             keywords = {name: self.decode(value) for name, value in request["k"]}
             both = [*args, *keywords.values()]
-            kept = [place for place, arg in enumerate(both) if mutable(arg)]
-            before = {place: self.as_data(both[place]) for place in kept} if request["w"] else {}
+            kept = [index for index, arg in enumerate(both) if mutable(arg)]
+            before = {index: self.as_data(both[index]) for index in kept} if request["w"] else {}
             if request["op"] in self.describing:
                 reply = {"ok": self.describing[request["op"]](*args)}
             else:
                 value = self.operations[request["op"]](*args, **keywords)
-                same = next((place for place in kept if both[place] is value), None)
-                reply = {"ok": self.encode(value) if same is None else ["a", same]}
+                argument = next((index for index in kept if both[index] is value), None)
+                reply = {"ok": self.encode(value) if argument is None else ["a", argument]}
         except Closed:
             raise
         except Unsendable as error:
@@ -225,23 +225,23 @@ class Program(Wire):
             self.depth -= 1
         if name := self.changed_class():
             return {"unjudged": f"the code changes {name}, a class of the set-up"}
-        changed = [[place, now] for place, old in before.items() if (now := self.as_data(both[place])) != old]
+        changed = [[index, now] for index, old in before.items() if (now := self.as_data(both[index])) != old]
         if any(now is ... for _, now in changed):
             return {"unjudged": "the code leaves what may not cross in a container of the tests"}
         return reply | {"changed": changed, "globals": self.changed_globals(), **self.printed()}
 
     def changed_globals(self):
         """The plain globals that have changed since they crossed."""
-        found = [[name, now] for name, before in self.watched.items()
+        changed = [[name, now] for name, before in self.watched.items()
                  if (now := self.as_data(self.namespace.get(name))) is not ... and now != before]  # fmt: skip
-        self.watched.update(found)
-        return found
+        self.watched.update(changed)
+        return changed
 
     # operations
 
     def names(self, *names):
         """The names of those that the code defines, each with a class, an exception's lineage or a value."""
-        found = []
+        defined = []
         for name in names:
             if name not in self.namespace:
                 continue
@@ -256,13 +256,13 @@ class Program(Wire):
                     continue
                 if not callable(value):
                     self.watched[name] = data
-            found.append([name, data])
-        return found
+            defined.append([name, data])
+        return defined
 
     def get(self, value, name):
         """An attribute; of a method only that it is one."""
-        found = getattr(value, name)
-        return ["m"] if callable(found) and not isinstance(found, type) else self.encode(found)
+        attribute = getattr(value, name)
+        return ["m"] if callable(attribute) and not isinstance(attribute, type) else self.encode(attribute)
 
     def finish(self, value):
         """The result of an awaitable."""
@@ -301,9 +301,9 @@ class Program(Wire):
 
 
 def base_of(kind):
-    """The builtin type that a class of the code derives from alone; None if there is none."""
-    found = next((base for base in kind.__mro__ if base.__module__ not in ("solution", "enum")), None)
-    return found if found in READ else None
+    """The first class that ``kind`` inherits from outside of the code and enum, if it is a builtin type; else None."""
+    base = next((base for base in kind.__mro__ if base.__module__ not in ("solution", "enum")), None)
+    return base if base in READ else None
 
 
 def state(value):
@@ -314,12 +314,12 @@ def state(value):
     """
     if isinstance(value, tuple(READ)):
         raise Unsendable(f"an object of {type(value).__name__}, which is data with code of its own")
-    found = dict(getattr(value, "__dict__", {}))
+    attributes = dict(getattr(value, "__dict__", {}))
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
         slots = (slots,) if isinstance(slots, str) else slots
-        found |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    return found
+        attributes |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return attributes
 
 
 def main(task):

@@ -127,13 +127,13 @@ def run(task, judge, namespace, report):
     report("started")
     if error := judge.loaded():
         return {"kind": "failed", "detail": f"{type(error).__name__}: {said(error)}"}
-    found = judge.names(sorted({*tests.wanted, *task["shared"]}))
-    missing = tests.required - set(found) or (tests.own if tests.own.isdisjoint(found) else ())
+    defined = judge.names(sorted({*tests.wanted, *task["shared"]}))
+    missing = tests.required - set(defined) or (tests.own if tests.own.isdisjoint(defined) else ())
     if missing:
         return {"kind": "failed", "detail": f"the code defines no {' or '.join(sorted(missing))}"}
     score, judge.live = TestCounts(judge, task["tests"], task["all"]), tests.live
     prepare("\n".join([task["tests"], *task["trusted"]]), score)
-    namespace.update((name, found[name]) for name in task["shared"] if name in found)
+    namespace.update((name, defined[name]) for name in task["shared"] if name in defined)
     for source in task["trusted"]:
         tree = ast.parse(source)
         tree.body = [s for s in tree.body if getattr(s, "name", "") not in task["shared"]]  # they live with the code
@@ -151,12 +151,12 @@ def run(task, judge, namespace, report):
     given = set(namespace) - set(task["shared"])
     for name, (module, attribute) in tests.library.items():
         if name not in given:
-            whole = importlib.import_module(module)
-            namespace[name] = getattr(whole, attribute, whole) if attribute else whole
-    namespace.update({name: value for name, value in found.items() if name in tests.wanted and name not in given})
+            library = importlib.import_module(module)
+            namespace[name] = getattr(library, attribute, library) if attribute else library
+    namespace.update({name: value for name, value in defined.items() if name in tests.wanted and name not in given})
     if type(judge) is Judge:
         solution = sys.modules["solution"] = types.ModuleType("solution")
-        solution.__dict__.update(found)
+        solution.__dict__.update(defined)
     tests.take(namespace, score) if calls else take(tests, namespace, score)
     if not score.total and not score.failures and not judge.unjudged:
         raise Broken("all of them are skipped")
@@ -236,13 +236,13 @@ def execute(statement, flags, namespace):
             raise
 
 
-def finish(found):
+def finish(result):
     """Await what an async test returned; a test fails that returns False."""
-    if inspect.iscoroutine(found):
+    if inspect.iscoroutine(result):
         import asyncio
 
-        found = asyncio.run(found)
-    if found is False:
+        result = asyncio.run(result)
+    if result is False:
         raise AssertionError("returned False")
 
 
@@ -331,25 +331,25 @@ class Calls:
             score.unit(partial(self._call, namespace, args, expected, unwrap), text)
 
     def _call(self, namespace, args, expected, unwrap):
-        found = eval(self.entry, namespace)(*args)
+        result = eval(self.entry, namespace)(*args)
         alone = unwrap and isinstance(expected, list) and len(expected) == 1
-        if not (self.equal(found, expected) or (alone and self.equal(found, expected[0]))):
-            raise AssertionError(f"returned {found!r:.150}")
+        if not (self.equal(result, expected) or (alone and self.equal(result, expected[0]))):
+            raise AssertionError(f"returned {result!r:.150}")
 
-    def equal(self, found, expected):
+    def equal(self, result, expected):
         """Whether a value is the expected one; tuples count as lists, and the keys of JSON's dicts are text."""
         if isinstance(expected, (list, tuple)):
-            return (isinstance(found, (list, tuple)) and len(found) == len(expected)
-                    and all(map(self.equal, found, expected)))  # fmt: skip
+            return (isinstance(result, (list, tuple)) and len(result) == len(expected)
+                    and all(map(self.equal, result, expected)))  # fmt: skip
         if isinstance(expected, dict):
-            if not isinstance(found, dict):
+            if not isinstance(result, dict):
                 return False
-            found = {str(key): value for key, value in found.items()}
-            return found.keys() == expected.keys() and all(self.equal(found[k], expected[k]) for k in expected)
-        if type(found) is float and type(expected) in (int, float) and self.tolerance is not None:
-            near = abs(found - expected) <= self.tolerance * max(1.0, abs(expected))
-            return found == expected or (math.isfinite(found) and near)
-        return bool(found == expected)
+            result = {str(key): value for key, value in result.items()}
+            return result.keys() == expected.keys() and all(self.equal(result[k], expected[k]) for k in expected)
+        if type(result) is float and type(expected) in (int, float) and self.tolerance is not None:
+            near = abs(result - expected) <= self.tolerance * max(1.0, abs(expected))
+            return result == expected or (math.isfinite(result) and near)
+        return bool(result == expected)
 
 
 class Local:
@@ -389,17 +389,17 @@ def judge(task, hears, asks, report):
     module.__dict__.update({"__builtins__": builtins, "__file__": "tests.py"})
     program = Local(task["program"]) if task["program"] else Judge(judge_channel(hears, asks), task, vars(module))
     try:
-        found = run(task, program, vars(module), report)
+        outcome = run(task, program, vars(module), report)
     except Unjudged:
-        found = {}
+        outcome = {}
     except (Closed, Malformed, CodeEnded) as error:
-        found = {"kind": "gone", "detail": program.gone or f"the program ended while it was loaded {said(error)}"}
+        outcome = {"kind": "gone", "detail": program.gone or f"the program ended while it was loaded {said(error)}"}
     except Exception as error:  # of the tests or the set-up, or of the code that the set-up uses
         if hasattr(error, "__number__"):
             return report({"kind": "failed", "detail": f"{type(error).__name__[:100]}: {said(error)}"})
         name = "" if type(error) is Broken else f"{type(error).__name__}: "
-        found = {"kind": "broken", "detail": f"the tests do not work: {name}{said(error)}"}
-    found["detail"] = str(found.get("detail", ""))[:1000]  # a report fits into its pipe
-    if program.unjudged and not program.gone and found.get("kind") != "broken":
-        found = {"kind": "unjudged", "detail": program.unjudged[:1000]}
-    report(found)
+        outcome = {"kind": "broken", "detail": f"the tests do not work: {name}{said(error)}"}
+    outcome["detail"] = str(outcome.get("detail", ""))[:1000]  # a report fits into its pipe
+    if program.unjudged and not program.gone and outcome.get("kind") != "broken":
+        outcome = {"kind": "unjudged", "detail": program.unjudged[:1000]}
+    report(outcome)

@@ -139,18 +139,18 @@ class Tests:
         for node in self.of(*FUNCTIONS):
             returns = is_test(node.name) and node.name not in self.called
             for block in [b for inner in list(_walk(node, False)) for b in _blocks_of(inner)] if returns else ():
-                for place, statement in enumerate(block):
+                for index, statement in enumerate(block):
                     if isinstance(statement, ast.Return) and isinstance(statement.value, (ast.Compare, ast.BoolOp)):
-                        block[place] = ast.copy_location(ast.Assert(statement.value), statement)
-                        block.insert(place + 1, ast.copy_location(ast.Return(), statement))
+                        block[index] = ast.copy_location(ast.Assert(statement.value), statement)
+                        block.insert(index + 1, ast.copy_location(ast.Return(), statement))
             held = [n for n in _walk(node, False) if isinstance(n, ast.Try) or _checks(n, self.checking)]
             if held and all(isinstance(n, ast.Assert) for n in held):
                 lines.add(min(n.lineno for n in (node, *node.decorator_list)))
         for block in (self.body, *(block for node in self.nodes for block in _blocks_of(node))):
-            for place, statement in enumerate(block):
+            for index, statement in enumerate(block):
                 if isinstance(statement, ast.Assert):
-                    block[place] = ast.copy_location(ast.parse(f"with {WATCH}: pass").body[0], statement)
-                    block[place].body = [statement]
+                    block[index] = ast.copy_location(ast.parse(f"with {WATCH}: pass").body[0], statement)
+                    block[index].body = [statement]
         self.units |= {s for s in self.body if isinstance(s, ast.With)}
         return lines
 
@@ -167,8 +167,8 @@ class Tests:
         unknown = [n for n in sorted(own - {lead}) if n.lower().startswith("assert") or n == "TestCase"]
         if unknown and (lead or len(unknown) < len(own)):
             raise Broken(f"nothing defines {unknown[0]}, so that the answer could: import it")
-        imported = {n for name, whole in self.imports.items() if whole.split(".")[0] == "solution"
-                    for n in (name, whole.split(".")[-1])}  # fmt: skip
+        imported = {n for name, path in self.imports.items() if path.split(".")[0] == "solution"
+                    for n in (name, path.split(".")[-1])}  # fmt: skip
         self.required = {lead} if lead.isidentifier() else set()
         self.own = set() if self.required or imported else own
         if not (own or self.required or imported):
@@ -183,14 +183,14 @@ class Tests:
 
     def _tested(self, called):
         """The function under test among the names of builtins and the library."""
-        found = {n for n in called if not n.endswith(("Error", "Exception", "Exit", "Interrupt", "Iteration"))}
+        candidates = {n for n in called if not n.endswith(("Error", "Exception", "Exit", "Interrupt", "Iteration"))}
         left = [n.test.left for n in self.of(ast.Assert) if isinstance(n.test, ast.Compare)]
         plain = {_last(n.func) for n in left if isinstance(n, ast.Call) and not _ids(_walk(ast.Tuple(n.args)))}
-        for names in (found, plain & found):
+        for names in (candidates, plain & candidates):
             if len(names) == 1:
                 return names.pop()
-        if found:
-            raise Broken(f"which of {', '.join(sorted(found))} is tested? Name it in entry_point")
+        if candidates:
+            raise Broken(f"which of {', '.join(sorted(candidates))} is tested? Name it in entry_point")
         raise Broken("the tests use no name that the answer could define: add `from solution import NAME`")
 
     # what would not run, could not fail, or does not reach the code
@@ -225,7 +225,7 @@ class Tests:
                     if name in tasks or name.endswith((".create_task", ".ensure_future", "asyncio.gather")):
                         self._no(node, "makes a task that nobody awaits")
                 case ast.Import() | ast.ImportFrom():
-                    if "pandas" in {whole.split(".")[0] for whole in _imports([node]).values()}:
+                    if "pandas" in {path.split(".")[0] for path in _imports([node]).values()}:
                         self._no(node, REASONS["pandas"], apart=True)
                 case ast.Call():
                     self._refuse_call(node)
@@ -258,7 +258,7 @@ class Tests:
 
     def _refuse_change(self, node, target, name=None):
         """Refuse to set what is imported and the code does not see, such as ``time.time``; ``name``: in the target."""
-        imported = {whole.split(".")[0] for whole in self.imports.values()}
+        imported = {path.split(".")[0] for path in self.imports.values()}
         is_text = isinstance(target, ast.Constant)
         changed = str(target.value) if is_text else f"{self.name(target)}.{getattr(name, 'value', '')}"
         if (is_text or changed.split(".")[0] in imported) and not changed.startswith(REACHES):
@@ -340,11 +340,11 @@ def _checks(node, checking):
 
 def _checking(nodes):
     """The names of functions that hold checks, or call others that do."""
-    held, found = [f for f in nodes if isinstance(f, FUNCTIONS)], set()
-    while more := {f.name for f in held if f.name not in found and any(
-            _checks(n, found) for s in f.body for n in _walk(s) if not isinstance(n, ast.Return))}:  # fmt: skip
-        found |= more
-    return found
+    functions, checking = [f for f in nodes if isinstance(f, FUNCTIONS)], set()
+    while more := {f.name for f in functions if f.name not in checking and any(
+            _checks(n, checking) for s in f.body for n in _walk(s) if not isinstance(n, ast.Return))}:  # fmt: skip
+        checking |= more
+    return checking
 
 
 def _needs(function):
@@ -365,14 +365,14 @@ def _last(node):
 
 def _imports(nodes):
     """What is imported: its name in the tests -> its name from the module on."""
-    found = {}
+    paths = {}
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
-            found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names if a.name != "*"}
+            paths |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names if a.name != "*"}
         elif isinstance(node, ast.Import):
-            for whole, name in ((a.name, a.asname) for a in node.names):
-                found[name or whole.split(".")[0]] = whole if name else whole.split(".")[0]
-    return found
+            for path, name in ((a.name, a.asname) for a in node.names):
+                paths[name or path.split(".")[0]] = path if name else path.split(".")[0]
+    return paths
 
 
 def _globals(source, tree):

@@ -248,15 +248,15 @@ def library(value):
     return None, None
 
 
-def array(whole, dtype, data, *shape):
+def array(has_shape, dtype, data, *shape):
     """An array of numpy; ``whole=False``: its only element."""
     import numpy
 
     dtype = numpy.dtype(dtype)
     if dtype.kind not in DTYPES or not dtype.itemsize:
         raise Malformed("an array of what is no data")
-    found = numpy.frombuffer(data, dtype).reshape(shape).copy()
-    return found if whole else found[()]
+    values = numpy.frombuffer(data, dtype).reshape(shape).copy()
+    return values if has_shape else values[()]
 
 
 def mutable(value):

@@ -44,8 +44,8 @@ posix._exit(0)
 COMPILE = """
 import json, marshal, sys
 sources = json.load(sys.stdin)
-found = {name: marshal.dumps(compile(text, name + ".py", "exec", dont_inherit=True)) for name, text in sources}
-sys.stdout.buffer.write(marshal.dumps(found, 4))
+modules = {name: marshal.dumps(compile(text, name + ".py", "exec", dont_inherit=True)) for name, text in sources}
+sys.stdout.buffer.write(marshal.dumps(modules, 4))
 """
 
 

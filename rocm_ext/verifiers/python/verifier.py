@@ -197,17 +197,17 @@ class PythonTests(Verifier):
         """Run the code and the tests, and return the verdict."""
         began = time.monotonic()
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
-            (asked, ask), (heard, answer), (told, tell) = os.pipe(), os.pipe(), os.pipe()
-            for fd in (heard, told):
+            (asked, ask), (heard, answer), (reports, report) = os.pipe(), os.pipe(), os.pipe()
+            for fd in (heard, reports):
                 ours.callback(os.close, fd)
-            for fd in (asked, ask, answer, tell):
+            for fd in (asked, ask, answer, report):
                 theirs.callback(os.close, fd)
             running = None
             if task["program"] is None:
                 path = interpreter(self.python).path
                 running = start("program", self._sandbox, path, program, self.limits, (asked, answer))
                 ours.callback(running.close)
-            judge.give(task, heard, ask, tell)
+            judge.give(task, heard, ask, report)
             theirs.close()
             child = running.child if running else judge.child
             seconds = self.limits.seconds - (time.monotonic() - began)
@@ -220,10 +220,10 @@ class PythonTests(Verifier):
                         child.process.wait(ENDS)
                 running.close()
             status = judge.finish()
-            os.set_blocking(told, False)
+            os.set_blocking(reports, False)
             said = b""
             with contextlib.suppress(BlockingIOError):
-                said = os.read(told, REPORTS)
+                said = os.read(reports, REPORTS)
         if not in_time:
             return timeout(f"still running after {self.limits.seconds:g} s")
         if child.killed:

@@ -59,9 +59,9 @@ class _UserIds:
             if self._pid != os.getpid():  # also after a fork
                 self._pid = os.getpid()
                 most = int(Path("/proc/sys/kernel/pid_max").read_text())
-                each = IDS // max(most, self._pid + 1)
-                first = FIRST_ID + self._pid * each
-                self._free = OrderedDict.fromkeys(range(first, first + each))
+                count = IDS // max(most, self._pid + 1)
+                first = FIRST_ID + self._pid * count
+                self._free = OrderedDict.fromkeys(range(first, first + count))
             uid, _ = self._free.popitem(last=False)
             if not self._free:
                 self._free[uid] = None

@@ -217,30 +217,30 @@ def _kill(pids: Sequence[int]) -> None:
 
 def marked(mark: str) -> list[int]:
     """The running processes of ours that were started with this mark in their environment; none without /proc."""
-    found, wanted = [], f"{MARK}={mark}\0".encode()
+    pids, wanted = [], f"{MARK}={mark}\0".encode()
     for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
         with contextlib.suppress(OSError):  # another user's, or it has ended
             if wanted in Path(f"/proc/{pid}/environ").read_bytes():
-                found.append(int(pid))
-    return found
+                pids.append(int(pid))
+    return pids
 
 
 def descendants(pid: int) -> list[int]:
     """The running descendants of process ``pid``; none without /proc."""
-    found: list[int] = []
+    pids: list[int] = []
     todo = [pid]
     while todo:
         children = children_of(todo.pop())
         todo += children
-        found += children
-    return found
+        pids += children
+    return pids
 
 
 def children_of(pid: int) -> list[int]:
     """The running children of process ``pid``."""
-    found: list[int] = []
+    pids: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):
-                found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
-    return found
+                pids += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    return pids

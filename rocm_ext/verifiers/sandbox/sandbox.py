@@ -242,15 +242,15 @@ def _limit(child: Child, status: int, limits: Limits) -> None:
     It costs less than a program in the sandbox that sets them.
     """
     said = b""
-    while not (found := re.search(rb'"child-pid": (\d+)[, }]', said)) and readable(status, START):
+    while not (match := re.search(rb'"child-pid": (\d+)[, }]', said)) and readable(status, START):
         part = os.read(status, 4096)
         if not part:
             return  # bwrap failed
         said += part
     try:
-        if found is None:
+        if match is None:
             raise OSError(f"bwrap did not start within {START:g} s")
-        limits.impose(int(found[1]), bubblewrap.limits_processes())
+        limits.impose(int(match[1]), bubblewrap.limits_processes())
     except OSError as problem:
         child.close()
         raise UserError(f"the sandbox's limits cannot be set: {problem}") from problem
@@ -296,5 +296,5 @@ def interpreter(executable: str) -> Interpreter:
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"python {executable!r} does not run: {error}") from error
     folders, packages, path = result.stdout.split("\1")
-    found = [folder for folder in dict.fromkeys(folders.split("\0")) if folder not in ("/usr", "/")]
-    return Interpreter(tuple(found), tuple(packages.split("\0")), path)
+    needed = [folder for folder in dict.fromkeys(folders.split("\0")) if folder not in ("/usr", "/")]
+    return Interpreter(tuple(needed), tuple(packages.split("\0")), path)

@@ -65,17 +65,17 @@ def program(machine: str | None = None) -> bytes | None:
     Args:
         machine: as ``uname -m`` names it; None: this one.
     """
-    found = MACHINES.get(machine or platform.machine())
-    if found is None:
+    abi = MACHINES.get(machine or platform.machine())
+    if abi is None:
         return None
 
     def op(code: int, value: int, true: int = 0, false: int = 0) -> bytes:
         return struct.pack("=HBBI", code, true, false, value)
 
-    column = found.column
-    body = [op(LOAD, ARCH), op(EQUAL, found.arch, true=1), op(RETURN, KILL), op(LOAD, NUMBER)]
-    if found.foreign:
-        body += [op(AT_LEAST, found.foreign, false=1), op(RETURN, KILL)]
+    column = abi.column
+    body = [op(LOAD, ARCH), op(EQUAL, abi.arch, true=1), op(RETURN, KILL), op(LOAD, NUMBER)]
+    if abi.foreign:
+        body += [op(AT_LEAST, abi.foreign, false=1), op(RETURN, KILL)]
     # glibc falls back to clone, whose flags a filter can see; clone3 passes them behind a pointer
     body += [op(EQUAL, CLONE3[column], false=1), op(RETURN, ERRNO | ENOSYS)]
     for calls, error in ((DENIED, EPERM), (UNSUPPORTED, EOPNOTSUPP)):

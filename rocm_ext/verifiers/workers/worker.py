@@ -59,7 +59,7 @@ def judged(verifier: Any, requests: dict[str, Any] | list[dict[str, Any]]) -> li
     elif len(requests) == 1:
         results = [verifier(requests[0]["completion"], requests[0]["row"])]
     else:
-        results = verifier.judge_batch([each["completion"] for each in requests], [each["row"] for each in requests])
+        results = verifier.judge_batch([r["completion"] for r in requests], [r["row"] for r in requests])
         if not isinstance(results, list) or len(results) != len(requests):
             raise ValueError(f"{type(verifier).__name__}.judge_batch must return a list of {len(requests)} results")
     results = [checked(verifier, result) for result in results]

@@ -1,0 +1,369 @@
+"""What a child process of ``rocm-ext bench`` measures: matrix products, copies, decoding and training steps."""
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import quantiles
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from torchtune.modules import TransformerDecoder
+
+from rocm_ext import config
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.log import log
+from rocm_ext.bench.sweep import Spec
+from rocm_ext.data.batches import Update
+from rocm_ext.data.rows import Rows
+from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.machine import numerics
+from rocm_ext.machine.budget import open_device
+from rocm_ext.machine.detect import detect
+from rocm_ext.machine.profile import load_profile
+from rocm_ext.model.attention import choose_attention
+from rocm_ext.model.build import Weights, build_model, load_weights
+from rocm_ext.model.decoder import Decoder
+from rocm_ext.model.download import use_shape
+from rocm_ext.model.lora import plain
+from rocm_ext.model.sampler import copied_bytes, sampler_of
+from rocm_ext.model.slots import span_for
+from rocm_ext.plan import workload
+from rocm_ext.plan.costs import CostCounter
+from rocm_ext.plan.memory import frozen_bytes, readable
+from rocm_ext.plan.planner import dtype_name
+from rocm_ext.sampling import Request, Sampling
+from rocm_ext.sampling.local import LocalSession
+from rocm_ext.sampling.slots import slot_memory
+from rocm_ext.train.learner import Learner
+from rocm_ext.train.output_dir import OutputDir
+from rocm_ext.train.runtime import Runtime
+from rocm_ext.train.trainer import Trainer
+
+_TOKENS = {"cuda": 4096, "cpu": 512}  # of a matrix product
+_COPIED = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}  # bytes, well above the caches
+_PROMPT = 64  # tokens of the prompts that are decoded from
+_WARM_UP, _STEPS = 8, 40  # of decoding; the first steps also prefill, and capture graphs
+_LONGEST = 2048  # tokens of a training row, unless the config says less
+
+
+class Skipped(Exception):
+    """Raised by a probe that cannot measure this here; it says why."""
+
+
+class Bench:
+    """The config, machine, device and model that a child measures.
+
+    Args:
+        spec: what the user asked for.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.machine = detect()
+        recipe = config.recipe_of(spec.config, spec.overrides)
+        self.cfg = OmegaConf.create(config.trainer_config(config.load(recipe, spec.config, spec.overrides)))
+        use_shape(self.cfg)
+        self.profile = load_profile(self.cfg.hardware)
+        # a cap that keeps the process within its budget where a probe underestimates its memory
+        fraction = None if self.cfg.device == "cpu" else min(1.0, spec.budget / self.machine.total_memory)
+        if self.machine.unified:  # which open_device caps itself
+            fraction = None
+        self.device = open_device(self.profile, self.machine, 0, fraction, self.cfg.device)
+        self.dtype, _ = numerics.pick_dtype(self.cfg.dtype, self.machine)
+
+    @cached_property
+    def shape(self) -> TransformerDecoder:
+        """The config's model without weights."""
+        decoder = build_model(self.cfg.model, self.dtype, 0, torch.device("meta"))
+        choose_attention(decoder, self.cfg.attention)
+        return decoder
+
+    @cached_property
+    def decoder(self) -> Any:
+        """The config's model with random weights, for sampling."""
+        try:
+            self.shape.check_sampling()
+        except UserError as error:
+            raise Skipped(str(error)) from error
+        self.require(frozen_bytes(self.shape) + copied_bytes(self.shape))
+        decoder = build_model(self.cfg.model, self.dtype, 0, self.device)
+        choose_attention(decoder, self.cfg.attention)
+        load_weights(decoder, Weights(RandomWeights(decoder, self.device), "random"), Ranks(self.device))
+        return decoder
+
+    def require(self, needed: int) -> None:
+        """Check that ``needed`` bytes are within the budget.
+
+        Raises:
+            Skipped: where they are not.
+        """
+        if needed > self.spec.budget:
+            raise Skipped(f"needs {readable(needed)}, the budget is {readable(self.spec.budget)}")
+
+
+def measure(bench: Bench, item: Mapping[str, Any]) -> dict[str, Any]:
+    """Measure one item: the status with its result, or with the detail of what went wrong."""
+    try:
+        return {"status": "ok", "result": PROBES[item["probe"]](bench, item["values"])}
+    except Skipped as reason:
+        return {"status": "skipped", "detail": str(reason)}
+    except torch.OutOfMemoryError as error:
+        return {"status": "out of memory", "detail": one_line(error)[:200]}
+    except Exception as error:  # anything that a driver, kernel or library raises
+        return {"status": "failed", "detail": one_line(error)[:200]}
+
+
+# ---- times
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one call: the median and the quartiles."""
+
+    low: float
+    median: float
+    high: float
+
+    def rate(self, amount: float) -> dict[str, float]:
+        """``amount`` per second: ``value`` with ``low`` and ``high``."""
+        return {"value": amount / self.median, "low": amount / self.high, "high": amount / self.low}
+
+
+def timed(work: Callable[[], Any], device: torch.device, seconds: float, least: int = 5) -> Times:
+    """Time calls of ``work``, after two that are not timed.
+
+    On a GPU it waits for each call: ``work`` should last longer than the launch of its kernels.
+
+    Args:
+        work: function to time.
+        device: device that runs it.
+        seconds: time for which it is called again and again.
+        least: number of calls that are made in any case.
+    """
+    for _ in range(2):
+        work()
+    wait(device)
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < least or time.perf_counter() < end:
+        began = time.perf_counter()
+        work()
+        wait(device)
+        times.append(time.perf_counter() - began)
+    return Times(*quantiles(times, n=4, method="inclusive"))
+
+
+def wait(device: torch.device) -> None:
+    """Wait until ``device`` has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ---- the device
+
+
+def gemm(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
+    """FLOP/s of the feed-forward layer: x Wᵀ (``forward``), g W (``dgrad``) or gᵀ x (``wgrad``)."""
+    mlp: Any = bench.shape.layers[0].mlp  # type: ignore[union-attr, index]
+    wide, width = mlp.w1.weight.shape
+    tokens, dtype = _TOKENS[bench.device.type], numerics.DTYPES[values["dtype"]]
+    bench.require((tokens * (wide + width) + wide * width) * dtype.itemsize * 2)
+    x, g, w = (
+        torch.randn(shape, device=bench.device).to(dtype) for shape in ((tokens, width), (tokens, wide), (wide, width))
+    )
+    work = {"forward": lambda: x @ w.T, "dgrad": lambda: g @ w, "wgrad": lambda: g.T @ x}[values["direction"]]
+    times = timed(work, bench.device, bench.spec.seconds)
+    return {**times.rate(2 * tokens * wide * width), "unit": "FLOP/s", "shape": [tokens, width, wide]}
+
+
+def bandwidth(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Bytes per second of a copy within the device, which reads and writes each byte."""
+    size = _COPIED[bench.device.type]
+    bench.require(2 * size)
+    source = torch.zeros(size, dtype=torch.uint8, device=bench.device)
+    target = torch.empty_like(source)
+    times = timed(lambda: target.copy_(source), bench.device, bench.spec.seconds)
+    return {**times.rate(2 * size), "unit": "B/s"}
+
+
+# ---- decoding
+
+
+class _Clocked(LocalSession):
+    """Records the seconds of each step."""
+
+    def _count(self, rows: int, slots: int, read: int, seconds: float) -> None:
+        super()._count(rows, slots, read, seconds)
+        self.steps = [*getattr(self, "steps", []), seconds]
+
+
+def decoding(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Answer tokens per second of the config's model with random weights, with all slots full."""
+    slots, new, decoder = values["slots"], _WARM_UP + _STEPS, bench.decoder
+    vocabulary = decoder.tok_embeddings.num_embeddings
+    prompts = [tuple((i * 7 + j) % vocabulary for j in range(_PROMPT)) for i in range(slots)]
+    requests = [Request(str(i), 0, i, prompt, ()) for i, prompt in enumerate(prompts)]
+    endless = SimpleNamespace(stop_tokens=[-1], decode=lambda ids, **_: "")
+    graphs = bench.device.type == "cuda"
+    with sampler_of(decoder) as made:
+        length = span_for(bench.device, _PROMPT + new)
+        memory = slot_memory(made, [_PROMPT] * slots, length, Sampling(new), graphs)
+        bench.require(frozen_bytes(decoder) + copied_bytes(decoder) + memory.bytes(slots))
+        session = _Clocked(made, endless, lambda: bench.spec.budget, slots, graphs)
+        list(session.generate(requests, Sampling(new)))
+    times = Times(*quantiles(session.steps[_WARM_UP:], n=4, method="inclusive"))
+    context = _PROMPT + _WARM_UP + _STEPS / 2
+    return {**times.rate(slots), "unit": "tokens/s", "seconds": times.median, "context": context}
+
+
+# ---- training
+
+
+class RandomWeights(Mapping[str, Tensor]):
+    """Random weights, drawn at each access.
+
+    Args:
+        decoder: the model whose names and shapes they have.
+        device: device that holds them.
+    """
+
+    def __init__(self, decoder: Decoder, device: torch.device) -> None:
+        shapes: dict[str, Tensor] = {name: p for name, p in decoder.named_parameters() if not p.requires_grad}
+        shapes |= decoder.buffers_to_load()
+        self._shapes = {plain(name): shape for name, shape in shapes.items()}  # as checkpoints name them
+        self._device = device
+
+    def __getitem__(self, name: str) -> Tensor:
+        like = self._shapes[name]
+        return torch.empty(like.shape, dtype=like.dtype, device=self._device).normal_(std=0.02)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+class ProbeLearner(Learner):
+    """The recipe's model with random weights.
+
+    Args:
+        cfg: config of the SFT recipe.
+        runtime: what to compute on.
+        budget: bytes that a step may take.
+    """
+
+    def __init__(self, cfg: DictConfig, runtime: Runtime, budget: int) -> None:
+        super().__init__(cfg, runtime, tokenizer=None)
+        self._budget = budget
+
+    def read_weights(self) -> Weights:
+        """Random ones, if a step fits into the budget."""
+        if self.planned_peak > self._budget:
+            raise Skipped(f"would take {readable(self.planned_peak)}, the budget is {readable(self._budget)}")
+        return Weights(RandomWeights(self.decoder, self.runtime.device), "random")
+
+
+def random_rows(count: int, shortest: int, longest: int, vocabulary: int) -> Rows:
+    """Rows of random tokens, all of them trained on, of lengths from ``shortest`` to ``longest``."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(shortest, longest + 1, count)
+    tokens = [rng.integers(0, vocabulary, length, dtype=np.int32) for length in lengths]
+    return Rows(tokens, tokens, [(int(length),) for length in lengths], {})
+
+
+def longest_row(cfg: DictConfig) -> int:
+    """Tokens of the rows that are trained on."""
+    return min(cfg.tokenizer.get("max_seq_len") or _LONGEST, _LONGEST)
+
+
+def probe_config(cfg: DictConfig, values: Mapping[str, Any], insist: list[str]) -> DictConfig:
+    """``cfg`` for steps of ``values["rows"]`` rows at once; the other ``values`` are keys of it."""
+    changes: dict[str, Any] = {
+        "sequences_per_step": values["rows"],
+        "gradient_accumulation_steps": None,
+        "batch_size": values["rows"],
+        "tokens_per_micro_batch": None,
+        "max_steps_per_epoch": None,
+        "epochs": 1,
+        "seed": 0,
+        "lr_scheduler": None,
+        "resume_from_checkpoint": False,
+        "overwrite_output_dir": True,
+        "hardware_overrides": insist,
+        "startup_checks": False,
+        "metric_logger": None,
+        "profiler": None,
+        "profile_steps": None,
+        **{key: value for key, value in values.items() if key != "rows"},
+    }
+    changed = OmegaConf.create({**OmegaConf.to_container(cfg), **changes})  # type: ignore[dict-item]
+    changed.checkpointer.pop("adapter_checkpoint", None)
+    return changed
+
+
+def training(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Real tokens per second of the config's model with random weights, forward to optimiser; and the memory's peak."""
+    log.disabled = True
+    cfg = probe_config(bench.cfg, values, list(bench.profile.locked))
+    runtime, longest, count = Runtime.open(cfg), longest_row(cfg), values["rows"]
+    try:
+        with TemporaryDirectory() as folder:
+            cfg.output_dir = folder
+            rows = random_rows(count, longest, longest, 256)
+            learner = ProbeLearner(cfg, runtime, bench.spec.budget)
+            learner.setup(workload.describe(rows, count, "random"))
+            return _steps(Trainer(learner, rows, cfg, OutputDir.open(cfg, runtime.ranks)), bench.spec.seconds)
+    except UserError as error:
+        if "attention" in values:  # a kernel that this machine does not have
+            raise Skipped(str(error)) from error
+        raise
+    finally:
+        runtime.ranks.close()
+        gc.collect()  # a compiled model is in cycles
+
+
+def _steps(trainer: Trainer, seconds: float) -> dict[str, Any]:
+    (update,) = trainer.loader.range(0, 1)
+    learner, device = trainer.learner, trainer.runtime.device
+    learner.model.train()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    times = timed(lambda: trainer.train_step(update), device, 2 * seconds, least=3)
+    return {
+        **times.rate(sum(batch.real_tokens for batch in update.batches)),
+        "unit": "tokens/s",
+        "seconds": times.median,
+        "peak_memory": _peak(trainer, update),
+        "planned_memory": learner.planned_peak,
+        "dtype": dtype_name(trainer.runtime.dtype),
+        "checkpointed": sum(hasattr(layer, "_checkpoint_wrapped_module") for layer in learner.decoder.layers),
+    }
+
+
+def _peak(trainer: Trainer, update: Update) -> int:
+    if trainer.runtime.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(trainer.runtime.device)
+    decoder = trainer.learner.decoder
+    tensors = [*decoder.parameters(), *decoder.buffers()]
+    tensors += [t for state in trainer.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+    tally = CostCounter()
+    tally.ignore(tensors)
+    with tally:
+        trainer.train_step(update)
+    return tally.peak + sum(t.nbytes for t in {id(t): t for t in tensors}.values())
+
+
+PROBES: dict[str, Callable[[Bench, Mapping[str, Any]], dict[str, Any]]] = {
+    "gemm": gemm,
+    "bandwidth": bandwidth,
+    "decoding": decoding,
+    "training": training,
+}

@@ -1,0 +1,298 @@
+"""``config.load`` merges defaults, profile, run and command line, and reports mistakes in one line."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from rocm_ext import config
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.registry import SFT
+from rocm_ext.config import layers
+from rocm_ext.machine.profile import check_locked, load_profile
+from tests.machine.test_device import CPU, STRIX
+
+COMPONENTS = """
+model: {_component_: torchtune.models.qwen2_5.lora_qwen2_5_0_5b, lora_attn_modules: [q_proj]}
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: m, output_dir: "${output_dir}"}
+tokenizer: {_component_: torchtune.models.qwen2_5.qwen2_5_tokenizer, path: m/vocab.json, merges_file: m/merges.txt}
+dataset: {_component_: rocm_ext.data.sft_dataset, source: rows.jsonl}
+optimizer: {_component_: torch.optim.AdamW, lr: 1e-3}
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """``run(yaml, *overrides)`` loads a small run config with these lines, as on Strix Halo."""
+    monkeypatch.setattr(layers, "detect", lambda: STRIX)
+    monkeypatch.chdir(tmp_path)
+
+    def load_lines(lines: str = "", *overrides: str, base: str = COMPONENTS + "output_dir: out\n"):
+        (tmp_path / "run.yaml").write_text(base + lines)
+        return config.load(SFT, "run.yaml", list(overrides))
+
+    return load_lines
+
+
+def test_layers(run):
+    cfg = run()
+    assert cfg.hardware == "strix_halo", "auto is resolved"
+    assert (cfg.dtype, cfg.device) == ("bf16", "cuda"), "the profile over the defaults"
+    assert cfg.epochs == 1
+    assert cfg.loss._component_.endswith("CrossEntropy")
+    assert run("dtype: fp16\nepochs: 3").dtype == "fp16", "the run over the profile"
+    assert run("dtype: fp16\nepochs: 3", "epochs=5", "dtype=fp32").epochs == 5, "the command line over all"
+    assert run("hardware: mi300x").compile is True
+    assert run("hardware: mi300x\ncompile: False").compile is False
+
+
+def test_a_component_replaces_the_lower_one_whole(run):
+    cfg = run("loss: {_component_: torchtune.modules.loss.CEWithChunkedOutputLoss}", "optimizer.lr=5e-4")
+    assert cfg.loss == {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
+    assert cfg.optimizer == {"_component_": "torch.optim.AdamW", "lr": 5e-4}, "single arguments by dots"
+    assert run("", "optimizer=torch.optim.SGD").optimizer == {"_component_": "torch.optim.SGD", "lr": 1e-3}
+
+
+def test_hardware_on_the_command_line_lifts_its_profile(run):
+    lines = "hardware: strix_halo\ndtype: fp16\ncompile: True\nepochs: 3"
+    cfg = run(lines, "hardware=cpu")
+    assert (cfg.hardware, cfg.device, cfg.dtype, cfg.compile, cfg.epochs) == ("cpu", "cpu", "fp32", False, 3)
+    assert run(lines, "hardware=cpu", "dtype=bf16").dtype == "bf16"
+    assert run(lines).dtype == "fp16"
+    assert run(lines, "hardware=auto").dtype == "bf16"
+
+
+def test_auto_on_a_machine_without_a_gpu(run, monkeypatch):
+    monkeypatch.setattr(layers, "detect", lambda: CPU)
+    assert run().hardware == "cpu"
+    monkeypatch.setattr(layers, "detect", lambda: replace(STRIX, arch="gfx1150"))
+    with pytest.raises(UserError, match=r"gfx1150.*hardware=strix_halo"):
+        run()
+
+
+@pytest.mark.parametrize(
+    ("lines", "overrides", "message"),
+    [
+        ("batchsize: 4", [], "unknown key batchsize; did you mean batch_size"),
+        ("wandb: 4", [], r"unknown key wandb; the nearest of \d+ known names are (\w+, ){4}\w+$"),
+        ("3: 4", [], "unknown key 3"),
+        ("", ["batchsize=4"], "unknown key batchsize; did you mean batch_size"),
+        ("", ["=4"], "unknown key"),
+        ("", ["~epohcs"], "~epohcs: config run.yaml has no such key"),
+        ("", ["model.lora_rnak=4"], "unknown key model.lora_rnak for .*; did you mean lora_rank"),
+        ("", ["dataset.sorce=4"], "unknown key dataset.sorce for .*; did you mean source"),
+        ("", ["device.index=4"], "unknown key device.index: device is 'cuda'"),
+        (
+            "loss: {_component_: rocm_ext.losses.CrossEntropy, chunks: 4}",
+            [],
+            "unknown key loss.chunks",
+        ),
+        ("dataset_val: [{_component_: rocm_ext.data.sft_dataset, sorce: a}]", [], "dataset_val.sorce"),
+        ("hardware: strix_hallo", [], "hardware=strix_hallo is unknown.*did you mean strix_halo"),
+        ("", ["hardware=mi300"], "hardware=mi300 is unknown.*did you mean mi300x"),
+    ],
+)
+def test_unknown_keys(run, lines, overrides, message):
+    with pytest.raises(UserError, match=message):
+        run(lines, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("component", "message"),
+    [
+        ("no_such_module.model", "there is no module 'no_such_module'"),
+        (
+            "torchtune.models.qwen2_5.lora_qwen2_5_8b",
+            "models.qwen2_5 has no 'lora_qwen2_5_8b'; did you mean lora_qwen2_5_",
+        ),
+        ("torchtune.models.qwen2_5", "is a module; expected a function or class"),
+        ("broken.model", "cannot be imported: .*no_such_dependency"),
+        ("''", "cannot be imported: "),
+        ("7", "7 cannot be imported: "),
+    ],
+)
+def test_components_that_cannot_be_imported(run, tmp_path, component, message):
+    (tmp_path / "broken.py").write_text("import no_such_dependency\n")
+    with pytest.raises(UserError, match=rf"(?s)^model\._component_ .*{message}"):
+        run("", f"model={component}" if component not in ("''", "7") else f"model._component_={component}")
+
+
+@pytest.mark.parametrize("value", ["torchtune.models.qwen2_5.lora_qwen2_5_0_5b", "{lora_rank: 8}", "7", "[a]"])
+def test_a_component_key_without_component(run, value):
+    base = (COMPONENTS + "output_dir: out\n").replace("model: {", "profiler: {")
+    with pytest.raises(UserError, match=r"model .*_component_ and its arguments"):
+        run(f"model: {value}\n", base=base)
+
+
+def test_missing_keys(run):
+    everything = "checkpointer, dataset, model, optimizer, output_dir, tokenizer"
+    with pytest.raises(UserError, match=f"config run.yaml: {everything} must be set"):
+        run(base="")
+    with pytest.raises(UserError, match=r"^config run.yaml: output_dir must be set"):
+        run(base=COMPONENTS)  # the checkpointer's key refers to it
+    with pytest.raises(UserError, match="output_dir must be set"):
+        run("", "output_dir=null")
+    with pytest.raises(UserError, match="model must be set"):
+        run("", "model=null")
+    with pytest.raises(UserError, match=r"optimizer\.lr must be set"):
+        run(base=COMPONENTS.replace("lr: 1e-3", "lr: '???'") + "output_dir: out\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a: [1", "run.yaml is no valid YAML"),
+        ("a:\n\tb: 1", "run.yaml is no valid YAML.*line 2"),
+        ("epochs: 1\nepochs: 2", "duplicate key epochs"),
+        ("- 1\n- 2", "holds a ListConfig; expected keys"),
+        ("output_dir: ${", "config run.yaml: "),
+        (COMPONENTS + "output_dir: ${nope}/x", "config run.yaml: Interpolation key 'nope' not found"),
+    ],
+)
+def test_files_that_are_no_config(run, content, message):
+    with pytest.raises(UserError, match=message) as caught:
+        run(base=content)
+    assert "\n" not in str(caught.value)
+
+
+def test_bytes_and_folders_are_no_config(tmp_path):
+    (tmp_path / "run.yaml").write_bytes(b"epochs: \xff\xfe")
+    with pytest.raises(UserError, match=r"cannot read config .*run\.yaml"):
+        config.load(SFT, str(tmp_path / "run.yaml"), [])
+    with pytest.raises(UserError, match="neither a file nor one of this library's"):
+        config.load(SFT, str(tmp_path), [])
+
+
+def test_names(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for typo in ("strix_halo_qwen7", "strixhalo_qwen7b", "strix_halo_qwen7b.yaml"):
+        with pytest.raises(UserError, match=r"did you mean strix_halo_qwen7b\?"):
+            config.load(SFT, typo, [])
+    with pytest.raises(UserError, match=r"known names are (\w+, ){4}\w+$"):
+        config.load(SFT, "foo/bar", [])
+    (tmp_path / "strix_halo_qwen7b").write_text("epochs: 2")
+    with pytest.raises(UserError, match="must be set"):  # a file in the current folder takes precedence
+        config.load(SFT, "strix_halo_qwen7b", [])
+
+
+def test_one_of_two_keys_counts_the_rows_of_a_step(run):
+    def rows(lines: str, *overrides: str):
+        cfg = run(lines, *overrides)
+        return cfg.gradient_accumulation_steps, cfg.sequences_per_step
+
+    assert rows("") == (None, None)
+    assert rows("sequences_per_step: 32") == (None, 32)
+    assert rows("sequences_per_step: 32", "gradient_accumulation_steps=4") == (4, None), "the higher layer's"
+    assert rows("gradient_accumulation_steps: 4", "sequences_per_step=32") == (None, 32)
+    assert rows("sequences_per_step: 32", "gradient_accumulation_steps=null") == (None, 32)
+    assert rows("sequences_per_step: 32", "sequences_per_step=null", "gradient_accumulation_steps=4") == (4, None)
+    assert rows("sequences_per_step: 32\ngradient_accumulation_steps: 4") == (4, 32), "the recipe refuses both"
+
+
+def test_variables_are_keys_that_others_refer_to(run):
+    lines = "data: rows\nsource: x\n"
+    base = COMPONENTS.replace("rows.jsonl", "'${data}/${source}.jsonl'") + "output_dir: out\n"
+    assert run(lines, base=base).dataset.source == "rows/x.jsonl"
+    cfg = run(lines, "data=/else", base=base)
+    assert cfg.dataset.source == "/else/x.jsonl"
+    recorded = OmegaConf.to_yaml(cfg, resolve=True)  # as a run does, whose config.yaml can be started again
+    assert run("", base=recorded) == cfg
+    with pytest.raises(UserError, match="unknown key output_di; did you mean output_dir"):
+        run("output_di: out", base=COMPONENTS)  # a prefix of the key in ${output_dir}
+    with pytest.raises(UserError, match="unknown key data"):
+        run(lines)
+
+
+def test_a_tilde_is_the_home_folder(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    lines = "model: {_component_: rocm_ext.model.from_checkpoint, checkpoint_dir: ~/models/Qwen3-8B}\n"
+    lines += (
+        "metric_logger: {_component_: torchtune.training.metric_logging.DiskLogger, log_dir: '${output_dir}/logs'}\n"
+    )
+    base = "\n".join(x for x in COMPONENTS.splitlines() if not x.startswith(("model", "checkpointer", "tokenizer")))
+    cfg = run(lines, "checkpointer.adapter_checkpoint=~/a", base=f"{base}\noutput_dir: ~/out\n")
+    assert (cfg.output_dir, cfg.metric_logger.log_dir) == (f"{tmp_path}/out", f"{tmp_path}/out/logs")
+    assert cfg.model.checkpoint_dir == cfg.checkpointer.checkpoint_dir == f"{tmp_path}/models/Qwen3-8B"
+    assert cfg.tokenizer.path == f"{tmp_path}/models/Qwen3-8B/tokenizer.json"
+    assert cfg.checkpointer.adapter_checkpoint == f"{tmp_path}/a"
+
+
+@pytest.mark.parametrize("null", ["null", "None", "~", ""])
+def test_components_can_be_switched_off_on_the_command_line(run, null):
+    lines = "lr_scheduler: {_component_: torchtune.training.get_cosine_schedule_with_warmup, num_warmup_steps: 1}"
+    assert run(lines).lr_scheduler.num_warmup_steps == 1
+    assert run(lines, f"lr_scheduler={null}").lr_scheduler is None
+
+
+def test_a_removed_key_is_the_default_again(run):
+    lines = "epochs: 3\nlr_scheduler: {_component_: torchtune.training.get_cosine_schedule_with_warmup}\n"
+    cfg = run(lines, "~epochs", "~lr_scheduler", "~optimizer.lr")
+    assert (cfg.epochs, cfg.lr_scheduler) == (1, None)
+    assert "lr" not in cfg.optimizer
+    with pytest.raises(UserError, match="model must be set"):
+        run("", "~model")
+
+
+def test_lists_of_components(run):
+    one = {"_component_": "rocm_ext.data.sft_dataset", "source": "a.jsonl"}
+    assert run("", "dataset=[{_component_: rocm_ext.data.sft_dataset, source: a.jsonl}]").dataset == [one]
+
+
+@pytest.mark.parametrize("override", ["num_workers=4", "pin_memory=True"])
+def test_hardware_locks_hold_against_every_layer(run, override):
+    key, value = override.split("=")
+    profile = load_profile("strix_halo")
+    for cfg in (run("", override), run(f"{key}: {value}")):
+        with pytest.raises(UserError, match=f"{override} on strix_halo.*To insist: hardware_overrides: .{key}"):
+            check_locked(profile, OmegaConf.to_container(cfg), list(cfg.hardware_overrides))
+    cfg = run("", override, f"hardware_overrides=[{key}]")
+    (line,) = check_locked(profile, OmegaConf.to_container(cfg), list(cfg.hardware_overrides))
+    assert line.startswith(override)
+
+
+def test_the_command_line(capsys):
+    assert config.command_line(["--config", "a", "b=1", "~c"]) == ("a", ["b=1", "~c"])
+    assert config.command_line(["b=x=y", "--config=a.yaml"]) == ("a.yaml", ["b=x=y"])
+    for argv, message in [
+        ([], "--config is missing; `tune ls`"),
+        (["b=1"], "--config is missing"),
+        (["--config"], "--config"),
+        (["--config", "a", "--batch_size", "4"], "unknown option --batch_size"),
+        (["--config", "cpu_pocket", "batch_size"], "cannot read override 'batch_size'; expected key=value"),
+    ]:
+        with pytest.raises(UserError, match=re.escape(message)) as caught:
+            config.load(SFT, *config.command_line(argv))
+        assert caught.value.code == 2
+    with pytest.raises(SystemExit) as left:
+        config.command_line(["--help"], "What it does.")
+    assert left.value.code == 0
+    assert "What it does." in capsys.readouterr().out
+
+
+def test_exit_codes(monkeypatch, capsys):
+    def fail():
+        raise UserError("so it is", code=2)
+
+    def stop():
+        raise KeyboardInterrupt
+
+    monkeypatch.delenv("RANK", raising=False)
+    assert [config.guarded(action) for action in (list, fail, stop)] == [0, 2, 130]
+    monkeypatch.setenv("RANK", "3")
+    assert config.guarded(fail) == 2
+    assert capsys.readouterr().err.splitlines() == ["error: so it is", "interrupted", "[rank 3] error: so it is"]
+
+
+def test_instantiate_names_the_key():
+    node = OmegaConf.create({"_component_": "torch.optim.AdamW", "lr": 1e-3, "momentum": 0.9})
+    with pytest.raises(UserError, match=r"^optimizer: torch.optim.AdamW: .*momentum"):
+        config.instantiate(node, [torch.nn.Parameter(torch.ones(1))], key="optimizer")
+
+
+def test_difference():
+    old = {"a": 1, "b": {"c": 2, "d": 3}, "free": {"x": 1}}
+    new = {"a": 1, "b": {"c": 4}, "free": {"x": 2}, "e": 5}
+    changes = config.difference(old, new, frozenset(["free"]))
+    assert changes == ["b.c: was 2, is 4", "b.d: was 3, is None", "e: was None, is 5"]
