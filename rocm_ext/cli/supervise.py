@@ -263,7 +263,7 @@ class _Attempt:
                     process.kill()
             if time.monotonic() > end:
                 raise UserError(
-                    f"process {self._process.pid} or one of its children does not end although it was killed: its driver "
+                    f"process {self._process.pid} or a child of it does not end although it was killed, as when a driver "
                     "hangs. Restart the machine; the same command then goes on"
                 )
             time.sleep(0.02)
