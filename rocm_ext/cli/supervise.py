@@ -78,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
             attempt = _Attempt(command, out, args)
             try:
                 why = attempt.wait(stop)
-            except UserError as error:
-                attempt.tell("failed", str(error))
+            except UserError as stuck:
+                attempt.tell("failed", str(stuck))
                 raise
             notes = list(read_lines(out / _NOTES, problems=[]))
             segment = next((line["segment"] for line in notes if "segment" in line), None)
@@ -263,8 +263,8 @@ class _Attempt:
                     process.kill()
             if time.monotonic() > end:
                 raise UserError(
-                    f"process {self._process.pid} or a child of it does not end although it was killed, as when a driver "
-                    "hangs. Restart the machine; the same command then goes on"
+                    f"process {self._process.pid} or a child of it was killed and does not end, as when a driver hangs. "
+                    "Restart the machine; the same command then goes on"
                 )
             time.sleep(0.02)
         return code
