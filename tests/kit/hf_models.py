@@ -194,3 +194,11 @@ def write_theirs(folder: Path, name: str, shards: int = 1, text: list[str] = TEX
     model.save_pretrained(folder, max_shard_size=total // shards + 1 if shards > 1 else "50GB")
     (folder / "chat_template.jinja").write_text(CHATML)
     return folder
+
+
+def write_wider(folder: Path, name: str, **shape) -> Path:
+    """Write the model ``name`` with four layers, wide enough that activations are the most of a step's memory."""
+    per_layer = ("layer_types", "no_rope_layers", "mamba_n_heads")
+    twice = {key: value * 2 for key, value in MODELS[name][2].items() if key in per_layer}
+    wide = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
+    return write_theirs(folder, name, **wide, **twice, **shape)

@@ -13,8 +13,8 @@ from rocm_ext.model.sdpa import sdpa
 from rocm_ext.sampling import Request, Sampling
 from rocm_ext.sampling.local import LocalSession
 from tests.kit.hf_models import write_theirs
-from tests.model.test_families import our_model
-from tests.recipes.test_parity import decoder_pair, pack, random_sequences
+from tests.kit.parity import our_model, pack, random_sequences
+from tests.recipes.test_parity import decoder_pair
 from tests.sampling.test_generation import Words, model
 
 FLASH, MATH, SOFTMAX = "_scaled_dot_product_flash_attention_for_cpu", "_safe_softmax", "_softmax"

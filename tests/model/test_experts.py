@@ -23,23 +23,23 @@ from rocm_ext.model.adapters.peft_config import PeftConfig
 from rocm_ext.model.adapters.peft_files import read_adapter, write_adapter
 from rocm_ext.model.build import build_model, load_weights, read_weights
 from rocm_ext.model.lora import merged_experts
-from tests.kit.families import folder_config, on_demand
-from tests.kit.forks import forked, forked_ranks, several_ranks
-from tests.kit.hf_models import MODELS, write_common, write_theirs
-from tests.kit.plans import measured_peak
-from tests.kit.tiny import metrics, write_rows, write_yaml
-from tests.model.test_families import (
+from tests.kit.families import folder_config
+from tests.kit.forks import forked, several_ranks
+from tests.kit.hf_models import write_common, write_theirs, write_wider
+from tests.kit.parity import (
     TOKENS,
+    check_two_ranks,
     finetune,
     our_logits,
     our_model,
     prepare,
     run_files,
+    ten_steps,
     their_logits,
     their_model,
-    their_training,
 )
-from tests.model.test_transformers_models import TWICE, WIDER
+from tests.kit.plans import planned_and_measured
+from tests.kit.tiny import write_yaml
 
 pytestmark = pytest.mark.usefixtures("any_torchao")
 BOTH = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
@@ -50,16 +50,6 @@ OLD, NEW = "0.18.1", "0.19.1"  # versions of PEFT with other layouts
 def some(*fast: str):
     """Every model with experts; all but ``fast`` are slow."""
     return [pytest.param(name, marks=[] if name in fast else [pytest.mark.slow]) for name in MOE]
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
-    return on_demand(tmp_path_factory.mktemp("experts"), write_theirs, sharded="qwen3 moe")
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", 80)
 
 
 def with_update(decoder):
@@ -85,21 +75,11 @@ def shapes(folder: Path) -> dict:
 @pytest.mark.parametrize("name", some("qwen3 moe"))
 def test_ten_steps_equal_peft(folder_of, rows, tmp_path, name):
     """Packed rows here, single rows there."""
-    cfg = folder_config(folder_of(name), rows, tmp_path / "run", BOTH, shuffle=False, max_steps_per_epoch=10)
-    recipe = prepare(cfg)
-    start = tmp_path / "start"
-    start.mkdir()
-    recipe.learner.write_adapter(start)
-    given = recipe.trainer.rows
-    recipe.train()
-    recipe.cleanup()
-    expected = their_training(folder_of(name), start, given, 10, lr=1e-3)
-    found = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
-    assert found.keys() == expected.keys()
-    moved = load_file(start / "adapter_model.safetensors")
+    cfg = folder_config(folder_of(name), rows, tmp_path / "run", BOTH)
+    first, found, expected = ten_steps(cfg, folder_of(name), tmp_path)
     experts = [key for key in found if ".experts." in key]
     assert len(experts) >= 4
-    assert all((found[key] - moved[key]).abs().max() > 1e-3 for key in experts)
+    assert all((found[key] - first[key]).abs().max() > 1e-3 for key in experts)
     for key, tensor in found.items():
         # Adam divides a gradient near zero by its size, so there rounding shows: one element in 1,024 for Granite
         apart = (tensor - expected[key]).abs()
@@ -333,17 +313,7 @@ def test_killed_and_resumed(folder_of, rows, tmp_path, name):
 @several_ranks
 @pytest.mark.parametrize("name", some("qwen3 moe"))
 def test_two_ranks_equal_one(folder_of, rows, tmp_path, name):
-    cfg = folder_config(folder_of(name), rows, tmp_path / "one", BOTH, max_steps_per_epoch=4, clip_grad_norm=0.5)
-    finetune(cfg)
-    path = write_yaml(tmp_path / "two.yaml", {**cfg, "output_dir": str(tmp_path / "two")})
-    for code, messages in forked_ranks(main, path):
-        assert code == 0, messages
-    for key in ("loss", "grad_norm"):
-        found, expected = (metrics(tmp_path / out, key) for out in ("two", "one"))
-        assert len(expected) == 4
-        assert found == pytest.approx(expected, rel=1e-5)
-    found, expected = (load_file(tmp_path / out / "adapter" / "adapter_model.safetensors") for out in ("two", "one"))
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    check_two_ranks(folder_of(name), rows, tmp_path, BOTH)
 
 
 @pytest.mark.usefixtures("cpu_of_known_speed")
@@ -354,15 +324,8 @@ def test_two_ranks_equal_one(folder_of, rows, tmp_path, name):
 )
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in MOE])
 def test_planned_peak_is_the_measured_one(tmp_path, name, changes):
-    twice = {key: value * 2 for key, value in MODELS[name][2].items() if key in TWICE}
-    base = write_theirs(tmp_path / "base", name, **WIDER, **twice)
-    rows = tmp_path / "rows.jsonl"
-    answer = "She sold half as many clips in May. "
-    rows.write_text("".join(json.dumps({"question": "?", "answer": answer * (20 + i % 3)}) + "\n" for i in range(64)))
-    changes = {"max_steps_per_epoch": 2, "startup_checks": False, "tokenizer": {"max_seq_len": 256}, **changes}
-    path = write_yaml(tmp_path / "run.yaml", folder_config(base, rows, tmp_path / "run", BOTH, **changes))
-    peak, recipe = measured_peak(path)
-    assert recipe.learner.planned_peak == pytest.approx(peak, rel=0.1)
+    planned, peak = planned_and_measured(write_wider(tmp_path / "base", name), tmp_path / "run", BOTH, **changes)
+    assert planned == pytest.approx(peak, rel=0.1)
 
 
 # ---- what is adapted, and bad input

@@ -2,22 +2,16 @@
 
 import json
 import shutil
-import signal
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 
-import peft
 import pytest
 import torch
-import torch.nn.functional as F
 import yaml
-from omegaconf import OmegaConf
-from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
+from rocm_ext.recipes.lora_finetune_rocm import main
 from rocm_ext.recipes.raft_rocm import main as raft_main
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, processors
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from rocm_ext import cli, config
 from rocm_ext.base.errors import UserError
@@ -31,15 +25,29 @@ from rocm_ext.sampling import Request, Sampling
 from rocm_ext.sampling.local import LocalSession
 from tests.data.test_chat_template import CHATS, FAMILIES, config_for, model_folder  # noqa: F401 - a fixture
 from tests.kit.families import LLAMA3, MODELS, folder_config, id_of, write_family
-from tests.kit.forks import forked, forked_ranks, several_ranks
-from tests.kit.plans import measured_peak
+from tests.kit.forks import forked, several_ranks
+from tests.kit.parity import (
+    CPU,
+    TOKENS,
+    check_resumes,
+    check_two_ranks,
+    finetune,
+    load,
+    our_logits,
+    our_model,
+    pack,
+    prepare,
+    random_sequences,
+    ten_steps,
+    their_logits,
+    their_model,
+    whole_run,
+)
+from tests.kit.plans import planned_and_measured
 from tests.kit.raft_runs import write_run
 from tests.kit.tiny import metrics, run_config, write_rows, write_yaml
-from tests.recipes.test_parity import pack, random_sequences
 
 pytestmark = pytest.mark.usefixtures("any_torchao")
-CPU = torch.device("cpu")
-TOKENS = torch.tensor([[5, 17, 99, 3, 250, 42, 8, 8, 120, 61, 33, 7]])
 
 
 @pytest.fixture(scope="module")
@@ -48,43 +56,6 @@ def folders(tmp_path_factory):
     top = tmp_path_factory.mktemp("families")
     found = {name: write_family(top / name.replace(" ", "_"), name, shards=1 + (name == "qwen3")) for name in MODELS}
     return {**found, "rows": write_rows(top / "rows.jsonl", 80)}
-
-
-def load(cfg: dict, out: Path):
-    out.parent.mkdir(parents=True, exist_ok=True)
-    return config.load("lora_finetune_rocm", str(write_yaml(out.with_suffix(".yaml"), cfg)))
-
-
-def prepare(cfg: dict) -> LoRAFinetune:
-    recipe = LoRAFinetune(load(cfg, Path(cfg["output_dir"])))
-    recipe.setup()
-    return recipe
-
-
-def finetune(cfg: dict) -> LoRAFinetune:
-    recipe = prepare(cfg)
-    recipe.train()
-    recipe.cleanup()
-    return recipe
-
-
-def our_model(folder: Path, **lora):
-    """Build and load our decoder, with fresh adapters."""
-    node = OmegaConf.create({"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder), **lora})
-    decoder = build_model(node, torch.float32, 0, CPU)
-    checkpointer = {"_component_": "rocm_ext.model.HFCheckpointer", "checkpoint_dir": str(folder), "model_type": "HF"}
-    load_weights(decoder, read_weights(OmegaConf.create(checkpointer)), Ranks(CPU))
-    return decoder
-
-
-def their_model(folder: Path, adapter: Path | None = None, trainable: bool = False):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # PEFT warns about weights it did not use
-        warnings.filterwarnings("ignore", "Unsupported layer type .*Experts")  # PEFT 0.18 says so of each it adapts
-        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-        if adapter is not None:
-            theirs = peft.PeftModel.from_pretrained(theirs, adapter, is_trainable=trainable)
-    return theirs.eval()
 
 
 # ---- the same function
@@ -140,7 +111,7 @@ def test_padded_rows_mask_as_told(folders):
 def test_equals_torchtunes_builder(folders, tmp_path, name):
     cfg = run_config(folders[name], folders["rows"], tmp_path / "run")
     cfg["model"] |= {"lora_rank": 4, "lora_alpha": 8, "rope_base": 1e4}
-    loaded = load(cfg, tmp_path / "run")
+    loaded = load(cfg)
     theirs = build_model(loaded.model, torch.float32, 0, CPU)
     load_weights(theirs, read_weights(loaded.checkpointer), Ranks(CPU))
     ours = our_model(folders[name], lora_rank=4, lora_alpha=8)
@@ -151,23 +122,6 @@ def test_equals_torchtunes_builder(folders, tmp_path, name):
 
 
 # ---- training
-
-
-def their_training(folder: Path, adapter: Path, rows, steps: int, lr: float) -> dict[str, torch.Tensor]:
-    """Train ``adapter`` with PEFT on steps of 8 rows, one row at a time; return its weights."""
-    theirs = their_model(folder, adapter, trainable=True).train()
-    trainable = [p for p in theirs.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=lr)
-    for step in range(steps):
-        chunk = range(8 * step, 8 * step + 8)
-        count = sum(int((torch.from_numpy(rows.labels[i][1:]) >= 0).sum()) for i in chunk)
-        for i in chunk:
-            tokens, labels = (torch.from_numpy(part[i]).long() for part in (rows.tokens, rows.labels))
-            logits = theirs(tokens[None]).logits[0, :-1]
-            (F.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum") / count).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return peft.get_peft_model_state_dict(theirs, save_embedding_layers=False)
 
 
 @pytest.mark.parametrize(
@@ -184,20 +138,10 @@ def their_training(folder: Path, adapter: Path, rows, steps: int, lr: float) -> 
     ids=str,
 )
 def test_ten_steps_equal_peft(folders, tmp_path, name, lora):
-    cfg = folder_config(folders[name], folders["rows"], tmp_path / "run", lora, shuffle=False, max_steps_per_epoch=10)
-    recipe = prepare(cfg)
-    start = tmp_path / "start"
-    start.mkdir()
-    recipe.learner.write_adapter(start)
-    rows = recipe.trainer.rows
-    recipe.train()
-    recipe.cleanup()
-    expected = their_training(folders[name], start, rows, 10, lr=1e-3)
-    found = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
-    assert found.keys() == expected.keys()
-    moved = load_file(start / "adapter_model.safetensors")
+    cfg = folder_config(folders[name], folders["rows"], tmp_path / "run", lora)
+    first, found, expected = ten_steps(cfg, folders[name], tmp_path)
     for key, tensor in found.items():
-        assert (tensor - moved[key]).abs().max() > 1e-3, key
+        assert (tensor - first[key]).abs().max() > 1e-3, key
         torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
 
 
@@ -257,17 +201,6 @@ def test_a_bf16_sampler_normalises_heads_as_training_does(folders):
 
 
 # ---- files
-
-
-@torch.no_grad()
-def our_logits(recipe: LoRAFinetune) -> torch.Tensor:
-    recipe.learner.model.eval()
-    return recipe.learner.decoder(TOKENS)
-
-
-@torch.no_grad()
-def their_logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
-    return their_model(folder, adapter)(TOKENS).logits
 
 
 @pytest.mark.parametrize(
@@ -330,37 +263,6 @@ def test_a_file_of_torchtunes_adapter_is_refused(folders, tmp_path):
 # ---- whole runs
 
 
-def run_files(out: Path) -> tuple[list[float], bytes]:
-    return metrics(out), (out / "adapter" / "adapter_model.safetensors").read_bytes()
-
-
-def whole_run(base: Path, rows: Path, out: Path) -> dict:
-    """Run five steps with dropout; return the config."""
-    changes = {"epochs": 1, "max_steps_per_epoch": 5, "save_every_n_steps": 2}
-    cfg = folder_config(base, rows, out, {"lora_dropout": 0.1}, **changes)
-    finetune(cfg)
-    return cfg
-
-
-def check_resumes(cfg: dict, name: str, moved: Callable[[], str] | None = None) -> None:
-    """Kill the run of :func:`whole_run` and resume it; the files must be the same, bit for bit.
-
-    Args:
-        cfg: of the whole run.
-        name: output folder of the killed run, beside that of the whole one.
-        moved: called after the kill, returns an override. None: resume from the config that the run recorded.
-    """
-    whole = Path(cfg["output_dir"])
-    out = whole.with_name(name)
-    logger = {"_component_": "tests.recipes.test_resume.SendSignal", "step": 3, "signum": int(signal.SIGKILL)}
-    path = write_yaml(out.with_suffix(".yaml"), {**cfg, "metric_logger": logger, "output_dir": str(out)})
-    assert forked(main, path)[0] == -signal.SIGKILL
-    again = (out / "config.yaml",) if moved is None else (path, moved())
-    code, said = forked(main, *again, "resume_from_checkpoint=True", "metric_logger=null")
-    assert code == 0, said
-    assert run_files(out) == run_files(whole)
-
-
 @pytest.mark.slow
 def test_killed_and_resumed(folders, tmp_path):
     """From the config that the run recorded, and from a folder that has moved."""
@@ -395,21 +297,6 @@ def test_a_4_bit_base_model(folders, tmp_path):
     assert losses != metrics(whole.trainer.folder.path)
 
 
-def check_two_ranks(base: Path, rows: Path, top: Path) -> None:
-    """Compare the losses, gradients and adapter of a run on two ranks with those of a run on one."""
-    cfg = folder_config(base, rows, top / "one", max_steps_per_epoch=4, clip_grad_norm=0.5)
-    finetune(cfg)
-    path = write_yaml(top / "two.yaml", {**cfg, "output_dir": str(top / "two")})
-    for code, messages in forked_ranks(main, path):
-        assert code == 0, messages
-    for key in ("loss", "grad_norm"):
-        found, expected = (metrics(top / out, key) for out in ("two", "one"))
-        assert len(expected) == 4
-        assert found == pytest.approx(expected, rel=1e-5)
-    found, expected = (load_file(top / out / "adapter" / "adapter_model.safetensors") for out in ("two", "one"))
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
-
-
 @several_ranks
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.slow)])
 def test_two_ranks_equal_one(folders, tmp_path, name):
@@ -431,17 +318,12 @@ def test_two_ranks_equal_one(folders, tmp_path, name):
 def test_planned_peak_is_the_measured_one(tmp_path, changes, capsys):
     wide = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "head_dim": 64}
     base = write_family(tmp_path / "base", "qwen3", **wide)
-    rows = tmp_path / "rows.jsonl"
-    answer = "She sold half as many clips in May. "
-    rows.write_text("".join(json.dumps({"question": "?", "answer": answer * (20 + i % 3)}) + "\n" for i in range(16)))
-    changes = {"max_steps_per_epoch": 1, "startup_checks": False, "tokenizer": {"max_seq_len": 256}, **changes}
-    path = write_yaml(tmp_path / "run.yaml", folder_config(base, rows, tmp_path / "run", **changes))
-    peak, recipe = measured_peak(path)
+    at_start, peak = planned_and_measured(base, tmp_path / "run", **changes)
     for file in base.glob("*.safetensors"):
         file.unlink()  # a plan reads config.json alone
-    assert cli.main(["plan", "--json", "--config", str(path)]) == 0
+    assert cli.main(["plan", "--json", "--config", str(tmp_path / "run.yaml")]) == 0
     planned = json.loads(capsys.readouterr().out)["configured"]["memory"]["peak"]
-    assert planned == recipe.learner.planned_peak
+    assert planned == at_start
     assert planned == pytest.approx(peak, rel=0.1)
 
 
@@ -469,7 +351,7 @@ def test_raft_and_eval(folders, tmp_path, capsys):
 
 def test_what_a_config_may_leave_out(folders, tmp_path):
     cfg = folder_config(folders["qwen3"], folders["rows"], tmp_path / "run")
-    loaded = load(cfg, tmp_path / "run")
+    loaded = load(cfg)
     assert loaded.checkpointer == {
         "_component_": "rocm_ext.model.HFCheckpointer",
         "checkpoint_dir": str(folders["qwen3"]),
@@ -483,7 +365,7 @@ def test_what_a_config_may_leave_out(folders, tmp_path):
     }
     assert loaded.tokenizer == tokenizer
     del cfg["tokenizer"]
-    assert "max_seq_len" not in load(cfg, tmp_path / "run").tokenizer
+    assert "max_seq_len" not in load(cfg).tokenizer
     path = write_yaml(tmp_path / "run.yaml", cfg)
     moved = config.load(
         "lora_finetune_rocm", str(path), ["model.checkpoint_dir=/elsewhere", "tokenizer.max_seq_len=64"]
@@ -491,19 +373,19 @@ def test_what_a_config_may_leave_out(folders, tmp_path):
     assert moved.checkpointer.checkpoint_dir == "/elsewhere"
     assert moved.tokenizer == tokenizer | {"path": "/elsewhere/tokenizer.json", "max_seq_len": 64}
     with pytest.raises(UserError, match=r"unknown key tokenizer.max_seq_length.*did you mean max_seq_len"):
-        load({**cfg, "tokenizer": {"max_seq_length": 64}}, tmp_path / "run")
+        load({**cfg, "tokenizer": {"max_seq_length": 64}})
     with pytest.raises(UserError, match="checkpointer, tokenizer must be set"):
-        load({**cfg, "model": run_config(folders["qwen2"], path, tmp_path)["model"]}, tmp_path / "run")
+        load({**cfg, "model": run_config(folders["qwen2"], path, tmp_path)["model"]})
 
 
 def test_blocks_of_the_users_own_stay(folders, tmp_path):
     own = {"_component_": "torchtune.models.qwen2_5.qwen2_5_tokenizer", "path": "vocab.json", "merges_file": "m.txt"}
     cfg = folder_config(folders["qwen3"], folders["rows"], tmp_path / "run", tokenizer=own)
-    assert load(cfg, tmp_path / "run").tokenizer == own
+    assert load(cfg).tokenizer == own
 
 
 def test_the_tokenizer_is_the_folders(folders, tmp_path):
-    cfg = load(folder_config(folders["qwen3"], folders["rows"], tmp_path / "run"), tmp_path / "run")
+    cfg = load(folder_config(folders["qwen3"], folders["rows"], tmp_path / "run"))
     tokenizer = open_tokenizer(cfg)
     theirs = AutoTokenizer.from_pretrained(folders["qwen3"])
     turns = [{"role": "user", "content": "How many? "}, {"role": "assistant", "content": "24."}]
@@ -528,7 +410,7 @@ def test_a_base_model_with_a_chat_template(folders, tmp_path):
     for name in ("config.json", "generation_config.json"):
         content = json.loads((base / name).read_text()) | {"eos_token_id": text}
         (base / name).write_text(json.dumps(content))
-    tokenizer = open_tokenizer(load(folder_config(base, folders["rows"], tmp_path / "run"), tmp_path / "run"))
+    tokenizer = open_tokenizer(load(folder_config(base, folders["rows"], tmp_path / "run")))
     assert (tokenizer.stop_tokens, tokenizer.end_of_text) == ([text, turn], text)
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert [label for label in render_conversation(tokenizer, turns)[1] if label >= 0][-1] == turn
@@ -572,7 +454,7 @@ def test_a_base_model_with_bos(folders, tmp_path):
         prepare(cfg)
     with pytest.raises(UserError, match="chat_template torchtune needs a tokenizer of torchtune's"):
         prepare(cfg | {"chat_template": "torchtune"})
-    opened = open_tokenizer(load(cfg | {"chat_template": "none"}, tmp_path / "run"))
+    opened = open_tokenizer(load(cfg | {"chat_template": "none"}))
     tokens, labels = render_conversation(
         opened, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     )

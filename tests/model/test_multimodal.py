@@ -17,17 +17,8 @@ from rocm_ext.data.messages import Turn
 from rocm_ext.data.template import read_template
 from tests.kit.families import folder_config, on_demand
 from tests.kit.multimodal_models import MODELS, write_multimodal
-from tests.kit.plans import measured_peak
-from tests.kit.tiny import write_rows, write_yaml
-from tests.model.test_families import (
-    TOKENS,
-    finetune,
-    our_logits,
-    our_model,
-    prepare,
-    their_training,
-)
-from tests.recipes.test_parity import pack, random_sequences
+from tests.kit.parity import TOKENS, finetune, our_logits, our_model, pack, prepare, random_sequences, ten_steps
+from tests.kit.plans import planned_and_measured
 
 pytestmark = pytest.mark.usefixtures("any_torchao")
 FAST = ("gemma 3", "mistral 3", "qwen3.5")
@@ -41,11 +32,6 @@ def some(*fast: str):
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
     return on_demand(tmp_path_factory.mktemp("multimodal"), write_multimodal, sharded="gemma 3")
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", 80)
 
 
 def whole_model(folder: Path, adapter: Path | None = None, trainable: bool = False):
@@ -114,19 +100,9 @@ def test_only_the_text_part_is_in_memory(folder_of, caplog):
 
 
 @pytest.mark.parametrize("name", some("gemma 3"))
-def test_ten_steps_equal_peft(folder_of, rows, tmp_path, name, monkeypatch):
-    cfg = folder_config(folder_of(name), rows, tmp_path / "run", shuffle=False, max_steps_per_epoch=10)
-    recipe = prepare(cfg)
-    start = tmp_path / "start"
-    start.mkdir()
-    recipe.learner.write_adapter(start)
-    given = recipe.trainer.rows
-    recipe.train()
-    recipe.cleanup()
-    monkeypatch.setattr("tests.model.test_families.their_model", whole_model)
-    expected = their_training(folder_of(name), start, given, 10, lr=1e-3)
-    found = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
-    assert found.keys() == expected.keys()
+def test_ten_steps_equal_peft(folder_of, rows, tmp_path, name):
+    cfg = folder_config(folder_of(name), rows, tmp_path / "run")
+    _, found, expected = ten_steps(cfg, folder_of(name), tmp_path, whole_model)
     for key, tensor in found.items():
         torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
 
@@ -179,13 +155,8 @@ def test_names_of_earlier_transformers(folder_of, tmp_path):
 @pytest.mark.usefixtures("cpu_of_known_speed")
 @pytest.mark.parametrize("name", [each for each in some("gemma 3") if each.values != ("qwen3-vl",)])
 def test_planned_peak_is_the_measured_one_of_the_text_part(folder_of, tmp_path, name):
-    answer = "She sold half as many clips in May. "
-    long = tmp_path / "rows.jsonl"
-    long.write_text("".join(json.dumps({"question": "?", "answer": answer * (20 + i % 3)}) + "\n" for i in range(64)))
-    changes = {"max_steps_per_epoch": 2, "startup_checks": False, "tokenizer": {"max_seq_len": 256}}
-    cfg = folder_config(folder_of(name), long, tmp_path / "run", **changes)
-    peak, recipe = measured_peak(write_yaml(tmp_path / "run.yaml", cfg))
-    assert recipe.learner.planned_peak == pytest.approx(peak, rel=0.1)
+    planned, peak = planned_and_measured(folder_of(name), tmp_path / "run")
+    assert planned == pytest.approx(peak, rel=0.1)
 
 
 # ---- chat templates

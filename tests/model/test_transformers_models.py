@@ -25,13 +25,10 @@ from rocm_ext.model.transformers.decoder import PACKS
 from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.memory import plan_memory
 from tests.kit import multimodal_models
-from tests.kit.families import folder_config, on_demand, write_family
+from tests.kit.families import folder_config, write_family
 from tests.kit.forks import forked, several_ranks
-from tests.kit.hf_models import CARE, MODELS, MORE, write_common, write_theirs
-from tests.kit.plans import measured_peak
-from tests.kit.raft_runs import write_run
-from tests.kit.tiny import write_rows, write_yaml
-from tests.model.test_families import (
+from tests.kit.hf_models import CARE, MODELS, MORE, write_common, write_theirs, write_wider
+from tests.kit.parity import (
     CPU,
     TOKENS,
     check_resumes,
@@ -39,12 +36,17 @@ from tests.model.test_families import (
     finetune,
     our_logits,
     our_model,
+    pack,
     prepare,
+    random_sequences,
+    rows_that_begin_alike,
+    ten_steps,
     their_logits,
-    their_training,
     whole_run,
 )
-from tests.recipes.test_parity import pack, random_sequences, rows_that_begin_alike
+from tests.kit.plans import planned_and_measured
+from tests.kit.raft_runs import write_run
+from tests.kit.tiny import write_rows, write_yaml
 
 pytestmark = pytest.mark.usefixtures("any_torchao")
 
@@ -53,16 +55,6 @@ def some(*fast: str, but: tuple[str, ...] = ()):
     """Every model's name; all but ``fast`` are slow."""
     marks = {False: [pytest.mark.slow], True: []}
     return [pytest.param(name, marks=marks[name in fast]) for name in MODELS if name not in but]
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
-    return on_demand(tmp_path_factory.mktemp("theirs"), write_theirs, sharded="qwen3 moe")
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", 80)
 
 
 # ---- the same function
@@ -223,19 +215,9 @@ def test_padding_changes_nothing(folder_of):
     ids=str,
 )
 def test_ten_steps_equal_peft(folder_of, rows, tmp_path, name, lora):
-    cfg = folder_config(folder_of(name), rows, tmp_path / "run", lora, shuffle=False, max_steps_per_epoch=10)
-    recipe = prepare(cfg)
-    start = tmp_path / "start"
-    start.mkdir()
-    recipe.learner.write_adapter(start)
-    given = recipe.trainer.rows
-    recipe.train()
-    recipe.cleanup()
-    expected = their_training(folder_of(name), start, given, 10, lr=1e-3)
-    found = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
-    assert found.keys() == expected.keys()
-    moved = load_file(start / "adapter_model.safetensors")
-    assert sum((tensor - moved[key]).abs().max() > 1e-3 for key, tensor in found.items()) > 0.9 * len(found)
+    cfg = folder_config(folder_of(name), rows, tmp_path / "run", lora)
+    first, found, expected = ten_steps(cfg, folder_of(name), tmp_path)
+    assert sum((tensor - first[key]).abs().max() > 1e-3 for key, tensor in found.items()) > 0.9 * len(found)
     for key, tensor in found.items():
         torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
 
@@ -271,10 +253,6 @@ def test_two_ranks_equal_one(folder_of, rows, tmp_path, name):
     check_two_ranks(folder_of(name), rows, tmp_path)
 
 
-WIDER = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
-TWICE = ("layer_types", "no_rope_layers", "mamba_n_heads")
-
-
 @pytest.mark.usefixtures("cpu_of_known_speed")
 @pytest.mark.parametrize(
     "changes",
@@ -283,15 +261,8 @@ TWICE = ("layer_types", "no_rope_layers", "mamba_n_heads")
 )
 @pytest.mark.parametrize("name", some("qwen3 moe"))
 def test_planned_peak_is_the_measured_one(tmp_path, name, changes):
-    twice = {key: value * 2 for key, value in MODELS[name][2].items() if key in TWICE}
-    base = write_theirs(tmp_path / "base", name, **WIDER, **twice)
-    rows = tmp_path / "rows.jsonl"
-    answer = "She sold half as many clips in May. "
-    rows.write_text("".join(json.dumps({"question": "?", "answer": answer * (20 + i % 3)}) + "\n" for i in range(64)))
-    changes = {"max_steps_per_epoch": 2, "startup_checks": False, "tokenizer": {"max_seq_len": 256}, **changes}
-    path = write_yaml(tmp_path / "run.yaml", folder_config(base, rows, tmp_path / "run", **changes))
-    peak, recipe = measured_peak(path)
-    assert recipe.learner.planned_peak == pytest.approx(peak, rel=0.1)
+    planned, peak = planned_and_measured(write_wider(tmp_path / "base", name), tmp_path / "run", **changes)
+    assert planned == pytest.approx(peak, rel=0.1)
 
 
 @pytest.mark.slow

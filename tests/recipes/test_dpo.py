@@ -1,7 +1,6 @@
 """Runs on pairs: equal to torchtune's recipe, the same for every cut and number of ranks, and resumed bit for bit."""
 
 import contextlib
-import importlib.util
 import json
 import math
 from functools import partial
@@ -9,10 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torchtune
 from omegaconf import OmegaConf
 from rocm_ext.recipes.dpo_rocm import DPO, main
-from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from safetensors.torch import load_file
 
 from rocm_ext import config
@@ -22,12 +19,13 @@ from rocm_ext.model.adapters import peft_files
 from rocm_ext.train.likelihood import falling_likelihood
 from rocm_ext.train.reference import FILE, PARTS
 from rocm_ext.train.scoring import score
+from tests.kit import parity
 from tests.kit.forks import forked, forked_ranks, kill_before, several_ranks
+from tests.kit.parity import STOCK_RECIPES, WEIGHTS, run_stock
 from tests.kit.tiny import TEXT, metrics, run_config, write_model, write_rows, write_yaml
 
-STOCK_RECIPES = Path(torchtune.__file__).parents[1] / "recipes"
 DPO_LOSS = {"_component_": "torchtune.rlhf.loss.DPOLoss"}
-WEIGHTS = "adapter/adapter_model.safetensors"
+prepare, train = partial(parity.prepare, recipe=DPO), partial(parity.finetune, recipe=DPO)
 
 
 @pytest.fixture(scope="module")
@@ -60,47 +58,7 @@ def dpo_config(top: Path, out: Path, base: str = "base", **changes) -> dict:
     return {**cfg, **changes}
 
 
-def prepare(cfg: dict, recipe=DPO, name: str = "dpo_rocm"):
-    out = Path(cfg["output_dir"])
-    made = recipe(config.load(name, str(write_yaml(out.with_suffix(".yaml"), cfg))))
-    made.setup()
-    return made
-
-
-def train(cfg: dict) -> DPO:
-    recipe = prepare(cfg)
-    recipe.train()
-    recipe.cleanup()
-    return recipe
-
-
 # ---- torchtune's recipe and its configs
-
-
-class StockLog:
-    """Stands in for torchtune's metric logger."""
-
-    def __init__(self):
-        self.steps = []
-
-    def log_dict(self, payload, step):
-        self.steps.append({key: float(value) for key, value in payload.items()})
-
-
-def run_stock(cfg: dict, initial: Path) -> tuple[list[dict], dict[str, torch.Tensor]]:
-    """Run torchtune's recipe; return each step's metrics and the final adapter, and save the first to ``initial``."""
-    path = STOCK_RECIPES / "lora_dpo_single_device.py"
-    spec = importlib.util.spec_from_file_location("stock_lora_dpo", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    recipe = module.LoRADPORecipeSingleDevice(OmegaConf.create(cfg))
-    recipe.setup(OmegaConf.create(cfg))
-    recipe._metric_logger.close()
-    recipe._metric_logger = StockLog()
-    recipe.save_checkpoint = lambda epoch: None
-    torch.save({name: p.detach().clone() for name, p in recipe.adapter_params.items()}, initial)
-    recipe.train()
-    return recipe._metric_logger.steps, {name: p.detach() for name, p in recipe.adapter_params.items()}
 
 
 @pytest.mark.parametrize("loss", [{**DPO_LOSS, "beta": 0.3, "label_smoothing": 0.1},
@@ -119,7 +77,7 @@ def test_every_step_equals_stock_torchtune(top, tmp_path, loss):
     )  # fmt: skip
     del cfg["sequences_per_step"]
     cfg["tokenizer"]["max_seq_len"] = None
-    stock, adapter = run_stock({k: v for k, v in cfg.items() if k != "hardware"}, tmp_path / "initial.pt")
+    stock, adapter = run_stock("lora_dpo", {k: v for k, v in cfg.items() if k != "hardware"}, tmp_path / "initial.pt")
     cfg["checkpointer"]["adapter_checkpoint"] = str(tmp_path / "initial.pt")
     ours = train(cfg)
     assert len(stock) == 6
@@ -393,8 +351,7 @@ def test_unknown_metrics_of_early_stopping_are_refused(top, tmp_path):
             "column_map": {"prompt": "question", "completion": "answer"}}  # fmt: skip
     plain = {"_component_": "rocm_ext.losses.CrossEntropy"}
     with pytest.raises(UserError, match="val_margin is unknown for loss CrossEntropy; known: val_loss"):
-        prepare(dpo_config(top, tmp_path / "run", early_stopping_metric="val_margin", dataset=rows, loss=plain),
-                LoRAFinetune, "lora_finetune_rocm")  # fmt: skip
+        parity.prepare(dpo_config(top, tmp_path / "run", early_stopping_metric="val_margin", dataset=rows, loss=plain))
 
 
 # ---- what a run says
@@ -449,9 +406,9 @@ def test_the_wrong_rows_are_refused(top, tmp_path):
     with pytest.raises(UserError, match="dataset_val has single answers"):
         prepare(dpo_config(top, tmp_path / "run", dataset_val=answers))
     with pytest.raises(UserError, match="the rows are pairs, and loss CrossEntropy would train on the rejected"):
-        prepare(dpo_config(top, tmp_path / "run"), LoRAFinetune, "lora_finetune_rocm")
+        parity.prepare(dpo_config(top, tmp_path / "run"))
     cfg = dpo_config(top, tmp_path / "run", loss=DPO_LOSS, recipe="lora_finetune_rocm")
     with pytest.raises(UserError, match=r"needs the columns reference_logprobs, .*; start dpo_rocm on pairs"):
-        prepare(cfg, LoRAFinetune, "lora_finetune_rocm")
+        parity.prepare(cfg)
     with pytest.raises(UserError, match=r"loss\.loss is 'kto'"):
         prepare(dpo_config(top, tmp_path / "run", loss={"_component_": "rocm_ext.losses.Preference", "loss": "kto"}))

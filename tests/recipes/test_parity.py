@@ -2,19 +2,16 @@
 
 import base64
 import copy
-import importlib.util
 import json
 import shutil
 import sys
 import warnings
 from pathlib import Path
 
-import numpy as np
 import peft
 import pytest
 import torch
 import torch.nn.functional as F
-import torchtune
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -29,17 +26,16 @@ from transformers import AutoModelForCausalLM
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
-from rocm_ext.data.batches import MicroBatch, collate, row_sizes
-from rocm_ext.data.rows import Rows
+from rocm_ext.data.batches import collate, row_sizes
 from rocm_ext.losses import CrossEntropy
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.adapters.merge import merge
 from rocm_ext.model.lora import Dora, Lora
 from rocm_ext.model.native import native
-from tests.kit.tiny import metrics, run_config, write_model, write_rows, write_yaml
+from tests.kit.parity import STOCK_RECIPES, finetune, pack, prepare, random_sequences, rows_that_begin_alike, run_stock
+from tests.kit.tiny import metrics, run_config, write_model, write_rows
 
 pytestmark = pytest.mark.usefixtures("any_torchao")
-STOCK_RECIPES = Path(torchtune.__file__).parents[1] / "recipes"
 CHUNKED_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
 TORCH_LOSS = {"_component_": "torch.nn.CrossEntropyLoss"}
 OUR_LOSS = {"_component_": "rocm_ext.losses.CrossEntropy"}
@@ -62,37 +58,11 @@ def folders(tmp_path_factory):
     }
 
 
-def prepare(cfg: dict) -> LoRAFinetune:
-    """Set our recipe up for the YAML content ``cfg``."""
-    out = Path(cfg["output_dir"])
-    out.parent.mkdir(parents=True, exist_ok=True)
-    recipe = LoRAFinetune(config.load("lora_finetune_rocm", str(write_yaml(out.with_suffix(".yaml"), cfg))))
-    recipe.setup()
-    return recipe
-
-
-def finetune(cfg: dict) -> LoRAFinetune:
-    """Run our recipe and return it."""
-    recipe = prepare(cfg)
-    recipe.train()
-    recipe.cleanup()
-    return recipe
-
-
 def adapter(recipe: LoRAFinetune) -> dict[str, torch.Tensor]:
     return peft_files.adapter_state(recipe.learner.decoder)
 
 
 # ---- stock torchtune
-
-
-def stock_recipe():
-    """Load torchtune's class from its file, because the package ``recipes`` refuses imports."""
-    path = STOCK_RECIPES / "lora_finetune_single_device.py"
-    spec = importlib.util.spec_from_file_location("stock_lora_finetune", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.LoRAFinetuneRecipeSingleDevice
 
 
 def llama3_tokenizer(folder: Path) -> dict:
@@ -124,33 +94,6 @@ def instruct_dataset(rows: Path, **more) -> dict:
         "column_map": {"input": "question", "output": "answer"},
         **more,
     }
-
-
-class StockLog:
-    """Stands in for torchtune's metric logger."""
-
-    def __init__(self):
-        self.steps = []
-
-    def log_dict(self, payload, step):
-        self.steps.append({key: float(value) for key, value in payload.items()})
-
-    def close(self):
-        pass
-
-
-def run_stock(cfg: dict, initial: Path) -> tuple[list[dict], dict[str, torch.Tensor]]:
-    """Return each step's metrics and the final adapter; save the initial adapter to ``initial``."""
-    recipe_class = stock_recipe()
-    recipe = recipe_class(OmegaConf.create(cfg))
-    recipe.setup(OmegaConf.create(cfg))
-    recipe._metric_logger.close()
-    recipe._metric_logger = StockLog()
-    recipe.save_checkpoint = lambda epoch: None
-    weights = recipe.adapter_params
-    torch.save({name: p.detach().clone() for name, p in weights.items()}, initial)
-    recipe.train()
-    return recipe._metric_logger.steps, {name: p.detach() for name, p in weights.items()}
 
 
 @pytest.mark.parametrize(
@@ -198,7 +141,7 @@ def test_every_step_equals_stock_torchtune(folders, tmp_path, base, lora, loss):
         cfg["tokenizer"]["max_seq_len"] = None
     stock_cfg = {**cfg, "loss": TORCH_LOSS if loss is OUR_LOSS else loss}
     del stock_cfg["hardware"]
-    stock, stock_adapter = run_stock(stock_cfg, tmp_path / "initial.pt")
+    stock, stock_adapter = run_stock("lora_finetune", stock_cfg, tmp_path / "initial.pt")
 
     cfg["checkpointer"]["adapter_checkpoint"] = str(tmp_path / "initial.pt")
     ours = finetune(cfg)
@@ -374,18 +317,6 @@ def decoder_pair(family: str, max_seq_len: int = 12):
     return plain, packed
 
 
-def pack(sequences: list[torch.Tensor], multiple: int = 1) -> MicroBatch:
-    """Return the micro-batch of ``sequences`` with every token labelled."""
-    arrays = [s.numpy() for s in sequences]
-    rows = Rows(arrays, arrays, [(len(s),) for s in arrays], {})
-    return collate(rows, list(range(len(arrays))), packed=True, pad_id=0, multiple=multiple)
-
-
-def random_sequences(lengths, seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, 64, (n,), generator=generator) for n in lengths]
-
-
 lengths_strategy = st.lists(st.integers(1, 12), min_size=1, max_size=5)
 
 
@@ -429,19 +360,6 @@ def test_shared_beginnings_equal_sequences_alone(family):
     (expected * weights).sum().backward()
     for (name, ours), theirs in zip(packed.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def rows_that_begin_alike() -> Rows:
-    """Return a pair that shares 20 tokens, one that shares too few, and four sequences; every token has a label."""
-    pairs = random_sequences([20, 7, 1, 15, 9, 3, 16, 5, 6, 30], 5)
-    prompt, a, b, few, c, d, other, e, f, g = (s.numpy() for s in pairs)
-    pieces = [
-        [np.r_[prompt, a], np.r_[prompt, b]],
-        [np.r_[few, c], np.r_[few, 64 - c, d]],
-        [np.r_[other, e], np.r_[other, f], g, np.r_[g[:16], f]],
-    ]
-    tokens = [np.concatenate(row).astype(np.int32) for row in pieces]
-    return Rows(tokens, tokens, [tuple(map(len, row)) for row in pieces], {})
 
 
 @settings(max_examples=15, deadline=None)

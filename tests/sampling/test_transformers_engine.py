@@ -29,14 +29,14 @@ from rocm_ext.plan.workload import Questions
 from rocm_ext.sampling import LocalEngine, Request, Sampling, sample_seed
 from tests.kit.families import folder_config
 from tests.kit.forks import forked, forked_ranks, several_ranks
-from tests.kit.hf_models import CARE, COMMON, MODELS, MORE, write_common, write_theirs
+from tests.kit.hf_models import CARE, COMMON, MORE, write_common, write_theirs, write_wider
 from tests.kit.multimodal_models import MODELS as MULTIMODAL
 from tests.kit.multimodal_models import write_multimodal
+from tests.kit.parity import our_model
 from tests.kit.plans import as_configured
 from tests.kit.raft_runs import WEIGHTS, write_run
 from tests.kit.tiny import SHAPE, write_rows, write_yaml
-from tests.model.test_families import our_model
-from tests.model.test_transformers_models import TWICE, WIDER, some
+from tests.model.test_transformers_models import some
 from tests.recipes.test_raft import kill_at_record
 
 pytestmark = pytest.mark.usefixtures("any_torchao")
@@ -272,8 +272,7 @@ def test_memory_decides_on_the_slots(folder_of, caplog):
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", some("gemma 3", but=("granite hybrid",)))  # see docs/limits.md
 def test_planned_peak_of_sampling_covers_the_measured_one(tmp_path, name, dtype):
-    twice = {key: value * 2 for key, value in MODELS[name][2].items() if key in TWICE}
-    base = write_theirs(tmp_path / "base", name, **WIDER, **twice, vocab_size=2048)
+    base = write_wider(tmp_path / "base", name, vocab_size=2048)
     decoder, new, slots = our_model(base).to(dtype), 40, 32
     tally = CostCounter()
     tally.ignore([*decoder.parameters(), *decoder.buffers()])

@@ -18,7 +18,7 @@ from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.build import build_model
 from rocm_ext.model.native import NativeDecoder
 from rocm_ext.model.transformers.decoder import TransformersDecoder
-from tests.model.test_families import our_model
+from tests.kit.parity import our_model
 from tools.benchmarks import __main__ as command
 from tools.benchmarks import beside, cycle, peers, protocol, sampling, sft, startup, work
 from tools.benchmarks.protocol import ROOT, Failed, Ratio, Side, in_turn

@@ -101,12 +101,12 @@ def test_an_answer_alone_is_a_group_of_one(calls):
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        ("raise", "oh no"), ("die", "exited with 3"), ("hang", "hung for 2 s"),
+        ("raise", "oh no"), ("die", "exited with 3"), ("hang", "hung for 1 s"),
         ("fewer", "Rare.judge_group must return a list of 3 results"),
     ],
 )  # fmt: skip
 def test_a_group_whose_call_fails_is_an_error_and_is_judged_once(calls, bad, says):
-    found = judged(RARE, ["a", "b"], ["a", bad, "c"], ["a", "a"], timeout=2 if bad == "hang" else 30)
+    found = judged(RARE, ["a", "b"], ["a", bad, "c"], ["a", "a"], timeout=1 if bad == "hang" else 30)
     assert [[str(result.verdict) for result in group] for group in found] == [
         ["CORRECT"] * 2, ["ERROR"] * 3, ["WRONG"] * 2,
     ]  # fmt: skip
@@ -225,7 +225,7 @@ def test_formulas_vote_by_value():
 
 
 def test_a_slow_answer_spoils_no_other_of_its_group():
-    slow = [rf"\boxed{{9^{{9^{{9^{n}}}}}}}" for n in range(4, 9)]
+    slow = [rf"\boxed{{9^{{9^{{9^{n}}}}}}}" for n in (4, 5)]
     quick = [
         r"\boxed{2\sqrt{2}}",
         r"\boxed{\sqrt{8}}",
@@ -238,9 +238,9 @@ def test_a_slow_answer_spoils_no_other_of_its_group():
     [group] = judged(node, [*slow, *quick, slow[0]], timeout=60)
     assert time.monotonic() - started < 30 + 10
     judged_quick = ["CORRECT", "CORRECT", "WRONG", "UNPARSED", "WRONG"]
-    assert [str(result.verdict) for result in group] == ["TIMEOUT"] * 5 + judged_quick + ["TIMEOUT"]
+    assert [str(result.verdict) for result in group] == ["TIMEOUT"] * 2 + judged_quick + ["TIMEOUT"]
     [group] = judged(node, [*slow, *quick, r"\boxed{\frac{4}{\sqrt{2}}}"], timeout=60)
-    assert [str(result.verdict) for result in group] == ["TIMEOUT"] * 5 + judged_quick + ["CORRECT"]
+    assert [str(result.verdict) for result in group] == ["TIMEOUT"] * 2 + judged_quick + ["CORRECT"]
 
 
 def test_a_group_of_numbers_needs_no_other_process(monkeypatch):

@@ -150,7 +150,7 @@ def test_one_bad_answer_spoils_no_other_of_its_batch(mine):
 
 
 def test_a_batch_that_hangs_is_judged_one_by_one(mine):
-    with Pool(mine("odd"), workers=1, timeout=2) as pool:
+    with Pool(mine("odd"), workers=1, timeout=1) as pool:
         futures = [pool.submit(text, TEXT) for text in ("a", "b", "hang", "c")]
         assert [str(future.result().verdict) for future in futures] == ["CORRECT", "CORRECT", "ERROR", "CORRECT"]
 

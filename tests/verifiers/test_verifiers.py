@@ -194,7 +194,7 @@ def test_command(tmp_path: Path):
     hangs = (
         f"import subprocess, time; p = subprocess.Popen(['sleep', '100']); open({str(pid)!r}, 'w').write(str(p.pid))"
     )
-    assert "3 s" in program(f"{hangs}; time.sleep(100)", timeout=3)("x", {}).detail
+    assert "2 s" in program(f"{hangs}; time.sleep(100)", timeout=2)("x", {}).detail
     assert time.monotonic() - started < 20
     while _runs(pid.read_text()) and time.monotonic() - started < 20:
         time.sleep(0.02)
