@@ -263,7 +263,7 @@ class _Attempt:
                     process.kill()
             if time.monotonic() > end:
                 raise UserError(
-                    f"process {self._process.pid} or a child of it was killed and does not end, as when a driver hangs. "
+                    f"process {self._process.pid}, or a child of it, does not end when it is killed: its driver hangs. "
                     "Restart the machine; the same command then goes on"
                 )
             time.sleep(0.02)

@@ -354,7 +354,7 @@ class Training:
         scaled = self.scaler.is_enabled()  # fp16 gradients overflow now and then, and the scaler skips such a step
         if math.isfinite(loss) and (math.isfinite(grad_norm) or (scaled and self.scaler.get_scale() >= 1)):
             return
-        where, cure = self._locate(update)
+        where, cure = self._locate(update, loss)
         if not cure and self._updated:
             cure = "Lower the learning rate, set clip_grad_norm, or look at these rows"
         elif not cure:
@@ -366,8 +366,8 @@ class Training:
             + (f"The last good checkpoint is {last[-1]}" if last else "There is no checkpoint yet")
         )
 
-    def _locate(self, update: Update) -> tuple[str, str]:
-        """Compute the forward passes of an update once more, uncompiled; all ranks call this.
+    def _locate(self, update: Update, loss: float) -> tuple[str, str]:
+        """Compute the forward passes of an update with this ``loss`` again, uncompiled; all ranks call this.
 
         Returns:
             Where the first value that is not finite comes from; and the setting that avoids it, or an empty text.
@@ -388,8 +388,11 @@ class Training:
             return where, cure
         if not all(finite for _, finite in of_ranks):
             return f"All hidden states are finite, so it is the loss {type(learner.objective).__name__}", ""
-        if cfg.compile:
-            return "Without compile the same forward passes are finite", "Set compile=False"
+        if not math.isfinite(loss):
+            cure = (
+                "Set compile=False" if cfg.compile else "Dropout, or a machine that errs at times: see rocm-ext doctor"
+            )
+            return f"Computed again{', uncompiled' * bool(cfg.compile)}, the loss is finite", cure
         return "All activations are finite, so it is the backward pass", ""
 
     # ---- the outputs

@@ -78,6 +78,21 @@ def test_the_loss_is_named(path, monkeypatch):
     assert "All hidden states are finite, so it is the loss CrossEntropy" in line
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_loss_that_is_finite_the_second_time(path, monkeypatch, tmp_path, compiled):
+    compute, times = CrossEntropy.__call__, []
+
+    def once(*args, **kwargs):
+        times.append(1)
+        return compute(*args, **kwargs) * (torch.nan if len(times) == 1 else 1)
+
+    monkeypatch.setattr(CrossEntropy, "__call__", once)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: None)
+    line = forked(sft.main, path, f"compile={compiled}")[1].splitlines()[-1]
+    assert f"Computed again{', uncompiled' * compiled}, the loss is finite" in line
+    assert ("Set compile=False. " in line) == compiled
+
+
 @several_ranks
 def test_all_ranks_name_the_same_layer(path, monkeypatch):
     plant(monkeypatch, "layers.1.mlp", spoilt)
