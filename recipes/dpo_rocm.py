@@ -17,8 +17,7 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import warn
-from rocm_ext.data.pair_rows import SIDE
-from rocm_ext.data.rows import Rows
+from rocm_ext.data.rows import SIDE, Rows
 from rocm_ext.train.lifecycle import run
 from rocm_ext.train.likelihood import falling_likelihood
 from rocm_ext.train.metrics import read_metrics

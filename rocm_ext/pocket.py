@@ -179,6 +179,7 @@ class Problem:
 
     @property
     def answer(self) -> int:
+        """The sum or difference."""
         return self.a + self.b if self.op == "+" else self.a - self.b
 
     def worked(self) -> str:

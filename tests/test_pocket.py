@@ -249,11 +249,11 @@ def test_the_card_says_what_eval_says(pocket_dir, capsys):
 def test_eval_draws_the_same_answers_each_time(pocket_dir, held_out, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in held_out[:16]))
+    rows.write_text("".join(json.dumps(row) + "\n" for row in held_out[:8]))
     files = [path.name for path in tmp_path.iterdir()]
     said, again = (evaluate(capsys, pocket_dir, "--data", str(rows), overrides=["eval_samples=3"]) for _ in range(2))
     assert said == again
-    assert said["prompts"] == 16
+    assert said["prompts"] == 8
     assert (said["samples_per_prompt"], list(said["pass_at_k"])) == (3, ["1", "2"])
     assert said["pass_at_k"]["1"]["pass"] <= said["pass_at_k"]["2"]["pass"]
     assert [path.name for path in tmp_path.iterdir()] == files
@@ -274,7 +274,7 @@ def test_eval_takes_an_adapter_of_peft(pocket_dir, held_out, tmp_path, capsys, m
     model.save_pretrained(tmp_path / "adapter")
     tokenizer = AutoTokenizer.from_pretrained(pocket_dir)
     chosen = []
-    for i, row in enumerate(held_out[:20]):
+    for i, row in enumerate(held_out[:12]):
         prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_tensors="pt")
         out = model.generate(**prompt, max_new_tokens=32, do_sample=False)[0, prompt["input_ids"].shape[1] :]
         numbers = re.findall(r"\d+", tokenizer.decode(out, skip_special_tokens=True).strip().splitlines()[-1])
@@ -282,7 +282,7 @@ def test_eval_takes_an_adapter_of_peft(pocket_dir, held_out, tmp_path, capsys, m
         chosen.append({"prompt": row["prompt"], "answer": answer})
     rows.write_text("".join(json.dumps(row) + "\n" for row in chosen))
     expected = sum(row["answer"] != "1000" for row in chosen)
-    assert expected > 5
+    assert expected > 3
     with_adapter = evaluate(capsys, pocket_dir, "--data", str(rows), "--adapter", str(tmp_path / "adapter"))
     assert with_adapter["correct"] == expected
     assert evaluate(capsys, pocket_dir, "--data", str(rows))["correct"] < expected

@@ -27,13 +27,12 @@ from rocm_ext.machine import numerics
 from rocm_ext.machine.budget import open_device
 from rocm_ext.machine.detect import detect
 from rocm_ext.machine.profile import load_profile
-from rocm_ext.model.attention import choose_attention
+from rocm_ext.model.attention import choose_attention, span_for
 from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.download import use_shape
 from rocm_ext.model.lora import plain
 from rocm_ext.model.sampler import copied_bytes, sampler_of
-from rocm_ext.model.slots import span_for
 from rocm_ext.plan import workload
 from rocm_ext.plan.costs import CostCounter
 from rocm_ext.plan.memory import frozen_bytes, readable

@@ -187,10 +187,10 @@ class Chat:
 def model_sampling(folder: Path) -> dict[str, Any]:
     """Return how a model's ``generation_config.json`` says to sample: ``temperature``, ``top_p``, ``top_k``."""
     path = folder / "generation_config.json"
-    found = (json_object(path.read_bytes()) if path.is_file() else None) or {}
-    if found.get("do_sample") is False:
+    settings = (json_object(path.read_bytes()) if path.is_file() else None) or {}
+    if settings.get("do_sample") is False:
         return {"temperature": 0}
-    named = {key: found[key] for key in ("temperature", "top_p", "top_k", "min_p") if found.get(key)}
+    named = {key: settings[key] for key in ("temperature", "top_p", "top_k", "min_p") if settings.get(key)}
     return {"temperature": _TEMPERATURE, **named}
 
 
@@ -218,8 +218,8 @@ def open_chat(cfg: DictConfig, seed: int | None = None, system: str = "", **samp
         recipe = RLRecipe(cfg)
         recipe.open_model()
         try:
-            own = model_sampling(Path(cfg.checkpointer.checkpoint_dir))
+            defaults = model_sampling(Path(cfg.checkpointer.checkpoint_dir))
             with recipe.engines.sample.session(None) as session:
-                yield Chat(recipe, session, Sampling(**{**own, **given}), cfg.seed, system)
+                yield Chat(recipe, session, Sampling(**{**defaults, **given}), cfg.seed, system)
         finally:
             recipe.cleanup()

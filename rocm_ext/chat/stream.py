@@ -1,10 +1,12 @@
-"""Text from tokens as they are sampled, and which part of it is reasoning."""
+"""Text from tokens as they are sampled, which part of it is reasoning, and how a terminal or a pipe shows it."""
 
-from typing import Any
+import os
+from typing import Any, TextIO
 
 from rocm_ext.data.encoder import TextEncoder
 from rocm_ext.data.render import to_text
 
+_DIM, _PLAIN = "\033[2m", "\033[0m"
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _OPEN, _CLOSE = "<think>", "</think>"  # around reasoning; other models' marks are special tokens, which no text shows
 
@@ -71,7 +73,7 @@ class Reasoning:
         The end of ``piece`` waits for the next one if it may be the beginning of a tag.
         """
         text, parts = self._held + piece, []
-        while (at := text.find(tag := self._awaited)) >= 0:
+        while (at := text.find(tag := _CLOSE if self.open else _OPEN)) >= 0:
             cut = at + len(tag) if self.open else at
             parts += [(text[:cut], self.open), (text[cut : at + len(tag)], True)]
             self.open, text = not self.open, text[at + len(tag) :]
@@ -85,6 +87,42 @@ class Reasoning:
         held, self._held = self._held, ""
         return [(held, self.open)] if held else []
 
-    @property
-    def _awaited(self) -> str:
-        return _CLOSE if self.open else _OPEN
+
+class Writer:
+    """Writes the pieces of an answer as they come.
+
+    A terminal gets reasoning dimmed, and no control characters of the model's. A pipe gets the answer without its
+    reasoning.
+
+    Args:
+        out: where to write.
+    """
+
+    def __init__(self, out: TextIO) -> None:
+        self._out, self._terminal = out, out.isatty()
+        self._dims = self._terminal and not os.environ.get("NO_COLOR")
+        self._dim, self._behind, self._line_ended = False, False, False
+
+    def write(self, text: str, reasoning: bool) -> None:
+        """Write a piece."""
+        if reasoning and not self._terminal:
+            self._behind = True
+            return
+        if self._behind:  # models begin the text behind their reasoning with empty lines
+            text = text.lstrip("\n")
+            self._behind = not text
+        if self._terminal:
+            text = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+        if not text:
+            return
+        if self._dims and reasoning != self._dim:
+            self._out.write(_DIM if reasoning else _PLAIN)
+            self._dim = reasoning
+        self._out.write(text)
+        self._out.flush()
+        self._line_ended = text.endswith("\n")
+
+    def end(self) -> None:
+        """End the last line."""
+        self._out.write(_PLAIN * self._dim + "\n" * (not self._line_ended))
+        self._out.flush()

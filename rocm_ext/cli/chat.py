@@ -132,7 +132,7 @@ def _act(chat: "Chat", line: str) -> None:
 
 def _show(chat: "Chat", pieces: Iterator[tuple[str, bool]]) -> int:
     """Write an answer as it comes, and its speed; returns an exit code."""
-    from rocm_ext.chat.terminal import Writer
+    from rocm_ext.chat.stream import Writer
 
     writer = Writer(sys.stdout)
     with _stopping() as stopped:

@@ -45,11 +45,10 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"nothing to write; set {named}", code=2)
     if args.base_name and not is_hub_name(args.base_name):
         raise UserError(f"--base-name {args.base_name} is no name on the hub; expected OWNER/NAME", code=2)
-    from rocm_ext.export import gguf_adapter, gguf_model, open_source
-    from rocm_ext.export.card import card
-    from rocm_ext.export.merged import write_merged
+    from rocm_ext.export import gguf_model, open_source
     from rocm_ext.export.ollama import write_modelfile
-    from rocm_ext.export.push import push
+    from rocm_ext.export.push import card, push
+    from rocm_ext.export.source import write_merged
 
     setup_logging()
     source = replace(open_source(args.source, args.base, args.trust_config), base_name=args.base_name)
@@ -65,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
         gguf_model.write_model(source, args.gguf, args.type)
         files += [args.gguf, write_modelfile(source, args.gguf)]
     if args.gguf_adapter:
-        gguf_adapter.write_adapter(source, args.gguf_adapter)
+        gguf_model.write_adapter(source, args.gguf_adapter)
         modelfile = write_modelfile(source, args.gguf_adapter, adapter=True)
         files += [args.gguf_adapter, modelfile]
     if args.card:

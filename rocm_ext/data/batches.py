@@ -118,8 +118,8 @@ def count_labels(labels: np.ndarray, lengths: Sequence[int]) -> tuple[int, int]:
         The number of labels and the number of sequences with a label.
     """
     starts = np.cumsum([0, *lengths])[:-1]
-    each = np.add.reduceat(labelled(labels, lengths), starts, dtype=np.int64)
-    return int(each.sum()), int((each > 0).sum())
+    counts = np.add.reduceat(labelled(labels, lengths), starts, dtype=np.int64)
+    return int(counts.sum()), int((counts > 0).sum())
 
 
 def label_counts(rows: Rows) -> list[tuple[int, int]]:
@@ -174,7 +174,7 @@ class _Sequence(NamedTuple):
     shared: int = 0  # see Batch.shared
 
     @property
-    def own(self) -> int:
+    def length(self) -> int:
         """Number of tokens that are in the micro-batch for this sequence alone."""
         return len(self.tokens) - self.shared
 
@@ -215,11 +215,11 @@ def row_sizes(rows: Rows, share: bool) -> list[int]:
         rows: the rows.
         share: whether the sequences of a row share their beginnings, see :func:`collate`.
     """
-    sizes = [sum(each) for each in rows.lengths]
+    sizes = [sum(row) for row in rows.lengths]
     if not share:
         return sizes
-    each = zip(rows.tokens, rows.lengths, strict=True)
-    return [size - sum(shared_beginnings(*row)) for size, row in zip(sizes, each, strict=True)]
+    parts = zip(sizes, rows.tokens, rows.lengths, strict=True)
+    return [size - sum(shared_beginnings(tokens, lengths)) for size, tokens, lengths in parts]
 
 
 def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: int, share: bool = False) -> MicroBatch:
@@ -235,11 +235,11 @@ def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: i
             packed rows.
     """
     sequences = [sequence for i in piece for sequence in _sequences(rows, i, share)]
-    real = sum(sequence.own for sequence in sequences)
+    real = sum(sequence.length for sequence in sequences)
     if not sequences:  # no row is left for this rank; one token without a label keeps it in step with the others
         sequences = [_nothing(1, pad_id, len(rows.columns))]
     if packed:
-        width = sum(sequence.own for sequence in sequences)
+        width = sum(sequence.length for sequence in sequences)
         if padding := -width % multiple:
             sequences.append(_nothing(padding, pad_id, len(rows.columns)))
         grid = [sequences]
@@ -254,7 +254,7 @@ def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: i
     for b, row in enumerate(grid):
         at = first = 0
         for sequence in row:
-            shared, end = sequence.shared, at + sequence.own
+            shared, end = sequence.shared, at + sequence.length
             first = first if shared else at
             tokens[b, at:end] = sequence.tokens[shared:]
             positions[b, at:end] = np.arange(shared, len(sequence.tokens))
@@ -262,7 +262,7 @@ def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: i
             places.append(b * width + before + np.where(before < shared, first, at - shared))
             predicted.append(before + 1)
             at = end
-    counts = [len(each) for each in predicted if len(each)]
+    counts = [len(labels) for labels in predicted if len(labels)]
 
     def at_labels(parts: Iterable[np.ndarray], dtype: type) -> Tensor:
         picked = [part[at] for part, at in zip(parts, predicted, strict=True)]
@@ -271,7 +271,7 @@ def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: i
     return MicroBatch(
         tokens=torch.from_numpy(tokens),
         positions=torch.from_numpy(positions),
-        lengths=tuple(sequence.own for sequence in sequences) if packed else None,
+        lengths=tuple(sequence.length for sequence in sequences) if packed else None,
         index=torch.from_numpy(np.concatenate(places)),
         targets=at_labels((sequence.labels for sequence in sequences), np.int64),
         sequence=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)),

@@ -12,7 +12,7 @@ from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
 
-TOKENIZER = "tokenizer.json"
+TOKENIZER, EOS = "tokenizer.json", "eos_token_id"
 
 
 class TextEncoder:
@@ -40,8 +40,8 @@ class TextEncoder:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special = frozenset(token.content for token in added.values() if token.special)
         self.ids = {token.content: number for number, token in added.items()}
-        found = (self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
-        self.byte_tokens = frozenset(number for number in found if number is not None)
+        bytes_ = (self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        self.byte_tokens = frozenset(number for number in bytes_ if number is not None)
         # Added tokens split a text before anything else happens to it, so the text behind one is tokenised as if it
         # stood alone. Those that take white space with them, or change with the text around them, are left out.
         plain = {number: t.content for number, t in added.items() if not (t.lstrip or t.rstrip or t.single_word)}
@@ -62,9 +62,9 @@ class TextEncoder:
 
     def prefix(self) -> list[int]:
         """Return the tokens that the model's tokenizer puts before a text by itself, such as a BOS."""
-        plain, whole = self.encode("a"), self._tokenizer.encode("a", add_special_tokens=True).ids
-        starts = (i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
-        return whole[: next(starts, 0)]
+        plain, special = self.encode("a"), self._tokenizer.encode("a", add_special_tokens=True).ids
+        starts = (i for i in range(len(special)) if special[i : i + len(plain)] == plain)
+        return special[: next(starts, 0)]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens`` without special tokens."""
@@ -88,13 +88,13 @@ class TextEncoder:
         for cut in cuts:
             at = bisect_right(anchors, cut - begun, key=lambda anchor: anchor[1]) - 1
             start, _, index = anchors[at] if at >= 0 else (0, 0, 0)
-            own = self.encode(text[start : cut - begun])
-            if tokens[index : index + len(own)] != own:
-                done += tokens[:index] + own
+            before = self.encode(text[start : cut - begun])
+            if tokens[index : index + len(before)] != before:
+                done += tokens[:index] + before
                 text, begun = text[cut - begun :], cut
-                tokens, index, own = self.encode(text), 0, []
+                tokens, index, before = self.encode(text), 0, []
                 anchors = self._anchors(text, tokens)
-            positions.append(len(done) + index + len(own))
+            positions.append(len(done) + index + len(before))
         return done + tokens, positions
 
     def _anchors(self, text: str, tokens: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -132,7 +132,7 @@ class HFTokenizer:
             raise UserError(f"{path} does not exist; {how_to_download(folder)}")
         self.encoder, self.max_seq_len = TextEncoder(Path(path)), max_seq_len
         self.special_tokens = self.encoder.ids
-        self.stop_tokens = eos_ids(folder) or self._named(folder)
+        self.stop_tokens = ids_in(folder, EOS) or self._named(folder)
         if not self.stop_tokens:
             raise UserError(f"no file in {folder} names an EOS token (eos_token_id in generation_config.json)")
         self.eos_id = self.stop_tokens[0]
@@ -159,11 +159,6 @@ class HFTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens`` without special tokens."""
         return self.encoder.decode(tokens)
-
-
-def eos_ids(folder: Path) -> list[int]:
-    """Return the ids of the EOS tokens in a model's ``generation_config.json``, else in its ``config.json``."""
-    return ids_in(folder, "eos_token_id")
 
 
 def ids_in(folder: Path, key: str) -> list[int]:

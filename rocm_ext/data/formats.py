@@ -29,6 +29,7 @@ import pickletools
 import re
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from rocm_ext.data.messages import string
@@ -90,9 +91,9 @@ def _mbppplus(row: dict[str, Any]) -> dict[str, Any]:
     shown, imports = _texts(row, "test_list"), _texts(row, "test_imports") if "test_imports" in row else []
     rest = _without(row, "code", "test", "test_list", "test_imports")
     rest |= {"solution": row["code"]} if "code" in row else {}
-    names = _defined(row.get("code", "")) & _called("\n".join(shown))
-    rest |= {"entry_point": names.pop()} if len(names) == 1 else {}
     examples = "\n".join(shown)
+    names = _called_functions(row.get("code", ""), examples)
+    rest |= {"entry_point": names.pop()} if len(names) == 1 else {}
     prompt = f"{row['prompt'].rstrip()}\n\nYour code should pass these tests:\n\n{examples}"
     return {**rest, "prompt": prompt, "tests": _with_shapes(row["test"]), "test_setup": "\n".join(imports)}
 
@@ -213,10 +214,8 @@ def _private(text: Any) -> list[Any]:
     """
     if not isinstance(text, str):
         return text if isinstance(text, list) else _refuse_private("text")
-    try:
+    with suppress(ValueError):  # it is packed
         return list(json.loads(text))
-    except ValueError:
-        pass
     try:
         unpacker = zlib.decompressobj()
         data = unpacker.decompress(base64.b64decode(text, validate=True), MAX_TESTS)
@@ -235,22 +234,14 @@ def _refuse_private(what: str) -> Any:
     raise ValueError(f"private_test_cases must be {what}")
 
 
-def _defined(code: Any) -> set[str]:
-    """The functions at the top level of a source."""
+def _called_functions(code: Any, tests: str) -> set[str]:
+    """The functions at the top level of ``code`` that ``tests`` call; none where one of them is no Python."""
     try:
-        body = ast.parse(string(code, "code")).body
+        body, nodes = ast.parse(string(code, "code")).body, list(ast.walk(ast.parse(tests)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return set()
-    return {node.name for node in body if isinstance(node, ast.FunctionDef)}
-
-
-def _called(code: str) -> set[str]:
-    """The names that a source calls."""
-    try:
-        nodes = list(ast.walk(ast.parse(code)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set()
-    return {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    called = {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    return called & {statement.name for statement in body if isinstance(statement, ast.FunctionDef)}
 
 
 def _need(row: Mapping[str, Any], format: str, *columns: str) -> None:

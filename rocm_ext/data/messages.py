@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
 ROLES |= {"human": "user", "gpt": "assistant", "ipython": "tool"}
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # as transformers reads them
-_OWN = ("role", "from", "content", "value", "weight")
+_READ = ("role", "from", "content", "value", "weight")
 
 
 class Turn(NamedTuple):
@@ -52,14 +52,16 @@ def _to_turn(turn: Any, where: str) -> Turn:
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"{where}: unknown role {role!r}; known: {', '.join(ROLES)}")
     role = ROLES[role]
-    more = {key: value for key, value in turn.items() if key not in _OWN and value is not None}
+    more = {key: value for key, value in turn.items() if key not in _READ and value is not None}
     reasoning = next((more[key] for key in _REASONING if key in more), None)
     if reasoning is not None:
         more["reasoning_content"] = string(reasoning, f"{where}: reasoning_content")
     if calls := more.pop("tool_calls", None):  # templates ask whether the key is there
         if role != "assistant":
             raise ValueError(f"{where}: tool_calls of the {role}; only the assistant calls tools")
-        more["tool_calls"] = _tool_calls(calls, f"{where}: tool_calls")
+        if not isinstance(calls, list):
+            raise ValueError(f"{where}: tool_calls must be a list, found {type(calls).__name__}")
+        more["tool_calls"] = [_tool_call(call, f"{where}: tool_calls[{i}]") for i, call in enumerate(calls)]
     content = turn.get("content", turn.get("value"))
     content = "" if content is None and (calls or reasoning) else _text(content, where)
     if role == "assistant" and not content.strip() and not calls and not reasoning:
@@ -80,14 +82,8 @@ def _text(content: Any, where: str) -> str:
     return string(content, f"{where}: content")
 
 
-def _tool_calls(calls: Any, where: str) -> list[Any]:
-    """Check calls and parse arguments that are JSON text, because templates expect objects."""
-    if not isinstance(calls, list):
-        raise ValueError(f"{where} must be a list, found {type(calls).__name__}")
-    return [_tool_call(call, f"{where}[{number}]") for number, call in enumerate(calls)]
-
-
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    """Check a call and parse arguments that are JSON text, because templates expect objects."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"{where} needs a function with a name, found {call!r}")
@@ -103,6 +99,29 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: arguments must be an object, found {type(arguments).__name__}")
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function
+
+
+def with_system(messages: Any, column: Any, system_prompt: str | None) -> Any:
+    """Return messages with the system message that a row or the config has, unless they have one.
+
+    Args:
+        messages: messages in the form of :func:`to_turns`; anything else stays as it is.
+        column: the row's column ``system``, or None.
+        system_prompt: the config's system message, or None.
+
+    Raises:
+        ValueError: column and conversation have different ones.
+    """
+    if not isinstance(messages, list):
+        return messages
+    present = next((m for m in messages if isinstance(m, Mapping) and "system" in (m.get("role"), m.get("from"))), None)
+    system: str | None = string("" if column is None else column, "system")
+    if present is not None and system and system != present.get("content", present.get("value")):
+        raise ValueError("the column system differs from the system message in the conversation; keep one of them")
+    system = system or system_prompt
+    if present is not None or system is None:
+        return messages
+    return [{"role": "system", "content": system}, *messages]
 
 
 def to_tools(value: Any) -> list[dict[str, Any]] | None:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rocm_ext.data.loading import open_source
-from rocm_ext.data.messages import Turn, to_tools, to_turns
-from rocm_ext.data.pair_rows import SIDES
+from rocm_ext.data.messages import Turn, to_tools, to_turns, with_system
 from rocm_ext.data.render import render_conversation
-from rocm_ext.data.sources import EXTRAS, SourceDataset, with_system
+from rocm_ext.data.rows import SIDES
+from rocm_ext.data.sources import EXTRAS, SourceDataset
 
 FIELDS = ("prompt", *SIDES, *EXTRAS)
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")  # of Anthropic's hh-rlhf

@@ -11,7 +11,7 @@ from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.base.log import log
 from rocm_ext.data.formats import FORMATS
 from rocm_ext.data.loading import open_source, row_at
-from rocm_ext.data.messages import string, to_tools, to_turns
+from rocm_ext.data.messages import to_tools, to_turns, with_system
 
 
 @dataclass(frozen=True)
@@ -158,19 +158,10 @@ def _prompts(
         messages = _from_text(fields["prompt"])
     else:
         messages = _messages(fields, mapping)
-    messages = _with_system(messages, string(fields.get("system", ""), "system"), system)
+    messages = tuple(with_system(list(messages), fields.get("system"), system or None))
     tools = tuple(to_tools(fields.get("tools")) or ())
     prompt = Prompt("", messages, {**fields, "prompt": messages[-1]["content"]}, origin, tools)
     return [replace(prompt, id=_id(fields) or prompt.key[:16])]
-
-
-def _with_system(messages: tuple[dict[str, Any], ...], system: str, default: str) -> tuple[dict[str, Any], ...]:
-    """Add a row's system message, or the default one if the conversation has none."""
-    if messages[0]["role"] == "system":
-        if system and system != messages[0]["content"]:
-            raise ValueError("the column system differs from the system message in the conversation; keep one of them")
-        return messages
-    return ({"role": "system", "content": system or default}, *messages) if system or default else messages
 
 
 def _messages(fields: dict[str, Any], mapping: dict[str, str]) -> tuple[dict[str, Any], ...]:
@@ -250,7 +241,8 @@ def _distinct(prompts: list[Prompt], source: str) -> list[Prompt]:
     for prompt in prompts:
         earlier = by_key.setdefault(prompt.key, prompt)
         if earlier is not prompt:
-            if other := _differing(earlier.row, prompt.row):
+            columns = dict.fromkeys([*earlier.row, *prompt.row])  # NaN counts as equal to itself
+            if other := [c for c in columns if _canonical(earlier.row.get(c)) != _canonical(prompt.row.get(c))]:
                 raise UserError(
                     f"{prompt.origin} asks the same as {earlier.origin}, but differs in {', '.join(other)}; "
                     "keep one of them"
@@ -260,11 +252,6 @@ def _distinct(prompts: list[Prompt], source: str) -> list[Prompt]:
     if repeated := len(prompts) - len(by_key):
         log.warning("%s: dropped %d of %d rows that repeat others", source, repeated, len(prompts))
     return list(by_key.values())
-
-
-def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Return the columns in which two rows differ. NaN counts as equal to itself."""
-    return [key for key in dict.fromkeys([*a, *b]) if _canonical(a.get(key)) != _canonical(b.get(key))]
 
 
 def _canonical(value: Any) -> str:

@@ -114,9 +114,11 @@ class TemplateRenderer:
         self.template, self._encoder, self._stops = template, encoder, frozenset(stops)
 
     def prompt(self, turns: Sequence[Turn], tools: Tools) -> list[int]:
+        """Render a conversation to sample from, by the template."""
         return self._encoder.encode(self.template.render(turns, tools, prompt=True))
 
     def conversation(self, turns: Sequence[Turn], tools: Tools) -> tuple[list[int], list[int]]:
+        """Render a conversation to train on, by the template; turns that the model says have labels."""
         if all(turn.masked for turn in turns[1:]):  # nothing prompts a turn that begins a conversation
             raise UserError("no assistant turn to train on: the only one begins the conversation")
         text, spans = self._marked(turns, tools) if self.template.marked else self._nested(turns, tools)
@@ -184,6 +186,7 @@ class PlainRenderer:
         self._tokenizer, self._end = tokenizer, end
 
     def prompt(self, turns: Sequence[Turn], tools: Tools) -> list[int]:
+        """Return the tokens of the only turn, a user's."""
         if tools or len(turns) != 1 or turns[0].role != "user":
             roles = ", ".join(turn.role for turn in turns)
             raise UserError(
@@ -193,6 +196,7 @@ class PlainRenderer:
         return self._tokenizer.encode(turns[0].content, add_bos=True, add_eos=False)
 
     def conversation(self, turns: Sequence[Turn], tools: Tools) -> tuple[list[int], list[int]]:
+        """Return prompt and completion; the completion has labels."""
         prompt = self.prompt(turns[:-1], tools)
         answer = [*self._tokenizer.encode(turns[-1].content, add_bos=False, add_eos=False), self._end]
         return [*prompt, *answer], [*[IGNORE] * len(prompt), *answer]
@@ -212,6 +216,7 @@ class TorchtuneRenderer:
         self._tokenizer = unlimited(tokenizer)
 
     def prompt(self, turns: Sequence[Turn], tools: Tools) -> list[int]:
+        """Render a conversation to sample from, by the tokenizer."""
         _refuse_tools(turns, tools)
         conversation = [*turns, Turn("assistant", "", False)]
         tokens, mask = self._render(conversation, unmasked=[len(turns)])
@@ -219,6 +224,7 @@ class TorchtuneRenderer:
         return tokens[: start + self._header_length()]
 
     def conversation(self, turns: Sequence[Turn], tools: Tools) -> tuple[list[int], list[int]]:
+        """Render a conversation to train on, by the tokenizer; turns that the model says have labels."""
         _refuse_tools(turns, tools)
         trained = [i for i, turn in enumerate(turns) if not turn.masked]
         labels: list[int] = []

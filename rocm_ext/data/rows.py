@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,10 +17,12 @@ from tqdm import tqdm
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.base.log import log, warn
-from rocm_ext.data.pair_rows import SIDE, LengthLimits, PairReader, is_pair
 from rocm_ext.data.render import IGNORE, unlimited
 from rocm_ext.data.sources import SourceDataset
 from rocm_ext.data.tokenizer import ChatTokenizer
+
+SIDES = ("chosen", "rejected")
+SIDE = "side"  # the column that tells the sides of a pair apart: 1 in the chosen one, -1 in the rejected one
 
 
 def open_dataset(cfg: Any, tokenizer: Any, too_long: str) -> Dataset:
@@ -37,7 +40,7 @@ def open_dataset(cfg: Any, tokenizer: Any, too_long: str) -> Dataset:
         UserError: the component does not exist, or rejects its arguments.
     """
     if OmegaConf.is_list(cfg) and cfg:
-        return ConcatDataset([open_dataset(node, tokenizer, too_long) for node in cfg])
+        return ConcatDataset([open_dataset(part, tokenizer, too_long) for part in cfg])
     component = cfg.get(COMPONENT) if OmegaConf.is_dict(cfg) else None
     if component is None:
         raise UserError("dataset needs a _component_, such as rocm_ext.data.sft_dataset, or a list of them")
@@ -75,7 +78,7 @@ class Rows:
         labels: ``[s]`` int32 labels of each row: the token itself, or -100 for no loss.
         lengths: lengths of the sequences in each row; they add up to ``s``.
         counts: number of ``rows`` read, of kept rows that were ``truncated``, of rows ``dropped_too_long`` and of
-            rows ``dropped_without_labels``; those of pairs: see :class:`rocm_ext.data.pair_rows.PairReader`.
+            rows ``dropped_without_labels``; those of pairs: see :class:`_PairReader`.
         columns: further values per token, by name (``old_logprobs``, ``advantages``, …): ``[s]`` float32 of each row.
     """
 
@@ -263,7 +266,7 @@ def tokenize(
 
     Args:
         dataset: dataset in torchtune's form, whose items have ``tokens`` and ``labels``; ``PackedDataset`` works too,
-            and ``PreferenceDataset``, whose pairs :class:`rocm_ext.data.pair_rows.PairReader` reads.
+            and ``PreferenceDataset``, whose pairs :class:`_PairReader` reads.
         max_seq_len: maximum length of a row in tokens; None: no limit.
         too_long: policy for longer rows: ``truncate`` (cut at the end), ``drop`` or ``error``.
         progress: whether to show a progress bar.
@@ -281,12 +284,12 @@ def tokenize(
     chosen = range(0, len(dataset), every)
     rows = Rows([], [], [], {"rows": len(chosen)})
     foreign = not all(isinstance(part, SourceDataset) for part in getattr(dataset, "datasets", [dataset]))
-    limits = LengthLimits(max_seq_len, positions, too_long, foreign)
-    reader: PairReader | _SequenceReader | None = None
+    limits = _LengthLimits(max_seq_len, positions, too_long, foreign)
+    reader: _Reader | None = None
     for index in tqdm(chosen, desc="tokenize", unit="row", disable=not progress):
         try:
             item = dataset[index]
-            kind = PairReader if is_pair(item) else _SequenceReader
+            kind = _PairReader if _is_pair(item) else _SequenceReader
             reader = kind(rows, limits) if reader is None else reader
             if type(reader) is not kind:
                 raise ValueError("pairs and single answers in one dataset; train on them in separate runs")
@@ -307,39 +310,87 @@ def tokenize(
     return rows
 
 
-class _SequenceReader:
-    """Adds rows to ``rows``, as :func:`tokenize` says."""
+@dataclass(frozen=True)
+class _LengthLimits:
+    """How long a sequence may be, and what happens to a longer one.
 
-    def __init__(self, rows: Rows, limits: LengthLimits) -> None:
+    Attributes:
+        max_seq_len, positions, too_long: see :func:`tokenize`.
+        foreign: whether a dataset is not of this library; such a one may cut sequences itself.
+    """
+
+    max_seq_len: int | None
+    positions: int | None
+    too_long: str
+    foreign: bool
+
+    def least(self) -> int | None:
+        """Return the lower limit; None without limits."""
+        return min(filter(None, (self.max_seq_len, self.positions)), default=None)
+
+    def drops(self, origin: Callable[[], str], length: int, limit: int) -> bool:
+        """Return whether a sequence of ``length`` tokens, which exceeds ``limit``, is dropped rather than cut.
+
+        Raises:
+            UserError: neither; ``too_long`` is ``error``.
+        """
+        if self.too_long == "error":
+            of_model = limit == self.positions
+            what, cure = ("the model takes", "set") if of_model else ("max_seq_len is", "raise it, or set")
+            raise UserError(f"{origin()}: {length} tokens, but {what} {limit}; {cure} too_long to truncate or drop")
+        return self.too_long == "drop"
+
+
+class _Reader(ABC):
+    """Adds the items of a dataset to ``rows``, or counts why one is dropped, as :func:`tokenize` says."""
+
+    counted: tuple[str, ...]
+
+    def __init__(self, rows: Rows, limits: _LengthLimits) -> None:
         self._rows, self._limits, self._counts = rows, limits, rows.counts
-        rows.counts.update(dict.fromkeys(("truncated", "dropped_too_long", "dropped_without_labels"), 0))
+        rows.counts.update(dict.fromkeys(self.counted, 0))
 
+    @abstractmethod
     def add(self, item: Mapping[str, Any], origin: Callable[[], str]) -> None:
-        """Add a dataset's item, or count why it is dropped.
+        """Add an item, or count why it is dropped.
 
         Args:
-            item: ``tokens``, ``labels`` and, of a pack, ``seq_lens``.
+            item: of the dataset.
             origin: returns the item's origin, for messages.
 
         Raises:
-            UserError: the row is too long under ``error``, or for the model in a pack.
-            ValueError: the item is malformed.
+            UserError: a sequence is too long under ``error``, or for the model in a pack.
+            ValueError: the item is malformed, or the prompts of a pair's sides differ.
         """
+
+    @abstractmethod
+    def dropped(self) -> str:
+        """Say what became of the items."""
+
+
+class _SequenceReader(_Reader):
+    """Reads ``tokens``, ``labels`` and, of a pack, ``seq_lens``."""
+
+    counted = ("truncated", "dropped_too_long", "dropped_without_labels")
+
+    def add(self, item: Mapping[str, Any], origin: Callable[[], str]) -> None:
         tokens, labels, lengths = _read_item(item)
-        max_seq_len, too_long = self._limits.max_seq_len, self._limits.too_long
-        limit = _limit(len(tokens), lengths, max_seq_len, self._limits.positions, origin)
-        cut = len(tokens) > limit
-        if cut and too_long == "error":
-            raise self._limits.error(origin(), len(tokens), limit)
-        if cut and too_long == "drop":
-            self._counts["dropped_too_long"] += 1
-            return
-        if cut:
+        max_seq_len, positions = self._limits.max_seq_len, self._limits.positions
+        limit = len(tokens) if max_seq_len is None else max_seq_len
+        if positions is not None and max(lengths, default=0) > positions:
+            if len(lengths) > 1:
+                raise UserError(
+                    f"{origin()}: a packed sequence has {max(lengths)} tokens, but the model takes {positions}; lower "
+                    "tokenizer.max_seq_len"
+                )
+            limit = min(limit, positions)
+        if cut := len(tokens) > limit:
+            if self._limits.drops(origin, len(tokens), limit):
+                self._counts["dropped_too_long"] += 1
+                return
             tokens, labels = tokens[:limit], labels[:limit]
             lengths = tuple(int(n) for n in np.diff(np.minimum(np.cumsum(lengths), limit), prepend=0) if n)
-        used = labels != IGNORE
-        used[np.cumsum((0, *lengths[:-1]))[: len(used)]] = False  # no token predicts the first token of a sequence
-        if not used.any():
+        if not len(labels) or not labelled(labels, lengths).any():
             self._counts["dropped_without_labels"] += 1
             return
         # torchtune's components truncate rows themselves, and then mask the last token
@@ -350,41 +401,76 @@ class _SequenceReader:
         self._rows.lengths.append(lengths)
 
     def dropped(self) -> str:
-        """Say what became of the rows."""
         return (
             f"{self._counts['dropped_too_long']} over max_seq_len {self._limits.least()} were dropped, "
             f"{self._counts['dropped_without_labels']} had nothing to train on within that length"
         )
 
 
-def _limit(
-    row: int, lengths: Sequence[int], max_seq_len: int | None, positions: int | None, origin: Callable[[], str]
-) -> int:
-    """Return the maximum length of a row of ``row`` tokens, for :func:`tokenize`.
+class _PairReader(_Reader):
+    """Reads pairs: rows of two sequences, the chosen one and the rejected one, both with labels.
 
-    Raises:
-        UserError: a sequence in a pack exceeds the model's positions.
+    The rows get the column ``side``. Their counts become the number of ``rows`` read, of kept pairs that were
+    ``truncated``, of pairs ``dropped_too_long``, of those with equal sides (``dropped_equal``) or without an answer on
+    a side (``dropped_empty``), and of those whose sides are equal as far as the limit reaches
+    (``dropped_equal_when_cut``).
     """
-    limit = row if max_seq_len is None else max_seq_len
-    if positions is None or max(lengths, default=0) <= positions:
-        return limit
-    if len(lengths) > 1:
-        raise UserError(
-            f"{origin()}: a packed sequence has {max(lengths)} tokens, but the model takes {positions}; lower "
-            "tokenizer.max_seq_len"
-        )
-    return min(limit, positions)
+
+    counted = ("truncated", "dropped_too_long", "dropped_equal", "dropped_empty", "dropped_equal_when_cut")
+
+    def __init__(self, rows: Rows, limits: _LengthLimits) -> None:
+        super().__init__(rows, limits)
+        rows.columns[SIDE] = []
+
+    def add(self, item: Mapping[str, Any], origin: Callable[[], str]) -> None:
+        pair = [_tokens_and_labels(item, f"{side}_input_ids", f"{side}_labels") for side in SIDES]
+        longest = max(len(tokens) for tokens, _ in pair)
+        # torchtune's tokenizers cut at max_seq_len themselves
+        cut = self._limits.foreign and longest == self._limits.max_seq_len
+        if reason := _reason_to_drop(pair):
+            self._counts["dropped_equal_when_cut" if cut and reason == "dropped_equal" else reason] += 1
+            return
+        chosen, rejected = (tokens[: int(np.argmax(labels != IGNORE))] for tokens, labels in pair)
+        if not np.array_equal(chosen, rejected):
+            raise ValueError("the prompts of the chosen and the rejected answer differ")
+        limit = self._limits.least() or longest
+        if longest > limit:
+            if self._limits.drops(origin, longest, limit):
+                self._counts["dropped_too_long"] += 1
+                return
+            pair, cut = [(tokens[:limit], labels[:limit]) for tokens, labels in pair], True
+            if _reason_to_drop(pair):  # where a side has no label left, both are the beginning of the prompt
+                self._counts["dropped_equal_when_cut"] += 1
+                return
+        self._counts["truncated"] += cut
+        lengths = tuple(len(tokens) for tokens, _ in pair)
+        self._rows.tokens.append(np.concatenate([tokens for tokens, _ in pair]))
+        self._rows.labels.append(np.concatenate([labels for _, labels in pair]))
+        self._rows.lengths.append(lengths)
+        self._rows.columns[SIDE].append(np.repeat(np.array([1, -1], dtype=np.float32), lengths))
+
+    def dropped(self) -> str:
+        dropped = {what: count for what, count in self._counts.items() if what.startswith("dropped")}
+        return ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in dropped.items())
+
+
+def _is_pair(item: Mapping[str, Any]) -> bool:
+    """Whether a dataset's item is a pair, in the form of torchtune's ``PreferenceDataset``."""
+    return any(f"{side}_input_ids" in item for side in SIDES)
+
+
+def _reason_to_drop(pair: list[tuple[np.ndarray, np.ndarray]]) -> str | None:
+    (chosen, _), (rejected, _) = pair
+    if len(chosen) and np.array_equal(chosen, rejected):
+        return "dropped_equal"
+    return "dropped_empty" if any((labels[1:] == IGNORE).all() for _, labels in pair) else None
 
 
 def _read_item(item: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
     """Return the tokens ``[s]``, the labels ``[s]`` and the lengths of the sequences in a dataset's item."""
     if item.get("encoder_input") is not None:
         raise ValueError("it has images (encoder_input); only text models are supported")
-    if not {"tokens", "labels"} <= item.keys():
-        raise ValueError(f"an item needs tokens and labels, found {list(item)}")
-    tokens, labels = (np.asarray(item[key], dtype=np.int32) for key in ("tokens", "labels"))
-    if tokens.ndim != 1 or tokens.shape != labels.shape:
-        raise ValueError(f"tokens {tokens.shape} and labels {labels.shape} must be flat lists of one length")
+    tokens, labels = _tokens_and_labels(item, "tokens", "labels")
     if item.get("seq_lens") is None:
         return tokens, labels, (len(tokens),)
     lengths = tuple(int(n) for n in item["seq_lens"] if n)
@@ -396,3 +482,12 @@ def _read_item(item: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, tuple[i
     if (labels[end:] == IGNORE).all():
         tokens, labels, lengths = tokens[:end], labels[:end], lengths[:-1]
     return tokens, labels, lengths
+
+
+def _tokens_and_labels(item: Mapping[str, Any], *keys: str) -> tuple[np.ndarray, np.ndarray]:
+    if not set(keys) <= item.keys():
+        raise ValueError(f"an item needs {' and '.join(keys)}, found {list(item)}")
+    tokens, labels = (np.asarray(item[key], dtype=np.int32) for key in keys)
+    if tokens.ndim != 1 or tokens.shape != labels.shape:
+        raise ValueError(f"{keys[0]} {tokens.shape} and {keys[1]} {labels.shape} must be flat lists of one length")
+    return tokens, labels

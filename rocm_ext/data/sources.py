@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.data.loading import open_source, row_at
-from rocm_ext.data.messages import string, to_tools, to_turns
+from rocm_ext.data.messages import string, to_tools, to_turns, with_system
 from rocm_ext.data.render import PlainRenderer, render_conversation
 from rocm_ext.data.tokenizer import special_token_lines, special_tokens_in
 
@@ -167,25 +167,21 @@ class ConversationDataset(SourceDataset):
     train_on_input: bool
 
     def _item(self, index: int) -> dict[str, list[int]]:
-        tokens, labels = self._render(index)
-        return {"tokens": tokens, "labels": labels}
-
-    def _render(self, index: int) -> tuple[list[int], list[int]]:
         schema, fields = self._fields(index)
-        plain = isinstance(getattr(self.tokenizer, "renderer", None), PlainRenderer)
         if schema == "text":
             if not string(fields["text"], "text"):
                 raise ValueError("text is empty")
             end = getattr(self.tokenizer, "end_of_text", self.tokenizer.eos_id)
             tokens = [*self.tokenizer.encode(fields["text"], add_bos=True, add_eos=False), end]
-            return tokens, list(tokens)
+            return {"tokens": tokens, "labels": list(tokens)}
+        plain = isinstance(getattr(self.tokenizer, "renderer", None), PlainRenderer)
         messages = self._messages(schema, fields)
         if plain and (schema != "prompt_completion" or any(isinstance(fields[key], list) for key in SCHEMAS[schema])):
             raise ValueError("chat_template none needs prompt and completion as strings, or text")
         tools = to_tools(fields.get("tools"))
         tokens, labels = render_conversation(self.tokenizer, messages, self.train_on_input, tools, self.last_turn)
         self._note_special_tokens(index, (turn.content for turn in to_turns(messages)))
-        return tokens, labels
+        return {"tokens": tokens, "labels": labels}
 
     def _fields(self, index: int) -> tuple[str, dict[str, Any]]:
         """Return the schema that matches a row, and the row's values under our column names.
@@ -222,26 +218,3 @@ class ConversationDataset(SourceDataset):
         else:
             messages = fields[SCHEMAS[schema][0]]
         return with_system(messages, fields.get("system"), self.system_prompt)
-
-
-def with_system(messages: Any, column: Any, system_prompt: str | None) -> Any:
-    """Return messages with the system message that a row or the config has, unless they have one.
-
-    Args:
-        messages: messages in the form of :func:`rocm_ext.data.messages.to_turns`; anything else stays as it is.
-        column: the row's column ``system``, or None.
-        system_prompt: the config's system message, or None.
-
-    Raises:
-        ValueError: column and conversation have different ones.
-    """
-    if not isinstance(messages, list):
-        return messages
-    own = next((m for m in messages if isinstance(m, Mapping) and "system" in (m.get("role"), m.get("from"))), None)
-    system: str | None = string("" if column is None else column, "system")
-    if own is not None and system and system != own.get("content", own.get("value")):
-        raise ValueError("the column system differs from the system message in the conversation; keep one of them")
-    system = system or system_prompt
-    if own is not None or system is None:
-        return messages
-    return [{"role": "system", "content": system}, *messages]

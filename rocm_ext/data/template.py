@@ -110,7 +110,7 @@ class ChatTemplate:
         messages = [turn.message() for turn in turns]
         chosen = self._for_tools if tools and self._for_tools else self
         if chosen._listed:
-            messages = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
+            messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
         try:
             return chosen._template.render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self._variables
@@ -150,7 +150,9 @@ def read_template(setting: str, folder: Path, args: Mapping[str, Any], today: da
         UserError: a file cannot be read, or the template is not valid Jinja.
     """
     config = _json(folder / _CONFIG)
-    variables = {**_special_tokens(config), **args}
+    tokens = {name: config.get(name) for name in _SPECIAL_TOKENS}  # text, or objects with ``content``
+    texts = {name: token.get("content") if isinstance(token, Mapping) else token for name, token in tokens.items()}
+    variables = {**{name: text for name, text in texts.items() if isinstance(text, str)}, **args}
     named = _named_templates(folder, config)
     origin = str(folder / _file_of(folder, config))
     if setting == "auto":
@@ -198,17 +200,10 @@ def _named_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(templates, str):
         return {"default": templates}
     listed = templates if isinstance(templates, list) else [templates]
-    named: Any = {each.get("name"): each.get("template") for each in listed if isinstance(each, Mapping)}
+    named: Any = {entry.get("name"): entry.get("template") for entry in listed if isinstance(entry, Mapping)}
     if len(named) != len(listed) or not all(isinstance(text, str) for pair in named.items() for text in pair):
         raise UserError(f"{folder / file}: chat_template must be text, or a list of name and template")
     return named
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens in ``tokenizer_config.json``, as text or as objects with ``content``."""
-    tokens = {name: config.get(name) for name in _SPECIAL_TOKENS}
-    texts = {name: token.get("content") if isinstance(token, Mapping) else token for name, token in tokens.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _read(path: Path) -> str:

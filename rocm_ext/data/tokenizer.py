@@ -12,7 +12,7 @@ from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
 from rocm_ext.config.checks import check_max_seq_len
-from rocm_ext.data.encoder import TOKENIZER, HFTokenizer, TextEncoder, eos_ids
+from rocm_ext.data.encoder import EOS, TOKENIZER, HFTokenizer, TextEncoder, ids_in
 from rocm_ext.data.messages import to_turns
 from rocm_ext.data.render import PlainRenderer, Renderer, TemplateRenderer, render_conversation, render_prompt
 from rocm_ext.data.template import TEMPLATE, ChatTemplate, read_template
@@ -98,7 +98,7 @@ def open_tokenizer(cfg: DictConfig) -> Any:
     base = config.instantiate(cfg.tokenizer, key="tokenizer")
     check_max_seq_len(getattr(base, "max_seq_len", None))
     folder, setting = Path(str(cfg.checkpointer.get("checkpoint_dir", ""))), cfg.chat_template
-    args, today = _checked_args(cfg), _checked_date(cfg.chat_template_date)
+    args, today = _template_args(cfg)
     if not isinstance(setting, str):
         raise UserError(f"chat_template is {setting!r}; expected auto, torchtune, none, a template's path, or its text")
     if setting == "none":
@@ -150,41 +150,39 @@ def special_tokens_in(tokenizer: Any) -> Callable[[Iterable[str]], str | None]:
     pattern = re.compile("|".join(map(re.escape, names)) if names else r"(?!)")
 
     def find(texts: Iterable[str]) -> str | None:
-        return next((found[0] for text in texts if (found := pattern.search(text))), None)
+        return next((match[0] for text in texts if (match := pattern.search(text))), None)
 
     return find
 
 
-def special_token_lines(what: str, count: int, found: Sequence[tuple[str, str]]) -> list[str]:
-    """Return a warning about the special tokens in texts; none if nothing was found.
+def special_token_lines(what: str, count: int, special: Sequence[tuple[str, str]]) -> list[str]:
+    """Return a warning about the special tokens in texts; none if there are none.
 
     Args:
         what: name of the texts.
         count: number of texts.
-        found: a special token and the origin of each text that contains one.
+        special: a special token and the origin of each text that contains one.
     """
-    if not found:
+    if not special:
         return []
-    token, origin = found[0]
+    token, origin = special[0]
     return [
-        f"{len(found):,} of {count:,} {what} contain special tokens such as {token} in their text, first {origin}; "
+        f"{len(special):,} of {count:,} {what} contain special tokens such as {token} in their text, first {origin}; "
         "the model reads them as such"
     ]
 
 
-def _checked_args(cfg: DictConfig) -> dict[str, Any]:
-    args: Any = OmegaConf.to_container(cfg, resolve=True)
-    if not isinstance(args := args["chat_template_args"], Mapping) or not all(isinstance(key, str) for key in args):
+def _template_args(cfg: DictConfig) -> tuple[dict[str, Any], date]:
+    """Return the config's variables of the template, and its date."""
+    content: Any = OmegaConf.to_container(cfg, resolve=True)
+    args, day = content["chat_template_args"], content["chat_template_date"]
+    if not isinstance(args, Mapping) or not all(isinstance(key, str) for key in args):
         expected = "expected variables of the template, like {enable_thinking: False}"
         raise UserError(f"chat_template_args is {args!r}; {expected}")
-    return dict(args)
-
-
-def _checked_date(value: Any) -> date:
     try:
-        return date.fromisoformat(str(value))
+        return dict(args), date.fromisoformat(str(day))
     except ValueError as error:
-        raise UserError(f"chat_template_date is {value!r}; expected a date like 2024-07-26") from error
+        raise UserError(f"chat_template_date is {day!r}; expected a date like 2024-07-26") from error
 
 
 def _encoder(folder: Path) -> TextEncoder:
@@ -209,7 +207,7 @@ def _ends(folder: Path, base: Any) -> list[int]:
     Raises:
         UserError: neither the folder nor the tokenizer names an EOS token.
     """
-    if numbers := eos_ids(folder):
+    if numbers := ids_in(folder, EOS):
         return numbers
     if type(end := getattr(base, "eos_id", None)) is not int:
         raise UserError(f"neither {folder} nor the tokenizer {type(base).__name__} names an EOS token (eos_token_id)")
@@ -219,10 +217,10 @@ def _ends(folder: Path, base: Any) -> list[int]:
 def _warn_if_different(base: Any, folder: Path, args: Mapping[str, Any], today: date) -> None:
     """Warn if torchtune's rendering differs from the model's own template, which every server uses."""
     try:
-        own = read_template("auto", folder, args, today)
-        if own is None or not (folder / TOKENIZER).is_file():
+        template = read_template("auto", folder, args, today)
+        if template is None or not (folder / TOKENIZER).is_file():
             return
-        model = TemplateRenderer(own, TextEncoder(folder / TOKENIZER), getattr(base, "stop_tokens", ()))
+        model = TemplateRenderer(template, TextEncoder(folder / TOKENIZER), getattr(base, "stop_tokens", ()))
         theirs = model.prompt(to_turns(_SAMPLE[:1]), None)
     except UserError as error:
         log.info("the model's own chat template is not compared with torchtune's: %s", error)
@@ -231,7 +229,7 @@ def _warn_if_different(base: Any, folder: Path, args: Mapping[str, Any], today: 
         log.warning(
             "torchtune renders conversations differently from the model's own chat template (%s), which servers use; "
             "chat_template: auto trains on what is served",
-            own.origin,
+            template.origin,
         )
 
 

@@ -83,11 +83,11 @@ def evaluate(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[
         recipe.open()
         try:
             with recipe.verification():
-                found = [_evaluate(recipe, cfg, outs[0], "the evaluation")]
+                evaluations = [_evaluate(recipe, cfg, outs[0], "the evaluation")]
                 if base:
                     with _as_it_starts(recipe, start):
-                        found.append(_evaluate(recipe, start, outs[1], "the evaluation without the adapter"))
-            return found
+                        evaluations.append(_evaluate(recipe, start, outs[1], "the evaluation without the adapter"))
+            return evaluations
         except Interrupted as stop:
             raise SystemExit(128 + stop.signum) from None
         finally:

@@ -19,8 +19,7 @@ from omegaconf import DictConfig
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors, replace_text
 from rocm_ext.base.log import Progress
-from rocm_ext.data.pair_rows import SIDE
-from rocm_ext.data.rows import Rows, labelled
+from rocm_ext.data.rows import SIDE, Rows, labelled
 from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.model.download import use_downloaded
 from rocm_ext.plan import workload
@@ -108,7 +107,7 @@ def compare(measured: Measured, base: Measured) -> dict[str, Any]:
         ``interval`` over rows. Of pairs also ``gained`` and ``lost``, the pairs of which only one model prefers the
         chosen answer, and ``p`` of McNemar's exact test.
     """
-    nll, before = (np.array([_nll(row) for row in each.rows]) for each in (measured, base))
+    nll, before = (np.array([_nll(row) for row in model.rows]) for model in (measured, base))
     change = paired_ratio(nll - before, np.array([float(_tokens(row)) for row in measured.rows]))
     result: dict[str, Any] = {"difference": change.value, "interval": [change.low, change.high]}
     if "logprob_chosen" in measured.rows[0]:
@@ -168,11 +167,11 @@ def _measure(learner: Learner, rows: Rows) -> Measured:
     progress = Progress(len(rows), 0, ranks.is_main, "row", brief=True)
     for start in range(0, len(rows), _BLOCK):
         block = rows.part(range(start, min(start + _BLOCK, len(rows))))
-        for each in score(learner, block):
-            logprobs.append(each)
+        for values in score(learner, block):
+            logprobs.append(values)
             progress.update("")
     progress.close()
-    measured = [_row(rows, i, each) for i, each in enumerate(logprobs)]
+    measured = [_row(rows, i, values) for i, values in enumerate(logprobs)]
     nll = sum(map(_nll, measured)) / sum(map(_tokens, measured))
     scores = {"loss": loss, "perplexity": math.exp(min(nll, 700)), "rows": len(rows), "tokens": labels, **measurements}
     return Measured(scores, measured)

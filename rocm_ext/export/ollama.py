@@ -48,7 +48,7 @@ class TemplateParts:
         """Render a conversation that ends with a user's message."""
         around = {"system": self.system or ("", ""), "user": self.user, "assistant": self.answer}
         text = "" if messages[0]["role"] == "system" else self.start
-        turns = [around[each["role"]][0] + each["content"] + around[each["role"]][1] for each in messages]
+        turns = [around[message["role"]][0] + message["content"] + around[message["role"]][1] for message in messages]
         return text + "".join(turns) + self.last
 
     def go(self) -> str:
@@ -84,18 +84,22 @@ def parts(template: ChatTemplate, begin: str = "") -> TemplateParts | None:
     if talk is None or alone is None:
         return None
     headers = [talk[0], talk[2], *([with_system[1]] if with_system else [])]  # each ends with a user's header
-    header = next(end for at in range(len(talk[0]) + 1) if all(each.endswith(end := talk[0][at:]) for each in headers))
+    header = next(
+        end
+        for at in range(len(talk[0]) + 1)
+        if all(conversation.endswith(end := talk[0][at:]) for conversation in headers)
+    )
     system = (with_system[0], _without(with_system[1], header)) if with_system else None
     after = next(start for at in range(len(alone[1]), -1, -1) if talk[1].startswith(start := alone[1][:at]))
     answer = (talk[1][len(after) :], _without(talk[2], header))
     result = TemplateParts(_without(talk[0], header), system, (header, after), answer, alone[1][len(after) :])
     conversations: list[Messages] = [_TALK[:1], _TALK, _LONGER]
-    conversations += [[_SYSTEM, *each] for each in conversations] if system else []
+    conversations += [[_SYSTEM, *conversation] for conversation in conversations] if system else []
     text = "".join([result.start, *(system or ()), *result.user, *result.answer, result.last])
     if (
         '"""' in text
         or "{{" in text
-        or any(result.render(each) != _text(template, each, begin) for each in conversations)
+        or any(result.render(conversation) != _text(template, conversation, begin) for conversation in conversations)
     ):
         return None
     return result

@@ -1,9 +1,13 @@
-"""Upload an export to the Hugging Face hub."""
+"""The model card of what a run trained, and the upload of an export to the Hugging Face hub."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import yaml
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.utils import RepositoryNotFoundError
 
@@ -11,9 +15,119 @@ from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import files_of, is_hub_name
 from rocm_ext.base.log import log
+from rocm_ext.base.registry import GRPO, RAFT
+from rocm_ext.data.loading import LOADERS
 from rocm_ext.export.source import OF_ADAPTER, Source
 from rocm_ext.model.adapters.merge import BESIDE_WEIGHTS, MERGED_WEIGHTS
-from rocm_ext.model.adapters.peft_config import ADAPTER_CONFIG
+from rocm_ext.model.adapters.peft_files import ADAPTER_CONFIG, PeftConfig
+from rocm_ext.runs.folder import RunFolder
+from rocm_ext.runs.scores import Score
+
+_TAGS = ["lora", "peft", "torchtune-rocm"]
+_LICENCE = ("license", "license_name", "license_link")
+_SETTINGS = """
+    recipe epochs cycles steps max_steps_per_epoch sequences_per_step prompts_per_step samples_per_prompt optimizer.lr
+    lr_schedule objective._component_ verifier._component_ model.target_modules dtype seed
+""".split()  # noqa: SIM905
+_DATA = ("dataset", "prompts", "dataset_val", "eval_prompts")
+
+
+def card(source: Source, merged: bool) -> str:
+    """Return the model card of an export.
+
+    Args:
+        source: an adapter with its base model.
+        merged: whether the card is the merged model's, else the adapter's.
+    """
+    head: dict[str, Any] = {"tags": _TAGS, "pipeline_tag": "text-generation"}
+    head["library_name"] = "transformers" if merged else "peft"
+    name = source.name if is_hub_name(source.name) else Path(source.name).name
+    if is_hub_name(source.name):
+        head |= {"base_model": name, "base_model_relation": "finetune" if merged else "adapter"}
+    licence = _licence(source.base)
+    head |= licence
+    run = source.run
+    if run is not None and (named := list(filter(_is_data_set, _sources(run)))):
+        head["datasets"] = list(dict.fromkeys(named))
+    terms, shown = _plain(str(licence.get("license_name", licence.get("license", "")))), _plain(name)
+    lines = [
+        f"# {shown}, {'fine-tuned' if merged else 'LoRA adapter'}",
+        "",
+        f"Base model: {shown}. Its licence{f', {terms},' if terms else ''} applies.",
+        "Trained with torchtune-rocm.",
+        "",
+        *_table("Settings", _settings(source)),
+    ]
+    if run is not None:
+        # a path may tell more about a machine than its file's name
+        data = [source if _is_data_set(source) else Path(source).name for source in _sources(run)]
+        rows = {str(number): name for number, name in enumerate(data, 1)}
+        lines += [*_table("Data", rows), *_table("Results", _results(run))]
+    return f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n" + "\n".join(lines)
+
+
+def _licence(base: Path) -> dict[str, Any]:
+    """Return what the base model's own card says about its licence."""
+    path = base / "README.md"
+    _, mark, rest = (
+        path.read_text(encoding="utf-8", errors="replace").partition("---\n") if path.is_file() else ("",) * 3
+    )
+    try:
+        head = yaml.safe_load(rest.partition("\n---")[0]) if mark else None
+    except yaml.YAMLError:
+        head = None
+    return {key: head[key] for key in _LICENCE if key in head} if isinstance(head, Mapping) else {}
+
+
+def _settings(source: Source) -> dict[str, str]:
+    rows: dict[str, str] = {}
+    if source.adapter is not None:
+        peft = PeftConfig.read(source.adapter)
+        rows = {"rank": str(peft.rank), "alpha": f"{peft.alpha:g}"}
+        rows |= {"DoRA": "yes"} if peft.dora else {}
+    if source.run is not None:
+        values = {key: source.run.setting(key) for key in _SETTINGS}
+        rows |= {key: str(value) for key, value in values.items() if value is not None}
+    return rows
+
+
+def _sources(run: RunFolder) -> list[str]:
+    components = [run.setting(key) for key in _DATA]
+    parts = [part for component in components for part in (component if isinstance(component, list) else [component])]
+    sources = [part.get("source") for part in parts if isinstance(part, Mapping)]
+    return [name for name in sources if isinstance(name, str)]
+
+
+def _is_data_set(source: str) -> bool:
+    """Whether a source is a data set on the hub, and not a file in a folder that is not below this one."""
+    return is_hub_name(source) and Path(source).suffix not in LOADERS
+
+
+def _results(run: RunFolder) -> dict[str, str]:
+    """Return what the run measured, with held-out values where it has them."""
+    rows: dict[str, str] = {}
+    scores: dict[str, Mapping[str, Any] | None] = {}
+    if run.family == RAFT:
+        scores |= {f"pass@1, cycle {cycle.number}": cycle.scores for cycle in run.cycles}
+    elif run.family == GRPO:
+        scores |= {f"pass@1, step {evaluation.step}": evaluation.scores for evaluation in run.evaluations}
+    else:
+        for name, column in (("validation", run.validations["val_loss"]), ("training", run.steps["loss"])):
+            values = column[~np.isnan(column)]
+            if len(values):
+                rows[f"{name} loss, first and last"] = f"{values[0]:.4f}, {values[-1]:.4f}"
+    return rows | {key: str(Score(value["correct"], value["prompts"])) for key, value in scores.items() if value}
+
+
+def _plain(text: str) -> str:
+    """Text of others in one line of Markdown, without links, tags and other markup."""
+    return re.sub(r"[\\`*\[\]<>|~!&]", r"\\\g<0>", " ".join(text.split()))
+
+
+def _table(title: str, rows: Mapping[str, str]) -> list[str]:
+    cells = [f"| {_plain(key)} | {_plain(value)} |" for key, value in rows.items()]
+    return [f"## {title}", "", "| | |", "|---|---|", *cells, ""] if rows else []
+
 
 _CARD = "README.md"
 
@@ -42,7 +156,8 @@ def push(source: Source, repo: str, card: str, folder: Path | None, files: Seque
         raise UserError(f"{repo} is no name on the hub; expected OWNER/NAME")
     contents: dict[str, bytes | Path] = {path.name: path for path in files}
     if folder is not None:
-        contents |= _of_adapter(source) if folder == source.adapter else _of_merged(folder)
+        merged = (*BESIDE_WEIGHTS, *MERGED_WEIGHTS)
+        contents |= _of_adapter(source) if folder == source.adapter else files_of(folder, merged)
     api = HfApi()
     try:
         try:
@@ -53,11 +168,12 @@ def push(source: Source, repo: str, card: str, folder: Path | None, files: Seque
             api.create_repo(repo, private=private)
         elif private and not known.private:
             raise UserError(f"{repo} exists and is public; make it private in its settings on the hub, or name another")
-        if known is not None and _CARD in [each.rfilename for each in known.siblings or ()]:
+        if known is not None and _CARD in [file.rfilename for file in known.siblings or ()]:
             log.warning("%s has a %s, which stays; --card FILE writes the new one", repo, _CARD)
         else:
             contents[_CARD] = card.encode()
-        _commit(api, repo, contents)
+        operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
+        api.create_commit(repo, operations, commit_message="Upload from torchtune-rocm")
     except UserError:
         raise
     except Exception as error:  # the client raises those of its HTTP library, too
@@ -65,11 +181,6 @@ def push(source: Source, repo: str, card: str, folder: Path | None, files: Seque
             f"cannot upload to {repo}: {one_line(error)[:300]}; if it asks who you are, log in with `hf auth login`"
         ) from error
     return f"{api.endpoint}/{repo}"
-
-
-def _commit(api: HfApi, repo: str, contents: Mapping[str, bytes | Path]) -> None:
-    operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
-    api.create_commit(repo, operations, commit_message="Upload from torchtune-rocm")
 
 
 def _of_adapter(source: Source) -> dict[str, bytes | Path]:
@@ -84,7 +195,3 @@ def _of_adapter(source: Source) -> dict[str, bytes | Path]:
     settings = json_object((source.adapter / ADAPTER_CONFIG).read_bytes()) or {}
     text = json.dumps({**settings, "base_model_name_or_path": source.name}, indent=2)
     return contents | {ADAPTER_CONFIG: text.encode()}
-
-
-def _of_merged(folder: Path) -> dict[str, bytes | Path]:
-    return dict(files_of(folder, (*BESIDE_WEIGHTS, *MERGED_WEIGHTS)))

@@ -1,5 +1,6 @@
 """Find what to export: the base model, the adapter and the records of a run."""
 
+import json
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
@@ -11,16 +12,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import json_object, replace_text
 from rocm_ext.base.hub import files_of
 from rocm_ext.base.registry import SFT
 from rocm_ext.config.model_folder import FROM_CHECKPOINT
-from rocm_ext.data.encoder import TOKENIZER
+from rocm_ext.data.encoder import EOS, TOKENIZER, ids_in
 from rocm_ext.data.template import TEMPLATE, ChatTemplate, read_template
 from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.distributed.ranks import Ranks
-from rocm_ext.model.adapters.merge import BESIDE_WEIGHTS
-from rocm_ext.model.adapters.peft_config import ADAPTER_CONFIG, PeftConfig
-from rocm_ext.model.adapters.peft_files import ADAPTER_WEIGHTS, base_model_name
+from rocm_ext.model.adapters.merge import BESIDE_WEIGHTS, merge
+from rocm_ext.model.adapters.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PeftConfig, base_model_name
 from rocm_ext.model.build import build_model
 from rocm_ext.model.download import use_downloaded, use_weights
 from rocm_ext.model.families import CONFIG
@@ -138,6 +139,31 @@ def _adapted(adapter: Path, run: RunFolder | None, base: Path | None, trusted: b
     files_of(folder, BESIDE_WEIGHTS)
     use_weights(folder, _HERE)
     return Source(folder, adapter, run, cfg)
+
+
+def write_merged(source: Source, out: Path) -> None:
+    """Write the base model with the adapter added to its weights, tokenizer and chat template included.
+
+    Where the chat template ends a turn with a token that the base model does not stop at, ``generation_config.json``
+    gets that token, too.
+
+    Args:
+        source: the model.
+        out: a folder that does not exist, or is empty.
+
+    Raises:
+        UserError: ``source`` has no adapter, ``out`` holds something, or the disk is full.
+    """
+    if source.adapter is None:
+        raise UserError(f"{source.base} has no adapter to merge")
+    if out.exists() and (not out.name or not out.is_dir() or any(out.iterdir())):  # "." has no name to write beside
+        raise UserError(f"{out} exists; choose a new folder")
+    merge(source.cfg.checkpointer, source.adapter, out, source.decoder())
+    stops = ids_in(source.base, EOS)
+    if stops and (more := [number for number in source.tokenizer.stop_tokens if number not in stops]):
+        path = out / "generation_config.json"
+        content = json_object(path.read_bytes()) if path.is_file() else {}
+        replace_text(path, json.dumps({**(content or {}), "eos_token_id": [*stops, *more]}, indent=2) + "\n")
 
 
 def _of_folder(folder: str, peft: PeftConfig | None = None) -> dict[str, Any]:

@@ -1,27 +1,322 @@
-"""Causal attention over sequences packed end to end, without leakage between them.
+"""Attention within packed sequences in training, and over a cache of slots in sampling.
 
-Each sequence gets its own call of torch's SDPA with ``is_causal``. The fast kernel of every backend
+Each packed sequence gets its own call of torch's SDPA with ``is_causal``. The fast kernel of every backend
 (flash on CUDA, AOTriton on ROCm, the CPU's own) takes that call; none takes a block-diagonal mask. A few
 dozen launches per layer cost little compared with the matrix products of thousands of tokens.
 
 Sequences that begin alike, as the two sides of a pair, may have that beginning once. Attention puts its queries, keys
 and values before those of each such sequence, so only scores are computed again. The kernels' causal masks are
 aligned to the first query and key; few backends have one that is aligned to the last.
+
+A decoding step is a packed row, too: one token of each running sequence. Where a training step gives a layer the
+:class:`Lengths` of packed sequences, the sampler gives it its :class:`Slots`.
 """
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import sdpa_kernel
 from torchtune.modules import MultiHeadAttention
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.machine.numerics import SDPA_KERNELS
 from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.rope import HalvesRoPE, rotated
-from rocm_ext.model.sdpa import sdpa
-from rocm_ext.model.slots import Prompts, Slots
+from rocm_ext.model.layers import HalvesRoPE, rotated
+
+_NO_KERNEL = ("No available kernel", "No viable backend")  # what torch says on GPUs, and on CPUs
+
+
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kernel: str,
+    *,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention with one of torch's kernels, or with its scores in memory.
+
+    Args:
+        q: [n, heads, queries, head_dim].
+        k, v: [n, heads, keys, head_dim].
+        kernel: auto: torch chooses; flash, efficient and math: this kernel of torch's; eager: plain matrix products in
+            the dtype of q, where math computes in fp32. A GPU's flash kernel takes no masks: with one, torch chooses.
+        mask: True where a query attends, or 0 there and -inf elsewhere; it broadcasts to [n, heads, queries, keys].
+            None: causal.
+        dropout: probability on attention weights.
+        scale: factor of the scores; None: 1 / sqrt(head_dim).
+        softcap: Gemma 2's c in ``c tanh(score / c)``.
+        sinks: scores without values (gpt-oss); they broadcast to [n, heads, queries, 1].
+
+    Returns:
+        [n, heads, queries, head_dim].
+
+    Raises:
+        UserError: torch has no such kernel for these tensors, or none of its kernels computes capped scores or sinks.
+    """
+    plain = softcap is None and sinks is None
+    if not plain and kernel not in ("auto", "eager"):
+        raise UserError(
+            "attention: no kernel of torch's computes this model's capped scores or sinks; set attention: eager"
+        )
+    if kernel == "eager" or not plain:
+        return _by_scores(q, k, v, mask, dropout, scale, softcap, sinks)
+    if kernel == "flash" and mask is not None and q.device.type != "cpu":
+        kernel = "auto"
+    options: dict[str, Any] = {"attn_mask": mask, "dropout_p": dropout, "is_causal": mask is None, "scale": scale}
+    if kernel not in SDPA_KERNELS:
+        return F.scaled_dot_product_attention(q, k, v, **options)
+    try:
+        with sdpa_kernel(SDPA_KERNELS[kernel]):
+            return F.scaled_dot_product_attention(q, k, v, **options)
+    except RuntimeError as error:
+        if not any(words in str(error) for words in _NO_KERNEL):
+            raise
+        dtype = str(q.dtype).removeprefix("torch.")
+        raise UserError(
+            f"attention: torch has no {kernel} kernel for {dtype} and head_dim {q.shape[-1]} on this "
+            f"{'CPU' if q.device.type == 'cpu' else 'GPU'}; set attention: auto"
+        ) from error
+
+
+def _by_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    if mask is None:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    allowed = mask if mask.dtype == torch.bool else mask == 0
+    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:3], 1)], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., : k.shape[2]]
+    return F.dropout(weights, dropout) @ v
+
+
+def check_kernel(kernel: str, device: torch.device, dtype: torch.dtype, num_heads: int, head_dim: int) -> None:
+    """Run ``kernel`` on a small causal input.
+
+    Args:
+        kernel: see :func:`sdpa`.
+        device, dtype, num_heads, head_dim: of the model.
+
+    Raises:
+        UserError: torch has no such kernel for this device, dtype and head_dim.
+    """
+    q = torch.zeros(1, num_heads, 128, head_dim, device=device, dtype=dtype, requires_grad=True)
+    with warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("ignore")  # torch warns once for each reason that a kernel cannot run
+        sdpa(q, q, q, kernel)
+
+
+# ---- the cache of slots
+
+# Attention reads a multiple of this many positions of a cache. CPU: other numbers change the rounding of attention's
+# sums (see `span_for`). GPU: few distinct shapes need few graphs.
+_SPAN = {"cpu": 16, "cuda": 256}
+
+
+def span_for(device: torch.device, positions: int) -> int:
+    """Return the positions of a cache to read for ``positions``, rounded up so that results stay bit-identical."""
+    positions += -positions % _SPAN.get(device.type, 256)
+    # On CPUs torch's attention works on blocks of 512 positions, and MKL sums more than 384 positions of a block in two
+    # halves (measured). So attention reads either the whole last block or its first half at most.
+    return positions + -positions % 512 if device.type == "cpu" and positions % 512 > 256 else positions
+
+
+class Slots:
+    """Keys and values of one layer: [slots, kv_heads, places, head_dim] each, allocated at first use.
+
+    Args:
+        cache: that it belongs to.
+        window: of the layer's attention; None: it attends to all positions. The slots of a window are rings: position p
+            lies at place p mod ``places``.
+
+    Attributes:
+        places: of a slot.
+    """
+
+    keys: Any = None
+    values: Any = None
+    is_initialized = False
+
+    def __init__(self, cache: "SlotCache", window: int | None = None) -> None:
+        self._cache, self.places, self.once = cache, cache.ring(window), cache.once
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the slots in the form of one row."""
+        self.keys, self.values = (
+            t.new_zeros(self._cache.slots, t.shape[1], self.places, t.shape[3]) for t in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write one token's key and value in each of the first n slots.
+
+        Args:
+            key, value: [n, kv_heads, head_dim].
+
+        Returns:
+            What attention reads of these slots: [n, kv_heads, span, head_dim] each.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key[:, :, None], value[:, :, None])
+        rows = self._cache.rows
+        places = self.once(self.places, lambda: self._cache.positions % self.places)
+        self.keys[rows, :, places] = key
+        self.values[rows, :, places] = value
+        n, span = key.shape[0], min(self._cache.span, self.places)
+        return self.keys[:n, :, :span], self.values[:n, :, :span]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
+        """Write the step's keys and values, and attend to those of each slot.
+
+        Args:
+            q: [n, heads, head_dim], one token of each of the first n slots.
+            k, v: [n, kv_heads, head_dim].
+            kernel: see :func:`sdpa`.
+
+        Returns:
+            [n, heads, head_dim].
+        """
+        n, kv_heads, head_dim = k.shape
+        keys, values = self.write(k, v)
+        # The heads of a group become queries of one kv head, so keys and values are not expanded.
+        out = sdpa(q.view(n, kv_heads, -1, head_dim), keys, values, kernel, mask=self._cache.mask(q.dtype))
+        return out.reshape(q.shape)
+
+    def put(self, rows: slice, prefix: Any, known: int) -> None:
+        """Copy the first ``known`` positions of ``prefix``, the keys and values of one sequence, into slots."""
+        if not known:
+            return
+        if not self.is_initialized:
+            self.lazy_initialization(prefix.keys, prefix.values)
+        first = max(0, known - self.places)
+        places = torch.arange(first, known, device=self.keys.device) % self.places
+        self.keys[rows, :, places] = prefix.keys[:, :, first:known]
+        self.values[rows, :, places] = prefix.values[:, :, first:known]
+
+    def move(self, to: int, source: int, known: int) -> None:
+        """Copy one slot, of which ``known`` positions are in use, to another."""
+        if self.is_initialized:
+            for tensor in (self.keys, self.values):
+                tensor[to, :, :known] = tensor[source, :, :known]
+
+
+class _Pass:
+    """A forward pass of sampling."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Any] = {}
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` returned for ``key`` at the first call in this pass, in any layer."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+class SlotCache(_Pass):
+    """The cache of several sequences, one in each slot.
+
+    Args:
+        layers: number of the model's layers.
+        slots: number of sequences.
+        length: positions of a slot.
+
+    Attributes:
+        layers: the :class:`Slots` of each layer.
+        slots: their number.
+        span: positions that the current step reads.
+        rows: indices of its slots, [n].
+        positions: of its tokens, [n].
+    """
+
+    span = 1
+    rows: Tensor
+    positions: Tensor
+    layers: Sequence[Any]
+
+    def __init__(self, layers: int, slots: int, length: int) -> None:
+        super().__init__()
+        self.slots, self._length = slots, length
+        self.layers = [Slots(self) for _ in range(layers)]
+
+    def ring(self, window: int | None) -> int:
+        """Return the places of a slot for ``window``; None: attention to all positions."""
+        return self._length
+
+    def begin(self, positions: Tensor, span: int) -> None:
+        """Begin a step in the first n slots.
+
+        Args:
+            positions: of the step's tokens, [n].
+            span: more than the largest of them.
+        """
+        self.positions, self.span, self._made = positions, span, {}
+        self.rows = torch.arange(len(positions), device=positions.device)
+
+    def mask(self, dtype: torch.dtype) -> Tensor:
+        """Return the mask of the current step: [n, 1, 1, span], 0 where a token attends and -inf elsewhere."""
+
+        def make() -> Tensor:
+            hidden = torch.arange(self.span, device=self.positions.device) > self.positions[:, None]
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+            return mask[:, None, None]
+
+        return self.once("mask", make)
+
+    def put(self, rows: slice, prefix: Any, known: int) -> None:
+        """Copy a prompt into slots.
+
+        Args:
+            rows: the slots.
+            prefix: cache of its first tokens.
+            known: number of these tokens.
+        """
+        for mine, theirs in zip(self.layers, prefix.layers, strict=True):
+            mine.put(rows, theirs, known)
+
+    def move(self, to: int, source: int, known: int) -> None:
+        """Copy slot ``source``, of which the first ``known`` positions are in use, to slot ``to``."""
+        for layer in self.layers:
+            layer.move(to, source, known)
+
+
+class Prefix(NamedTuple):
+    """Keys and values of one prompt, in one layer: [1, kv_heads, s, head_dim] each."""
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass
+class PrefixCache:
+    """The cache of one prompt: a :class:`Prefix` of each layer."""
+
+    layers: list[Prefix] = field(default_factory=list)
+
+
+# ---- packed sequences
 
 
 class Lengths:
@@ -49,8 +344,8 @@ class Lengths:
             Of each sequence: its part of each tensor, with the shared beginning, and the length of this beginning.
         """
         first: list[Tensor] = []
-        each = zip(*(t.split(self.values, dim=2) for t in packed), strict=True)
-        for pieces, shared in zip(each, self.shared, strict=True):
+        split = zip(*(t.split(self.values, dim=2) for t in packed), strict=True)
+        for pieces, shared in zip(split, self.shared, strict=True):
             if shared:
                 yield [torch.cat([a[:, :, :shared], b], dim=2) for a, b in zip(first, pieces, strict=True)], shared
             else:
@@ -58,11 +353,32 @@ class Lengths:
                 yield first, 0
 
 
+class Prompts(_Pass):
+    """Packed prompts whose keys and values stay in caches.
+
+    Args:
+        lengths: tokens of each sequence; sequences beyond the number of ``caches`` are padding.
+        caches: of the prompts.
+    """
+
+    def __init__(self, lengths: Sequence[int], caches: Sequence[PrefixCache]) -> None:
+        super().__init__()
+        self._lengths, self._caches = Lengths(tuple(lengths)), caches
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
+        """Keep k and v of each prompt, and attend within each; shapes as of :func:`attend`."""
+        pieces = zip(*(t.transpose(1, 2).split(self._lengths.values, dim=2) for t in (k, v)), strict=True)
+        for cache, (key, value) in zip(self._caches, pieces, strict=False):
+            # copies, because views would keep those of the other prompts alive
+            cache.layers.append(Prefix(*(t.clone(memory_format=torch.contiguous_format) for t in (key, value))))
+        return attend(q, k, v, self._lengths, kernel=kernel)
+
+
 class Attention(MultiHeadAttention):
     """torchtune's self-attention, also for packed rows and for sampling; ``mask`` says which.
 
     Attributes:
-        kernel: that computes packed rows and sampling; see :func:`rocm_ext.model.sdpa.sdpa`.
+        kernel: that computes packed rows and sampling; see :func:`sdpa`.
         norms_first: whether the norms of each head of q and k come before RoPE, as in Qwen3. torchtune's come after it,
             which is another function.
     """
@@ -88,57 +404,63 @@ class Attention(MultiHeadAttention):
         """Attend within each sequence.
 
         Args:
-            x: [b, s, d]; [1, s, d] of sequences end to end, unless ``mask`` is a tensor or None.
+            x: [b, s, d]; [1, s, d] of sequences end to end, unless ``mask`` is a tensor or None; [n, d] in a step of
+                sampling, one token of each slot.
             y: same as ``x``.
             mask: lengths of packed sequences, a cache that the sampler reads or fills, or [b, s, s], True where the
                 first attends to the second; None: each row is one sequence.
-            input_pos: [b, s], each token's position in its sequence; None: its index.
+            input_pos: [b, s] or [n], each token's position in its sequence; None: its index.
 
         Returns:
-            [b, s, d].
+            As ``x``.
         """
         if self.kv_cache is not None:
             raise NotImplementedError("no key-value cache; rocm_ext.sampling samples from such models")
-        q, k, v = self.heads(x, input_pos, mask if isinstance(mask, Slots | Prompts) else None)
+        sampling = mask if isinstance(mask, Slots | Prompts) else None
+        q, k, v = self.heads(x, input_pos, sampling)
         dropout = self.attn_dropout if self.training else 0.0
-        if isinstance(mask, Slots | Prompts):
-            out = mask.attend(q, k, v, self.kernel)
+        if sampling is not None:
+            out = sampling.attend(q, k, v, self.kernel)
         elif isinstance(mask, Lengths):
             out = attend(q, k, v, mask, dropout, self.kernel)
         else:
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
             k, v = (t.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for t in (k, v))
-            allowed, causal = None if mask is None else mask[:, None], mask is None
+            allowed, causal = mask[:, None] if isinstance(mask, Tensor) else None, mask is None
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=causal)
             out = out.transpose(1, 2)
-        return self.output_proj(out.flatten(2))
+        return self.output_proj(out.flatten(-2))
 
-    def project(self, x: Tensor) -> Sequence[Tensor]:
-        """Return q, k and v, without heads."""
-        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+    def project(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return q and k, with heads, in two tensors or in one, and v."""
+        q, k, v = (p(x).view(*x.shape[:-1], -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
+        return [q, k], v
 
     def heads(
-        self, x: Tensor, input_pos: Tensor | None, pass_: Slots | Prompts | None = None
+        self, x: Tensor, input_pos: Tensor | None, sampling: Slots | Prompts | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project x, rotate and normalise its q and k.
 
         Args:
-            x: [b, s, d].
-            input_pos: [b, s], each token's position; None: its index.
-            pass_: of the sampler, whose layers share tables of rotations.
+            x, input_pos: as in :meth:`forward`.
+            sampling: the pass whose layers share tables of rotations; None in training.
 
         Returns:
-            q [b, s, heads, head_dim], k and v [b, s, kv_heads, head_dim].
+            q [..., heads, head_dim], k and v [..., kv_heads, head_dim].
         """
-        q, k, v = (t.view(*x.shape[:2], -1, self.head_dim) for t in self.project(x))
+        qk, v = self.project(x)
         if self.norms_first:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if isinstance(self.pos_embeddings, HalvesRoPE) and not torch.compiler.is_compiling():
-            make = partial(self.pos_embeddings.tables, x.dtype, x.shape[1], input_pos)
-            tables = make() if pass_ is None else pass_.once(self.pos_embeddings, make)
-            q, k = rotated(q, tables), rotated(k, tables)
-        elif self.pos_embeddings is not None:
-            q, k = (self.pos_embeddings(t, input_pos=input_pos) for t in (q, k))
+            qk = [norm(t) for norm, t in zip((self.q_norm, self.k_norm), qk, strict=True)]
+        rope: Any = self.pos_embeddings
+        if isinstance(rope, HalvesRoPE) and not torch.compiler.is_compiling():
+            make = partial(rope.tables, x.dtype, x.shape[-2], input_pos)
+            tables = make() if sampling is None else sampling.once(rope, make)
+            qk = [rotated(t, tables) for t in qk]
+        elif rope is not None and x.ndim == 2:  # torchtune's take rows
+            qk = [rope(t[None], input_pos=None if input_pos is None else input_pos[None])[0] for t in qk]
+        elif rope is not None:
+            qk = [rope(t, input_pos=input_pos) for t in qk]
+        q, k = qk if len(qk) == 2 else qk[0].split_with_sizes((self.num_heads, self.num_kv_heads), dim=-2)
         # torchtune applies these norms to [b, h, s, head_dim]. They act on head_dim alone, so the result is the same.
         if self.q_norm is not None and not self.norms_first:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -154,7 +476,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, dropout: float = 0
         k, v: [1, s, kv_heads, head_dim].
         lengths: of the sequences; the values sum to s.
         dropout: dropout probability on attention weights.
-        kernel: see :func:`rocm_ext.model.sdpa.sdpa`.
+        kernel: see :func:`sdpa`.
 
     Returns:
         [1, s, heads, head_dim].
@@ -188,7 +510,7 @@ def choose_attention(decoder: Decoder, kernel: str) -> None:
 
     Args:
         decoder: the model.
-        kernel: see :func:`rocm_ext.model.sdpa.sdpa`.
+        kernel: see :func:`sdpa`.
 
     Raises:
         UserError: the model computes attention in its own code.

@@ -18,9 +18,9 @@ from rocm_ext.losses import Objective
 from rocm_ext.machine.profile import Profile, check_locked
 from rocm_ext.model.checkpointer import StoredWeights, on_meta, sample
 from rocm_ext.model.decoder import Decoder
+from rocm_ext.model.layers import use_fused_norms
 from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters, is_plain, plain
 from rocm_ext.model.native import native
-from rocm_ext.model.norm import use_fused_norms
 
 
 class CausalLM(nn.Module):
@@ -160,7 +160,9 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
     if (converted := decoder.converted(state)) is not None:
         state, shapes = converted, converted.on_meta()
     owned = isinstance(state, StoredWeights)  # each access allocates; others may be maps or parts of a larger tensor
-    _check_fit({**frozen, **buffers}, shapes, _OTHER_BUILDER if decoder.renames is None else _DOWNLOAD_AGAIN)
+    if misfits := _misfits({plain(name): p for name, p in (frozen | buffers).items()}, shapes, "the checkpoint"):
+        hint = _OTHER_BUILDER if decoder.renames is None else _DOWNLOAD_AGAIN
+        raise UserError(f"the checkpoint does not fit model: {misfits}. {hint}")
     for name, buffer in buffers.items():
         buffer.copy_(state[plain(name)])
     extremes: dict[str, Tensor] = {}
@@ -175,7 +177,8 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
         else:
             rows = joined.get(plain(name))
             placed = ranks.shard_like(full, parameter, copy=not owned) if rows is None else rows.copy_(full)
-            if (shard := _shard_of(placed)).numel():
+            shard = placed.to_local() if hasattr(placed, "to_local") else placed  # type: ignore[operator]
+            if shard.numel():
                 lowest, highest = shard.aminmax()  # unlike a sum, without a copy in fp32
                 extremes[plain(name)] = lowest.float() + highest.float()
         owner, _, leaf = name.rpartition(".")
@@ -197,17 +200,13 @@ def _joined(decoder: Decoder, frozen: Mapping[str, Tensor], device: torch.device
         if all(name in frozen and is_plain(frozen[name]) for name in group):
             weights = [frozen[name] for name in group]
             sizes, first = [len(weight) for weight in weights], weights[0]
-            whole = torch.empty(sum(sizes), *first.shape[1:], dtype=first.dtype, device=device)
-            rows.update(zip(group, whole.split(sizes), strict=True))
+            tensor = torch.empty(sum(sizes), *first.shape[1:], dtype=first.dtype, device=device)
+            rows.update(zip(group, tensor.split(sizes), strict=True))
     return rows
 
 
 _OTHER_BUILDER = "Set model._component_ to the builder of these weights (size, base or instruct)"
 _DOWNLOAD_AGAIN = "config.json and the weights must be of one model: download both again"
-
-
-def _shard_of(placed: Tensor) -> Tensor:
-    return placed.to_local() if hasattr(placed, "to_local") else placed  # type: ignore[operator]
 
 
 def _check_finite(extremes: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
@@ -223,18 +222,16 @@ def _check_finite(extremes: Mapping[str, Tensor], state: Mapping[str, Tensor]) -
     )
 
 
-def _check_fit(frozen: Mapping[str, Tensor], state: Mapping[str, Tensor], hint: str) -> None:
-    shapes = {plain(name): tuple(p.shape) for name, p in frozen.items()}
-    problems = [f"missing {name}" for name in shapes if name not in state]
-    problems += [f"unexpected {name}" for name in state if name not in shapes]
+def _misfits(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor], where: str) -> str:
+    """Name the first three tensors of ``state`` that are missing, unexpected or of another shape; empty: it fits."""
+    problems = [f"missing {name}" for name in parameters if name not in state]
+    problems += [f"unexpected {name}" for name in state if name not in parameters]
     problems += [
-        f"{name} is {list(state[name].shape)} in the checkpoint, {list(shape)} in the model"
-        for name, shape in shapes.items()
-        if name in state and tuple(state[name].shape) != shape
+        f"{name} is {list(state[name].shape)} in {where}, {list(p.shape)} in the model"
+        for name, p in parameters.items()
+        if name in state and state[name].shape != p.shape
     ]
-    if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise UserError(f"the checkpoint does not fit model: {'; '.join(problems[:3])}{more}. {hint}")
+    return "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
 
 
 def check_adapter(decoder: Decoder, state: Mapping[str, Tensor], source: str) -> None:
@@ -248,17 +245,8 @@ def check_adapter(decoder: Decoder, state: Mapping[str, Tensor], source: str) ->
     Raises:
         UserError: weights are missing, unexpected or of another shape; the message names the first three.
     """
-    parameters = adapter_parameters(decoder)
-    problems = [f"missing {name}" for name in parameters if name not in state]
-    problems += [f"unexpected {name}" for name in state if name not in parameters]
-    problems += [
-        f"{name} is {list(state[name].shape)}, the model's {list(p.shape)}"
-        for name, p in parameters.items()
-        if name in state and state[name].shape != p.shape
-    ]
-    if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise UserError(f"adapter {source} does not fit model: {'; '.join(problems[:3])}{more}")
+    if misfits := _misfits(adapter_parameters(decoder), state, "the adapter"):
+        raise UserError(f"adapter {source} does not fit model: {misfits}")
 
 
 def load_adapter(decoder: Decoder, state: Mapping[str, Tensor], source: str) -> None:

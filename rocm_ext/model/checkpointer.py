@@ -18,8 +18,7 @@ from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
 from rocm_ext.base.supervised import beat
-from rocm_ext.model.families import foreign_config, read_architecture
-from rocm_ext.model.names import from_hf
+from rocm_ext.model.families import foreign_config, from_hf, read_architecture
 
 HF = "HF"  # the model_type of weights in Hugging Face's row order
 _OUTPUT, _EMBEDDINGS = "output.weight", "tok_embeddings.weight"

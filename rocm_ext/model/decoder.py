@@ -36,7 +36,7 @@ class Decoder(nn.Module, ABC):
     Attributes:
         packs: whether it takes packed rows; otherwise rows are padded on the right, which no causal model sees.
         shares: whether packed sequences may share their beginnings, see :class:`rocm_ext.data.batches.MicroBatch`.
-        kernel: that computes attention of packed rows; see :func:`rocm_ext.model.sdpa.sdpa`.
+        kernel: that computes attention of packed rows; see :func:`rocm_ext.model.attention.sdpa`.
         max_seq_len: positions that it supports.
         num_heads, head_dim: of attention.
         layers: the decoder's layers.

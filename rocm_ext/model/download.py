@@ -19,10 +19,11 @@ from rocm_ext.data.encoder import TOKENIZER
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.checkpointer import weight_files
 from rocm_ext.model.families import CONFIG
-from rocm_ext.model.published import published
 
 _TEXT = ["*.json", "*.jinja", "*.txt", "*.model", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*"]
 _ELSEWHERE = ["original/*", "onnx/*", "consolidated*", "*/*.safetensors", "*/*.bin"]  # the weights in other formats
+# OWNER/NAME/config.json with the keys that decide what is built; no weights are beside it
+_SHAPES = Path(__file__).parent / "shapes"
 _OF_THE_DISK = {EACCES, EDQUOT, EIO, ENOSPC, EPERM, EROFS}
 
 
@@ -170,3 +171,28 @@ def _fetch(name: str, commit: str | None, patterns: list[str]) -> Path:
             f"cannot download {name}: {one_line(error)[:300]}; where there is a network, tune download {name} "
             "--output-dir DIR, and set model.checkpoint_dir=DIR"
         ) from error
+
+
+# ---- shapes of published models, which this library ships so that a plan needs no download
+
+
+def published_models() -> dict[str, Path]:
+    """Return the models whose shapes this library ships: names on the hub, and folders with a ``config.json``."""
+    return {f"{folder.parent.name}/{folder.name}": folder for folder in sorted(_SHAPES.glob("*/*"))}
+
+
+def published(checkpoint_dir: str) -> tuple[str, Path] | None:
+    """Find the published model that a config means.
+
+    Args:
+        checkpoint_dir: the config's: a name on the hub, or a folder of the model's own name, such as
+            ``models/Qwen3-8B``.
+
+    Returns:
+        The model's name on the hub and the folder with its shape; None if this library does not ship it.
+    """
+    if is_hub_name(checkpoint_dir):
+        folder = published_models().get(checkpoint_dir)
+        return None if folder is None else (checkpoint_dir, folder)
+    folders = published_models().items()
+    return next((pair for pair in folders if pair[1].name == Path(checkpoint_dir).name), None)

@@ -1,10 +1,11 @@
-"""Architectures of checkpoints in Hugging Face's format, as their ``config.json`` describes them.
+"""Architectures of checkpoints in Hugging Face's format, by their ``config.json``, and the names in their files.
 
 Only what transformers' own code for a family reads changes what a model computes. Of these keys, this module knows
 each: it reads the key, or refuses a value that the native decoders do not compute.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,7 +178,9 @@ def _read(folder: Path) -> Config:
 
 
 def _architecture(config: Config) -> Architecture:
-    name = _known_name(config)
+    name = _class_name(config)
+    if name not in _FAMILIES:
+        raise UserError(f"{name} is not supported; supported are {', '.join(_FAMILIES)}")
     family = _FAMILIES[name]
     _refuse_foreign(config)
     width, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
@@ -215,13 +218,6 @@ def _architecture(config: Config) -> Architecture:
     )
 
 
-def _known_name(config: Config) -> str:
-    name = _class_name(config)
-    if name not in _FAMILIES:
-        raise UserError(f"{name} is not supported; supported are {', '.join(_FAMILIES)}")
-    return name
-
-
 def _class_name(config: Config, trust_remote_code: bool = False) -> str:
     """Return transformers' class of the model.
 
@@ -255,11 +251,7 @@ def refuse_code(name: str) -> NoReturn:
 
 
 def _refuse_foreign(config: Config) -> None:
-    """Refuse what the native decoders do not compute.
-
-    Raises:
-        UserError: naming the key and its value.
-    """
+    """Refuse what the native decoders do not compute."""
     _refuse_quantised(config)
     if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise UserError(f"hidden_act is {activation!r}; supported is silu")
@@ -270,10 +262,9 @@ def _refuse_foreign(config: Config) -> None:
 
 
 def _refuse_quantised(config: Config) -> None:
-    text = config.get("text_config")
-    every = [config, text] if isinstance(text, Mapping) else [config]
-    found = [each.get(key) for each in every for key in ("quantization_config", "compression_config")]
-    if quantized := next(filter(None, found), None):
+    parts = [config, text] if isinstance(text := config.get("text_config"), Mapping) else [config]
+    settings = [part.get(key) for part in parts for key in ("quantization_config", "compression_config")]
+    if quantized := next(filter(None, settings), None):
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
         raise UserError(
             f"the weights are quantised ({method or 'quantization_config'}); use the model's bf16 or fp16 weights, "
@@ -286,16 +277,14 @@ def _window(config: Config, family: _Family, layers: int) -> int | None:
     if not family.window or window is None or (family.window == "switched" and not config.get("use_sliding_window")):
         return None
     if family.window == "switched":
-        kinds = config.get("layer_types")
-        windowed = "sliding_attention" in kinds if isinstance(kinds, list) else _first_windowed(config) < layers
+        if isinstance(kinds := config.get("layer_types"), list):
+            windowed = "sliding_attention" in kinds
+        else:
+            first = config.get("max_window_layers", 28)
+            windowed = not isinstance(first, int) or first < layers
         if not windowed:
             return None
     return _whole({"sliding_window": window}, "sliding_window")
-
-
-def _first_windowed(config: Config) -> int:
-    first = config.get("max_window_layers", 28)
-    return first if isinstance(first, int) else 0
 
 
 def _rope(config: Config, positions: int) -> Rope:
@@ -304,45 +293,45 @@ def _rope(config: Config, positions: int) -> Rope:
     Where a file has both, as after YaRN was added by hand, transformers takes ``rope_scaling`` alone.
     """
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    found = config.get(key) or {}
-    if not isinstance(found, Mapping) or any(isinstance(value, Mapping) for value in found.values()):
-        raise UserError(f"{key} is {found!r}; expected one set of parameters for all layers")
-    kind = str(found.get("rope_type", found.get("type", "default")))
-    base = _number(found, "rope_theta", _number(config, "rope_theta", 10_000.0))
-    part = found.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    parameters = config.get(key) or {}
+    if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
+        raise UserError(f"{key} is {parameters!r}; expected one set of parameters for all layers")
+    kind = str(parameters.get("rope_type", parameters.get("type", "default")))
+    base = _number(parameters, "rope_theta", _number(config, "rope_theta", 10_000.0))
+    part = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if part not in (None, 1):
         raise UserError(f"partial_rotary_factor is {part!r}; supported is RoPE over the whole head")
     if kind == "default":
         return Rope(base)
     if kind == "linear":
-        return Rope(base, kind, _number(found, "factor"))
+        return Rope(base, kind, _number(parameters, "factor"))
     if kind not in ("llama3", "yarn"):
         raise UserError(f"{key}: rope_type {kind!r} is not supported; supported are default, linear, llama3, yarn")
-    factor = _number(found, "factor")
+    factor = _number(parameters, "factor")
     original = _whole(
-        config, "original_max_position_embeddings", found.get("original_max_position_embeddings") or positions
+        config, "original_max_position_embeddings", parameters.get("original_max_position_embeddings") or positions
     )
     if kind == "yarn":
-        return Rope(base, kind, factor, original=original, yarn=_yarn(found, key, factor))
-    low, high = _number(found, "low_freq_factor"), _number(found, "high_freq_factor")
+        return Rope(base, kind, factor, original=original, yarn=_yarn(parameters, key, factor))
+    low, high = _number(parameters, "low_freq_factor"), _number(parameters, "high_freq_factor")
     if low == high:
         raise UserError(f"{key}: low_freq_factor and high_freq_factor are both {low}; expected two numbers")
     return Rope(base, kind, factor, low, high, original)
 
 
-def _yarn(found: Config, key: str, factor: float) -> Yarn:
+def _yarn(parameters: Config, key: str, factor: float) -> Yarn:
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    numerator, denominator = _number(found, "mscale", 0.0), _number(found, "mscale_all_dim", 0.0)
+    numerator, denominator = _number(parameters, "mscale", 0.0), _number(parameters, "mscale_all_dim", 0.0)
     inferred = scale(numerator) / scale(denominator) if numerator and denominator else scale(1.0)
-    fast, slow = _number(found, "beta_fast", 0.0) or 32.0, _number(found, "beta_slow", 0.0) or 1.0
+    fast, slow = _number(parameters, "beta_fast", 0.0) or 32.0, _number(parameters, "beta_slow", 0.0) or 1.0
     if not (factor and fast > slow):
         raise UserError(
             f"{key}: factor {factor}, beta_fast {fast}, beta_slow {slow}; expected beta_fast over beta_slow"
         )
-    rounded = found.get("truncate") is None or _switch(found, "truncate")
-    return Yarn(fast, slow, rounded, _number(found, "attention_factor", inferred))
+    rounded = parameters.get("truncate") is None or _switch(parameters, "truncate")
+    return Yarn(fast, slow, rounded, _number(parameters, "attention_factor", inferred))
 
 
 def _whole(config: Config, key: str, default: int | None = None) -> int:
@@ -366,3 +355,52 @@ def _switch(config: Config, key: str) -> bool:
     if not isinstance(value, bool | None):
         raise UserError(f"{key} is {value!r}; expected true or false")
     return bool(value)
+
+
+# ---- names of a native decoder's parts: torchtune's, and those of Hugging Face's files
+
+_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
+_TOP = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+_IN_LAYER = {
+    "attn.q_proj": "self_attn.q_proj",
+    "attn.k_proj": "self_attn.k_proj",
+    "attn.v_proj": "self_attn.v_proj",
+    "attn.output_proj": "self_attn.o_proj",
+    "attn.q_norm": "self_attn.q_norm",
+    "attn.k_norm": "self_attn.k_norm",
+    "sa_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.w1": "mlp.gate_proj",
+    "mlp.w3": "mlp.up_proj",
+    "mlp.w2": "mlp.down_proj",
+}
+_TOP_BACK = {theirs: ours for ours, theirs in _TOP.items()}
+_IN_LAYER_BACK = {theirs: ours for ours, theirs in _IN_LAYER.items()}
+
+# Linear layers by PEFT's names
+LINEAR = {theirs.rpartition(".")[2]: ours for ours, theirs in _IN_LAYER.items() if theirs.endswith("_proj")}
+
+
+def to_hf(name: str) -> str:
+    """``layers.0.sa_norm.scale`` -> ``model.layers.0.input_layernorm.weight``.
+
+    Raises:
+        KeyError: no part of a native decoder has this name.
+    """
+    part, _, leaf = name.rpartition(".")
+    leaf = "weight" if leaf == "scale" else leaf
+    if match := _LAYER.fullmatch(part):
+        return f"model.layers.{match[1]}.{_IN_LAYER[match[2]]}.{leaf}"
+    return f"{_TOP[part]}.{leaf}"
+
+
+def from_hf(name: str) -> str:
+    """``model.layers.0.input_layernorm.weight`` -> ``layers.0.sa_norm.scale``.
+
+    Raises:
+        KeyError: no part of a native decoder has this name.
+    """
+    part, _, leaf = name.rpartition(".")
+    match = _LAYER.fullmatch(part)
+    ours = f"layers.{match[1]}.{_IN_LAYER_BACK[match[2]]}" if match else _TOP_BACK[part]
+    return f"{ours}.{'scale' if ours.endswith('norm') else leaf}"

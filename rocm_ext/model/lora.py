@@ -249,21 +249,21 @@ def adopt(model: nn.Module, cfg_model) -> None:
         UserError: ``model`` has no LoRA layers, or ``lora_attn_modules`` names a layer it does not have.
     """
     model.requires_grad_(False)
-    found = set()
+    adapted = set()
     for name, module in model.named_modules():
         if type(module) in (LoRALinear, DoRALinear):
             # keeps parameters, names and hooks; FSDP2 uses the same technique
             module.__class__ = Lora if type(module) is LoRALinear else Dora
         if isinstance(module, Adapter):
-            found.add(name.rsplit(".", 1)[-1])
+            adapted.add(name.rsplit(".", 1)[-1])
     for parameter in adapter_parameters(model).values():
         parameter.requires_grad_(True)
-    wanted = set(cfg_model.get("lora_attn_modules") or ())
-    if missing := sorted(wanted - found):
+    named = set(cfg_model.get("lora_attn_modules") or ())
+    if missing := sorted(named - adapted):
         attention: nn.Module = model.layers[0].attn  # type: ignore[index, union-attr, assignment]
         available = sorted(name for name, _ in attention.named_children() if name.endswith("_proj"))
         raise UserError(f"model.lora_attn_modules {missing} match no layer; the model has {available}")
-    if not found:
+    if not adapted:
         raise UserError(
             f"model {cfg_model.get('_component_')} has no LoRA layers; name a LoRA builder "
             "(torchtune.models.*.lora_*) and at least one of lora_attn_modules"

@@ -24,13 +24,11 @@ from torchtune.modules.peft import DoRALinear, LoRALinear
 from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.base.log import log
 from rocm_ext.data.batches import MicroBatch
-from rocm_ext.model import names
 from rocm_ext.model.attention import Attention, Lengths
 from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.families import Architecture, Rope, foreign_config, read_architecture
+from rocm_ext.model.families import LINEAR, Architecture, Rope, foreign_config, from_hf, read_architecture, to_hf
+from rocm_ext.model.layers import HalvesRoPE
 from rocm_ext.model.lora import plain
-from rocm_ext.model.names import LINEAR
-from rocm_ext.model.rope import HalvesRoPE
 from rocm_ext.model.sampler import NativeSampler, joined_kind
 
 _OUTPUT, _ALL = "lm_head", "all-linear"
@@ -63,7 +61,7 @@ class NativeDecoder(TransformerDecoder, Decoder):
 
     @property
     def kernel(self) -> str:
-        """Kernel of attention, see :func:`rocm_ext.model.sdpa.sdpa`."""
+        """Kernel of attention, see :func:`rocm_ext.model.attention.sdpa`."""
         return getattr(self.layers[0].attn, "kernel", "auto")  # type: ignore[union-attr, arg-type]
 
     @kernel.setter
@@ -72,11 +70,7 @@ class NativeDecoder(TransformerDecoder, Decoder):
             layer.attn.kernel = kernel  # type: ignore[union-attr, assignment]
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
-        """Run the model up to its output layer.
-
-        Returns:
-            [b, s, d], the output layer's input.
-        """
+        """Run the model up to its output layer: [b, s, d]."""
         mask = Lengths(batch.lengths, batch.shared) if batch.lengths else None
         return self.run(batch.tokens, batch.positions, [mask] * len(self.layers))
 
@@ -84,12 +78,12 @@ class NativeDecoder(TransformerDecoder, Decoder):
         """Run the model up to its output layer.
 
         Args:
-            tokens: [b, s].
-            positions: [b, s], of each token in its sequence.
+            tokens: [b, s], or [n] in a step of sampling.
+            positions: of each token in its sequence, as ``tokens``.
             masks: of each layer; see :class:`rocm_ext.model.attention.Attention`.
 
         Returns:
-            [b, s, d].
+            [b, s, d] or [n, d].
         """
         h = self.tok_embeddings(tokens)
         for layer, mask in zip(self.layers, masks, strict=True):
@@ -130,14 +124,7 @@ class NativeDecoder(TransformerDecoder, Decoder):
         ]
 
     def check_sampling(self) -> int:
-        """Check that the model can be sampled from in this process.
-
-        Returns:
-            The positions of the longest prompt with its answer.
-
-        Raises:
-            UserError: its attention reads no cache of slots; the message names it.
-        """
+        """Check that its attention reads a cache of slots; return the positions of the longest sequence."""
         for layer in self.layers:
             attention = getattr(layer, "attn", None)
             if not isinstance(attention, Attention):
@@ -282,7 +269,7 @@ class _Builder:
             norm=self._norm(a.width),
             output=output,
         )
-        decoder.architecture, decoder.renames = a, (names.to_hf, names.from_hf)
+        decoder.architecture, decoder.renames = a, (to_hf, from_hf)
         return decoder
 
     def _layer(self) -> TransformerSelfAttentionLayer:

@@ -6,7 +6,7 @@ same bit for bit.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torchtune.modules import FeedForward, TiedLinear
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
-from rocm_ext.model.attention import Attention, Lengths, attend
+from rocm_ext.model.attention import Attention, PrefixCache, Prompts, SlotCache
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.lora import Dora, Lora, adapters, dense, factors, is_plain, merged_layer, plain
-from rocm_ext.model.slots import PrefixCache, Prompts, SlotCache
 
 # On CPUs, matrix products with fewer or more rows use other kernels, which round differently (measured with MKL on
 # several threads). Without these bounds a sample would depend on the number of samples in its batch.
@@ -280,12 +279,12 @@ class SamplingLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        rows = x.flatten(0, -2)
-        if x.is_cuda or rows.shape[0] <= MAX_ROWS:
-            out = self._product(rows)
-        else:  # nearly equal parts, so each has at least MIN_ROWS
-            out = torch.cat([self._product(part) for part in rows.tensor_split(-(-len(rows) // MAX_ROWS))])
-        return out.view(*x.shape[:-1], -1)
+        if x.ndim > 2:
+            return self.forward(x.flatten(0, -2)).view(*x.shape[:-1], -1)
+        if x.is_cuda or x.shape[0] <= MAX_ROWS:
+            return self._product(x)
+        # nearly equal parts, so each has at least MIN_ROWS
+        return torch.cat([self._product(part) for part in x.tensor_split(-(-len(x) // MAX_ROWS))])
 
     __call__ = forward
 
@@ -373,17 +372,14 @@ class NativeSampler(Sampler):
         tokens = torch.tensor([token for prompt in prompts for token in prompt] + [0] * padding, device=self.device)
         positions = torch.cat([torch.arange(n, device=self.device) for n in spans])
         caches = [PrefixCache() for _ in prompts]
-        packed = Lengths(tuple(spans))
-        mask = Prompts(spans, caches, lambda q, k, v, kernel: attend(q, k, v, packed, kernel=kernel))
-        self.decoder.run(tokens[None], positions[None], [mask] * len(self.decoder.layers))
+        self.decoder.run(tokens[None], positions[None], [Prompts(spans, caches)] * len(self.decoder.layers))
         return caches
 
     @torch.no_grad()
     def step(self, tokens: Tensor, positions: Tensor, cache: SlotCache, span: int) -> Tensor:
-        """Decode one token in each of the first n slots: a packed row of them; arguments as in the base class."""
+        """Decode one token in each of the first n slots; arguments as in the base class."""
         cache.begin(positions, span)
-        hidden = self.decoder.run(tokens[None], positions[None], cache.layers)[0]
-        return self.decoder.output(hidden)
+        return self.decoder.output(self.decoder.run(tokens, positions, cache.layers))
 
 
 def _bare(module: Any) -> Any:
@@ -405,9 +401,12 @@ class SamplingAttention(Attention):
         k = self.num_kv_heads * self.head_dim
         return self.num_heads * self.head_dim, k, k
 
-    def project(self, x: Tensor) -> Sequence[Tensor]:
-        """Return q, k and v, without heads."""
-        return self.joined(x).split(self.widths, dim=-1)
+    def project(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return q and k, with heads, in one tensor unless they have norms of their own, and v."""
+        qkv, kv_heads = self.joined(x).view(*x.shape[:-1], -1, self.head_dim), self.num_kv_heads
+        sizes = (self.num_heads + kv_heads,) if self.q_norm is None else (self.num_heads, kv_heads)
+        *qk, v = qkv.split_with_sizes((*sizes, kv_heads), dim=-2)
+        return qk, v
 
 
 class SamplingMLP(FeedForward):
@@ -470,14 +469,21 @@ class _Copies:
         for name, value in vars(module).items():
             if isinstance(value, TiedLinear):  # it is no module
                 vars(made)[name] = self.of(value)
-        vars(made).update(made._modules)  # nn.Module looks them up only where an object has no such attribute
-        return made
+        return _quick(made, made._modules, made._parameters)
 
     def _linear(self, layers: list[Any]) -> SamplingLinear:
         linear = SamplingLinear(layers, self._merge)
+        _quick(linear, linear._parameters)
         if any(isinstance(layer, Lora | Dora) for layer in layers):
             self.adapted.append((linear, layers))
         return linear
+
+
+def _quick(module: nn.Module, *parts: Mapping[str, Any]) -> nn.Module:
+    """Return ``module`` with ``parts`` as plain attributes. nn.Module looks for parts where an object has none."""
+    for named in parts:
+        vars(module).update(named)
+    return module
 
 
 @cache

@@ -1,4 +1,8 @@
-"""Estimate the memory of training, by part, before anything is loaded."""
+"""Estimate the memory of training, by part, before anything is loaded, and choose the layers to checkpoint.
+
+A checkpointed layer keeps only its input. The backward pass computes the layer again, which saves memory for a third
+more compute.
+"""
 
 import copy
 from collections.abc import Collection, Iterable, Sequence
@@ -7,13 +11,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
+from rocm_ext.base.errors import UserError
 from rocm_ext.losses import Objective
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.lora import adapter_parameters, adapters
-from rocm_ext.plan.costs import Kernels, LayerCosts, LossCosts
-from rocm_ext.plan.simulate import simulate
+from rocm_ext.plan.costs import Kernels, LayerCosts, LossCosts, simulate
 
 # QLoRA's NF4: 4 bits per value, an 8-bit scale per 64 values, an fp32 scale per 256 of these scales
 _NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -29,7 +35,7 @@ class MemoryPlan:
         adapter: trainable parameters, fp32.
         gradients: gradients of the trainable parameters.
         optimizer: state of the optimiser.
-        each: costs of each layer.
+        layer_costs: of each layer.
         loss: costs of final norm, output layer and loss.
     """
 
@@ -38,13 +44,13 @@ class MemoryPlan:
     adapter: int
     gradients: int
     optimizer: int
-    each: Sequence[LayerCosts]
+    layer_costs: Sequence[LayerCosts]
     loss: LossCosts
 
     @property
     def layers(self) -> int:
         """Number of layers."""
-        return len(self.each)
+        return len(self.layer_costs)
 
     @property
     def fixed(self) -> int:
@@ -58,15 +64,16 @@ class MemoryPlan:
             checkpointed: indices of the checkpointed layers.
         """
         before, most = 0, 0
-        for i, layer in enumerate(self.each):  # its backward pass has its whole activations; later layers' are freed
+        for i, layer in enumerate(self.layer_costs):
+            # its backward pass has its whole activations; later layers' are freed
             most = max(most, before + layer.entry + layer.kept + layer.working)
             before += layer.entry + (0 if i in checkpointed else layer.kept)
         return max(most, before)
 
     def at_loss(self, checkpointed: Collection[int]) -> int:
         """Bytes that the layers keep while the loss is computed, with ``checkpointed`` layers."""
-        kept = sum(layer.kept for i, layer in enumerate(self.each) if i not in checkpointed)
-        return sum(layer.entry for layer in self.each) + self.each[-1].entry + kept
+        kept = sum(layer.kept for i, layer in enumerate(self.layer_costs) if i not in checkpointed)
+        return sum(layer.entry for layer in self.layer_costs) + self.layer_costs[-1].entry + kept
 
     def peak(self, checkpointed: Collection[int]) -> int:
         """Peak bytes of a training step with ``checkpointed`` layers."""
@@ -106,7 +113,7 @@ def plan_memory(
         lengths: tokens of each sequence in the largest micro-batch.
         dtype: dtype of weights and activations.
         device: the target.
-        optimizer: its node in the config.
+        optimizer: its component in the config.
         ranks: number of ranks that share the frozen weights.
         targets: number of the micro-batch's tokens with a label.
         kernels: kernels that ``device`` has.
@@ -115,14 +122,14 @@ def plan_memory(
     adapter = sum(p.nbytes for p in adapter_parameters(decoder).values())
     chunked = copy.copy(objective)
     chunked.chunk_tokens = objective.chunk_for(device)
-    each, loss, tables = simulate(decoder, chunked, lengths, targets, kernels, shared)
+    layer_costs, loss, tables = simulate(decoder, chunked, lengths, targets, kernels, shared)
     return MemoryPlan(
         weights=frozen_bytes(decoder) // ranks + sum(b.nbytes for b in _distinct(decoder.buffers())) + tables,
         gathered=0 if ranks == 1 else _gathered(decoder),
         adapter=adapter,
         gradients=adapter,
         optimizer=int(adapter * _state_per_byte(optimizer)),
-        each=each,
+        layer_costs=layer_costs,
         loss=loss,
     )
 
@@ -144,14 +151,14 @@ def _gathered(decoder: Decoder) -> int:
     return frozen_bytes(decoder) - sum(layers) + 2 * max(layers)
 
 
-def _state_per_byte(node: Any) -> float:
+def _state_per_byte(component: Any) -> float:
     """Bytes of optimiser state per byte of parameters: 2 for AdamW.
 
     The same number is assumed for an optimiser that cannot step on the CPU (bitsandbytes').
     """
     parameter = nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)
-    optimizer = config.instantiate(node, [parameter], key="optimizer")
+    optimizer = config.instantiate(component, [parameter], key="optimizer")
     try:
         optimizer.step()
     except Exception:  # kernels raise anything; LBFGS needs a closure
@@ -162,10 +169,46 @@ def _state_per_byte(node: Any) -> float:
 
 def worst_rows(longest: int, tokens: int) -> list[int]:
     """Return the row lengths that fill ``tokens`` tokens with the most attention: rows of ``longest`` and a rest."""
-    whole, rest = divmod(tokens, longest)
-    return [longest] * whole + [rest] * (rest > 0)
+    count, rest = divmod(tokens, longest)
+    return [longest] * count + [rest] * (rest > 0)
 
 
 def readable(size: float) -> str:
     """Format bytes: ``17179869184`` -> ``16.0 GiB``, ``1048576`` -> ``1.0 MiB``."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def checkpointed_layers(setting: bool | int | str, plan: MemoryPlan, budget: int) -> tuple[list[int], str]:
+    """Choose the layers to checkpoint.
+
+    Args:
+        setting: ``enable_activation_checkpointing``: False, True, n for every n-th layer, or ``auto``.
+        plan: memory by part.
+        budget: bytes that this rank may use.
+
+    Returns:
+        Indices of the layers, and the reason.
+
+    Raises:
+        UserError: any other setting.
+    """
+    layers = plan.layers
+    if setting is False:
+        return [], "off in the config"
+    if setting is True:
+        return list(range(layers)), "on in the config"
+    if isinstance(setting, int) and setting >= 1:
+        return list(range(0, layers, setting)), f"every {setting}. layer, set in the config"
+    if setting != "auto":
+        raise UserError(
+            f"enable_activation_checkpointing is {setting!r}; expected False, True, a number n >= 1 "
+            "(every n-th layer) or auto"
+        )
+    chosen = plan.fewest(budget)
+    return chosen, f"{readable(plan.peak(chosen))} planned of {readable(budget)}"
+
+
+def apply_checkpointing(decoder: TransformerDecoder, layers: list[int]) -> None:
+    """Wrap the ``layers`` of ``decoder`` in torch's checkpoint wrapper."""
+    for i in layers:
+        decoder.layers[i] = checkpoint_wrapper(decoder.layers[i])  # type: ignore[index]

@@ -16,9 +16,9 @@ from omegaconf import DictConfig
 from rocm_ext.data.batches import Steps, cut, rows_per_step, width_multiple
 from rocm_ext.losses import Objective
 from rocm_ext.machine.numerics import DTYPES
+from rocm_ext.model.attention import span_for
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.sampler import MIN_ROWS, Sampler, copied_bytes
-from rocm_ext.model.slots import span_for
 from rocm_ext.plan.costs import Kernels, Operation
 from rocm_ext.plan.memory import MemoryPlan, plan_memory, worst_rows
 from rocm_ext.plan.speeds import Figures
@@ -51,6 +51,7 @@ class Step:
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens of this rank per second, without padding."""
         return self.tokens / self.seconds
 
 
@@ -63,7 +64,6 @@ class Choice:
         checkpointed: indices of the checkpointed layers.
         memory: by part.
         step: work and time.
-        peak: bytes.
     """
 
     micro_batch: int
@@ -73,6 +73,7 @@ class Choice:
 
     @property
     def peak(self) -> int:
+        """Peak bytes of a training step."""
         return self.memory.peak(self.checkpointed)
 
 
@@ -136,7 +137,7 @@ class TrainingPlanner:
         With known rows it plans for the largest micro-batch that they form. With unknown rows it plans for a
         micro-batch full of rows of the longest length, every token with a label.
         """
-        if not self.rows.each:  # a micro-batch has at most the rows of a step
+        if not self.rows.per_row:  # a micro-batch has at most the rows of a step
             most = min(micro_batch, math.ceil(self.rows_per_step / self.ranks) * self.rows.longest)
             return self._plan(worst_rows(math.ceil(self.rows.longest / self.rows.sequences), most), most)
         pieces, targets = self._largest(micro_batch)
@@ -147,16 +148,17 @@ class TrainingPlanner:
 
         One has the most tokens. Where sequences share some, another one may have the most tokens for attention.
         """
-        cfg, each = self.cfg, self.rows.each
-        steps = Steps(len(each), self.rows_per_step, cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle)
+        cfg, per_row = self.cfg, self.rows.per_row
+        steps = Steps(len(per_row), self.rows_per_step, cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle)
         packed = self.decoder.packs
-        sizes = [lambda piece: sum(piece[0]) if packed else _padded(piece[0])]
+        # rows that are not packed are padded to the longest
+        sizes = [lambda piece: sum(piece[0]) if packed else len(piece[0]) * max(piece[0], default=0)]
         if self.rows.shared:
             sizes.append(lambda piece: sum(map(sum, piece)))
         largest: list[tuple[list[int], list[int]]] = [([], [])] * len(sizes)
         targets = 1
         for step in range(steps.per_epoch * cfg.epochs):
-            rows = [each[i] for i in steps[step]]
+            rows = [per_row[i] for i in steps[step]]
             for piece in chain(*cut([sum(lengths) for lengths, *_ in rows], self.ranks, micro_batch, packed)):
                 lengths = [n for i in piece for n in rows[i][0]]
                 shared = [n for i in piece for n in rows[i][1]]
@@ -199,29 +201,29 @@ class TrainingPlanner:
     def _step(self, micro_batch: int, checkpointed: Collection[int]) -> Step:
         tokens = self.rows_per_step * self.rows.mean / self.ranks
         count = max(1, math.ceil(tokens / micro_batch))
-        each = max(1, round(tokens / count))
-        plan = self._plan(*self._typical(each))
+        size = max(1, round(tokens / count))
+        plan = self._plan(*self._typical(size))
         # the frozen output layer: a product forward, one more for losses of whole sequences, and one backward
         loss = plan.loss.operations
         passes = [_RepeatedKernels(loss, 1.0)]
         forward = [_RepeatedKernels(loss, 1 / 3 if self.objective.whole_sequences else 1 / 2)]
-        for costs in {id(costs): costs for costs in plan.each}.values():
-            alike = [i for i, other in enumerate(plan.each) if other is costs]
+        for costs in {id(costs): costs for costs in plan.layer_costs}.values():
+            alike = [i for i, other in enumerate(plan.layer_costs) if other is costs]
             again = sum(i in checkpointed for i in alike)
-            whole = len(alike) - again
+            kept = len(alike) - again
             compiled = bool(self.cfg.compile)  # but not the checkpointed layers
             passes += [
-                _RepeatedKernels(costs.forward, whole, compiled),
-                _RepeatedKernels(costs.backward, whole, compiled),
+                _RepeatedKernels(costs.forward, kept, compiled),
+                _RepeatedKernels(costs.backward, kept, compiled),
             ]
             passes += [_RepeatedKernels(costs.forward, 2 * again), _RepeatedKernels(costs.backward, again)]
-            forward += [_RepeatedKernels(costs.forward, whole, compiled), _RepeatedKernels(costs.forward, again)]
+            forward += [_RepeatedKernels(costs.forward, kept, compiled), _RepeatedKernels(costs.forward, again)]
         update = _RepeatedKernels([Operation(0, 2 * (plan.adapter + plan.optimizer) + plan.gradients)], 1.0)
         return Step(
             tokens=tokens,
             micro_batches=count,
-            flops=count * sum(each.total("flops") for each in passes),
-            bytes=count * sum(each.total("bytes") for each in passes) + update.total("bytes"),
+            flops=count * sum(kernels.total("flops") for kernels in passes),
+            bytes=count * sum(kernels.total("bytes") for kernels in passes) + update.total("bytes"),
             seconds=count * max(self._seconds(passes), self._gathering(plan)) + self._seconds([update]),
             forward_seconds=count * max(self._seconds(forward), self._gathering(plan) / 2),
         )
@@ -238,8 +240,8 @@ class TrainingPlanner:
         for i in range(count):  # rows of sequences that are equally long with what they share
             size = tokens * (i + 1) // count - tokens * i // count
             common = rows.shared / (sequences - 1)
-            own = max(1, int((size - common) / sequences))
-            lengths += [size - (sequences - 1) * own, *[own] * (sequences - 1)]
+            length = max(1, int((size - common) / sequences))
+            lengths += [size - (sequences - 1) * length, *[length] * (sequences - 1)]
             shared += [0, *[min(round(common), lengths[-sequences])] * (sequences - 1)]
         return lengths, targets, shared
 
@@ -249,9 +251,8 @@ class TrainingPlanner:
 
     def _seconds(self, passes: Sequence["_RepeatedKernels"]) -> float:
         dtype = dtype_name(self.dtype)
-        return sum(
-            each.times * self.figures.seconds(each.operations, dtype, each.compiled) for each in passes if each.times
-        )
+        timed = (work for work in passes if work.times)
+        return sum(work.times * self.figures.seconds(work.operations, dtype, work.compiled) for work in timed)
 
     def fit(self, budget: int) -> Choice:
         """Return the fastest way to run a step within ``budget`` bytes, or the smallest if none fits."""
@@ -276,11 +277,6 @@ class TrainingPlanner:
 
 def _widened(lengths: list[int], shared: list[int], padding: int) -> tuple[list[int], list[int]]:
     return ([*lengths, padding], [*shared, 0]) if padding else (lengths, shared)
-
-
-def _padded(lengths: Sequence[int]) -> int:
-    """Tokens of rows padded to the longest."""
-    return len(lengths) * max(lengths, default=0)
 
 
 @dataclass(frozen=True)

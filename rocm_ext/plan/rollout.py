@@ -126,7 +126,9 @@ def plan_rollout(
     sampling = sampler.plan(budget - fixed, now.peak - now.memory.weights if keeps else 0)
     slots, workers = sampling.slots, servers or training.ranks
     if servers:
-        slots = min(slots, training.ranks * _concurrency(cfg, slots))
+        options = inspect.signature(import_component(cfg.engine[COMPONENT])).parameters
+        usual = options["concurrency"].default if "concurrency" in options else slots
+        slots = min(slots, training.ranks * cfg.engine.get("concurrency", usual))  # requests of a rank at once
     columns = training.objective.columns
     passes = ("old_logprobs" in columns and cfg.old_logprobs == "trainer") + ("reference_logprobs" in columns)
     rounds, every = (cfg.steps, cfg.eval_every_n_steps) if grpo else (cfg.cycles, cfg.eval_every_n_cycles)
@@ -146,9 +148,3 @@ def plan_rollout(
         scoring_seconds=passes * cfg.minibatches * now.step.forward_seconds if grpo else 0.0,
         updates_seconds=updates_seconds,
     )
-
-
-def _concurrency(cfg: DictConfig, default: int) -> int:
-    """Return the simultaneous requests of each rank to a server."""
-    known = inspect.signature(import_component(cfg.engine[COMPONENT])).parameters.get("concurrency")
-    return cfg.engine.get("concurrency", default if known is None else known.default)

@@ -14,7 +14,7 @@ from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
 from rocm_ext.config.checks import check_max_seq_len
 from rocm_ext.data.batches import micro_batch_budget
-from rocm_ext.data.pair_rows import SIDE
+from rocm_ext.data.rows import SIDE
 from rocm_ext.losses import objective_of
 from rocm_ext.machine.detect import Machine
 from rocm_ext.machine.profile import check_locked
@@ -22,11 +22,11 @@ from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.attention import choose_attention, shares_beginnings
 from rocm_ext.model.build import build_model, check_quantized
 from rocm_ext.model.download import use_shape
-from rocm_ext.plan.checkpointing import checkpointed_layers
 from rocm_ext.plan.costs import Kernels
+from rocm_ext.plan.memory import checkpointed_layers
 from rocm_ext.plan.planner import Choice, SamplingPlanner, TrainingPlanner
 from rocm_ext.plan.rollout import RolloutPlan, plan_rollout, rows_of_update
-from rocm_ext.plan.target import Target
+from rocm_ext.plan.speeds import Target
 from rocm_ext.plan.workload import Known, Questions, Workload, kept_rows, questions, sampled_rows, sft_rows
 
 
@@ -126,7 +126,7 @@ def plan_run(
     _check(cfg, target, machine, decoder, ranks)
     choose_attention(decoder, cfg.attention)
     asked = questions(cfg, known) if family in (registry.RAFT, registry.GRPO) else None
-    samples_here = asked is not None and _samples_here(cfg)
+    samples_here = asked is not None and str(cfg.engine[config.COMPONENT]).endswith(".LocalEngine")
     engine = None
     if asked and samples_here:
         engine = _checked_engine(cfg, decoder, asked)  # before the plan of rows that long, which takes minutes
@@ -225,10 +225,6 @@ def _configured(cfg: DictConfig, planner: TrainingPlanner, best: Choice, budget:
     micro_batch = micro_batch_budget(planner.rows.longest, cfg.batch_size, cfg.tokens_per_micro_batch)
     layers, _ = checkpointed_layers(cfg.enable_activation_checkpointing, planner.memory(micro_batch), budget)
     return planner.choice(micro_batch, layers, budget)
-
-
-def _samples_here(cfg: DictConfig) -> bool:
-    return str(cfg.engine[config.COMPONENT]).endswith(".LocalEngine")
 
 
 def _checked_engine(cfg: DictConfig, decoder: TransformerDecoder, asked: Questions) -> Any:

@@ -1,4 +1,4 @@
-"""A machine's speeds, measured by ``rocm-ext bench`` or taken from its data sheet."""
+"""The machine that a plan is for, and its speeds: measured by ``rocm-ext bench``, or of its data sheet."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.machine.bench_file import BenchFile, of_this_machine
-from rocm_ext.machine.budget import GIB
+from rocm_ext.machine.budget import GIB, memory_budget, nominal_budget
 from rocm_ext.machine.detect import Machine
-from rocm_ext.machine.profile import Chip, Profile, chips_of, named_chips
+from rocm_ext.machine.numerics import DTYPES, pick_dtype
+from rocm_ext.machine.profile import Chip, Profile, chips_of, load_profile, named_chips
 from rocm_ext.plan.costs import Operation
 
 # The least and the most that published runs reach of speeds computed from a data sheet, see
@@ -171,25 +173,17 @@ def _named_here(profile: Profile, machine: Machine) -> list[str]:
 
 
 def _check_same(bench: Path, measured: BenchFile, profile: Profile, machine: Machine, chip: str | None) -> None:
-    """Check that a bench file comes from the hardware of the plan.
-
-    Raises:
-        UserError: it comes from other hardware.
-    """
+    """Check that a bench file comes from the hardware of the plan."""
     keys = measured.machine
-    if not _is(profile, replace(machine, **_known(keys))):
+    if not _is(profile, replace(machine, backend=str(keys.get("backend")), arch=keys.get("arch"))):
         raise UserError(f"{bench} was measured on {dict(keys)}, but hardware={profile.name} is {profile.title}")
     if chip and chip not in (may := named_chips(profile, keys.get("arch"), keys.get("name") or "")):
-        found = " or ".join(may) or keys.get("name") or keys.get("arch")
-        raise UserError(f"{bench} was measured on {found}, but --machine is {chip}")
+        measured_on = " or ".join(may) or keys.get("name") or keys.get("arch")
+        raise UserError(f"{bench} was measured on {measured_on}, but --machine is {chip}")
 
 
 def _is(profile: Profile, machine: Machine) -> bool:
     return profile.fits(machine) or profile.match.get("backend") == "cpu" == machine.backend
-
-
-def _known(machine: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: machine.get(key) for key in ("backend", "arch")}
 
 
 def measure_cpu() -> Figures:
@@ -215,3 +209,53 @@ def _fastest(work: Callable[[], Any], seconds: float = 0.1) -> float:
         work()
         times.append(time.perf_counter() - began)
     return min(times)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The machine that a plan is for, and what a process computes with there.
+
+    Attributes:
+        profile: its hardware profile.
+        name: description of the machine.
+        here: whether it is this machine.
+        figures: its speeds.
+        budget: bytes that a process may use, and the reason.
+        device: kind of device; it need not exist here.
+        dtype: dtype of weights and activations.
+    """
+
+    profile: Profile
+    name: str
+    here: bool
+    figures: Figures
+    budget: tuple[int, str]
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, cfg: DictConfig, machine: Machine, bench: Path | None = None, chip: str | None = None) -> "Target":
+        """Return the target of a config.
+
+        Args:
+            cfg: config of any recipe; its ``hardware`` names the profile.
+            machine: this machine.
+            bench: file that ``rocm-ext bench`` wrote; None: this machine's default file, if it exists.
+            chip: a machine as sold with this chip of the profile's; None: this machine where the profile describes it.
+
+        Raises:
+            UserError: the machine's speeds are unknown, or its unified memory leaves nothing to train in.
+        """
+        profile = load_profile(cfg.hardware)
+        here = chip is None and (profile.memory["of"] == "host" or profile.fits(machine))
+        figures = figures_for(profile, machine, bench, chip)
+        best = "bf16" if "bf16" in figures.flops else "fp32"
+        return cls(
+            profile=profile,
+            name=str(machine) if here else f"{chip or profile.title}; this is another machine",
+            here=here,
+            figures=figures,
+            budget=memory_budget(profile, machine) if here else nominal_budget(profile, figures.memory or 0),
+            device=torch.device("cpu" if cfg.device == "cpu" else "cuda"),
+            dtype=pick_dtype(cfg.dtype, machine)[0] if here else DTYPES[best if cfg.dtype == "auto" else cfg.dtype],
+        )

@@ -10,9 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
 from rocm_ext.data.batches import count_labels, shared_beginnings
-from rocm_ext.data.pair_rows import SIDE
 from rocm_ext.data.render import render_prompt
-from rocm_ext.data.rows import Rows, open_dataset, tokenize
+from rocm_ext.data.rows import SIDE, Rows, open_dataset, tokenize
 from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.losses import objective_of
 
@@ -46,7 +45,7 @@ class Workload:
         supervised: share of tokens with a label.
         count: number of rows; None: unknown.
         source: origin of these numbers.
-        each: of every row the lengths of its sequences and what each shares, as in
+        per_row: of every row the lengths of its sequences and what each shares, as in
             :class:`rocm_ext.data.batches.MicroBatch`, and the number of labels; empty: unknown.
         sequences: mean number of sequences in a row: 1, or 2 of a pair. Attention does not cross from one to another.
         shared: mean number of tokens of a row that its second sequence shares with the first, and that only attention
@@ -58,7 +57,7 @@ class Workload:
     supervised: float
     count: int | None
     source: str
-    each: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...] = ()
+    per_row: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...] = ()
     sequences: float = 1.0
     shared: float = 0.0
 
@@ -97,19 +96,19 @@ def sft_rows(cfg: DictConfig, known: Known, share: bool = False) -> Workload:
     limit = cfg.tokenizer.get("max_seq_len")
     if _is_local(cfg.dataset) and _tokenizer_is_here(cfg):
         tokenizer = open_tokenizer(cfg)
-        whole = open_dataset(cfg.dataset, tokenizer, cfg.too_long)
-        count = len(whole)  # type: ignore[arg-type]
+        dataset = open_dataset(cfg.dataset, tokenizer, cfg.too_long)
+        count = len(dataset)  # type: ignore[arg-type]
         every = max(1, -(-count // _LOOKED_AT))
-        rows = tokenize(whole, max_seq_len=limit, too_long=cfg.too_long, progress=False, every=every)
-        found = describe(rows, count, f"{rows.counts['rows']:,} of {count:,} rows read", share)
+        rows = tokenize(dataset, max_seq_len=limit, too_long=cfg.too_long, progress=False, every=every)
+        workload = describe(rows, count, f"{rows.counts['rows']:,} of {count:,} rows read", share)
     else:
-        sequences = 2 if _has_pairs(cfg) else 1
+        sequences = 2 if SIDE in objective_of(config.instantiate(cfg.loss, key="loss")).columns else 1  # of a row
         longest = (limit or _LONGEST_ROW) * sequences
         lengths = "rows as given" if known.row_tokens else "rows of full length assumed"
         source = f"data not on disk: {lengths}, with a label on every token"
-        found = Workload(longest, longest, 1.0, None, source, sequences=sequences)
-    mean = min(known.row_tokens or found.mean, found.longest)
-    return replace(found, mean=mean, count=known.rows or found.count)
+        workload = Workload(longest, longest, 1.0, None, source, sequences=sequences)
+    mean = min(known.row_tokens or workload.mean, workload.longest)
+    return replace(workload, mean=mean, count=known.rows or workload.count)
 
 
 def describe(rows: Rows, count: int, source: str, share: bool = False) -> Workload:
@@ -121,21 +120,21 @@ def describe(rows: Rows, count: int, source: str, share: bool = False) -> Worklo
         source: origin of the rows, for the user.
         share: whether sequences of a row share their beginnings, see :func:`rocm_ext.data.batches.collate`.
     """
-    each = []
+    per_row = []
     for tokens, labels, lengths in zip(rows.tokens, rows.labels, rows.lengths, strict=True):
         shared = shared_beginnings(tokens, lengths) if share else [0] * len(lengths)
-        own = tuple(length - common for length, common in zip(lengths, shared, strict=True))
-        each.append((own, tuple(shared), count_labels(labels, lengths)[0]))
-    sizes = [sum(own) for own, _, _ in each]
+        unshared = tuple(length - common for length, common in zip(lengths, shared, strict=True))
+        per_row.append((unshared, tuple(shared), count_labels(labels, lengths)[0]))
+    sizes = [sum(unshared) for unshared, _, _ in per_row]
     return Workload(
         longest=max(sizes),
         mean=fmean(sizes),
-        supervised=sum(targets for _, _, targets in each) / sum(sizes),
+        supervised=sum(targets for _, _, targets in per_row) / sum(sizes),
         count=count,
         source=source,
-        each=tuple(each),
+        per_row=tuple(per_row),
         sequences=fmean(map(len, rows.lengths)),
-        shared=fmean(sum(shared) for _, shared, _ in each),
+        shared=fmean(sum(shared) for _, shared, _ in per_row),
     )
 
 
@@ -167,43 +166,31 @@ def expected_answer(cfg: DictConfig) -> float:
 
 def kept_rows(cfg: DictConfig, asked: Questions) -> Workload:
     """Estimate the rows that a cycle of RAFT trains on, assuming that half of the answers are right."""
-    each = cfg.samples_per_prompt * _RIGHT
-    each = min(each, cfg.max_per_prompt or each)
-    mean = asked.mean + asked.answer
-    return Workload(
-        longest=asked.longest + cfg.max_new_tokens,
-        mean=mean,
-        supervised=asked.answer / mean,
-        count=None if asked.prompts is None else max(1, round(asked.prompts * each)),
-        source=f"{asked.source}; half of the answers assumed to be right",
-    )
+    kept = cfg.samples_per_prompt * _RIGHT
+    kept = min(kept, cfg.max_per_prompt or kept)
+    count = None if asked.prompts is None else max(1, round(asked.prompts * kept))
+    return _answers(cfg, asked, count, "half of the answers assumed to be right")
 
 
 def sampled_rows(cfg: DictConfig, asked: Questions) -> Workload:
     """Estimate the rows of a GRPO step: every answer to its prompts."""
-    mean = asked.mean + asked.answer
     prompts = min(filter(None, (cfg.get("prompts_per_step"), asked.prompts)), default=None)
-    return Workload(
-        longest=asked.longest + cfg.max_new_tokens,
-        mean=mean,
-        supervised=asked.answer / mean,
-        count=None if prompts is None else prompts * cfg.samples_per_prompt,
-        source=f"{asked.source}; every answer trained on",
-    )
+    return _answers(cfg, asked, prompts and prompts * cfg.samples_per_prompt, "every answer trained on")
 
 
-def _has_pairs(cfg: DictConfig) -> bool:
-    """Whether a row is a pair, of two sequences."""
-    return SIDE in objective_of(config.instantiate(cfg.loss, key="loss")).columns
+def _answers(cfg: DictConfig, asked: Questions, count: int | None, which: str) -> Workload:
+    mean = asked.mean + asked.answer
+    longest = asked.longest + cfg.max_new_tokens
+    return Workload(longest, mean, asked.answer / mean, count, f"{asked.source}; {which}")
 
 
-def _is_local(node: Any) -> bool:
+def _is_local(component: Any) -> bool:
     """Whether the rows of a component are files on this machine."""
-    if OmegaConf.is_list(node):
-        return all(map(_is_local, node))
-    if not OmegaConf.is_dict(node):
+    if OmegaConf.is_list(component):
+        return all(map(_is_local, component))
+    if not OmegaConf.is_dict(component):
         return False
-    files = node.get("data_files") or node.get("source")
+    files = component.get("data_files") or component.get("source")
     return isinstance(files, str) and bool(glob(files))
 
 
@@ -211,9 +198,9 @@ def _tokenizer_is_here(cfg: DictConfig) -> bool:
     return Path(str(cfg.tokenizer.get("path"))).exists()
 
 
-def _count(node: Any) -> int | None:
+def _count(component: Any) -> int | None:
     """Number of held-out prompts from a split such as ``test[:200]`` or from ``limit``; None: unknown."""
-    if node is None:
+    if component is None:
         return 0
-    number = str(node.get("split", "")).partition("[:")[2].rstrip("]")
-    return int(number) if number.isdigit() else node.get("limit")
+    number = str(component.get("split", "")).partition("[:")[2].rstrip("]")
+    return int(number) if number.isdigit() else component.get("limit")

@@ -48,18 +48,18 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
     Returns:
         tokens [n], int64, and their log-probs [n], fp32, at ``sampling.logprobs_temperature`` without truncation.
     """
-    logits, told = logits.float(), sampling.logprobs_temperature
+    logits, temperature = logits.float(), sampling.logprobs_temperature
     peak = logits.amax(-1, keepdim=True)
-    weights = _weights(logits, peak, told)
+    weights = _weights(logits, peak, temperature)
     total = weights.sum(-1)
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
     else:
-        if sampling.temperature != told:
+        if sampling.temperature != temperature:
             weights = _weights(logits, peak, sampling.temperature)
         weights = _truncate(weights, sampling)  # frees the whole weights before the search copies them
         tokens = _search(weights, uniform)
-    return tokens, (logits.gather(-1, tokens[:, None]) - peak).squeeze(-1) / told - total.log()
+    return tokens, (logits.gather(-1, tokens[:, None]) - peak).squeeze(-1) / temperature - total.log()
 
 
 def _weights(logits: Tensor, peak: Tensor, temperature: float) -> Tensor:
@@ -138,5 +138,5 @@ def _search(weights: Tensor, uniform: Tensor) -> Tensor:
     share = (target - (bounds - sums).gather(-1, block)) / sums.gather(-1, block)
     # Keep the target below the block's sum, so that a last token of weight 0 is never drawn.
     wanted = share.clamp_(0.0, 1.0 - 2.0**-40) * inside[:, -1:]
-    place = torch.searchsorted(inside, wanted, right=True).clamp_(max=_BLOCK - 1)
-    return (block * _BLOCK + place).squeeze(-1).clamp_(max=vocabulary - 1)  # NaN gives an index past the end
+    token = torch.searchsorted(inside, wanted, right=True).clamp_(max=_BLOCK - 1)
+    return (block * _BLOCK + token).squeeze(-1).clamp_(max=vocabulary - 1)  # NaN gives an index past the end

@@ -19,12 +19,20 @@ from rocm_ext.base.log import log
 from rocm_ext.base.supervised import beat
 from rocm_ext.data.render import to_text
 from rocm_ext.machine.trace import DECODING, PREFILL, Trace
+from rocm_ext.model.attention import span_for
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.sampler import MIN_ROWS, Sampler, copied_bytes, sampler_of
-from rocm_ext.model.slots import span_for
-from rocm_ext.sampling.batch import RunningSample, SlotBatch
 from rocm_ext.sampling.engine import Completion, Request, Sampling
-from rocm_ext.sampling.slots import PREFILL_TOKENS, SHARE, SlotMemory, most_slots, slot_memory, slots_beside
+from rocm_ext.sampling.slots import (
+    PREFILL_TOKENS,
+    SHARE,
+    RunningSample,
+    SlotBatch,
+    SlotMemory,
+    most_slots,
+    slot_memory,
+    slots_beside,
+)
 
 
 class LocalEngine:
@@ -181,13 +189,12 @@ class LocalSession:
     def stream(self, request: Request, sampling: Sampling) -> Iterator[list[int] | Completion]:
         """Yield the tokens of one answer so far after each step, and at last its completion.
 
-        The answer is that of :meth:`generate`, except for rounding on GPUs, where a step here has one row.
+        The answer is that of :meth:`generate`, except for rounding: a step here has one row, which nothing else shares.
 
         Raises:
             UserError: as :meth:`generate`.
         """
-        least = MIN_ROWS if self._decoder.device.type == "cpu" else 1  # see MIN_ROWS; a row's cache may be gigabytes
-        for running, completions in self._steps([request], sampling, least):
+        for running, completions in self._steps([request], sampling, 1):
             yield from ([running[0].tokens] if running else completions)
 
     def _steps(
@@ -280,7 +287,12 @@ class LocalSession:
             least: minimum number of slots; if it is below MIN_ROWS, there are no more.
         """
         kept, self._batch = self._batch, None
-        most = least if least < MIN_ROWS else self._most_slots(len(requests))
+        if least < MIN_ROWS:
+            most = least
+        elif self._slots is not None:
+            most = max(MIN_ROWS, min(self._slots, len(requests)))
+        else:
+            most = most_slots(len(requests), self._decoder.device, self._decoder.splits_rows)
         if kept is not None:
             longest = max(length, kept.length)
             slots, _, _ = self._fit(most, requests, longest, sampling, held=kept.nbytes)
@@ -300,11 +312,6 @@ class LocalSession:
         if slots < most:
             log.info("sampling %d answers at once, the most that fit into %.1f GiB", slots, free / 2**30)
         return SlotBatch(self._decoder, slots, length, sampling, self._graphs)
-
-    def _most_slots(self, samples: int) -> int:
-        if self._slots is not None:
-            return max(MIN_ROWS, min(self._slots, samples))
-        return most_slots(samples, self._decoder.device, self._decoder.splits_rows)
 
     def _fit(
         self, most: int, requests: Sequence[Request], length: int, sampling: Sampling, held: int = 0

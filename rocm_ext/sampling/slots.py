@@ -1,13 +1,18 @@
-"""How many samples an engine in this process decodes at once, and what memory they take."""
+"""The slots of a key-value cache: how many there are, what memory they take, and the samples that run in them."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.model.attention import span_for
 from rocm_ext.model.sampler import MAX_ROWS, MIN_ROWS, Sampler
-from rocm_ext.sampling.draw import draw_bytes
-from rocm_ext.sampling.engine import Sampling
+from rocm_ext.sampling.draw import draw, draw_bytes, uniforms
+from rocm_ext.sampling.engine import Request, Sampling
 
 # Slots at which a step becomes compute-bound; more slots gain nothing (measured on a CPU; computed for GPUs).
 _MOST_SLOTS = {"cpu": 128, "cuda": 256}
@@ -83,3 +88,145 @@ def most_slots(samples: int, device: torch.device, splits_rows: bool = True) -> 
     """
     most = _MOST_SLOTS.get(device.type, 128)
     return max(MIN_ROWS, min(samples, most if splits_rows or device.type != "cpu" else MAX_ROWS))
+
+
+@dataclass
+class RunningSample:
+    """A sample in its slot."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        """Position of the newest token."""
+        return len(self.request.tokens) + len(self.tokens) - 1
+
+
+class SlotBatch:
+    """The slots of the cache; running samples occupy the first ones.
+
+    Args:
+        decoder: the model's copy for sampling.
+        slots: their number.
+        length: positions of a slot.
+        sampling: how to draw.
+        graphs: replay steps as graphs.
+    """
+
+    def __init__(self, decoder: Sampler, slots: int, length: int, sampling: Sampling, graphs: bool) -> None:
+        self._decoder, self._sampling, self.slots, self.length = decoder, sampling, slots, length
+        self._cache = decoder.new_cache(slots, length)
+        device = decoder.device
+        self._tokens, self._positions, self._seeds, self._drawn = (
+            torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(4)
+        )
+        self.running: list[RunningSample] = []
+        self._graphs: dict[tuple[int, int], Any] | None = {} if graphs else None
+        shape = (slots if graphs else 0, decoder.vocabulary)
+        self._logits = torch.empty(shape, dtype=decoder.dtype, device=device)  # shared: one graph runs at a time
+
+    def begin(self, sampling: Sampling) -> None:
+        """Prepare for other samples, as if the slots were new.
+
+        Stale keys and values are finite and masked. Tokens of spare rows matter to models with experts, whose products
+        are over all rows.
+        """
+        self._sampling = sampling
+        for tensor in (self._tokens, self._positions, self._seeds, self._drawn):
+            tensor.zero_()
+
+    @property
+    def free(self) -> int:
+        """Number of empty slots."""
+        return self.slots - len(self.running)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of cache and logits."""
+        return int(self.slots * self._decoder.cache_bytes(self.length)) + self._logits.nbytes
+
+    @torch.no_grad()
+    def admit(self, requests: list[Request], prefix: Any) -> None:
+        """Put requests of one prompt into free slots.
+
+        Args:
+            requests: of the same prompt, at most :attr:`free`.
+            prefix: cache of all the prompt's tokens but the last.
+        """
+        first, count = len(self.running), len(requests)
+        known = len(requests[0].tokens) - 1
+        rows = slice(first, first + count)
+        self._cache.put(rows, prefix, known)
+        self._tokens[rows] = requests[0].tokens[-1]
+        self._positions[rows] = known
+        self._drawn[rows] = 0
+        self._seeds[rows] = torch.tensor([request.seed for request in requests], device=self._seeds.device)
+        self.running += map(RunningSample, requests)
+
+    @torch.no_grad()
+    def step(self) -> tuple[int, int]:
+        """Decode one token for every running sample.
+
+        Returns:
+            The bytes read and the number of samples.
+        """
+        n = len(self.running)
+        # Run a few spare slots: at least MIN_ROWS, and multiples of it where each shape needs a graph.
+        rows = min(self.slots, n + -n % MIN_ROWS if self._graphs is not None else max(n, MIN_ROWS))
+        span = span_for(self._decoder.device, max(running.position for running in self.running) + 1)
+        logits = self._decode(rows, span)
+        uniform = uniforms(self._seeds[:rows], self._drawn[:rows])
+        tokens, logprobs = draw(logits, uniform, self._sampling)
+        self._tokens[:rows] = tokens
+        self._positions[:n] += 1
+        self._drawn[:n] += 1
+        drawn = torch.stack([tokens[:n].double(), logprobs[:n].double()])  # both are exact in fp64, and come at once
+        for running, token, logprob in zip(self.running, *drawn.tolist(), strict=True):
+            if math.isnan(logprob):
+                raise UserError(
+                    f"the model's logits are not finite in {self._decoder.dtype}: if training came before, lower "
+                    "optimizer.lr; else set dtype=bf16 or fp32"
+                )
+            running.tokens.append(int(token))
+            running.logprobs.append(logprob)
+        return self._decoder.weight_bytes + int(rows * self._decoder.cache_bytes(span)), n
+
+    def _decode(self, rows: int, span: int) -> Tensor:
+        """Return logits [rows, v] of the next tokens."""
+        if self._graphs is None:
+            return self._decoder.step(self._tokens[:rows], self._positions[:rows], self._cache, span)
+        if (rows, span) not in self._graphs:
+            self._graphs[rows, span] = self._capture(rows, span)
+        self._graphs[rows, span].replay()
+        return self._logits[:rows]
+
+    def _capture(self, rows: int, span: int) -> Any:
+        def step() -> None:
+            logits = self._decoder.step(self._tokens[:rows], self._positions[:rows], self._cache, span)
+            self._logits[:rows].copy_(logits)
+
+        step()  # libraries allocate their workspace in the first call; the capture must not record that
+        graph = torch.cuda.CUDAGraph()
+        pool = next((other.pool() for other in (self._graphs or {}).values()), None)
+        try:
+            with torch.cuda.graph(graph, pool=pool):
+                step()
+        except RuntimeError as error:
+            raise UserError(f"cannot capture the decoding step as a graph ({one_line(error)}); engine.graphs=False "
+                            "decodes without graphs") from error  # fmt: skip
+        return graph
+
+    @torch.no_grad()
+    def release(self, ended: list[int]) -> None:
+        """Free these slots and move running samples from the end into them."""
+        for slot in sorted(ended, reverse=True):
+            last = len(self.running) - 1
+            moved = self.running.pop()
+            if slot != last:
+                self.running[slot] = moved
+                self._cache.move(slot, last, moved.position)
+                for tensor in (self._tokens, self._positions, self._seeds, self._drawn):
+                    tensor[slot] = tensor[last]
+            self._positions[last] = 0

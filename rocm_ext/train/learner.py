@@ -15,15 +15,14 @@ from rocm_ext import config
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.log import log, warn
 from rocm_ext.data.batches import Layout, micro_batch_budget, width_multiple
-from rocm_ext.data.pair_rows import SIDE
-from rocm_ext.data.rows import Rows
+from rocm_ext.data.rows import SIDE, Rows
 from rocm_ext.data.tokenizer import ChatTokenizer
 from rocm_ext.losses import Objective, objective_of
 from rocm_ext.machine import numerics
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.adapters.merge import check_mergeable
-from rocm_ext.model.adapters.peft_config import PeftConfig
-from rocm_ext.model.attention import choose_attention, shares_beginnings
+from rocm_ext.model.adapters.peft_files import PeftConfig
+from rocm_ext.model.attention import check_kernel, choose_attention, shares_beginnings
 from rocm_ext.model.build import (
     CausalLM,
     Weights,
@@ -36,11 +35,9 @@ from rocm_ext.model.build import (
 )
 from rocm_ext.model.download import use_weights
 from rocm_ext.model.lora import adapter_parameters, adapters
-from rocm_ext.model.sdpa import check_kernel
-from rocm_ext.plan.checkpointing import apply_checkpointing, checkpointed_layers
 from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.cures import cures
-from rocm_ext.plan.memory import MemoryPlan, readable
+from rocm_ext.plan.memory import MemoryPlan, apply_checkpointing, checkpointed_layers, readable
 from rocm_ext.plan.planner import TrainingPlanner
 from rocm_ext.plan.speeds import figures_for
 from rocm_ext.plan.workload import Workload

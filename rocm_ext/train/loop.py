@@ -389,10 +389,8 @@ class Training:
         if not all(finite for _, finite in of_ranks):
             return f"All hidden states are finite, so it is the loss {type(learner.objective).__name__}", ""
         if not math.isfinite(loss):
-            cure = (
-                "Set compile=False" if cfg.compile else "Dropout, or a machine that errs at times: see rocm-ext doctor"
-            )
-            return f"Computed again{', uncompiled' * bool(cfg.compile)}, the loss is finite", cure
+            again = "Computed again, uncompiled," if cfg.compile else "Computed again,"
+            return f"{again} the values are finite", "Set compile=False" if cfg.compile else ""
         return "All activations are finite, so it is the backward pass", ""
 
     # ---- the outputs

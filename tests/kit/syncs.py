@@ -26,12 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rocm_ext import config
-from rocm_ext.model import slots
+from rocm_ext.model import attention
 from rocm_ext.model.build import build_model
 from rocm_ext.model.lora import adapter_parameters
 from rocm_ext.model.sampler import NativeSampler
-from rocm_ext.sampling.batch import SlotBatch
 from rocm_ext.sampling.engine import Request, Sampling
+from rocm_ext.sampling.slots import SlotBatch
 from rocm_ext.train.trainer import Trainer
 from tests.kit.tiny import run_config, write_yaml
 
@@ -42,7 +42,7 @@ def pretend_accelerator() -> None:
     """Give torch the device :data:`DEVICE`, which has no kernels."""
     backend_registration._setup_privateuseone_for_python_backend(DEVICE)
     getattr(torch, DEVICE).get_amp_supported_dtype = lambda: [torch.bfloat16]  # checkpointing asks
-    slots._SPAN[DEVICE] = slots._SPAN["cuda"]
+    attention._SPAN[DEVICE] = attention._SPAN["cuda"]
     make = torch.tensor  # it builds on the device, which has no kernels
     torch.tensor = lambda data, *, device=None, **kind: make(data, **kind).to(device)
 

@@ -17,8 +17,7 @@ from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.losses import PolicyGradient, Tally
 from rocm_ext.model.native import native
 from rocm_ext.plan import costs
-from rocm_ext.plan.costs import Kernels
-from rocm_ext.plan.simulate import simulate
+from rocm_ext.plan.costs import Kernels, simulate
 from rocm_ext.train.scoring import score
 from tests.kit.forks import forked_ranks, several_ranks
 from tests.kit.tiny import run_config, write_model, write_rows, write_yaml

@@ -826,8 +826,6 @@ def test_raft_has_one_file_for_all_cycles(folder, tmp_path):
     assert code == 0, messages
     assert read_lines(out / "hardware.jsonl")[: len(first)] == first
     assert [path.relative_to(out).as_posix() for path in out.rglob("hardware.jsonl")] == ["hardware.jsonl"]
-    assert forked(raft_rocm.main, path, "cycles=1", "overwrite_output_dir=True", "hardware_log_seconds=null")[0] == 0
-    assert list(out.rglob("hardware.jsonl")) == []
     code, messages = forked(raft_rocm.main, path, "overwrite_output_dir=True", "hardware_log_seconds=0")
     assert code == 1
     assert "hardware_log_seconds is 0" in messages

@@ -1,6 +1,7 @@
 """A run on a CPU takes as many threads as other programs leave cores, decides once, and resumes with that number."""
 
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,6 +78,14 @@ def train(
     return forked(lora_finetune_rocm.main, path, *overrides, prepare=prepare)
 
 
+@pytest.fixture(scope="module")
+def begun(folder) -> Path:
+    """A run on two cores that stopped after the first of two steps."""
+    out = folder / "begun"
+    assert train(folder, out, "max_steps_per_epoch=1")[0] == 0
+    return out
+
+
 def recorded(out: Path) -> int | str:
     return yaml.safe_load((out / "config.yaml").read_text())["cpu_threads"]
 
@@ -94,18 +103,16 @@ def test_a_run_leaves_cores_to_other_programs_and_resumes_with_its_number(folder
     assert (code, recorded(out)) == (0, 2), messages
 
 
-def test_a_resumed_run_with_fewer_cores_keeps_its_number_and_says_so(folder, tmp_path):
-    out = tmp_path / "out"
-    assert train(folder, out, "max_steps_per_epoch=1")[0] == 0
+def test_a_resumed_run_with_fewer_cores_keeps_its_number_and_says_so(folder, begun, tmp_path):
+    out = shutil.copytree(begun, tmp_path / "out")
     code, messages = train(folder, out, "resume_from_checkpoint=True", cores=1)
     assert (code, recorded(out)) == (0, 2), messages
     assert "cpu_threads is 2, and this process may use 1 cores" in messages
     assert "cpu_threads=1 is faster" in messages
 
 
-def test_a_run_whose_record_is_damaged_says_so_and_decides_anew(folder, tmp_path):
-    out = tmp_path / "out"
-    assert train(folder, out, "max_steps_per_epoch=1")[0] == 0
+def test_a_run_whose_record_is_damaged_says_so_and_decides_anew(folder, begun, tmp_path):
+    out = shutil.copytree(begun, tmp_path / "out")
     (out / "config.yaml").write_text("]")
     code, messages = train(folder, out, "resume_from_checkpoint=True", others=2)
     assert (code, recorded(out)) == (0, 1), messages
@@ -127,9 +134,8 @@ def test_a_number_that_the_user_chose_stays(folder, tmp_path, overrides, environ
     assert f"cpu_threads 2 ({reason}" in messages
 
 
-def test_the_config_says_the_number_of_a_resumed_run(folder, tmp_path):
-    out = tmp_path / "out"
-    assert train(folder, out, "max_steps_per_epoch=1")[0] == 0
+def test_the_config_says_the_number_of_a_resumed_run(folder, begun, tmp_path):
+    out = shutil.copytree(begun, tmp_path / "out")
     code, messages = train(folder, out, "resume_from_checkpoint=True", "cpu_threads=1")
     assert (code, recorded(out)) == (0, 1), messages
 

@@ -6,10 +6,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune.models.gemma2 import gemma2
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.model.attention import choose_attention
+from rocm_ext.model.attention import choose_attention, sdpa
 from rocm_ext.model.native import native
 from rocm_ext.model.sampler import sampler_of
-from rocm_ext.model.sdpa import sdpa
 from rocm_ext.sampling import Request, Sampling
 from rocm_ext.sampling.local import LocalSession
 from tests.kit.hf_models import write_theirs

@@ -19,8 +19,7 @@ from rocm_ext.config.model_folder import FROM_CHECKPOINT
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.adapters import peft_experts
 from rocm_ext.model.adapters.merge import merge
-from rocm_ext.model.adapters.peft_config import PeftConfig
-from rocm_ext.model.adapters.peft_files import read_adapter, write_adapter
+from rocm_ext.model.adapters.peft_files import PeftConfig, read_adapter, write_adapter
 from rocm_ext.model.build import build_model, load_weights, read_weights
 from rocm_ext.model.lora import merged_experts
 from tests.kit.families import folder_config

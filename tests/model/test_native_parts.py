@@ -7,8 +7,7 @@ from torchtune.models.qwen2._positional_embeddings import Qwen2RotaryPositionalE
 from torchtune.modules import RMSNorm
 
 from rocm_ext.model.families import Rope
-from rocm_ext.model.norm import use_fused_norms
-from rocm_ext.model.rope import HalvesRoPE
+from rocm_ext.model.layers import HalvesRoPE, use_fused_norms
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -14,7 +14,7 @@ from rocm_ext.bench.probes import Bench
 from rocm_ext.bench.sweep import Spec
 from rocm_ext.cli import main
 from rocm_ext.model import from_checkpoint
-from rocm_ext.model.published import published_models
+from rocm_ext.model.download import published_models
 from tests.kit.plans import as_configured
 
 MODELS = published_models()

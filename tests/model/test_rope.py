@@ -9,8 +9,8 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from rocm_ext.model import from_checkpoint
+from rocm_ext.model.download import published_models
 from rocm_ext.model.families import Rope, Yarn, read_architecture
-from rocm_ext.model.published import published_models
 from tests.kit.families import YARN
 from tests.kit.tiny import SHAPE
 

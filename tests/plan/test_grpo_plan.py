@@ -3,7 +3,7 @@
 import pytest
 
 from rocm_ext.cli import main
-from rocm_ext.plan import target
+from rocm_ext.plan import speeds
 from tests.kit.plans import as_configured, plan
 
 pytestmark = pytest.mark.usefixtures("cpu_of_known_speed")
@@ -40,7 +40,7 @@ def test_where_memory_is_short_the_sampler_keeps_less(capsys, monkeypatch):
     layout, cache = found["rollout"]["sampling"]["layout"], found["rollout"]["sampling"]["cache"]
     assert kept == layout + cache
     for short, expected in ((0, kept), (1, layout), (cache + 1, 0)):
-        monkeypatch.setattr(target, "memory_budget", lambda *_, short=short: (peak - short, "a test"))
+        monkeypatch.setattr(speeds, "memory_budget", lambda *_, short=short: (peak - short, "a test"))
         found = plan(capsys, *arguments)
         assert found["configured"]["memory"]["kept_for_sampling"] == expected
         assert found["configured"]["memory"]["peak"] == peak - kept + expected

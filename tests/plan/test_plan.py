@@ -26,9 +26,8 @@ from rocm_ext.machine.profile import profile_names
 from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.model.sampler import sampler_of
 from rocm_ext.plan import memory, speeds, workload
-from rocm_ext.plan.costs import CostCounter, Kernels, Operation
+from rocm_ext.plan.costs import CostCounter, Kernels, Operation, simulate
 from rocm_ext.plan.planner import SamplingPlanner, TrainingPlanner
-from rocm_ext.plan.simulate import simulate
 from rocm_ext.plan.speeds import Figures, measure_cpu
 from rocm_ext.plan.workload import Questions, Workload
 from rocm_ext.sampling import Request, Sampling
@@ -245,7 +244,7 @@ def test_packs_of_hardly_more_than_one_sequence_may_share_a_beginning(folders, t
     packs = workload.describe(rows, 4, "test", share=True)
     assert 1 < packs.sequences < 1.5
     assert packs.shared > 0
-    alone = Workload(packs.longest, packs.mean, packs.supervised, 4, "test", packs.each)
+    alone = Workload(packs.longest, packs.mean, packs.supervised, 4, "test", packs.per_row)
     shared, expected = (planner(folders, tmp_path, each).choice(800, [], 10**12).step for each in (packs, alone))
     assert shared.flops == pytest.approx(expected.flops, rel=0.1)
 
@@ -386,6 +385,7 @@ def test_what_does_not_fit_ends_with_1(capsys):
     assert "does not fit into 28.8 GiB" in capsys.readouterr().out
 
 
+@as_configured
 def test_tables_for_people(capsys):
     assert main(["plan", "--config", "mi50_qwen0_5b_raft", "--rows", "100"]) == 0
     said = capsys.readouterr().out

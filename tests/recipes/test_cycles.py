@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,26 +23,10 @@ from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.intervals import mcnemar
 from rocm_ext.runs.progress import progress
 from tests.kit.forks import forked, forked_ranks, kill_before
-from tests.kit.raft_runs import WEIGHTS, assert_equal, cycle_row, outcome, records, write_run, write_world
+from tests.kit.raft_runs import WEIGHTS, assert_equal, cycle_row, outcome, records
 
 pytest.importorskip("resource", reason="forks and POSIX signals")
 RESUME = "resume_from_checkpoint=True"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return write_world(tmp_path_factory.mktemp("cycles"))
-
-
-@pytest.fixture(scope="module")
-def make(folder):
-    return partial(write_run, folder)
-
-
-@pytest.fixture(scope="module")
-def reference(make, folder) -> Path:
-    """An undisturbed run."""
-    return ran(make, folder / "reference")
 
 
 def ran(make, out: Path, *overrides: str, **changes) -> Path:

@@ -19,15 +19,10 @@ from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.train.learner import Learner
 from tests.kit.forks import forked, forked_ranks, several_ranks
 from tests.kit.grpo_runs import assert_equal, lines, outcome, write_run
-from tests.kit.raft_runs import WEIGHTS, write_world
+from tests.kit.raft_runs import WEIGHTS
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 resource = pytest.importorskip("resource", reason="forks, POSIX signals and limits")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return write_world(tmp_path_factory.mktemp("grpo"))
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +34,7 @@ def make(folder):
 @pytest.fixture(scope="module")
 def reference(make, folder) -> Path:
     """An undisturbed run."""
-    out = folder / "reference"
+    out = folder / "grpo_reference"
     code, messages = forked(main, make(out))
     assert code == 0, messages
     return out
@@ -97,7 +92,7 @@ def test_prompts_come_in_turn(reference):
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("samples", 3), slow("samples", 25), slow("verdicts", 20), slow("samples", 60), ("verdicts", 80)],
+    [("samples", 3), slow("samples", 25), slow("verdicts", 20), slow("samples", 60), slow("verdicts", 80)],
 )
 def test_killed_while_sampling_and_verifying(make, reference, tmp_path, name, count):
     def prepare() -> None:
@@ -127,7 +122,7 @@ def test_killed_while_sampling_and_verifying(make, reference, tmp_path, name, co
         ("before", "train_on"),
         slow("after", "train_on"),
         slow("before", "finish_step"),
-        ("after", "finish_step"),
+        slow("after", "finish_step"),
         slow("before", "finish_evaluation"),
         slow("after", "finish_evaluation"),
         slow("before", "save_checkpoint"),
@@ -213,6 +208,7 @@ def test_another_run_is_refused(make, reference):
     assert "holds an earlier run" in fail(make(reference))
 
 
+@pytest.mark.slow  # the loop is RAFT's, whose test is fast
 def test_overwriting_leaves_nothing_of_the_earlier_run(make, tmp_path):
     out = tmp_path / "out"
     succeed(make(out), "steps=1")

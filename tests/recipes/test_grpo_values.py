@@ -4,7 +4,6 @@ import copy
 import inspect
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from rocm_ext.config.checks import check_grpo_values
 from rocm_ext.losses.policy_gradient import LOSSES, PolicyGradient
 from tests.config.test_run_configs import CONFIGS
 from tests.kit.grpo_runs import write_run
-from tests.kit.raft_runs import write_world
 from tests.kit.tiny import write_yaml
 from tests.recipes.test_bad_input import ANY
 
@@ -187,13 +185,8 @@ def test_every_key_of_the_recipe_is_read():
         assert re.search(rf"cfg\.{key}\b|[\"']{key}[\"']", source), key
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Path:
-    return write_world(tmp_path_factory.mktemp("grpo"))
-
-
 @pytest.fixture
-def run_line(world, tmp_path, capsys, monkeypatch):
+def run_line(folder, tmp_path, capsys, monkeypatch):
     """Run the recipe, which must fail before it has the base weights, and return the line that the user sees."""
 
     def read(self):
@@ -202,7 +195,7 @@ def run_line(world, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("rocm_ext.train.learner.Learner.read_weights", read)
 
     def run_line(changes: dict) -> str:
-        path = write_run(world, tmp_path / "out", **changes)
+        path = write_run(folder, tmp_path / "out", **changes)
         monkeypatch.setattr("sys.argv", ["tune", "--config", str(path)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:

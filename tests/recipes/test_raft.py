@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,30 +25,9 @@ from rocm_ext.losses import ClippedRatio, CrossEntropy
 from rocm_ext.rl.cycle_trainer import CycleTrainer
 from rocm_ext.rl.records import PhaseRecords, Records, read_records
 from tests.kit.forks import forked, forked_ranks, kill_before, several_ranks
-from tests.kit.raft_runs import WEIGHTS, assert_equal, cycle_row, outcome, records, write_run, write_world
+from tests.kit.raft_runs import WEIGHTS, assert_equal, cycle_row, outcome, records
 
 resource = pytest.importorskip("resource", reason="forks, POSIX signals and limits")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return write_world(tmp_path_factory.mktemp("raft"))
-
-
-@pytest.fixture(scope="module")
-def make(folder):
-    """Write the YAML of a run: 2 cycles of 12 prompts with 4 answers each."""
-    return partial(write_run, folder)
-
-
-@pytest.fixture(scope="module")
-def reference(make, folder) -> Path:
-    """An undisturbed run."""
-    out = folder / "reference"
-    logger = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": str(out), "filename": "log"}
-    code, messages = forked(main, make(out, metric_logger=logger))
-    assert code == 0, messages
-    return out
 
 
 def load(path: Path, *overrides: str) -> RAFT:
@@ -286,13 +264,14 @@ def kill_at_record(name: str, count: int):
     return prepare
 
 
+@pytest.mark.slow  # the loop is GRPO's, whose test is fast
 @pytest.mark.parametrize(
     ("name", "count"),
     [
         ("samples.jsonl", 3),
-        pytest.param("samples.jsonl", 40, marks=pytest.mark.slow),
-        pytest.param("verdicts.jsonl", 20, marks=pytest.mark.slow),
-        pytest.param("samples.jsonl", 58, marks=pytest.mark.slow),
+        ("samples.jsonl", 40),
+        ("verdicts.jsonl", 20),
+        ("samples.jsonl", 58),
     ],
 )
 def test_killed_while_sampling_and_verifying(make, reference, tmp_path, name, count):
@@ -313,10 +292,8 @@ def test_killed_at_random_moments(make, reference, tmp_path):
     assert_equal(out, reference)
 
 
-@pytest.mark.parametrize(
-    "written",
-    ["kept.jsonl", *(pytest.param(n, marks=pytest.mark.slow) for n in ("eval.json", "summary.json", "adapter"))],
-)
+@pytest.mark.slow  # test_killed_while_writing kills before some of them
+@pytest.mark.parametrize("written", ["kept.jsonl", "eval.json", "summary.json", "adapter"])
 def test_killed_before_a_file_appears(make, reference, tmp_path, written):
     def prepare() -> None:
         for name in ("replace", "rename"):
@@ -384,6 +361,7 @@ def test_any_text_can_be_recorded(tmp_path_factory, text):
     assert list(Records.open(folder, alone, 0, -1).phase(1, "sample")[0].records.values()) == written
 
 
+@pytest.mark.slow  # the loop is GRPO's, whose test is fast
 def test_ctrl_c_while_sampling(make, reference, tmp_path):
     def prepare() -> None:
         original = PhaseRecords.append
@@ -427,12 +405,12 @@ def test_more_cycles_go_on_from_the_last(reference, make, tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("temperature=0.7", "temperature: was 1.0, is 0.7"),
-        ("prompts.limit=7", "prompts changed"),
         ("checkpointer.adapter_checkpoint=ANOTHER", "first adapter changed"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                ("temperature=0.7", "temperature: was 1.0, is 0.7"),
+                ("prompts.limit=7", "prompts changed"),
                 ("best_fraction=0.9", "best_fraction: was 1.0, is 0.9"),
                 ("replay_cycles=1", "replay_cycles: was None, is 1"),
                 ("optimizer_state=cycle", "optimizer_state: was run, is cycle"),
@@ -470,9 +448,11 @@ def test_overwriting_starts_afresh(reference, make, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(reference, out)
     (out / "cycle_7").mkdir()
+    shutil.copy(out / "samples.jsonl", out / "samples.rank1.jsonl")  # as a killed run of two ranks leaves it
     code, messages = forked(main, make(out), "overwrite_output_dir=True")
     assert code == 0, messages
     assert_equal(out, reference)
+    assert not list(out.rglob("*.rank*"))
 
 
 # ---- settings that change what happens

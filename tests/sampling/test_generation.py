@@ -34,11 +34,11 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.data.render import to_text
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.adapters import peft_files
+from rocm_ext.model.attention import SlotCache, Slots
 from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters
 from rocm_ext.model.native import native
 from rocm_ext.model.sampler import NativeSampler, copied_bytes, sampler_of
-from rocm_ext.model.slots import SlotCache, Slots
 from rocm_ext.sampling import LocalEngine, Request, Sampling, sample_seed
 from rocm_ext.sampling.draw import draw, uniforms
 from rocm_ext.sampling.local import LocalSession

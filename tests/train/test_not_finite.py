@@ -3,6 +3,7 @@
 import pytest
 import torch
 from rocm_ext.recipes import lora_finetune_rocm as sft
+from torch._subclasses.fake_tensor import FakeTensor
 
 from rocm_ext.losses import CrossEntropy
 from rocm_ext.model import attention
@@ -83,14 +84,17 @@ def test_a_loss_that_is_finite_the_second_time(path, monkeypatch, tmp_path, comp
     compute, times = CrossEntropy.__call__, []
 
     def once(*args, **kwargs):
+        value = compute(*args, **kwargs)
+        if isinstance(value, FakeTensor):  # of the memory plan
+            return value
         times.append(1)
-        return compute(*args, **kwargs) * (torch.nan if len(times) == 1 else 1)
+        return value * (torch.nan if len(times) == 1 else 1)
 
     monkeypatch.setattr(CrossEntropy, "__call__", once)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: None)
     line = forked(sft.main, path, f"compile={compiled}")[1].splitlines()[-1]
-    assert f"Computed again{', uncompiled' * compiled}, the loss is finite" in line
-    assert ("Set compile=False. " in line) == compiled
+    assert ("Computed again, uncompiled, the values are finite" if compiled else "Computed again, the values") in line
+    assert ("Set compile=False. " if compiled else "look at these rows") in line
 
 
 @several_ranks

@@ -23,8 +23,7 @@ from rocm_ext.base.hub import files_of
 from rocm_ext.base.log import log
 from rocm_ext.data.template import OF_PROCESSORS, TEMPLATE
 from rocm_ext.model.adapters import peft_experts
-from rocm_ext.model.adapters.peft_config import PeftConfig
-from rocm_ext.model.adapters.peft_files import ADAPTER_WEIGHTS, PREFIX, merged_weight, updates_by_weight
+from rocm_ext.model.adapters.peft_files import ADAPTER_WEIGHTS, PREFIX, PeftConfig, merged_weight, updates_by_weight
 from rocm_ext.model.checkpointer import StoredWeights, weight_files
 from rocm_ext.model.decoder import ConvertedWeights, Decoder
 from rocm_ext.model.lora import ExpertLora, adapters, merged_experts
@@ -101,8 +100,8 @@ def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path, decoder: Decod
 def _beside_weights(base: Path) -> dict[str, Path]:
     """The files of config, tokenizer and licence; the Python code only of a model that has its own."""
     own_code = "auto_map" in (json_object((base / "config.json").read_bytes()) or {})
-    found = files_of(base, BESIDE_WEIGHTS)
-    return {name: path for name, path in found.items() if own_code or path.suffix != ".py"}
+    files = files_of(base, BESIDE_WEIGHTS)
+    return {name: path for name, path in files.items() if own_code or path.suffix != ".py"}
 
 
 class MergedWeights:
@@ -165,8 +164,8 @@ class MergedWeights:
         if name not in self._groups:
             return self._state[name].clone()
         if name not in self._ready:
-            whole = {each: self._merged(each, self._converted[each]) for each in self._groups[name]}
-            self._ready |= self._converted.taken_apart(whole)
+            merged = {weight: self._merged(weight, self._converted[weight]) for weight in self._groups[name]}
+            self._ready |= self._converted.taken_apart(merged)
         return self._ready.pop(name).clone()
 
     def _merged(self, name: str, weight: Tensor) -> Tensor:
@@ -204,12 +203,12 @@ def _round_by_chance(exact: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
 
 def _groups(converted: ConvertedWeights, changed: Iterable[str]) -> dict[str, list[str]]:
     """Map each tensor of a file whose weights change to the weights that are made of it."""
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for name in changed:
         if name in converted:
             weights, tensors = converted.group(name)
-            found |= dict.fromkeys(tensors, weights)
-    return found
+            groups |= dict.fromkeys(tensors, weights)
+    return groups
 
 
 def check_mergeable(decoder: Decoder, state: Mapping[str, Tensor]) -> None:
@@ -236,6 +235,6 @@ def check_mergeable(decoder: Decoder, state: Mapping[str, Tensor]) -> None:
         weights, _ = converted.group(name)
         checked.update(weights)
         try:
-            converted.taken_apart({each: shapes[each] for each in weights})
+            converted.taken_apart({weight: shapes[weight] for weight in weights})
         except UserError as error:
             raise UserError(f"save_adapter_weights_only=False: {error}; set save_adapter_weights_only=True") from error

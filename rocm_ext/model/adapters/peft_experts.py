@@ -122,12 +122,12 @@ def from_peft(state: Mapping[str, Tensor], decoder: nn.Module, peft_version: str
 def _names(decoder: nn.Module) -> dict[str, tuple[str, ExpertLora]]:
     """Map each LoRA's name to the name of PEFT's module."""
     by_module: dict[str, list[str]] = {}
-    found = expert_loras(decoder)
+    loras = expert_loras(decoder)
     for name in _parameters(decoder):  # in the module's order
-        if name in found:
+        if name in loras:
             by_module.setdefault(name.rpartition(".")[0], []).append(name)
     return {
-        f"{name}{ExpertLora.SUFFIX}": (module + ".base_layer" * (len(names) - 1 - i), found[name])
+        f"{name}{ExpertLora.SUFFIX}": (module + ".base_layer" * (len(names) - 1 - i), loras[name])
         for module, names in by_module.items()
         for i, name in enumerate(names)
     }

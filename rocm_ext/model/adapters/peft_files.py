@@ -1,9 +1,11 @@
-"""Read and write adapters in PEFT's format, and add one to a weight."""
+"""LoRA adapters in PEFT's format: their config, what this library refuses of it, their weights, and merging one."""
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from hashlib import sha256
-from pathlib import Path
+from pathlib import Path, PurePath
 from pickle import UnpicklingError
 from typing import Any
 
@@ -16,12 +18,11 @@ from torch import Tensor
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import hub_name
 from rocm_ext.model.adapters import peft_experts
-from rocm_ext.model.adapters.peft_config import ADAPTER_CONFIG, PeftConfig
 from rocm_ext.model.checkpointer import HF
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.lora import Dora, ExpertLora, adapter_parameters, adapters, merged_linear, rank_and_alpha
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 REPO_ID = "original_repo_id.json"  # name on the hub, by `tune download`
 _PARTS = {
@@ -29,7 +30,165 @@ _PARTS = {
     ".lora_b.weight": ".lora_B.weight",
     ".magnitude": ".lora_magnitude_vector",
 }
+_PARTS_BACK = {theirs: ours for ours, theirs in _PARTS.items()}
 _NO_PEFT = ("PHI3_MINI", "PHI4", "LLAMA3_VISION", "REWARD", "CLIP_TEXT", "T5_ENCODER")
+# Keys that do not change what an adapter computes once its weights are known, or that `read` looks at.
+_FREE = frozenset(
+    """
+    r lora_alpha use_rslora use_dora bias init_lora_weights base_model_name_or_path peft_type task_type auto_mapping
+    revision peft_version inference_mode lora_dropout target_modules exclude_modules layers_to_transform layers_pattern
+    target_parameters
+    megatron_config megatron_core loftq_config eva_config corda_config qalora_group_size runtime_config
+    """.split()  # noqa: SIM905
+)
+# Other ways to initialise an adapter (PiSSA, OLoRA, CorDA, LoftQ) change the base model, too.
+_KEEP_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True)
+class PeftConfig:
+    """The part of an ``adapter_config.json`` that decides what the adapter computes.
+
+    Attributes:
+        rank, alpha: LoRA's r and alpha.
+        rslora: whether the factor is alpha / sqrt(r) (arXiv:2312.03732) instead of alpha / r.
+        dora: whether the adapter has DoRA's magnitudes.
+        base_model: name or folder of the base model; empty if the file has none.
+        parameters: PEFT's ``target_parameters``, fused weights of experts.
+        version: of PEFT; empty if the file has none.
+    """
+
+    rank: int
+    alpha: float
+    rslora: bool
+    dora: bool
+    base_model: str
+    parameters: tuple[str, ...] = ()
+    version: str = ""
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @classmethod
+    def read(cls, folder: Path) -> "PeftConfig":
+        """Read a folder's ``adapter_config.json``.
+
+        Raises:
+            UserError: it is missing or damaged, or a setting changes the adapter's function in a way that this library
+                does not compute; the message names the setting.
+        """
+        path = folder / ADAPTER_CONFIG
+        try:
+            config = json.loads(path.read_text())
+        except FileNotFoundError as error:
+            raise UserError(f"no adapter in {folder}: {ADAPTER_CONFIG} is missing") from error
+        except (ValueError, OSError, RecursionError) as error:
+            raise UserError(f"cannot read the adapter in {folder}: {ADAPTER_CONFIG}: {error}") from error
+        if not isinstance(config, dict):
+            raise UserError(f"cannot read the adapter in {folder}: {ADAPTER_CONFIG} must hold a JSON object")
+        if foreign := _not_computed(config):
+            raise _unknown(folder, foreign)
+        rank, alpha = config.get("r"), config.get("lora_alpha")
+        is_rank = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1
+        is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool) and math.isfinite(alpha)
+        if not (is_rank and is_number):
+            raise UserError(f"{path} has r={rank!r}, lora_alpha={alpha!r}; expected a rank and a number")
+        base = config.get("base_model_name_or_path")
+        return cls(
+            rank=rank,  # type: ignore[arg-type]
+            alpha=alpha,  # type: ignore[arg-type]
+            rslora=bool(config.get("use_rslora")),
+            dora=bool(config.get("use_dora")),
+            base_model=base if isinstance(base, str) else "",
+            parameters=_names(path, config.get("target_parameters")),
+            version=str(config.get("peft_version") or ""),
+        )
+
+    def check(self, folder: Path, decoder: Any) -> None:
+        """Check that ``decoder`` computes the same function of the adapter's weights.
+
+        Args:
+            folder: source of this config, for the message.
+            decoder: model with adapters.
+
+        Raises:
+            UserError: rank, alpha, rsLoRA, DoRA or the adapted experts differ; the message says how to set the run's
+                config.
+        """
+        _, layer = next(adapters(decoder))
+        rank, alpha = rank_and_alpha(layer)
+        rows = [
+            ("r", self.rank, "model.lora_rank", rank),
+            ("lora_alpha", self.alpha, "model.lora_alpha", alpha),
+            ("use_rslora", self.rslora, "use_rslora", layer.rslora),
+            ("use_dora", self.dora, "model.use_dora", isinstance(layer, Dora)),
+        ]
+        if wrong := [row for row in rows if row[1] != row[3]]:
+            raise UserError(
+                f"adapter {folder} has {', '.join(f'{name}={theirs}' for name, theirs, *_ in wrong)}; "
+                f"the config has {', '.join(f'{key}={ours}' for *_, key, ours in wrong)}. "
+                f"Set {' '.join(f'{key}={theirs}' for _, theirs, key, _ in wrong)}"
+            )
+        if self.parameters and not decoder.published_modules:  # native models have no experts
+            raise _unknown(folder, [f"target_parameters={list(self.parameters)}"])
+        adapted = peft_experts.matching(decoder, self.parameters)
+        if adapted != peft_experts.expert_loras(decoder).keys() or (self.parameters and not adapted):
+            ours = peft_experts.target_parameters(decoder)
+            raise UserError(
+                f"adapter {folder} has target_parameters={list(self.parameters)}; the config has {ours or None}. "
+                f"Set model.target_parameters={list(self.parameters) or None}"
+            )
+
+    def other_base(self, folder: Path, base: str) -> str | None:
+        """Compare the base model that the adapter names with the run's.
+
+        Hub names and folders are equal if their last parts are: ``Qwen/Qwen2.5-7B`` and ``models/Qwen2.5-7B``.
+
+        Args:
+            folder: source of this config, for the warning.
+            base: hub name or folder of the run's base model.
+
+        Returns:
+            A warning; None if the names agree, or the adapter names no base model.
+        """
+        if not self.base_model or _last(self.base_model) == _last(base):
+            return None
+        return (
+            f"adapter {folder} was trained on {self.base_model}, this run's base model is {base}; "
+            "if these are different models, its answers are wrong"
+        )
+
+
+def _names(path: Path, names: Any) -> tuple[str, ...]:
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise UserError(f"{path} has target_parameters={names!r}; expected a list of names")
+    return tuple(names or ())
+
+
+def _unknown(folder: Path, settings: list[str]) -> UserError:
+    return UserError(
+        f"adapter {folder} has {', '.join(settings)}, which this library does not compute; merge it into the "
+        "base model with PEFT (merge_and_unload) and start from the merged model"
+    )
+
+
+def _not_computed(config: Mapping[str, Any]) -> list[str]:
+    foreign = [f"{key}={value!r}" for key, value in config.items() if key not in _FREE and value]
+    if (kind := config.get("peft_type", "LORA")) != "LORA":
+        foreign.insert(0, f"peft_type={kind!r}")
+    if (bias := config.get("bias", "none")) != "none":
+        foreign.append(f"bias={bias!r}")
+    if (init := config.get("init_lora_weights", True)) not in _KEEP_BASE:
+        foreign.append(f"init_lora_weights={init!r}")
+    return [text if len(text) <= 80 else text[:77] + "..." for text in foreign]
+
+
+def _last(name: str) -> str:
+    parts = [part for part in PurePath(name.replace("\\", "/")).parts if part not in ("/", ".", "..")]
+    cached = [part for part in parts if part.startswith("models--")]  # the hub's cache: models--OWNER--NAME/snapshots/…
+    return (cached[-1].rsplit("--", 1)[-1] if cached else parts[-1] if parts else "").lower()
 
 
 def check_checkpointer(cfg: DictConfig, decoder: Decoder) -> None:
@@ -181,16 +340,10 @@ def read_adapter(source: Path, decoder: Decoder, model_type: str) -> dict[str, T
 
 def to_peft(state: Mapping[str, Tensor], decoder: Decoder, model_type: str) -> dict[str, Tensor]:
     """Convert adapter weights from torchtune's names and row order to PEFT's."""
-    to_hf, _ = _converters(decoder, model_type)
-    experts = peft_experts.to_peft(state, decoder)
-    result = {PREFIX + name: tensor for name, tensor in experts.items()}
-    for name, tensor in state.items():
-        if ExpertLora.SUFFIX + "." in name:
-            continue
-        ours, theirs = _split_part(name, _PARTS)
-        hf = to_hf(_weight_name(name, ours), tensor, ours != ".lora_a.weight")
-        result[PREFIX + hf[0].removesuffix(".weight") + theirs] = hf[1]
-    return result
+    result = peft_experts.to_peft(state, decoder)
+    others = {name: tensor for name, tensor in state.items() if f"{ExpertLora.SUFFIX}." not in name}
+    result |= _converted(others, _PARTS, _converter(decoder, model_type, to_files=True))
+    return {PREFIX + name: tensor for name, tensor in result.items()}
 
 
 def from_peft(state: Mapping[str, Tensor], decoder: Decoder, model_type: str, peft_version: str) -> dict[str, Tensor]:
@@ -202,82 +355,68 @@ def from_peft(state: Mapping[str, Tensor], decoder: Decoder, model_type: str, pe
         model_type: torchtune's ModelType name.
         peft_version: that wrote the adapter, which decides the layout of experts' weights.
     """
-    _, from_hf = _converters(decoder, model_type)
     bare = {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
     result, used = peft_experts.from_peft(bare, decoder, peft_version)
-    for name, tensor in bare.items():
-        if name in used:
-            continue
-        theirs, ours = _split_part(name, {v: k for k, v in _PARTS.items()})
-        hf = _weight_name(name, theirs)
-        tune = from_hf(hf, tensor, theirs != ".lora_A.weight")
-        result[tune[0].removesuffix(".weight") + ours] = tune[1]
-    return result
-
-
-def _split_part(name: str, parts: Mapping[str, str]) -> tuple[str, str]:
-    for part, other in parts.items():
-        if name.endswith(part):
-            return part, other
-    raise UserError(f"adapter weight {name} is neither LoRA nor DoRA")
-
-
-def _weight_name(name: str, part: str) -> str:
-    return name.removesuffix(part) + ".weight"
+    others = {name: tensor for name, tensor in bare.items() if name not in used}
+    return result | _converted(others, _PARTS_BACK, _converter(decoder, model_type, to_files=False))
 
 
 Convert = Callable[[str, Tensor, bool], tuple[str, Tensor]]
 
 
-def _converters(decoder: Decoder, model_type: str) -> tuple[Convert, Convert]:
-    """Return torchtune's converters to and from Hugging Face's names, each wrapped to convert one tensor.
+def _converted(state: Mapping[str, Tensor], parts: Mapping[str, str], convert: Convert) -> dict[str, Tensor]:
+    result = {}
+    for name, tensor in state.items():
+        weight, part = _split_part(name, parts)
+        # the converters reorder output rows; lora_b and m have output rows, lora_a does not
+        new, value = convert(weight, tensor, "lora_a" not in part.lower())
+        result[new.removesuffix(".weight") + parts[part]] = value
+    return result
+
+
+def _split_part(name: str, parts: Iterable[str]) -> tuple[str, str]:
+    """Return the name of the weight that an adapter's weight changes, and the part that it is."""
+    if (part := next(filter(name.endswith, parts), None)) is None:
+        raise UserError(f"adapter weight {name} is neither LoRA nor DoRA")
+    return name.removesuffix(part) + ".weight", part
+
+
+def _converter(decoder: Decoder, model_type: str, to_files: bool) -> Convert:
+    """Return a function that converts one tensor to Hugging Face's names and order of rows, or back.
 
     Most families store the rows of q and k as rotary pairs in torchtune and as halves in Hugging Face's
-    format, so the converters reorder these rows. Qwen2 uses halves in both. torchtune's own PEFT export
+    format, so torchtune's converters reorder these rows. Qwen2 uses halves in both. torchtune's own PEFT export
     reorders Qwen2's adapters too, which is wrong; these converters do not. Native decoders use halves, too.
     """
-    if decoder.renames is not None:
-        to_files, from_files = decoder.renames
-        return (lambda *a: _renamed(to_files, *a)), (lambda *a: _renamed(from_files, *a))
+    renames = decoder.renames
+
+    def convert(name: str, tensor: Tensor, has_rows: bool) -> tuple[str, Tensor]:
+        try:
+            return by_torchtune(name, tensor, has_rows) if renames is None else (renames[not to_files](name), tensor)
+        except Exception as error:  # torchtune raises a bare Exception for unknown names, renames a KeyError
+            raise UserError(f"{name} {list(tensor.shape)} belongs to no layer of such a model") from error
+
+    if renames is not None:
+        return convert
     from torchtune.models import convert_weights
     from torchtune.models.gemma2._convert_weights import gemma2_hf_to_tune, gemma2_tune_to_hf
     from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf
 
-    to_hf, from_hf = {
-        "QWEN2": (qwen2_tune_to_hf, qwen2_hf_to_tune),
-        "GEMMA2": (gemma2_tune_to_hf, gemma2_hf_to_tune),
-    }.get(model_type, (convert_weights.tune_to_hf, convert_weights.hf_to_tune))
+    both = {"QWEN2": (qwen2_tune_to_hf, qwen2_hf_to_tune), "GEMMA2": (gemma2_tune_to_hf, gemma2_hf_to_tune)}
+    function: Any = both.get(model_type, (convert_weights.tune_to_hf, convert_weights.hf_to_tune))[not to_files]
     attention: Any = decoder.layers[0].attn
     heads = {"num_heads": attention.num_heads, "num_kv_heads": attention.num_kv_heads, "head_dim": attention.head_dim}
 
-    def convert(function, name: str, tensor: Tensor, has_rows: bool) -> tuple[str, Tensor]:
-        # The converters reorder output rows. lora_b and m have output rows; lora_a does not.
-        if not has_rows:
-            ((new, _),) = function({name: _dummy(name, heads)}, dim=1, **heads).items()
+    def by_torchtune(name: str, tensor: Tensor, has_rows: bool) -> tuple[str, Tensor]:
+        if not has_rows:  # only the name changes; the converter needs a tensor with the rows of the layer
+            rows = heads["num_kv_heads"] if "k_proj" in name else heads["num_heads"]
+            ((new, _),) = function({name: torch.empty(rows * heads["head_dim"], 1)}, dim=1, **heads).items()
             return new, tensor
         columns = tensor.reshape(tensor.shape[0], -1)
         ((new, value),) = function({name: columns}, dim=columns.shape[1], **heads).items()
         return new, value.reshape(tensor.shape)
 
-    def checked(function, name: str, tensor: Tensor, has_rows: bool) -> tuple[str, Tensor]:
-        try:
-            return convert(function, name, tensor, has_rows)
-        except Exception as error:  # torchtune raises a bare Exception for unknown names
-            raise UserError(f"{name} {list(tensor.shape)} belongs to no layer of such a model") from error
-
-    return (lambda *a: checked(to_hf, *a)), (lambda *a: checked(from_hf, *a))
-
-
-def _renamed(rename: Callable[[str], str], name: str, tensor: Tensor, has_rows: bool) -> tuple[str, Tensor]:
-    try:
-        return rename(name), tensor
-    except KeyError as error:
-        raise UserError(f"{name} {list(tensor.shape)} belongs to no layer of such a model") from error
-
-
-def _dummy(name: str, heads: Mapping[str, int]) -> Tensor:
-    rows = heads["num_kv_heads"] if "k_proj" in name else heads["num_heads"]
-    return torch.empty(rows * heads["head_dim"], 1)
+    return convert
 
 
 def base_model_name(folder: Path) -> str:
@@ -297,8 +436,8 @@ def updates_by_weight(adapter: Mapping[str, Tensor]) -> dict[str, dict[str, Tens
     """Group a PEFT adapter's weights by the base weight they change, then by part."""
     updates: dict[str, dict[str, Tensor]] = {}
     for name, tensor in adapter.items():
-        part, _ = _split_part(name, {v: k for k, v in _PARTS.items()})
-        updates.setdefault(_weight_name(name, part).removeprefix(PREFIX), {})[part] = tensor
+        weight, part = _split_part(name, _PARTS_BACK)
+        updates.setdefault(weight.removeprefix(PREFIX), {})[part] = tensor
     return updates
 
 

@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -36,13 +36,13 @@ def put_in(
     Raises:
         UserError: a target matches no layer, or one that cannot be adapted or stored in 4 bits.
     """
-    found = dict(_linears(model))
+    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     if targets is None or targets == ALL:
-        names = [name for name in found if name.startswith(f"{layers}.") and not _left_out(model, name)]
+        names = [name for name in linears if name.startswith(f"{layers}.") and not _left_out(model, name)]
     else:
-        names = _matches(model, found, [targets] if isinstance(targets, str) else [str(each) for each in targets])
+        names = _matches(model, linears, [targets] if isinstance(targets, str) else list(map(str, targets)))
     for name in names:
-        linear = found[name]
+        linear = linears[name]
         try:
             layer = adapted(linear.in_features, linear.out_features, use_bias=linear.bias is not None)
         except (AssertionError, NotImplementedError) as error:
@@ -74,12 +74,12 @@ def put_in_experts(model: nn.Module, targets: Iterable[str] | str, rank: int, al
     Raises:
         UserError: a target matches no parameter, or one that is no fused weight of experts.
     """
-    found = fused_experts(model)
-    names = list(found) if targets == ALL_EXPERTS else _matching_parameters(model, list(found), targets)
+    experts = fused_experts(model)
+    names = list(experts) if targets == ALL_EXPERTS else _matching_parameters(model, list(experts), targets)
     if not names:
         raise UserError(f"target_parameters is {targets}, but {type(model).__name__} has no fused experts to adapt")
     for name in names:
-        module, key = found[name]
+        module, key = experts[name]
         lora = ExpertLora(module.get_parameter(key).shape, bool(module.is_transposed), rank, alpha)
         module.add_module(f"{key}{ExpertLora.SUFFIX}", lora)
     return names
@@ -96,24 +96,24 @@ def fused_experts(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     }
 
 
-def _matching_parameters(model: nn.Module, found: list[str], targets: Iterable[str] | str) -> list[str]:
-    targets = [targets] if isinstance(targets, str) else [str(each) for each in targets]
+def _matching_parameters(model: nn.Module, experts: list[str], targets: Iterable[str] | str) -> list[str]:
+    targets = [targets] if isinstance(targets, str) else list(map(str, targets))
     if not targets:
         raise UserError(f"target_parameters is empty; expected null, {ALL_EXPERTS} or names of experts' weights")
     every = [name for name, _ in model.named_parameters()]
     for target in targets:
         matching = ends_with(every, target)
         if not matching:
-            known = sorted({".".join(name.split(".")[-2:]) for name in found})
+            known = sorted({".".join(name.split(".")[-2:]) for name in experts})
             hint = nearest(target, known) or (f"; fused experts are {', '.join(known)}" if known else "")
             raise UserError(f"target_parameters has {target!r}, which is no parameter{hint}")
-        if other := next((name for name in matching if name not in found), None):
+        if other := next((name for name in matching if name not in experts), None):
             module = type(model.get_submodule(other.rpartition(".")[0])).__name__
             raise UserError(
                 f"target_parameters has {target!r}, but {other} of {module} is no fused weight of experts that LoRA "
                 "can adapt; target_modules adapts linear layers"
             )
-    return [name for name in found if any(ends_with([name], target) for target in targets)]
+    return [name for name in experts if any(ends_with([name], target) for target in targets)]
 
 
 def ends_with(names: Iterable[str], target: str) -> list[str]:
@@ -134,10 +134,6 @@ def frozen_kinds(model: nn.Module, adapted: Iterable[str]) -> Counter[str]:
     return Counter(".".join(name.split(".")[-2:]) for name in frozen if name not in known)
 
 
-def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    return ((name, module) for name, module in model.named_modules() if type(module) is nn.Linear)
-
-
 def _left_out(model: nn.Module, name: str) -> bool:
     owner, _, leaf = name.rpartition(".")
     kind: Any = type(model.get_submodule(owner))
@@ -153,20 +149,20 @@ def _read_past(kind: type) -> frozenset[str]:
         return frozenset()
 
 
-def _matches(model: nn.Module, found: dict[str, nn.Linear], targets: list[str]) -> list[str]:
+def _matches(model: nn.Module, linears: dict[str, nn.Linear], targets: list[str]) -> list[str]:
     every = [name for name, _ in model.named_modules()]
     names: set[str] = set()
     for target in targets:
-        matching = ends_with(found, target)
+        matching = ends_with(linears, target)
         for name in matching:
             owner, _, leaf = name.rpartition(".")
             kind: Any = type(model.get_submodule(owner))
             if leaf in _read_past(kind):
                 raise UserError(f"target_modules has {target!r}, but the model reads the weight of {name} past LoRA")
         if not matching:
-            known = sorted({name.rpartition(".")[2] for name in found})
+            known = sorted({name.rpartition(".")[2] for name in linears})
             if ends_with(every, target):
                 raise UserError(f"target_modules has {target!r}, which is no linear layer of its own weights")
             raise UserError(f"target_modules has {target!r}, which is no layer{nearest(target, known)}")
         names.update(matching)
-    return [name for name in found if name in names]
+    return [name for name in linears if name in names]

@@ -1,13 +1,17 @@
-"""Packed rows in transformers' models, through its interfaces for masks and attention.
+"""Attention of transformers' models, through its interfaces: in packed rows, and over the slots of a cache.
 
-A model's code asks for a mask once per kind of layer, and hands it to each layer's attention. Here a mask holds the
-lengths of the packed sequences and the model's own rule of who attends to whom, so sliding and chunked windows come
+A model's code asks for a mask once per kind of layer, and hands it to each layer's attention. For packed rows a mask
+holds the lengths of the sequences and the model's own rule of who attends to whom, so sliding and chunked windows come
 out as transformers computes them.
+
+In sampling each row of a batch is a slot with its own position. A slot of sliding attention is a ring: position p lies
+at place p mod R, where R is at least the window. The mask evaluates the model's rule at the positions that lie there.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,14 +19,17 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
-from rocm_ext.model.attention import Lengths
-from rocm_ext.model.sdpa import sdpa
+from rocm_ext.base.errors import UserError
+from rocm_ext.model.attention import Lengths, SlotCache, sdpa
 
-PACKED = "rocm_ext_packed"
+PACKED, SLOTS = "rocm_ext_packed", "rocm_ext_slots"
 _lengths: ContextVar[Lengths] = ContextVar("lengths of the packed sequences")
 _kernel: ContextVar[str] = ContextVar("kernel of attention")
 # Arguments of a layer's call that change nothing here: positions are in q and k already, masks hold the windows.
 _KNOWN = ("position_ids", "sliding_window", "use_cache", "cache_position", "output_attentions")
+
+
+# ---- packed rows
 
 
 class Mask:
@@ -32,7 +39,7 @@ class Mask:
         lengths: of the sequences.
         rule: transformers' mask function, ``(batch, head, query, key) -> bool`` on indices.
         window: up to this many tokens per sequence the rule is plain causal attention; None: ``rule`` is plain.
-        kernel: see :func:`rocm_ext.model.sdpa.sdpa`.
+        kernel: see :func:`rocm_ext.model.attention.sdpa`.
 
     Attributes:
         lengths, kernel: as above.
@@ -88,7 +95,9 @@ def scale_each_sequence(model: nn.Module) -> None:
             module.__class__ = type(type(module).__name__, (_EachSequence, type(module)), {})
 
 
-def make_mask(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, local_size=None, **_: Any) -> Mask:
+def packed_mask(
+    *args: Any, mask_function: Callable[..., Any] = causal_mask_function, local_size=None, **_: Any
+) -> Mask:
     """Build a model's mask for the current packed rows; transformers calls it.
 
     Args:
@@ -96,51 +105,6 @@ def make_mask(*args: Any, mask_function: Callable[..., Any] = causal_mask_functi
         local_size: size of the sliding window or chunk, if the rule has one.
     """
     return Mask(_lengths.get(), mask_function, local_size, _kernel.get())
-
-
-def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Mask,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Attend within each packed sequence; a layer of a transformers model calls it.
-
-    Args:
-        module: the layer.
-        query: [1, heads, s, head_dim].
-        key, value: [1, kv_heads, s, head_dim].
-        attention_mask: of :func:`make_mask`.
-        dropout: probability on attention weights.
-        scaling: factor of the scores; None: 1 / sqrt(head_dim).
-        softcap: Gemma 2's c in ``c tanh(score / c)``.
-        s_aux: gpt-oss's sinks, [heads]: a score without a value.
-        others: arguments that :data:`_KNOWN` names; any other could change the result.
-
-    Returns:
-        [1, s, heads, head_dim], and None for the weights.
-
-    Raises:
-        TypeError: an argument is unknown.
-    """
-    check_arguments(module, others)
-    return _attend(query, key, value, attention_mask, dropout, scaling, softcap, s_aux), None
-
-
-def check_arguments(module: nn.Module, others: Mapping[str, Any]) -> None:
-    """Check what a layer asks of attention beside the arguments of :func:`attention`.
-
-    Raises:
-        TypeError: an argument is unknown, so it could change the result.
-    """
-    if unknown := sorted(name for name, value in others.items() if name not in _KNOWN and value is not None):
-        raise TypeError(f"{type(module).__name__} asks attention for {', '.join(unknown)}, which is not known here")
 
 
 @torch.compiler.disable
@@ -157,5 +121,158 @@ def _attend(query, key, value, mask: Mask, dropout, scaling, softcap, sinks) -> 
     return torch.cat(pieces, dim=1)
 
 
-AttentionInterface.register(PACKED, attention)
-AttentionMaskInterface.register(PACKED, make_mask)
+# ---- slots
+
+
+@dataclass
+class AttentionUse:
+    """What a model's code asks for in a pass.
+
+    Attributes:
+        windows: whether for a mask with a window.
+        layers: how many layers ask for attention.
+        scores: whether attention holds its scores in memory.
+        read: numbers per position in the keys and values of the largest layer.
+    """
+
+    windows: bool = False
+    layers: int = 0
+    scores: bool = False
+    read: int = 0
+
+
+@dataclass(frozen=True)
+class _ForwardPass:
+    """A forward pass.
+
+    Attributes:
+        positions: of its tokens, [n, s].
+        ring: maps the size of a window to the places of its ring; None for all positions. None: a prefill, whose keys
+            lie in order.
+        kernel: see :func:`rocm_ext.model.attention.sdpa`.
+        asked: what the model's code asks for.
+    """
+
+    positions: Tensor
+    ring: Callable[[int | None], int] | None
+    kernel: str
+    asked: "AttentionUse"
+
+
+_pass: ContextVar[_ForwardPass] = ContextVar("the forward pass")
+
+
+@contextmanager
+def forward_pass(positions: Tensor, kernel: str, cache: SlotCache | None = None) -> Iterator[AttentionUse]:
+    """Give ``positions`` [n, s] to the masks that a model makes inside.
+
+    Args:
+        positions: of the pass's tokens.
+        kernel: of attention.
+        cache: the slots; None: a prefill.
+
+    Yields:
+        What the model's code asks for.
+    """
+    now = _ForwardPass(positions, cache.ring if cache is not None else None, kernel, AttentionUse())
+    token = _pass.set(now)
+    try:
+        yield now.asked
+    finally:
+        _pass.reset(token)
+
+
+def slots_mask(
+    *, kv_length: int, mask_function: Callable[..., Any] = causal_mask_function, local_size: int | None = None, **_: Any
+) -> Tensor:
+    """Build a model's mask for the current pass; transformers calls it.
+
+    Args:
+        kv_length: places that attention reads.
+        mask_function: the model's rule, ``(batch, head, query, key) -> bool`` on positions.
+        local_size: size of the sliding window or chunk, if the rule has one.
+
+    Returns:
+        [n, 1, s, kv_length], True where a token attends.
+    """
+    now = _pass.get()
+    now.asked.windows |= local_size is not None
+    query = now.positions[:, None, :, None]
+    index = torch.arange(kv_length, device=query.device)
+    # the newest position that lies at each place; negative: none yet
+    key = index if now.ring is None else query - (query - index) % now.ring(local_size)
+    zero = index.new_zeros(())
+    return mask_function(zero, zero, query, key) & (key >= 0)
+
+
+def _attend_to_slots(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling, softcap, sinks
+) -> Tensor:
+    """Attend to the places of each slot: key and value are [n, kv_heads, places, head_dim], query has s tokens of each.
+
+    Raises:
+        UserError: the layer's code does not use the mask of :func:`slots_mask`.
+    """
+    if mask is None or mask.shape[1:] != (1, query.shape[2], key.shape[2]):
+        raise UserError(f"{type(module).__name__} makes masks of its own")
+    now = _pass.get()
+    asked = now.asked
+    asked.layers += 1
+    asked.read = max(asked.read, key.shape[1] * (key.shape[-1] + value.shape[-1]))
+    asked.scores |= softcap is not None or sinks is not None
+    n, heads, s, _ = query.shape
+    groups = heads // key.shape[1]
+    if s == 1:  # the heads of a group become queries of one kv head, so keys and values are not expanded
+        query = query.view(n, -1, groups, query.shape[-1])
+    elif groups > 1:
+        key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+    sinks = None if sinks is None else sinks.view(1, *((-1, groups) if s == 1 else (heads, 1)), 1)
+    out = sdpa(query, key, value, now.kernel, mask=mask, scale=scaling, softcap=softcap, sinks=sinks)
+    return out.reshape(n, heads, s, -1).transpose(1, 2)
+
+
+# ---- both
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend within each packed sequence, or to each slot; a layer of a transformers model calls it.
+
+    Args:
+        module: the layer.
+        query: [n, heads, s, head_dim]; n is 1 in packed rows.
+        key, value: [n, kv_heads, s, head_dim], of a slot's places in sampling.
+        attention_mask: of :func:`packed_mask` or :func:`slots_mask`.
+        dropout: probability on attention weights; a sampling model has none.
+        scaling: factor of the scores; None: 1 / sqrt(head_dim).
+        softcap: Gemma 2's c in ``c tanh(score / c)``.
+        s_aux: gpt-oss's sinks, [heads]: a score without a value.
+        others: arguments that :data:`_KNOWN` names; any other could change the result.
+
+    Returns:
+        [n, s, heads, head_dim], and None for the weights.
+
+    Raises:
+        TypeError: an argument is unknown.
+        UserError: the layer's code does not use the mask.
+    """
+    if unknown := sorted(name for name, value in others.items() if name not in _KNOWN and value is not None):
+        raise TypeError(f"{type(module).__name__} asks attention for {', '.join(unknown)}, which is not known here")
+    if isinstance(attention_mask, Mask):
+        return _attend(query, key, value, attention_mask, dropout, scaling, softcap, s_aux), None
+    return _attend_to_slots(module, query, key, value, attention_mask, scaling, softcap, s_aux), None
+
+
+for name, mask in ((PACKED, packed_mask), (SLOTS, slots_mask)):
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)

@@ -31,9 +31,16 @@ from rocm_ext.model.sampler import Needs
 from rocm_ext.model.transformers.adapt import ALL, ALL_EXPERTS, frozen_kinds, fused_experts, put_in, put_in_experts
 from rocm_ext.model.transformers.attention import PACKED, packed, scale_each_sequence
 from rocm_ext.model.transformers.experts import SORTED
-from rocm_ext.model.transformers.multimodal import check_causal, is_multimodal, take_text
 from rocm_ext.model.transformers.sampling import TransformersSampler, needs_of
-from rocm_ext.model.transformers.weights import Converted, WeightNames, keep_precision, persistent_buffers
+from rocm_ext.model.transformers.weights import (
+    Converted,
+    WeightNames,
+    check_causal,
+    is_multimodal,
+    keep_precision,
+    persistent_buffers,
+    take_text,
+)
 
 # model_types whose packed rows tests hold against transformers' own. All others get padded rows.
 PACKS = frozenset(
@@ -56,12 +63,7 @@ class TransformersDecoder(Decoder):
         architecture: content of ``config.json``, which decides the model's function.
 
     Attributes:
-        packs: whether it takes packed rows; otherwise rows are padded on the right, which no causal model sees.
-        shares: whether packed sequences may share their beginnings. LongRoPE's frequencies depend on what follows.
-        layers: the decoder's layers.
         text_part: what it keeps of a multimodal model; None: ``model`` is a text model.
-        output: maps hidden states [n, d] to logits [n, v], with the model's own scaling or capping.
-        max_seq_len, num_heads, head_dim: as in torchtune's decoders.
 
     Raises:
         UserError: the model is built in a way that this class does not know.
@@ -80,8 +82,8 @@ class TransformersDecoder(Decoder):
         self.text_part = take_text(model)
         for name, child in model.named_children():
             self.add_module(name, child)
-        if own := [name for name, _ in model.named_parameters(recurse=False)]:
-            raise UserError(f"{type(model).__name__} has weights outside its layers: {', '.join(own)}")
+        if outside := [name for name, _ in model.named_parameters(recurse=False)]:
+            raise UserError(f"{type(model).__name__} has weights outside its layers: {', '.join(outside)}")
         head = _name_of(model, model.get_output_embeddings())
         lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
         self.layers_name = next((n for n in lists if len(model.get_submodule(n)) == config.num_hidden_layers), "")  # type: ignore
@@ -106,6 +108,7 @@ class TransformersDecoder(Decoder):
         self.num_heads = _number(config, "num_attention_heads") or 8
         self.head_dim = _number(config, "head_dim") or config.hidden_size // self.num_heads
         self.packs = config._attn_implementation == PACKED
+        # LongRoPE's frequencies depend on what follows
         self.shares = self.packs and not any(getattr(part, "rope_type", None) == "longrope" for part in model.modules())
         # kept out of torch's list of parts: its parameters are this module's
         object.__setattr__(self, "model_", model)
@@ -113,22 +116,20 @@ class TransformersDecoder(Decoder):
         _try_head(model, self.output, config.hidden_size)
 
     def _check_shared(self, name: str) -> None:
-        """Refuse weights that several layers share: loading and sharding put each parameter in one place.
-
-        Raises:
-            UserError: naming two places of one weight.
-        """
-        places: dict[nn.Parameter, str] = {}
-        for place, parameter in self.named_parameters(remove_duplicate=False):
-            if (first := places.setdefault(parameter, place)) != place:
-                raise UserError(f"{name} has one weight in two places, {first} and {place}, which is not supported")
+        """Refuse weights that several layers share: loading and sharding know one path of each parameter."""
+        paths: dict[nn.Parameter, str] = {}
+        for path, parameter in self.named_parameters(remove_duplicate=False):
+            if (first := paths.setdefault(parameter, path)) != path:
+                raise UserError(f"{name} has one weight in two places, {first} and {path}, which is not supported")
 
     @property
     def layers(self) -> nn.ModuleList:  # type: ignore[override]
+        """The decoder's layers."""
         return self.get_submodule(self.layers_name)  # type: ignore[return-value]
 
     @property
     def tok_embeddings(self) -> nn.Embedding:  # type: ignore[override]
+        """The embeddings."""
         return self.get_submodule(self._body).get_input_embeddings()  # type: ignore[operator]
 
     @property
@@ -141,11 +142,7 @@ class TransformersDecoder(Decoder):
         return self.body(input_ids=tokens, use_cache=False, **others).last_hidden_state
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
-        """Run the model up to its output layer.
-
-        Returns:
-            [b, s, d], the output layer's input.
-        """
+        """Run the model up to its output layer: [b, s, d]."""
         if batch.lengths is None:
             return self._run(batch.tokens)
         with packed(Lengths(batch.lengths, batch.shared), self.kernel):
@@ -184,14 +181,7 @@ class TransformersDecoder(Decoder):
         return needs_of(self)
 
     def check_sampling(self) -> int:
-        """Check that the model can be sampled from in this process.
-
-        Returns:
-            The positions of the longest prompt with its answer.
-
-        Raises:
-            UserError: it cannot; the message names the reason.
-        """
+        """Check that the model can be sampled from here; return the positions of the longest sequence."""
         return self.needs.positions
 
     def sampler(self, merge: bool | None = None, device: torch.device | None = None) -> TransformersSampler:
@@ -246,11 +236,7 @@ class _Head(nn.Module):
 
 
 def _try_head(model: Any, head: nn.Module, width: int) -> None:
-    """Refuse a model whose code asks more of its body than hidden states.
-
-    Raises:
-        UserError: its output layer does not compute logits from hidden states alone.
-    """
+    """Refuse a model whose code asks more of its body than hidden states."""
     try:
         logits = head(torch.empty(2, width, device="meta", dtype=model.get_input_embeddings().weight.dtype))
     except Exception as error:
@@ -319,8 +305,8 @@ def _number(config: Any, key: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _name_of(model: nn.Module, wanted: nn.Module | None) -> str:
-    return next((name for name, module in model.named_modules() if module is wanted), "")
+def _name_of(model: nn.Module, part: nn.Module | None) -> str:
+    return next((name for name, module in model.named_modules() if module is part), "")
 
 
 def build(
@@ -373,11 +359,7 @@ def build(
 
 
 def _check_known(config: Any, folder: Path) -> None:
-    """Check that transformers, or code of the folder, has a language model for ``config``.
-
-    Raises:
-        UserError: it has none, for instance for a vision tower.
-    """
+    """Check that transformers, or code of the folder, has a language model for ``config``."""
     known = MODEL_FOR_MULTIMODAL_LM_MAPPING if is_multimodal(config) else MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in known and not getattr(config, "auto_map", None):
         raise UserError(
@@ -392,8 +374,8 @@ def _needs_code(config: Mapping[str, Any], trust_remote_code: bool) -> bool:
     Raises:
         UserError: it has to, but is not trusted.
     """
-    named, own = (config.get("architectures") or [""])[0], own_code(config)
-    if own is None or own == named == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type"))):
+    named, code = (config.get("architectures") or [""])[0], own_code(config)
+    if code is None or code == named == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type"))):
         return False
     if not trust_remote_code:
         refuse_code(str(named))
@@ -401,11 +383,7 @@ def _needs_code(config: Mapping[str, Any], trust_remote_code: bool) -> bool:
 
 
 def _check_class(model: Any, folder: Path, config: Mapping[str, Any]) -> None:
-    """Check that transformers built the class that ``config.json`` names.
-
-    Raises:
-        UserError: it is another, for instance because the named one classifies sequences.
-    """
+    """Check that transformers built the class that ``config.json`` names."""
     named, built = (config.get("architectures") or [""])[0], type(model).__name__
     if named and str(named).lower() != built.lower():
         raise UserError(
@@ -446,11 +424,7 @@ def _meta_parameters() -> Iterator[None]:
 
 
 def _check_targets(targets: Any, parameters: Any, use_dora: bool, dropout: float) -> None:
-    """Refuse what PEFT does not compute, either.
-
-    Raises:
-        UserError: nothing is adapted, or experts are with DoRA or dropout.
-    """
+    """Refuse what PEFT does not compute, either."""
     if parameters is None:
         if targets is not None and not list(targets):
             raise UserError(f"target_modules is empty; expected {ALL} or names of linear layers")
@@ -467,7 +441,7 @@ def _say(decoder: TransformersDecoder, name: str, adapted: list[str]) -> None:
     frozen = frozen_kinds(decoder, adapted)
     experts = fused_experts(decoder)
     hint = f"; target_parameters={ALL_EXPERTS} adapts fused experts" if experts and not experts.keys() & adapted else ""
-    kinds = Counter(each.rpartition(".")[2] for each in adapted)
+    kinds = Counter(path.rpartition(".")[2] for path in adapted)
     log.info("LoRA on %s; none on %s%s", _counted(kinds), _counted(frozen), hint)
 
 

@@ -1,8 +1,6 @@
-"""A copy of a model of transformers for sampling.
+"""A copy of a model of transformers for sampling: its module tree once more, with attention over slots."""
 
-The copy is transformers' module tree once more, with attention over slots.
-"""
-
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,14 +9,23 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
-from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.model.adapters.peft_experts import expert_loras
+from rocm_ext.model.attention import SlotCache, Slots, span_for
 from rocm_ext.model.lora import Dora, ExpertLora, Lora, adapters, dense, plain
 from rocm_ext.model.sampler import Needs, Sampler, SamplingLinear, merges
-from rocm_ext.model.slots import span_for
-from rocm_ext.model.transformers.slots import SLOTS, AttentionUse, TransformersSlots, forward_pass, layers_of, row_of
+from rocm_ext.model.transformers.attention import SLOTS, AttentionUse, forward_pass
 from rocm_ext.model.transformers.weights import persistent_buffers
 
 if TYPE_CHECKING:
@@ -31,6 +38,193 @@ _TOGETHER = 2048  # tokens of prompts that run together, with padding
 _PROBE = 2  # tokens of the prefill that shows the cache's shapes
 _ATTENTION = "its attention is not that of transformers' interface"
 _SERVER = "sample on a server: engine._component_=rocm_ext.sampling.OpenAIEngine"
+
+
+# ---- the cache of slots
+
+
+class _Attention(Slots, CacheLayerMixin):
+    """Keys and values of one layer, as transformers asks for them."""
+
+    def __init__(self, cache: "TransformersSlots", window: int | None) -> None:
+        CacheLayerMixin.__init__(self)
+        Slots.__init__(self, cache, window)
+        self.is_sliding = window is not None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write one token's keys and values in each of the first n slots and return what these slots hold."""
+        return self.write(key_states[:, :, 0], value_states[:, :, 0])
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of places that attention reads, and 0."""
+        return min(self._cache.span, self.places), 0
+
+    def get_seq_length(self) -> int:
+        """Return the positions before the newest token of the longest slot."""
+        return self._cache.span - 1
+
+    def get_max_length(self) -> int:
+        """Return the number of places."""
+        return self.places
+
+
+class _Nothing(DummyLayer):
+    """A layer without a cache."""
+
+    def put(self, rows: slice, prefix: Any, known: int) -> None:
+        """Copy nothing."""
+
+    def move(self, to: int, source: int, known: int) -> None:
+        """Copy nothing."""
+
+
+class _Recurrent(LinearAttentionLayer):
+    """States of one layer, each [slots, …]; transformers' code sees those of the running rows."""
+
+    def __init__(self, cache: "TransformersSlots", states: int) -> None:
+        super().__init__(number_of_states=states)
+        self._cache = cache
+        self._all: dict[tuple[str, int], Tensor] = {}
+
+    def begin(self, n: int) -> None:
+        """Show the first ``n`` slots to the model."""
+        for (kind, index), tensor in self._all.items():
+            getattr(self, kind)[index] = tensor[:n]
+
+    def put(self, rows: slice, prefix: Any, known: int) -> None:
+        """Copy the states of one sequence into slots; see :meth:`rocm_ext.model.attention.SlotCache.put`."""
+        for kind, ready in (("conv_states", "is_conv_states_initialized"),
+                            ("recurrent_states", "is_recurrent_states_initialized")):  # fmt: skip
+            for index, tensor in getattr(prefix, kind).items():
+                if tensor is None:
+                    continue
+                if (kind, index) not in self._all:
+                    self._all[kind, index] = tensor.new_zeros(self._cache.slots, *tensor.shape[1:])
+                    getattr(self, ready)[index] = self.has_previous_state[index] = True
+                    self.device, self.dtype = tensor.device, tensor.dtype
+                    if kind == "conv_states":
+                        self.conv_kernel_size[index] = tensor.shape[-1]
+                self._all[kind, index][rows] = tensor if known else 0
+
+    def move(self, to: int, source: int, known: int) -> None:
+        """Copy one slot to another; see :meth:`rocm_ext.model.attention.SlotCache.move`."""
+        for tensor in self._all.values():
+            tensor[to] = tensor[source]
+
+
+class _Both(_Recurrent, _Attention):  # type: ignore[misc, override]
+    """A layer with both."""
+
+    def __init__(self, cache: "TransformersSlots", states: int) -> None:
+        _Attention.__init__(self, cache, None)
+        _Recurrent.__init__(self, cache, states)
+
+    lazy_initialization = _Attention.lazy_initialization  # type: ignore[assignment]
+    get_max_length = _Attention.get_max_length
+
+    def put(self, rows: slice, prefix: Any, known: int) -> None:
+        _Recurrent.put(self, rows, prefix, known)
+        _Attention.put(self, rows, prefix, known)
+
+    def move(self, to: int, source: int, known: int) -> None:
+        _Recurrent.move(self, to, source, known)
+        _Attention.move(self, to, source, known)
+
+
+class TransformersSlots(SlotCache, Cache):
+    """The cache of several sequences, one in each slot.
+
+    Args:
+        config: transformers' config of the model.
+        slots: their number.
+        length: positions of a slot.
+        rounded: returns the places of a ring for a window; None: every layer attends to all positions.
+
+    Raises:
+        UserError: the model has a kind of layer that is not supported.
+    """
+
+    def __init__(self, config: Any, slots: int, length: int, rounded: Callable[[int], int] | None) -> None:
+        SlotCache.__init__(self, 0, slots, length)
+        self._rounded = rounded
+        Cache.__init__(self, layers=[self._layer(theirs) for theirs in layers_of(config)])
+
+    def _layer(self, theirs: Any) -> Any:
+        if isinstance(theirs, LinearAttentionAndFullAttentionLayer):
+            return _Both(self, theirs.number_of_states)
+        if isinstance(theirs, LinearAttentionLayer):
+            return _Recurrent(self, theirs.number_of_states)
+        if isinstance(theirs, DummyLayer):
+            return _Nothing()
+        return _Attention(self, getattr(theirs, "sliding_window", None) if self._rounded else None)
+
+    def ring(self, window: int | None) -> int:
+        """Return the places of a slot for ``window``; None: attention to all positions."""
+        if window is None or self._rounded is None:
+            return self._length
+        return min(self._length, self._rounded(max(1, window)))  # some configs say 0 and use none
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Whether each layer has states alone."""
+        return [type(layer) is _Recurrent for layer in self.layers]
+
+    def begin(self, positions: Tensor, span: int) -> None:
+        """Begin a step in the first n slots; arguments as in the base class."""
+        super().begin(positions, span)
+        for layer in self.layers:
+            if isinstance(layer, _Recurrent):
+                layer.begin(len(positions))
+
+
+class _WholeWindow(DynamicLayer):
+    """Keys and values of a prefill in sliding attention: all of them, because rows have different lengths."""
+
+    is_sliding = True
+
+    def __init__(self, sliding_window: int) -> None:
+        super().__init__()
+        self.sliding_window = sliding_window
+
+
+_KINDS = (DynamicLayer, _WholeWindow, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DummyLayer)
+
+
+def layers_of(config: Any) -> list[Any]:
+    """Return new cache layers for the prefill of a model.
+
+    Raises:
+        UserError: the model has a kind of layer that is not supported.
+    """
+    if "chunked_attention" in (getattr(config.get_text_config(), "layer_types", None) or ()):
+        raise UserError("it has chunked attention")  # Llama 4 also scales queries by the number of cached tokens
+    layers = [
+        _WholeWindow(layer.sliding_window) if type(layer) is DynamicSlidingWindowLayer else layer  # type: ignore
+        for layer in DynamicCache(config=config).layers
+    ]
+    if odd := [type(layer).__name__ for layer in layers if type(layer) not in _KINDS]:
+        raise UserError(f"it needs {odd[0]}")
+    return layers
+
+
+def row_of(layers: list[Any], row: int, known: int) -> Cache:
+    """Return a copy of one row of a prefill's cache, of its first ``known`` positions."""
+    kept: list[Any] = []
+    layer: Any
+    for layer in layers:
+        one: Any = copy.copy(layer)
+        if isinstance(layer, DynamicLayer) and layer.is_initialized:
+            for name in ("keys", "values"):
+                setattr(one, name, getattr(layer, name)[row : row + 1, :, :known].clone())
+        if isinstance(layer, LinearAttentionLayer):
+            for kind in ("conv_states", "recurrent_states"):
+                states = getattr(layer, kind)
+                setattr(one, kind, {i: None if t is None else t[row : row + 1].clone() for i, t in states.items()})
+        kept.append(one)
+    return Cache(layers=kept)
+
+
+# ---- the sampler
 
 
 class TransformersSampler(Sampler):
@@ -97,12 +291,7 @@ class TransformersSampler(Sampler):
         return self._rounded(window)
 
     def prefill_bytes(self, prompts: Sequence[int], most: int) -> int:
-        """Bytes that hold the caches of prompts of these lengths and compute them; an estimate.
-
-        Args:
-            prompts: tokens of each prompt.
-            most: tokens of prompts that are computed before the first answer.
-        """
+        """Estimate the bytes that hold the caches of prompts and compute them; arguments as in the base class."""
         held = max(min(most, sum(prompts)), max(prompts))
         at_once = held if self.together else max(prompts)
         per_position = sum(size for size, _ in self.needs.keys)  # prompts keep more than the window
@@ -117,14 +306,7 @@ class TransformersSampler(Sampler):
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[Cache]:
-        """Compute the cache of ``prompts``.
-
-        Args:
-            prompts: token ids of each prompt.
-
-        Returns:
-            One cache per prompt.
-        """
+        """Compute the caches of ``prompts``; arguments as in the base class."""
         caches = []
         for group in self._groups(prompts):
             longest = max(1, *map(len, group))
@@ -146,17 +328,7 @@ class TransformersSampler(Sampler):
 
     @torch.no_grad()
     def step(self, tokens: Tensor, positions: Tensor, cache: TransformersSlots, span: int) -> Tensor:
-        """Decode one token in each of the first n slots.
-
-        Args:
-            tokens: [n], the newest token of each slot.
-            positions: [n], its position.
-            cache: of all earlier tokens.
-            span: places that attention reads; more than the largest of ``positions``.
-
-        Returns:
-            Logits [n, v] of the next tokens.
-        """
+        """Decode one token in each of the first n slots; arguments as in the base class."""
         cache.begin(positions, span)
         rows = {"input_ids": tokens[:, None], "position_ids": positions[:, None]}
         with forward_pass(positions[:, None], self.decoder.kernel, cache):
@@ -210,7 +382,7 @@ def needs_of(source: "TransformersDecoder") -> Needs:
         "its cache is not that of transformers' interface": used < len(layers),
         _ATTENTION: len(keys) > asked.layers,
     }
-    if bad := [what for what, found in problems.items() if found]:
+    if bad := [what for what, holds in problems.items() if holds]:
         raise UserError(f"{name} cannot be sampled from in this process: {bad[0]}; {_SERVER}")
     expanded = 4 * asked.read if asked.read > kept else 0
     scores = asked.scores or source.kernel in ("math", "eager")
@@ -239,5 +411,5 @@ def _short(model: nn.Module) -> int:
 
     LongRoPE takes other frequencies for all positions of a longer row. A cache holds keys of the shorter one's.
     """
-    every = (module for module in model.modules() if getattr(module, "rope_type", None) == "longrope")
-    return min((each.config.rope_parameters["original_max_position_embeddings"] for each in every), default=2**31)  # type: ignore
+    scaled = (module for module in model.modules() if getattr(module, "rope_type", None) == "longrope")
+    return min((module.config.rope_parameters["original_max_position_embeddings"] for module in scaled), default=2**31)  # type: ignore

@@ -1,8 +1,9 @@
-"""Weights of a checkpoint by the names and in the shapes of transformers' modules, as transformers converts them."""
+"""A checkpoint in the names and shapes of transformers' modules, and the parts of a model that compute on text."""
 
 import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.model.checkpointer import check_stored, on_meta
@@ -164,10 +166,10 @@ class Converted(ConvertedWeights):
             made = back.convert(key, model=self._model, config=self._model.config)  # type: ignore[attr-defined]
         except Exception as error:  # operations raise what the tensors' shapes lead to, or have no reverse
             raise UserError(f"{name} cannot be taken apart into {source} and others: {one_line(error)}") from error
-        found = {self._names.bare(key): value[0] if isinstance(value, list) else value for key, value in made.items()}
-        if found.keys() != expected.keys():
+        tensors = {self._names.bare(key): value[0] if isinstance(value, list) else value for key, value in made.items()}
+        if tensors.keys() != expected.keys():
             raise UserError(f"{name} is made of {source} and others, but transformers takes it apart into {min(made)}")
-        pieces = {expected[key]: value.to(self._shapes[expected[key]].dtype) for key, value in found.items()}
+        pieces = {expected[key]: value.to(self._shapes[expected[key]].dtype) for key, value in tensors.items()}
         if other := next((key for key, value in pieces.items() if value.shape != self._shapes[key].shape), None):
             raise UserError(f"transformers makes {other} {list(pieces[other].shape)} of {name}, not the checkpoint's")
         return pieces
@@ -204,3 +206,87 @@ def keep_precision(model: Any, dtype: torch.dtype) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if pattern.search(name):
             tensor.data = tensor.data.float()
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """The text part of a multimodal model.
+
+    Attributes:
+        body: name of the model without its output layer.
+        parts: names of the parts that do not compute on text, such as ``model.vision_tower``.
+        modules: names of all modules in these parts.
+    """
+
+    body: str
+    parts: tuple[str, ...]
+    modules: frozenset[str]
+
+    def lacks(self, name: str) -> bool:
+        """Whether the weight ``name`` belongs to another part."""
+        return any(name == part or name.startswith(f"{part}.") for part in self.parts)
+
+
+def is_multimodal(config: Any) -> bool:
+    """Whether transformers' ``config`` describes more than a text model."""
+    return config.get_text_config() is not config
+
+
+def take_text(model: Any) -> TextPart | None:
+    """Remove all parts of ``model`` that do not compute on text.
+
+    Args:
+        model: transformers' model.
+
+    Returns:
+        Its text part; None if ``model`` is a text model.
+
+    Raises:
+        UserError: the text part is not a causal decoder of its own beside the other parts.
+    """
+    if not is_multimodal(model.config):
+        return None
+    text = model.config.get_text_config()
+    kind = MODEL_MAPPING.get(type(text), None)
+    bodies = [name for name, module in model.named_modules() if type(module) is kind]
+    head = next((name for name, module in model.named_children() if module is model.get_output_embeddings()), None)
+    if model.config.is_encoder_decoder or len(bodies) != 1 or head is None:
+        raise UserError(
+            f"{type(model).__name__} takes images or sound, and its text part ({text.model_type}) is not a decoder "
+            "that can be trained alone"
+        )
+    parts: list[str] = []
+    modules: set[str] = set()
+    names = bodies[0].split(".")
+    before = ""
+    for inner in [".".join(names[: i + 1]) for i in range(len(names))]:
+        owner = model.get_submodule(before)
+        kept = {inner.rpartition(".")[2], head if not before else ""}
+        for name, child in list(owner.named_children()):
+            if name not in kept:
+                parts.append(_join(before, name))
+                modules.update(_join(parts[-1], below) for below, _ in child.named_modules())
+                del owner._modules[name]
+        for name in [name for name, _ in owner.named_parameters(recurse=False)]:
+            parts.append(_join(before, name))
+            del owner._parameters[name]
+        before = inner
+    return TextPart(bodies[0], tuple(parts), frozenset(modules))
+
+
+def _join(owner: str, name: str) -> str:
+    return ".".join(filter(None, (owner, name)))
+
+
+def check_causal(model: Any) -> None:
+    """Check that no token attends to later ones.
+
+    Raises:
+        UserError: it does, as in PaliGemma's prompts and in models of embeddings.
+    """
+    ways = getattr(model.config.get_text_config(), "use_bidirectional_attention", None)
+    if ways and ways != "vision":
+        raise UserError(
+            f"{type(model).__name__} attends to later tokens, too (use_bidirectional_attention); only causal language "
+            "models are supported"
+        )

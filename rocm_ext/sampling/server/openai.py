@@ -30,10 +30,16 @@ from rocm_ext.base.openai_http import (
 )
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.sampling.engine import Request, Sampling
-from rocm_ext.sampling.server import served_adapters as adapters
-from rocm_ext.sampling.server.logprobs import PROBES, check_logprobs
-from rocm_ext.sampling.server.session import OpenAISession, Terms
-from rocm_ext.sampling.server.wire import DIALECTS, ENDPOINTS, EndpointFormat, Server, top_logprob
+from rocm_ext.sampling.server.session import LORA_HINT, Adapter, OpenAISession, Terms, load_anew, unload_adapter
+from rocm_ext.sampling.server.wire import (
+    DIALECTS,
+    ENDPOINTS,
+    PROBES,
+    EndpointFormat,
+    Server,
+    check_logprobs,
+    top_logprob,
+)
 
 
 class OpenAIEngine:
@@ -202,7 +208,7 @@ class OpenAIEngine:
 
     # ---- ranks
 
-    def _leave(self, adapter: adapters.Adapter | None, servers: Sequence[Server], failed: str) -> None:
+    def _leave(self, adapter: Adapter | None, servers: Sequence[Server], failed: str) -> None:
         """Wait for the other ranks, then unload the adapter."""
         if failed and self._ranks.world > 1:
             log.warning("rank %d: %s; waiting for the other ranks' answers", self._ranks.rank, failed)
@@ -237,14 +243,14 @@ class OpenAIEngine:
             raise UserError(f"{server.url} serves {', '.join(listed) or 'no model'}; set model to the name of one")
         model = self.model or listed[0]
         for dialect in DIALECTS:
-            found = Server(server.url, model, dialect)
+            candidate = Server(server.url, model, dialect)
             try:
-                self._first_request(found, model)
+                self._first_request(candidate, model)
             except Refused as error:
                 if error.status not in (400, 422) or dialect == DIALECTS[-1]:
-                    raise UserError(f"{error}{self._hint(found, listed)}") from error
+                    raise UserError(f"{error}{self._hint(candidate, listed)}") from error
             else:
-                return found
+                return candidate
         raise AssertionError("the last dialect answers or raises")
 
     def _listed(self, server: Server) -> list[str]:
@@ -297,10 +303,10 @@ class OpenAIEngine:
 
     # ---- adapters
 
-    def _read(self, adapter: Path) -> adapters.Adapter:
+    def _read(self, adapter: Path) -> Adapter:
         if not self.dynamic_lora:
-            raise UserError(f"dynamic_lora is false, so no server can load {adapter}. {adapters.LORA_HINT}")
-        return adapters.Adapter.read(self.lora_name, adapter)
+            raise UserError(f"dynamic_lora is false, so no server can load {adapter}. {LORA_HINT}")
+        return Adapter.read(self.lora_name, adapter)
 
     def _on_each(
         self, servers: Sequence[Server], action: Callable[[Any, Server], Awaitable[None]]
@@ -313,14 +319,14 @@ class OpenAIEngine:
 
         return asyncio.run(run())
 
-    def _try_adapter(self, adapter: adapters.Adapter) -> None:
+    def _try_adapter(self, adapter: Adapter) -> None:
         """Load ``adapter`` on every server, ask for one token, and unload it."""
-        errors = self._on_each(self._servers, lambda client, server: adapters.load_anew(client, server, adapter))
+        errors = self._on_each(self._servers, lambda client, server: load_anew(client, server, adapter))
         loaded = [server for server, error in zip(self._servers, errors, strict=True) if error is None]
         try:
             for server, error in zip(self._servers, errors, strict=True):
                 if isinstance(error, httpx.RequestError | Transient):
-                    raise UserError(f"{server.url}: {in_words(error)}. {adapters.LORA_HINT}") from error
+                    raise UserError(f"{server.url}: {in_words(error)}. {LORA_HINT}") from error
                 if error is not None:
                     raise error
             for server in self._servers:
@@ -328,14 +334,14 @@ class OpenAIEngine:
         finally:
             self._unload(adapter, loaded)
 
-    def _load(self, adapter: adapters.Adapter) -> tuple[adapters.Adapter, list[Server]]:
+    def _load(self, adapter: Adapter) -> tuple[Adapter, list[Server]]:
         """Load ``adapter`` on all servers.
 
         Returns:
             The adapter, and the servers without those that refuse it. A server that fails stays: it gets the adapter
             once it works again.
         """
-        errors = self._on_each(self._servers, lambda client, server: adapters.load_anew(client, server, adapter))
+        errors = self._on_each(self._servers, lambda client, server: load_anew(client, server, adapter))
         usable = []
         for server, error in zip(self._servers, errors, strict=True):
             if isinstance(error, httpx.RequestError | Transient):
@@ -352,9 +358,9 @@ class OpenAIEngine:
             raise UserError("; ".join(map(str, errors)))
         return adapter, usable
 
-    def _unload(self, adapter: adapters.Adapter | None, servers: Sequence[Server]) -> None:
+    def _unload(self, adapter: Adapter | None, servers: Sequence[Server]) -> None:
         if adapter is not None and self._ranks.is_main:
-            errors = self._on_each(servers, lambda client, server: adapters.unload(client, server, adapter))
+            errors = self._on_each(servers, lambda client, server: unload_adapter(client, server, adapter))
             for server, error in zip(servers, errors, strict=True):
                 if isinstance(error, httpx.RequestError):
                     self._tell_unreachable(server, error)

@@ -1,17 +1,24 @@
-"""Requests of one session: many at once, to several servers, some of which fail now and then."""
+"""Requests of one session: many at once, to several servers, some of which fail now and then.
+
+Servers may load adapters at run time, as vLLM does. It answers 400 if a name is loaded already, and 404 if a request or
+an unloading names an adapter that it does not have (``vllm/entrypoints/openai/models/serving.py``).
+"""
 
 import asyncio
+import hashlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.log import duration, log
 from rocm_ext.base.openai_http import (
+    CHECK_TIMEOUT,
     Refused,
     Transient,
     exchange,
@@ -22,13 +29,104 @@ from rocm_ext.base.openai_http import (
     new_client,
     pause_after,
 )
+from rocm_ext.model.adapters.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rocm_ext.sampling.engine import Completion, Request, Sampling
-from rocm_ext.sampling.server.served_adapters import Adapter, load
 from rocm_ext.sampling.server.wire import EndpointFormat, Server
 
 _POLL = 0.2  # seconds between looks at whether the user asked to stop
 _TELL = 30.0  # seconds between lines about a server that fails
 _CHECK_PATIENCE = 5.0  # seconds for which a server may fail while others wait to sample
+LOAD_TIMEOUT = 300.0  # seconds
+LORA_HINT = (
+    "To sample with a trained adapter, a server must load adapters at run time: "
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank RANK "
+    "(and --enforce-eager on AMD GPUs), with the adapter's folder visible to it under the same path"
+)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter for servers.
+
+    Attributes:
+        name: the servers' name of it.
+        folder: its absolute PEFT folder.
+    """
+
+    name: str
+    folder: Path
+
+    @classmethod
+    def read(cls, prefix: str, folder: Path) -> "Adapter":
+        """Name the adapter in ``folder`` by a hash of its files, because servers cache adapters by name.
+
+        Raises:
+            UserError: ``folder`` is not a PEFT folder.
+        """
+        digest = hashlib.sha256()
+        for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+            try:
+                digest.update((folder / file).read_bytes())
+            except OSError as error:
+                raise UserError(f"{folder} is not an adapter in PEFT's format: {one_line(error)}") from error
+        return cls(f"{prefix}-{digest.hexdigest()[:12]}", folder.expanduser().resolve())
+
+
+async def load_adapter(client: Any, server: Server, adapter: Adapter) -> None:
+    """Make a server serve ``adapter``; a server that already does is fine.
+
+    Args:
+        client: an ``httpx.AsyncClient``.
+        server: the server.
+        adapter: the adapter.
+
+    Raises:
+        UserError: the server refuses.
+        Transient: the server fails; another attempt may succeed.
+        httpx.RequestError: the server cannot be reached.
+    """
+    response = await _call(client, server, "load", {"lora_name": adapter.name, "lora_path": str(adapter.folder)})
+    status = response.status_code
+    if status == 200 or (status == 400 and adapter.name in await _served(client, server)):
+        return  # another rank may have loaded it meanwhile
+    said = f"HTTP {status}: {message_of(response)}"
+    if status in (408, 429) or status >= 500:
+        raise Transient(f"it does not load the adapter {adapter.folder} ({said})")
+    raise UserError(f"{server.url} does not load the adapter {adapter.folder} ({said}). {LORA_HINT}")
+
+
+async def load_anew(client: Any, server: Server, adapter: Adapter) -> None:
+    """Unload what a killed run may have left under the adapter's name, perhaps from another path, and load it."""
+    await _call(client, server, "unload", {"lora_name": adapter.name})
+    await load_adapter(client, server, adapter)
+
+
+async def unload_adapter(client: Any, server: Server, adapter: Adapter) -> None:
+    """Unload ``adapter``; log a warning if the server refuses.
+
+    Raises:
+        httpx.RequestError: the server cannot be reached.
+    """
+    response = await _call(client, server, "unload", {"lora_name": adapter.name}, CHECK_TIMEOUT)
+    if response.status_code not in (200, 404):  # a server that was restarted has no adapter: 404
+        log.warning("%s does not unload %s: %s", server.url, adapter.name, message_of(response))
+
+
+async def _call(client: Any, server: Server, verb: str, body: dict[str, str], seconds: float = LOAD_TIMEOUT) -> Any:
+    return await exchange(client, "POST", f"{server.url}/v1/{verb}_lora_adapter", seconds, body)
+
+
+async def _served(client: Any, server: Server) -> set[str]:
+    """Return the names of models and adapters that a server lists."""
+    try:
+        answer = json_object(server.url, await exchange(client, "GET", server.url + "/v1/models", CHECK_TIMEOUT))
+    except (UserError, Transient):
+        return set()
+    cards = answer.get("data")
+    return {str(card.get("id")) for card in cards if isinstance(card, dict)} if isinstance(cards, list) else set()
+
+
+# ---- requests
 
 
 class NoServer(UserError):
@@ -156,7 +254,7 @@ class OpenAISession:
             The completions of each server that answers, by url, in the order of ``requests``. There are fewer if the
             user asks to stop.
         """
-        found, terms = {}, self._terms
+        by_url, terms = {}, self._terms
         if len(self._servers) > 1:
             terms = replace(terms, patience=min(terms.patience, _CHECK_PATIENCE))
         for server in self._servers:
@@ -166,8 +264,8 @@ class OpenAISession:
             except NoServer as error:
                 log.warning("nothing checks the adapter in this phase of %s", error.reasons)
                 continue
-            found[server.url] = [answers[id(request)] for request in requests if id(request) in answers]
-        return found
+            by_url[server.url] = [answers[id(request)] for request in requests if id(request) in answers]
+        return by_url
 
     def stats(self) -> dict[str, float]:
         """Return ``tokens``, ``tokens_per_second`` while generating, and ``retried`` requests."""
@@ -198,7 +296,7 @@ class _State:
     answered: int = 0
     restored: int = 0
     restoring: asyncio.Lock = field(default_factory=asyncio.Lock)
-    told: float | None = None
+    last_line: float | None = None
     gone: str = ""
 
 
@@ -255,8 +353,8 @@ class _Batch:
         if state.gone:
             return
         state.gone = why
-        if all(each.gone for each in self._states.values()):
-            reasons = "; ".join(f"{url}: {each.gone}" for url, each in self._states.items())
+        if all(other.gone for other in self._states.values()):
+            reasons = "; ".join(f"{url}: {other.gone}" for url, other in self._states.items())
             raise NoServer(reasons)
         log.warning("giving up %s, the other servers take its requests: %s", server.url, why)
 
@@ -305,9 +403,9 @@ class _RequestLoop:
                 raise  # any server would refuse this request
             self._batch.give_up(self._server, str(error))
             return None
-        if state.told is not None:
+        if state.last_line is not None:
             log.info("%s answers again", self._server.url)
-            state.told = None
+            state.last_line = None
         state.answered += 1
         self._failures, self._waited = 0, 0.0
         return completion
@@ -332,7 +430,7 @@ class _RequestLoop:
             if state.restored != restored:
                 return
             try:
-                await load(self._client, self._server, adapter)
+                await load_adapter(self._client, self._server, adapter)
             except UserError as error:
                 raise Transient(f"HTTP 404: {said}; {error}") from error
             state.restored += 1
@@ -351,8 +449,8 @@ class _RequestLoop:
             self._batch.give_up(self._server, f"{in_words(error)}, for {duration(self._waited)} ({where})")
             return
         self._pause = min(pause_after(error, self._failures), patience - self._waited)
-        if state.told is None or time.monotonic() - state.told >= _TELL:
-            state.told = time.monotonic()
+        if state.last_line is None or time.monotonic() - state.last_line >= _TELL:
+            state.last_line = time.monotonic()
             since = f"{duration(self._waited)} of {duration(patience)}"
             log.info("waiting for %s, %s so far: %s", self._server.url, since, in_words(error))
         self._failures += 1

@@ -5,7 +5,7 @@ parts of it.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ DIALECTS = ("extended", "transformers", "plain")  # see _sampling_fields
 _LEAST, _HIGHEST = -9999.0, 0.1  # log-probs; rounding may put a sure token a little above 0
 _LETTERS = 1000  # of a token, more than any vocabulary has
 _SPLIT = 4  # ids for a sampled one, where the text is encoded again: bytes that are no text become several
+PROBES = Sampling(1), Sampling(1, temperature=0.5), Sampling(1, top_p=0.01)
+_CLEAR = 0.1  # nats; bf16 and other batches change a log-prob by about 0.01
 SEED_BITS = 31  # llama.cpp's seeds have 32 bits, and 2**32 - 1 means a random seed; the others take 64 bits
 
 
@@ -244,7 +246,7 @@ def top_logprob(answer: dict[str, Any]) -> float | None:
     else:
         tops = [top for entry in _entries(choice)[:1] for top in _dicts(entry.get("top_logprobs"))]
         values = [top.get("logprob") for top in tops]
-    return max((found for value in values if (found := _number(value)) is not None), default=None)
+    return max((number for value in values if (number := _number(value)) is not None), default=None)
 
 
 def _entries(choice: dict[str, Any]) -> list[dict[str, Any]]:
@@ -254,7 +256,7 @@ def _entries(choice: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _dicts(value: Any) -> list[dict[str, Any]]:
     """Return ``value`` if it is a list of objects, else []."""
-    return value if isinstance(value, list) and all(isinstance(each, dict) for each in value) else []
+    return value if isinstance(value, list) and all(isinstance(entry, dict) for entry in value) else []
 
 
 def _until(text: str, stop_strings: Sequence[str]) -> tuple[str, bool]:
@@ -269,3 +271,53 @@ def _short(value: Any) -> str:
 
 def _nonsense(url: str, what: str, answer: dict[str, Any]) -> UserError:
     return UserError(f"{url} answers with {what}: {start_of(json.dumps(answer))}")
+
+
+# ---- of which distribution a server's log-probs are
+
+
+def check_logprobs(url: str, top: Callable[[Sampling], float | None], sampling: Sampling) -> None:
+    """Check that a server returns the log-probs that ``sampling`` asks for.
+
+    vLLM and llama.cpp return those of temperature 1 without truncation. vLLM with ``--logprobs-mode
+    processed_logprobs`` returns those of the distribution that it samples from. SGLang divides by the temperature but
+    does not truncate, unless ``SGLANG_RETURN_ORIGINAL_LOGPROB`` is set. The log-prob of the most probable token tells
+    them apart.
+
+    Args:
+        url: of the server, for messages.
+        top: asks the server for one token, the same prompt each time, and returns the log-prob of the most probable
+            token; None: the answer has none.
+        sampling: the settings of the run.
+
+    Raises:
+        UserError: the server returns those of another distribution, or does not show which it returns.
+    """
+    asked, temperature = sampling.logprobs_temperature, sampling.temperature
+    truncated = sampling.top_k is not None or sampling.top_p not in (None, 1) or sampling.min_p is not None
+    if temperature == asked == 1 and not truncated:
+        return
+    if asked not in (1, temperature):
+        raise UserError(f"{url} cannot return log-probs of temperature {asked:g} for samples of {temperature:g}")
+    plain, sharper, cut = map(top, PROBES)
+    if plain is None or sharper is None or cut is None or plain > -_CLEAR:
+        raise UserError(
+            f"{url} does not show of which temperature its log-probs are; set temperature to 1, and top_k, top_p and "
+            "min_p to null"
+        )
+    if truncated and cut - plain > _CLEAR:
+        raise UserError(
+            f"{url} returns log-probs after truncation, as vLLM does with --logprobs-mode processed_logprobs; set "
+            "top_k, top_p and min_p to null"
+        )
+    scaled = sharper - plain > _CLEAR
+    if temperature != 1 and asked == 1 and scaled:
+        raise UserError(
+            f"{url} returns log-probs of the sampling temperature, and those of temperature 1 are needed; start SGLang "
+            "with SGLANG_RETURN_ORIGINAL_LOGPROB=1 and vLLM with --logprobs-mode raw_logprobs, or set temperature to 1"
+        )
+    if asked != 1 and not scaled:
+        raise UserError(
+            f"{url} returns log-probs of temperature 1, and those of temperature {asked:g} are needed; start vLLM with "
+            "--logprobs-mode processed_logprobs, or set temperature to 1"
+        )

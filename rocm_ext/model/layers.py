@@ -1,14 +1,61 @@
-"""Rotary position embeddings that rotate halves, as Hugging Face's models do, with their scalings."""
+"""RMSNorm and rotary position embeddings of the native decoders, in fewer operations than torchtune's."""
 
 import math
 from dataclasses import astuple
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torchtune.models.qwen2._positional_embeddings import Qwen2RotaryPositionalEmbeddings
+from torchtune.modules import RMSNorm
 
 from rocm_ext.model.families import Rope
+
+# torch's kernel for GPUs; without it, `rms_norm` is half a dozen operations, and their backward passes a dozen more
+HAS_KERNEL = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
+
+
+class FusedRMSNorm(RMSNorm):
+    """torchtune's RMSNorm as one kernel call, or as one autograd node where torch has no kernel.
+
+    torchtune first converts the input to fp32. That keeps an fp32 copy for the backward pass and rules out
+    the fused kernel. torch's ``rms_norm`` computes bf16 inputs in fp32 internally.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., d] -> [..., d]."""
+        scale = self.scale.to(x.dtype)
+        trains = x.requires_grad and torch.is_grad_enabled() and not self.scale.requires_grad
+        if not trains or (x.is_cuda and HAS_KERNEL) or torch.compiler.is_compiling():
+            return F.rms_norm(x, self.normalized_shape, scale, self.eps)
+        return _Norm.apply(x, scale, self.eps)
+
+
+class _Norm(torch.autograd.Function):
+    """``rms_norm`` with a frozen scale; its values are those of torch's operations bit for bit."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, eps: float) -> Tensor:  # type: ignore[override]
+        x32 = x.float()
+        factor = x32.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()  # [..., 1]
+        ctx.save_for_backward(x, scale, factor)
+        return (x32 * factor).mul_(scale).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        x, scale, factor = ctx.saved_tensors
+        x32, grad32 = x.float(), grad * scale.float()
+        # d factor / dx = -factor^3 x / d
+        along = torch.linalg.vecdot(grad32, x32).unsqueeze(-1) * factor.pow(3) / x.shape[-1]
+        return grad32.mul_(factor).addcmul_(x32, along, value=-1).to(x.dtype), None, None
+
+
+def use_fused_norms(model: nn.Module) -> None:
+    """Turn every RMSNorm of ``model`` into a :class:`FusedRMSNorm`; parameters and names stay the same."""
+    for module in model.modules():
+        if type(module) is RMSNorm:
+            module.__class__ = FusedRMSNorm
 
 
 class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
@@ -50,15 +97,15 @@ class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
         return rotated(x, self.tables(x.dtype, x.shape[1], input_pos))
 
     def tables(self, dtype: torch.dtype, length: int, input_pos: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines of positions, the first half of the sines negated: [b | 1, s, 1, head_dim] each.
+        """Return the cosines and sines of positions, the first half of the sines negated: [..., 1, head_dim] each.
 
         Args:
             dtype: of the heads.
-            length: s.
-            input_pos: [b, s], each token's position; None: its index.
+            length: number of tokens.
+            input_pos: [...], each token's position; None: its index, for [1, length].
         """
         table = self.cache[:length][None] if input_pos is None else self.cache[input_pos]
-        cos, sin = table[:, :, None].to(dtype).chunk(2, dim=-1)
+        cos, sin = table.unsqueeze(-2).to(dtype).chunk(2, dim=-1)
         first, second = sin.chunk(2, dim=-1)
         return cos, torch.cat((-first, second), dim=-1)
 
@@ -76,7 +123,7 @@ class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
         scaled = torch.where(wavelength > self.original / self.low, theta / self.factor, between)
         return torch.where(wavelength < self.original / self.high, theta, scaled)
 
-    def _between(self, divided: Tensor, whole: Tensor) -> Tensor:
+    def _between(self, divided: Tensor, theta: Tensor) -> Tensor:
         """Return YaRN's frequencies: whole in the first dimensions, divided in the last, interpolated between."""
         last = self.dim - 1  # of the head, although there are half as many frequencies; transformers does the same
         first, end = (self._dimension(rotations) for rotations in (self.fast, self.slow))
@@ -84,8 +131,8 @@ class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
             first, end = math.floor(first), math.ceil(end)
         first, end = max(first, 0), min(end, last)
         end += 0.001 * (first == end)
-        share = ((torch.arange(len(whole), dtype=torch.float32) - first) / (end - first)).clamp(0, 1)
-        return divided * share + whole * (1 - share)
+        share = ((torch.arange(len(theta), dtype=torch.float32) - first) / (end - first)).clamp(0, 1)
+        return divided * share + theta * (1 - share)
 
     def _dimension(self, rotations: float) -> float:
         """Return the dimension that makes so many rotations over the original positions."""
@@ -93,7 +140,7 @@ class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
 
 
 def rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate heads [b, s, heads, head_dim] by :meth:`HalvesRoPE.tables`."""
+    """Rotate heads [..., heads, head_dim] by :meth:`HalvesRoPE.tables`."""
     return _Rotation.apply(x, *tables) if x.requires_grad else _rotated(x, *tables)
 
 
@@ -116,5 +163,4 @@ class _Rotation(torch.autograd.Function):
 
 
 def _swapped(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((second, first), dim=-1)
+    return x.roll(x.shape[-1] // 2, -1)
