@@ -39,4 +39,4 @@ def cures(cfg: DictConfig, planner: TrainingPlanner, tokens: int, layers: Sequen
         slower = round(100 * (choice.step.seconds / now.step.seconds - 1))
         named.append(f"{way} (plans {readable(choice.peak)}{f', {slower} % slower' if slower > 0 else ''})")
     rows = f"tokenizer.max_seq_len={max(1, longest // 2)} (cuts rows)"
-    return " or ".join([*named, rows if planner.rows.each else "a lower max_new_tokens"])
+    return " or ".join([*named, rows if planner.rows.per_row else "a lower max_new_tokens"])
