@@ -19,9 +19,8 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import warn
 from rocm_ext.data.rows import SIDE, Rows
 from rocm_ext.train.lifecycle import run
-from rocm_ext.train.likelihood import falling_likelihood
-from rocm_ext.train.metrics import read_metrics
-from rocm_ext.train.reference import COLUMN, add_reference_logprobs
+from rocm_ext.train.metrics import falling_likelihood, read_metrics
+from rocm_ext.train.scoring import COLUMN, add_reference_logprobs
 
 
 class DPO(LoRAFinetune):
@@ -36,8 +35,8 @@ class DPO(LoRAFinetune):
             UserError: also if the rows are not pairs.
         """
         rows, validation = super().setup_data(tokenizer)
-        for key, each in (("dataset", rows), ("dataset_val", validation)):
-            if each is not None and SIDE not in each.columns:
+        for key, part in (("dataset", rows), ("dataset_val", validation)):
+            if part is not None and SIDE not in part.columns:
                 raise UserError(
                     f"{key} has single answers, and {self.cfg.recipe} needs pairs of a chosen and a rejected one: "
                     "use rocm_ext.data.preference_dataset"
@@ -47,7 +46,7 @@ class DPO(LoRAFinetune):
     def add_columns(self, folder: Path, rows: Mapping[str, Rows | None]) -> None:
         """Add the reference's log-probs, unless the loss does without."""
         if COLUMN in self.learner.objective.columns:
-            sets = {key: each for key, each in rows.items() if each is not None}
+            sets = {key: part for key, part in rows.items() if part is not None}
             add_reference_logprobs(self.learner, sets, folder)
 
     def train(self) -> None:

@@ -20,9 +20,11 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.config.checks import check_grpo_values, check_values
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
+from rocm_ext.losses.policy_gradient import loss_config
 from rocm_ext.plan.rollout import rows_of_update
-from rocm_ext.rl import curriculum, objective, stopping
+from rocm_ext.rl import evaluation
 from rocm_ext.rl.loop import Loop
+from rocm_ext.rl.prompts import choose_by_curriculum
 from rocm_ext.rl.rollout import Answers, BackgroundRollout
 from rocm_ext.rl.selection import Selected, select, to_rows
 from rocm_ext.rl.trainer import PolicyTrainer
@@ -30,6 +32,7 @@ from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import run
 from rocm_ext.train.scoring import reference, score
 
+_COLUMNS = ("advantages", "old_logprobs", "sampler_logprobs", "reference_logprobs")  # that rows of a step can have
 _ROWS_PER_MICRO_BATCH = 4  # rows of joined answers that fit into one
 
 
@@ -63,18 +66,41 @@ class GRPO(Loop):
     def training_config(self) -> DictConfig:
         """Return the config of the learner; its ``loss`` is the objective that the config's keys describe."""
         rows = rows_of_update(self.cfg, self.cfg.prompts_per_step * self.cfg.samples_per_prompt)
-        ours = {"loss": objective.loss_config(self.cfg), "sequences_per_step": rows}
-        return OmegaConf.create(config.trainer_config(self.cfg) | ours)
+        return OmegaConf.create(
+            config.trainer_config(self.cfg) | {"loss": loss_config(self.cfg), "sequences_per_step": rows}
+        )
 
     def logprobs_for(self) -> list[str]:
         """Return the settings that need the token ids and log-probs of sampling."""
-        return objective.logprobs_for(self.cfg, self.learner.objective)
+        cfg, columns = self.cfg, self.learner.objective.columns
+        return [
+            *[f"mismatch={cfg.mismatch}"] * ("sampler_logprobs" in columns),
+            *["old_logprobs=sampler"] * ("old_logprobs" in columns and cfg.old_logprobs == "sampler"),
+            *[f"kl_coef={cfg.kl_coef:g}"] * bool(cfg.kl_coef),
+            *["min_entropy"] * (cfg.min_entropy is not None),
+        ]
 
     def check_training(self) -> None:
-        """Check what training needs of the learner, before the weights are read."""
-        self.learner.check_columns(objective.COLUMNS)
-        objective.check(self.cfg, self.learner.objective)
-        self.trainer_cls.try_out(self.learner.cfg, self.learner, self.cfg.steps * objective.updates_of_step(self.cfg))
+        """Check that the objective, which may be a component of the user's, fits the steps, before weights are read.
+
+        Raises:
+            UserError: it needs other columns, its temperature is not that of sampling, or it takes the answers of an
+                earlier policy for those of the current one.
+        """
+        cfg, learner, loss = self.cfg, self.learner, self.learner.objective
+        learner.check_columns(_COLUMNS)
+        if loss.temperature != cfg.temperature:
+            raise UserError(
+                f"loss computes log-probs at temperature {loss.temperature:g}, and temperature {cfg.temperature:g} "
+                f"samples the answers; both must be equal: set loss.temperature={cfg.temperature:g}, or temperature"
+            )
+        updates = cfg.updates_per_step * cfg.minibatches
+        if getattr(loss, "on_policy", False) and updates > 1:
+            raise UserError(
+                f"loss.on_policy is True, and a step has {updates} updates (updates_per_step x minibatches): after the "
+                "first the answers are those of an earlier policy; set loss.on_policy=False"
+            )
+        self.trainer_cls.try_out(learner.cfg, learner, cfg.steps * updates)
 
     # ---- a step
 
@@ -84,23 +110,17 @@ class GRPO(Loop):
         Raises:
             UserError: too many steps in a row taught nothing.
         """
-        cfg, lines = self.cfg, self.trainer.lines
-        if flat := stopping.flat_reason(lines, max_flat_steps=cfg.max_flat_steps):
+        if flat := evaluation.flat_reason(self.trainer.lines, max_flat_steps=self.cfg.max_flat_steps):
             self.stop_sampling()
             raise UserError(flat)
-        return stopping.stop_reason(
-            lines,
-            min_entropy=cfg.min_entropy,
-            stop_after_no_gain=cfg.stop_after_no_gain,
-            max_length_share=cfg.max_length_share,
-        )
+        return evaluation.policy_stop_reason(self.trainer.lines, self.cfg)
 
     def finish_sampling(self, step: int, selected: Selected) -> None:
         """Drop old samples, and sample the next step's answers beside training if the config allows it."""
         self.drop_old_samples(step)  # before a thread writes to the same file
         if self.cfg.max_staleness and step < self.cfg.steps:
-            prompts = self.choose(step + 1, self.cfg.prompts_per_step)
-            self.prefetched = self.rollout_of(self.job(step + 1, 0, prompts), BackgroundRollout)
+            job = self.job(step + 1, 0, self.choose(step + 1, self.cfg.prompts_per_step))
+            self.prefetched = self.rollout_of(job, BackgroundRollout)
 
     def drop_old_samples(self, step: int, last: bool = False) -> None:
         """Remove the samples that neither ``keep_samples`` nor a resumed run needs, where many are old.
@@ -121,7 +141,7 @@ class GRPO(Loop):
             count: number of prompts.
             exclude: ids of prompts that the step has asked already.
         """
-        ids = curriculum.choose(
+        ids = choose_by_curriculum(
             [prompt.id for prompt in self.prompts.training],
             self.records.asked,
             step,
@@ -131,7 +151,7 @@ class GRPO(Loop):
             seed=self.cfg.seed,
             exclude=exclude,
         )
-        return [self.prompts[each] for each in ids]
+        return [self.prompts[prompt] for prompt in ids]
 
     def more_prompts(self, step: int, rounds: int, selected: Selected, asked: Sequence[Prompt]) -> list[Prompt]:
         """With ``refill``, choose further prompts until there are enough groups to train on."""

@@ -23,13 +23,12 @@ from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.download import use_downloaded
 from rocm_ext.plan import workload
-from rocm_ext.train.builders import check_tokenizer, log_config, nothing_changed, setup_metric_logger
-from rocm_ext.train.interrupt import Interrupt
+from rocm_ext.train.builders import check_tokenizer, nothing_changed
 from rocm_ext.train.learner import Learner
-from rocm_ext.train.lifecycle import run
+from rocm_ext.train.lifecycle import Interrupt, Runtime, run
 from rocm_ext.train.machines import SAME_DATA, check_same
+from rocm_ext.train.metrics import log_config, setup_metric_logger
 from rocm_ext.train.output_dir import OutputDir
-from rocm_ext.train.runtime import Runtime
 from rocm_ext.train.trainer import Trainer
 
 
@@ -86,7 +85,7 @@ class LoRAFinetune:
             UserError: the config, the data, the weights or the machine do not allow this run.
         """
         self.check()
-        self.metric_logger = setup_metric_logger(self.cfg, self.runtime)
+        self.metric_logger = setup_metric_logger(self.cfg, self.runtime.ranks.is_main)
         self.learner.load()
         self._first = peft_files.fingerprint(self.learner.adapter_state())
         self.add_columns(self.folder.path, {"dataset": self.rows, "dataset_val": self.validation_rows})
@@ -99,6 +98,7 @@ class LoRAFinetune:
             metric_logger=self.metric_logger,
             interrupt=Interrupt(),
         )
+        self.trainer.open()
         log_config(self.metric_logger, self.cfg)
 
     def setup_data(self, tokenizer: Any) -> tuple[Rows, Rows | None]:
@@ -133,9 +133,9 @@ class LoRAFinetune:
             rows: training rows and validation rows by their keys in the config; None: there are none.
         """
 
-    def _rows(self, node: Any, key: str, tokenizer: Any) -> Rows:
+    def _rows(self, component: Any, key: str, tokenizer: Any) -> Rows:
         rows = tokenize(
-            open_dataset(node, tokenizer, self.cfg.too_long),
+            open_dataset(component, tokenizer, self.cfg.too_long),
             max_seq_len=getattr(tokenizer, "max_seq_len", None),
             positions=self.learner.decoder.max_seq_len,
             too_long=self.cfg.too_long,

@@ -11,7 +11,6 @@ To change a part, subclass :class:`RAFT` and override :meth:`RAFT.choose`, :meth
 :meth:`RAFT.training_config`.
 """
 
-import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -19,16 +18,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
-from rocm_ext.base.files import replace_text
 from rocm_ext.base.log import log
 from rocm_ext.config.checks import check_raft_values, check_values
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
 from rocm_ext.plan import workload
-from rocm_ext.rl import curriculum, cycles
-from rocm_ext.rl.cycle_trainer import CHANGEABLE, CycleTrainer
+from rocm_ext.rl.cycles import CycleTrainer, cycle_entries, cycle_stop_reason
 from rocm_ext.rl.loop import Loop
-from rocm_ext.rl.policy import CyclePolicy
+from rocm_ext.rl.prompts import choose_unsolved
 from rocm_ext.rl.records import Sample
 from rocm_ext.rl.rollout import Answers, Job
 from rocm_ext.rl.selection import KeepRule, Selected, filter_samples, replay, to_rows
@@ -51,7 +48,6 @@ class RAFT(Loop):
     """
 
     unit = "cycle"
-    policy_class = CyclePolicy
     trainer: CycleTrainer
 
     def __init__(
@@ -62,6 +58,7 @@ class RAFT(Loop):
         check_values(self.training_config())
         self.steps, self.evaluate_every = cfg.cycles, cfg.eval_every_n_cycles
         self.prompts_of_step = cfg.prompts_per_cycle or sys.maxsize  # null: all that qualify
+        self.samples_new_adapters = cfg.cycles > 1
         self._rule = KeepRule(cfg.keep, cfg.reward_threshold)
 
     # ---- set-up
@@ -73,11 +70,6 @@ class RAFT(Loop):
             ratio = {config.COMPONENT: "rocm_ext.losses.ClippedRatio", "clip_high": self.cfg.clip_high}
             trainer["loss"] = trainer["loss"] | ratio
         return OmegaConf.create(trainer)
-
-    @property
-    def samples_new_adapters(self) -> bool:
-        """Whether the run samples answers to train on with adapters that it has written."""
-        return self.cfg.cycles > 1
 
     def logprobs_for(self) -> list[str]:
         """Return the settings that need the token ids and log-probs of sampling."""
@@ -120,7 +112,7 @@ class RAFT(Loop):
         trainer, last = self.trainer, self.learner.adapter_state()
         measured = {line["cycle"] for line in trainer.lines if line["phase"] == "eval"}
         for cycle in (0, *trainer.trained[:-1]) if self.prompts.held_out and trainer.trained else ():
-            folder = self.out / f"cycle_{cycle}" / "adapter"
+            folder = trainer.adapter_folder(cycle)
             due = cycle % self.evaluate_every == 0 and cycle not in measured
             if due and (not cycle or folder.exists()):
                 self.learner.load_adapter(self.learner.read_adapter(folder) if cycle else trainer.first, str(folder))
@@ -142,7 +134,7 @@ class RAFT(Loop):
         """Choose the prompts that a cycle asks."""
         asked = self.records.asked.items()
         rates = {prompt: [(cycle, rate) for cycle, rate in of if rate is not None] for prompt, of in asked}
-        chosen = curriculum.choose_unsolved(
+        chosen = choose_unsolved(
             [prompt.id for prompt in self.prompts.training],
             {prompt: of[-1] for prompt, of in rates.items() if of},
             step,
@@ -181,16 +173,7 @@ class RAFT(Loop):
 
     def finish_sampling(self, step: int, selected: Selected) -> None:
         """Write what the cycle keeps, for people; the run selects again when it resumes."""
-        counts, folder = cycles.count_answers(selected, self.passes), self.trainer.cycle_folder(step)
-        outcome = ":" if selected.advantages else " is skipped, nothing to train on."
-        log.info("cycle %d%s %s", step, outcome, cycles.in_words(counts))
-        if self.ranks.is_main:
-            settings: Any = OmegaConf.to_container(OmegaConf.masked_copy(self.cfg, sorted(CHANGEABLE)))
-            replace_text(
-                folder / "selection.json", json.dumps({"counts": counts, "settings": settings}, indent=2) + "\n"
-            )
-            cycles.write_kept(folder / "kept.jsonl", selected.trained, selected.results, self.prompts.tokens)
-        self.trainer.log_phase(step, "sample", {**selected.stats, "counts": counts})
+        self.trainer.write_selection(selected, self.passes, self.prompts.tokens)
 
     def rows(self, selected: Selected) -> tuple[Rows, list[str]]:
         """Convert the kept answers, and those of earlier cycles that are replayed, to rows."""
@@ -211,12 +194,7 @@ class RAFT(Loop):
     def stop_reason(self) -> str | None:
         """Return why the run ends before its last cycle; None to continue."""
         cfg, step = self.cfg, self.trainer.step + 1
-        reason = cycles.stop_reason(
-            cycles.rows(self.trainer.lines),
-            min_entropy=cfg.min_entropy,
-            stop_after=cfg.stop_after_no_gain,
-            max_empty=cfg.max_empty_cycles,
-        )
+        reason = cycle_stop_reason(cycle_entries(self.trainer.lines), cfg)
         if reason is None and not self.choose(step, self.prompts_of_step):
             asked_of = len(self.prompts.training)
             reason = f"none of {asked_of} prompts qualifies for cycle {step} (skip_solved, retry_unsolved_after)"

@@ -41,8 +41,8 @@ from rocm_ext.sampling import Request, Sampling
 from rocm_ext.sampling.local import LocalSession
 from rocm_ext.sampling.slots import slot_memory
 from rocm_ext.train.learner import Learner
+from rocm_ext.train.lifecycle import Runtime
 from rocm_ext.train.output_dir import OutputDir
-from rocm_ext.train.runtime import Runtime
 from rocm_ext.train.trainer import Trainer
 
 _TOKENS = {"cuda": 4096, "cpu": 512}  # of a matrix product
@@ -319,7 +319,9 @@ def training(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
             rows = random_rows(count, longest, longest, 256)
             learner = ProbeLearner(cfg, runtime, bench.spec.budget)
             learner.setup(workload.describe(rows, count, "random"))
-            return _steps(Trainer(learner, rows, cfg, OutputDir.open(cfg, runtime.ranks)), bench.spec.seconds)
+            trainer = Trainer(learner, rows, cfg, OutputDir.open(cfg, runtime.ranks))
+            trainer.open()
+            return _steps(trainer, bench.spec.seconds)
     except UserError as error:
         if "attention" in values:  # a kernel that this machine does not have
             raise Skipped(str(error)) from error

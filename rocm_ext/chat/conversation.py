@@ -15,7 +15,7 @@ from rocm_ext.base.files import json_object
 from rocm_ext.chat.stream import Reasoning, TextStream
 from rocm_ext.config.chosen_model import sample_here, sampling_config
 from rocm_ext.data.render import PlainRenderer, render_prompt, to_text
-from rocm_ext.rl.recipe import RLRecipe
+from rocm_ext.rl.loop import RLRecipe
 from rocm_ext.sampling import Completion, Request, Sampling, sample_seed
 from rocm_ext.train.scoring import without_adapter
 

@@ -73,10 +73,10 @@ def run(args: argparse.Namespace) -> int:
     if family == registry.RAFT:
         check_raft_values(cfg)
     if family == registry.GRPO:
-        from rocm_ext.rl import objective
+        from rocm_ext.losses.policy_gradient import loss_config
 
         check_grpo_values(cfg)
-        cfg.loss = objective.loss_config(cfg)
+        cfg.loss = loss_config(cfg)
     known = Known(args.rows, args.row_tokens, args.answer_tokens)
     plan = plan_run(cfg, detect(), family=family, bench=args.bench, ranks=args.ranks, known=known, chip=chip)
     if args.json:

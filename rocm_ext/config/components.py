@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,10 @@ def instantiate(node: DictConfig, *args: Any, key: str, **kwargs: Any) -> Any:
     content: Any = OmegaConf.to_container(node, resolve=True)
     arguments = {str(k): v for k, v in content.items() if k != COMPONENT} | kwargs
     try:
-        inspect.signature(component).bind(*args, **arguments)
+        with suppress(ValueError):  # a builtin without a signature checks its arguments itself
+            inspect.signature(component).bind(*args, **arguments)
     except TypeError as error:
         raise UserError(f"{key}: {node[COMPONENT]}: {error}") from error
-    except ValueError:
-        pass  # a builtin without a signature checks its arguments itself
     try:
         return component(*args, **arguments)
     except UserError:

@@ -74,10 +74,10 @@ def load(
     run, overrides = _without_removed(given, name, list(overrides))
     on_command_line = _by_key(overrides)
     known = defaults(recipe)
-    told = [stated for stated in (run.get("recipe"), on_command_line.get("recipe")) if stated is not None]
-    for stated in told:
+    names = [stated for stated in (run.get("recipe"), on_command_line.get("recipe")) if stated is not None]
+    for stated in names:
         _check_recipe(name, str(stated), recipe, folder)
-    if not told and content is None:
+    if not names and content is None:
         _check_guessed(name, run, overrides, recipe, known)
     if content is not None:
         known = {key: None if default == "???" else default for key, default in known.items()}
@@ -116,12 +116,12 @@ def defaults(recipe: str | registry.Recipe) -> dict[str, Any]:
     """
     merged: dict[str, Any] = {}
     recipe = registry.find(recipe) if isinstance(recipe, str) else recipe
-    for each in reversed(registry.chain(recipe)):
-        content = read(each.defaults)
+    for part in reversed(registry.chain(recipe)):
+        content = read(part.defaults)
         if not isinstance(include := content.pop("include", []), list):
-            raise UserError(f"{each.defaults}: include is {include!r}; expected a list of names, such as [common]")
+            raise UserError(f"{part.defaults}: include is {include!r}; expected a list of names, such as [common]")
         for name in include:
-            merged |= read(each.defaults.with_name(f"{name}.yaml"))
+            merged |= read(part.defaults.with_name(f"{name}.yaml"))
         content.pop("extends", None)
         merged |= content
     if "hardware" not in merged:
@@ -132,10 +132,10 @@ def defaults(recipe: str | registry.Recipe) -> dict[str, Any]:
 def trainer_config(cfg: DictConfig) -> dict[str, Any]:
     """The config of a training run inside another recipe: the SFT recipe's keys, with its defaults for those that
     ``cfg`` lacks, and the keys that a recipe of the user's own adds. It names no data: the recipe brings its own."""
-    whole: Any = OmegaConf.to_container(cfg)
-    known = {key: whole.get(key, default) for key, default in defaults(registry.SFT).items()}
+    settings: Any = OmegaConf.to_container(cfg)
+    known = {key: settings.get(key, default) for key, default in defaults(registry.SFT).items()}
     ours = set().union(*map(defaults, registry.TITLES))
-    known |= {key: value for key, value in whole.items() if key not in ours}
+    known |= {key: value for key, value in settings.items() if key not in ours}
     return known | {"recipe": registry.SFT, "dataset": None, "dataset_val": None}
 
 
@@ -221,7 +221,7 @@ def _check_guessed(
 
 def _fitting(recipe: registry.Recipe) -> list[str]:
     """The recipes whose configs ``recipe`` runs."""
-    chain = [each.name for each in registry.chain(recipe)]
+    chain = [part.name for part in registry.chain(recipe)]
     family = registry.family(recipe)
     return chain[: chain.index(family) + 1] if family else chain
 
@@ -286,14 +286,14 @@ def read(path: Path) -> dict[str, Any]:
 @lru_cache(maxsize=32)  # a run reads the defaults of its recipe dozens of times
 def _parsed(path: Path, text: str) -> dict[str, Any]:
     try:
-        node = OmegaConf.load(StringIO(text))
+        loaded = OmegaConf.load(StringIO(text))
     except yaml.YAMLError as error:
         raise UserError(f"config {path} is no valid YAML: {' '.join(str(error).split())}") from error
     except OmegaConfBaseException as error:
         raise UserError(f"config {path}: {_first_line(error)}") from error
-    if not isinstance(node, DictConfig):
-        raise UserError(f"config {path} holds a {type(node).__name__}; expected keys with values")
-    return OmegaConf.to_container(node, resolve=False)  # type: ignore[return-value]
+    if not isinstance(loaded, DictConfig):
+        raise UserError(f"config {path} holds a {type(loaded).__name__}; expected keys with values")
+    return OmegaConf.to_container(loaded, resolve=False)  # type: ignore[return-value]
 
 
 def _resolve_hardware(requested: Any) -> tuple[str, dict[str, Any]]:
@@ -340,12 +340,12 @@ def _replace_components(merged: dict[str, Any], overrides: list[str]) -> list[st
     return rest
 
 
-def _expand_home(node: Any) -> None:
-    for key, value in node.items() if isinstance(node, DictConfig) else enumerate(node):
+def _expand_home(config: Any) -> None:
+    for key, value in config.items() if isinstance(config, DictConfig) else enumerate(config):
         if isinstance(value, DictConfig | ListConfig):
             _expand_home(value)
         elif key in _PATHS and isinstance(value, str):
-            node[key] = os.path.expanduser(value)
+            config[key] = os.path.expanduser(value)
 
 
 def _check_known(

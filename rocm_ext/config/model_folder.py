@@ -59,10 +59,12 @@ def check_model_folder(cfg: DictConfig, config: Path) -> None:
     Raises:
         UserError: with that command.
     """
-    node = cfg.get("checkpointer")
-    if not isinstance(node, DictConfig) or not str(node.get(COMPONENT)).startswith(("rocm_ext.", "torchtune.")):
+    checkpointer = cfg.get("checkpointer")
+    if not isinstance(checkpointer, DictConfig) or not str(checkpointer.get(COMPONENT)).startswith(
+        ("rocm_ext.", "torchtune.")
+    ):
         return
-    folder = node.get("checkpoint_dir")
+    folder = checkpointer.get("checkpoint_dir")
     if not (isinstance(folder, str) and folder) or os.path.exists(folder):
         return
     if is_hub_name(folder) and cfg.model.get("checkpoint_dir") == folder:

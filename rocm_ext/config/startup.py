@@ -71,7 +71,7 @@ def prepare_for(requested: str) -> list[str]:
 def _begin_tune(arguments: Sequence[str]) -> None:
     """`tune run [torchrun's options] RECIPE --config NAME …`."""
     table = registry.recipes()
-    at = next((i for i, each in enumerate(arguments) if each in table or registry.is_recipe_file(each)), None)
+    at = next((i for i, name in enumerate(arguments) if name in table or registry.is_recipe_file(name)), None)
     if at is None:
         return
     if at:
@@ -112,7 +112,7 @@ def _profile(recipe: registry.Recipe, arguments: Sequence[str]) -> tuple[Profile
     Raises:
         UserError: something is wrong with them.
     """
-    name, overrides = command_line([each for each in arguments if each not in ("-h", "--help")])
+    name, overrides = command_line([argument for argument in arguments if argument not in ("-h", "--help")])
     requested = requested_hardware(name, overrides, recipe)
     machine = detect()
     return load_profile(choose_profile(machine)[0] if requested == "auto" else requested), machine
@@ -120,7 +120,7 @@ def _profile(recipe: registry.Recipe, arguments: Sequence[str]) -> tuple[Profile
 
 def _given(options: Sequence[str]) -> dict[str, str]:
     """Values of torchrun's options by name, those of its environment variables among them."""
-    parts = [part for each in options for part in each.split("=", 1)]
+    parts = [part for option in options for part in option.split("=", 1)]
     variables = {name[4:].lower(): value for name, value in os.environ.items() if name.startswith("PET_")}
     return variables | {name.lstrip("-").replace("-", "_"): value for name, value in pairwise(parts)}
 

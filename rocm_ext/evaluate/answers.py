@@ -15,14 +15,13 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import read_json, replace_text
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl import evaluation
-from rocm_ext.rl.recipe import RLRecipe
+from rocm_ext.rl.loop import RLRecipe
 from rocm_ext.rl.records import Records, remove_records
 from rocm_ext.rl.rollout import Answers, Job
 from rocm_ext.runs.folder import GREEDY
 from rocm_ext.runs.intervals import mcnemar, paired_gain
-from rocm_ext.train.interrupt import Interrupted
-from rocm_ext.train.lock import hold
-from rocm_ext.train.output_dir import OutputDir
+from rocm_ext.train.lifecycle import Interrupted
+from rocm_ext.train.output_dir import OutputDir, hold
 from rocm_ext.train.scoring import reference, without_adapter
 from rocm_ext.verifiers import Verdict
 

@@ -26,11 +26,9 @@ from rocm_ext.plan import workload
 from rocm_ext.runs.intervals import mcnemar, paired_ratio
 from rocm_ext.train.builders import check_tokenizer
 from rocm_ext.train.learner import Learner
+from rocm_ext.train.lifecycle import Runtime
 from rocm_ext.train.output_dir import pick_seed
-from rocm_ext.train.reference import FILE
-from rocm_ext.train.runtime import Runtime
-from rocm_ext.train.scoring import reference, score
-from rocm_ext.train.validation import validation_loss
+from rocm_ext.train.scoring import FILE, reference, score, validation_loss
 
 ROWS, RESULT = "rows.jsonl", "eval.json"
 _BLOCK = 64  # rows between two updates of the progress

@@ -1,10 +1,46 @@
 """The functions that a training step minimises. A YAML's ``loss`` names one of them or a subclass of ``Objective``."""
 
-from rocm_ext.losses.clipped_ratio import ClippedRatio
-from rocm_ext.losses.cross_entropy import CrossEntropy, objective_of
-from rocm_ext.losses.objective import Objective
-from rocm_ext.losses.policy_gradient import PolicyGradient
+from typing import Any
+
+from torch import nn
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.losses.objective import CrossEntropy, Objective, Tally
+from rocm_ext.losses.policy_gradient import ClippedRatio, PolicyGradient
 from rocm_ext.losses.preference import Preference
-from rocm_ext.losses.tally import Tally
 
 __all__ = ["ClippedRatio", "CrossEntropy", "Objective", "PolicyGradient", "Preference", "Tally", "objective_of"]
+
+
+def objective_of(loss: Any) -> Objective:
+    """Convert a config's ``loss`` to an objective.
+
+    The plain cross-entropies of torchtune and torch become :class:`CrossEntropy`, and torchtune's losses of pairs
+    :class:`Preference`, which have the same values. The function rejects any other loss, because replacing it would
+    silently change the training.
+
+    Args:
+        loss: an :class:`Objective`, or a loss of torchtune or torch.
+
+    Raises:
+        UserError: the loss is not supported; the message names it and the supported ones.
+    """
+    from torchtune.data import CROSS_ENTROPY_IGNORE_IDX as IGNORE_INDEX
+    from torchtune.modules.loss import CEWithChunkedOutputLoss
+    from torchtune.rlhf.loss import DPOLoss, RSOLoss
+
+    if isinstance(loss, Objective):
+        return loss
+    plain = isinstance(loss, nn.CrossEntropyLoss) and loss.weight is None and loss.label_smoothing == 0
+    if (plain or isinstance(loss, CEWithChunkedOutputLoss)) and loss.ignore_index == IGNORE_INDEX:
+        return CrossEntropy()
+    if isinstance(loss, DPOLoss):
+        return Preference("sigmoid", beta=loss.beta, label_smoothing=loss.label_smoothing)
+    if isinstance(loss, RSOLoss):
+        return Preference("hinge", beta=loss.gamma)
+    raise UserError(
+        f"loss {type(loss).__name__} is not supported here; use rocm_ext.losses.CrossEntropy, "
+        "torchtune.modules.loss.CEWithChunkedOutputLoss or torch.nn.CrossEntropyLoss, "
+        f"the latter two with ignore_index {IGNORE_INDEX} and without weights or smoothing; for pairs "
+        "rocm_ext.losses.Preference, or torchtune.rlhf.loss.DPOLoss or RSOLoss"
+    )

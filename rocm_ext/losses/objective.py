@@ -9,6 +9,7 @@ with LoRA, with soft-capping.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,13 +17,66 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.losses.tally import Tally
+from rocm_ext.distributed.ranks import Ranks
 
 Head = Callable[[Tensor], Tensor]
 Terms = tuple[Tensor, Tensor | None]
 
 # Labels per chunk: enough to fill the device's matrix units, with logits that are small compared to the model.
 _CHUNK = {"cuda": 1024, "cpu": 256}
+
+
+class Tally:
+    """Means and maxima of values that :meth:`Objective.terms` computes.
+
+    They stay on the device until :meth:`result`, so that measuring waits for the device once per step.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+
+    def __len__(self) -> int:
+        """Return the number of names."""
+        return len(self._sums) + len(self._maxima)
+
+    def mean(self, name: str, values: Tensor, weights: Tensor | None = None) -> None:
+        """Add ``values``, of any shape, to the mean ``name``; booleans give a share.
+
+        Args:
+            name: name of the mean.
+            values: the values.
+            weights: weight of each value; None: 1.
+        """
+        values = values.double()
+        if weights is None:
+            total, count = values.sum(), values.new_full((), values.numel())
+        else:
+            total, count = (values * weights).sum(), weights.double().sum()
+        self._sums[name] = self._sums[name] + total if name in self._sums else total
+        self._counts[name] = self._counts[name] + count if name in self._counts else count
+
+    def highest(self, name: str, values: Tensor) -> None:
+        """Add ``values``, of any shape but not empty, to the maximum ``name``."""
+        value = values.max().double()
+        self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
+
+    def result(self, ranks: Ranks) -> dict[str, float]:
+        """Return means and maxima by name over all ranks, which all call this; a rank need not have measured."""
+        tensors = [*self._sums.values(), *self._counts.values(), *self._maxima.values()]
+        values = torch.stack(tensors).tolist() if tensors else []
+        count = len(self._sums)
+        means = dict(zip(self._sums, zip(values, values[count:], strict=False), strict=False))  # sum and count
+        maxima = dict(zip(self._maxima, values[2 * count :], strict=True))
+        every = ranks.gather((means, maxima))
+        results = {}
+        for name in dict.fromkeys(name for of_rank, _ in every for name in of_rank):
+            sums, counts = zip(*(of_rank[name] for of_rank, _ in every if name in of_rank), strict=True)
+            results[name] = sum(sums) / sum(counts)
+        for name in dict.fromkeys(name for _, of_rank in every for name in of_rank):
+            results[name] = max(of_rank[name] for _, of_rank in every if name in of_rank)
+        return results
 
 
 class Objective(ABC):
@@ -39,7 +93,7 @@ class Objective(ABC):
       ``early_stopping_metric`` may name these with ``val_`` before them.
     - ``entropy_coef``: this times the entropy of each label's distribution, in nats, is subtracted from its value.
 
-    While a training step runs, ``tally`` takes what :meth:`terms` measures beside the loss; otherwise it is None. The
+    Inside :meth:`measuring`, ``tally`` takes what :meth:`terms` measures beside the loss; otherwise it is None. The
     trainer writes these means and maxima to ``metrics.jsonl``.
 
     Args:
@@ -90,6 +144,15 @@ class Objective(ABC):
             Value [n] and derivative [n], both fp32. None instead of a derivative means 1 everywhere.
         """
 
+    @contextmanager
+    def measuring(self) -> Iterator[Tally]:
+        """Context in which :meth:`terms` measures; it gives the tally."""
+        self.tally = tally = Tally()
+        try:
+            yield tally
+        finally:
+            self.tally = None
+
     def weights(self, sequence: Tensor) -> Tensor | None:
         """Compute the weight of each label's value that ``normalize`` requires.
 
@@ -136,6 +199,14 @@ class Objective(ABC):
         parameters = [p for p in head.parameters() if p.requires_grad] if isinstance(head, nn.Module) else []
         labels = _Labels(self, targets, columns, sequence)
         return _Summed.apply(head, labels, torch.is_grad_enabled(), hidden, *parameters)
+
+
+class CrossEntropy(Objective):
+    """The negative log-likelihood (NLL) of the labels; arguments as in :class:`Objective`."""
+
+    def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
+        """Return the terms as :meth:`Objective.terms` does: the NLL, with the derivative 1."""
+        return nll, None
 
 
 class _Labels:

@@ -1,15 +1,16 @@
-"""Policy gradients on the advantages of sampled answers: GRPO and its kin."""
+"""Policy gradients on sampled answers: GRPO and its kin, and RAFT++."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.losses.objective import Objective, Terms, sum_over_sequences
-from rocm_ext.losses.tally import Tally
+from rocm_ext.config import COMPONENT
+from rocm_ext.losses.objective import Objective, Tally, Terms, sum_over_sequences
 
 _HIGHEST = 20.0  # nats; beyond, a ratio is a fault of numerics or of a server and has no gradient
 
@@ -194,6 +195,49 @@ class PolicyGradient(Objective):
         if self.mismatch == "truncate":
             return weight.clamp(max=limit)
         return torch.where((weight >= 1 / limit) & (weight <= limit), weight, 0.0)
+
+
+def loss_config(cfg: DictConfig) -> dict[str, Any]:
+    """Return the component that the keys of a GRPO config describe; a component as ``loss`` stays as it is."""
+    if OmegaConf.is_dict(cfg.loss):
+        return OmegaConf.to_container(cfg.loss)  # type: ignore[return-value]
+    same = ("loss", "clip_low", "clip_high", "kl_coef", "mismatch", "mismatch_level", "mismatch_limit", "temperature")
+    return {
+        COMPONENT: "rocm_ext.losses.PolicyGradient",
+        **{key: cfg[key] for key in (*same, "entropy_coef")},
+        "normalize": float(cfg.max_new_tokens) if cfg.loss == "dr_grpo" else None,
+        "on_policy": cfg.updates_per_step * cfg.minibatches == 1,
+    }
+
+
+class ClippedRatio(Objective):
+    """RAFT++ (arXiv:2504.11343): ``-min(r, 1 + clip_high)`` per token of an accepted answer.
+
+    The ratio r is the token's current probability divided by its probability when it was sampled. An accepted answer
+    has the advantage 1, so PPO's lower bound never binds. An upper bound above 0.2 lets rare tokens grow
+    ("clip-higher", DAPO, arXiv:2503.14476).
+
+    Args:
+        clip_high: a token has no gradient once its ratio exceeds 1 by this.
+        normalize, chunk_tokens: see :class:`Objective`.
+
+    Raises:
+        UserError: an argument is out of range.
+    """
+
+    columns = ("old_logprobs",)
+
+    def __init__(self, clip_high: float, normalize: str | float = "tokens", chunk_tokens: int | None = None) -> None:
+        super().__init__(normalize, chunk_tokens)
+        if not clip_high > 0:
+            raise UserError(f"clip_high is {clip_high}; it must be above 0")
+        self.clip_high = clip_high
+
+    def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
+        """Return the terms as :meth:`Objective.terms` does; the derivative is r, and 0 where r is clipped."""
+        ratio = (-nll - columns["old_logprobs"]).exp()
+        highest = 1 + self.clip_high
+        return -ratio.clamp(max=highest), torch.where(ratio < highest, ratio, 0.0)
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:

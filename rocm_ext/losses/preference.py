@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.losses.objective import Objective, Terms
-from rocm_ext.losses.tally import Tally
+from rocm_ext.losses.objective import Objective, Tally, Terms
 
 _HIGHEST = 20.0  # nats; measurements stay finite numbers where a loss does
 _BETTER = {

@@ -7,8 +7,7 @@ import numpy as np
 
 from rocm_ext.base.registry import GRPO
 from rocm_ext.report.charts import Chart, Line, bar_chart, line_chart, short_number, time_unit
-from rocm_ext.runs.cycles import PHASES, CycleFolder
-from rocm_ext.runs.folder import RunFolder
+from rocm_ext.runs.folder import PHASES, CycleFolder, RunFolder
 from rocm_ext.runs.held_out import HeldOut, held_out
 from rocm_ext.runs.records import number
 
@@ -74,13 +73,13 @@ def cycle_charts(runs: Sequence[RunFolder]) -> list[Chart]:
     for colour, run in enumerate(runs):
         if not run.cycles:
             continue
-        sampled = [cycle for cycle in run.cycles if cycle.answers.lengths.any()]
+        sampled = [cycle for cycle in run.cycles if cycle.lengths[0].any()]
         if sampled:
-            low, median, high = np.array([np.quantile(c.answers.lengths, [0.05, 0.5, 0.95]) for c in sampled]).T
+            low, median, high = np.array([np.quantile(c.lengths[0], [0.05, 0.5, 0.95]) for c in sampled]).T
             x = np.array([float(cycle.number) for cycle in sampled])
             lengths.append(Line(run.name, x, median, colour, ends=np.stack([low, high])))
         at = np.array([cycle.number for cycle in run.cycles], dtype=np.float64)
-        entropy = np.array([math.nan if (e := c.answers.entropy) is None else e for c in run.cycles])
+        entropy = np.array([math.nan if (e := c.lengths[1]) is None else e for c in run.cycles])
         speed = np.array([number(c.phases.get("sample", {}).get("tokens_per_second")) for c in run.cycles])
         entropies += [Line(run.name, at, entropy, colour)] if np.isfinite(entropy).any() else []
         speeds += [Line(run.name, at, speed, colour)] if np.isfinite(speed).any() else []
@@ -117,7 +116,7 @@ def _cycle_bars(run: RunFolder, suffix: str) -> list[Chart]:
 
 def _rewards(cycle: CycleFolder) -> Mapping[str, float]:
     """How many of a cycle's answers have a reward in each range."""
-    values = np.array([judged.reward for judged in cycle.judged.values()])
+    values = cycle.rewards
     ranges = (values >= 1, (values >= 0.5) & (values < 1), (values > 0) & (values < 0.5), values <= 0, np.isnan(values))
     return {name: float(inside.sum()) for name, inside in zip(_REWARDS, ranges, strict=True)}
 
@@ -130,7 +129,7 @@ def _fates(cycle: CycleFolder) -> Mapping[str, float]:
         return {rule: count for rule, count in named.items() if 0 < count < 1e12 and rule in _RULES}
     if cycle.kept is None:
         return {}
-    return {"kept": cycle.kept, "not kept": max(0, len(cycle.answers.lengths) - cycle.kept)}
+    return {"kept": cycle.kept, "not kept": max(0, len(cycle.lengths[0]) - cycle.kept)}
 
 
 CYCLE_COLUMNS = ("cycle", "state", "answers", "right", "kept", "steps", "loss", "pass@1", "95 % interval", *PHASES)
@@ -145,7 +144,7 @@ def cycle_table(run: RunFolder) -> list[list[str]]:
             [
                 str(cycle.number),
                 cycle.state,
-                f"{len(cycle.answers.lengths):,}" if len(cycle.answers.lengths) else "",
+                f"{len(cycle.lengths[0]):,}" if len(cycle.lengths[0]) else "",
                 f"{100 * counts['CORRECT'] / counts.total():.1f} %" if counts else "",
                 f"{cycle.kept:,}" if cycle.kept is not None else "",
                 f"{len(cycle.steps):,}" if len(cycle.steps) else "",

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from rocm_ext.report.rollouts import VERDICTS
-from rocm_ext.runs.cycles import CycleFolder
+from rocm_ext.runs.answers import Verdicts
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.records import Judged, SampleKey
-from rocm_ext.runs.steps import Verdicts
 
 _PER_VERDICT, _PER_GROUP = 2, 8  # most answers that are shown
 _PROMPTS = "rocm_ext.data.prompt_dataset"
@@ -69,24 +68,26 @@ def choose(run: RunFolder) -> tuple[str, list[Group]]:
 def _samples(run: RunFolder) -> tuple[bool, str, list[Group]]:
     """Answers of the newest cycle that has some, of each verdict, chosen by a hash."""
     for cycle in reversed(run.cycles):
-        for judged, held_out in ((cycle.judged, False), (cycle.judged_held_out, True)):
-            if shown := _of_cycle(cycle, judged, held_out):
-                of = f"{len(judged):,} {'held-out ' if held_out else ''}answers of cycle {cycle.number}"
+        for held_out in (False, True):
+            rows = run.answers.verdicts.rows(cycle.number, held_out)
+            if shown := _of_cycle(run, cycle.number, rows, held_out):
+                of = f"{len(rows):,} {'held-out ' if held_out else ''}answers of cycle {cycle.number}"
                 return held_out, f"{len(shown)} of {of}, some of each verdict, chosen by a hash.", shown
     return False, "", []
 
 
-def _of_cycle(cycle: CycleFolder, judged: Mapping[SampleKey, Judged], held_out: bool) -> list[Group]:
-    by_verdict: dict[str, list[SampleKey]] = {}
-    for key in sorted(judged, key=_hash):
-        by_verdict.setdefault(judged[key].verdict, []).append(key)
+def _of_cycle(run: RunFolder, cycle: int, rows: np.ndarray, held_out: bool) -> list[Group]:
+    verdicts, by_verdict = run.answers.verdicts, dict[str, list[int]]()
+    for row in sorted(rows, key=lambda row: _hash(verdicts.key(row))):
+        by_verdict.setdefault(verdicts.name(row), []).append(row)
     order = [*VERDICTS, *sorted(by_verdict.keys() - VERDICTS.keys())]
-    keys = [key for verdict in order for key in by_verdict.get(verdict, ())[:_PER_VERDICT]]
-    texts = cycle.texts(set(keys), held_out) if keys else {}
-    return [Group("", key[0], [Answer.of(texts[key], judged[key])]) for key in keys if key in texts]
+    chosen = {verdicts.key(row): row for verdict in order for row in by_verdict.get(verdict, ())[:_PER_VERDICT]}
+    texts = {key: line for key, _, line in run.answers.answers(cycle, held_out) if key in chosen} if chosen else {}
+    judged = run.answers.judged(list(chosen.values()))
+    return [Group("", key[0], [Answer.of(texts[key], judged[row])]) for key, row in chosen.items() if key in texts]
 
 
-def _hash(key: tuple[str, int]) -> str:
+def _hash(key: SampleKey) -> str:
     """A text that orders answers by chance, but equally in every report."""
     return hashlib.sha256(f"{key[0]}\0{key[1]}".encode(errors="backslashreplace")).hexdigest()
 
@@ -119,7 +120,7 @@ def _of_step(run: RunFolder, step: int) -> list[Group]:
             prompt = max(fits, key=lambda each: fits[each])  # the first of equals
             free.remove(prompt)
             positions = {sample: position for (of, sample), (position, _) in about.items() if of == prompt}
-            answers = _answers(run, step, rows[prompt], positions)
+            answers = _answers(run, rows[prompt], positions)
             shown.append(Group(f"Step {step}: {kind}", prompt, answers, len(rows[prompt])))
     return shown
 
@@ -144,7 +145,7 @@ def _kinds(verdicts: Verdicts, rows: Mapping[str, np.ndarray], cut: set[str]) ->
     }
 
 
-def _answers(run: RunFolder, step: int, rows: np.ndarray, positions: Mapping[int, int]) -> list[Answer]:
+def _answers(run: RunFolder, rows: np.ndarray, positions: Mapping[int, int]) -> list[Answer]:
     """The answers of a group whose texts are kept, by index; of many, those with the highest and the lowest rewards."""
     verdicts = run.answers.verdicts
     samples = {int(row): int(verdicts.sample[row]) for row in rows if int(verdicts.sample[row]) in positions}
@@ -152,10 +153,10 @@ def _answers(run: RunFolder, step: int, rows: np.ndarray, positions: Mapping[int
     if len(order) > _PER_GROUP:
         order = order[: _PER_GROUP // 2] + order[-(_PER_GROUP // 2) :]
     order.sort(key=lambda row: samples[row])
-    details = run.answers.details(step, order)
+    judged = run.answers.judged(order)
     records = {key[1]: record for key, record in run.answers.records(positions[samples[row]] for row in order).items()}
     known = [row for row in order if samples[row] in records]
-    return [Answer.of(records[samples[row]], verdicts.judged(row, details[row])) for row in known]
+    return [Answer.of(records[samples[row]], judged[row]) for row in known]
 
 
 # ---- prompts

@@ -1,6 +1,9 @@
-"""What is told of a RAFT run's cycles: counts, entries of ``summary.json``, and reasons to stop. Without torch."""
+"""RAFT's cycles: a trainer with a schedule and some epochs for each of them, and their entries in ``summary.json``."""
 
+import contextlib
 import json
+import shutil
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
@@ -8,14 +11,340 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rocm_ext.base.files import replace_text
-from rocm_ext.rl.records import Sample, entropy, pass_rates
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torchtune import training
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import disk_errors, remove_folder, replace_folder, replace_text
+from rocm_ext.base.log import Progress, log
+from rocm_ext.data.batches import StepLoader, Steps, rows_per_step
+from rocm_ext.data.rows import Rows
+from rocm_ext.rl.evaluation import stop_reason
+from rocm_ext.rl.records import entropy, pass_rates
 from rocm_ext.rl.selection import Selected
+from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.runs.folder import PHASES, SampleKey
+from rocm_ext.sampling import sample_seed
+from rocm_ext.train.builders import nothing_changed
+from rocm_ext.train.checkpoint import FREE_KEYS
+from rocm_ext.train.lifecycle import Interrupted
+from rocm_ext.train.metrics import Metrics, read_metrics, summarize
 from rocm_ext.verifiers import Result
 
+# Keys that a resumed run may change although they affect results: those of a cycle's sampling and selection
+CHANGEABLE = frozenset({"samples_per_prompt", "max_new_tokens", "keep", "reward_threshold", "verifier"})
+# Keys that a resumed RAFT run may change, in addition to those that a resumed SFT run may change
+RAFT_FREE_KEYS = (
+    FREE_KEYS
+    | CHANGEABLE
+    | frozenset(
+        """
+    cycles prompts eval_prompts verify_workers verify_timeout max_error_share stop_after_no_gain min_entropy
+    max_empty_cycles eval_every_n_cycles keep_last_n_adapters
+    engine.slots engine.graphs engine.urls engine.concurrency engine.timeout engine.patience engine.api_key_env
+    """.split()  # noqa: SIM905
+    )
+)
 
-def rows(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+
+class CycleTrainer(PolicyTrainer):
+    """Trains the adapter for some epochs on the kept answers of each cycle.
+
+    A step is a cycle. Each has a folder of its own, ``cycle_k``, with outputs that no run reads again but the adapter,
+    which servers load and changed evaluations measure.
+
+    Attributes:
+        done: updates of the unfinished cycle.
+        trained: the cycles that were trained, in order; the others kept nothing.
+        kept: answers that each trained cycle kept, if a later one trains on them again.
+        earlier_updates: updates of all finished cycles.
+        changed: keys of :data:`CHANGEABLE` whose value is another than when the run was saved, with their old values.
+    """
+
+    free_keys = RAFT_FREE_KEYS
+
+    def begin_run(self) -> None:
+        """Build an optimiser, and continue the checkpoint, which may be inside a cycle."""
+        self.done = self.earlier_updates = 0
+        self.trained: list[int] = []
+        self.kept: dict[int, list[SampleKey]] = {}
+        self.changed: dict[str, Any] = {}
+        self.begin(self.folder.resumed[1]["total_steps"] if self.folder.resumed else 0)
+
+    def remove_outputs(self) -> None:
+        """Remove the records and the cycles that an earlier run left."""
+        super().remove_outputs()
+        for folder in self.folder.path.glob("cycle_*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def cycle_folder(self, cycle: int) -> Path:
+        """Create and return the folder of a cycle."""
+        folder = self.folder.path / f"cycle_{cycle}"
+        with disk_errors(folder):
+            folder.mkdir(exist_ok=True)
+        return folder
+
+    def adapter_folder(self, cycle: int) -> Path:
+        """Return the folder of a cycle's adapter."""
+        return self.folder.path / f"cycle_{cycle}" / "adapter"
+
+    @property
+    def adapter_step(self) -> int:
+        """The last trained cycle, or 0."""
+        return self.trained[-1] if self.trained else 0
+
+    @property
+    def where(self) -> str:
+        """Where the next update is in the run, for messages."""
+        return f"cycle {self.step + 1}, step {self.done + 1}"
+
+    @property
+    def count(self) -> int:
+        """The number of the next checkpoint: the updates of all cycles."""
+        return self.earlier_updates + self.done
+
+    @property
+    def updates(self) -> int:
+        """Updates that the unfinished cycle has done in its schedule."""
+        return self.done
+
+    def position(self) -> dict[str, int]:
+        """Return nothing: each line of ``metrics.jsonl`` names its cycle."""
+        return {}
+
+    def keeps_line(self, line: dict[str, Any]) -> bool:
+        """Return whether the run does not repeat what a line is about; evaluations are repeated from their records."""
+        return line["cycle"] <= (self.evaluated if line["phase"] == "eval" else self.step)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a run must share with the one it resumes, beside the config."""
+        return {**super().identity(), "rows per step": rows_per_step(self.cfg, self.ranks.world)}
+
+    def extra_state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside the state of every training."""
+        kept = {cycle: [list(key) for key in keys] for cycle, keys in self.kept.items()}
+        return super().extra_state() | {
+            # a resumed run selects the answers of the skipped cycles since the last trained one again
+            "step": self.step if self.done else self.adapter_step,
+            "done": self.done,
+            "trained": self.trained,
+            "kept": kept,
+            "earlier_updates": self.earlier_updates,
+        }
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`extra_state` put into a checkpoint, and see which settings changed since.
+
+        Raises:
+            UserError: a setting changed while a cycle was being trained.
+        """
+        super().load_extra_state(state)
+        self.done, self.trained, self.earlier_updates = state["done"], state["trained"], state["earlier_updates"]
+        self.kept = {cycle: [(prompt, sample) for prompt, sample in keys] for cycle, keys in state["kept"].items()}
+        was, now = state["config"], OmegaConf.to_container(self.cfg)
+        self.changed = {key: was[key] for key in sorted(CHANGEABLE) if was[key] != now[key]}  # type: ignore[index, call-overload]
+        if not self.changed:
+            return
+        if self.done:
+            raise UserError(
+                f"cycle {self.step + 1} is being trained on answers of other settings: continue without the change of "
+                f"{', '.join(self.changed)}, and make it once the cycle is done"
+            )
+        log.info("changed: %s", ", ".join(self.changed))
+        if self.changed.keys() & {"max_new_tokens", "verifier"}:  # all cycles must be measured alike
+            self.evaluated, self.best = -1, None
+
+    # ---- a cycle
+
+    def write_selection(
+        self, selected: Selected, passes: Callable[[Result], bool], prompts: Mapping[str, Sequence[int]]
+    ) -> None:
+        """Log what a cycle keeps, and write it to ``kept.jsonl``, with rewards and prompts, and ``selection.json``.
+
+        Args:
+            selected: the cycle's answers.
+            passes: what an answer needs to count for its prompt's pass rate.
+            prompts: token ids of each prompt, by id.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        cycle, counts = self.step + 1, _count_answers(selected, passes)
+        outcome = ":" if selected.advantages else " is skipped, nothing to train on."
+        log.info("cycle %d%s %s", cycle, outcome, _in_words(counts))
+        if self.ranks.is_main:
+            folder = self.cycle_folder(cycle)
+            settings: Any = OmegaConf.to_container(OmegaConf.masked_copy(self.cfg, sorted(CHANGEABLE)))
+            selection = {"counts": counts, "settings": settings}
+            replace_text(folder / "selection.json", json.dumps(selection, indent=2) + "\n")
+            kept = []
+            for sample in selected.trained:
+                reward, prompt = selected.results[sample.key].reward, prompts[sample.prompt_id]
+                kept.append(json.dumps({**sample.record(), "reward": reward, "prompt_tokens": prompt}) + "\n")
+            replace_text(folder / "kept.jsonl", "".join(kept))
+        self.log_phase(cycle, "sample", {**selected.stats, "counts": counts})
+
+    def train_on(self, rows: Rows, groups: Sequence[str]) -> dict[str, Any]:
+        """Train on the rows of a cycle, from where a checkpoint stopped.
+
+        Args:
+            rows: rows to train on.
+            groups: not used; rows are dealt out by chance.
+
+        Returns:
+            Measurements of the training.
+
+        Raises:
+            UserError: a loss is not finite, or the training changes nothing.
+            Interrupted: the user asked to stop; the last update is saved.
+        """
+        cfg, cycle = self.cfg, self.step + 1
+        self.learner.check_rows(rows)
+        limits = cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle
+        steps = Steps(len(rows), rows_per_step(cfg, self.ranks.world), *limits)
+        log.info("%s rows, %d per step, %d steps per epoch", f"{len(rows):,}", steps.per_step, steps.per_epoch)
+        before = None if self.done else self._begin_cycle(steps.per_epoch * cfg.epochs)
+        path, lines = self.cycle_folder(cycle) / "metrics.jsonl", None
+        if self.ranks.is_main:
+            lines = Metrics(path, lambda line: line["step"] <= self.done)
+        loader = StepLoader(rows, steps, self.learner.layout, cfg.num_workers, cfg.pin_memory)
+        self.learner.model.train()
+        began = time.perf_counter()
+        with contextlib.closing(Progress(self.total_steps, self.done, self.ranks.is_main)) as progress:
+            for update in loader.range(self.done, self.total_steps):
+                stats = self.train_step(update)
+                self.done += 1
+                seconds, began = time.perf_counter() - began, time.perf_counter()
+                values = stats.line(seconds) | self.memory()
+                if lines is not None:
+                    lines.write(step=self.done, epoch=(self.done - 1) // steps.per_epoch + 1, **values)
+                if self.metric_logger is not None and self.done % cfg.log_every_n_steps == 0:
+                    self.metric_logger.log_dict(values, step=self.count)
+                progress.update(f"loss {stats.loss:.4f}  {stats.tokens / seconds:,.0f} tok/s")
+                every = cfg.save_every_n_steps or steps.per_epoch
+                if stats.interrupted or (self.done % every == 0 and self.done < self.total_steps):
+                    self.save_checkpoint()
+                if stats.interrupted:
+                    raise Interrupted(f"in cycle {cycle} at step {self.done}", self.interrupt.agree(self.ranks))
+        if before is not None and all(torch.equal(before[k], v) for k, v in self.learner.adapter_state().items()):
+            raise UserError(f"cycle {cycle}: {nothing_changed(self.total_steps, 'the cycle')}")
+
+        def measured() -> dict[str, Any]:
+            rate = max(line["lr"] for line in read_metrics(path))
+            return {**summarize(path), "lr": rate, "rows": rows.counts, **self.describe()}
+
+        return self.ranks.on_main(measured)
+
+    def train_on_nothing(self) -> dict[str, Any]:
+        """Leave the adapter as it is, because the cycle kept no answer."""
+        return {}
+
+    def _begin_cycle(self, updates: int) -> Mapping[str, torch.Tensor]:
+        """Begin the training of a cycle with the adapter, the learning rate and the moments that the config says.
+
+        Returns:
+            The adapter before the training.
+        """
+        cfg, lr = self.cfg, self.cfg.optimizer.lr
+        training.set_seed(
+            seed=sample_seed(cfg.seed, self.step + 1, "train", 0) % 2**31, debug_mode=cfg.cudnn_deterministic_mode
+        )
+        if cfg.start_from == "base":
+            self.learner.load_adapter(self.first, "the first adapter")
+        moments, scale = self.optimizer.state_dict()["state"], self.scaler.state_dict()
+        cfg.optimizer.lr = max(lr * cfg.lr_decay ** len(self.trained), min(cfg.lr_floor, lr))
+        self.build(updates)
+        cfg.optimizer.lr = lr
+        if cfg.optimizer_state == "run" and self.trained:
+            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
+            self.scaler.load_state_dict(scale)
+        return self.learner.adapter_state()
+
+    def finish_step(self, selected: Selected, updates: Mapping[str, Any], seconds: float) -> None:
+        """Write the outputs of a cycle, and save; a cycle without updates is skipped."""
+        self.step += 1
+        if updates:
+            self.log_phase(self.step, "train", updates)
+            self.trained.append(self.step)
+            if count := self.replayed:
+                self.kept[self.step] = [sample.key for sample in selected.trained]
+                self.kept = {cycle: self.kept[cycle] for cycle in self.trained[-count:]}
+            self.earlier_updates += self.done
+            self.done = 0
+            if self.ranks.is_main:
+                folder = self.cycle_folder(self.step)
+                with replace_folder(self.adapter_folder(self.step)) as adapter:
+                    self.learner.write_adapter(adapter)
+                replace_text(folder / "summary.json", json.dumps(updates, indent=2) + "\n")
+            self.save_checkpoint()
+        self._write_summary()
+
+    @property
+    def replayed(self) -> int:
+        """Number of earlier cycles whose kept answers a cycle trains on again."""
+        count = self.cfg.replay_cycles
+        if count is None:
+            count = "all" if self.cfg.start_from == "base" else 0
+        return self.cfg.cycles if count == "all" else count
+
+    def finish_evaluation(self, step: int, scores: dict[str, Any], stats: Mapping[str, float]) -> None:
+        """Write the scores of a cycle's adapter, and remember the adapter if none before it is better."""
+        self.evaluated = max(step, self.evaluated)
+        if step and (self.best is None or scores["correct"] >= self.best["score"]):
+            self.best = {"score": scores["correct"], "step": step, "adapter": self.learner.adapter_state()}
+        self.log_phase(step, "eval", {"eval": scores, **stats})
+        if self.metric_logger is not None:
+            self.metric_logger.log_dict({"eval_correct": scores["pass_at_1"]}, step=self.count)
+        if self.ranks.is_main:
+            replace_text(self.cycle_folder(step) / "eval.json", json.dumps(scores, indent=2) + "\n")
+        self._write_summary()
+
+    def log_phase(self, cycle: int, phase: str, values: Mapping[str, Any]) -> None:
+        """Write a line of ``metrics.jsonl`` about a phase; the metric logger gets the numbers in it."""
+        self.log(False, cycle=cycle, phase=phase, **values)
+        if self.metric_logger is not None:
+            numbers = {f"{phase}_{name}": value for name, value in values.items() if isinstance(value, int | float)}
+            self.metric_logger.log_dict(numbers, step=self.count)
+
+    # ---- the outputs
+
+    def save_if_due(self) -> None:
+        """Do nothing: a cycle saves after its training."""
+
+    def _write_summary(self) -> None:
+        """Write ``summary.json``, and remove adapters that ``keep_last_n_adapters`` does not keep."""
+        if not self.ranks.is_main:
+            return
+        replace_text(self.folder.path / "summary.json", json.dumps(self.summary(), indent=2) + "\n")
+        if keep := self.cfg.keep_last_n_adapters:
+            kept = {self.best["step"] if self.best else 0, *self.trained[-keep:]}
+            for cycle in self.trained:
+                if cycle not in kept and self.adapter_folder(cycle).exists():
+                    remove_folder(self.adapter_folder(cycle))
+
+    def write_outputs(self) -> None:
+        """Write ``adapter/``, ``summary.json`` and, if the config asks for it, ``merged/``.
+
+        Raises:
+            UserError: no cycle was trained.
+        """
+        entries = cycle_entries(self.lines)
+        if not self.trained:
+            raise UserError(_nothing_trained(entries))
+        if self.ranks.is_main:
+            log.info("%s", _table(entries))
+        super().write_outputs()
+
+    def summary(self) -> dict[str, Any]:
+        """Return the content of ``summary.json``."""
+        return {"cycles": cycle_entries(self.lines)}
+
+
+# ---- entries of ``summary.json``
+
+
+def cycle_entries(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the entries of ``summary.json``, one for each cycle that has ended; cycle 0 is before any training.
 
     Args:
@@ -24,24 +353,24 @@ def rows(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     of_cycles: dict[int, dict[str, Mapping[str, Any]]] = defaultdict(dict)
     for line in lines:
         of_cycles[line["cycle"]][line["phase"]] = line
-    found = []
+    entries = []
     for cycle, phases in sorted(of_cycles.items()):
-        row: dict[str, Any] = {"cycle": cycle}
+        entry: dict[str, Any] = {"cycle": cycle}
         counts = phases.get("sample", {}).get("counts", {})
         if counts and not counts["kept"]:
-            row["skipped"] = True
-        row |= counts
+            entry["skipped"] = True
+        entry |= counts
         if training := phases.get("train"):
-            row |= {key: training[key] for key in ("steps", "first_loss", "last_loss", "lr")}
+            entry |= {key: training[key] for key in ("steps", "first_loss", "last_loss", "lr")}
         if evaluation := phases.get("eval"):
-            row["held_out"] = evaluation["eval"]
-        row["seconds"] = {phase: phases.get(phase, {}).get("seconds", 0) for phase in PHASES}
-        if not cycle or row.get("skipped") or "train" in phases:
-            found.append(row)
-    return found
+            entry["held_out"] = evaluation["eval"]
+        entry["seconds"] = {phase: phases.get(phase, {}).get("seconds", 0) for phase in PHASES}
+        if not cycle or entry.get("skipped") or "train" in phases:
+            entries.append(entry)
+    return entries
 
 
-def count_answers(selected: Selected, passes: Callable[[Result], bool]) -> dict[str, Any]:
+def _count_answers(selected: Selected, passes: Callable[[Result], bool]) -> dict[str, Any]:
     """Count a cycle's answers for its entry in ``summary.json``.
 
     Args:
@@ -62,74 +391,54 @@ def count_answers(selected: Selected, passes: Callable[[Result], bool]) -> dict[
     }
 
 
-def in_words(counts: Mapping[str, Any]) -> str:
+def _in_words(counts: Mapping[str, Any]) -> str:
     """Describe the counts of a selection: ``48 answers: 20 CORRECT, 28 WRONG; 28 below threshold, 20 kept``."""
     rules = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in counts["filter"].items())
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counts["verdicts"].items())
     return f"{counts['samples']} answers: {verdicts}; {rules}"
 
 
-def nothing_trained(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Describe why no cycle was trained, and what to do.
+def cycle_stop_reason(entries: Sequence[Mapping[str, Any]], cfg: DictConfig) -> str | None:
+    """Decide whether a run stops early.
 
     Args:
-        rows: entries of ``summary.json``.
+        entries: those of ``summary.json`` up to the newest cycle, in order.
+        cfg: config with ``min_entropy``, which the answers of the newest cycle are compared with;
+            ``stop_after_no_gain``, in trained cycles; and ``max_empty_cycles``: stop after so many skipped ones in a
+            row.
+
+    Returns:
+        The reason to stop, in one line; None to continue.
     """
-    empty = [row for row in rows if row.get("skipped")]
+    empty, most = sum(1 for _ in takewhile(lambda entry: entry.get("skipped"), reversed(entries))), cfg.max_empty_cycles
+    if empty >= most:
+        return f"no answer was kept in {empty} cycle{'s in a row' if empty > 1 else ''} (max_empty_cycles {most})"
+    newest = entries[-1]["entropy"] if entries and entries[-1]["cycle"] else None
+    scored = [entry for entry in entries if "held_out" in entry]
+    best = max(scored, key=lambda entry: entry["held_out"]["correct"], default={"cycle": 0})["cycle"]  # first of equals
+    measured = range(best + 1, scored[-1]["cycle"] + 1) if scored else ()
+    without_gain = sum(entry["cycle"] in measured and not entry.get("skipped") for entry in entries)
+    limits = {"min_entropy": cfg.min_entropy, "stop_after": cfg.stop_after_no_gain}
+    return stop_reason([] if newest is None else [newest], without_gain, "cycle", **limits)
+
+
+def _nothing_trained(entries: Sequence[Mapping[str, Any]]) -> str:
+    """Describe why no cycle was trained, and what to do."""
+    empty = [entry for entry in entries if entry.get("skipped")]
     if not empty:
         return "no prompt qualifies for the first cycle, so no cycle was trained"
     return (
-        f"no cycle was trained. Cycle {empty[-1]['cycle']}: nothing to train on. {in_words(empty[-1])}. Continue with "
+        f"no cycle was trained. Cycle {empty[-1]['cycle']}: nothing to train on. {_in_words(empty[-1])}. Continue with "
         "resume_from_checkpoint=True and more samples_per_prompt, a larger max_new_tokens, a lower reward_threshold or "
         "other settings of the verifier; or use easier prompts or a model that is right more often"
     )
 
 
-def trained_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the entries of the trained cycles among ``rows``."""
-    return [row for row in rows if row["cycle"] and not row.get("skipped")]
-
-
-def _correct(row: Mapping[str, Any], otherwise: int) -> int:
-    return row["held_out"]["correct"] if "held_out" in row else otherwise
-
-
-def stop_reason(
-    rows: Sequence[Mapping[str, Any]], *, min_entropy: float | None, stop_after: int | None, max_empty: int
-) -> str | None:
-    """Decide whether a run stops early.
-
-    Args:
-        rows: entries of ``summary.json`` up to the newest cycle, in order.
-        min_entropy: stop if the entropy of the newest answers is below this, in nats per token; None: never.
-        stop_after: stop after this many trained cycles without a better held-out score; None: never.
-        max_empty: stop after this many skipped cycles in a row.
-
-    Returns:
-        The reason to stop, or None to continue.
-    """
-    empty = sum(1 for _ in takewhile(lambda row: row.get("skipped"), reversed(rows)))
-    if empty >= max_empty:
-        return f"no answer was kept in {empty} cycle{'s in a row' if empty > 1 else ''} (max_empty_cycles {max_empty})"
-    now = rows[-1]["entropy"] if rows and rows[-1]["cycle"] else None
-    if min_entropy is not None and now is not None and now < min_entropy:
-        return f"the answers' entropy is {now:.3f} nats per token, under min_entropy {min_entropy:g}"
-    scored = [row for row in rows if "held_out" in row]
-    if stop_after is not None and scored:
-        highest = max(scored, key=lambda row: _correct(row, 0))  # the first of equals
-        since = sum(
-            row["cycle"] > highest["cycle"] for row in trained_rows(rows) if row["cycle"] <= scored[-1]["cycle"]
-        )
-        if since >= stop_after:
-            return f"no gain on held-out prompts for {since} cycles"
-    return None
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
+def _table(entries: Sequence[Mapping[str, Any]]) -> str:
     """Format the entries of ``summary.json`` as a table with a line per cycle."""
     titles = ("cycle", "samples", "pass rate", "kept", "steps", "lr", "loss", "held-out", "95 % interval", "time")
     lines: list[tuple[str, ...]] = [titles]
-    for row in rows:
+    for row in entries:
         answers, held = ["-"] * 6, ["-"] * 2
         if row["cycle"]:
             answers[:3] = f"{row['samples']}", f"{row['pass_rate']:.1%}", f"{row['kept']}"
@@ -143,27 +452,3 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         lines.append((str(row["cycle"]), *answers, *held, f"{sum(row['seconds'].values()):.0f} s"))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-
-
-def write_kept(
-    path: Path,
-    kept: Sequence[Sample],
-    results: Mapping[SampleKey, Result],
-    prompts: Mapping[str, Sequence[int]],
-) -> None:
-    """Write ``kept.jsonl``: the samples with their rewards and the token ids of their prompts.
-
-    Args:
-        path: path of the file.
-        kept: samples to write.
-        results: verdicts by prompt id and sample index.
-        prompts: token ids of each prompt, by id.
-
-    Raises:
-        UserError: the disk is full.
-    """
-    lines = []
-    for sample in kept:
-        more = {"reward": results[sample.key].reward, "prompt_tokens": prompts[sample.prompt_id]}
-        lines.append(json.dumps({**sample.record(), **more}) + "\n")
-    replace_text(path, "".join(lines))

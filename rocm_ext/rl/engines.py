@@ -1,10 +1,10 @@
-"""Open the config's engines on the learner's model, and count the processes that verify beside it."""
+"""The engines of a run, and the model as they sample from it: with the present adapter, here or on servers."""
 
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import torch
 from omegaconf import DictConfig
+from torch import Tensor
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
@@ -21,6 +22,8 @@ from rocm_ext.base.log import log
 from rocm_ext.distributed.ranks import Ranks, local_world_size
 from rocm_ext.machine.detect import host_memory
 from rocm_ext.plan.memory import frozen_bytes
+from rocm_ext.rl.rollout import Requests
+from rocm_ext.rl.server_check import ServerCheck
 from rocm_ext.sampling import Engine, LocalEngine, Sampling, Session
 from rocm_ext.train.learner import Learner
 
@@ -58,16 +61,16 @@ class Engines:
     def layout_bytes(self) -> int:
         """Upper bound on the bytes that sessions hold during training inside :meth:`keep_open`, without caches."""
         engines: dict[int, Any] = {id(engine): engine for engine in (self.sample, self.eval)}
-        return sum(engine.layout_bytes() for engine in engines.values() if _refreshes(engine))
+        return sum(engine.layout_bytes() for engine in engines.values() if getattr(engine, "refreshes", False))
 
     @contextmanager
     def keep_open(self) -> Iterator[None]:
         """Keep sessions open between phases, where the engine can follow the model's training.
 
         The first :meth:`session` of such an engine opens it. Each later one copies the adapter's present values, and
-        finds the layout of the weights, the key-value cache and the graphs as they were. If training does not fit
-        beside them, the cache and the graphs go at the end of each phase, and if need be the layout, too. All other
-        engines open a session for each phase.
+        keeps the layout of the weights, the key-value cache and the graphs. If training does not fit beside them, the
+        cache and the graphs go at the end of each phase, and if need be the layout, too. All other engines open a
+        session for each phase.
         """
         self._kept = {}
         try:
@@ -93,33 +96,28 @@ class Engines:
             UserError: the engine cannot sample with this adapter, or a server samples with another.
         """
         engine: Any = self.eval if what == "eval" else self.sample
-        if self._kept is not None and _refreshes(engine):
-            yield self._continued(engine, adapter)
-            self._make_room()
+        if self._kept is not None and getattr(engine, "refreshes", False):
+            if session := self._kept.get(id(engine)):
+                session.refresh()
+            else:
+                began = time.perf_counter()
+                session = self._kept[id(engine)] = self._stack.enter_context(engine.session(adapter))
+                session.reserve = self._training
+                self._opening = time.perf_counter() - began
+            yield session
+            self._make_room(self._kept)
             return
         with engine.session(adapter) as session:
             if check is not None and adapter is not None and hasattr(session, "ask_each"):
                 check(session)
             yield session
 
-    def _continued(self, engine: Any, adapter: Path | None) -> Any:
-        assert self._kept is not None
-        if session := self._kept.get(id(engine)):
-            session.refresh()
-            return session
-        began = time.perf_counter()
-        session = self._kept[id(engine)] = self._stack.enter_context(engine.session(adapter))
-        session.reserve = self._training
-        self._opening = time.perf_counter() - began
-        return session
-
-    def _make_room(self) -> None:
-        """Free the caches, and then the layouts, if training does not fit beside them."""
-        assert self._kept is not None
+    def _make_room(self, kept: dict[int, Any]) -> None:
+        """Free the caches of the sessions kept open, and then their layouts, if training does not fit beside them."""
         needed = self._training()
         short = self._free() < needed
         if short:
-            for session in self._kept.values():
+            for session in kept.values():
                 session.release()
             self._log_once(
                 "training and the key-value cache do not fit into memory together, so the cache is freed after each "
@@ -128,7 +126,7 @@ class Engines:
         # all ranks lay out the weights together, because sharded ones are gathered
         if any(self._ranks.gather(short and self._free() < needed)):
             self._stack.close()
-            self._kept.clear()
+            kept.clear()
             self._log_once(
                 "training and the weights that sampling copies do not fit into memory together, so each phase of "
                 f"sampling copies them again, which takes {self._opening:.1f} s"
@@ -140,8 +138,105 @@ class Engines:
             log.info("%s", what)
 
 
-def _refreshes(engine: Any) -> bool:
-    return getattr(engine, "refreshes", False)
+class Policy:
+    """Opens sessions with the adapter that the learner has at a step.
+
+    Engines in this process may keep one session open through the run, and each rollout copies the adapter's values into
+    it. Servers load the adapter from a folder. Where the run keeps no folder for each adapter, it is written to
+    ``policy/`` in the output folder, and :class:`~rocm_ext.rl.server_check.ServerCheck` checks at steps 1, 2, 4, 8, and
+    so on that the servers sample with it; otherwise it checks in each session.
+
+    Args:
+        engines: the run's.
+        learner: the model, set up.
+        server_check: checks the servers' adapters.
+        out: the run's output folder.
+        unit: what messages call a step.
+        folder_of: returns the folder that the run keeps for the adapter of a step; None: it keeps none.
+
+    Attributes:
+        on_servers: whether servers sample.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        learner: Learner,
+        server_check: ServerCheck,
+        out: Path,
+        unit: str,
+        folder_of: Callable[[int], Path] | None,
+    ) -> None:
+        self._engines, self._learner, self._server_check = engines, learner, server_check
+        self._ranks, self._unit, self._folder_of = learner.runtime.ranks, unit, folder_of
+        self._folder = out / "policy"
+        self._written: Path | None = None
+        self._check_from = 0  # step
+        self._checked: tuple[str, Mapping[str, Tensor]] | None = None  # name and weights at the last check
+        self.on_servers = hasattr(engines.sample, "check_adapter")
+
+    @contextmanager
+    def opened(self, stays_open: bool) -> Iterator[None]:
+        """Keep the session of an engine in this process open if it ``stays_open``; remove the servers' adapters at the
+        end."""
+        self._remove()  # what a killed run left
+        try:
+            with self._engines.keep_open() if stays_open else nullcontext():
+                yield
+        finally:
+            self._remove()
+
+    def _remove(self) -> None:
+        if self._ranks.is_main:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    @contextmanager
+    def session(self, step: int, requests: Requests, phase: str = "sample") -> Iterator[Session]:
+        """Open a session with the present adapter, which is that of ``step``; all ranks call this together.
+
+        Args:
+            step: number of steps done.
+            requests: requests of the session; a check of servers chooses prompts from them.
+            phase: ``sample`` or ``eval``, for which there may be another engine.
+
+        Raises:
+            UserError: a server cannot load the adapter, or samples with another.
+        """
+        adapter = self._adapter(step) if self.on_servers else None
+
+        def check(session: Session) -> None:
+            assert adapter is not None
+            if step >= self._check_from:
+                self._check_from = max(1, 2 * step) if self._folder_of is None else 0
+                self._server_check.check(session, requests, adapter, self._checked)
+                self._checked = f"the adapter of {self._unit} {step}", self._learner.adapter_state()
+
+        with self._engines.session(phase, adapter, check) as session:
+            yield session
+
+    def check_again(self) -> None:
+        """Check in the next session that the servers sample with its adapter."""
+        self._check_from = 0
+
+    def _adapter(self, step: int) -> Path | None:
+        """Return the folder of the present adapter for the servers, None for the base model; write it if need be."""
+        if not step:
+            first = self._learner.cfg.checkpointer.get("adapter_checkpoint")
+            return Path(first) if first else None
+        if self._folder_of is not None:
+            return self._folder_of(step)
+        folder = self._folder / f"step_{step}"
+
+        def write() -> None:
+            with disk_errors(folder):
+                shutil.rmtree(self._folder, ignore_errors=True)  # no session is open
+                folder.mkdir(parents=True)
+                self._learner.write_adapter(folder)
+
+        if self._written != folder:
+            self._ranks.on_main(write)
+            self._written = folder
+        return folder
 
 
 def open_engines(
@@ -178,9 +273,9 @@ def open_engines(
         "trace": learner.runtime.trace,
     }
     room = learner.runtime.ranks, partial(free_memory, cfg, learner, True), partial(training_memory, learner)
-    wanted = {name: value for name, value in offered.items() if config.takes(cfg.engine, name, key="engine")}
-    engine = config.instantiate(cfg.engine, key="engine", **wanted)
-    if cfg.profile_steps and cfg.prompts is not None and "trace" not in wanted:
+    taken = {name: value for name, value in offered.items() if config.takes(cfg.engine, name, key="engine")}
+    engine = config.instantiate(cfg.engine, key="engine", **taken)
+    if cfg.profile_steps and cfg.prompts is not None and "trace" not in taken:
         log.info("profile_steps: training is recorded; sampling is not, because it runs outside of this process")
     engine.check()
     if logprobs_for and not (engine.exact_tokens and engine.has_logprobs):
@@ -225,20 +320,20 @@ def _check_adapters(cfg: DictConfig, learner: Learner, engine: Any, samples_new_
     # in the run's folder, because the server must see this path
     folder = Path(cfg.output_dir) / ".adapter-check"
     ranks = learner.runtime.ranks
+
+    def write() -> None:
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            learner.write_adapter(folder)
+
     try:
-        ranks.on_main(lambda: _write(learner, folder))
+        ranks.on_main(write)
         engine.check_adapter(folder)
     finally:
         if ranks.is_main:
             shutil.rmtree(folder, ignore_errors=True)
             with suppress(OSError):  # not empty
                 folder.parent.rmdir()
-
-
-def _write(learner: Learner, folder: Path) -> None:
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        learner.write_adapter(folder)
 
 
 def free_memory(cfg: DictConfig, learner: Learner, beside_graphs: bool = False) -> int:

@@ -1,14 +1,29 @@
-"""The scores of an evaluation's answers."""
+"""What the measurements of a run say: the scores of an evaluation, and reasons to stop early or to warn."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from statistics import fmean, median
 from typing import Any
+
+from omegaconf import DictConfig
 
 from rocm_ext.base.log import log
 from rocm_ext.rl.rollout import Answers
+from rocm_ext.rl.selection import EQUAL
 from rocm_ext.runs.folder import GREEDY, SampleKey
 from rocm_ext.runs.intervals import mcnemar
 from rocm_ext.runs.scores import pass_at_k, wilson
 from rocm_ext.verifiers import Result, Verdict
+
+Lines = Sequence[Mapping[str, Any]]  # of ``metrics.jsonl``, those of steps and those of evaluations, in order
+
+ENTROPY_STEPS, LENGTH_STEPS = 3, 10  # newest steps whose mean counts: one step alone is noisy
+_MISMATCH_FACTOR = 5.0  # of the median of all earlier steps
+_MISMATCH_LEAST = 0.02  # nats per token; 16-bit servers and answers of the step before give 1e-4 to 1e-2
+_MISMATCH_STEPS = 3  # earlier steps that a median needs
+
+
+# ---- held-out scores
 
 
 def score(answers: Answers, samples: int) -> dict[str, Any]:
@@ -62,15 +77,16 @@ def report_gain(before: Mapping[str, bool], after: Mapping[str, bool], chosen: s
         return
     gained = sum(right and not before[prompt] for prompt, right in after.items())
     lost = sum(right and not after[prompt] for prompt, right in before.items())
-    p = mcnemar(lost, gained)
-    told = f"{chosen} against the initial model: {gained} of {len(after)} held-out prompts gained, {lost} lost"
-    told += f"; McNemar p = {p:.2g}"
+    p, best_of = mcnemar(lost, gained), ""
     if looks > 1:
-        told += (
+        best_of = (
             f", {min(1.0, looks * p):.2g} for the best of {looks} looks at the same prompts (Bonferroni). This choice "
             "makes its score too high: measure it on other prompts with rocm-ext eval"
         )
-    log.info("%s", told)
+    log.info(
+        "%s against the initial model: %d of %d held-out prompts gained, %d lost; McNemar p = %.2g%s",
+        chosen, gained, len(after), lost, p, best_of,
+    )  # fmt: skip
     if gained <= lost:
         log.warning("no adapter scores higher on the held-out prompts than the initial model")
 
@@ -80,3 +96,137 @@ def greedy(results: Mapping[SampleKey, Result]) -> dict[str, bool]:
     return {
         prompt: result.verdict is Verdict.CORRECT for (prompt, sample), result in results.items() if sample == GREEDY
     }
+
+
+# ---- reasons to stop: pure functions
+
+
+def stop_reason(
+    entropies: Sequence[float], without_gain: int, unit: str, *, min_entropy: float | None, stop_after: int | None
+) -> str | None:
+    """Decide whether a run stops early because its answers have become alike, or because it learns no more.
+
+    Args:
+        entropies: of the answers of the newest steps, in nats per token; their mean counts. Empty: unknown.
+        without_gain: units since the best held-out score.
+        unit: what ``without_gain`` counts, such as ``evaluation``.
+        min_entropy: stop below this entropy; None: never.
+        stop_after: ``stop_after_no_gain``: stop after so many units without a better held-out score; None: never.
+
+    Returns:
+        The reason to stop and what to do, in one line; None to continue.
+    """
+    if min_entropy is not None and entropies and (entropy := fmean(entropies)) < min_entropy:
+        return (
+            f"the entropy of the newest answers is {entropy:.3g} nats per token, below min_entropy {min_entropy:g}: "
+            "nearly equal answers teach little. Lower lr, or raise temperature, clip_high or the loss's entropy_coef"
+        )
+    if stop_after is not None and without_gain >= stop_after:
+        return (
+            f"no better held-out score in {without_gain} {unit}{'s' * (without_gain > 1)} (stop_after_no_gain "
+            f"{stop_after}): the best adapter is kept. To go on, raise stop_after_no_gain and resume"
+        )
+    return None
+
+
+def policy_stop_reason(lines: Lines, cfg: DictConfig) -> str | None:
+    """Decide whether a run of GRPO stops early.
+
+    Args:
+        lines: the lines of ``metrics.jsonl``.
+        cfg: config with ``min_entropy``, which the mean of the last 3 steps is compared with; ``stop_after_no_gain``,
+            in evaluations; and ``max_length_share``: stop if the length of answers explains more than this share of the
+            rewards' variance inside groups, as the mean of the last 10 steps.
+
+    Returns:
+        As :func:`stop_reason`. Steps without a measured value are skipped.
+    """
+    scores = [line["eval"]["correct"] for line in lines if "eval" in line]
+    without_gain = len(scores) - 1 - scores.index(max(scores)) if scores else 0  # the first of equals is the best
+    limits = {"min_entropy": cfg.min_entropy, "stop_after": cfg.stop_after_no_gain}
+    if reason := stop_reason(_newest(lines, "entropy", ENTROPY_STEPS), without_gain, "evaluation", **limits):
+        return reason
+    shares, most = _newest(lines, "length_share", LENGTH_STEPS), cfg.max_length_share
+    if most is not None and shares and (share := fmean(shares)) > most:
+        return (
+            f"the length of answers explains {share:.0%} of the differences between rewards over the last "
+            f"{LENGTH_STEPS} steps, above max_length_share {most:g}: the policy may be learning length "
+            "instead of the task. Read answers with their rewards, and correct the verifier or the truncation penalty"
+        )
+    return None
+
+
+def flat_reason(lines: Lines, *, max_flat_steps: int) -> str | None:
+    """Decide whether a run stops because its newest steps taught nothing.
+
+    Args:
+        lines: as in :func:`stop_reason`.
+        max_flat_steps: stop after this many steps in a row without an update.
+
+    Returns:
+        How the rewards of these steps were and what to do, in one line; None to continue.
+    """
+    flat = list(takewhile(lambda line: not line["updates"], reversed(_steps(lines))))
+    if len(flat) < max_flat_steps:
+        return None
+    many = f"the last {len(flat)} steps" if len(flat) > 1 else "the last step"
+    rewards, cure = _how_flat(flat)
+    return (
+        f"no update in {many} (max_flat_steps {max_flat_steps}): {rewards}; training needs groups of unequal rewards. "
+        f"{cure}. To resume this run, raise max_flat_steps"
+    )
+
+
+def _how_flat(flat: Lines) -> tuple[str, str]:
+    """Return what the rewards of steps without an update were, and what to do."""
+    means = [line["reward"] for line in flat if line["reward"] is not None]
+    if not means:
+        return "no answer has a reward, all verdicts are ERROR", "Correct the verifier; verdicts.jsonl has the errors"
+    cut = fmean(line["truncated"] for line in flat)
+    same = all((line["reward_std"] or 0.0) <= EQUAL for line in flat) and max(means) - min(means) <= EQUAL
+    check = "check the verifier on known answers with rocm-ext verify"
+    if same and abs(means[0]) <= EQUAL:
+        easier = "Choose easier prompts, more samples_per_prompt, a higher temperature or partial rewards"
+        if cut > 0.5:
+            easier = f"{cut:.0%} of the answers were cut: raise max_new_tokens. {easier}"
+        return "all rewards are 0", f"{easier}, or {check}"
+    if same and abs(means[0] - 1) <= EQUAL:
+        return "all rewards are 1", f"Choose harder prompts or a stricter verifier, or {check}"
+    rewards = f"all rewards are {means[0]:g}" if same else "the rewards are equal inside each group"
+    if any(line["flat"] < 1 for line in flat):  # groups with unequal rewards were there, but no answer to train on
+        return f"{rewards} or the answers were cut ({cut:.0%})", "Raise max_new_tokens, or set truncated: keep"
+    return rewards, f"Choose prompts of medium difficulty, more samples_per_prompt or a higher temperature, or {check}"
+
+
+def mismatch_warning(lines: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a warning if the newest step's divergence is far above that of the steps before it.
+
+    Args:
+        lines: the lines of ``metrics.jsonl``, in order.
+
+    Returns:
+        The warning, in one line; None if there is nothing to warn of, or if the step before deserved the same warning.
+    """
+    values = [line["mismatch_kl"] for line in lines if line.get("mismatch_kl") is not None]
+    if not _is_high(values) or _is_high(values[:-1]) or lines[-1].get("mismatch_kl") is None:
+        return None
+    return (
+        f"step {lines[-1]['step']}: the log-probs of the sampler and those of the trainer differ more than before: "
+        f"mismatch_kl is {values[-1]:.2g} nats per token, and was {median(values[:-1]):.2g} in the median of the "
+        "earlier steps. A server may sample with an old adapter, or the policy changes fast: lower lr"
+    )
+
+
+def _steps(lines: Lines) -> list[Mapping[str, Any]]:
+    return [line for line in lines if "eval" not in line]
+
+
+def _newest(lines: Lines, name: str, count: int) -> list[float]:
+    """Return the newest ``count`` measured values; none if there are fewer."""
+    values = [line[name] for line in _steps(lines) if line.get(name) is not None][-count:]
+    return values if len(values) == count else []
+
+
+def _is_high(values: Sequence[float]) -> bool:
+    earlier = values[:-1]
+    return len(earlier) >= _MISMATCH_STEPS and values[-1] > max(_MISMATCH_LEAST, _MISMATCH_FACTOR * median(earlier))

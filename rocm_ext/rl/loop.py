@@ -1,31 +1,181 @@
-"""The loop of a run that learns from sampled answers; RAFT and GRPO are two presets of it."""
+"""Recipes that learn from sampled answers: what they share, and their loop. RAFT and GRPO are two presets of it."""
 
 import time
-from collections.abc import Collection, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from rocm_ext import config
 from rocm_ext.base import supervised
 from rocm_ext.base.log import log
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
-from rocm_ext.rl import evaluation, stopping
-from rocm_ext.rl.policy import Policy
-from rocm_ext.rl.recipe import RLRecipe
+from rocm_ext.data.tokenizer import open_tokenizer
+from rocm_ext.model.download import use_downloaded
+from rocm_ext.plan import workload
+from rocm_ext.rl import evaluation
+from rocm_ext.rl.engines import Policy, open_engines, verify_workers
+from rocm_ext.rl.prompts import PromptSet
 from rocm_ext.rl.records import Records, is_correct
-from rocm_ext.rl.rollout import Answers, BackgroundRollout, Job, Rollout
+from rocm_ext.rl.rollout import Answers, BackgroundRollout, Job, OpenSession, Rollout, Workers
 from rocm_ext.rl.selection import Selected
+from rocm_ext.rl.server_check import ServerCheck
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.runs.scores import Score
-from rocm_ext.train.builders import log_config
-from rocm_ext.train.interrupt import Interrupted
+from rocm_ext.sampling import Sampling
+from rocm_ext.train.builders import check_tokenizer
 from rocm_ext.train.learner import Learner
-from rocm_ext.train.output_dir import OutputDir
-from rocm_ext.verifiers import Result
+from rocm_ext.train.lifecycle import Interrupt, Interrupted, Runtime
+from rocm_ext.train.machines import SAME_DATA, check_same
+from rocm_ext.train.metrics import log_config, setup_metric_logger
+from rocm_ext.train.output_dir import OutputDir, pick_seed
+from rocm_ext.verifiers import Pool, Result
 
 
-class Loop(RLRecipe):
+class RLRecipe:
+    """A recipe whose model answers prompts; a subclass says what it learns from the answers.
+
+    A subclass overrides :meth:`training_config`, :meth:`open_folder`, :meth:`check_training` and
+    :meth:`expected_work` where it differs. As it is, it only evaluates.
+
+    Args:
+        cfg: config of ``raft_rocm``, ``grpo_rocm`` or a recipe that extends one of them.
+        learner: class that builds the model.
+
+    Attributes:
+        logs_long_rollouts_only: whether short rollouts log no progress.
+        sessions_stay_open: whether sessions of engines in this process stay open during training.
+        samples_new_adapters: whether the run samples answers to train on with adapters that it has written.
+
+    Raises:
+        UserError: a sampling setting is out of range.
+    """
+
+    logs_long_rollouts_only = False
+    sessions_stay_open = False
+    samples_new_adapters = False
+
+    def __init__(self, cfg: DictConfig, learner: type[Learner] = Learner) -> None:
+        self.cfg, self._learner_class = cfg, learner
+        self.sampling = Sampling(
+            max_new_tokens=cfg.max_new_tokens,
+            temperature=cfg.temperature,
+            top_k=cfg.top_k,
+            top_p=cfg.top_p,
+            min_p=cfg.min_p,
+            stop_strings=tuple(cfg.stop_strings),
+        )
+        self.out = Path(cfg.output_dir)
+        self.interrupt = Interrupt()  # all rollouts share it
+        self.metric_logger: Any = None
+        self.workers: Workers | None = None  # set while the verification processes run
+
+    def training_config(self) -> DictConfig:
+        """Return the config of the learner, with all keys of the SFT recipe."""
+        plain = {config.COMPONENT: "rocm_ext.losses.CrossEntropy"}
+        return OmegaConf.create(config.trainer_config(self.cfg) | {"loss": plain})
+
+    def open_folder(self) -> None:
+        """Open the output folder of a run that trains, and choose the config's seed if it has none."""
+        self.cfg.seed = pick_seed(self.cfg.seed, None, self.ranks)
+
+    def logprobs_for(self) -> list[str]:
+        """Return the settings that need the token ids and log-probs of sampling; the learner is built."""
+        return []
+
+    def check_training(self) -> None:
+        """Check what training needs of the learner, before the weights are read."""
+
+    def expected_work(self) -> workload.Workload:
+        """Estimate the rows of a training step, before any sampling."""
+        return workload.sampled_rows(self.cfg, self.prompts.questions())
+
+    def open(self) -> None:
+        """Prepare prompts, model and engines: :meth:`check`, then the weights.
+
+        Raises:
+            UserError: the config, the prompts, the weights or the machine do not allow this run.
+        """
+        self.check()
+        self.metric_logger = setup_metric_logger(self.cfg, self.ranks.is_main)
+        self.learner.load()
+        self.server_check = ServerCheck(self.learner, warn_unclear=not self.logs_long_rollouts_only)
+
+    def check(self) -> None:
+        """Do all of the set-up that needs no weights, cheap steps first, so that a user's mistake ends the run early.
+
+        Raises:
+            UserError: the config, the prompts or the machine do not allow this run.
+        """
+        cfg = self.cfg
+        self.prompts = PromptSet(cfg)
+        self.verifier_config = self.prompts.check_verifier()
+        tokenizer = self._open_tokenizer()
+        self.prompts.render(tokenizer)
+        parts = {"prompts": self.prompts.training, "eval_prompts": self.prompts.held_out}
+        check_same(lambda: {key: self.prompts.fingerprint(part) for key, part in parts.items()}, self.ranks, SAME_DATA)
+        self.learner = self._learner_class(self.training_config(), self.runtime, tokenizer)
+        self.prompts.check_model(self.learner.decoder)
+        self.check_training()
+        self.engines = open_engines(
+            cfg, self.learner, self.stopped, self.sampling, self.logprobs_for(), self.samples_new_adapters
+        )
+        self.prompts.check_length(self.engines.max_seq_len)
+        self.learner.plan(self.expected_work(), self.engines.layout_bytes if self.sessions_stay_open else 0)
+
+    def open_model(self) -> None:
+        """Prepare model and engines alone, to sample outside of phases.
+
+        Raises:
+            UserError: the config, the weights or the machine do not allow it.
+        """
+        tokenizer = self._open_tokenizer()
+        self.learner = self._learner_class(self.training_config(), self.runtime, tokenizer)
+        self.engines = open_engines(self.cfg, self.learner, self.stopped, self.sampling, [], False)
+        self.learner.load()
+
+    def _open_tokenizer(self) -> Any:
+        """Open the machine, and then the tokenizer; the config gets the model's folder and a seed."""
+        cfg = self.cfg
+        self.runtime = Runtime.open(self.training_config(), cfg)
+        self.ranks = self.runtime.ranks
+        use_downloaded(cfg, self.ranks)
+        self.open_folder()
+        tokenizer = open_tokenizer(cfg)
+        check_tokenizer(tokenizer, cfg)
+        return tokenizer
+
+    def stopped(self) -> bool:
+        """Whether engines must end sampling early."""
+        return self.interrupt.signum is not None or (self.workers is not None and self.workers.halted)
+
+    @contextmanager
+    def verification(self) -> Iterator[None]:
+        """Run the worker processes that verify while the model samples; rollouts happen inside."""
+        cfg = self.cfg
+        with Pool(self.verifier_config, verify_workers(cfg), cfg.verify_timeout) as pool:
+            self.workers = Workers(pool, self.ranks, self.interrupt, cfg.max_error_share, self.logs_long_rollouts_only)
+            yield
+        self.workers = None
+
+    def rollout(self, job: Job, open_session: OpenSession, kind: type[Rollout] = Rollout) -> Rollout:
+        """Begin to sample and verify, inside :meth:`verification`; see :meth:`rocm_ext.rl.rollout.Rollout.begin`."""
+        assert self.workers is not None, "rollouts happen inside verification()"
+        with self.interrupt:
+            return kind.begin(job, self.workers, open_session)
+
+    def cleanup(self) -> None:
+        """Close files and leave the process group."""
+        if self.metric_logger is not None:
+            self.metric_logger.close()
+        self.ranks.close()
+
+
+class Loop(RLRecipe, ABC):
     """Sample, verify, select, make rows, update, evaluate and save, and again.
 
     A preset makes four choices: :meth:`select` says which answers are trained on and what each is worth,
@@ -48,7 +198,6 @@ class Loop(RLRecipe):
     """
 
     unit = "step"  # what messages and ``metrics.jsonl`` call a step
-    policy_class = Policy
     steps: int
     prompts_of_step: int
     evaluate_every: int
@@ -64,6 +213,7 @@ class Loop(RLRecipe):
         """Return whether an answer counts for its prompt's pass rate."""
         return is_correct(result)
 
+    @abstractmethod
     def choose(self, step: int, count: int, exclude: Collection[str] = ()) -> list[Prompt]:
         """Choose the prompts of a step.
 
@@ -72,7 +222,6 @@ class Loop(RLRecipe):
             count: number of prompts, at most.
             exclude: ids of prompts that the step has asked already.
         """
-        raise NotImplementedError
 
     def more_prompts(self, step: int, rounds: int, selected: Selected, asked: Sequence[Prompt]) -> list[Prompt]:
         """Choose the prompts of another round of the step's sampling; none: the step has enough answers.
@@ -85,6 +234,7 @@ class Loop(RLRecipe):
         """
         return []
 
+    @abstractmethod
     def select(self, rounds: Sequence[Answers], asked: Sequence[str]) -> Selected:
         """Choose the answers to train on, and say what each is worth.
 
@@ -92,33 +242,31 @@ class Loop(RLRecipe):
             rounds: answers of each round of the step's sampling.
             asked: ids of their prompts, in order.
         """
-        raise NotImplementedError
 
     def finish_sampling(self, step: int, selected: Selected) -> None:
         """Do what is due between a step's sampling and its updates."""
 
+    @abstractmethod
     def rows(self, selected: Selected) -> tuple[Rows, list[str]]:
         """Convert the answers to train on to rows, with the columns that the objective needs or measures.
 
         Returns:
             The rows, and the prompt of each.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def stop_reason(self) -> str | None:
         """Return why the run ends before its last step; None to continue.
 
         Raises:
             UserError: the run cannot learn anything.
         """
-        raise NotImplementedError
 
     # ---- set-up
 
-    def recorded_seed(self) -> int | None:
-        """Open the output folder, and return the seed of the run that it continues."""
+    def open_folder(self) -> None:
+        """Open the output folder; the config gets the seed of the run that it continues."""
         self.folder = OutputDir.open(self.cfg, self.ranks)
-        return self.cfg.seed
 
     def check(self) -> None:
         """Do all of the set-up that needs no weights; see :meth:`RLRecipe.check`.
@@ -149,7 +297,8 @@ class Loop(RLRecipe):
         )
         self.trainer.open()
         self.records = Records.open(self.out, self.ranks, self.trainer.step, self.trainer.evaluated, self.passes)
-        self.policy = self.policy_class(self.engines, self.learner, self.server_check, self.out)
+        adapter_folder = self.trainer.adapter_folder
+        self.policy = Policy(self.engines, self.learner, self.server_check, self.out, self.unit, adapter_folder)
         self.prefetched: BackgroundRollout | None = None  # the next step's answers
         log_config(self.metric_logger, self.cfg)
 
@@ -263,7 +412,7 @@ class Loop(RLRecipe):
 
     def warn_if_sampler_drifts(self) -> None:
         """Warn if sampler and trainer differ more than in earlier steps, and check the servers' adapters again."""
-        if warning := stopping.mismatch_warning(self.trainer.lines):
+        if warning := evaluation.mismatch_warning(self.trainer.lines):
             if self.ranks.is_main:
                 log.warning("%s", warning)
             self.policy.check_again()

@@ -1,12 +1,19 @@
-"""The prompts of a run, rendered to tokens, and the requests for answers to them."""
+"""The prompts of a run, rendered to tokens, the requests for answers to them, and the choice of those that a step asks.
 
+The choice is a pure function of the records, and does not depend on the order of the prompts. Hashes of the seed and
+the prompt's id take the place of random numbers, so a resumed run chooses the same.
+"""
+
+import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from hashlib import sha256
+from functools import lru_cache
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from torchtune.modules import TransformerDecoder
 
@@ -23,6 +30,12 @@ from rocm_ext.runs.folder import GREEDY
 from rocm_ext.sampling import Request, Sampling, sample_seed
 from rocm_ext.verifiers import build
 from rocm_ext.verifiers.selfcheck import try_out
+
+Asked = Mapping[str, Sequence[tuple[int, float | None]]]  # by prompt, oldest first: (step, pass rate of the group)
+
+START = 0.2  # share of the prompts that easy_to_hard begins with
+PRIOR = 0.25  # weight of the assumption that a pass rate is 1/2, as a share of one group
+NEWEST = 16  # groups of a prompt that count; the weight of an older one would be below 2 ** -16
 
 
 class PromptSet:
@@ -63,8 +76,8 @@ class PromptSet:
                 self.tokens[prompt.id] = render_prompt(tokenizer, prompt.messages, prompt.tools or None)
             except UserError as error:
                 raise UserError(f"{prompt.origin}: {error}") from error
-            if found := special(message["content"] for message in prompt.messages):
-                reserved.append((found, prompt.origin))
+            if tokens := special(message["content"] for message in prompt.messages):
+                reserved.append((tokens, prompt.origin))
         warn(special_token_lines("prompts", len(self.tokens), reserved))
 
     def __iter__(self) -> Iterator[Prompt]:
@@ -79,14 +92,14 @@ class PromptSet:
         The main rank tries it, unless ``max_error_share`` allows every answer to fail.
 
         Returns:
-            The verifier's node in the config; worker processes build the verifier from it.
+            The verifier's component in the config; worker processes build the verifier from it.
 
         Raises:
             UserError: the verifier cannot run, rejects a row (the message then names the row and the field), or fails
                 on an answer.
         """
-        node: Any = OmegaConf.to_container(self._cfg.verifier, resolve=True)
-        verifier = build(node)
+        component: Any = OmegaConf.to_container(self._cfg.verifier, resolve=True)
+        verifier = build(component)
         verifier.check()
         for prompt in self:
             try:
@@ -94,8 +107,8 @@ class PromptSet:
             except (UserError, ValueError) as error:
                 raise UserError(f"{prompt.origin}: {error}") from error
         if rank() == 0 and self._cfg.max_error_share < 1:
-            try_out(node, [prompt.row for prompt in self], self._cfg.verify_timeout)
-        return node
+            try_out(component, [prompt.row for prompt in self], self._cfg.verify_timeout)
+        return component
 
     def check_model(self, decoder: TransformerDecoder) -> None:
         """Check that the model can answer every prompt.
@@ -163,7 +176,7 @@ class PromptSet:
     def fingerprint(self, prompts: Sequence[Prompt]) -> str:
         """Hash the ids, tokens and rows of ``prompts`` with SHA-256, in hex; their order does not matter."""
         rows = sorted(json.dumps([p.id, self.tokens[p.id], p.row], sort_keys=True, default=str) for p in prompts)
-        return sha256("\n".join(rows).encode()).hexdigest()
+        return hashlib.sha256("\n".join(rows).encode()).hexdigest()
 
 
 def _read(cfg: DictConfig, key: str) -> list[Prompt]:
@@ -173,3 +186,171 @@ def _read(cfg: DictConfig, key: str) -> list[Prompt]:
     if not prompts or not all(isinstance(prompt, Prompt) for prompt in prompts):
         raise UserError(f"{key}: {cfg[key]._component_} must return a non-empty list of rocm_ext.data.prompts.Prompt")
     return prompts
+
+
+# ---- the choice of prompts
+
+
+def choose_by_curriculum(
+    prompts: Sequence[str],
+    asked: Asked,
+    step: int,
+    steps: int,
+    *,
+    count: int,
+    curriculum: str,
+    seed: int,
+    exclude: Collection[str] = (),
+) -> list[str]:
+    """Choose the prompts of a step, or of a round of refills.
+
+    - ``none``: those that were asked least often. A hash breaks ties, a new one for each pass over the prompts.
+    - ``informative``: a weighted draw without replacement (Efraimidis and Spirakis, 2006). A prompt's weight is
+      p (1 - p), the variance of one answer's reward, with its estimated pass rate p; see :func:`pass_rate`. The
+      estimate never reaches 0 or 1, so every prompt keeps a chance.
+    - ``easy_to_hard``: a curriculum by competence (arXiv:1903.09848). Prompts are ranked by estimated pass rate, those
+      without one at the mean of the others. Chosen as with ``none`` from the easiest, whose share grows linearly from
+      20 % in the first step to all in the last.
+
+    Args:
+        prompts: ids of all training prompts.
+        asked: for each prompt asked before, the step and the pass rate of each of its groups, oldest first; the rate is
+            None if no answer of the group has a reward.
+        step: number of this step, from 1.
+        steps: number of steps of the run.
+        count: number of prompts to choose.
+        curriculum: ``none``, ``informative`` or ``easy_to_hard``.
+        seed: the run's seed.
+        exclude: prompts that this step asked already.
+
+    Returns:
+        Prompt ids; fewer than ``count`` if there are no more.
+
+    Raises:
+        UserError: ``curriculum`` has another value.
+    """
+    ids, indices, hashes = _index(tuple(prompts))
+    free = np.ones(len(ids), bool)
+    free[[indices[prompt] for prompt in exclude if prompt in indices]] = False
+    if curriculum == "informative":
+        rates = _pass_rates(indices, asked)
+        weights = np.where(np.isnan(rates), 0.25, rates * (1 - rates))
+        hashes = _mixed(hashes, seed, "informative", step)
+        uniform = ((hashes >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # in (0, 1)
+        keys = -np.log(uniform) / weights
+        chosen = _lowest(np.flatnonzero(free), keys, count)
+    elif curriculum in ("none", "easy_to_hard"):
+        if curriculum == "easy_to_hard":
+            progress = (step - 1) / max(1, steps - 1)
+            share = math.ceil((START + (1 - START) * min(1.0, progress)) * len(ids) - 1e-9)
+            rates = _pass_rates(indices, asked)
+            measured = rates[~np.isnan(rates)]
+            usual = math.fsum(measured) / len(measured) if len(measured) else 0.5
+            easiest_first = np.lexsort((_mixed(hashes, seed, "rank"), -np.where(np.isnan(rates), usual, rates)))
+            free[easiest_first[max(share, count + len(exclude)) :]] = False
+        chosen = []
+        candidates = np.flatnonzero(free)
+        times = np.array([len(asked.get(prompt, ())) for prompt in ids], np.int64)[candidates]
+        for often in np.unique(times).tolist():
+            if len(chosen) < count:
+                equal = candidates[times == often]
+                chosen += _lowest(equal, _mixed(hashes, seed, "pass", often), count - len(chosen))
+    else:
+        raise UserError(f"curriculum must be none, informative or easy_to_hard, found {curriculum!r}")
+    return [ids[index] for index in chosen]
+
+
+def choose_unsolved(
+    prompts: Sequence[str],
+    last_asked: Mapping[str, tuple[int, float]],
+    cycle: int,
+    *,
+    count: int | None,
+    skip_solved: bool,
+    retry_unsolved_after: int | None,
+    seed: int,
+) -> list[str]:
+    """Choose the prompts of a cycle by the pass rates of their last answers.
+
+    Args:
+        prompts: ids of all training prompts.
+        last_asked: for each prompt asked before, the last cycle that asked it and the share of its answers that
+            passed.
+        cycle: number of this cycle, from 1.
+        count: maximum number of prompts; None: all that qualify.
+        skip_solved: skip prompts whose answers all passed, because they teach nothing more.
+        retry_unsolved_after: number of cycles until a prompt without a passing answer is asked again (1: in the next
+            cycle); None: never.
+        seed: breaks ties between prompts that were last asked in the same cycle.
+
+    Returns:
+        Prompt ids, the longest unasked first; fewer than ``count`` if fewer qualify.
+    """
+
+    def qualifies(prompt: str) -> bool:
+        if prompt not in last_asked:
+            return True
+        asked, rate = last_asked[prompt]
+        if rate == 0:
+            return retry_unsolved_after is not None and cycle - asked >= retry_unsolved_after
+        return rate < 1 or not skip_solved
+
+    def order(prompt: str) -> tuple[int, int]:
+        asked, _ = last_asked.get(prompt, (0, 0.0))
+        return asked, sample_seed(seed, "prompts", prompt, cycle - 1)
+
+    return sorted(filter(qualifies, prompts), key=order)[:count]
+
+
+def pass_rate(history: Sequence[tuple[int, float | None]]) -> float | None:
+    """Estimate a prompt's pass rate under the present policy.
+
+    The estimate is the mean over the prompt's groups, each with half the weight of the next newer one, since the policy
+    changes; and over a rate of 1/2 with a quarter of the newest group's weight. With one group of 8 answers, this
+    equals the mean of a Beta distribution with a uniform prior.
+
+    Args:
+        history: steps and pass rates of the prompt's groups, see :func:`choose_by_curriculum`.
+
+    Returns:
+        A rate between 0 and 1, both excluded; None if no rate was measured.
+    """
+    total = weight = 0.0
+    for _, rate in history[-NEWEST:]:
+        if rate is not None:
+            total, weight = total / 2 + rate, weight / 2 + 1
+    return (total + PRIOR / 2) / (weight + PRIOR) if weight else None
+
+
+def _pass_rates(indices: Mapping[str, int], asked: Asked) -> np.ndarray:
+    """Return float64 [prompts]: estimated rates, NaN where there are none."""
+    rates = np.full(len(indices), np.nan)
+    for prompt, index in indices.items():
+        if prompt in asked and (rate := pass_rate(asked[prompt])) is not None:
+            rates[index] = rate
+    return rates
+
+
+@lru_cache(maxsize=2)  # the prompts of a run stay the same
+def _index(prompts: tuple[str, ...]) -> tuple[list[str], dict[str, int], np.ndarray]:
+    """Return the ids, the index of each and a hash of each (uint64 [prompts])."""
+    digests = b"".join(hashlib.blake2b(prompt.encode(), digest_size=8).digest() for prompt in prompts)
+    return list(prompts), {prompt: index for index, prompt in enumerate(prompts)}, np.frombuffer(digests, np.uint64)
+
+
+def _mixed(hashes: np.ndarray, *salt: object) -> np.ndarray:
+    """Hash ``hashes`` again, with ``salt``: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    text = "\0".join(map(str, salt)).encode()
+    mixed = hashes ^ np.uint64(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def _lowest(indices: np.ndarray, keys: np.ndarray, count: int) -> list[int]:
+    """Return up to ``count`` of ``indices``, those with the lowest keys, in their order."""
+    values = keys[indices]
+    if count < len(indices):
+        near = np.argpartition(values, count)[:count]
+        indices, values = indices[near], values[near]
+    return indices[np.argsort(values)].tolist()

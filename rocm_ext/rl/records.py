@@ -2,7 +2,7 @@
 
 Each line has its step (or cycle) and phase. Both files only grow, and a step reads none of them. A run reads them once,
 when it resumes: finished steps give the pass rates of prompts, and unfinished ones go on with the records that are
-there. GRPO has a pair of files for its run, RAFT one for each phase of a cycle.
+there.
 """
 
 import errno
@@ -62,6 +62,7 @@ class Sample:
 
     @property
     def key(self) -> SampleKey:
+        """The prompt's id and the index of the answer."""
         return self.prompt_id, self.sample
 
     def record(self) -> dict[str, Any]:
@@ -82,14 +83,9 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return list(read_lines(path, keys=("prompt_id", "sample")))
 
 
-def read_samples(path: Path) -> list[Sample]:
-    """Read the samples of a phase, or those in ``kept.jsonl``."""
-    return [to_sample(record) for record in read_records(path)]
-
-
-def read_results(path: Path) -> dict[SampleKey, Result]:
-    """Read the verdicts of a phase, by prompt id and sample index."""
-    return {(record["prompt_id"], record["sample"]): to_result(record) for record in read_records(path)}
+def key_of(record: Mapping[str, Any]) -> SampleKey:
+    """Return which answer a line is about."""
+    return record["prompt_id"], record["sample"]
 
 
 def to_sample(record: Mapping[str, Any]) -> Sample:
@@ -157,8 +153,8 @@ class Records:
             has a verdict other than ERROR.
     """
 
-    def __init__(self, samples: "_File", verdicts: "_File", passes: Callable[[Result], bool]) -> None:
-        self._files, self._passes = (samples, verdicts), passes
+    def __init__(self, samples: "RecordFile", verdicts: "RecordFile", passes: Callable[[Result], bool]) -> None:
+        self._samples, self._verdicts, self._passes = samples, verdicts, passes
         self.asked: dict[str, list[tuple[int, float | None]]] = {}
 
     @classmethod
@@ -177,35 +173,29 @@ class Records:
         Raises:
             UserError: a line is damaged; the message names it.
         """
-        samples, verdicts = (_File(out / f"{name}.jsonl", ranks) for name in ("samples", "verdicts"))
+        samples, verdicts = (RecordFile(out / f"{name}.jsonl", ranks) for name in ("samples", "verdicts"))
         ranks.barrier()
         if ranks.is_main:
             samples.merge()
             verdicts.merge()
         ranks.barrier()
         records = cls(samples, verdicts, passes)
-        records._read(step, evaluated)
-        ranks.barrier()  # the main rank may rewrite the files next
-        return records
-
-    def _read(self, step: int, evaluated: int) -> None:
-        samples, verdicts = self._files
 
         def unfinished(line: Mapping[str, Any]) -> bool:
             return line["step"] > (evaluated if line["phase"] == "eval" else step)
 
-        samples.hold(filter(unfinished, samples.lines()))
+        for line in filter(unfinished, samples.lines()):
+            samples.keep(line)
         finished: dict[tuple[int, str], dict[SampleKey, Result]] = defaultdict(dict)
-        held = []
         for line in verdicts.lines():
             if unfinished(line):
-                held.append(line)
+                verdicts.keep(line)
             elif line["phase"] == "sample":
-                of_prompt = finished[line["step"], line["prompt_id"]]
-                of_prompt[line["prompt_id"], line["sample"]] = to_result(line)
-        verdicts.hold(held)
+                finished[line["step"], line["prompt_id"]][key_of(line)] = to_result(line)
         for (number, _), results in sorted(finished.items(), key=lambda item: item[0]):
-            self.finish(number, results)
+            records.finish(number, results)
+        ranks.barrier()  # the main rank may rewrite the files next
+        return records
 
     def finish(self, step: int, results: Mapping[SampleKey, Result]) -> None:
         """Add the verdicts of a finished step to ``asked``."""
@@ -215,7 +205,7 @@ class Records:
     def phase(
         self, step: int, phase: str, round_: int = 0, policy: int | None = None
     ) -> tuple["PhaseRecords", "PhaseRecords"]:
-        """Open the records of one phase.
+        """Open the samples and the verdicts of one phase.
 
         Args:
             step: number of the step; an evaluation has that of the step before it.
@@ -223,14 +213,13 @@ class Records:
             round_: number of the round of a step's sampling, from 0.
             policy: the step after which the adapter samples; each new sample's line has it. None: no line has it.
         """
-        samples, verdicts = self._files
         scope, extra = (step, phase, round_), {} if policy is None else {"policy": policy}
-        return PhaseRecords(samples, scope, extra), PhaseRecords(verdicts, scope)
+        return PhaseRecords(self._samples, scope, extra), PhaseRecords(self._verdicts, scope, {})
 
     def verdicts(self, step: int, phase: str) -> dict[SampleKey, Result]:
         """Read the verdicts of a finished phase from the file."""
-        lines = (line for line in self._files[1].lines() if line["step"] == step and line["phase"] == phase)
-        return {(line["prompt_id"], line["sample"]): to_result(line) for line in lines}
+        lines = self._verdicts.lines()
+        return {key_of(line): to_result(line) for line in lines if line["step"] == step and line["phase"] == phase}
 
     def samples(self, wanted: Mapping[int, Collection[SampleKey]]) -> dict[int, list[Sample]]:
         """Read the ``wanted`` samples of finished steps, in the order of ``wanted``.
@@ -239,12 +228,10 @@ class Records:
             UserError: one is missing.
         """
         keys = {(step, key) for step, of_step in wanted.items() for key in of_step}
-        lines = self._files[0].lines() if keys else ()
-        read = {
-            scoped: to_sample(line)
-            for line in lines
-            if line["phase"] == "sample" and (scoped := (line["step"], (line["prompt_id"], line["sample"]))) in keys
-        }
+        read = {}
+        for line in self._samples.lines() if keys else ():
+            if line["phase"] == "sample" and (line["step"], key_of(line)) in keys:
+                read[line["step"], key_of(line)] = to_sample(line)
         if missing := keys - read.keys():
             raise UserError(f"samples.jsonl lacks answers that the run trained on, such as {min(missing)}; restore it")
         return {step: [read[step, key] for key in of_step] for step, of_step in wanted.items()}
@@ -256,10 +243,9 @@ class Records:
             sample: whether an answer must be sampled again.
             judge_again: whether every answer is judged again.
         """
-        samples, verdicts = self._files
-        samples.drop_held(lambda scope, record: sample(record))
-        left = {(scope, key) for scope, records in samples.held.items() for key in records}
-        verdicts.drop_held(lambda scope, record: judge_again or (scope, _key(record)) not in left)
+        self._samples.drop_left(lambda scope, record: sample(record))
+        left = {(scope, key) for scope, records in self._samples.left.items() for key in records}
+        self._verdicts.drop_left(lambda scope, record: judge_again or (scope, key_of(record)) not in left)
 
     def keep_samples_from(self, step: int, at_once: bool = False) -> None:
         """Remove the samples of all steps before ``step`` from the file; verdicts and evaluations stay.
@@ -269,26 +255,26 @@ class Records:
             at_once: rewrite the file now. Else this waits until the file is twice as large as after the last time, so
                 that the time per step does not grow with the evaluations in it.
         """
-        samples = self._files[0]
-        if at_once or samples.doubled():
-            samples.rewrite(lambda line: line["step"] >= step or line["phase"] == "eval")
+        if at_once or self._samples.doubled():
+            self._samples.rewrite(lambda line: line["step"] >= step or line["phase"] == "eval")
 
     def close(self) -> None:
         """Close the files."""
-        for file in self._files:
-            file.close()
+        self._samples.close()
+        self._verdicts.close()
 
 
 class PhaseRecords:
     """The samples, or the verdicts, of one phase.
 
     Attributes:
+        file: the file that they are in.
         records: by prompt id and sample index: those that an earlier process left, and this rank's.
     """
 
-    def __init__(self, file: "_File", scope: Scope, extra: Mapping[str, Any] | None = None) -> None:
-        self._file, self._scope, self._extra = file, scope, extra or {}
-        self.records: dict[SampleKey, dict[str, Any]] = file.take(scope)
+    def __init__(self, file: "RecordFile", scope: Scope, extra: Mapping[str, Any]) -> None:
+        self.file, self._scope, self._extra = file, scope, extra
+        self.records: dict[SampleKey, dict[str, Any]] = file.left.pop(scope, {})
         self._new: list[dict[str, Any]] = []
 
     def append(self, record: dict[str, Any]) -> None:
@@ -298,37 +284,39 @@ class PhaseRecords:
             UserError: the disk is full, or the file cannot be written.
         """
         record = {**record, **self._extra}
-        self._file.append(self._scope, record)
+        self.file.append(self._scope, record)
         self._new.append(record)
-        self.records[record["prompt_id"], record["sample"]] = record
+        self.records[key_of(record)] = record
 
     def drop(self, unwanted: Callable[[dict[str, Any]], bool]) -> None:
         """Remove the ``unwanted`` records; call it on every rank, on opening or after :meth:`collect`."""
         dropped = {key for key, record in self.records.items() if unwanted(record)}
         if dropped:
             self.records = {key: record for key, record in self.records.items() if key not in dropped}
-            self._file.rewrite(
-                lambda line: _scope(line) != self._scope or (line["prompt_id"], line["sample"]) not in dropped
-            )
+            self.file.rewrite(lambda line: _scope(line) != self._scope or key_of(line) not in dropped)
 
     def collect(self) -> None:
         """Give every rank the records of all, and move them to the main rank's file."""
-        self._file.collect(self._scope, self._new, self.records)
+        self.records |= {key_of(record): record for record in self.file.collect(self._scope, self._new)}
         self._new = []
 
 
-class _File:
-    """One of the files. Every rank appends to its own until :meth:`collect` moves the lines to the main rank's.
+class RecordFile:
+    """A file of records. Each rank appends to a part of it until :meth:`collect` moves the lines to the main rank's.
 
-    One phase can be collected while another has lines in the ranks' own files.
+    One phase can be collected while another has lines in the ranks' parts.
+
+    Attributes:
+        part: this rank's part; the main rank's is the file.
+        left: records of unfinished phases that an earlier process left, until the phase takes them.
     """
 
     def __init__(self, path: Path, ranks: Ranks) -> None:
         self._path, self._ranks = path, ranks
-        self._own = path if ranks.is_main else path.with_suffix(f".rank{ranks.rank}.jsonl")
+        self.part = path if ranks.is_main else path.with_suffix(f".rank{ranks.rank}.jsonl")
+        self.left: dict[Scope, dict[SampleKey, dict[str, Any]]] = defaultdict(dict)
         self._handle: Any = None
         self._rewritten = 0  # bytes after the last rewrite
-        self.held: dict[Scope, dict[SampleKey, dict[str, Any]]] = defaultdict(dict)
         self._uncollected: set[Scope] = set()  # phases with lines of this process only
 
     def merge(self) -> None:
@@ -336,11 +324,10 @@ class _File:
         with disk_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
-                with self._path.open("r+b") as file:
-                    file.truncate(_whole(self._path))
+                os.truncate(self._path, _complete(self._path))
             for part in sorted(self._path.parent.glob(f"{self._path.stem}.rank*.jsonl")):
                 with part.open("rb") as source, self._path.open("ab") as file:
-                    file.write(source.read(_whole(part)))
+                    file.write(source.read(_complete(part)))
                 part.unlink()
 
     def lines(self) -> Iterable[dict[str, Any]]:
@@ -351,65 +338,68 @@ class _File:
         """
         return read_lines(self._path, keys=("step", "phase", "prompt_id", "sample"))
 
-    def hold(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Keep the records of unfinished phases until :meth:`take`."""
-        for line in lines:
-            record = {key: value for key, value in line.items() if key not in ("step", "phase", "round")}
-            self.held[_scope(line)][record["prompt_id"], record["sample"]] = record
+    def keep(self, line: Mapping[str, Any]) -> None:
+        """Keep a line of an unfinished phase in :attr:`left`."""
+        record = {key: value for key, value in line.items() if key not in ("step", "phase", "round")}
+        self.left[_scope(line)][key_of(line)] = record
 
-    def drop_held(self, unwanted: Callable[[Scope, Mapping[str, Any]], bool]) -> None:
-        """Remove the ``unwanted`` records of phases that nobody has taken."""
+    def drop_left(self, unwanted: Callable[[Scope, Mapping[str, Any]], bool]) -> None:
+        """Remove the ``unwanted`` records among those in :attr:`left`."""
         dropped = {
             (scope, key)
-            for scope, records in self.held.items()
+            for scope, records in self.left.items()
             for key, record in records.items()
             if unwanted(scope, record)
         }
         for scope, key in dropped:
-            del self.held[scope][key]
+            del self.left[scope][key]
         if dropped:
-            self.rewrite(lambda line: (_scope(line), _key(line)) not in dropped)
-
-    def take(self, scope: Scope) -> dict[SampleKey, dict[str, Any]]:
-        """Return the records of a phase that an earlier process left."""
-        return self.held.pop(scope, {})
+            self.rewrite(lambda line: (_scope(line), key_of(line)) not in dropped)
 
     def append(self, scope: Scope, record: Mapping[str, Any]) -> None:
-        """Write a record of a phase to this rank's file."""
-        self._uncollected.add(scope)
-        self.write([_line(scope, record)])
-
-    def write(self, lines: Iterable[str]) -> None:
-        """Write lines to this rank's file.
+        """Write a record of a phase to this rank's part.
 
         Raises:
             UserError: the disk is full, or the file cannot be written.
         """
-        with disk_errors(self._own):
-            self._handle = self._handle or self._own.open("ab", buffering=0)  # a kill damages at most one line
-            for line in lines:
-                content = line.encode()
+        self._uncollected.add(scope)
+        self._write([record], scope)
+
+    def _write(self, records: Iterable[Mapping[str, Any]], scope: Scope) -> None:
+        step, phase, round_ = scope
+        beginning = {"step": step, "phase": phase, **({"round": round_} if round_ else {})}
+        with disk_errors(self.part):
+            self._handle = self._handle or self.part.open("ab", buffering=0)  # a kill damages at most one line
+            for record in records:
+                content = (json.dumps({**beginning, **record}) + "\n").encode()
                 if self._handle.write(content) != len(content):  # on a full disk it may write a part
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def collect(self, scope: Scope, new: list[dict[str, Any]], records: dict[SampleKey, dict[str, Any]]) -> None:
+    def collect(self, scope: Scope, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Move the lines of a phase to the main rank's file, and return the records of all ranks.
+
+        Args:
+            scope: the phase.
+            new: the records of this rank.
+        """
+        self._uncollected.discard(scope)
         if self._ranks.world == 1:
             self.close()
-            return
+            return new
+        collected: list[dict[str, Any]] = []
         for start in range(0, max(self._ranks.gather(len(new))), _AT_ONCE):
-            parts = self._ranks.gather(new[start : start + _AT_ONCE])
-            for record in (record for part in parts for record in part):
-                records[record["prompt_id"], record["sample"]] = record
+            of_ranks = self._ranks.gather(new[start : start + _AT_ONCE])
+            collected += (record for of_rank in of_ranks for record in of_rank)
             if self._ranks.is_main:
-                self.write(_line(scope, record) for part in parts[1:] for record in part)
+                self._write((record for of_rank in of_ranks[1:] for record in of_rank), scope)
         self._ranks.barrier()
-        self._uncollected.discard(scope)
         self.close()
         if not self._ranks.is_main:  # a kill before this leaves lines twice, which count once
             if self._uncollected:  # the next step's, sampled beside training
-                rewrite_lines(self._own, lambda line: _scope(line) != scope)
+                rewrite_lines(self.part, lambda line: _scope(line) != scope)
             else:
-                self._own.unlink(missing_ok=True)
+                self.part.unlink(missing_ok=True)
+        return collected
 
     def rewrite(self, keep: Callable[[dict[str, Any]], bool]) -> None:
         """Remove lines from the main rank's file; every rank calls it while no thread samples."""
@@ -424,29 +414,21 @@ class _File:
         return self._ranks.agree(self._ranks.is_main and _size(self._path) >= 2 * self._rewritten)
 
     def close(self) -> None:
+        """Close this rank's part."""
         if self._handle is not None:
             self._handle.close()
             self._handle = None
-
-
-def _line(scope: Scope, record: Mapping[str, Any]) -> str:
-    step, phase, round_ = scope
-    return json.dumps({"step": step, "phase": phase, **({"round": round_} if round_ else {}), **record}) + "\n"
 
 
 def _scope(line: Mapping[str, Any]) -> Scope:
     return line["step"], line["phase"], line.get("round", 0)
 
 
-def _key(line: Mapping[str, Any]) -> SampleKey:
-    return line["prompt_id"], line["sample"]
-
-
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _whole(path: Path) -> int:
+def _complete(path: Path) -> int:
     """Return the length of a file without an incomplete last line."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)

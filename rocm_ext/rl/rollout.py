@@ -22,10 +22,10 @@ from rocm_ext.base.log import Progress
 from rocm_ext.base.supervised import beat
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.distributed.ranks import Ranks
-from rocm_ext.rl.records import PhaseRecords, Sample, to_result, to_sample
+from rocm_ext.rl.records import PhaseRecords, Sample, key_of, to_result, to_sample
 from rocm_ext.runs.folder import GREEDY, SampleKey
 from rocm_ext.sampling import Completion, Request, Sampling, Session
-from rocm_ext.train.interrupt import Interrupt, Interrupted
+from rocm_ext.train.lifecycle import Interrupt, Interrupted
 from rocm_ext.verifiers import Pool, Result, Verdict
 
 Requests = Sequence[tuple[Request, Sampling]]
@@ -38,7 +38,7 @@ class Job:
     """What to sample and verify.
 
     Attributes:
-        name: where the run is, for messages, such as ``cycle 3 sample``.
+        name: where the run is, for messages, such as ``cycle 3``.
         requests: requests with their sampling settings, the same on every rank.
         prompts: the requests' prompts.
         samples, verdicts: records of the phase.
@@ -121,7 +121,7 @@ class Rollout:
         ranks, sampled = workers.ranks, job.samples.records
         # this rank's requests: every so many prompts, with all their samples
         self._ours = [(r, s) for r, s in job.requests if numbers[r.prompt_id] % ranks.world == ranks.rank]
-        self._missing = [(r, s) for r, s in self._ours if (r.prompt_id, r.sample) not in sampled]
+        self._missing = [(r, s) for r, s in self._ours if r.key not in sampled]
         self._stats: dict[str, float] = {}
         self._sampled: float | None = None
 
@@ -133,10 +133,17 @@ class Rollout:
             Interrupted: the user asked to stop.
             UserError: a record cannot be written.
         """
-        _drop_others(job, workers.pool)
+        # a resumed run may ask for fewer answers
+        keys = {request.key for request, _ in job.requests}
+        if workers.pool.groups:  # judged in part, or with other answers than this process asks for
+            groups, judged = _by_group(keys), _by_group(job.verdicts.records)
+            complete = {group for group in groups if judged.get(group) == groups[group]}
+            job.verdicts.drop(lambda record: _group(key_of(record)) not in complete)
+        for records in (job.samples, job.verdicts):
+            records.drop(lambda record: key_of(record) not in keys)
         rollout = cls(job, workers, open_session)
         for request, _ in rollout._ours:
-            key = request.prompt_id, request.sample
+            key = request.key
             if key in job.samples.records and key not in job.verdicts.records:
                 rollout._judge.submit(key, job.samples.records[key]["text"], rollout._rows[key[0]])
         rollout._start(any(workers.ranks.gather(bool(rollout._missing))))
@@ -144,8 +151,7 @@ class Rollout:
 
     def _start(self, needed: bool) -> None:
         """Take note of whether a rank has something to sample."""
-        self._needed = needed
-        workers = self.workers
+        self._needed, workers = needed, self.workers
         if signum := workers.interrupt.agree(workers.ranks):  # a signal may arrive after the last rollout's check
             raise Interrupted(f"in {self.job.name}", signum)
 
@@ -169,9 +175,7 @@ class Rollout:
         """Sample the requests that have no record yet, and submit the samples. This uses no collective operation."""
         samples, clock, stats = self.job.samples, self._clock, self._stats
         lengths = [
-            len(samples.records[key]["tokens"])
-            for request, _ in self._ours
-            if (key := (request.prompt_id, request.sample)) in samples.records
+            len(samples.records[request.key]["tokens"]) for request, _ in self._ours if request.key in samples.records
         ]
         pace = Pace(len(self._missing), lengths, max((s.max_new_tokens for _, s in self._missing), default=0))
         progress = Progress(
@@ -220,7 +224,16 @@ class Rollout:
             raise Interrupted(f"in {job.name}", signum)
         job.samples.collect()
         job.verdicts.collect()
-        self._check_errors()
+        errors = [record for record in job.verdicts.records.values() if record["verdict"] == Verdict.ERROR.value]
+        total, most = job.earlier + len(job.requests), self.workers.max_error_share
+        if len(errors) > most * total:
+            # a resumed run judges samples without a verdict again
+            job.verdicts.drop(lambda record: record["verdict"] == Verdict.ERROR.value)
+            raise UserError(
+                f"the verifier failed on {len(errors)} of {total} answers, a larger share than max_error_share "
+                f"{most:g}; the first error: {errors[0]['detail']}. The samples are saved: fix the verifier and "
+                "continue with resume_from_checkpoint=True"
+            )
         samples, verdicts = job.samples.records, job.verdicts.records
         tokens, seconds = sum(len(record["tokens"]) for record in samples.values()), self._clock()
         return Answers(
@@ -231,18 +244,6 @@ class Rollout:
             | {"tokens": tokens, "seconds": seconds, "waiting": seconds - sampled}
             | {"policy": sum(record.get("policy", 0) for record in samples.values())},
         )
-
-    def _check_errors(self) -> None:
-        verdicts, total = self.job.verdicts, self.job.earlier + len(self.job.requests)
-        errors = [r for r in verdicts.records.values() if r["verdict"] == Verdict.ERROR.value]
-        if len(errors) > self.workers.max_error_share * total:
-            # a resumed run judges samples without a verdict again
-            verdicts.drop(lambda record: record["verdict"] == Verdict.ERROR.value)
-            raise UserError(
-                f"the verifier failed on {len(errors)} of {total} answers, a larger share than max_error_share "
-                f"{self.workers.max_error_share:g}; the first error: {errors[0]['detail']}. The samples are saved: fix "
-                "the verifier and continue with resume_from_checkpoint=True"
-            )
 
 
 class BackgroundRollout(Rollout):
@@ -341,20 +342,10 @@ class _Clock:
         self._paused = time.perf_counter()
 
     def go_on(self) -> None:
+        """Let the paused clock run again."""
         if self._paused is not None:
             self._began += time.perf_counter() - self._paused
             self._paused = None
-
-
-def _drop_others(job: Job, pool: Pool) -> None:
-    """Drop records that the job does not ask for: a resumed run may ask for fewer answers."""
-    keys = {(request.prompt_id, request.sample) for request, _ in job.requests}
-    if pool.groups:  # judged in part, or with other answers than this process asks for
-        groups, judged = _by_group(keys), _by_group(job.verdicts.records)
-        complete = {group for group in groups if judged.get(group) == groups[group]}
-        job.verdicts.drop(lambda record: _group((record["prompt_id"], record["sample"])) not in complete)
-    for records in (job.samples, job.verdicts):
-        records.drop(lambda record: (record["prompt_id"], record["sample"]) not in keys)
 
 
 def _group(key: SampleKey) -> Group:
@@ -378,13 +369,14 @@ class _Judge:
     def __init__(self, job: Job, workers: Workers, clock: _Clock) -> None:
         self._pool, self._interrupt, self._clock = workers.pool, workers.interrupt, clock
         self._records = job.verdicts
-        self._groups = _by_group((request.prompt_id, request.sample) for request, _ in job.requests)
+        self._groups = _by_group(request.key for request, _ in job.requests)
         self._texts: dict[Group, dict[SampleKey, str]] = {}  # samples of incomplete groups
         self._pending: dict[Future, list[SampleKey]] = {}
         self._done: SimpleQueue[Future] = SimpleQueue()
         self.counts = Counter(record["verdict"] for record in self._records.records.values())
 
     def submit(self, key: SampleKey, text: str, row: Mapping[str, Any]) -> None:
+        """Have an answer judged, by the fields of its prompt's row."""
         if self._pool.groups:
             group = _group(key)
             texts = self._texts.setdefault(group, {})
@@ -410,18 +402,19 @@ class _Judge:
             timeout = 0.0
             beat()
             keys, result = self._pending.pop(future), future.result()
-            for (prompt_id, sample), each in zip(keys, result if self._pool.groups else [result], strict=True):
+            results: Sequence[Result] = result if self._pool.groups else [result]
+            for (prompt_id, sample), result in zip(keys, results, strict=True):
                 self._records.append(
                     {
                         "prompt_id": prompt_id,
                         "sample": sample,
-                        "verdict": each.verdict.value,
-                        "reward": each.reward,
-                        "detail": each.detail,
+                        "verdict": result.verdict.value,
+                        "reward": result.reward,
+                        "detail": result.detail,
                         "seconds": self._clock(),
                     }
                 )
-                self.counts[each.verdict.value] += 1
+                self.counts[result.verdict.value] += 1
 
     def finish(self) -> None:
         """Wait for the remaining verdicts and record them; return early if the user asks to stop."""

@@ -1,7 +1,8 @@
 """Updates of the policy on the answers of each step, through a whole run."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -11,15 +12,14 @@ from rocm_ext.base.log import Progress
 from rocm_ext.data.batches import StepLoader, label_counts
 from rocm_ext.data.rows import Rows
 from rocm_ext.model.adapters import peft_files
-from rocm_ext.rl.objective import updates_of_step
 from rocm_ext.rl.records import remove_records
 from rocm_ext.rl.selection import Selected
 from rocm_ext.sampling import sample_seed
 from rocm_ext.train.checkpoint import FREE_KEYS
-from rocm_ext.train.interrupt import Interrupt
 from rocm_ext.train.learner import Learner
+from rocm_ext.train.lifecycle import Interrupt
 from rocm_ext.train.loop import StepStats, Training
-from rocm_ext.train.metrics import peak_memory, read_metrics
+from rocm_ext.train.metrics import read_metrics
 from rocm_ext.train.output_dir import OutputDir
 
 # Keys that a resumed GRPO run may change, in addition to those that a resumed SFT run may change
@@ -31,7 +31,6 @@ GRPO_FREE_KEYS = FREE_KEYS | frozenset(
     """.split()  # noqa: SIM905
 )
 NO_UPDATES = {"updates": 0, "train_seconds": 0.0}
-_WORST = ("_max",)  # ends of measurements whose maximum over updates counts, not their mean
 
 
 class PolicyTrainer(Training):
@@ -40,7 +39,7 @@ class PolicyTrainer(Training):
     Args:
         learner: the model, set up.
         cfg: config of the recipe.
-        folder: output folder from :meth:`OutputDir.open`; the run resumes the checkpoint that the folder found.
+        folder: output folder from :meth:`OutputDir.open`; the run resumes the checkpoint that the folder has read.
         inputs: hashes of what a run must share with the one it resumes, such as its prompts.
         metric_logger: a torchtune metric logger in addition to ``metrics.jsonl``; the caller closes it.
         interrupt: receives the user's signals to stop.
@@ -54,6 +53,7 @@ class PolicyTrainer(Training):
     """
 
     free_keys = GRPO_FREE_KEYS
+    adapter_folder: Callable[[int], Path] | None = None  # of the adapter of a step, where the run keeps one
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class PolicyTrainer(Training):
 
     def begin_run(self) -> None:
         """Build what the run has one of, and continue the checkpoint."""
-        self.begin(self.cfg.steps * updates_of_step(self.cfg))
+        self.begin(self.cfg.steps * self.updates_of_step)
         self._progress = Progress(self.cfg.steps, self.step, self.ranks.is_main)
 
     def remove_outputs(self) -> None:
@@ -104,9 +104,14 @@ class PolicyTrainer(Training):
         return self.step
 
     @property
+    def updates_of_step(self) -> int:
+        """Optimiser updates of a step."""
+        return self.cfg.updates_per_step * self.cfg.minibatches
+
+    @property
     def updates(self) -> int:
         """Optimiser updates that the steps done take in the schedule."""
-        return self.step * updates_of_step(self.cfg)
+        return self.step * self.updates_of_step
 
     def keeps_line(self, line: dict[str, Any]) -> bool:
         """Return whether the run does not repeat what a line is about; evaluations are repeated from their records."""
@@ -149,10 +154,14 @@ class PolicyTrainer(Training):
         for update in loader.range(0, len(minibatches)):
             done.append(self.train_step(update))
         seconds = time.perf_counter() - began
-        self.skip_updates(updates_of_step(self.cfg) - len(done))
+        self.skip_updates(self.updates_of_step - len(done))
         if not done:
             return NO_UPDATES
         tokens, computed = sum(s.tokens for s in done), sum(s.tokens / (1 - s.padding) for s in done)
+        measured: dict[str, list[float]] = {}
+        for stats in done:
+            for name, value in stats.measurements.items():
+                measured.setdefault(name, []).append(value)
         return {
             "loss": fmean(s.loss for s in done),
             "lr": done[-1].lr,
@@ -162,12 +171,12 @@ class PolicyTrainer(Training):
             "train_seconds": seconds,
             "padding": 1 - tokens / computed,
             "updates": len(done),
-            **_combined([s.measurements for s in done]),
+            **{name: (max if name.endswith("_max") else fmean)(values) for name, values in measured.items()},
         }
 
     def train_on_nothing(self) -> dict[str, Any]:
         """Advance the schedule by a step without rows, and return what :meth:`train_on` returns."""
-        self.skip_updates(updates_of_step(self.cfg))
+        self.skip_updates(self.updates_of_step)
         return NO_UPDATES
 
     def _minibatches(self, rows: Rows, groups: Sequence[str]) -> list[list[int]]:
@@ -194,13 +203,11 @@ class PolicyTrainer(Training):
         """
         self.step += 1
         lag = {"policy_lag": selected.policy_lag(self.step)}
-        values = selected.measurements() | dict(updates) | lag | {"seconds": seconds}
-        if self.cfg.log_peak_memory_stats:
-            values["peak_memory"] = peak_memory(self.runtime.device)
+        values = selected.measurements() | dict(updates) | lag | {"seconds": seconds} | self.memory()
         self.log(self.step % self.cfg.log_every_n_steps == 0, **values)
-        right = f"reward {values['reward']:.3f}  " if values["reward"] is not None else ""
+        reward = f"reward {values['reward']:.3f}  " if values["reward"] is not None else ""
         flat = f"{values['flat']:.0%} of {values['groups']} groups flat  {values['mean_tokens']:.0f} tokens  "
-        self._progress.update(f"{right}{flat}{seconds:.1f} s")
+        self._progress.update(f"{reward}{flat}{seconds:.1f} s")
 
     def finish_evaluation(self, step: int, scores: dict[str, Any], stats: Mapping[str, float]) -> None:
         """Log an evaluation of the present adapter, and remember the adapter if it is the best so far.
@@ -266,13 +273,3 @@ class PolicyTrainer(Training):
             "stopped": self.stopped,
             **super().summary(),
         }
-
-
-def _combined(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine the measurements of several updates."""
-    names = dict.fromkeys(name for each in measured for name in each)
-    found = {}
-    for name in names:
-        values = [each[name] for each in measured if name in each]
-        found[name] = max(values) if name.endswith(_WORST) else fmean(values)
-    return found

@@ -6,8 +6,10 @@ continue from damaged files; and they import torch, which takes longer than all 
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,26 @@ from rocm_ext.base.files import read_lines
 from rocm_ext.base.nested import flatten
 from rocm_ext.base.registry import DPO, GRPO, RAFT, SFT, TITLES
 from rocm_ext.machine.counters import HARDWARE_LOG
-from rocm_ext.runs.cycles import PHASES as PHASES
-from rocm_ext.runs.cycles import CycleFolder, Journal, raft_finished
+from rocm_ext.runs.answers import AnswerLog
 from rocm_ext.runs.records import GREEDY as GREEDY
-from rocm_ext.runs.records import Columns, Lines, Readings, is_rows, number, read_json, read_steps, read_yaml
+from rocm_ext.runs.records import (
+    MOST,
+    Columns,
+    EvaluationLine,
+    Lines,
+    Readings,
+    is_rows,
+    number,
+    parse_scores,
+    read_json,
+    read_policy_steps,
+    read_steps,
+    read_yaml,
+)
 from rocm_ext.runs.records import SampleKey as SampleKey
-from rocm_ext.runs.steps import AnswerLog, EvaluationLine, read_policy_steps, steps_finished
 from rocm_ext.runs.tails import Tails
 
+PHASES = ("sample", "train", "eval")  # of a RAFT cycle
 _PAUSE = 60.0  # seconds without a line in hardware.jsonl after which a run counts as paused
 _BOOKKEEPING = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir"}
 
@@ -49,7 +63,7 @@ class RunFolder:
         validations: ``step``, ``val_loss``.
         cycles: cycles of a RAFT run, in order.
         evaluations: evaluations of a GRPO run, in order.
-        answers: answers of a run of RAFT or GRPO.
+        answers: answers of a run of RAFT or GRPO; a step of RAFT is a cycle.
         hardware: lines of ``hardware.jsonl``, by time.
         problems: messages about files that could not be read.
 
@@ -106,16 +120,12 @@ class RunFolder:
         lines = self._tails.lines(self.path / "metrics.jsonl", Lines, self.problems)
         listed = self.summary.get("cycles")
         rows = {r["cycle"]: r for r in listed if type(r.get("cycle")) is int} if is_rows(listed) else {}
-        journal = Journal(self.path, self.problems, self._tails)
         self.cycles = [
-            CycleFolder(p, lines, rows.get(int(p.name[6:]), {}), journal, self.problems, self._tails) for p in folders
+            CycleFolder(p, lines, rows.get(int(p.name[6:]), {}), self.answers, self.problems, self._tails)
+            for p in folders
         ]
-        steps: list[Mapping[str, Any]] = []
-        for cycle in self.cycles:
-            before = len(steps)
-            own = cycle.steps.lines
-            steps += [{**line, "step": before + i, "cycle": cycle.number} for i, line in enumerate(own, start=1)]
-        self.steps = Columns(steps)
+        steps = [{**line, "cycle": cycle.number} for cycle in self.cycles for line in cycle.steps.lines]
+        self.steps = Columns([{**line, "step": number} for number, line in enumerate(steps, start=1)])
 
     @property
     def finished(self) -> bool:
@@ -123,10 +133,10 @@ class RunFolder:
         if self.is_evaluation:
             return self.cycles[0].scores is not None
         if self.family == RAFT:
-            whole = all(cycle.state in ("complete", "skipped") for cycle in self.cycles)
-            last = self.cycles[-1] if self.cycles else None
-            skipped = last is not None and last.state == "skipped"
-            return whole and raft_finished(self.path, self.config, last.number if last else 0, skipped)
+            states = [cycle.state for cycle in self.cycles]
+            last = self.cycles[-1].number if self.cycles else 0
+            complete = all(state in ("complete", "skipped") for state in states)
+            return complete and raft_finished(self.path, self.config, last, states[-1:] == ["skipped"])
         if self.family == GRPO:
             return steps_finished(self.summary, self.config, self.steps["step"][-1] if len(self.steps) else 0.0)
         return number(self.summary.get("steps")) == len(self.steps)
@@ -138,10 +148,10 @@ class RunFolder:
 
     def setting(self, key: str) -> Any:
         """A value of ``config.yaml`` by its dotted name; None if the file has no such key."""
-        node: Any = self.config
+        value: Any = self.config
         for part in key.split("."):
-            node = node.get(part) if isinstance(node, Mapping) else None
-        return node
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
 
     def settings(self) -> dict[str, Any]:
         """``config.yaml``, flat: ``optimizer.lr`` and so on."""
@@ -152,26 +162,124 @@ class RunFolder:
 
         The output folder does not count as a setting, and paths below it are equal in both runs.
         """
-        mine, theirs = self._own_settings(), other._own_settings()
+        mine, theirs = self._comparable_settings(), other._comparable_settings()
         return {
             key: (mine.get(key), theirs.get(key))
             for key in sorted({*mine, *theirs} - _BOOKKEEPING)
             if mine.get(key) != theirs.get(key)
         }
 
-    def _own_settings(self) -> dict[str, Any]:
-        own = str(self.config.get("output_dir") or "")
+    def _comparable_settings(self) -> dict[str, Any]:
+        out = str(self.config.get("output_dir") or "")
         return {
-            key: "${output_dir}" + value[len(own) :]
-            if own and isinstance(value, str) and value.startswith(own)
+            key: "${output_dir}" + value[len(out) :]
+            if out and isinstance(value, str) and value.startswith(out)
             else value
             for key, value in self.settings().items()
         }
 
     def fact(self, key: str) -> Any:
         """A value of a summary: ``machine``, ``dtype`` or ``ranks``. In RAFT it is in the summaries of the cycles."""
-        found = [self.summary, *(cycle.summary for cycle in self.cycles)]
-        return next((each[key] for each in found if each.get(key) is not None), None)
+        summaries = [self.summary, *(cycle.summary for cycle in self.cycles)]
+        return next((summary[key] for summary in summaries if summary.get(key) is not None), None)
+
+
+class CycleFolder:
+    """``cycle_k`` of a RAFT run.
+
+    Attributes:
+        number: k; cycle 0 holds the evaluation before any training.
+        steps: optimiser steps of its training.
+        summary: summary of its training; empty before the end.
+        seconds: duration of each phase that ended.
+        phases: the last line of each phase in the run's ``metrics.jsonl``.
+        row: its entry in the run's ``summary.json``; empty for an unfinished cycle.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        lines: Sequence[Mapping[str, Any]],
+        row: Mapping[str, Any],
+        answers: AnswerLog,
+        problems: list[str],
+        tails: Tails,
+    ) -> None:
+        self.folder, self.number, self.row = folder, int(folder.name[6:]), row
+        self._answers, self._problems = answers, problems
+        self.steps, _ = read_steps(folder / "metrics.jsonl", problems, tails)
+        self.summary = read_json(folder / "summary.json", problems)
+        self.phases: dict[str, Mapping[str, Any]] = {}
+        self.seconds: dict[str, float] = {}
+        for line in lines:
+            if line.get("cycle") == self.number and (phase := line.get("phase")) in PHASES:
+                self.phases[phase] = line
+                if 0 <= (seconds := number(line.get("seconds"))) < MOST:
+                    self.seconds[phase] = seconds
+
+    @cached_property
+    def scores(self) -> dict[str, Any] | None:
+        """``eval.json`` with its intervals; None if it is missing or damaged."""
+        return parse_scores(read_json(self.folder / "eval.json", self._problems))
+
+    @property
+    def state(self) -> str:
+        """``begun``, ``sampling``, ``training``, ``trained``, ``evaluating``, ``complete`` or ``skipped``."""
+        if self.kept == 0:
+            return "skipped"
+        if (self.folder / "eval.json").exists() or (self.row and self.number):
+            return "complete"
+        if self._answers.has(self.number, held_out=True):
+            return "evaluating"
+        for sign, state in (("summary.json", "trained"), ("kept.jsonl", "training")):
+            if (self.folder / sign).exists():
+                return state
+        return "sampling" if self._answers.has(self.number) else "begun"
+
+    @cached_property
+    def rewards(self) -> np.ndarray:
+        """[n] rewards of the cycle's answers; NaN without one."""
+        verdicts = self._answers.verdicts
+        return verdicts.reward[verdicts.rows(self.number)]
+
+    def verdicts(self) -> Counter[str]:
+        """How many of the cycle's answers got each verdict."""
+        return self._answers.verdicts.of_step(self.number)
+
+    @cached_property
+    def lengths(self) -> tuple[np.ndarray, float | None]:
+        """Tokens of each of the cycle's answers, and their entropy; see :meth:`AnswerLog.lengths`."""
+        return self._answers.lengths(self.number)
+
+    @cached_property
+    def kept(self) -> int | None:
+        """How many of its answers the cycle trains on, 0 if it was skipped; None before they are chosen."""
+        path = self.folder / "kept.jsonl"
+        try:
+            return path.read_bytes().count(b"\n") if path.exists() else None
+        except OSError:
+            return None
+
+
+def raft_finished(path: Path, config: Mapping[str, Any], last: int, skipped: bool = False) -> bool:
+    """Whether a RAFT run whose cycle ``last`` is complete has ended.
+
+    ``adapter/`` alone does not show it: a run that continues with more cycles still has the adapter of the shorter
+    run. If the run may have stopped early, because its config allows it or its last cycle was ``skipped``, the adapter
+    decides.
+    """
+    may_stop = skipped or any(config.get(key) for key in ("min_entropy", "stop_after_no_gain", "skip_solved"))
+    return (path / "adapter").exists() and (may_stop or not last < number(config.get("cycles")))
+
+
+def steps_finished(summary: Mapping[str, Any], config: Mapping[str, Any], last: float) -> bool:
+    """Whether a GRPO run whose last recorded step is ``last`` has ended by itself.
+
+    A run that continues with more steps keeps the summary of the shorter run until it ends. So a summary before the
+    config's last step counts only if the run may have stopped early.
+    """
+    may_stop = any(config.get(key) for key in ("min_entropy", "stop_after_no_gain", "max_length_share"))
+    return number(summary.get("steps")) == last and (may_stop or not last < number(config.get("steps")))
 
 
 def running_time(lines: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:

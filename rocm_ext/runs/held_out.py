@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from rocm_ext.base.registry import GRPO
-from rocm_ext.runs.cycles import CycleFolder
-from rocm_ext.runs.folder import RunFolder
+from rocm_ext.runs.folder import CycleFolder, RunFolder
 from rocm_ext.runs.records import GREEDY, MOST, number
 
 
@@ -60,4 +59,4 @@ def _greedy_of(run: RunFolder, step: int) -> Callable[[], dict[str, bool]]:
 
 def _sampled(cycle: CycleFolder) -> int:
     counted = number(cycle.row.get("samples"))
-    return int(counted) if 0 <= counted < MOST else len(cycle.judged)
+    return int(counted) if 0 <= counted < MOST else len(cycle.rewards)

@@ -1,4 +1,4 @@
-"""How far a run has come, read from its files."""
+"""How far a run has come, read from the ends of its files."""
 
 import os
 import re
@@ -10,13 +10,12 @@ from statistics import median
 from typing import Any
 
 from rocm_ext.base.files import json_object
-from rocm_ext.runs.cycles import raft_finished
+from rocm_ext.runs.folder import raft_finished, steps_finished
 from rocm_ext.runs.records import MOST, is_rows, number, parse_scores, read_json, read_yaml
-from rocm_ext.runs.steps import steps_finished
 
 _TAIL = 1 << 16  # bytes read from the end of a metrics.jsonl: some hundred lines
 _RECENT = 20  # steps that tell the speed of a GRPO run
-_TOLD = ("step", "epoch", "loss", "margin", "accuracy", "tokens_per_second", "val_loss", "val_margin", "val_accuracy")
+_SHOWN = ("step", "epoch", "loss", "margin", "accuracy", "tokens_per_second", "val_loss", "val_margin", "val_accuracy")
 
 
 def progress(out: Path) -> dict[str, Any]:
@@ -30,73 +29,55 @@ def progress(out: Path) -> dict[str, Any]:
     """
     if not out.is_dir():
         return {"problem": f"{out} {'is a file' if out.exists() else 'does not exist'}"}
-    cycles = sorted((int(name[6:]), out / name) for name in _names(out) if re.fullmatch(r"cycle_\d{1,9}", name))
-    told: dict[str, Any]
-    lines = [] if cycles else _last_lines(out / "metrics.jsonl")
-    policy = not cycles and (
-        (out / "samples.jsonl").exists() or any({"reward", "eval"} & line.keys() for line in lines)
-    )
-    if policy:
-        written = max(_written(out / name) for name in ("metrics.jsonl", "samples.jsonl", "verdicts.jsonl"))
-        told = _policy_progress(out, lines)
-    elif not cycles:
-        written = _written(out / "metrics.jsonl")
-        told = _last_values(lines)
-    else:
-        cycle, folder = cycles[-1]
-        file = max((folder / "metrics.jsonl", out / "samples.jsonl", out / "verdicts.jsonl"), key=_written)
-        written, told = _written(file), {"cycle": cycle}
+    metrics, samples, verdicts = (out / f"{name}.jsonl" for name in ("metrics", "samples", "verdicts"))
+    summary = read_json(out / "summary.json", [])  # a file may be unreadable while the run writes it
+    config = _config(out / "config.yaml", _stat(out / "config.yaml")[0])
+    cycles = {int(path.name[6:]): path for path in out.glob("cycle_*") if re.fullmatch(r"cycle_\d{1,9}", path.name)}
+    lines = [] if cycles else _last_lines(metrics)
+    values: dict[str, Any]
+    if cycles:
+        cycle, folder = max(cycles.items())
+        newest = max((folder / "metrics.jsonl", samples, verdicts), key=lambda path: _stat(path)[0])
+        written, values = _stat(newest)[0], {"cycle": cycle}
         if written:
-            told["phase"] = "training" if file.parent == folder else _answering(file)
-        told |= _last_values(_last_lines(folder / "metrics.jsonl"))
-        if _skipped(folder):
-            told["phase"] = "skipped"
+            evaluating = newest.parent == out and (_last_lines(newest) or [{}])[-1].get("phase") == "eval"
+            values["phase"] = "training" if newest.parent == folder else "evaluating" if evaluating else "sampling"
+        values |= _last_values(_last_lines(folder / "metrics.jsonl"))
+        skipped = (folder / "kept.jsonl").exists() and not _stat(folder / "kept.jsonl")[1]
+        if skipped:
+            values["phase"] = "skipped"
+        listed = summary.get("cycles")
+        ended = cycle and is_rows(listed) and any(entry.get("cycle") == cycle for entry in listed)
+        finished = ((folder / "eval.json").exists() or ended) and raft_finished(out, config, cycle, skipped)
+    elif samples.exists() or any({"reward", "eval"} & line.keys() for line in lines):
+        written = max(_stat(metrics), _stat(samples), _stat(verdicts))[0]
+        values = _policy_progress(out, lines, config)
+        finished = steps_finished(summary, config, values.get("step", 0))
+    else:
+        written, values = _stat(metrics)[0], _last_values(lines)
+        finished = number(summary.get("steps")) == values.get("step")
     if written:
-        told["seconds_ago"] = round(max(0.0, time.time() - written), 1)
-        told["finished"] = _policy_finished(out, told) if policy else _finished(out, cycles, told)
+        values |= {"seconds_ago": round(max(0.0, time.time() - written), 1), "finished": bool(finished)}
     elif not cycles and not (out / "config.yaml").exists():
-        told["problem"] = f"no run in {out}"
-    return told
+        values["problem"] = f"no run in {out}"
+    return values
 
 
 def position(out: Path) -> tuple[float, float, int]:
     """How far the run in ``out`` has come: its cycle, its step, and the bytes of its answers and verdicts."""
     newest = progress(out)
-    return (
-        newest.get("cycle", 0),
-        newest.get("step", 0),
-        sum(_size(out / f"{n}.jsonl") for n in ("samples", "verdicts")),
-    )
+    size = sum(_stat(out / f"{name}.jsonl")[1] for name in ("samples", "verdicts"))
+    return newest.get("cycle", 0), newest.get("step", 0), size
 
 
 def slowest_step(out: Path) -> float:
     """Seconds of the slowest of the last steps; 0 before the first. A cycle of RAFT has steps of its training."""
-    path = max([out / "metrics.jsonl", *out.glob("cycle_*/metrics.jsonl")], key=_written)
+    path = max([out / "metrics.jsonl", *out.glob("cycle_*/metrics.jsonl")], key=lambda path: _stat(path)[0])
     steps = [line for line in _last_lines(path) if "loss" in line and "phase" not in line][-_RECENT:]
     return max((seconds for line in steps if 0 <= (seconds := number(line.get("seconds"))) < MOST), default=0.0)
 
 
-def _answering(path: Path) -> str:
-    """What the newest line of a RAFT run's answers or verdicts is of: ``sampling`` or ``evaluating``."""
-    lines = _last_lines(path)
-    return "evaluating" if lines and lines[-1].get("phase") == "eval" else "sampling"
-
-
-def _finished(out: Path, cycles: list[tuple[int, Path]], told: dict[str, Any]) -> bool:
-    # not from the files' times, which copying may change
-    unreadable: list[str] = []  # not shown: a file may be unreadable while the run writes it
-    summary = read_json(out / "summary.json", unreadable)
-    if not cycles:
-        return number(summary.get("steps")) == told.get("step")
-    last, folder = cycles[-1]
-    listed = summary.get("cycles")
-    complete = (folder / "eval.json").exists() or (
-        is_rows(listed) and any(last and row.get("cycle") == last for row in listed)
-    )
-    return complete and raft_finished(out, read_yaml(out / "config.yaml", unreadable), last, _skipped(folder))
-
-
-def _policy_progress(out: Path, lines: list[dict[str, Any]]) -> dict[str, Any]:
+def _policy_progress(out: Path, lines: list[dict[str, Any]], config: Mapping[str, Any]) -> dict[str, Any]:
     """The newest values of a GRPO run.
 
     Returns:
@@ -104,55 +85,47 @@ def _policy_progress(out: Path, lines: list[dict[str, Any]]) -> dict[str, Any]:
         ``flat`` (share of groups) and ``entropy`` of the last step; ``held_out``, the last score; ``seconds``, the
         median of the last steps; ``seconds_left``.
     """
-    config = _config(out / "config.yaml", _written(out / "config.yaml"))
     steps = [line for line in lines if "reward" in line and _is_number(line.get("step"))]
-    scores = [parsed for line in lines if (parsed := _scores(line)) is not None]
-    told: dict[str, Any] = {}
-    if phase := _phase(out, config):
-        told["phase"] = phase
+    evaluations = [line for line in lines if isinstance(line.get("eval"), dict)]
+    scores = [parsed for line in evaluations if (parsed := parse_scores(line["eval"])) is not None]
+    values: dict[str, Any] = {}
+    if phase := _policy_phase(out, config):
+        values["phase"] = phase
     if steps:
-        told["step"] = steps[-1]["step"]
+        values |= {
+            key: steps[-1][key] for key in ("step", "reward", "flat", "entropy") if _is_number(steps[-1].get(key))
+        }
     if 0 < (planned := number(config.get("steps"))) < 1e9:
-        told["steps"] = planned
-    told |= {key: steps[-1][key] for key in ("reward", "flat", "entropy") if steps and _is_number(steps[-1].get(key))}
+        values["steps"] = planned
     if scores:
-        told["held_out"] = scores[-1]["pass"][0]
-    times = [seconds for line in steps[-_RECENT:] if 0 <= (seconds := number(line.get("seconds"))) < MOST]
-    if times:
-        told["seconds"] = median(times)
-        if planned > told["step"]:
-            told["seconds_left"] = (planned - told["step"]) * told["seconds"] + _evaluating(lines, config, told["step"])
-    return told
+        values["held_out"] = scores[-1]["pass"][0]
+    if times := _times(steps[-_RECENT:]):
+        step, every = values["step"], number(config.get("eval_every_n_steps"))
+        values["seconds"] = median(times)
+        if planned > step:
+            values["seconds_left"] = (planned - step) * values["seconds"]
+            if (of_evaluations := _times(evaluations)) and every >= 1:
+                to_come = planned // every - step // every + (planned % every > 0)
+                values["seconds_left"] += of_evaluations[-1] * to_come
+    return values
 
 
-def _phase(out: Path, config: Mapping[str, Any]) -> str:
+def _policy_phase(out: Path, config: Mapping[str, Any]) -> str:
     """What a GRPO run does, by its newest verdicts; empty if they do not tell."""
-    if _written(out / "verdicts.jsonl") < _written(out / "metrics.jsonl"):
+    (written, size), (trained, _) = _stat(out / "verdicts.jsonl"), _stat(out / "metrics.jsonl")
+    if written < trained:
         return ""
     asked = number(config.get("prompts_per_step")) * number(config.get("samples_per_prompt"))
-    size = int(400 * asked) if 0 < asked < 10_000 else _TAIL
-    verdicts = _last_lines(out / "verdicts.jsonl", size)
+    tail = int(400 * asked) if 0 < asked < 10_000 else _TAIL
+    verdicts = _last_lines(out / "verdicts.jsonl", tail)
     if not verdicts:
         return ""
     if verdicts[-1].get("phase") == "eval":
         return "evaluating"
-    there = sum(line.get("step") == verdicts[-1].get("step") for line in verdicts)
-    if there >= asked:
+    judged = sum(line.get("step") == verdicts[-1].get("step") for line in verdicts)
+    if judged >= asked:
         return "training"
-    return "sampling" if there < len(verdicts) or _size(out / "verdicts.jsonl") <= size else ""
-
-
-def _evaluating(lines: list[dict[str, Any]], config: Mapping[str, Any], step: float) -> float:
-    """Seconds that the evaluations after ``step`` will take."""
-    times = [seconds for line in lines if "eval" in line and 0 <= (seconds := number(line.get("seconds"))) < MOST]
-    planned, every = number(config.get("steps")), number(config.get("eval_every_n_steps"))
-    if not times or not every >= 1:
-        return 0.0
-    return times[-1] * (planned // every - step // every + (planned % every > 0))
-
-
-def _scores(line: Mapping[str, Any]) -> dict[str, Any] | None:
-    return parse_scores(read) if isinstance(read := line.get("eval"), dict) else None
+    return "sampling" if judged < len(verdicts) or size <= tail else ""
 
 
 @lru_cache(maxsize=4)
@@ -161,24 +134,13 @@ def _config(path: Path, written: float) -> dict[str, Any]:
     return read_yaml(path, [])
 
 
-def _policy_finished(out: Path, told: Mapping[str, Any]) -> bool:
-    config = _config(out / "config.yaml", _written(out / "config.yaml"))
-    return steps_finished(read_json(out / "summary.json", []), config, told.get("step", 0))
-
-
-def _skipped(folder: Path) -> bool:
-    try:
-        return (folder / "kept.jsonl").stat().st_size == 0
-    except OSError:
-        return False
-
-
 def _last_values(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """The newest of each value in lines of a ``metrics.jsonl``."""
-    values: dict[str, Any] = {}
-    for row in lines:
-        values |= {key: row[key] for key in _TOLD if _is_number(row.get(key))}
-    return values
+    return {key: line[key] for line in lines for key in _SHOWN if _is_number(line.get(key))}
+
+
+def _times(lines: list[dict[str, Any]]) -> list[float]:
+    return [seconds for line in lines if 0 <= (seconds := number(line.get("seconds"))) < MOST]
 
 
 def _is_number(value: Any) -> bool:
@@ -187,34 +149,19 @@ def _is_number(value: Any) -> bool:
 
 def _last_lines(path: Path, size: int = _TAIL) -> list[dict[str, Any]]:
     """The newest lines of a file of JSON lines, without those that begin before the tail or are being written."""
-    return [row for line in _tail(path, size).splitlines() if (row := json_object(line)) is not None]
-
-
-def _tail(path: Path, size: int) -> bytes:
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - size))
-            return file.read()
-    except OSError:
-        return b""
-
-
-def _written(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
+            tail = file.read()
     except OSError:
         return []
+    return [row for line in tail.splitlines() if (row := json_object(line)) is not None]
+
+
+def _stat(path: Path) -> tuple[float, int]:
+    """When a file was written, and its bytes; zeros for a missing one."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return 0.0, 0
+    return stat.st_mtime, stat.st_size

@@ -17,6 +17,7 @@ from rocm_ext.runs.tails import Tails
 
 GREEDY = -1  # index of a held-out prompt's greedy answer; those drawn at random count from 0
 MOST = 1e12  # seconds or prompts; a file with more is damaged
+MOST_STEPS = 2**31
 SampleKey = tuple[str, int]  # prompt id, index of the sample
 
 
@@ -91,6 +92,44 @@ class MetricLines:
             if "val_loss" in line:
                 self.validations.add(step, line)
         return line is not None
+
+
+@dataclass(frozen=True)
+class EvaluationLine:
+    """A line of GRPO's ``metrics.jsonl`` with the scores of an evaluation.
+
+    Attributes:
+        step: steps done before it.
+        scores: as of :func:`parse_scores`.
+        seconds: duration; NaN if unknown.
+        truncated: how many answers ``max_new_tokens`` cut off; NaN if unknown.
+    """
+
+    step: int
+    scores: Mapping[str, Any]
+    seconds: float
+    truncated: float
+
+
+class PolicyLines:
+    """The steps and the evaluations in GRPO's ``metrics.jsonl``."""
+
+    def __init__(self) -> None:
+        self.steps = Latest()
+        self.evaluations: dict[int, EvaluationLine] = {}
+
+    def add(self, content: bytes, position: int) -> bool:
+        """Take a line."""
+        line = json_object(content)
+        if line is None or not 0 <= (step := number(line.get("step"))) < MOST_STEPS:
+            return line is not None
+        if isinstance(read := line.get("eval"), dict):
+            if (scores := parse_scores(read)) is not None:
+                seconds, truncated = number(line.get("seconds")), number(read.get("truncated"))
+                self.evaluations[int(step)] = EvaluationLine(int(step), scores, seconds, truncated)
+        elif "reward" in line:
+            self.steps.add(step, {key: value for key, value in line.items() if value is not None})
+        return True
 
 
 class Readings(list[dict[str, Any]]):
@@ -190,8 +229,14 @@ def is_rows(value: Any) -> TypeGuard[list[dict[str, Any]]]:
 
 def read_steps(path: Path, problems: list[str], tails: Tails) -> tuple[Columns, Columns]:
     """Training steps and validations in a ``metrics.jsonl``, each in order; the last line of a step counts."""
-    found = tails.lines(path, MetricLines, problems)
-    return found.steps.columns, found.validations.columns
+    lines = tails.lines(path, MetricLines, problems)
+    return lines.steps.columns, lines.validations.columns
+
+
+def read_policy_steps(path: Path, problems: list[str], tails: Tails) -> tuple[Columns, list[EvaluationLine]]:
+    """Steps and evaluations in GRPO's ``metrics.jsonl``, each in order; the last line of a step counts."""
+    lines = tails.lines(path, PolicyLines, problems)
+    return lines.steps.columns, [lines.evaluations[step] for step in sorted(lines.evaluations)]
 
 
 def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
@@ -214,7 +259,7 @@ def read_yaml(path: Path, problems: list[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         problems.append(f"{path} holds no YAML mapping and is skipped")
         return {}
-    return {str(key): each for key, each in value.items()}
+    return {str(key): setting for key, setting in value.items()}
 
 
 def _read_bytes(path: Path, problems: list[str]) -> bytes | None:

@@ -71,6 +71,11 @@ class Request:
     messages: tuple[Mapping[str, Any], ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
 
+    @property
+    def key(self) -> tuple[str, int]:
+        """The prompt's id and the index of the answer."""
+        return self.prompt_id, self.sample
+
 
 @dataclass(frozen=True)
 class Completion:

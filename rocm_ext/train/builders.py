@@ -1,4 +1,4 @@
-"""Components that every recipe builds from its config."""
+"""Components that every recipe builds from its config: tokenizer, optimiser and schedule."""
 
 import math
 import warnings
@@ -7,17 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from tokenizers import Tokenizer
 from torch import nn
-from torchtune.training.metric_logging import TensorBoardLogger, WandBLogger
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.log import log
-from rocm_ext.config import references
 from rocm_ext.data.encoder import HFTokenizer
-from rocm_ext.train.runtime import Runtime
 
 _TRIED_STEPS = 10_000  # of a schedule, before the weights are read; they take a second
 # Texts whose tokens tell vocabularies and merges apart. A tokenizer of the same family encodes them equally.
@@ -71,63 +68,16 @@ def check_tokenizer(tokenizer: Any, cfg: DictConfig) -> None:
             )
 
 
-# ---- metric logger
-
-
-def setup_metric_logger(cfg: DictConfig, runtime: Runtime) -> Any:
-    """Build the config's metric logger.
-
-    Returns:
-        The logger; None on ranks other than the main one, and if the config names no logger.
-
-    Raises:
-        UserError: the logger cannot be built.
-    """
-    if cfg.metric_logger is None or not runtime.ranks.is_main:
-        return None
-    logger = config.instantiate(cfg.metric_logger, key="metric_logger")
-    if not all(callable(getattr(logger, method, None)) for method in ("log_dict", "close")):
-        raise UserError(
-            f"metric_logger {cfg.metric_logger[config.COMPONENT]} makes a {type(logger).__name__}; expected a logger "
-            "with the methods log_dict and close, such as those of torchtune.training.metric_logging"
-        )
-    return logger
-
-
-def log_config(logger: Any, cfg: DictConfig) -> None:
-    """Give a run's config to its metric logger, if there is one; a failure is a warning.
-
-    torchtune's loggers save it as ``output_dir/torchtune_config.yaml``. Weights & Biases, Comet and MLflow also show
-    it; TensorBoard gets it as a text.
-    """
-    if isinstance(logger, WandBLogger):
-        logger.config_allow_val_change = True  # a resumed run differs at least in resume_from_checkpoint
-    try:
-        if hasattr(logger, "log_config"):
-            with references.kept():  # some resolve it
-                logger.log_config(cfg)
-        if isinstance(logger, TensorBoardLogger) and logger._writer is not None:  # torchtune only saves a file
-            text = OmegaConf.to_yaml(cfg)
-            logger._writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()))
-    except Exception as error:  # a service may raise anything, and the run does not need it
-        log.warning("metric_logger: it did not take the config: %s", one_line(error))
-
-
 # ---- optimiser and schedule
 
 
-def setup_optimizer(node: DictConfig, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """Build the optimiser that ``node`` names over ``parameters``."""
-    return config.instantiate(node, list(parameters), key="optimizer")
-
-
-def setup_scheduler(node: DictConfig | None, optimizer: torch.optim.Optimizer, steps: int) -> Any:
-    """Build the learning-rate schedule that ``node`` names for a run of ``steps`` optimiser steps; None without one."""
-    if node is None:
+def setup_scheduler(component: DictConfig | None, optimizer: torch.optim.Optimizer, steps: int) -> Any:
+    """Build the schedule that ``component`` names for a run of ``steps`` optimiser steps; None without one."""
+    if component is None:
         return None
     length = {"num_training_steps": steps}  # torchtune's schedules need it, torch's do not accept it
-    arguments = length if config.takes(node, "num_training_steps", key="lr_scheduler") else {}
-    return config.instantiate(node, optimizer, key="lr_scheduler", **arguments)
+    arguments = length if config.takes(component, "num_training_steps", key="lr_scheduler") else {}
+    return config.instantiate(component, optimizer, key="lr_scheduler", **arguments)
 
 
 def check_learning_rate(optimizer: torch.optim.Optimizer) -> None:
@@ -160,7 +110,7 @@ def try_out(cfg: DictConfig, parameters: Sequence[nn.Parameter], steps: int) -> 
             rate that is negative or not finite.
     """
     copies = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
-    optimizer = setup_optimizer(cfg.optimizer, copies)
+    optimizer = config.instantiate(cfg.optimizer, copies, key="optimizer")
     check_learning_rate(optimizer)
     for copy in copies:
         copy.grad = torch.zeros_like(copy)
@@ -206,15 +156,3 @@ def nothing_changed(steps: int, length: str) -> str:
         f"{steps} optimiser steps changed nothing, bit for bit. Either the warm-up is as long as {length}, or the loss "
         "scale of fp16 never settles: remove lr_scheduler, train on more rows, or set another dtype"
     )
-
-
-def warn_of_warmup(node: DictConfig | None, steps: int) -> None:
-    """Warn if a schedule's warm-up takes the whole run, so that the learning rate never reaches ``optimizer.lr``."""
-    warmup = node.get("num_warmup_steps") if node is not None else None
-    if isinstance(warmup, int) and warmup >= steps:
-        log.warning(
-            "lr_scheduler.num_warmup_steps is %d and the run has %d steps, so the learning rate never reaches "
-            "optimizer.lr; lower num_warmup_steps",
-            warmup,
-            steps,
-        )

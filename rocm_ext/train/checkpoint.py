@@ -5,8 +5,8 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -95,13 +95,6 @@ class Checkpoints:
         """Remove every checkpoint."""
         for path in self.steps():
             remove_folder(path)
-
-    def discard(self) -> None:
-        """Remove every checkpoint and, unless it keeps an unreadable one, the folder."""
-        self.clear()
-        self.sweep(0)
-        with suppress(OSError):
-            self.folder.rmdir()
 
     def sweep(self, step: int) -> None:
         """Prepare the folder for a run that continues after ``step``.
@@ -254,3 +247,38 @@ def check_same_run(
             f"{path} belongs to another run: {'; '.join(problems)}. "
             f"Undo these changes{how}, or start a new run in another output_dir"
         )
+
+
+# ---- another number of steps than the run began with
+
+
+def load_for_new_length(optimizer: torch.optim.Optimizer, scheduler: Any, state: Mapping[str, Any], step: int) -> None:
+    """Load an optimiser's state, and bring the schedule of the new length to ``step``.
+
+    Args:
+        optimizer: the optimiser, as built.
+        scheduler: its schedule, as built for the new number of steps; None: constant learning rate.
+        state: the checkpoint's state of the optimiser.
+        step: optimiser steps done.
+    """
+    if scheduler is None:
+        optimizer.load_state_dict(dict(state))
+        return
+    advance(scheduler, step)
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    optimizer.load_state_dict(dict(state))
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if rate != (was := float(group["lr"])):
+            log.info("lr_scheduler follows the new number of steps: learning rate %.3g, was %.3g", rate, was)
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def advance(scheduler: Any, steps: int) -> None:
+    """Step a schedule ``steps`` times without its optimiser."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch expects an optimiser step before each of these
+        for _ in range(steps):
+            scheduler.step()

@@ -41,8 +41,8 @@ from rocm_ext.plan.memory import MemoryPlan, apply_checkpointing, checkpointed_l
 from rocm_ext.plan.planner import TrainingPlanner
 from rocm_ext.plan.speeds import figures_for
 from rocm_ext.plan.workload import Workload
+from rocm_ext.train.lifecycle import Runtime
 from rocm_ext.train.machines import check_same
-from rocm_ext.train.runtime import Runtime
 
 
 class Learner:
@@ -104,6 +104,7 @@ class Learner:
 
     @property
     def shares(self) -> bool:
+        """Whether sequences of a row that begin alike share their beginning; see above."""
         return self.packed and shares_beginnings(self.decoder)
 
     @property

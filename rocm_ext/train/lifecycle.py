@@ -1,27 +1,176 @@
-"""Run a recipe from set-up to clean-up, as `tune run` does."""
+"""The life of a run: its process, with machine, device and ranks; from set-up to clean-up; and how signals end it."""
 
+import os
 import shlex
+import signal
 import time
 import traceback
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from types import FrameType
+from typing import Any, Protocol
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.base import supervised
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.log import duration, log
-from rocm_ext.distributed.ranks import Ranks, local_rank, machine_index, several_machines
-from rocm_ext.machine import trace
+from rocm_ext.base.log import duration, log, warn
+from rocm_ext.base.process import stop_signals, survive_terminal
+from rocm_ext.distributed.ranks import Ranks, local_rank, local_world_size, machine_index, several_machines
+from rocm_ext.machine import numerics, trace
+from rocm_ext.machine.budget import memory_budget, open_device
 from rocm_ext.machine.counters import log_of, recording
+from rocm_ext.machine.detect import Machine, detect
+from rocm_ext.machine.profile import Profile, check_locked, check_profile, load_profile
+from rocm_ext.machine.threads import choose_threads, cores
+from rocm_ext.machine.trace import Trace
 from rocm_ext.model.sampler import MIN_ROWS
 from rocm_ext.plan.memory import readable
-from rocm_ext.train.interrupt import Interrupted
-from rocm_ext.train.lock import hold
+from rocm_ext.runs.records import read_yaml
+from rocm_ext.train.machines import check_machines
 from rocm_ext.train.metrics import peak_memory
-from rocm_ext.train.runtime import Runtime
+from rocm_ext.train.output_dir import hold
+
+# ---- signals
+
+
+class Interrupted(Exception):
+    """The user asked to stop, or another process is to go on, and the run has saved all finished work.
+
+    Args:
+        where: position in the run, such as ``at step 7``; it follows the word "stopped" in the log.
+        signum: number of the signal; 0: another process goes on, see :func:`rocm_ext.base.supervised.apart`.
+    """
+
+    def __init__(self, where: str, signum: int = 0) -> None:
+        super().__init__(where, signum)
+        self.where, self.signum = where, signum
+
+
+class Interrupt:
+    """Context in which Ctrl-C, SIGTERM and SIGHUP only set ``signum``; a second Ctrl-C stops at once.
+
+    The context may be entered again inside itself. A process that ignores SIGHUP, as under ``nohup``, goes on
+    ignoring it.
+
+    Attributes:
+        signum: number of the last signal, or None.
+    """
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> "Interrupt":
+        self._depth += 1
+        if self._depth == 1:
+            self._earlier = {s: signal.signal(s, self._note) for s in (signal.SIGINT, *stop_signals())}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            for signum, handler in self._earlier.items():
+                signal.signal(signum, handler)
+
+    def agree(self, ranks: Ranks) -> int:
+        """Return the highest signal number that any rank received, the same on all ranks; 0 without one."""
+        return max(signum or 0 for signum in ranks.gather(self.signum))
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if signum == self.signum == signal.SIGINT:  # torchrun sends SIGTERM after a Ctrl-C; that one still waits
+            raise KeyboardInterrupt
+        self.signum = signum
+        survive_terminal()
+        log.info("stopping once the current work is saved ...")
+
+
+# ---- this process
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Hardware and settings that this process computes with.
+
+    Attributes:
+        profile: hardware profile that the config names.
+        machine: hardware that was detected.
+        device: this rank's device, opened and, on unified memory, capped.
+        dtype: dtype of weights and activations.
+        ranks: this process and its place among all ranks.
+        trace: records steps, see ``profile_steps``.
+    """
+
+    profile: Profile
+    machine: Machine
+    device: torch.device
+    dtype: torch.dtype
+    ranks: Ranks
+    trace: Trace = field(default_factory=Trace)
+
+    @classmethod
+    def open(cls, cfg: DictConfig, run_cfg: DictConfig | None = None) -> "Runtime":
+        """Check the machine against its profile, open the device and join the other ranks.
+
+        On a CPU both configs get the number of threads in place of ``auto``, so that the run records it.
+
+        Args:
+            cfg: config of the SFT recipe or of a recipe that extends it.
+            run_cfg: config of the run, the same on all of its machines; by default ``cfg``.
+
+        Raises:
+            UserError: the machine does not match the profile, a setting is locked, the device is missing, or the
+                machines of the run differ.
+        """
+        profile, machine = load_profile(cfg.hardware), detect()
+        warnings = check_profile(profile, machine, local_world_size())
+        settings: Any = OmegaConf.to_container(cfg)
+        warnings += check_locked(profile, settings, list(cfg.hardware_overrides))
+        dtype, why = numerics.pick_dtype(cfg.dtype, machine)
+        opened = open_device(profile, machine, local_rank(), cfg.memory_fraction, cfg.device)
+        ranks = Ranks.from_env(opened, cfg.node_timeout)
+        run = cfg if run_cfg is None else run_cfg
+        check_machines(run, dtype, ranks)
+        warn(warnings)
+        log.info("hardware %s: %s", profile.name, machine)
+        log.info("dtype %s (%s)", dtype, why)
+        cfg.cpu_threads = run.cpu_threads = _use_threads(run, opened, ranks)
+        return cls(profile, machine, opened, dtype, ranks)
+
+    def budget(self, taken: int = 0) -> int:
+        """Return how many bytes this process may use on its device, with the ``taken`` bytes that it uses already."""
+        return memory_budget(self.profile, self.machine, taken=taken)[0]
+
+
+def _use_threads(cfg: DictConfig, device: torch.device, ranks: Ranks) -> int | str:
+    """Give torch its threads; return what the run records as ``cpu_threads``, with which it resumes."""
+    count, why = cfg.cpu_threads, "as the config says"
+    if count == "auto":
+        if device.type != "cpu":
+            return "auto"
+        deterministic = cfg.cudnn_deterministic_mode not in (None, False, "default")
+        problems: list[str] = []
+        resumed = read_yaml(Path(cfg.output_dir) / "config.yaml", problems) if cfg.resume_from_checkpoint else {}
+        warn(problems)
+        recorded = threads if type(threads := resumed.get("cpu_threads")) is int else None
+        chosen = (recorded, "as the run began") if recorded else choose_threads(os.environ, deterministic)
+        count, why = min(ranks.gather(chosen))  # all ranks wait for the slowest one
+    torch.set_num_threads(count)
+    log.info("cpu_threads %d (%s)", count, why)
+    if device.type == "cpu" and count > (most := cores()):
+        log.warning(
+            "cpu_threads is %d, and this process may use %g cores; threads without a core make the others wait. "
+            "cpu_threads=%d is faster, with results that are equal up to rounding",
+            count,
+            most,
+            max(1, int(most)),
+        )
+    return count
+
+
+# ---- from set-up to clean-up
 
 
 class RunnableRecipe(Protocol):
@@ -58,38 +207,34 @@ def run(recipe: RunnableRecipe) -> None:
         SystemExit: Ctrl-C, SIGTERM or SIGHUP stopped the run, and all finished work is saved; the code is 128 + the
             signal's number.
     """
-    with hold(Path(recipe.cfg.output_dir)):
-        _run(recipe)
-
-
-def _run(recipe: RunnableRecipe) -> None:
-    began, cfg = time.monotonic(), recipe.cfg
-    if cfg.validate_only:
-        recipe.check()
+    began, cfg, out = time.monotonic(), recipe.cfg, Path(recipe.cfg.output_dir)
+    with hold(out):
+        if cfg.validate_only:
+            recipe.check()
+            recipe.cleanup()
+            log.info("valid: all checks that need no weights have passed")
+            return
+        try:
+            recipe.setup()
+            runtime = recipe.runtime
+            profile = runtime.trace.on(out / trace.FOLDER, cfg.profile_steps or 0, runtime.device, runtime.ranks.rank)
+            with _recording(cfg, runtime.ranks), profile:
+                recipe.train()
+        except RuntimeError as error:  # a GPU's, and a CPU's
+            if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
+                raise
+            raise UserError(_out_of_memory(recipe, error), supervised.RETRY) from error
+        except Interrupted as stop:
+            log.info("stopped %s, all saved; continue with resume_from_checkpoint=True", stop.where)
+            recipe.cleanup()
+            if not stop.signum:
+                supervised.note(segment=stop.where)
+            raise SystemExit(128 + stop.signum if stop.signum else 0) from None
         recipe.cleanup()
-        log.info("valid: all checks that need no weights have passed")
-        return
-    try:
-        recipe.setup()
-        runtime, out = recipe.runtime, Path(cfg.output_dir)
-        profile = runtime.trace.on(out / trace.FOLDER, cfg.profile_steps or 0, runtime.device, runtime.ranks.rank)
-        with _recording(cfg, runtime.ranks), profile:
-            recipe.train()
-    except RuntimeError as error:
-        if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):  # a GPU's, a CPU's
-            raise
-        raise UserError(_out_of_memory(recipe, error), supervised.RETRY) from error
-    except Interrupted as stop:
-        log.info("stopped %s, all saved; continue with resume_from_checkpoint=True", stop.where)
-        recipe.cleanup()
-        if not stop.signum:
-            supervised.note(segment=stop.where)
-        raise SystemExit(128 + stop.signum if stop.signum else 0) from None
-    recipe.cleanup()
-    log.info("done in %s", duration(time.monotonic() - began))
-    if (out / "adapter").is_dir():
-        name = shlex.quote(str(out))
-        log.info("try it: rocm-ext chat %s; take it elsewhere: rocm-ext export %s --gguf FILE", name, name)
+        log.info("done in %s", duration(time.monotonic() - began))
+        if (out / "adapter").is_dir():
+            name = shlex.quote(str(out))
+            log.info("try it: rocm-ext chat %s; take it elsewhere: rocm-ext export %s --gguf FILE", name, name)
 
 
 def _out_of_memory(recipe: RunnableRecipe, error: RuntimeError) -> str:

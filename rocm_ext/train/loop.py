@@ -10,23 +10,29 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from rocm_ext import config
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import replace_folder, replace_text
 from rocm_ext.base.log import log
 from rocm_ext.config import references
 from rocm_ext.data.batches import Update
-from rocm_ext.losses import Tally
 from rocm_ext.machine import numerics
 from rocm_ext.machine.trace import TRAINING
 from rocm_ext.model.adapters.merge import merge
 from rocm_ext.model.attention import has_dropout
 from rocm_ext.train import builders
-from rocm_ext.train.checkpoint import FREE_KEYS, check_same_run, rng_state, set_rng_state
-from rocm_ext.train.interrupt import Interrupt
+from rocm_ext.train.checkpoint import (
+    FREE_KEYS,
+    advance,
+    check_same_run,
+    load_for_new_length,
+    rng_state,
+    set_rng_state,
+)
 from rocm_ext.train.learner import Learner
+from rocm_ext.train.lifecycle import Interrupt
 from rocm_ext.train.metrics import Metrics, peak_memory
 from rocm_ext.train.output_dir import OutputDir
-from rocm_ext.train.resume import advance, check_updates, load_for_new_length
 
 # in a run's identity: the cut of a step decides which masks dropout draws
 _DROPOUT_CUT = "tokens_per_micro_batch, which dropout depends on"
@@ -71,16 +77,15 @@ class StepStats:
 class Training:
     """Optimiser steps on a learner's adapter in an output folder, fresh or resumed.
 
-    A subclass's constructor calls :meth:`begin` as soon as it knows the number of updates, its own part of the
-    checkpoint's identity, and whatever its :meth:`setup_optimizer` and :meth:`setup_scheduler` need.
+    A subclass calls :meth:`begin` once it knows the number of updates, its part of the checkpoint's identity, and
+    whatever its :meth:`setup_optimizer` and :meth:`setup_scheduler` need.
 
     Args:
         learner: the model, set up.
         cfg: config of the SFT recipe or of a recipe that extends it.
-        folder: output folder from :meth:`OutputDir.open`; the run resumes the checkpoint that the folder found.
+        folder: output folder from :meth:`OutputDir.open`; the run resumes the checkpoint that the folder has read.
         metric_logger: a torchtune metric logger in addition to ``metrics.jsonl``; the caller closes it.
         interrupt: receives the user's signals to stop.
-        steps_before: steps of this learner's earlier runs; the metric logger counts on from there.
 
     Attributes:
         step: steps done. Metrics and checkpoints count them.
@@ -99,11 +104,9 @@ class Training:
         *,
         metric_logger: Any = None,
         interrupt: Interrupt | None = None,
-        steps_before: int = 0,
     ) -> None:
         self.learner, self.runtime, self.ranks = learner, learner.runtime, learner.runtime.ranks
-        self.cfg, self.folder = cfg, folder
-        self.metric_logger, self.steps_before = metric_logger, steps_before
+        self.cfg, self.folder, self.metric_logger = cfg, folder, metric_logger
         self.interrupt = interrupt or Interrupt()
         self.step, self.total_steps = 0, 0
         self.best: dict[str, Any] | None = None
@@ -157,7 +160,7 @@ class Training:
 
     def setup_optimizer(self) -> torch.optim.Optimizer:
         """Build the config's optimiser over the parameters in ``learner.adapter``."""
-        return builders.setup_optimizer(self.cfg.optimizer, list(self.learner.adapter.values()))
+        return config.instantiate(self.cfg.optimizer, list(self.learner.adapter.values()), key="optimizer")
 
     def setup_scheduler(self) -> Any:
         """Build the config's learning-rate schedule over ``self.total_steps`` for ``self.optimizer``.
@@ -165,7 +168,14 @@ class Training:
         Returns:
             A scheduler, which the run steps once per optimiser step; None without ``lr_scheduler``.
         """
-        builders.warn_of_warmup(self.cfg.lr_scheduler, self.total_steps)
+        warmup = self.cfg.lr_scheduler.get("num_warmup_steps") if self.cfg.lr_scheduler is not None else None
+        if isinstance(warmup, int) and warmup >= self.total_steps:
+            log.warning(
+                "lr_scheduler.num_warmup_steps is %d and the run has %d steps, so the learning rate never reaches "
+                "optimizer.lr; lower num_warmup_steps",
+                warmup,
+                self.total_steps,
+            )
         return builders.setup_scheduler(self.cfg.lr_scheduler, self.optimizer, self.total_steps)
 
     # ---- what a subclass may change
@@ -182,11 +192,11 @@ class Training:
 
     @property
     def count(self) -> int:
-        """What checkpoints are numbered by: the steps done."""
+        """The number of the next checkpoint: the steps done."""
         return self.step
 
     def keeps_line(self, line: dict[str, Any]) -> bool:
-        """Return whether a line of ``metrics.jsonl`` stays when the run resumes: one of a step that was done."""
+        """Return whether a line of ``metrics.jsonl`` stays when the run resumes: that of a step that was done."""
         return line["step"] <= self.step
 
     def position(self) -> dict[str, int]:
@@ -217,17 +227,22 @@ class Training:
             state: its state.
 
         Returns:
-            Whether the run has as many updates as when it began; otherwise the schedule is moved to its place.
+            Whether the run has as many updates as when it began; otherwise the schedule is moved to where it belongs.
 
         Raises:
-            UserError: it does not.
+            UserError: the checkpoint is past this run's end.
         """
-        return check_updates(path, self.updates, self.total_steps, state["total_steps"])
+        was, total = state["total_steps"], self.total_steps
+        if self.updates > total:
+            raise UserError(f"{path} has {self.updates} updates, but the run ends after {total}; raise epochs or steps")
+        if total != was:
+            log.info("the run had %d updates in all; it now has %d", was, total)
+        return total == was
 
     # ---- resuming
 
     def _resume(self) -> bool:
-        """Continue from the folder's checkpoint; return whether it found one."""
+        """Continue from the folder's checkpoint; return whether there is one."""
         if self.folder.resumed is None:
             if self.cfg.resume_from_checkpoint:
                 log.info("no checkpoint in %s: starting from the beginning", self.folder.checkpoints.folder)
@@ -280,7 +295,7 @@ class Training:
         # The counts cover all micro-batches and ranks, so the loss is exact and not a mean of means.
         denominator = learner.objective.denominator(update.labels, update.sequences)
         summed = torch.zeros((), dtype=torch.float32, device=device)
-        with self._first_step_checks(), self._compiling(), self.measuring() as tally:
+        with self._first_step_checks(), self._compiling(), learner.objective.measuring() as tally:
             for batch in update.batches:
                 with learner.offloading:
                     value = learner.model(batch.to(device))
@@ -319,15 +334,6 @@ class Training:
         """Advance the schedule by ``count`` updates that do not happen, for a step with nothing to train on."""
         if self.scheduler is not None:
             advance(self.scheduler, count)
-
-    @contextlib.contextmanager
-    def measuring(self):
-        """Context in which the objective measures; it gives the tally."""
-        self.learner.objective.tally = tally = Tally()
-        try:
-            yield tally
-        finally:
-            self.learner.objective.tally = None
 
     @contextlib.contextmanager
     def _first_step_checks(self):
@@ -395,25 +401,28 @@ class Training:
 
     # ---- the outputs
 
+    def memory(self) -> dict[str, int]:
+        """Return the peak of memory for a line of ``metrics.jsonl``, if ``log_peak_memory_stats`` asks for it."""
+        return {"peak_memory": peak_memory(self.runtime.device)} if self.cfg.log_peak_memory_stats else {}
+
     def write_metrics(self, to_logger: bool, **values: Any) -> None:
         """Append a line to ``metrics.jsonl``, and give it to the metric logger if ``to_logger`` is set."""
         if self.metrics is not None:
             self.metrics.write(**self.position(), **values)
         if self.metric_logger is not None and to_logger:
-            self.metric_logger.log_dict(values, step=self.steps_before + self.step)
+            self.metric_logger.log_dict(values, step=self.step)
 
-    def _check_adapter(self) -> None:
-        """Refuse to save an adapter that the last step has spoilt; no loss has seen it yet."""
-        bad = [name for name, p in self.learner.adapter.items() if not p.isfinite().all()]
-        if bad:
+    def save_checkpoint(self) -> None:
+        """Write a checkpoint: everything that a resumed run needs, and the adapter in PEFT's format.
+
+        Raises:
+            UserError: the last step has spoilt the adapter, which no loss has seen yet; or the disk is full.
+        """
+        if bad := [name for name, p in self.learner.adapter.items() if not p.isfinite().all()]:
             raise UserError(
                 f"{bad[0]} has values that are not finite after step {self.count}, so nothing was saved; "
                 "lower the learning rate"
             )
-
-    def save_checkpoint(self) -> None:
-        """Write a checkpoint: everything that a resumed run needs, and the adapter in PEFT's format."""
-        self._check_adapter()
         rng = self.ranks.gather(rng_state(self.runtime.device))
         if self.ranks.is_main:
             state = {

@@ -67,12 +67,12 @@ def check_same(values: Callable[[], Mapping[str, Any]], ranks: Ranks, cure: str)
     for rank, (other, theirs) in enumerate(machines):
         names = [name for name in sorted({*first, *theirs}) if first.get(name) != theirs.get(name)]
         if names:
-            differences = "; ".join(_told(name, first.get(name), theirs.get(name)) for name in names[:3])
+            differences = "; ".join(_difference(name, first.get(name), theirs.get(name)) for name in names[:3])
             more = f"; and {len(names) - 3} more" if len(names) > 3 else ""
             raise UserError(f"rank 0 on {host} and rank {rank} on {other} differ in {differences}{more}. Please {cure}")
 
 
-def _told(name: str, one: Any, other: Any) -> str:
+def _difference(name: str, one: Any, other: Any) -> str:
     return name if len(str(one)) == len(str(other)) == 64 else f"{name} ({one} and {other})"
 
 

@@ -1,18 +1,26 @@
-"""``metrics.jsonl``: a run's measurements, one line per step, and their summary; trackio beside it."""
+"""A run's measurements: ``metrics.jsonl`` with a line per step, what its lines say, and metric loggers beside it."""
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import psutil
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torchtune.training.metric_logging import MetricLoggerInterface
+from torchtune.training.metric_logging import MetricLoggerInterface, TensorBoardLogger, WandBLogger
 
-from rocm_ext.base.errors import UserError
+from rocm_ext import config
+from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import disk_errors, read_lines, replace_text
+from rocm_ext.base.log import log
+from rocm_ext.config import references
+
+_QUARTERS = 4  # of a run that are compared, because steps differ in their pairs
+_FEWEST_VALIDATIONS = 3  # which have the same pairs each time
 
 
 class Metrics:
@@ -74,6 +82,78 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def falling_likelihood(lines: Sequence[Mapping[str, Any]]) -> str | None:
+    """Find out whether the chosen answers' likelihood falls all the way.
+
+    Losses of pairs see only the margin. It also grows where both sides become less likely, the chosen one less so,
+    and then the model moves to answers that are in no pair (arXiv:2404.04626).
+
+    Args:
+        lines: the run's ``metrics.jsonl``.
+
+    Returns:
+        A warning; None if the likelihood rises somewhere, or too few lines have it.
+    """
+    held_out = [line["val_logprobs_chosen"] for line in lines if "val_logprobs_chosen" in line]
+    rewards = [line["reward_chosen"] for line in lines if "reward_chosen" in line and "kl" in line]
+    if len(held_out) >= _FEWEST_VALIDATIONS:
+        values, what = held_out, "log-prob of the chosen validation answers"
+    elif len(rewards) >= 2 * _QUARTERS:
+        size = len(rewards) / _QUARTERS
+        values = [fmean(rewards[round(i * size) : round((i + 1) * size)]) for i in range(_QUARTERS)]
+        values, what = [0.0, *values], "reward of the chosen answers"  # before the first step it is 0
+    else:
+        return None
+    if not all(later < earlier for earlier, later in pairwise(values)):
+        return None
+    return (
+        f"the {what} fell all the way, from {values[0]:.2f} to {values[-1]:.2f}: the model moves away from the chosen "
+        "answers, too. Set loss.rpo_alpha=1, raise loss.beta or lower the learning rate"
+    )
+
+
+# ---- metric loggers
+
+
+def setup_metric_logger(cfg: DictConfig, is_main: bool) -> Any:
+    """Build the config's metric logger.
+
+    Returns:
+        The logger; None on ranks other than the main one, and if the config names no logger.
+
+    Raises:
+        UserError: the logger cannot be built.
+    """
+    if cfg.metric_logger is None or not is_main:
+        return None
+    logger = config.instantiate(cfg.metric_logger, key="metric_logger")
+    if not all(callable(getattr(logger, method, None)) for method in ("log_dict", "close")):
+        raise UserError(
+            f"metric_logger {cfg.metric_logger[config.COMPONENT]} makes a {type(logger).__name__}; expected a logger "
+            "with the methods log_dict and close, such as those of torchtune.training.metric_logging"
+        )
+    return logger
+
+
+def log_config(logger: Any, cfg: DictConfig) -> None:
+    """Give a run's config to its metric logger, if there is one; a failure is a warning.
+
+    torchtune's loggers save it as ``output_dir/torchtune_config.yaml``. Weights & Biases, Comet and MLflow also show
+    it; TensorBoard gets it as a text.
+    """
+    if isinstance(logger, WandBLogger):
+        logger.config_allow_val_change = True  # a resumed run differs at least in resume_from_checkpoint
+    try:
+        if hasattr(logger, "log_config"):
+            with references.kept():  # some resolve it
+                logger.log_config(cfg)
+        if isinstance(logger, TensorBoardLogger) and logger._writer is not None:  # torchtune only saves a file
+            text = OmegaConf.to_yaml(cfg)
+            logger._writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()))
+    except Exception as error:  # a service may raise anything, and the run does not need it
+        log.warning("metric_logger: it did not take the config: %s", one_line(error))
+
+
 class TrackioLogger(MetricLoggerInterface):
     """A metric logger that keeps curves in trackio, on this machine and without an account: ``trackio show``.
 
@@ -91,8 +171,8 @@ class TrackioLogger(MetricLoggerInterface):
             import trackio
         except ImportError as error:
             raise UserError("TrackioLogger needs the extra: pip install 'torchtune-rocm[trackio]'") from error
-        own = {"resume": "allow" if name else "never", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        self._run = trackio.init(project, name, **own | more)
+        fixed = {"resume": "allow" if name else "never", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        self._run = trackio.init(project, name, **fixed | more)
 
     def log_config(self, config: DictConfig) -> None:
         """Show the run's config; trackio takes it with the first values."""

@@ -1,23 +1,35 @@
-"""The output folder of a run, protected against accidental overwriting."""
+"""The output folder of a run: one run at a time writes to it, and none overwrites another by accident."""
 
 import errno
+import json
 import os
+import platform
 import random
+import shlex
 import shutil
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from omegaconf import DictConfig
 from torchtune import training
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.files import disk_errors, replace_text
-from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.base.files import disk_errors, json_object, replace_text
+from rocm_ext.distributed.ranks import Ranks, rank
 from rocm_ext.machine.counters import HARDWARE_LOG, remove_logs
 from rocm_ext.machine.trace import FOLDER
 from rocm_ext.train.checkpoint import Checkpoints
 from rocm_ext.train.metrics import Metrics
+
+_LOCK = ".lock"  # the system's lock is on this file, and ends with the process
+_SOFT = ".lock.pid"  # takes its place on a file system without locks
+_HOLDER = ".lock.json"  # who holds it, for messages
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # of file systems without locks
 
 
 class OutputDir:
@@ -41,7 +53,12 @@ class OutputDir:
     def __init__(self, path: Path, *, keep: int, resume: bool, overwrite: bool, ranks: Ranks) -> None:
         self.path, self.resume, self.overwrite = path, resume, overwrite
         self.checkpoints = Checkpoints(path / "checkpoints", keep)
-        self._check()
+        earlier = [name for name in ("checkpoints", "adapter", "metrics.jsonl") if (path / name).exists()]
+        if earlier and not resume and not overwrite:
+            raise UserError(
+                f"output_dir {path} holds an earlier run ({', '.join(earlier)}); resume_from_checkpoint=True "
+                "continues it, overwrite_output_dir=True replaces it, or choose another output_dir"
+            )
         self.resumed: tuple[Path, dict[str, Any]] | None = self.checkpoints.newest(ranks) if resume else None
 
     @classmethod
@@ -69,14 +86,6 @@ class OutputDir:
         if ranks.is_main:
             folder.create()
         return folder
-
-    def _check(self) -> None:
-        earlier = [name for name in ("checkpoints", "adapter", "metrics.jsonl") if (self.path / name).exists()]
-        if earlier and not self.resume and not self.overwrite:
-            raise UserError(
-                f"output_dir {self.path} holds an earlier run ({', '.join(earlier)}); resume_from_checkpoint=True "
-                "continues it, overwrite_output_dir=True replaces it, or choose another output_dir"
-            )
 
     def create(self) -> None:
         """Create the folder.
@@ -132,3 +141,68 @@ def pick_seed(requested: int | None, recorded: int | None, ranks: Ranks) -> int:
     """
     drawn = random.SystemRandom().randrange(2**31)
     return ranks.agree(next(seed for seed in (requested, recorded, drawn) if seed is not None))
+
+
+# ---- one run at a time
+
+
+@contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """Context in which only this run writes to ``folder``, which is created if needed and removed if it stays empty.
+
+    The main rank takes the lock for all ranks. The system releases the lock of a dead process at once. On a file
+    system without locks, a file names the process that holds the folder; one that no longer runs holds nothing.
+
+    Args:
+        folder: output folder of the run.
+
+    Raises:
+        UserError: another run uses the folder, or it is not writable; the message says who.
+    """
+    if rank():
+        yield
+        return
+    made, record = not folder.exists(), folder / _HOLDER
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock: BaseFileLock = FileLock(folder / _LOCK, fallback_to_soft=False)
+        try:
+            try:
+                lock.acquire(timeout=0)
+            except (NotImplementedError, OSError) as error:
+                if not isinstance(error, NotImplementedError) and error.errno not in _NO_LOCKS:
+                    raise
+                lock = SoftFileLock(folder / _SOFT)
+                lock.acquire(timeout=0)
+        except Timeout:
+            raise _used(folder) from None
+    try:
+        holder = {
+            "pid": os.getpid(),
+            "host": platform.node(),
+            "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "command": shlex.join(sys.argv),
+        }
+        replace_text(record, json.dumps(holder) + "\n")
+        yield
+    finally:
+        record.unlink(missing_ok=True)
+        if os.name != "nt":  # who waits on the removed file notices and starts anew
+            (folder / _LOCK).unlink(missing_ok=True)
+        lock.release()
+        if made:
+            with suppress(OSError):  # not empty
+                folder.rmdir()
+
+
+def _used(folder: Path) -> UserError:
+    holder: dict[str, Any] = {}
+    with suppress(OSError):
+        holder = json_object((folder / _HOLDER).read_bytes()) or {}
+    who = "another process"
+    if {"pid", "host", "started", "command"} <= holder.keys():  # else it has not written its record yet
+        who = f"process {holder['pid']} on {holder['host']}, started {holder['started']}: {holder['command']}"
+    lost = f"; if it no longer runs, delete {folder / _SOFT}" if (folder / _SOFT).exists() else ""
+    return UserError(
+        f"output_dir {folder} is in use by {who}. Wait for it, stop it, or choose another output_dir{lost}"
+    )

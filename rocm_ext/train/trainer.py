@@ -4,6 +4,7 @@ import contextlib
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,12 @@ from rocm_ext.base.log import Progress, log
 from rocm_ext.data.batches import StepLoader, Steps, rows_per_step
 from rocm_ext.data.rows import Rows
 from rocm_ext.train.checkpoint import FREE_KEYS
-from rocm_ext.train.interrupt import Interrupt, Interrupted
 from rocm_ext.train.learner import Learner
-from rocm_ext.train.loop import StepStats, Training
-from rocm_ext.train.metrics import peak_memory, summarize
+from rocm_ext.train.lifecycle import Interrupt, Interrupted
+from rocm_ext.train.loop import Training
+from rocm_ext.train.metrics import summarize
 from rocm_ext.train.output_dir import OutputDir
-from rocm_ext.train.resume import check_length
-from rocm_ext.train.validation import validation_loss
+from rocm_ext.train.scoring import validation_loss
 
 
 class Trainer(Training):
@@ -33,11 +33,10 @@ class Trainer(Training):
         learner: the model, after its :meth:`Learner.setup`.
         rows: training rows.
         cfg: config of the SFT recipe or of a recipe that extends it.
-        folder: output folder from :meth:`OutputDir.open`; the run resumes the checkpoint that the folder found.
+        folder: output folder from :meth:`OutputDir.open`; the run resumes the checkpoint that the folder has read.
         validation_rows: validation rows; None disables validation.
         metric_logger: a torchtune metric logger in addition to ``metrics.jsonl``; the caller closes it.
         interrupt: receives the user's signals to stop.
-        steps_before: optimiser steps of this learner's earlier runs; the metric logger counts on from there.
 
     Attributes:
         steps: the rows of each step.
@@ -47,8 +46,7 @@ class Trainer(Training):
             value; None before the first.
 
     Raises:
-        UserError: the rows do not fit the model, a component cannot be built, or the checkpoint belongs to another
-            run.
+        UserError: the rows do not fit the model.
     """
 
     free_keys = FREE_KEYS | {"epochs", "max_steps_per_epoch"}
@@ -63,22 +61,27 @@ class Trainer(Training):
         validation_rows: Rows | None = None,
         metric_logger: Any = None,
         interrupt: Interrupt | None = None,
-        steps_before: int = 0,
     ) -> None:
-        super().__init__(
-            learner, cfg, folder, metric_logger=metric_logger, interrupt=interrupt, steps_before=steps_before
-        )
+        super().__init__(learner, cfg, folder, metric_logger=metric_logger, interrupt=interrupt)
         self.rows, self.validation_rows = rows, validation_rows
         self.worse = 0  # number of validations since the best one
         self.validated = 0  # step of the last validation
         self._computed = False  # whether this process has done a step
-        for each in filter(None, (rows, validation_rows)):
-            learner.check_rows(each)
+        for part in filter(None, (rows, validation_rows)):
+            learner.check_rows(part)
         per_step = rows_per_step(cfg, self.ranks.world)
         self.steps = Steps(len(rows), per_step, cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle)
         self.loader = StepLoader(rows, self.steps, learner.layout, cfg.num_workers, cfg.pin_memory)
-        log.info("%s rows, %d per step, %d steps per epoch", f"{len(rows):,}", per_step, self.steps.per_epoch)
-        self.begin(self.steps.per_epoch * cfg.epochs)
+
+    def open(self) -> None:
+        """Continue the folder's checkpoint, or claim the folder for a run that begins; all other set-up is done.
+
+        Raises:
+            UserError: a component cannot be built, or the checkpoint belongs to another run.
+        """
+        steps = self.steps
+        log.info("%s rows, %d per step, %d steps per epoch", f"{len(self.rows):,}", steps.per_step, steps.per_epoch)
+        self.begin(steps.per_epoch * self.cfg.epochs)
 
     @classmethod
     def check(cls, cfg: DictConfig, learner: Learner, rows: int) -> None:
@@ -134,8 +137,19 @@ class Trainer(Training):
         self.best = None
 
     def check_length(self, path: Path, state: dict[str, Any]) -> bool:
-        """Check ``epochs`` and ``max_steps_per_epoch`` as :meth:`Training.check_length` does."""
-        return check_length(path, self.step, self.steps, self.cfg, state["config"])
+        """Check ``epochs`` and ``max_steps_per_epoch`` as :meth:`Training.check_length` does.
+
+        Raises:
+            UserError: the checkpoint is past this run's end, or its steps had other rows.
+        """
+        before = replace(self.steps, limit=state["config"]["max_steps_per_epoch"])
+        if before.per_epoch != self.steps.per_epoch and self.step > min(before.per_epoch, self.steps.per_epoch):
+            raise UserError(
+                f"{path} has {self.step} steps, so max_steps_per_epoch cannot change from {before.limit} to "
+                f"{self.steps.limit}: with it these steps would have had other rows. Undo the change; epochs may be "
+                "raised"
+            )
+        return super().check_length(path, state)
 
     # ---- the run
 
@@ -158,7 +172,8 @@ class Trainer(Training):
                     stats = self.train_step(update)
                     self.step, self._computed = self.step + 1, True
                     seconds = time.perf_counter() - began
-                    self._log_step(stats, seconds)
+                    values = stats.line(seconds) | self.memory()
+                    self.write_metrics(self.step % self.cfg.log_every_n_steps == 0, **values)
                     progress.update(f"loss {stats.loss:.4f}  {stats.tokens / seconds:,.0f} tok/s")
                     self._validate_if_due()
                     leaving = self.step == end or stats.interrupted or self.stopped_early
@@ -250,28 +265,19 @@ class Trainer(Training):
         metric = self.cfg.early_stopping_metric
         return "validation loss" if metric == "val_loss" else metric
 
-    def _log_step(self, stats: StepStats, seconds: float) -> None:
-        values = stats.line(seconds)
-        if self.cfg.log_peak_memory_stats:
-            values["peak_memory"] = peak_memory(self.runtime.device)
-        self.write_metrics(self.step % self.cfg.log_every_n_steps == 0, **values)
-
     def summary(self) -> dict[str, Any]:
         """Return the content of ``summary.json``."""
+        best, metric = None, self.cfg.early_stopping_metric
+        if self.best is not None:
+            chosen_by = {} if metric == "val_loss" else {metric: self.best["value"]}
+            best = {"loss": self.best["loss"], "step": self.best["step"], **chosen_by}
         return {
             **summarize(self.folder.path / "metrics.jsonl"),
             "rows": self.rows.counts,
-            "best_validation": self._best_validation(),
+            "best_validation": best,
             "adapter_is": f"best by {self._metric_name}" if self.takes_best else "last",
             **super().summary(),
         }
-
-    def _best_validation(self) -> dict[str, Any] | None:
-        """Return loss and step of the best validation, with the metric that chose it unless that is the loss."""
-        if self.best is None:
-            return None
-        by, result = self.cfg.early_stopping_metric, {key: self.best[key] for key in ("loss", "step")}
-        return result if by == "val_loss" else {**result, by: self.best["value"]}
 
 
 def _metric_direction(cfg: DictConfig, learner: Learner) -> str:

@@ -118,6 +118,10 @@ class OnAccelerator(Trainer):
         with FAKE:
             super().__init__(learner, *args, **kwargs)
 
+    def open(self) -> None:
+        with FAKE:
+            super().open()
+
 
 def of_decoding(top: Path, sampling: Sampling) -> list[str]:
     """Return the waits of a session's second step of 8 answers."""

@@ -22,7 +22,7 @@ from rocm_ext.machine.detect import Machine, detect, gfx_name
 from rocm_ext.machine.environment import ALLOCATOR_VARIABLES, apply_environment, check_environment, environment_for
 from rocm_ext.machine.profile import check_locked, check_profile, choose_profile, load_profile, profile_names
 from rocm_ext.rl.engines import free_memory
-from rocm_ext.train.runtime import Runtime
+from rocm_ext.train.lifecycle import Runtime
 
 REPO = Path(__file__).parents[2]
 GIB = 2**30

@@ -15,7 +15,7 @@ from rocm_ext.recipes import lora_finetune_rocm
 from rocm_ext.config import load
 from rocm_ext.machine import threads
 from rocm_ext.machine.sysfs import cpu_quota
-from rocm_ext.train.runtime import Runtime
+from rocm_ext.train.lifecycle import Runtime
 from tests.kit.forks import forked
 from tests.kit.tiny import metrics, run_config, write_model, write_rows, write_yaml
 

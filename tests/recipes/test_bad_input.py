@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.machine.detect import detect
-from rocm_ext.train import runtime
+from rocm_ext.train import lifecycle
 from rocm_ext.train.metrics import TrackioLogger
 from tests.kit.tiny import TEXT, metrics, run_config, write_model, write_rows, write_yaml
 
@@ -429,8 +429,8 @@ def test_fewer_rows_than_a_step(folder, tmp_path):
 
 def test_more_ranks_than_gpus(fails, monkeypatch):
     machine = replace(detect(), backend="cuda", torch_build="cuda", arch="sm_90", name="H200", gpu_count=1, bf16=True)
-    monkeypatch.setattr(runtime, "detect", lambda: machine)
-    monkeypatch.setattr(runtime, "local_world_size", lambda: 4)
+    monkeypatch.setattr(lifecycle, "detect", lambda: machine)
+    monkeypatch.setattr(lifecycle, "local_world_size", lambda: 4)
     monkeypatch.setattr("rocm_ext.config.main.apply_environment", lambda profile, machine: [])
     line = fails(hardware="cuda")
     assert "4 processes need 4 GPUs" in line

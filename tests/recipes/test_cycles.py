@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from rocm_ext import cli
 from rocm_ext.base import log
-from rocm_ext.rl.cycle_trainer import CycleTrainer
+from rocm_ext.rl.cycles import CycleTrainer
 from rocm_ext.rl.records import PhaseRecords, Sample
 from rocm_ext.rl.rollout import Pace
 from rocm_ext.rl.selection import replay

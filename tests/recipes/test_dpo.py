@@ -16,9 +16,8 @@ from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.data.batches import row_sizes
 from rocm_ext.model.adapters import peft_files
-from rocm_ext.train.likelihood import falling_likelihood
-from rocm_ext.train.reference import FILE, PARTS
-from rocm_ext.train.scoring import score
+from rocm_ext.train.metrics import falling_likelihood
+from rocm_ext.train.scoring import FILE, PARTS, score
 from tests.kit import parity
 from tests.kit.forks import forked, forked_ranks, kill_before, several_ranks
 from tests.kit.parity import STOCK_RECIPES, WEIGHTS, run_stock
@@ -156,7 +155,7 @@ def test_the_reference_is_scored_once_and_kept(top, tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise AssertionError("the reference is kept")
 
-    monkeypatch.setattr("rocm_ext.train.reference.score", fail)
+    monkeypatch.setattr("rocm_ext.train.scoring.score", fail)
     prepare({**cfg, "resume_from_checkpoint": True, "epochs": 2})
     with pytest.raises(AssertionError, match="the reference is kept"):  # other rows have others
         prepare({**cfg, "overwrite_output_dir": True, "validation_fraction": 0.4})
@@ -180,13 +179,13 @@ def test_scoring_the_reference_goes_on_where_it_was_killed(top, tmp_path, monkey
         cfg["checkpointer"]["adapter_checkpoint"] = None
         return prepare(cfg)
 
-    monkeypatch.setattr("rocm_ext.train.reference._BLOCK", 5)
-    monkeypatch.setattr("rocm_ext.train.reference.score", scoring)
+    monkeypatch.setattr("rocm_ext.train.scoring._BLOCK", 5)
+    monkeypatch.setattr("rocm_ext.train.scoring.score", scoring)
     prepared("whole", 1)
     assert scored == [5, 5, 5, 3, 5, 1]
     for fail_at, seed in ((3, 2), (9, 3)):
         scored.clear()
-        monkeypatch.setattr("rocm_ext.train.reference.score", partial(scoring, fail_at=fail_at))
+        monkeypatch.setattr("rocm_ext.train.scoring.score", partial(scoring, fail_at=fail_at))
         with contextlib.suppress(KeyboardInterrupt):
             prepared("killed", seed)
         assert scored == {3: [5, 5, 5], 9: [5, 3, 5, 1]}[fail_at]
@@ -202,7 +201,7 @@ def test_a_reference_that_is_not_finite_is_refused(top, tmp_path, monkeypatch):
         found[2][0] = math.nan
         return found
 
-    monkeypatch.setattr("rocm_ext.train.reference.score", broken)
+    monkeypatch.setattr("rocm_ext.train.scoring.score", broken)
     with pytest.raises(UserError, match=r"dataset: the reference's log-probs of 1 rows are not finite, .* of row 2"):
         prepare(dpo_config(top, tmp_path / "run"))
     assert not (tmp_path / "run" / FILE).exists()

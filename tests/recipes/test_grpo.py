@@ -99,10 +99,10 @@ def test_killed_while_sampling_and_verifying(make, reference, tmp_path, name, co
         original = PhaseRecords.append
 
         def append(self, record):
-            if self._file._own.name == f"{name}.jsonl":
+            if self.file.part.name == f"{name}.jsonl":
                 prepare.count += 1
             if prepare.count == count:
-                with self._file._own.open("ab") as file:
+                with self.file.part.open("ab") as file:
                     file.write(b'{"step": 1, "phase": "sam')
                 os.kill(os.getpid(), signal.SIGKILL)
             original(self, record)

@@ -22,7 +22,7 @@ from rocm_ext.data.render import IGNORE, render_prompt
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.evaluate.answers import evaluate
 from rocm_ext.losses import ClippedRatio, CrossEntropy
-from rocm_ext.rl.cycle_trainer import CycleTrainer
+from rocm_ext.rl.cycles import CycleTrainer
 from rocm_ext.rl.records import PhaseRecords, Records, read_records
 from tests.kit.forks import forked, forked_ranks, kill_before, several_ranks
 from tests.kit.raft_runs import WEIGHTS, assert_equal, cycle_row, outcome, records
@@ -249,11 +249,11 @@ def kill_at_record(name: str, count: int):
         original = PhaseRecords.append
 
         def append(self, record):
-            if self._file._own.name == name:
+            if self.file.part.name == name:
                 prepare.count += 1  # type: ignore[attr-defined]
             if prepare.count == count:  # type: ignore[attr-defined]
                 text = json.dumps(record, ensure_ascii=False).encode()
-                with self._file._own.open("ab") as file:
+                with self.file.part.open("ab") as file:
                     file.write(text[: len(text) // 2])
                 os.kill(os.getpid(), signal.SIGKILL)
             original(self, record)
@@ -368,7 +368,7 @@ def test_ctrl_c_while_sampling(make, reference, tmp_path):
 
         def append(self, record):
             original(self, record)
-            if self._file._own.name == "samples.jsonl" and len(self.records) == 9:
+            if self.file.part.name == "samples.jsonl" and len(self.records) == 9:
                 os.kill(os.getpid(), signal.SIGINT)
 
         PhaseRecords.append = append  # type: ignore[method-assign]
@@ -494,7 +494,7 @@ def test_the_entropy_floor_stops(make, tmp_path):
     out = tmp_path / "out"
     code, messages = forked(main, make(out, min_entropy=50.0))
     assert code == 0, messages
-    assert "under min_entropy 50" in messages
+    assert "below min_entropy 50" in messages
     assert not (out / "cycle_2").exists()
     assert (out / WEIGHTS).exists()
 

@@ -340,7 +340,7 @@ def test_seed_that_was_drawn_is_kept(make, tmp_path):
     ("overrides", "message"),
     [
         (["optimizer.lr=2e-3"], "belongs to another run: .*optimizer.lr: was 0.001, is 0.002"),
-        (["epochs=1"], "has 10 steps, but epochs=1 ends the run after 5; raise epochs"),
+        (["epochs=1"], "has 10 updates, but the run ends after 5; raise epochs or steps"),
         (["max_steps_per_epoch=3"], "has 10 steps, so max_steps_per_epoch cannot change from None to 3"),
         (
             ["batch_size=2"],
@@ -386,7 +386,7 @@ def test_raised_epochs_equal_a_run_begun_with_them(make, tmp_path):
     assert run(make(out, **constant, epochs=1))[0] == 0
     code, messages = resume(make(out, **constant))
     assert code == 0, messages
-    assert "the run had 5 steps in all; it now has 10" in messages
+    assert "the run had 5 updates in all; it now has 10" in messages
     assert json.loads((out / "summary.json").read_text())["steps"] == 10
     assert_equal(out, whole)
 

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.rl.advantages import EPSILON, advantages, flat, groups, length_share, rewards
-from rocm_ext.rl.curriculum import choose, pass_rate
-from rocm_ext.rl.stopping import flat_reason, mismatch_warning, stop_reason
+from rocm_ext.rl.evaluation import flat_reason, mismatch_warning, policy_stop_reason
+from rocm_ext.rl.prompts import choose_by_curriculum as choose
+from rocm_ext.rl.prompts import pass_rate
+from rocm_ext.rl.selection import EPSILON, advantages, flat, groups, length_share, rewards
 from rocm_ext.verifiers import Result, Verdict
 
 CENTERS, SCALES = ("mean", "leave_one_out"), ("std", "batch", "none")
@@ -316,7 +318,8 @@ def evaluated(number, correct):
 
 
 def reason(rows, **limits):
-    return stop_reason(rows, **{"min_entropy": None, "stop_after_no_gain": None, "max_length_share": None, **limits})
+    unlimited = {"min_entropy": None, "stop_after_no_gain": None, "max_length_share": None}
+    return policy_stop_reason(rows, OmegaConf.create({**unlimited, **limits}))
 
 
 def test_a_run_without_limits_goes_on():

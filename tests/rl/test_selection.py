@@ -6,9 +6,10 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
-from rocm_ext.rl.curriculum import choose_unsolved
-from rocm_ext.rl.cycles import stop_reason
+from rocm_ext.rl.cycles import cycle_stop_reason
+from rocm_ext.rl.prompts import choose_unsolved
 from rocm_ext.rl.records import Sample
 from rocm_ext.rl.selection import KeepRule, filter_samples
 from rocm_ext.runs.scores import pass_at_k, wilson
@@ -183,20 +184,25 @@ def rows(*correct, entropy=1.0):
 
 
 def stops_early(*correct, entropy=1.0, min_entropy=None, stop_after=None, max_empty=2):
-    return stop_reason(
-        rows(*correct, entropy=entropy), min_entropy=min_entropy, stop_after=stop_after, max_empty=max_empty
-    )
+    return reason(rows(*correct, entropy=entropy), min_entropy=min_entropy, stop_after=stop_after, max_empty=max_empty)
+
+
+def reason(entries, *, min_entropy, stop_after, max_empty):
+    limits = {"min_entropy": min_entropy, "stop_after_no_gain": stop_after, "max_empty_cycles": max_empty}
+    return cycle_stop_reason(entries, OmegaConf.create(limits))
 
 
 def test_skipped_cycles_are_no_missed_gain():
     skipped = {"cycle": 2, "skipped": True, "entropy": 1.0}
     evaluated = [*rows(10, 20), skipped]
     rules = {"min_entropy": None, "stop_after": 1, "max_empty": 2}
-    assert stop_reason(evaluated, **rules) is None
-    assert "no answer was kept in 2 cycles in a row" in stop_reason([*evaluated, {**skipped, "cycle": 3}], **rules)
+    assert reason(evaluated, **rules) is None
+    assert "no answer was kept in 2 cycles in a row" in reason([*evaluated, {**skipped, "cycle": 3}], **rules)
     later = {"cycle": 3, "entropy": 1.0}
-    assert stop_reason([*evaluated, later], **rules) is None  # not evaluated yet
-    assert "no gain" in stop_reason([*evaluated, {**later, "held_out": {"correct": 19}}], **rules)
+    assert reason([*evaluated, later], **rules) is None  # not evaluated yet
+    assert "no better held-out score in 1 cycle" in reason(
+        [*evaluated, {**later, "held_out": {"correct": 19}}], **rules
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,6 +216,6 @@ def test_no_gain_for_so_many_cycles_stops(correct, patience, stops):
 
 
 def test_low_entropy_stops_if_it_is_known():
-    assert "0.100 nats" in stops_early(1, 2, entropy=0.1, min_entropy=0.2)
+    assert "0.1 nats" in stops_early(1, 2, entropy=0.1, min_entropy=0.2)
     assert stops_early(1, 2, entropy=0.3, min_entropy=0.2) is None
     assert stops_early(1, 2, entropy=None, min_entropy=0.2) is None

@@ -108,13 +108,4 @@ def test_what_was_passed_over_stays(tmp_path, messages):
     saved(tmp_path, 8, 10, keep=1)
     kept = {"step_00000006.unreadable", "step_00000006.unreadable1"}
     assert set(os.listdir(tmp_path)) == {"step_00000010"} | kept
-    checkpoints.discard()
-    assert set(os.listdir(tmp_path)) == kept
     assert all((tmp_path / name / "state.pt").read_bytes() == damaged for name in kept)
-
-
-def test_discard_removes_the_folder(tmp_path):
-    checkpoints = saved(tmp_path / "checkpoints", 2, 4)
-    checkpoints.discard()
-    checkpoints.discard()
-    assert not os.listdir(tmp_path)

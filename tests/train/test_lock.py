@@ -3,8 +3,9 @@
 import contextlib
 import json
 import os
+import platform
 import signal
-import subprocess
+import socket
 import sys
 import time
 
@@ -13,8 +14,8 @@ import pytest
 from rocm_ext.recipes.lora_finetune_rocm import main
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.train import lock
-from rocm_ext.train.lock import hold
+from rocm_ext.train import output_dir
+from rocm_ext.train.output_dir import hold
 from tests.kit import forks
 from tests.kit.tiny import run_config, tune, write_model, write_rows, write_yaml
 from tests.recipes.test_resume import Wait as Wait  # configs name it by this module's neighbour
@@ -106,90 +107,47 @@ class WithoutLocks:
         raise NotImplementedError
 
 
-@pytest.fixture
-def sleeping():
-    """A process that runs until the test ends."""
-    with subprocess.Popen(["sleep", "1000"]) as process:
-        yield process
-        process.kill()
+def start_holding(folder, host=None) -> int:
+    """Hold a folder in a fork, perhaps of another host, until it is killed; return its id."""
+    pid = os.fork()
+    if not pid:
+        if host is not None:
+            socket.gethostname = platform.node = lambda: host
+        with hold(folder):
+            signal.pause()
+    wait_for(folder / ".lock.json")
+    return pid
 
 
-def record_of(pid: int, **changes) -> str:
-    record = json.loads(lock._me()) | {"pid": pid, "created": lock._created(pid)}
-    return json.dumps(record | changes)
-
-
-def test_without_locks_the_record_decides(tmp_path, monkeypatch, sleeping):
-    monkeypatch.setattr(lock, "FileLock", WithoutLocks)
-    record = tmp_path / ".lock.json"
-
-    def refused(content: str) -> str:
-        record.write_text(content)
-        with pytest.raises(UserError, match="is in use by") as error, hold(tmp_path):
-            pass
-        assert record.read_text() == content
-        return str(error.value)
-
-    alive = f"in use by process {sleeping.pid} on "
-    assert alive in (said := refused(record_of(sleeping.pid)))
-    assert "delete" not in said
-    assert "node7, started 20" in (said := refused(record_of(sleeping.pid, host="node7")))
-    assert said.endswith(f"; if it no longer runs, delete {record}")
-    assert said.endswith(f"; if it no longer runs, delete {record}")
-    assert "delete" in refused(record_of(sleeping.pid, namespace="pid:[1]"))
-
-    assert "delete" in refused("")  # its holder may be writing it
-    moved = psutil.Process.create_time(psutil.Process(sleeping.pid)) + 3
-    monkeypatch.setattr(psutil.Process, "create_time", lambda process: moved)  # the clock was set
-    assert alive in refused(record_of(sleeping.pid))
-    boot, ticks = lock._created(sleeping.pid).split()
-    dead = [
-        record_of(sleeping.pid, created=f"{boot} {int(ticks) - 1}"),  # another process has its id now
-        record_of(sleeping.pid, created=f"{boot[::-1]} {ticks}"),  # of the machine's boot before
-    ]
-    sleeping.kill()
-    while psutil.Process(sleeping.pid).status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.01)
-    dead.append(record_of(sleeping.pid))
-    for content in dead:
-        record.write_text(content)
-        with hold(tmp_path):
-            assert json.loads(record.read_text())["pid"] == os.getpid()
-        assert not record.exists()
-
-
-def test_of_two_processes_that_find_a_dead_record_one_takes_over(tmp_path, monkeypatch, sleeping):
-    """Another process takes over between this one's look and its removal."""
-    monkeypatch.setattr(lock, "FileLock", WithoutLocks)
-    record, original = tmp_path / ".lock.json", lock._runs
-    boot, ticks = lock._created(sleeping.pid).split()
-    dead, alive = record_of(sleeping.pid, created=f"{boot} {int(ticks) - 1}"), record_of(sleeping.pid)
-    record.write_text(dead)
-
-    def runs(holder):
-        found = original(holder)
-        record.write_text(alive)
-        return found
-
-    monkeypatch.setattr(lock, "_runs", runs)
-    with pytest.raises(UserError, match=f"in use by process {sleeping.pid} on "), hold(tmp_path):
+def refused(folder) -> str:
+    with pytest.raises(UserError, match="is in use by") as error, hold(folder):
         pass
-    assert record.read_text() == alive
-    assert os.listdir(tmp_path) == [".lock.json"]
+    return str(error.value)
 
 
-def test_while_one_process_takes_over_another_waits(tmp_path, monkeypatch, sleeping):
-    monkeypatch.setattr(lock, "FileLock", WithoutLocks)
-    record, removing = tmp_path / ".lock.json", tmp_path / ".lock.json.removing"
-    boot, ticks = lock._created(sleeping.pid).split()
-    record.write_text(dead := record_of(sleeping.pid, created=f"{boot} {int(ticks) - 1}"))
-    removing.touch()
-    with pytest.raises(UserError, match=f"in use by another process.*delete {record}"), hold(tmp_path):
-        pass
-    assert record.read_text() == dead
-    record.unlink()  # as the message says
+def test_without_locks_a_process_holds_the_folder_as_long_as_it_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(output_dir, "FileLock", WithoutLocks)
+    pid = start_holding(tmp_path)
+    said = refused(tmp_path)
+    assert f"in use by process {pid} on {platform.node()}, started 20" in said
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
     with hold(tmp_path):
-        assert json.loads(record.read_text())["pid"] == os.getpid()
+        assert json.loads((tmp_path / ".lock.json").read_text())["pid"] == os.getpid()
+    assert not os.listdir(tmp_path)
+
+
+def test_without_locks_a_process_of_another_host_may_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(output_dir, "FileLock", WithoutLocks)
+    pid = start_holding(tmp_path, "node7")
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    said = refused(tmp_path)
+    assert f"process {pid} on node7" in said
+    assert said.endswith(f"; if it no longer runs, delete {tmp_path / '.lock.pid'}")
+    (tmp_path / ".lock.pid").unlink()  # as the message says
+    with hold(tmp_path):
+        pass
 
 
 def test_ranks_other_than_the_main_one_take_no_lock(tmp_path, monkeypatch):

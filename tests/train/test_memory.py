@@ -11,7 +11,7 @@ from rocm_ext.recipes import lora_finetune_rocm as sft
 from rocm_ext import cli
 from rocm_ext.model.build import CausalLM
 from rocm_ext.sampling.batch import SlotBatch
-from rocm_ext.train import runtime
+from rocm_ext.train import lifecycle
 from rocm_ext.train.learner import Learner
 from tests.kit import grpo_runs, raft_runs
 from tests.kit.forks import forked
@@ -46,7 +46,7 @@ def run(folder, tmp_path):
 @pytest.fixture
 def budget(monkeypatch):
     """``budget(n)``: the device has n bytes."""
-    return lambda size: monkeypatch.setattr(runtime, "memory_budget", lambda *args, **kwargs: (size, "the test's"))
+    return lambda size: monkeypatch.setattr(lifecycle, "memory_budget", lambda *args, **kwargs: (size, "the test's"))
 
 
 def gib(text: str) -> float:

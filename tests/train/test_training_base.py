@@ -13,9 +13,9 @@ from rocm_ext.data.rows import Rows
 from rocm_ext.plan import workload
 from rocm_ext.train.checkpoint import read_state
 from rocm_ext.train.learner import Learner
+from rocm_ext.train.lifecycle import Runtime
 from rocm_ext.train.loop import Training
 from rocm_ext.train.output_dir import OutputDir
-from rocm_ext.train.runtime import Runtime
 from tests.kit.tiny import metrics, run_config, write_model, write_yaml
 
 UPDATES = 2  # of a step

@@ -15,7 +15,7 @@ from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl.records import Records
 from rocm_ext.rl.rollout import Job, Rollout, Workers
 from rocm_ext.sampling import Completion, Request, Sampling
-from rocm_ext.train.interrupt import Interrupt, Interrupted
+from rocm_ext.train.lifecycle import Interrupt, Interrupted
 from rocm_ext.verifiers import MajorityAnswer, Pool, Verdict, as_reward_function, build, maths
 from rocm_ext.verifiers.workers import worker
 

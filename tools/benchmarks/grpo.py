@@ -155,16 +155,15 @@ def make_work(cfg: DictConfig, given: int) -> tuple[list[tuple[str, Any]], list[
     Each group has right and wrong answers, so that none is dropped.
     """
     from rocm_ext.pocket import load_tokenizer
-    from rocm_ext.rl import curriculum
-    from rocm_ext.rl.prompts import PromptSet
+    from rocm_ext.rl.prompts import PromptSet, choose_by_curriculum
 
     prompts, rng = PromptSet(cfg), random.Random(0)
     tokenizer = load_tokenizer(Path(cfg.checkpointer.checkpoint_dir))
     asked: dict[str, list[tuple[int, float | None]]] = {}
     order, answers = [], []
     for step in range(1, cfg.steps + 1):
-        ids = curriculum.choose([prompt.id for prompt in prompts.training], asked, step, cfg.steps,
-                                count=cfg.prompts_per_step, curriculum="none", seed=cfg.seed)  # fmt: skip
+        ids = choose_by_curriculum([prompt.id for prompt in prompts.training], asked, step, cfg.steps,
+                                   count=cfg.prompts_per_step, curriculum="none", seed=cfg.seed)  # fmt: skip
         for each in ids:
             asked.setdefault(each, []).append((step, None))
         order += [(each, prompts[each].row) for each in ids]

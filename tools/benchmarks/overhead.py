@@ -28,7 +28,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.base.files import read_lines
 from rocm_ext.distributed.ranks import Ranks
-from rocm_ext.rl import curriculum, stopping
+from rocm_ext.rl import evaluation
+from rocm_ext.rl.prompts import choose_by_curriculum
 from rocm_ext.rl.records import Records, to_result, to_sample
 from rocm_ext.rl.rollout import Answers
 from rocm_ext.rl.selection import select
@@ -107,7 +108,7 @@ class Synthetic:
     def step(self, number: int) -> float:
         """Do step ``number``, and every tenth time an evaluation; return the seconds of the bookkeeping."""
         cfg, began = self._cfg, time.perf_counter()
-        asked = curriculum.choose(self._ids, self.records.asked, number, cfg.steps, count=cfg.prompts_per_step,
+        asked = choose_by_curriculum(self._ids, self.records.asked, number, cfg.steps, count=cfg.prompts_per_step,
                                   curriculum=cfg.curriculum, seed=0)  # fmt: skip
         phase = self._phase(number, "sample", asked, cfg.samples_per_prompt)
         selected = select([phase], asked, cfg)
@@ -118,8 +119,9 @@ class Synthetic:
             self._log({"step": number, "eval": {"prompts": 100, "correct": 50, "pass_at_1": 0.5}, "seconds": 1.0})
         if cfg.keep_samples != "all" and number % cfg.keep_samples == 0:
             self.records.keep_samples_from(number - cfg.keep_samples + 1)
-        stopping.flat_reason(self._lines, max_flat_steps=cfg.max_flat_steps)
-        stopping.stop_reason(self._lines, min_entropy=0.01, stop_after_no_gain=10**6, max_length_share=1.0)
+        evaluation.flat_reason(self._lines, max_flat_steps=cfg.max_flat_steps)
+        limits = {"min_entropy": 0.01, "stop_after_no_gain": 10**6, "max_length_share": 1.0}
+        evaluation.policy_stop_reason(self._lines, OmegaConf.create(limits))
         return time.perf_counter() - began
 
     def _phase(self, number: int, phase: str, asked: Sequence[str], count: int) -> Answers:

@@ -16,8 +16,8 @@ from rocm_ext.bench import probes
 from rocm_ext.bench.probes import Bench, ProbeLearner, RandomWeights, probe_config, random_rows
 from rocm_ext.model.build import Weights
 from rocm_ext.plan import workload
+from rocm_ext.train.lifecycle import Runtime
 from rocm_ext.train.output_dir import OutputDir
-from rocm_ext.train.runtime import Runtime
 from rocm_ext.train.trainer import Trainer
 from tools.gpu.here import GIB, Here, Row, Skipped, check, speed
 
@@ -68,6 +68,7 @@ def train(bench: Bench, rows: int, compiled: bool = False, **changes: Any) -> Tr
             learner = SeededLearner(cfg, runtime, bench.spec.budget)
             learner.setup(workload.describe(data, rows, "random"))
             trainer = Trainer(learner, data, cfg, OutputDir.open(cfg, runtime.ranks))
+            trainer.open()
             (update,) = trainer.loader.range(0, 1)
             learner.model.train()
             gpu = runtime.device.type == "cuda"

@@ -1,6 +1,6 @@
 """What a key of a config may hold: kinds of values, and one check of them all.
 
-A table says it for many keys, such as ``{"epochs": whole(1), "seed": whole(0) | NULL}``.
+A table says it for many keys, such as ``{"epochs": integer(1), "seed": integer(0) | NULL}``.
 """
 
 import math
@@ -33,11 +33,11 @@ class Kind:
         return f"{', '.join(most)}, or {last}" if most else last
 
 
-def check(node: Mapping[str, Any] | DictConfig, kinds: Mapping[str, Kind], where: str = "") -> None:
+def check(config: Mapping[str, Any] | DictConfig, kinds: Mapping[str, Kind], where: str = "") -> None:
     """Refuse values of another kind than the table says.
 
     Args:
-        node: the config, or a part of it. A key that it lacks is fine.
+        config: the config, or a part of it. A key that it lacks is fine.
         kinds: what each key may hold.
         where: what messages put before a key, such as ``model.``.
 
@@ -45,8 +45,8 @@ def check(node: Mapping[str, Any] | DictConfig, kinds: Mapping[str, Kind], where
         UserError: naming the key, its value and what was expected.
     """
     for key, kind in kinds.items():
-        if key in node and not kind.fits(node[key]):
-            raise UserError(f"{where}{key} is {node[key]!r}; expected {kind}")
+        if key in config and not kind.fits(config[key]):
+            raise UserError(f"{where}{key} is {config[key]!r}; expected {kind}")
 
 
 def one_of(*values: Any) -> Kind:
@@ -56,7 +56,7 @@ def one_of(*values: Any) -> Kind:
     return Kind(lambda value: any(type(value) is type(one) and value == one for one in values), (name,))
 
 
-def whole(least: int, most: int | None = None) -> Kind:
+def integer(least: int, most: int | None = None) -> Kind:
     """A whole number in a range."""
     name = f"of at least {least}" if most is None else f"from {least} to {most}"
     return Kind(

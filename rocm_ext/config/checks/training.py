@@ -1,6 +1,7 @@
 """What the keys of training may hold."""
 
 import os
+from contextlib import suppress
 from typing import Any
 
 from omegaconf import DictConfig
@@ -16,11 +17,11 @@ from rocm_ext.config.checks.kinds import (
     SWITCH,
     Kind,
     check,
+    integer,
     list_of_texts,
     number,
     one_of,
     text,
-    whole,
 )
 from rocm_ext.machine.profile import ATTENTION, COMPILE
 
@@ -32,8 +33,8 @@ _KINDS: dict[str, Kind] = {
     "memory_fraction": SHARE | NULL,
     "node_timeout": number(lambda x: 3 <= x <= 86400, "seconds from 3 to 86400"),
     "startup_checks": SWITCH,
-    "cpu_threads": whole(1) | one_of("auto"),
-    "num_workers": whole(0),
+    "cpu_threads": integer(1) | one_of("auto"),
+    "num_workers": integer(0),
     "pin_memory": SWITCH,
     "compile": one_of(*COMPILE),
     "attention": one_of(*ATTENTION),
@@ -43,33 +44,33 @@ _KINDS: dict[str, Kind] = {
     "validation_fraction": REST,
     "shuffle": SWITCH,
     "too_long": one_of("truncate", "drop", "error"),
-    "data_seed": whole(0, 2**63 - 1),  # torch's limit, with epochs
-    "batch_size": whole(1, 10**6),
-    "gradient_accumulation_steps": whole(1) | NULL,
-    "sequences_per_step": whole(1) | NULL,
-    "tokens_per_micro_batch": whole(1) | one_of("auto") | NULL,
+    "data_seed": integer(0, 2**63 - 1),  # torch's limit, with epochs
+    "batch_size": integer(1, 10**6),
+    "gradient_accumulation_steps": integer(1) | NULL,
+    "sequences_per_step": integer(1) | NULL,
+    "tokens_per_micro_batch": integer(1) | one_of("auto") | NULL,
     "loss": COMPONENT,
     "clip_grad_norm": POSITIVE | NULL,
-    "epochs": whole(1),
-    "max_steps_per_epoch": whole(1) | NULL,
-    "run_val_every_n_steps": whole(1) | NULL,
-    "early_stopping_patience": whole(1) | NULL,
+    "epochs": integer(1),
+    "max_steps_per_epoch": integer(1) | NULL,
+    "run_val_every_n_steps": integer(1) | NULL,
+    "early_stopping_patience": integer(1) | NULL,
     "early_stopping_metric": text("a name, such as val_loss"),
-    "seed": whole(0, 2**32 - 1) | NULL,  # NumPy's limit
+    "seed": integer(0, 2**32 - 1) | NULL,  # NumPy's limit
     "cudnn_deterministic_mode": one_of(True, False, None, 0, 1, 2, "default", "warn", "error"),  # what torch takes
     "resume_from_checkpoint": SWITCH,
     "overwrite_output_dir": SWITCH,
     "validate_only": SWITCH,
-    "save_every_n_steps": whole(1) | NULL,
-    "keep_last_n_checkpoints": whole(1),
+    "save_every_n_steps": integer(1) | NULL,
+    "keep_last_n_checkpoints": integer(1),
     "save_adapter_weights_only": SWITCH,
-    "log_every_n_steps": whole(1),
+    "log_every_n_steps": integer(1),
     "log_peak_memory_stats": SWITCH,
     "hardware_log_seconds": number(lambda x: 0.1 <= x <= 86400, "seconds from 0.1 to 86400") | NULL,
-    "profile_steps": whole(0, _MOST_PROFILED) | NULL,
+    "profile_steps": integer(0, _MOST_PROFILED) | NULL,
 }
 _MODEL: dict[str, Kind] = {
-    "lora_rank": whole(1),
+    "lora_rank": integer(1),
     "lora_alpha": POSITIVE,
     "lora_dropout": REST,
     **dict.fromkeys(("use_dora", "quantize_base", "apply_lora_to_mlp", "apply_lora_to_output"), SWITCH),
@@ -121,9 +122,8 @@ def _check_output_dir(path: Any) -> None:
     if not isinstance(path, str) or not path.strip():
         raise UserError(f"output_dir is {path!r}; expected a folder")
     try:
-        os.stat(path)
-    except FileNotFoundError:
-        pass
+        with suppress(FileNotFoundError):  # the run creates it
+            os.stat(path)
     except ValueError as error:  # a NUL byte
         raise UserError(f"output_dir is {path!r}; expected a folder: {error}") from error
     except OSError as error:
@@ -137,4 +137,4 @@ def check_max_seq_len(value: Any) -> None:
     Raises:
         UserError: saying what was expected.
     """
-    check({"max_seq_len": value}, {"max_seq_len": whole(1) | NULL}, "tokenizer.")
+    check({"max_seq_len": value}, {"max_seq_len": integer(1) | NULL}, "tokenizer.")

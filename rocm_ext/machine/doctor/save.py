@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from rocm_ext.base.errors import UserError
 from rocm_ext.machine.doctor.facts import Facts
 from rocm_ext.machine.doctor.recorded import NAME, Recorded
-from rocm_ext.machine.sysfs import listing, read_text
+from rocm_ext.machine.sysfs import read_text
 
 _PARAMETERS = (
     r"(amdgpu|ttm|amdttm|nvidia)[._].*|(amd_)?iommu=.*|numa_balancing=.*|nomodeset|mem=.*|modprobe.blacklist=.*"
@@ -62,21 +62,9 @@ def _files(facts: Facts, root: Path) -> Iterator[tuple[PurePath, str]]:
     if facts.machine.system != "Linux":
         return
     for pattern, keep in _kept(facts).items():
-        for path in _glob(root, PurePath(), pattern.split("/")):
-            kept = keep(read_text(root / path))
-            if kept:
-                yield path, kept
-
-
-def _glob(root: Path, folder: PurePath, parts: list[str]) -> Iterator[PurePath]:
-    """The paths below ``root`` whose parts match these patterns."""
-    if not parts:
-        yield folder
-        return
-    pattern = parts[0].replace("*", ".*")
-    for name in listing(root / folder) if "*" in parts[0] else parts[:1]:
-        if name == parts[0] or re.fullmatch(pattern, name):
-            yield from _glob(root, folder / name, parts[1:])
+        for path in root.glob(pattern):
+            if kept := keep(read_text(path)):
+                yield path.relative_to(root), kept
 
 
 def _kept(facts: Facts) -> dict[str, Callable[[str], str]]:

@@ -1,0 +1,245 @@
+"""The answers of a run of RAFT or GRPO and their verdicts: ``samples.jsonl`` and ``verdicts.jsonl``.
+
+The files may have millions of lines. So they are read line by line, and only numbers are kept: the verdicts as columns,
+and the positions of the answers, whose texts are read when they are wanted. A position is the number of the file, since
+each rank of a running run has files of its own, and an offset in it. A step of RAFT is a cycle.
+"""
+
+import re
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rocm_ext.base.files import json_object
+from rocm_ext.runs.records import MOST_STEPS, Judged, SampleKey, finite, number
+from rocm_ext.runs.tails import Tails
+
+_BEGINNING = re.compile(rb'\{"step": (\d{1,9}), "phase": "(sample|eval)", ')  # of a line as the recipe writes it
+_FILE_BITS = 48  # of a position are the offset in its file
+_Scope = tuple[int, str]  # step, and ``sample`` or ``eval``
+_NOWHERE: _Scope = (-1, "")  # of a line without them
+
+
+class _Positions(dict[_Scope, "array[int]"]):
+    """Where the lines of each step and phase of a ``samples.jsonl`` begin."""
+
+    def add(self, content: bytes, position: int) -> bool:
+        """Take a line; its tokens are not parsed where the line begins as the recipe writes it."""
+        if (match := _BEGINNING.match(content)) and content.endswith(b"}\n"):
+            scope = int(match[1]), match[2].decode()
+        elif (line := json_object(content)) is None:
+            return False
+        else:
+            scope = _scope(line)
+        self.setdefault(scope, array("q")).append(position)
+        return True
+
+
+class _Lengths(defaultdict[int, dict[SampleKey, tuple[int, float, int]]]):
+    """Of the answers that each step sampled: tokens, the sum of their log-probs, and the number of these."""
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+
+    def add(self, content: bytes, position: int) -> bool:
+        """Take a line."""
+        if (line := json_object(content)) is None:
+            return False
+        (step, phase), key, tokens = _scope(line), _key(line), line.get("tokens")
+        if phase == "sample" and key is not None and isinstance(tokens, list):
+            logprobs = finite(line.get("logprobs"))
+            self[step][key] = len(tokens), float(logprobs.sum()), len(logprobs)
+        return True
+
+
+class _VerdictLines:
+    """The lines of a ``verdicts.jsonl`` as columns."""
+
+    def __init__(self) -> None:
+        self.prompts: dict[str, int] = {}
+        self.kinds: dict[str, int] = {}
+        self.columns: list[array[Any]] = [array(code) for code in "bqqqqdq"]
+
+    def add(self, content: bytes, position: int) -> bool:
+        """Take a line."""
+        if (line := json_object(content)) is None:
+            return False
+        (step, phase), key, verdict = _scope(line), _key(line), line.get("verdict")
+        if step >= 0 and key is not None and isinstance(verdict, str):
+            prompt = self.prompts.setdefault(key[0], len(self.prompts))
+            kind = self.kinds.setdefault(verdict, len(self.kinds))
+            reward = number(line.get("reward"))
+            values: tuple[Any, ...] = (phase == "eval", step, prompt, key[1], kind, reward, position)
+            for column, value in zip(self.columns, values, strict=True):
+                column.append(value)
+        return True
+
+
+class AnswerLog:
+    """The answers of a run and their verdicts.
+
+    Args:
+        folder: the run's.
+        problems: takes messages about damaged files.
+        tails: what was read of them before.
+    """
+
+    def __init__(self, folder: Path, problems: list[str], tails: Tails) -> None:
+        self._problems, self._tails = problems, tails
+        self._samples, self._verdicts = (
+            [folder / f"{stem}.jsonl", *sorted(folder.glob(f"{stem}.rank*.jsonl"))] for stem in ("samples", "verdicts")
+        )
+
+    @cached_property
+    def verdicts(self) -> "Verdicts":
+        """All verdicts."""
+        return Verdicts([self._tails.lines(path, _VerdictLines, self._problems) for path in self._verdicts])
+
+    @cached_property
+    def _positions(self) -> dict[_Scope, "array[int]"]:
+        """Where the answers of each step and phase are."""
+        positions: dict[_Scope, array[int]] = defaultdict(lambda: array("q"))
+        for index, path in enumerate(self._samples):
+            for scope, of_file in self._tails.lines(path, _Positions, self._problems).items():
+                positions[scope].extend(position + (index << _FILE_BITS) for position in of_file)
+        return positions
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps with sampled answers in the file."""
+        return sorted(step for step, phase in self._positions if phase == "sample")
+
+    def has(self, step: int, held_out: bool = False) -> bool:
+        """Whether there are answers of a step's sampling, or of the evaluation after it."""
+        return (step, "eval" if held_out else "sample") in self._positions
+
+    def answers(self, step: int, held_out: bool = False) -> Iterator[tuple[SampleKey, int, dict[str, Any]]]:
+        """The answers of a step's sampling, or of the evaluation after it: key, position and record."""
+        positions = self._positions.get((step, "eval" if held_out else "sample"), ())
+        for position, line in _read(self._samples, positions):
+            if (key := _key(line)) is not None:
+                yield key, position, line
+
+    def records(self, positions: Iterable[int]) -> dict[SampleKey, dict[str, Any]]:
+        """The answers at these positions, by key."""
+        return {key: line for _, line in _read(self._samples, positions) if (key := _key(line)) is not None}
+
+    def lengths(self, step: int) -> tuple[np.ndarray, float | None]:
+        """The tokens of each answer that a step sampled, [n], and their entropy.
+
+        The entropy is that of :func:`rocm_ext.rl.records.entropy`, in nats per token; None without log-probs.
+        """
+        of_key: dict[SampleKey, tuple[int, float, int]] = {}
+        for path in self._samples:
+            of_key |= self._tails.lines(path, _Lengths, self._problems).get(step, {})
+        lengths, sums, counts = zip(*of_key.values(), strict=True) if of_key else ((), (), ())
+        return np.array(lengths, dtype=np.float64), -sum(sums) / sum(counts) if sum(counts) else None
+
+    def judged(self, rows: Sequence[int]) -> dict[int, Judged]:
+        """Verdicts with their details, by row of :attr:`verdicts`."""
+        columns = self.verdicts
+        positions = columns.position[list(rows)].tolist()
+        lines = dict(_read(self._verdicts, positions))
+        details = [str(lines.get(position, {}).get("detail") or "") for position in positions]
+        rewards = columns.reward[list(rows)].tolist()
+        return {row: Judged(columns.name(row), *of) for row, *of in zip(rows, rewards, details, strict=True)}
+
+
+class Verdicts:
+    """The verdicts of a run as columns, sorted by phase, step, prompt and sample; the last line of an answer counts.
+
+    Args:
+        files: the lines of each file.
+
+    Attributes:
+        kinds, prompts: the names that ``kind`` and ``prompt`` index.
+        held_out, step, prompt, sample, kind, reward, position: [n] columns; ``reward`` is NaN without one.
+    """
+
+    def __init__(self, files: Sequence[_VerdictLines]) -> None:
+        prompts: dict[str, int] = {}
+        kinds: dict[str, int] = {}
+        parts = []
+        for index, file in enumerate(files):
+            columns = [np.array(column) for column in file.columns]
+            for at, names, known in ((2, file.prompts, prompts), (4, file.kinds, kinds)):
+                columns[at] = np.array([known.setdefault(n, len(known)) for n in names], np.int64)[columns[at]]
+            columns[6] += index << _FILE_BITS
+            parts.append(columns)
+        arrays = [np.concatenate(columns) for columns in zip(*parts, strict=True)]
+        self.kinds, self.prompts = list(kinds), list(prompts)
+        order = np.lexsort((np.arange(len(arrays[0])), *arrays[3::-1]))
+        key_columns = [column[order] for column in arrays[:4]]
+        last = np.ones(len(order), dtype=bool)
+        last[:-1] = np.any([column[1:] != column[:-1] for column in key_columns], axis=0)
+        kept = [column[order[last]] for column in arrays]
+        self.held_out, self.step, self.prompt, self.sample, self.kind, self.reward, self.position = kept
+
+    def rows(self, step: int, held_out: bool = False) -> np.ndarray:
+        """[n] rows of a step's sampling, or of the evaluation after it."""
+        return np.flatnonzero((self.step == step) & (self.held_out == held_out))
+
+    def groups(self, step: int) -> list[np.ndarray]:
+        """The rows of each prompt that a step asked."""
+        rows = self.rows(step)
+        return np.split(rows, np.flatnonzero(np.diff(self.prompt[rows])) + 1) if len(rows) else []
+
+    def name(self, row: int) -> str:
+        """The verdict in a row."""
+        return self.kinds[int(self.kind[row])]
+
+    def key(self, row: int) -> SampleKey:
+        """The answer that a row is about."""
+        return self.prompts[int(self.prompt[row])], int(self.sample[row])
+
+    def of_step(self, step: int) -> Counter[str]:
+        """How many of the answers that a step sampled got each verdict."""
+        return Counter(map(self.name, self.rows(step)))
+
+    def counts(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """The steps that sampled, in order, and how many of the answers of each step have a verdict, by verdict."""
+        sampled = self.held_out == 0
+        steps, at = np.unique(self.step[sampled], return_inverse=True)
+        kinds = self.kind[sampled]
+        return steps, {name: np.bincount(at[kinds == i], minlength=len(steps)) for i, name in enumerate(self.kinds)}
+
+    def greedy(self, step: int, index: int) -> dict[str, bool]:
+        """Whether each held-out prompt's answer ``index`` is right after a step."""
+        rows = self.rows(step, held_out=True)
+        chosen = rows[self.sample[rows] == index]
+        return {self.prompts[int(self.prompt[row])]: self.name(row) == "CORRECT" for row in chosen}
+
+
+def _read(paths: Sequence[Path], positions: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects at these positions in files."""
+    by_file: dict[int, list[int]] = defaultdict(list)
+    for position in positions:
+        by_file[position >> _FILE_BITS].append(position)
+    for index, of_file in by_file.items():
+        try:
+            with paths[index].open("rb") as file:
+                for position in of_file:
+                    file.seek(position & ((1 << _FILE_BITS) - 1))
+                    if (line := json_object(file.readline())) is not None:
+                        yield position, line
+        except OSError:  # the file was rewritten or removed since
+            continue
+
+
+def _scope(line: Mapping[str, Any]) -> _Scope:
+    step, phase = line.get("step"), line.get("phase")
+    if type(step) is int and 0 <= step < MOST_STEPS and isinstance(phase, str) and phase in ("sample", "eval"):
+        return step, phase
+    return _NOWHERE
+
+
+def _key(line: Mapping[str, Any]) -> SampleKey | None:
+    prompt, sample = line.get("prompt_id"), line.get("sample")
+    if isinstance(prompt, str) and type(sample) is int and -1 <= sample < MOST_STEPS:
+        return prompt, sample
+    return None
