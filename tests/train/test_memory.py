@@ -10,7 +10,7 @@ from rocm_ext.recipes import lora_finetune_rocm as sft
 
 from rocm_ext import cli
 from rocm_ext.model.build import CausalLM
-from rocm_ext.sampling.batch import SlotBatch
+from rocm_ext.sampling.slots import SlotBatch
 from rocm_ext.train import lifecycle
 from rocm_ext.train.learner import Learner
 from tests.kit import grpo_runs, raft_runs
