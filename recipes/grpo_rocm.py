@@ -21,7 +21,7 @@ from rocm_ext.config.checks import check_grpo_values, check_values
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
 from rocm_ext.losses.policy_gradient import loss_config
-from rocm_ext.plan.rollout import rows_of_update
+from rocm_ext.plan.workload import rows_of_update
 from rocm_ext.rl import evaluation
 from rocm_ext.rl.loop import Loop
 from rocm_ext.rl.prompts import choose_by_curriculum

@@ -23,8 +23,7 @@ from rocm_ext.machine.profile import find_chip, load_profile
 
 if TYPE_CHECKING:
     from rocm_ext.plan.planner import Choice
-    from rocm_ext.plan.rollout import RolloutPlan
-    from rocm_ext.plan.run import RunPlan
+    from rocm_ext.plan.run import RolloutPlan, RunPlan
 
 _NAMES = {  # in the table, of what _memory calls otherwise
     "activations_without_checkpointing": "  none checkpointed",

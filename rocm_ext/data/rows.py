@@ -251,6 +251,9 @@ def check_vocabulary(largest: int, size: int) -> None:
         )
 
 
+# ---- from a dataset's items
+
+
 def tokenize(
     dataset: Any,
     *,

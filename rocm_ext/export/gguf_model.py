@@ -181,6 +181,9 @@ def _entries(
         )
 
 
+# ---- an adapter, which llama.cpp adds to the base model's file when it starts (``--lora FILE``)
+
+
 def write_adapter(source: Source, out: Path) -> None:
     """Write the adapter in fp32.
 

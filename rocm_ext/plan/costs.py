@@ -226,6 +226,9 @@ def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, 
             yield fake, tally
 
 
+# ---- a step, by part
+
+
 def simulate(
     decoder: Decoder,
     objective: Objective,

@@ -1,5 +1,6 @@
 """Estimate how much data a run trains on and samples, before anything is downloaded."""
 
+import math
 from dataclasses import dataclass, replace
 from glob import glob
 from pathlib import Path
@@ -182,6 +183,11 @@ def _answers(cfg: DictConfig, asked: Questions, count: int | None, which: str) -
     mean = asked.mean + asked.answer
     longest = asked.longest + cfg.max_new_tokens
     return Workload(longest, mean, asked.answer / mean, count, f"{asked.source}; {which}")
+
+
+def rows_of_update(cfg: DictConfig, rows: int) -> int:
+    """Return the most rows of an optimiser update, over all ranks, of a step with ``rows`` rows."""
+    return math.ceil(rows / cfg.minibatches)
 
 
 def _is_local(component: Any) -> bool:

@@ -90,6 +90,9 @@ def most_slots(samples: int, device: torch.device, splits_rows: bool = True) -> 
     return max(MIN_ROWS, min(samples, most if splits_rows or device.type != "cpu" else MAX_ROWS))
 
 
+# ---- what runs in them
+
+
 @dataclass
 class RunningSample:
     """A sample in its slot."""

@@ -97,19 +97,19 @@ def test_a_training_step_with_other_settings(monkeypatch):
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows does not report the time of children")
 def test_other_programs_are_noticed(monkeypatch):
-    first = runner.seconds()
+    first = runner.clocks()
     code = "import time\nwhile time.process_time() < 1: pass\nprint('done', flush=True); input()"
     program = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     program.stdout.readline()
-    running = runner.seconds()
+    running = runner.clocks()
     program.communicate(b"\n")
-    ended = runner.seconds()
-    assert running.all - first.all > 0.9, "whatever else runs, this program took a second"
-    assert running.ours - first.ours < 0.9, "a child that runs counts as another program"
-    assert ended.ours - first.ours > 0.9, "a child that has ended counts as our own"
+    ended = runner.clocks()
+    assert running[1] - first[1] > 0.9, "whatever else runs, this program took a second"
+    assert running[2] - first[2] < 0.9, "a child that runs counts as another program"
+    assert ended[2] - first[2] > 0.9, "a child that has ended counts as our own"
 
-    readings = iter([runner.Seconds(0, 100, 5), runner.Seconds(10, 125, 10), runner.Seconds(20, 115, 20)])
-    monkeypatch.setattr(runner, "seconds", lambda: next(readings))
+    readings = iter([(0, 100, 5), (10, 125, 10), (20, 115, 20)])
+    monkeypatch.setattr(runner, "clocks", lambda: next(readings))
     others = runner.OtherPrograms()
     assert others.cores() == 2.0, "25 s in 10 s, 5 of them our own"
     assert others.cores() == 0.0, "all 15 s were our own"
@@ -267,7 +267,7 @@ def test_compile_wins_only_beyond_noise():
     assert won(training(2, 100), training(4, 150, compile=True)) == {}
 
 
-def test_the_library_that_is_faster_without_wgrad_wins():
+def test_the_faster_library_wins():
     rows = [
         row(
             "gemm",
@@ -277,11 +277,11 @@ def test_the_library_that_is_faster_without_wgrad_wins():
             dtype="bf16",
             library=library,
         )
-        for library, on, speeds in (("rocBLAS", "0", (20, 20, 40)), ("hipBLASLt", "1", (30, 30, 16)))
-        for direction, speed in zip(("forward", "dgrad", "wgrad"), speeds, strict=True)
+        for library, on, speeds in (("rocBLAS", "0", (20, 20)), ("hipBLASLt", "1", (30, 18)))
+        for direction, speed in zip(("forward", "dgrad"), speeds, strict=True)
     ]
     assert won(*rows) == {"ROCBLAS_USE_HIPBLASLT": "1", "TORCH_BLAS_PREFER_HIPBLASLT": "1"}
-    assert won(*rows[:3]) == {}
+    assert won(*rows[:2]) == {}
 
 
 def test_without_gemm_or_copies_there_are_no_figures():

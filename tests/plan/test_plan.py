@@ -295,6 +295,7 @@ def test_auto_micro_batches_train_the_same(folders, tmp_path):
         losses.append([json.loads(line)["loss"] for line in lines])
         summary = json.loads((tmp_path / str(value) / "summary.json").read_text())
         assert summary["planned_memory"] == recipe.learner.planned_peak
+        assert summary["base_model"] == recipe.learner.base_fingerprint
         recipe.cleanup()
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
