@@ -169,7 +169,7 @@ def wait(device: torch.device) -> None:
 
 
 def gemm(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
-    """FLOP/s of the feed-forward layer: x Wᵀ (``forward``), g W (``dgrad``) or gᵀ x (``wgrad``)."""
+    """FLOP/s of the feed-forward layer: x Wᵀ (``forward``) or g W (``dgrad``)."""
     mlp: Any = bench.shape.layers[0].mlp  # type: ignore[union-attr, index]
     wide, width = mlp.w1.weight.shape
     tokens, dtype = _TOKENS[bench.device.type], numerics.DTYPES[values["dtype"]]
@@ -177,7 +177,7 @@ def gemm(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
     x, g, w = (
         torch.randn(shape, device=bench.device).to(dtype) for shape in ((tokens, width), (tokens, wide), (wide, width))
     )
-    work = {"forward": lambda: x @ w.T, "dgrad": lambda: g @ w, "wgrad": lambda: g.T @ x}[values["direction"]]
+    work = {"forward": lambda: x @ w.T, "dgrad": lambda: g @ w}[values["direction"]]
     times = timed(work, bench.device, bench.spec.seconds)
     return {**times.rate(2 * tokens * wide * width), "unit": "FLOP/s", "shape": [tokens, width, wide]}
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from queue import Empty, SimpleQueue
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import psutil
 
@@ -157,19 +157,11 @@ class _Child:
 # ---- other programs
 
 
-class Seconds(NamedTuple):
-    """A reading of clocks: the time, and processor time of all programs, and of this one with its ended children."""
-
-    clock: float
-    all: float
-    ours: float
-
-
-def seconds() -> Seconds:
-    """Read the clocks."""
+def clocks() -> tuple[float, float, float]:
+    """The time, and processor time of all programs and of this one with its ended children, all in seconds."""
     every, ours = psutil.cpu_times(), os.times()
     used = every.user + every.system + getattr(every, "nice", 0.0)
-    return Seconds(time.perf_counter(), used, ours.user + ours.system + ours.children_user + ours.children_system)
+    return time.perf_counter(), used, ours.user + ours.system + ours.children_user + ours.children_system
 
 
 class OtherPrograms:
@@ -182,9 +174,9 @@ class OtherPrograms:
     WORTH_TELLING = 0.1  # cores
 
     def __init__(self) -> None:
-        self._began = seconds()
+        self._began = clocks()
 
     def cores(self) -> float:
         """Cores that other programs kept busy since then, on average. 0 on Windows, which hides children's time."""
-        elapsed, every, ours = (now - then for now, then in zip(seconds(), self._began, strict=True))
+        elapsed, every, ours = (now - then for now, then in zip(clocks(), self._began, strict=True))
         return 0.0 if os.name == "nt" else max(0.0, (every - ours) / max(elapsed, 1e-9))

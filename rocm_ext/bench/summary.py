@@ -83,21 +83,20 @@ def winners(measurements: Sequence[Measurement], sweep: Sweep) -> list[Winner]:
 
 
 def _library(measurements: Sequence[Measurement]) -> list[Winner]:
-    """The variables that choose the faster BLAS library in forward and dgrad; LoRA's frozen weights have no wgrad."""
+    """The variables that choose the faster BLAS library."""
     seconds: dict[str, float] = {}
     products = _ok(measurements, "gemm")
     dtype = "bf16" if any(product.item.values["dtype"] == "bf16" for product in products) else "fp32"
     for product in _ok(products, "gemm", dtype=dtype):
-        if product.item.values["direction"] != "wgrad":
-            library = product.item.values["library"]
-            seconds[library] = seconds.get(library, 0.0) + 1 / product.speed
+        library = product.item.values["library"]
+        seconds[library] = seconds.get(library, 0.0) + 1 / product.speed
     if len(seconds) < 2:
         return []
     best, worst = min(seconds, key=seconds.__getitem__), max(seconds, key=seconds.__getitem__)
     gain = seconds[worst] / seconds[best]
     if gain < GAIN:
         return []
-    reason = f"{best} is {gain:.2f} times as fast as {worst} in forward and dgrad, {dtype}"
+    reason = f"{best} is {gain:.2f} times as fast as {worst} in {dtype}"
     environ = _ok(products, "gemm", library=best)[0].item.environ
     return [Winner(name, value, reason) for name, value in environ.items()]
 

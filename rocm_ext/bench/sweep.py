@@ -120,7 +120,8 @@ class Sweep:
         probes: Collection[str] = PROBES,
     ) -> None:
         self._cfg, self._locked, cpu = cfg, locked, machine.backend == "cpu"
-        device = (*_gemm(machine), Item("bandwidth", {"what": "device copy"}), *_decoding(quick))
+        decoding = [Item("decoding", {"slots": slots}) for slots in ((16, 64) if quick else (16, 32, 64, 128, 256))]
+        device = (*_gemm(machine), Item("bandwidth", {"what": "device copy"}), *decoding)
         self._device = [item for item in device if item.probe in probes]
         self._rows = sorted({*((1, 4) if quick else (1, 2, 4, 8, 16)), cfg.batch_size}) if "training" in probes else []
         kernels = [name for name in ATTENTION if name != "efficient" or not cpu]
@@ -162,28 +163,22 @@ class Sweep:
             won.append(Winner("batch_size", best.item.values["rows"], in_words(measured, "rows")))
         for key, values in self._values.items():
             now = best.result.get("dtype") if key == "dtype" else False if key == "compile" else self._cfg.get(key)
-            stage = [self._item(best, key, value) for value in values if value != now]
+            lock, stage = self._locked.get(key), []
+            for value in (value for value in values if value != now):
+                refused = lock is not None and value not in (lock.value, *lock.also)
+                skip = f"locked here: {lock.reason} (--risky measures it)" if lock and refused else ""
+                stage.append(Item("training", {**best.item.values, key: value}, skip=skip))
             stages.append(stage)
             if tried := [table[item.key] for item in stage if item.key in table]:
-                best, winners = self._choice(key, best, tried)
-                won += winners
+                wanted = self._cfg.get(key)
+                configured = next((row for row in tried if row.item.values[key] == wanted), best)
+                best = max([best, *tried], key=lambda row: row.speed)
+                if best is not configured and best.beats(configured):
+                    gain = f"{best.speed / configured.speed:.2f} times as fast as {wanted} in training steps"
+                    won.append(Winner(key, best.item.values[key], gain))
+                else:
+                    best = configured
         return stages, won
-
-    def _item(self, best: Measurement, key: str, value: Any) -> Item:
-        lock = self._locked.get(key)
-        refused = lock is not None and value not in (lock.value, *lock.also)
-        skip = f"locked here: {lock.reason} (--risky measures it)" if lock and refused else ""
-        return Item("training", {**best.item.values, key: value}, skip=skip)
-
-    def _choice(self, key: str, best: Measurement, tried: list[Measurement]) -> tuple[Measurement, list[Winner]]:
-        """The best measurement after a stage, and the winner unless it is the configured value."""
-        wanted = self._cfg.get(key)
-        configured = next((row for row in tried if row.item.values[key] == wanted), best)
-        fastest = max([best, *tried], key=lambda row: row.speed)
-        if fastest is configured or not fastest.beats(configured):
-            return configured, []
-        gain = f"{fastest.speed / configured.speed:.2f} times as fast as {wanted} in training steps"
-        return fastest, [Winner(key, fastest.item.values[key], gain)]
 
 
 def dtypes(machine: Machine) -> list[str]:
@@ -199,13 +194,8 @@ def _gemm(machine: Machine) -> Iterator[Item]:
         libraries = [("rocBLAS", dict.fromkeys(names, "0")), ("hipBLASLt", dict.fromkeys(names, "1"))]
     for library, environ in libraries:
         for dtype in dtypes(machine):
-            for direction in ("forward", "dgrad", "wgrad"):
+            for direction in ("forward", "dgrad"):  # LoRA's frozen weights have no wgrad
                 yield Item("gemm", {"direction": direction, "dtype": dtype, "library": library}, environ)
-
-
-def _decoding(quick: bool) -> Iterator[Item]:
-    for slots in (16, 64) if quick else (16, 32, 64, 128, 256):
-        yield Item("decoding", {"slots": slots})
 
 
 def smallest(measured: Sequence[Measurement], what: str) -> Measurement:

@@ -17,6 +17,8 @@ from rocm_ext.machine.doctor.facts import Facts, recorded_facts
 from rocm_ext.machine.doctor.recorded import Finding
 from rocm_ext.machine.doctor.save import save
 
+_STYLES = {"ok": "green", "warning": "yellow", "error": "red", "not recorded": "dim"}
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
@@ -25,11 +27,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     root += 'are "not recorded" and do not count'
     parser.add_argument("--root", type=Path, metavar="DIR", help=root)
-    save_help = (
-        "also write what the checks read into a new folder, to attach to a report: no serial numbers, no users' "
+    keep = (
+        "also write what the checks read into a new folder, to attach to a report: no serial numbers, no users' names, "
     )
-    save_help += "names, only variables and parameters that matter"
-    parser.add_argument("--save", type=Path, metavar="DIR", help=save_help)
+    keep += "only variables and parameters that matter"
+    parser.add_argument("--save", type=Path, metavar="DIR", help=keep)
     add_json(parser)
 
 
@@ -46,23 +48,18 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(str(error), code=2) from error  # exit code 1 means: warnings only
     findings = judge(facts)
     if args.json:
-        print_json(_document(facts, findings))
+        print_json(
+            {
+                "machine": facts.title,
+                "profile": facts.profile and facts.profile.name,
+                "exit_code": exit_code(findings),
+                "verdict": verdict(facts, findings),
+                "rows": [asdict(finding) for finding in findings],
+            }
+        )
     else:
         _print(facts, findings)
     return exit_code(findings)
-
-
-def _document(facts: Facts, findings: list[Finding]) -> dict[str, object]:
-    return {
-        "machine": facts.title,
-        "profile": facts.profile and facts.profile.name,
-        "exit_code": exit_code(findings),
-        "verdict": verdict(facts, findings),
-        "rows": [asdict(finding) for finding in findings],
-    }
-
-
-_STYLES = {"ok": "green", "warning": "yellow", "error": "red", "not recorded": "dim"}
 
 
 def _print(facts: Facts, findings: list[Finding]) -> None:
@@ -70,15 +67,15 @@ def _print(facts: Facts, findings: list[Finding]) -> None:
     from rich.text import Text
 
     screen = console()
-    shown = table(printable(facts.title), "", "check", "found")
+    rows = table(printable(facts.title), "", "check", "found")
     for finding in findings:
-        found = Text(printable(finding.found))
+        text = Text(printable(finding.found))
         if finding.why and finding.level in ("ok", "not recorded"):
-            found.append(f" ({printable(finding.why)})", "dim")
-        shown.add_row(Text(finding.level, _STYLES[finding.level]), Text(printable(finding.check)), found)
-    screen.print(shown)
-    problems = {level: [finding for finding in findings if finding.level == level] for level in ("warning", "error")}
-    for finding in (*problems["warning"], *problems["error"]):  # the worst last, where the reader looks first
+            text.append(f" ({printable(finding.why)})", "dim")
+        rows.add_row(Text(finding.level, _STYLES[finding.level]), Text(printable(finding.check)), text)
+    screen.print(rows)
+    problems = [finding for finding in findings if finding.level in ("warning", "error")]
+    for finding in sorted(problems, key=lambda finding: finding.level == "error"):  # the worst last: readers look there
         level = (finding.level, _STYLES[finding.level])
         screen.print(Text.assemble("\n", level, f" {printable(finding.check)}: ", printable(finding.found)))
         if finding.why:

@@ -128,7 +128,12 @@ def _answers(args: argparse.Namespace, target: ChosenModel, adapter: Path | None
         print_json(content)
         return
     for evaluation, title in zip(evaluations, ("", "without the adapter: "), strict=False):
-        _print_scores(evaluation, title)
+        scores = evaluation.scores
+        print(f"{title}pass@1 {Score(scores['correct'], scores['prompts'])}")
+        for k, at in scores["pass_at_k"].items():
+            low, high = at["interval"]
+            drawn = f"pass@{k} of {scores['samples_per_prompt']}"
+            print(f"{title}{drawn}: {at['pass']:.1%}, 95 % interval {low:.1%} - {high:.1%}")
     if args.base:
         paired = content["paired"]
         low, high = paired["interval"]
@@ -162,15 +167,6 @@ def _sampling(args: argparse.Namespace, target: ChosenModel) -> DictConfig:
 def _source(args: argparse.Namespace) -> dict[str, Any]:
     split = args.split or ("test" if is_hub_name(args.data) else "train")  # a file has the split train alone
     return {"source": args.data, "split": split, **({"name": args.name} if args.name else {})}
-
-
-def _print_scores(evaluation: "Evaluation", title: str) -> None:
-    scores = evaluation.scores
-    print(f"{title}pass@1 {Score(scores['correct'], scores['prompts'])}")
-    for k, at in scores["pass_at_k"].items():
-        low, high = at["interval"]
-        drawn = f"pass@{k} of {scores['samples_per_prompt']}"
-        print(f"{title}{drawn}: {at['pass']:.1%}, 95 % interval {low:.1%} - {high:.1%}")
 
 
 def _print_wrong(evaluation: "Evaluation", most: int) -> None:
@@ -214,31 +210,23 @@ def _rows(args: argparse.Namespace, target: ChosenModel, adapter: Path | None) -
         print_json(content)
         return
     for measured, title in zip(both, ("", "without the adapter: "), strict=False):
-        print(f"{title}{_in_words(measured)}")
+        scores = dict(measured.scores)
+        text = f"loss {scores.pop('loss'):.4f}, perplexity {scores.pop('perplexity'):.3f}"
+        text += f" ({scores.pop('rows'):,} rows, {scores.pop('tokens'):,} tokens)"
+        print(title + text + "".join(f", {name} {value:.4f}" for name, value in scores.items()))
     if args.base:
-        _print_paired(content["paired"])
+        paired = content["paired"]
+        low, high = paired["interval"]
+        change = f"the adapter changes the NLL per token by {paired['difference']:+.4f}"
+        print(f"{change}, 95 % interval {low:+.4f} – {high:+.4f}")
+        if "p" in paired:
+            print(
+                f"it makes the chosen answer the more probable one in {paired['gained']} pairs, and no longer so in "
+                f"{paired['lost']}; McNemar p = {paired['p']:.2g}"
+            )
     _print_worst(both[0], args.show)
     if args.output:
         print(f"all rows: {args.output / 'rows.jsonl'}")
-
-
-def _in_words(measured: "Measured") -> str:
-    scores = dict(measured.scores)
-    text = f"loss {scores.pop('loss'):.4f}, perplexity {scores.pop('perplexity'):.3f}"
-    text += f" ({scores.pop('rows'):,} rows, {scores.pop('tokens'):,} tokens)"
-    return text + "".join(f", {name} {value:.4f}" for name, value in scores.items())
-
-
-def _print_paired(paired: Mapping[str, Any]) -> None:
-    low, high = paired["interval"]
-    print(
-        f"the adapter changes the NLL per token by {paired['difference']:+.4f}, 95 % interval {low:+.4f} – {high:+.4f}"
-    )
-    if "p" in paired:
-        print(
-            f"it makes the chosen answer the more probable one in {paired['gained']} pairs, and no longer so in "
-            f"{paired['lost']}; McNemar p = {paired['p']:.2g}"
-        )
 
 
 def _print_worst(measured: "Measured", most: int) -> None:

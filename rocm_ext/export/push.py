@@ -21,6 +21,7 @@ from rocm_ext.export.source import OF_ADAPTER, Source
 from rocm_ext.model.adapters.merge import BESIDE_WEIGHTS, MERGED_WEIGHTS
 from rocm_ext.model.adapters.peft_files import ADAPTER_CONFIG, PeftConfig
 from rocm_ext.runs.folder import RunFolder
+from rocm_ext.runs.held_out import held_out
 from rocm_ext.runs.scores import Score
 
 _TAGS = ["lora", "peft", "torchtune-rocm"]
@@ -106,17 +107,15 @@ def _is_data_set(source: str) -> bool:
 def _results(run: RunFolder) -> dict[str, str]:
     """Return what the run measured, with held-out values where it has them."""
     rows: dict[str, str] = {}
-    scores: dict[str, Mapping[str, Any] | None] = {}
-    if run.family == RAFT:
-        scores |= {f"pass@1, cycle {cycle.number}": cycle.scores for cycle in run.cycles}
-    elif run.family == GRPO:
-        scores |= {f"pass@1, step {evaluation.step}": evaluation.scores for evaluation in run.evaluations}
+    scores: dict[str, Mapping[str, Any]] = {}
+    if run.family in (RAFT, GRPO):
+        scores = {f"pass@1, {scored.after}": scored.scores for scored in held_out(run)}
     else:
         for name, column in (("validation", run.validations["val_loss"]), ("training", run.steps["loss"])):
             values = column[~np.isnan(column)]
             if len(values):
                 rows[f"{name} loss, first and last"] = f"{values[0]:.4f}, {values[-1]:.4f}"
-    return rows | {key: str(Score(value["correct"], value["prompts"])) for key, value in scores.items() if value}
+    return rows | {key: str(Score(value["correct"], value["prompts"])) for key, value in scores.items()}
 
 
 def _plain(text: str) -> str:

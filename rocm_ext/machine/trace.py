@@ -2,21 +2,19 @@
 
 Only the steps themselves are recorded: training steps without the data's loading, and of sampling the prefill of
 prompts and the decoding steps. Each of these kinds has files of its own in ``output_dir/profile``, for each rank: a
-trace that https://ui.perfetto.dev opens, and a summary.
+trace that https://ui.perfetto.dev opens, and torch's table of the operators.
 """
 
 import contextlib
 import gzip
 import json
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 from rocm_ext.base.errors import UserError, one_line
@@ -27,7 +25,6 @@ TRAINING, PREFILL, DECODING = "training", "prefill", "decoding"
 FOLDER = "profile"
 # Steps that are not recorded: the first ones compile, allocate, choose kernels and capture graphs.
 WARM_UP = {TRAINING: 3, PREFILL: 1, DECODING: 3}
-_SLOWEST = 8  # operators that a run names
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events, in Chrome's trace format
 _MOST_EVENTS = 500_000  # of a trace; browsers open about a million
 
@@ -38,13 +35,13 @@ class _Recording:
 
     Attributes:
         seen: steps done, with those of the warm-up.
-        parts: the traces of the recorded steps.
-        averages: what torch's profiler says of each operator, of all recorded steps.
+        parts: the events of each recorded step, in Chrome's trace format, and what its trace has beside them.
+        table: torch's table of the last step's operators.
     """
 
     seen: int = 0
     parts: list[dict[str, Any]] = field(default_factory=list)
-    averages: list[Any] = field(default_factory=list)
+    table: str = ""
 
     @property
     def events(self) -> int:
@@ -88,21 +85,12 @@ class Trace:
     def part(self, kind: str) -> Iterator[None]:
         """Context of one step of ``kind``."""
         recording = self._open.get(kind)
-        if recording is None:
-            yield
-            return
-        recording.seen += 1
-        if recording.seen < WARM_UP[kind]:
-            yield
-            return
+        if recording is not None:
+            recording.seen += 1
         # the last step of the warm-up is recorded, too, and dropped: the profiler's own first step is slow
-        with self._profiled(kind, recording):
+        if recording is None or recording.seen < WARM_UP[kind]:
             yield
-        if len(recording.parts) == self._steps or recording.events > _MOST_EVENTS:
-            self._finish(kind)
-
-    @contextlib.contextmanager
-    def _profiled(self, kind: str, recording: _Recording) -> Iterator[None]:
+            return
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch 2.13 prints two lines for each recording
         on_gpu = self._device.type == "cuda"
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
@@ -126,9 +114,13 @@ class Trace:
             profiler.stop()
             if recording.seen > WARM_UP[kind]:
                 recording.parts.append(self._exported(profiler))
-                recording.averages += profiler.key_averages()
+                kernels = any(event.get("cat") in _ON_GPU for event in recording.parts[-1]["traceEvents"])
+                by = "self_device_time_total" if kernels else "self_cpu_time_total"
+                recording.table = profiler.key_averages().table(sort_by=by, row_limit=30)
         except (OSError, RuntimeError, ValueError) as error:
             self._give_up(kind, error)
+        if len(recording.parts) == self._steps or recording.events > _MOST_EVENTS:
+            self._finish(kind)
 
     def _exported(self, profiler: torch.profiler.profile) -> dict[str, Any]:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -161,107 +153,51 @@ class Trace:
         recording = self._open.pop(kind, None)
         if recording is None:  # given up
             return
-        first, count = WARM_UP[kind] + 1, len(recording.parts)
-        summary = {"steps": count, "first": first, **summarize(recording.parts, recording.averages, kind)}
-        path = self._folder / f"{kind}.rank{self._rank}.trace.json.gz"
+        first, count, name = WARM_UP[kind] + 1, len(recording.parts), f"{kind}.rank{self._rank}"
+        path = self._folder / f"{name}.trace.json.gz"
+        events = []
+        for number, part in enumerate(recording.parts):
+            for event in part["traceEvents"]:
+                if event.get("ph") in ("s", "t", "f"):  # arrows; each recording numbers them from 1
+                    event = {**event, "id": f"{number}.{event['id']}"}
+                events.append(event)
+        head = {key: value for key, value in recording.parts[0].items() if key not in ("host_name", "traceName")}
         try:
             with replace_file(path) as aside, gzip.open(aside, "wt", compresslevel=4) as file:
-                json.dump(_merged(recording.parts), file)
-            replace_text(self._folder / f"{kind}.rank{self._rank}.json", json.dumps(summary, indent=2) + "\n")
+                json.dump({**head, "traceEvents": events}, file)
+            replace_text(self._folder / f"{name}.txt", recording.table)
         except UserError as error:
             self._give_up(kind, error)
             return
         if count < self._steps:
             why = "the trace would become too large" if recording.events > _MOST_EVENTS else "the run ended"
             log.info("profile_steps: %d of %d steps of %s are recorded: %s", count, self._steps, kind, why)
-        if self._device.type == "cuda" and not summary["kernels"]:
+        which = f"step {first}" if count == 1 else f"steps {first} to {first + count - 1}"
+        total, busy = seconds(events, kind)
+        share = f", {busy / total:.0%} of them in kernels of the GPU" if busy else ""
+        if self._device.type == "cuda" and not busy:
             log.warning(
                 "profile_steps: torch's profiler saw no kernel of the GPU, as some builds for ROCm do "
-                "(github.com/pytorch/kineto/pull/1338); these are the host's operators"
+                "(github.com/pytorch/kineto/pull/1338); the table is of the host's operators"
             )
-        log.info("%s", describe(kind, summary, path))
+        where = f"open {path} in https://ui.perfetto.dev; {name}.txt beside it has the operators by time"
+        log.info("profile of %s, %s, %.3g s%s: %s", kind, which, total, share, where)
 
 
-def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Join the traces of several steps."""
-    events = []
-    for number, part in enumerate(parts):
-        for event in part["traceEvents"]:
-            if event.get("ph") in ("s", "t", "f"):  # arrows; each recording numbers its own from 1
-                event = {**event, "id": f"{number}.{event['id']}"}
-            events.append(event)
-    head = {key: value for key, value in parts[0].items() if key not in ("host_name", "traceName")}
-    return {**head, "traceEvents": events}
-
-
-def summarize(parts: Sequence[Mapping[str, Any]], averages: Iterable[Any], kind: str) -> dict[str, Any]:
-    """Say where the time of recorded steps went.
+def seconds(events: list[dict[str, Any]], kind: str) -> tuple[float, float]:
+    """Seconds of the recorded steps, and of those the seconds in which at least one kernel or copy of a GPU ran.
 
     Args:
-        parts: the trace of each step, in which an annotation whose name begins with ``kind`` spans the step.
-        averages: the ``key_averages()`` of torch's profiler, of all steps.
-        kind: see ``parts``.
-
-    Returns:
-        ``seconds`` of all steps; ``kernels``: whether the GPU's kernels are recorded; ``slowest``: the operators whose
-        kernels, or which themselves on the host, took the most time without the operators inside of them: ``name``,
-        ``calls``, ``seconds`` and ``share``; ``idle``: share in which no kernel ran, None without kernels; ``python``:
-        share in which the host was outside of operators.
-    """
-    total = busy = 0.0  # microseconds
-    for part in parts:
-        events = [event for event in part["traceEvents"] if "dur" in event]
-        names = (event for event in events if event.get("cat") == "user_annotation")
-        step = next(event for event in names if event["name"].startswith(kind))
-        total += step["dur"]
-        busy += _covered([event for event in events if event.get("cat") in _ON_GPU], step)
-    averages = [operator for operator in averages if operator.device_type == DeviceType.CPU]
-    kernels = busy > 0
-    times: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
-    for operator in averages:
-        calls[operator.key] += operator.count
-        times[operator.key] += operator.self_device_time_total if kernels else operator.self_cpu_time_total
-    python = sum(operator.self_cpu_time_total for operator in averages if operator.key.startswith(kind))
-    slowest = [(name, time) for name, time in times.most_common() if time and not name.startswith(kind)][:_SLOWEST]
-    return {
-        "seconds": total / 1e6,
-        "kernels": kernels,
-        "slowest": [
-            {"name": name, "share": time / total, "calls": calls[name], "seconds": time / 1e6} for name, time in slowest
-        ],
-        "idle": 1 - busy / total if kernels else None,
-        "python": python / total,
-    }
-
-
-def _covered(events: Iterable[Mapping[str, Any]], step: Mapping[str, Any]) -> float:
-    """Return how long at least one of ``events`` went on during ``step``, in microseconds."""
-    covered, reached, end_of_step = 0.0, step["ts"], step["ts"] + step["dur"]
-    for begin, end in sorted((event["ts"], event["ts"] + event["dur"]) for event in events):
-        begin, end = max(begin, reached), min(end, end_of_step)
-        if end > begin:
-            covered += end - begin
-            reached = end
-    return covered
-
-
-def describe(kind: str, summary: Mapping[str, Any], path: Path) -> str:
-    """Return what a run logs of its profile: the slowest operators, and the time without any.
-
-    Args:
+        events: of the trace, in which an annotation whose name begins with ``kind`` spans each step.
         kind: what was recorded.
-        summary: result of :func:`summarize`, with ``steps`` and ``first``.
-        path: the trace.
     """
-    steps, first = summary["steps"], summary["first"]
-    which = f"step {first}" if steps == 1 else f"steps {first} to {first + steps - 1}"
-    lines = [f"profile of {kind}, {which}, {summary['seconds']:.3g} s; open {path} in https://ui.perfetto.dev"]
-    lines += [
-        f"  {operator['share']:4.0%}  {operator['name'][:90]}, {operator['calls']:,} calls"
-        for operator in summary["slowest"]
-    ]
-    if summary["idle"] is not None:
-        lines.append(f"  {summary['idle']:4.0%}  no kernel ran")
-    lines.append(f"  {summary['python']:4.0%}  of the host's time was outside of operators")
-    return "\n".join(lines)
+    timed = [event for event in events if "dur" in event]
+    steps = [e for e in timed if e.get("cat") == "user_annotation" and e["name"].startswith(kind)]
+    busy = 0.0
+    for step in steps:
+        reached, end = step["ts"], step["ts"] + step["dur"]
+        for event in sorted((e for e in timed if e.get("cat") in _ON_GPU), key=lambda e: e["ts"]):
+            begin, until = max(event["ts"], reached), min(event["ts"] + event["dur"], end)
+            if until > begin:
+                busy, reached = busy + until - begin, until
+    return sum(step["dur"] for step in steps) / 1e6, busy / 1e6

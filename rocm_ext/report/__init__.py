@@ -9,7 +9,7 @@ import gzip
 import time
 from base64 import b64encode
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -35,13 +35,12 @@ _BORDERS = {"solid": "solid", "dash": "dashed", "dot": "dotted"}  # plotly's nam
 
 @dataclass(frozen=True)
 class _Section:
-    """Charts and tables of the page, and the runs in them."""
+    """Charts of the page, the runs in them, and those whose evaluations it lists."""
 
     name: str
     charts: list[Chart]
     runs: list[RunFolder]
-    columns: Sequence[str] = ()
-    tables: list[tuple[RunFolder, list[list[str]]]] = field(default_factory=list)
+    tables: Sequence[tuple[RunFolder, list[list[str]]]] = ()
 
 
 def write(folders: Sequence[Path], output: Path | None = None) -> Path:
@@ -82,6 +81,7 @@ def render(shown: dict[str, Any], live: Any = None, with_script: bool = True) ->
         live=live,
         style=Markup(_STYLE),
         verdicts=rollouts.VERDICTS,
+        evaluation_columns=rollouts.EVALUATION_COLUMNS,
         policy=Markup(policy),
         script=Markup(_SCRIPT),
         library=Markup(_library()[0]) if with_script else "",
@@ -119,7 +119,7 @@ def content(runs: Sequence[RunFolder]) -> dict[str, Any]:
     """What the page shows of runs, by the template's names."""
     _name_apart(runs)
     several = len(runs) > 1
-    shown = [(run, *samples.choose(run)) for run in runs]
+    shown = [(run, *samples.groups(run)) for run in runs]
     keys = [style(i) for i in range(len(runs))]
     return {
         "title": f"{len(runs)} runs" if several else "".join(run.name for run in runs),
@@ -129,7 +129,7 @@ def content(runs: Sequence[RunFolder]) -> dict[str, Any]:
         ],
         "several": several,
         "sections": [section for section in _sections(runs) if section.charts],
-        "samples": [choice for choice in shown if choice[2]],
+        "groups": [choice for choice in shown if choice[2]],
         "differences": _differences(runs) if several else [],
         "settings": [(run, sorted(run.settings().items())) for run in runs if run.config],
         "problems": [problem for run in runs for problem in dict.fromkeys(run.problems)],
@@ -137,27 +137,19 @@ def content(runs: Sequence[RunFolder]) -> dict[str, Any]:
 
 
 def _sections(runs: Sequence[RunFolder]) -> list[_Section]:
-    raft, grpo = [run for run in runs if run.cycles], [run for run in runs if run.family == GRPO]
-    bars = [chart for run in grpo for chart in rollouts.step_bars(run, f", {run.name}" if len(runs) > 1 else "")]
+    def bars(family: str) -> list[Chart]:
+        suffixes = [(run, f", {run.name}" if len(runs) > 1 else "") for run in runs if run.family == family]
+        return [chart for run, suffix in suffixes for chart in rollouts.bar_charts(run, suffix)]
+
+    def tables(family: str) -> list[tuple[RunFolder, list[list[str]]]]:
+        rows = [(run, rollouts.evaluation_table(run)) for run in runs if run.family == family]
+        return [(run, table) for run, table in rows if table]
+
+    cycles = [*rollouts.score_charts(runs, RAFT), *bars(RAFT), *rollouts.cycle_charts(runs)]
+    rewards = [*rollouts.score_charts(runs, GRPO), *curves.charts(curves.POLICY, runs, GRPO), *bars(GRPO)]
     return [
-        _Section(
-            "Cycles",
-            [*(rollouts.score_charts(runs, RAFT) if raft else ()), *rollouts.cycle_charts(runs)],
-            raft,
-            rollouts.CYCLE_COLUMNS,
-            [(run, rollouts.cycle_table(run)) for run in raft],
-        ),
-        _Section(
-            "Rewards",
-            [
-                *(rollouts.score_charts(runs, GRPO) if grpo else ()),
-                *curves.charts(curves.POLICY, runs, GRPO),
-                *bars,
-            ],
-            grpo,
-            rollouts.STEP_COLUMNS,
-            [(run, rollouts.step_table(run)) for run in grpo if run.evaluations],
-        ),
+        _Section("Cycles", cycles, [run for run in runs if run.cycles], tables(RAFT)),
+        _Section("Rewards", rewards, [run for run in runs if run.family == GRPO], tables(GRPO)),
         _Section("Preferences", curves.charts(curves.PREFERENCES, runs, DPO), [r for r in runs if r.family == DPO]),
         _Section("Training", curves.charts(curves.TRAINING, runs), [run for run in runs if len(run.steps)]),
         _Section("Hardware", hardware.charts([(r.name, r.hardware) for r in runs]), [r for r in runs if r.hardware]),

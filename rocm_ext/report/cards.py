@@ -124,10 +124,10 @@ def _grpo(run: RunFolder) -> Iterator[tuple[str, str]]:
     steps = run.steps
     yield "Reward", _ends(steps["reward"])
     yield "Held-out pass@1", _passes(run)
-    trained = [line for line in run.evaluations if line.step]
-    best = max(trained, key=lambda line: line.scores["pass"][0], default=None)  # the first of equals
-    if best is not None and best is not run.evaluations[-1]:
-        yield "Best held-out pass@1", f"{100 * best.scores['pass'][0]:.1f} % after step {best.step:,}"
+    shares = {step: scores["pass"][0] for step, scores in run.evaluations.items() if step}
+    best = max(shares, key=shares.__getitem__, default=None)  # the first of equals
+    if best is not None and best != max(shares):
+        yield "Best held-out pass@1", f"{100 * shares[best]:.1f} % after step {best:,}"
     answers, flat = float(np.nansum(steps["answers"])), steps["flat"]
     yield "Answers sampled", short_number(answers) if answers else ""
     yield "Flat groups", f"{100 * np.nanmean(flat):.1f} %" if np.isfinite(flat).any() else ""

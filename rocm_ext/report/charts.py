@@ -8,7 +8,7 @@ import html
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
@@ -23,6 +23,7 @@ from rocm_ext.report.text import visible
 
 _COLOURS, _DASHES = 5, ("solid", "dash", "dot")
 _POINTS = 1000  # most points of a curve, about as many as a chart has columns of pixels
+_BARS = 40  # most bars of a chart
 _HUGE = 1e100  # larger values count as this, so that no arithmetic overflows
 
 
@@ -104,13 +105,16 @@ def line_chart(
     """Curves over a common axis.
 
     Args:
-        title, unit: of the values.
+        title, unit: of the values; the unit ``bytes`` becomes MiB or GiB.
         lines: at least one.
         x_title: title of the x axis.
         zero: begin the y axis at 0, if no value is below.
         marks: (x, text) of vertical lines.
         legend: name the lines.
     """
+    if unit == "bytes":
+        size, unit = memory_unit([line.y for line in lines])
+        lines = [replace(line, y=line.y / size) for line in lines]
     axis = _axis([line.y for line in lines], zero)
     if "range" in axis:
         unit += ", without spikes: double-click shows all"
@@ -155,26 +159,35 @@ def _traces(line: Line) -> list[dict[str, Any]]:
 
 
 def bar_chart(
-    title: str, unit: str, x: np.ndarray, parts: Mapping[str, np.ndarray], colours: Mapping[str, str], x_title: str
-) -> Chart:
-    """A bar for each place, made of parts.
+    title: str, unit: str, at: np.ndarray, parts: Mapping[str, np.ndarray], colours: Mapping[str, str], x_title: str
+) -> Chart | None:
+    """A bar for each step or cycle that has one, or for the means of a stretch of many; None if all are empty.
 
     Args:
         title, unit: of the sizes; a unit that begins with % shows them as shares.
-        x: [n] places.
-        parts: name -> [n] sizes, from the bottom up.
-        colours: name -> name of its colour.
+        at: [n] steps or cycles.
+        parts: name -> [n] sizes.
+        colours: name -> name of its colour, in the order of the parts from the bottom up; other parts are grey.
         x_title: title of the x axis.
     """
-    total = np.sum(list(parts.values()), axis=0)
+    names = [*(name for name in colours if name in parts), *sorted(parts.keys() - colours.keys())]
+    filled = sum((parts[name] for name in names), np.zeros(len(at))) > 0
+    if not filled.any():
+        return None
+    first = at[filled].min()
+    width = math.ceil((at[filled].max() - first + 1) / _BARS)
+    stretch = ((at[filled] - first) // width).astype(int)
+    known = np.unique(stretch)
+    sizes = {name: np.array([parts[name][filled][stretch == i].mean() for i in known]) for name in names}
+    x, total = first + known * width + (width - 1) / 2, np.sum(list(sizes.values()), axis=0)
     share = unit.startswith("%")
+    unit += f", means of {width} {x_title}s" if width > 1 else ""
     data, words = [], []
-    for name, sizes in parts.items():
-        if not sizes.any():
-            continue
-        heights = 100 * sizes / np.maximum(total, 1e-300) if share else sizes
+    for name in (name for name in names if sizes[name].any()):
+        heights = 100 * sizes[name] / np.maximum(total, 1e-300) if share else sizes[name]
         trace = {"type": "bar", "x": _values(x), "y": _values(heights), "name": _name(name)}
-        data.append(trace | {"marker": {"color": f"var(--{colours[name]})"}, "hovertemplate": "%{y:.3~g}"})
+        colour = {"color": f"var(--{colours.get(name, 'v2')})"}
+        data.append(trace | {"marker": colour, "hovertemplate": "%{y:.3~g}"})
         words.append(f"{name} {short_number(float(heights[0]))} at first, {short_number(float(heights[-1]))} at last")
     layout = {"xaxis": _x_axis(x_title, x), "yaxis": _axis([total], zero=True), "barmode": "stack"}
     return Chart(title, unit, "; ".join(words), {"data": data, "layout": layout | {"showlegend": True}})

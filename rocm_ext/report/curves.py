@@ -1,12 +1,12 @@
 """Charts of optimiser steps and validations, of all recipes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rocm_ext.base.registry import DPO, GRPO, RAFT
-from rocm_ext.report.charts import Chart, Line, line_chart, memory_unit, smooth
+from rocm_ext.report.charts import Chart, Line, line_chart, smooth
 from rocm_ext.runs.folder import RunFolder
 
 _FEW = 3  # runs; the noise of more would hide the curves
@@ -17,7 +17,7 @@ class Curve:
     """Columns of ``metrics.jsonl`` in one chart.
 
     Attributes:
-        title, unit: of the chart; the unit ``bytes`` becomes MiB or GiB.
+        title, unit: of the chart, as :func:`rocm_ext.report.charts.line_chart` takes them.
         columns: their names, or ``a/b`` for a ratio, with the lines' labels; ``val_`` begins those of validations.
         scale: factor from the columns to the unit.
         zero: begin the y axis at 0.
@@ -115,19 +115,13 @@ def _chart(
             if width == 1:
                 lines.append(line)
             elif len(runs) * len(curve.columns) <= _FEW:
-                lines += [Line(name, x, y, line.colour, line.dash, faint=True, lost=curve.lost)]
-                lines += [Line(name, x, smoothed, line.colour, line.dash)]
+                lines += [replace(line, faint=True), replace(line, y=smoothed, lost=False)]
             else:
-                smoothed = np.where(np.isfinite(y) | (not curve.lost), smoothed, y)
-                lines.append(Line(name, x, smoothed, line.colour, line.dash, lost=curve.lost))
+                lines.append(replace(line, y=np.where(np.isfinite(y) | (not curve.lost), smoothed, y)))
     if not lines:
         return None
-    unit = curve.unit
-    if unit == "bytes":
-        size, unit = memory_unit([line.y for line in lines])
-        lines = [Line(line.label, line.x, line.y / size, line.colour, line.dash, line.faint) for line in lines]
-    if curve.title.endswith("oss") and any(run.family in (GRPO, DPO) for _, run in runs):
-        unit = ""  # their losses are no cross-entropies
+    # the losses of GRPO and DPO are no cross-entropies
+    unit = "" if curve.title.endswith("oss") and any(run.family in (GRPO, DPO) for _, run in runs) else curve.unit
     unit += ", smoothed" if width > 1 else ""
     return line_chart(curve.title, unit, lines, zero=curve.zero, marks=marks, legend=len(curve.columns) > 1)
 

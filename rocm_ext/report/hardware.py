@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rocm_ext.report.charts import Chart, Line, line_chart, memory_unit, time_unit
+from rocm_ext.report.charts import Chart, Line, line_chart, time_unit
 from rocm_ext.runs.folder import running_time
 from rocm_ext.runs.records import Readings, is_rows, number
 
@@ -61,9 +61,6 @@ def charts(runs: Sequence[tuple[str, Readings]], from_now: bool = False) -> list
                     x, y = np.insert(clock, pauses, clock[pauses]) / size, np.insert(y, pauses, np.nan)
                     label = name if not single else title if len(sources) == 1 else f"GPU {j}"
                     lines.append(Line(label, x, y, j if single else i))
-        if lines and unit == "bytes":
-            bytes_, unit = memory_unit([line.y for line in lines])
-            lines = [Line(line.label, line.x, line.y / bytes_, line.colour) for line in lines]
         if lines:
             legend = single and len(lines) > 1
             drawn.append(line_chart(title, unit, lines, x_title=x_title, zero=True, marks=marks, legend=legend))

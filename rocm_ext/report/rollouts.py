@@ -1,4 +1,4 @@
-"""Charts and tables of runs that learn from sampled answers: RAFT by cycle, GRPO by step."""
+"""Charts of runs that learn from sampled answers, and tables of their evaluations: RAFT by cycle, GRPO by step."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rocm_ext.base.registry import GRPO
-from rocm_ext.report.charts import Chart, Line, bar_chart, line_chart, short_number, time_unit
-from rocm_ext.runs.folder import PHASES, CycleFolder, RunFolder
+from rocm_ext.report.charts import Chart, Line, bar_chart, line_chart, time_unit
+from rocm_ext.runs.folder import CycleFolder, RunFolder
 from rocm_ext.runs.held_out import HeldOut, held_out
 from rocm_ext.runs.records import number
 
@@ -18,7 +18,7 @@ _RULES |= {"not correct": "v3", "below threshold": "v1", "without reward": "v4",
 _PHASES = {"sample": "c0", "train": "c1", "eval": "c2"}
 _TIMES = {"sampling": "sample_seconds", "waiting": "wait_seconds", "training": "train_seconds"}
 _TIME_COLOURS = {"sampling": "c0", "waiting": "r2", "training": "c1", "other": "v2"}
-_BARS, _EVALUATIONS, _ROWS = 40, 60, 40  # most bars and evaluations of a chart, most rows of a table
+_EVALUATIONS, _ROWS = 60, 40  # most evaluations of a chart, most rows of a table
 
 
 # ---- held-out scores
@@ -31,16 +31,16 @@ def score_charts(runs: Sequence[RunFolder], family: str) -> list[Chart]:
     for colour, run in enumerate(runs):
         if not (shown := _few(held_out(run), _EVALUATIONS)):
             continue
-        passed = 100 * np.array([each.scores["pass"] for each in shown])
-        sampled = np.array([each.answers for each in shown], dtype=np.float64)
+        passed = 100 * np.array([scored.scores["pass"] for scored in shown])
+        sampled = np.array([scored.answers for scored in shown], dtype=np.float64)
         by_answers.append(Line(run.name, sampled, passed[:, 0], colour))
         if run.family != family:
             continue
-        at = np.array([each.number for each in shown], dtype=np.float64)
+        at = np.array([scored.number for scored in shown], dtype=np.float64)
         greedy.append(Line(run.name, at, passed[:, 0], colour, ends=passed[:, 1:].T))
-        for i, k in enumerate(sorted({k for each in shown for k in each.scores["at"]})):
+        for i, k in enumerate(sorted({k for scored in shown for k in scored.scores["at"]})):
             label = f"{run.name}, pass@{k}" if several else f"pass@{k}"
-            some = [(each.number, *each.scores["at"][k]) for each in shown if k in each.scores["at"]]
+            some = [(scored.number, *scored.scores["at"][k]) for scored in shown if k in scored.scores["at"]]
             x, y, low, high = np.array(some, dtype=np.float64).T
             ends = 100 * np.stack([low, high])
             drawn.append(Line(label, x, 100 * y, colour if several else i, i if several else 0, ends=ends))
@@ -54,6 +54,20 @@ def score_charts(runs: Sequence[RunFolder], family: str) -> list[Chart]:
     return charts
 
 
+EVALUATION_COLUMNS = ("after", "answers", "right", "pass@1", "95 % interval", "pass@k")
+
+
+def evaluation_table(run: RunFolder) -> list[list[str]]:
+    """The evaluations as rows of text under :data:`EVALUATION_COLUMNS`."""
+    rows = []
+    for scored in _few(held_out(run), _ROWS):
+        value, low, high = (100 * share for share in scored.scores["pass"])
+        right = f"{scored.scores['correct']:,} of {scored.scores['prompts']:,}"
+        drawn = ", ".join(f"{100 * of[0]:.1f} % at {k}" for k, of in sorted(scored.scores["at"].items()))
+        rows.append([scored.after, f"{scored.answers:,}", right, f"{value:.1f} %", f"{low:.1f} – {high:.1f}", drawn])
+    return rows
+
+
 def _few(evaluations: Sequence[HeldOut], most: int) -> list[HeldOut]:
     """At most ``most`` evaluations: the best, the first, the last, and others at equal distances."""
     if len(evaluations) <= most:
@@ -63,55 +77,56 @@ def _few(evaluations: Sequence[HeldOut], most: int) -> list[HeldOut]:
     return [evaluations[i] for i in sorted(kept)]
 
 
-# ---- RAFT
+# ---- cycles and steps
 
 
 def cycle_charts(runs: Sequence[RunFolder]) -> list[Chart]:
-    """Charts by cycle of the RAFT runs among ``runs``."""
-    several = len(runs) > 1
-    lengths, entropies, speeds, drawn = [], [], [], []
+    """Lengths, entropy and speed of the answers of the RAFT runs among ``runs``."""
+    lengths, entropies, speeds = [], [], []
     for colour, run in enumerate(runs):
-        if not run.cycles:
-            continue
-        sampled = [cycle for cycle in run.cycles if cycle.lengths[0].any()]
-        if sampled:
-            low, median, high = np.array([np.quantile(c.lengths[0], [0.05, 0.5, 0.95]) for c in sampled]).T
+        if sampled := [cycle for cycle in run.cycles if cycle.lengths[0].any()]:
             x = np.array([float(cycle.number) for cycle in sampled])
+            low, median, high = np.array([np.quantile(c.lengths[0], [0.05, 0.5, 0.95]) for c in sampled]).T
             lengths.append(Line(run.name, x, median, colour, ends=np.stack([low, high])))
-        at = np.array([cycle.number for cycle in run.cycles], dtype=np.float64)
-        entropy = np.array([math.nan if (e := c.lengths[1]) is None else e for c in run.cycles])
+            entropy = np.array([math.nan if (e := cycle.lengths[1]) is None else e for cycle in sampled])
+            entropies += [Line(run.name, x, entropy, colour)] if np.isfinite(entropy).any() else []
+        at = np.array([float(cycle.number) for cycle in run.cycles])
         speed = np.array([number(c.phases.get("sample", {}).get("tokens_per_second")) for c in run.cycles])
-        entropies += [Line(run.name, at, entropy, colour)] if np.isfinite(entropy).any() else []
         speeds += [Line(run.name, at, speed, colour)] if np.isfinite(speed).any() else []
-        drawn += _cycle_bars(run, f", {run.name}" if several else "")
-    for title, unit, lines in (
-        ("Answer length", "tokens, median, with 5 and 95 %", lengths),
-        ("Entropy", "nats per token", entropies),
-        ("Sampling speed", "tokens per second", speeds),
-    ):
-        drawn += [line_chart(title, unit, lines, x_title="cycle", zero=True)] if lines else []
-    return drawn
+    return [
+        line_chart(title, unit, lines, x_title="cycle", zero=True)
+        for title, unit, lines in (
+            ("Answer length", "tokens, median, with 5 and 95 %", lengths),
+            ("Entropy", "nats per token", entropies),
+            ("Sampling speed", "tokens per second", speeds),
+        )
+        if lines
+    ]
 
 
-def _cycle_bars(run: RunFolder, suffix: str) -> list[Chart]:
-    longest = max((sum(cycle.seconds.values()) for cycle in run.cycles), default=0.0)
-    size, unit = time_unit(longest)
-    times = [{phase: seconds / size for phase, seconds in cycle.seconds.items()} for cycle in run.cycles]
-    kinds = (
-        ("Verdicts", "% of answers", [cycle.verdicts() for cycle in run.cycles], VERDICTS),
-        ("Rewards", "% of answers", [_rewards(cycle) for cycle in run.cycles], _REWARDS),
-        ("Answers kept", "answers", [_fates(cycle) for cycle in run.cycles], _RULES),
-        ("Time", unit, times, _PHASES),
-    )
-    drawn = []
-    for title, unit, counts, colours in kinds:
-        kept = [i for i, parts in enumerate(counts) if sum(parts.values()) > 0]
-        names = [*colours, *sorted({name for parts in counts for name in parts} - colours.keys())]
-        sizes = {name: np.array([float(counts[i].get(name, 0)) for i in kept]) for name in names}
-        x = np.array([float(run.cycles[i].number) for i in kept])
-        if kept:
-            drawn.append(bar_chart(title + suffix, unit, x, sizes, dict.fromkeys(names, "v2") | colours, "cycle"))
-    return drawn
+def bar_charts(run: RunFolder, suffix: str) -> list[Chart]:
+    """Verdicts and times of a run, of RAFT also rewards and what the filter kept; ``suffix`` ends the titles."""
+    asked, counts = run.answers.verdicts.counts()
+    x_title = "step" if run.family == GRPO else "cycle"
+    charts = [bar_chart("Verdicts" + suffix, "% of answers", asked, counts, VERDICTS, x_title)]
+    if run.family == GRPO:
+        seconds = {name: np.clip(np.nan_to_num(run.steps[key], posinf=0.0), 0, None) for name, key in _TIMES.items()}
+        in_all = np.nan_to_num(run.steps["seconds"], posinf=0.0)
+        seconds["other"] = np.clip(in_all - sum(seconds.values()), 0, None)
+        steps = run.steps["step"]
+        charts.append(bar_chart("Time of a step" + suffix, "seconds", steps, seconds, _TIME_COLOURS, x_title))
+    else:
+        cycles = np.array([float(cycle.number) for cycle in run.cycles])
+        size, unit = time_unit(max((sum(cycle.seconds.values()) for cycle in run.cycles), default=0.0))
+        times = [{phase: seconds / size for phase, seconds in cycle.seconds.items()} for cycle in run.cycles]
+        for title, of, rows, colours in (
+            ("Rewards", "% of answers", [_rewards(cycle) for cycle in run.cycles], _REWARDS),
+            ("Answers kept", "answers", [_fates(cycle) for cycle in run.cycles], _RULES),
+            ("Time", unit, times, _PHASES),
+        ):
+            parts = {name: np.array([float(row.get(name, 0)) for row in rows]) for name in colours}
+            charts.append(bar_chart(title + suffix, of, cycles, parts, colours, x_title))
+    return [chart for chart in charts if chart is not None]
 
 
 def _rewards(cycle: CycleFolder) -> Mapping[str, float]:
@@ -126,92 +141,5 @@ def _fates(cycle: CycleFolder) -> Mapping[str, float]:
     counts = cycle.row.get("filter")
     if isinstance(counts, dict):
         named = {str(rule).replace("_", " "): number(count) for rule, count in counts.items()}
-        return {rule: count for rule, count in named.items() if 0 < count < 1e12 and rule in _RULES}
-    if cycle.kept is None:
-        return {}
-    return {"kept": cycle.kept, "not kept": max(0, len(cycle.lengths[0]) - cycle.kept)}
-
-
-CYCLE_COLUMNS = ("cycle", "state", "answers", "right", "kept", "steps", "loss", "pass@1", "95 % interval", *PHASES)
-
-
-def cycle_table(run: RunFolder) -> list[list[str]]:
-    """Rows of text under :data:`CYCLE_COLUMNS`."""
-    rows = []
-    for cycle in run.cycles:
-        losses, counts = cycle.steps["loss"], cycle.verdicts()
-        rows.append(
-            [
-                str(cycle.number),
-                cycle.state,
-                f"{len(cycle.lengths[0]):,}" if len(cycle.lengths[0]) else "",
-                f"{100 * counts['CORRECT'] / counts.total():.1f} %" if counts else "",
-                f"{cycle.kept:,}" if cycle.kept is not None else "",
-                f"{len(cycle.steps):,}" if len(cycle.steps) else "",
-                f"{short_number(losses[0])} → {short_number(losses[-1])}" if len(losses) else "",
-                *(_score_cells(cycle.scores["pass"]) if cycle.scores else ("", "")),
-                *(_seconds(cycle.seconds.get(phase, math.nan)) for phase in PHASES),
-            ]
-        )
-    return rows
-
-
-def _score_cells(interval: Sequence[float]) -> tuple[str, str]:
-    value, low, high = (100 * v for v in interval)
-    return f"{value:.1f} %", f"{low:.1f} – {high:.1f}"
-
-
-def _seconds(value: float) -> str:
-    return "" if not math.isfinite(value) else f"{value:,.0f} s" if value >= 10 else f"{value:.1f} s"
-
-
-# ---- GRPO
-
-
-def step_bars(run: RunFolder, suffix: str) -> list[Chart]:
-    """Verdicts and times of a GRPO run, each bar a step or the mean of a stretch of steps."""
-    asked, counts = run.answers.verdicts.counts()
-    colours = dict.fromkeys(sorted(counts), "v2") | VERDICTS
-    verdicts = {name: counts[name].astype(np.float64) for name in colours if name in counts}
-    seconds = {name: np.clip(np.nan_to_num(run.steps[key], posinf=0.0), 0, None) for name, key in _TIMES.items()}
-    in_all = np.nan_to_num(run.steps["seconds"], posinf=0.0)
-    seconds["other"] = np.clip(in_all - sum(seconds.values()), 0, None)
-    drawn = []
-    for title, unit, steps, parts, colour in (
-        ("Verdicts", "% of answers", asked, verdicts, colours),
-        ("Time of a step", "seconds", run.steps["step"], seconds, _TIME_COLOURS),
-    ):
-        if not len(steps) or not sum(values.sum() for values in parts.values()) > 0:
-            continue
-        first, last = int(steps.min()), int(steps.max())
-        width = math.ceil((last - first + 1) / _BARS)
-        stretch = (steps - first).astype(int) // width
-        known = np.unique(stretch)
-        x = first + known * width + (width - 1) / 2
-        means = {name: np.array([values[stretch == i].mean() for i in known]) for name, values in parts.items()}
-        unit += f", means of {width} steps" if width > 1 else ""
-        drawn.append(bar_chart(title + suffix, unit, x, means, colour, "step"))
-    return drawn
-
-
-STEP_COLUMNS = ("step", "answers", "right", "pass@1", "95 % interval", "pass@k", "cut off", "time")
-
-
-def step_table(run: RunFolder) -> list[list[str]]:
-    """The evaluations as rows of text under :data:`STEP_COLUMNS`."""
-    rows = []
-    lines = {each.step: each for each in run.evaluations}
-    for each in _few(held_out(run), _ROWS):
-        line, drawn = lines[each.number], each.scores["at"]
-        rows.append(
-            [
-                str(each.number),
-                f"{each.answers:,}",
-                f"{each.scores['correct']:,} of {each.scores['prompts']:,}",
-                *_score_cells(each.scores["pass"]),
-                ", ".join(f"{100 * drawn[k][0]:.1f} % at {k}" for k in sorted(drawn)),
-                short_number(line.truncated) if math.isfinite(line.truncated) else "",
-                _seconds(line.seconds),
-            ]
-        )
-    return rows
+        return {rule: count for rule, count in named.items() if 0 < count < 1e12}
+    return {} if cycle.kept is None else {"kept": cycle.kept, "not kept": max(0, len(cycle.rewards) - cycle.kept)}

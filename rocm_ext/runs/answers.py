@@ -7,7 +7,7 @@ each rank of a running run has files of its own, and an offset in it. A step of 
 
 import re
 from array import array
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -196,10 +196,6 @@ class Verdicts:
     def key(self, row: int) -> SampleKey:
         """The answer that a row is about."""
         return self.prompts[int(self.prompt[row])], int(self.sample[row])
-
-    def of_step(self, step: int) -> Counter[str]:
-        """How many of the answers that a step sampled got each verdict."""
-        return Counter(map(self.name, self.rows(step)))
 
     def counts(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """The steps that sampled, in order, and how many of the answers of each step have a verdict, by verdict."""

@@ -6,7 +6,6 @@ continue from damaged files; and they import torch, which takes longer than all 
 """
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import cached_property
@@ -26,7 +25,6 @@ from rocm_ext.runs.records import GREEDY as GREEDY
 from rocm_ext.runs.records import (
     MOST,
     Columns,
-    EvaluationLine,
     Lines,
     Readings,
     is_rows,
@@ -62,7 +60,7 @@ class RunFolder:
             GRPO may have several updates, or none and no loss.
         validations: ``step``, ``val_loss``.
         cycles: cycles of a RAFT run, in order.
-        evaluations: evaluations of a GRPO run, in order.
+        evaluations: scores of a GRPO run by step, in order, as of :func:`rocm_ext.runs.records.parse_scores`.
         answers: answers of a run of RAFT or GRPO; a step of RAFT is a cycle.
         hardware: lines of ``hardware.jsonl``, by time.
         problems: messages about files that could not be read.
@@ -78,14 +76,14 @@ class RunFolder:
         self.path, self.name = path, path.resolve().name
         self.problems: list[str] = []
         self._tails = tails = tails or Tails()
-        self.config = deepcopy(tails.whole(path / "config.yaml", read_yaml, self.problems))
+        self.config = deepcopy(tails.content(path / "config.yaml", read_yaml, self.problems))
         self.summary = read_json(path / "summary.json", self.problems)
         folders = [p for p in path.glob("cycle_*") if re.fullmatch(r"cycle_(0|[1-9]\d{0,8})", p.name) and p.is_dir()]
         shape = self._shape(bool(folders))
         self.recipe = str(self.config.get("recipe", shape))
         self.family = self.recipe if self.recipe in TITLES else shape
         self.cycles: list[CycleFolder] = []
-        self.evaluations: list[EvaluationLine] = []
+        self.evaluations: dict[int, dict[str, Any]] = {}
         self.validations = Columns([])
         self.answers = AnswerLog(path, self.problems, tails)
         if self.family == GRPO and folders:  # rocm-ext eval with a config of GRPO: its records are those of a cycle
@@ -241,10 +239,6 @@ class CycleFolder:
         """[n] rewards of the cycle's answers; NaN without one."""
         verdicts = self._answers.verdicts
         return verdicts.reward[verdicts.rows(self.number)]
-
-    def verdicts(self) -> Counter[str]:
-        """How many of the cycle's answers got each verdict."""
-        return self._answers.verdicts.of_step(self.number)
 
     @cached_property
     def lengths(self) -> tuple[np.ndarray, float | None]:

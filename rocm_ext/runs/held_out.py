@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from rocm_ext.base.registry import GRPO
-from rocm_ext.runs.folder import CycleFolder, RunFolder
+from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.records import GREEDY, MOST, number
 
 
@@ -32,31 +33,18 @@ class HeldOut:
 
 def held_out(run: RunFolder) -> list[HeldOut]:
     """The evaluations of a run, in order; none of SFT."""
+    scored: list[tuple[int, int, Mapping[str, Any]]] = []
     if run.family == GRPO:
-        return _of_steps(run)
-    found, answers = [], 0
-    for cycle in run.cycles:
-        answers += _sampled(cycle)
-        if cycle.scores is not None:
-            greedy = _greedy_of(run, cycle.number)
-            found.append(HeldOut(f"cycle {cycle.number}", cycle.number, answers, cycle.scores, greedy))
-    return found
-
-
-def _of_steps(run: RunFolder) -> list[HeldOut]:
-    counts = np.clip(np.nan_to_num(run.steps["answers"]), 0, MOST)
-    before = np.concatenate([[0.0], np.cumsum(counts)])
-    found = []
-    for each in run.evaluations:
-        answers = int(before[np.searchsorted(run.steps["step"], each.step, side="right")])
-        found.append(HeldOut(f"step {each.step}", each.step, answers, each.scores, _greedy_of(run, each.step)))
-    return found
-
-
-def _greedy_of(run: RunFolder, step: int) -> Callable[[], dict[str, bool]]:
-    return lambda: run.answers.verdicts.greedy(step, GREEDY)
-
-
-def _sampled(cycle: CycleFolder) -> int:
-    counted = number(cycle.row.get("samples"))
-    return int(counted) if 0 <= counted < MOST else len(cycle.rewards)
+        counts = np.clip(np.nan_to_num(run.steps["answers"]), 0, MOST)
+        before = np.concatenate([[0.0], np.cumsum(counts)])
+        for step, scores in run.evaluations.items():
+            scored.append((step, int(before[np.searchsorted(run.steps["step"], step, side="right")]), scores))
+    else:
+        answers = 0
+        for cycle in run.cycles:
+            counted = number(cycle.row.get("samples"))
+            answers += int(counted) if 0 <= counted < MOST else len(cycle.rewards)
+            if cycle.scores is not None:
+                scored.append((cycle.number, answers, cycle.scores))
+    unit, greedy = "step" if run.family == GRPO else "cycle", run.answers.verdicts.greedy
+    return [HeldOut(f"{unit} {at}", at, count, scores, partial(greedy, at, GREEDY)) for at, count, scores in scored]

@@ -2,14 +2,11 @@
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.files import read_lines
 from rocm_ext.base.registry import GRPO, RAFT
 from rocm_ext.runs.folder import RunFolder
 
@@ -51,17 +48,20 @@ def read_answers(run: RunFolder, last: int | None = None) -> tuple[list[Answer],
         raise UserError(f"{run.path} is a run of {run.recipe}, which samples no answers; pairs needs {RAFT} or {GRPO}")
     answers: dict[tuple[str, str], Answer] = {}
     left_out: Counter[str] = Counter()
-    for verdict, line in _verified(run, last):
-        tokens = line.get("tokens")
-        if not isinstance(line.get("text"), str) or not isinstance(tokens, list) or not line["text"].strip():
-            continue
-        if verdict != _RIGHT and verdict not in _WRONG:
-            left_out["ERROR"] += 1
-        elif line.get("finish_reason") == "length":
-            left_out["truncated"] += 1
-        else:
-            answer = Answer(line["prompt_id"], line["text"], len(tokens), verdict == _RIGHT)
-            answers.setdefault((answer.prompt_id, answer.text), answer)
+    verdicts = run.answers.verdicts
+    steps = verdicts.counts()[0].tolist()
+    for step in steps[-last:] if last else steps:
+        names = {verdicts.key(row): verdicts.name(row) for row in verdicts.rows(step)}
+        for key, _, line in run.answers.answers(step):
+            verdict, tokens, text = names.pop(key, None), line.get("tokens"), line.get("text")
+            if verdict is None or not isinstance(tokens, list) or not isinstance(text, str) or not text.strip():
+                continue
+            if verdict != _RIGHT and verdict not in _WRONG:
+                left_out["ERROR"] += 1
+            elif line.get("finish_reason") == "length":
+                left_out["truncated"] += 1
+            else:
+                answers.setdefault((key[0], text), Answer(key[0], text, len(tokens), verdict == _RIGHT))
     return list(answers.values()), left_out
 
 
@@ -104,23 +104,3 @@ def choose_pairs(
         kept = set(sorted(pairs, key=drawn)[:limit])
         pairs = [pair for pair in pairs if pair in kept]
     return pairs
-
-
-def _verified(run: RunFolder, last: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield verdict and sample of every verified answer of the last steps; a step of RAFT is a cycle."""
-    verdicts = {key: line.get("verdict") for key, line in _lines(run, "verdicts")}
-    first = max((step for step, *_ in verdicts), default=0) - last if last else -1
-    seen = set()
-    for key, line in _lines(run, "samples"):
-        if key in verdicts and key[0] > first and key not in seen:
-            seen.add(key)
-            yield str(verdicts[key]), line
-
-
-def _lines(run: RunFolder, stem: str) -> Iterator[tuple[tuple[int, str, int], dict[str, Any]]]:
-    # in a running run, each rank has a file of its own
-    paths: list[Path] = sorted(run.path.glob(f"{stem}*.jsonl"))
-    for line in (line for path in paths for line in read_lines(path, problems=run.problems)):
-        step, prompt, sample = line.get("step"), line.get("prompt_id"), line.get("sample")
-        if line.get("phase") == "sample" and type(step) is int and isinstance(prompt, str) and type(sample) is int:
-            yield (step, prompt, sample), line

@@ -31,7 +31,6 @@ def progress(out: Path) -> dict[str, Any]:
         return {"problem": f"{out} {'is a file' if out.exists() else 'does not exist'}"}
     metrics, samples, verdicts = (out / f"{name}.jsonl" for name in ("metrics", "samples", "verdicts"))
     summary = read_json(out / "summary.json", [])  # a file may be unreadable while the run writes it
-    config = _config(out / "config.yaml", _stat(out / "config.yaml")[0])
     cycles = {int(path.name[6:]): path for path in out.glob("cycle_*") if re.fullmatch(r"cycle_\d{1,9}", path.name)}
     lines = [] if cycles else _last_lines(metrics)
     values: dict[str, Any]
@@ -48,9 +47,11 @@ def progress(out: Path) -> dict[str, Any]:
             values["phase"] = "skipped"
         listed = summary.get("cycles")
         ended = cycle and is_rows(listed) and any(entry.get("cycle") == cycle for entry in listed)
-        finished = ((folder / "eval.json").exists() or ended) and raft_finished(out, config, cycle, skipped)
+        complete = (folder / "eval.json").exists() or ended
+        finished = complete and raft_finished(out, read_yaml(out / "config.yaml", []), cycle, skipped)
     elif samples.exists() or any({"reward", "eval"} & line.keys() for line in lines):
         written = max(_stat(metrics), _stat(samples), _stat(verdicts))[0]
+        config = _config(out / "config.yaml", _stat(out / "config.yaml")[0])
         values = _policy_progress(out, lines, config)
         finished = steps_finished(summary, config, values.get("step", 0))
     else:
@@ -61,6 +62,20 @@ def progress(out: Path) -> dict[str, Any]:
     elif not cycles and not (out / "config.yaml").exists():
         values["problem"] = f"no run in {out}"
     return values
+
+
+def position(out: Path) -> tuple[float, float, int]:
+    """How far the run in ``out`` has come: its cycle, its step, and the bytes of its answers and verdicts."""
+    newest = progress(out)
+    size = sum(_stat(out / f"{name}.jsonl")[1] for name in ("samples", "verdicts"))
+    return newest.get("cycle", 0), newest.get("step", 0), size
+
+
+def slowest_step(out: Path) -> float:
+    """Seconds of the slowest of the last steps; 0 before the first. A cycle of RAFT has steps of its training."""
+    path = max([out / "metrics.jsonl", *out.glob("cycle_*/metrics.jsonl")], key=lambda path: _stat(path)[0])
+    steps = [line for line in _last_lines(path) if "loss" in line and "phase" not in line][-_RECENT:]
+    return max((seconds for line in steps if 0 <= (seconds := number(line.get("seconds"))) < MOST), default=0.0)
 
 
 def _policy_progress(out: Path, lines: list[dict[str, Any]], config: Mapping[str, Any]) -> dict[str, Any]:

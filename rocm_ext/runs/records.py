@@ -94,29 +94,12 @@ class MetricLines:
         return line is not None
 
 
-@dataclass(frozen=True)
-class EvaluationLine:
-    """A line of GRPO's ``metrics.jsonl`` with the scores of an evaluation.
-
-    Attributes:
-        step: steps done before it.
-        scores: as of :func:`parse_scores`.
-        seconds: duration; NaN if unknown.
-        truncated: how many answers ``max_new_tokens`` cut off; NaN if unknown.
-    """
-
-    step: int
-    scores: Mapping[str, Any]
-    seconds: float
-    truncated: float
-
-
 class PolicyLines:
     """The steps and the evaluations in GRPO's ``metrics.jsonl``."""
 
     def __init__(self) -> None:
         self.steps = Latest()
-        self.evaluations: dict[int, EvaluationLine] = {}
+        self.evaluations: dict[int, dict[str, Any]] = {}
 
     def add(self, content: bytes, position: int) -> bool:
         """Take a line."""
@@ -125,8 +108,7 @@ class PolicyLines:
             return line is not None
         if isinstance(read := line.get("eval"), dict):
             if (scores := parse_scores(read)) is not None:
-                seconds, truncated = number(line.get("seconds")), number(read.get("truncated"))
-                self.evaluations[int(step)] = EvaluationLine(int(step), scores, seconds, truncated)
+                self.evaluations[int(step)] = scores
         elif "reward" in line:
             self.steps.add(step, {key: value for key, value in line.items() if value is not None})
         return True
@@ -233,10 +215,10 @@ def read_steps(path: Path, problems: list[str], tails: Tails) -> tuple[Columns, 
     return lines.steps.columns, lines.validations.columns
 
 
-def read_policy_steps(path: Path, problems: list[str], tails: Tails) -> tuple[Columns, list[EvaluationLine]]:
-    """Steps and evaluations in GRPO's ``metrics.jsonl``, each in order; the last line of a step counts."""
+def read_policy_steps(path: Path, problems: list[str], tails: Tails) -> tuple[Columns, dict[int, dict[str, Any]]]:
+    """Steps in GRPO's ``metrics.jsonl`` and scores by step, each in order; the last line of a step counts."""
     lines = tails.lines(path, PolicyLines, problems)
-    return lines.steps.columns, [lines.evaluations[step] for step in sorted(lines.evaluations)]
+    return lines.steps.columns, dict(sorted(lines.evaluations.items()))
 
 
 def read_json(path: Path, problems: list[str]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Tails:
 
     def __init__(self) -> None:
         self._tails: dict[Hashable, _Tail[Any]] = {}
-        self._wholes: dict[Path, tuple[tuple[int, ...], Any, list[str]]] = {}
+        self._contents: dict[Path, tuple[tuple[int, ...], Any, list[str]]] = {}
 
     def lines(self, path: Path, kind: Callable[[], _Kept], problems: list[str]) -> _Kept:
         """What is kept of all lines of a file so far.
@@ -88,7 +88,7 @@ class Tails:
             problems.append(f"{path}: skipped {some if tail.damaged > 1 else '1 line that is not a JSON object'}")
         return tail.kept
 
-    def whole(self, path: Path, read: Callable[[Path, list[str]], Any], problems: list[str]) -> Any:
+    def content(self, path: Path, read: Callable[[Path, list[str]], Any], problems: list[str]) -> Any:
         """What ``read`` makes of a file, as long as the file does not change.
 
         Args:
@@ -100,11 +100,11 @@ class Tails:
             sign = _sign(path.stat())
         except OSError:
             return read(path, problems)
-        if path not in self._wholes or self._wholes[path][0] != sign:
+        if path not in self._contents or self._contents[path][0] != sign:
             messages: list[str] = []
-            self._wholes[path] = sign, read(path, messages), messages
-        problems += self._wholes[path][2]
-        return self._wholes[path][1]
+            self._contents[path] = sign, read(path, messages), messages
+        problems += self._contents[path][2]
+        return self._contents[path][1]
 
 
 def _sign(stat: os.stat_result) -> tuple[int, ...]:

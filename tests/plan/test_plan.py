@@ -104,6 +104,7 @@ def test_4_bit_weights_take_a_quarter(folders, tmp_path, capsys):
     assert whole - small == pytest.approx(linear * (2 - 0.516), rel=0.01)
 
 
+@as_configured
 def test_4_bits_where_16_do_not_fit(capsys):
     def halo(name: str, size: str) -> tuple[int, str]:
         code = main(["plan", "--config", name, "--machine", f"Strix Halo {size}", "model.quantize_base=True"])
@@ -295,6 +296,7 @@ def test_auto_micro_batches_train_the_same(folders, tmp_path):
         losses.append([json.loads(line)["loss"] for line in lines])
         summary = json.loads((tmp_path / str(value) / "summary.json").read_text())
         assert summary["planned_memory"] == recipe.learner.planned_peak
+        assert summary["base_model"] == recipe.learner.base_fingerprint
         recipe.cleanup()
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 

@@ -153,7 +153,7 @@ def test_beside_runs_of_other_recipes(run, tmp_path):
         "Verdicts, run",
         "Verdicts, second",
     ]
-    assert html.count("Groups of ") == 2
+    assert html.count("Groups of ") == 3
 
 
 def test_a_long_run_makes_a_small_page(tmp_path):
