@@ -76,6 +76,7 @@ class LoRAFinetune:
             self.learner.check_rows(part, self.columns)
         self.trainer_cls.check(cfg, self.learner, len(rows))
         self.learner.plan(workload.describe(rows, len(rows), "the run's rows", self.learner.shares))
+        self.learner.check_budget()
 
     def setup(self) -> None:
         """Prepare the run: :meth:`check`, then read the weights and claim the output folder.

@@ -143,7 +143,6 @@ def test_links_to_files_become_links_to_pages(site, monkeypatch, tmp_path):
 
 # ------------------------------------------------------------------------------------------- pictures
 def test_the_picture_of_the_rooms_has_them_all():
-    pytest.importorskip("tomllib")
     picture = ElementTree.fromstring(tool("pictures").rooms())
     drawn = {group[2].text.split()[0] for group in picture.iter("{http://www.w3.org/2000/svg}g")}
     folders = {path.parent.name for path in ROOT.glob("rocm_ext/*/__init__.py")}
@@ -153,7 +152,6 @@ def test_the_picture_of_the_rooms_has_them_all():
 @pytest.mark.slow
 def test_pages_of_runs_are_photographed(tmp_path, monkeypatch):
     """Of a run of the tests; the pictures in docs are of the runs of `make demo`."""
-    pytest.importorskip("tomllib")
     pictures = tool("pictures")
     monkeypatch.setattr(pictures, "PICTURES", tmp_path)
     if (program := pictures.chromium()) is None:

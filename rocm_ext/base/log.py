@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from tqdm import tqdm
 
 from rocm_ext.base.process import survive_terminal
+from rocm_ext.base.supervised import beat
 
 log = logging.getLogger("rocm_ext")
 
@@ -69,6 +70,7 @@ class Progress:
     def update(self, text: str) -> None:
         """Count one more; ``text`` describes it, such as its loss."""
         self.done += 1
+        beat()
         if self._bar is not None:
             postfix = text if self._own_left is None else text + self._left()
             self._bar.set_postfix_str(postfix, refresh=False)

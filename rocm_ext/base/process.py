@@ -38,10 +38,20 @@ def end_with_launcher() -> None:
     Ranks that outlive their launcher would hold the GPUs and go on writing.
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal_at_parents_end(signal.SIGKILL)
 
 
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+def signal_at_parents_end(signum: int) -> None:
+    """Let the kernel send ``signum`` to this process when its parent ends; it needs Linux."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose parent ends, so that none of them is lost; it needs Linux."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 
 
 _REPORTS = "ROCM_EXT_REPORTS"  # environment variable: the launcher prints its ranks' errors

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from rocm_ext.base import registry
+from rocm_ext.base import registry, supervised
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.log import log, setup_logging
 from rocm_ext.base.process import end_with_launcher, stop_signals, survive_terminal, tell_launcher
@@ -74,6 +74,7 @@ def guarded(action: Callable[[], Any]) -> int:
         action()
     except UserError as error:
         _tell_others(str(error))
+        supervised.note(error=str(error), code=error.code)
         if not tell_launcher(f"error: {error}"):
             print(f"error: {error}" if rank is None else f"[rank {rank}] error: {error}", file=sys.stderr)
         return error.code

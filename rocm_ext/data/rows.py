@@ -17,6 +17,7 @@ from tqdm import tqdm
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.base.log import log, warn
+from rocm_ext.base.supervised import beat
 from rocm_ext.data.render import IGNORE, unlimited
 from rocm_ext.data.sources import SourceDataset
 from rocm_ext.data.tokenizer import ChatTokenizer
@@ -290,6 +291,7 @@ def tokenize(
     limits = _LengthLimits(max_seq_len, positions, too_long, foreign)
     reader: _Reader | None = None
     for index in tqdm(chosen, desc="tokenize", unit="row", disable=not progress):
+        beat()
         try:
             item = dataset[index]
             kind = _PairReader if _is_pair(item) else _SequenceReader

@@ -3,14 +3,14 @@
 import difflib
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import conv1d, pad, scaled_dot_product_attention
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.machine.detect import Machine
@@ -18,6 +18,12 @@ from rocm_ext.machine.detect import Machine
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # relative error: well above rounding (2^-9, 2^-12, and fp32 computed as TF32), well below wrong results
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 2e-3}
+_NATS = 5e-2  # error of a log-prob from fp32 logits: TF32 stays below, bf16 products do not
+SDPA_KERNELS = {  # torch's, by what the key `attention` calls them
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 
 
 def pick_dtype(requested: str, machine: Machine) -> tuple[torch.dtype, str]:
@@ -66,20 +72,31 @@ class Check:
 
 
 def canaries(
-    machine: Machine, device: torch.device, dtype: torch.dtype, head_dim: int = 128, num_heads: int = 2
+    machine: Machine,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int = 128,
+    num_heads: int = 2,
+    *,
+    attention: str = "auto",
+    convolution: bool = False,
+    compiled: bool = False,
 ) -> list[Check]:
     """Run small computations whose results are known.
 
-    They are: a copy, a conversion, a matmul, attention forward and backward, buffers that live while the allocator
-    frees others, and on a GPU whether attention has a fused kernel. Several ROCm releases computed wrong results
-    silently (ROCm#6603 is one). On a GPU the canaries take 0.4 GiB for a moment. They do not change torch's random
-    state.
+    They are: a copy, a conversion, a matmul, log-probs of a large vocabulary, attention forward and backward, buffers
+    that live while the allocator frees others, and on a GPU whether attention has a fused kernel. Several ROCm
+    releases computed wrong results silently (ROCm#6603 is one). On a GPU the canaries take 0.4 GiB for a moment. They
+    do not change torch's random state.
 
     Args:
         machine: machine that computes.
         device: device of ``machine``.
         dtype: dtype to compute in.
         head_dim, num_heads: shape of the model's attention.
+        attention: the kernel that the run uses, the key ``attention``.
+        convolution: the model has convolutions; then also one of them, forward and backward.
+        compiled: the run compiles layers; then on a GPU also a kernel that Inductor writes with Triton.
 
     Returns:
         A check for each. An error on the device is a failed check, not an exception.
@@ -95,9 +112,14 @@ def canaries(
             partial(_matmul, device, dtype, rng),
         ),
         _check(
+            "fp32 logits",
+            "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and keep torch's matmul precision at highest; " + other_torch,
+            partial(_logits, device, rng),
+        ),
+        _check(
             f"{_short(dtype)} attention, head_dim {head_dim}",
-            other_torch,
-            partial(_attention, device, dtype, head_dim, num_heads, rng),
+            "set attention=math; " + other_torch,
+            partial(_attention, device, dtype, head_dim, num_heads, attention, rng),
         ),
         _check(
             "allocator",
@@ -105,6 +127,14 @@ def canaries(
             partial(_allocator, device),
         ),
     ]
+    if convolution:
+        # MIOpen's direct ones ended LoRA runs (ROCm#6034); with expandable segments they gave NaN (pytorch#195202)
+        fix = "try MIOPEN_DEBUG_CONV_DIRECT=0; " + other_torch
+        checks.append(_check(f"{_short(dtype)} convolution", fix, partial(_convolution, device, dtype, rng)))
+    if compiled and device.type == "cuda":
+        # without an error they wrote nothing, and their caches kept them (unsloth#11614)
+        fix = "set AMDGCN_USE_BUFFER_OPS=0, empty TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR, or set compile=False"
+        checks.append(_check("compiled kernel", fix, partial(_compiled, device)))
     if device.type == "cuda":
         fix = "install torch 2.12 or newer"
         if machine.backend == "rocm":
@@ -161,6 +191,40 @@ def dtype_leaks(model: nn.Module, dtype: torch.dtype) -> Iterator[list[str]]:
             handle.remove()
 
 
+@contextmanager
+def first_non_finite(model: nn.Module) -> Iterator[list[tuple[str, bool]]]:
+    """Context that finds where forward passes leave the finite numbers. It waits for the device at each module.
+
+    Yields:
+        A list. Once a module has returned NaN or infinity, it has the name, the class and the dtype of the module that
+        computed this from finite inputs, as one text, and whether that module computes attention.
+    """
+    origins: list[tuple[str, bool]] = []
+    modules = {name.replace("._checkpoint_wrapped_module", ""): module for name, module in model.named_modules()}
+
+    def hook(name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        bad = [tensor for tensor in _tensors(output) if _overflows(tensor)]
+        if origins or not bad:
+            return
+        if any(map(_overflows, _tensors([args, kwargs]))):  # the module around this one has computed its inputs
+            name = name.rpartition(".")[0]
+        kind = type(modules[name]).__name__
+        attention = "att" in f"{name.rpartition('.')[2]} {kind}".lower()
+        origins.append((f"{name or 'the model'} ({kind}, {_short(bad[0].dtype)})", attention))
+
+    handles = [module.register_forward_hook(partial(hook, name), with_kwargs=True) for name, module in modules.items()]
+    try:
+        yield origins
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _overflows(tensor: Tensor) -> bool:
+    """Whether a tensor has NaN or infinity; masks have -inf."""
+    return tensor.is_floating_point() and bool((tensor.isnan() | (tensor == torch.inf)).any())
+
+
 def _tensors(output: object) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
@@ -200,8 +264,38 @@ def _matmul(device: torch.device, dtype: torch.dtype, rng: torch.Generator) -> t
     return _close((a.to(device) @ b.to(device)).cpu(), a.float() @ b.float(), dtype)
 
 
+def _logits(device: torch.device, rng: torch.Generator) -> tuple[bool, str]:
+    hidden, weight = torch.randn(16, 128, generator=rng), torch.randn(2**15, 128, generator=rng)
+    found = (hidden.to(device) @ weight.to(device).T).log_softmax(-1).cpu()
+    expected = (hidden.double() @ weight.double().T).log_softmax(-1)
+    error = float((found - expected).abs().max())
+    return error <= _NATS, f"log-probs differ from fp64's by {error:.1e}, {_NATS:.0e} allowed"
+
+
+def _convolution(device: torch.device, dtype: torch.dtype, rng: torch.Generator) -> tuple[bool, str]:
+    """A causal convolution of each channel, as hybrid models have it, and the gradient of its input."""
+    x, grad = torch.randn(2, 2, 64, 128, generator=rng).to(dtype)
+    weight = torch.randn(64, 1, 4, generator=rng).to(dtype)
+
+    def convolve(x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
+        leaf = x.detach().requires_grad_()
+        out = conv1d(pad(leaf, (3, 0)), weight, groups=64)
+        return torch.stack([out.detach(), *torch.autograd.grad(out, leaf, grad)])
+
+    with torch.enable_grad():
+        found = convolve(x.to(device), grad.to(device), weight.to(device)).cpu()
+        return _close(found, convolve(x.float(), grad.float(), weight.float()), dtype)
+
+
+def _compiled(device: torch.device) -> tuple[bool, str]:
+    x = torch.arange(2**14, dtype=torch.float32)
+    found = torch.compile(lambda x: 2 * x + 1)(x.to(device)).cpu()
+    wrong = int((found != 2 * x + 1).sum())
+    return wrong == 0, f"{wrong} of {x.numel()} values of a compiled kernel are wrong"
+
+
 def _attention(
-    device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: int, rng: torch.Generator
+    device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: int, kernel: str, rng: torch.Generator
 ) -> tuple[bool, str]:
     shape = (4, 1, num_heads, 128, head_dim)  # q, k, v and the gradient; batch, heads, sequence, head_dim
     qkvg = torch.randn(shape, generator=rng).to(dtype)
@@ -212,8 +306,11 @@ def _attention(
         out = scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=True)
         return torch.stack([out.detach(), *torch.autograd.grad(out, leaves, grad)])
 
+    # A fused kernel that cannot start raises its error in a later one (pytorch#194498, TheRock#7992): in `stack`.
+    chosen = "math" if kernel == "eager" else kernel
     with torch.enable_grad():
-        found = attend(qkvg.to(device)).cpu()
+        with sdpa_kernel(SDPA_KERNELS[chosen]) if chosen in SDPA_KERNELS else nullcontext():
+            found = attend(qkvg.to(device)).cpu()
         with sdpa_kernel(SDPBackend.MATH):
             expected = attend(qkvg.float())
     return _close(found, expected, dtype)
@@ -255,8 +352,8 @@ def _fused(device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: i
         with sdpa_kernel(backend), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns once for each reason that a backend cannot run
             try:
-                scaled_dot_product_attention(q, q, q, is_causal=True)
-            except RuntimeError:  # "No available kernel"
+                (scaled_dot_product_attention(q, q, q, is_causal=True) + 1).cpu()
+            except RuntimeError:  # "No available kernel", or one that cannot start
                 continue
         usable.append(backend.name.split("_")[0].lower())
     found = f"attention kernels: {', '.join(usable)}" if usable else "attention runs on the slow math path"

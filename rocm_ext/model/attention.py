@@ -21,18 +21,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 from torchtune.modules import MultiHeadAttention
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.machine.numerics import SDPA_KERNELS
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.layers import HalvesRoPE, rotated
 
-_BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
 _NO_KERNEL = ("No available kernel", "No viable backend")  # what torch says on GPUs, and on CPUs
 
 
@@ -78,10 +74,10 @@ def sdpa(
     if kernel == "flash" and mask is not None and q.device.type != "cpu":
         kernel = "auto"
     options: dict[str, Any] = {"attn_mask": mask, "dropout_p": dropout, "is_causal": mask is None, "scale": scale}
-    if kernel not in _BACKENDS:
+    if kernel not in SDPA_KERNELS:
         return F.scaled_dot_product_attention(q, k, v, **options)
     try:
-        with sdpa_kernel(_BACKENDS[kernel]):
+        with sdpa_kernel(SDPA_KERNELS[kernel]):
             return F.scaled_dot_product_attention(q, k, v, **options)
     except RuntimeError as error:
         if not any(words in str(error) for words in _NO_KERNEL):

@@ -11,6 +11,7 @@ from torchtune.training import MODEL_KEY, set_default_dtype
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.supervised import beat
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.losses import Objective
@@ -37,6 +38,7 @@ class CausalLM(nn.Module):
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Return the objective summed over ``batch.targets``: a scalar in fp32."""
+        beat()
         hidden = self.decoder.hidden_states(batch).flatten(0, 1)[batch.index]
         return self.objective(self.decoder.output, hidden, batch.targets, batch.columns, batch.sequence)
 

@@ -17,6 +17,7 @@ from torchtune.training import MODEL_KEY
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
+from rocm_ext.base.supervised import beat
 from rocm_ext.model.families import foreign_config, from_hf, read_architecture
 
 HF = "HF"  # the model_type of weights in Hugging Face's row order
@@ -174,6 +175,7 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         reader, stored = self._stored[name]
+        beat()
         with _readable(reader.path):
             return reader.read(stored)
 

@@ -205,11 +205,7 @@ def checkpointed_layers(setting: bool | int | str, plan: MemoryPlan, budget: int
             "(every n-th layer) or auto"
         )
     chosen = plan.fewest(budget)
-    peak = plan.peak(chosen)
-    why = f"{readable(peak)} planned of {readable(budget)}"
-    if peak > budget:
-        why += "; probably too much: lower batch_size, tokens_per_micro_batch or tokenizer.max_seq_len"
-    return chosen, why
+    return chosen, f"{readable(plan.peak(chosen))} planned of {readable(budget)}"
 
 
 def apply_checkpointing(decoder: TransformerDecoder, layers: list[int]) -> None:

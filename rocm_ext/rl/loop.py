@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
+from rocm_ext.base import supervised
 from rocm_ext.base.log import log
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
@@ -204,6 +205,7 @@ class Loop(RLRecipe, ABC):
     def __init__(self, cfg: DictConfig, learner: type[Learner], trainer: type[PolicyTrainer]) -> None:
         super().__init__(cfg, learner)
         self.trainer_cls = trainer
+        self._sampled = False  # whether this process has begun a step
 
     # ---- what a preset says
 
@@ -265,6 +267,15 @@ class Loop(RLRecipe, ABC):
     def open_folder(self) -> None:
         """Open the output folder; the config gets the seed of the run that it continues."""
         self.folder = OutputDir.open(self.cfg, self.ranks)
+
+    def check(self) -> None:
+        """Do all of the set-up that needs no weights; see :meth:`RLRecipe.check`.
+
+        Raises:
+            UserError: the config, the prompts, the machine or its memory do not allow this run.
+        """
+        super().check()
+        self.learner.check_budget()
 
     def setup(self) -> None:
         """Prepare the run, cheap steps first, so that a user's mistake ends the run early.
@@ -339,6 +350,7 @@ class Loop(RLRecipe, ABC):
             Interrupted: the user asked to stop; all finished work is saved.
             UserError: the step cannot continue; the message says why.
         """
+        self._sampled = True
         began, trainer, number = time.perf_counter(), self.trainer, self.trainer.step + 1
         selected = self.sample(number)
         self.records.finish(number, selected.results)
@@ -412,11 +424,19 @@ class Loop(RLRecipe, ABC):
 
         Args:
             last: whether the run ends here.
+
+        Raises:
+            Interrupted: another process evaluates, or trains after this one has evaluated.
         """
         step = self.trainer.adapter_step
         due = last or step % self.evaluate_every == 0 or step == self.steps
-        if self.prompts.held_out and due and self.trainer.evaluated != step:
-            self.evaluate(step)
+        if not self.prompts.held_out or not due or self.trainer.evaluated == step:
+            return
+        if supervised.apart() and self._sampled:
+            raise Interrupted(f"before the evaluation at {self.unit} {step}")
+        self.evaluate(step)
+        if supervised.apart() and not last and step < self.steps:
+            raise Interrupted(f"after the evaluation at {self.unit} {step}")
 
     def evaluate(self, step: int) -> None:
         """Evaluate the present adapter, which is that of ``step``, on the held-out prompts."""

@@ -19,6 +19,7 @@ import torch
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import Progress
+from rocm_ext.base.supervised import beat
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl.records import PhaseRecords, Sample, key_of, to_result, to_sample
@@ -399,6 +400,7 @@ class _Judge:
             except Empty:
                 return
             timeout = 0.0
+            beat()
             keys, result = self._pending.pop(future), future.result()
             results: Sequence[Result] = result if self._pool.groups else [result]
             for (prompt_id, sample), result in zip(keys, results, strict=True):

@@ -64,6 +64,20 @@ def progress(out: Path) -> dict[str, Any]:
     return values
 
 
+def position(out: Path) -> tuple[float, float, int]:
+    """How far the run in ``out`` has come: its cycle, its step, and the bytes of its answers and verdicts."""
+    newest = progress(out)
+    size = sum(_stat(out / f"{name}.jsonl")[1] for name in ("samples", "verdicts"))
+    return newest.get("cycle", 0), newest.get("step", 0), size
+
+
+def slowest_step(out: Path) -> float:
+    """Seconds of the slowest of the last steps; 0 before the first. A cycle of RAFT has steps of its training."""
+    path = max([out / "metrics.jsonl", *out.glob("cycle_*/metrics.jsonl")], key=lambda path: _stat(path)[0])
+    steps = [line for line in _last_lines(path) if "loss" in line and "phase" not in line][-_RECENT:]
+    return max((seconds for line in steps if 0 <= (seconds := number(line.get("seconds"))) < MOST), default=0.0)
+
+
 def _policy_progress(out: Path, lines: list[dict[str, Any]], config: Mapping[str, Any]) -> dict[str, Any]:
     """The newest values of a GRPO run.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
+from rocm_ext.base.supervised import beat
 from rocm_ext.data.render import to_text
 from rocm_ext.machine.trace import DECODING, PREFILL, Trace
 from rocm_ext.model.attention import span_for
@@ -214,6 +215,7 @@ class LocalSession:
         )
         while prompts or batch.running:
             began = time.perf_counter()
+            beat()
             self._admit(batch, prompts)
             with self._trace.part(DECODING):
                 read, rows = batch.step()

@@ -28,7 +28,7 @@ CHECKSUMS = "SHA256SUMS"  # `sha256sum -c` reads it
 _FREE = {
     "how the machine computes; results differ by rounding": """
         hardware hardware_overrides device memory_fraction startup_checks node_timeout cpu_threads num_workers
-        pin_memory compile attention enable_activation_checkpointing enable_activation_offloading
+        pin_memory compile attention enable_activation_checkpointing enable_activation_offloading over_budget
         cudnn_deterministic_mode loss.chunk_tokens""",
     "`check_same_run` compares the effect: base model, data, rows and micro-batches of a step, dtype, seed": """
         checkpointer model.checkpoint_dir tokenizer dataset dataset_val validation_fraction too_long batch_size

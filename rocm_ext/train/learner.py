@@ -36,7 +36,8 @@ from rocm_ext.model.build import (
 from rocm_ext.model.download import use_weights
 from rocm_ext.model.lora import adapter_parameters, adapters
 from rocm_ext.plan.costs import Kernels
-from rocm_ext.plan.memory import MemoryPlan, apply_checkpointing, checkpointed_layers
+from rocm_ext.plan.cures import cures
+from rocm_ext.plan.memory import MemoryPlan, apply_checkpointing, checkpointed_layers, readable
 from rocm_ext.plan.planner import TrainingPlanner
 from rocm_ext.plan.speeds import figures_for
 from rocm_ext.plan.workload import Workload
@@ -82,13 +83,21 @@ class Learner:
         self.adapter: Mapping[str, nn.Parameter] = adapter_parameters(self.decoder)
         overrides, ranks = list(cfg.hardware_overrides), runtime.ranks.world
         warn(check_quantized(self.decoder, runtime.profile, overrides, ranks, runtime.budget()))
-        if cfg.startup_checks:
-            shape = self.decoder.head_dim, self.decoder.num_heads
-            checks = numerics.canaries(runtime.machine, runtime.device, runtime.dtype, *shape)
-            warn(numerics.require(checks))
         self.packed = self.decoder.packs
         choose_attention(self.decoder, cfg.attention)
         check_kernel(cfg.attention, runtime.device, runtime.dtype, self.decoder.num_heads, self.decoder.head_dim)
+        if cfg.startup_checks:
+            checks = numerics.canaries(
+                runtime.machine,
+                runtime.device,
+                runtime.dtype,
+                self.decoder.head_dim,
+                self.decoder.num_heads,
+                attention=cfg.attention,
+                convolution=any(isinstance(module, nn.Conv1d) for module in self.decoder.modules()),
+                compiled=bool(cfg.compile),
+            )
+            warn(numerics.require(checks))
         self.objective = self.setup_loss()
         self.model = CausalLM(self.decoder, self.objective)
         self._first = None if first is None else self._first_adapter(Path(first))
@@ -164,8 +173,8 @@ class Learner:
     def plan(self, work: Workload, beside: int = 0) -> None:
         """Plan memory, and apply the planned activation checkpointing. This needs no weights.
 
-        It sets three more attributes: ``tokens_per_micro_batch``; ``planned_peak``, the planned peak of memory in
-        bytes; ``offloading``, the context of a forward pass.
+        It sets four more attributes: ``tokens_per_micro_batch``; ``planned_peak``, the planned peak of memory in
+        bytes, and ``planned_budget``, how many there are for it; ``offloading``, the context of a forward pass.
 
         Args:
             work: description of the rows; it determines micro-batches and checkpointed layers.
@@ -186,6 +195,18 @@ class Learner:
             mode = "max-autotune-no-cudagraphs" if self.cfg.compile == "max-autotune" else None
             for layer in self.decoder.layers:
                 layer.compile(dynamic=True, mode=mode)
+
+    def check_budget(self) -> None:
+        """Check that the planned peak is within the budget, unless the config says ``over_budget=try``.
+
+        Raises:
+            UserError: it is not; the message says what to change.
+        """
+        if self.planned_peak > self.planned_budget and self.cfg.over_budget == "refuse":
+            raise UserError(
+                f"the memory plan needs {readable(self.planned_peak)} and has {readable(self.planned_budget)}. Set "
+                f"{self.cures(self.planned_budget)}. over_budget=try starts the run regardless"
+            )
 
     def load(self) -> None:
         """Read the weights and the first adapter, and set ``base_fingerprint``, a hash that identifies the base model.
@@ -239,9 +260,12 @@ class Learner:
             log.info("micro-batches: %s tokens, from the memory plan", f"{tokens:,}")
         else:
             tokens = micro_batch_budget(work.longest, cfg.batch_size, cfg.tokens_per_micro_batch)
-        return tokens, self._checkpoint(planner.memory(tokens), budget)
+        self.planned_budget = budget
+        layers, peak = self._checkpoint(planner.memory(tokens), budget)
+        self.cures = partial(cures, cfg, planner, tokens, layers)
+        return tokens, peak
 
-    def _checkpoint(self, plan: MemoryPlan, budget: int) -> int:
+    def _checkpoint(self, plan: MemoryPlan, budget: int) -> tuple[list[int], int]:
         chosen = checkpointed_layers(self.cfg.enable_activation_checkpointing, plan, budget)
         layers, why = self.runtime.ranks.agree(chosen)  # ranks may see different free host memory
         apply_checkpointing(self.decoder, layers)
@@ -252,7 +276,7 @@ class Learner:
                 len(layers),
             )
         log.info("activation checkpointing: %d of %d layers (%s)", len(layers), plan.layers, why)
-        return plan.peak(layers)
+        return layers, plan.peak(layers)
 
     def _offloading(self) -> contextlib.AbstractContextManager:
         if not self.cfg.enable_activation_offloading:

@@ -4,6 +4,7 @@ import os
 import shlex
 import signal
 import time
+import traceback
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from rocm_ext.base import supervised
+from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import duration, log, warn
 from rocm_ext.base.process import stop_signals, survive_terminal
 from rocm_ext.distributed.ranks import Ranks, local_rank, local_world_size, machine_index, several_machines
@@ -23,22 +26,25 @@ from rocm_ext.machine.detect import Machine, detect
 from rocm_ext.machine.profile import Profile, check_locked, check_profile, load_profile
 from rocm_ext.machine.threads import choose_threads, cores
 from rocm_ext.machine.trace import Trace
+from rocm_ext.model.sampler import MIN_ROWS
+from rocm_ext.plan.memory import readable
 from rocm_ext.runs.records import read_yaml
 from rocm_ext.train.machines import check_machines
+from rocm_ext.train.metrics import peak_memory
 from rocm_ext.train.output_dir import hold
 
 # ---- signals
 
 
 class Interrupted(Exception):
-    """The user asked to stop, and the run has saved all finished work.
+    """The user asked to stop, or another process is to go on, and the run has saved all finished work.
 
     Args:
         where: position in the run, such as ``at step 7``; it follows the word "stopped" in the log.
-        signum: number of the signal.
+        signum: number of the signal; 0: another process goes on, see :func:`rocm_ext.base.supervised.apart`.
     """
 
-    def __init__(self, where: str, signum: int) -> None:
+    def __init__(self, where: str, signum: int = 0) -> None:
         super().__init__(where, signum)
         self.where, self.signum = where, signum
 
@@ -208,21 +214,42 @@ def run(recipe: RunnableRecipe) -> None:
             recipe.cleanup()
             log.info("valid: all checks that need no weights have passed")
             return
-        recipe.setup()
-        runtime = recipe.runtime
-        profile = runtime.trace.on(out / trace.FOLDER, cfg.profile_steps or 0, runtime.device, runtime.ranks.rank)
         try:
+            recipe.setup()
+            runtime = recipe.runtime
+            profile = runtime.trace.on(out / trace.FOLDER, cfg.profile_steps or 0, runtime.device, runtime.ranks.rank)
             with _recording(cfg, runtime.ranks), profile:
                 recipe.train()
+        except RuntimeError as error:  # a GPU's, and a CPU's
+            if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
+                raise
+            raise UserError(_out_of_memory(recipe, error), supervised.RETRY) from error
         except Interrupted as stop:
             log.info("stopped %s, all saved; continue with resume_from_checkpoint=True", stop.where)
             recipe.cleanup()
-            raise SystemExit(128 + stop.signum) from None
+            if not stop.signum:
+                supervised.note(segment=stop.where)
+            raise SystemExit(128 + stop.signum if stop.signum else 0) from None
         recipe.cleanup()
         log.info("done in %s", duration(time.monotonic() - began))
         if (out / "adapter").is_dir():
             name = shlex.quote(str(out))
             log.info("try it: rocm-ext chat %s; take it elsewhere: rocm-ext export %s --gguf FILE", name, name)
+
+
+def _out_of_memory(recipe: RunnableRecipe, error: RuntimeError) -> str:
+    """Say what was planned and measured when memory ran out, and what to change."""
+    learner, measured = getattr(recipe, "learner", None), readable(peak_memory(recipe.runtime.device))
+    text = f"out of memory at {measured}: {' '.join(str(error).split())[:200]}"
+    if learner is None or not hasattr(learner, "cures"):
+        return f"{text} Free memory, or use a smaller model"
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    named = learner.cures(0.8 * learner.planned_peak)
+    if any(name.startswith("rocm_ext.sampling") for name in modules):
+        slots = (recipe.cfg.engine.get("slots") or 0) // 2
+        named = f"engine.slots={max(MIN_ROWS, slots)} or max_new_tokens={recipe.cfg.max_new_tokens // 2}"
+    planned = f"{readable(learner.planned_peak)} of {readable(learner.planned_budget)}"
+    return f"{text} Planned for training: {planned}. Set {named}; resume_from_checkpoint=True continues"
 
 
 def _recording(cfg: DictConfig, ranks: Ranks) -> AbstractContextManager[None]:

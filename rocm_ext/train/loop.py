@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -318,7 +317,7 @@ class Training:
             ]
         )
         loss = total / denominator
-        self._check_finite(loss, norm, update.rows)
+        self._check_finite(loss, norm, update)
         measurements = tally.result(self.ranks) if measured else {}
         lr = float(self.optimizer.param_groups[0]["lr"])  # a tensor in torchao's optimisers
         if not (math.isfinite(lr) and lr >= 0):
@@ -357,19 +356,48 @@ class Training:
             why = one_line(error)[:300]
             raise UserError(f"compile: torch cannot compile the model's layers ({why}); set compile: False") from error
 
-    def _check_finite(self, loss: float, grad_norm: float, rows: Sequence[int]) -> None:
+    def _check_finite(self, loss: float, grad_norm: float, update: Update) -> None:
         scaled = self.scaler.is_enabled()  # fp16 gradients overflow now and then, and the scaler skips such a step
         if math.isfinite(loss) and (math.isfinite(grad_norm) or (scaled and self.scaler.get_scale() >= 1)):
             return
-        last = self.folder.checkpoints.steps()
-        cure = "Lower the learning rate, set clip_grad_norm, or look at these rows"
-        if not self._updated:
+        where, cure = self._locate(update, loss)
+        if not cure and self._updated:
+            cure = "Lower the learning rate, set clip_grad_norm, or look at these rows"
+        elif not cure:
             cure = "No step came before, so the learning rate is not the cause: look at these rows, or set dtype=fp32"
+        last, rows = self.folder.checkpoints.steps(), update.rows
         raise UserError(
-            f"{self.where}: loss {loss}, gradient norm {grad_norm}; no weight changed. Rows of this step: "
+            f"{self.where}: loss {loss}, gradient norm {grad_norm}; no weight changed. {where}. Rows of this step: "
             f"{', '.join(map(str, rows[:32]))}{' …' if len(rows) > 32 else ''}. {cure}. "
             + (f"The last good checkpoint is {last[-1]}" if last else "There is no checkpoint yet")
         )
+
+    def _locate(self, update: Update, loss: float) -> tuple[str, str]:
+        """Compute the forward passes of an update with this ``loss`` again, uncompiled; all ranks call this.
+
+        Returns:
+            Where the first value that is not finite comes from; and the setting that avoids it, or an empty text.
+        """
+        cfg, learner, finite = self.cfg, self.learner, True
+        eager = torch.compiler.set_stance("force_eager") if cfg.compile else contextlib.nullcontext()
+        with eager, numerics.first_non_finite(learner.decoder) as origins:
+            for batch in update.batches:
+                with learner.offloading:
+                    finite = math.isfinite(learner.model(batch.to(self.runtime.device)).item()) and finite
+        of_ranks = self.ranks.gather((origins[0] if origins else None, finite))
+        if (origin := next((origin for origin, _ in of_ranks if origin), None)) is not None:
+            where, cure = f"The first values that are not finite are those of {origin[0]}", ""
+            if origin[1] and cfg.attention not in ("math", "eager"):
+                cure = "Its inputs are finite: set attention=math, or attention=eager"
+            elif origin[1] or self.runtime.dtype == torch.float16:
+                cure = "Its inputs are finite: set dtype=fp32" + ", or dtype=bf16" * self.runtime.machine.bf16
+            return where, cure
+        if not all(finite for _, finite in of_ranks):
+            return f"All hidden states are finite, so it is the loss {type(learner.objective).__name__}", ""
+        if not math.isfinite(loss):
+            again = "Computed again, uncompiled," if cfg.compile else "Computed again,"
+            return f"{again} the values are finite", "Set compile=False" if cfg.compile else ""
+        return "All activations are finite, so it is the backward pass", ""
 
     # ---- the outputs
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from rocm_ext.base import supervised
 from rocm_ext.base.errors import UserError, nearest
 from rocm_ext.base.log import Progress, log
 from rocm_ext.data.batches import StepLoader, Steps, rows_per_step
@@ -64,6 +65,8 @@ class Trainer(Training):
         super().__init__(learner, cfg, folder, metric_logger=metric_logger, interrupt=interrupt)
         self.rows, self.validation_rows = rows, validation_rows
         self.worse = 0  # number of validations since the best one
+        self.validated = 0  # step of the last validation
+        self._computed = False  # whether this process has done a step
         for part in filter(None, (rows, validation_rows)):
             learner.check_rows(part)
         per_step = rows_per_step(cfg, self.ranks.world)
@@ -115,12 +118,17 @@ class Trainer(Training):
             "rows per step": self.steps.per_step,
         }
 
+    def keeps_line(self, line: dict[str, Any]) -> bool:
+        """Return whether a line of ``metrics.jsonl`` stays when the run resumes."""
+        return line["step"] <= (self.validated if "val_loss" in line else self.step)
+
     def extra_state(self) -> dict[str, Any]:
-        """Return the number of validations since the best one."""
-        return {"worse": self.worse}
+        """Return the step of the last validation, and the number of validations since the best one."""
+        return {"worse": self.worse, "validated": self.validated}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Take over the number of validations since the best one; after a change of the metric, start anew."""
+        """Take over what :meth:`extra_state` returned; after a change of the metric, look for the best anew."""
+        self.validated = state["validated"]
         metric = self.cfg.early_stopping_metric
         if self.best is None or self.best["metric"] == metric:
             self.worse = state["worse"]
@@ -156,18 +164,18 @@ class Trainer(Training):
         progress = Progress(self.total_steps, self.step, self.ranks.is_main)
         self.learner.model.train()
         with contextlib.closing(progress), self.interrupt:
+            self._validate_if_due()  # after a process that ended for it
             while self.step < self.total_steps and not self.stopped_early:
                 end = (self.step // per_epoch + 1) * per_epoch
                 began = time.perf_counter()
                 for update in self.loader.range(self.step, end):
                     stats = self.train_step(update)
-                    self.step += 1
+                    self.step, self._computed = self.step + 1, True
                     seconds = time.perf_counter() - began
                     values = stats.line(seconds) | self.memory()
                     self.write_metrics(self.step % self.cfg.log_every_n_steps == 0, **values)
                     progress.update(f"loss {stats.loss:.4f}  {stats.tokens / seconds:,.0f} tok/s")
-                    if self._due(self.cfg.run_val_every_n_steps, self.step == end):
-                        self.validate()
+                    self._validate_if_due()
                     leaving = self.step == end or stats.interrupted or self.stopped_early
                     if self._due(self.cfg.save_every_n_steps, False) or leaving:
                         self.save_checkpoint()
@@ -184,6 +192,26 @@ class Trainer(Training):
 
     def _due(self, every: int | None, epoch_end: bool) -> bool:
         return self.step % every == 0 if every else epoch_end
+
+    def _validate_if_due(self) -> None:
+        """Validate this step if it is due and not done yet; where processes validate or train, perhaps in another one.
+
+        Raises:
+            Interrupted: another process goes on; all is saved.
+        """
+        epoch_end = self.step % self.steps.per_epoch == 0
+        due = self.step > self.validated and self._due(self.cfg.run_val_every_n_steps, epoch_end)
+        if not due or self.validation_rows is None:
+            return
+        if supervised.apart() and self._computed:
+            self.save_checkpoint()
+            raise Interrupted(f"before the validation of step {self.step}")
+        self.validate()
+        self.validated = self.step
+        if supervised.apart():
+            self.save_checkpoint()
+            if self.step < self.total_steps and not self.stopped_early:
+                raise Interrupted(f"after the validation of step {self.step}")
 
     @property
     def stopped_early(self) -> bool:

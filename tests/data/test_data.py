@@ -21,6 +21,7 @@ from rocm_ext.data import loading, sft_dataset
 from rocm_ext.data.messages import ROLES
 from rocm_ext.data.render import IGNORE, render_conversation, render_prompt
 from rocm_ext.data.rows import open_dataset, origin_of, tokenize
+from tests.kit.lines import one_line_has
 
 TEXT = ["Natalia sold clips to 48 of her friends.", "user system assistant tool_response\n", "7 * 6 = 42"]
 
@@ -529,7 +530,7 @@ def test_too_long_error_names_the_row(qwen, write):
 def test_zero_rows_left_says_why():
     with pytest.raises(UserError) as error:
         read(Foreign(item(9), item(9), item(4, masked=4)), 5, "drop")
-    assert "0 of 3 rows left: 2 over max_seq_len 5 were dropped, 1 had nothing" in str(error.value)
+    assert one_line_has(str(error.value), "0 of 3 rows", "2 over max_seq_len 5", "1 had nothing")
 
 
 @pytest.mark.parametrize(

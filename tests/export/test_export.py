@@ -23,6 +23,7 @@ from rocm_ext import cli, config
 from rocm_ext.data.template import TEMPLATE
 from rocm_ext.train.lifecycle import run
 from tests.kit.families import CHATML, folder_config, id_of, on_demand, write_family
+from tests.kit.lines import one_line_has
 from tests.kit.tiny import write_rows, write_yaml
 
 TOKENS = torch.tensor([[5, 17, 99, 3, 250, 42, 8, 8, 120, 61, 33, 7]])
@@ -272,7 +273,7 @@ def test_push_to_a_repository_that_is_there(trained, pushed, messages, capsys):
     assert "me/open exists and is public" in capsys.readouterr().err
     hub, code = pushed(trained, "--push", "me/open", "--private", *BASE_NAME, open=there(True, "README.md"))
     assert (code, hub.files.keys()) == (0, OF_AN_ADAPTER - {"README.md"})
-    assert "me/open has a README.md, which stays; --card FILE writes the new one" in messages
+    assert one_line_has(messages, "me/open", "README.md", "--card FILE")
     hub, code = pushed(trained, "--push", "me/open", *BASE_NAME, open=there(False, "config.json"))
     assert (code, hub.files.keys()) == (0, OF_AN_ADAPTER)
 

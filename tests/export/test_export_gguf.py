@@ -17,6 +17,7 @@ from rocm_ext.sampling import Request, Sampling
 from rocm_ext.sampling.server.openai import OpenAIEngine
 from tests.export.test_export import MISTRAL, bases, export, trained  # noqa: F401 - fixtures
 from tests.kit.families import MODELS
+from tests.kit.lines import one_line_has
 from tests.kit.llama_cpp import LlamaCpp, llama_cpp
 from tests.kit.pages import pages_in_memory
 from tests.kit.tiny import TEXT as WORDS
@@ -139,11 +140,9 @@ def test_what_llama_cpp_does_not_compute_is_refused(bases, trained, tmp_path, ca
         return base
 
     gemma = changed("config.json", lambda c: c.update(architectures=["Gemma3ForCausalLM"], model_type="gemma3_text"))
-    assert "Gemma3ForCausalLM is not written to GGUF files here; python convert_hf_to_gguf.py" in fails(
-        gemma, "--gguf", out
-    )
+    assert one_line_has(fails(gemma, "--gguf", out), "Gemma3ForCausalLM", "convert_hf_to_gguf.py")
     split = changed("tokenizer.json", lambda c: c["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex="a+"))
-    assert "pre_tokenizer Split and ByteLevel has unknown rules, which this command" in fails(split, "--gguf", out)
+    assert one_line_has(fails(split, "--gguf", out), "pre_tokenizer", "Split and ByteLevel")
     adapter = shutil.copytree(trained / "adapter", tmp_path / "dora")
     (adapter / "adapter_config.json").write_text(
         json.dumps({**json.loads((adapter / "adapter_config.json").read_text()), "use_dora": True})

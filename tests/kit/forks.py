@@ -1,14 +1,11 @@
 """Run recipes in forks of the test process, which start at once and can be killed anywhere."""
 
-import faulthandler
 import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -126,62 +123,3 @@ def kill_before(count: int) -> Callable[[], None]:
         shutil.rmtree = counted(shutil.rmtree)  # type: ignore[assignment]
 
     return prepare
-
-
-class ForkedPopen:
-    """Stands in for :class:`subprocess.Popen` where a program imports torch: the child is a fork of this process.
-
-    Args:
-        main: what the program does.
-        command: is not used.
-        env: the whole environment of the child.
-        options: are not used; input, output and errors are pipes of text.
-    """
-
-    def __init__(self, main: Callable[[], None], command: list[str], *, env: dict[str, str], **options: object) -> None:
-        (read, self_in), (self_out, write), (self_err, error) = os.pipe(), os.pipe(), os.pipe()
-        self._pid, self._code = os.fork(), None
-        if not self._pid:
-            os.close(self_in)  # the input ends when the parent's end is closed
-            for place, end in enumerate((read, write, error)):
-                os.dup2(end, place)
-            sys.stdin, sys.stdout, sys.stderr = map(os.fdopen, range(3), "rww", (-1, -1, 1))
-            self._run(main, env)
-        for end in (read, write, error):
-            os.close(end)
-        self.stdin, self.stdout, self.stderr = map(os.fdopen, (self_in, self_out, self_err), "wrr")
-
-    @staticmethod
-    def _run(main: Callable[[], None], env: dict[str, str]) -> NoReturn:
-        code = 1
-        try:
-            faulthandler.disable()  # pytest's writes to pytest's output
-            log.handlers.clear()
-            torch.set_num_threads(1)
-            os.environ.clear()
-            os.environ.update(env)
-            main()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
-
-    def kill(self) -> None:
-        """Kill the child unless it has ended."""
-        if self._code is None:
-            os.kill(self._pid, signal.SIGKILL)
-
-    def wait(self, timeout: float) -> int:
-        """Return the exit code, negative for a signal."""
-        end = time.monotonic() + timeout
-        while self._code is None:
-            pid, status = os.waitpid(self._pid, os.WNOHANG)
-            if pid:
-                self._code = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > end:
-                raise subprocess.TimeoutExpired("a fork", timeout)
-            else:
-                time.sleep(0.01)
-        return self._code

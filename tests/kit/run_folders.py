@@ -41,16 +41,6 @@ def curve(steps: int, noise_seed: int = 0) -> np.ndarray:
     return (0.9 + 1.1 * np.exp(-t / 60)) * np.exp(0.12 * rows)
 
 
-def wander(steps: int, seed: int, phi: float = 0.8) -> np.ndarray:
-    """Return [steps] autocorrelated noise of variance 1, like the effect of slightly different weights on the loss."""
-    draws = np.random.default_rng(seed).normal(size=steps)
-    noise = np.empty(steps)
-    noise[0] = draws[0]
-    for i in range(1, steps):
-        noise[i] = phi * noise[i - 1] + np.sqrt(1 - phi**2) * draws[i]
-    return noise
-
-
 def write_jsonl(path: Path, lines: Sequence[Mapping[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -162,6 +163,18 @@ def tune(
     command = [str(Path(sys.executable).with_name("tune")), *map(str, args)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=timeout)
+
+
+def exit_code(main: Callable[[], object], *arguments: object) -> int:
+    """Call a recipe's ``main`` as ``tune`` does; return its exit code."""
+    before, sys.argv = sys.argv, ["tune", *map(str, arguments)]
+    try:
+        main()
+    except SystemExit as leaving:
+        return leaving.code or 0
+    finally:
+        sys.argv = before
+    raise AssertionError("main returned")
 
 
 def write_yaml(path: Path, content: dict) -> Path:

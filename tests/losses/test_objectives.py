@@ -249,6 +249,6 @@ def test_normalisation_is_exact_over_micro_batches(folder, tmp_path, normalize):
 
 def test_missing_columns_are_named(folder, tmp_path):
     loss = {"_component_": "rocm_ext.losses.ClippedRatio", "clip_high": 0.28}
-    with pytest.raises(UserError, match="loss ClippedRatio needs the columns old_logprobs, which the rows do not"):
+    with pytest.raises(UserError, match=r"ClippedRatio .* columns old_logprobs"):
         finetune(folder, tmp_path / "out", loss)
     assert not list((tmp_path / "out").iterdir())

@@ -44,8 +44,8 @@ def test_pick_dtype_refuses():
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_canaries_pass_on_a_sound_device_and_leave_the_random_state_alone(dtype, head_dim):
     before = torch.get_rng_state()
-    checks = canaries(CPU, HOST, dtype, head_dim=head_dim)
-    assert len(checks) == 5
+    checks = canaries(CPU, HOST, dtype, head_dim=head_dim, convolution=True, compiled=True)  # compiled: on GPUs
+    assert len(checks) == 7
     assert require(checks) == []
     assert torch.equal(before, torch.get_rng_state())
 
@@ -62,11 +62,74 @@ def test_canaries_notice_what_has_gone_wrong_on_real_devices(monkeypatch):
     zeroing = lambda self, arg: to(self, arg) * (0 if arg is HOST else 1)  # noqa: E731
     monkeypatch.setattr(torch.Tensor, "to", zeroing)
     failed = {check.name: check.found for check in canaries(CPU, HOST, torch.bfloat16) if not check.ok}
-    assert set(failed) == {"copy", "bf16 round trip", "bf16 matmul", "bf16 attention, head_dim 128"}
+    names = {"copy", "bf16 round trip", "bf16 matmul", "fp32 logits", "bf16 attention, head_dim 128"}
+    assert set(failed) == names
     assert "words changed" in failed["copy"]
     assert "became zero" in failed["bf16 round trip"]
     assert "relative error 1.0" in failed["bf16 matmul"]
     assert "NaN" in failed["bf16 attention, head_dim 128"]
+
+
+def test_a_run_that_names_its_kernel_is_tried_with_that(monkeypatch):
+    """Fused kernels return NaN, as on gfx1151 with Gemma 3."""
+    sound = numerics.scaled_dot_product_attention
+
+    def attention(*args, **kwargs):
+        return sound(*args, **kwargs) * (float("nan") if torch.backends.cuda.flash_sdp_enabled() else 1)
+
+    monkeypatch.setattr(numerics, "scaled_dot_product_attention", attention)
+    with pytest.raises(UserError, match=r"fp32 attention.*fix: set attention=math; "):
+        require(canaries(CPU, HOST, torch.float32))
+    for kernel in ("math", "eager"):
+        assert require(canaries(CPU, HOST, torch.float32, attention=kernel)) == []
+
+
+def test_canaries_notice_convolutions_and_logits_that_are_wrong(monkeypatch):
+    monkeypatch.setattr(numerics, "conv1d", lambda x, weight, groups: x[..., 3:] * weight[:, :, 0].view(1, groups, 1))
+    to = torch.Tensor.to
+    rounding = lambda self, arg: to(self, torch.bfloat16).to(torch.float32) if arg is HOST else to(self, arg)  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "to", rounding)
+    failed = {check.name: check.found for check in canaries(CPU, HOST, torch.float32, convolution=True) if not check.ok}
+    assert "log-probs differ from fp64's by " in failed["fp32 logits"]
+    assert float(failed["fp32 logits"].split()[5].rstrip(",")) < 1
+    assert "relative error" in failed["fp32 convolution"]
+
+
+def test_a_compiled_kernel_that_writes_nothing(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function: torch.zeros_like)
+    assert numerics._compiled(HOST) == (False, "16384 of 16384 values of a compiled kernel are wrong")
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    assert numerics._compiled(HOST)[0]
+
+
+def test_where_the_first_value_that_is_not_finite_comes_from():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, mask):
+            return self.out(self.q(x) * self.scale + mask.clamp(min=0))
+
+        scale = 1.0
+
+    model = nn.Sequential()
+    model.extend(Attention() for _ in range(3))
+    mask = torch.full((4,), -torch.inf)
+
+    def origin(x: torch.Tensor) -> str:
+        with numerics.first_non_finite(model) as origins:
+            for layer in model:
+                x = layer(x, mask=mask)
+        assert not any(module._forward_hooks for module in model.modules())
+        return ", ".join(f"{origin} {attention}" for origin, attention in origins)
+
+    assert origin(torch.ones(2, 4)) == ""
+    model[1].scale = torch.nan  # in the attention itself, between its layers
+    assert origin(torch.ones(2, 4)) == "1 (Attention, fp32) True"
+    with torch.no_grad():
+        model[1].q.weight[0] = torch.inf
+    assert origin(torch.ones(2, 4)) == "1.q (Linear, fp32) False"
 
 
 def test_the_allocator_s_canary_notices_buffers_that_lose_their_contents(monkeypatch):

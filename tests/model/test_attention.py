@@ -77,7 +77,7 @@ def test_capped_scores_are_computed_eagerly_or_not_at_all(folders):
     expected, _, _ = step(our_model(folders["gemma 2"]), "auto")
     found, _, _ = step(our_model(folders["gemma 2"]), "eager")
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    with pytest.raises(UserError, match="no kernel of torch's computes this model's capped scores or sinks"):
+    with pytest.raises(UserError, match="capped scores or sinks"):
         step(our_model(folders["gemma 2"]), "math")
 
 
@@ -86,7 +86,7 @@ def test_attention_in_a_models_own_code_is_refused():
     decoder = native(gemma2(**shape, intermediate_dim=48, max_seq_len=64))
     assert not decoder.packs
     choose_attention(decoder, "auto")
-    with pytest.raises(UserError, match="attention is 'math', but this model has its own code for attention"):
+    with pytest.raises(UserError, match="attention is 'math'"):
         choose_attention(decoder, "math")
 
 

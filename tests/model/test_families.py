@@ -256,7 +256,7 @@ def test_a_file_of_torchtunes_adapter_is_refused(folders, tmp_path):
     """torchtune's rows of q and k are in another order in most families."""
     torch.save({}, tmp_path / "adapter_model.pt")
     adapter = {"adapter_checkpoint": str(tmp_path / "adapter_model.pt")}
-    with pytest.raises(UserError, match="a file of torchtune's, whose row order this model does not have"):
+    with pytest.raises(UserError, match="a file of torchtune's"):
         prepare(folder_config(folders["llama"], folders["rows"], tmp_path / "run", checkpointer=adapter))
 
 

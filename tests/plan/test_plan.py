@@ -104,6 +104,7 @@ def test_4_bit_weights_take_a_quarter(folders, tmp_path, capsys):
     assert whole - small == pytest.approx(linear * (2 - 0.516), rel=0.01)
 
 
+@as_configured
 def test_4_bits_where_16_do_not_fit(capsys):
     def halo(name: str, size: str) -> tuple[int, str]:
         code = main(["plan", "--config", name, "--machine", f"Strix Halo {size}", "model.quantize_base=True"])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,8 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.machine.detect import detect
 from rocm_ext.train import lifecycle
 from rocm_ext.train.metrics import TrackioLogger
-from tests.kit.tiny import TEXT, metrics, run_config, write_model, write_rows, write_yaml
+from tests.kit.lines import one_line_has
+from tests.kit.tiny import TEXT, exit_code, metrics, run_config, write_model, write_rows, write_yaml
 
 REMOVED = object()
 
@@ -49,16 +51,7 @@ def _sigterm_as_it_was():
     signal.signal(signal.SIGTERM, handler)
 
 
-def call(*argv) -> int:
-    """Call the recipe's ``main`` as ``tune`` does; return its exit code."""
-    before, sys.argv = sys.argv, ["tune", *map(str, argv)]
-    try:
-        recipe.main()
-    except SystemExit as leaving:
-        return leaving.code
-    finally:
-        sys.argv = before
-    raise AssertionError("main returned")
+call = partial(exit_code, recipe.main)
 
 
 @pytest.fixture
@@ -453,7 +446,7 @@ def test_damaged_values_in_the_base_weights(fails, folder, tmp_path, value):
     state["model.layers.1.mlp.up_proj.weight"][3, 5] = value
     save_file(state, base / "model.safetensors", metadata={"format": "pt"})
     line = fails(base=base)
-    assert "base weights layers.1.mlp.w3.weight have values that are not finite; the files are damaged" in line
+    assert one_line_has(line, "layers.1.mlp.w3.weight", "not finite")
 
 
 def test_adapter_that_the_last_step_spoils(folder, tmp_path, capsys):

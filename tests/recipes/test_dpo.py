@@ -20,6 +20,7 @@ from rocm_ext.train.metrics import falling_likelihood
 from rocm_ext.train.scoring import FILE, PARTS, score
 from tests.kit import parity
 from tests.kit.forks import forked, forked_ranks, kill_before, several_ranks
+from tests.kit.lines import one_line_has
 from tests.kit.parity import STOCK_RECIPES, WEIGHTS, run_stock
 from tests.kit.tiny import TEXT, metrics, run_config, write_model, write_rows, write_yaml
 
@@ -202,7 +203,7 @@ def test_a_reference_that_is_not_finite_is_refused(top, tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr("rocm_ext.train.scoring.score", broken)
-    with pytest.raises(UserError, match=r"dataset: the reference's log-probs of 1 rows are not finite, .* of row 2"):
+    with pytest.raises(UserError, match=r"dataset: .* 1 rows are not finite, .* row 2"):
         prepare(dpo_config(top, tmp_path / "run"))
     assert not (tmp_path / "run" / FILE).exists()
 
@@ -312,7 +313,7 @@ def test_a_killed_run_stops_early_by_the_same_metric(top, tmp_path):
 
     code, said = run("whole")
     assert code == 0, said
-    assert "stopped early at step 3: 2 validations without a better val_kl" in said
+    assert one_line_has(said, "stopped early at step 3", "2 validations", "val_kl")
     distances, losses = (metrics(tmp_path / "whole", key) for key in ("val_kl", "val_loss"))
     assert (len(distances), min(distances)) == (3, distances[0])
     summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
@@ -331,7 +332,7 @@ def test_a_killed_run_stops_early_by_the_same_metric(top, tmp_path):
 
     code, said = run("killed", "resume_from_checkpoint=True", "early_stopping_metric=val_margin")
     assert code == 0, said
-    assert "early_stopping_metric is now val_margin: the best validation is one of those to come" in said
+    assert one_line_has(said, "early_stopping_metric", "val_margin")
     margins = metrics(tmp_path / "killed", "val_margin")[3:]
     summary = json.loads((tmp_path / "killed" / "summary.json").read_text())
     assert (summary["adapter_is"], len(margins)) == ("best by val_margin", 9)
@@ -339,9 +340,7 @@ def test_a_killed_run_stops_early_by_the_same_metric(top, tmp_path):
 
 
 def test_unknown_metrics_of_early_stopping_are_refused(top, tmp_path):
-    with pytest.raises(
-        UserError, match=r"val_margins is unknown for loss Preference; did you mean val_margin\?.*val_kl"
-    ):
+    with pytest.raises(UserError, match=r"val_margins .* Preference; did you mean val_margin\?.*val_kl"):
         prepare(dpo_config(top, tmp_path / "run", early_stopping_metric="val_margins"))
     simpo = {"_component_": "rocm_ext.losses.Preference", "loss": "simpo", "beta": 2.0}
     with pytest.raises(UserError, match="val_kl is unknown for loss Preference"):  # without a reference
@@ -349,7 +348,7 @@ def test_unknown_metrics_of_early_stopping_are_refused(top, tmp_path):
     rows = {"_component_": "rocm_ext.data.sft_dataset", "source": str(write_rows(tmp_path / "rows.jsonl", 8)),
             "column_map": {"prompt": "question", "completion": "answer"}}  # fmt: skip
     plain = {"_component_": "rocm_ext.losses.CrossEntropy"}
-    with pytest.raises(UserError, match="val_margin is unknown for loss CrossEntropy; known: val_loss"):
+    with pytest.raises(UserError, match=r"val_margin .* CrossEntropy; known: val_loss"):
         parity.prepare(dpo_config(top, tmp_path / "run", early_stopping_metric="val_margin", dataset=rows, loss=plain))
 
 
@@ -404,10 +403,10 @@ def test_the_wrong_rows_are_refused(top, tmp_path):
         prepare(dpo_config(top, tmp_path / "run", dataset=answers))
     with pytest.raises(UserError, match="dataset_val has single answers"):
         prepare(dpo_config(top, tmp_path / "run", dataset_val=answers))
-    with pytest.raises(UserError, match="the rows are pairs, and loss CrossEntropy would train on the rejected"):
+    with pytest.raises(UserError, match=r"pairs, .* CrossEntropy .* rejected"):
         parity.prepare(dpo_config(top, tmp_path / "run"))
     cfg = dpo_config(top, tmp_path / "run", loss=DPO_LOSS, recipe="lora_finetune_rocm")
-    with pytest.raises(UserError, match=r"needs the columns reference_logprobs, .*; start dpo_rocm on pairs"):
+    with pytest.raises(UserError, match=r"columns reference_logprobs, .* dpo_rocm"):
         parity.prepare(cfg)
     with pytest.raises(UserError, match=r"loss\.loss is 'kto'"):
         prepare(dpo_config(top, tmp_path / "run", loss={"_component_": "rocm_ext.losses.Preference", "loss": "kto"}))

@@ -18,7 +18,7 @@ from rocm_ext import cli, config, hook
 from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
 from tests.kit.raft_runs import write_run, write_world
-from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
+from tests.kit.tiny import exit_code, run_config, write_model, write_rows, write_yaml
 
 LORA = "llama3_1/8B_lora_single_device"  # torchtune's own configs, which name no recipe
 PREFERENCES = "llama3_1/8B_lora_dpo_single_device"
@@ -37,18 +37,6 @@ def folder(tmp_path_factory) -> Path:
     write_model(top / "qwen")
     write_rows(top / "rows.jsonl", 8)
     return write_world(top)
-
-
-def call(main, *argv) -> int:
-    """Call a recipe's ``main`` as ``tune`` does; return its exit code."""
-    before, sys.argv = sys.argv, ["tune", *map(str, argv)]
-    try:
-        main()
-    except SystemExit as leaving:
-        return leaving.code
-    finally:
-        sys.argv = before
-    raise AssertionError("main returned")
 
 
 # ------------------------------------------------------------------------------------------- the wrong name
@@ -121,7 +109,7 @@ def test_a_config_without_recipe_goes_by_what_it_sets(tmp_path, folder):
     own = write_yaml(tmp_path / "own.yaml", cfg)
     assert config.load(registry.DPO, str(own)).recipe == registry.DPO
     assert config.load(registry.SFT, str(own)).recipe == registry.SFT
-    with pytest.raises(UserError, match="unknown key dataset: it is a key of lora_finetune_rocm and dpo_rocm, not of"):
+    with pytest.raises(UserError, match=r"unknown key dataset: .* lora_finetune_rocm and dpo_rocm"):
         config.load(registry.RAFT, "cpu_pocket_raft", ["dataset=x"])
     with pytest.raises(UserError, match=r"unknown key datset; did you mean dataset\?"):
         config.load(registry.SFT, str(own), ["datset=x"])
@@ -143,7 +131,7 @@ def test_a_config_without_recipe_goes_by_what_it_sets(tmp_path, folder):
     ],
 )  # fmt: skip
 def test_a_missing_model_names_its_download(name, overrides, command, capsys):
-    code = call(lora_finetune_rocm.main, "--config", name, "hardware=cpu", *overrides)
+    code = exit_code(lora_finetune_rocm.main, "--config", name, "hardware=cpu", *overrides)
     *_, last = capsys.readouterr().err.splitlines()
     assert code == 1
     assert last.startswith("error: the model's folder ")
@@ -245,7 +233,7 @@ def test_a_verifier_that_cannot_judge_ends_the_set_up(folder, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "judges", raising=False)
     path = write_run(folder, tmp_path / "out", verifier=verifier)
-    assert call(raft_rocm.main, "--config", path) == 1
+    assert exit_code(raft_rocm.main, "--config", path) == 1
     *_, last = capsys.readouterr().err.splitlines()
     assert last.startswith("error: ")
     assert found in last
@@ -258,7 +246,7 @@ def test_a_row_s_fault_is_not_the_verifier_s(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "judges", raising=False)
     path = write_run(folder, tmp_path / "out", verifier={"_component_": "judges.Half"})
-    assert call(raft_rocm.main, "--config", path, "validate_only=True") == 0
+    assert exit_code(raft_rocm.main, "--config", path, "validate_only=True") == 0
     assert (tmp_path / "calls").read_text() == "xx"
 
 
@@ -268,7 +256,7 @@ def validate(capsys):
     """``validate(main, *arguments)``: exit code and last line of what `rocm-ext validate` starts."""
 
     def validate(main, *arguments) -> tuple[int, str]:
-        code = call(main, "--config", *arguments, "validate_only=True")
+        code = exit_code(main, "--config", *arguments, "validate_only=True")
         return code, (capsys.readouterr().err.splitlines() or [""])[-1]
 
     return validate
@@ -317,7 +305,7 @@ def test_validate_needs_no_weights_and_leaves_nothing(validate, folder, tmp_path
 def test_validate_refuses_what_the_recipe_refuses(validate, folder, tmp_path, capsys, override, message):
     path = write_yaml(tmp_path / "run.yaml", run_config(folder / "qwen", folder / "rows.jsonl", tmp_path / "out"))
     said = validate(lora_finetune_rocm.main, path, override)
-    assert call(lora_finetune_rocm.main, "--config", path, override) == said[0] == 1
+    assert exit_code(lora_finetune_rocm.main, "--config", path, override) == said[0] == 1
     assert capsys.readouterr().err.splitlines()[-1] == said[1]
     assert message in said[1]
 
@@ -343,7 +331,7 @@ def test_a_run_that_changes_nothing_says_so(folder, tmp_path, messages, caplog):
         cfg = run_config(folder / "qwen", folder / "rows.jsonl", tmp_path / str(steps), epochs=steps)
         cfg |= {"lr_scheduler": warm_up, "profiler": {"enabled": False}}
         messages.clear()
-        assert call(lora_finetune_rocm.main, "--config", write_yaml(tmp_path / "run.yaml", cfg)) == 0
+        assert exit_code(lora_finetune_rocm.main, "--config", write_yaml(tmp_path / "run.yaml", cfg)) == 0
         assert any("lower num_warmup_steps" in line for line in messages)
         found = any(f"{steps} optimiser steps changed nothing, bit for bit" in line for line in messages)
         assert found == unchanged

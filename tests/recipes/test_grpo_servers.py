@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from rocm_ext.recipes.grpo_rocm import GRPO, main
-from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 
 from rocm_ext import config
 from rocm_ext.base import files
@@ -19,47 +18,13 @@ from rocm_ext.rl.records import PhaseRecords
 from rocm_ext.rl.trainer import PolicyTrainer
 from tests.kit.forks import forked, forked_ranks, several_ranks
 from tests.kit.grpo_runs import lines, write_run
-from tests.kit.servers import COMPLETIONS, LOAD, UNLOAD, Fake, Sampler, Vllm, error, is_check, vllm_form
+from tests.kit.lines import one_line_has
+from tests.kit.servers import COMPLETIONS, error, is_check, vllm_form
 
 OVERLAP = {"max_staleness": 1}
 BOTH = pytest.mark.parametrize(
     "changes", [pytest.param({}, id="sequential", marks=pytest.mark.slow), pytest.param(OVERLAP, id="overlap")]
 )
-
-
-@pytest.fixture
-def serve(folder):
-    """Start a server on the base model; ``stale`` is that of :class:`Sampler`.
-
-    It calls ``fake.before(path, body)`` before each answer; what this returns is sent instead. ``fake.exchanged`` has
-    the requests that exchange adapters while it answers, which a server may not survive (vLLM issue 47724).
-    """
-    base = folder / "base"
-    tokenizer = qwen2_5_tokenizer(*(str(base / file) for file in ("vocab.json", "merges.txt", "tokenizer.json")))
-    fakes = []
-
-    def serve(stale=None, lora=True):
-        rules = Vllm(Sampler(base, tokenizer, stale), lora=lora)
-        answering = []
-
-        def reply(path, body):
-            if path in (LOAD, UNLOAD):
-                fake.exchanged += [path] * bool(answering)
-                return rules(path, body)
-            answering.append(body)
-            try:
-                return fake.before(path, body) or rules(path, body)
-            finally:
-                answering.pop()
-
-        fake = Fake(reply)
-        fake.rules, fake.before, fake.exchanged = rules, lambda path, body: None, []
-        fakes.append(fake)
-        return fake
-
-    yield serve
-    for fake in fakes:
-        fake.die()
 
 
 @pytest.fixture
@@ -209,7 +174,7 @@ def test_a_server_that_turns_stale_later_shows_in_the_mismatch(serve, make, out,
     with pytest.raises(UserError, match=f"{fake.url} does not sample with the adapter"):
         train(make(fake, steps=10, optimizer={"_component_": "torch.optim.AdamW", "lr": 2e-2}))
     assert [line["step"] for line in lines(out / "metrics.jsonl")][-1] == 6
-    assert "step 6: the log-probs of the sampler and those of the trainer differ more" in "\n".join(messages)
+    assert one_line_has(messages, "step 6", "log-probs", "sampler", "trainer")
 
 
 # ---- faults
@@ -518,7 +483,7 @@ def test_log_probs_that_go_missing_end_the_run(serve, make, out, changes):
                 without(fake, "logprobs")
             super().step()
 
-    with pytest.raises(UserError, match=r"has no token ids and log-probs of sampling, which mismatch=truncate needs"):
+    with pytest.raises(UserError, match=r"no token ids and log-probs .* mismatch=truncate"):
         train(path, Loses)
     assert fake.rules.adapters == {}
     assert all(line["logprobs"] for line in lines(out / "samples.jsonl"))

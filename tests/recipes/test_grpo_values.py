@@ -15,7 +15,7 @@ from rocm_ext.recipes import grpo_rocm
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.config.checks import check_grpo_values
-from rocm_ext.losses.policy_gradient import LOSSES, PolicyGradient
+from rocm_ext.losses.policy_gradient import LOSSES, PolicyGradient, loss_config
 from tests.config.test_run_configs import CONFIGS
 from tests.kit.grpo_runs import write_run
 from tests.kit.tiny import write_yaml
@@ -180,7 +180,8 @@ def refused(call: Callable[[], Any]) -> str | None:
 # ------------------------------------------------------------------------------------ through the recipe
 def test_every_key_of_the_recipe_is_read():
     rooms = ("recipes/grpo_rocm.py", "rocm_ext/rl/*.py")
-    source = "\n".join(path.read_text() for room in rooms for path in CONFIGS.parent.glob(room))
+    texts = [path.read_text() for room in rooms for path in CONFIGS.parent.glob(room)]
+    source = "\n".join([*texts, inspect.getsource(loss_config)])
     for key in OWN:
         assert re.search(rf"cfg\.{key}\b|[\"']{key}[\"']", source), key
 

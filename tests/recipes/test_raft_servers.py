@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 import torch
 from rocm_ext.recipes.raft_rocm import RAFT, main
-from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
@@ -15,7 +14,7 @@ from rocm_ext.evaluate.answers import evaluate
 from rocm_ext.rl.server_check import _share
 from tests.kit.forks import forked_ranks
 from tests.kit.raft_runs import records
-from tests.kit.servers import Fake, Sampler, Vllm, error, is_check
+from tests.kit.servers import error, is_check
 from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
 
 
@@ -26,25 +25,6 @@ def folder(tmp_path_factory):
     write_rows(top / "prompts.jsonl", 6)
     write_rows(top / "heldout.jsonl", 6, start=100)
     return top
-
-
-@pytest.fixture
-def serve(folder):
-    """Start a server on the base model; ``stale`` is that of :class:`Sampler`."""
-    base = folder / "base"
-    tokenizer = qwen2_5_tokenizer(*(str(base / file) for file in ("vocab.json", "merges.txt", "tokenizer.json")))
-    fakes = []
-
-    def serve(stale=None, lora=True):
-        rules = Vllm(Sampler(base, tokenizer, stale), lora=lora)
-        fake = Fake(rules)
-        fake.rules = rules
-        fakes.append(fake)
-        return fake
-
-    yield serve
-    for fake in fakes:
-        fake.die()
 
 
 @pytest.fixture

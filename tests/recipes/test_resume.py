@@ -27,6 +27,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.train.learner import Learner
 from tests.kit import forks
 from tests.kit.forks import forked, kill_before
+from tests.kit.lines import one_line_has
 from tests.kit.tiny import run_config, tune, write_model, write_rows, write_yaml
 
 resource = pytest.importorskip("resource", reason="forks, POSIX signals and limits")
@@ -209,7 +210,7 @@ def test_stopped(make, reference, tmp_path, signum, code):
     out = tmp_path / "out"
     found, messages = run(make(out, metric_logger=at(6, signum)))  # in step 7, which the run still completes
     assert found == code, messages
-    assert "stopped at step 7, all saved; continue with resume_from_checkpoint=True" in messages
+    assert one_line_has(messages, "stopped at step 7", "all saved", "resume_from_checkpoint=True")
     assert "Traceback" not in messages
     assert steps(out)[-1] == 7
     assert not (out / "adapter").exists()
@@ -419,7 +420,7 @@ def test_used_output_dir(make, reference, tmp_path):
     before = tree(out)
     code, messages = run(make(out))
     assert code == 1
-    assert "resume_from_checkpoint=True continues it, overwrite_output_dir=True replaces it" in messages
+    assert one_line_has(messages, "resume_from_checkpoint=True", "overwrite_output_dir=True")
     code, messages = run(make(out), "overwrite_output_dir=True", "tokens_per_micro_batch=1")
     assert (code, "tokens_per_micro_batch is 1" in messages) == (1, True), messages
     assert tree(out) == before  # a mistake changes nothing

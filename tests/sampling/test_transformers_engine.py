@@ -30,6 +30,7 @@ from rocm_ext.sampling import LocalEngine, Request, Sampling, sample_seed
 from tests.kit.families import folder_config
 from tests.kit.forks import forked, forked_ranks, several_ranks
 from tests.kit.hf_models import CARE, COMMON, MORE, write_common, write_theirs, write_wider
+from tests.kit.lines import one_line_has
 from tests.kit.multimodal_models import MODELS as MULTIMODAL
 from tests.kit.multimodal_models import write_multimodal
 from tests.kit.parity import our_model
@@ -387,7 +388,7 @@ def test_a_plan_of_raft_samples_with_it(raft, tmp_path, capsys):
 def test_a_kernel_without_capped_scores_is_refused_by_the_plan(raft, capsys):
     assert cli.main(["plan", "--config", str(raft("gemma 2", "out", attention="flash"))]) == 1
     said = capsys.readouterr().err
-    assert "attention: no kernel of torch's computes this model's capped scores or sinks; set attention: eager" in said
+    assert one_line_has(said, "capped scores or sinks", "set attention: eager")
 
 
 @pytest.mark.parametrize(("slots", "tokenizer", "message"), [
@@ -419,7 +420,7 @@ def test_longrope_s_limit_is_known_before_the_weights(tmp_path, capsys):
     code, said = forked(raft_main, path)
     assert code == 1
     assert "prompts.jsonl:1: " in said
-    assert "are more than the 10 that the model takes; lower max_new_tokens" in said
+    assert one_line_has(said, "more than the 10", "lower max_new_tokens")
     assert cli.main(["plan", "--config", str(path)]) == 1
     assert "the model takes at most 10" in capsys.readouterr().err
 

@@ -12,6 +12,7 @@ import torch
 from rocm_ext.base.errors import UserError
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.train.checkpoint import Checkpoints
+from tests.kit.lines import one_line_has
 from tests.recipes.test_resume import tree
 
 RANKS = Ranks(torch.device("cpu"))
@@ -101,7 +102,7 @@ def test_what_was_passed_over_stays(tmp_path, messages):
     for attempt in range(2):
         (tmp_path / "step_00000006" / "state.pt").write_bytes(damaged)
         assert newest_step(checkpoints) == 4
-        assert "step_00000006 cannot be read and is skipped: the checksum of state.pt does not match" in messages[-1]
+        assert one_line_has(messages[-1], "step_00000006", "skipped", "checksum of state.pt")
         checkpoints.sweep(4)
         assert messages[-1].endswith("is kept as step_00000006.unreadable" + "1" * attempt)
         saved(tmp_path, 6, keep=2)

@@ -99,7 +99,10 @@ def comparisons(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path]
         said = f"[{number}/{len(tasks)}] {task.work}, {task.shape}, {task.vocab:,} tokens, {task.dtype}: "
         yield said + ", ".join(task.peers), partial(COMPARE[task.work], task=task, args=args, gated=gated[task.work])
     if "grpo" in args.work:
-        yield "GRPO on the pocket model: TRL + PEFT", partial(grpo.measure, rounds=args.rounds)
+        yield (
+            "GRPO on the pocket model: TRL + PEFT",
+            partial(grpo.measure, rounds=args.rounds, installed=args.installed),
+        )
     if "cycle" in args.work:
         yield "RAFT's cycle", partial(cycle.measure, runs=2)
     if "verify" in args.work:

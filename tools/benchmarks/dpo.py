@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +85,7 @@ def compare(base: Path, task: Task, args: argparse.Namespace, gated: set[str]) -
     write_random_model(base / "model", task.shape, task.vocab)
     steps = write_pair_steps(base / "rows.jsonl", task.vocab, GATE, WARM_UP + args.rounds)
     write_adapter(base, task.shape)
-    if task.dtype != "fp32" and not gated.issuperset(task.peers):
-        with ExitStack() as stack:
-            gate(stack, base, replace(task, dtype="fp32"), len(steps), args)
-    with ExitStack() as stack:
-        sides, apart, until_warm = gate(stack, base, task, len(steps), args)
-        gated.update(task.peers)
-        return measure(sides, task, steps, apart, until_warm, args)
+    return sft.gated_and_timed(gate, measure, base, task, steps, args, gated)
 
 
 def gate(

@@ -37,13 +37,14 @@ TOLERANCE = 1e-4  # relative, of a gradient's norm
 BATCH = 64  # rows that TRL computes at once
 
 
-def measure(base: Path, rounds: int, changes: Sequence[str] = ()) -> list[dict]:
+def measure(base: Path, rounds: int, changes: Sequence[str] = (), installed: bool = False) -> list[dict]:
     """Gate and time the sides; return a row of the table per peer.
 
     Args:
         base: empty folder.
         rounds: turns of each side, of :data:`TURN` steps.
         changes: ``key=value`` for the config ``cpu_pocket_grpo``.
+        installed: run peers with this environment's packages.
 
     Raises:
         Failed: the sides compute different gradients, or one ends early.
@@ -51,10 +52,10 @@ def measure(base: Path, rounds: int, changes: Sequence[str] = ()) -> list[dict]:
     steps = WARM_UP + rounds * TURN
     cfg = prepare(base, changes)
     with ExitStack() as stack:  # one update per step: minibatches are dealt out in other ways
-        apart = check([side.ask(steps=GATE) for side in start(stack, base / "gate", base, cfg, GATE, GATE)])
+        apart = check([side.ask(steps=GATE) for side in start(stack, base / "gate", base, cfg, GATE, GATE, installed)])
     with ExitStack() as stack:
         sides, until_warm, last = [], {}, {}
-        for side in start(stack, base / "timed", base, cfg, steps, 0):
+        for side in start(stack, base / "timed", base, cfg, steps, 0, installed):
             side.ask(steps=WARM_UP)
             until_warm[side.name] = time.perf_counter() - side.began
             sides.append(side)
@@ -103,7 +104,9 @@ def prepare(base: Path, changes: Sequence[str]) -> DictConfig:
     return cfg
 
 
-def start(stack: ExitStack, folder: Path, base: Path, cfg: DictConfig, steps: int, given: int) -> Iterator[Side]:
+def start(
+    stack: ExitStack, folder: Path, base: Path, cfg: DictConfig, steps: int, given: int, installed: bool = False
+) -> Iterator[Side]:
     """Start the sides one after the other, so that ours chooses its threads while no other one starts.
 
     Args:
@@ -113,6 +116,7 @@ def start(stack: ExitStack, folder: Path, base: Path, cfg: DictConfig, steps: in
         cfg: config of ours.
         steps: of the run.
         given: steps, the first ones, whose answers are given; if there are any, a step has one update.
+        installed: run peers with this environment's packages.
     """
     folder.mkdir()
     (folder / "peft").symlink_to(base / "peft")
@@ -140,7 +144,7 @@ def start(stack: ExitStack, folder: Path, base: Path, cfg: DictConfig, steps: in
         path = folder / f"{name}.json"
         path.write_text(json.dumps({**work, "continuous": continuous, "out": str(folder / name)}))
         theirs = ["-m", "tools.benchmarks.sides.grpo_trl", path]
-        yield stack.enter_context(Side(name, peers.python("trl"), theirs, folder / f"{name}.log"))
+        yield stack.enter_context(Side(name, peers.python("trl", installed=installed), theirs, folder / f"{name}.log"))
 
 
 def batch_size(cfg: DictConfig) -> int:

@@ -14,7 +14,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -103,6 +103,14 @@ def compare(base: Path, task: Task, args: argparse.Namespace, gated: set[str]) -
     write_adapter(base, task.shape)
     if BACKED in task.peers:
         write_foreign_twin(base / "twin", base / "model")
+    return gated_and_timed(gate, measure, base, task, steps, args, gated)
+
+
+def gated_and_timed(
+    gate: Callable[..., Any], measure: Callable[..., list[dict]], base: Path, task: Task, steps: list,
+    args: argparse.Namespace, gated: set[str],
+) -> list[dict]:  # fmt: skip
+    """Let ``gate`` start and check the sides, before bf16 in fp32, too; return what ``measure`` finds."""
     if task.dtype != "fp32" and not gated.issuperset(task.peers):
         with ExitStack() as stack:
             gate(stack, base, replace(task, dtype="fp32"), len(steps), args)

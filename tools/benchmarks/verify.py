@@ -33,9 +33,10 @@ def boxed() -> list[str]:
     command = [bubblewrap.bwrap()[0], "--unshare-all", "--die-with-parent", "--ro-bind", "/usr", "/usr"]
     for name in ("/bin", "/lib", "/lib64"):
         command += ["--symlink", os.readlink(name), name] if os.path.islink(name) else ["--ro-bind", name, name]
+    command += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]  # before what may lie in them
     for folder in interpreter(sys.executable)[0]:
         command += ["--ro-bind", folder, folder]
-    return [*command, "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
+    return command
 
 
 def start_one(command: list[str]) -> None:

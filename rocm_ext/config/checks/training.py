@@ -39,6 +39,7 @@ _KINDS: dict[str, Kind] = {
     "compile": one_of(*COMPILE),
     "attention": one_of(*ATTENTION),
     "use_rslora": one_of(True, False, None),
+    "over_budget": one_of("refuse", "try"),
     "enable_activation_offloading": SWITCH,
     "validation_fraction": REST,
     "shuffle": SWITCH,

@@ -1,21 +1,13 @@
 """Run torchtune's DPO recipe from a given adapter: ``… dpo_torchtune ADAPTER --config YAML``."""
 
-import sys
-
 import torch
-import torchtune.training.precision
-from torchtune.config import parse
 
-from tools.benchmarks.sides.sft_torchtune import load_recipe
+from tools.benchmarks.sides.sft_torchtune import FromAdapter, load_recipe, run
 from tools.benchmarks.sides.talk import StepLogger
 
 
-class FromAdapter(load_recipe("lora_dpo_single_device").LoRADPORecipeSingleDevice):
-    """torchtune's recipe, starting from ``ADAPTER``; it also measures the gradient's norm, as the other sides do."""
-
-    def _setup_model(self, *args, **kwargs):
-        kwargs["lora_weights_state_dict"] = torch.load(ADAPTER)
-        return super()._setup_model(*args, **kwargs)
+class DPO(FromAdapter, load_recipe("lora_dpo_single_device").LoRADPORecipeSingleDevice):
+    """torchtune's recipe, which also measures the gradient's norm, as the other sides do."""
 
     def _setup_optimizer(self, *args, **kwargs):
         optimizer = super()._setup_optimizer(*args, **kwargs)
@@ -38,17 +30,5 @@ class Logger(StepLogger):
         super().log_dict({**payload, "grad_norm": self._norm}, step)
 
 
-@parse
-def main(cfg):
-    """Do the same as torchtune's ``recipe_main``."""
-    recipe = FromAdapter(cfg=cfg)
-    recipe.setup(cfg=cfg)
-    recipe.train()
-    recipe.cleanup()
-
-
 if __name__ == "__main__":
-    # On a CPU torchtune refuses bf16, because NCCL is missing.
-    torchtune.training.precision.verify_bf16_support = lambda: True
-    ADAPTER = sys.argv.pop(1)
-    main()
+    run(DPO)

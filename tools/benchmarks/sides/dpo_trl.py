@@ -3,17 +3,13 @@
 The reference is the model with its adapter disabled.
 """
 
-import json
-import sys
-from pathlib import Path
-
-import torch
 from datasets import Dataset
 from peft import LoraConfig, load_peft_weights, set_peft_model_state_dict
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer
 
 from tools.benchmarks.sides.talk import Pace
+from tools.benchmarks.sides.trl_parts import open_model, read_work, settings
 
 
 class Paced(TrainerCallback):
@@ -44,22 +40,10 @@ class Tokenised(DPOTrainer):
 
 def main() -> None:
     """Train."""
-    work, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[1]).parent
-    gpu = torch.cuda.is_available()
-    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    tokenizer.pad_token = "<|endoftext|>"
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[work["dtype"]]
-    base = AutoModelForCausalLM.from_pretrained(
-        folder / "model", dtype=dtype, attn_implementation=work["attention"] if gpu else "sdpa"
-    )
-    batch = work["batch_size"]
+    work, folder, rows = read_work()
+    tokenizer, base = open_model(work, folder)
     options = DPOConfig(
-        output_dir=str(folder / "trl"), max_steps=work["steps"], per_device_train_batch_size=batch,
-        gradient_accumulation_steps=work["pairs_per_step"] // batch, train_sampling_strategy="sequential",
-        learning_rate=work["lr"], lr_scheduler_type="constant", optim="adamw_torch_fused", weight_decay=0.01,
-        max_grad_norm=1e9, bf16=dtype == torch.bfloat16, fp16=False, gradient_checkpointing=False, max_length=None,
-        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=not gpu, beta=work["beta"],
+        **settings(work, folder, work["pairs_per_step"]), max_grad_norm=1e9, beta=work["beta"],
         precompute_ref_log_probs=work["precompute"],
     )  # fmt: skip
     lora = LoraConfig.from_pretrained(folder / "peft")

@@ -9,7 +9,7 @@ import torchtune.training.precision
 from torchtune.config import parse
 
 
-def load_recipe(name: str = "lora_finetune_single_device"):
+def load_recipe(name: str):
     """Load torchtune's recipe module from its file, because its ``recipes`` package refuses imports."""
     root = Path(importlib.util.find_spec("torchtune").origin).parents[1]
     path = root / "recipes" / f"{name}.py"
@@ -19,25 +19,31 @@ def load_recipe(name: str = "lora_finetune_single_device"):
     return module
 
 
-class FromAdapter(load_recipe().LoRAFinetuneRecipeSingleDevice):
-    """torchtune's recipe, starting from ``ADAPTER``; the original loads an adapter only when it resumes."""
+class FromAdapter:
+    """Lets a recipe of torchtune's start from the file ``adapter``; the original loads one only when it resumes."""
+
+    adapter = ""
 
     def _setup_model(self, *args, **kwargs):
-        kwargs["lora_weights_state_dict"] = torch.load(ADAPTER)
+        kwargs["lora_weights_state_dict"] = torch.load(self.adapter)
         return super()._setup_model(*args, **kwargs)
 
 
-@parse
-def main(cfg):
-    """Do the same as torchtune's ``recipe_main``."""
-    recipe = FromAdapter(cfg=cfg)
-    recipe.setup(cfg=cfg)
-    recipe.train()
-    recipe.cleanup()
+def run(kind) -> None:
+    """Run the recipe ``kind``, a :class:`FromAdapter`, as torchtune's ``recipe_main`` does."""
+    # On a CPU torchtune refuses bf16, because NCCL is missing.
+    torchtune.training.precision.verify_bf16_support = lambda: True
+    kind.adapter = sys.argv.pop(1)
+
+    def main(cfg):
+        recipe = kind(cfg=cfg)
+        recipe.setup(cfg=cfg)
+        recipe.train()
+        recipe.cleanup()
+
+    parse(main)()
 
 
 if __name__ == "__main__":
-    # On a CPU torchtune refuses bf16, because NCCL is missing.
-    torchtune.training.precision.verify_bf16_support = lambda: True
-    ADAPTER = sys.argv.pop(1)
-    main()
+    stock = load_recipe("lora_finetune_single_device").LoRAFinetuneRecipeSingleDevice
+    run(type("SFT", (FromAdapter, stock), {}))

@@ -1,0 +1,338 @@
+"""``rocm-ext supervise``: keep a run going for days without anybody.
+
+    rocm-ext supervise [options] -- tune run lora_finetune_rocm --config NAME [key=value ...]
+
+Starts the run, or continues the one in its output_dir. A run that dies or hangs begins again from its last checkpoint,
+after a pause that grows. The same command continues after a reboot. Ctrl-C saves and ends everything; a second one
+kills. A user's error, and three deaths without progress, end it: the last line says why.
+
+--notify runs a shell command with the variables SUPERVISE_EVENT (finished, restarting or failed), SUPERVISE_RUN (the
+output_dir), SUPERVISE_WHY, SUPERVISE_STEP and SUPERVISE_LOG (the last lines that the run printed).
+"""
+
+import argparse
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+from filelock import FileLock, Timeout
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rocm_ext import config
+from rocm_ext.base import registry
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.files import disk_errors, read_lines
+from rocm_ext.base.log import duration
+from rocm_ext.base.process import adopt_orphans, signal_at_parents_end, stop_signals, survive_terminal
+from rocm_ext.base.supervised import APART, NOTES, RETRY
+from rocm_ext.cli._common import count, note, number
+from rocm_ext.runs.progress import position, slowest_step
+
+LOG = "supervise.log"  # in output_dir: all that the run prints
+_NOTES = ".supervised"  # in output_dir: see rocm_ext.base.supervised
+_POLL = 0.2  # seconds between two looks at the run
+_PATIENCE = 900.0  # seconds without a sign of life that no run is ended for: torch may be compiling
+_SLOWER = 5  # a run that is so many times slower than its slowest recent step has hung
+_TO_SAVE = 60.0  # seconds that a hung run has to save
+_LONGEST_PAUSE = 1800.0
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    option, seconds = parser.add_argument, number(float, 0, 10**7)
+    silence = (
+        f"end a run that is silent for so long (default: {_PATIENCE:g} s, or {_SLOWER} of its slowest recent steps)"
+    )
+    option("--hung-after", type=seconds, metavar="S", help=silence)
+    option("--deaths", type=count, default=3, metavar="N", help="give up after so many without progress (default: 3)")
+    pause = "seconds before a restart; the next pause is 4 times as long (default: 30)"
+    option("--pause", type=seconds, default=30.0, metavar="S", help=pause)
+    option("--evaluate-apart", action="store_true", help="evaluate in processes of their own, between those that train")
+    option("--notify", metavar="COMMAND", help="shell command to run at the end and on trouble, to send a message, say")
+    option("command", nargs=argparse.REMAINDER, metavar="-- tune run ...", help="the run, as you would start it")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the run again and again until it is done, and return the exit code.
+
+    Raises:
+        UserError: the command is no run, another process supervises it, its error is one that a user must mend, or it
+            died too often.
+    """
+    command, out = _command(args.command)
+    with _alone(out), _Stop() as stop:
+        deaths, furthest = 0, position(out)
+        while True:
+            attempt = _Attempt(command, out, args)
+            try:
+                why = attempt.wait(stop)
+            except UserError as stuck:
+                attempt.tell("failed", str(stuck))
+                raise
+            notes = list(read_lines(out / _NOTES, problems=[]))
+            segment = next((line["segment"] for line in notes if "segment" in line), None)
+            if why is None and segment is None:
+                attempt.tell("finished", "the run is done")
+                return 0
+            if stop.signum:
+                return 128 + stop.signum
+            if why is None:
+                note(f"supervise: the run stopped {segment}; another process goes on")
+                continue
+            died: dict[str, Any] = {"error": why, "code": RETRY}
+            error = next((line for line in notes if "error" in line), died)
+            reached = position(out)
+            deaths, furthest = (1 if reached > furthest else deaths + 1), max(reached, furthest)
+            why = f"at step {reached[1]:g}: {error['error']}"
+            failed = ""
+            if error["code"] != RETRY:
+                failed = f"the run ended {why}. Starting it again does not help"
+            elif deaths >= args.deaths:
+                failed = f"the run died {deaths} times without progress, {why}. {out / LOG} has all that it printed"
+            if failed:
+                attempt.tell("failed", failed)
+                raise UserError(failed, 1 if error["code"] == RETRY else error["code"])
+            pause = min(args.pause * 4 ** (deaths - 1), _LONGEST_PAUSE)
+            attempt.tell("restarting", f"it died {why}; the next start is in {duration(pause)}")
+            if stop.within(pause):
+                return 128 + stop.signum
+
+
+def _command(words: Sequence[str]) -> tuple[list[str], Path]:
+    """Return the command that continues the run, and its output folder.
+
+    Raises:
+        UserError: the system is not Linux, the words start no recipe, or the config cannot be read.
+    """
+    if sys.platform != "linux":
+        raise UserError("supervise needs Linux; on Windows use WSL2", code=2)
+    words = list(words)[1:] if words[:1] == ["--"] else list(words)
+    table = registry.recipes()
+    at = next((i for i, word in enumerate(words) if word in table or registry.is_recipe_file(word)), None)
+    if at is None:
+        raise UserError("name the run after --, such as -- tune run lora_finetune_rocm --config my_run.yaml", code=2)
+    recipe = table.get(words[at]) or registry.read_recipe(Path(words[at]))
+    name, overrides = config.command_line(words[at + 1 :])
+    if any(item.replace(" ", "").lower() == "overwrite_output_dir=true" for item in overrides):
+        raise UserError("supervise continues the run in output_dir; drop overwrite_output_dir=True", code=2)
+    layers = config.defaults(recipe), config.layers.read(config.find(name))
+    try:
+        given = OmegaConf.from_dotlist([item for item in overrides if "=" in item])
+        out = str(OmegaConf.merge(*layers, given).output_dir)
+    except OmegaConfBaseException as error:
+        raise UserError(f"config {name}: {one_line(error)}") from error
+    beside = Path(sys.executable).with_name(words[0])  # of this environment, which need not be the active one
+    program = str(beside) if words[0] == "tune" and beside.exists() else words[0]
+    return [program, *words[1:], "resume_from_checkpoint=True"], Path(os.path.expanduser(out))
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Context in which no other process supervises the run in ``out``, and what an earlier one has left has ended."""
+    with disk_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(out / ".supervise.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(f"another process supervises {out}; stop it first") from None
+    try:
+        for line in read_lines(out / _NOTES, ["pid", "began"], problems=[]):
+            with suppress(psutil.Error):
+                left = psutil.Process(line["pid"])
+                if abs(left.create_time() - line["began"]) < 2:  # the clock may have been set
+                    note(f"supervise: waiting until process {left.pid} of an earlier supervisor has saved")
+                    left.terminate()
+                    for slow in psutil.wait_procs([left], timeout=_TO_SAVE)[1]:
+                        slow.kill()
+        adopt_orphans()
+        yield
+    finally:
+        lock.release()
+
+
+class _Stop:
+    """Context in which Ctrl-C, SIGTERM and SIGHUP only set ``signum``.
+
+    Attributes:
+        signum: number of the first signal; 0 before.
+        again: whether a second Ctrl-C came.
+    """
+
+    signum, again = 0, False
+
+    def __enter__(self) -> "_Stop":
+        self._earlier = {s: signal.signal(s, self._note) for s in (signal.SIGINT, *stop_signals())}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for signum, handler in self._earlier.items():
+            signal.signal(signum, handler)
+
+    def _note(self, signum: int, frame: Any) -> None:
+        self.again = self.again or (self.signum != 0 and signum == signal.SIGINT)
+        self.signum = self.signum or signum
+        survive_terminal()
+
+    def within(self, seconds: float) -> bool:
+        """Wait; return whether a signal came."""
+        end = time.monotonic() + seconds
+        while not self.signum and (left := end - time.monotonic()) > 0:
+            _tell_systemd("WATCHDOG=1")
+            time.sleep(min(left, _POLL))
+        return bool(self.signum)
+
+
+class _Attempt:
+    """A process of the run, with all that it starts."""
+
+    def __init__(self, command: Sequence[str], out: Path, args: argparse.Namespace) -> None:
+        self._out, self._args, self._notes = out, args, out / _NOTES
+        self._oom_kills, self._tail = _oom_kills(), b""
+        with disk_errors(out):
+            self._notes.write_text("")
+            self._log = (out / LOG).open("ab")
+            self._printed = (out / LOG).open("rb")
+            self._printed.seek(0, os.SEEK_END)
+        environ = os.environ | {NOTES: str(self._notes.absolute())} | ({APART: "1"} if args.evaluate_apart else {})
+        environ.pop("NOTIFY_SOCKET", None)  # systemd's, of this process
+        output: Any = {"stdin": subprocess.DEVNULL, "stdout": self._log, "stderr": self._log}
+        end = partial(signal_at_parents_end, signal.SIGTERM)  # the run saves if this process is killed
+        try:
+            self._process = subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=end, **output)
+        except OSError as error:
+            raise UserError(f"cannot start {command[0]}: {error.strerror}", code=2) from error
+        with self._notes.open("a") as file:
+            began = psutil.Process(self._process.pid).create_time()
+            file.write(json.dumps({"pid": self._process.pid, "began": began}) + "\n")
+
+    def wait(self, stop: _Stop) -> str | None:
+        """Wait for the end. If ``stop`` says so, or the run hangs, ask it to save, and kill it if it does not.
+
+        Returns:
+            Why the run died; None if it did all that it had to do.
+
+        Raises:
+            UserError: it does not end although it was killed.
+        """
+        hung, asked, kill_at, seen, alive = "", False, math.inf, None, 0.0
+        while self._process.poll() is None and not stop.again:
+            self._follow()
+            now = time.monotonic()
+            if (life := (self._notes.stat().st_mtime_ns, self._printed.tell())) != seen:
+                seen, alive = life, now
+            if not hung and now - alive > (limit := self._limit(now - alive)):
+                hung, kill_at = f"it hung for {duration(now - alive)}", now + min(_TO_SAVE, limit)
+                note(f"supervise: {hung}")
+            if (hung or stop.signum) and not asked:
+                self._ask_to_save()
+                asked = True
+            if now > kill_at:
+                break
+            _tell_systemd("READY=1\nWATCHDOG=1")
+            time.sleep(_POLL)
+        code = self._kill()
+        self._follow()
+        self._log.close()
+        self._printed.close()
+        return None if code == 0 and not hung else hung or self._reason(code)
+
+    def _kill(self) -> int:
+        """Kill what is left of the run, and return the exit code of its first process.
+
+        Ranks and workers are in process groups of their own; orphans have become children of this process.
+        """
+        end = time.monotonic() + _TO_SAVE
+        self._process.kill()
+        while (code := self._process.poll()) is None or psutil.Process().children():
+            others = [each for each in psutil.Process().children(recursive=True) if each.pid != self._process.pid]
+            for process in psutil.wait_procs(others, timeout=0.5)[1]:
+                with suppress(psutil.Error):
+                    process.kill()
+            if time.monotonic() > end:
+                raise UserError(
+                    f"process {self._process.pid}, or a child of it, does not end when it is killed: its driver hangs. "
+                    "Restart the machine; the same command then goes on"
+                )
+            time.sleep(0.02)
+        return code
+
+    def tell(self, event: str, why: str) -> None:
+        """Say what happened, here, to systemd and with the user's command."""
+        note(f"supervise: {event}: {why}")
+        _tell_systemd(f"STATUS={event}: {why}")
+        if self._args.notify is None:
+            return
+        step = f"{position(self._out)[1]:g}"
+        values = {"EVENT": event, "RUN": str(self._out), "WHY": why, "STEP": step, "LOG": "\n".join(self._lines())}
+        environ = os.environ | {f"SUPERVISE_{name}": value for name, value in values.items()}
+        with suppress(subprocess.TimeoutExpired):
+            if subprocess.run(self._args.notify, shell=True, env=environ, timeout=60).returncode == 0:
+                return
+        note("supervise: the command of --notify failed, or took more than 60 s")
+
+    def _follow(self) -> None:
+        """Print what the run has printed since the last time."""
+        new = self._printed.read()
+        self._tail = (self._tail + new)[-8192:]
+        with suppress(OSError):  # the terminal was closed
+            sys.stderr.write(new.decode(errors="replace"))
+            sys.stderr.flush()
+
+    def _lines(self) -> list[str]:
+        lines = self._tail.decode(errors="replace").splitlines()
+        return [line for line in lines if line.strip()][-20:]
+
+    def _limit(self, silent: float) -> float:
+        """Return the seconds without a sign of life that end the run, which is ``silent`` for so many."""
+        if self._args.hung_after is not None:
+            return self._args.hung_after
+        return _PATIENCE if silent <= _PATIENCE else max(_PATIENCE, _SLOWER * slowest_step(self._out))
+
+    def _ask_to_save(self) -> None:
+        """Send SIGTERM to the run, or to torchrun's ranks: torchrun would kill them 30 s after a signal of its own."""
+        with suppress(psutil.Error):
+            main = psutil.Process(self._process.pid)
+            ranks = [child for child in main.children() if _is_rank(child)]
+            for process in ranks or [main]:
+                process.terminate()
+                process.resume()  # a stopped process takes no signal; systemd resumes it, too
+
+    def _reason(self, code: int) -> str:
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        if _oom_kills() > self._oom_kills:
+            how += ", and the kernel killed a process because memory ran out"
+        return f"{how}; its last line: {lines[-1].strip()}" if (lines := self._lines()) else how
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return "LOCAL_RANK" in process.environ()
+    return False
+
+
+def _oom_kills() -> int:
+    """Processes that the kernel has killed since its start because memory ran out; 0 where it does not say."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/vmstat").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
+    return 0
+
+
+def _tell_systemd(text: str) -> None:
+    """Tell systemd of this service's state, see sd_notify(3); elsewhere do nothing."""
+    if address := os.environ.get("NOTIFY_SOCKET"):
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+            channel.sendto(text.encode(), "\0" + address[1:] if address.startswith("@") else address)

@@ -1,0 +1,42 @@
+"""What a run that does not fit into memory can change, with what the plan says of it."""
+
+import math
+from collections.abc import Sequence
+
+from omegaconf import DictConfig
+
+from rocm_ext.plan.memory import readable
+from rocm_ext.plan.planner import TrainingPlanner
+
+
+def cures(cfg: DictConfig, planner: TrainingPlanner, tokens: int, layers: Sequence[int], goal: float) -> str:
+    """Say which changes of the config lower the planned peak, the one that costs the least time first.
+
+    Args:
+        cfg: config of the training.
+        planner: planned the run.
+        tokens: tokens of a micro-batch.
+        layers: the checkpointed layers.
+        goal: bytes; smaller micro-batches than this needs are not named.
+
+    Returns:
+        Up to three changes, as ``key=value`` with their peak and their cost.
+    """
+    now, every = planner.choice(tokens, layers, 0), range(planner.memory(tokens).layers)
+    longest, by_rows = planner.rows.longest, cfg.tokens_per_micro_batch is None
+    ways = {"enable_activation_checkpointing=True": planner.choice(tokens, every, 0)}
+    size = cfg.batch_size if by_rows else math.ceil(tokens / longest)  # rows of the longest length
+    while size > 1 and (size := size // 2):
+        key = f"batch_size={size}" if by_rows else f"tokens_per_micro_batch={size * longest}"
+        ways[key] = planner.choice(size * longest, layers, 0)
+        ways[f"{key} enable_activation_checkpointing=True"] = planner.choice(size * longest, every, 0)
+        if ways[key].peak <= goal:
+            break
+    lower = {way: choice for way, choice in ways.items() if choice.peak < now.peak}
+    enough = {way: choice for way, choice in lower.items() if choice.peak <= goal} or lower
+    named = []
+    for way, choice in sorted(enough.items(), key=lambda item: item[1].step.seconds)[:2]:
+        slower = round(100 * (choice.step.seconds / now.step.seconds - 1))
+        named.append(f"{way} (plans {readable(choice.peak)}{f', {slower} % slower' if slower > 0 else ''})")
+    rows = f"tokenizer.max_seq_len={max(1, longest // 2)} (cuts rows)"
+    return " or ".join([*named, rows if planner.rows.per_row else "a lower max_new_tokens"])

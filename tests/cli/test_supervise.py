@@ -1,0 +1,418 @@
+"""`rocm-ext supervise`: whatever ends or hangs a run, the adapter is that of an undisturbed run, bit for bit.
+
+The supervisor is a fork of this process, and so are its runs, which therefore start at once.
+"""
+
+import contextlib
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import rocm_ext.recipes.grpo_rocm as grpo
+import rocm_ext.recipes.lora_finetune_rocm as sft
+import rocm_ext.recipes.raft_rocm as raft
+import torch
+
+from rocm_ext import cli
+from rocm_ext.base.process import signal_at_parents_end
+from rocm_ext.cli import supervise
+from rocm_ext.model.build import CausalLM
+from rocm_ext.runs.progress import slowest_step
+from tests.kit import forks, grpo_runs, raft_runs
+from tests.recipes.test_resume import assert_equal, make, reference, steps, wait_for  # noqa: F401
+from tests.recipes.test_resume import folder as folder  # `make` needs it
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="supervise needs Linux")
+MAINS = {"lora_finetune_rocm": sft.main, "grpo_rocm": grpo.main, "raft_rocm": raft.main}
+RANKS = ("--nnodes", "1", "--nproc_per_node", "2")
+
+
+class Trouble:
+    """A metric logger that makes trouble right after steps, once at each.
+
+    Args:
+        at: what happens after a step: ``kill``, ``stop`` (SIGSTOP), ``pause`` (2 seconds), ``block`` (the process
+            waits) or ``full`` (files cannot grow).
+        top: where to note what has happened.
+    """
+
+    def __init__(self, at: dict[int, str], top: str) -> None:
+        self.at, self.top = at, Path(top)
+
+    def log_dict(self, payload, step: int) -> None:
+        done = self.top / f"trouble_{step}"
+        if step not in self.at or done.exists():
+            return
+        done.touch()
+        if self.at[step] == "block":
+            threading.Event().wait(90)
+            os._exit(1)  # no test leaves a process for longer
+        elif self.at[step] == "pause":
+            time.sleep(2)
+        elif self.at[step] == "full":
+            size = (self.top / "out" / "metrics.jsonl").stat().st_size + 100
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if self.at[step] == "kill" else signal.SIGSTOP)
+
+    def close(self) -> None:
+        """Do nothing; no file is open."""
+
+
+def trouble(top: Path, **at: str) -> dict:
+    """The config of :class:`Trouble`: ``s3="kill"`` kills the run after step 3."""
+    happens = {int(step[1:]): what for step, what in at.items()}
+    return {"_component_": "tests.cli.test_supervise.Trouble", "at": happens, "top": str(top)}
+
+
+class ForkedRun:
+    """Stands in for the :class:`subprocess.Popen` of `tune run`: the run is a fork, or a fork that forks its ranks."""
+
+    def __init__(self, command, *, env, stdout, preexec_fn, **options) -> None:
+        self.returncode = None
+        self.pid = os.fork()
+        if self.pid:
+            return
+        os.setsid()
+        preexec_fn()
+        os.environ.clear()
+        os.environ.update(env)
+        os.dup2(stdout.fileno(), 2)
+        sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        at = next(i for i, word in enumerate(command) if word in MAINS)
+        main, (path, *overrides) = MAINS[command[at]], command[at + 2 :]
+        if at == 2:
+            forks.run_and_exit(main, Path(path), tuple(overrides), None)
+        os._exit(self._launch(main, Path(path), tuple(overrides)))
+
+    @staticmethod
+    def _launch(main, path: Path, overrides: tuple[str, ...]) -> int:
+        """Do as torchrun does: hand SIGTERM on, and end all ranks where one fails."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        meeting |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"}
+        places = [{**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+        ranks = {forks.start(main, path, overrides, partial(os.environ.update, place))[0] for place in places}
+        signal.signal(signal.SIGTERM, lambda *_: [os.kill(rank, signal.SIGTERM) for rank in ranks])
+        codes = []
+        while ranks:
+            rank, status = os.waitpid(-1, 0)
+            ranks.discard(rank)
+            codes.append(os.waitstatus_to_exitcode(status))
+            if codes[-1]:
+                for other in ranks:
+                    os.kill(other, signal.SIGKILL)
+        return int(any(codes))
+
+    def poll(self) -> int | None:
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> int:
+        return self._wait(0)
+
+    def _wait(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def start(*arguments: object) -> tuple[int, int]:
+    """Start `rocm-ext supervise ARGUMENTS` in a fork; see :func:`forks.start`."""
+    receive, send = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(send)
+        return pid, receive
+    code = 70
+    try:
+        sys.stdout = sys.stderr = os.fdopen(send, "w", buffering=1)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+        signal_at_parents_end(signal.SIGTERM)
+        names = ("run", "DEVNULL", "TimeoutExpired")
+        supervise.subprocess = SimpleNamespace(Popen=ForkedRun, **{name: getattr(subprocess, name) for name in names})
+        code = cli.main(["supervise", *map(str, arguments)])
+    except SystemExit as leaving:  # argparse's
+        code = leaving.code
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    return forks.wait(*start(*arguments))
+
+
+def command(path: Path, recipe: str = "lora_finetune_rocm", ranks: tuple[str, ...] = ()) -> list[str]:
+    return ["--", "tune", "run", *ranks, recipe, "--config", str(path)]
+
+
+def process_of(out: Path) -> int | None:
+    """Process id of the run, as the supervisor has noted it."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return json.loads((out / ".supervised").read_text().splitlines()[0])["pid"]
+    return None
+
+
+EAGER = ("--pause", 0, "--deaths", 99, "--hung-after", 3)
+
+
+def test_kills_and_hangs_change_nothing(make, reference, tmp_path):  # noqa: F811
+    out = tmp_path / "out"
+    events = tmp_path / "events"
+    path = make(out, metric_logger=trouble(tmp_path, s3="kill", s5="stop", s8="block"))
+    code, said = run(*EAGER, "--notify", f'echo "$SUPERVISE_EVENT $SUPERVISE_STEP" >> {events}', *command(path))
+    assert code == 0, said
+    assert_equal(out, reference)
+    assert len(list(tmp_path.glob("trouble_*"))) == 3
+    assert "at step 3: killed by SIGKILL" in said
+    assert said.count("supervise: it hung for 3s") >= 2, said  # on a busy machine perhaps more
+    told = events.read_text().splitlines()
+    # the stopped process goes on to save, the blocked one cannot
+    assert {"restarting 3", "restarting 6", "restarting 8"} <= set(told)
+    assert told[-1] == "finished 10"
+    assert all(line in said for line in (out / "supervise.log").read_text().splitlines())
+
+
+@forks.several_ranks
+def test_a_stuck_collective(make, tmp_path):  # noqa: F811
+    """The main rank waits for ever, and the other one for the main rank."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert all(code == 0 for code, _ in forks.forked_ranks(sft.main, make(whole)))
+    path = make(out, metric_logger=trouble(tmp_path, s6="block"))
+    code, said = run(*EAGER, *command(path, ranks=RANKS))
+    assert code == 0, said
+    assert "at step 6: it hung" in said
+    assert_equal(out, whole)
+
+
+def test_the_same_step_dies_three_times(make, tmp_path):  # noqa: F811
+    out, events = tmp_path / "out", tmp_path / "events"
+    logger = {"_component_": "tests.recipes.test_resume.SendSignal", "step": 4, "signum": int(signal.SIGKILL)}
+    tell = f'echo "$SUPERVISE_EVENT: $SUPERVISE_WHY ($SUPERVISE_LOG)" | tr "\\n" " " >> {events}; echo >> {events}'
+    code, said = run("--pause", 0.6, "--notify", tell, *command(make(out, metric_logger=logger)))
+    assert code == 1
+    assert "error: the run died 3 times without progress, at step 4: killed by SIGKILL; its last line: " in said
+    assert said.splitlines()[-1].endswith(f"{out / 'supervise.log'} has all that it printed")
+    restarts = [line for line in said.splitlines() if line.startswith("supervise: restarting")]
+    assert [line.rpartition(" in ")[2] for line in restarts] == ["1s", "2s"]
+    told = events.read_text().splitlines()
+    assert [line.partition(":")[0] for line in told] == ["restarting", "restarting", "failed"]
+    assert all("steps per epoch" in line for line in told)  # of the run's log
+
+
+def test_out_of_memory_is_tried_again(make, reference, tmp_path, monkeypatch):  # noqa: F811
+    forward, done = CausalLM.forward, tmp_path / "done"
+
+    def once(self, batch):
+        if not done.exists():
+            done.touch()
+            raise torch.OutOfMemoryError("HIP out of memory. Tried to allocate 2.00 GiB.")
+        return forward(self, batch)
+
+    monkeypatch.setattr(CausalLM, "forward", once)
+    code, said = run(*EAGER, *command(make(tmp_path / "out")))
+    assert code == 0, said
+    assert "supervise: restarting: it died at step 0: out of memory at " in said
+    assert_equal(tmp_path / "out", reference)
+
+
+def test_a_user_s_error_ends_it(make, tmp_path):  # noqa: F811
+    out = tmp_path / "out"
+    code, said = run(*command(make(out)), "optimizer.lr=-1")
+    assert code == 1
+    last = (
+        "error: the run ended at step 0: optimizer.lr is -1; expected a number above 0. Starting it again does not help"
+    )
+    assert said.splitlines()[-1] == last
+    assert "supervise: failed" in said
+    assert "restarting" not in said
+    for arguments, expected in (
+        (["--", "tune", "run", "nothing"], "name the run after --"),
+        ([*command(make(out)), "overwrite_output_dir=True"], "drop overwrite_output_dir"),
+        (["--deaths", "0", *command(make(out))], "--deaths"),
+        ([*command(Path("absent.yaml"))], "absent.yaml"),
+    ):
+        code, said = run(*arguments)
+        assert code in (1, 2)
+        assert expected in said.splitlines()[-1], said
+
+
+def test_a_full_disk_ends_it_and_the_same_command_goes_on(make, reference, tmp_path):  # noqa: F811
+    out = tmp_path / "out"
+    path = make(out, metric_logger=trouble(tmp_path, s6="full"), save_every_n_steps=None)
+    code, said = run(*EAGER, *command(path))
+    assert code == 1
+    assert "no space left to write" in said.splitlines()[-1], said
+    path = make(out, metric_logger=trouble(tmp_path, s6="full"), save_every_n_steps=2)
+    assert run(*EAGER, *command(path))[0] == 0
+    assert_equal(out, reference)
+
+
+@pytest.mark.parametrize("reboot", [True, False], ids=["a reboot", "the supervisor alone"])
+def test_the_same_command_goes_on_after_its_own_death(make, reference, tmp_path, reboot):  # noqa: F811
+    out = tmp_path / "out"
+    arguments = (*EAGER, *command(make(out, metric_logger=trouble(tmp_path, s4="pause"))))
+    pid, receive = start(*arguments)
+    wait_for(tmp_path / "trouble_4")
+    left = psutil.Process(process_of(out))
+    os.kill(pid, signal.SIGKILL)
+    if reboot:
+        left.kill()
+    assert forks.wait(pid, receive)[0] == -signal.SIGKILL
+    code, said = run(*arguments)
+    assert code == 0, said
+    assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE
+    assert_equal(out, reference)
+
+
+def test_ctrl_c_saves_and_a_second_one_kills(make, reference, tmp_path):  # noqa: F811
+    out = tmp_path / "out"
+    arguments = ("--pause", 0, *command(make(out, metric_logger=trouble(tmp_path, s3="pause", s7="block"))))
+    pid, receive = start(*arguments)
+    wait_for(tmp_path / "trouble_3")
+    os.kill(pid, signal.SIGINT)
+    code, said = forks.wait(pid, receive)
+    assert code == 130, said
+    assert "all saved" in said
+    assert steps(out)[-1] == 4
+
+    pid, receive = start(*arguments)
+    wait_for(tmp_path / "trouble_7")
+    left = psutil.Process(process_of(out))
+    os.kill(pid, signal.SIGINT)
+    time.sleep(0.5)
+    assert left.is_running()  # it cannot save
+    os.kill(pid, signal.SIGINT)
+    assert forks.wait(pid, receive)[0] == 130
+    assert not left.is_running()
+    assert run(*arguments)[0] == 0
+    assert_equal(out, reference)
+
+
+def test_one_supervisor_at_a_time(make, tmp_path):  # noqa: F811
+    out = tmp_path / "out"
+    path = make(out, metric_logger=trouble(tmp_path, s3="block"))
+    pid, receive = start(*command(path))
+    wait_for(tmp_path / "trouble_3")
+    code, said = run(*command(path))
+    assert (code, said) == (1, f"error: another process supervises {out}; stop it first\n")
+    for _ in range(2):
+        os.kill(pid, signal.SIGINT)
+        time.sleep(0.3)
+    forks.wait(pid, receive)
+
+
+def test_systemd_hears_that_it_lives(make, tmp_path, monkeypatch):  # noqa: F811
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+        channel.bind(str(tmp_path / "notify"))
+        channel.setblocking(False)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        assert run(*command(make(tmp_path / "out", epochs=1)))[0] == 0
+        heard = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                heard.append(channel.recv(4096).decode())
+    assert heard[0] == "READY=1\nWATCHDOG=1"
+    assert heard[-1] == "STATUS=finished: the run is done"
+
+
+def test_validation_apart(make, reference, tmp_path):  # noqa: F811
+    out = tmp_path / "out"
+    code, said = run("--evaluate-apart", "--pause", 60, *command(make(out)))
+    assert code == 0, said
+    assert_equal(out, reference)
+    stops = [line.partition(" stopped ")[2].partition(";")[0] for line in said.splitlines() if "goes on" in line]
+    assert stops == [f"{when} the validation of step {step}" for when, step in
+                     (("before", 5), ("after", 5), ("before", 10))]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    return raft_runs.write_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.mark.parametrize(("recipe", "runs"), [("grpo_rocm", grpo_runs), ("raft_rocm", raft_runs)])
+def test_evaluation_apart(world, tmp_path, recipe, runs):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    code, said = forks.forked(MAINS[recipe], runs.write_run(world, whole))
+    assert code == 0, said
+    code, said = run("--evaluate-apart", "--pause", 60, *command(runs.write_run(world, out), recipe))
+    assert code == 0, said
+    runs.assert_equal(out, whole)
+    unit, last = ("step", 4) if recipe == "grpo_rocm" else ("cycle", 2)
+    assert f"stopped after the evaluation at {unit} 0" in said
+    assert f"stopped before the evaluation at {unit} {last}" in said
+
+
+def test_a_slow_run_has_more_time(tmp_path):
+    def write(path: Path, lines: list[dict]) -> None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    assert slowest_step(tmp_path) == 0
+    write(tmp_path / "metrics.jsonl", [{"step": n, "loss": 1.0, "seconds": 60.0 + n} for n in range(30)])
+    assert slowest_step(tmp_path) == 89
+    raft = tmp_path / "raft"
+    raft.mkdir()
+    write(raft / "cycle_1" / "metrics.jsonl", [{"step": 1, "loss": 1.0, "seconds": 7.0}])
+    write(raft / "metrics.jsonl", [{"cycle": 1, "phase": "train", "loss": 1.0, "seconds": 9000.0}])
+    assert slowest_step(raft) in (0, 7)
+
+
+@pytest.mark.slow
+def test_thirty_random_kills_and_ten_hangs(make, tmp_path):  # noqa: F811
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    many = {"epochs": 150, "lr_scheduler": None}
+    assert forks.forked(sft.main, make(whole, **many))[0] == 0
+    pid, receive = start("--pause", 0, "--deaths", 999, "--hung-after", 4, *command(make(out, **many)))
+    drawn, seen, done = random.Random(0), None, []
+    while len(done) < 40:
+        while (now := process_of(out)) in (None, seen):
+            assert psutil.Process(pid).status() != psutil.STATUS_ZOMBIE, done
+            time.sleep(0.005)
+        seen = now
+        time.sleep(drawn.uniform(0, 0.8))  # during set-up and during steps
+        signum = signal.SIGSTOP if len(done) % 4 == 3 else signal.SIGKILL
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(now, signum)
+            done.append(signum)
+    code, said = forks.wait(pid, receive)
+    assert code == 0, said[-3000:]
+    assert said.count("it hung for") >= 8
+    assert_equal(out, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(), RANKS], ids=["one process", "two ranks"])
+def test_with_tune_itself(make, tmp_path, ranks):  # noqa: F811
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    supervisor = [sys.executable, "-m", "rocm_ext.cli", "supervise", "--pause", "1"]
+    for where, logger in ((whole, None), (out, trouble(tmp_path, s3="kill", s7="block"))):
+        path = make(where, metric_logger=logger)
+        limit = [] if logger is None else ["--hung-after", "25"]
+        words = [*supervisor, *limit, *command(path, ranks=ranks)]
+        ended = subprocess.run(words, env=environ, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+    assert "it hung for 25s" in ended.stderr
+    assert_equal(out, whole)

@@ -1,0 +1,159 @@
+"""Every benchmark really runs, on tiny work: sides are forks of this process, and peers the packages that are here."""
+
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import traceback
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rocm_ext.base import log
+from tests.kit import sysfs
+from tools.benchmarks import __main__ as command
+from tools.benchmarks import beside, cycle, dpo, grpo, monitor, overhead, protocol, sampling, sft, verify
+from tools.gpu.parts import chosen
+from tools.gpu.runner import Runner
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="sides are forks here")
+
+
+class Fork:
+    """Stands in for :class:`subprocess.Popen` where it starts ``python -m MODULE …``: a fork runs the module."""
+
+    def __init__(self, arguments, *, stdout, env, **_) -> None:
+        self.returncode, self.pid = None, os.fork()
+        if not self.pid:
+            self._run(arguments[2:], stdout.fileno(), env)
+
+    @staticmethod
+    def _run(arguments, out: int, env) -> None:
+        code = 1
+        try:
+            os.setsid()
+            os.dup2(out, 1)
+            os.dup2(out, 2)
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            log.log.handlers.clear()
+            torch.set_num_threads(1)
+            os.environ.update(env)
+            sys.argv = list(arguments)
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+            code = 0
+        except SystemExit as left:
+            code = left.code or 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code if isinstance(code, int) else 1)
+
+    def poll(self) -> int | None:
+        pid, status = (0, 0) if self.returncode is not None else os.waitpid(self.pid, os.WNOHANG)
+        if pid:
+            self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
+@pytest.fixture
+def base(tmp_path, pocket_dir, monkeypatch):
+    """A folder with the pocket model; sides are forks."""
+    (tmp_path / "pocket").symlink_to(pocket_dir)
+    popen = SimpleNamespace(Popen=Fork, STDOUT=subprocess.STDOUT, DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr(protocol, "subprocess", popen)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("work", "peers"),
+    [
+        ("sft", ["torchtune as shipped", "TRL + PEFT"]),
+        ("dpo", ["torchtune", "TRL + PEFT, reference first"]),
+        ("sampling", [sampling.ENGINE, "transformers generate", "transformers continuous batching",
+                      "torchtune generate"]),
+    ],
+)  # fmt: skip
+def test_sides_are_compared(base, monkeypatch, capsys, work, peers):
+    monkeypatch.setattr(sft, "GATE", 2)
+    monkeypatch.setattr(dpo, "GATE", 2)
+    monkeypatch.setattr(sampling, "CPU", sampling.Trace(prompts=2, samples=2, median=8, most=32))
+    out = base / "rows.json"
+    options = ["--work", work, "--shape", "tiny", "--vocab", "512", "--rounds", "1", "--installed", "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *options, "--peers", *peers])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 0, capsys.readouterr().err
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["peer"].partition(", by ")[0] for row in rows} == set(peers)
+    assert all(row["speedup"] > 0 for row in rows)
+    assert all(row["loss_difference"] < 1e-5 for row in rows if work != "sampling")
+
+
+def test_grpo_computes_the_gradients_of_trl(base):
+    cfg = grpo.prepare(base, ["prompts_per_step=4", "samples_per_prompt=2", "minibatches=1"])
+    with ExitStack() as stack:
+        sides = grpo.start(stack, base / "gate", base, cfg, grpo.GATE, grpo.GATE, installed=True)
+        assert grpo.check([side.ask(steps=grpo.GATE) for side in sides]) < grpo.TOLERANCE
+
+
+def test_a_cycle_is_measured(base, monkeypatch):
+    """The verifier tosses a coin, because the pocket model of the tests is hardly ever right."""
+    quick = ["verifier={_component_: tests.kit.judges.Coin}", "drop_truncated=False", "max_new_tokens=8",
+             "eval_prompts=null", "verify_workers=1", "seed=1"]  # fmt: skip
+    monkeypatch.setattr(
+        cycle, "Side", lambda name, python, arguments, log: protocol.Side(name, python, [*arguments, *quick], log)
+    )
+    (row,) = cycle.measure(base, runs=1, prompts=2)
+    assert 0 < row["outside"] < 1
+
+
+def test_our_speed_is_measured_beside_nothing(base):
+    result = beside.measure(base, "sampling", "alone", [1], 1, 0.05)
+    assert all(rate > 0 for rates in result.rates.values() for rate in rates)
+
+
+def test_verdicts_are_measured(tmp_path, monkeypatch):
+    rows = [
+        {"task_id": n, "text": f"Add {n}.", "code": f"def add(x):\n    return x + {n}", "test_setup_code": "",
+         "test_list": [f"assert add(1) == {n + 1}"], "challenge_test_list": []} for n in range(2)
+    ]  # fmt: skip
+    (tmp_path / "mbpp.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(verify, "STARTS", 1)
+    found = verify.measure(str(tmp_path / "mbpp.jsonl"), rounds=1, workers=1)
+    assert [(row["peer"], row["right"], row["rows"]) for row in found] == [(name, 2, 2) for name in verify.PEERS]
+
+
+def test_the_cost_of_watching_is_measured(tmp_path):
+    root = sysfs.strix_halo(tmp_path / "root")
+    share, lines = monitor.recorder(tmp_path, root, 0.1, 0.5)
+    assert 0 < share < 1
+    assert lines >= 2
+    assert 0 <= monitor.command(root, 1.2) < 20
+
+
+def test_synthetic_steps_are_timed():
+    seconds, resumed = overhead.bookkeeping(12, keep_samples=10)
+    assert len(seconds) == 12
+    assert min(*seconds, resumed) > 0
+
+
+@pytest.mark.parametrize("name", ["numerics", "attention", "dtypes", "checkpointing"])
+def test_parts_for_gpus_run_on_a_cpu(tmp_path, monkeypatch, name):
+    runner = Runner("cpu", True, tmp_path, 10)
+    monkeypatch.setattr(runner, "_processes", multiprocessing.get_context("fork"))
+    (part,) = [part for part in chosen([name]) if part.name == name]
+    result = runner.run(part)
+    assert result["status"] == "ok", result
+    assert result["rows"]
