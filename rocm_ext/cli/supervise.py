@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
             if stop.signum:
                 return 128 + stop.signum
             if why is None:
-                note(f"supervise: the run stopped {segment}; another process goes on")
+                _say(f"supervise: the run stopped {segment}; another process goes on")
                 continue
             died: dict[str, Any] = {"error": why, "code": RETRY}
             error = next((line for line in notes if "error" in line), died)
@@ -153,7 +153,7 @@ def _alone(out: Path) -> Iterator[None]:
             with suppress(psutil.Error):
                 left = psutil.Process(line["pid"])
                 if abs(left.create_time() - line["began"]) < 2:  # the clock may have been set
-                    note(f"supervise: waiting until process {left.pid} of an earlier supervisor has saved")
+                    _say(f"supervise: waiting until process {left.pid} of an earlier supervisor has saved")
                     left.terminate()
                     for slow in psutil.wait_procs([left], timeout=_TO_SAVE)[1]:
                         slow.kill()
@@ -235,7 +235,7 @@ class _Attempt:
                 seen, alive = life, now
             if not hung and now - alive > (limit := self._limit(now - alive)):
                 hung, kill_at = f"it hung for {duration(now - alive)}", now + min(_TO_SAVE, limit)
-                note(f"supervise: {hung}")
+                _say(f"supervise: {hung}")
             if (hung or stop.signum) and not asked:
                 self._ask_to_save()
                 asked = True
@@ -271,7 +271,7 @@ class _Attempt:
 
     def tell(self, event: str, why: str) -> None:
         """Say what happened, here, to systemd and with the user's command."""
-        note(f"supervise: {event}: {why}")
+        _say(f"supervise: {event}: {why}")
         _tell_systemd(f"STATUS={event}: {why}")
         if self._args.notify is None:
             return
@@ -281,7 +281,7 @@ class _Attempt:
         with suppress(subprocess.TimeoutExpired):
             if subprocess.run(self._args.notify, shell=True, env=environ, timeout=60).returncode == 0:
                 return
-        note("supervise: the command of --notify failed, or took more than 60 s")
+        _say("supervise: the command of --notify failed, or took more than 60 s")
 
     def _follow(self) -> None:
         """Print what the run has printed since the last time."""
@@ -315,6 +315,11 @@ class _Attempt:
         if _oom_kills() > self._oom_kills:
             how += ", and the kernel killed a process because memory ran out"
         return f"{how}; its last line: {lines[-1].strip()}" if (lines := self._lines()) else how
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # the terminal was closed, or the reader of a pipe has left
+        note(text)
 
 
 def _is_rank(process: psutil.Process) -> bool:

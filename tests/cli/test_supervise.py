@@ -322,6 +322,14 @@ def test_one_supervisor_at_a_time(make, tmp_path):  # noqa: F811
     forks.wait(pid, receive)
 
 
+def test_a_reader_of_its_messages_may_leave(make, reference, tmp_path):  # noqa: F811
+    out = tmp_path / "out"
+    pid, receive = start(*EAGER, *command(make(out, metric_logger=trouble(tmp_path, s3="kill"))))
+    os.close(receive)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert_equal(out, reference)
+
+
 def test_systemd_hears_that_it_lives(make, tmp_path, monkeypatch):  # noqa: F811
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
         channel.bind(str(tmp_path / "notify"))
