@@ -12,13 +12,16 @@ import logging
 import os
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from importlib.machinery import PathFinder
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rocm_ext.base import pins, registry
 from rocm_ext.base.errors import UserError, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
 
 def register() -> None:
@@ -67,30 +70,45 @@ def bridge() -> None:
 
 
 class _Bridge:
-    """An entry of ``sys.meta_path`` that imports nothing itself. It adds the names once, and then leaves.
+    """An entry of ``sys.meta_path`` that adds the names once, just before torchtune's data sets are executed.
 
     torchtune imports torchao, then its own data sets. Not before that is torchao complete: it imports torch, at the end
     of which our hook runs.
     """
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name != "torchtune.datasets":
-            return
-        sys.meta_path.remove(self)
-        import torchao.dtypes
-        import torchao.quantization
+    done = False
 
-        if importlib.util.find_spec("torchao.dtypes.nf4tensor") is None:  # moved in 0.18 (pytorch/ao#4256)
-            from torchao.quantization.quantize_.workflows.nf4 import nf4_tensor
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        if name != "torchtune.datasets" or self.done:
+            return None
+        spec = PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return None
+        self.done, execute = True, spec.loader.exec_module
 
-            sys.modules["torchao.dtypes.nf4tensor"] = torchao.dtypes.nf4tensor = nf4_tensor
-        for module, gone in (
-            (torchao.quantization, "int4_weight_only"),  # in 0.16 (pytorch/ao#3308)
-            (torchao.quantization, "int8_dynamic_activation_int4_weight"),
-            (torchao.dtypes, "TensorCoreTiledLayout"),  # in 0.18 (pytorch/ao#4153)
-        ):
-            if not hasattr(module, gone):  # torchtune's recipe `quantize` alone calls them
-                setattr(module, gone, partial(_refuse, gone))
+        def add_and_execute(module: ModuleType) -> None:  # not in find_spec, which holds the lock of all imports
+            _add_names()
+            execute(module)
+
+        spec.loader.exec_module = add_and_execute  # type: ignore[method-assign]
+        return spec
+
+
+def _add_names() -> None:
+    import torchao.dtypes
+    import torchao.quantization
+
+    if importlib.util.find_spec("torchao.dtypes.nf4tensor") is None:  # moved in 0.18 (pytorch/ao#4256)
+        from torchao.quantization.quantize_.workflows.nf4 import nf4_tensor
+
+        sys.modules["torchao.dtypes.nf4tensor"] = torchao.dtypes.nf4tensor = nf4_tensor
+    for module, gone in (
+        (torchao.quantization, "int4_weight_only"),  # in 0.16 (pytorch/ao#3308)
+        (torchao.quantization, "int8_dynamic_activation_int4_weight"),
+        (torchao.dtypes, "TensorCoreTiledLayout"),  # in 0.18 (pytorch/ao#4153)
+    ):
+        if not hasattr(module, gone):  # torchtune's recipe `quantize` alone calls them
+            setattr(module, gone, partial(_refuse, gone))
 
 
 def _refuse(gone: str, *_: object, **__: object) -> NoReturn:
@@ -133,7 +151,6 @@ def _unknown_recipe(arguments: list[str]) -> str | None:
     """The message about the recipe in `tune run ARGUMENTS`, unless it is one of `tune`'s, a file or a module."""
     import contextlib
     import io
-    from importlib.machinery import PathFinder
     from pathlib import Path
 
     from torchtune._recipe_registry import get_all_recipes

@@ -218,7 +218,8 @@ def flush(path: Path) -> None:
     try:
         os.fsync(descriptor)
         if hasattr(os, "posix_fadvise") and path.is_file():  # neither on Windows nor on macOS
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            with suppress(OSError):  # advice: the file is on the disk
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as error:
         if error.errno != errno.EINVAL or not path.is_dir():  # a file system that cannot flush folders
             raise

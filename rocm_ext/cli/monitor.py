@@ -83,8 +83,10 @@ def run(args: argparse.Namespace) -> None:
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack °
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):  # the usual end
         if args.log:
-            with disk_errors(args.log):
+            try:
                 log = stack.enter_context(HardwareLog(args.log))
+            except OSError as error:
+                raise UserError(f"cannot write {args.log}: {error.strerror}; name another --log") from error
         show = stack.enter_context(_browser(args, counters.notes) if args.web else _terminal(args))
         for reading in _readings(counters.read, args.interval, args.count):
             if args.log:

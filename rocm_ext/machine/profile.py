@@ -55,7 +55,7 @@ class BadBuild:
     """A build of torch that is known to fail on the profile's machines.
 
     Attributes:
-        torch: what its version begins with, as in 2.12.0+rocm7.14.
+        torch: its version or the first parts of it, as in 2.12.0+rocm7.14.
         why: what fails, with the thread that says so.
         fix: what to do.
         arch: the architectures; empty: all of the profile's.
@@ -343,7 +343,7 @@ def below_floor(profile: Profile, machine: Machine) -> dict[str, tuple[str, str]
 def bad_build(profile: Profile, machine: Machine) -> BadBuild | None:
     """What is known to fail with the machine's torch."""
     here = (bad for bad in profile.bad_builds if not bad.arch or machine.arch in bad.arch)
-    return next((bad for bad in here if machine.torch.startswith(bad.torch)), None)
+    return next((bad for bad in here if f"{machine.torch}.".startswith(f"{bad.torch}.")), None)
 
 
 def _is_newer_build(kernel: str, other: str) -> bool:

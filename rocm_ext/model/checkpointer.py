@@ -4,7 +4,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -275,11 +275,13 @@ class _Safetensors:
             if not hasattr(os, "posix_fadvise"):  # Windows and macOS
                 yield file
                 return
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM if random else os.POSIX_FADV_SEQUENTIAL)
+            with suppress(OSError):  # advice, as below
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM if random else os.POSIX_FADV_SEQUENTIAL)
             try:
                 yield file
             finally:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                with suppress(OSError):
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class _Pickled:

@@ -149,11 +149,12 @@ def compare(a: RunFolder, b: RunFolder, tolerance: float, score_tolerance: float
 def _check_models(a: RunFolder, b: RunFolder) -> None:
     """Refuse runs of two models.
 
-    A run's summary has a hash of its base weights. Before the run's end, the name of their folder has to tell.
+    A run's summary has a hash of its base model, as its builder reads it. Before the run's end, and for two builders,
+    the name of the model's folder has to tell.
     """
     folders = [str(run.setting("checkpointer.checkpoint_dir") or "") for run in (a, b)]
     weights = [run.fact("base_model") for run in (a, b)]
-    if None not in weights:
+    if None not in weights and a.setting("model._component_") == b.setting("model._component_"):
         other = weights[0] != weights[1]
     else:
         names = [(hub_name(Path(folder)) or PurePath(folder).name).lower() for folder in folders]

@@ -605,6 +605,10 @@ OTHERS = {
         lambda t: t.say(torch={"version": "2.12.0+rocm7.14.1"}),
         {"torch build": ("warning", "attention=math, or a newer torch")},
     ),
+    ("windows", "a nightly after that build"): (
+        lambda t: t.say(torch={"version": "2.12.0+rocm10.0.0a20260915"}),
+        {},
+    ),
     ("mi50", "TunableOp"): (
         lambda t: t.say(**env(PYTORCH_TUNABLEOP_ENABLED="1")),
         {"PYTORCH_TUNABLEOP_ENABLED": ("warning", "unset PYTORCH_TUNABLEOP_ENABLED")},

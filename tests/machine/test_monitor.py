@@ -395,8 +395,8 @@ def test_log(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message", "code"),
     [
-        (["--log", "{}/none/log.jsonl"], r"cannot write .*log.jsonl: No such file or directory", 1),
-        (["--log", "{}"], "cannot write .*: Is a directory", 1),
+        (["--log", "{}/none/log.jsonl"], r"cannot write .*log.jsonl: No such file or directory; name another --log", 1),
+        (["--log", "{}"], "cannot write .*: Is a directory; name another --log", 1),
         (["--log", "/dev/full"], "cannot write /dev/full", 1),
         (["--root", "{}/none"], "--root .*none is not a folder; expected one that holds sys/class/drm", 2),
         (["--interval", "0"], "--interval: '0' is not a number from 0.1 to 86,400", 2),

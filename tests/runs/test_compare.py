@@ -391,6 +391,10 @@ def test_a_model_is_known_by_its_weights(base, tmp_path, capsys):
     assert run(base, same) == 0
     assert run(base, other) == 2
     assert "another one" in capsys.readouterr().err
+    built = sft(tmp_path / "built", curve(STEPS), model={"_component_": "another.builder"})
+    summary = json.loads((built / "summary.json").read_text())
+    (built / "summary.json").write_text(json.dumps(summary | {"base_model": "3f"}))
+    assert run(base, built) == 0  # each builder has its own hash of one model
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "100", "much"])

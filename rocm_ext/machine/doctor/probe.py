@@ -10,6 +10,7 @@ import platform
 import re
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ def main() -> None:
     if machine.backend != "cpu":
         free, total = torch.cuda.mem_get_info()
         _tell(hip_memory={"available": free, "total": total})
-        _tell(copies=_copies(torch.device("cuda")))
+        with suppress(OSError, RuntimeError):  # no room for a temporary file; the canaries matter more
+            _tell(copies=_copies(torch.device("cuda")))
     if profile:
         _tell(canaries=[asdict(canary) for canary in _canaries(machine, profile)])
 
