@@ -18,6 +18,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
+from rocm_ext.base import supervised
 from rocm_ext.base.log import log
 from rocm_ext.config.checks import check_raft_values, check_values
 from rocm_ext.data.prompts import Prompt
@@ -31,7 +32,7 @@ from rocm_ext.rl.rollout import Answers, Job
 from rocm_ext.rl.selection import KeepRule, Selected, filter_samples, replay, to_rows
 from rocm_ext.sampling import sample_seed
 from rocm_ext.train.learner import Learner
-from rocm_ext.train.lifecycle import run
+from rocm_ext.train.lifecycle import Interrupted, run
 from rocm_ext.verifiers import Result
 
 
@@ -109,13 +110,14 @@ class RAFT(Loop):
 
     def begin(self) -> None:
         """Evaluate the adapters that have no score: a resumed run with another verifier measures all of them anew."""
-        trainer, last = self.trainer, self.learner.adapter_state()
+        trainer, last, evaluated = self.trainer, self.learner.adapter_state(), False
         measured = {line["cycle"] for line in trainer.lines if line["phase"] == "eval"}
         for cycle in (0, *trainer.trained[:-1]) if self.prompts.held_out and trainer.trained else ():
             folder = trainer.adapter_folder(cycle)
             due = cycle % self.evaluate_every == 0 and cycle not in measured
             if due and (not cycle or folder.exists()):
                 self.learner.load_adapter(self.learner.read_adapter(folder) if cycle else trainer.first, str(folder))
+                evaluated = True
                 try:
                     self.evaluate(cycle)
                 finally:
@@ -123,6 +125,8 @@ class RAFT(Loop):
         super().begin()
         if trainer.changed:
             trainer.save_checkpoint()  # of the changed settings
+        if evaluated and supervised.apart() and trainer.step < self.steps:
+            raise Interrupted("after the evaluations of earlier cycles", self.interrupt.agree(self.ranks))
 
     # ---- a cycle
 

@@ -23,11 +23,11 @@ def cures(cfg: DictConfig, planner: TrainingPlanner, tokens: int, layers: Sequen
         Up to three changes, as ``key=value`` with their peak and their cost.
     """
     now, every = planner.choice(tokens, layers, 0), range(planner.memory(tokens).layers)
-    longest, by_rows = planner.rows.longest, cfg.tokens_per_micro_batch is None
+    longest = planner.rows.longest
     ways = {"enable_activation_checkpointing=True": planner.choice(tokens, every, 0)}
-    size = cfg.batch_size if by_rows else math.ceil(tokens / longest)  # rows of the longest length
+    size = math.ceil(tokens / longest)  # rows of the longest length
     while size > 1 and (size := size // 2):
-        key = f"batch_size={size}" if by_rows else f"tokens_per_micro_batch={size * longest}"
+        key = f"tokens_per_micro_batch={size * longest}"  # batch_size may also say how many rows a step has
         ways[key] = planner.choice(size * longest, layers, 0)
         ways[f"{key} enable_activation_checkpointing=True"] = planner.choice(size * longest, every, 0)
         if ways[key].peak <= goal:

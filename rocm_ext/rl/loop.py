@@ -433,10 +433,10 @@ class Loop(RLRecipe, ABC):
         if not self.prompts.held_out or not due or self.trainer.evaluated == step:
             return
         if supervised.apart() and self._sampled:
-            raise Interrupted(f"before the evaluation at {self.unit} {step}")
+            raise Interrupted(f"before the evaluation at {self.unit} {step}", self.interrupt.agree(self.ranks))
         self.evaluate(step)
         if supervised.apart() and not last and step < self.steps:
-            raise Interrupted(f"after the evaluation at {self.unit} {step}")
+            raise Interrupted(f"after the evaluation at {self.unit} {step}", self.interrupt.agree(self.ranks))
 
     def evaluate(self, step: int) -> None:
         """Evaluate the present adapter, which is that of ``step``, on the held-out prompts."""

@@ -46,5 +46,9 @@ def held_out(run: RunFolder) -> list[HeldOut]:
             answers += int(counted) if 0 <= counted < MOST else len(cycle.rewards)
             if cycle.scores is not None:
                 scored.append((cycle.number, answers, cycle.scores))
-    unit, greedy = "step" if run.family == GRPO else "cycle", run.answers.verdicts.greedy
-    return [HeldOut(f"{unit} {at}", at, count, scores, partial(greedy, at, GREEDY)) for at, count, scores in scored]
+    unit = "step" if run.family == GRPO else "cycle"
+
+    def greedy(at: int) -> dict[str, bool]:  # the verdicts are read when somebody asks
+        return run.answers.verdicts.greedy(at, GREEDY)
+
+    return [HeldOut(f"{unit} {at}", at, count, scores, partial(greedy, at)) for at, count, scores in scored]

@@ -4,7 +4,6 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -51,7 +50,7 @@ def progress(out: Path) -> dict[str, Any]:
         finished = complete and raft_finished(out, read_yaml(out / "config.yaml", []), cycle, skipped)
     elif samples.exists() or any({"reward", "eval"} & line.keys() for line in lines):
         written = max(_stat(metrics), _stat(samples), _stat(verdicts))[0]
-        config = _config(out / "config.yaml", _stat(out / "config.yaml")[0])
+        config = read_yaml(out / "config.yaml", [])
         values = _policy_progress(out, lines, config)
         finished = steps_finished(summary, config, values.get("step", 0))
     else:
@@ -127,12 +126,6 @@ def _policy_phase(out: Path, config: Mapping[str, Any]) -> str:
     if judged >= asked:
         return "training"
     return "sampling" if judged < len(verdicts) or size <= tail else ""
-
-
-@lru_cache(maxsize=4)
-def _config(path: Path, written: float) -> dict[str, Any]:
-    """The content of a ``config.yaml`` of this time; reading YAML is slow."""
-    return read_yaml(path, [])
 
 
 def _last_values(lines: list[dict[str, Any]]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from torchtune import training
@@ -208,6 +209,14 @@ class Learner:
                 f"{self.cures(self.planned_budget)}. over_budget=try starts the run regardless"
             )
 
+    def cures(self, goal: float) -> str:
+        """Say which changes lower the planned peak to ``goal`` bytes; see :func:`rocm_ext.plan.cures.cures`."""
+        planner, tokens, layers = self._planned
+        # planning copies parts of the model, which by now may be loaded and sharded
+        planner.decoder = build_model(self.cfg.model, self.runtime.dtype, self.cfg.seed, torch.device("meta"))
+        choose_attention(planner.decoder, self.cfg.attention)
+        return cures(self.cfg, planner, tokens, layers, goal)
+
     def load(self) -> None:
         """Read the weights and the first adapter, and set ``base_fingerprint``, a hash that identifies the base model.
 
@@ -262,7 +271,7 @@ class Learner:
             tokens = micro_batch_budget(work.longest, cfg.batch_size, cfg.tokens_per_micro_batch)
         self.planned_budget = budget
         layers, peak = self._checkpoint(planner.memory(tokens), budget)
-        self.cures = partial(cures, cfg, planner, tokens, layers)
+        self._planned = planner, tokens, layers
         return tokens, peak
 
     def _checkpoint(self, plan: MemoryPlan, budget: int) -> tuple[list[int], int]:

@@ -241,15 +241,20 @@ def _out_of_memory(recipe: RunnableRecipe, error: RuntimeError) -> str:
     """Say what was planned and measured when memory ran out, and what to change."""
     learner, measured = getattr(recipe, "learner", None), readable(peak_memory(recipe.runtime.device))
     text = f"out of memory at {measured}: {' '.join(str(error).split())[:200]}"
-    if learner is None or not hasattr(learner, "cures"):
+    if learner is None or not hasattr(learner, "planned_budget"):
         return f"{text} Free memory, or use a smaller model"
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    named = learner.cures(0.8 * learner.planned_peak)
     if any(name.startswith("rocm_ext.sampling") for name in modules):
-        slots = (recipe.cfg.engine.get("slots") or 0) // 2
-        named = f"engine.slots={max(MIN_ROWS, slots)} or max_new_tokens={recipe.cfg.max_new_tokens // 2}"
+        slots, named = recipe.cfg.engine.get("slots"), f"max_new_tokens={recipe.cfg.max_new_tokens // 2}"
+        if slots != MIN_ROWS:
+            named = f"engine.slots={max(MIN_ROWS, (slots or 0) // 2)} or {named}"
+    else:
+        named = learner.cures(0.8 * learner.planned_peak)
     planned = f"{readable(learner.planned_peak)} of {readable(learner.planned_budget)}"
-    return f"{text} Planned for training: {planned}. Set {named}; resume_from_checkpoint=True continues"
+    return (
+        f"{text} Planned for training: {planned}. Set {named}. resume_from_checkpoint=True continues, but not with "
+        "other rows or shorter answers, which need a new run"
+    )
 
 
 def _recording(cfg: DictConfig, ranks: Ranks) -> AbstractContextManager[None]:

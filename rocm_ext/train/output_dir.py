@@ -151,7 +151,8 @@ def hold(folder: Path) -> Iterator[None]:
     """Context in which only this run writes to ``folder``, which is created if needed and removed if it stays empty.
 
     The main rank takes the lock for all ranks. The system releases the lock of a dead process at once. On a file
-    system without locks, a file names the process that holds the folder; one that no longer runs holds nothing.
+    system without locks, a file names the process that holds the folder. That of a dead process goes where the system
+    can exchange two names; elsewhere, as on NFS, the user deletes it.
 
     Args:
         folder: output folder of the run.

@@ -205,13 +205,13 @@ class Trainer(Training):
             return
         if supervised.apart() and self._computed:
             self.save_checkpoint()
-            raise Interrupted(f"before the validation of step {self.step}")
+            raise Interrupted(f"before the validation of step {self.step}", self.interrupt.agree(self.ranks))
         self.validate()
         self.validated = self.step
         if supervised.apart():
             self.save_checkpoint()
             if self.step < self.total_steps and not self.stopped_early:
-                raise Interrupted(f"after the validation of step {self.step}")
+                raise Interrupted(f"after the validation of step {self.step}", self.interrupt.agree(self.ranks))
 
     @property
     def stopped_early(self) -> bool:

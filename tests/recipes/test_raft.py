@@ -244,7 +244,7 @@ def test_killed_while_writing(make, reference, tmp_path, counts):
 
 
 def kill_at_record(name: str, count: int):
-    """Patch the journal so that writing record ``count`` kills the process halfway through the record."""
+    """Patch the records so that writing record ``count`` kills the process halfway through the record."""
 
     def prepare() -> None:
         original = PhaseRecords.append

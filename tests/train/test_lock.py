@@ -113,8 +113,11 @@ def start_holding(folder, host=None) -> int:
     if not pid:
         if host is not None:
             socket.gethostname = platform.node = lambda: host
-        with hold(folder):
-            signal.pause()
+        try:
+            with hold(folder):
+                signal.pause()
+        finally:
+            os._exit(1)
     wait_for(folder / ".lock.json")
     return pid
 
