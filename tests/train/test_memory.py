@@ -14,7 +14,7 @@ from rocm_ext.sampling.slots import SlotBatch
 from rocm_ext.train import lifecycle
 from rocm_ext.train.learner import Learner
 from tests.kit import grpo_runs, raft_runs
-from tests.kit.forks import forked
+from tests.kit.forks import forked, forked_ranks, several_ranks
 from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
 
 
@@ -101,6 +101,20 @@ def test_out_of_memory_in_training(run, monkeypatch, error):
     assert "enable_activation_checkpointing=True (plans " in line
     assert "tokens_per_micro_batch=" in line
     assert "resume_from_checkpoint=True continues" in line
+
+
+@several_ranks
+def test_out_of_memory_on_two_ranks(run, monkeypatch):
+    """Planning changes must not touch the sharded model."""
+
+    def forward(self, batch):
+        raise torch.OutOfMemoryError("HIP out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(CausalLM, "forward", forward)
+    for code, said in forked_ranks(sft.main, run.path):
+        assert code == 75, said
+        assert "Traceback" not in said
+        assert "enable_activation_checkpointing=True (plans " in said
 
 
 def test_another_runtime_error_keeps_its_traceback(run, monkeypatch):
