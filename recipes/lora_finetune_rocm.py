@@ -76,7 +76,8 @@ class LoRAFinetune:
             self.learner.check_rows(part, self.columns)
         self.trainer_cls.check(cfg, self.learner, len(rows))
         self.learner.plan(workload.describe(rows, len(rows), "the run's rows", self.learner.shares))
-        self.learner.check_budget()
+        if self.folder.resumed is None:  # a run that has begun has shown that it fits
+            self.learner.check_budget()
 
     def setup(self) -> None:
         """Prepare the run: :meth:`check`, then read the weights and claim the output folder.

@@ -2,8 +2,10 @@
 
 import json
 import os
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 NOTES = "ROCM_EXT_SUPERVISED"  # environment variable: a file; its time says that the run lives, its lines what happened
 APART = "ROCM_EXT_EVALUATE_APART"  # environment variable: evaluations have a process of their own
@@ -21,11 +23,38 @@ def beat() -> None:
             os.utime(os.environ[NOTES])
 
 
+@contextmanager
+def beating() -> Iterator[None]:
+    """Context that says every ten seconds that the run goes on, for work of a library that has time limits."""
+    end = threading.Event()
+
+    def work() -> None:
+        while not end.wait(10):
+            beat()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
 def note(**values: str | int) -> None:
-    """Leave a line: ``error`` and ``code`` of a run that a user's error ends, or ``segment``, see :func:`apart`."""
-    if NOTES in os.environ:
-        with suppress(OSError), open(os.environ[NOTES], "a") as file:
+    """Leave a line: ``error`` and ``code`` of a run that a user's error ends, or ``segment``, see :func:`apart`.
+
+    Raises:
+        OSError: ``segment`` cannot be written, without which the run would count as done.
+    """
+    if NOTES not in os.environ:
+        return
+    try:
+        with open(os.environ[NOTES], "a") as file:
             file.write(json.dumps(values) + "\n")
+    except OSError:
+        if "segment" in values:
+            raise
 
 
 def apart() -> bool:

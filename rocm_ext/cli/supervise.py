@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -55,7 +57,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     silence = (
         f"end a run that is silent for so long (default: {_PATIENCE:g} s, or {_SLOWER} of its slowest recent steps)"
     )
-    option("--hung-after", type=seconds, metavar="S", help=silence)
+    option("--hung-after", type=number(float, 1, 10**7), metavar="S", help=silence)
     option("--deaths", type=count, default=3, metavar="N", help="give up after so many without progress (default: 3)")
     pause = "seconds before a restart; the next pause is 4 times as long (default: 30)"
     option("--pause", type=seconds, default=30.0, metavar="S", help=pause)
@@ -75,8 +77,9 @@ def run(args: argparse.Namespace) -> int:
     with _alone(out), _Stop() as stop:
         deaths, furthest = 0, position(out)
         while True:
-            attempt = _Attempt(command, out, args)
+            attempt = _Attempt(out, args)
             try:
+                attempt.start(command)
                 why = attempt.wait(stop)
             except UserError as stuck:
                 attempt.tell("failed", str(stuck))
@@ -104,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
             if failed:
                 attempt.tell("failed", failed)
                 raise UserError(failed, 1 if error["code"] == RETRY else error["code"])
-            pause = min(args.pause * 4 ** (deaths - 1), _LONGEST_PAUSE)
+            pause = min(args.pause * 4.0 ** min(deaths - 1, 20), _LONGEST_PAUSE)
             attempt.tell("restarting", f"it died {why}; the next start is in {duration(pause)}")
             if stop.within(pause):
                 return 128 + stop.signum
@@ -123,6 +126,9 @@ def _command(words: Sequence[str]) -> tuple[list[str], Path]:
     at = next((i for i, word in enumerate(words) if word in table or registry.is_recipe_file(word)), None)
     if at is None:
         raise UserError("name the run after --, such as -- tune run lora_finetune_rocm --config my_run.yaml", code=2)
+    nodes = re.search(r"--nnodes[ =](\d+)(?::(\d+))?", " ".join(words[:at]))
+    if nodes and max(int(count) for count in nodes.groups() if count) > 1:
+        raise UserError("supervise watches a run on one machine; drop --nnodes", code=2)
     recipe = table.get(words[at]) or registry.read_recipe(Path(words[at]))
     name, overrides = config.command_line(words[at + 1 :])
     if any(item.replace(" ", "").lower() == "overwrite_output_dir=true" for item in overrides):
@@ -131,7 +137,7 @@ def _command(words: Sequence[str]) -> tuple[list[str], Path]:
     try:
         given = OmegaConf.from_dotlist([item for item in overrides if "=" in item])
         out = str(OmegaConf.merge(*layers, given).output_dir)
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:  # OmegaConf raises them, too
         raise UserError(f"config {name}: {one_line(error)}") from error
     beside = Path(sys.executable).with_name(words[0])  # of this environment, which need not be the active one
     program = str(beside) if words[0] == "tune" and beside.exists() else words[0]
@@ -154,9 +160,10 @@ def _alone(out: Path) -> Iterator[None]:
                 left = psutil.Process(line["pid"])
                 if abs(left.create_time() - line["began"]) < 2:  # the clock may have been set
                     _say(f"supervise: waiting until process {left.pid} of an earlier supervisor has saved")
-                    left.terminate()
+                    # the kernel sent it SIGTERM when the earlier supervisor ended
                     for slow in psutil.wait_procs([left], timeout=_TO_SAVE)[1]:
                         slow.kill()
+                        slow.wait(_TO_SAVE)
         adopt_orphans()
         yield
     finally:
@@ -198,9 +205,17 @@ class _Stop:
 class _Attempt:
     """A process of the run, with all that it starts."""
 
-    def __init__(self, command: Sequence[str], out: Path, args: argparse.Namespace) -> None:
+    def __init__(self, out: Path, args: argparse.Namespace) -> None:
         self._out, self._args, self._notes = out, args, out / _NOTES
         self._oom_kills, self._tail = _oom_kills(), b""
+
+    def start(self, command: Sequence[str]) -> None:
+        """Start the run.
+
+        Raises:
+            UserError: it cannot be started, or the disk is full.
+        """
+        out, args = self._out, self._args
         with disk_errors(out):
             self._notes.write_text("")
             self._log = (out / LOG).open("ab")
@@ -214,7 +229,7 @@ class _Attempt:
             self._process = subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=end, **output)
         except OSError as error:
             raise UserError(f"cannot start {command[0]}: {error.strerror}", code=2) from error
-        with self._notes.open("a") as file:
+        with disk_errors(out), self._notes.open("a") as file:
             began = psutil.Process(self._process.pid).create_time()
             file.write(json.dumps({"pid": self._process.pid, "began": began}) + "\n")
 
@@ -278,7 +293,7 @@ class _Attempt:
         step = f"{position(self._out)[1]:g}"
         values = {"EVENT": event, "RUN": str(self._out), "WHY": why, "STEP": step, "LOG": "\n".join(self._lines())}
         environ = os.environ | {f"SUPERVISE_{name}": value for name, value in values.items()}
-        with suppress(subprocess.TimeoutExpired):
+        with suppress(subprocess.TimeoutExpired, OSError, ValueError):  # ValueError: the run printed a NUL
             if subprocess.run(self._args.notify, shell=True, env=environ, timeout=60).returncode == 0:
                 return
         _say("supervise: the command of --notify failed, or took more than 60 s")
@@ -339,5 +354,5 @@ def _oom_kills() -> int:
 def _tell_systemd(text: str) -> None:
     """Tell systemd of this service's state, see sd_notify(3); elsewhere do nothing."""
     if address := os.environ.get("NOTIFY_SOCKET"):
-        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as channel:
             channel.sendto(text.encode(), "\0" + address[1:] if address.startswith("@") else address)

@@ -188,15 +188,15 @@ class Ranks:
         Raises:
             UserError: on every rank, if ``action`` raises it.
         """
-        result, failed = None, ""
+        result, failed = None, None
         if self.is_main:
             try:
                 result = action()
             except UserError as error:
-                failed = str(error)
+                failed = str(error), error.code
         result, failed = self.agree((result, failed))
         if failed:
-            raise UserError(failed)
+            raise UserError(*failed)
         return result
 
     def barrier(self) -> None:

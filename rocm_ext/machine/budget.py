@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.supervised import RETRY
 from rocm_ext.machine.detect import Machine, host_memory, parse_version, shared_memory
 from rocm_ext.machine.profile import Profile
 
@@ -96,7 +97,9 @@ def budget_from(profile: Profile, machine: Machine, host: HostMemory, taken: int
     # process's own memory on the host
     free, room = host.available + taken, _host_share(profile, host.total) // 2
     if free <= room:
-        raise UserError(f"unified memory: MemAvailable is {_gib(free)}, the host keeps {_gib(room)}. Free host memory")
+        raise UserError(
+            f"unified memory: MemAvailable is {_gib(free)}, the host keeps {_gib(room)}. Free host memory", RETRY
+        )
     limits.append((free - room, f"MemAvailable {_gib(free)} less {_gib(room)}"))
     return _least(limits)
 

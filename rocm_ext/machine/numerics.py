@@ -239,6 +239,8 @@ def _tensors(output: object) -> Iterator[Tensor]:
 def _check(name: str, fix: str, probe: Callable[[], tuple[bool, str]], fatal: bool = True) -> Check:
     try:
         ok, found = probe()
+    except torch.OutOfMemoryError:  # says nothing about results
+        raise
     except (RuntimeError, NotImplementedError) as error:  # such as "HIP error: invalid device function"
         return Check(name, False, str(error).strip().split("\n")[0], fix)
     return Check(name, ok, found, fix, fatal)

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.hub import hub_name, in_cache, is_hub_name
 from rocm_ext.base.log import log
+from rocm_ext.base.supervised import beating
 from rocm_ext.data.encoder import TOKENIZER
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.checkpointer import weight_files
@@ -151,7 +152,8 @@ def _has_weights(folder: Path) -> bool:
 
 def _fetch(name: str, commit: str | None, patterns: list[str]) -> Path:
     try:
-        return Path(snapshot_download(name, revision=commit, allow_patterns=patterns, ignore_patterns=_ELSEWHERE))
+        with beating():
+            return Path(snapshot_download(name, revision=commit, allow_patterns=patterns, ignore_patterns=_ELSEWHERE))
     except GatedRepoError as error:
         raise UserError(
             f"{name} is gated: accept its licence at https://huggingface.co/{name} and run `hf auth login`"

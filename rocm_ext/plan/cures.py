@@ -38,5 +38,5 @@ def cures(cfg: DictConfig, planner: TrainingPlanner, tokens: int, layers: Sequen
     for way, choice in sorted(enough.items(), key=lambda item: item[1].step.seconds)[:2]:
         slower = round(100 * (choice.step.seconds / now.step.seconds - 1))
         named.append(f"{way} (plans {readable(choice.peak)}{f', {slower} % slower' if slower > 0 else ''})")
-    rows = f"tokenizer.max_seq_len={max(1, longest // 2)} (cuts rows)"
+    rows = f"tokenizer.max_seq_len={max(1, int(longest / planner.rows.sequences) // 2)} (cuts rows)"
     return " or ".join([*named, rows if planner.rows.per_row else "a lower max_new_tokens"])

@@ -275,7 +275,8 @@ class Loop(RLRecipe, ABC):
             UserError: the config, the prompts, the machine or its memory do not allow this run.
         """
         super().check()
-        self.learner.check_budget()
+        if self.folder.resumed is None:  # a run that has begun has shown that it fits
+            self.learner.check_budget()
 
     def setup(self) -> None:
         """Prepare the run, cheap steps first, so that a user's mistake ends the run early.

@@ -422,6 +422,7 @@ class _Judge:
             if self._interrupt.signum is not None:
                 return  # the resumed run judges the rest
             self.record_finished(timeout=1.0)
+            beat()  # each verification has a time limit
 
 
 class Pace:

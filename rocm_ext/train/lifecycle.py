@@ -240,7 +240,8 @@ def run(recipe: RunnableRecipe) -> None:
 def _out_of_memory(recipe: RunnableRecipe, error: RuntimeError) -> str:
     """Say what was planned and measured when memory ran out, and what to change."""
     learner, measured = getattr(recipe, "learner", None), readable(peak_memory(recipe.runtime.device))
-    text = f"out of memory at {measured}: {' '.join(str(error).split())[:200]}"
+    said = ". ".join(" ".join(str(error).split()).split(". ")[:3]).rstrip(".")
+    text = f"out of memory at {measured}: {said[:200]}."
     if learner is None or not hasattr(learner, "planned_budget"):
         return f"{text} Free memory, or use a smaller model"
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]

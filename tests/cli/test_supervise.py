@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -152,6 +153,8 @@ def start(*arguments: object) -> tuple[int, int]:
         code = cli.main(["supervise", *map(str, arguments)])
     except SystemExit as leaving:  # argparse's
         code = leaving.code
+    except BaseException:
+        traceback.print_exc()
     finally:
         with contextlib.suppress(OSError):
             sys.stderr.flush()
@@ -333,14 +336,13 @@ def test_a_reader_of_its_messages_may_leave(make, reference, tmp_path):  # noqa:
 def test_systemd_hears_that_it_lives(make, tmp_path, monkeypatch):  # noqa: F811
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
         channel.bind(str(tmp_path / "notify"))
-        channel.setblocking(False)
+        channel.settimeout(60)
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
-        assert run(*command(make(tmp_path / "out", epochs=1)))[0] == 0
-        heard = []
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                heard.append(channel.recv(4096).decode())
-    assert heard[0] == "READY=1\nWATCHDOG=1"
+        started, heard = start(*command(make(tmp_path / "out", epochs=1))), [""]
+        while not heard[-1].startswith("STATUS="):
+            heard.append(channel.recv(4096).decode())
+        assert forks.wait(*started)[0] == 0
+    assert heard[1] == "READY=1\nWATCHDOG=1"
     assert heard[-1] == "STATUS=finished: the run is done"
 
 

@@ -543,7 +543,7 @@ def test_llama_on_the_same_road(make, tmp_path):
 )  # fmt: skip
 def test_bad_input_is_one_line(make, tmp_path, changes, message):
     code, messages = forked(main, make(tmp_path / "out", **changes))
-    assert code == 1
+    assert code == (75 if "cannot be reached" in message else 1)  # 75: the same command may succeed later
     assert message in messages
     assert len([line for line in messages.splitlines() if line.startswith("error: ")]) == 1
     assert "Traceback" not in messages

@@ -28,6 +28,7 @@ from rocm_ext.base.openai_http import (
     new_client,
     seconds_of,
 )
+from rocm_ext.base.supervised import RETRY
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.sampling.engine import Request, Sampling
 from rocm_ext.sampling.server.session import LORA_HINT, Adapter, OpenAISession, Terms, load_anew, unload_adapter
@@ -261,7 +262,9 @@ class OpenAIEngine:
         try:
             answer = json_object(server.url, self._exchange("GET", server.url + "/v1/models", CHECK_TIMEOUT))
         except httpx.RequestError as error:
-            raise UserError(f"{server.url} cannot be reached: {in_words(error)}; is the server running?") from error
+            raise UserError(
+                f"{server.url} cannot be reached: {in_words(error)}; is the server running?", RETRY
+            ) from error
         except (UserError, Transient) as error:
             if getattr(error, "status", 0) in (401, 403):
                 raise
@@ -291,7 +294,7 @@ class OpenAIEngine:
             answer = json_object(server.url, response)
             self.wire.completion(server.url, answer, request, sampling)
         except (httpx.RequestError, Transient) as error:
-            raise UserError(f"{server.url} does not answer the first request: {in_words(error)}") from error
+            raise UserError(f"{server.url} does not answer the first request: {in_words(error)}", RETRY) from error
         return answer
 
     def _hint(self, server: Server, listed: list[str]) -> str:

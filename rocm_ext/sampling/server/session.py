@@ -29,6 +29,7 @@ from rocm_ext.base.openai_http import (
     new_client,
     pause_after,
 )
+from rocm_ext.base.supervised import RETRY, beat
 from rocm_ext.model.adapters.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rocm_ext.sampling.engine import Completion, Request, Sampling
 from rocm_ext.sampling.server.wire import EndpointFormat, Server
@@ -135,7 +136,8 @@ class NoServer(UserError):
     def __init__(self, reasons: str) -> None:
         super().__init__(
             f"no server is left: {reasons}. All answers so far are saved; once a server is well again, continue with "
-            "resume_from_checkpoint=True"
+            "resume_from_checkpoint=True",
+            RETRY,
         )
         self.reasons = reasons
 
@@ -232,6 +234,7 @@ class OpenAISession:
                 try:
                     item = results.get(timeout=_POLL)
                 except queue.Empty:
+                    beat()  # each request has a time limit
                     continue
                 if item is None:
                     return
