@@ -396,5 +396,5 @@ def test_raft_samples_on_servers(folder_of, tmp_path):
     cfg |= {key: folder_config(tmp_path / "base", path, tmp_path / "run")[key] for key in ("model", "tokenizer")}
     del cfg["checkpointer"]
     code, said = forked(raft_main, write_yaml(path, cfg))
-    assert code == 1
+    assert code == 75  # no server: the same command may succeed later
     assert re.search("no weights|127.0.0.1", said), said
