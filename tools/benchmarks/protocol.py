@@ -8,6 +8,7 @@ import os
 import signal
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,8 @@ class Side:
         # All sides use our CPU profile's spin count, so that waiting threads do not spin into another side's turn.
         common = {"GOMP_SPINCOUNT": "20000", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error",
                   "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
-        autoload = {} if name.startswith("ours") else {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        # without our hook, which an environment of the other side may find in this folder
+        autoload = {} if Path(python) == Path(sys.executable) else {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         with log.open("w") as out:
             self._process = subprocess.Popen(
                 [str(python), *map(str, arguments)], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT,
