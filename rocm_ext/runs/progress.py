@@ -71,8 +71,9 @@ def position(out: Path) -> tuple[float, float, int]:
 
 
 def slowest_step(out: Path) -> float:
-    """Seconds of the slowest of the last steps; 0 before the first. A cycle of RAFT has steps of its training."""
-    path = max([out / "metrics.jsonl", *out.glob("cycle_*/metrics.jsonl")], key=lambda path: _stat(path)[0])
+    """Seconds of the slowest of the last steps, in RAFT of the newest cycle's training; 0 before the first."""
+    paths = [*out.glob("cycle_*/metrics.jsonl")] or [out / "metrics.jsonl"]
+    path = max(paths, key=lambda path: _stat(path)[0])
     steps = [line for line in _last_lines(path) if "loss" in line and "phase" not in line][-_RECENT:]
     return max((seconds for line in steps if 0 <= (seconds := number(line.get("seconds"))) < MOST), default=0.0)
 
