@@ -75,7 +75,9 @@ def test_a_plan_above_the_budget_is_refused_before_the_weights_are_read(run, bud
 
 def test_a_plan_above_the_budget_may_be_tried_and_an_evaluation_is_not_refused(run, folder, budget, capsys):
     budget(2**20)
-    assert run("over_budget=try")[0] == 0
+    assert run("over_budget=try", "save_every_n_steps=1")[0] == 0
+    assert run("resume_from_checkpoint=True", "save_every_n_steps=1")[0] == 0  # it has shown that it fits
+    assert run("overwrite_output_dir=True")[0] == 1
     assert "over_budget is 'perhaps'; expected refuse or try" in run("over_budget=perhaps")[1]
     code = cli.main(["eval", "--config", str(run.path), "--data", str(folder / "rows.jsonl"), "--json"])
     assert (code, "perplexity" in capsys.readouterr().out) == (0, True)

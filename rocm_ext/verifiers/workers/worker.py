@@ -7,7 +7,6 @@ It reads ``{"verifier": ..., "parent": pid}`` first, then a list of ``{"completi
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -15,16 +14,16 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from rocm_ext.base.process import adopt_orphans, signal_at_parents_end
 from rocm_ext.verifiers.sandbox.children import children_of
 
 RUNNING = False  # True in a worker, which has one thread and no GPU and may fork
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def die_with(parent: int) -> None:
     """Have the kernel kill this process when the thread that started it ends. Linux only."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal_at_parents_end(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -32,7 +31,7 @@ def die_with(parent: int) -> None:
 def adopt() -> None:
     """Become the parent of orphaned descendants; see :func:`reap`."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        adopt_orphans()
 
 
 def reap() -> None:
