@@ -94,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
             if why is None:
                 _say(f"supervise: the run stopped {segment}; another process goes on")
                 continue
-            died: dict[str, Any] = {"error": why, "code": RETRY}
+            wrong_command = attempt.code == 2  # as argparse of tune and torchrun ends
+            died: dict[str, Any] = {"error": why, "code": 2 if wrong_command else RETRY}
             error = next((line for line in notes if "error" in line), died)
             reached = position(out)
             deaths, furthest = (1 if reached > furthest else deaths + 1), max(reached, furthest)
@@ -203,7 +204,11 @@ class _Stop:
 
 
 class _Attempt:
-    """A process of the run, with all that it starts."""
+    """A process of the run, with all that it starts.
+
+    Attributes:
+        code: its exit code; negative: the signal that killed it.
+    """
 
     def __init__(self, out: Path, args: argparse.Namespace) -> None:
         self._out, self._args, self._notes = out, args, out / _NOTES
@@ -258,11 +263,11 @@ class _Attempt:
                 break
             _tell_systemd("READY=1\nWATCHDOG=1")
             time.sleep(_POLL)
-        code = self._kill()
+        self.code = self._kill()
         self._follow()
         self._log.close()
         self._printed.close()
-        return None if code == 0 and not hung else hung or self._reason(code)
+        return None if self.code == 0 and not hung else hung or self._reason(self.code)
 
     def _kill(self) -> int:
         """Kill what is left of the run, and return the exit code of its first process.

@@ -426,3 +426,12 @@ def test_with_tune_itself(make, tmp_path, ranks):  # noqa: F811
         assert ended.returncode == 0, ended.stderr
     assert "it hung for 25s" in ended.stderr
     assert_equal(out, whole)
+
+
+@pytest.mark.slow
+def test_an_option_that_tune_does_not_know_ends_it(make, tmp_path):  # noqa: F811
+    words = [sys.executable, "-m", "rocm_ext.cli", "supervise", *command(make(tmp_path / "out"), ranks=("--gpus=2",))]
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=120)
+    assert "Starting it again does not help" in ended.stderr.splitlines()[-1], ended.stderr
+    assert "restarting" not in ended.stderr
