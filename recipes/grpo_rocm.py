@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
-from rocm_ext.config.checks import check_grpo_values, check_values
+from rocm_ext.config.checks import check_grpo_values, check_values, updates_of_pass, updates_of_step
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
 from rocm_ext.losses.policy_gradient import loss_config
@@ -94,11 +94,11 @@ class GRPO(Loop):
                 f"loss computes log-probs at temperature {loss.temperature:g}, and temperature {cfg.temperature:g} "
                 f"samples the answers; both must be equal: set loss.temperature={cfg.temperature:g}, or temperature"
             )
-        updates = cfg.updates_per_step * cfg.minibatches
+        updates = updates_of_step(cfg)
         if getattr(loss, "on_policy", False) and updates > 1:
             raise UserError(
-                f"loss.on_policy is True, and a step has {updates} updates (updates_per_step x minibatches): after the "
-                "first the answers are those of an earlier policy; set loss.on_policy=False"
+                f"loss.on_policy is True, and a step has up to {updates} updates (updates_per_step, groups_per_update):"
+                " after the first the answers are those of an earlier policy; set loss.on_policy=False"
             )
         self.trainer_cls.try_out(learner.cfg, learner, cfg.steps * updates)
 
@@ -192,7 +192,8 @@ class GRPO(Loop):
             rows.columns["old_logprobs"] = rows.columns["sampler_logprobs"]
         if learner.shares:
             # rows well below a micro-batch, and several for each rank: large ones would fill neither
-            of_rank = sum(map(len, rows.tokens)) / (cfg.minibatches * self.ranks.world)  # tokens of an update
+            parts = updates_of_pass(cfg, selected.groups) * self.ranks.world
+            of_rank = sum(map(len, rows.tokens)) / parts  # tokens of an update
             most = min(learner.tokens_per_micro_batch, of_rank) / _ROWS_PER_MICRO_BATCH
             rows, groups = rows.join_groups(groups, most)
         if "old_logprobs" in columns and cfg.old_logprobs != "sampler":

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.config import COMPONENT
+from rocm_ext.config.checks import updates_of_step
 from rocm_ext.losses.objective import Objective, Tally, Terms, sum_over_sequences
 
 _HIGHEST = 20.0  # nats; beyond, a ratio is a fault of numerics or of a server and has no gradient
@@ -206,7 +207,7 @@ def loss_config(cfg: DictConfig) -> dict[str, Any]:
         COMPONENT: "rocm_ext.losses.PolicyGradient",
         **{key: cfg[key] for key in (*same, "entropy_coef")},
         "normalize": float(cfg.max_new_tokens) if cfg.loss == "dr_grpo" else None,
-        "on_policy": cfg.updates_per_step * cfg.minibatches == 1,
+        "on_policy": updates_of_step(cfg) == 1,
     }
 
 

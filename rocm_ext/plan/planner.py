@@ -138,7 +138,8 @@ class TrainingPlanner:
         micro-batch full of rows of the longest length, every token with a label.
         """
         if not self.rows.per_row:  # a micro-batch has at most the rows of a step
-            most = min(micro_batch, math.ceil(self.rows_per_step / self.ranks) * self.rows.longest)
+            rows = self.rows.most or self.rows_per_step
+            most = min(micro_batch, math.ceil(rows / self.ranks) * self.rows.longest)
             return self._plan(worst_rows(math.ceil(self.rows.longest / self.rows.sequences), most), most)
         pieces, targets = self._largest(micro_batch)
         return max((self._plan(lengths, targets, shared) for lengths, shared in pieces), key=lambda plan: plan.peak(()))

@@ -17,7 +17,7 @@ from rocm_ext import config
 from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import COMPONENT, import_component
-from rocm_ext.config.checks import check_max_seq_len
+from rocm_ext.config.checks import check_max_seq_len, updates_of_pass, updates_of_step
 from rocm_ext.data.batches import micro_batch_budget
 from rocm_ext.data.rows import SIDE
 from rocm_ext.losses import objective_of
@@ -171,7 +171,7 @@ def plan_rollout(
         evaluations=0 if held_out == 0 else 1 + math.ceil(rounds / every),
         sampling_seconds=prompts and sampler.seconds(prompts / workers, cfg.samples_per_prompt, slots),
         evaluation_seconds=held_out and sampler.seconds(held_out / workers, 1 + cfg.eval_samples, slots),
-        scoring_seconds=passes * cfg.minibatches * now.step.forward_seconds if grpo else 0.0,
+        scoring_seconds=passes * updates_of_pass(cfg) * now.step.forward_seconds if grpo else 0.0,
         updates_seconds=updates_seconds,
     )
 
@@ -351,7 +351,7 @@ def _parameters(decoder: TransformerDecoder) -> tuple[int, int]:
 
 def _steps(cfg: DictConfig, family: str, planner: TrainingPlanner) -> int | None:
     if family == registry.GRPO:
-        return cfg.updates_per_step * cfg.minibatches
+        return updates_of_step(cfg)
     if planner.rows.count is None:
         return None
     steps = math.ceil(planner.rows.count / planner.rows_per_step)

@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
+from rocm_ext.config.checks import updates_of_pass
 from rocm_ext.data.batches import count_labels, shared_beginnings
 from rocm_ext.data.render import render_prompt
 from rocm_ext.data.rows import SIDE, Rows, open_dataset, tokenize
@@ -51,6 +52,7 @@ class Workload:
         sequences: mean number of sequences in a row: 1, or 2 of a pair. Attention does not cross from one to another.
         shared: mean number of tokens of a row that its second sequence shares with the first, and that only attention
             computes twice; not part of ``mean``.
+        most: the most rows of an optimiser step, where steps differ; None: they are alike.
     """
 
     longest: int
@@ -61,6 +63,7 @@ class Workload:
     per_row: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...] = ()
     sequences: float = 1.0
     shared: float = 0.0
+    most: int | None = None
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,9 @@ def kept_rows(cfg: DictConfig, asked: Questions) -> Workload:
 def sampled_rows(cfg: DictConfig, asked: Questions) -> Workload:
     """Estimate the rows of a GRPO step: every answer to its prompts."""
     prompts = min(filter(None, (cfg.get("prompts_per_step"), asked.prompts)), default=None)
-    return _answers(cfg, asked, prompts and prompts * cfg.samples_per_prompt, "every answer trained on")
+    rows = _answers(cfg, asked, prompts and prompts * cfg.samples_per_prompt, "every answer trained on")
+    groups = min(cfg.prompts_per_step, 2 * (cfg.groups_per_update or cfg.prompts_per_step) - 1)
+    return replace(rows, most=groups * cfg.samples_per_prompt)  # one group fewer than two updates need
 
 
 def _answers(cfg: DictConfig, asked: Questions, count: int | None, which: str) -> Workload:
@@ -186,8 +191,8 @@ def _answers(cfg: DictConfig, asked: Questions, count: int | None, which: str) -
 
 
 def rows_of_update(cfg: DictConfig, rows: int) -> int:
-    """Return the most rows of an optimiser update, over all ranks, of a step with ``rows`` rows."""
-    return math.ceil(rows / cfg.minibatches)
+    """Return the rows of an optimiser update, over all ranks, of a step with ``rows`` rows that all teach."""
+    return math.ceil(rows / updates_of_pass(cfg))
 
 
 def _is_local(component: Any) -> bool:

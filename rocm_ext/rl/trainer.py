@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from rocm_ext.base.log import Progress
+from rocm_ext.config.checks import updates_of_pass, updates_of_step
 from rocm_ext.data.batches import StepLoader, label_counts
 from rocm_ext.data.rows import Rows
 from rocm_ext.model.adapters import peft_files
@@ -105,8 +106,8 @@ class PolicyTrainer(Training):
 
     @property
     def updates_of_step(self) -> int:
-        """Optimiser updates of a step."""
-        return self.cfg.updates_per_step * self.cfg.minibatches
+        """Optimiser updates that a step takes in the schedule, however few of its groups teach."""
+        return updates_of_step(self.cfg)
 
     @property
     def updates(self) -> int:
@@ -136,7 +137,7 @@ class PolicyTrainer(Training):
 
         Args:
             rows: rows to train on.
-            groups: the group of each row. Minibatches get whole groups.
+            groups: the group of each row. An update gets whole groups.
 
         Returns:
             Means over the updates, for ``metrics.jsonl``; maxima of measurements that end in ``_max``.
@@ -147,11 +148,11 @@ class PolicyTrainer(Training):
         done: list[StepStats] = []
         self.learner.model.train()
         began = time.perf_counter()
-        minibatches = self._minibatches(rows, groups)
+        updates = self._rows_of_updates(rows, groups)
         layout, cfg = self.learner.layout, self.cfg
         # the memory plan cannot know which answers will share a prompt, so it counts a prompt for each answer
-        loader = StepLoader(rows, minibatches, layout, cfg.num_workers, cfg.pin_memory, count_shared=True)
-        for update in loader.range(0, len(minibatches)):
+        loader = StepLoader(rows, updates, layout, cfg.num_workers, cfg.pin_memory, count_shared=True)
+        for update in loader.range(0, len(updates)):
             done.append(self.train_step(update))
         seconds = time.perf_counter() - began
         self.skip_updates(self.updates_of_step - len(done))
@@ -179,19 +180,19 @@ class PolicyTrainer(Training):
         self.skip_updates(self.updates_of_step)
         return NO_UPDATES
 
-    def _minibatches(self, rows: Rows, groups: Sequence[str]) -> list[list[int]]:
-        """Return the rows of each update: each pass deals the groups out to minibatches anew."""
-        minibatches = []
+    def _rows_of_updates(self, rows: Rows, groups: Sequence[str]) -> list[list[int]]:
+        """Return the rows of each update: each pass deals the groups out anew, evenly."""
+        updates = []
         labels = [count for count, _ in label_counts(rows)]
         for number in range(self.cfg.updates_per_step):
             names = sorted(set(groups), key=lambda name: sample_seed(self.cfg.seed, self.step, name, number))
-            count = min(self.cfg.minibatches, len(names))
+            count = updates_of_pass(self.cfg, len(names))
             for part in range(count):
                 chosen = set(names[part::count])
                 indices = [i for i, group in enumerate(groups) if group in chosen]
                 if any(labels[i] for i in indices):  # a server may answer with no token at all
-                    minibatches.append(indices)
-        return minibatches
+                    updates.append(indices)
+        return updates
 
     def finish_step(self, selected: Selected, updates: Mapping[str, Any], seconds: float) -> None:
         """Count a step, and log it.

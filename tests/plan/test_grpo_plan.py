@@ -27,7 +27,7 @@ def test_a_step_shares_its_memory_with_the_sampler(capsys, tmp_path, monkeypatch
     assert step["run_seconds"] == pytest.approx(whole)
 
 
-POCKET = ("--config", "cpu_pocket_grpo", "minibatches=1")
+POCKET = ("--config", "cpu_pocket_grpo", "groups_per_update=null")
 SERVERS = "engine={_component_: rocm_ext.sampling.OpenAIEngine, urls: [http://a/v1, http://b/v1]}"
 
 
@@ -55,7 +55,7 @@ def test_updates_and_log_probs_before_them_are_counted(capsys):
         return step["scoring_seconds"], step["updates_seconds"], found["steps"]
 
     _, once, _ = seconds()
-    assert seconds("minibatches=4", "old_logprobs=sampler") == (0.0, pytest.approx(once, rel=0.1), 4)
+    assert seconds("groups_per_update=16", "old_logprobs=sampler") == (0.0, pytest.approx(once, rel=0.1), 4)
     scoring, twice, updates = seconds("updates_per_step=2", "kl_coef=0.01")
     assert (twice, updates) == (pytest.approx(2 * once, rel=0.1), 2)
     assert 2 * 0.25 * once < scoring < 2 * 0.5 * once, "two forward passes"

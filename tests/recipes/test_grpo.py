@@ -226,14 +226,14 @@ def test_overwriting_leaves_nothing_of_the_earlier_run(make, tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"updates_per_step": 2, "minibatches": 2, "kl_coef": 0.1, "loss": "grpo", "temperature": 0.7},
-        slow({"updates_per_step": 2, "minibatches": 2}),
+        {"updates_per_step": 2, "groups_per_update": 2, "kl_coef": 0.1, "loss": "grpo", "temperature": 0.7},
+        slow({"updates_per_step": 2, "groups_per_update": 2}),
         slow({"updates_per_step": 2, "old_logprobs": "sampler", "mismatch": "none"}),
         slow({"kl_coef": 0.1, "loss": "grpo"}),
         slow({"loss": "dr_grpo", "scale": "none", "entropy_coef": 0.01}),
         slow({"loss": "rloo", "center": "leave_one_out", "scale": "none"}),
         slow({"loss": "gspo", "updates_per_step": 2}),
-        slow({"loss": "cispo", "minibatches": 2, "scale": "batch"}),
+        slow({"loss": "cispo", "groups_per_update": 2, "scale": "batch"}),
         slow({"loss": "reinforce", "mismatch": "mask", "mismatch_level": "sequence"}),
         slow({"temperature": 0.7}),
     ],
@@ -247,7 +247,9 @@ def test_every_loss_trains_and_resumes(make, tmp_path, changes):
     succeed(make(out, **changes), "resume_from_checkpoint=True")
     assert_equal(out, whole)
     for line in lines(whole / "metrics.jsonl"):
-        assert line["updates"] == changes.get("updates_per_step", 1) * changes.get("minibatches", 1)
+        assert line["updates"] == changes.get("updates_per_step", 1) * max(
+            1, line["trained_groups"] // changes.get("groups_per_update", 4)
+        )
         assert line["grad_norm"] > 0
         assert abs(line["mismatch_mean"]) < 1e-4
 
@@ -354,7 +356,7 @@ def test_an_adapter_is_evaluated_with_the_config(reference, make, tmp_path, caps
     assert "held-out pass@1" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("changes", [{"minibatches": 2}, slow({"loss": "gspo", "kl_coef": 0.1})], ids=str)
+@pytest.mark.parametrize("changes", [{"groups_per_update": 2}, slow({"loss": "gspo", "kl_coef": 0.1})], ids=str)
 def test_shared_prompts_change_nothing(make, tmp_path, monkeypatch, changes):
     """Answers to one prompt are computed with their prompt once; values and weights are those of each answer alone.
 

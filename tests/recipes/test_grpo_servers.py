@@ -301,7 +301,7 @@ def test_answers_without_tokens_are_no_update(serve, make, out, empty):
         return None
 
     fake.before = before
-    path = make(fake, minibatches=4, steps=2, verifier={"_component_": "tests.kit.judges.Turns"})
+    path = make(fake, groups_per_update=1, steps=2, verifier={"_component_": "tests.kit.judges.Turns"})
     path.write_text(path.read_text().replace("patience: 1 s", "patience: 1 s\n  concurrency: 1"))
     train(path)
     assert_whole(out, steps=2)

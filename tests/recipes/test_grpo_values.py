@@ -14,7 +14,7 @@ from rocm_ext.recipes import grpo_rocm
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
-from rocm_ext.config.checks import check_grpo_values
+from rocm_ext.config.checks import check_grpo_values, updates_of_pass
 from rocm_ext.losses.policy_gradient import LOSSES, PolicyGradient, loss_config
 from tests.config.test_run_configs import CONFIGS
 from tests.kit.grpo_runs import write_run
@@ -56,7 +56,7 @@ def values(**changes: Any) -> DictConfig:
         {},
         *[{"loss": name} for name in LOSSES],
         {"loss": {"_component_": "my_module.MyLoss"}, "updates_per_step": 2},
-        {"updates_per_step": 2, "minibatches": 32, "old_logprobs": "sampler"},
+        {"updates_per_step": 2, "groups_per_update": 1, "old_logprobs": "sampler"},
         {"max_staleness": 1, "engine": SERVERS},
         {"max_staleness": 1, "engine": SERVERS, "mismatch": "none", "updates_per_step": 2, "old_logprobs": "sampler"},
         {"keep_samples": 10, "stop_after_no_gain": 3, "max_length_share": 0.5, "min_entropy": 0.05},
@@ -76,7 +76,7 @@ def test_takes(changes):
         ({"prompts_per_step": 2.5}, "prompts_per_step is 2.5"),
         ({"samples_per_prompt": 1}, "one answer alone has none"),
         ({"updates_per_step": None}, "updates_per_step is None"),
-        ({"minibatches": 33}, "minibatches is 33, more than the 32 groups of a step"),
+        ({"groups_per_update": 33}, "groups_per_update is 33, more than the 32 groups of a step"),
         ({"curriculum": "easy"}, "curriculum is 'easy'; expected none, informative or easy_to_hard"),
         ({"refill": 3}, "refill is 3; expected True or False"),
         ({"max_refills": 0}, "max_refills is 0"),
@@ -88,8 +88,8 @@ def test_takes(changes):
           for more in ({}, {"updates_per_step": 2}, {"old_logprobs": "sampler"})],
         ({"loss": "ppo"}, "expected grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce, or a _component_"),
         ({"loss": None}, "loss is None; expected grpo"),
-        ({"loss": "rloo", "minibatches": 2}, "loss rloo has no ratio, so it takes one update per step"),
-        ({"loss": "reinforce", "updates_per_step": 2}, "set both to 1, or loss to grpo, dr_grpo, dapo, gspo or cispo"),
+        ({"loss": "rloo", "groups_per_update": 16}, "loss rloo has no ratio, so it takes one update per step"),
+        ({"loss": "reinforce", "updates_per_step": 2}, "set them to 1 and null, or loss to grpo, dr_grpo, dapo, gspo"),
         ({"center": "median"}, "center is 'median'; expected mean or leave_one_out"),
         ({"scale": None}, "scale is None; expected std, batch or none"),
         ({"clip_low": 0}, "clip_low is 0; expected a number above 0"),
@@ -181,7 +181,7 @@ def refused(call: Callable[[], Any]) -> str | None:
 def test_every_key_of_the_recipe_is_read():
     rooms = ("recipes/grpo_rocm.py", "rocm_ext/rl/*.py")
     texts = [path.read_text() for room in rooms for path in CONFIGS.parent.glob(room)]
-    source = "\n".join([*texts, inspect.getsource(loss_config)])
+    source = "\n".join([*texts, inspect.getsource(loss_config), inspect.getsource(updates_of_pass)])
     for key in OWN:
         assert re.search(rf"cfg\.{key}\b|[\"']{key}[\"']", source), key
 
@@ -218,7 +218,7 @@ def run_line(folder, tmp_path, capsys, monkeypatch):
         ({"loss": {"_component_": "rocm_ext.losses.PolicyGradient"}}, "missing a required argument: 'loss'"),
         ({"loss": {"_component_": "rocm_ext.losses.ClippedRatio", "clip_hi": 1}}, "unknown key loss.clip_hi"),
         ({"loss": {**OWN_LOSS, "temperature": 0.5}}, "loss computes log-probs at temperature 0.5, and temperature 1"),
-        ({"loss": OWN_LOSS, "minibatches": 2}, "set loss.on_policy=False"),
+        ({"loss": OWN_LOSS, "groups_per_update": 1}, "set loss.on_policy=False"),
         ({"max_staleness": 1}, "LocalEngine samples with the weights in training"),
         ({"max_new_tokens": 500}, "more than the 512 that the model takes"),
         ({"top_p": 1.5}, "top_p is 1.5"),

@@ -39,13 +39,13 @@ def test_cycles_and_steps_draw_the_same_samples(samples, found):
 
 def test_a_method_without_a_ratio_has_more_and_smaller_steps(tmp_path):
     _, config = learning.configs()
-    config.minibatches = 4
+    config.groups_per_update = 16
     spent = Budget(steps=80, every=5, cycles=4, prompts=2560, samples=40960)
     several, single = (learning.job(name, 1, spent, tmp_path, tmp_path, config) for name in ("grpo", "rloo"))
     assert single.changes["steps"] == 4 * several.changes["steps"] == 320
     assert single.changes["eval_every_n_steps"] == 4 * several.changes["eval_every_n_steps"]
     assert single.changes["prompts_per_step"] == config.prompts_per_step // 4
-    assert single.changes["minibatches"] == 1
+    assert single.changes["groups_per_update"] == "null"
 
 
 def test_curves_are_summed_up():
@@ -159,7 +159,7 @@ def test_both_sides_are_in_the_table():
 @pytest.mark.slow
 def test_trl_computes_the_same_and_both_learn(tmp_path):
     needs("trl")
-    rows = grpo.measure(tmp_path, 1, ["prompts_per_step=8", "samples_per_prompt=4", "minibatches=2"])
+    rows = grpo.measure(tmp_path, 1, ["prompts_per_step=8", "samples_per_prompt=4", "groups_per_update=4"])
     assert [row["peer"] for row in rows] == list(grpo.PEERS)
     for row in rows:
         assert row["norm_difference"] < grpo.TOLERANCE
@@ -185,7 +185,7 @@ def test_finished_runs_are_not_repeated(tmp_path):
 def test_overhead_is_measured_on_both_models(pocket_dir, tmp_path):
     (tmp_path / "pocket").symlink_to(pocket_dir)
     for run in (overhead.run_pocket, overhead.run_41m):
-        out = run(tmp_path, 2, ["prompts_per_step=4", "samples_per_prompt=2", "minibatches=2"])
+        out = run(tmp_path, 2, ["prompts_per_step=4", "samples_per_prompt=2", "groups_per_update=2"])
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         assert len(overhead.shares(lines)) == 2
         assert all(0 < share < 1 for share in overhead.shares(lines))

@@ -102,7 +102,7 @@ def test_sides_are_compared(base, monkeypatch, capsys, work, peers):
 
 
 def test_grpo_computes_the_gradients_of_trl(base):
-    cfg = grpo.prepare(base, ["prompts_per_step=4", "samples_per_prompt=2", "minibatches=1"])
+    cfg = grpo.prepare(base, ["prompts_per_step=4", "samples_per_prompt=2", "groups_per_update=null"])
     with ExitStack() as stack:
         sides = grpo.start(stack, base / "gate", base, cfg, grpo.GATE, grpo.GATE, installed=True)
         assert grpo.check([side.ask(steps=grpo.GATE) for side in sides]) < grpo.TOLERANCE

@@ -25,6 +25,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
+from rocm_ext.config.checks import updates_of_pass, updates_of_step
 from tools.benchmarks import peers
 from tools.benchmarks.protocol import Failed, Ratio, Side, both, in_turn
 from tools.benchmarks.work import pocket
@@ -51,7 +52,7 @@ def measure(base: Path, rounds: int, changes: Sequence[str] = (), installed: boo
     """
     steps = WARM_UP + rounds * TURN
     cfg = prepare(base, changes)
-    with ExitStack() as stack:  # one update per step: minibatches are dealt out in other ways
+    with ExitStack() as stack:  # one update per step: groups are dealt out in other ways
         apart = check([side.ask(steps=GATE) for side in start(stack, base / "gate", base, cfg, GATE, GATE, installed)])
     with ExitStack() as stack:
         sides, until_warm, last = [], {}, {}
@@ -72,7 +73,7 @@ def measure(base: Path, rounds: int, changes: Sequence[str] = (), installed: boo
         {
             "work": "grpo", "peer": peer, "vocab": 320, "dtype": "fp32", "parameters": 1.0e6,
             **Ratio.of(seconds[peer], seconds[OURS]).describe(), "bound": None, "norm_difference": apart,
-            "answers": cfg.prompts_per_step * cfg.samples_per_prompt, "updates": cfg.minibatches, "steps": steps,
+            "answers": cfg.prompts_per_step * cfg.samples_per_prompt, "updates": updates_of_step(cfg), "steps": steps,
             "rounds": rounds, "before": before, **both(last[OURS], last[peer]),
         } | {
             key: [each[OURS], each[peer]]
@@ -125,7 +126,7 @@ def start(
                 "metric_logger": {"_component_": "tools.benchmarks.sides.talk.StepLogger",
                                   "values": ["grad_norm"], "sign": "flat"}})  # fmt: skip
     if given:
-        cfg.minibatches = 1
+        cfg.groups_per_update = None
     order, answers = make_work(cfg, given)
     rows = [json.dumps({"prompt": row["prompt"], "answer": row["answer"]}) + "\n" for _, row in order]
     (folder / "prompts.jsonl").write_text("".join(rows))
@@ -133,7 +134,7 @@ def start(
     OmegaConf.save(cfg, folder / "ours.yaml")
     flat = [[tokens for group in step.values() for tokens in group] for step in answers]
     work = {
-        "model": str(base / "pocket"), "steps": steps, "updates": cfg.minibatches, "prompts": cfg.prompts_per_step,
+        "model": str(base / "pocket"), "steps": steps, "updates": updates_of_step(cfg), "prompts": cfg.prompts_per_step,
         "samples": cfg.samples_per_prompt, "max_new_tokens": cfg.max_new_tokens, "batch_size": batch_size(cfg),
         "lr": cfg.optimizer.lr, "clip_low": cfg.clip_low, "clip_high": cfg.clip_high, "scale": cfg.scale,
         "verifier": OmegaConf.to_container(cfg.verifier), "given": flat,
@@ -149,7 +150,7 @@ def start(
 
 def batch_size(cfg: DictConfig) -> int:
     """Return the rows that TRL computes at once: a part of an update's, at most :data:`BATCH`."""
-    rows = cfg.prompts_per_step * cfg.samples_per_prompt // cfg.minibatches
+    rows = cfg.prompts_per_step * cfg.samples_per_prompt // updates_of_pass(cfg)
     return max(size for size in range(1, min(BATCH, rows) + 1) if rows % size == 0)
 
 

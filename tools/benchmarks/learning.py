@@ -25,6 +25,7 @@ import numpy as np
 
 from rocm_ext import config
 from rocm_ext.base.files import read_lines
+from rocm_ext.config.checks import updates_of_pass
 from rocm_ext.report.charts import Line
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.held_out import held_out
@@ -151,8 +152,12 @@ def job(method: str, seed: int, spent: Budget, out: Path, pocket: Path, grpo: An
         return Job(folder, RAFT, {**changes, "cycles": spent.cycles, "prompts_per_cycle": spent.prompts})
     parts = 1
     if chosen.on_policy:
-        parts = math.gcd(grpo.minibatches, grpo.prompts_per_step)
-        changes |= {"updates_per_step": 1, "minibatches": 1, "prompts_per_step": grpo.prompts_per_step // parts}
+        parts = math.gcd(updates_of_pass(grpo), grpo.prompts_per_step)
+        changes |= {
+            "updates_per_step": 1,
+            "groups_per_update": "null",
+            "prompts_per_step": grpo.prompts_per_step // parts,
+        }
     if method == "collapse":
         changes["optimizer.lr"] = HOT * grpo.optimizer.lr
     # however few groups teach: a collapsed run goes on, and so does one that has nothing more to learn

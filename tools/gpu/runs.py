@@ -28,7 +28,7 @@ CHANGES = {
     "dpo_rocm": [*TRAINED, "checkpointer.adapter_checkpoint=null"],
     "raft_rocm": [*SAMPLED, "prompts_per_cycle=16", "cycles=2", "epochs=4", "drop_truncated=False",
                   "sequences_per_step=8"],
-    "grpo_rocm": [*SAMPLED, "prompts_per_step=8", "steps=8", "minibatches=2", "truncated=keep",
+    "grpo_rocm": [*SAMPLED, "prompts_per_step=8", "steps=8", "groups_per_update=4", "truncated=keep",
                   "eval_every_n_steps=100"],
 }  # fmt: skip
 PAIRS = 100

@@ -82,7 +82,7 @@ _GRPO: dict[str, Kind] = {
     "mismatch_level": one_of("token", "sequence"),
     "mismatch_limit": number(lambda x: x > 1, "a number above 1"),
     "updates_per_step": integer(1),
-    "minibatches": integer(1),
+    "groups_per_update": integer(1) | NULL,
     "max_staleness": one_of(0, 1),
     "max_flat_steps": integer(1),
     "eval_every_n_steps": integer(1),
@@ -92,6 +92,22 @@ _GRPO: dict[str, Kind] = {
 # The names of rocm_ext.losses.policy_gradient.LOSSES, which stands above this room
 _WITH_RATIO = ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
 _WITHOUT_RATIO = ("rloo", "reinforce")
+
+
+def updates_of_pass(cfg: DictConfig, groups: int | None = None) -> int:
+    """Return how many updates of ``groups_per_update`` groups or more a pass of GRPO has.
+
+    Args:
+        cfg: config of ``grpo_rocm``.
+        groups: groups that a step trains on; None: as many as it asks prompts.
+    """
+    groups = cfg.prompts_per_step if groups is None else groups
+    return max(1, groups // (cfg.groups_per_update or cfg.prompts_per_step))
+
+
+def updates_of_step(cfg: DictConfig) -> int:
+    """Return the most updates of a step of GRPO, those of a step in which every group teaches."""
+    return cfg.updates_per_step * updates_of_pass(cfg)
 
 
 def check_raft_values(cfg: DictConfig) -> None:
@@ -130,10 +146,10 @@ def check_grpo_values(cfg: DictConfig) -> None:
 
 
 def _check_groups(cfg: DictConfig) -> None:
-    if cfg.minibatches > cfg.prompts_per_step:
+    if (cfg.groups_per_update or 1) > cfg.prompts_per_step:
         raise UserError(
-            f"minibatches is {cfg.minibatches}, more than the {cfg.prompts_per_step} groups of a step "
-            "(prompts_per_step); each needs at least one group"
+            f"groups_per_update is {cfg.groups_per_update}, more than the {cfg.prompts_per_step} groups of a step "
+            "(prompts_per_step); null takes all of them"
         )
     if cfg.truncation_margin > cfg.max_new_tokens:
         raise UserError(
@@ -146,11 +162,12 @@ def _check_loss(cfg: DictConfig) -> None:
     component = isinstance(cfg.loss, DictConfig) and NAME in cfg.loss
     if not component and cfg.loss not in names:
         raise UserError(f"loss is {cfg.loss!r}; expected {', '.join(names)}, or a _component_")
-    updates = cfg.updates_per_step * cfg.minibatches
+    updates = updates_of_step(cfg)
     if cfg.loss in _WITHOUT_RATIO and updates > 1:
         raise UserError(
-            f"loss {cfg.loss} has no ratio, so it takes one update per step, and updates_per_step x minibatches is "
-            f"{updates}; set both to 1, or loss to {', '.join(_WITH_RATIO[:-1])} or {_WITH_RATIO[-1]}"
+            f"loss {cfg.loss} has no ratio, so it takes one update per step, and updates_per_step and "
+            f"groups_per_update give up to {updates}; set them to 1 and null, or loss to "
+            f"{', '.join(_WITH_RATIO[:-1])} or {_WITH_RATIO[-1]}"
         )
 
 
@@ -164,7 +181,7 @@ def _check_staleness(cfg: DictConfig) -> None:
             "training; set max_staleness=0, or sample on servers with engine._component_="
             "rocm_ext.sampling.OpenAIEngine"
         )
-    clipped = cfg.updates_per_step * cfg.minibatches > 1 and cfg.old_logprobs == "sampler"
+    clipped = updates_of_step(cfg) > 1 and cfg.old_logprobs == "sampler"
     if cfg.mismatch == "none" and not clipped and not isinstance(cfg.loss, DictConfig):
         raise UserError(
             "max_staleness=1 trains on answers of the adapter before the last update, and with mismatch=none nothing "
