@@ -208,7 +208,7 @@ class CycleTrainer(PolicyTrainer):
         path, lines = self.cycle_folder(cycle) / "metrics.jsonl", None
         if self.ranks.is_main:
             lines = Metrics(path, lambda line: line["step"] <= self.done)
-        loader = StepLoader(rows, steps, self.learner.layout, cfg.num_workers, cfg.pin_memory)
+        loader = StepLoader(rows, steps, self.learner.layout, pin_memory=cfg.pin_memory)
         self.learner.model.train()
         began = time.perf_counter()
         with contextlib.closing(Progress(self.total_steps, self.done, self.ranks.is_main)) as progress:

@@ -151,7 +151,7 @@ class PolicyTrainer(Training):
         updates = self._rows_of_updates(rows, groups)
         layout, cfg = self.learner.layout, self.cfg
         # the memory plan cannot know which answers will share a prompt, so it counts a prompt for each answer
-        loader = StepLoader(rows, updates, layout, cfg.num_workers, cfg.pin_memory, count_shared=True)
+        loader = StepLoader(rows, updates, layout, pin_memory=cfg.pin_memory, count_shared=True)
         for update in loader.range(0, len(updates)):
             done.append(self.train_step(update))
         seconds = time.perf_counter() - began

@@ -1,0 +1,62 @@
+"""The updates of a step of GRPO."""
+
+import multiprocessing
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+from torch import nn
+
+from rocm_ext.data.batches import Layout
+from rocm_ext.data.rows import Rows
+from rocm_ext.rl.trainer import PolicyTrainer
+from rocm_ext.train.loop import StepStats
+
+
+class Trainer(PolicyTrainer):
+    """Records updates instead of doing them."""
+
+    def __init__(self, **changes):
+        cfg = {"seed": 0, "updates_per_step": 1, "groups_per_update": None, "num_workers": 0, "pin_memory": False}
+        self.cfg, self.step, self.seen, self.skipped = OmegaConf.create(cfg | changes), 0, [], 0
+        self.processes = set(multiprocessing.active_children())
+        self.learner = SimpleNamespace(model=nn.Module(), layout=Layout(0, 1, 64, True, pad_id=0))
+
+    def train_step(self, update):
+        assert set(multiprocessing.active_children()) <= self.processes
+        self.seen.append(set(update.rows))
+        return StepStats(0.0, 0.0, 0.0, 1, 0.0, False)
+
+    def skip_updates(self, count):
+        self.skipped += count
+
+    def train(self, groups, each=2):
+        names = [f"prompt {i // each}" for i in range(groups * each)]
+        tokens = [np.arange(3)] * len(names)
+        return self.train_on(Rows(tokens, tokens, [(3,)] * len(names), {}), names)
+
+
+@pytest.mark.parametrize("groups", range(1, 17))
+def test_an_update_keeps_its_groups_as_others_go_flat(groups):
+    trainer = Trainer(prompts_per_step=16, groups_per_update=4, updates_per_step=2)
+    trainer.train(groups)
+    assert len(trainer.seen) == 2 * max(1, groups // 4)
+    assert all(len(rows) % 2 == 0 and len(rows) // 2 in range(min(4, groups), 8) for rows in trainer.seen)
+    assert max(map(len, trainer.seen)) - min(map(len, trainer.seen)) <= 2, "spread evenly"
+    for rows in (trainer.seen[: len(trainer.seen) // 2], trainer.seen[len(trainer.seen) // 2 :]):
+        assert sorted(row for update in rows for row in update) == list(range(groups * 2)), "a pass"
+    assert len(trainer.seen) + trainer.skipped == 8, "the schedule advances by the full number"
+
+
+def test_without_a_number_of_groups_an_update_has_all():
+    trainer = Trainer(prompts_per_step=16)
+    trainer.train(5)
+    assert trainer.seen == [set(range(10))]
+
+
+def test_no_process_is_forked_for_rows_in_memory():
+    """A process that uses a GPU must not fork: threads may hold locks."""
+    trainer = Trainer(prompts_per_step=4, groups_per_update=1, num_workers=4)
+    trainer.train(4)
+    assert len(trainer.seen) == 4
