@@ -17,6 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.log import log
+from rocm_ext.config.algorithms import describe
 from rocm_ext.config.checks import check_grpo_values, check_values, updates_of_pass, updates_of_step
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
@@ -26,7 +28,7 @@ from rocm_ext.rl import evaluation
 from rocm_ext.rl.loop import Loop
 from rocm_ext.rl.prompts import choose_by_curriculum
 from rocm_ext.rl.rollout import Answers, BackgroundRollout
-from rocm_ext.rl.selection import Selected, select, to_rows
+from rocm_ext.rl.selection import Selected, select, subtract_kl, to_rows
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import run
@@ -56,6 +58,7 @@ class GRPO(Loop):
         self, cfg: DictConfig, learner: type[Learner] = Learner, trainer: type[PolicyTrainer] = PolicyTrainer
     ) -> None:
         check_grpo_values(cfg)
+        log.info("%s", describe(cfg))
         super().__init__(cfg, learner, trainer)
         self.sampling = replace(self.sampling, logprobs_temperature=cfg.temperature)
         check_values(self.training_config())
@@ -201,6 +204,8 @@ class GRPO(Loop):
         if "reference_logprobs" in columns:
             with reference(learner, self.trainer.first, "the first adapter"):
                 rows.add_labels_column("reference_logprobs", score(learner, rows, cfg.temperature))
+        if cfg.kl_coef and cfg.kl_in == "reward":
+            subtract_kl(rows, groups, cfg.kl_coef, cfg.center)
         return rows, groups
 
 

@@ -91,7 +91,9 @@ class Objective(ABC):
     - ``temperature``: the logits are divided by it before anything else.
     - ``better``: whether ``higher`` or ``lower`` values are better, by the name of a measurement.
       ``early_stopping_metric`` may name these with ``val_`` before them.
-    - ``entropy_coef``: this times the entropy of each label's distribution, in nats, is subtracted from its value.
+    - ``entropy_coef``: this times the entropy of the labels' distributions, in nats, is subtracted. It is a mean over
+      the step's labels, whatever ``normalize`` is.
+    - ``entropy_weight``: what :meth:`denominator` returned, divided by the step's labels; a training step sets it.
 
     Inside :meth:`measuring`, ``tally`` takes what :meth:`terms` measures beside the loss; otherwise it is None. The
     trainer writes these means and maxima to ``metrics.jsonl``.
@@ -111,6 +113,7 @@ class Objective(ABC):
     whole_sequences: bool = False
     temperature: float = 1.0
     entropy_coef: float = 0.0
+    entropy_weight: float = 1.0
     better: Mapping[str, str] = {}
     tally: Tally | None = None
 
@@ -251,23 +254,19 @@ class _Labels:
             value, derivative = self.objective.terms(nll, columns, self.sequence[rows])
         else:
             value, derivative = (None if part is None else part[rows] for part in self._whole)  # type: ignore[assignment]
-        weights = self.weights(rows)
-        if weights is None:
+        if self._weights is None:
             return value, derivative
+        weights = self._weights[rows]
         return value * weights, weights if derivative is None else derivative * weights
 
-    def weights(self, rows: slice) -> Tensor | None:
-        """Return the weights of one chunk; None means 1 everywhere."""
-        return None if self._weights is None else self._weights[rows]
-
     def add_negative_entropy(self, logits: Tensor, rows: slice, gradient: Tensor | None) -> Tensor:
-        """Return ``-entropy_coef`` times the weighted entropies of one chunk; add its derivative to ``gradient``.
+        """Return ``-entropy_coef`` times the entropies of one chunk; add its derivative to ``gradient``.
 
         This takes two more fp32 buffers of the logits' size.
         """
         log_probabilities = logits.log_softmax(dim=-1, dtype=torch.float32)
         negative = (log_probabilities.exp() * log_probabilities).sum(dim=-1, keepdim=True)
-        scale = self.objective.entropy_coef * (1 if (weights := self.weights(rows)) is None else weights[:, None])
+        scale = self.objective.entropy_coef * self.objective.entropy_weight / (1 if self.scale is None else self.scale)
         if gradient is not None:  # d sum(p log p) / d logits = p (log p - sum(p log p))
             gradient += scale * log_probabilities.exp() * (log_probabilities - negative)
         return (scale * negative).sum()

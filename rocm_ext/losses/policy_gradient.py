@@ -1,7 +1,6 @@
 """Policy gradients on sampled answers: GRPO and its kin, and RAFT++."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,37 +9,13 @@ from torch import Tensor
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.config import COMPONENT
+from rocm_ext.config.algorithms import ALGORITHMS, MISMATCH_LIMITS, complete
 from rocm_ext.config.checks import updates_of_step
+from rocm_ext.config.checks.kinds import LIMITS, NULL, check
 from rocm_ext.losses.objective import Objective, Tally, Terms, sum_over_sequences
 
 _HIGHEST = 20.0  # nats; beyond, a ratio is a fault of numerics or of a server and has no gradient
-
-
-@dataclass(frozen=True)
-class _Loss:
-    """What sets a loss apart.
-
-    Attributes:
-        ratio: the probability ratio is that of a ``token``, or the geometric mean of its ``sequence``; ``none``: the
-            loss is the advantage times the log-prob, which is right only for answers of the current policy.
-        frozen: the ratio weighs the log-prob's gradient, instead of having the gradient.
-        normalize: of :class:`Objective`; None: a number that the user gives.
-    """
-
-    ratio: str
-    frozen: bool
-    normalize: str | float | None
-
-
-LOSSES = {
-    "grpo": _Loss("token", False, "sequences"),  # arXiv:2402.03300
-    "dr_grpo": _Loss("token", False, None),  # arXiv:2503.20783
-    "dapo": _Loss("token", False, "tokens"),  # arXiv:2503.14476
-    "gspo": _Loss("sequence", False, "sequences"),  # arXiv:2507.18071
-    "cispo": _Loss("token", True, "tokens"),  # arXiv:2506.13585
-    "rloo": _Loss("none", False, 1.0),  # arXiv:2402.14740: the sum over a sequence
-    "reinforce": _Loss("none", False, "tokens"),  # Williams 1992
-}
+_MOST = 3.0  # of the ratio that weighs the KL divergence
 
 
 class PolicyGradient(Objective):
@@ -54,36 +29,41 @@ class PolicyGradient(Objective):
 
     A step measures, as means or maxima over all labels:
 
-    - with ``old_logprobs``: ``ratio_mean`` and ``ratio_max`` of the probability ratio, ``clipped_low`` and
-      ``clipped_high``, the shares of labels without a gradient because of ``clip_low`` and ``clip_high``. With
+    - with ``old_logprobs``: ``ratio_mean`` and ``ratio_max`` of the probability ratio, ``clipped_low``,
+      ``clipped_high`` and ``clipped_dual``, the shares of labels without a gradient because of these limits. With
       ``gspo`` each label counts with its sequence's ratio. With ``cispo`` ``clipped_high`` is the share of labels
       whose ratio is limited.
     - if the rows have ``sampler_logprobs``, with any ``mismatch``: ``mismatch_mean`` and ``mismatch_max`` of the
       absolute difference between the log-probs that ``mismatch`` compares, and ``mismatch_kl``, the divergence
-      KL(sampler || trainer), estimated as that of ``kl_coef``.
-    - if the rows have ``reference_logprobs``: ``kl``, the divergence that ``kl_coef`` multiplies.
+      KL(sampler || trainer), estimated per label by ``exp(d) - d - 1`` with ``d = old - sampler`` (k3,
+      joschu.net/blog/kl-approx.html). With a ``mismatch`` ``mismatch_limited``, the share of labels whose weight is
+      outside of the limits.
+    - if the rows have ``reference_logprobs``: ``kl``, the divergence KL(current || reference), estimated the same.
 
     Args:
-        loss: ``grpo``, ``dr_grpo``, ``dapo``, ``gspo``, ``cispo``, ``rloo`` or ``reinforce``.
-        normalize: as in :class:`Objective`; None: that of the loss's paper. ``dr_grpo`` needs a number, the maximum
-            length of an answer.
+        loss: a name in :data:`rocm_ext.config.algorithms.ALGORITHMS`; None for another argument means its value there.
+        normalize: as in :class:`Objective`. ``dr_grpo`` needs a number, the maximum length of an answer.
         clip_low, clip_high: a label has no gradient where its ratio is below ``1 - clip_low`` and its advantage is
             negative, or above ``1 + clip_high`` and positive. ``cispo`` limits the ratio itself, and only from above.
+        clip_dual: a label has no gradient where its ratio is above this and its advantage is negative (dual clip,
+            arXiv:1912.09729).
         on_policy: whether the current policy sampled the answers, so that each ratio is 1.
-        kl_coef: factor of the KL divergence from the reference, estimated per label by
-            ``exp(d) - d - 1`` with ``d = reference - current`` (k3, joschu.net/blog/kl-approx.html).
+        kl_coef: factor of the KL divergence from the reference.
+        kl_in: ``loss``: a label adds ``w d^2 / 2`` with ``d = reference - current``, where the token's ratio w, at
+            most 3, is a constant. Its gradient is that of the divergence, also for answers of an earlier policy
+            (arXiv:2512.02556). ``reward``: the advantages contain the divergence already, which is measured alone.
         mismatch: what to do where sampler and trainer compute different log-probs of the same policy. ``truncate``
-            weighs a label by ``exp(old - sampler)``, but at most ``mismatch_limit`` (TIS,
-            fengyao.notion.site/off-policy-rl). ``mask`` weighs it the same, and by 0 outside of
-            ``1 / mismatch_limit`` to ``mismatch_limit``. ``none`` does not weigh.
-        mismatch_level: the weight of a ``token``, or the product of the weights of its ``sequence``.
-        mismatch_limit: see ``mismatch``.
+            weighs a label by ``exp(old - sampler)``, moved into ``mismatch_limits`` (TIS,
+            fengyao.notion.site/off-policy-rl). ``mask`` weighs it the same, and by 0 outside of the limits. ``none``
+            does not weigh.
+        mismatch_level: the weight of a ``token``, or of its ``sequence`` the product of these or their ``geometric``
+            mean.
+        mismatch_limits: the lowest and the highest weight.
         temperature: sampling temperature.
-        entropy_coef: factor of the entropy bonus; see :class:`Objective`.
-        chunk_tokens: see :class:`Objective`.
+        entropy_coef, chunk_tokens: see :class:`Objective`.
 
     Raises:
-        UserError: an argument is out of range, or the loss cannot use answers of another policy.
+        UserError: an argument is out of range, or the loss does not have it or cannot use answers of another policy.
     """
 
     def __init__(
@@ -91,27 +71,34 @@ class PolicyGradient(Objective):
         loss: str,
         *,
         normalize: str | float | None = None,
-        clip_low: float = 0.2,
-        clip_high: float = 0.2,
+        clip_low: float | None = None,
+        clip_high: float | None = None,
+        clip_dual: float | None = None,
         on_policy: bool = True,
         kl_coef: float = 0.0,
+        kl_in: str | None = None,
         mismatch: str = "none",
         mismatch_level: str = "token",
-        mismatch_limit: float = 2.0,
+        mismatch_limits: Sequence[float] | None = None,
         temperature: float = 1.0,
         entropy_coef: float = 0.0,
         chunk_tokens: int | None = None,
     ) -> None:
-        _one_of("loss", loss, LOSSES)
+        _one_of("loss", loss, ALGORITHMS)
         _one_of("mismatch", mismatch, ("truncate", "mask", "none"))
-        _one_of("mismatch_level", mismatch_level, ("token", "sequence"))
-        _at_least("clip_low", clip_low, 0, above=True)
-        _at_least("clip_high", clip_high, 0, above=True)
+        _one_of("mismatch_level", mismatch_level, ("token", "sequence", "geometric"))
+        clips = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual}
+        for name, value in clips.items():
+            if value is not None:
+                _at_least(name, value, 0, above=True)
         _at_least("kl_coef", kl_coef, 0)
         _at_least("entropy_coef", entropy_coef, 0)
-        _at_least("mismatch_limit", mismatch_limit, 1, above=True)
         _at_least("temperature", temperature, 0, above=True)
-        kind = LOSSES[loss]
+        kind = ALGORITHMS[loss]
+        self.clip_low, self.clip_high, self.clip_dual, self.kl_in = complete(loss, clips | {"kl_in": kl_in}).values()
+        _one_of("kl_in", self.kl_in, ("loss", "reward"))
+        check({"mismatch_limits": mismatch_limits}, {"mismatch_limits": LIMITS | NULL}, "loss.")
+        limits = mismatch_limits or MISMATCH_LIMITS.get((mismatch, mismatch_level), (0.0, 1.0))
         normalize = kind.normalize if normalize is None else normalize
         if normalize is None:
             raise UserError(f"loss {loss} divides by a constant: set normalize to the maximum length of an answer")
@@ -121,11 +108,11 @@ class PolicyGradient(Objective):
                 "for more, use grpo, dr_grpo, dapo, gspo or cispo"
             )
         super().__init__(normalize, chunk_tokens)
-        self.kind, self.clip_low, self.clip_high, self.on_policy = kind, clip_low, clip_high, on_policy
+        self.kind, self.on_policy = kind, on_policy
         self.kl_coef, self.temperature, self.entropy_coef = kl_coef, temperature, entropy_coef
-        self.mismatch, self.mismatch_level, self.mismatch_limit = mismatch, mismatch_level, mismatch_limit
+        self.mismatch, self.mismatch_level, self.mismatch_limits = mismatch, mismatch_level, limits
         of_sequence = kind.ratio == "sequence" and (not on_policy or mismatch != "none")
-        self.whole_sequences = of_sequence or (mismatch != "none" and mismatch_level == "sequence")
+        self.whole_sequences = of_sequence or (mismatch != "none" and mismatch_level != "token")
         self.columns = (
             "advantages",
             *["old_logprobs"] * (not on_policy),
@@ -145,10 +132,10 @@ class PolicyGradient(Objective):
         if self.kind.ratio == "sequence" and self.whole_sequences:
             # each NLL of a sequence changes all of its values by the same ratio
             derivative = _mean_over_sequences(derivative, sequence)
-        if self.kl_coef:
+        if self.kl_coef and self.kl_in == "loss":
             distance = columns["reference_logprobs"] + nll
-            value = value + self.kl_coef * _divergence(distance)
-            derivative = derivative + self.kl_coef * torch.where(distance < _HIGHEST, _ratio(distance) - 1, 0.0)
+            slope = self.kl_coef * _ratio(-nll - old).clamp(max=_MOST) * distance
+            value, derivative = value + slope * distance / 2, derivative + slope
         return value, derivative
 
     def _surrogate(self, nll: Tensor, old: Tensor, advantages: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,13 +144,13 @@ class PolicyGradient(Objective):
             return advantages * nll, advantages
         log_ratio = self._log_ratio(nll, old, sequence)
         ratio = _ratio(log_ratio)
-        low, high = 1 - self.clip_low, 1 + self.clip_high
         if self.kind.frozen:
-            weight = ratio.clamp(max=high) * advantages
+            weight = ratio.clamp(max=1 + self.clip_high) * advantages
             return weight * nll, weight
-        clipped = torch.where(advantages > 0, ratio > high, ratio < low)
-        value = -advantages * torch.where(clipped, ratio.clamp(low, high), ratio)
-        return value, torch.where(clipped | (log_ratio >= _HIGHEST), 0.0, advantages * ratio)
+        highest = torch.where(advantages > 0, 1 + self.clip_high, self.clip_dual or torch.inf)
+        bounded = ratio.clamp(torch.where(advantages > 0, 0.0, 1 - self.clip_low), highest)
+        moves = (bounded == ratio) & (log_ratio < _HIGHEST)
+        return -advantages * bounded, torch.where(moves, advantages * ratio, 0.0)
 
     def _log_ratio(self, nll: Tensor, old: Tensor, sequence: Tensor) -> Tensor:
         log_ratio = -nll - old
@@ -180,6 +167,8 @@ class PolicyGradient(Objective):
             if not self.kind.frozen:
                 tally.mean("clipped_low", (ratio < 1 - self.clip_low) & (advantages < 0))
                 high = high & (advantages > 0)
+                if self.clip_dual is not None:
+                    tally.mean("clipped_dual", (ratio > self.clip_dual) & (advantages < 0))
             tally.mean("clipped_high", high)
         if "sampler_logprobs" in columns:
             distance = old - columns["sampler_logprobs"]
@@ -190,23 +179,26 @@ class PolicyGradient(Objective):
             tally.mean("kl", _divergence(columns["reference_logprobs"] + nll))
 
     def _mismatch_weight(self, log_weight: Tensor, sequence: Tensor) -> Tensor:
-        if self.mismatch_level == "sequence":
-            log_weight = sum_over_sequences(log_weight, sequence)
-        weight, limit = _ratio(log_weight), self.mismatch_limit
-        if self.mismatch == "truncate":
-            return weight.clamp(max=limit)
-        return torch.where((weight >= 1 / limit) & (weight <= limit), weight, 0.0)
+        if self.mismatch_level != "token":
+            over = sum_over_sequences if self.mismatch_level == "sequence" else _mean_over_sequences
+            log_weight = over(log_weight, sequence)
+        weight, (lowest, highest) = _ratio(log_weight), self.mismatch_limits
+        outside = (weight < lowest) | (weight > highest)
+        if self.tally is not None:
+            self.tally.mean("mismatch_limited", outside)
+        return weight.clamp(lowest, highest) if self.mismatch == "truncate" else torch.where(outside, 0.0, weight)
 
 
 def loss_config(cfg: DictConfig) -> dict[str, Any]:
     """Return the component that the keys of a GRPO config describe; a component as ``loss`` stays as it is."""
     if OmegaConf.is_dict(cfg.loss):
         return OmegaConf.to_container(cfg.loss)  # type: ignore[return-value]
-    same = ("loss", "clip_low", "clip_high", "kl_coef", "mismatch", "mismatch_level", "mismatch_limit", "temperature")
+    same = ("loss", "clip_low", "clip_high", "clip_dual", "kl_coef", "kl_in", "temperature", "entropy_coef")
+    mismatch = ("mismatch", "mismatch_level", "mismatch_limits")
     return {
         COMPONENT: "rocm_ext.losses.PolicyGradient",
-        **{key: cfg[key] for key in (*same, "entropy_coef")},
-        "normalize": float(cfg.max_new_tokens) if cfg.loss == "dr_grpo" else None,
+        **{key: cfg[key] for key in (*same, *mismatch)},
+        "normalize": float(cfg.max_new_tokens) if ALGORITHMS[cfg.loss].normalize is None else None,
         "on_policy": updates_of_step(cfg) == 1,
     }
 

@@ -28,13 +28,15 @@ class _Kind:
         reference: whether an answer's score is relative to the reference model.
         normalized: whether the score is a mean over tokens, unless the user says otherwise.
         smooth: whether the loss has label smoothing.
-        gamma: the default target margin; None: the loss has none.
+        beta: factor of the scores, unless the user says otherwise.
+        gamma: the same of the target margin; None: the loss has none.
     """
 
     loss: Loss
     reference: bool = True
     normalized: bool = False
     smooth: bool = False
+    beta: float = 0.1
     gamma: float | None = None
 
 
@@ -73,7 +75,8 @@ LOSSES = {
     "sigmoid": _Kind(_logistic, smooth=True),  # DPO, arXiv:2305.18290
     "ipo": _Kind(_ipo, normalized=True),  # arXiv:2310.12036
     "hinge": _Kind(_hinge),  # SLiC, arXiv:2305.10425; RSO, arXiv:2309.06657
-    "simpo": _Kind(_logistic, reference=False, normalized=True, smooth=True, gamma=0.5),  # arXiv:2405.14734
+    # arXiv:2405.14734: beta from 2 to 2.5, gamma from 0.3 to 0.5 of it
+    "simpo": _Kind(_logistic, reference=False, normalized=True, smooth=True, beta=2.0, gamma=1.0),
     "apo_zero": _Kind(_apo_zero),  # arXiv:2408.06266
 }
 
@@ -94,9 +97,9 @@ class Preference(Objective):
 
     Args:
         loss: ``sigmoid`` (DPO), ``ipo``, ``hinge``, ``simpo`` or ``apo_zero``.
-        beta: factor of the scores; in ``ipo`` the regularisation, tau.
+        beta: factor of the scores; in ``ipo`` the regularisation, tau. None: 0.1, in ``simpo`` 2.
         label_smoothing: assumed share of pairs whose sides are swapped (conservative DPO); ``sigmoid`` and ``simpo``.
-        gamma: target margin of ``simpo``; None: 0.5.
+        gamma: target margin of ``simpo``; None: 1.
         rpo_alpha: factor of the chosen answer's mean NLL per token, which is added (RPO, arXiv:2404.19733).
         length_normalized: whether a score is the mean over the answer's tokens instead of the sum; None: in ``ipo``
             and ``simpo``.
@@ -112,7 +115,7 @@ class Preference(Objective):
         self,
         loss: str = "sigmoid",
         *,
-        beta: float = 0.1,
+        beta: float | None = None,
         label_smoothing: float = 0.0,
         gamma: float | None = None,
         rpo_alpha: float = 0.0,
@@ -122,6 +125,7 @@ class Preference(Objective):
         if loss not in LOSSES:
             raise UserError(f"loss.loss is {loss!r}; expected one of {', '.join(LOSSES)}")
         kind = LOSSES[loss]
+        beta = kind.beta if beta is None else beta
         _check("beta", beta, lambda x: x > 0, "a number above 0")
         _check("rpo_alpha", rpo_alpha, lambda x: x >= 0, "a number of at least 0")
         _check("label_smoothing", label_smoothing, lambda x: 0 <= x < 0.5, "a share from 0 to under 0.5")

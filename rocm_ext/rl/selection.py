@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import fsum, sqrt
 from statistics import fmean, pstdev
 from typing import Any
@@ -147,7 +148,7 @@ class Selected:
         samples: all answers, by prompt id and sample index, in this order.
         results: their verdicts.
         advantages: of the answers to train on.
-        flat: prompts whose answers had equal rewards; nothing is learned from them.
+        flat: prompts whose answers have no advantage, such as those with equal rewards; nothing is learned from them.
         asked: prompts in the order in which they were asked.
         stats: costs of sampling; see :class:`rocm_ext.rl.rollout.Answers`.
         length_share: see :func:`length_share`.
@@ -227,11 +228,12 @@ def select(rounds: Sequence[Answers], asked: Sequence[str], cfg: DictConfig) -> 
         margin=cfg.truncation_margin,
         max_new_tokens=cfg.max_new_tokens,
     )
-    equal = flat(of_answer) | (set(asked) - groups(of_answer).keys())
+    worth = advantages(of_answer, center=cfg.center, scale=cfg.scale)
+    without = flat(worth) | (set(asked) - groups(worth).keys())
     trainable = {
         key: value
-        for key, value in advantages(of_answer, center=cfg.center, scale=cfg.scale).items()
-        if key[0] not in equal and not (cfg.truncated == "mask" and samples[key].finish_reason == "length")
+        for key, value in worth.items()
+        if key[0] not in without and not (cfg.truncated == "mask" and samples[key].finish_reason == "length")
     }
     useful = {prompt for prompt, _ in trainable}
     wanted = set([prompt for prompt in asked if prompt in useful][: cfg.prompts_per_step])
@@ -240,7 +242,7 @@ def select(rounds: Sequence[Answers], asked: Sequence[str], cfg: DictConfig) -> 
         samples,
         results,
         {key: trainable[key] for key in samples if key in trainable and key[0] in wanted},
-        equal,
+        without,
         asked,
         {name: sum(answers.stats.get(name, 0.0) for answers in rounds) for name in costs},
         length_share(of_answer, {key: len(sample.tokens) for key, sample in samples.items()}),
@@ -293,18 +295,22 @@ def groups(rewards: Mapping[SampleKey, float]) -> dict[str, dict[SampleKey, floa
     return groups
 
 
-def flat(rewards: Mapping[SampleKey, float]) -> set[str]:
-    """Return the prompts that teach nothing: their rewards are all equal, or they have fewer than two."""
-    return {prompt for prompt, group in groups(rewards).items() if _equal(group)}
+def flat(advantages: Mapping[SampleKey, float]) -> set[str]:
+    """Return the prompts that teach nothing: none of their answers has an advantage."""
+    return {prompt for prompt, group in groups(advantages).items() if not any(group.values())}
 
 
 def advantages(rewards: Mapping[SampleKey, float], center: str, scale: str) -> dict[SampleKey, float]:
-    """Return the advantage of each answer. The advantages of a group add up to 0; those of a flat group are 0.
+    """Return the advantage of each answer.
+
+    Where rewards are compared inside groups, the advantages of a group add up to 0, and those of one with equal rewards
+    are 0.
 
     Args:
-        rewards: all rewards of the step, those of flat groups too.
+        rewards: all rewards of the step, those of groups with equal rewards too.
         center: what a reward is compared with. ``mean``: the mean of its group, as in GRPO (arXiv:2402.03300);
-            ``leave_one_out``: the mean of the group's other rewards, as in RLOO (arXiv:2402.14740).
+            ``leave_one_out``: the mean of the group's other rewards, as in RLOO (arXiv:2402.14740); ``batch``: the
+            mean of the step, as in REINFORCE++ (arXiv:2501.03262); ``none``: 0.
         scale: what the difference is divided by. ``std``: the sample standard deviation of the group's rewards;
             ``batch``: that of all rewards of the step; both as in TRL's GRPOTrainer. ``none``: nothing, as in Dr. GRPO
             (arXiv:2503.20783).
@@ -312,22 +318,24 @@ def advantages(rewards: Mapping[SampleKey, float], center: str, scale: str) -> d
     Raises:
         UserError: ``center`` or ``scale`` has another value.
     """
-    if center not in ("mean", "leave_one_out"):
-        raise UserError(f"center must be mean or leave_one_out, found {center!r}")
+    if center not in ("mean", "leave_one_out", "batch", "none"):
+        raise UserError(f"center must be mean, leave_one_out, batch or none, found {center!r}")
     if scale not in ("std", "batch", "none"):
         raise UserError(f"scale must be std, batch or none, found {scale!r}")
     values: dict[SampleKey, float] = {}
     of_step = _deviation(rewards) if scale == "batch" else 0.0
+    mean_of_step = fsum(rewards.values()) / max(1, len(rewards))
     for group in groups(rewards).values():
-        if _equal(group):
+        count, mean = len(group), fsum(group.values()) / len(group)
+        baseline = {"batch": mean_of_step, "none": 0.0}.get(center, mean)
+        if _equal(group) and abs(mean - baseline) <= EQUAL:
             values |= dict.fromkeys(group, 0.0)
             continue
-        count, mean = len(group), fsum(group.values()) / len(group)
         # a reward minus the mean of the others is this factor times the reward minus the mean of all
         factor = count / (count - 1) if center == "leave_one_out" else 1.0
         if scale != "none":
             factor /= (_deviation(group) if scale == "std" else of_step) + EPSILON
-        values |= {key: factor * (reward - mean) for key, reward in group.items()}
+        values |= {key: factor * (reward - baseline) for key, reward in group.items()}
     return values
 
 
@@ -390,3 +398,33 @@ def to_rows(samples: Sequence[Sample], prompts: Mapping[str, Sequence[int]]) -> 
         rows.labels.append(labels)
         rows.lengths.append((len(tokens),))
     return rows
+
+
+def subtract_kl(rows: Rows, groups: Sequence[str], coef: float, center: str) -> None:
+    """Subtract ``coef`` times its KL divergence from the reward of each answer, which changes its advantages.
+
+    The divergence is estimated by the answer's log-prob under the policy minus that under the reference (k1), as in
+    RLOO (arXiv:2402.14740). It is compared with those of the group's other trained answers as rewards are, and not
+    scaled.
+
+    Args:
+        rows: rows with the columns ``advantages``, ``reference_logprobs``, and ``old_logprobs`` or
+            ``sampler_logprobs``.
+        groups: the group of each row.
+        coef: the factor.
+        center: see :func:`advantages`.
+    """
+    policy = rows.columns["old_logprobs" if "old_logprobs" in rows.columns else "sampler_logprobs"]
+    distances = [now - reference for now, reference in zip(policy, rows.columns["reference_logprobs"], strict=True)]
+    parts = [
+        (row, slice(end - length, end))
+        for row, lengths in enumerate(rows.lengths)
+        for length, end in zip(lengths, accumulate(lengths), strict=True)
+    ]
+    penalties = {
+        (groups[row], i): -coef * float(distances[row][part].sum(dtype=np.float64))
+        for i, (row, part) in enumerate(parts)
+    }
+    worth = advantages(penalties, center, "none")
+    for (row, part), value in zip(parts, (worth[key] for key in penalties), strict=True):
+        rows.columns["advantages"][row][part] += value * (rows.labels[row][part] != IGNORE)

@@ -294,6 +294,7 @@ class Training:
         parameters = list(learner.adapter.values())
         # The counts cover all micro-batches and ranks, so the loss is exact and not a mean of means.
         denominator = learner.objective.denominator(update.labels, update.sequences)
+        learner.objective.entropy_weight = denominator / max(1, update.labels)
         summed = torch.zeros((), dtype=torch.float32, device=device)
         with self._first_step_checks(), self._compiling(), learner.objective.measuring() as tally:
             for batch in update.batches:

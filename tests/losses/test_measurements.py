@@ -26,7 +26,7 @@ from tests.losses.test_policy_gradient import LENGTHS, SEQUENCE, given, logprobs
 ONE = Ranks(torch.device("cpu"))
 
 
-def expected(loss: str, now, columns, sequence, on_policy: bool, low=0.2, high=0.28) -> dict[str, float]:
+def expected(loss: str, now, columns, sequence, on_policy: bool, low=0.2, high=0.28, dual=1.6) -> dict[str, float]:
     """Return the measurements of labels with the log-probs ``now`` by their definitions."""
     found = {}
     old = now if on_policy else columns["old_logprobs"]
@@ -41,6 +41,8 @@ def expected(loss: str, now, columns, sequence, on_policy: bool, low=0.2, high=0
         else:
             found["clipped_low"] = ((ratio < 1 - low) & (advantages < 0)).mean()
             found["clipped_high"] = ((ratio > 1 + high) & (advantages > 0)).mean()
+        if loss == "grpo":
+            found["clipped_dual"] = ((ratio > dual) & (advantages < 0)).mean()
     if "sampler_logprobs" in columns:
         gap = old - columns["sampler_logprobs"]
         found |= {"mismatch_mean": abs(gap).mean(), "mismatch_max": abs(gap).max()}
@@ -72,13 +74,21 @@ def test_measurements_equal_their_definitions(loss, on_policy, mismatch):
     parts = [slice(0, first), slice(first, second), slice(second, None), slice(0, 0)]
     now = logprobs(head, hidden, targets, 0.7).detach().numpy()
     plain = {name: column.numpy() for name, column in columns.items()}
+    limits = {
+        "grpo": {"clip_high": 0.28, "clip_dual": 1.6}, "gspo": {"clip_low": 0.2, "clip_high": 0.28},
+        "cispo": {"clip_high": 0.28}, "reinforce": {},
+    }  # fmt: skip
     objective = PolicyGradient(
-        loss, clip_high=0.28, on_policy=on_policy, mismatch=mismatch, temperature=0.7, chunk_tokens=7, **given(loss)
+        loss, on_policy=on_policy, mismatch=mismatch, temperature=0.7, chunk_tokens=7, **limits[loss], **given(loss)
     )
     for without in ((), ("sampler_logprobs",) * (mismatch == "none"), ("reference_logprobs",)):
         kept = {name: column for name, column in columns.items() if name not in without}
         found = measured(objective, head, hidden, targets, kept, parts)
         wanted = expected(loss, now, {name: plain[name] for name in kept}, SEQUENCE.numpy(), on_policy)
+        if mismatch == "mask":
+            gap = (now if on_policy else plain["old_logprobs"]) - plain["sampler_logprobs"]
+            wanted["mismatch_limited"] = ((np.exp(gap) < 0.5) | (np.exp(gap) > 5)).mean()
+            assert wanted["mismatch_limited"] > 0
         assert found == pytest.approx(wanted, rel=1e-4)
     if not on_policy:
         assert found.get("clipped_low", 0) + found["clipped_high"] > 0
@@ -205,7 +215,8 @@ def test_a_step_measures_all_its_labels(tmp_path, loss):
         for name, each in rows.columns.items()
     }
     sequence = np.concatenate([np.full(counts[i], i) for i in chosen])
-    wanted = expected(loss, np.concatenate([now[i] for i in chosen]), columns, sequence, False, high=0.2)
+    limits = {"grpo": (0.2, 0.2, 3.0), "gspo": (3e-4, 4e-4)}[loss]
+    wanted = expected(loss, np.concatenate([now[i] for i in chosen]), columns, sequence, False, *limits)
     found = lines(tmp_path / "one")
     assert {name: found[0][name] for name in wanted} == pytest.approx(wanted, rel=1e-4)
     assert len(found) == 3

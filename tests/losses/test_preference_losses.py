@@ -38,7 +38,7 @@ def each_sequence(values, mean=False):
     return torch.stack(parts[::2]), torch.stack(parts[1::2])
 
 
-def by_autograd(loss, now, reference, *, beta=0.1, smoothing=0.0, gamma=0.5, rpo=0.0, mean=False):
+def by_autograd(loss, now, reference, *, beta=0.1, smoothing=0.0, gamma=1.0, rpo=0.0, mean=False):
     """Return each pair's loss [3] by the papers' formulas."""
     chosen, rejected = each_sequence(now if loss == "simpo" else now - reference, mean)
     margin = chosen - rejected
@@ -86,10 +86,11 @@ def test_losses_equal_autograd(loss, normalized, beta, chunk):
 def test_smoothing_margin_and_nll_equal_autograd(loss, smoothing, rpo):
     head, hidden, targets, columns = problem()
     gamma = 1.4 if loss == "simpo" else None
+    beta = 2.0 if loss == "simpo" else 0.1
     objective = Preference(loss, label_smoothing=smoothing, gamma=gamma, rpo_alpha=rpo, chunk_tokens=7)
     now, mean = logprobs(head, hidden, targets), loss == "simpo"
     pairs = by_autograd(
-        loss, now, columns["reference_logprobs"], smoothing=smoothing, gamma=1.4, rpo=rpo, mean=mean
+        loss, now, columns["reference_logprobs"], beta=beta, smoothing=smoothing, gamma=1.4, rpo=rpo, mean=mean
     )  # fmt: skip
     assert_equal(found(objective, head, hidden, targets, columns), pairs.mean(), [hidden, *head.parameters()])
 

@@ -14,8 +14,10 @@ from rocm_ext.recipes import grpo_rocm
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
+from rocm_ext.config import algorithms
+from rocm_ext.config.algorithms import ALGORITHMS, KEYS, describe
 from rocm_ext.config.checks import check_grpo_values, updates_of_pass
-from rocm_ext.losses.policy_gradient import LOSSES, PolicyGradient, loss_config
+from rocm_ext.losses.policy_gradient import PolicyGradient, loss_config
 from tests.config.test_run_configs import CONFIGS
 from tests.kit.grpo_runs import write_run
 from tests.kit.tiny import write_yaml
@@ -36,7 +38,7 @@ def load(name: str, *overrides: str) -> DictConfig:
 def test_a_loss_is_a_name_or_a_component(tmp_path):
     assert load("cpu_pocket_grpo", "loss=gspo").loss == "gspo"
     own = OmegaConf.load(CONFIGS / "cpu_pocket_grpo.yaml")
-    own.loss = {"_component_": "rocm_ext.losses.PolicyGradient", "loss": "cispo", "clip_high": 4.0}
+    own.loss = {"_component_": "rocm_ext.losses.PolicyGradient", "loss": "cispo", "clip_high": 3.0}
     OmegaConf.save(own, tmp_path / "own.yaml")
     check_grpo_values(load(str(tmp_path / "own.yaml")))
     raft = OmegaConf.to_container(OmegaConf.load(CONFIGS / "cpu_pocket_raft.yaml")) | {"loss": "dapo"}
@@ -54,14 +56,17 @@ def values(**changes: Any) -> DictConfig:
     "changes",
     [
         {},
-        *[{"loss": name} for name in LOSSES],
+        *[{"loss": name} for name in ALGORITHMS],
         {"loss": {"_component_": "my_module.MyLoss"}, "updates_per_step": 2},
         {"updates_per_step": 2, "groups_per_update": 1, "old_logprobs": "sampler"},
         {"max_staleness": 1, "engine": SERVERS},
         {"max_staleness": 1, "engine": SERVERS, "mismatch": "none", "updates_per_step": 2, "old_logprobs": "sampler"},
         {"keep_samples": 10, "stop_after_no_gain": 3, "max_length_share": 0.5, "min_entropy": 0.05},
         {"center": "leave_one_out", "scale": "none", "truncated": "penalize", "truncation_margin": 1024},
-        {"mismatch": "mask", "mismatch_level": "sequence", "kl_coef": 0.01, "refill": True},
+        {"center": "batch", "scale": "batch", "kl_in": "reward", "samples_per_prompt": 1},
+        {"loss": "reinforce", "samples_per_prompt": 1},
+        {"mismatch": "mask", "mismatch_level": "geometric", "kl_coef": 0.01, "refill": True},
+        {"mismatch_limits": [0.5, 5], "clip_dual": 1e9},
     ],
     ids=str,
 )
@@ -90,16 +95,26 @@ def test_takes(changes):
         ({"loss": None}, "loss is None; expected grpo"),
         ({"loss": "rloo", "groups_per_update": 16}, "loss rloo has no ratio, so it takes one update per step"),
         ({"loss": "reinforce", "updates_per_step": 2}, "set them to 1 and null, or loss to grpo, dr_grpo, dapo, gspo"),
-        ({"center": "median"}, "center is 'median'; expected mean or leave_one_out"),
-        ({"scale": None}, "scale is None; expected std, batch or none"),
+        ({"center": "median"}, "center is 'median'; expected mean, leave_one_out, batch or none, or null"),
+        ({"center": "none", "scale": "batch"}, "set scale=none, or center to mean or leave_one_out"),
+        ({"loss": "reinforce", "scale": "std"}, "center=none gives advantages to groups of equal rewards"),
+        ({"scale": "group"}, "scale is 'group'; expected std, batch or none, or null"),
         ({"clip_low": 0}, "clip_low is 0; expected a number above 0"),
         ({"clip_high": "wide"}, "clip_high is 'wide'; expected a number above 0"),
         ({"old_logprobs": "server"}, "old_logprobs is 'server'; expected trainer or sampler"),
         ({"kl_coef": -0.1}, "kl_coef is -0.1; expected a number of at least 0"),
         ({"entropy_coef": float("nan")}, "entropy_coef is nan"),
         ({"mismatch": False}, "mismatch is False; expected truncate, mask or none"),
-        ({"mismatch_level": "word"}, "mismatch_level is 'word'; expected token or sequence"),
-        ({"mismatch_limit": 1}, "mismatch_limit is 1; expected a number above 1"),
+        ({"mismatch_level": "word"}, "mismatch_level is 'word'; expected token, sequence or geometric"),
+        ({"mismatch_limits": [2, 3]}, "expected a list of two numbers, the lowest from 0 to 1 and the highest"),
+        ({"mismatch_limits": [0.5]}, "mismatch_limits is [0.5]; expected a list of two numbers"),
+        ({"loss": "cispo", "clip_low": 0.2}, "clip_low is 0.2, and loss cispo has no such limit; set clip_low=null"),
+        ({"loss": OWN_LOSS, "kl_in": "reward"}, "kl_in is 'reward', and loss is a component with arguments of its own"),
+        ({"loss": OWN_LOSS, "clip_high": 0.2}, "clip_high is 0.2, and loss is a component"),
+        ({"clip_dual": 1.2}, "clip_dual is 1.2; expected a number above 1 + clip_high, 1.28"),
+        ({"kl_in": "prompt"}, "kl_in is 'prompt'; expected loss or reward, or null"),
+        ({"top_p": 0.9}, "top_p is 0.9, and GRPO samples from the whole distribution"),
+        ({"top_k": 20}, "set top_k=null, or filter answers with raft_rocm"),
         ({"truncated": "drop"}, "truncated is 'drop'; expected mask, penalize or keep"),
         ({"truncation_penalty": 0}, "truncation_penalty is 0; expected a number above 0"),
         ({"truncation_margin": -1}, "truncation_margin is -1"),
@@ -144,14 +159,16 @@ def test_any_value_is_taken_or_refused_in_one_line(changes):
 
 POSITIVE = st.floats(0, 5, exclude_min=True)
 OF_LOSS = {
-    "loss": st.sampled_from([*LOSSES, "ppo"]),
+    "loss": st.sampled_from([*ALGORITHMS, "ppo"]),
     "clip_low": POSITIVE,
     "clip_high": POSITIVE,
+    "clip_dual": POSITIVE,
     "kl_coef": st.floats(-1, 1),
+    "kl_in": st.sampled_from(["loss", "reward", "prompt"]),
     "entropy_coef": st.floats(-1, 1),
     "mismatch": st.sampled_from(["truncate", "mask", "none", "clip"]),
-    "mismatch_level": st.sampled_from(["token", "sequence", "step"]),
-    "mismatch_limit": st.floats(0, 5),
+    "mismatch_level": st.sampled_from(["token", "sequence", "geometric", "step"]),
+    "mismatch_limits": st.lists(st.floats(0, 3), min_size=1, max_size=3),
     "temperature": st.floats(0, 2),
     "updates_per_step": st.integers(1, 2),
 }
@@ -168,6 +185,34 @@ def test_the_objective_takes_the_same_values(changes):
     assert bool(before) == bool(later), (before, later)
 
 
+@pytest.mark.parametrize("loss", ALGORITHMS)
+def test_null_keys_are_those_of_the_loss_wherever_it_is_built(loss):
+    cfg = values(loss=loss)
+    check_grpo_values(cfg)
+    filled, own = (
+        config.instantiate(OmegaConf.create(loss_config(cfg)), key="loss"),
+        PolicyGradient(loss, normalize=1024.0),
+    )
+    names = ["clip_low", "clip_high", "clip_dual", "kl_in"]
+    assert [getattr(filled, name) for name in names] == [getattr(own, name) for name in names]
+    assert filled.normalize == (1024 if loss == "dr_grpo" else own.kind.normalize)
+    assert [cfg.center, cfg.scale] == {
+        "dr_grpo": ["mean", "none"], "rloo": ["leave_one_out", "none"], "reinforce": ["none", "none"]
+    }.get(loss, ["mean", "std"])  # fmt: skip
+    assert cfg.mismatch_limits == [0, 2]
+    assert describe(cfg).startswith(f"loss {loss}: center {cfg.center}, scale {cfg.scale}")
+    again = copy.deepcopy(cfg)
+    check_grpo_values(again)
+    assert again == cfg
+
+
+def test_a_component_has_the_usual_advantages_and_its_own_limits():
+    cfg = values(loss=OWN_LOSS)
+    check_grpo_values(cfg)
+    assert [cfg[key] for key in KEYS] == ["mean", "std", None, None, None, None]
+    assert describe(cfg) == ("loss rocm_ext.losses.PolicyGradient: center mean, scale std, mismatch_limits [0.0, 2.0]")
+
+
 def refused(call: Callable[[], Any]) -> str | None:
     """Return the line in which ``call`` refuses its values; None if it takes them."""
     try:
@@ -181,7 +226,9 @@ def refused(call: Callable[[], Any]) -> str | None:
 def test_every_key_of_the_recipe_is_read():
     rooms = ("recipes/grpo_rocm.py", "rocm_ext/rl/*.py")
     texts = [path.read_text() for room in rooms for path in CONFIGS.parent.glob(room)]
-    source = "\n".join([*texts, inspect.getsource(loss_config), inspect.getsource(updates_of_pass)])
+    source = "\n".join(
+        [*texts, inspect.getsource(loss_config), inspect.getsource(algorithms), inspect.getsource(updates_of_pass)]
+    )
     for key in OWN:
         assert re.search(rf"cfg\.{key}\b|[\"']{key}[\"']", source), key
 
@@ -221,7 +268,7 @@ def run_line(folder, tmp_path, capsys, monkeypatch):
         ({"loss": OWN_LOSS, "groups_per_update": 1}, "set loss.on_policy=False"),
         ({"max_staleness": 1}, "LocalEngine samples with the weights in training"),
         ({"max_new_tokens": 500}, "more than the 512 that the model takes"),
-        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"top_p": 1.5}, "top_p is 1.5, and GRPO samples from the whole distribution"),
         ({"cycles": 3}, "unknown key cycles"),
         ({"steps_per_epoch": 3}, "unknown key steps_per_epoch"),
         ({"stop_after_no_gain": 1, "eval_prompts": None}, "stop_after_no_gain needs held-out prompts"),

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.data.rows import Rows
 from rocm_ext.rl.evaluation import flat_reason, mismatch_warning, policy_stop_reason
 from rocm_ext.rl.prompts import choose_by_curriculum as choose
 from rocm_ext.rl.prompts import pass_rate
-from rocm_ext.rl.selection import EPSILON, advantages, flat, groups, length_share, rewards
+from rocm_ext.rl.selection import EPSILON, advantages, flat, groups, length_share, rewards, subtract_kl
 from rocm_ext.verifiers import Result, Verdict
 
 CENTERS, SCALES = ("mean", "leave_one_out"), ("std", "batch", "none")
@@ -95,7 +96,8 @@ def test_neither_the_order_of_answers_nor_that_of_groups_matters(drawn, kind, rn
 
 @given(of_step, kinds)
 def test_a_flat_group_has_no_advantage(drawn, kind):
-    found, level = advantages(drawn, *kind), flat(drawn)
+    found = advantages(drawn, *kind)
+    level = flat(found)
     for prompt, group in groups(drawn).items():
         assert (prompt in level) == (max(group.values()) - min(group.values()) <= 1e-8)
         if prompt in level:
@@ -105,7 +107,47 @@ def test_a_flat_group_has_no_advantage(drawn, kind):
 
 
 def test_rewards_that_differ_by_rounding_alone_are_equal():
-    assert flat({("a", 0): 0.1 + 0.2, ("a", 1): 0.3, ("b", 0): 0.3, ("b", 1): 0.3001, ("c", 0): 1.0}) == {"a", "c"}
+    drawn = {("a", 0): 0.1 + 0.2, ("a", 1): 0.3, ("b", 0): 0.3, ("b", 1): 0.3001, ("c", 0): 1.0}
+    assert flat(advantages(drawn, "mean", "none")) == {"a", "c"}
+    assert flat(advantages(drawn, "none", "none")) == set()
+
+
+@given(of_step, st.sampled_from(["batch", "none"]), st.sampled_from(["batch", "none"]))
+def test_without_groups_rewards_are_compared_with_the_step_or_with_nothing(drawn, center, scale):
+    assume(center == "batch" or scale == "none")
+    found = advantages(drawn, center, scale)
+    all_rewards = np.array(list(drawn.values()))
+    expected = all_rewards - (all_rewards.mean() if center == "batch" and len(drawn) else 0.0)
+    if scale == "batch":
+        expected = expected / ((all_rewards.std(ddof=1) if len(drawn) > 1 else 0.0) + EPSILON)
+    assert list(found.values()) == pytest.approx(expected.tolist(), abs=1e-3 if scale == "batch" else 2e-8)
+    assert flat(found) == {prompt for prompt, group in groups(found).items() if set(group.values()) == {0.0}}
+
+
+@pytest.mark.parametrize("policy", ["old_logprobs", "sampler_logprobs"])
+@pytest.mark.parametrize(("center", "baseline"), [("leave_one_out", True), ("none", False)])
+def test_kl_in_the_reward_equals_rloo(policy, center, baseline):
+    """The reward minus beta times the answer's log-ratio, compared with the mean of the others."""
+    rng = np.random.default_rng(0)
+    lengths = [(5, 7), (6,), (4, 9)]  # answers to a, a, a and b, b; the first 3 tokens are the prompt
+    labels = [np.concatenate([[-100] * 3 + [1] * (n - 3) for n in row]).astype(np.int32) for row in lengths]
+    draw = lambda: [(rng.normal(size=len(row)) * (row > 0)).astype(np.float32) for row in labels]  # noqa: E731
+    columns = {policy: draw(), "reference_logprobs": draw()}
+    drawn = {("a", 0): 1.0, ("a", 1): 0.0, ("a", 2): 0.5, ("b", 0): 0.0, ("b", 1): 1.0}
+    worth = iter(advantages(drawn, center, "none").values())
+    of_row = [np.concatenate([[0] * 3 + [w] * (n - 3) for n, w in zip(row, worth)]) for row in lengths]  # noqa: B905
+    rows = Rows(labels, labels, lengths, {}, columns | {"advantages": [row.astype(np.float32) for row in of_row]})
+
+    parts = [np.split(a - b, np.cumsum(row)[:-1]) for a, b, row in zip(*columns.values(), lengths, strict=True)]
+    distances = [part.sum() for row in parts for part in row]
+    total = {key: reward - 0.3 * kl for (key, reward), kl in zip(drawn.items(), distances, strict=True)}
+    subtract_kl(rows, ["a", "a", "b"], 0.3, center)
+    ours = [part for column, row in zip(rows.columns["advantages"], lengths, strict=True)
+            for part in np.split(column, np.cumsum(row)[:-1])]  # fmt: skip
+    for key, part in zip(total, ours, strict=True):
+        others = [value for other, value in total.items() if other[0] == key[0] and other != key]
+        assert part[:3].tolist() == [0, 0, 0]
+        assert part[3:] == pytest.approx(total[key] - (fmean(others) if baseline else 0.0), rel=1e-5)
 
 
 @given(st.lists(values, min_size=2, max_size=8))
@@ -192,7 +234,7 @@ def test_length_share_is_the_r_squared_of_a_regression_with_an_intercept_per_gro
 def test_length_share_is_a_share_or_undefined(drawn, slope):
     lengths = {key: 10 + slope * key[1] for key in drawn}
     found = length_share(drawn, lengths)
-    assert (found is None) == (flat(drawn) == {prompt for prompt, _ in drawn})
+    assert (found is None) == (flat(advantages(drawn, "mean", "none")) == {prompt for prompt, _ in drawn})
     assert found is None or 0 <= found <= 1
     if found is not None and slope == 0:
         assert found == 0

@@ -25,6 +25,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
+from rocm_ext.config import algorithms
 from rocm_ext.config.checks import updates_of_pass, updates_of_step
 from tools.benchmarks import peers
 from tools.benchmarks.protocol import Failed, Ratio, Side, both, in_turn
@@ -99,6 +100,7 @@ def prepare(base: Path, changes: Sequence[str]) -> DictConfig:
     given = [f"pocket={base}/pocket", f"output_dir={base}/out", "eval_prompts=null", "mismatch=none", "loss=dapo",
              "updates_per_step=1", "verify_workers=1", f"checkpointer.adapter_checkpoint={base}/peft"]  # fmt: skip
     cfg = config.load("grpo_rocm", "cpu_pocket_grpo", [*given, *changes])
+    algorithms.fill(cfg)
     decoder = build_model(cfg.model, torch.float32, 7, torch.device("cpu"))
     (base / "peft").mkdir()
     peft_files.write_adapter(base / "peft", decoder, "QWEN2", str(base / "pocket"))
@@ -136,7 +138,8 @@ def start(
     work = {
         "model": str(base / "pocket"), "steps": steps, "updates": updates_of_step(cfg), "prompts": cfg.prompts_per_step,
         "samples": cfg.samples_per_prompt, "max_new_tokens": cfg.max_new_tokens, "batch_size": batch_size(cfg),
-        "lr": cfg.optimizer.lr, "clip_low": cfg.clip_low, "clip_high": cfg.clip_high, "scale": cfg.scale,
+        "lr": cfg.optimizer.lr, "clip_low": cfg.clip_low, "clip_high": cfg.clip_high,
+        "clip_dual": cfg.clip_dual, "scale": cfg.scale,
         "verifier": OmegaConf.to_container(cfg.verifier), "given": flat,
     }  # fmt: skip
     ours = ["-m", "tools.benchmarks.sides.grpo_ours", folder / "given.json", "--config", folder / "ours.yaml"]

@@ -70,8 +70,8 @@ METHODS = {
     "raft": Method("RAFT", RAFT),
     "raft++": Method("RAFT++", RAFT, {"objective": "raft++"}),
     "grpo": Method("GRPO", GRPO, {"loss": "grpo"}),
-    "dr_grpo": Method("Dr. GRPO", GRPO, {"loss": "dr_grpo", "scale": "none"}),
-    "rloo": Method("RLOO", GRPO, {"loss": "rloo", "center": "leave_one_out", "scale": "none"}, on_policy=True),
+    "dr_grpo": Method("Dr. GRPO", GRPO, {"loss": "dr_grpo"}),
+    "rloo": Method("RLOO", GRPO, {"loss": "rloo"}, on_policy=True),
     "cispo": Method("CISPO", GRPO, {"loss": "cispo"}),
 }
 

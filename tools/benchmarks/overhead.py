@@ -27,6 +27,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.base.files import read_lines
+from rocm_ext.config import algorithms
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl import evaluation
 from rocm_ext.rl.prompts import choose_by_curriculum
@@ -100,6 +101,7 @@ class Synthetic:
     """
 
     def __init__(self, out: Path, cfg: DictConfig, prompts: int) -> None:
+        algorithms.fill(cfg)
         self._out, self._cfg, self._rng = out, cfg, random.Random(0)
         self._ids = [str(i) for i in range(prompts)]
         self.records = Records.open(out, Ranks(torch.device("cpu")), 0, -1)

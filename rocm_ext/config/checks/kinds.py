@@ -80,10 +80,16 @@ def list_of_texts(name: str) -> Kind:
     return Kind(lambda value: isinstance(value, ListConfig) and all(isinstance(item, str) for item in value), (name,))
 
 
+def _around_one(value: Any) -> bool:
+    pair = list(value) if isinstance(value, ListConfig | list | tuple) else []
+    return len(pair) == 2 and all(type(x) in (int, float) for x in pair) and 0 <= pair[0] <= 1 <= pair[1] < math.inf
+
+
 NULL = Kind(lambda value: value is None, ("null",))
 SWITCH = one_of(True, False)
 COMPONENT = Kind(lambda value: value is not None, ("a _component_", "leave the key out for its default"))
 POSITIVE = number(lambda x: x > 0, "a number above 0")
 NOT_NEGATIVE = number(lambda x: x >= 0, "a number of at least 0")
 SHARE = number(lambda x: 0 < x <= 1, "a share above 0, at most 1")
+LIMITS = Kind(_around_one, ("a list of two numbers, the lowest from 0 to 1 and the highest of at least 1",))
 REST = number(lambda x: 0 <= x < 1, "a share from 0 to under 1")

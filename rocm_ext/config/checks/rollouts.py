@@ -7,8 +7,11 @@ from omegaconf import DictConfig
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import COMPONENT as NAME
 from rocm_ext.base.importing import import_component
+from rocm_ext.config import algorithms
+from rocm_ext.config.algorithms import ALGORITHMS
 from rocm_ext.config.checks.kinds import (
     COMPONENT,
+    LIMITS,
     NOT_NEGATIVE,
     NULL,
     POSITIVE,
@@ -60,10 +63,6 @@ _RAFT: dict[str, Kind] = {
 _GRPO: dict[str, Kind] = {
     "steps": integer(1),
     "prompts_per_step": integer(1),
-    "samples_per_prompt": Kind(
-        integer(2).fits,
-        ("at least 2: an advantage compares an answer with the others of its group, so one answer alone has none",),
-    ),
     "temperature": number(lambda x: x > 0, "a number above 0, because a group needs different answers"),
     "refill": SWITCH,
     "max_refills": integer(1),
@@ -72,15 +71,18 @@ _GRPO: dict[str, Kind] = {
     "truncated": one_of("mask", "penalize", "keep"),
     "truncation_margin": integer(0),
     "truncation_penalty": POSITIVE,
-    "center": one_of("mean", "leave_one_out"),
-    "scale": one_of("std", "batch", "none"),
-    "clip_low": POSITIVE,
+    "center": one_of("mean", "leave_one_out", "batch", "none") | NULL,
+    "scale": one_of("std", "batch", "none") | NULL,
+    "clip_low": POSITIVE | NULL,
+    "clip_high": POSITIVE | NULL,
+    "clip_dual": POSITIVE | NULL,
     "kl_coef": NOT_NEGATIVE,
+    "kl_in": one_of("loss", "reward") | NULL,
     "entropy_coef": NOT_NEGATIVE,
     "old_logprobs": one_of("trainer", "sampler"),
     "mismatch": one_of("truncate", "mask", "none"),
-    "mismatch_level": one_of("token", "sequence"),
-    "mismatch_limit": number(lambda x: x > 1, "a number above 1"),
+    "mismatch_level": one_of("token", "sequence", "geometric"),
+    "mismatch_limits": LIMITS | NULL,
     "updates_per_step": integer(1),
     "groups_per_update": integer(1) | NULL,
     "max_staleness": one_of(0, 1),
@@ -89,9 +91,6 @@ _GRPO: dict[str, Kind] = {
     "save_every_n_steps": integer(1),
     "keep_samples": one_of("all") | integer(1),
 }
-# The names of rocm_ext.losses.policy_gradient.LOSSES, which stands above this room
-_WITH_RATIO = ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
-_WITHOUT_RATIO = ("rloo", "reinforce")
 
 
 def updates_of_pass(cfg: DictConfig, groups: int | None = None) -> int:
@@ -128,15 +127,19 @@ def check_raft_values(cfg: DictConfig) -> None:
 
 
 def check_grpo_values(cfg: DictConfig) -> None:
-    """Refuse values of the keys that GRPO has and SFT lacks. ``Sampling`` checks its own.
+    """Refuse values of the keys that GRPO has and SFT lacks, and fill those that its loss says.
+
+    ``Sampling`` checks its own keys.
 
     Raises:
         UserError: naming the key, what was found and what was expected.
     """
     check(cfg, _SHARED | _GRPO)
     _check_shared(cfg)
-    _check_groups(cfg)
     _check_loss(cfg)
+    algorithms.fill(cfg)
+    _check_groups(cfg)
+    _check_sampling(cfg)
     _check_staleness(cfg)
     if cfg.keep_samples != "all" and cfg.keep_samples < cfg.save_every_n_steps:
         raise UserError(
@@ -146,6 +149,16 @@ def check_grpo_values(cfg: DictConfig) -> None:
 
 
 def _check_groups(cfg: DictConfig) -> None:
+    if cfg.samples_per_prompt < 2 and cfg.center in ("mean", "leave_one_out"):
+        raise UserError(
+            f"samples_per_prompt is {cfg.samples_per_prompt}; expected at least 2: an advantage compares an answer "
+            "with the others of its group, so one answer alone has none"
+        )
+    if cfg.scale not in {"none": ("none",), "batch": ("batch", "none")}.get(cfg.center, (cfg.scale,)):
+        raise UserError(
+            f"center={cfg.center} gives advantages to groups of equal rewards, which scale={cfg.scale} would divide by "
+            "0; set scale=none, or center to mean or leave_one_out"
+        )
     if (cfg.groups_per_update or 1) > cfg.prompts_per_step:
         raise UserError(
             f"groups_per_update is {cfg.groups_per_update}, more than the {cfg.prompts_per_step} groups of a step "
@@ -157,17 +170,27 @@ def _check_groups(cfg: DictConfig) -> None:
         )
 
 
+def _check_sampling(cfg: DictConfig) -> None:
+    for key in ("top_k", "top_p", "min_p"):
+        if cfg[key] is not None:
+            raise UserError(
+                f"{key} is {cfg[key]!r}, and GRPO samples from the whole distribution: log-probs that know nothing of "
+                f"{key} bias the gradient; set {key}=null, or filter answers with raft_rocm"
+            )
+
+
 def _check_loss(cfg: DictConfig) -> None:
-    names = (*_WITH_RATIO, *_WITHOUT_RATIO)
+    names = list(ALGORITHMS)
     component = isinstance(cfg.loss, DictConfig) and NAME in cfg.loss
     if not component and cfg.loss not in names:
         raise UserError(f"loss is {cfg.loss!r}; expected {', '.join(names)}, or a _component_")
     updates = updates_of_step(cfg)
-    if cfg.loss in _WITHOUT_RATIO and updates > 1:
+    with_ratio = [name for name in names if ALGORITHMS[name].ratio != "none"]
+    if not component and cfg.loss not in with_ratio and updates > 1:
         raise UserError(
             f"loss {cfg.loss} has no ratio, so it takes one update per step, and updates_per_step and "
             f"groups_per_update give up to {updates}; set them to 1 and null, or loss to "
-            f"{', '.join(_WITH_RATIO[:-1])} or {_WITH_RATIO[-1]}"
+            f"{', '.join(with_ratio[:-1])} or {with_ratio[-1]}"
         )
 
 

@@ -1,0 +1,109 @@
+"""What each policy-gradient algorithm is: the table that fills a config's null keys and that the loss reads."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.importing import COMPONENT
+
+KEYS = ("center", "scale", "clip_low", "clip_high", "clip_dual", "kl_in")
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """An algorithm as its paper has it.
+
+    Attributes:
+        center, scale: see :func:`rocm_ext.rl.selection.advantages`.
+        ratio: the probability ratio is that of a ``token``, or the geometric mean of its ``sequence``; ``none``: the
+            loss is the advantage times the log-prob, which is right only for answers of the current policy.
+        frozen: the ratio weighs the log-prob's gradient, instead of having the gradient.
+        normalize: see :class:`rocm_ext.losses.Objective`; None: the maximum length of an answer.
+        clip_low, clip_high, clip_dual: see :class:`rocm_ext.losses.PolicyGradient`; None: it has no such limit.
+        kl_in: where ``kl_coef`` enters, the ``loss`` or the ``reward``; None: the loss has a key of its own.
+    """
+
+    center: str = "mean"
+    scale: str = "std"
+    ratio: str = "token"
+    frozen: bool = False
+    normalize: str | float | None = "tokens"
+    clip_low: float | None = 0.2
+    clip_high: float | None = 0.2
+    clip_dual: float | None = 3.0  # a guard of verl's, in no paper of these
+    kl_in: str | None = "loss"
+
+
+_UNCLIPPED: dict[str, Any] = {"clip_low": None, "clip_high": None, "clip_dual": None}
+_ON_POLICY: dict[str, Any] = {"scale": "none", "ratio": "none", "normalize": 1.0, "kl_in": "reward", **_UNCLIPPED}
+ALGORITHMS = {
+    "grpo": Algorithm(normalize="sequences"),  # arXiv:2402.03300
+    "dr_grpo": Algorithm(scale="none", normalize=None),  # arXiv:2503.20783
+    "dapo": Algorithm(clip_high=0.28),  # arXiv:2503.14476
+    "gspo": Algorithm(  # arXiv:2507.18071
+        ratio="sequence", normalize="sequences", clip_low=3e-4, clip_high=4e-4, clip_dual=None
+    ),
+    "cispo": Algorithm(frozen=True, **(_UNCLIPPED | {"clip_high": 4.0})),  # arXiv:2506.13585; limit of ScaleRL and TRL
+    "rloo": Algorithm(center="leave_one_out", **_ON_POLICY),  # arXiv:2402.14740
+    "reinforce": Algorithm(center="none", **_ON_POLICY),  # Williams 1992
+}
+_OF_COMPONENT = Algorithm(kl_in=None, **_UNCLIPPED)
+MISMATCH_LIMITS = {
+    **{("truncate", level): (0.0, 2.0) for level in ("token", "sequence", "geometric")},  # TIS
+    ("mask", "token"): (0.5, 5.0),  # IcePop, of the paper of Ring-1T, arXiv:2510.18855
+    ("mask", "sequence"): (0.0, 3.0),  # TRL 1.16
+    ("mask", "geometric"): (0.999, 1.001),  # verl
+}
+
+
+def complete(loss: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace what is None by the algorithm's value.
+
+    Args:
+        loss: name of the algorithm, or a component.
+        given: values of some of ``KEYS``.
+
+    Raises:
+        UserError: the algorithm has no limit of the kind that is given, or two limits contradict each other.
+    """
+    algorithm = ALGORITHMS[loss] if isinstance(loss, str) else _OF_COMPONENT
+    filled = {}
+    for key, value in given.items():
+        own = getattr(algorithm, key)
+        if own is None and value is not None:
+            raise UserError(
+                f"{key} is {value!r}, and loss {loss} has no such limit; set {key}=null"
+                if isinstance(loss, str)
+                else f"{key} is {value!r}, and loss is a component with arguments of its own; set {key}=null"
+            )
+        filled[key] = own if value is None else value
+    if filled.get("clip_dual") is not None and filled["clip_dual"] <= 1 + filled["clip_high"]:
+        raise UserError(
+            f"clip_dual is {filled['clip_dual']}; expected a number above 1 + clip_high, {1 + filled['clip_high']:g}"
+        )
+    return filled
+
+
+def fill(cfg: DictConfig) -> None:
+    """Fill the null keys of a GRPO config from the table.
+
+    Args:
+        cfg: config of ``grpo_rocm``, with a loss of the table or a component.
+
+    Raises:
+        UserError: see :func:`complete`.
+    """
+    for key, value in complete(cfg.loss, {key: cfg[key] for key in KEYS}).items():
+        cfg[key] = value
+    if cfg.mismatch_limits is None and cfg.mismatch != "none":
+        cfg.mismatch_limits = list(MISMATCH_LIMITS[cfg.mismatch, cfg.mismatch_level])
+
+
+def describe(cfg: DictConfig) -> str:
+    """Return what the algorithm of a GRPO config is, in one line; :func:`fill` has filled the config."""
+    name = cfg.loss if isinstance(cfg.loss, str) else cfg.loss[COMPONENT]
+    values = [f"{key} {cfg[key]}" for key in (*KEYS, "mismatch_limits") if cfg[key] is not None]
+    return f"loss {name}: {', '.join(values)}"
