@@ -301,9 +301,11 @@ def probe_config(cfg: DictConfig, values: Mapping[str, Any], insist: list[str]) 
         "metric_logger": None,
         "profiler": None,
         "profile_steps": None,
-        **{key: value for key, value in values.items() if key != "rows"},
     }
     changed = OmegaConf.create({**OmegaConf.to_container(cfg), **changes})  # type: ignore[dict-item]
+    for key, value in values.items():
+        if key != "rows":
+            OmegaConf.update(changed, key, value)
     changed.checkpointer.pop("adapter_checkpoint", None)
     return changed
 

@@ -1,22 +1,24 @@
 """What to measure, and which of the measured settings are the fastest.
 
-All combinations of rows, dtype, attention, checkpointing and compilation are some hundreds of measurements. So first
-the number of rows is chosen, and then one key after another is varied around the fastest values so far. What this
-misses are pairs of keys that pay off only together; most such pairs involve memory, and checkpointing as configured
-(``auto``) is chosen anew for each measurement.
+All combinations of rows, dtype, attention, checkpointing, 4-bit weights and compilation are some hundreds of
+measurements. So first the number of rows is chosen, and then one key after another is varied around the fastest values
+so far. What this misses are pairs of keys that pay off only together; most such pairs involve memory, and checkpointing
+as configured (``auto``) is chosen anew for each measurement.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from rocm_ext import config
 from rocm_ext.machine.detect import Machine
 from rocm_ext.machine.profile import ATTENTION, Lock
 
 PROBES = ("gemm", "bandwidth", "decoding", "training")  # in the order of the table
 MARK = "rocm-ext-bench "  # begins each line of a child; libraries print to stdout, too
+FOUR_BITS = "model.quantize_base"
 GAIN = 1.03  # least speed-up, beyond the spread of both, for which another setting replaces the configured one
 
 
@@ -124,11 +126,14 @@ class Sweep:
         device = (*_gemm(machine), Item("bandwidth", {"what": "device copy"}), *decoding)
         self._device = [item for item in device if item.probe in probes]
         self._rows = sorted({*((1, 4) if quick else (1, 2, 4, 8, 16)), cfg.batch_size}) if "training" in probes else []
+        four_bits = not (quick or cpu) and config.takes(cfg.model, "quantize_base", key="model")
         kernels = [name for name in ATTENTION if name != "efficient" or not cpu]
         self._values: dict[str, Sequence[Any]] = {
             "dtype": dtypes(machine),
             "attention": ["auto", "math", "eager"] if quick else kernels,
             "enable_activation_checkpointing": (False, True) if quick else (False, "auto", True),
+            # measured where a profile locks it, too: it may be slow, but nobody reports hangs
+            FOUR_BITS: (True, False) if four_bits else (),
             "compile": () if quick else (True, "max-autotune"),
         }
 
@@ -162,7 +167,8 @@ class Sweep:
         if len(measured) > 1:
             won.append(Winner("batch_size", best.item.values["rows"], in_words(measured, "rows")))
         for key, values in self._values.items():
-            now = best.result.get("dtype") if key == "dtype" else False if key == "compile" else self._cfg.get(key)
+            wanted = OmegaConf.select(self._cfg, key, default=False)
+            now = best.result.get("dtype") if key == "dtype" else False if key == "compile" else wanted
             lock, stage = self._locked.get(key), []
             for value in (value for value in values if value != now):
                 refused = lock is not None and value not in (lock.value, *lock.also)
@@ -170,11 +176,12 @@ class Sweep:
                 stage.append(Item("training", {**best.item.values, key: value}, skip=skip))
             stages.append(stage)
             if tried := [table[item.key] for item in stage if item.key in table]:
-                wanted = self._cfg.get(key)
                 configured = next((row for row in tried if row.item.values[key] == wanted), best)
                 best = max([best, *tried], key=lambda row: row.speed)
                 if best is not configured and best.beats(configured):
                     gain = f"{best.speed / configured.speed:.2f} times as fast as {wanted} in training steps"
+                    if key == FOUR_BITS and "quantize_base" in self._locked:
+                        gain += "; the profile's lock opens with hardware_overrides=[quantize_base]"
                     won.append(Winner(key, best.item.values[key], gain))
                 else:
                     best = configured

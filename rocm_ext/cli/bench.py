@@ -162,6 +162,7 @@ def _show(measured: Sequence[Measurement], won: Sequence[Winner]) -> None:
         if winner.key.isupper():
             print(f"# export {winner.key}={winner.value}  # {winner.reason}")
         elif "." in winner.key:
-            print(f"# in RAFT and GRPO: {winner.key}={winner.value} on the command line  # {winner.reason}")
+            where = "in RAFT and GRPO: " if winner.key.startswith("engine.") else ""
+            print(f"# {where}{winner.key}={winner.value} on the command line  # {winner.reason}")
         else:
             print(f"{winner.key}: {winner.value}  # {winner.reason}")

@@ -22,7 +22,7 @@ from rocm_ext import config
 from rocm_ext.base.log import log
 from rocm_ext.bench import child, probes, runner, summary
 from rocm_ext.bench.probes import Bench
-from rocm_ext.bench.sweep import PROBES, Item, Measurement, Spec, Sweep
+from rocm_ext.bench.sweep import FOUR_BITS, PROBES, Item, Measurement, Spec, Sweep
 from rocm_ext.cli import main
 from rocm_ext.machine import bench_file
 from rocm_ext.machine.detect import Machine, detect
@@ -158,6 +158,17 @@ def test_a_training_step_with_other_settings(monkeypatch):
     found = probes.measure(bench, asdict(Item("training", {**common, "attention": "efficient"})))
     assert found["status"] == "skipped"
     assert "torch has no efficient kernel" in found["detail"]
+
+
+def test_a_training_step_in_four_bits_takes_less_memory(monkeypatch):
+    monkeypatch.setattr(log, "disabled", False)
+    bench = Bench(Spec("cpu_pocket", ("hardware=cpu", "model.lora_attn_modules=[q_proj]"), 4 * GIB, seconds=0.01))
+    peaks = []
+    for four_bits in (False, True):
+        found = probes.measure(bench, asdict(Item("training", {"rows": 1, "compile": False, FOUR_BITS: four_bits})))
+        assert found["status"] == "ok", found
+        peaks.append(found["result"]["planned_memory"])
+    assert peaks[1] < peaks[0]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows does not report the time of children")
