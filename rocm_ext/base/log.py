@@ -67,15 +67,15 @@ class Progress:
             form = None if left is None else "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
             self._bar = tqdm(total=total, initial=start, unit=unit, dynamic_ncols=True, bar_format=form)
 
-    def update(self, text: str) -> None:
-        """Count one more; ``text`` describes it, such as its loss."""
-        self.done += 1
+    def update(self, text: str, count: int = 1) -> None:
+        """Count ``count`` more; ``text`` describes them, such as their loss."""
+        self.done += count
         beat()
         if self._bar is not None:
             postfix = text if self._own_left is None else text + self._left()
             self._bar.set_postfix_str(postfix, refresh=False)
             try:
-                self._bar.update()
+                self._bar.update(count)
             except OSError:  # the terminal was closed
                 survive_terminal()
             return

@@ -5,6 +5,7 @@ needs one all-reduce of their gradients and no reduce-scatter per micro-batch. O
 communicates.
 """
 
+import itertools
 import os
 import socket
 import sys
@@ -26,6 +27,7 @@ from rocm_ext.distributed import watch
 
 _GLOO = "GLOO_SOCKET_IFNAME"
 _MEET = 300.0  # seconds between the first rank to start and the last
+_counters = itertools.count()
 
 
 def world_size() -> int:
@@ -198,6 +200,17 @@ class Ranks:
         if failed:
             raise UserError(*failed)
         return result
+
+    def counter(self) -> Callable[[], int]:
+        """Make a counter of all ranks, which all of them make together.
+
+        Returns:
+            Counts one more and returns the new number, which no other call on any rank returns. It waits for no rank.
+        """
+        if self.mesh is None:
+            return itertools.count(1).__next__
+        key = f"rocm_ext/counter/{next(_counters)}"
+        return lambda: dist.distributed_c10d._get_default_store().add(key, 1)
 
     def barrier(self) -> None:
         """Wait for every rank."""

@@ -24,7 +24,7 @@ from rocm_ext.data.prompts import Prompt
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl.records import PhaseRecords, Sample, key_of, to_result, to_sample
 from rocm_ext.runs.folder import GREEDY, SampleKey
-from rocm_ext.sampling import Completion, Request, Sampling, Session
+from rocm_ext.sampling import Completion, Request, RequestQueue, Sampling, Session
 from rocm_ext.train.lifecycle import Interrupt, Interrupted
 from rocm_ext.verifiers import Pool, Result, Verdict
 
@@ -85,7 +85,7 @@ class Workers:
 
     Attributes:
         pool: processes that verify while the model samples.
-        ranks: all processes of the run; each samples its share of the prompts.
+        ranks: all processes of the run; each takes the next prompt as soon as it has room for one.
         interrupt: the user's signals to stop, checked after each sample.
         max_error_share: share of a rollout's samples with the verdict ERROR above which the run stops.
         logs_long_rollouts_only: whether short ones log no progress.
@@ -117,11 +117,16 @@ class Rollout:
         self._rows = {prompt.id: prompt.row for prompt in job.prompts}
         self._clock = _Clock(job.samples, job.verdicts)
         self._judge = _Judge(job, workers, self._clock)
-        numbers = {prompt_id: i for i, prompt_id in enumerate(dict.fromkeys(r.prompt_id for r, _ in job.requests))}
-        ranks, sampled = workers.ranks, job.samples.records
-        # this rank's requests: every so many prompts, with all their samples
-        self._ours = [(r, s) for r, s in job.requests if numbers[r.prompt_id] % ranks.world == ranks.rank]
-        self._missing = [(r, s) for r, s in self._ours if r.key not in sampled]
+        ranks, sampled = workers.ranks, job.samples.records  # which are those of an earlier process, on every rank
+        # prompts with answers go to the ranks in turn: all answers of a group are judged by one rank
+        begun = dict.fromkeys(prompt_id for prompt_id, _ in sampled)
+        self._owners = {prompt_id: number % ranks.world for number, prompt_id in enumerate(begun)}
+        self._missing = [(r, s) for r, s in job.requests if r.key not in sampled]
+        self._queues = [
+            (RequestQueue([r for r, s in self._missing if s == sampling], ranks, self._owners), sampling)
+            for sampling in dict.fromkeys(sampling for _, sampling in self._missing)
+        ]
+        self._count = ranks.counter()  # of the answers that all ranks sample
         self._stats: dict[str, float] = {}
         self._sampled: float | None = None
 
@@ -142,11 +147,10 @@ class Rollout:
         for records in (job.samples, job.verdicts):
             records.drop(lambda record: key_of(record) not in keys)
         rollout = cls(job, workers, open_session)
-        for request, _ in rollout._ours:
-            key = request.key
-            if key in job.samples.records and key not in job.verdicts.records:
-                rollout._judge.submit(key, job.samples.records[key]["text"], rollout._rows[key[0]])
-        rollout._start(any(workers.ranks.gather(bool(rollout._missing))))
+        for key, record in job.samples.records.items():
+            if key not in job.verdicts.records and rollout._owners[key[0]] == workers.ranks.rank:
+                rollout._judge.submit(key, record["text"], rollout._rows[key[0]])
+        rollout._start(bool(rollout._missing))
         return rollout
 
     def _start(self, needed: bool) -> None:
@@ -172,14 +176,15 @@ class Rollout:
         return answers
 
     def _sample(self, session: Session) -> None:
-        """Sample the requests that have no record yet, and submit the samples. This uses no collective operation."""
-        samples, clock, stats = self.job.samples, self._clock, self._stats
-        lengths = [
-            len(samples.records[request.key]["tokens"]) for request, _ in self._ours if request.key in samples.records
-        ]
-        pace = Pace(len(self._missing), lengths, max((s.max_new_tokens for _, s in self._missing), default=0))
+        """Sample requests that have no record yet, and submit the samples. This uses no collective operation.
+
+        The main rank's progress counts the answers of all ranks, and expects an equal share of the rest.
+        """
+        samples, clock, stats, world = self.job.samples, self._clock, self._stats, self.workers.ranks.world
+        lengths = [len(record["tokens"]) for record in samples.records.values()]
+        pace = Pace(len(self._missing) / world, lengths, max((s.max_new_tokens for _, s in self._missing), default=0))
         progress = Progress(
-            len(self._ours),
+            len(self.job.requests),
             len(lengths),
             self.workers.ranks.is_main,
             self.job.name,
@@ -193,20 +198,21 @@ class Rollout:
                 self._judge.submit(sample.key, sample.text, self._rows[sample.prompt_id])
                 self._judge.record_finished()
                 stats |= session.stats()
-                pace.finish(len(sample.tokens))
-                progress.update(_describe(stats, self._judge.counts))
+                finished = len(lengths) + self._count() - progress.done
+                pace.finish(len(sample.tokens), finished / world)
+                progress.update(_describe(stats, self._judge.counts), finished)
                 if self.workers.interrupt.signum is not None or self.workers.halted:
                     break
         self._sampled = clock()
 
     def _completions(self, session: Session) -> Iterator[Completion]:
-        """Yield the missing completions; requests with equal sampling settings are sampled together.
+        """Yield this rank's completions; requests with equal sampling settings are sampled together.
 
         Raises:
             UserError: an answer has no log-probs; it is not yielded, so that a resumed run asks for it again.
         """
-        for sampling in dict.fromkeys(sampling for _, sampling in self._missing):
-            for completion in session.generate([r for r, s in self._missing if s == sampling], sampling):
+        for queue, sampling in self._queues:
+            for completion in session.generate(queue, sampling):
                 if self.job.logprobs_for and len(completion.logprobs) != len(completion.tokens):
                     request = completion.request
                     raise UserError(
@@ -434,19 +440,19 @@ class Pace:
     which some are still unknown (censored).
 
     Args:
-        answers: answers to sample.
+        answers: answers to sample, those of all ranks divided by their number.
         recorded: lengths of answers of the same phase that earlier processes sampled, in tokens.
         longest: the most tokens that an answer can have.
     """
 
-    def __init__(self, answers: int, recorded: Iterable[int], longest: int) -> None:
+    def __init__(self, answers: float, recorded: Iterable[int], longest: int) -> None:
         self._left, self._longest = answers, longest
         lengths = list(recorded)
         self._earlier, self._finished, self._answers = sum(lengths), 0, len(lengths)
 
-    def finish(self, tokens: int) -> None:
-        """Count a finished answer of this many tokens."""
-        self._left -= 1
+    def finish(self, tokens: int, answers: float = 1.0) -> None:
+        """Count a finished answer of this many tokens, and as many less to sample as ``answers``."""
+        self._left -= answers
         self._answers += 1
         self._finished += tokens
 

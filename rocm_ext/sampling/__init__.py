@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rocm_ext.sampling.engine import Completion, Engine, Request, Sampling, Session, sample_seed
+from rocm_ext.sampling.engine import Completion, Engine, Request, RequestQueue, Sampling, Session, sample_seed
 from rocm_ext.sampling.local import LocalEngine
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Engine",
     "LocalEngine",
     "Request",
+    "RequestQueue",
     "Sampling",
     "Session",
     "sample_seed",

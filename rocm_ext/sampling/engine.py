@@ -1,14 +1,16 @@
 """The interface of engines: requests, sampling settings, completions, sessions."""
 
 import hashlib
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.distributed.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,48 @@ class Request:
         return self.prompt_id, self.sample
 
 
+class RequestQueue:
+    """Requests that all ranks take from, each the next prompt with all its requests as soon as it has room for one.
+
+    So no rank waits long for another whose answers are longer. Iterating takes requests. All ranks make a queue
+    together, of the same requests.
+
+    Args:
+        requests: those of a prompt follow each other.
+        ranks: the ranks; None: this process takes all.
+        owners: ranks of those prompts, by their ids, that only one rank may take.
+
+    Attributes:
+        requests: the requests of all ranks.
+        share: requests of a rank if all take equally many; one that had room for more would leave none to others.
+    """
+
+    def __init__(
+        self, requests: Iterable[Request], ranks: Ranks | None = None, owners: Mapping[str, int] | None = None
+    ) -> None:
+        self.requests, owners = tuple(requests), owners or {}
+        prompts = [list(same) for _, same in itertools.groupby(self.requests, key=lambda request: request.prompt_id)]
+        rank, world = (ranks.rank, ranks.world) if ranks else (0, 1)
+        self._own = [prompt for prompt in prompts if owners.get(prompt[0].prompt_id) == rank]
+        self._common = [prompt for prompt in prompts if prompt[0].prompt_id not in owners]
+        self._taken = ranks.counter() if ranks else itertools.count(1).__next__
+        self.share = max((sum(map(len, prompts[first::world])) for first in range(world)), default=0)
+
+    def prompts(self) -> Iterator[list[Request]]:
+        """Take the next prompt's requests, one prompt at a time."""
+        yield from self._own
+        while (number := self._taken()) <= len(self._common):
+            yield self._common[number - 1]
+
+    def __iter__(self) -> Iterator[Request]:
+        return itertools.chain.from_iterable(self.prompts())
+
+
+def as_queue(requests: Iterable[Request]) -> RequestQueue:
+    """Return a queue that this process takes all of, where ``requests`` are none yet."""
+    return requests if isinstance(requests, RequestQueue) else RequestQueue(requests)
+
+
 @dataclass(frozen=True)
 class Completion:
     """One answer.
@@ -133,8 +177,8 @@ class Engine(Protocol):
 class Session(Protocol):
     """An engine with a loaded model."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Yield a completion of each request as soon as it is finished, in any order."""
+    def generate(self, requests: Iterable[Request], sampling: Sampling) -> Iterator[Completion]:
+        """Take requests as there is room for them, and yield a completion of each as soon as it is finished."""
 
     def stats(self) -> dict[str, float]:
         """Return counts since the session began: ``tokens``, ``tokens_per_second`` and the engine's own."""

@@ -7,10 +7,10 @@ waiting samples fill the free slots at the end. A step thus computes only runnin
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from rocm_ext.machine.trace import DECODING, PREFILL, Trace
 from rocm_ext.model.attention import span_for
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.sampler import MIN_ROWS, Sampler, copied_bytes, sampler_of
-from rocm_ext.sampling.engine import Completion, Request, Sampling
+from rocm_ext.sampling.engine import Completion, Request, RequestQueue, Sampling, as_queue
 from rocm_ext.sampling.slots import (
     PREFILL_TOKENS,
     SHARE,
@@ -176,14 +176,14 @@ class LocalSession:
         """Free the key-value cache and the graphs; the next ``generate`` makes new ones."""
         self._batch = None
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Yield a completion of each request as soon as it is finished.
+    def generate(self, requests: Iterable[Request], sampling: Sampling) -> Iterator[Completion]:
+        """Yield a completion of each request as soon as it is finished; take prompts as slots are free.
 
         Raises:
             UserError: a prompt with its answer may exceed the model's context, or memory holds fewer slots than a
                 step needs.
         """
-        for _, completions in self._steps(requests, sampling, MIN_ROWS):
+        for _, completions in self._steps(as_queue(requests), sampling, MIN_ROWS):
             yield from completions
 
     def stream(self, request: Request, sampling: Sampling) -> Iterator[list[int] | Completion]:
@@ -194,29 +194,31 @@ class LocalSession:
         Raises:
             UserError: as :meth:`generate`.
         """
-        for running, completions in self._steps([request], sampling, 1):
+        for running, completions in self._steps(RequestQueue([request]), sampling, 1):
             yield from ([running[0].tokens] if running else completions)
 
     def _steps(
-        self, requests: Sequence[Request], sampling: Sampling, least: int
+        self, queue: RequestQueue, sampling: Sampling, least: int
     ) -> Iterator[tuple[list[RunningSample], list[Completion]]]:
         """Yield after each step the unfinished answers and those that it finished; ``least`` is as in _take_batch."""
-        if not requests:
+        if not queue.requests:
             return
-        longest = max(len(request.tokens) for request in requests) + sampling.max_new_tokens
+        longest = max(len(request.tokens) for request in queue.requests) + sampling.max_new_tokens
         if longest > self._decoder.max_seq_len:
             raise UserError(
                 f"the longest prompt and max_new_tokens {sampling.max_new_tokens} are {longest} tokens; the model "
                 f"takes at most {self._decoder.max_seq_len}. Lower max_new_tokens or drop long prompts"
             )
-        batch = self._take_batch(requests, span_for(self._decoder.device, longest), sampling, least)
-        prompts = deque(
-            _Prompt(tokens, deque(same)) for tokens, same in groupby(requests, key=lambda request: request.tokens)
-        )
-        while prompts or batch.running:
+        coming = (_Prompt(same[0].tokens, deque(same)) for same in queue.prompts())
+        if not (prompts := deque(islice(coming, 1))):  # other ranks have taken all
+            return
+        batch = self._take_batch(queue, span_for(self._decoder.device, longest), sampling, least)
+        while True:
             began = time.perf_counter()
             beat()
-            self._admit(batch, prompts)
+            self._admit(batch, prompts, coming, queue.share)
+            if not batch.running:
+                break
             with self._trace.part(DECODING):
                 read, rows = batch.step()
             ended = [(slot, c) for slot in range(rows) if (c := self._completion(batch.running[slot], sampling))]
@@ -229,8 +231,12 @@ class LocalSession:
         for name, amount in (("tokens", rows), ("slot_steps", slots), ("bytes", read), ("seconds", seconds)):
             self._totals[name] += amount
 
-    def _admit(self, batch: "SlotBatch", prompts: deque[_Prompt]) -> None:
-        """Fill free slots with waiting samples."""
+    def _admit(self, batch: "SlotBatch", prompts: deque[_Prompt], coming: Iterator[_Prompt], share: int) -> None:
+        """Fill free slots with samples of ``prompts``, and of those ``coming`` as long as fewer than ``share`` run."""
+        waiting = sum(len(prompt.waiting) for prompt in prompts)
+        while waiting < min(batch.free, share - len(batch.running)) and (prompt := next(coming, None)):
+            prompts.append(prompt)
+            waiting += len(prompt.waiting)
         while prompts and batch.free:
             if prompts[0].cache is None:
                 self._prefill(batch.free, prompts)
@@ -277,11 +283,11 @@ class LocalSession:
         tail = to_text(self._tokenizer, tokens[-window:])
         return any(text in tail for text in sampling.stop_strings)
 
-    def _take_batch(self, requests: Sequence[Request], length: int, sampling: Sampling, least: int) -> SlotBatch:
+    def _take_batch(self, queue: RequestQueue, length: int, sampling: Sampling, least: int) -> SlotBatch:
         """Return the kept batch if it serves these requests, else a new one; the session then keeps none.
 
         Args:
-            requests: the requests to answer.
+            queue: the requests to answer.
             length: positions of a slot.
             sampling: how to draw.
             least: minimum number of slots; if it is below MIN_ROWS, there are no more.
@@ -290,12 +296,12 @@ class LocalSession:
         if least < MIN_ROWS:
             most = least
         elif self._slots is not None:
-            most = max(MIN_ROWS, min(self._slots, len(requests)))
+            most = max(MIN_ROWS, min(self._slots, queue.share))
         else:
-            most = most_slots(len(requests), self._decoder.device, self._decoder.splits_rows)
+            most = most_slots(queue.share, self._decoder.device, self._decoder.splits_rows)
         if kept is not None:
             longest = max(length, kept.length)
-            slots, _, _ = self._fit(most, requests, longest, sampling, held=kept.nbytes)
+            slots, _, _ = self._fit(most, queue.requests, longest, sampling, held=kept.nbytes)
             # a difference of less than a tenth is not worth a new cache and new graphs
             if kept.length >= length and (slots == most or slots >= 0.9 * kept.slots) and slots <= 1.1 * kept.slots:
                 kept.begin(sampling)
@@ -303,7 +309,7 @@ class LocalSession:
             if slots == most:
                 length = longest  # serves the requests of the kept one, too
             del kept  # frees its memory
-        slots, free, memory = self._fit(most, requests, length, sampling)
+        slots, free, memory = self._fit(most, queue.requests, length, sampling)
         if slots < least:
             raise UserError(
                 f"{free / 2**30:.1f} GiB are free for sampling; {least} answers of {length} tokens need "

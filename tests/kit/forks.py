@@ -44,8 +44,14 @@ def forked(
     return found
 
 
-def forked_ranks(main: Callable[[], None], path: Path, *overrides: str, ranks: int = 2) -> list[tuple[int, str]]:
-    """Run a recipe's ``main`` on several ranks, a fork each, with the environment that torchrun gives them.
+def forked_ranks(
+    main: Callable[[], None],
+    path: Path,
+    *overrides: str,
+    ranks: int = 2,
+    prepare: Callable[[int], object] = lambda rank: None,
+) -> list[tuple[int, str]]:
+    """Run ``prepare(rank)`` and a recipe's ``main`` on several ranks, a fork each, with torchrun's environment.
 
     Returns:
         Exit code and messages of each rank.
@@ -54,8 +60,12 @@ def forked_ranks(main: Callable[[], None], path: Path, *overrides: str, ranks: i
         free.bind(("127.0.0.1", 0))
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     meeting |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    places = [{**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    started = [start(main, path, overrides, partial(os.environ.update, place)) for place in places]
+
+    def begin(rank: int) -> None:
+        os.environ.update(meeting, RANK=str(rank), LOCAL_RANK=str(rank))
+        prepare(rank)
+
+    started = [start(main, path, overrides, partial(begin, rank)) for rank in range(ranks)]
     return [wait(*each) for each in started]
 
 

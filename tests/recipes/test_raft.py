@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,10 @@ from rocm_ext.data.render import IGNORE, render_prompt
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.evaluate.answers import evaluate
 from rocm_ext.losses import ClippedRatio, CrossEntropy
+from rocm_ext.model.sampler import MIN_ROWS
 from rocm_ext.rl.cycles import CycleTrainer
 from rocm_ext.rl.records import PhaseRecords, Records, read_records
+from rocm_ext.sampling.slots import SlotBatch
 from tests.kit.forks import forked, forked_ranks, kill_before, several_ranks
 from tests.kit.lines import one_line_has
 from tests.kit.raft_runs import WEIGHTS, assert_equal, cycle_row, outcome, records
@@ -184,11 +187,7 @@ def test_columns_that_no_sample_has_are_refused_early(make, tmp_path):
 # ---- ranks
 
 
-@several_ranks
-def test_two_ranks_sample_and_train_what_one_does(reference, make, tmp_path):
-    out = tmp_path / "two"
-    for code, messages in forked_ranks(main, make(out)):
-        assert code == 0, messages
+def assert_same_answers(out: Path, reference: Path) -> None:
     for cycle in (1, 2):
         found, expected = (
             {(r["prompt_id"], r["sample"]): (r["tokens"], r["seed"]) for r in records(top, cycle, "samples")}
@@ -197,6 +196,47 @@ def test_two_ranks_sample_and_train_what_one_does(reference, make, tmp_path):
         assert found == expected
     torch.testing.assert_close(load_file(out / WEIGHTS), load_file(reference / WEIGHTS), rtol=0, atol=1e-6)
     assert not list(out.rglob("*.rank*"))
+
+
+@several_ranks
+def test_two_ranks_sample_and_train_what_one_does(reference, make, tmp_path):
+    out = tmp_path / "two"
+    for code, messages in forked_ranks(main, make(out)):
+        assert code == 0, messages
+    assert_same_answers(out, reference)
+
+
+@several_ranks
+def test_a_slow_rank_takes_fewer_prompts_and_may_die(reference, make, tmp_path):
+    """Rank 1 is slow, and killed after 6 answers; rank 0 takes all other prompts, and a resumed run the rest."""
+    out = tmp_path / "two"
+    slots, part = f"engine.slots={MIN_ROWS}", out / "samples.rank1.jsonl"
+    step, append = SlotBatch.step, PhaseRecords.append
+
+    def prepare(rank: int) -> None:
+        def paced(self):
+            while rank == 0 and not part.exists():  # else it may take all before rank 1 takes any
+                time.sleep(0.01)
+            time.sleep(0.1 * rank)
+            return step(self)
+
+        def killed(self, record):
+            append(self, record)
+            if self.file.part == part and sum(line["phase"] == "sample" for line in read_records(part)) == 6:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        SlotBatch.step, PhaseRecords.append = paced, killed
+
+    (code, messages), killed = forked_ranks(main, make(out), slots, prepare=prepare)
+    assert (code > 0, killed[0]) == (True, -signal.SIGKILL), messages + killed[1]
+    asked = [[line["prompt_id"] for line in read_records(out / name) if line["phase"] == "sample"]
+             for name in ("samples.jsonl", part.name)]  # fmt: skip
+    assert len(asked[1]) == 6
+    assert len(asked[0]) >= 4 * (12 - 6)  # rank 1 had begun four prompts, and one more for each four answers
+    assert not set(asked[0]) & set(asked[1])
+    for code, messages in forked_ranks(main, make(out), slots, "resume_from_checkpoint=True"):
+        assert code == 0, messages
+    assert_same_answers(out, reference)
 
 
 # ---- objectives

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import math
 import weakref
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters
 from rocm_ext.model.native import native
 from rocm_ext.model.sampler import NativeSampler, copied_bytes, sampler_of
-from rocm_ext.sampling import LocalEngine, Request, Sampling, sample_seed
+from rocm_ext.sampling import LocalEngine, Request, RequestQueue, Sampling, sample_seed
 from rocm_ext.sampling.draw import draw, uniforms
 from rocm_ext.sampling.local import LocalSession
 from tests.kit.forks import forked_ranks, several_ranks
@@ -288,6 +289,25 @@ def test_samples_of_a_wide_model_do_not_depend_on_slots(two_threads):
 def test_samples_do_not_depend_on_order(small, reference, chosen, slots):
     requests = ask(TEXTS, 8)
     assert_same(sample(small, [requests[i] for i in chosen], WARM, slots=slots), reference)
+
+
+def test_ranks_take_prompts_as_they_have_slots(small, reference):
+    """Of two ranks, one steps once for all the steps of the other; one prompt is left for it alone."""
+    taken = itertools.count(1)
+    ranks = [SimpleNamespace(rank=rank, world=2, counter=lambda: taken.__next__) for rank in (0, 1)]
+    with sampler_of(small) as decoder:
+        sessions = [LocalSession(decoder, Words(), lambda: GIB, slots=16) for _ in ranks]
+        queues = [RequestQueue(ask(TEXTS, 8), each, {"3": 1}) for each in ranks]
+        slow = sessions[1].generate(queues[1], WARM)
+        first = next(slow)
+        found = [of(sessions[0], queues[0], WARM), {first.request.key: first} | {c.request.key: c for c in slow}]
+    for answers in found:
+        assert_same(answers, reference)
+        assert {prompt for prompt, _ in answers} == {prompt for prompt, sample in answers if sample == 0}
+    assert found[0].keys() | found[1].keys() == reference.keys()
+    assert len(found[0]) + len(found[1]) == len(reference)
+    assert {prompt for prompt, _ in found[1]} == {"3", "0"}  # 16 slots
+    assert queues[0].share == 40
 
 
 def test_another_cycle_draws_other_samples(small, reference):

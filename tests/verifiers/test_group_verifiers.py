@@ -279,7 +279,7 @@ class Replies:
         pass
 
     def generate(self, requests, sampling):
-        for request in reversed(requests):
+        for request in reversed(list(requests)):
             self.asked.append((request.prompt_id, request.sample))
             yield Completion(request, [1, 2], [-0.1, -0.1], self._texts[request.sample], "stop")
             if len(self.asked) == self._left:

@@ -9,7 +9,7 @@ import hashlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from rocm_ext.base.openai_http import (
 )
 from rocm_ext.base.supervised import RETRY, beat
 from rocm_ext.model.adapters.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from rocm_ext.sampling.engine import Completion, Request, Sampling
+from rocm_ext.sampling.engine import Completion, Request, RequestQueue, Sampling, as_queue
 from rocm_ext.sampling.server.wire import EndpointFormat, Server
 
 _POLL = 0.2  # seconds between looks at whether the user asked to stop
@@ -200,7 +200,7 @@ class OpenAISession:
         """See ``OpenAIEngine``."""
         return self._terms.wire.has_logprobs
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+    def generate(self, requests: Iterable[Request], sampling: Sampling) -> Iterator[Completion]:
         """Yield a completion of each request as soon as it arrives. Closing the iterator cancels open requests.
 
         The iterator ends early once the user asks to stop.
@@ -212,7 +212,7 @@ class OpenAISession:
         results: queue.SimpleQueue[Completion | BaseException | None] = queue.SimpleQueue()
         loop = asyncio.new_event_loop()
         batch = _Batch(self._terms, self._servers, self._adapter, sampling, results.put, self._count_retry)
-        task = loop.create_task(batch.run(requests))
+        task = loop.create_task(batch.run(as_queue(requests)))
 
         def work() -> None:
             try:
@@ -322,17 +322,16 @@ class _Batch:
         self._put, self._count_retry = put, count_retry
         self._states = {server.url: _State() for server in servers}
 
-    async def run(self, requests: Sequence[Request]) -> None:
-        """Answer all ``requests``; the first error of a worker cancels the rest."""
+    async def run(self, requests: RequestQueue) -> None:
+        """Answer ``requests``, taking them as workers are free; the first error of a worker cancels the rest."""
         terms = self._terms
         self._queue: asyncio.Queue[Request] = asyncio.Queue()
-        for request in requests:
-            self._queue.put_nowait(request)
+        self.room = asyncio.Semaphore(min(terms.concurrency * len(self._servers), requests.share) or 1)
         async with new_client(terms.headers) as client:
-            done = asyncio.ensure_future(self._queue.join())
+            done = asyncio.ensure_future(self._take(iter(requests)))
             workers = [
                 asyncio.ensure_future(_RequestLoop(self, client, server).run())
-                for _ in range(min(terms.concurrency, len(requests)))
+                for _ in range(min(terms.concurrency, requests.share))
                 for server in self._servers
             ]
             pending = {done, *workers}
@@ -345,6 +344,12 @@ class _Batch:
                 for task in (done, *workers):
                     task.cancel()
                 await asyncio.gather(done, *workers, return_exceptions=True)
+
+    async def _take(self, requests: Iterator[Request]) -> None:
+        """Take requests, never more than the workers have room for, until all are answered."""
+        while await self.room.acquire() and (request := next(requests, None)):
+            self._queue.put_nowait(request)
+        await self._queue.join()
 
     def give_up(self, server: Server, why: str) -> None:
         """Ask a server no more.
@@ -379,6 +384,7 @@ class _RequestLoop:
             try:
                 if not self._state.gone and (completion := await self._try(request)):
                     self._batch._put(completion)
+                    self._batch.room.release()
                 else:
                     waiting.put_nowait(request)
             finally:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rocm_ext.recipes import grpo_rocm
@@ -15,7 +15,7 @@ GIVEN: list[dict[str, list[list[int]]]] = json.loads(Path(sys.argv.pop(1)).read_
 _generate = LocalSession.generate
 
 
-def generate(self: LocalSession, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+def generate(self: LocalSession, requests: Iterable[Request], sampling: Sampling) -> Iterator[Completion]:
     """Yield the given answers of a step; sample those of the later steps."""
     if not GIVEN:
         yield from _generate(self, requests, sampling)
