@@ -207,7 +207,8 @@ def choose_by_curriculum(
     - ``none``: those that were asked least often. A hash breaks ties, a new one for each pass over the prompts.
     - ``informative``: a weighted draw without replacement (Efraimidis and Spirakis, 2006). A prompt's weight is
       p (1 - p), the variance of one answer's reward, with its estimated pass rate p; see :func:`pass_rate`. The
-      estimate never reaches 0 or 1, so every prompt keeps a chance.
+      estimate never reaches 0 or 1, so every prompt keeps a chance. A prompt without an estimate has the mean weight
+      of the others.
     - ``easy_to_hard``: a curriculum by competence (arXiv:1903.09848). Prompts are ranked by estimated pass rate, those
       without one at the mean of the others. Chosen as with ``none`` from the easiest, whose share grows linearly from
       20 % in the first step to all in the last.
@@ -234,7 +235,7 @@ def choose_by_curriculum(
     free[[indices[prompt] for prompt in exclude if prompt in indices]] = False
     if curriculum == "informative":
         rates = _pass_rates(indices, asked)
-        weights = np.where(np.isnan(rates), 0.25, rates * (1 - rates))
+        weights = _filled(rates * (1 - rates), 0.25)
         hashes = _mixed(hashes, seed, "informative", step)
         uniform = ((hashes >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # in (0, 1)
         keys = -np.log(uniform) / weights
@@ -243,10 +244,8 @@ def choose_by_curriculum(
         if curriculum == "easy_to_hard":
             progress = (step - 1) / max(1, steps - 1)
             share = math.ceil((START + (1 - START) * min(1.0, progress)) * len(ids) - 1e-9)
-            rates = _pass_rates(indices, asked)
-            measured = rates[~np.isnan(rates)]
-            usual = math.fsum(measured) / len(measured) if len(measured) else 0.5
-            easiest_first = np.lexsort((_mixed(hashes, seed, "rank"), -np.where(np.isnan(rates), usual, rates)))
+            rates = _filled(_pass_rates(indices, asked), 0.5)
+            easiest_first = np.lexsort((_mixed(hashes, seed, "rank"), -rates))
             free[easiest_first[max(share, count + len(exclude)) :]] = False
         chosen = []
         candidates = np.flatnonzero(free)
@@ -329,6 +328,12 @@ def _pass_rates(indices: Mapping[str, int], asked: Asked) -> np.ndarray:
         if prompt in asked and (rate := pass_rate(asked[prompt])) is not None:
             rates[index] = rate
     return rates
+
+
+def _filled(values: np.ndarray, default: float) -> np.ndarray:
+    """Return ``values`` with their mean in place of each NaN, or ``default`` if all are NaN."""
+    measured = values[~np.isnan(values)]
+    return np.where(np.isnan(values), math.fsum(measured) / len(measured) if len(measured) else default, values)
 
 
 @lru_cache(maxsize=2)  # the prompts of a run stay the same
