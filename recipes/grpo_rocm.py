@@ -23,7 +23,7 @@ from rocm_ext.config.checks import check_grpo_values, check_values, updates_of_p
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
 from rocm_ext.losses.policy_gradient import loss_config
-from rocm_ext.plan.workload import rows_of_update
+from rocm_ext.plan.workload import old_logprobs, rows_of_update
 from rocm_ext.rl import evaluation
 from rocm_ext.rl.loop import Loop
 from rocm_ext.rl.prompts import choose_by_curriculum
@@ -78,7 +78,7 @@ class GRPO(Loop):
         cfg, columns = self.cfg, self.learner.objective.columns
         return [
             *[f"mismatch={cfg.mismatch}"] * ("sampler_logprobs" in columns),
-            *["old_logprobs=sampler"] * ("old_logprobs" in columns and cfg.old_logprobs == "sampler"),
+            *["old_logprobs=sampler"] * ("old_logprobs" in columns and self.old_logprobs == "sampler"),
             *[f"kl_coef={cfg.kl_coef:g}"] * bool(cfg.kl_coef),
             *["min_entropy"] * (cfg.min_entropy is not None),
         ]
@@ -103,6 +103,10 @@ class GRPO(Loop):
                 f"loss.on_policy is True, and a step has up to {updates} updates (updates_per_step, groups_per_update):"
                 " after the first the answers are those of an earlier policy; set loss.on_policy=False"
             )
+        self.old_logprobs = old_logprobs(cfg, learner.runtime.dtype)
+        if "old_logprobs" in loss.columns and cfg.old_logprobs == "auto":
+            log.info("old_logprobs=%s, because sampler and trainer compute %s", self.old_logprobs,
+                     "alike here, in fp32" if self.old_logprobs == "sampler" else "in other ways")  # fmt: skip
         self.trainer_cls.try_out(learner.cfg, learner, cfg.steps * updates)
 
     # ---- a step
@@ -191,15 +195,17 @@ class GRPO(Loop):
         if all(len(sample.logprobs) == n for sample, n in zip(samples, lengths, strict=True)):
             rows.add_labels_column("sampler_logprobs", [sample.logprobs for sample in samples])
         columns = learner.objective.columns
-        if "old_logprobs" in columns and cfg.old_logprobs == "sampler":
+        if "old_logprobs" in columns and self.old_logprobs == "sampler":
             rows.columns["old_logprobs"] = rows.columns["sampler_logprobs"]
         if learner.shares:
-            # rows well below a micro-batch, and several for each rank: large ones would fill neither
             parts = updates_of_pass(cfg, selected.groups) * self.ranks.world
             of_rank = sum(map(len, rows.tokens)) / parts  # tokens of an update
-            most = min(learner.tokens_per_micro_batch, of_rank) / _ROWS_PER_MICRO_BATCH
+            most = float(learner.tokens_per_micro_batch)
+            if self.ranks.world > 1 or of_rank > most:
+                # rows well below a micro-batch, and several for each rank: large ones would fill neither
+                most = min(most, of_rank) / _ROWS_PER_MICRO_BATCH
             rows, groups = rows.join_groups(groups, most)
-        if "old_logprobs" in columns and cfg.old_logprobs != "sampler":
+        if "old_logprobs" in columns and self.old_logprobs != "sampler":
             rows.add_labels_column("old_logprobs", score(learner, rows, cfg.temperature))
         if "reference_logprobs" in columns:
             with reference(learner, self.trainer.first, "the first adapter"):

@@ -36,6 +36,7 @@ from rocm_ext.plan.workload import (
     Questions,
     Workload,
     kept_rows,
+    old_logprobs,
     questions,
     rows_of_update,
     sampled_rows,
@@ -156,7 +157,9 @@ def plan_rollout(
         usual = options["concurrency"].default if "concurrency" in options else slots
         slots = min(slots, training.ranks * cfg.engine.get("concurrency", usual))  # requests of a rank at once
     columns = training.objective.columns
-    passes = ("old_logprobs" in columns and cfg.old_logprobs == "trainer") + ("reference_logprobs" in columns)
+    passes = ("old_logprobs" in columns and old_logprobs(cfg, training.dtype) == "trainer") + (
+        "reference_logprobs" in columns
+    )
     rounds, every = (cfg.steps, cfg.eval_every_n_steps) if grpo else (cfg.cycles, cfg.eval_every_n_cycles)
     held_out = asked.held_out
     prompts = asked.prompts or (cfg.prompts_per_step if grpo else None)

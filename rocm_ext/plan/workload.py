@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
@@ -193,6 +194,18 @@ def _answers(cfg: DictConfig, asked: Questions, count: int | None, which: str) -
 def rows_of_update(cfg: DictConfig, rows: int) -> int:
     """Return the rows of an optimiser update, over all ranks, of a step with ``rows`` rows that all teach."""
     return math.ceil(rows / updates_of_pass(cfg))
+
+
+def old_logprobs(cfg: DictConfig, dtype: torch.dtype) -> str:
+    """Return what ``old_logprobs: auto`` stands for, and any other value as it is.
+
+    A sampler in this process that computes in fp32 gives the log-probs that the trainer would, up to rounding. In 16
+    bits the two round in other ways, and a server may compute anything.
+    """
+    if cfg.old_logprobs != "auto":
+        return cfg.old_logprobs
+    here = cfg.engine[config.COMPONENT] in ("rocm_ext.sampling.LocalEngine", "rocm_ext.sampling.local.LocalEngine")
+    return "sampler" if here and dtype == torch.float32 else "trainer"
 
 
 def _is_local(component: Any) -> bool:

@@ -55,8 +55,8 @@ def test_updates_and_log_probs_before_them_are_counted(capsys):
         return step["scoring_seconds"], step["updates_seconds"], found["steps"]
 
     _, once, _ = seconds()
-    assert seconds("groups_per_update=16", "old_logprobs=sampler") == (0.0, pytest.approx(once, rel=0.1), 4)
-    scoring, twice, updates = seconds("updates_per_step=2", "kl_coef=0.01")
+    assert seconds("groups_per_update=16") == (0.0, pytest.approx(once, rel=0.1), 4)
+    scoring, twice, updates = seconds("updates_per_step=2", "kl_coef=0.01", "old_logprobs=trainer")
     assert (twice, updates) == (pytest.approx(2 * once, rel=0.1), 2)
     assert 2 * 0.25 * once < scoring < 2 * 0.5 * once, "two forward passes"
 

@@ -227,7 +227,7 @@ def test_overwriting_leaves_nothing_of_the_earlier_run(make, tmp_path):
     "changes",
     [
         {"updates_per_step": 2, "groups_per_update": 2, "kl_coef": 0.1, "loss": "grpo", "temperature": 0.7},
-        slow({"updates_per_step": 2, "groups_per_update": 2}),
+        slow({"updates_per_step": 2, "groups_per_update": 2, "old_logprobs": "trainer"}),
         slow({"updates_per_step": 2, "old_logprobs": "sampler", "mismatch": "none"}),
         slow({"kl_coef": 0.1, "loss": "grpo"}),
         slow({"loss": "dr_grpo", "entropy_coef": 0.01}),
@@ -252,6 +252,19 @@ def test_every_loss_trains_and_resumes(make, tmp_path, changes):
         )
         assert line["grad_norm"] > 0
         assert abs(line["mismatch_mean"]) < 1e-4
+
+
+@pytest.mark.slow
+def test_log_probs_of_the_sampler_are_those_before_the_first_update(make, tmp_path):
+    """Rounding turns Adam's smallest steps around, so that values agree to percents."""
+    changes = {"steps": 1, "eval_prompts": None, "updates_per_step": 2, "temperature": 0.7}
+    found = {}
+    for name in ("auto", "trainer"):
+        succeed(make(tmp_path / name, old_logprobs=name, **changes))
+        (found[name],) = lines(tmp_path / name / "metrics.jsonl")
+    assert found["auto"]["mismatch_max"] == 0 < found["trainer"]["mismatch_max"] < 1e-4
+    for key in ("loss", "grad_norm", "ratio_mean", "ratio_max"):
+        assert found["auto"][key] == pytest.approx(found["trainer"][key], rel=0.02, abs=1e-4), key
 
 
 def test_refill_samples_until_the_step_is_full(make, tmp_path):
@@ -356,7 +369,9 @@ def test_an_adapter_is_evaluated_with_the_config(reference, make, tmp_path, caps
     assert "held-out pass@1" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("changes", [{"groups_per_update": 2}, slow({"loss": "gspo", "kl_coef": 0.1})], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"groups_per_update": 2, "old_logprobs": "trainer"}, slow({"loss": "gspo", "kl_coef": 0.1})], ids=str
+)
 def test_shared_prompts_change_nothing(make, tmp_path, monkeypatch, changes):
     """Answers to one prompt are computed with their prompt once; values and weights are those of each answer alone.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
@@ -18,13 +19,15 @@ from rocm_ext.config import algorithms
 from rocm_ext.config.algorithms import ALGORITHMS, KEYS, describe
 from rocm_ext.config.checks import check_grpo_values, updates_of_pass
 from rocm_ext.losses.policy_gradient import PolicyGradient, loss_config
+from rocm_ext.plan.workload import old_logprobs
 from tests.config.test_run_configs import CONFIGS
 from tests.kit.grpo_runs import write_run
 from tests.kit.tiny import write_yaml
 from tests.recipes.test_bad_input import ANY
 
 DEFAULTS = config.defaults("grpo_rocm")
-OWN = sorted(OmegaConf.load(CONFIGS / "defaults" / "grpo_rocm.yaml").keys() - {"recipe", "include"})
+COMMON = {"recipe", "include", *OmegaConf.load(CONFIGS / "defaults" / "common.yaml")}
+OWN = sorted(OmegaConf.load(CONFIGS / "defaults" / "grpo_rocm.yaml").keys() - COMMON)
 SHARED = sorted(["samples_per_prompt", "max_new_tokens", "temperature", "eval_samples", "min_entropy", "verify_workers",
                  "verify_timeout", "max_error_share", "stop_strings"])  # fmt: skip
 OWN_LOSS = {"_component_": "rocm_ext.losses.PolicyGradient", "loss": "dapo"}
@@ -101,7 +104,7 @@ def test_takes(changes):
         ({"scale": "group"}, "scale is 'group'; expected std, batch or none, or null"),
         ({"clip_low": 0}, "clip_low is 0; expected a number above 0"),
         ({"clip_high": "wide"}, "clip_high is 'wide'; expected a number above 0"),
-        ({"old_logprobs": "server"}, "old_logprobs is 'server'; expected trainer or sampler"),
+        ({"old_logprobs": "server"}, "old_logprobs is 'server'; expected auto, trainer or sampler"),
         ({"kl_coef": -0.1}, "kl_coef is -0.1; expected a number of at least 0"),
         ({"entropy_coef": float("nan")}, "entropy_coef is nan"),
         ({"mismatch": False}, "mismatch is False; expected truncate, mask or none"),
@@ -223,6 +226,15 @@ def refused(call: Callable[[], Any]) -> str | None:
 
 
 # ------------------------------------------------------------------------------------ through the recipe
+def test_the_sampler_has_the_old_log_probs_where_it_computes_as_the_trainer():
+    servers = {"engine": SERVERS}
+    assert old_logprobs(values(), torch.float32) == "sampler"
+    assert old_logprobs(values(), torch.bfloat16) == "trainer"
+    assert old_logprobs(values(**servers), torch.float32) == "trainer"
+    assert old_logprobs(values(old_logprobs="trainer"), torch.float32) == "trainer"
+    assert old_logprobs(values(old_logprobs="sampler", **servers), torch.bfloat16) == "sampler"
+
+
 def test_every_key_of_the_recipe_is_read():
     rooms = ("recipes/grpo_rocm.py", "rocm_ext/rl/*.py")
     texts = [path.read_text() for room in rooms for path in CONFIGS.parent.glob(room)]

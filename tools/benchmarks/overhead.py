@@ -2,7 +2,7 @@
 
 A step's ``seconds`` in ``metrics.jsonl`` contain ``sample_seconds``, which include the wait for verdicts, and
 ``train_seconds``, those of the optimiser updates. The rest chooses prompts, copies the adapter into the sampler,
-compares rewards, packs rows and writes files; with several updates per step it also computes ``old_logprobs``. It is
+compares rewards, packs rows and writes files. It is
 measured at 64 x 8 answers of the pocket model, where sampling and updates are so short that the rest is most visible,
 and at the 41 M model of the other benchmarks.
 

@@ -79,7 +79,7 @@ _GRPO: dict[str, Kind] = {
     "kl_coef": NOT_NEGATIVE,
     "kl_in": one_of("loss", "reward") | NULL,
     "entropy_coef": NOT_NEGATIVE,
-    "old_logprobs": one_of("trainer", "sampler"),
+    "old_logprobs": one_of("auto", "trainer", "sampler"),
     "mismatch": one_of("truncate", "mask", "none"),
     "mismatch_level": one_of("token", "sequence", "geometric"),
     "mismatch_limits": LIMITS | NULL,
