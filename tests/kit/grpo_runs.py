@@ -28,6 +28,7 @@ def write_run(folder: Path, out: Path, base: str = "base", **changes) -> Path:
         "prompts_per_step": 4,
         "truncated": "keep",
         "eval_every_n_steps": 2,
+        "lr_scheduler": None,
         **changes,
     }
     out.parent.mkdir(exist_ok=True, parents=True)
