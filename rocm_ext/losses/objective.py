@@ -73,7 +73,7 @@ class Tally:
         results = {}
         for name in dict.fromkeys(name for of_rank, _ in every for name in of_rank):
             sums, counts = zip(*(of_rank[name] for of_rank, _ in every if name in of_rank), strict=True)
-            results[name] = sum(sums) / sum(counts)
+            results[name] = sum(sums) / (sum(counts) or 1.0)  # all weights may be 0
         for name in dict.fromkeys(name for _, of_rank in every for name in of_rank):
             results[name] = max(of_rank[name] for _, of_rank in every if name in of_rank)
         return results

@@ -29,6 +29,10 @@ class PolicyGradient(Objective):
 
     A step measures, as means or maxima over all labels:
 
+    - ``token_gradient``: |A| (1 - p) of a label with advantage A and current probability p, the derivative of A log p
+      by its logit.
+    - ``improbable_share``: the part of the sum of its squares that labels of negative advantage with p below 1/2 have.
+      Their gradients are the largest, and change other tokens most (arXiv:2505.12929).
     - with ``old_logprobs``: ``ratio_mean`` and ``ratio_max`` of the probability ratio, ``clipped_low``,
       ``clipped_high`` and ``clipped_dual``, the shares of labels without a gradient because of these limits. With
       ``gspo`` each label counts with its sequence's ratio. With ``cispo`` ``clipped_high`` is the share of labels
@@ -159,11 +163,15 @@ class PolicyGradient(Objective):
         return log_ratio
 
     def _measure(self, tally: Tally, nll: Tensor, old: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> None:
+        probability, advantages = (-nll).exp(), columns["advantages"]
+        gradient = advantages.abs() * (1 - probability)
+        tally.mean("token_gradient", gradient)
+        tally.mean("improbable_share", (advantages < 0) & (probability < 0.5), gradient.double() ** 2)
         if not self.on_policy:
             ratio = _ratio(self._log_ratio(nll, old, sequence))
             tally.mean("ratio_mean", ratio)
             tally.highest("ratio_max", ratio)
-            high, advantages = ratio > 1 + self.clip_high, columns["advantages"]
+            high = ratio > 1 + self.clip_high
             if not self.kind.frozen:
                 tally.mean("clipped_low", (ratio < 1 - self.clip_low) & (advantages < 0))
                 high = high & (advantages > 0)

@@ -80,6 +80,13 @@ POLICY = (
     Curve("Mismatch KL", "nats per token", {"mismatch_kl": "mismatch KL"}),
     _share("Limited weights", "% of the tokens, by the mismatch", mismatch_limited="limited"),
     _share("Clipped tokens", "% of the tokens", clipped_low="low", clipped_high="high", clipped_dual="dual"),
+    Curve(
+        "Information of an update",
+        "",
+        {"informative_answers": "answers", "effective_tokens": "effective tokens"},
+    ),
+    _share("Improbable tokens of wrong answers", "% of the gradients' energy", improbable_share="share"),
+    Curve("Sum of learning rates", "of all updates", {"lr_sum": "sum"}, noisy=False),
     Curve("Probability ratio", "trainer / sampler", {"ratio_mean": "mean", "ratio_max": "largest"}),
     Curve("Age of the policy", "steps, of the one that sampled", {"policy_lag": "age"}, varies=True),
     Curve("Sampling speed", "tokens per second", {"sampled_tokens/sample_seconds": "speed"}),

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from statistics import fmean, median
+from math import sqrt
+from statistics import fmean, median, variance
 from typing import Any
 
 from omegaconf import DictConfig
@@ -21,6 +22,8 @@ ENTROPY_STEPS, LENGTH_STEPS = 3, 10  # newest steps whose mean counts: one step 
 _MISMATCH_FACTOR = 5.0  # of the median of all earlier steps
 _MISMATCH_LEAST = 0.02  # nats per token; 16-bit servers and answers of the step before give 1e-4 to 1e-2
 _MISMATCH_STEPS = 3  # earlier steps that a median needs
+_EARLY_STEPS = 20  # after which a reward should have moved
+_FAR = 20 * 8e-5  # sum of learning rates: 20 updates of Tinker's recipe for GSM8K with LoRA (tinker-cookbook, math_rl)
 
 
 # ---- held-out scores
@@ -214,6 +217,33 @@ def mismatch_warning(lines: Sequence[Mapping[str, Any]]) -> str | None:
         f"step {lines[-1]['step']}: the log-probs of the sampler and those of the trainer differ more than before: "
         f"mismatch_kl is {values[-1]:.2g} nats per token, and was {median(values[:-1]):.2g} in the median of the "
         "earlier steps. A server may sample with an old adapter, or the policy changes fast: lower lr"
+    )
+
+
+def lr_sum(lines: Lines) -> float:
+    """Return the sum of the learning rates of all updates so far, which bounds how far Adam has moved a weight."""
+    return next((line["lr_sum"] for line in reversed(lines) if "lr_sum" in line), 0.0)
+
+
+def rate_warning(lines: Lines) -> str | None:
+    """Return a warning after 20 steps if the reward has not moved, and low learning rates may be the reason.
+
+    It has moved if the means of the first and the last ten steps differ by more than two standard errors.
+
+    Args:
+        lines: the lines of ``metrics.jsonl``, in order.
+    """
+    rewards = [line["reward"] for line in _steps(lines) if line["reward"] is not None]
+    if len(_steps(lines)) != _EARLY_STEPS or len(rewards) < _EARLY_STEPS or (walked := lr_sum(lines)) >= _FAR:
+        return None
+    first, last = rewards[: _EARLY_STEPS // 2], rewards[_EARLY_STEPS // 2 :]
+    error = sqrt((variance(first) + variance(last)) / len(first))
+    if abs(fmean(last) - fmean(first)) > 2 * error:
+        return None
+    return (
+        f"the reward has hardly moved in {_EARLY_STEPS} steps ({fmean(first):.3f} in the first half, {fmean(last):.3f} "
+        f"in the second), and the learning rates of all updates add up to {walked:.2g}, those of 20 updates in "
+        f"Tinker's recipe for GSM8K to {_FAR:g}. Raise optimizer.lr two- to threefold, or lower groups_per_update"
     )
 
 

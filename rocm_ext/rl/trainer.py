@@ -8,11 +8,12 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from rocm_ext.base.log import Progress
+from rocm_ext.base.log import Progress, log
 from rocm_ext.config.checks import updates_of_pass, updates_of_step
 from rocm_ext.data.batches import StepLoader, label_counts
 from rocm_ext.data.rows import Rows
 from rocm_ext.model.adapters import peft_files
+from rocm_ext.rl import evaluation
 from rocm_ext.rl.records import remove_records
 from rocm_ext.rl.selection import Selected
 from rocm_ext.sampling import sample_seed
@@ -140,12 +141,15 @@ class PolicyTrainer(Training):
             groups: the group of each row. An update gets whole groups.
 
         Returns:
-            Means over the updates, for ``metrics.jsonl``; maxima of measurements that end in ``_max``.
+            Means over the updates, for ``metrics.jsonl``; maxima of measurements that end in ``_max``. An update has
+            ``informative_answers``, and ``effective_tokens``, the sum of their labels' ``token_gradient``. ``lr_sum``
+            adds up the learning rates of the run's updates.
 
         Raises:
             UserError: a loss is not finite.
         """
         done: list[StepStats] = []
+        labels, answers = [], []  # of each update
         self.learner.model.train()
         began = time.perf_counter()
         updates = self._rows_of_updates(rows, groups)
@@ -154,6 +158,8 @@ class PolicyTrainer(Training):
         loader = StepLoader(rows, updates, layout, pin_memory=cfg.pin_memory, count_shared=True)
         for update in loader.range(0, len(updates)):
             done.append(self.train_step(update))
+            labels.append(update.labels)
+            answers.append(update.sequences)
         seconds = time.perf_counter() - began
         self.skip_updates(self.updates_of_step - len(done))
         if not done:
@@ -163,9 +169,14 @@ class PolicyTrainer(Training):
         for stats in done:
             for name, value in stats.measurements.items():
                 measured.setdefault(name, []).append(value)
+        if "token_gradient" in measured:  # of our policy gradients, not of any objective
+            sizes = zip(measured.pop("token_gradient"), labels, strict=True)
+            measured["effective_tokens"] = [mean * count for mean, count in sizes]
         return {
             "loss": fmean(s.loss for s in done),
             "lr": done[-1].lr,
+            "lr_sum": evaluation.lr_sum(self.lines) + sum(s.lr for s in done),
+            "informative_answers": fmean(answers),
             "grad_norm": fmean(s.grad_norm for s in done),
             "tokens": tokens,
             "tokens_per_second": tokens / seconds,
@@ -206,6 +217,8 @@ class PolicyTrainer(Training):
         lag = {"policy_lag": selected.policy_lag(self.step)}
         values = selected.measurements() | dict(updates) | lag | {"seconds": seconds} | self.memory()
         self.log(self.step % self.cfg.log_every_n_steps == 0, **values)
+        if self.ranks.is_main and (advice := evaluation.rate_warning(self.lines)):
+            log.warning("%s", advice)
         reward = f"reward {values['reward']:.3f}  " if values["reward"] is not None else ""
         flat = f"{values['flat']:.0%} of {values['groups']} groups flat  {values['mean_tokens']:.0f} tokens  "
         self._progress.update(f"{reward}{flat}{seconds:.1f} s")

@@ -325,6 +325,7 @@ def policy_line(step: int, answers: int, groups: int, seconds: float) -> dict[st
     if step == 4:
         return {**line, "updates": 0, "flat": 1.0, "trained_groups": 0, "tokens": 0}
     ratio = {"ratio_mean": 1.0, "ratio_max": 1.6, "clipped_low": 0.01, "clipped_high": 0.02, "kl": 0.003 * step}
+    ratio |= {"lr_sum": 3e-5 * step, "informative_answers": 96, "effective_tokens": 40.0, "improbable_share": 0.4}
     return {**line, "loss": -0.01 * step, "grad_norm": 0.3, **ratio}
 
 

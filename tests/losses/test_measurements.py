@@ -28,13 +28,16 @@ ONE = Ranks(torch.device("cpu"))
 
 def expected(loss: str, now, columns, sequence, on_policy: bool, low=0.2, high=0.28, dual=1.6) -> dict[str, float]:
     """Return the measurements of labels with the log-probs ``now`` by their definitions."""
-    found = {}
+    advantages = columns["advantages"]
+    gradient = abs(advantages) * (1 - np.exp(now))
+    down = (advantages < 0) & (np.exp(now) < 0.5)
+    found = {"token_gradient": gradient.mean(), "improbable_share": (gradient**2)[down].sum() / (gradient**2).sum()}
     old = now if on_policy else columns["old_logprobs"]
     if not on_policy:
         log_ratio = now - old
         if loss == "gspo":
             log_ratio = np.array([log_ratio[sequence == s].mean() for s in sequence])
-        ratio, advantages = np.exp(log_ratio), columns["advantages"]
+        ratio = np.exp(log_ratio)
         found |= {"ratio_mean": ratio.mean(), "ratio_max": ratio.max()}
         if loss == "cispo":
             found["clipped_high"] = (ratio > 1 + high).mean()

@@ -20,6 +20,7 @@ from tests.runs.test_compare import document, flip, passing
 RIGHT = {0: [True] * 3 + [False] * 7, 10: [True] * 5 + [False] * 5, 20: [True] * 8 + [False] * 2}
 CHARTS = ["Held-out pass@1", "Reward", "Right answers", "Flat groups", "Answer length", "Answers cut off", "Length",
           "Entropy", "KL divergence", "Mismatch", "Largest mismatch", "Mismatch KL", "Clipped tokens",
+          "Information of an update", "Improbable tokens of wrong answers", "Sum of learning rates",
           "Probability ratio", "Sampling speed", "Verdicts", "Time of a step"]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.data.rows import Rows
-from rocm_ext.rl.evaluation import flat_reason, mismatch_warning, policy_stop_reason
+from rocm_ext.rl.evaluation import flat_reason, mismatch_warning, policy_stop_reason, rate_warning
 from rocm_ext.rl.prompts import choose_by_curriculum as choose
 from rocm_ext.rl.prompts import pass_rate
 from rocm_ext.rl.selection import EPSILON, advantages, flat, groups, length_share, rewards, subtract_kl
@@ -435,6 +435,28 @@ def test_flat_steps_with_different_rewards_are_not_told_as_one_reward():
 
 
 # ---- sampler and trainer
+
+
+@pytest.mark.parametrize(
+    ("rewards", "rate", "warns"),
+    [
+        ([0.3, 0.4] * 10, 3e-5, True),
+        ([0.3, 0.4] * 9 + [0.3], 3e-5, False),  # 19 steps
+        ([0.3, 0.4] * 11, 3e-5, False),  # told two steps ago
+        ([0.3, 0.4] * 10, 1e-4, False),  # the rate is not the reason
+        ([0.3, 0.4] * 5 + [0.4, 0.5] * 5, 3e-5, False),
+        ([0.4, 0.5] * 5 + [0.3, 0.4] * 5, 3e-5, False),
+        ([0.4, 0.5] * 5 + [0.42, 0.52] * 5, 3e-5, True),  # within two standard errors
+        ([0.3, None] * 10, 3e-5, False),
+    ],
+)
+def test_a_reward_that_has_not_moved_at_low_rates_is_told_once(rewards, rate, warns):
+    lines = [{"step": 0, "eval": {}}]
+    for step, reward in enumerate(rewards, 1):
+        lines.append({"step": step, "reward": reward, "lr_sum": step * rate})
+    assert bool(rate_warning(lines)) == warns
+    if warns:
+        assert "add up to 0.0006, those of 20 updates" in rate_warning(lines)
 
 
 def test_the_mismatch_is_told_once():

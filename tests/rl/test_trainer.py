@@ -20,13 +20,14 @@ class Trainer(PolicyTrainer):
     def __init__(self, **changes):
         cfg = {"seed": 0, "updates_per_step": 1, "groups_per_update": None, "num_workers": 0, "pin_memory": False}
         self.cfg, self.step, self.seen, self.skipped = OmegaConf.create(cfg | changes), 0, [], 0
+        self.lines = []
         self.processes = set(multiprocessing.active_children())
         self.learner = SimpleNamespace(model=nn.Module(), layout=Layout(0, 1, 64, True, pad_id=0))
 
     def train_step(self, update):
         assert set(multiprocessing.active_children()) <= self.processes
         self.seen.append(set(update.rows))
-        return StepStats(0.0, 0.0, 0.0, 1, 0.0, False)
+        return StepStats(0.0, 0.0, 1e-4, 1, 0.0, False, {"token_gradient": 0.25, "ratio_max": float(len(self.seen))})
 
     def skip_updates(self, count):
         self.skipped += count
@@ -53,6 +54,17 @@ def test_without_a_number_of_groups_an_update_has_all():
     trainer = Trainer(prompts_per_step=16)
     trainer.train(5)
     assert trainer.seen == [set(range(10))]
+
+
+def test_an_update_says_what_it_learns_from():
+    trainer = Trainer(prompts_per_step=16, groups_per_update=4)
+    trainer.lines = [{"lr_sum": 0.5}, {"eval": {}}, {"updates": 0}]
+    found = trainer.train(8)  # two updates, of eight answers with two labels each
+    assert found["informative_answers"] == 8
+    assert found["effective_tokens"] == 0.25 * 16
+    assert found["lr_sum"] == pytest.approx(0.5 + 2e-4)
+    assert found["ratio_max"] == 2
+    assert "token_gradient" not in found
 
 
 def test_no_process_is_forked_for_rows_in_memory():
