@@ -68,8 +68,8 @@ class RAFT(Loop):
         """Return the config of the learner; the key ``objective`` determines its ``loss``."""
         trainer = config.trainer_config(self.cfg)
         if self.cfg.objective == "raft++":
-            ratio = {config.COMPONENT: "rocm_ext.losses.ClippedRatio", "clip_high": self.cfg.clip_high}
-            trainer["loss"] = trainer["loss"] | ratio
+            ratio = {"loss": "dapo", "clip_high": self.cfg.clip_high, "on_policy": False}
+            trainer["loss"] = trainer["loss"] | {config.COMPONENT: "rocm_ext.losses.PolicyGradient", **ratio}
         return OmegaConf.create(trainer)
 
     def logprobs_for(self) -> list[str]:
@@ -81,7 +81,7 @@ class RAFT(Loop):
     def check_training(self) -> None:
         """Check what training needs of the learner, before the weights are read."""
         cfg, learner = self.cfg, self.learner
-        learner.check_columns(("old_logprobs",))
+        learner.check_columns(("advantages", "old_logprobs"))
         if "old_logprobs" in learner.objective.columns and (
             cfg.replay_cycles or (cfg.replay_cycles is None and cfg.start_from == "base")
         ):
@@ -193,6 +193,7 @@ class RAFT(Loop):
         rows = to_rows(samples, self.prompts.tokens)
         if "old_logprobs" in self.learner.objective.columns:
             rows.add_labels_column("old_logprobs", [sample.logprobs for sample in samples])
+            rows.add_labels_column("advantages", [[1.0] * len(sample.tokens) for sample in samples])
         return rows, [sample.prompt_id for sample in samples]
 
     def stop_reason(self) -> str | None:

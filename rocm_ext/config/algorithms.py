@@ -67,7 +67,7 @@ def complete(loss: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         given: values of some of ``KEYS``.
 
     Raises:
-        UserError: the algorithm has no limit of the kind that is given, or two limits contradict each other.
+        UserError: the algorithm has no limit of the kind that is given.
     """
     algorithm = ALGORITHMS[loss] if isinstance(loss, str) else _OF_COMPONENT
     filled = {}
@@ -80,10 +80,6 @@ def complete(loss: Any, given: Mapping[str, Any]) -> dict[str, Any]:
                 else f"{key} is {value!r}, and loss is a component with arguments of its own; set {key}=null"
             )
         filled[key] = own if value is None else value
-    if filled.get("clip_dual") is not None and filled["clip_dual"] <= 1 + filled["clip_high"]:
-        raise UserError(
-            f"clip_dual is {filled['clip_dual']}; expected a number above 1 + clip_high, {1 + filled['clip_high']:g}"
-        )
     return filled
 
 

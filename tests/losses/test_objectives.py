@@ -14,7 +14,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.data.batches import Layout, StepLoader, Steps, collate
 from rocm_ext.data.render import IGNORE
 from rocm_ext.data.rows import Rows
-from rocm_ext.losses import ClippedRatio, CrossEntropy, Objective
+from rocm_ext.losses import CrossEntropy, Objective, PolicyGradient
 from rocm_ext.losses.objective import sum_over_sequences
 from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
 
@@ -40,7 +40,8 @@ def problem(labels: int = 40, seed: int = 0):
     hidden = torch.randn(labels, WIDTH, requires_grad=True)
     targets = torch.randint(0, WORDS, (labels,))
     sequence = torch.tensor([0] * 3 + [1] * 1 + [2] * 17 + [3] * 9 + [4] * (labels - 30))
-    return hidden, targets, {"old_logprobs": -4 + 0.3 * torch.randn(labels)}, sequence
+    columns = {"old_logprobs": -4 + 0.3 * torch.randn(labels), "advantages": torch.ones(labels)}
+    return hidden, targets, columns, sequence
 
 
 def expected(objective: str, logits, targets, columns, sequence):
@@ -57,7 +58,7 @@ def expected(objective: str, logits, targets, columns, sequence):
 
 OBJECTIVES = {
     "cross_entropy": CrossEntropy,
-    "clipped": lambda **rest: ClippedRatio(0.28, **rest),
+    "clipped": lambda **rest: PolicyGradient("dapo", clip_high=0.28, on_policy=False, **rest),
     "sequences": SequenceRatio,
 }
 
@@ -248,7 +249,7 @@ def test_normalisation_is_exact_over_micro_batches(folder, tmp_path, normalize):
 
 
 def test_missing_columns_are_named(folder, tmp_path):
-    loss = {"_component_": "rocm_ext.losses.ClippedRatio", "clip_high": 0.28}
-    with pytest.raises(UserError, match=r"ClippedRatio .* columns old_logprobs"):
+    loss = {"_component_": "rocm_ext.losses.PolicyGradient", "loss": "dapo", "on_policy": False}
+    with pytest.raises(UserError, match=r"PolicyGradient .* columns advantages, old_logprobs"):
         finetune(folder, tmp_path / "out", loss)
     assert not list((tmp_path / "out").iterdir())

@@ -8,7 +8,7 @@ import torch
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.config.algorithms import ALGORITHMS
-from rocm_ext.losses import ClippedRatio, PolicyGradient
+from rocm_ext.losses import PolicyGradient
 
 WORDS, WIDTH, LENGTHS = 40, 12, (3, 1, 17, 9, 10)
 LABELS = sum(LENGTHS)
@@ -254,12 +254,6 @@ def test_a_sampler_without_a_probability_gives_a_limited_weight(mismatch, level)
     torch.testing.assert_close((value, derivative), (-expected, expected))
 
 
-def test_clipped_ratio_of_a_sampler_without_a_probability():
-    columns = {"old_logprobs": torch.tensor([-9999.0, -1.0])}
-    value, derivative = ClippedRatio(0.28).terms(torch.ones(2), columns, torch.zeros(2, dtype=torch.long))
-    torch.testing.assert_close((value, derivative), (torch.tensor([-1.28, -1.0]), torch.tensor([0.0, 1.0])))
-
-
 @pytest.mark.parametrize("labels", [0, 1])
 def test_micro_batches_with_one_label_or_none(labels):
     head, hidden = torch.nn.Linear(4, 7), torch.randn(labels, 4, requires_grad=True)
@@ -280,7 +274,7 @@ def test_micro_batches_with_one_label_or_none(labels):
         ({"loss": "grpo", "mismatch": "clip"}, "expected one of truncate, mask, none"),
         ({"loss": "grpo", "mismatch_limits": [2, 3]}, "mismatch_limits is .2, 3.; expected a list of two numbers"),
         ({"loss": "cispo", "clip_low": 0.2}, "clip_low is 0.2, and loss cispo has no such limit"),
-        ({"loss": "dapo", "clip_dual": 1.2}, "clip_dual is 1.2; expected a number above 1 . clip_high, 1.28"),
+        ({"loss": "dapo", "clip_dual": 1}, "clip_dual is 1; expected a number above 1"),
         ({"loss": "grpo", "kl_in": "prompt"}, "kl_in is 'prompt'; expected one of loss, reward"),
         ({"loss": "grpo", "entropy_coef": True}, "entropy_coef is True"),
     ],

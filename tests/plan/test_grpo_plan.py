@@ -85,7 +85,8 @@ def test_the_side_that_waits_for_the_other(capsys):
 def test_the_table_for_people(capsys):
     assert main(["plan", *POCKET, SERVERS, "max_staleness=1", "steps=40", "eval_every_n_steps=15"]) == 0
     said = capsys.readouterr().out
-    for part in ("A GRPO step, if no group has equal rewards", "1 update", "wait", "a step",
+    for part in ("loss dapo: center mean, scale std, clip_low 0.2, clip_high 0.28, clip_dual 3.0",
+                 "A GRPO step, if no group has equal rewards", "1 update", "wait", "a step",
                  "2, each assumed to be one more GPU of this kind"):  # fmt: skip
         assert part in said
 

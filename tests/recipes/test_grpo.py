@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from rocm_ext.recipes.grpo_rocm import GRPO, main
 from safetensors.torch import load_file
 
@@ -246,6 +247,7 @@ def test_every_loss_trains_and_resumes(make, tmp_path, changes):
     succeed(make(out, **changes), "steps=1")
     succeed(make(out, **changes), "resume_from_checkpoint=True")
     assert_equal(out, whole)
+    assert OmegaConf.load(whole / "config.yaml").center is not None  # the run has what the loss fills
     for line in lines(whole / "metrics.jsonl"):
         assert line["updates"] == changes.get("updates_per_step", 1) * max(
             1, line["trained_groups"] // changes.get("groups_per_update", 4)

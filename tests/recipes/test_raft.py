@@ -22,7 +22,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.data.render import IGNORE, render_prompt
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.evaluate.answers import evaluate
-from rocm_ext.losses import ClippedRatio, CrossEntropy
+from rocm_ext.losses import CrossEntropy, PolicyGradient
 from rocm_ext.model.sampler import MIN_ROWS
 from rocm_ext.rl.cycles import CycleTrainer
 from rocm_ext.rl.records import PhaseRecords, Records, read_records
@@ -242,7 +242,7 @@ def test_a_slow_rank_takes_fewer_prompts_and_may_die(reference, make, tmp_path):
 # ---- objectives
 
 
-def test_clipped_ratio_equals_its_formula():
+def test_raft_plus_plus_equals_its_formula():
     torch.manual_seed(0)
     head, hidden = torch.nn.Linear(16, 50, bias=False), torch.randn(40, 16, requires_grad=True)
     targets = torch.randint(0, 50, (40,))
@@ -251,7 +251,9 @@ def test_clipped_ratio_equals_its_formula():
     ratio = (head(hidden).log_softmax(-1).gather(-1, targets[:, None])[:, 0] - old).exp()
     expected = -torch.minimum(ratio, ratio.clamp(1 - 0.2, 1 + 0.28)).sum()
     (grad,) = torch.autograd.grad(expected, hidden)
-    loss = ClippedRatio(0.28, chunk_tokens=7)(head, hidden, targets, {"old_logprobs": old}, torch.zeros_like(targets))
+    columns = {"old_logprobs": old, "advantages": torch.ones_like(old)}
+    objective = PolicyGradient("dapo", clip_high=0.28, on_policy=False, chunk_tokens=7)
+    loss = objective(head, hidden, targets, columns, torch.zeros_like(targets))
     (found,) = torch.autograd.grad(loss, hidden)
     assert 5 < (ratio > 1.28).sum() < 35  # some ratios are clipped and some are not
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)

@@ -75,7 +75,7 @@ _GRPO: dict[str, Kind] = {
     "scale": one_of("std", "batch", "none") | NULL,
     "clip_low": POSITIVE | NULL,
     "clip_high": POSITIVE | NULL,
-    "clip_dual": POSITIVE | NULL,
+    "clip_dual": number(lambda x: x > 1, "a number above 1") | NULL,
     "kl_coef": NOT_NEGATIVE,
     "kl_in": one_of("loss", "reward") | NULL,
     "entropy_coef": NOT_NEGATIVE,
