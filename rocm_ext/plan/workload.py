@@ -181,6 +181,8 @@ def sampled_rows(cfg: DictConfig, asked: Questions) -> Workload:
     """Estimate the rows of a GRPO step: every answer to its prompts."""
     prompts = min(filter(None, (cfg.get("prompts_per_step"), asked.prompts)), default=None)
     rows = _answers(cfg, asked, prompts and prompts * cfg.samples_per_prompt, "every answer trained on")
+    if "prompts_per_step" not in cfg:  # an evaluation with a config of RAFT
+        return rows
     groups = min(cfg.prompts_per_step, 2 * (cfg.groups_per_update or cfg.prompts_per_step) - 1)
     return replace(rows, most=groups * cfg.samples_per_prompt)  # one group fewer than two updates need
 
