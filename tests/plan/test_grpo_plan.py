@@ -2,8 +2,10 @@
 
 import pytest
 
+from rocm_ext import config
 from rocm_ext.cli import main
 from rocm_ext.plan import speeds
+from rocm_ext.plan.workload import Questions, sampled_rows
 from tests.kit.plans import as_configured, plan
 
 pytestmark = pytest.mark.usefixtures("cpu_of_known_speed")
@@ -25,6 +27,13 @@ def test_a_step_shares_its_memory_with_the_sampler(capsys, tmp_path, monkeypatch
     assert step["evaluations"] == 1 + 100 // 20
     whole = 100 * step["round_seconds"] + 6 * step["evaluation_seconds"]
     assert step["run_seconds"] == pytest.approx(whole)
+
+
+@pytest.mark.parametrize(("needed", "groups"), [("null", 64), (1, 1), (4, 7), (33, 64)])
+def test_memory_is_planned_for_an_update_with_one_group_less_than_two_need(needed, groups):
+    cfg = config.load("grpo_rocm", "cpu_pocket_grpo", [f"groups_per_update={needed}", "samples_per_prompt=8"])
+    rows = sampled_rows(cfg, Questions(64, 0, 50, 40.0, 16.0, "a test"))
+    assert (rows.count, rows.most) == (64 * 8, groups * 8)
 
 
 POCKET = ("--config", "cpu_pocket_grpo", "groups_per_update=null")
