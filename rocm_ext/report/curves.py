@@ -80,11 +80,7 @@ POLICY = (
     Curve("Mismatch KL", "nats per token", {"mismatch_kl": "mismatch KL"}),
     _share("Limited weights", "% of the tokens, by the mismatch", mismatch_limited="limited"),
     _share("Clipped tokens", "% of the tokens", clipped_low="low", clipped_high="high", clipped_dual="dual"),
-    Curve(
-        "Information of an update",
-        "",
-        {"informative_answers": "answers", "effective_tokens": "effective tokens"},
-    ),
+    Curve("Information of an update", "", {"informative_answers": "answers", "effective_tokens": "effective tokens"}),
     _share("Improbable tokens of wrong answers", "% of the gradients' energy", improbable_share="share"),
     Curve("Sum of learning rates", "of all updates", {"lr_sum": "sum"}, noisy=False),
     Curve("Probability ratio", "trainer / sampler", {"ratio_mean": "mean", "ratio_max": "largest"}),
