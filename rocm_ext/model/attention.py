@@ -1,8 +1,9 @@
 """Attention within packed sequences in training, and over a cache of slots in sampling.
 
-Each packed sequence gets its own call of torch's SDPA with ``is_causal``. The fast kernel of every backend
-(flash on CUDA, AOTriton on ROCm, the CPU's own) takes that call; none takes a block-diagonal mask. A few
-dozen launches per layer cost little compared with the matrix products of thousands of tokens.
+Packed sequences go to torch's SDPA with ``is_causal``. The fast kernel of every backend (flash on CUDA, AOTriton on
+ROCm, the CPU's own) takes that call; none takes a block-diagonal mask. On CPUs short sequences of similar length share
+a call, padded on the right, where causal attention does not look. Each other sequence has its own: a few dozen launches
+per layer cost little compared with the matrix products of thousands of tokens.
 
 Sequences that begin alike, as the two sides of a pair, may have that beginning once. Attention puts its queries, keys
 and values before those of each such sequence, so only scores are computed again. The kernels' causal masks are
@@ -13,7 +14,7 @@ A decoding step is a packed row, too: one token of each running sequence. Where 
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -319,6 +320,11 @@ class PrefixCache:
 # ---- packed sequences
 
 
+# The longest sequence that shares a call on CPUs, and the least length of the others in it, as a share of the longest:
+# longer ones save nothing but the padding costs more.
+_SHORT, _SIMILAR = 512, 0.75
+
+
 class Lengths:
     """Lengths of packed sequences, passed through torchtune's ``mask`` argument.
 
@@ -329,28 +335,62 @@ class Lengths:
         shared: tokens that each sequence shares, see :class:`rocm_ext.data.batches.MicroBatch`.
     """
 
-    __slots__ = ("shared", "values")
+    __slots__ = ("_batches", "shared", "values")
 
     def __init__(self, values: tuple[int, ...], shared: tuple[int, ...] = ()) -> None:
         self.values, self.shared = values, shared or (0,) * len(values)
+        self._batches: dict[bool, tuple[list[Tensor], Tensor]] = {}
 
-    def sequences(self, *packed: Tensor) -> Iterator[tuple[list[Tensor], int]]:
-        """Take tensors of packed tokens apart.
+    def attend(self, packed: Sequence[Tensor], compute: Callable[..., Tensor], together: bool) -> Tensor:
+        """Compute attention within each sequence.
 
         Args:
-            packed: [b, heads, s, head_dim] each.
+            packed: q, k and v of packed tokens: [1, heads, s, head_dim] each.
+            compute: causal attention of q, k and v of several sequences, [n, heads, longest, head_dim] each; shorter
+                ones are padded on the right, and begin with what they share.
+            together: whether short sequences of similar length are computed together on a CPU.
 
-        Yields:
-            Of each sequence: its part of each tensor, with the shared beginning, and the length of this beginning.
+        Returns:
+            [1, s, heads, head_dim].
         """
-        first: list[Tensor] = []
-        split = zip(*(t.split(self.values, dim=2) for t in packed), strict=True)
-        for pieces, shared in zip(split, self.shared, strict=True):
-            if shared:
-                yield [torch.cat([a[:, :, :shared], b], dim=2) for a, b in zip(first, pieces, strict=True)], shared
+        together = together and packed[0].device.type == "cpu"
+        if together not in self._batches:
+            self._batches[together] = self._made(together, packed[0].device)
+        batches, order = self._batches[together]
+        heads = [t.shape[1] for t in packed]
+        rows = [t[0].transpose(0, 1).flatten(1) for t in packed]
+        outs = []
+        for index in batches:
+            parts = (
+                F.embedding(index, t).unflatten(2, (h, -1)).transpose(1, 2) for t, h in zip(rows, heads, strict=True)
+            )
+            outs.append(compute(*parts).transpose(1, 2).flatten(2).flatten(0, 1))
+        # embeddings, because their backward pass is fast on CPUs and sums shared rows in a fixed order on GPUs
+        return F.embedding(order, torch.cat(outs)).unflatten(1, (heads[0], -1))[None]
+
+    def _made(self, together: bool, device: torch.device) -> tuple[list[Tensor], Tensor]:
+        """Return the tokens of each call, [n, longest], and where each token's output is among those of all calls."""
+        first, begun, spans = 0, 0, []
+        for count, shared in zip(self.values, self.shared, strict=True):
+            begun = begun if shared else first
+            spans.append((shared + count, shared, begun, first))
+            first += count
+        calls: list[list[tuple[int, ...]]] = []
+        for span in sorted(spans, reverse=True) if together else spans:
+            if together and calls and calls[-1][0][0] <= _SHORT and span[0] >= _SIMILAR * calls[-1][0][0]:
+                calls[-1].append(span)
             else:
-                first = list(pieces)
-                yield first, 0
+                calls.append([span])
+        batches, order, before = [], [0] * first, 0
+        for call in calls:
+            index: list[int] = []
+            for length, shared, begin, own in call:
+                end = own + length - shared
+                order[own:end] = range(before + len(index) + shared, before + len(index) + length)
+                index += [*range(begin, begin + shared), *range(own, end), *[0] * (call[0][0] - length)]
+            batches.append(torch.tensor(index, device=device).view(len(call), -1))
+            before += len(index)
+        return batches, torch.tensor(order, device=device)
 
 
 class Prompts(_Pass):
@@ -371,7 +411,7 @@ class Prompts(_Pass):
         for cache, (key, value) in zip(self._caches, pieces, strict=False):
             # copies, because views would keep those of the other prompts alive
             cache.layers.append(Prefix(*(t.clone(memory_format=torch.contiguous_format) for t in (key, value))))
-        return attend(q, k, v, self._lengths, kernel=kernel)
+        return attend(q, k, v, self._lengths, kernel=kernel, together=False)  # else others' lengths would change a sum
 
 
 class Attention(MultiHeadAttention):
@@ -468,7 +508,15 @@ class Attention(MultiHeadAttention):
 
 
 @torch.compiler.disable
-def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, dropout: float = 0.0, kernel: str = "auto") -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    dropout: float = 0.0,
+    kernel: str = "auto",
+    together: bool = True,
+) -> Tensor:
     """Compute causal attention within each sequence.
 
     Args:
@@ -477,18 +525,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, dropout: float = 0
         lengths: of the sequences; the values sum to s.
         dropout: dropout probability on attention weights.
         kernel: see :func:`sdpa`.
+        together: whether sequences may be computed together; kernels with scores in memory never do.
 
     Returns:
         [1, s, heads, head_dim].
     """
     groups = q.shape[2] // k.shape[2]
-    pieces = []
-    for (q1, k1, v1), shared in lengths.sequences(*(t.transpose(1, 2) for t in (q, k, v))):
+
+    def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if groups > 1:  # enable_gqa falls back to the math path on backends without grouped kernels
-            k1, v1 = (t.repeat_interleave(groups, dim=1) for t in (k1, v1))
-        out = sdpa(q1, k1, v1, kernel, dropout=dropout)
-        pieces.append(out[:, :, shared:].transpose(1, 2))
-    return torch.cat(pieces, dim=1)
+            k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
+        return sdpa(q, k, v, kernel, dropout=dropout)
+
+    together = together and kernel in ("auto", "flash")
+    return lengths.attend([t.transpose(1, 2) for t in (q, k, v)], compute, together)
 
 
 def shares_beginnings(decoder: Decoder) -> bool:

@@ -68,7 +68,7 @@ class MathAnswer(Verifier):
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
         answer = str(row[self.field])
-        mine, gold = plain(completion), plain(answer)
+        mine, gold = plain(completion), plain(answer, gold=True)
         if mine is not None and gold is not None:
             equal = abs(Fraction(mine) - Fraction(gold)) <= abs(Fraction(gold)) * Fraction(self.tolerance)
             return _verdict(equal, f"found {mine}")

@@ -110,10 +110,16 @@ PLAIN = re.compile(  # a number that needs no search: the whole text, a last lin
     r"(?:\A|(?:\A|\n)####|((?:\A|\n|:|\bis|(?<![!<>])=) ?\$?\\boxed\{))[ \t]?"
     r"([-+]?(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?)(?(1)\}\$?)\.?\s*\Z"
 )
+CALCULATION = re.compile(r"[\d \n.=*+-]+", re.A)  # no sign of these reaches beyond its line
 
 
-def plain(text: str) -> str | None:
-    """The decimal number that a text certainly gives, found without a search; None if it takes one. Linear."""
+def plain(text: str, gold: bool = False) -> str | None:
+    """The decimal number that a text certainly gives, found without a search; None if it takes one. Linear.
+
+    It is all of a ``gold`` text, or marked at its end; elsewhere also the last line of a calculation without words.
+    """
+    if not gold and not CALCULATION.sub("", text):
+        text = text.rstrip().rpartition("\n")[2]
     match = PLAIN.search(text if len(text) <= 80 else "..." + text[-80:])
     if match is None or (match[1] and text.count("\\boxed") > 1):
         return None

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rocm_ext.verifiers import MathAnswer, Pool, Verdict, maths
-from rocm_ext.verifiers.mathtext import final_answer
+from rocm_ext.verifiers.mathtext import final_answer, number, plain
 from rocm_ext.verifiers.workers import worker
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k_train.jsonl"
@@ -378,7 +378,8 @@ def test_a_plain_number_needs_no_other_process(monkeypatch):
 
     monkeypatch.setattr(maths, "_child", none)
     monkeypatch.setattr(worker, "RUNNING", True)
-    for text in ("72", "#### 72", "so 48+24 = 72\n#### 72.", "The answer is $\\boxed{72.0}$.", "\\boxed{72}", " 72\n"):
+    for text in ("72", "#### 72", "so 48+24 = 72\n#### 72.", "The answer is $\\boxed{72.0}$.", "\\boxed{72}", " 72\n",
+                 "48+24=71\n72"):  # fmt: skip
         assert str(MathAnswer()(text, {"answer": "so\n#### 72"}).verdict) == "CORRECT"
         assert str(MathAnswer()(text, {"answer": "7,201"}).verdict) == "WRONG"
     for text in (
@@ -388,9 +389,18 @@ def test_a_plain_number_needs_no_other_process(monkeypatch):
         "#### 72 or so",
         "2\\cdot\\boxed{72}",
         "1 72",
+        "48+24=72",
+        "1/\n72",
     ):
         with pytest.raises(AssertionError, match="another process"):
             MathAnswer()(text, {"answer": "72"})
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.text(alphabet="0159 .,-+*/=\n#", max_size=40))
+def test_a_number_without_a_search_is_that_of_the_search(text: str):
+    if (found := plain(text)) is not None:
+        assert number(found) == number(final_answer(text))
 
 
 @settings(max_examples=150, deadline=None)

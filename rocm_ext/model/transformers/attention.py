@@ -43,16 +43,17 @@ class Mask:
 
     Attributes:
         lengths, kernel: as above.
+        plain: whether the rule is causal attention.
     """
 
     def __init__(self, lengths: Lengths, rule: Callable[..., Any], window: int | None, kernel: str) -> None:
         self.lengths, self.kernel, self._rule, self._window = lengths, kernel, rule, window
+        self.plain = rule is causal_mask_function
         self._dense: dict[int, Tensor] = {}
 
     def of(self, length: int, device: torch.device) -> Tensor | None:
         """Return the mask within a sequence of ``length`` tokens: [s, s], True where it attends; None: causal."""
-        plain = self._rule is causal_mask_function or (self._window is not None and length <= self._window)
-        if plain:
+        if self.plain or (self._window is not None and length <= self._window):
             return None
         if length not in self._dense:
             index = torch.arange(length, device=device)
@@ -110,15 +111,16 @@ def packed_mask(
 @torch.compiler.disable
 def _attend(query, key, value, mask: Mask, dropout, scaling, softcap, sinks) -> Tensor:
     groups = query.shape[1] // key.shape[1]
-    pieces = []
-    for (q, k, v), shared in mask.lengths.sequences(query, key, value):
+    score = None if sinks is None else sinks.view(1, -1, 1, 1)
+
+    def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if groups > 1:  # enable_gqa falls back to the math path on backends without grouped kernels
             k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
         allowed = mask.of(q.shape[2], q.device)
-        score = None if sinks is None else sinks.view(1, -1, 1, 1)
-        out = sdpa(q, k, v, mask.kernel, mask=allowed, dropout=dropout, scale=scaling, softcap=softcap, sinks=score)
-        pieces.append(out[:, :, shared:].transpose(1, 2))
-    return torch.cat(pieces, dim=1)
+        return sdpa(q, k, v, mask.kernel, mask=allowed, dropout=dropout, scale=scaling, softcap=softcap, sinks=score)
+
+    together = mask.plain and mask.kernel in ("auto", "flash") and softcap is None and sinks is None
+    return mask.lengths.attend([query, key, value], compute, together)
 
 
 # ---- slots
