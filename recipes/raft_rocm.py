@@ -191,8 +191,10 @@ class RAFT(Loop):
             self.kept[self.trainer.step + 1] = kept
         samples = [*kept, *replayed]
         rows = to_rows(samples, self.prompts.tokens)
-        if "old_logprobs" in self.learner.objective.columns:
+        columns = self.learner.objective.columns
+        if "old_logprobs" in columns:
             rows.add_labels_column("old_logprobs", [sample.logprobs for sample in samples])
+        if "advantages" in columns:
             rows.add_labels_column("advantages", [[1.0] * len(sample.tokens) for sample in samples])
         return rows, [sample.prompt_id for sample in samples]
 

@@ -170,17 +170,17 @@ def test_a_run_goes_on_from_an_older_checkpoint(reference, make, tmp_path):
     assert [row["held_out"] for row in found] == [row["held_out"] for row in expected]
 
 
-class NeedsAdvantages(CrossEntropy):
+class NeedsReference(CrossEntropy):
     """An objective with a column that RAFT's rows do not have."""
 
-    columns = ("advantages",)
+    columns = ("reference_logprobs",)
 
 
 def test_columns_that_no_sample_has_are_refused_early(make, tmp_path):
-    loss = {"_component_": "tests.recipes.test_raft.NeedsAdvantages"}
+    loss = {"_component_": "tests.recipes.test_raft.NeedsReference"}
     code, messages = forked(main, make(tmp_path / "out", loss=loss))
     assert code == 1
-    assert one_line_has(messages, "NeedsAdvantages", "columns advantages")
+    assert one_line_has(messages, "NeedsReference", "columns reference_logprobs")
     assert not (tmp_path / "out" / "cycle_0").exists()
 
 
