@@ -208,8 +208,8 @@ def select(rounds: Sequence[Answers], asked: Sequence[str], cfg: DictConfig) -> 
     """Compare the rewards of each group, and choose the answers to train on.
 
     An answer with the verdict ERROR has no reward: it is neither compared nor trained on. Truncated answers count in
-    their group's mean; ``truncated: mask`` does not train on them. Of more groups than a step needs, the first are
-    taken.
+    their group's mean; ``truncated: mask`` does not train on them. ``negative_weight: 0`` trains on positive advantages
+    alone. Of more groups than a step needs, the first are taken.
 
     Args:
         rounds: the rounds of the step's sampling.
@@ -229,11 +229,14 @@ def select(rounds: Sequence[Answers], asked: Sequence[str], cfg: DictConfig) -> 
         max_new_tokens=cfg.max_new_tokens,
     )
     worth = advantages(of_answer, center=cfg.center, scale=cfg.scale)
+    worth = {key: value if value > 0 else cfg.negative_weight * value for key, value in worth.items()}
     without = flat(worth) | (set(asked) - groups(worth).keys())
     trainable = {
         key: value
         for key, value in worth.items()
-        if key[0] not in without and not (cfg.truncated == "mask" and samples[key].finish_reason == "length")
+        if key[0] not in without
+        and (value > 0 or cfg.negative_weight)
+        and not (cfg.truncated == "mask" and samples[key].finish_reason == "length")
     }
     useful = {prompt for prompt, _ in trainable}
     wanted = set([prompt for prompt in asked if prompt in useful][: cfg.prompts_per_step])

@@ -21,7 +21,8 @@ from rocm_ext.data.rows import Rows
 from rocm_ext.rl.evaluation import flat_reason, mismatch_warning, policy_stop_reason, rate_warning
 from rocm_ext.rl.prompts import choose_by_curriculum as choose
 from rocm_ext.rl.prompts import pass_rate
-from rocm_ext.rl.selection import EPSILON, advantages, flat, groups, length_share, rewards, subtract_kl
+from rocm_ext.rl.rollout import Answers
+from rocm_ext.rl.selection import EPSILON, advantages, flat, groups, length_share, rewards, select, subtract_kl
 from rocm_ext.verifiers import Result, Verdict
 
 CENTERS, SCALES = ("mean", "leave_one_out"), ("std", "batch", "none")
@@ -122,6 +123,23 @@ def test_without_groups_rewards_are_compared_with_the_step_or_with_nothing(drawn
         expected = expected / ((all_rewards.std(ddof=1) if len(drawn) > 1 else 0.0) + EPSILON)
     assert list(found.values()) == pytest.approx(expected.tolist(), abs=1e-3 if scale == "batch" else 2e-8)
     assert flat(found) == {prompt for prompt, group in groups(found).items() if set(group.values()) == {0.0}}
+
+
+@pytest.mark.parametrize(
+    ("weight", "worth"), [(1.0, [0.75, -0.25, -0.25, -0.25]), (0.4, [0.75, -0.1, -0.1, -0.1]), (0.0, [0.75])]
+)
+def test_negative_advantages_have_their_weight(weight, worth):
+    """One of four answers to a is right; b is flat."""
+    drawn = {("a", i): float(i == 0) for i in range(4)} | {("b", i): 1.0 for i in range(4)}
+    results = {key: Result(Verdict.CORRECT if value else Verdict.WRONG, value) for key, value in drawn.items()}
+    cfg = OmegaConf.create(
+        {"center": "mean", "scale": "none", "negative_weight": weight, "prompts_per_step": 2, "max_new_tokens": 9,
+         "truncated": "mask", "truncation_penalty": 1.0, "truncation_margin": 0}
+    )  # fmt: skip
+    chosen = select([Answers({key: answer(4) for key in drawn}, results, {})], ["a", "b"], cfg)
+    assert list(chosen.advantages.values()) == pytest.approx(worth)
+    assert [key[0] for key in chosen.advantages] == ["a"] * len(worth)
+    assert (chosen.flat, chosen.groups) == ({"b"}, 1)
 
 
 @pytest.mark.parametrize("policy", ["old_logprobs", "sampler_logprobs"])

@@ -73,6 +73,7 @@ _GRPO: dict[str, Kind] = {
     "truncation_penalty": POSITIVE,
     "center": one_of("mean", "leave_one_out", "batch", "none") | NULL,
     "scale": one_of("std", "batch", "none") | NULL,
+    "negative_weight": NOT_NEGATIVE,
     "clip_low": POSITIVE | NULL,
     "clip_high": POSITIVE | NULL,
     "clip_dual": number(lambda x: x > 1, "a number above 1") | NULL,
