@@ -31,12 +31,16 @@ def test_a_step_shares_its_memory_with_the_sampler(capsys, tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("needed", "groups"), [("null", 64), (1, 1), (4, 7), (33, 64)])
 def test_memory_is_planned_for_an_update_with_one_group_less_than_two_need(needed, groups):
-    cfg = config.load("grpo_rocm", "cpu_pocket_grpo", [f"groups_per_update={needed}", "samples_per_prompt=8"])
+    changes = [f"groups_per_update={needed}", "prompts_per_step=64", "samples_per_prompt=8"]
+    cfg = config.load("grpo_rocm", "cpu_pocket_grpo", changes)
     rows = sampled_rows(cfg, Questions(64, 0, 50, 40.0, 16.0, "a test"))
     assert (rows.count, rows.most) == (64 * 8, groups * 8)
 
 
-POCKET = ("--config", "cpu_pocket_grpo", "groups_per_update=null")
+POCKET = (
+    "--config", "cpu_pocket_grpo", "prompts_per_step=64", "samples_per_prompt=8", "updates_per_step=1",
+    "groups_per_update=null",
+)  # fmt: skip
 SERVERS = "engine={_component_: rocm_ext.sampling.OpenAIEngine, urls: [http://a/v1, http://b/v1]}"
 
 
@@ -94,7 +98,7 @@ def test_the_side_that_waits_for_the_other(capsys):
 def test_the_table_for_people(capsys):
     assert main(["plan", *POCKET, SERVERS, "max_staleness=1", "steps=40", "eval_every_n_steps=15"]) == 0
     said = capsys.readouterr().out
-    for part in ("loss dapo: center mean, scale std, clip_low 0.2, clip_high 0.28, clip_dual 3.0",
+    for part in ("loss cispo: center mean, scale none, clip_high 0.01, kl_in loss",
                  "A GRPO step, if no group has equal rewards", "1 update", "wait", "a step",
                  "2, each assumed to be one more GPU of this kind"):  # fmt: skip
         assert part in said

@@ -11,41 +11,29 @@ import numpy as np
 import pytest
 import torch
 
+from rocm_ext import config
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.report.charts import Line
 from rocm_ext.rl import records
 from tests.tools.test_benchmarks import needs
 from tools.benchmarks import grpo, learning, overhead
-from tools.benchmarks.learning import Budget
 from tools.benchmarks.picture import write_picture
 from tools.benchmarks.protocol import ROOT, Failed
 from tools.benchmarks.table import table
 
 
 # ---------------------------------------------------------------------------------------------------- learning
-@pytest.mark.parametrize(
-    ("samples", "found"),
-    [
-        (40960, Budget(steps=80, every=5, cycles=4, prompts=2560, samples=40960)),
-        (44000, Budget(steps=80, every=5, cycles=4, prompts=2560, samples=40960)),
-        (1024, Budget(steps=2, every=1, cycles=1, prompts=256, samples=1024)),
-        (1, Budget(steps=1, every=1, cycles=1, prompts=128, samples=512)),
-    ],
-)
-def test_cycles_and_steps_draw_the_same_samples(samples, found):
-    assert learning.budget(samples, step=512, each=4, prompts=3000) == found
-    assert found.cycles * found.prompts * 4 == found.steps * 512 == found.samples
-
-
-def test_a_method_without_a_ratio_has_more_and_smaller_steps(tmp_path):
-    _, config = learning.configs()
-    config.groups_per_update = 16
-    spent = Budget(steps=80, every=5, cycles=4, prompts=2560, samples=40960)
-    several, single = (learning.job(name, 1, spent, tmp_path, tmp_path, config) for name in ("grpo", "rloo"))
-    assert single.changes["steps"] == 4 * several.changes["steps"] == 320
-    assert single.changes["eval_every_n_steps"] == 4 * several.changes["eval_every_n_steps"]
-    assert single.changes["prompts_per_step"] == config.prompts_per_step // 4
-    assert single.changes["groups_per_update"] == "null"
+def test_every_method_draws_the_same_samples(tmp_path):
+    """The configs of RAFT and GRPO do so by themselves, and GRPO's counts in steps of any size."""
+    drawn = set()
+    for method, chosen in learning.METHODS.items():
+        changes = learning.job(method, 1, 3, tmp_path, tmp_path).changes
+        cfg = config.load(chosen.recipe, learning.CONFIGS[chosen.recipe],
+                          [f"{key}={value}" for key, value in changes.items()])  # fmt: skip
+        of_raft = chosen.recipe == learning.RAFT
+        prompts = cfg.cycles * cfg.prompts_per_cycle if of_raft else cfg.steps * cfg.prompts_per_step
+        drawn.add(prompts * cfg.samples_per_prompt)
+    assert drawn == {3 * learning.samples_of_round()}
 
 
 def test_curves_are_summed_up():
@@ -67,16 +55,7 @@ def test_the_table_compares_equal_seeds():
     rows = [line.split(" | ") for line in learning.table(curves).splitlines()]
     assert rows[2][:4] == ["| RAFT", "60.0 % (35.2 to 84.8)", "50.0, 60.0, 70.0", ""]
     assert rows[3][:4] == ["| GRPO", "90.0 % (90.0 to 90.0)", "90.0, 90.0, 90.0", "+30.0 % (+5.2 to +54.8)"]
-    assert (rows[2][-1], rows[3][-1]) == ("not reached |", "9 |")
-
-
-def test_a_warning_is_the_first_value_beyond_twice_the_healthy_range():
-    healthy = np.array([1.0, 2.0, math.nan, 1.5])
-    assert learning.warns_at(np.array([1.0, 3.9, 4.1, 9.0]), healthy) == 3
-    assert learning.warns_at(np.array([1.0, 0.4]), healthy) == 2
-    assert learning.warns_at(np.array([1.0, 3.9, math.nan]), healthy) is None
-    assert learning.fell_at(np.array([0.4, 0.3, 0.19])) == 3
-    assert learning.fell_at(np.array([0.4, 0.2])) is None
+    assert (rows[2][-1], rows[3][-1]) == ("10 |", "5 |")
 
 
 def test_a_picture_has_all_charts_in_light_and_dark(tmp_path):
@@ -102,9 +81,10 @@ def test_the_share_of_a_step_outside_of_its_work():
 
 @pytest.mark.parametrize("keep", ["all", 2])
 def test_synthetic_steps_leave_the_records_of_a_run(tmp_path, keep):
-    config = learning.configs()[1]
-    config.update({"steps": 20, "prompts_per_step": 4, "samples_per_prompt": 2, "keep_samples": keep})
-    synthetic = overhead.Synthetic(tmp_path, config, prompts=50)
+    cfg = config.load("grpo_rocm", "cpu_pocket_grpo", [])
+    cfg.update({"steps": 20, "eval_every_n_steps": 10, "prompts_per_step": 4, "samples_per_prompt": 2})
+    cfg.keep_samples = keep
+    synthetic = overhead.Synthetic(tmp_path, cfg, prompts=50)
     assert all(synthetic.step(number) > 0 for number in range(1, 21))
     synthetic.records.close()
     verdicts = (tmp_path / "verdicts.jsonl").read_text().splitlines()

@@ -29,7 +29,7 @@ from rocm_ext.config import algorithms
 from rocm_ext.config.checks import updates_of_pass, updates_of_step
 from tools.benchmarks import peers
 from tools.benchmarks.protocol import Failed, Ratio, Side, both, in_turn
-from tools.benchmarks.work import pocket
+from tools.benchmarks.work import POCKET_STEPS, pocket
 
 OURS = "ours"
 PEERS = {"TRL + PEFT": False}  # whether transformers batches continuously
@@ -97,8 +97,8 @@ def prepare(base: Path, changes: Sequence[str]) -> DictConfig:
     from rocm_ext.model.build import build_model
 
     pocket(base)
-    given = [f"pocket={base}/pocket", f"output_dir={base}/out", "eval_prompts=null", "mismatch=none", "loss=dapo",
-             "updates_per_step=1", "verify_workers=1", f"checkpointer.adapter_checkpoint={base}/peft"]  # fmt: skip
+    given = [f"pocket={base}/pocket", f"output_dir={base}/out", "eval_prompts=null", "mismatch=none",
+             *POCKET_STEPS, "verify_workers=1", f"checkpointer.adapter_checkpoint={base}/peft"]  # fmt: skip
     cfg = config.load("grpo_rocm", "cpu_pocket_grpo", [*given, *changes])
     algorithms.fill(cfg)
     decoder = build_model(cfg.model, torch.float32, 7, torch.device("cpu"))

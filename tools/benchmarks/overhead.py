@@ -37,7 +37,7 @@ from rocm_ext.rl.selection import select
 from rocm_ext.train.metrics import Metrics
 from tests.kit.grpo_runs import write_run
 from tools.benchmarks.protocol import ROOT, Failed
-from tools.benchmarks.work import LORA, pocket, write_random_model
+from tools.benchmarks.work import LORA, POCKET_STEPS, pocket, write_random_model
 
 SHAPES = {"pocket": 0.08, "41M": 0.02}  # the largest share that is the goal
 WARM_UP = 2  # steps
@@ -51,7 +51,7 @@ def run_pocket(base: Path, steps: int, changes: Sequence[str]) -> Path:
     pocket(base)
     out = base / "pocket_run"
     _call("rocm_ext.recipes.grpo_rocm", "--config", "cpu_pocket_grpo", f"pocket={base}/pocket", f"output_dir={out}",
-          f"steps={steps}", "eval_prompts=null", "save_every_n_steps=1000", *changes)  # fmt: skip
+          f"steps={steps}", "eval_prompts=null", "save_every_n_steps=1000", *POCKET_STEPS, *changes)  # fmt: skip
     return out
 
 
@@ -150,7 +150,8 @@ def bookkeeping(steps: int, **changes: Any) -> tuple[list[float], float]:
     """Time ``steps`` synthetic steps; return the seconds of each and those a resumed run needs to read the records."""
     from rocm_ext import config
 
-    cfg = config.load("grpo_rocm", "cpu_pocket_grpo", [f"{key}={value}" for key, value in changes.items()])
+    given = [*POCKET_STEPS, *(f"{key}={value}" for key, value in changes.items())]
+    cfg = config.load("grpo_rocm", "cpu_pocket_grpo", given)
     cfg.steps = steps
     with tempfile.TemporaryDirectory() as folder:
         synthetic = Synthetic(Path(folder), cfg, prompts=2000)

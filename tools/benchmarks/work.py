@@ -38,6 +38,12 @@ SHAPES = {
 LORA = {"lora_attn_modules": ["q_proj", "v_proj", "output_proj"], "lora_rank": 8, "lora_alpha": 16}
 LORA_OF_FOLDER = {"lora_rank": 8, "lora_alpha": 16}  # on all linear layers of the decoder's layers
 SEQUENCES_PER_STEP = 32
+# cpu_pocket_grpo with small steps and the loss of DAPO's paper, which peers have too
+POCKET_STEPS = [
+    "prompts_per_step=64", "samples_per_prompt=8", "updates_per_step=1", "groups_per_update=2", "loss=dapo",
+    "clip_high=null", "scale=null", "negative_weight=1.0", "optimizer.lr=3e-4", "lr_scheduler=null",
+    "eval_every_n_steps=10",
+]  # fmt: skip
 IGNORE = -100
 
 
