@@ -27,7 +27,8 @@ from rocm_ext.plan.workload import old_logprobs, rows_of_update
 from rocm_ext.rl import evaluation
 from rocm_ext.rl.loop import Loop
 from rocm_ext.rl.prompts import choose_by_curriculum
-from rocm_ext.rl.rollout import Answers, BackgroundRollout
+from rocm_ext.rl.records import key_of
+from rocm_ext.rl.rollout import Answers, Job
 from rocm_ext.rl.selection import Selected, select, subtract_kl, to_rows
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.train.learner import Learner
@@ -63,6 +64,7 @@ class GRPO(Loop):
         self.sampling = replace(self.sampling, logprobs_temperature=cfg.temperature)
         check_values(self.training_config())
         self.steps, self.evaluate_every, self.prompts_of_step = cfg.steps, cfg.eval_every_n_steps, cfg.prompts_per_step
+        self.max_staleness = cfg.max_staleness
 
     # ---- set-up
 
@@ -123,11 +125,16 @@ class GRPO(Loop):
         return evaluation.policy_stop_reason(self.trainer.lines, self.cfg)
 
     def finish_sampling(self, step: int, selected: Selected) -> None:
-        """Drop old samples, and sample the next step's answers beside training if the config allows it."""
-        self.drop_old_samples(step)  # before a thread writes to the same file
-        if self.cfg.max_staleness and step < self.cfg.steps:
-            job = self.job(step + 1, 0, self.choose(step + 1, self.cfg.prompts_per_step))
-            self.prefetched = self.rollout_of(job, BackgroundRollout)
+        """Drop old samples."""
+        self.drop_old_samples(step)
+
+    def job(self, step: int, round_: int, prompts: Sequence[Prompt], earlier: int = 0) -> Job:
+        """Return what a round of a step's sampling does, without answers that are too old: a resumed run may have
+        another ``max_staleness``."""
+        job, oldest = super().job(step, round_, prompts, earlier), step - 1 - self.max_staleness
+        job.samples.drop(lambda record: record["policy"] < oldest)
+        job.verdicts.drop(lambda record: key_of(record) not in job.samples.records)
+        return job
 
     def drop_old_samples(self, step: int, last: bool = False) -> None:
         """Remove the samples that neither ``keep_samples`` nor a resumed run needs, where many are old.

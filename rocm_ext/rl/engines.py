@@ -171,6 +171,7 @@ class Policy:
         self._ranks, self._unit, self._folder_of = learner.runtime.ranks, unit, folder_of
         self._folder = out / "policy"
         self._written: Path | None = None
+        self._open: list[int] = []  # steps of the adapters of open sessions
         self._check_from = 0  # step
         self._checked: tuple[str, Mapping[str, Tensor]] | None = None  # name and weights at the last check
         self.on_servers = hasattr(engines.sample, "check_adapter")
@@ -211,8 +212,12 @@ class Policy:
                 self._server_check.check(session, requests, adapter, self._checked)
                 self._checked = f"the adapter of {self._unit} {step}", self._learner.adapter_state()
 
-        with self._engines.session(phase, adapter, check) as session:
-            yield session
+        self._open.append(step)
+        try:
+            with self._engines.session(phase, adapter, check) as session:
+                yield session
+        finally:
+            self._open.remove(step)
 
     def check_again(self) -> None:
         """Check in the next session that the servers sample with its adapter."""
@@ -229,7 +234,8 @@ class Policy:
 
         def write() -> None:
             with disk_errors(folder):
-                shutil.rmtree(self._folder, ignore_errors=True)  # no session is open
+                for old in set(self._folder.glob("*")) - {self._folder / f"step_{open_}" for open_ in self._open}:
+                    shutil.rmtree(old, ignore_errors=True)
                 folder.mkdir(parents=True)
                 self._learner.write_adapter(folder)
 
@@ -289,6 +295,8 @@ def open_engines(
             raise UserError(f"{' and '.join(logprobs_for)}: {error}") from error
     if not hasattr(engine, "check_adapter"):
         return Engines(engine, engine, *room)
+    if cfg.get("max_staleness") and hasattr(engine, "check_exchange"):
+        engine.check_exchange()
     try:
         _check_adapters(cfg, learner, engine, samples_new_adapters)
     except UserError as error:

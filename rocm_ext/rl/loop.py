@@ -18,10 +18,11 @@ from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.model.download import use_downloaded
 from rocm_ext.plan import workload
 from rocm_ext.rl import evaluation
+from rocm_ext.rl.ahead import Ahead, RolloutAhead
 from rocm_ext.rl.engines import Policy, open_engines, verify_workers
 from rocm_ext.rl.prompts import PromptSet
 from rocm_ext.rl.records import Records, is_correct
-from rocm_ext.rl.rollout import Answers, BackgroundRollout, Job, OpenSession, Rollout, Workers
+from rocm_ext.rl.rollout import Answers, Job, OpenSession, Rollout, Workers
 from rocm_ext.rl.selection import Selected
 from rocm_ext.rl.server_check import ServerCheck
 from rocm_ext.rl.trainer import PolicyTrainer
@@ -195,12 +196,14 @@ class Loop(RLRecipe, ABC):
         steps: steps of the run.
         prompts_of_step: prompts that a step asks at first, at most.
         evaluate_every: steps from one evaluation to the next.
+        max_staleness: steps by which the adapter that sampled an answer may be older than the one that it trains.
     """
 
     unit = "step"  # what messages and ``metrics.jsonl`` call a step
     steps: int
     prompts_of_step: int
     evaluate_every: int
+    max_staleness: int = 0
 
     def __init__(self, cfg: DictConfig, learner: type[Learner], trainer: type[PolicyTrainer]) -> None:
         super().__init__(cfg, learner)
@@ -300,7 +303,7 @@ class Loop(RLRecipe, ABC):
         self.records = Records.open(self.out, self.ranks, self.trainer.step, self.trainer.evaluated, self.passes)
         adapter_folder = self.trainer.adapter_folder
         self.policy = Policy(self.engines, self.learner, self.server_check, self.out, self.unit, adapter_folder)
-        self.prefetched: BackgroundRollout | None = None  # the next step's answers
+        self.ahead: Ahead | None = None  # answers of coming steps
         log_config(self.metric_logger, self.cfg)
 
     # ---- the run
@@ -316,6 +319,7 @@ class Loop(RLRecipe, ABC):
         with self.interrupt, self.verification(), self.policy.opened(self.sessions_stay_open):
             try:
                 self.begin()
+                self.sample_ahead()
                 while trainer.step < self.steps and not self.stops():
                     self.step()
                 self.stop_sampling()
@@ -327,8 +331,8 @@ class Loop(RLRecipe, ABC):
                 self.stop_sampling()
                 raise
             finally:
-                if self.prefetched is not None:
-                    self.prefetched.abandon()
+                if self.ahead is not None:
+                    self.ahead.abandon()
                 self.records.close()
         if trainer.stopped:
             log.info("stopped: %s", trainer.stopped)
@@ -359,6 +363,7 @@ class Loop(RLRecipe, ABC):
         updates = trainer.train_on(*self.rows(selected)) if selected.advantages else trainer.train_on_nothing()
         trainer.finish_step(selected, updates, time.perf_counter() - began)
         self.warn_if_sampler_drifts()
+        self.sample_ahead()
         self.evaluate_if_due()
         trainer.save_if_due()
         if signum := self.interrupt.agree(self.ranks):
@@ -376,16 +381,41 @@ class Loop(RLRecipe, ABC):
 
     def sample(self, step: int) -> Selected:
         """Sample and verify the answers of a step, until there are enough to train on."""
-        rollout, self.prefetched = self.prefetched, None
-        if rollout is None:
-            rollout = self.rollout_of(self.job(step, 0, self.choose(step, self.prompts_of_step)))
-        asked, rounds = list(rollout.job.prompts), [rollout.finish()]
+        if self.ahead is not None:
+            job, answers = self.ahead.finish()
+        else:
+            job = self.job(step, 0, self.choose(step, self.prompts_of_step))
+            answers = self.rollout_of(job).finish()
+        asked, rounds = list(job.prompts), [answers]
         selected = self.select(rounds, [prompt.id for prompt in asked])
         while more := self.more_prompts(step, len(rounds), selected, asked):
             asked += more
             rounds.append(self.rollout_of(self.job(step, len(rounds), more, len(selected.samples))).finish())
             selected = self.select(rounds, [prompt.id for prompt in asked])
         return selected
+
+    def sample_ahead(self) -> None:
+        """With ``max_staleness``, let servers sample the answers of coming steps, with the newest adapter.
+
+        A resumed run goes on with the prompts that it had begun to ask.
+        """
+        done, policy = self.trainer.step, self.trainer.adapter_step
+        if not self.max_staleness or done == self.steps:
+            return
+        if self.ahead is None:
+            assert self.workers is not None, "sampling happens inside verification()"
+            self.ahead = Ahead(self.workers, done, self.max_staleness)
+        last = min(done + 1 + self.max_staleness, self.steps)
+        if self.ahead.last == last:
+            return
+        prompts = {prompt.id: prompt for prompt in self.prompts.training}
+        few = [(request, self.sampling) for request in self.prompts.requests(self.prompts.training[:8], done)]
+        self.ahead.use(policy, lambda: self.policy.session(policy, few))
+        for step in range(self.ahead.last + 1, last + 1):
+            begun = [prompts[prompt] for prompt in self.records.begun(step) if prompt in prompts]
+            asked = begun + self.choose(step, self.prompts_of_step - len(begun), {prompt.id for prompt in begun})
+            self.records.begin(step, (prompt.id for prompt in asked))
+            self.ahead.add(self.rollout_of(self.job(step, 0, asked), RolloutAhead))
 
     def job(self, step: int, round_: int, prompts: Sequence[Prompt], earlier: int = 0) -> Job:
         """Return what a round of a step's sampling does; ``earlier`` answers came before it in the step."""
@@ -407,9 +437,9 @@ class Loop(RLRecipe, ABC):
 
     def stop_sampling(self) -> None:
         """Stop sampling in the background, on all ranks together; a resumed run uses the answers so far."""
-        if self.prefetched is not None:
-            self.prefetched.stop()
-            self.prefetched = None
+        if self.ahead is not None:
+            self.ahead.stop()
+            self.ahead = None
 
     def warn_if_sampler_drifts(self) -> None:
         """Warn if sampler and trainer differ more than in earlier steps, and check the servers' adapters again."""
@@ -441,8 +471,6 @@ class Loop(RLRecipe, ABC):
 
     def evaluate(self, step: int) -> None:
         """Evaluate the present adapter, which is that of ``step``, on the held-out prompts."""
-        if self.prefetched is not None:
-            self.prefetched.wait()  # a server must not exchange adapters while it answers
         requests, name = self.prompts.evaluation_requests(self.sampling), f"evaluation at {self.unit} {step}"
         job = Job(name, requests, self.prompts.held_out, *self.records.phase(step, "eval"))
         answers = self.rollout_of(job, phase="eval", step=step).finish()

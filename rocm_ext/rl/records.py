@@ -8,6 +8,7 @@ there.
 import errno
 import json
 import os
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -197,10 +198,20 @@ class Records:
         ranks.barrier()  # the main rank may rewrite the files next
         return records
 
+    def begin(self, step: int, prompts: Iterable[str]) -> None:
+        """Add the prompts of a step to ``asked`` before they have verdicts."""
+        for prompt in prompts:
+            self.asked.setdefault(prompt, []).append((step, None))
+
+    def begun(self, step: int) -> list[str]:
+        """Return the prompts of a step that an earlier process has begun to ask, and this one has not."""
+        return list(dict.fromkeys(prompt for prompt, _ in self._samples.left.get((step, "sample", 0), ())))
+
     def finish(self, step: int, results: Mapping[SampleKey, Result]) -> None:
         """Add the verdicts of a finished step to ``asked``."""
         for prompt, rate in pass_rates(results, self._passes).items():
-            self.asked.setdefault(prompt, []).append((step, rate))
+            earlier = [(other, known) for other, known in self.asked.get(prompt, []) if other != step]
+            self.asked[prompt] = sorted([*earlier, (step, rate)], key=lambda entry: entry[0])
 
     def phase(
         self, step: int, phase: str, round_: int = 0, policy: int | None = None
@@ -283,7 +294,7 @@ class PhaseRecords:
         Raises:
             UserError: the disk is full, or the file cannot be written.
         """
-        record = {**record, **self._extra}
+        record = {**self._extra, **record}
         self.file.append(self._scope, record)
         self._new.append(record)
         self.records[key_of(record)] = record
@@ -318,6 +329,7 @@ class RecordFile:
         self._handle: Any = None
         self._rewritten = 0  # bytes after the last rewrite
         self._uncollected: set[Scope] = set()  # phases with lines of this process only
+        self._lock = threading.RLock()  # a thread may append while the others collect or rewrite
 
     def merge(self) -> None:
         """Cut a line that a kill left incomplete, and move the lines of other ranks here."""
@@ -362,13 +374,14 @@ class RecordFile:
         Raises:
             UserError: the disk is full, or the file cannot be written.
         """
-        self._uncollected.add(scope)
-        self._write([record], scope)
+        with self._lock:
+            self._uncollected.add(scope)
+            self._write([record], scope)
 
     def _write(self, records: Iterable[Mapping[str, Any]], scope: Scope) -> None:
         step, phase, round_ = scope
         beginning = {"step": step, "phase": phase, **({"round": round_} if round_ else {})}
-        with disk_errors(self.part):
+        with self._lock, disk_errors(self.part):
             self._handle = self._handle or self.part.open("ab", buffering=0)  # a kill damages at most one line
             for record in records:
                 content = (json.dumps({**beginning, **record}) + "\n").encode()
@@ -382,7 +395,8 @@ class RecordFile:
             scope: the phase.
             new: the records of this rank.
         """
-        self._uncollected.discard(scope)
+        with self._lock:
+            self._uncollected.discard(scope)
         if self._ranks.world == 1:
             self.close()
             return new
@@ -393,20 +407,22 @@ class RecordFile:
             if self._ranks.is_main:
                 self._write((record for of_rank in of_ranks[1:] for record in of_rank), scope)
         self._ranks.barrier()
-        self.close()
-        if not self._ranks.is_main:  # a kill before this leaves lines twice, which count once
-            if self._uncollected:  # the next step's, sampled beside training
-                rewrite_lines(self.part, lambda line: _scope(line) != scope)
-            else:
-                self.part.unlink(missing_ok=True)
+        with self._lock:
+            self.close()
+            if not self._ranks.is_main:  # a kill before this leaves lines twice, which count once
+                if self._uncollected:  # of coming steps, sampled beside training
+                    rewrite_lines(self.part, lambda line: _scope(line) != scope)
+                else:
+                    self.part.unlink(missing_ok=True)
         return collected
 
     def rewrite(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        """Remove lines from the main rank's file; every rank calls it while no thread samples."""
+        """Remove lines from the main rank's file; every rank calls it."""
         if self._ranks.is_main:
-            self.close()
-            rewrite_lines(self._path, keep)
-            self._rewritten = _size(self._path)
+            with self._lock:
+                self.close()
+                rewrite_lines(self._path, keep)
+                self._rewritten = _size(self._path)
         self._ranks.barrier()
 
     def doubled(self) -> bool:
@@ -415,9 +431,10 @@ class RecordFile:
 
     def close(self) -> None:
         """Close this rank's part."""
-        if self._handle is not None:
-            self._handle.close()
-            self._handle = None
+        with self._lock:
+            if self._handle is not None:
+                self._handle.close()
+                self._handle = None
 
 
 def _scope(line: Mapping[str, Any]) -> Scope:

@@ -4,11 +4,9 @@ No recorded work is repeated: a rollout that was killed continues with the reque
 without a verdict.
 """
 
-import contextlib
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -176,14 +174,25 @@ class Rollout:
         return answers
 
     def _sample(self, session: Session) -> None:
-        """Sample requests that have no record yet, and submit the samples. This uses no collective operation.
+        """Sample requests that have no record yet, and submit the samples. This uses no collective operation."""
+        self._begin_sampling()
+        try:
+            for queue, sampling in self._queues:
+                for completion in session.generate(queue, sampling):
+                    self._take(completion, session.stats())
+                    if self.workers.interrupt.signum is not None:
+                        return
+        finally:
+            self._progress.close()
+            self._sampled = self._clock()
 
-        The main rank's progress counts the answers of all ranks, and expects an equal share of the rest.
-        """
-        samples, clock, stats, world = self.job.samples, self._clock, self._stats, self.workers.ranks.world
-        lengths = [len(record["tokens"]) for record in samples.records.values()]
+    def _begin_sampling(self) -> None:
+        """Show the progress. That of the main rank counts all answers, and expects equal shares of the rest."""
+        clock, stats, world = self._clock, self._stats, self.workers.ranks.world
+        lengths = [len(record["tokens"]) for record in self.job.samples.records.values()]
         pace = Pace(len(self._missing) / world, lengths, max((s.max_new_tokens for _, s in self._missing), default=0))
-        progress = Progress(
+        self._pace, self._recorded = pace, len(lengths)
+        self._progress = Progress(
             len(self.job.requests),
             len(lengths),
             self.workers.ranks.is_main,
@@ -191,36 +200,28 @@ class Rollout:
             lambda: pace.seconds_left(int(stats["tokens"]), clock() - clock.earlier),
             self.workers.logs_long_rollouts_only,
         )
-        with contextlib.closing(progress):
-            for completion in self._completions(session):
-                sample = Sample.of(completion)
-                samples.append({**sample.record(), "seconds": clock()})
-                self._judge.submit(sample.key, sample.text, self._rows[sample.prompt_id])
-                self._judge.record_finished()
-                stats |= session.stats()
-                finished = len(lengths) + self._count() - progress.done
-                pace.finish(len(sample.tokens), finished / world)
-                progress.update(_describe(stats, self._judge.counts), finished)
-                if self.workers.interrupt.signum is not None or self.workers.halted:
-                    break
-        self._sampled = clock()
 
-    def _completions(self, session: Session) -> Iterator[Completion]:
-        """Yield this rank's completions; requests with equal sampling settings are sampled together.
+    def _take(self, completion: Completion, stats: Mapping[str, float], **more: Any) -> None:
+        """Record an answer, with what ``more`` is known of it, and submit it.
 
         Raises:
-            UserError: an answer has no log-probs; it is not yielded, so that a resumed run asks for it again.
+            UserError: it has no log-probs; it is not recorded, so that a resumed run asks for it again.
         """
-        for queue, sampling in self._queues:
-            for completion in session.generate(queue, sampling):
-                if self.job.logprobs_for and len(completion.logprobs) != len(completion.tokens):
-                    request = completion.request
-                    raise UserError(
-                        f"the answer to prompt {request.prompt_id}, sample {request.sample}, has no token ids and "
-                        f"log-probs of sampling, which {' and '.join(self.job.logprobs_for)} needs. The answers before "
-                        "it are saved; once the server returns them, continue with resume_from_checkpoint=True"
-                    )
-                yield completion
+        if self.job.logprobs_for and len(completion.logprobs) != len(completion.tokens):
+            request = completion.request
+            raise UserError(
+                f"the answer to prompt {request.prompt_id}, sample {request.sample}, has no token ids and log-probs of "
+                f"sampling, which {' and '.join(self.job.logprobs_for)} needs. The answers before it are saved; once "
+                "the server returns them, continue with resume_from_checkpoint=True"
+            )
+        sample = Sample.of(completion)
+        self.job.samples.append({**sample.record(), **more, "seconds": self._clock()})
+        self._judge.submit(sample.key, sample.text, self._rows[sample.prompt_id])
+        self._judge.record_finished()
+        self._stats |= stats
+        finished = self._recorded + self._count() - self._progress.done
+        self._pace.finish(len(sample.tokens), finished / self.workers.ranks.world)
+        self._progress.update(_describe(self._stats, self._judge.counts), finished)
 
     def _collect(self) -> Answers:
         job, ranks = self.job, self.workers.ranks
@@ -252,81 +253,6 @@ class Rollout:
         )
 
 
-class BackgroundRollout(Rollout):
-    """Answers that a thread samples on servers while the ranks train.
-
-    The thread uses no collective operation. All ranks call :meth:`wait`, :meth:`stop` and :meth:`finish` together.
-    """
-
-    def _start(self, needed: bool) -> None:
-        """Open a session, which all ranks leave in :meth:`wait`, and start the thread."""
-        self._stack = contextlib.ExitStack()
-        self._failed: list[BaseException] = []
-        self._seconds = self._waited = 0.0
-        self._thread: threading.Thread | None = None
-        if needed:
-            session = self._stack.enter_context(self._open_session())
-            self._thread = threading.Thread(target=self._run, args=(session,), name="sampler", daemon=True)
-            self._thread.start()
-
-    def _run(self, session: Session) -> None:
-        began = time.perf_counter()
-        try:
-            self._sample(session)
-        except BaseException as error:  # for `wait` to raise
-            self._failed.append(error)
-        finally:
-            self._clock.pause()
-            self._seconds = time.perf_counter() - began
-
-    def wait(self) -> None:
-        """Wait for the samples, and leave the session.
-
-        Raises:
-            UserError: sampling failed, on this rank or another.
-        """
-        with self._stack:
-            self._join()
-            if self._failed:
-                raise self._failed.pop()
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            began = time.perf_counter()
-            self._thread.join()
-            self._thread = None
-            self._waited += time.perf_counter() - began
-
-    def _halt(self) -> None:
-        self.workers.halted = True
-        self._join()
-        self.workers.halted = False
-
-    def stop(self) -> None:
-        """Stop sampling; what is sampled stays in the records."""
-        self._halt()
-        with contextlib.suppress(UserError):
-            self.wait()
-
-    def abandon(self) -> None:
-        """Stop sampling without the other ranks, because this one failed."""
-        self._halt()
-        with contextlib.suppress(_Failed), self._stack:
-            raise _Failed
-
-    def finish(self) -> Answers:
-        """Wait for samples and verdicts; see :meth:`Rollout.finish`."""
-        self.wait()
-        self._clock.go_on()
-        answers = self._collect()
-        answers.stats["hidden"] = max(0.0, self._seconds - self._waited)
-        return answers
-
-
-class _Failed(BaseException):
-    """This rank has failed, perhaps alone."""
-
-
 class _Clock:
     """Seconds of work on a rollout, by all processes; the records of earlier processes say how far they came.
 
@@ -341,7 +267,16 @@ class _Clock:
         self._paused: float | None = None
 
     def __call__(self) -> float:
-        return round(self.earlier + time.perf_counter() - self._began, 3)
+        return round(self.earlier + self.now - self._began, 3)
+
+    @property
+    def now(self) -> float:
+        """When this process counted its last second."""
+        return time.perf_counter() if self._paused is None else self._paused
+
+    def begin(self, at: float) -> None:
+        """Count this process's seconds from ``at`` on, if it is later than before."""
+        self._began = max(self._began, min(at, self.now))
 
     def pause(self) -> None:
         """Stop the clock, because the run does other work meanwhile."""

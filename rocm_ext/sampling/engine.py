@@ -64,6 +64,7 @@ class Request:
         tokens: ids of the rendered prompt, which ends with the assistant's header.
         messages: the conversation behind ``tokens``, ``{role, content}`` each.
         tools: JSON schemas of the functions that the assistant may call.
+        adapter: ``adapter`` of another open session of the engine, with which to sample; None: the session's own.
     """
 
     prompt_id: str
@@ -72,6 +73,7 @@ class Request:
     tokens: tuple[int, ...]
     messages: tuple[Mapping[str, Any], ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
+    adapter: Any = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -115,6 +117,9 @@ class RequestQueue:
     def __iter__(self) -> Iterator[Request]:
         return itertools.chain.from_iterable(self.prompts())
 
+    def __length_hint__(self) -> int:
+        return self.share
+
 
 def as_queue(requests: Iterable[Request]) -> RequestQueue:
     """Return a queue that this process takes all of, where ``requests`` are none yet."""
@@ -144,7 +149,9 @@ class Engine(Protocol):
     """A source of completions.
 
     An engine that loads adapters from their folders, as :class:`rocm_ext.sampling.OpenAIEngine` does, has two more
-    methods: ``check_adapter(adapter)``, which raises UserError if it cannot, and its sessions' ``ask_each``.
+    methods: ``check_adapter(adapter)``, which raises UserError if it cannot, and its sessions' ``ask_each``. With
+    ``max_staleness``, several of its sessions are open at once. One of them gets an iterator of requests, whose
+    ``adapter`` is that of another, and with None where there is none yet; ``given_up`` says that it should begin anew.
 
     An engine whose log-probs may be of another temperature than :class:`Sampling` says has a method
     ``check_logprobs(sampling)``, which raises UserError then.

@@ -98,12 +98,14 @@ class Vllm:
 
     Attributes:
         adapters: paths of the loaded adapters, by name.
+        version: vLLM's.
         lora: whether the server was started with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING.
     """
 
     def __init__(self, answer: Callable[[str | None, dict], Any], model: str = "base", lora: bool = True):
         self.answer, self.model, self.lora = answer, model, lora
         self.adapters: dict[str, str] = {}
+        self.version = "0.27.0"
         self._lock = threading.Lock()
 
     def restart(self):
@@ -114,6 +116,8 @@ class Vllm:
         if path == MODELS:
             cards = [{"id": self.model, "parent": None}, {"id": "old", "parent": self.model}]
             return {"object": "list", "data": cards + [{"id": name, "parent": self.model} for name in self.adapters]}
+        if path == "/version":
+            return {"version": self.version}
         if path in (LOAD, UNLOAD):
             with self._lock:
                 return self._adapter(path, body) if self.lora else NOT_FOUND

@@ -1,5 +1,6 @@
 """GRPO on servers that follow vLLM's rules: one step after another, and sampling beside training."""
 
+import itertools
 import math
 import os
 import signal
@@ -123,14 +124,69 @@ def test_the_next_step_samples_while_this_one_trains(serve, make, out, messages)
     assert not [line for line in messages if fake.url in line]
 
 
-@pytest.mark.slow
-def test_an_evaluation_waits_for_the_answers_beside(serve, make, out):
-    fake = serve()
-    fake.before = lambda path, body: time.sleep(0.02)
-    train(make(fake, **OVERLAP, evaluate=True, eval_every_n_steps=1))
+def test_sampling_hides_behind_training_that_takes_as_long(serve, make, out):
+    fake, loaded = serve(), []
+
+    def before(path, body):
+        loaded.append(len(fake.rules.adapters))
+        if path == COMPLETIONS:
+            time.sleep(0.05 + 0.1 * (body["seed"] % 3))  # answers of unequal length
+
+    class Trains(GRPO):
+        def rows(self, selected):
+            """Take as long as the last steps' sampling."""
+            time.sleep(selected.stats["seconds"])
+            return super().rows(selected)
+
+    fake.before = before
+    train(make(fake, steps=9, max_staleness=2), Trains)
+    steps = lines(out / "metrics.jsonl")
+    sampled, hidden = (sum(step[f"{kind}_seconds"] for step in steps[1:]) for kind in ("sample", "hidden"))
+    assert sampled > 8 * 0.15
+    assert hidden > 0.85 * sampled
+    assert all(0 <= line["step"] - 1 - line["policy"] <= 2 for line in lines(out / "samples.jsonl"))
+    assert max(loaded) == 3  # those of the last answers trained on and of two steps after them
+    assert fake.rules.adapters == {}
+
+
+@pytest.mark.parametrize("staleness", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_no_answer_is_older_than_allowed(serve, make, out, staleness):
+    """Servers are slow, then training is; both at times. Each request begins with the newest adapter."""
+    fake, wait = serve(), itertools.cycle((0.0, 0.02, 0.1))
+    fake.before = lambda path, body: time.sleep(next(wait))
+
+    class Uneven(GRPO):
+        def rows(self, selected):
+            time.sleep((0.0, 0.4, 0.1)[self.trainer.step % 3])
+            return super().rows(selected)
+
+    path = make(fake, steps=8, max_staleness=staleness)
+    path.write_text(path.read_text().replace("patience: 1 s", "patience: 1 s\n  concurrency: 2"))
+    train(path, Uneven)
+    ages = {line["step"] - 1 - line["policy"] for line in lines(out / "samples.jsonl")}
+    assert ages <= set(range(staleness + 1))
+    assert max(ages) > 0
+    assert max(lags(out)) <= staleness
+    assert_whole(out, steps=8)
+
+
+def test_an_evaluation_does_not_stop_sampling(serve, make, out):
+    """Answers to train on arrive between those of an evaluation, each with the adapter that it was asked of."""
+    fake, of_evaluations = serve(), []
+
+    def before(path, body):
+        if path == COMPLETIONS:
+            of_evaluations.append(body["temperature"] == 0)
+            time.sleep(0.05)
+
+    fake.before = before
+    path = make(fake, max_staleness=2, evaluate=True, eval_every_n_steps=1)
+    path.write_text(path.read_text().replace("patience: 1 s", "patience: 1 s\n  concurrency: 2"))
+    train(path)
     assert_whole(out, evaluations=5)
-    assert fake.exchanged == []
-    assert lags(out) == [0, 1, 1, 1]
+    first, last = of_evaluations.index(True, 6), len(of_evaluations) - of_evaluations[::-1].index(True)
+    assert False in of_evaluations[first : last - 6]
+    assert max(lags(out)) <= 2
     assert fake.rules.adapters == {}
 
 
@@ -142,10 +198,10 @@ def test_two_ranks_share_two_servers(serve, make, out, changes):
     for code, messages in forked_ranks(main, make(*fakes, **changes, evaluate=True)):
         assert code == 0, messages
     assert_whole(out, evaluations=3)
-    assert lags(out) == ([0, 1, 1, 1] if changes else [0, 0, 0, 0])
+    assert max(lags(out)) <= len(changes)
     for fake in fakes:
         assert fake.rules.adapters == {}
-        assert fake.exchanged == []
+        assert changes or fake.exchanged == []
 
 
 @BOTH
@@ -328,12 +384,13 @@ def at_sample(step: int, count: int, signum: int):
     return prepare
 
 
+@pytest.mark.parametrize("staleness", [1, 2])
 @pytest.mark.parametrize(
     "signum", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL], ids=["INT", "KILL"]
 )
-def test_stopped_beside_training(serve, make, out, signum):
+def test_stopped_beside_training(serve, make, out, signum, staleness):
     fake = serve()
-    path = make(fake, **OVERLAP)
+    path = make(fake, max_staleness=staleness, curriculum="informative")
     code, messages = forked(main, path, prepare=at_sample(3, 5, signum))
     if signum == signal.SIGKILL:
         assert code == -signum
@@ -348,6 +405,20 @@ def test_stopped_beside_training(serve, make, out, signum):
     assert code == 0, messages
     assert_whole(out)
     assert before == [line for line in lines(out / "samples.jsonl") if line["step"] == 3][: len(before)]
+    assert max(lags(out)) <= staleness
+
+
+def test_a_resumed_run_asks_anew_what_is_too_old(serve, make, out):
+    fake = serve()
+    path = make(fake, max_staleness=3)
+    code, _ = forked(main, path, prepare=at_sample(4, 5, signal.SIGKILL))
+    assert code == -signal.SIGKILL
+    assert max(policies(out)) == 4
+    code, messages = forked(main, path, "resume_from_checkpoint=True", "max_staleness=1")
+    assert code == 0, messages
+    assert_whole(out)
+    assert max(lags(out)) <= 1
+    assert all(step - 1 - min(found) <= 1 for step, found in policies(out).items())
 
 
 def test_a_run_that_ends_early_stops_sampling(serve, make, out):
@@ -457,6 +528,15 @@ def test_a_server_without_adapters_is_refused_before_sampling(serve, make, out):
     assert not out.exists()
 
 
+def test_a_vllm_that_mixes_adapters_up_samples_no_step_ahead(serve, make, out):
+    fake = serve()
+    fake.rules.version = "0.24.0+rocm722"
+    with pytest.raises(UserError, match=f"^{fake.url} runs vLLM 0.24.0.*issue 47724.* or set max_staleness=0$"):
+        train(make(fake, **OVERLAP))
+    assert fake.bodies() == []
+    train(make(fake, steps=1))
+
+
 @pytest.mark.parametrize(
     ("changes", "setting"),
     [({}, "mismatch=truncate"), ({"mismatch": "none", "kl_coef": 0.1}, "kl_coef=0.1"),
@@ -479,7 +559,7 @@ def test_log_probs_that_go_missing_end_the_run(serve, make, out, changes):
 
     class Loses(GRPO):
         def step(self):
-            if self.trainer.step == 2:
+            if self.trainer.step == 1:
                 without(fake, "logprobs")
             super().step()
 

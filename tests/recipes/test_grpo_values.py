@@ -90,8 +90,8 @@ def test_takes(changes):
         ({"refill": 3}, "refill is 3; expected True or False"),
         ({"max_refills": 0}, "max_refills is 0"),
         ({"max_flat_steps": 0}, "max_flat_steps is 0"),
-        ({"max_staleness": 2}, "max_staleness is 2; expected 0 or 1"),
-        ({"max_staleness": True}, "max_staleness is True; expected 0 or 1"),
+        ({"max_staleness": -1}, "max_staleness is -1; expected a whole number of at least 0"),
+        ({"max_staleness": True}, "max_staleness is True; expected a whole number of at least 0"),
         ({"max_staleness": 1}, "LocalEngine samples with the weights in training; set max_staleness=0"),
         *[({"max_staleness": 1, "engine": SERVERS, "mismatch": "none", **more}, "set mismatch=truncate or mask, or max")
           for more in ({}, {"updates_per_step": 2}, {"old_logprobs": "sampler"})],

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
 from pathlib import Path
@@ -880,57 +881,33 @@ def test_an_adapter_is_loaded_by_all_used_by_name_and_unloaded(vllm, tokenizer, 
     assert sum(len(fake.bodies()) for fake in fakes) == 6
 
 
-@pytest.mark.parametrize("consumed", [True, False])
-def test_an_adapter_is_not_exchanged_while_another_session_has_open_requests(vllm, tokenizer, adapter, consumed):
-    """vLLM 0.24.0 and older may finish running requests with the adapter that is loaded (issue 47724)."""
-    begun, loading, order = threading.Event(), threading.Event(), []
+def test_requests_are_taken_as_servers_get_free_each_with_its_adapter(vllm, tokenizer, adapter):
+    """A session answers an iterator that lets it wait, while another session with the same adapter opens and ends."""
+    taken, go_on = [], threading.Event()
 
-    def slow(body):
-        if body["seed"] == 2000:  # of "c"
-            begun.set()
-            loading.wait(0.5)  # an engine that does not wait loads now
-        order.append("answer")
+    def requests(other):
+        *first, last = requests_for(tokenizer, *"abcdefg")
+        for request in first:
+            taken.append(request)
+            yield replace(request, adapter=other.adapter if len(taken) > 2 else None)
+        while not go_on.wait(0.01):
+            yield None
+        yield last
 
-    def load(body):
-        order.append("load")
-        loading.set()
-        return fake.rules(LOAD, body)
-
-    fake = vllm(slow, {LOAD: load})
-    engine = OpenAIEngine(tokenizer, urls=[fake.url])
-    with engine.session(None) as earlier:
-        answers = earlier.generate(requests_for(tokenizer, *"abc"), PLAIN)
-        first = threading.Thread(target=list, args=(answers,)) if consumed else None
-        if first:
-            first.start()
-        else:
-            next(answers)  # the rest stays in the iterator
-        assert begun.wait(10)
-        with engine.session(adapter) as session:
-            assert len(list(session.generate(requests_for(tokenizer, "d"), PLAIN))) == 1
-        if first:
-            first.join()
-    assert order == ["answer"] * 3 + ["load", "answer"]
-
-
-def test_an_exchange_does_not_wait_for_requests_once_the_user_stops(vllm, tokenizer, adapter):
-    stop, begun, go_on = threading.Event(), threading.Event(), threading.Event()
-
-    def stuck(body):
-        begun.set()
-        go_on.wait(10)
-
-    fake = vllm(stuck)
-    engine = OpenAIEngine(tokenizer, urls=[fake.url], stopped=stop.is_set)
-    with engine.session(None) as earlier:
-        first = threading.Thread(target=list, args=(earlier.generate(requests_for(tokenizer, "a"), PLAIN),))
-        first.start()
-        assert begun.wait(10)
-        stop.set()
-        with engine.session(adapter):
-            assert not go_on.is_set()
+    fake = vllm(lambda body: time.sleep(0.01))
+    engine = OpenAIEngine(tokenizer, urls=[fake.url], concurrency=2)
+    with engine.session(None) as base, engine.session(adapter) as other:
+        answers = base.generate(requests(other), PLAIN)
+        found = [next(answers)]
+        assert len(taken) <= 4
+        with engine.session(adapter) as third:
+            assert len(list(third.generate(requests_for(tokenizer, "z"), PLAIN))) == 1
+        assert [verb for verb, _ in fake.adapter_calls()] == ["unload", "load"]
+        found += itertools.islice(answers, 5)
         go_on.set()
-        first.join()
+        assert wanted(answer.request for answer in [*found, *answers]) == wanted(requests_for(tokenizer, *"abcdefg"))
+    assert Counter(body["model"] for body in fake.bodies()) == {fake.rules.model: 3, other.adapter.name: 5}
+    assert [verb for verb, _ in fake.adapter_calls()] == ["unload", "load", "unload"]
 
 
 def test_other_weights_have_another_name(vllm, tokenizer, adapter):

@@ -86,7 +86,7 @@ _GRPO: dict[str, Kind] = {
     "mismatch_limits": LIMITS | NULL,
     "updates_per_step": integer(1),
     "groups_per_update": integer(1) | NULL,
-    "max_staleness": one_of(0, 1),
+    "max_staleness": integer(0),
     "max_flat_steps": integer(1),
     "eval_every_n_steps": integer(1),
     "save_every_n_steps": integer(1),
@@ -201,14 +201,14 @@ def _check_staleness(cfg: DictConfig) -> None:
     engine = import_component(cfg.engine[NAME])
     if inspect.isclass(engine) and not hasattr(engine, "check_adapter"):
         raise UserError(
-            f"max_staleness=1 samples while the step before trains, and {engine.__name__} samples with the weights in "
-            "training; set max_staleness=0, or sample on servers with engine._component_="
+            f"max_staleness={cfg.max_staleness} samples while earlier steps train, and {engine.__name__} samples with "
+            "the weights in training; set max_staleness=0, or sample on servers with engine._component_="
             "rocm_ext.sampling.OpenAIEngine"
         )
     clipped = updates_of_step(cfg) > 1 and cfg.old_logprobs == "sampler"
     if cfg.mismatch == "none" and not clipped and not isinstance(cfg.loss, DictConfig):
         raise UserError(
-            "max_staleness=1 trains on answers of the adapter before the last update, and with mismatch=none nothing "
+            f"max_staleness={cfg.max_staleness} trains on answers of earlier adapters, and with mismatch=none nothing "
             "weighs them by how likely the present one gives them; set mismatch=truncate or mask, or max_staleness=0"
         )
 

@@ -6,6 +6,7 @@ samples differ from run to run, even with the same seeds. A resumed run keeps th
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,6 +127,9 @@ class OpenAIEngine:
         self.lora_name, self.dynamic_lora = lora_name, dynamic_lora
         self._servers = [Server(url) for url in checked_urls(urls)]
         self._ranks = ranks or Ranks(torch.device("cpu"))
+        # of each loaded adapter, by name, on the main rank
+        self._usable: dict[str, list[Server]] = {}
+        self._sessions: Counter[str] = Counter()
         self._unreachable: set[str] = set()  # urls that the log names, until they answer again
 
     @property
@@ -172,11 +176,20 @@ class OpenAIEngine:
             self.check()
         self._ranks.on_main(lambda: self._try_adapter(self._read(adapter)))
 
+    def check_exchange(self) -> None:
+        """Check that no server may finish running requests with an adapter that it loads meanwhile.
+
+        Raises:
+            UserError: one is a vLLM that may (its issue 47724).
+        """
+        self._ranks.on_main(self._check_versions)
+
     @contextmanager
     def session(self, adapter: Path | None) -> Iterator[OpenAISession]:
         """Open a session; all servers load the adapter and unload it at the end.
 
-        It waits until the requests of this engine's other sessions are answered.
+        Sessions with the same adapter share it: the first loads it, and the last unloads it. Other sessions may be
+        answering meanwhile, which vLLM 0.24.0 and older may do with another adapter then (its issue 47724).
 
         On several ranks all must open it. It ends once all ranks have left it. An error on one rank ends it with an
         error on all.
@@ -191,8 +204,6 @@ class OpenAIEngine:
             self.check()
         loaded, servers = None, self._servers
         if adapter is not None:
-            self.terms.drain()
-            self._ranks.gather(None)  # the main rank loads once the requests of all ranks are answered
             loaded, servers = self._ranks.on_main(lambda: self._load(self._read(adapter)))
         try:
             yield OpenAISession(self.terms, servers, loaded)
@@ -284,6 +295,18 @@ class OpenAIEngine:
 
             check_logprobs(server.url, top, sampling)
 
+    def _check_versions(self) -> None:
+        for url in (server.url for server in self._servers):
+            try:
+                version = json_object(url, self._exchange("GET", url + "/version", CHECK_TIMEOUT)).get("version")
+            except (httpx.RequestError, UserError, Transient):
+                continue  # not vLLM
+            if (found := re.match(r"0\.(\d+)\.", str(version))) and int(found[1]) <= 24:
+                raise UserError(
+                    f"{url} runs vLLM {version}, which may finish running requests with an adapter that it loads "
+                    "meanwhile (vLLM issue 47724); take one newer than 0.24, or set max_staleness=0"
+                )
+
     def _first_request(self, server: Server, model: str, sampling: Sampling = PROBES[0]) -> dict[str, Any]:
         """Ask ``model`` for one token, and return the answer."""
         tokens = tuple(self.tokenizer.encode("1", add_bos=True, add_eos=False))
@@ -326,6 +349,7 @@ class OpenAIEngine:
         """Load ``adapter`` on every server, ask for one token, and unload it."""
         errors = self._on_each(self._servers, lambda client, server: load_anew(client, server, adapter))
         loaded = [server for server, error in zip(self._servers, errors, strict=True) if error is None]
+        self._sessions[adapter.name] += 1
         try:
             for server, error in zip(self._servers, errors, strict=True):
                 if isinstance(error, httpx.RequestError | Transient):
@@ -344,6 +368,9 @@ class OpenAIEngine:
             The adapter, and the servers without those that refuse it. A server that fails stays: it gets the adapter
             once it works again.
         """
+        if self._sessions[adapter.name]:
+            self._sessions[adapter.name] += 1
+            return adapter, self._usable[adapter.name]
         errors = self._on_each(self._servers, lambda client, server: load_anew(client, server, adapter))
         usable = []
         for server, error in zip(self._servers, errors, strict=True):
@@ -359,16 +386,21 @@ class OpenAIEngine:
             usable.append(server)
         if not usable:
             raise UserError("; ".join(map(str, errors)))
+        self._sessions[adapter.name], self._usable[adapter.name] = 1, usable
         return adapter, usable
 
     def _unload(self, adapter: Adapter | None, servers: Sequence[Server]) -> None:
-        if adapter is not None and self._ranks.is_main:
-            errors = self._on_each(servers, lambda client, server: unload_adapter(client, server, adapter))
-            for server, error in zip(servers, errors, strict=True):
-                if isinstance(error, httpx.RequestError):
-                    self._tell_unreachable(server, error)
-                elif error is not None:
-                    raise error
+        if adapter is None or not self._ranks.is_main:
+            return
+        self._sessions[adapter.name] -= 1
+        if self._sessions[adapter.name]:
+            return
+        errors = self._on_each(servers, lambda client, server: unload_adapter(client, server, adapter))
+        for server, error in zip(servers, errors, strict=True):
+            if isinstance(error, httpx.RequestError):
+                self._tell_unreachable(server, error)
+            elif error is not None:
+                raise error
 
     def _tell_unreachable(self, server: Server, error: Exception) -> None:
         """Log that a server fails to load or unload an adapter, once until it does: a run has many sessions."""

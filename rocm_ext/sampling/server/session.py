@@ -9,9 +9,11 @@ import hashlib
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from operator import length_hint
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,11 @@ from rocm_ext.base.openai_http import (
 )
 from rocm_ext.base.supervised import RETRY, beat
 from rocm_ext.model.adapters.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from rocm_ext.sampling.engine import Completion, Request, RequestQueue, Sampling, as_queue
+from rocm_ext.sampling.engine import Completion, Request, Sampling
 from rocm_ext.sampling.server.wire import EndpointFormat, Server
 
 _POLL = 0.2  # seconds between looks at whether the user asked to stop
+_NONE_YET = 0.05  # seconds between looks at requests that are to come
 _TELL = 30.0  # seconds between lines about a server that fails
 _CHECK_PATIENCE = 5.0  # seconds for which a server may fail while others wait to sample
 LOAD_TIMEOUT = 300.0  # seconds
@@ -154,7 +157,6 @@ class Terms:
         timeout: seconds without an answer before a request counts as failed.
         patience: seconds for which a server may fail.
         stopped: returns whether the user asked to stop.
-        answering: the threads with open requests.
     """
 
     wire: EndpointFormat
@@ -164,16 +166,6 @@ class Terms:
     timeout: float
     patience: float
     stopped: Callable[[], bool]
-    answering: set[threading.Thread] = field(default_factory=set)
-
-    def drain(self) -> None:
-        """Wait until no session of this process has open requests, or the user asks to stop.
-
-        vLLM 0.24.0 and older may finish running requests with an adapter that is loaded meanwhile (its issue 47724).
-        """
-        for thread in tuple(self.answering):
-            while thread.is_alive() and not self.stopped():
-                thread.join(_POLL)
 
 
 class OpenAISession:
@@ -183,10 +175,15 @@ class OpenAISession:
         terms: how to ask the servers.
         servers: the servers.
         adapter: the adapter to sample with; None: the base model.
+
+    Attributes:
+        adapter: see above.
+        given_up: whether a server failed for too long; the next ``generate`` asks it again.
     """
 
     def __init__(self, terms: Terms, servers: Sequence[Server], adapter: Adapter | None) -> None:
-        self._terms, self._servers, self._adapter = terms, servers, adapter
+        self._terms, self._servers, self.adapter = terms, servers, adapter
+        self.given_up = False
         self._tokens = self._retried = 0
         self._seconds, self._mark = 0.0, 0.0
 
@@ -200,10 +197,11 @@ class OpenAISession:
         """See ``OpenAIEngine``."""
         return self._terms.wire.has_logprobs
 
-    def generate(self, requests: Iterable[Request], sampling: Sampling) -> Iterator[Completion]:
+    def generate(self, requests: Iterable[Request | None], sampling: Sampling) -> Iterator[Completion]:
         """Yield a completion of each request as soon as it arrives. Closing the iterator cancels open requests.
 
-        The iterator ends early once the user asks to stop.
+        Requests are taken one at a time, by another thread, each when a server is free for it; None says that none is
+        there yet. The iterator ends early once the user asks to stop.
 
         Raises:
             UserError: a server refuses a request, or every server has failed. Completions that arrived earlier have
@@ -211,8 +209,9 @@ class OpenAISession:
         """
         results: queue.SimpleQueue[Completion | BaseException | None] = queue.SimpleQueue()
         loop = asyncio.new_event_loop()
-        batch = _Batch(self._terms, self._servers, self._adapter, sampling, results.put, self._count_retry)
-        task = loop.create_task(batch.run(as_queue(requests)))
+        batch = _Batch(self._terms, self._servers, self.adapter, sampling, results.put, self._count_retry)
+        self.given_up = False
+        task = loop.create_task(batch.run(requests))
 
         def work() -> None:
             try:
@@ -227,15 +226,17 @@ class OpenAISession:
         # The loop runs in its own thread, so servers stay busy while the caller works on a completion.
         thread = threading.Thread(target=work, name="openai-engine", daemon=True)
         self._mark = time.monotonic()
-        self._terms.answering.add(thread)
         thread.start()
         try:
             while not self._terms.stopped():
                 try:
                     item = results.get(timeout=_POLL)
                 except queue.Empty:
-                    beat()  # each request has a time limit
+                    if batch.asking:
+                        beat()  # each request has a time limit
                     continue
+                finally:
+                    self.given_up = batch.given_up
                 if item is None:
                     return
                 if isinstance(item, BaseException):
@@ -246,7 +247,6 @@ class OpenAISession:
             with suppress(RuntimeError):  # the loop is closed: no request is open
                 loop.call_soon_threadsafe(task.cancel)
             thread.join()
-            self._terms.answering.discard(thread)
 
     def ask_each(self, requests: Sequence[Request], sampling: Sampling) -> dict[str, list[Completion]]:
         """Ask every server the same requests; :meth:`stats` does not count them.
@@ -261,7 +261,7 @@ class OpenAISession:
         if len(self._servers) > 1:
             terms = replace(terms, patience=min(terms.patience, _CHECK_PATIENCE))
         for server in self._servers:
-            alone = OpenAISession(terms, [server], self._adapter)
+            alone = OpenAISession(terms, [server], self.adapter)
             try:
                 answers = {id(c.request): c for c in alone.generate(requests, sampling)}
             except NoServer as error:
@@ -290,14 +290,14 @@ class _State:
 
     Attributes:
         answered: number of answers so far.
-        restored: how often the adapter was loaded again.
-        restoring: held while a worker loads the adapter again.
+        restored: how often each adapter was loaded again.
+        restoring: held while a worker loads an adapter again.
         told: time of the last line about the server's failure; None: it does not fail.
         gone: why the server was given up; empty: it was not.
     """
 
     answered: int = 0
-    restored: int = 0
+    restored: Counter[Adapter | None] = field(default_factory=Counter)
     restoring: asyncio.Lock = field(default_factory=asyncio.Lock)
     last_line: float | None = None
     gone: str = ""
@@ -307,6 +307,9 @@ class _Batch:
     """The open requests of one ``generate``. Every server has workers, which take requests from one queue.
 
     A request that fails returns to the queue, so that another server can answer it while the worker waits.
+
+    Attributes:
+        asking: number of requests that are open now.
     """
 
     def __init__(
@@ -321,17 +324,24 @@ class _Batch:
         self._terms, self._servers, self._adapter, self._sampling = terms, servers, adapter, sampling
         self._put, self._count_retry = put, count_retry
         self._states = {server.url: _State() for server in servers}
+        self.asking = 0
 
-    async def run(self, requests: RequestQueue) -> None:
+    @property
+    def given_up(self) -> bool:
+        """Whether a server was given up."""
+        return any(state.gone for state in self._states.values())
+
+    async def run(self, requests: Iterable[Request | None]) -> None:
         """Answer ``requests``, taking them as workers are free; the first error of a worker cancels the rest."""
         terms = self._terms
+        share = length_hint(requests, terms.concurrency * len(self._servers)) or 1
         self._queue: asyncio.Queue[Request] = asyncio.Queue()
-        self.room = asyncio.Semaphore(min(terms.concurrency * len(self._servers), requests.share) or 1)
+        self.room = asyncio.Semaphore(min(terms.concurrency * len(self._servers), share))
         async with new_client(terms.headers) as client:
             done = asyncio.ensure_future(self._take(iter(requests)))
             workers = [
                 asyncio.ensure_future(_RequestLoop(self, client, server).run())
-                for _ in range(min(terms.concurrency, requests.share))
+                for _ in range(min(terms.concurrency, share))
                 for server in self._servers
             ]
             pending = {done, *workers}
@@ -345,10 +355,15 @@ class _Batch:
                     task.cancel()
                 await asyncio.gather(done, *workers, return_exceptions=True)
 
-    async def _take(self, requests: Iterator[Request]) -> None:
+    async def _take(self, requests: Iterator[Request | None]) -> None:
         """Take requests, never more than the workers have room for, until all are answered."""
-        while await self.room.acquire() and (request := next(requests, None)):
-            self._queue.put_nowait(request)
+        end = object()
+        while await self.room.acquire() and (request := next(requests, end)) is not end:
+            if isinstance(request, Request):
+                self._queue.put_nowait(request)
+            else:
+                self.room.release()
+                await asyncio.sleep(_NONE_YET)
         await self._queue.join()
 
     def give_up(self, server: Server, why: str) -> None:
@@ -373,7 +388,6 @@ class _RequestLoop:
     def __init__(self, batch: _Batch, client: Any, server: Server) -> None:
         self._batch, self._client, self._server = batch, client, server
         self._terms, self._state = batch._terms, batch._states[server.url]
-        self._model = batch._adapter.name if batch._adapter else server.model
         self._failures, self._waited, self._answered = 0, 0.0, 0
 
     async def run(self) -> None:
@@ -381,6 +395,7 @@ class _RequestLoop:
         waiting = self._batch._queue
         while not self._state.gone:
             request = await waiting.get()
+            self._batch.asking += 1
             try:
                 if not self._state.gone and (completion := await self._try(request)):
                     self._batch._put(completion)
@@ -388,6 +403,7 @@ class _RequestLoop:
                 else:
                     waiting.put_nowait(request)
             finally:
+                self._batch.asking -= 1
                 waiting.task_done()
             if self._failures:
                 await asyncio.sleep(self._pause)
@@ -420,29 +436,30 @@ class _RequestLoop:
         return completion
 
     async def _ask(self, request: Request) -> Completion:
-        terms, server, restored = self._terms, self._server, self._state.restored
-        body = terms.wire.body(server, self._model, request, self._batch._sampling)
+        terms, server, adapter = self._terms, self._server, request.adapter or self._batch._adapter
+        restored = self._state.restored[adapter]
+        body = terms.wire.body(server, adapter.name if adapter else server.model, request, self._batch._sampling)
         response = await exchange(self._client, "POST", server.url + terms.path, terms.timeout, body)
         if response.status_code == 404:  # the server was restarted
-            await self._restore(restored, message_of(response))
+            await self._restore(adapter, restored, message_of(response))
             response = await exchange(self._client, "POST", server.url + terms.path, terms.timeout, body)
             if response.status_code == 404:
                 raise Transient(f"HTTP 404: {message_of(response)}")
         return terms.wire.completion(server.url, json_object(server.url, response), request, self._batch._sampling)
 
-    async def _restore(self, restored: int, said: str) -> None:
+    async def _restore(self, adapter: Adapter | None, restored: int, said: str) -> None:
         """Load the adapter again, unless another worker has done so since ``restored``."""
-        adapter, state = self._batch._adapter, self._state
+        state = self._state
         if adapter is None:
             raise Transient(f"HTTP 404: {said}")
         async with state.restoring:
-            if state.restored != restored:
+            if state.restored[adapter] != restored:
                 return
             try:
                 await load_adapter(self._client, self._server, adapter)
             except UserError as error:
                 raise Transient(f"HTTP 404: {said}; {error}") from error
-            state.restored += 1
+            state.restored[adapter] += 1
             log.warning("%s had lost the adapter %s and has loaded it again", self._server.url, adapter.folder)
 
     def _failed(self, error: Exception, seconds: float, request: Request) -> None:

@@ -1,0 +1,201 @@
+"""Answers of coming steps, which servers sample while the ranks train and evaluate."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any
+
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.rl.rollout import Answers, Job, OpenSession, Rollout, Workers
+from rocm_ext.sampling import Completion, Request
+
+_POLL = 0.2  # seconds between looks at whether the thread still samples
+
+
+class RolloutAhead(Rollout):
+    """Answers for a coming step, which :class:`Ahead` samples."""
+
+    def _start(self, needed: bool) -> None:
+        self.sampled = threading.Event()  # this rank has no more to sample
+        self._open, self._lock, self._tokens = 1, threading.Lock(), 0  # open requests, and those to be taken as one
+
+    def requests(self) -> Iterator[Request]:
+        """Take the requests without an answer."""
+        self._clock.begin(time.perf_counter())
+        self._begin_sampling()
+        for queue, _ in self._queues:
+            for request in queue:
+                self._count_open(1)
+                yield request
+        self._count_open(-1)
+
+    def take(self, completion: Completion, policy: int) -> None:
+        """Record an answer, which the adapter of step ``policy`` gave."""
+        self._tokens += len(completion.tokens)
+        seconds = max(self._clock() - self._clock.earlier, 1e-9)
+        self._take(completion, {"tokens": self._tokens, "tokens_per_second": self._tokens / seconds}, policy=policy)
+        self._count_open(-1)
+
+    def _count_open(self, more: int) -> None:
+        with self._lock:  # the thread that takes requests is another than that which records answers
+            self._open += more
+            if not self._open:
+                self._progress.close()
+                self._clock.pause()
+                self.sampled.set()
+
+    @property
+    def ended(self) -> float:
+        """When this rank had its last sample."""
+        return self._clock.now
+
+    def finish(self, waited: float = 0.0, free: float = 0.0) -> Answers:
+        """Wait for the verdicts; see :meth:`Rollout.finish`.
+
+        Args:
+            waited: seconds that the run has waited for the samples.
+            free: when the steps before had theirs. The seconds of this one count from then on.
+        """
+        self._clock.begin(free)
+        self._sampled = self._clock()
+        self._clock.go_on()
+        answers = self._collect()
+        answers.stats["hidden"] = max(0.0, self._sampled - self._clock.earlier - waited)
+        return answers
+
+
+class Ahead:
+    """Answers for coming steps, which a thread samples on servers while the ranks train and evaluate.
+
+    Steps are asked in order, and each request begins with the newest adapter in use. How old answers get follows from
+    when their step is added: with the adapter of step k in use, those of step k + 1 + n are at most n steps old.
+
+    The thread uses no collective operation. All ranks call every method but :meth:`abandon` together.
+
+    Args:
+        workers: the processes.
+        step: steps done.
+        keep: steps for which the servers keep an adapter that is no longer the newest, because requests still have it.
+
+    Attributes:
+        last: the last step that was added.
+    """
+
+    def __init__(self, workers: Workers, step: int, keep: int) -> None:
+        self._workers, self.last, self._keep = workers, step, keep
+        self._steps: deque[RolloutAhead] = deque()  # not finished, oldest first
+        self._added: SimpleQueue[RolloutAhead] = SimpleQueue()
+        self._adapters: deque[tuple[int, Any, ExitStack]] = deque()  # step, its session, and what closes it
+        self._asked: dict[int, tuple[RolloutAhead, int]] = {}  # by the request's id: its step's, and the adapter's step
+        self._free = 0.0  # when the finished steps had their answers
+        self._failed: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def use(self, policy: int, open_session: OpenSession) -> None:
+        """Let new requests begin with the adapter of step ``policy``, the last that is done.
+
+        Raises:
+            UserError: the servers refuse the adapter.
+        """
+        while self._adapters and self._adapters[0][0] < policy - self._keep:
+            self._adapters.popleft()[2].close()
+        stack = ExitStack()
+        self._adapters.append((policy, stack.enter_context(open_session()), stack))
+
+    def add(self, rollout: RolloutAhead) -> None:
+        """Add the step after the last one."""
+        self.last += 1
+        self._steps.append(rollout)
+        self._added.put(rollout)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+            self._thread.start()
+
+    def finish(self) -> tuple[Job, Answers]:
+        """Wait for samples and verdicts of the oldest step; see :meth:`Rollout.finish`.
+
+        Raises:
+            UserError: sampling failed, on this rank or another.
+        """
+        assert self._thread is not None, "finish() comes after add()"
+        rollout, began = self._steps[0], time.perf_counter()
+        while not rollout.sampled.wait(_POLL) and self._thread.is_alive():
+            pass
+        waited = time.perf_counter() - began
+        free, self._free = self._free, max(self._free, rollout.ended)
+        failures = self._workers.ranks.gather(one_line(self._failed) if self._failed else "")
+        if self._failed:
+            raise self._failed
+        for rank, why in enumerate(failures):
+            if why:
+                raise UserError(f"rank {rank}: {why}")
+        self._steps.popleft()
+        return rollout.job, rollout.finish(waited, free)
+
+    def stop(self) -> None:
+        """Stop sampling; what is sampled stays in the records."""
+        self._halt()
+        while self._adapters:
+            self._adapters.pop()[2].close()
+
+    def abandon(self) -> None:
+        """Stop sampling without the other ranks, because this one failed."""
+        self._halt()
+        while self._adapters:
+            with suppress(_Failed), self._adapters.pop()[2]:
+                raise _Failed
+
+    def _halt(self) -> None:
+        self._workers.halted = True
+        if self._thread is not None:
+            self._thread.join()
+        self._workers.halted = False
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        pending = self._pending()
+        sampling = self._steps[0].job.requests[0][1]
+        try:
+            while not self._stopped:
+                session = self._adapters[-1][1]
+                for completion in session.generate(self._requests(pending, session), sampling):
+                    rollout, policy = self._asked.pop(id(completion.request))
+                    rollout.take(completion, policy)
+        except BaseException as error:  # for `finish` to raise
+            self._failed = error
+
+    @property
+    def _stopped(self) -> bool:
+        return self._workers.interrupt.signum is not None or self._workers.halted
+
+    def _requests(self, pending: Iterator[tuple[Any, Request | None]], session: Any) -> Iterator[Request | None]:
+        """Yield requests with the newest adapter, and None where there are none yet.
+
+        They end where ``session`` has given a server up, and there is a newer one, which asks it again.
+        """
+        while not self._stopped and not (session.given_up and session is not self._adapters[-1][1]):
+            rollout, request = next(pending)
+            if request is not None:
+                policy, newest, _ = self._adapters[-1]
+                request = replace(request, adapter=newest.adapter)
+                self._asked[id(request)] = rollout, policy
+            yield request
+
+    def _pending(self) -> Iterator[tuple[Any, Request | None]]:
+        """Take the requests of the added steps, each with its rollout; None where there are none yet."""
+        while True:
+            if self._added.empty():
+                yield None, None
+            else:
+                rollout = self._added.get()
+                for request in rollout.requests():
+                    yield rollout, request
+
+
+class _Failed(BaseException):
+    """This rank has failed, perhaps alone."""
