@@ -216,8 +216,8 @@ class Slots:
         self.keys[rows, :, places] = prefix.keys[:, :, first:known]
         self.values[rows, :, places] = prefix.values[:, :, first:known]
 
-    def move(self, to: int, source: int, known: int) -> None:
-        """Copy one slot, of which ``known`` positions are in use, to another."""
+    def move(self, to: Tensor, source: Tensor, known: int) -> None:
+        """Copy slots to others; see :meth:`SlotCache.move`."""
         if self.is_initialized:
             for tensor in (self.keys, self.values):
                 tensor[to, :, :known] = tensor[source, :, :known]
@@ -297,8 +297,13 @@ class SlotCache(_Pass):
         for mine, theirs in zip(self.layers, prefix.layers, strict=True):
             mine.put(rows, theirs, known)
 
-    def move(self, to: int, source: int, known: int) -> None:
-        """Copy slot ``source``, of which the first ``known`` positions are in use, to slot ``to``."""
+    def move(self, to: Tensor, source: Tensor, known: int) -> None:
+        """Copy slots to others.
+
+        Args:
+            to, source: [n] slots, all different.
+            known: positions that are in use, at most.
+        """
         for layer in self.layers:
             layer.move(to, source, known)
 

@@ -224,12 +224,15 @@ class SlotBatch:
     @torch.no_grad()
     def release(self, ended: list[int]) -> None:
         """Free these slots and move running samples from the end into them."""
+        sources = list(range(len(self.running)))
         for slot in sorted(ended, reverse=True):
-            last = len(self.running) - 1
-            moved = self.running.pop()
-            if slot != last:
-                self.running[slot] = moved
-                self._cache.move(slot, last, moved.position)
-                for tensor in (self._tokens, self._positions, self._seeds, self._drawn):
-                    tensor[slot] = tensor[last]
-            self._positions[last] = 0
+            running, source = self.running.pop(), sources.pop()
+            if slot < len(sources):
+                self.running[slot], sources[slot] = running, source
+        if moved := [slot for slot, source in enumerate(sources) if slot != source]:
+            pairs = [moved, [sources[slot] for slot in moved]]
+            to, origin = torch.tensor(pairs, device=self._positions.device)
+            for tensor in (self._tokens, self._positions, self._seeds, self._drawn):
+                tensor[to] = tensor[origin]
+            self._cache.move(to, origin, max(self.running[slot].position for slot in moved))
+        self._positions[len(sources) : len(sources) + len(ended)] = 0

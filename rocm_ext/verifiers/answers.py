@@ -39,6 +39,8 @@ class ExactMatch(Verifier):
             return unparsed("the completion is empty")
         return correct() if answer == expected else wrong(f"found {short(answer, 80)!r}")
 
+    at_once = __call__
+
     def _form(self, text: str) -> str:
         text = text.strip() if self.strip else text
         return text.casefold() if self.ignore_case else text

@@ -88,6 +88,13 @@ class Verifier:
             return group_results(self, [completion], row)[0]
         raise NotImplementedError
 
+    def at_once(self, completion: str, row: Mapping[str, Any]) -> Result | None:
+        """The judgement if no completion can make it take long, else None.
+
+        The pool asks the verifiers of this library for it in the run's own process.
+        """
+        return None
+
     def judge_batch(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
         """The judgements on several completions, each with its prompt's row; for reward models and judges.
 

@@ -66,12 +66,17 @@ class MathAnswer(Verifier):
         if number(gold) is None and not worded and not _parse(gold):
             raise ValueError(f"field {self.field!r} holds no answer that math-verify can parse: {short(value, 80)!r}")
 
+    def at_once(self, completion: str, row: Mapping[str, Any]) -> Result | None:
+        mine, gold = plain(completion), plain(str(row[self.field]), gold=True)
+        if mine is None or gold is None:
+            return None
+        equal = abs(Fraction(mine) - Fraction(gold)) <= abs(Fraction(gold)) * Fraction(self.tolerance)
+        return _verdict(equal, f"found {mine}")
+
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+        if (result := self.at_once(completion, row)) is not None:
+            return result
         answer = str(row[self.field])
-        mine, gold = plain(completion), plain(answer, gold=True)
-        if mine is not None and gold is not None:
-            equal = abs(Fraction(mine) - Fraction(gold)) <= abs(Fraction(gold)) * Fraction(self.tolerance)
-            return _verdict(equal, f"found {mine}")
         if not worker.RUNNING:
             return self._elsewhere(completion[-TAIL:], {"answer": answer})
         return _child(self.timeout, _judge, completion, answer, self.tolerance)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rocm_ext.verifiers import MathAnswer, Pool, Verdict, maths
 from rocm_ext.verifiers.mathtext import final_answer, number, plain
 from rocm_ext.verifiers.workers import worker
+from rocm_ext.verifiers.workers.pool import at_once
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k_train.jsonl"
 NODE = {"_component_": "rocm_ext.verifiers.MathAnswer"}
@@ -394,6 +395,27 @@ def test_a_plain_number_needs_no_other_process(monkeypatch):
     ):
         with pytest.raises(AssertionError, match="another process"):
             MathAnswer()(text, {"answer": "72"})
+
+
+def test_a_plain_number_needs_no_worker(math_pool: Pool, monkeypatch):
+    def none(*_):
+        raise AssertionError("a worker")
+
+    monkeypatch.setattr(Pool, "_enqueue", none)
+    assert str(math_pool.submit("48+24=71\n72", {"answer": "72"}).result().verdict) == "CORRECT"
+    assert str(math_pool.submit("71", {"answer": "72"}).result().verdict) == "WRONG"
+    for text, row in (("72 apples", {"answer": "72"}), ("72", {"other": "72"})):
+        with pytest.raises(AssertionError, match="a worker"):
+            math_pool.submit(text, row)
+
+
+def test_at_once_of_others_is_not_asked_for():
+    assert at_once(NODE)("5", {"answer": "5"}) == MathAnswer().at_once("5", {"answer": "5"})
+    assert at_once({"_component_": "tests.verifiers.test_maths.Quick"})("5", {"answer": "5"}) is None
+
+
+class Quick(MathAnswer):
+    """A verifier of a user."""
 
 
 @settings(max_examples=500, deadline=None)

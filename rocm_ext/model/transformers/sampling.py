@@ -74,7 +74,7 @@ class _Nothing(DummyLayer):
     def put(self, rows: slice, prefix: Any, known: int) -> None:
         """Copy nothing."""
 
-    def move(self, to: int, source: int, known: int) -> None:
+    def move(self, to: Tensor, source: Tensor, known: int) -> None:
         """Copy nothing."""
 
 
@@ -106,8 +106,8 @@ class _Recurrent(LinearAttentionLayer):
                         self.conv_kernel_size[index] = tensor.shape[-1]
                 self._all[kind, index][rows] = tensor if known else 0
 
-    def move(self, to: int, source: int, known: int) -> None:
-        """Copy one slot to another; see :meth:`rocm_ext.model.attention.SlotCache.move`."""
+    def move(self, to: Tensor, source: Tensor, known: int) -> None:
+        """Copy slots to others; see :meth:`rocm_ext.model.attention.SlotCache.move`."""
         for tensor in self._all.values():
             tensor[to] = tensor[source]
 
@@ -126,7 +126,7 @@ class _Both(_Recurrent, _Attention):  # type: ignore[misc, override]
         _Recurrent.put(self, rows, prefix, known)
         _Attention.put(self, rows, prefix, known)
 
-    def move(self, to: int, source: int, known: int) -> None:
+    def move(self, to: Tensor, source: Tensor, known: int) -> None:
         _Recurrent.move(self, to, source, known)
         _Attention.move(self, to, source, known)
 

@@ -11,13 +11,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.verifiers.base import Result, Verdict, error
+from rocm_ext.verifiers.base import Result, Verdict, Verifier, error
 from rocm_ext.verifiers.sandbox.children import descendants
 
 START = 60.0  # seconds that a worker may take to build its verifier
@@ -27,7 +27,7 @@ class Pool:
     """Workers that verify completions; a context manager.
 
     The workers are new interpreters without torch, since a process that uses a GPU must not fork. Each builds the
-    verifier once. The pool replaces a worker that dies or hangs.
+    verifier once. The pool replaces a worker that dies or hangs. What :meth:`Verifier.at_once` judges needs no worker.
 
     A verifier with a ``batch_size`` gets several waiting answers in one call, those to the same row first. If the call
     fails, the pool asks for each of them alone. A verifier of groups gets all answers to a prompt in one call, from
@@ -64,6 +64,7 @@ class Pool:
         self._lock = threading.Lock()
         self._closed = False
         self.batch_size, self.groups = 1, False
+        self._at_once: Callable[..., Result | None] = Verifier().at_once
 
     def __enter__(self) -> "Pool":
         try:
@@ -76,6 +77,7 @@ class Pool:
         except BaseException:
             self.close()
             raise
+        self._at_once = at_once(self._verifier_config)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -95,6 +97,11 @@ class Pool:
 
     def submit(self, completion: str, row: Mapping[str, Any]) -> "Future[Result]":
         """A future for the result; no verifier makes it raise. A verifier of groups gets a group of one."""
+        with contextlib.suppress(Exception):  # a worker says what is wrong with the row
+            if not self.groups and (result := self._at_once(completion, row)) is not None:
+                done: Future[Result] = Future()
+                done.set_result(result)
+                return done
         return self._enqueue(completion, row)
 
     def submit_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> "Future[list[Result]]":
@@ -156,6 +163,17 @@ class Pool:
             return str(problem)
         except Exception as problem:
             return "verification was ended" if self._closed else f"{type(problem).__name__}: {problem}"
+
+
+def at_once(verifier_config: Mapping[str, Any]) -> Callable[..., Result | None]:
+    """Return ``at_once`` of a verifier of this library; that of others, whose code stays in workers, judges nothing."""
+    from rocm_ext import verifiers
+
+    package, _, name = verifier_config["_component_"].rpartition(".")
+    kind = getattr(verifiers, name, Verifier) if package == verifiers.__name__ else Verifier
+    if getattr(kind, "at_once", Verifier.at_once) is Verifier.at_once:
+        return Verifier().at_once
+    return verifiers.build(verifier_config).at_once
 
 
 @dataclass(frozen=True)
