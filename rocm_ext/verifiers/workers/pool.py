@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, error
 from rocm_ext.verifiers.sandbox.children import descendants
 
@@ -167,13 +168,11 @@ class Pool:
 
 def at_once(verifier_config: Mapping[str, Any]) -> Callable[..., Result | None]:
     """Return ``at_once`` of a verifier of this library; that of others, whose code stays in workers, judges nothing."""
-    from rocm_ext import verifiers
-
-    package, _, name = verifier_config["_component_"].rpartition(".")
-    kind = getattr(verifiers, name, Verifier) if package == verifiers.__name__ else Verifier
+    path = verifier_config[COMPONENT]
+    kind = import_component(path) if path.startswith("rocm_ext.verifiers.") else Verifier
     if getattr(kind, "at_once", Verifier.at_once) is Verifier.at_once:
         return Verifier().at_once
-    return verifiers.build(verifier_config).at_once
+    return kind(**{name: value for name, value in verifier_config.items() if name != COMPONENT}).at_once
 
 
 @dataclass(frozen=True)
