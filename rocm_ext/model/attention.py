@@ -393,9 +393,9 @@ class Lengths:
                 end = own + length - shared
                 order[own:end] = range(before + len(index) + shared, before + len(index) + length)
                 index += [*range(begin, begin + shared), *range(own, end), *[0] * (call[0][0] - length)]
-            batches.append(torch.tensor(index, device=device).view(len(call), -1))
+            batches.append(torch.tensor(index, dtype=torch.int64, device=device).view(len(call), call[0][0]))
             before += len(index)
-        return batches, torch.tensor(order, device=device)
+        return batches, torch.tensor(order, dtype=torch.int64, device=device)
 
 
 class Prompts(_Pass):
