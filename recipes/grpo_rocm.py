@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
-from rocm_ext.config.algorithms import describe
+from rocm_ext.config.algorithms import describe, filled
 from rocm_ext.config.checks import check_grpo_values, check_values, updates_of_pass, updates_of_step
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
@@ -59,7 +59,8 @@ class GRPO(Loop):
         self, cfg: DictConfig, learner: type[Learner] = Learner, trainer: type[PolicyTrainer] = PolicyTrainer
     ) -> None:
         check_grpo_values(cfg)
-        log.info("%s", describe(cfg))
+        self.filled = filled(cfg)
+        log.info("%s", describe(self.filled))
         super().__init__(cfg, learner, trainer)
         self.sampling = replace(self.sampling, logprobs_temperature=cfg.temperature)
         check_values(self.training_config())
@@ -78,10 +79,11 @@ class GRPO(Loop):
     def logprobs_for(self) -> list[str]:
         """Return the settings that need the token ids and log-probs of sampling."""
         cfg, columns = self.cfg, self.learner.objective.columns
+        kl_coef = getattr(self.learner.objective, "kl_coef", 0.0)
         return [
             *[f"mismatch={cfg.mismatch}"] * ("sampler_logprobs" in columns),
             *["old_logprobs=sampler"] * ("old_logprobs" in columns and self.old_logprobs == "sampler"),
-            *[f"kl_coef={cfg.kl_coef:g}"] * bool(cfg.kl_coef),
+            *[f"kl_coef={kl_coef:g}"] * bool(kl_coef),
             *["min_entropy"] * (cfg.min_entropy is not None),
         ]
 
@@ -184,7 +186,7 @@ class GRPO(Loop):
             rounds: answers of each round of the step's sampling.
             asked: ids of their prompts, in order.
         """
-        return select(rounds, asked, self.cfg)
+        return select(rounds, asked, self.filled)
 
     def rows(self, selected: Selected) -> tuple[Rows, list[str]]:
         """Convert the answers to train on to rows, with the columns that the objective needs or measures.
@@ -217,8 +219,8 @@ class GRPO(Loop):
         if "reference_logprobs" in columns:
             with reference(learner, self.trainer.first, "the first adapter"):
                 rows.add_labels_column("reference_logprobs", score(learner, rows, cfg.temperature))
-        if cfg.kl_coef and cfg.kl_in == "reward":
-            subtract_kl(rows, groups, cfg.kl_coef, cfg.center)
+            if getattr(learner.objective, "kl_in", None) == "reward":
+                subtract_kl(rows, groups, learner.objective.kl_coef, self.filled.center)
         return rows, groups
 
 

@@ -17,7 +17,7 @@ from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import duration
 from rocm_ext.cli._common import add_json, add_overrides, console, count, print_json, table
-from rocm_ext.config.algorithms import describe
+from rocm_ext.config.algorithms import describe, filled
 from rocm_ext.config.checks import check_grpo_values, check_raft_values, check_values
 from rocm_ext.machine.detect import detect
 from rocm_ext.machine.profile import find_chip, load_profile
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
         check_grpo_values(cfg)
         if not args.json:
-            print(describe(cfg))
+            print(describe(filled(cfg)))
         cfg.loss = loss_config(cfg)
     known = Known(args.rows, args.row_tokens, args.answer_tokens)
     plan = plan_run(cfg, detect(), family=family, bench=args.bench, ranks=args.ranks, known=known, chip=chip)

@@ -1,10 +1,10 @@
-"""What each policy-gradient algorithm is: the table that fills a config's null keys and that the loss reads."""
+"""What each policy-gradient algorithm is: the table that says what a config's null keys mean."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import COMPONENT
@@ -83,23 +83,45 @@ def complete(loss: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     return filled
 
 
-def fill(cfg: DictConfig) -> None:
-    """Fill the null keys of a GRPO config from the table.
+def filled(cfg: DictConfig) -> DictConfig:
+    """Return a copy of a GRPO config with the table's values where it has null.
+
+    The config itself keeps its nulls, so that another loss brings its own values when the config is used again.
 
     Args:
         cfg: config of ``grpo_rocm``, with a loss of the table or a component.
 
     Raises:
-        UserError: see :func:`complete`.
+        UserError: a key is set that the loss or the ``mismatch`` does not have.
     """
-    for key, value in complete(cfg.loss, {key: cfg[key] for key in KEYS}).items():
-        cfg[key] = value
-    if cfg.mismatch_limits is None and cfg.mismatch != "none":
-        cfg.mismatch_limits = list(MISMATCH_LIMITS[cfg.mismatch, cfg.mismatch_level])
+    named = isinstance(cfg.loss, str)
+    copy = OmegaConf.merge(cfg, complete(cfg.loss, {key: cfg[key] for key in KEYS}))
+    if not named and (unread := [key for key in ("kl_coef", "entropy_coef") if cfg[key]]):
+        raise UserError(f"{unread[0]} is {cfg[unread[0]]!r}, and loss is a component: set loss.{unread[0]} instead")
+    if named:
+        copy.mismatch_limits = limits_of(cfg.mismatch, cfg.mismatch_level, cfg.mismatch_limits)
+    elif cfg.mismatch_limits is not None:
+        raise UserError(
+            f"mismatch_limits is {list(cfg.mismatch_limits)}, and loss is a component: set loss.mismatch_limits instead"
+        )
+    return copy
+
+
+def limits_of(mismatch: str, level: str, given: Sequence[float] | None) -> list[float] | None:
+    """Return the lowest and the highest weight of a mismatch; None without a mismatch.
+
+    Raises:
+        UserError: there are limits and no mismatch.
+    """
+    if mismatch != "none":
+        return list(given or MISMATCH_LIMITS[mismatch, level])
+    if given is not None:
+        raise UserError(f"mismatch_limits is {list(given)}, and mismatch is none; set mismatch_limits=null")
+    return None
 
 
 def describe(cfg: DictConfig) -> str:
-    """Return what the algorithm of a GRPO config is, in one line; :func:`fill` has filled the config."""
+    """Return what the algorithm of a GRPO config is, in one line; ``cfg`` is from :func:`filled`."""
     name = cfg.loss if isinstance(cfg.loss, str) else cfg.loss[COMPONENT]
     values = [f"{key} {cfg[key]}" for key in (*KEYS, "mismatch_limits") if cfg[key] is not None]
     return f"loss {name}: {', '.join(values)}"

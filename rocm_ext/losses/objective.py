@@ -93,7 +93,8 @@ class Objective(ABC):
       ``early_stopping_metric`` may name these with ``val_`` before them.
     - ``entropy_coef``: this times the entropy of the labels' distributions, in nats, is subtracted. It is a mean over
       the step's labels, whatever ``normalize`` is.
-    - ``entropy_weight``: what :meth:`denominator` returned, divided by the step's labels; a training step sets it.
+    - ``entropy_weight``: what :meth:`denominator` returned, divided by the step's labels; a training step sets it; 0 in
+      validation.
 
     Inside :meth:`measuring`, ``tally`` takes what :meth:`terms` measures beside the loss; otherwise it is None. The
     trainer writes these means and maxima to ``metrics.jsonl``.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.config import COMPONENT
-from rocm_ext.config.algorithms import ALGORITHMS, MISMATCH_LIMITS, complete
+from rocm_ext.config.algorithms import ALGORITHMS, complete, limits_of
 from rocm_ext.config.checks import updates_of_step
 from rocm_ext.config.checks.kinds import LIMITS, NULL, check
 from rocm_ext.losses.objective import Objective, Tally, Terms, sum_over_sequences
@@ -102,7 +102,7 @@ class PolicyGradient(Objective):
         self.clip_low, self.clip_high, self.clip_dual, self.kl_in = complete(loss, clips | {"kl_in": kl_in}).values()
         _one_of("kl_in", self.kl_in, ("loss", "reward"))
         check({"mismatch_limits": mismatch_limits}, {"mismatch_limits": LIMITS | NULL}, "loss.")
-        limits = mismatch_limits or MISMATCH_LIMITS.get((mismatch, mismatch_level), (0.0, 1.0))
+        limits = limits_of(mismatch, mismatch_level, mismatch_limits)
         normalize = kind.normalize if normalize is None else normalize
         if normalize is None:
             raise UserError(f"loss {loss} divides by a constant: set normalize to the maximum length of an answer")

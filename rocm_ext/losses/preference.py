@@ -29,7 +29,7 @@ class _Kind:
         normalized: whether the score is a mean over tokens, unless the user says otherwise.
         smooth: whether the loss has label smoothing.
         beta: factor of the scores, unless the user says otherwise.
-        gamma: the same of the target margin; None: the loss has none.
+        gamma: target margin as a share of beta, unless the user says otherwise; None: the loss has none.
     """
 
     loss: Loss
@@ -76,7 +76,7 @@ LOSSES = {
     "ipo": _Kind(_ipo, normalized=True),  # arXiv:2310.12036
     "hinge": _Kind(_hinge),  # SLiC, arXiv:2305.10425; RSO, arXiv:2309.06657
     # arXiv:2405.14734: beta from 2 to 2.5, gamma from 0.3 to 0.5 of it
-    "simpo": _Kind(_logistic, reference=False, normalized=True, smooth=True, beta=2.0, gamma=1.0),
+    "simpo": _Kind(_logistic, reference=False, normalized=True, smooth=True, beta=2.0, gamma=0.5),
     "apo_zero": _Kind(_apo_zero),  # arXiv:2408.06266
 }
 
@@ -99,7 +99,7 @@ class Preference(Objective):
         loss: ``sigmoid`` (DPO), ``ipo``, ``hinge``, ``simpo`` or ``apo_zero``.
         beta: factor of the scores; in ``ipo`` the regularisation, tau. None: 0.1, in ``simpo`` 2.
         label_smoothing: assumed share of pairs whose sides are swapped (conservative DPO); ``sigmoid`` and ``simpo``.
-        gamma: target margin of ``simpo``; None: 1.
+        gamma: target margin of ``simpo``; None: half of ``beta``.
         rpo_alpha: factor of the chosen answer's mean NLL per token, which is added (RPO, arXiv:2404.19733).
         length_normalized: whether a score is the mean over the answer's tokens instead of the sum; None: in ``ipo``
             and ``simpo``.
@@ -139,7 +139,7 @@ class Preference(Objective):
             raise UserError(f"loss.length_normalized is {length_normalized!r}; expected True, False or null")
         super().__init__(0.5, chunk_tokens)  # a pair is two sequences
         self.kind, self.beta, self.label_smoothing, self.rpo_alpha = kind, beta, label_smoothing, rpo_alpha
-        self.gamma = (kind.gamma or 0.0) if gamma is None else gamma
+        self.gamma = (kind.gamma or 0.0) * beta if gamma is None else gamma
         self.length_normalized = kind.normalized if length_normalized is None else length_normalized
         self.columns = ("side", *["reference_logprobs"] * kind.reference)
         self.better = _BETTER | ({"kl": "lower"} if kind.reference else {})

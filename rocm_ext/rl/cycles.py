@@ -41,7 +41,7 @@ RAFT_FREE_KEYS = (
     | frozenset(
         """
     cycles prompts eval_prompts verify_workers verify_timeout max_error_share stop_after_no_gain min_entropy
-    max_empty_cycles eval_every_n_cycles keep_last_n_adapters
+    max_empty_cycles eval_every_n_cycles keep_last_n_adapters retry_unsolved_after
     engine.slots engine.graphs engine.urls engine.concurrency engine.timeout engine.patience engine.api_key_env
     """.split()  # noqa: SIM905
     )

@@ -175,7 +175,7 @@ def flat_reason(lines: Lines, *, max_flat_steps: int) -> str | None:
     many = f"the last {len(flat)} steps" if len(flat) > 1 else "the last step"
     rewards, cure = _how_flat(flat)
     return (
-        f"no update in {many} (max_flat_steps {max_flat_steps}): {rewards}; training needs groups of unequal rewards. "
+        f"no update in {many} (max_flat_steps {max_flat_steps}): {rewards}; training needs rewards that differ. "
         f"{cure}. To resume this run, raise max_flat_steps"
     )
 
@@ -243,7 +243,7 @@ def rate_warning(lines: Lines) -> str | None:
     return (
         f"the reward has hardly moved in {_EARLY_STEPS} steps ({fmean(first):.3f} in the first half, {fmean(last):.3f} "
         f"in the second), and the learning rates of all updates add up to {walked:.2g}, those of 20 updates in "
-        f"Tinker's recipe for GSM8K to {_FAR:g}. Raise optimizer.lr two- to threefold, or lower groups_per_update"
+        f"Tinker's recipe for GSM8K to {_FAR:g}. Raise optimizer.lr two- to threefold"
     )
 
 

@@ -168,11 +168,13 @@ class Training:
         Returns:
             A scheduler, which the run steps once per optimiser step; None without ``lr_scheduler``.
         """
-        warmup = self.cfg.lr_scheduler.get("num_warmup_steps") if self.cfg.lr_scheduler is not None else None
-        if isinstance(warmup, int) and warmup >= self.total_steps:
+        given = self.cfg.lr_scheduler or {}
+        key = "total_iters" if "start_factor" in given else "num_warmup_steps"  # of LinearLR, of torchtune's cosine
+        if isinstance(warmup := given.get(key), int) and warmup >= self.total_steps:
             log.warning(
-                "lr_scheduler.num_warmup_steps is %d and the run has %d steps, so the learning rate never reaches "
-                "optimizer.lr; lower num_warmup_steps",
+                "lr_scheduler.%s is %d and the run has %d updates, so the learning rate never reaches optimizer.lr; "
+                "lower it, or set lr_scheduler=null",
+                key,
                 warmup,
                 self.total_steps,
             )

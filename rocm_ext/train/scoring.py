@@ -156,12 +156,14 @@ def validation_loss(learner: Learner, rows: Rows) -> tuple[float, int, dict[str,
         rows: held-out rows.
 
     Returns:
-        The normalised objective, the number of labels, and what the objective measures beside it, by name.
+        The normalised objective without an entropy bonus, the number of labels, and what the objective measures beside
+        it, by name.
     """
     objective, ranks, cfg = learner.objective, learner.runtime.ranks, learner.cfg
     steps = Steps(len(rows), rows_per_step(cfg, ranks.world), shuffle=False)
     loader = StepLoader(rows, steps, learner.layout, cfg.num_workers, cfg.pin_memory)
     learner.model.eval()
+    objective.entropy_weight = 0.0  # a training step sets it
     labels = sequences = 0
     summed = torch.zeros((), dtype=torch.float64, device=learner.runtime.device)  # read once, at the end
     with objective.measuring() as tally:

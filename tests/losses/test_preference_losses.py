@@ -38,12 +38,12 @@ def each_sequence(values, mean=False):
     return torch.stack(parts[::2]), torch.stack(parts[1::2])
 
 
-def by_autograd(loss, now, reference, *, beta=0.1, smoothing=0.0, gamma=1.0, rpo=0.0, mean=False):
+def by_autograd(loss, now, reference, *, beta=0.1, smoothing=0.0, gamma=None, rpo=0.0, mean=False):
     """Return each pair's loss [3] by the papers' formulas."""
     chosen, rejected = each_sequence(now if loss == "simpo" else now - reference, mean)
     margin = chosen - rejected
     if loss in ("sigmoid", "simpo"):
-        u = beta * margin - (gamma if loss == "simpo" else 0)
+        u = beta * margin - ((beta / 2 if gamma is None else gamma) if loss == "simpo" else 0)
         pairs = -(1 - smoothing) * F.logsigmoid(u) - smoothing * F.logsigmoid(-u)
     elif loss == "ipo":
         pairs = (margin - 1 / (2 * beta)) ** 2

@@ -247,13 +247,25 @@ def test_every_loss_trains_and_resumes(make, tmp_path, changes):
     succeed(make(out, **changes), "steps=1")
     succeed(make(out, **changes), "resume_from_checkpoint=True")
     assert_equal(out, whole)
-    assert OmegaConf.load(whole / "config.yaml").center is not None  # the run has what the loss fills
+    assert OmegaConf.load(whole / "config.yaml").center is None  # so that another loss brings its own
     for line in lines(whole / "metrics.jsonl"):
         assert line["updates"] == changes.get("updates_per_step", 1) * max(
             1, line["trained_groups"] // changes.get("groups_per_update", 4)
         )
         assert line["grad_norm"] > 0
         assert abs(line["mismatch_mean"]) < 1e-4
+
+
+def test_a_component_takes_its_kl_from_the_reward_as_by_name(make, tmp_path):
+    by_name = {"loss": "rloo", "mismatch": "none", "kl_coef": 1.0}
+    component = {"_component_": "rocm_ext.losses.PolicyGradient", "loss": "rloo", "kl_coef": 1.0}
+    by_component = {"loss": component, "center": "leave_one_out", "scale": "none"}
+    runs = {"name": by_name, "component": by_component, "without": by_name | {"kl_coef": 0.0}}
+    for name, changes in runs.items():
+        succeed(make(tmp_path / name, steps=2, eval_prompts=None, **changes))
+    assert_equal(tmp_path / "component", tmp_path / "name")
+    with pytest.raises(AssertionError):
+        assert_equal(tmp_path / "without", tmp_path / "name")
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from rocm_ext.recipes import grpo_rocm
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.config import algorithms
-from rocm_ext.config.algorithms import ALGORITHMS, KEYS, describe
+from rocm_ext.config.algorithms import ALGORITHMS, KEYS, describe, filled
 from rocm_ext.config.checks import check_grpo_values, updates_of_pass
 from rocm_ext.losses.policy_gradient import PolicyGradient, loss_config
 from rocm_ext.plan.workload import old_logprobs
@@ -115,6 +115,9 @@ def test_takes(changes):
         ({"loss": "cispo", "clip_low": 0.2}, "clip_low is 0.2, and loss cispo has no such limit; set clip_low=null"),
         ({"loss": OWN_LOSS, "kl_in": "reward"}, "kl_in is 'reward', and loss is a component with arguments of its own"),
         ({"loss": OWN_LOSS, "clip_high": 0.2}, "clip_high is 0.2, and loss is a component"),
+        ({"loss": OWN_LOSS, "kl_coef": 0.3}, "kl_coef is 0.3, and loss is a component: set loss.kl_coef instead"),
+        ({"loss": OWN_LOSS, "mismatch_limits": [0.5, 5]}, "set loss.mismatch_limits instead"),
+        ({"mismatch": "none", "mismatch_limits": [0.5, 5]}, "and mismatch is none; set mismatch_limits=null"),
         ({"clip_dual": 1}, "clip_dual is 1; expected a number above 1"),
         ({"kl_in": "prompt"}, "kl_in is 'prompt'; expected loss or reward, or null"),
         ({"top_p": 0.9}, "top_p is 0.9, and GRPO samples from the whole distribution"),
@@ -191,30 +194,28 @@ def test_the_objective_takes_the_same_values(changes):
 
 @pytest.mark.parametrize("loss", ALGORITHMS)
 def test_null_keys_are_those_of_the_loss_wherever_it_is_built(loss):
-    cfg = values(loss=loss)
-    check_grpo_values(cfg)
-    filled, own = (
-        config.instantiate(OmegaConf.create(loss_config(cfg)), key="loss"),
+    cfg = filled(given := values(loss=loss))
+    check_grpo_values(given)
+    built, own = (
+        config.instantiate(OmegaConf.create(loss_config(given)), key="loss"),
         PolicyGradient(loss, normalize=1024.0),
     )
     names = ["clip_low", "clip_high", "clip_dual", "kl_in"]
-    assert [getattr(filled, name) for name in names] == [getattr(own, name) for name in names]
-    assert filled.normalize == (1024 if loss == "dr_grpo" else own.kind.normalize)
+    assert [getattr(built, name) for name in names] == [getattr(own, name) for name in names]
+    assert built.normalize == (1024 if loss == "dr_grpo" else own.kind.normalize)
     assert [cfg.center, cfg.scale] == {
         "dr_grpo": ["mean", "none"], "rloo": ["leave_one_out", "none"], "reinforce": ["none", "none"]
     }.get(loss, ["mean", "std"])  # fmt: skip
     assert cfg.mismatch_limits == [0, 2]
     assert describe(cfg).startswith(f"loss {loss}: center {cfg.center}, scale {cfg.scale}")
-    again = copy.deepcopy(cfg)
-    check_grpo_values(again)
-    assert again == cfg
+    assert filled(cfg) == cfg
+    assert given == values(loss=loss)  # what is saved and used again has nulls
 
 
 def test_a_component_has_the_usual_advantages_and_its_own_limits():
-    cfg = values(loss=OWN_LOSS)
-    check_grpo_values(cfg)
+    cfg = filled(values(loss=OWN_LOSS))
     assert [cfg[key] for key in KEYS] == ["mean", "std", None, None, None, None]
-    assert describe(cfg) == ("loss rocm_ext.losses.PolicyGradient: center mean, scale std, mismatch_limits [0.0, 2.0]")
+    assert describe(cfg) == "loss rocm_ext.losses.PolicyGradient: center mean, scale std"
 
 
 def refused(call: Callable[[], Any]) -> str | None:

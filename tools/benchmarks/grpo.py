@@ -100,7 +100,7 @@ def prepare(base: Path, changes: Sequence[str]) -> DictConfig:
     given = [f"pocket={base}/pocket", f"output_dir={base}/out", "eval_prompts=null", "mismatch=none",
              *POCKET_STEPS, "verify_workers=1", f"checkpointer.adapter_checkpoint={base}/peft"]  # fmt: skip
     cfg = config.load("grpo_rocm", "cpu_pocket_grpo", [*given, *changes])
-    algorithms.fill(cfg)
+    cfg = algorithms.filled(cfg)
     decoder = build_model(cfg.model, torch.float32, 7, torch.device("cpu"))
     (base / "peft").mkdir()
     peft_files.write_adapter(base / "peft", decoder, "QWEN2", str(base / "pocket"))

@@ -101,8 +101,7 @@ class Synthetic:
     """
 
     def __init__(self, out: Path, cfg: DictConfig, prompts: int) -> None:
-        algorithms.fill(cfg)
-        self._out, self._cfg, self._rng = out, cfg, random.Random(0)
+        self._out, self._cfg, self._rng = out, algorithms.filled(cfg), random.Random(0)
         self._ids = [str(i) for i in range(prompts)]
         self.records = Records.open(out, Ranks(torch.device("cpu")), 0, -1)
         self._metrics, self._lines = Metrics(out / "metrics.jsonl"), list[dict[str, Any]]()

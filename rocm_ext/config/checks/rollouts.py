@@ -128,9 +128,7 @@ def check_raft_values(cfg: DictConfig) -> None:
 
 
 def check_grpo_values(cfg: DictConfig) -> None:
-    """Refuse values of the keys that GRPO has and SFT lacks, and fill those that its loss says.
-
-    ``Sampling`` checks its own keys.
+    """Refuse values of the keys that GRPO has and SFT lacks. ``Sampling`` checks its own.
 
     Raises:
         UserError: naming the key, what was found and what was expected.
@@ -138,8 +136,7 @@ def check_grpo_values(cfg: DictConfig) -> None:
     check(cfg, _SHARED | _GRPO)
     _check_shared(cfg)
     _check_loss(cfg)
-    algorithms.fill(cfg)
-    _check_groups(cfg)
+    _check_groups(algorithms.filled(cfg))
     _check_sampling(cfg)
     _check_staleness(cfg)
     if cfg.keep_samples != "all" and cfg.keep_samples < cfg.save_every_n_steps:
