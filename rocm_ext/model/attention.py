@@ -340,11 +340,11 @@ class Lengths:
         shared: tokens that each sequence shares, see :class:`rocm_ext.data.batches.MicroBatch`.
     """
 
-    __slots__ = ("_batches", "shared", "values")
+    __slots__ = ("_calls", "shared", "values")
 
     def __init__(self, values: tuple[int, ...], shared: tuple[int, ...] = ()) -> None:
         self.values, self.shared = values, shared or (0,) * len(values)
-        self._batches: dict[bool, tuple[list[Tensor], Tensor]] = {}
+        self._calls: dict[bool, tuple[list[tuple[int, int]], Tensor | None, Tensor | None]] = {}
 
     def attend(self, packed: Sequence[Tensor], compute: Callable[..., Tensor], together: bool) -> Tensor:
         """Compute attention within each sequence.
@@ -359,22 +359,27 @@ class Lengths:
             [1, s, heads, head_dim].
         """
         together = together and packed[0].device.type == "cpu"
-        if together not in self._batches:
-            self._batches[together] = self._made(together, packed[0].device)
-        batches, order = self._batches[together]
-        heads = [t.shape[1] for t in packed]
-        rows = [t[0].transpose(0, 1).flatten(1) for t in packed]
-        outs = []
-        for index in batches:
-            parts = (
-                F.embedding(index, t).unflatten(2, (h, -1)).transpose(1, 2) for t, h in zip(rows, heads, strict=True)
-            )
-            outs.append(compute(*parts).transpose(1, 2).flatten(2).flatten(0, 1))
+        if together not in self._calls:
+            self._calls[together] = self._made(together, packed[0].device)
+        sizes, index, order = self._calls[together]
+        heads = packed[0].shape[1]
         # embeddings, because their backward pass is fast on CPUs and sums shared rows in a fixed order on GPUs
-        return F.embedding(order, torch.cat(outs)).unflatten(1, (heads[0], -1))[None]
+        rows = [t[0].transpose(0, 1) for t in packed]
+        if index is not None:
+            rows = [F.embedding(index, t.flatten(1)).unflatten(1, (t.shape[1], -1)) for t in rows]
+        calls = zip(*(t.split([n * longest for n, longest in sizes]) for t in rows), strict=True)
+        outs = [
+            compute(*(t.unflatten(0, size).transpose(1, 2) for t in call)).transpose(1, 2).flatten(2).flatten(0, 1)
+            for call, size in zip(calls, sizes, strict=True)
+        ]
+        out = torch.cat(outs)
+        return (out if order is None else F.embedding(order, out)).unflatten(1, (heads, -1))[None]
 
-    def _made(self, together: bool, device: torch.device) -> tuple[list[Tensor], Tensor]:
-        """Return the tokens of each call, [n, longest], and where each token's output is among those of all calls."""
+    def _made(self, together: bool, device: torch.device) -> tuple[list[tuple[int, int]], Tensor | None, Tensor | None]:
+        """Return n and longest of each call, the tokens of all calls, and where each token's output is among theirs.
+
+        None: the calls have all tokens in their order.
+        """
         first, begun, spans = 0, 0, []
         for count, shared in zip(self.values, self.shared, strict=True):
             begun = begun if shared else first
@@ -386,16 +391,18 @@ class Lengths:
                 calls[-1].append(span)
             else:
                 calls.append([span])
-        batches, order, before = [], [0] * first, 0
+        index: list[int] = []
+        order = [0] * first
         for call in calls:
-            index: list[int] = []
             for length, shared, begin, own in call:
                 end = own + length - shared
-                order[own:end] = range(before + len(index) + shared, before + len(index) + length)
+                order[own:end] = range(len(index) + shared, len(index) + length)
                 index += [*range(begin, begin + shared), *range(own, end), *[0] * (call[0][0] - length)]
-            batches.append(torch.tensor(index, dtype=torch.int64, device=device).view(len(call), call[0][0]))
-            before += len(index)
-        return batches, torch.tensor(order, dtype=torch.int64, device=device)
+        sizes = [(len(call), call[0][0]) for call in calls]
+        if index == order == [*range(first)]:
+            return sizes, None, None
+        made = (torch.tensor(places, dtype=torch.int64, device=device) for places in (index, order))
+        return sizes, *made
 
 
 class Prompts(_Pass):

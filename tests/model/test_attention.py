@@ -40,10 +40,10 @@ def ran(call):
 
 
 def step(decoder, kernel: str):
-    """Logits of two packed sequences, gradients of their sum, and the operations of attention."""
+    """Logits of packed sequences, two in one call of auto and flash, their gradients, and attention's operations."""
     choose_attention(decoder, kernel)
     decoder.zero_grad()
-    sequences = random_sequences([12, 7], 0)
+    sequences = random_sequences([12, 10, 7], 0)
     logits, names = ran(lambda: decoder.output(decoder.hidden_states(pack(sequences))))
     logits.square().sum().backward()
     return logits, [p.grad for p in decoder.parameters() if p.grad is not None], names
