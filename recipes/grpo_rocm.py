@@ -220,7 +220,7 @@ class GRPO(Loop):
             with reference(learner, self.trainer.first, "the first adapter"):
                 rows.add_labels_column("reference_logprobs", score(learner, rows, cfg.temperature))
             if getattr(learner.objective, "kl_in", None) == "reward":
-                subtract_kl(rows, groups, learner.objective.kl_coef, self.filled.center)
+                subtract_kl(rows, groups, getattr(learner.objective, "kl_coef", 0.0), self.filled.center)
         return rows, groups
 
 

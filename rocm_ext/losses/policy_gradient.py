@@ -102,7 +102,7 @@ class PolicyGradient(Objective):
         self.clip_low, self.clip_high, self.clip_dual, self.kl_in = complete(loss, clips | {"kl_in": kl_in}).values()
         _one_of("kl_in", self.kl_in, ("loss", "reward"))
         check({"mismatch_limits": mismatch_limits}, {"mismatch_limits": LIMITS | NULL}, "loss.")
-        limits = limits_of(mismatch, mismatch_level, mismatch_limits)
+        limits = limits_of(mismatch, mismatch_level, mismatch_limits) or [0.0, 1.0]  # not read without a mismatch
         normalize = kind.normalize if normalize is None else normalize
         if normalize is None:
             raise UserError(f"loss {loss} divides by a constant: set normalize to the maximum length of an answer")
