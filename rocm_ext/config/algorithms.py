@@ -95,7 +95,8 @@ def filled(cfg: DictConfig) -> DictConfig:
         UserError: a key is set that the loss or the ``mismatch`` does not have.
     """
     named = isinstance(cfg.loss, str)
-    copy = OmegaConf.merge(cfg, complete(cfg.loss, {key: cfg[key] for key in KEYS}))
+    copy = OmegaConf.create(cfg)
+    copy.update(complete(cfg.loss, {key: cfg[key] for key in KEYS}))
     if not named and (unread := [key for key in ("kl_coef", "entropy_coef") if cfg[key]]):
         raise UserError(f"{unread[0]} is {cfg[unread[0]]!r}, and loss is a component: set loss.{unread[0]} instead")
     if named:

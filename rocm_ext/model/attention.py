@@ -401,8 +401,8 @@ class Lengths:
         sizes = [(len(call), call[0][0]) for call in calls]
         if index == order == [*range(first)]:
             return sizes, None, None
-        made = (torch.tensor(places, dtype=torch.int64, device=device) for places in (index, order))
-        return sizes, *made
+        tokens, outputs = (torch.tensor(places, dtype=torch.int64, device=device) for places in (index, order))
+        return sizes, tokens, outputs
 
 
 class Prompts(_Pass):
