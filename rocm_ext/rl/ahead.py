@@ -176,9 +176,12 @@ class Ahead:
     def _requests(self, pending: Iterator[tuple[Any, Request | None]], session: Any) -> Iterator[Request | None]:
         """Yield requests with the newest adapter, and None where there are none yet.
 
-        They end where ``session`` has given a server up, and there is a newer one, which asks it again.
+        They end where there is a newer session and ``session`` has given a server up, or asks one that has refused the
+        newest adapter.
         """
-        while not self._stopped and not (session.given_up and session is not self._adapters[-1][1]):
+        while not self._stopped and not (
+            (newest := self._adapters[-1][1]) is not session and (session.given_up or session.servers != newest.servers)
+        ):
             rollout, request = next(pending)
             if request is not None:
                 policy, newest, _ = self._adapters[-1]

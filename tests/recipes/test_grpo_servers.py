@@ -112,7 +112,7 @@ def test_the_next_step_samples_while_this_one_trains(serve, make, out, messages)
             return super().rows(selected)
 
     train(make(fake, **OVERLAP), Slow)
-    assert loads(fake, out) == {".adapter-check": 1, "policy/step_1": 1, "policy/step_2": 1}
+    assert loads(fake, out) == {".adapter-check": 1, "policy/step_1": 1, "policy/step_2": 1, "policy/step_3": 1}
     assert policies(out) == {1: {0}, 2: {0}, 3: {1}, 4: {2}}
     assert lags(out) == [0, 1, 1, 1]
     steps = lines(out / "metrics.jsonl")
@@ -535,6 +535,8 @@ def test_a_vllm_that_mixes_adapters_up_samples_no_step_ahead(serve, make, out):
         train(make(fake, **OVERLAP))
     assert fake.bodies() == []
     train(make(fake, steps=1))
+    fake.rules.version = "0.1.dev1+g1234567.rocm700"  # a build of sources without tags
+    train(make(fake, steps=1, overwrite_output_dir=True, **{"max_staleness": 1}))
 
 
 @pytest.mark.parametrize(

@@ -177,12 +177,12 @@ class OpenAISession:
         adapter: the adapter to sample with; None: the base model.
 
     Attributes:
-        adapter: see above.
+        servers, adapter: see above.
         given_up: whether a server failed for too long; the next ``generate`` asks it again.
     """
 
     def __init__(self, terms: Terms, servers: Sequence[Server], adapter: Adapter | None) -> None:
-        self._terms, self._servers, self.adapter = terms, servers, adapter
+        self._terms, self.servers, self.adapter = terms, servers, adapter
         self.given_up = False
         self._tokens = self._retried = 0
         self._seconds, self._mark = 0.0, 0.0
@@ -209,7 +209,7 @@ class OpenAISession:
         """
         results: queue.SimpleQueue[Completion | BaseException | None] = queue.SimpleQueue()
         loop = asyncio.new_event_loop()
-        batch = _Batch(self._terms, self._servers, self.adapter, sampling, results.put, self._count_retry)
+        batch = _Batch(self._terms, self.servers, self.adapter, sampling, results.put, self._count_retry)
         self.given_up = False
         task = loop.create_task(batch.run(requests))
 
@@ -258,9 +258,9 @@ class OpenAISession:
             user asks to stop.
         """
         by_url, terms = {}, self._terms
-        if len(self._servers) > 1:
+        if len(self.servers) > 1:
             terms = replace(terms, patience=min(terms.patience, _CHECK_PATIENCE))
-        for server in self._servers:
+        for server in self.servers:
             alone = OpenAISession(terms, [server], self.adapter)
             try:
                 answers = {id(c.request): c for c in alone.generate(requests, sampling)}
