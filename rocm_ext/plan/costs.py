@@ -160,10 +160,12 @@ class Kernels:
     Attributes:
         attention: False: the layer keeps the attention scores.
         norm: False: RMSNorm is several operations.
+        together: attention of short sequences is one call, as on CPUs.
     """
 
     attention: bool
     norm: bool
+    together: bool = False
 
     @classmethod
     def on(cls, device: torch.device, bf16: bool, attention: str) -> "Kernels":
@@ -176,7 +178,7 @@ class Kernels:
         """
         cuda = device.type == "cuda"
         fused = bf16 or not cuda if attention == "auto" else attention in ("flash", "efficient")
-        return cls(attention=fused, norm=cuda and HAS_KERNEL)
+        return cls(attention=fused, norm=cuda and HAS_KERNEL, together=not cuda)
 
 
 class _KernelNorm(FusedRMSNorm):
@@ -211,7 +213,8 @@ def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, 
             norm.__class__ = _KernelNorm
     fake = fake.to("meta").train()
     for part in fake.modules():
-        if vars(part).get("kernel") in ("flash", "efficient"):  # a CPU has no efficient kernel
+        kernel = getattr(part, "kernel", None)
+        if kernel in ("flash", "efficient") or (kernel == "auto" and not kernels.together):  # no CPU has all of them
             part.kernel = "fused"  # type: ignore[assignment]
     # gfx906 uses torch's math path. The CPU's fused kernel keeps the same tensors as a GPU's.
     backends = [SDPBackend.FLASH_ATTENTION] * kernels.attention + [SDPBackend.MATH]

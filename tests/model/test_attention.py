@@ -55,7 +55,8 @@ def test_a_native_model_computes_the_same_with_every_kernel(kernel):
     found, theirs, names = step(decoder_pair("qwen2")[1], kernel)
     assert names == {KERNELS[kernel]}
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(theirs, gradients, rtol=1e-4, atol=1e-4)
+    largest = max(float(gradient.abs().max()) for gradient in gradients)
+    torch.testing.assert_close(theirs, gradients, rtol=1e-4, atol=1e-6 * largest)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,8 @@ def test_a_model_of_transformers_computes_the_same_with_every_kernel(folders, ke
     found, theirs, names = step(our_model(folders["olmo 2"]), kernel)
     assert names == {KERNELS[kernel]}
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(theirs, gradients, rtol=1e-4, atol=1e-4)
+    largest = max(float(gradient.abs().max()) for gradient in gradients)
+    torch.testing.assert_close(theirs, gradients, rtol=1e-4, atol=1e-6 * largest)
 
 
 def test_capped_scores_are_computed_eagerly_or_not_at_all(folders):
