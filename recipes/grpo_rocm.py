@@ -79,7 +79,7 @@ class GRPO(Loop):
     def logprobs_for(self) -> list[str]:
         """Return the settings that need the token ids and log-probs of sampling."""
         cfg, columns = self.cfg, self.learner.objective.columns
-        kl_coef = getattr(self.learner.objective, "kl_coef", 0.0)
+        kl_coef = getattr(self.learner.objective, "kl_coef", None) or 0.0
         return [
             *[f"mismatch={cfg.mismatch}"] * ("sampler_logprobs" in columns),
             *["old_logprobs=sampler"] * ("old_logprobs" in columns and self.old_logprobs == "sampler"),

@@ -6,6 +6,7 @@ measured in its place; the others pass their input on. It takes a fraction of a 
 """
 
 import copy
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -213,9 +214,9 @@ def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, 
             norm.__class__ = _KernelNorm
     fake = fake.to("meta").train()
     for part in fake.modules():
-        kernel = getattr(part, "kernel", None)
-        if kernel in ("flash", "efficient") or (kernel == "auto" and not kernels.together):  # no CPU has all of them
-            part.kernel = "fused"  # type: ignore[assignment]
+        # a property would set the kernels of the real layers
+        if inspect.getattr_static(part, "kernel", None) in ("auto", "flash", "efficient"):  # no CPU has all of them
+            part.kernel = "auto" if kernels.together else "fused"  # type: ignore[assignment]
     # gfx906 uses torch's math path. The CPU's fused kernel keeps the same tensors as a GPU's.
     backends = [SDPBackend.FLASH_ATTENTION] * kernels.attention + [SDPBackend.MATH]
     with FakeTensorMode(), sdpa_kernel(backends):

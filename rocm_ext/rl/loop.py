@@ -384,7 +384,7 @@ class Loop(RLRecipe, ABC):
         if self.ahead is not None:
             job, answers = self.ahead.finish()
         else:
-            job = self.job(step, 0, self._begun_and_chosen(step))
+            job = self.job(step, 0, self.choose(step, self.prompts_of_step))
             answers = self.rollout_of(job).finish()
         asked, rounds = list(job.prompts), [answers]
         selected = self.select(rounds, [prompt.id for prompt in asked])
@@ -406,23 +406,14 @@ class Loop(RLRecipe, ABC):
             assert self.workers is not None, "sampling happens inside verification()"
             self.ahead = Ahead(self.workers, done, self.max_staleness)
         last = min(done + 1 + self.max_staleness, self.steps)
+        prompts = {prompt.id: prompt for prompt in self.prompts.training}
         few = [(request, self.sampling) for request in self.prompts.requests(self.prompts.training[:8], done)]
         self.ahead.use(policy, lambda: self.policy.session(policy, few))
         for step in range(self.ahead.last + 1, last + 1):
-            asked = self._begun_and_chosen(step)
+            begun = [prompts[prompt] for prompt in self.records.begun(step) if prompt in prompts]
+            asked = begun + self.choose(step, self.prompts_of_step - len(begun), {prompt.id for prompt in begun})
             self.records.begin(step, (prompt.id for prompt in asked))
             self.ahead.add(self.rollout_of(self.job(step, 0, asked), RolloutAhead))
-
-    def _begun_and_chosen(self, step: int) -> list[Prompt]:
-        """Choose the prompts of a step, among them those that an earlier process had begun to ask."""
-        chosen = self.choose(step, self.prompts_of_step)
-        prompts = {prompt.id: prompt for prompt in self.prompts.training}
-        begun = [prompts[prompt] for prompt in self.records.begun(step) if prompt in prompts]
-        ids = {prompt.id for prompt in begun}
-        if not ids <= {prompt.id for prompt in chosen}:
-            others = self.choose(step, self.prompts_of_step - len(begun), exclude=ids)
-            chosen = begun + [prompt for prompt in others if prompt.id not in ids]
-        return chosen
 
     def job(self, step: int, round_: int, prompts: Sequence[Prompt], earlier: int = 0) -> Job:
         """Return what a round of a step's sampling does; ``earlier`` answers came before it in the step."""

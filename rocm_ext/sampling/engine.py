@@ -152,6 +152,7 @@ class Engine(Protocol):
     methods: ``check_adapter(adapter)``, which raises UserError if it cannot, and its sessions' ``ask_each``. With
     ``max_staleness``, several of its sessions are open at once. One of them gets an iterator of requests, whose
     ``adapter`` is that of another, and with None where there is none yet; ``given_up`` says that it should begin anew.
+    It also does if its ``servers`` are not those of the newest session.
 
     An engine whose log-probs may be of another temperature than :class:`Sampling` says has a method
     ``check_logprobs(sampling)``, which raises UserError then.

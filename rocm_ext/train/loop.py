@@ -169,7 +169,8 @@ class Training:
             A scheduler, which the run steps once per optimiser step; None without ``lr_scheduler``.
         """
         given = self.cfg.lr_scheduler or {}
-        key = "total_iters" if "start_factor" in given else "num_warmup_steps"  # of LinearLR, of torchtune's cosine
+        rises = given.get("start_factor", 1.0) < given.get("end_factor", 1.0)  # LinearLR
+        key = "total_iters" if rises else "num_warmup_steps"
         if isinstance(warmup := given.get(key), int) and warmup >= self.total_steps:
             log.warning(
                 "lr_scheduler.%s is %d and the run has %d updates, so the learning rate never reaches optimizer.lr; "

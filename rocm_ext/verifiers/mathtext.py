@@ -121,7 +121,7 @@ def plain(text: str, gold: bool = False) -> str | None:
     if not gold and not CALCULATION.sub("", text):
         text = text.rstrip().rpartition("\n")[2]
     match = PLAIN.search(text if len(text) <= 80 else "..." + text[-80:])
-    if match is None or (match[1] and text.count("\\boxed") > 1):
+    if match is None or (match[1] and text.count("\\boxed") + text.count("\\fbox") > 1):
         return None
     return match[2].replace(",", "")
 

@@ -100,7 +100,7 @@ def try_out(node: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], timeout:
             if pool.groups:
                 result = pool.submit_group([gold, MADE_UP], row).result()[0]
             else:
-                result = pool.submit(gold, row).result()
+                result = pool.submit(gold, row, to_worker=True).result()  # which also shows that rows can be sent
             if result.reward is not None:
                 return
             reasons.append(result.detail)

@@ -23,6 +23,7 @@ from rocm_ext.losses import CrossEntropy
 from rocm_ext.machine.bench_file import machine_key
 from rocm_ext.machine.detect import detect
 from rocm_ext.machine.profile import profile_names
+from rocm_ext.model.attention import choose_attention
 from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.model.sampler import sampler_of
 from rocm_ext.plan import memory, speeds, workload
@@ -121,6 +122,16 @@ def test_scores_count_where_there_is_no_fused_attention(folders, tmp_path):
     runs = (simulate(decoder, CrossEntropy(chunk_tokens=64), [512], 64, Kernels(flag, True)) for flag in (True, False))
     fused, math = (layers[0].kept for layers, _, _ in runs)
     assert math - fused > 4 * 512 * 512 * 2  # heads x scores
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_plan_leaves_the_kernels_of_the_run(folders, tmp_path, together):
+    cfg = config.load("lora_finetune_rocm", str(write_config(folders, "qwen", tmp_path / "run")))
+    decoder = build_model(cfg.model, torch.float32, 0, torch.device("meta"))
+    for kernel in ("flash", "auto"):
+        choose_attention(decoder, kernel)
+        simulate(decoder, CrossEntropy(chunk_tokens=64), [64, 60], 64, Kernels(True, True, together))
+        assert [layer.attn.kernel for layer in decoder.layers] == [kernel] * len(decoder.layers)
 
 
 @as_configured

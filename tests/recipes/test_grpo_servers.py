@@ -535,7 +535,7 @@ def test_a_vllm_that_mixes_adapters_up_samples_no_step_ahead(serve, make, out):
         train(make(fake, **OVERLAP))
     assert fake.bodies() == []
     train(make(fake, steps=1))
-    fake.rules.version = "0.1.dev1+g1234567.rocm700"  # a build of sources without tags
+    fake.rules.version = "0.1.dev1+g1234567.rocm700"  # of sources without tags
     train(make(fake, steps=1, overwrite_output_dir=True, **{"max_staleness": 1}))
 
 

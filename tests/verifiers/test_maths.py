@@ -70,6 +70,7 @@ def gsm8k() -> list[dict]:
         (" ".join(f"\\boxed{{{i}}}" for i in range(60, 80)), "72", "WRONG"),
         (" ".join(f"\\boxed{{{i}}}" for i in range(60, 73)), "72", "WRONG"),
         ("\\boxed{72} \\boxed{73}", "72", "WRONG"),
+        ("\\fbox{6},x=\\boxed{72}", "72", "WRONG"),
         ("#### 72\n#### 73", "72", "WRONG"),
         ("#### 72 73", "72", "WRONG"),
         ("\\boxed{72} or is it #### 73", "72", "WRONG"),

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,7 +31,7 @@ from rocm_ext.verifiers import (
     extract_code,
 )
 from rocm_ext.verifiers.base import short
-from rocm_ext.verifiers.selfcheck import self_check
+from rocm_ext.verifiers.selfcheck import self_check, try_out
 
 HERE = "rocm_ext.verifiers."
 
@@ -411,3 +412,9 @@ def test_self_check_counts_and_shows_failures(tmp_path: Path):
         self_check(both, data, "nothing")
     with pytest.raises(UserError, match="no rows"):
         self_check(both, [])
+
+
+def test_a_trial_shows_rows_that_no_worker_can_read():
+    rows = [{"answer": "#### 72", "price": Decimal("1.5")}]
+    with pytest.raises(UserError, match=r"fails on a trial answer: .*Decimal"):
+        try_out({"_component_": "rocm_ext.verifiers.MathAnswer"}, rows, timeout=30.0)

@@ -301,8 +301,9 @@ class OpenAIEngine:
                 version = json_object(url, self._exchange("GET", url + "/version", CHECK_TIMEOUT)).get("version")
             except (httpx.RequestError, UserError, Transient):
                 continue  # not vLLM
-            # a build of the sources, which may have the mend, says .dev
-            if (found := re.match(r"0\.(\d+)\.", str(version))) and int(found[1]) <= 24 and ".dev" not in str(version):
+            if str(version).startswith("0.1.dev"):  # of sources without tags, which may have the mend
+                continue
+            if (found := re.match(r"0\.(\d+)\.", str(version))) and int(found[1]) <= 24:
                 raise UserError(
                     f"{url} runs vLLM {version}, which may finish running requests with an adapter that it loads "
                     "meanwhile (vLLM issue 47724); take one newer than 0.24, or set max_staleness=0"

@@ -75,10 +75,10 @@ class Pool:
             for worker in self._all:
                 batch_size, self.groups = worker.ready(deadline)
                 self.batch_size = 1 if self.groups else batch_size
+            self._at_once = at_once(self._verifier_config)
         except BaseException:
             self.close()
             raise
-        self._at_once = at_once(self._verifier_config)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -96,10 +96,16 @@ class Pool:
         for worker in self._all:
             worker.release()
 
-    def submit(self, completion: str, row: Mapping[str, Any]) -> "Future[Result]":
-        """A future for the result; no verifier makes it raise. A verifier of groups gets a group of one."""
+    def submit(self, completion: str, row: Mapping[str, Any], to_worker: bool = False) -> "Future[Result]":
+        """A future for the result; no verifier makes it raise. A verifier of groups gets a group of one.
+
+        Args:
+            completion: the answer.
+            row: its prompt's row.
+            to_worker: whether a worker judges it even if this process could at once.
+        """
         with contextlib.suppress(Exception):  # a worker says what is wrong with the row
-            if not self.groups and (result := self._at_once(completion, row)) is not None:
+            if not (self.groups or to_worker) and (result := self._at_once(completion, row)) is not None:
                 done: Future[Result] = Future()
                 done.set_result(result)
                 return done
