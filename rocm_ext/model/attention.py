@@ -52,7 +52,7 @@ def sdpa(
         k, v: [n, heads, keys, head_dim].
         kernel: auto: torch chooses; flash, efficient and math: this kernel of torch's; eager: plain matrix products in
             the dtype of q, where math computes in fp32. A GPU's flash kernel takes no masks: with one, torch chooses.
-            fused, in plans alone: the auto of a GPU.
+            apart, in plans alone: the auto of a GPU.
         mask: True where a query attends, or 0 there and -inf elsewhere; it broadcasts to [n, heads, queries, keys].
             None: causal.
         dropout: probability on attention weights.
@@ -67,7 +67,7 @@ def sdpa(
         UserError: torch has no such kernel for these tensors, or none of its kernels computes capped scores or sinks.
     """
     plain = softcap is None and sinks is None
-    if not plain and kernel not in ("auto", "fused", "eager"):
+    if not plain and kernel not in ("auto", "apart", "eager"):
         raise UserError(
             "attention: no kernel of torch's computes this model's capped scores or sinks; set attention: eager"
         )

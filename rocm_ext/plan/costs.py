@@ -214,9 +214,11 @@ def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, 
             norm.__class__ = _KernelNorm
     fake = fake.to("meta").train()
     for part in fake.modules():
-        # a property would set the kernels of the real layers
-        if inspect.getattr_static(part, "kernel", None) in ("auto", "flash", "efficient"):  # no CPU has all of them
-            part.kernel = "auto" if kernels.together else "fused"  # type: ignore[assignment]
+        kernel = inspect.getattr_static(part, "kernel", None)  # a property would set the kernels of the real layers
+        if kernel == "efficient" or (kernel == "flash" and not kernels.together):  # a CPU has no efficient kernel
+            part.kernel = "fused"  # type: ignore[assignment]
+        elif kernel == "auto" and not kernels.together:
+            part.kernel = "apart"  # type: ignore[assignment]
     # gfx906 uses torch's math path. The CPU's fused kernel keeps the same tensors as a GPU's.
     backends = [SDPBackend.FLASH_ATTENTION] * kernels.attention + [SDPBackend.MATH]
     with FakeTensorMode(), sdpa_kernel(backends):

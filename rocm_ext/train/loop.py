@@ -173,11 +173,12 @@ class Training:
         key = "total_iters" if rises else "num_warmup_steps"
         if isinstance(warmup := given.get(key), int) and warmup >= self.total_steps:
             log.warning(
-                "lr_scheduler.%s is %d and the run has %d updates, so the learning rate never reaches optimizer.lr; "
-                "lower it, or set lr_scheduler=null",
+                "lr_scheduler.%s is %d and the run has %d steps, so the learning rate never reaches optimizer.lr; "
+                "lower %s, or set lr_scheduler=null",
                 key,
                 warmup,
                 self.total_steps,
+                key,
             )
         return builders.setup_scheduler(self.cfg.lr_scheduler, self.optimizer, self.total_steps)
 

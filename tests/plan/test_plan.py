@@ -127,8 +127,8 @@ def test_scores_count_where_there_is_no_fused_attention(folders, tmp_path):
 @pytest.mark.parametrize("together", [True, False])
 def test_a_plan_leaves_the_kernels_of_the_run(folders, tmp_path, together):
     cfg = config.load("lora_finetune_rocm", str(write_config(folders, "qwen", tmp_path / "run")))
-    decoder = build_model(cfg.model, torch.float32, 0, torch.device("meta"))
     for kernel in ("flash", "auto"):
+        decoder = build_model(cfg.model, torch.float32, 0, torch.device("meta"))
         choose_attention(decoder, kernel)
         simulate(decoder, CrossEntropy(chunk_tokens=64), [64, 60], 64, Kernels(True, True, together))
         assert [layer.attn.kernel for layer in decoder.layers] == [kernel] * len(decoder.layers)

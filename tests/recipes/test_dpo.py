@@ -90,7 +90,16 @@ def test_every_step_equals_stock_torchtune(top, tmp_path, loss):
              "logprobs_rejected": "log_probs/rejected"}  # fmt: skip
     for name, theirs in names.items():
         expected = pytest.approx([step[theirs] for step in stock], rel=1e-4, abs=1e-5)
-        assert metrics(tmp_path / "run", name) == expected
+        assert beyond_rounding(tmp_path / "run", name) == expected
+
+
+def beyond_rounding(out: Path, name: str) -> list[float]:
+    """Return a measurement of each step; an accuracy is 0 where the margin is rounding, as before the first update."""
+    values = metrics(out, name)
+    if name.endswith("accuracy"):
+        margins = metrics(out, name.replace("accuracy", "margin"))
+        values = [value * (abs(margin) > 1e-5) for value, margin in zip(values, margins, strict=True)]
+    return values
 
 
 @pytest.mark.parametrize(
@@ -261,7 +270,8 @@ def whole(top) -> Path:
 def test_results_do_not_depend_on_the_cut(top, whole, tmp_path, changes):
     train(dpo_config(top, tmp_path / "run", epochs=2, validation_fraction=0.2, **changes))
     for key in MEASURED:
-        assert metrics(tmp_path / "run", key) == pytest.approx(metrics(whole, key), rel=2e-5, abs=1e-6), key
+        expected = pytest.approx(beyond_rounding(whole, key), rel=2e-5, abs=1e-6)
+        assert beyond_rounding(tmp_path / "run", key) == expected, key
     found, expected = (load_file(out / WEIGHTS) for out in (tmp_path / "run", whole))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
 
@@ -272,7 +282,8 @@ def test_two_ranks_equal_one(top, whole, tmp_path):
     for code, messages in forked_ranks(main, path):
         assert code == 0, messages
     for key in MEASURED:
-        assert metrics(tmp_path / "two", key) == pytest.approx(metrics(whole, key), rel=2e-5, abs=1e-6), key
+        expected = pytest.approx(beyond_rounding(whole, key), rel=2e-5, abs=1e-6)
+        assert beyond_rounding(tmp_path / "two", key) == expected, key
     found, expected = (load_file(out / WEIGHTS) for out in (tmp_path / "two", whole))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
 
