@@ -46,8 +46,8 @@ def test_dpo_raises_the_accuracy_of_raft(tmp_path):
         return tmp_path / out / "adapter"
 
     train("lora_finetune_rocm", "cpu_pocket", "sft", f"max_steps_per_epoch={SFT_STEPS}", "epochs=1")
-    train("raft_rocm", "cpu_pocket_raft", "raft", "cycles=1", "verify_workers=1",
-          f"checkpointer.adapter_checkpoint={adapter('sft')}")  # fmt: skip
+    train("raft_rocm", "cpu_pocket_raft", "raft", "cycles=1", "prompts_per_cycle=null", "epochs=3",
+          "sequences_per_step=32", "verify_workers=1", f"checkpointer.adapter_checkpoint={adapter('sft')}")  # fmt: skip
     rocm_ext("pairs", tmp_path / "raft")
     train("dpo_rocm", "cpu_pocket_dpo", "dpo", f"dataset.source={tmp_path / 'raft' / 'pairs.jsonl'}", "epochs=4",
           f"checkpointer.adapter_checkpoint={adapter('raft')}")  # fmt: skip

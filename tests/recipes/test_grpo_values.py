@@ -288,6 +288,7 @@ def run_line(folder, tmp_path, capsys, monkeypatch):
         ({"stop_after_no_gain": 1, "eval_prompts": None}, "stop_after_no_gain needs held-out prompts"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"model": None}, "model must be set"),
+        ({"optimizer": None}, "optimizer is None; expected a _component_ with its lr"),
     ],
     ids=str,
 )

@@ -149,15 +149,15 @@ def test_trl_computes_the_same_and_both_learn(tmp_path):
 # --------------------------------------------------------------------------------------------------- whole runs
 @pytest.mark.slow
 def test_finished_runs_are_not_repeated(tmp_path):
-    command = [sys.executable, "-m", "tools.benchmarks.learning", "--out", str(tmp_path), "--samples", "512"]
+    command = [sys.executable, "-m", "tools.benchmarks.learning", "--out", str(tmp_path), "--rounds", "1"]
     command += ["--seeds", "0", "1", "--methods", "raft", "grpo", "--processes", "1"]
     for times in (1, 2):
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
         assert done.returncode == 0, done.stderr
-        assert done.stderr.count(": done") == (5 if times == 1 else 0)
+        assert done.stderr.count(": done") == (4 if times == 1 else 0)
     found = json.loads((tmp_path / "learning.json").read_text())["curves"]
     assert {method: sorted(seeds) for method, seeds in found.items()} == {"raft": ["0", "1"], "grpo": ["0", "1"]}
-    assert all(curve[-1][0] == 512 for seeds in found.values() for curve in seeds.values())
+    assert all(curve[-1][0] == 5120 for seeds in found.values() for curve in seeds.values())
     assert {path.suffix for path in tmp_path.iterdir() if path.is_file()} == {".json", ".md", ".svg"}
 
 

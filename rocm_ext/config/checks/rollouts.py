@@ -213,6 +213,8 @@ def _check_staleness(cfg: DictConfig) -> None:
 def _check_shared(cfg: DictConfig) -> None:
     if cfg.temperature == 0 and cfg.eval_samples > 0:
         raise _same_answers(cfg, "eval_samples", 0)
+    if not isinstance(cfg.optimizer, DictConfig):
+        raise UserError(f"optimizer is {cfg.optimizer!r}; expected a _component_ with its lr")
     if not cfg.optimizer.get("lr"):
         raise UserError(f"optimizer.lr is {cfg.optimizer.get('lr')!r}; expected a number above 0")
 
