@@ -18,8 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
-from rocm_ext.config.algorithms import describe, filled
-from rocm_ext.config.checks import check_grpo_values, check_values, updates_of_pass, updates_of_step
+from rocm_ext.config.algorithms import describe, filled, updates_of_pass, updates_of_step
+from rocm_ext.config.checks import check_grpo_values, check_values
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
 from rocm_ext.losses.policy_gradient import loss_config
@@ -27,8 +27,7 @@ from rocm_ext.plan.workload import old_logprobs, rows_of_update
 from rocm_ext.rl import evaluation
 from rocm_ext.rl.loop import Loop
 from rocm_ext.rl.prompts import choose_by_curriculum
-from rocm_ext.rl.records import key_of
-from rocm_ext.rl.rollout import Answers, Job
+from rocm_ext.rl.rollout import Answers
 from rocm_ext.rl.selection import Selected, select, subtract_kl, to_rows
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.train.learner import Learner
@@ -129,14 +128,6 @@ class GRPO(Loop):
     def finish_sampling(self, step: int, selected: Selected) -> None:
         """Drop old samples."""
         self.drop_old_samples(step)
-
-    def job(self, step: int, round_: int, prompts: Sequence[Prompt], earlier: int = 0) -> Job:
-        """Return what a round of a step's sampling does, without answers that are too old: a resumed run may have
-        another ``max_staleness``."""
-        job, oldest = super().job(step, round_, prompts, earlier), step - 1 - self.max_staleness
-        job.samples.drop(lambda record: record["policy"] < oldest)
-        job.verdicts.drop(lambda record: key_of(record) not in job.samples.records)
-        return job
 
     def drop_old_samples(self, step: int, last: bool = False) -> None:
         """Remove the samples that neither ``keep_samples`` nor a resumed run needs, where many are old.

@@ -28,7 +28,7 @@ from rocm_ext.rl.cycles import CycleTrainer, cycle_entries, cycle_stop_reason
 from rocm_ext.rl.loop import Loop
 from rocm_ext.rl.prompts import choose_unsolved
 from rocm_ext.rl.records import Sample
-from rocm_ext.rl.rollout import Answers, Job
+from rocm_ext.rl.rollout import Answers
 from rocm_ext.rl.selection import KeepRule, Selected, filter_samples, replay, to_rows
 from rocm_ext.sampling import sample_seed
 from rocm_ext.train.learner import Learner
@@ -149,15 +149,12 @@ class RAFT(Loop):
         )
         return [self.prompts[prompt_id] for prompt_id in chosen]
 
-    def job(self, step: int, round_: int, prompts: Sequence[Prompt], earlier: int = 0) -> Job:
-        """Return what the cycle samples and verifies, without answers of another adapter.
+    def trains_on(self, policy: int, step: int) -> bool:
+        """Return whether a cycle trains on answers of the adapter of cycle ``policy``.
 
-        There are some if a cycle was skipped, and changed settings have made it train now.
+        There are some of others if a cycle was skipped, and changed settings have made it train now.
         """
-        job, adapter = super().job(step, round_, prompts, earlier), self.trainer.adapter_step
-        job.samples.drop(lambda record: record["policy"] != adapter)
-        job.verdicts.drop(lambda record: (record["prompt_id"], record["sample"]) not in job.samples.records)
-        return job
+        return policy == self.trainer.adapter_step
 
     def select(self, rounds: Sequence[Answers], asked: Sequence[str]) -> Selected:
         """Keep correct answers, all worth the same."""

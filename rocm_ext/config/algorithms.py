@@ -1,4 +1,4 @@
-"""What each policy-gradient algorithm is: the table that says what a config's null keys mean."""
+"""What each policy-gradient algorithm is: what a config's null keys mean, and how many updates a step has."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -117,7 +117,7 @@ def limits_of(mismatch: str, level: str, given: Sequence[float] | None) -> list[
     if mismatch != "none":
         return list(given or MISMATCH_LIMITS[mismatch, level])
     if given is not None:
-        raise UserError(f"mismatch_limits is {list(given)}, and mismatch is none; set mismatch_limits=null")
+        raise UserError(f"mismatch_limits={list(given)} needs mismatch=truncate or mask; set mismatch_limits=null")
     return None
 
 
@@ -126,3 +126,19 @@ def describe(cfg: DictConfig) -> str:
     name = cfg.loss if isinstance(cfg.loss, str) else cfg.loss[COMPONENT]
     values = [f"{key} {cfg[key]}" for key in (*KEYS, "mismatch_limits") if cfg[key] is not None]
     return f"loss {name}: {', '.join(values)}"
+
+
+def updates_of_pass(cfg: DictConfig, groups: int | None = None) -> int:
+    """Return how many updates of ``groups_per_update`` groups or more a pass of GRPO has.
+
+    Args:
+        cfg: config of ``grpo_rocm``.
+        groups: groups that a step trains on; None: as many as it asks prompts.
+    """
+    groups = cfg.prompts_per_step if groups is None else groups
+    return max(1, groups // (cfg.groups_per_update or cfg.prompts_per_step))
+
+
+def updates_of_step(cfg: DictConfig) -> int:
+    """Return the most updates of a step of GRPO, those of a step in which every group teaches."""
+    return cfg.updates_per_step * updates_of_pass(cfg)

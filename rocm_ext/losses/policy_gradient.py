@@ -9,8 +9,7 @@ from torch import Tensor
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.config import COMPONENT
-from rocm_ext.config.algorithms import ALGORITHMS, complete, limits_of
-from rocm_ext.config.checks import updates_of_step
+from rocm_ext.config.algorithms import ALGORITHMS, complete, limits_of, updates_of_step
 from rocm_ext.config.checks.kinds import LIMITS, NULL, check
 from rocm_ext.losses.objective import Objective, Tally, Terms, sum_over_sequences
 

@@ -17,7 +17,8 @@ from rocm_ext import config
 from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import COMPONENT, import_component
-from rocm_ext.config.checks import check_max_seq_len, updates_of_pass, updates_of_step
+from rocm_ext.config.algorithms import updates_of_pass, updates_of_step
+from rocm_ext.config.checks import check_max_seq_len
 from rocm_ext.data.batches import micro_batch_budget
 from rocm_ext.data.rows import SIDE
 from rocm_ext.losses import objective_of

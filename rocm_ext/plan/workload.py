@@ -11,7 +11,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
-from rocm_ext.config.checks import updates_of_pass
+from rocm_ext.config.algorithms import updates_of_pass
 from rocm_ext.data.batches import count_labels, shared_beginnings
 from rocm_ext.data.render import render_prompt
 from rocm_ext.data.rows import SIDE, Rows, open_dataset, tokenize

@@ -233,8 +233,9 @@ def rate_warning(lines: Lines) -> str | None:
     Args:
         lines: the lines of ``metrics.jsonl``, in order.
     """
-    rewards = [line["reward"] for line in _steps(lines) if line["reward"] is not None]
-    if len(_steps(lines)) != _EARLY_STEPS or len(rewards) < _EARLY_STEPS or (walked := lr_sum(lines)) >= _FAR:
+    if len(steps := _steps(lines)) != _EARLY_STEPS or (walked := lr_sum(lines)) >= _FAR:
+        return None
+    if len(rewards := [line["reward"] for line in steps if line["reward"] is not None]) < _EARLY_STEPS:
         return None
     first, last = rewards[: _EARLY_STEPS // 2], rewards[_EARLY_STEPS // 2 :]
     error = sqrt((variance(first) + variance(last)) / len(first))

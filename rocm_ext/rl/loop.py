@@ -21,7 +21,7 @@ from rocm_ext.rl import evaluation
 from rocm_ext.rl.ahead import Ahead, RolloutAhead
 from rocm_ext.rl.engines import Policy, open_engines, verify_workers
 from rocm_ext.rl.prompts import PromptSet
-from rocm_ext.rl.records import Records, is_correct
+from rocm_ext.rl.records import Records, is_correct, key_of
 from rocm_ext.rl.rollout import Answers, Job, OpenSession, Rollout, Workers
 from rocm_ext.rl.selection import Selected
 from rocm_ext.rl.server_check import ServerCheck
@@ -397,7 +397,7 @@ class Loop(RLRecipe, ABC):
     def sample_ahead(self) -> None:
         """With ``max_staleness``, let servers sample the answers of coming steps, with the newest adapter.
 
-        A resumed run goes on with the prompts that it had begun to ask.
+        After a restart, prompts with recorded answers come first.
         """
         done, policy = self.trainer.step, self.trainer.adapter_step
         if not self.max_staleness or done == self.steps:
@@ -406,25 +406,30 @@ class Loop(RLRecipe, ABC):
             assert self.workers is not None, "sampling happens inside verification()"
             self.ahead = Ahead(self.workers, done, self.max_staleness)
         last = min(done + 1 + self.max_staleness, self.steps)
-        prompts = {prompt.id: prompt for prompt in self.prompts.training}
         few = [(request, self.sampling) for request in self.prompts.requests(self.prompts.training[:8], done)]
         self.ahead.use(policy, lambda: self.policy.session(policy, few))
         for step in range(self.ahead.last + 1, last + 1):
-            begun = [prompts[prompt] for prompt in self.records.begun(step) if prompt in prompts]
-            asked = begun + self.choose(step, self.prompts_of_step - len(begun), {prompt.id for prompt in begun})
+            ids = self.records.begun(step)
+            begun = [prompt for prompt in self.prompts.training if prompt.id in ids]
+            asked = begun + self.choose(step, self.prompts_of_step - len(begun), exclude=ids)
             self.records.begin(step, (prompt.id for prompt in asked))
             self.ahead.add(self.rollout_of(self.job(step, 0, asked), RolloutAhead))
 
     def job(self, step: int, round_: int, prompts: Sequence[Prompt], earlier: int = 0) -> Job:
-        """Return what a round of a step's sampling does; ``earlier`` answers came before it in the step."""
-        return Job(
-            f"{self.unit} {step}" + (f" refill {round_}" if round_ else ""),
-            [(request, self.sampling) for request in self.prompts.requests(prompts, step)],
-            prompts,
-            *self.records.phase(step, "sample", round_, policy=self.trainer.adapter_step),
-            self.logprobs_for(),
-            earlier,
-        )
+        """Return what a round of a step's sampling does; ``earlier`` answers came before it in the step.
+
+        Answers of an earlier process stay if they are of an adapter whose answers the step trains on.
+        """
+        samples, verdicts = self.records.phase(step, "sample", round_, policy=self.trainer.adapter_step)
+        samples.drop(lambda record: not self.trains_on(record["policy"], step))
+        verdicts.drop(lambda record: key_of(record) not in samples.records)
+        requests = [(request, self.sampling) for request in self.prompts.requests(prompts, step)]
+        name = f"{self.unit} {step}" + (f" refill {round_}" if round_ else "")
+        return Job(name, requests, prompts, samples, verdicts, self.logprobs_for(), earlier)
+
+    def trains_on(self, policy: int, step: int) -> bool:
+        """Return whether ``step`` trains on answers of the adapter of step ``policy``."""
+        return policy >= step - 1 - self.max_staleness
 
     def rollout_of(
         self, job: Job, kind: type[Rollout] = Rollout, phase: str = "sample", step: int | None = None

@@ -203,9 +203,9 @@ class Records:
         for prompt in prompts:
             self.asked.setdefault(prompt, []).append((step, None))
 
-    def begun(self, step: int) -> list[str]:
+    def begun(self, step: int) -> set[str]:
         """Return the prompts of a step that an earlier process has begun to ask, and this one has not."""
-        return list(dict.fromkeys(prompt for prompt, _ in self._samples.left.get((step, "sample", 0), ())))
+        return {prompt for prompt, _ in self._samples.left.get((step, "sample", 0), ())}
 
     def finish(self, step: int, results: Mapping[SampleKey, Result]) -> None:
         """Add the verdicts of a finished step to ``asked``."""

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from rocm_ext.base.log import Progress, log
-from rocm_ext.config.checks import updates_of_pass, updates_of_step
+from rocm_ext.config.algorithms import updates_of_pass, updates_of_step
 from rocm_ext.data.batches import StepLoader, label_counts
 from rocm_ext.data.rows import Rows
 from rocm_ext.model.adapters import peft_files

@@ -150,9 +150,9 @@ class Engine(Protocol):
 
     An engine that loads adapters from their folders, as :class:`rocm_ext.sampling.OpenAIEngine` does, has two more
     methods: ``check_adapter(adapter)``, which raises UserError if it cannot, and its sessions' ``ask_each``. With
-    ``max_staleness``, several of its sessions are open at once. One of them gets an iterator of requests, whose
-    ``adapter`` is that of another, and with None where there is none yet; ``given_up`` says that it should begin anew.
-    It also does if its ``servers`` are not those of the newest session.
+    ``max_staleness`` several of its sessions are open at once, and one of them answers all requests: it takes an
+    iterator, uses each request's ``adapter``, and waits where the iterator gives None. A new ``generate`` follows where
+    it has ``given_up`` a server, or where the newest session has other ``servers``.
 
     An engine whose log-probs may be of another temperature than :class:`Sampling` says has a method
     ``check_logprobs(sampling)``, which raises UserError then.

@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
 from rocm_ext.config import algorithms
-from rocm_ext.config.checks import updates_of_pass, updates_of_step
+from rocm_ext.config.algorithms import updates_of_pass, updates_of_step
 from tools.benchmarks import peers
 from tools.benchmarks.protocol import Failed, Ratio, Side, both, in_turn
 from tools.benchmarks.work import POCKET_STEPS, pocket

@@ -8,7 +8,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import COMPONENT as NAME
 from rocm_ext.base.importing import import_component
 from rocm_ext.config import algorithms
-from rocm_ext.config.algorithms import ALGORITHMS
+from rocm_ext.config.algorithms import ALGORITHMS, updates_of_step
 from rocm_ext.config.checks.kinds import (
     COMPONENT,
     LIMITS,
@@ -92,22 +92,6 @@ _GRPO: dict[str, Kind] = {
     "save_every_n_steps": integer(1),
     "keep_samples": one_of("all") | integer(1),
 }
-
-
-def updates_of_pass(cfg: DictConfig, groups: int | None = None) -> int:
-    """Return how many updates of ``groups_per_update`` groups or more a pass of GRPO has.
-
-    Args:
-        cfg: config of ``grpo_rocm``.
-        groups: groups that a step trains on; None: as many as it asks prompts.
-    """
-    groups = cfg.prompts_per_step if groups is None else groups
-    return max(1, groups // (cfg.groups_per_update or cfg.prompts_per_step))
-
-
-def updates_of_step(cfg: DictConfig) -> int:
-    """Return the most updates of a step of GRPO, those of a step in which every group teaches."""
-    return cfg.updates_per_step * updates_of_pass(cfg)
 
 
 def check_raft_values(cfg: DictConfig) -> None:
