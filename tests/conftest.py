@@ -4,10 +4,12 @@ import gc
 import logging
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 import pytest
 from filelock import FileLock
 from omegaconf import OmegaConf
@@ -25,11 +27,33 @@ os.environ["ROCM_EXT_BENCH"] = os.devnull
 # One thread: these models are too small for more, and threads that spin for a busy core cost minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+_LAST_RESORT = pytest.StashKey[threading.Timer]()
+
 
 def pytest_collection_finish() -> None:
     """Leave what is imported out of collections of garbage: each run makes one, which took 0.3 s, half a small run."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_timeout_set_timer(item: pytest.Item, settings) -> None:
+    """End this process with its children where pytest-timeout's exception does not end the test.
+
+    pytest-xdist then reports the test and goes on; a child would hold its pipe open, and the whole run would hang.
+    """
+    timer = item.stash[_LAST_RESORT] = threading.Timer(settings.timeout + 60, _end)
+    timer.daemon = True
+    timer.start()
+
+
+def pytest_timeout_cancel_timer(item: pytest.Item) -> None:
+    item.stash[_LAST_RESORT].cancel()
+
+
+def _end() -> None:
+    for child in psutil.Process().children(recursive=True):
+        child.kill()
+    os._exit(1)
 
 
 @pytest.fixture(scope="session")

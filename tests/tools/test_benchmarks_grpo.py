@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from rocm_ext import config
 from rocm_ext.distributed.ranks import Ranks
@@ -134,6 +136,16 @@ def test_both_sides_are_in_the_table():
     said = table([row]).splitlines()
     assert said[2].startswith("| GRPO, a step | 1 M, 320 tokens, fp32 | TRL + PEFT | 3.20 x (3.00-3.50) |  |")
     assert "from 34.0% to 60.0% (ours) and 55.0%: 2496 and 630 points an hour" in said[-1]
+
+
+def test_a_wider_pocket_model_computes_the_same(pocket_dir, tmp_path):
+    wide = shutil.copytree(pocket_dir, tmp_path / "wide")
+    grpo.widen(wide)
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        narrow, found = (AutoModelForCausalLM.from_pretrained(each)(tokens).logits for each in (pocket_dir, wide))
+    torch.testing.assert_close(found, narrow, rtol=1e-4, atol=1e-4)
+    assert grpo.parameters(wide) == pytest.approx(40e6, rel=0.03)
 
 
 @pytest.mark.slow

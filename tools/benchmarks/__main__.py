@@ -59,7 +59,7 @@ GPU_SET = (
 )
 PEERS = {"sft": sft.PEERS, "dpo": dpo.PEERS, "sampling": sampling.PEERS}
 NAMES = list(dict.fromkeys(chain(*PEERS.values())))
-ALONE = ["grpo", "cycle", "verify"]  # they take no shape
+ALONE = ["grpo", "grpo-40m", "cycle", "verify"]  # they take no shape
 WORK = [*PEERS, *ALONE]
 COMPARE = {"sft": sft.compare, "dpo": dpo.compare, "sampling": sampling.compare}
 
@@ -98,11 +98,10 @@ def comparisons(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path]
     for number, task in enumerate(tasks, 1):
         said = f"[{number}/{len(tasks)}] {task.work}, {task.shape}, {task.vocab:,} tokens, {task.dtype}: "
         yield said + ", ".join(task.peers), partial(COMPARE[task.work], task=task, args=args, gated=gated[task.work])
-    if "grpo" in args.work:
-        yield (
-            "GRPO on the pocket model: TRL + PEFT",
-            partial(grpo.measure, rounds=args.rounds, installed=args.installed),
-        )
+    for work, wide in (("grpo", False), ("grpo-40m", True)):
+        if work in args.work:
+            said = f"GRPO on the pocket model{' of 40 million parameters' * wide}: TRL + PEFT"
+            yield said, partial(grpo.measure, rounds=args.rounds, installed=args.installed, wide=wide)
     if "cycle" in args.work:
         yield "RAFT's cycle", partial(cycle.measure, runs=2)
     if "verify" in args.work:

@@ -1,5 +1,7 @@
 """GRPO: seconds of a step, and accuracy per hour, beside TRL's GRPOTrainer with PEFT on the pocket model.
 
+Also on a model of 40 million parameters that computes what the pocket model does: see :func:`widen`.
+
 The sides start from the same adapter, ask the same prompts in the same order, as many answers to each, with the same
 verifier, loss (DAPO), clipping, optimiser and rate. TRL samples with transformers' ``generate``. With continuous
 batching, its other way without a server, its steps took eight times as long here.
@@ -22,11 +24,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rocm_ext import config
 from rocm_ext.config import algorithms
 from rocm_ext.config.algorithms import updates_of_pass, updates_of_step
+from rocm_ext.model.adapters import peft_files
+from rocm_ext.model.build import build_model
+from rocm_ext.pocket import SHAPE, load_tokenizer
+from rocm_ext.rl.prompts import PromptSet, choose_by_curriculum
 from tools.benchmarks import peers
 from tools.benchmarks.protocol import Failed, Ratio, Side, both, in_turn
 from tools.benchmarks.work import POCKET_STEPS, pocket
@@ -37,9 +46,14 @@ GATE, WARM_UP = 2, 1  # steps
 TURN = 4  # steps of a turn
 TOLERANCE = 1e-4  # relative, of a gradient's norm
 BATCH = 64  # rows that TRL computes at once
+WIDE = {"num_layers": 10, "num_heads": 16, "num_kv_heads": 8, "embed_dim": 512, "intermediate_dim": 2048,
+        "norm_eps": SHAPE["norm_eps"] / 4}  # fmt: skip
+WIDE_STEPS = ["prompts_per_step=16"]
 
 
-def measure(base: Path, rounds: int, changes: Sequence[str] = (), installed: bool = False) -> list[dict]:
+def measure(
+    base: Path, rounds: int, changes: Sequence[str] = (), installed: bool = False, wide: bool = False
+) -> list[dict]:
     """Gate and time the sides; return a row of the table per peer.
 
     Args:
@@ -47,12 +61,13 @@ def measure(base: Path, rounds: int, changes: Sequence[str] = (), installed: boo
         rounds: turns of each side, of :data:`TURN` steps.
         changes: ``key=value`` for the config ``cpu_pocket_grpo``.
         installed: run peers with this environment's packages.
+        wide: on the pocket model of :data:`WIDE` size.
 
     Raises:
         Failed: the sides compute different gradients, or one ends early.
     """
     steps = WARM_UP + rounds * TURN
-    cfg = prepare(base, changes)
+    cfg = prepare(base, [*(WIDE_STEPS if wide else ()), *changes], wide)
     with ExitStack() as stack:  # one update per step: groups are dealt out in other ways
         apart = check([side.ask(steps=GATE) for side in start(stack, base / "gate", base, cfg, GATE, GATE, installed)])
     with ExitStack() as stack:
@@ -66,13 +81,14 @@ def measure(base: Path, rounds: int, changes: Sequence[str] = (), installed: boo
             last[side.name] = side.ask(steps=TURN)
             seconds[side.name].append(sum(each for each, _ in last[side.name]["steps"]))
         folders = {side.name: side.ask(steps=10**9)["adapter"] for side in sides}  # they end
-    before, right = evaluate(base, None), {name: evaluate(base, folder) for name, folder in folders.items()}
+    before, *after = (evaluate(base, folder, wide) for folder in (None, *folders.values()))
+    right = dict(zip(folders, after, strict=True))
     step = {name: statistics.median(each) / TURN for name, each in seconds.items()}
     gain = {name: (right[name] - before) / (steps * step[name] / 3600) for name in right}
     warm = {name: max(0.0, value - step[name] * WARM_UP) for name, value in until_warm.items()}
     return [
         {
-            "work": "grpo", "peer": peer, "vocab": 320, "dtype": "fp32", "parameters": 1.0e6,
+            "work": "grpo", "peer": peer, "vocab": 320, "dtype": "fp32", "parameters": parameters(base / "pocket"),
             **Ratio.of(seconds[peer], seconds[OURS]).describe(), "bound": None, "norm_difference": apart,
             "answers": cfg.prompts_per_step * cfg.samples_per_prompt, "updates": updates_of_step(cfg), "steps": steps,
             "rounds": rounds, "before": before, **both(last[OURS], last[peer]),
@@ -85,26 +101,62 @@ def measure(base: Path, rounds: int, changes: Sequence[str] = (), installed: boo
     ]  # fmt: skip
 
 
-def prepare(base: Path, changes: Sequence[str]) -> DictConfig:
-    """Make the pocket model and the first adapter; return the config that both sides share.
+def prepare(base: Path, changes: Sequence[str], wide: bool = False) -> DictConfig:
+    """Make the pocket model, perhaps of :data:`WIDE` size, and the first adapter; return the sides' common config.
 
     Raises:
         Failed: the pocket model cannot be made.
     """
-    import torch
-
-    from rocm_ext.model.adapters import peft_files
-    from rocm_ext.model.build import build_model
-
     pocket(base)
+    if wide:
+        widen(base / "pocket")
     given = [f"pocket={base}/pocket", f"output_dir={base}/out", "eval_prompts=null", "mismatch=none",
              *POCKET_STEPS, "verify_workers=1", f"checkpointer.adapter_checkpoint={base}/peft"]  # fmt: skip
-    cfg = config.load("grpo_rocm", "cpu_pocket_grpo", [*given, *changes])
+    cfg = config.load("grpo_rocm", "cpu_pocket_grpo", [*given, *shape(wide), *changes])
     cfg = algorithms.filled(cfg)
     decoder = build_model(cfg.model, torch.float32, 7, torch.device("cpu"))
     (base / "peft").mkdir()
     peft_files.write_adapter(base / "peft", decoder, "QWEN2", str(base / "pocket"))
     return cfg
+
+
+def shape(wide: bool) -> list[str]:
+    """Return the changes to a config's ``model`` for :data:`WIDE`; none for the pocket model's own shape."""
+    if not wide:
+        return []
+    sizes = [f"model.{key}={value}" for key, value in (SHAPE | WIDE).items()]
+    return ["model._component_=torchtune.models.qwen2.lora_qwen2", *sizes]
+
+
+def widen(folder: Path) -> None:
+    """Give the pocket model in ``folder`` the size of :data:`WIDE`; it computes the same.
+
+    What is added to the residual stream is zero, more heads and wider layers write nothing into it, nor do more
+    layers. Zeros halve the root of the mean square at 4 times the width; a norm's scale and epsilon make up for that.
+    """
+    card = json.loads((folder / "config.json").read_text())
+    old, new = card["hidden_size"], WIDE["embed_dim"]
+    card |= {"hidden_size": new, "intermediate_size": WIDE["intermediate_dim"],
+             "num_hidden_layers": WIDE["num_layers"], "num_attention_heads": WIDE["num_heads"],
+             "num_key_value_heads": WIDE["num_kv_heads"], "rms_norm_eps": WIDE["norm_eps"]}  # fmt: skip
+    narrow = load_file(folder / "model.safetensors")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        weights = AutoModelForCausalLM.from_config(AutoConfig.for_model(**card)).state_dict()
+    weights = {name: value.clone() for name, value in weights.items() if name != "lm_head.weight"}
+    for name, value in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")) or name == "model.embed_tokens.weight":
+            value.zero_()
+        if name in narrow:
+            of_norm = name.endswith("norm.weight")
+            value[tuple(map(slice, narrow[name].shape))] = narrow[name] * ((old / new) ** 0.5 if of_norm else 1)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(card))
+
+
+def parameters(folder: Path) -> float:
+    """Count the weights of the model in ``folder``."""
+    return float(sum(value.numel() for value in load_file(folder / "model.safetensors").values()))
 
 
 def start(
@@ -162,9 +214,6 @@ def make_work(cfg: DictConfig, given: int) -> tuple[list[tuple[str, Any]], list[
 
     Each group has right and wrong answers, so that none is dropped.
     """
-    from rocm_ext.pocket import load_tokenizer
-    from rocm_ext.rl.prompts import PromptSet, choose_by_curriculum
-
     prompts, rng = PromptSet(cfg), random.Random(0)
     tokenizer = load_tokenizer(Path(cfg.checkpointer.checkpoint_dir))
     asked: dict[str, list[tuple[int, float | None]]] = {}
@@ -206,14 +255,14 @@ def check(answers: Sequence[dict]) -> float:
     return max(apart)
 
 
-def evaluate(base: Path, adapter: str | Path | None) -> float:
+def evaluate(base: Path, adapter: str | Path | None, wide: bool = False) -> float:
     """Return the share of the held-out prompts that an adapter, or the model without one, answers correctly.
 
     Raises:
         Failed: the evaluation failed.
     """
     command = ["-m", "rocm_ext.cli", "eval", "--config", "cpu_pocket_raft", "--json", f"pocket={base}/pocket"]
-    command += ["--adapter", str(adapter)] if adapter else []
+    command += shape(wide) + (["--adapter", str(adapter)] if adapter else [])
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
     if done.returncode:
         raise Failed(f"cannot evaluate {adapter}: {done.stderr[-2000:]}")

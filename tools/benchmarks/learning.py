@@ -1,8 +1,8 @@
 """Held-out accuracy against samples drawn, for RAFT and GRPO: ``python -m tools.benchmarks.learning``.
 
-Every run starts from the same pocket model, and its settings are those of ``cpu_pocket_raft`` or ``cpu_pocket_grpo``
-with the changes in :data:`METHODS`. A RAFT cycle draws as many samples as a step of GRPO, and evaluations fall on the
-same counts.
+Every run starts from the same pocket model, or from that of :mod:`tools.benchmarks.sorting`. Its settings are those of
+``cpu_pocket_raft`` or ``cpu_pocket_grpo`` with the changes in :data:`METHODS`. A RAFT cycle draws as many samples as a
+step of GRPO, and evaluations fall on the same counts.
 
 Each run has a process and one thread. Finished runs are not repeated, and interrupted ones go on. The output folder
 gets ``learning.json`` (all points), ``learning.md`` (the table) and ``learning.svg``.
@@ -27,6 +27,7 @@ from rocm_ext import config
 from rocm_ext.report.charts import Line
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.held_out import held_out
+from tools.benchmarks import sorting
 from tools.benchmarks.picture import write_picture
 
 RAFT, GRPO = "raft_rocm", "grpo_rocm"
@@ -59,7 +60,10 @@ METHODS = {
     "small": Method("GRPO, steps of 64 x 8", GRPO,
                     {"prompts_per_step": 64, "samples_per_prompt": 8, "groups_per_update": 16,
                      "updates_per_step": 3}, parts=10),
+    "partial": Method("GRPO, partial rewards", GRPO, {"verifier._component_": "tools.benchmarks.sorting.Positions"}),
 }  # fmt: skip
+TASKS = {"sums": ["raft", "grpo", "wrong", "small"], "sorting": ["raft", "grpo", "partial"]}
+TITLES = {"sums": "Held-out sums right, %", "sorting": "Held-out rows sorted, %"}
 
 
 def samples_of_round() -> int:
@@ -201,7 +205,7 @@ def _percent(values: tuple[float, float, float], sign: str = "") -> str:
     return f"{mean:{sign}.1f} %{between}"
 
 
-def draw(path: Path, curves: Mapping[str, Mapping[int, Sequence[tuple[int, float]]]]) -> None:
+def draw(path: Path, title: str, curves: Mapping[str, Mapping[int, Sequence[tuple[int, float]]]]) -> None:
     """Draw the mean of each method over its seeds, with the seeds in the background."""
     lines = []
     for place, (method, seeds) in enumerate(curves.items()):
@@ -210,7 +214,7 @@ def draw(path: Path, curves: Mapping[str, Mapping[int, Sequence[tuple[int, float
         x, name = np.array(common, dtype=float), METHODS[method].name
         lines += [Line(name, x, np.array(values), place, faint=True) for values in each if len(each) > 1]
         lines.append(Line(name, x, np.mean(each, axis=0), place))
-    write_picture(path, {"Held-out sums right, %": lines}, x_title="samples drawn")
+    write_picture(path, {title: lines}, x_title="samples drawn")
 
 
 # ---- the command
@@ -220,9 +224,13 @@ def main() -> None:
     """Do the runs that are missing, and write the results; exit with 1 if a run failed."""
     args = parse()
     pocket, out = (args.pocket or args.out / "pocket").resolve(), args.out.resolve()
-    subprocess.run([sys.executable, "-m", "rocm_ext.cli", "pocket", str(pocket)], check=True)
+    if args.task == "sums":
+        subprocess.run([sys.executable, "-m", "rocm_ext.cli", "pocket", str(pocket)], check=True)
+    else:
+        sorting.make(pocket)
     card = json.loads((pocket / "pocket.json").read_text())
-    names = [(method, seed) for seed in args.seeds for method in args.methods]
+    methods = args.methods or TASKS[args.task]
+    names = [(method, seed) for seed in args.seeds for method in methods]
     jobs = {name: job(*name, args.rounds, out, pocket) for name in names}
     with ThreadPoolExecutor(args.processes) as pool:
         ends = dict(zip(jobs, pool.map(complete, jobs.values()), strict=True))
@@ -232,11 +240,11 @@ def main() -> None:
     if any(ends.values()):
         sys.exit(1)
     first, samples = card["correct"] / card["total"], args.rounds * samples_of_round()
-    curves = {m: {s: points(jobs[m, s].folder, first) for s in args.seeds} for m in args.methods}
+    curves = {m: {s: points(jobs[m, s].folder, first) for s in args.seeds} for m in methods}
     content = {"samples": samples, "held_out": card["total"], "curves": curves}
     (out / "learning.json").write_text(json.dumps(content, indent=1) + "\n")
-    draw(out / "learning.svg", curves)
-    told = (f"{samples:,} samples a run, {card['total']} held-out sums, seeds {_listed(args.seeds)}. "
+    draw(out / "learning.svg", TITLES[args.task], curves)
+    told = (f"{samples:,} samples a run, {card['total']} held-out rows, seeds {_listed(args.seeds)}. "
             f"Brackets: 95 % intervals over the seeds.\n\n{table(curves)}")  # fmt: skip
     (out / "learning.md").write_text(told + "\n")
     print(told)
@@ -247,7 +255,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.benchmarks.learning", description=__doc__.splitlines()[0])
     option = parser.add_argument
     option("--out", type=Path, required=True, help="folder for runs and results")
-    option("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="default: all")
+    option("--task", choices=TASKS, default="sums", help="what the model learns (default: sums)")
+    option("--methods", nargs="+", choices=METHODS, help=f"default: {TASKS}")
     option("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
     option("--rounds", type=int, default=4, help="RAFT cycles, or steps of the GRPO config (default: 4)")
     option("--pocket", type=Path, help="folder of a pocket model (default: one made in OUT)")

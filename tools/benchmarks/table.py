@@ -34,7 +34,8 @@ def accuracy(row: dict[str, Any]) -> str:
     mine, other = (100 * gain for gain in row["gain_per_hour"])
     seconds = " and ".join(f"{value:.2f} s" for value in row["step_seconds"])
     return (
-        f"\n\nGRPO, pocket model, {row['answers']} answers and {row['updates']} updates a step: a step takes {seconds} "
+        f"\n\nGRPO, {row['parameters'] / 1e6:,.0f} M parameters, {row['answers']} answers and {row['updates']} updates "
+        f"a step: a step takes {seconds} "
         f"(ours, {row['peer']}). {row['steps']} steps raise the held-out accuracy from {row['before']:.1%} to "
         f"{ours:.1%} (ours) and {theirs:.1%}: {mine:.0f} and {other:.0f} points an hour of steps."
     )
