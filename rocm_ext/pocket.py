@@ -227,7 +227,7 @@ def _train(
         model = qwen2(**SHAPE)
         torch.nn.init.normal_(model.tok_embeddings.weight, std=0.02)  # tied: torch's 1.0 is too much
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
-    batches = _batches(tokenizer, pool, random.Random(f"batches {seed}"))
+    batches = batches_of(tokenizer, pool, random.Random(f"batches {seed}"))
     score = Score(0, len(held_out))
     bar = tqdm(desc="training", unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
     with bar:
@@ -251,7 +251,7 @@ def _train(
             if bar.disable and step % 100 == 0:
                 log.info("step %d  loss %.3f  held-out %s", step, loss.item(), score)
             if score.accuracy >= target:
-                _sharpen(model)
+                sharpen(model)
                 return model, step, score
     raise UserError(f"held-out {score} after {MAX_STEPS} steps, below the target of {target:.1%}; try another --seed")
 
@@ -270,7 +270,7 @@ def accuracy(model: TransformerDecoder, tokenizer: Any, rows: Sequence[dict[str,
 
 
 @torch.no_grad()
-def _sharpen(model: TransformerDecoder) -> None:
+def sharpen(model: TransformerDecoder) -> None:
     """Double the logits. Doubling is exact, so greedy answers stay the same.
 
     A model stopped this early is unsure of every token. Without sharpening it would be right half as often at
@@ -280,7 +280,7 @@ def _sharpen(model: TransformerDecoder) -> None:
         scale.mul_(2)
 
 
-def _batches(tokenizer: Any, pool: Sequence[Problem], rng: random.Random) -> Iterator[tuple[Tensor, Tensor]]:
+def batches_of(tokenizer: Any, pool: Sequence[Problem], rng: random.Random) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield tokens and labels ``[BATCH, s]`` endlessly; each draw of a problem gets a new wording."""
     while True:
         rows = [problem.row(rng) for problem in rng.sample(pool, BATCH)]

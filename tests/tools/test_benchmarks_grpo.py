@@ -18,7 +18,7 @@ from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.report.charts import Line
 from rocm_ext.rl import records
 from tests.tools.test_benchmarks import needs
-from tools.benchmarks import grpo, learning, overhead
+from tools.benchmarks import grpo, learning, overhead, sorting
 from tools.benchmarks.picture import write_picture
 from tools.benchmarks.protocol import ROOT, Failed
 from tools.benchmarks.table import table
@@ -58,6 +58,33 @@ def test_the_table_compares_equal_seeds():
     assert rows[2][:4] == ["| RAFT", "60.0 % (35.2 to 84.8)", "50.0, 60.0, 70.0", ""]
     assert rows[3][:4] == ["| GRPO", "90.0 % (90.0 to 90.0)", "90.0, 90.0, 90.0", "+30.0 % (+5.2 to +54.8)"]
     assert (rows[2][-1], rows[3][-1]) == ("10 |", "5 |")
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict", "reward"),
+    [("It is 1233.", "CORRECT", 1), ("1323", "WRONG", 0.5), ("12", "WRONG", 0.5), ("12334", "WRONG", 0.8),
+     ("1233 or 4", "WRONG", 0), ("none", "UNPARSED", 0)],
+)  # fmt: skip
+def test_digits_in_place_are_rewarded(answer, verdict, reward):
+    row = sorting.Problem("3213").row()
+    assert row["messages"][-1]["content"] == row["answer"] == "1233"
+    found = sorting.Positions()(answer, row)
+    assert (found.verdict, found.reward) == (verdict, pytest.approx(reward))
+
+
+def test_the_second_task_is_a_pocket_model_to_every_recipe(tmp_path, monkeypatch):
+    monkeypatch.setattr(sorting, "STEPS", 2)
+    monkeypatch.setattr(sorting, "POOL", 100)
+    card = sorting.make(tmp_path / "model")
+    assert card == sorting.make(tmp_path / "model") == {"steps": 2, "correct": 0, "total": 400}
+    tiny = ["steps=1", "prompts_per_step=2", "samples_per_prompt=2", "groups_per_update=null", "eval_prompts=null"]
+    changes = [*tiny, *(f"{key}={value}" for key, value in learning.METHODS["partial"].changes.items())]
+    command = [sys.executable, "-m", "rocm_ext.recipes.grpo_rocm", "--config", "cpu_pocket_grpo", *changes]
+    done = subprocess.run([*command, f"pocket={tmp_path}/model", f"output_dir={tmp_path}/out"], cwd=ROOT,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [line for name in ("train", "heldout") for line in (tmp_path / "model" / f"{name}.jsonl").open()]
+    assert len({json.loads(line)["prompt"] for line in rows}) == len(rows) == 3400
 
 
 def test_a_picture_has_all_charts_in_light_and_dark(tmp_path):
@@ -162,13 +189,13 @@ def test_trl_computes_the_same_and_both_learn(tmp_path):
 @pytest.mark.slow
 def test_finished_runs_are_not_repeated(tmp_path):
     command = [sys.executable, "-m", "tools.benchmarks.learning", "--out", str(tmp_path), "--rounds", "1"]
-    command += ["--seeds", "0", "1", "--methods", "raft", "grpo", "--processes", "1"]
+    command += ["--seeds", "0", "--methods", "raft", "grpo", "--processes", "1"]
     for times in (1, 2):
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
         assert done.returncode == 0, done.stderr
-        assert done.stderr.count(": done") == (4 if times == 1 else 0)
+        assert done.stderr.count(": done") == (2 if times == 1 else 0)
     found = json.loads((tmp_path / "learning.json").read_text())["curves"]
-    assert {method: sorted(seeds) for method, seeds in found.items()} == {"raft": ["0", "1"], "grpo": ["0", "1"]}
+    assert {method: sorted(seeds) for method, seeds in found.items()} == {"raft": ["0"], "grpo": ["0"]}
     assert all(curve[-1][0] == 5120 for seeds in found.values() for curve in seeds.values())
     assert {path.suffix for path in tmp_path.iterdir() if path.is_file()} == {".json", ".md", ".svg"}
 
