@@ -37,17 +37,24 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_timeout_set_timer(item: pytest.Item, settings) -> None:
-    """End this process with its children where pytest-timeout's exception does not end the test.
+    """End this process with its children where pytest-timeout does not end the test.
 
+    Its exception may be caught, and it gives up its limit once a test has failed, so a fixture may hang after that.
     pytest-xdist then reports the test and goes on; a child would hold its pipe open, and the whole run would hang.
     """
-    timer = item.stash[_LAST_RESORT] = threading.Timer(settings.timeout + 60, _end)
-    timer.daemon = True
-    timer.start()
+    if not item.config.getoption("usepdb"):
+        timer = item.stash[_LAST_RESORT] = threading.Timer(settings.timeout + 60, _end)
+        timer.daemon = True
+        timer.start()
 
 
-def pytest_timeout_cancel_timer(item: pytest.Item) -> None:
-    item.stash[_LAST_RESORT].cancel()
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    try:
+        return (yield)
+    finally:
+        if timer := item.stash.get(_LAST_RESORT, None):
+            timer.cancel()
 
 
 def _end() -> None:

@@ -76,7 +76,10 @@ def test_the_second_task_is_a_pocket_model_to_every_recipe(tmp_path, monkeypatch
     monkeypatch.setattr(sorting, "STEPS", 2)
     monkeypatch.setattr(sorting, "POOL", 100)
     card = sorting.make(tmp_path / "model")
-    assert card == sorting.make(tmp_path / "model") == {"steps": 2, "correct": 0, "total": 400}
+    assert card == sorting.make(tmp_path / "model") == {"task": "sorting", "steps": 2, "correct": 0, "total": 400}
+    monkeypatch.setattr(sys, "argv", ["learning", "--out", str(tmp_path), "--pocket", str(tmp_path / "model")])
+    with pytest.raises(SystemExit, match="model has the model of another task than sums; choose another folder"):
+        learning.main()
     tiny = ["steps=1", "prompts_per_step=2", "samples_per_prompt=2", "groups_per_update=null", "eval_prompts=null"]
     changes = [*tiny, *(f"{key}={value}" for key, value in learning.METHODS["partial"].changes.items())]
     command = [sys.executable, "-m", "rocm_ext.recipes.grpo_rocm", "--config", "cpu_pocket_grpo", *changes]

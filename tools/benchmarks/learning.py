@@ -224,11 +224,14 @@ def main() -> None:
     """Do the runs that are missing, and write the results; exit with 1 if a run failed."""
     args = parse()
     pocket, out = (args.pocket or args.out / "pocket").resolve(), args.out.resolve()
+    card = pocket / "pocket.json"
+    if card.exists() and json.loads(card.read_text()).get("task", "sums") != args.task:
+        sys.exit(f"{pocket} has the model of another task than {args.task}; choose another folder")
     if args.task == "sums":
         subprocess.run([sys.executable, "-m", "rocm_ext.cli", "pocket", str(pocket)], check=True)
     else:
         sorting.make(pocket)
-    card = json.loads((pocket / "pocket.json").read_text())
+    made = json.loads(card.read_text())
     methods = args.methods or TASKS[args.task]
     names = [(method, seed) for seed in args.seeds for method in methods]
     jobs = {name: job(*name, args.rounds, out, pocket) for name in names}
@@ -239,12 +242,12 @@ def main() -> None:
             print(f"{method}, seed {seed}, failed:\n{end}", file=sys.stderr)
     if any(ends.values()):
         sys.exit(1)
-    first, samples = card["correct"] / card["total"], args.rounds * samples_of_round()
+    first, samples = made["correct"] / made["total"], args.rounds * samples_of_round()
     curves = {m: {s: points(jobs[m, s].folder, first) for s in args.seeds} for m in methods}
-    content = {"samples": samples, "held_out": card["total"], "curves": curves}
+    content = {"samples": samples, "held_out": made["total"], "curves": curves}
     (out / "learning.json").write_text(json.dumps(content, indent=1) + "\n")
     draw(out / "learning.svg", TITLES[args.task], curves)
-    told = (f"{samples:,} samples a run, {card['total']} held-out rows, seeds {_listed(args.seeds)}. "
+    told = (f"{samples:,} samples a run, {made['total']} held-out rows, seeds {_listed(args.seeds)}. "
             f"Brackets: 95 % intervals over the seeds.\n\n{table(curves)}")  # fmt: skip
     (out / "learning.md").write_text(told + "\n")
     print(told)
@@ -256,7 +259,7 @@ def parse() -> argparse.Namespace:
     option = parser.add_argument
     option("--out", type=Path, required=True, help="folder for runs and results")
     option("--task", choices=TASKS, default="sums", help="what the model learns (default: sums)")
-    option("--methods", nargs="+", choices=METHODS, help=f"default: {TASKS}")
+    option("--methods", nargs="+", choices=METHODS, help="default: those of the task in docs/benchmarks.md")
     option("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
     option("--rounds", type=int, default=4, help="RAFT cycles, or steps of the GRPO config (default: 4)")
     option("--pocket", type=Path, help="folder of a pocket model (default: one made in OUT)")

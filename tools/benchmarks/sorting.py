@@ -85,6 +85,6 @@ def make(folder: Path, count: int = 8, seed: int = 0) -> dict[str, Any]:
     pocket.sharpen(model)
     score = pocket.accuracy(model, tokenizer, [each.row() for each in rows["heldout"]])
     pocket.write_model(folder, model, tokenizer)
-    card = {"steps": STEPS, "correct": score.correct, "total": score.total}
+    card = {"task": "sorting", "steps": STEPS, "correct": score.correct, "total": score.total}
     (folder / pocket.CARD).write_text(json.dumps(card) + "\n")
     return card
