@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from filelock import FileLock
+from hypothesis import settings as hypothesis_settings
 from omegaconf import OmegaConf
 from packaging.version import Version
 
@@ -24,6 +25,9 @@ for _name, _variable in OmegaConf.load(_PROFILE).environment.items():
     os.environ.setdefault(_name, _variable.value)
 # Tests must not depend on this machine's bench file.
 os.environ["ROCM_EXT_BENCH"] = os.devnull
+# The same examples everywhere: by itself, hypothesis takes others where it finds a CI. --hypothesis-profile=default
+# takes new ones each time.
+hypothesis_settings.load_profile("ci")
 # One thread: these models are too small for more, and threads that spin for a busy core cost minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

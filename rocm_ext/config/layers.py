@@ -340,12 +340,14 @@ def _replace_components(merged: dict[str, Any], overrides: list[str]) -> list[st
     return rest
 
 
-def _expand_home(config: Any) -> None:
+def _expand_home(config: Any, prefix: str = "") -> None:
     for key, value in config.items() if isinstance(config, DictConfig) else enumerate(config):
         if isinstance(value, DictConfig | ListConfig):
-            _expand_home(value)
+            _expand_home(value, f"{prefix}{key}.")
         elif key in _PATHS and isinstance(value, str):
             config[key] = os.path.expanduser(value)
+        elif key in _PATHS and value is not None:  # open() takes a number for a file that is open, and closes it
+            raise UserError(f"{prefix}{key} is {value!r}; expected a path")
 
 
 def _check_known(
