@@ -341,7 +341,8 @@ def _replace_components(merged: dict[str, Any], overrides: list[str]) -> list[st
 
 
 def _expand_home(config: Any, prefix: str = "") -> None:
-    for key, value in config.items() if isinstance(config, DictConfig) else enumerate(config):
+    items: Any = config.items() if isinstance(config, DictConfig) else enumerate(config)
+    for key, value in items:
         if isinstance(value, DictConfig | ListConfig):
             _expand_home(value, f"{prefix}{key}.")
         elif key in _PATHS and isinstance(value, str):
