@@ -222,10 +222,7 @@ def _train(
     Raises:
         UserError: it misses the target in :data:`MAX_STEPS` steps.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = qwen2(**SHAPE)
-        torch.nn.init.normal_(model.tok_embeddings.weight, std=0.02)  # tied: torch's 1.0 is too much
+    model = new_model(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
     batches = batches_of(tokenizer, pool, random.Random(f"batches {seed}"))
     score = Score(0, len(held_out))
@@ -235,13 +232,7 @@ def _train(
             # Slow down towards the target: at the full learning rate accuracy jumps by ten points in five steps.
             pace = min(1.0, step / WARMUP) * max(0.03, (1 - score.accuracy / target) ** 2)
             optimizer.param_groups[0]["lr"] = LEARNING_RATE * pace
-            tokens, labels = next(batches)
-            logits = model(tokens)[:, :-1]
-            loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            loss = update(model, optimizer, *next(batches))
             bar.update()
             if step % (5 if score.accuracy > target / 4 else 20):
                 continue
@@ -254,6 +245,26 @@ def _train(
                 sharpen(model)
                 return model, step, score
     raise UserError(f"held-out {score} after {MAX_STEPS} steps, below the target of {target:.1%}; try another --seed")
+
+
+def new_model(seed: int) -> TransformerDecoder:
+    """Build an untrained model of :data:`SHAPE`; other random numbers stay as they are."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = qwen2(**SHAPE)
+        torch.nn.init.normal_(model.tok_embeddings.weight, std=0.02)  # tied: torch's 1.0 is too much
+    return model
+
+
+def update(model: TransformerDecoder, optimizer: torch.optim.Optimizer, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Train on a batch of :func:`batches_of`; return its mean loss."""
+    logits = model(tokens)[:, :-1]
+    loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
 
 
 def accuracy(model: TransformerDecoder, tokenizer: Any, rows: Sequence[dict[str, Any]]) -> Score:

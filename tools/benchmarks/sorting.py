@@ -10,11 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torchtune.models.qwen2 import qwen2
 
 from rocm_ext import pocket
-from rocm_ext.data.render import IGNORE
 from rocm_ext.verifiers import Result, Verdict, Verifier
 
 HELD_OUT, TRAIN, POOL = 400, 3000, 20_000  # rows; the model is trained on the last ones
@@ -72,16 +69,10 @@ def make(folder: Path, count: int = 8, seed: int = 0) -> dict[str, Any]:
     pool = problems[HELD_OUT + TRAIN :]
     pocket.write_tokenizer(folder, [each.row() for each in pool])
     tokenizer = pocket.load_tokenizer(folder)
-    torch.manual_seed(seed)
-    model = qwen2(**pocket.SHAPE)
-    torch.nn.init.normal_(model.tok_embeddings.weight, std=0.02)
+    model = pocket.new_model(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=pocket.LEARNING_RATE)
-    for tokens, labels in islice(pocket.batches_of(tokenizer, pool, rng), STEPS):
-        loss = F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    for batch in islice(pocket.batches_of(tokenizer, pool, rng), STEPS):
+        pocket.update(model, optimizer, *batch)
     pocket.sharpen(model)
     score = pocket.accuracy(model, tokenizer, [each.row() for each in rows["heldout"]])
     pocket.write_model(folder, model, tokenizer)
