@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -14,28 +15,33 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rocm_ext import config
+from rocm_ext.base.files import read_lines
+from rocm_ext.base.registry import RAFT
+from rocm_ext.data.prompts import prompt_dataset
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.report.charts import Line
 from rocm_ext.rl import records
+from tests.kit.tiny import write_model
 from tests.tools.test_benchmarks import needs
-from tools.benchmarks import grpo, learning, overhead, sorting
+from tools.benchmarks import grpo, learning, overhead, pretrained, sorting
 from tools.benchmarks.picture import write_picture
 from tools.benchmarks.protocol import ROOT, Failed
 from tools.benchmarks.table import table
+
+ANY = {"_component_": "rocm_ext.verifiers.Regex", "pattern": ""}
 
 
 # ---------------------------------------------------------------------------------------------------- learning
 def test_every_method_draws_the_same_samples(tmp_path):
     """The configs of RAFT and GRPO do so by themselves, and GRPO's counts in steps of any size."""
     drawn = set()
-    for method, chosen in learning.METHODS.items():
-        changes = learning.job(method, 1, 3, tmp_path, tmp_path).changes
-        cfg = config.load(chosen.recipe, learning.CONFIGS[chosen.recipe],
-                          [f"{key}={value}" for key, value in changes.items()])  # fmt: skip
+    for method in {*learning.TASKS["sums"], *learning.TASKS["sorting"]}:
+        chosen, job = learning.METHODS[method], learning.job(method, 1, 3, tmp_path, tmp_path)
+        cfg = config.load(chosen.recipe, job.config, [f"{key}={value}" for key, value in job.changes.items()])
         of_raft = chosen.recipe == learning.RAFT
         prompts = cfg.cycles * cfg.prompts_per_cycle if of_raft else cfg.steps * cfg.prompts_per_step
         drawn.add(prompts * cfg.samples_per_prompt)
-    assert drawn == {3 * learning.samples_of_round()}
+    assert drawn == {3 * learning.samples_of_round(tmp_path)}
 
 
 def test_curves_are_summed_up():
@@ -88,6 +94,26 @@ def test_the_second_task_is_a_pocket_model_to_every_recipe(tmp_path, monkeypatch
     assert done.returncode == 0, done.stderr
     rows = [line for name in ("train", "heldout") for line in (tmp_path / "model" / f"{name}.jsonl").open()]
     assert len({json.loads(line)["prompt"] for line in rows}) == len(rows) == 3400
+
+
+def test_the_third_task_holds_out_sums_that_nothing_shows(tmp_path, monkeypatch):
+    model = write_model(tmp_path / "model", "llama")
+    monkeypatch.setattr(pretrained, "evaluate", lambda *_: (1, 400))
+    assert pretrained.make(model, None) == {"task": "pretrained", "correct": 1, "total": 400}
+    rows = [json.loads(line) for name in ("heldout", "train") for line in (model / f"{name}.jsonl").open()]
+    sums = [[int(number) for number in re.findall(r"\d+", row["prompt"])] for row in rows]
+    assert all(a + b == c and d + e == f for a, b, c, d, e, f, _, _ in sums)
+    assert all(sum(numbers[-2:]) == int(row["answer"]) for numbers, row in zip(sums, rows, strict=True))
+    asked = {frozenset(numbers[-2:]) for numbers in sums}
+    assert len(asked) == len(rows) == 3400
+    assert not asked & {frozenset(numbers[i : i + 2]) for numbers in sums for i in (0, 3)}
+    assert learning.samples_of_round(model) == 2048
+    first = prompt_dataset(source=f"{model}/train.jsonl")[0]
+    (tmp_path / "raft" / "cycle_1").mkdir(parents=True)
+    line = {"prompt_id": first.id, "text": f" {first.row['answer']}"}
+    (tmp_path / "raft" / "cycle_1" / "kept.jsonl").write_text(json.dumps(line) + "\n")
+    [row] = pretrained.kept(tmp_path / "raft", model)
+    assert row == {"prompt": rows[400]["prompt"], "completion": f" {rows[400]['answer']}\n"}
 
 
 def test_a_picture_has_all_charts_in_light_and_dark(tmp_path):
@@ -201,6 +227,24 @@ def test_finished_runs_are_not_repeated(tmp_path):
     assert {method: sorted(seeds) for method, seeds in found.items()} == {"raft": ["0"], "grpo": ["0"]}
     assert all(curve[-1][0] == 5120 for seeds in found.values() for curve in seeds.values())
     assert {path.suffix for path in tmp_path.iterdir() if path.is_file()} == {".json", ".md", ".svg"}
+
+
+@pytest.mark.slow
+def test_sft_trains_on_what_raft_has_kept(tmp_path, monkeypatch):
+    """On a tiny model, with a verifier that any answer passes."""
+    write_model(tmp_path / "pocket", "llama")
+    few = {"prompts_per_cycle": 8, "samples_per_prompt": 2, "verifier": ANY, "drop_truncated": False}
+    monkeypatch.setattr(pretrained, "CONFIGS", {**pretrained.CONFIGS, RAFT: {**pretrained.CONFIGS[RAFT], **few}})
+    monkeypatch.setattr(pretrained, "HELD_OUT", 4)
+    monkeypatch.setattr(learning, "samples_of_round", lambda _: 16)
+    command = ["learning", "--task", "pretrained", "--out", str(tmp_path), "--rounds", "1", "--seeds", "0"]
+    monkeypatch.setattr(sys, "argv", [*command, "--methods", "raft", "kept"])
+    learning.main()
+    found = json.loads((tmp_path / "learning.json").read_text())["curves"]
+    assert [[count for count, _ in found[method]["0"]] for method in ("raft", "kept")] == [[0, 16], [0, 16]]
+    trained = read_lines(tmp_path / "runs" / "kept_0.jsonl")
+    kept = json.loads((tmp_path / "runs" / "raft_0" / "cycle_1" / "selection.json").read_text())["counts"]["kept"]
+    assert len(list(trained)) == kept > 0
 
 
 @pytest.mark.slow

