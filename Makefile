@@ -20,7 +20,7 @@ HAS_GPU_TORCH := import torch, sys; sys.exit(not (torch.version.hip or torch.ver
 # pip cannot choose torchao by torch's version: 0.18 needs torch 2.10.
 FITS := import sys; from rocm_ext.base.pins import wrong_pins; sys.exit(wrong_pins())
 
-.PHONY: setup demo gpu test test-slow test-torch test-real lint docs pictures dist clean
+.PHONY: setup demo gpu test test-slow test-torch test-real lint docs pictures tables dist clean
 
 setup: $(VENV)/.ready
 
@@ -90,6 +90,10 @@ docs: setup
 # The pictures in docs/pictures, from the runs of `make demo`; without Chromium, those that need none.
 pictures: demo
 	$(BIN)/python tools/pictures.py demo/sft demo/raft
+
+# The tables in docs/models.md, from the models of the tests.
+tables: setup
+	$(BIN)/python tools/models.py
 
 # sdist and wheel in dist, checked; the wheel is installed and tried in a new environment, in a folder far from here.
 dist: setup

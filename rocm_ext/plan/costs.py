@@ -358,7 +358,9 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
     """Return a key that layers share if their costs are equal."""
     shapes = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters())
     modules = [layer, *layer.children()]
-    settings = [getattr(m, key, None) for m in modules for key in ("attention_type", "layer_type", "sliding_window")]
+    # what attention sees, and whether later layers take its keys
+    keys = ("attention_type", "layer_type", "sliding_window", "store_full_length_kv")
+    settings = [getattr(m, key, None) for m in modules for key in keys]
     return (type(layer), shapes, *map(str, settings))
 
 

@@ -20,6 +20,8 @@ QWEN_EYE = {
 }  # fmt: skip
 MROPE = {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "mrope_section": [4, 2, 2]}}
 BOTH = {"layer_types": ["sliding_attention", "full_attention"]}
+GEMMA_4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 6, "tie_word_embeddings": True}
+GEMMA_EYE = {**TOWER, "model_type": "gemma4_vision", "head_dim": 16, "num_key_value_heads": 2}
 
 # name -> model_type, model_type of the text part, whether its rows are packed, values of the text and the other part
 MODELS: dict[str, tuple[str, str, bool, dict, dict]] = {
@@ -40,9 +42,18 @@ MODELS: dict[str, tuple[str, str, bool, dict, dict]] = {
         "gemma4",
         "gemma4_text",
         False,
-        {**BOTH, "head_dim": 16, "global_head_dim": 16, "sliding_window": 6, "tie_word_embeddings": True}
-        | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 512, "num_kv_shared_layers": 0},
-        {**TOWER, "model_type": "gemma4_vision", "head_dim": 16, "num_key_value_heads": 2},
+        {**GEMMA_4, "num_hidden_layers": 4, "layer_types": BOTH["layer_types"] * 2, "num_kv_shared_layers": 2}
+        | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 512},
+        GEMMA_EYE,
+    ),
+    "gemma 4 moe": (
+        "gemma4",
+        "gemma4_text",
+        False,
+        {**GEMMA_4, **BOTH, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48}
+        | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+        | {"use_bidirectional_attention": "vision"},
+        GEMMA_EYE,
     ),
     "llava": ("llava", "llama", True, ROPE, EYE),
     "llava next": ("llava_next", "mistral", True, ROPE, EYE),

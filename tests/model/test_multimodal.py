@@ -96,6 +96,20 @@ def test_only_the_text_part_is_in_memory(folder_of, caplog):
     assert sum(p.numel() for n, p in ours.named_parameters() if "lora_" not in n) == expected
 
 
+@pytest.mark.parametrize("name", ["qwen3.5", "gemma 4"])
+def test_tensors_that_transformers_leaves_out(folder_of, tmp_path, name):
+    """The hub's Qwen3.5 has layers that predict further tokens, its Gemma 4 keys of layers that take earlier ones'."""
+    base = folder_of(name)
+    layer = "model.language_model.layers.1.self_attn.k_proj.weight"
+    more = "mtp.layers.0.self_attn.k_proj.weight" if name == "qwen3.5" else layer.replace("1", "3")
+    state = tensors(base)
+    assert more not in state
+    hubs = shutil.copytree(base, tmp_path / "hubs")
+    save_file({**state, more: torch.randn(state[layer].shape)}, hubs / "model.safetensors", metadata={"format": "pt"})
+    with torch.no_grad():
+        torch.testing.assert_close(our_model(hubs)(TOKENS), our_model(base)(TOKENS), rtol=0, atol=0)
+
+
 # ---- training and files
 
 
@@ -153,10 +167,10 @@ def test_names_of_earlier_transformers(folder_of, tmp_path):
 
 
 @pytest.mark.usefixtures("cpu_of_known_speed")
-@pytest.mark.parametrize("name", [each for each in some("gemma 3") if each.values != ("qwen3-vl",)])
+@pytest.mark.parametrize("name", some("gemma 3"))
 def test_planned_peak_is_the_measured_one_of_the_text_part(folder_of, tmp_path, name):
     planned, peak = planned_and_measured(folder_of(name), tmp_path / "run")
-    assert planned == pytest.approx(peak, rel=0.1)
+    assert 0.9 * peak < planned < {"qwen3-vl": 1.3, "gemma 4": 1.2}.get(name, 1.1) * peak
 
 
 # ---- chat templates
