@@ -71,10 +71,12 @@ def test_every_machine_has_configs():
     raft += ["mi300x_qwen3_4b", "mi300x_qwen7b", "mi50_qwen0_5b", "cpu_pocket"]
     assert named("raft_rocm") == sorted([*(f"{name}_raft" for name in raft), "mi300x_qwen7b_raft_8gpu"])
     grpo = ["strix_halo_qwen3_1_7b", "strix_halo_qwen3_4b", "strix_halo_qwen3_8b"]
+    grpo += ["strix_halo_qwen3_5_9b", "strix_halo_gemma4_e4b"]
     grpo += ["mi300x_qwen3_4b", "mi300x_qwen3_8b", "mi50_qwen3_0_6b", "cpu_pocket"]
     assert named("grpo_rocm") == sorted([*(f"{name}_grpo" for name in grpo), "mi300x_qwen3_8b_grpo_8gpu"])
-    dpo = ["cpu_pocket_dpo", "mi300x_qwen3_8b_dpo", "strix_halo_qwen3_4b_dpo", "strix_halo_qwen3_8b_dpo"]
-    assert named("dpo_rocm") == dpo
+    dpo = ["cpu_pocket", "mi300x_qwen3_8b"]
+    dpo += [f"strix_halo_{size}" for size in ("gemma4_e4b", "qwen3_4b", "qwen3_5_9b", "qwen3_8b")]
+    assert named("dpo_rocm") == [f"{name}_dpo" for name in dpo]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -278,7 +280,16 @@ def test_the_pocket_model_is_small():
 
 
 OLDER = {"qwen2_5_coder_": "coder", "qwen2_5_": "qwen", "llama_3_1_": "llama", "llama_3_2_": "llama3_2_"}
-OLDER |= {"gemma_3_": "gemma3_"}
+OLDER |= {"gemma_3_": "gemma3_", "gemma_4_": "gemma4_"}
+# layers with LoRA where transformers computes the model, beside q_proj, k_proj and v_proj
+MLP = {"o_proj", "gate_proj", "up_proj", "down_proj"}
+DELTA = {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"}
+ADAPTED = {
+    "Qwen3-30B-A3B": {"o_proj"},
+    "Qwen3.": MLP | DELTA,
+    "gemma-3": MLP,
+    "gemma-4-E": MLP | {"per_layer_input_gate", "per_layer_projection"},
+}
 
 
 def name_of(repo: str) -> str:
@@ -300,12 +311,11 @@ def test_the_model_is_the_one_that_the_name_and_the_download_say(name):
     with torch.device("meta"):
         model = config.instantiate(node, key="model")
     adapted = {n.split(".lora_")[0].rpartition(".")[2] for n, _ in model.named_parameters() if "lora_" in n}
-    moe = repo.endswith("A3B")
     by_transformers = "transformers computes this model" in head(name)
     assert by_transformers != isinstance(model, NativeDecoder)
     others = {"output_proj", "w1", "w2", "w3"}
     if by_transformers:
-        others = {"o_proj"} if moe else {"o_proj", "gate_proj", "up_proj", "down_proj"}
+        (others,) = [layers for start, layers in ADAPTED.items() if repo.partition("/")[2].startswith(start)]
     assert adapted == {"q_proj", "k_proj", "v_proj", *others}
 
 
