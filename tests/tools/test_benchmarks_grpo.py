@@ -59,11 +59,13 @@ def test_the_table_compares_equal_seeds():
     curves = {
         "raft": {seed: [(0, 0.3), (10, end)] for seed, end in enumerate([0.5, 0.6, 0.7])},
         "grpo": {seed: [(0, 0.3), (10, end)] for seed, end in enumerate([0.9, 0.9, 0.9])},
+        "kept": {0: [(10, 0.6)]},
     }
     rows = [line.split(" | ") for line in learning.table(curves).splitlines()]
     assert rows[2][:4] == ["| RAFT", "60.0 % (35.2 to 84.8)", "50.0, 60.0, 70.0", ""]
     assert rows[3][:4] == ["| GRPO", "90.0 % (90.0 to 90.0)", "90.0, 90.0, 90.0", "+30.0 % (+5.2 to +54.8)"]
     assert (rows[2][-1], rows[3][-1]) == ("10 |", "5 |")
+    assert rows[4][-4:] == ["60.0", "+10.0 %", "", "10 |"]
 
 
 @pytest.mark.parametrize(
@@ -241,7 +243,7 @@ def test_sft_trains_on_what_raft_has_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [*command, "--methods", "raft", "kept"])
     learning.main()
     found = json.loads((tmp_path / "learning.json").read_text())["curves"]
-    assert [[count for count, _ in found[method]["0"]] for method in ("raft", "kept")] == [[0, 16], [0, 16]]
+    assert [[count for count, _ in found[method]["0"]] for method in ("raft", "kept")] == [[0, 16], [16]]
     trained = read_lines(tmp_path / "runs" / "kept_0.jsonl")
     kept = json.loads((tmp_path / "runs" / "raft_0" / "cycle_1" / "selection.json").read_text())["counts"]["kept"]
     assert len(list(trained)) == kept > 0

@@ -204,6 +204,7 @@ def table(curves: Mapping[str, Mapping[int, Sequence[tuple[int, float]]]]) -> st
         last = {seed: curve[-1][1] for seed, curve in seeds.items()}
         raft = {seed: curve[-1][1] for seed, curve in curves.get("raft", {}).items()}
         gains = [last[seed] - raft[seed] for seed in last if seed in raft]
+        means = [mean_accuracy(curve) for curve in seeds.values() if len(curve) > 1]
         needed = median(samples_to(curve, TARGET) for curve in seeds.values())
         rows.append(
             (
@@ -211,7 +212,7 @@ def table(curves: Mapping[str, Mapping[int, Sequence[tuple[int, float]]]]) -> st
                 _percent(mean_interval(list(last.values()))),
                 ", ".join(f"{100 * value:.1f}" for value in last.values()),
                 _percent(mean_interval(gains), "+") if gains and method != "raft" else "",
-                _percent(mean_interval([mean_accuracy(curve) for curve in seeds.values()])),
+                _percent(mean_interval(means)) if means else "",
                 f"{needed:,.0f}" if math.isfinite(needed) else "not reached",
             )
         )
@@ -272,7 +273,7 @@ def main() -> None:
     for method, seed in sft:
         folder = jobs[method, seed].folder
         right, total = pretrained.evaluate(pocket, folder / "eval", "--adapter", folder / "adapter")
-        curves[method][seed].append((samples, right / total))
+        curves[method][seed] = [(samples, right / total)]
     content = {"samples": samples, "held_out": made["total"], "curves": curves}
     (out / "learning.json").write_text(json.dumps(content, indent=1) + "\n")
     draw(out / "learning.svg", TITLES.get(args.task, "Held-out sums right, %"), curves)
