@@ -359,22 +359,38 @@ class Lengths:
         Returns:
             [1, s, heads, head_dim].
         """
-        together = together and packed[0].device.type == "cpu"
+        rows = [t[0].transpose(0, 1) for t in packed]
+        found = self.each(
+            rows,
+            lambda *call: compute(*(t.transpose(1, 2) for t in call)).transpose(1, 2),
+            together and rows[0].device.type == "cpu",
+        )
+        return found[None]
+
+    def each(self, packed: Sequence[Tensor], compute: Callable[..., Tensor], together: bool) -> Tensor:
+        """Compute a causal function of each sequence.
+
+        Args:
+            packed: what it needs of packed tokens: [s, ...] each.
+            compute: the function of several sequences, [n, longest, ...] each; shorter ones are padded on the right,
+                and begin with what they share.
+            together: whether short sequences of similar length are computed together.
+
+        Returns:
+            [s, ...].
+        """
         if together not in self._calls:
             self._calls[together] = self._made(together, packed[0].device)
         sizes, index, order = self._calls[together]
-        heads = packed[0].shape[1]
         # embeddings, because their backward pass is fast on CPUs and sums shared rows in a fixed order on GPUs
-        rows = [t[0].transpose(0, 1) for t in packed]
-        if index is not None:
-            rows = [F.embedding(index, t.flatten(1)).unflatten(1, (t.shape[1], -1)) for t in rows]
+        rows = packed if index is None else [_rows(t, index) for t in packed]
         calls = zip(*(t.split([n * longest for n, longest in sizes]) for t in rows), strict=True)
         outs = [
-            compute(*(t.unflatten(0, size).transpose(1, 2) for t in call)).transpose(1, 2).flatten(2).flatten(0, 1)
+            compute(*(t.unflatten(0, size) for t in call)).flatten(0, 1)
             for call, size in zip(calls, sizes, strict=True)
         ]
         out = torch.cat(outs)
-        return (out if order is None else F.embedding(order, out)).unflatten(1, (heads, -1))[None]
+        return out if order is None else _rows(out, order)
 
     def _made(self, together: bool, device: torch.device) -> tuple[list[tuple[int, int]], Tensor | None, Tensor | None]:
         """Return n and longest of each call, the tokens of all calls, and where each token's output is among theirs.
@@ -406,6 +422,10 @@ class Lengths:
             torch.tensor(places, dtype=torch.int64).to(device, non_blocking=True) for places in (index, order)
         )
         return sizes, tokens, outputs
+
+
+def _rows(values: Tensor, index: Tensor) -> Tensor:
+    return F.embedding(index, values.flatten(1)).unflatten(1, values.shape[1:])
 
 
 class Prompts(_Pass):

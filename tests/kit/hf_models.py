@@ -38,10 +38,10 @@ def layers_for_peft(name: str) -> dict:
 # name -> model_type, whether rows are packed, values of its config
 MODELS: dict[str, tuple[str, bool, dict]] = {
     "qwen3 moe": ("qwen3_moe", True, {**EXPERTS, "head_dim": 16, "mlp_only_layers": [0], **ROPE}),
-    "qwen3.5": ("qwen3_5_text", False, {**GATED_DELTA, "rope_parameters": PARTLY}),
+    "qwen3.5": ("qwen3_5_text", True, {**GATED_DELTA, "rope_parameters": PARTLY}),
     "qwen3 next": (
         "qwen3_next",
-        False,
+        True,
         {**GATED_DELTA, **EXPERTS, "shared_expert_intermediate_size": 32, "rope_parameters": PARTLY},
     ),
     "gemma 2": ("gemma2", True, {**BOTH, "head_dim": 16, "sliding_window": 6, "final_logit_softcapping": 2.0, **ROPE}),
@@ -85,7 +85,7 @@ MODELS: dict[str, tuple[str, bool, dict]] = {
     ),
     "granite hybrid": (
         "granitemoehybrid",
-        False,
+        True,
         {
             "layer_types": ["mamba", "attention"],
             "mamba_n_heads": 8,
@@ -116,7 +116,7 @@ MODELS: dict[str, tuple[str, bool, dict]] = {
         },
     ),
     "cohere 2": ("cohere2", True, {**BOTH, "sliding_window": 6, "logit_scale": 0.5, **ROPE}),
-    "lfm 2": ("lfm2", False, {"layer_types": ["conv", "full_attention"], **ROPE}),
+    "lfm 2": ("lfm2", True, {"layer_types": ["conv", "full_attention"], **ROPE}),
 }
 
 
@@ -176,6 +176,27 @@ CARE = {
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 320,
     },
+    "nemotron_h": {
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "layers_block_type": ["mamba", "attention"],
+    },
+    "olmo_hybrid": {**GATED_DELTA, "linear_num_value_heads": 2},
+    "kimi_linear": {
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+        "kv_lora_rank": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "num_key_value_heads": 4,
+        "layer_types": GATED_DELTA["layer_types"],
+    },
+    "qwen3_5_moe_text": GATED_DELTA,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},  # reads dt_proj's weight
     # changes outputs in place; scales q by the place in the row, not by the position
     "llama4_text": {"floor_scale": 4, "attention_chunk_size": 6, "no_rope_layers": [1, 0]},

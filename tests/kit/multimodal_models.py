@@ -27,12 +27,12 @@ GEMMA_EYE = {**TOWER, "model_type": "gemma4_vision", "head_dim": 16, "num_key_va
 MODELS: dict[str, tuple[str, str, bool, dict, dict]] = {
     "gemma 3": ("gemma3", "gemma3_text", True, TEXT_MODELS["gemma 3"][2], {**EYE, "vision_use_head": False}),
     "mistral 3": ("mistral3", "mistral", True, {"head_dim": 24, "sliding_window": 6, **ROPE}, {**EYE, "head_dim": 16}),
-    "qwen3.5": ("qwen3_5", "qwen3_5_text", False, TEXT_MODELS["qwen3.5"][2], QWEN_EYE),
+    "qwen3.5": ("qwen3_5", "qwen3_5_text", True, TEXT_MODELS["qwen3.5"][2], QWEN_EYE),
     "ministral 3": ("mistral3", "ministral3", True, {"head_dim": 16}, {**EYE, "head_dim": 16}),
     "qwen3.5 moe": (
         "qwen3_5_moe",
         "qwen3_5_moe_text",
-        False,
+        True,
         {**GATED_DELTA, **EXPERTS, "shared_expert_intermediate_size": 32, "rope_parameters": PARTLY},
         QWEN_EYE,
     ),
@@ -63,7 +63,7 @@ MODELS: dict[str, tuple[str, str, bool, dict, dict]] = {
     "lfm 2 vl": (
         "lfm2_vl",
         "lfm2",
-        False,
+        True,
         {"layer_types": ["conv", "full_attention"], **ROPE},
         {**EYE, "num_patches": 4},
     ),

@@ -204,7 +204,7 @@ def test_a_seed_gives_the_same_answer_in_any_batch(folder_of, name):
         for key, completion in found.items():
             assert completion.tokens == whole[key].tokens
             assert completion.logprobs == pytest.approx(whole[key].logprobs, abs=1e-4)
-            if decoder.packs and "experts" not in str(decoder):
+            if decoder.packs and "experts" not in str(decoder) and "conv" not in str(decoder):  # states are padded
                 assert completion.logprobs == whole[key].logprobs
     pairs = [logprobs(decoder.eval(), completion) for completion in whole.values()]
     far = sum(int(((found - expected).abs() > 1e-4).sum()) for found, expected in pairs)

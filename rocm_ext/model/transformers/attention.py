@@ -21,12 +21,13 @@ from transformers.masking_utils import causal_mask_function
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.model.attention import Lengths, SlotCache, sdpa
+from rocm_ext.model.transformers.states import ROWS
 
 PACKED, SLOTS = "rocm_ext_packed", "rocm_ext_slots"
 _lengths: ContextVar[Lengths] = ContextVar("lengths of the packed sequences")
 _kernel: ContextVar[str] = ContextVar("kernel of attention")
 # Arguments of a layer's call that change nothing here: positions are in q and k already, masks hold the windows.
-_KNOWN = ("position_ids", "sliding_window", "use_cache", "cache_position", "output_attentions")
+_KNOWN = ("position_ids", "sliding_window", "use_cache", "cache_position", "output_attentions", ROWS)
 
 
 # ---- packed rows

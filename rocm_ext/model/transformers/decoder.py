@@ -32,6 +32,7 @@ from rocm_ext.model.transformers.adapt import ALL, ALL_EXPERTS, frozen_kinds, fu
 from rocm_ext.model.transformers.attention import PACKED, packed, scale_each_sequence
 from rocm_ext.model.transformers.experts import SORTED
 from rocm_ext.model.transformers.sampling import TransformersSampler, needs_of
+from rocm_ext.model.transformers.states import ROWS, keep_apart
 from rocm_ext.model.transformers.weights import (
     Converted,
     WeightNames,
@@ -45,10 +46,11 @@ from rocm_ext.model.transformers.weights import (
 # model_types whose packed rows tests hold against transformers' own. All others get padded rows.
 PACKS = frozenset(
     """
-    apertus arcee cohere cohere2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 gemma gemma2 gemma3_text glm glm4
-    glm4_moe gpt_oss granite granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe llama
-    minimax_m2 ministral ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmoe phi phi3 phimoe qwen2 qwen2_moe
-    qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2
+    apertus arcee bamba cohere cohere2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 falcon_h1 gemma gemma2
+    gemma3_text glm glm4 glm4_moe gpt_oss granite granitemoe granitemoehybrid granitemoeshared helium
+    hunyuan_v1_dense hunyuan_v1_moe kimi_linear lfm2 lfm2_moe llama minimax_m2 ministral ministral3 mistral mixtral
+    nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text
+    qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 stablelm starcoder2
     """.split()  # noqa: SIM905
 )
 
@@ -108,6 +110,7 @@ class TransformersDecoder(Decoder):
         self.num_heads = _number(config, "num_attention_heads") or 8
         self.head_dim = _number(config, "head_dim") or config.hidden_size // self.num_heads
         self.packs = config._attn_implementation == PACKED
+        self._states = self.packs and keep_apart(model)
         # LongRoPE's frequencies depend on what follows
         self.shares = self.packs and not any(getattr(part, "rope_type", None) == "longrope" for part in model.modules())
         # kept out of torch's list of parts: its parameters are this module's
@@ -145,9 +148,12 @@ class TransformersDecoder(Decoder):
         """Run the model up to its output layer: [b, s, d]."""
         if batch.lengths is None:
             return self._run(batch.tokens)
-        with packed(Lengths(batch.lengths, batch.shared), self.kernel):
+        lengths = Lengths(batch.lengths, batch.shared)
+        states = {ROWS: lengths} if self._states else {}
+        with packed(lengths, self.kernel):
             # with a mask, transformers does not look for sequences itself
-            return self._run(batch.tokens, position_ids=batch.positions, attention_mask=torch.ones_like(batch.tokens))
+            mask = torch.ones_like(batch.tokens)
+            return self._run(batch.tokens, position_ids=batch.positions, attention_mask=mask, **states)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Compute the logits of whole rows: [b, s] -> [b, s, v]."""
