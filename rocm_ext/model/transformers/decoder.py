@@ -110,7 +110,7 @@ class TransformersDecoder(Decoder):
         self.num_heads = _number(config, "num_attention_heads") or 8
         self.head_dim = _number(config, "head_dim") or config.hidden_size // self.num_heads
         self.packs = config._attn_implementation == PACKED
-        self._states = self.packs and keep_apart(model)
+        self._states = keep_apart(model) and self.packs
         # LongRoPE's frequencies depend on what follows
         self.shares = self.packs and not any(getattr(part, "rope_type", None) == "longrope" for part in model.modules())
         # kept out of torch's list of parts: its parameters are this module's

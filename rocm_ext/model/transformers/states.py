@@ -47,13 +47,13 @@ def _delta_rule(theirs: Callable[..., Any]) -> Callable[..., Any]:
         packed_rows: Lengths | None = None,
         **options: Any,
     ) -> Any:
+        def compute(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Any:
+            return theirs(q, k, v, g=g, beta=beta, chunk_size=_chunk(chunk_size, q.shape[1]), **options)
+
+        inputs = (query, key, value, g, beta)
         if packed_rows is None:
-            return theirs(query, key, value, g=g, beta=beta, chunk_size=chunk_size, **options)
-
-        def compute(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-            return theirs(q, k, v, g=g, beta=beta, chunk_size=_chunk(chunk_size, q.shape[1]), **options)[0]
-
-        return packed_rows.each([t[0] for t in (query, key, value, g, beta)], compute, True)[None], None
+            return compute(*inputs)
+        return packed_rows.each([t[0] for t in inputs], lambda *call: compute(*call)[0], True)[None], None
 
     return rule
 
@@ -71,13 +71,13 @@ def _scan(theirs: Callable[..., Any]) -> Callable[..., Any]:
         packed_rows: Lengths | None = None,
         **options: Any,
     ) -> Any:
-        if packed_rows is None:
-            return theirs(hidden_states, dt, A, B, C, chunk_size=chunk_size, **options)
-
-        def compute(x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        def compute(x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Any:
             return theirs(x, dt, A, b, c, chunk_size=_chunk(chunk_size, x.shape[1]), **options)
 
-        return packed_rows.each([t[0] for t in (hidden_states, dt, B, C)], compute, True)[None]
+        inputs = (hidden_states, dt, B, C)
+        if packed_rows is None:
+            return compute(*inputs)
+        return packed_rows.each([t[0] for t in inputs], compute, True)[None]
 
     return scan
 
@@ -92,7 +92,10 @@ def _fused(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _chunk(size: int, longest: int) -> int:
-    """Return the tokens of a chunk for rows of ``longest``: a power of 2, since rows are padded to whole chunks."""
+    """Return the tokens of a chunk for rows of ``longest``: a power of 2.
+
+    transformers' own functions pad rows to whole chunks, of 256 tokens in Mamba 2.
+    """
     return min(size, max(_SMALLEST, 1 << (longest - 1).bit_length()))
 
 
@@ -109,7 +112,7 @@ def keep_apart(model: nn.Module) -> bool:
     """Let the layers of ``model`` take the argument :data:`ROWS`; return whether any has a state.
 
     Their functions are replaced in the modules of transformers that hold the model's code. Without the argument they
-    are as before.
+    compute what they did, in chunks that are no longer than the rows.
     """
     found = False
     for place in {type(part).__module__ for part in model.modules()}:
