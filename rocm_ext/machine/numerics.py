@@ -2,7 +2,7 @@
 
 import difflib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import conv1d, pad, scaled_dot_product_attention
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.machine.detect import Machine
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -71,6 +71,22 @@ class Check:
     fatal: bool = True  # False: results are right but slow
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """A function of a package that a model calls.
+
+    Attributes:
+        name: for messages, with the package.
+        compute, reference: the function, and what it has to compute; both take tensors and return one.
+        inputs: draws such tensors, in fp32 on the CPU.
+    """
+
+    name: str
+    compute: Callable[..., Tensor]
+    reference: Callable[..., Tensor]
+    inputs: Callable[[torch.Generator], list[Tensor]]
+
+
 def canaries(
     machine: Machine,
     device: torch.device,
@@ -81,6 +97,7 @@ def canaries(
     attention: str = "auto",
     convolution: bool = False,
     compiled: bool = False,
+    kernels: Sequence[Kernel] = (),
 ) -> list[Check]:
     """Run small computations whose results are known.
 
@@ -97,6 +114,7 @@ def canaries(
         attention: the kernel that the run uses, the key ``attention``.
         convolution: the model has convolutions; then also one of them, forward and backward.
         compiled: the run compiles layers; then on a GPU also a kernel that Inductor writes with Triton.
+        kernels: of packages, that the model calls.
 
     Returns:
         A check for each. An error on the device is a failed check, not an exception.
@@ -131,6 +149,9 @@ def canaries(
         # MIOpen's direct ones ended LoRA runs (ROCm#6034); with expandable segments they gave NaN (pytorch#195202)
         fix = "try MIOPEN_DEBUG_CONV_DIRECT=0; " + other_torch
         checks.append(_check(f"{_short(dtype)} convolution", fix, partial(_convolution, device, dtype, rng)))
+    for kernel in kernels:
+        fix = f"uninstall the package {kernel.name.split(':')[0]}, and transformers' own code takes its place"
+        checks.append(_check(kernel.name, fix, partial(_package, device, dtype, kernel, rng)))
     if compiled and device.type == "cuda":
         # without an error they wrote nothing, and their caches kept them (unsloth#11614)
         fix = "set AMDGCN_USE_BUFFER_OPS=0, empty TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR, or set compile=False"
@@ -287,6 +308,29 @@ def _convolution(device: torch.device, dtype: torch.dtype, rng: torch.Generator)
     with torch.enable_grad():
         found = convolve(x.to(device), grad.to(device), weight.to(device)).cpu()
         return _close(found, convolve(x.float(), grad.float(), weight.float()), dtype)
+
+
+def _package(device: torch.device, dtype: torch.dtype, kernel: Kernel, rng: torch.Generator) -> tuple[bool, str]:
+    """The kernel of a package, and the gradients of its inputs."""
+    inputs = [t.to(dtype) for t in kernel.inputs(rng)]
+    seeds = torch.Generator()
+
+    def compute(function: Callable[..., Tensor], to: torch.device, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t.to(to, dtype).requires_grad_() for t in inputs]
+        out = function(*leaves)
+        grad = torch.randn(out.shape, generator=seeds.manual_seed(0)).to(out)
+        return [t.float().cpu() for t in (out.detach(), *torch.autograd.grad(out, leaves, grad))]
+
+    with torch.enable_grad():
+        expected = compute(kernel.reference, torch.device("cpu"), torch.float32)
+        try:
+            found = compute(kernel.compute, device, dtype)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a package raises, also while it compiles
+            return False, f"{type(error).__name__}: {one_line(error)}"
+    results = [_close(ours, theirs, dtype) for ours, theirs in zip(found, expected, strict=True)]
+    return next((result for result in results if not result[0]), results[0])
 
 
 def _compiled(device: torch.device) -> tuple[bool, str]:

@@ -1,13 +1,14 @@
 """What training, planning, sampling and export need of a model: torchtune's modules, or those of transformers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rocm_ext.data.batches import MicroBatch
+from rocm_ext.machine.numerics import Kernel
 
 
 class ConvertedWeights(Mapping[str, Tensor]):
@@ -47,6 +48,7 @@ class Decoder(nn.Module, ABC):
         renames: functions from the model's names to those of Hugging Face's files, and back; they raise KeyError for
             unknown names. None: torchtune's converters know them.
         left_out: names of the modules that the folder's whole model has beside these, such as a vision tower's.
+        kernels: of installed packages, that its layers call.
         published_modules: names of all modules of this whole model; empty: PEFT's names of its layers are unique.
     """
 
@@ -65,6 +67,7 @@ class Decoder(nn.Module, ABC):
     tok_embeddings: nn.Embedding
     left_out: frozenset[str]
     published_modules: frozenset[str]
+    kernels: Sequence[Kernel] = ()
 
     @abstractmethod
     def hidden_states(self, batch: MicroBatch) -> Tensor:

@@ -97,6 +97,7 @@ class Learner:
                 attention=cfg.attention,
                 convolution=any(isinstance(module, nn.Conv1d) for module in self.decoder.modules()),
                 compiled=bool(cfg.compile),
+                kernels=self.decoder.kernels,
             )
             warn(numerics.require(checks))
         self.objective = self.setup_loss()

@@ -110,7 +110,8 @@ class TransformersDecoder(Decoder):
         self.num_heads = _number(config, "num_attention_heads") or 8
         self.head_dim = _number(config, "head_dim") or config.hidden_size // self.num_heads
         self.packs = config._attn_implementation == PACKED
-        self._states = keep_apart(model) and self.packs
+        states, self.kernels = keep_apart(model)
+        self._states = states and self.packs
         # LongRoPE's frequencies depend on what follows
         self.shares = self.packs and not any(getattr(part, "rope_type", None) == "longrope" for part in model.modules())
         # kept out of torch's list of parts: its parameters are this module's
@@ -442,6 +443,8 @@ def _check_targets(targets: Any, parameters: Any, use_dora: bool, dropout: float
 
 def _say(decoder: TransformersDecoder, name: str, adapted: list[str]) -> None:
     log.info("%s: transformers' code, %s rows", name, "packed" if decoder.packs else "padded")
+    if not decoder.packs:
+        log.info("padded rows are all as long as the longest of their micro-batch, and share no prompts")
     if (text := decoder.text_part) is not None:
         log.info("%s trains on text alone: %s are neither loaded nor changed", name, ", ".join(text.parts))
     frozen = frozen_kinds(decoder, adapted)

@@ -7,17 +7,22 @@ pack.
 """
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
+from torch.nn.functional import logsigmoid, pad, softplus
 
+from rocm_ext.machine.numerics import Kernel
 from rocm_ext.model.attention import Lengths
 
 ROWS = "packed_rows"  # name of the argument that hands the lengths to a model's layers; they are needed again backward
-_SMALLEST = 16  # tokens of a chunk
+_SMALLEST, _LARGEST = 16, 64  # tokens of a chunk
 
 
 def _conv(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -34,8 +39,15 @@ def _conv(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return conv
 
 
-def _delta_rule(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a delta rule: q, k, v [1, s, heads, d], g, beta [1, s, heads] or [..., d] -> [1, s, heads, d], None."""
+def _delta_rule(theirs: Callable[..., Any], largest: int = _LARGEST) -> Callable[..., Any]:
+    """Wrap a delta rule: q, k, v [1, s, heads, d], g, beta [1, s, heads] or [..., d] -> [1, s, heads, d], None.
+
+    transformers' own pads rows to whole chunks.
+
+    Args:
+        theirs: the function.
+        largest: tokens of a chunk at most.
+    """
 
     def rule(
         query: Tensor,
@@ -43,12 +55,13 @@ def _delta_rule(theirs: Callable[..., Any]) -> Callable[..., Any]:
         value: Tensor,
         g: Tensor,
         beta: Tensor,
-        chunk_size: int = 64,
+        chunk_size: int = _LARGEST,
         packed_rows: Lengths | None = None,
         **options: Any,
     ) -> Any:
         def compute(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Any:
-            return theirs(q, k, v, g=g, beta=beta, chunk_size=_chunk(chunk_size, q.shape[1]), **options)
+            size = min(chunk_size, largest, max(_SMALLEST, 1 << (q.shape[1] - 1).bit_length()))
+            return theirs(q, k, v, g=g, beta=beta, chunk_size=size, **options)
 
         inputs = (query, key, value, g, beta)
         if packed_rows is None:
@@ -60,6 +73,7 @@ def _delta_rule(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 def _scan(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``mamba2_chunk_scan``: x [1, s, heads, d], dt [1, s, heads], B and C [1, s, groups, n] -> as x."""
+    compute = chunk_scan if find_spec("mamba_ssm") is None else theirs
 
     def scan(
         hidden_states: Tensor,
@@ -67,61 +81,183 @@ def _scan(theirs: Callable[..., Any]) -> Callable[..., Any]:
         A: Tensor,
         B: Tensor,
         C: Tensor,
-        chunk_size: int,
         packed_rows: Lengths | None = None,
         **options: Any,
     ) -> Any:
-        def compute(x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Any:
-            return theirs(x, dt, A, b, c, chunk_size=_chunk(chunk_size, x.shape[1]), **options)
-
-        inputs = (hidden_states, dt, B, C)
         if packed_rows is None:
-            return compute(*inputs)
-        return packed_rows.each([t[0] for t in inputs], compute, True)[None]
+            return compute(hidden_states, dt, A, B, C, **options)
+        inputs = (hidden_states, dt, B, C)
+        return packed_rows.each([t[0] for t in inputs], lambda x, dt, b, c: compute(x, dt, A, b, c, **options), True)[
+            None
+        ]
 
     return scan
 
 
-def _fused(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a kernel of a whole layer, without which the layer calls the other functions."""
+def chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    **ignored: Any,
+) -> Any:
+    """Compute Mamba 2's scan in fp32, as transformers' ``mamba2_chunk_scan`` does.
 
-    def fused(*arguments: Any, packed_rows: Lengths | None = None, **options: Any) -> Any:
-        return theirs(*arguments, **options) if packed_rows is None else None
+    Within a chunk it is masked attention; a group's heads read and write their states in one product (SSD,
+    arXiv:2405.21060, section 6). transformers' own form has chunks of up to 256 tokens, whatever the rows' length, and
+    several tensors of [heads, chunk, chunk] each.
 
-    return fused
+    Args:
+        x: [b, s, heads, d].
+        dt: [b, s, heads], the steps, before ``dt_bias``, ``dt_softplus`` and ``dt_limit``.
+        A: [heads], below zero.
+        B, C: [b, s, groups, n].
+        D: [heads], or None.
+        initial_states: [b, heads, d, n], or None for zeros.
+        return_final_states: also return the states at the end.
+        ignored: what has no effect on the result, such as transformers' size of chunks.
 
-
-def _chunk(size: int, longest: int) -> int:
-    """Return the tokens of a chunk for rows of ``longest``: a power of 2.
-
-    transformers' own functions pad rows to whole chunks, of 256 tokens in Mamba 2.
+    Returns:
+        [b, s, heads, d] in fp32, or this and the states [b, heads, d, n].
     """
-    return min(size, max(_SMALLEST, 1 << (longest - 1).bit_length()))
+    length, d, groups = x.shape[1], x.shape[3], B.shape[2]
+    size = min(_LARGEST, length)
+    count = -(-length // size)
+
+    def chunks(t: Tensor) -> Tensor:
+        return pad(t.float(), (0, 0) * (t.dim() - 2) + (0, count * size - length)).unflatten(1, (count, size))
+
+    def joined(t: Tensor) -> Tensor:  # [b, chunks, heads, i, d] -> [b, chunks, groups, i, heads of a group x d]
+        return t.unflatten(2, (groups, -1)).transpose(3, 4).flatten(4)
+
+    def by_head(t: Tensor) -> Tensor:  # and back
+        return t.unflatten(4, (-1, d)).transpose(3, 4).flatten(2, 3)
+
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
+    values = chunks(x.float() * dt[..., None]).transpose(2, 3)  # [b, chunks, heads, size, d]
+    decay = chunks(dt * A.float()).cumsum(2).transpose(2, 3)  # logs, since the chunk began
+    b, c = chunks(B).transpose(2, 3), chunks(C).transpose(2, 3)  # [b, chunks, groups, size, n]
+
+    later = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
+    between = (decay[..., :, None] - decay[..., None, :]).masked_fill(later, -torch.inf).exp()
+    scores = (c @ b.transpose(-1, -2))[:, :, :, None] * between.unflatten(2, (groups, -1))
+    out = scores.flatten(2, 3) @ values
+
+    end = decay[..., -1:]
+    written = by_head(b.transpose(-1, -2) @ joined(values * (end - decay).exp()[..., None]))  # [..., heads, n, d]
+    state = torch.zeros_like(written[:, 0]) if initial_states is None else initial_states.float().transpose(-1, -2)
+    before = []
+    for i in range(count):
+        before.append(state)
+        state = state * end[:, i, :, :, None].exp() + written[:, i]
+    if count > 1 or initial_states is not None:
+        out = out + by_head(c @ joined(torch.stack(before, 1))) * decay.exp()[..., None]
+    out = out.transpose(2, 3).flatten(1, 2)[:, :length]
+    out = out if D is None else out + D[..., None] * x.float()
+    return (out, state.transpose(-1, -2)) if return_final_states else out
 
 
-_WRAPPERS: dict[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": _conv,
-    "torch_chunk_gated_delta_rule": _delta_rule,
-    "chunk_kimi_delta_attention": _delta_rule,
-    "mamba2_chunk_scan": _scan,
-    "mamba2_split_conv1d_scan_combined": _fused,
+def _fused(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace a kernel of a whole layer, which does not know of packs: without it, layers call the other functions."""
+    return lambda *arguments, **options: None
+
+
+# ---- the functions, by what transformers calls them
+
+
+def _conv_inputs(rng: Generator) -> list[Tensor]:
+    return [torch.randn(2, 64, 96, generator=rng), torch.randn(64, 4, generator=rng)]
+
+
+def _rule_inputs(rng: Generator, of_decay: tuple[int, ...] = ()) -> list[Tensor]:
+    q, k, v = torch.randn(3, 2, 96, 2, 32, generator=rng)
+    decay = logsigmoid(torch.randn(2, 96, 2, *of_decay, generator=rng))
+    return [q, k, v, decay, torch.rand(2, 96, 2, generator=rng)]
+
+
+def _scan_inputs(rng: Generator) -> list[Tensor]:
+    x, (b, c) = torch.randn(2, 96, 4, 32, generator=rng), torch.randn(2, 2, 96, 1, 32, generator=rng)
+    return [x, torch.rand(2, 96, 4, generator=rng), -torch.rand(4, generator=rng), b, c]
+
+
+@dataclass(frozen=True)
+class _Function:
+    """A function of transformers' models.
+
+    Attributes:
+        wrap: makes ours of theirs.
+        package: whose kernel transformers takes instead of its own code, where it is installed.
+        inputs: makes the inputs of a trial, with ``options``; None: ours never calls the kernel.
+        options: other arguments of the trial.
+    """
+
+    wrap: Callable[..., Callable[..., Any]]
+    package: str
+    inputs: Callable[[Generator], list[Tensor]] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def installed(self) -> bool:
+        """Whether the package is."""
+        return find_spec(self.package) is not None
+
+    def trial(self, name: str, theirs: Callable[..., Any]) -> Kernel:
+        """Return the installed kernel beside transformers' own code."""
+
+        def call(function: Callable[..., Any], *inputs: Tensor) -> Tensor:
+            out = function(*inputs, **self.options)
+            return out[0] if isinstance(out, tuple) else out
+
+        assert self.inputs is not None
+        compute, reference = (functools.partial(call, each) for each in (theirs, inspect.unwrap(theirs)))
+        return Kernel(f"{self.package}: {name}", compute, reference, self.inputs)
+
+
+_NORMED = {"use_qk_l2norm_in_kernel": True}
+_FUNCTIONS = {
+    "causal_conv1d_fn": _Function(_conv, "causal_conv1d", _conv_inputs, {"activation": "silu"}),
+    "torch_chunk_gated_delta_rule": _Function(_delta_rule, "fla", _rule_inputs, _NORMED),
+    # a decay per channel makes tensors of [chunk, chunk, d] for each chunk
+    "chunk_kimi_delta_attention": _Function(
+        functools.partial(_delta_rule, largest=_SMALLEST),
+        "fla",
+        functools.partial(_rule_inputs, of_decay=(32,)),
+        _NORMED,
+    ),
+    "mamba2_chunk_scan": _Function(_scan, "mamba_ssm", _scan_inputs, {"chunk_size": 64}),
+    "mamba2_split_conv1d_scan_combined": _Function(_fused, "mamba_ssm"),
 }
 
 
-def keep_apart(model: nn.Module) -> bool:
-    """Let the layers of ``model`` take the argument :data:`ROWS`; return whether any has a state.
+def keep_apart(model: nn.Module) -> tuple[bool, list[Kernel]]:
+    """Let the layers of ``model`` take the argument :data:`ROWS`.
 
     Their functions are replaced in the modules of transformers that hold the model's code. Without the argument they
-    compute what they did, in chunks that are no longer than the rows.
+    compute what they did, transformers' own in chunks that are no longer than the rows.
+
+    Returns:
+        Whether any layer has a state, and the kernels of installed packages that the functions call.
     """
-    found = False
-    for place in {type(part).__module__ for part in model.modules()}:
+    found, kernels = False, []
+    for place in sorted({type(part).__module__ for part in model.modules()}):
         module = sys.modules[place]
-        for name, wrapper in _WRAPPERS.items():
+        for name, function in _FUNCTIONS.items():
             if theirs := getattr(module, name, None):
                 found = True
                 if not hasattr(theirs, ROWS):
-                    ours = torch.compiler.disable(functools.wraps(theirs)(wrapper(theirs)))
+                    ours = functools.wraps(theirs)(function.wrap(theirs))
+                    ours = torch.compiler.disable(ours)
                     setattr(ours, ROWS, True)
                     setattr(module, name, ours)
-    return found
+                if function.inputs and function.installed:
+                    kernels.append(function.trial(name, getattr(module, name)))
+    return found, kernels

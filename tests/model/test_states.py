@@ -1,0 +1,83 @@
+"""Layers with states: their chunked form, and kernels of packages, which are tried before a run."""
+
+import inspect
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers.models.granitemoehybrid import modeling_granitemoehybrid
+
+from rocm_ext.model.transformers.states import chunk_scan
+from tests.kit.families import folder_config
+from tests.kit.hf_models import write_theirs
+from tests.kit.tiny import write_rows, write_yaml
+
+# what `pip install causal-conv1d` brings: transformers calls it instead of its own function where it can be imported
+PACKAGE = """
+import torch
+
+def causal_conv1d_fn(x, weight, bias=None, activation=None):
+    open({log!r}, "a").write("called\\n")
+    width = weight.shape[-1]
+    out = torch.nn.functional.conv1d(torch.nn.functional.pad(x, ({left}, width - 1 - {left})), weight[:, None], bias,
+                                     groups=len(weight))
+    return out if activation is None else torch.nn.functional.silu(out)
+"""
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_an_installed_kernel_is_held_against_transformers(tmp_path, works):
+    (tmp_path / "causal_conv1d.py").write_text(PACKAGE.format(log=str(tmp_path / "log"), left=3 if works else 2))
+    cfg = folder_config(
+        write_theirs(tmp_path / "base", "lfm 2"), write_rows(tmp_path / "rows.jsonl", 8), tmp_path / "out"
+    )
+    path = write_yaml(tmp_path / "run.yaml", cfg | {"startup_checks": True, "max_steps_per_epoch": 1})
+    command = [sys.executable, "-m", "rocm_ext.recipes.lora_finetune_rocm", "--config", path]
+    run = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (tmp_path / "log").exists()
+    assert run.returncode == (0 if works else 1), run.stderr
+    refused = "causal_conv1d: causal_conv1d_fn: relative error " in run.stderr
+    assert refused != works
+    if refused:
+        assert "uninstall the package causal_conv1d" in run.stderr.splitlines()[-1]
+    assert (tmp_path / "out" / "adapter").exists() == works
+
+
+@pytest.mark.parametrize("initial", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "groups"), [(2, 1, 4, 1), (2, 50, 4, 2), (1, 64, 2, 2), (1, 200, 4, 1)]
+)
+def test_chunks_of_a_scan_equal_transformers(batch, length, heads, groups, initial):
+    rng = torch.Generator().manual_seed(length)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng, dtype=torch.float32).requires_grad_()
+
+    inputs = [random(batch, length, heads, 8), random(batch, length, heads), random(heads),
+              random(batch, length, groups, 16), random(batch, length, groups, 16)]  # fmt: skip
+    others = {"D": random(heads), "dt_bias": random(heads)}
+    if initial:
+        others["initial_states"] = random(batch, heads, 8, 16)
+    leaves = [*inputs, *others.values()]
+    weights = torch.randn(batch, length, heads, 8, generator=rng), torch.randn(batch, heads, 8, 16, generator=rng)
+
+    def results(scan) -> list[torch.Tensor]:
+        x, dt, a, b, c = inputs
+        options = {**others, "dt_softplus": True, "dt_limit": (0.01, 2.0), "return_final_states": True}
+        found = scan(x, dt, -a.exp(), b, c, chunk_size=32, **options)
+        loss = sum((each * weight).sum() for each, weight in zip(found, weights, strict=True))
+        return [*found, *torch.autograd.grad(loss, leaves)]
+
+    theirs = inspect.unwrap(modeling_granitemoehybrid.mamba2_chunk_scan)
+    for ours, expected in zip(results(chunk_scan), results(theirs), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_scan_forgets_what_decays_at_once():
+    """Differences of logs, not quotients of decays, which are 0 / 0 here."""
+    x, dt, b = torch.ones(1, 130, 1, 4), torch.ones(1, 130, 1), torch.ones(1, 130, 1, 4)
+    assert torch.equal(chunk_scan(x, dt, torch.tensor([-1e3]), b, b), 4 * x)
