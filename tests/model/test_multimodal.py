@@ -72,7 +72,7 @@ def test_logits_equal_the_whole_models(folder_of, name):
     else:
         padded = ours(torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True))
         found = torch.cat([row[: len(s)] for row, s in zip(padded, sequences, strict=True)])
-    torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, alone, rtol=1e-5, atol=2e-5)
 
 
 @torch.no_grad()

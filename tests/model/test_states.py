@@ -74,7 +74,7 @@ def test_chunks_of_a_scan_equal_transformers(batch, length, heads, groups, initi
 
     theirs = inspect.unwrap(modeling_granitemoehybrid.mamba2_chunk_scan)
     for ours, expected in zip(results(chunk_scan), results(theirs), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+        assert (ours - expected).norm() <= 5e-5 * expected.norm()
 
 
 def test_a_scan_forgets_what_decays_at_once():

@@ -161,7 +161,7 @@ def chunk_scan(
         state = state * end[:, i, :, :, None].exp() + written[:, i]
     if count > 1 or initial_states is not None:
         out = out + by_head(c @ joined(torch.stack(before, 1))) * decay.exp()[..., None]
-    out = out.transpose(2, 3).flatten(1, 2)[:, :length]
+    out = out.transpose(2, 3).flatten(1, 2)[:, :length].contiguous()  # models take views of it
     out = out if D is None else out + D[..., None] * x.float()
     return (out, state.transpose(-1, -2)) if return_final_states else out
 
