@@ -203,7 +203,7 @@ CARE = {
     "phi3": {"rope_parameters": {**LONG, "original_max_position_embeddings": 10}},
 }
 
-PADDED = {"bamba", "falcon_h1", "gemma4_text", "jamba", "llama4_text"}  # of these, whose rows are not packed
+PADDED = {"gemma4_text", "jamba", "llama4_text"}  # of these, whose rows are not packed
 
 
 def write_theirs(folder: Path, name: str, shards: int = 1, text: list[str] = TEXT, **shape) -> Path:
