@@ -22,6 +22,7 @@ from rocm_ext.model.adapters.merge import merge
 from rocm_ext.model.adapters.peft_files import PeftConfig, read_adapter, write_adapter
 from rocm_ext.model.build import build_model, load_weights, read_weights
 from rocm_ext.model.lora import merged_experts
+from rocm_ext.model.transformers import products
 from tests.kit.families import folder_config
 from tests.kit.forks import forked, several_ranks
 from tests.kit.hf_models import layers_for_peft, write_common, write_theirs, write_wider
@@ -86,7 +87,7 @@ def test_ten_steps_equal_peft(folder_of, rows, tmp_path, name):
         assert apart.max() < 1e-4, key
 
 
-def test_experts_are_computed_without_grouped_mm(folder_of, monkeypatch):
+def test_cpus_compute_experts_without_grouped_mm(folder_of, monkeypatch):
     """It ends the process in some ROCm wheels (TheRock#5284), so nothing could report it."""
 
     class Crash(BaseException):
@@ -97,6 +98,7 @@ def test_experts_are_computed_without_grouped_mm(folder_of, monkeypatch):
 
     monkeypatch.setattr(torch, "_grouped_mm", crash)
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", crash, raising=False)
+    monkeypatch.setattr(products, "_grouped_mm", crash)
     folder = folder_of("qwen3 moe")
     with pytest.raises(Crash):
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)(TOKENS)

@@ -20,7 +20,7 @@ from rocm_ext.model.native import NativeDecoder
 from rocm_ext.model.transformers.decoder import TransformersDecoder
 from tests.kit.parity import our_model
 from tools.benchmarks import __main__ as command
-from tools.benchmarks import beside, cycle, peers, protocol, sampling, sft, startup, work
+from tools.benchmarks import beside, cycle, experts, peers, protocol, sampling, sft, startup, work
 from tools.benchmarks.protocol import ROOT, Failed, Ratio, Side, in_turn
 from tools.benchmarks.table import table
 
@@ -358,3 +358,22 @@ def test_a_whole_comparison(tmp_path):
     by_engine = [f"{name}, by {sampling.ENGINE}" for name in sampled if name != sampling.ENGINE]
     assert [row.get("peer", row["work"]) for row in rows] == [*peers_, *by_engine]
     assert all(row["loss_difference"] < 1e-5 for row in rows if row["work"] == "sft")
+
+
+def test_experts_give_the_same_before_they_are_timed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["x", "--rounds", "1", "--size", "4", "2", "16", "16", "6"])
+    experts.main()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [line.count("|") for line in lines] == [11] * 5
+    assert all(re.search(r" ms \| [\d.]+ × .* \| [\d.]+ × ", line) for line in lines[1:])
+    build = experts.build
+
+    def heavier(way, *args):
+        layer = build(way, *args)
+        if way == "eager":
+            layer.experts.down_proj.data *= 1.01
+        return layer
+
+    monkeypatch.setattr(experts, "build", heavier)
+    with pytest.raises(Failed, match="eager differs from ours"):
+        experts.main()

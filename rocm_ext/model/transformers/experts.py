@@ -1,21 +1,21 @@
-"""Experts of mixture-of-experts models as one matrix product per expert over its own tokens.
+"""Experts of mixture-of-experts models, each over its own tokens, by :mod:`rocm_ext.model.transformers.products`.
 
-transformers' default, ``torch._grouped_mm``, crashes in ROCm wheels that are built for many GPUs at once; its plain
-loop waits for the device once per expert. This one waits once per layer, and adds up in a fixed order. LoRA on the
-weights (:class:`rocm_ext.model.lora.ExpertLora`) is computed on each expert's tokens, without its product B A.
+transformers' plain loop waits for the device once per expert. This waits at most once per layer, and adds up in a fixed
+order. LoRA on the weights (:class:`rocm_ext.model.lora.ExpertLora`) is computed on each expert's tokens, without its
+product B A.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.functional import pad
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from rocm_ext.model.lora import ExpertLora
+from rocm_ext.model.transformers.products import Rows
 
 SORTED = "rocm_ext_sorted"
-Rows = list[tuple[int, slice]]  # experts with tokens, and their rows among all that are sorted by expert
 
 
 @torch.compiler.disable  # each batch has its own counts, and each would be compiled anew
@@ -31,12 +31,8 @@ def sorted_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_
     Returns:
         [t, d].
     """
-    chosen = top_k_index.reshape(-1)
-    order = chosen.argsort(stable=True)
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    rows = _rows(chosen, len(self.down_proj))
-    x = _Spread.apply(hidden_states, order, back)
+    rows = Rows.of(top_k_index, len(self.down_proj), hidden_states.dtype)
+    x = _Spread.apply(hidden_states, rows.order, rows.back)
     if self.has_gate:
         x = self._apply_gate(_products(self, "gate_up_proj", x, rows))
     else:
@@ -44,21 +40,7 @@ def sorted_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_
     x = _products(self, "down_proj", x, rows)
     if self.has_post_expert_norm:
         x = self.post_expert_norm(x)
-    return _Combine.apply(x, top_k_weights, order, back).to(hidden_states.dtype)
-
-
-def _rows(chosen: Tensor, experts: int) -> Rows:
-    """Find the rows of each expert. A plan's fake tensors have no values: there each expert has equally many."""
-    if isinstance(chosen, FakeTensor):
-        counts = [len(chosen) // experts + (i < len(chosen) % experts) for i in range(experts)]
-    else:
-        counts = torch.bincount(chosen, minlength=experts).tolist()
-    rows, start = [], 0
-    for i, count in enumerate(counts):
-        if count:
-            rows.append((i, slice(start, start + count)))
-        start += count
-    return rows
+    return _Combine.apply(x, top_k_weights, rows.order, rows.back).to(hidden_states.dtype)
 
 
 def _products(self: Any, name: str, x: Tensor, rows: Rows) -> Tensor:
@@ -72,13 +54,13 @@ def _products(self: Any, name: str, x: Tensor, rows: Rows) -> Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """Copies each token's hidden states to its k experts' rows: [t, d] -> [t k, d]."""
+    """Copies each token's hidden states to its k experts' rows: [t, d] -> [n, d]."""
 
     @staticmethod
     def forward(ctx, x, order, back):  # type: ignore[override]
         ctx.save_for_backward(back)
-        ctx.shape = len(x), len(order) // len(x)
-        return x[order // ctx.shape[1]]
+        ctx.shape = len(x), len(back) // len(x)
+        return pad(x, (0, 0, 0, 1))[order // ctx.shape[1]]
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
@@ -92,16 +74,8 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, a, b, rows):  # type: ignore[override]
         """Shapes: x [n, in], weight [e, in, out], bias [e, out], a [e, r, in], b [e, out, r]."""
-        out = x.new_empty(len(x), weight.shape[2])
-        low = None if a is None else x.new_empty(len(x), a.shape[1])
-        for i, part in rows:
-            if bias is None:
-                torch.mm(x[part], weight[i], out=out[part])
-            else:
-                torch.addmm(bias[i], x[part], weight[i], out=out[part])
-            if low is not None:
-                torch.mm(x[part], a[i].T, out=low[part])
-                out[part].addmm_(low[part], b[i].T)
+        low = None if a is None else rows.products((x, a.mT))
+        out = rows.products((x, weight), *([] if low is None else [(low, b.mT)]), bias=bias)
         ctx.save_for_backward(weight, a, b, low, None if a is None else x)
         ctx.rows = rows
         return out
@@ -109,23 +83,17 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
         weight, a, b, low, x = ctx.saved_tensors
-        grad_x = grad.new_empty(len(grad), weight.shape[1]) if ctx.needs_input_grad[0] else None
-        grad_a, grad_b = (None, None) if a is None else (torch.zeros_like(a), torch.zeros_like(b))
-        for i, part in ctx.rows:
-            g = grad[part]
-            if grad_x is not None:
-                torch.mm(g, weight[i].T, out=grad_x[part])
-            if a is not None:
-                down = g @ b[i]
-                torch.mm(down.T, x[part], out=grad_a[i])
-                torch.mm(g.T, low[part], out=grad_b[i])
-                if grad_x is not None:
-                    grad_x[part].addmm_(down, a[i])
+        rows, pairs, grad_a, grad_b = ctx.rows, [(grad, weight.mT)], None, None
+        if a is not None:
+            down = rows.products((grad, b))
+            grad_a, grad_b = rows.gradient(down, x), rows.gradient(grad, low)
+            pairs.append((down, a))
+        grad_x = rows.products(*pairs) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, grad_a, grad_b, None
 
 
 class _Combine(torch.autograd.Function):
-    """Adds up each token's experts, by their weights: [t k, d] -> [t, d]."""
+    """Adds up each token's experts, by their weights: [n, d] -> [t, d]."""
 
     @staticmethod
     def forward(ctx, out, weights, order, back):  # type: ignore[override]
@@ -135,9 +103,9 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
         out, weights, order, back = ctx.saved_tensors
-        by_row = grad[order // weights.shape[1]]
+        by_row = pad(grad, (0, 0, 0, 1))[order // weights.shape[1]]
         grad_weights = (by_row * out).sum(1)[back].view_as(weights).to(weights.dtype)
-        return (by_row * weights.reshape(-1)[order, None]).to(out.dtype), grad_weights, None, None
+        return (by_row * pad(weights.reshape(-1), (0, 1))[order, None]).to(out.dtype), grad_weights, None, None
 
 
 ALL_EXPERTS_FUNCTIONS.register(SORTED, sorted_experts)

@@ -1,0 +1,145 @@
+"""Experts' products: grouped ones equal the loop, padding changes nothing, and what crashes or is wrong is not used."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rocm_ext.model.transformers import products
+from rocm_ext.model.transformers.experts import _Products, sorted_experts
+from rocm_ext.model.transformers.products import Rows
+from tests.kit.parity import our_model
+
+EXPERTS = 6
+some = pytest.mark.skipif(products._grouped_mm is None, reason="this torch has no grouped product")
+
+
+def layer(choices: list[list[int]], dtype: torch.dtype, grouped: bool, bias: bool) -> list[torch.Tensor]:
+    """Compute one product with LoRA and its gradients; experts without tokens are among them."""
+    rng = torch.Generator().manual_seed(0)
+    rows = replace(Rows.of(torch.tensor(choices), EXPERTS, dtype), grouped=grouped)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng).to(dtype)
+
+    x, a, b = some(len(rows.back), 32), some(EXPERTS, 16, 32), some(EXPERTS, 24, 16)
+    padded = torch.nn.functional.pad(x, (0, 0, 0, 1))[rows.order]
+    wanted = [t.requires_grad_() for t in (padded, a, b)]
+    out = _Products.apply(padded, some(EXPERTS, 24, 32).mT, some(EXPERTS, 24) if bias else None, a, b, rows)
+    seen = torch.nn.functional.pad(some(len(rows.back), 24), (0, 0, 0, 1))[rows.order]
+    grads = torch.autograd.grad(out, wanted, seen)
+    return [out[rows.back], grads[0][rows.back], *grads[1:]]
+
+
+@some
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("choices", [[[4, 1]] * 3 + [[1, 2]] * 9, [[3, 5]]], ids=["twelve tokens", "one token"])
+def test_grouped_products_are_those_of_the_loop(choices, dtype, bias):
+    expected = layer(choices, dtype, False, bias)
+    for found, want in zip(layer(choices, dtype, True, bias), expected, strict=True):
+        near = 1e-5 if dtype == torch.float32 else 2e-2
+        assert (found - want).norm() <= near * want.norm()
+    assert (expected[2][0] == 0).all(), "expert 0 has no tokens"
+
+
+@some
+def test_a_layer_is_the_same_with_grouped_products(folder_of, monkeypatch):
+    targets = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    ours = our_model(
+        folder_of("gpt-oss"), lora_rank=3, **targets
+    )  # rows of 3 numbers: the loop computes their products
+    experts = next(module for module in ours.modules() if hasattr(module, "is_transposed"))
+    x = torch.randn(7, 64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    weights = torch.full((7, 2), 0.5, requires_grad=True)
+    chosen = torch.tensor([[0, 2], [2, 0], [0, 3], [3, 2], [2, 3], [0, 2], [3, 0]])
+
+    def both() -> list[torch.Tensor]:
+        out = sorted_experts(experts, x, chosen, weights)
+        return [out, *torch.autograd.grad(out.square().sum(), [x, weights])]
+
+    expected, of = both(), Rows.of
+    monkeypatch.setattr(Rows, "of", lambda *args: replace(of(*args), grouped=True))
+    torch.testing.assert_close(both(), expected)
+
+
+def test_few_numbers_of_rows_in_16_bits():
+    """oneDNN builds a kernel for each; the loop's results are those of fp32."""
+    rng = torch.Generator().manual_seed(0)
+    choices = [torch.randperm(EXPERTS, generator=rng)[:2].tolist() for _ in range(400)]
+    rows = Rows.of(torch.tensor(choices), EXPERTS, torch.bfloat16)
+    sizes = {part.stop - part.start for _, part in rows.parts}
+    assert all(size % 32 == 0 for size in sizes)
+    assert rows.parts[-1][1].stop == len(rows.order) < 1.25 * 800
+    assert sorted(rows.order.tolist()) == list(range(800)) + [800] * (len(rows.order) - 800)
+    flat = torch.tensor(choices).flatten()
+    for expert, part in rows.parts:
+        choice = rows.order[part]
+        assert (flat[choice[choice < 800]] == expert).all()
+    assert torch.equal(rows.order[rows.back], torch.arange(800))
+    expected = layer(choices, torch.float32, False, True)
+    for found, want in zip(layer(choices, torch.bfloat16, False, True), expected, strict=True):
+        assert (found - want).norm() < 2e-2 * want.norm()
+
+
+# ---- the trial
+
+
+@some
+def test_the_trial_finds_wrong_products(monkeypatch):
+    right = products._grouped_mm
+    said = products.trial(torch.device("cpu"))
+    assert not said or said.endswith("times as fast")
+
+    def other(x, weight, offs):  # leaves out an expert's last row
+        out = right(x, weight, offs=offs)
+        return out.index_fill(0, torch.tensor([len(out) - 1]), 5.0) if weight.ndim == 3 else out
+
+    monkeypatch.setattr(products, "_grouped_mm", other)
+    assert "is wrong by" in products.trial(torch.device("cpu"))
+
+    def unsteady(*args, **kwargs):
+        return right(*args, **kwargs) * (1 + 1e-2 * torch.rand(1))
+
+    monkeypatch.setattr(products, "_grouped_mm", unsteady)
+    assert "differs from call to call" in products.trial(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("program", "said", "tries"),
+    [
+        ("import os; os.abort()", "ended with status -6", 1),
+        ('print(\'noise\'); print(\'{"failure": "", "final": true}\')', "", 1),
+        ('print(\'{"failure": "the GPU\\\'s memory is full", "final": false}\')', "memory is full", 2),
+        ("raise ImportError", "ended with status 1", 2),
+    ],
+    ids=["crash", "right", "no memory", "error"],
+)
+@some
+def test_what_crashes_is_not_used_and_not_tried_again(tmp_path, monkeypatch, caplog, program, said, tries):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    run, commands = subprocess.run, []
+
+    def instead(command, **kwargs):
+        commands.append(command)
+        return run([sys.executable, "-c", program], **kwargs)
+
+    monkeypatch.setattr(products.subprocess, "run", instead)
+    for _ in range(2):
+        products.grouped_products.cache_clear()
+        with caplog.at_level("INFO"):
+            assert products.grouped_products() == (not said)
+    products.grouped_products.cache_clear()
+    assert commands == [[sys.executable, "-m", "rocm_ext.model.transformers.products"]] * tries
+    assert said in caplog.text
+    assert ("one grouped product for all" in caplog.text) == (not said)
+    file = tmp_path / "torchtune-rocm" / "grouped_mm.json"
+    assert file.exists() == (tries == 1)
+    if file.exists():
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"machine": {"torch": "another"}}))
+        products.grouped_products()
+        products.grouped_products.cache_clear()
+        assert len(commands) == tries + 1
