@@ -108,6 +108,18 @@ def test_the_trial_finds_wrong_products(monkeypatch):
     assert "differs from call to call" in products.trial(torch.device("cpu"))
 
 
+@some
+def test_a_trial_that_hangs_is_ended(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(products, "_TIMEOUT", 0.01)
+    products.grouped_products.cache_clear()
+    with caplog.at_level("INFO"):
+        assert not products.grouped_products()
+    products.grouped_products.cache_clear()
+    assert "because the grouped product took longer than 0.01 s" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("program", "said", "tries"),
     [
@@ -121,13 +133,13 @@ def test_the_trial_finds_wrong_products(monkeypatch):
 @some
 def test_what_crashes_is_not_used_and_not_tried_again(tmp_path, monkeypatch, caplog, program, said, tries):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    run, commands = subprocess.run, []
+    started, commands = subprocess.Popen, []
 
     def instead(command, **kwargs):
         commands.append(command)
-        return run([sys.executable, "-c", program], **kwargs)
+        return started([sys.executable, "-c", program], **kwargs)
 
-    monkeypatch.setattr(products.subprocess, "run", instead)
+    monkeypatch.setattr(products.subprocess, "Popen", instead)
     for _ in range(2):
         products.grouped_products.cache_clear()
         with caplog.at_level("INFO"):

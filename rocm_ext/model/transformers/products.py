@@ -143,11 +143,13 @@ def _tried() -> tuple[str, bool]:
     if _grouped_mm is None:
         return f"torch {torch.__version__} has no grouped product", False
     command = [sys.executable, "-m", __name__]
+    quiet = subprocess.DEVNULL
+    child = subprocess.Popen(command, stdin=quiet, stdout=subprocess.PIPE, stderr=quiet, text=True)
     try:
-        child = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT)
-        found = json.loads(child.stdout.splitlines()[-1])
+        found = json.loads(child.communicate(timeout=_TIMEOUT)[0].splitlines()[-1])
         return found["failure"], found["final"]
     except subprocess.TimeoutExpired:
+        child.kill()  # without waiting: a process that hangs in the driver does not die
         return f"the grouped product took longer than {_TIMEOUT} s", False
     except (ValueError, IndexError):
         return f"a trial of the grouped product ended with status {child.returncode}", child.returncode not in (0, 1)
