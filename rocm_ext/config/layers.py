@@ -348,7 +348,7 @@ def _expand_home(config: Any, prefix: str = "") -> None:
         elif key in _PATHS and isinstance(value, str):
             config[key] = os.path.expanduser(value)
         elif key in _PATHS and value is not None:  # open() takes a number for a file that is open, and closes it
-            raise UserError(f"{prefix}{key} is {value!r}; expected a path")
+            raise UserError(f"{prefix}{key} is {value!r}; expected a path, such as ./{value}")
 
 
 def _check_known(

@@ -76,7 +76,7 @@ class Kernel:
     """A function of a package that a model calls.
 
     Attributes:
-        name: for messages, with the package.
+        name: for messages: pip's name of the package, a colon, and the function.
         compute, reference: the function, and what it has to compute; both take tensors and return one.
         inputs: draws such tensors, in fp32 on the CPU.
     """
@@ -150,7 +150,7 @@ def canaries(
         fix = "try MIOPEN_DEBUG_CONV_DIRECT=0; " + other_torch
         checks.append(_check(f"{_short(dtype)} convolution", fix, partial(_convolution, device, dtype, rng)))
     for kernel in kernels:
-        fix = f"uninstall the package {kernel.name.split(':')[0]}, and transformers' own code takes its place"
+        fix = f"pip uninstall {kernel.name.split(':')[0]}, and transformers' own code takes its place"
         checks.append(_check(kernel.name, fix, partial(_package, device, dtype, kernel, rng)))
     if compiled and device.type == "cuda":
         # without an error they wrote nothing, and their caches kept them (unsloth#11614)
@@ -328,7 +328,7 @@ def _package(device: torch.device, dtype: torch.dtype, kernel: Kernel, rng: torc
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a package raises, also while it compiles
-            return False, f"{type(error).__name__}: {one_line(error)}"
+            return False, one_line(error)
     results = [_close(ours, theirs, dtype) for ours, theirs in zip(found, expected, strict=True)]
     return next((result for result in results if not result[0]), results[0])
 

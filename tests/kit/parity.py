@@ -1,9 +1,12 @@
 """Our models and runs, and what transformers, PEFT and torchtune compute of the same weights and rows."""
 
 import importlib.util
+import inspect
 import signal
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from rocm_ext.data.batches import MicroBatch, collate
 from rocm_ext.data.rows import Rows
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.build import build_model, load_weights, read_weights
+from rocm_ext.model.transformers.states import ROWS
 from tests.kit.families import folder_config
 from tests.kit.forks import forked, forked_ranks
 from tests.kit.tiny import metrics, write_yaml
@@ -165,8 +169,20 @@ def their_model(folder: Path, adapter: Path | None = None, trainable: bool = Fal
 
 
 @torch.no_grad()
+@contextmanager
+def transformers_own() -> Iterator[None]:
+    """transformers' own functions: ours take the place of those that carry states in its modules."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in sys.modules if name.startswith("transformers.models.")]:
+            for key, value in list(vars(sys.modules[name]).items()):
+                if inspect.isfunction(value) and hasattr(value, ROWS):
+                    patch.setattr(sys.modules[name], key, value.__wrapped__)
+        yield
+
+
 def their_logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
-    return their_model(folder, adapter)(TOKENS).logits
+    with transformers_own():
+        return their_model(folder, adapter)(TOKENS).logits
 
 
 def their_training(theirs: nn.Module, rows: Rows) -> dict[str, torch.Tensor]:
@@ -177,7 +193,8 @@ def their_training(theirs: nn.Module, rows: Rows) -> dict[str, torch.Tensor]:
         count = sum(int((torch.from_numpy(rows.labels[i][1:]) >= 0).sum()) for i in chunk)
         for i in chunk:
             tokens, labels = (torch.from_numpy(part[i]).long() for part in (rows.tokens, rows.labels))
-            logits = theirs(tokens[None]).logits[0, :-1]
+            with transformers_own():
+                logits = theirs(tokens[None]).logits[0, :-1]
             (F.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum") / count).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -17,13 +17,25 @@ from tests.kit.tiny import write_rows, write_yaml
 # what `pip install causal-conv1d` brings: transformers calls it instead of its own function where it can be imported
 PACKAGE = """
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 def causal_conv1d_fn(x, weight, bias=None, activation=None):
+    assert not isinstance(x, FakeTensor)  # a plan's: a compiled kernel would read its address, 0
     open({log!r}, "a").write("called\\n")
     width = weight.shape[-1]
     out = torch.nn.functional.conv1d(torch.nn.functional.pad(x, ({left}, width - 1 - {left})), weight[:, None], bias,
                                      groups=len(weight))
     return out if activation is None else torch.nn.functional.silu(out)
+"""
+
+
+# kernels compute tensors of GPUs alone; here a CPU is taken for one
+PROGRAM = """
+import sys
+from rocm_ext.model.transformers import states
+from rocm_ext.recipes.lora_finetune_rocm import main
+states.on_gpu = lambda x: not isinstance(x, states.FakeTensor)
+sys.exit(main())
 """
 
 
@@ -34,16 +46,16 @@ def test_an_installed_kernel_is_held_against_transformers(tmp_path, works):
         write_theirs(tmp_path / "base", "lfm 2"), write_rows(tmp_path / "rows.jsonl", 8), tmp_path / "out"
     )
     path = write_yaml(tmp_path / "run.yaml", cfg | {"startup_checks": True, "max_steps_per_epoch": 1})
-    command = [sys.executable, "-m", "rocm_ext.recipes.lora_finetune_rocm", "--config", path]
+    command = [sys.executable, "-c", PROGRAM, "--config", path]
     run = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, cwd=tmp_path
     )
     assert (tmp_path / "log").exists()
     assert run.returncode == (0 if works else 1), run.stderr
-    refused = "causal_conv1d: causal_conv1d_fn: relative error " in run.stderr
+    refused = "causal-conv1d: causal_conv1d_fn: relative error " in run.stderr
     assert refused != works
     if refused:
-        assert "uninstall the package causal_conv1d" in run.stderr.splitlines()[-1]
+        assert "pip uninstall causal-conv1d" in run.stderr.splitlines()[-1]
     assert (tmp_path / "out" / "adapter").exists() == works
 
 

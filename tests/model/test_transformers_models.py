@@ -42,6 +42,7 @@ from tests.kit.parity import (
     rows_that_begin_alike,
     ten_steps,
     their_logits,
+    transformers_own,
     whole_run,
 )
 from tests.kit.plans import planned_and_measured
@@ -63,23 +64,28 @@ def some(*fast: str, but: tuple[str, ...] = ()):
 def check_logits(folder: Path) -> bool:
     """Compare logits with transformers' eager attention and experts, packed rows with each sequence alone."""
     ours = our_model(folder).eval()
-    theirs = AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
-    expected = theirs(TOKENS, use_cache=False).logits
+
+    def theirs(tokens: torch.Tensor) -> torch.Tensor:
+        with transformers_own():
+            return model(tokens, use_cache=False).logits
+
+    expected = theirs(TOKENS)
     torch.testing.assert_close(ours(TOKENS), expected, rtol=1e-5, atol=1e-5 * max(1.0, float(expected.std())))
     if ours.packs:
         lengths = [9, 1, 12, 4]  # longer and shorter than windows of 6
         sequences = random_sequences(lengths, 3)
         found = ours.output(ours.hidden_states(pack(sequences, 8))[0])[: sum(lengths)]
-        alone = torch.cat([theirs(s[None], use_cache=False).logits[0] for s in sequences])
+        alone = torch.cat([theirs(s[None])[0] for s in sequences])
         torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5 * max(1.0, float(alone.std())))
     if ours.shares:
         rows = rows_that_begin_alike()
         batch = collate(rows, [0, 1, 2], packed=True, pad_id=0, multiple=8, share=True)
         found = ours.output(ours.hidden_states(batch)[0][batch.index])
         tokens = [s for ids, each in zip(rows.tokens, rows.lengths, strict=True) for s in torch.tensor(ids).split(each)]
-        alone = torch.cat([theirs(s[None], use_cache=False).logits[0, :-1] for s in tokens])
+        alone = torch.cat([theirs(s[None])[0, :-1] for s in tokens])
         torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5 * max(1.0, float(alone.std())))
     return ours.packs
 

@@ -3,19 +3,20 @@
 A layer with a state carries it from token to token, also from one sequence of a pack to the next. transformers' models
 call the functions that do so by a few names, whatever kernel is behind them. The wrappers gather the sequences of a
 pack as rows of a batch, in which each state begins anew, and put the results back. All else of the model runs on the
-pack.
+pack. Kernels of packages compute tensors of GPUs alone, and no plan's.
 """
 
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import logsigmoid, pad, softplus
 
 from rocm_ext.machine.numerics import Kernel
@@ -25,16 +26,39 @@ ROWS = "packed_rows"  # name of the argument that hands the lengths to a model's
 _SMALLEST, _LARGEST = 16, 64  # tokens of a chunk
 
 
+def on_gpu(x: Tensor) -> bool:
+    """Whether a kernel of a package may compute ``x``."""
+    return x.is_cuda and not isinstance(x, FakeTensor)
+
+
+@functools.cache
+def _installed(package: str) -> bool:
+    return find_spec(package) is not None
+
+
+def _chosen(theirs: Callable[..., Any], package: str, x: Tensor, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return ``theirs``, or transformers' own code where this would call a kernel that cannot compute ``x``."""
+    packs = any(options.get(name) is not None for name in ("seq_idx", "cu_seqlens"))  # transformers' own code has none
+    return theirs if packs or not _installed(package) or on_gpu(x) else inspect.unwrap(theirs)
+
+
+@torch.compiler.disable  # each batch has its own lengths
+def _apart(rows: Lengths, packed: list[Tensor], compute: Callable[..., Tensor]) -> Tensor:
+    return rows.each(packed, compute, True)
+
+
 def _conv(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap ``causal_conv1d_fn``: [1, channels, s] -> [1, channels, s]."""
 
     def conv(hidden_states: Tensor, *weights: Any, packed_rows: Lengths | None = None, **options: Any) -> Tensor:
+        function = _chosen(theirs, "causal_conv1d", hidden_states, options)
         if packed_rows is None:
-            return theirs(hidden_states, *weights, **options)
-        out = packed_rows.each(
-            [hidden_states[0].T], lambda x: theirs(x.transpose(1, 2), *weights, **options).transpose(1, 2), True
-        )
-        return out.T[None]
+            return function(hidden_states, *weights, **options)
+
+        def compute(x: Tensor) -> Tensor:
+            return function(x.transpose(1, 2), *weights, **options).transpose(1, 2)
+
+        return _apart(packed_rows, [hidden_states[0].T], compute).T[None]
 
     return conv
 
@@ -56,24 +80,26 @@ def _delta_rule(theirs: Callable[..., Any], largest: int = _LARGEST) -> Callable
         g: Tensor,
         beta: Tensor,
         chunk_size: int = _LARGEST,
+        *states: Any,
         packed_rows: Lengths | None = None,
         **options: Any,
     ) -> Any:
+        function = _chosen(theirs, "fla", query, options)
+
         def compute(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Any:
             size = min(chunk_size, largest, max(_SMALLEST, 1 << (q.shape[1] - 1).bit_length()))
-            return theirs(q, k, v, g=g, beta=beta, chunk_size=size, **options)
+            return function(q, k, v, g, beta, size, *states, **options)
 
         inputs = (query, key, value, g, beta)
         if packed_rows is None:
             return compute(*inputs)
-        return packed_rows.each([t[0] for t in inputs], lambda *call: compute(*call)[0], True)[None], None
+        return _apart(packed_rows, [t[0] for t in inputs], lambda *call: compute(*call)[0])[None], None
 
     return rule
 
 
 def _scan(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``mamba2_chunk_scan``: x [1, s, heads, d], dt [1, s, heads], B and C [1, s, groups, n] -> as x."""
-    compute = chunk_scan if find_spec("mamba_ssm") is None else theirs
 
     def scan(
         hidden_states: Tensor,
@@ -81,15 +107,20 @@ def _scan(theirs: Callable[..., Any]) -> Callable[..., Any]:
         A: Tensor,
         B: Tensor,
         C: Tensor,
+        chunk_size: int,
+        *,
         packed_rows: Lengths | None = None,
         **options: Any,
     ) -> Any:
-        if packed_rows is None:
-            return compute(hidden_states, dt, A, B, C, **options)
+        function = _chosen(theirs, "mamba_ssm", hidden_states, options)
+        if options.get("seq_idx") is None and not (_installed("mamba_ssm") and function is theirs):
+            function = chunk_scan
+
+        def compute(x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Any:
+            return function(x, dt, A, b, c, chunk_size=chunk_size, **options)
+
         inputs = (hidden_states, dt, B, C)
-        return packed_rows.each([t[0] for t in inputs], lambda x, dt, b, c: compute(x, dt, A, b, c, **options), True)[
-            None
-        ]
+        return compute(*inputs) if packed_rows is None else _apart(packed_rows, [t[0] for t in inputs], compute)[None]
 
     return scan
 
@@ -167,15 +198,19 @@ def chunk_scan(
 
 
 def _fused(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace a kernel of a whole layer, which does not know of packs: without it, layers call the other functions."""
-    return lambda *arguments, **options: None
+    """Wrap a kernel of a whole layer, without which the layer calls the other functions."""
+
+    def fused(x: Tensor, *arguments: Any, packed_rows: Lengths | None = None, **options: Any) -> Any:
+        return theirs(x, *arguments, **options) if packed_rows is None and on_gpu(x) else None
+
+    return fused
 
 
 # ---- the functions, by what transformers calls them
 
 
 def _conv_inputs(rng: Generator) -> list[Tensor]:
-    return [torch.randn(2, 64, 96, generator=rng), torch.randn(64, 4, generator=rng)]
+    return [torch.randn(2, 96, 64, generator=rng).transpose(1, 2), torch.randn(64, 4, generator=rng)]
 
 
 def _rule_inputs(rng: Generator, of_decay: tuple[int, ...] = ()) -> list[Tensor]:
@@ -205,11 +240,6 @@ class _Function:
     inputs: Callable[[Generator], list[Tensor]] | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def installed(self) -> bool:
-        """Whether the package is."""
-        return find_spec(self.package) is not None
-
     def trial(self, name: str, theirs: Callable[..., Any]) -> Kernel:
         """Return the installed kernel beside transformers' own code."""
 
@@ -219,9 +249,10 @@ class _Function:
 
         assert self.inputs is not None
         compute, reference = (functools.partial(call, each) for each in (theirs, inspect.unwrap(theirs)))
-        return Kernel(f"{self.package}: {name}", compute, reference, self.inputs)
+        return Kernel(f"{_PIP[self.package]}: {name}", compute, reference, self.inputs)
 
 
+_PIP = {"causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm"}  # pip's names
 _NORMED = {"use_qk_l2norm_in_kernel": True}
 _FUNCTIONS = {
     "causal_conv1d_fn": _Function(_conv, "causal_conv1d", _conv_inputs, {"activation": "silu"}),
@@ -255,9 +286,8 @@ def keep_apart(model: nn.Module) -> tuple[bool, list[Kernel]]:
                 found = True
                 if not hasattr(theirs, ROWS):
                     ours = functools.wraps(theirs)(function.wrap(theirs))
-                    ours = torch.compiler.disable(ours)
                     setattr(ours, ROWS, True)
                     setattr(module, name, ours)
-                if function.inputs and function.installed:
+                if function.inputs and _installed(function.package):
                     kernels.append(function.trial(name, getattr(module, name)))
     return found, kernels
