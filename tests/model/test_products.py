@@ -109,6 +109,16 @@ def test_the_trial_finds_wrong_products(monkeypatch):
 
 
 @some
+def test_a_cache_that_cannot_be_written_ends_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "torchtune-rocm").touch()  # where a folder should be
+    monkeypatch.setattr(products, "_tried", lambda: ("", True))
+    products.grouped_products.cache_clear()
+    assert products.grouped_products()
+    products.grouped_products.cache_clear()
+
+
+@some
 def test_a_trial_that_hangs_is_ended(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(products, "_TIMEOUT", 0.01)
@@ -127,8 +137,9 @@ def test_a_trial_that_hangs_is_ended(tmp_path, monkeypatch, caplog):
         ('print(\'noise\'); print(\'{"failure": "", "final": true}\')', "", 1),
         ('print(\'{"failure": "the GPU\\\'s memory is full", "final": false}\')', "memory is full", 2),
         ("raise ImportError", "ended with status 1", 2),
+        ("import os; os.kill(os.getpid(), 9)", "ended with status -9", 2),  # the kernel's, when memory is full
     ],
-    ids=["crash", "right", "no memory", "error"],
+    ids=["crash", "right", "no memory", "error", "killed"],
 )
 @some
 def test_what_crashes_is_not_used_and_not_tried_again(tmp_path, monkeypatch, caplog, program, said, tries):
@@ -145,7 +156,7 @@ def test_what_crashes_is_not_used_and_not_tried_again(tmp_path, monkeypatch, cap
         with caplog.at_level("INFO"):
             assert products.grouped_products() == (not said)
     products.grouped_products.cache_clear()
-    assert commands == [[sys.executable, "-m", "rocm_ext.model.transformers.products"]] * tries
+    assert commands == [[sys.executable, "-m", "rocm_ext.model.transformers.products", "0"]] * tries
     assert said in caplog.text
     assert ("one grouped product for all" in caplog.text) == (not said)
     file = tmp_path / "torchtune-rocm" / "grouped_mm.json"

@@ -4,6 +4,7 @@ import inspect
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +30,20 @@ def causal_conv1d_fn(x, weight, bias=None, activation=None):
 """
 
 
+# what `pip install flash-linear-attention` brings, in torch: its sixth argument is a scale
+FLA = """
+import inspect
+from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
+
+def chunk_gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
+                           use_qk_l2norm_in_kernel=False, cu_seqlens=None):
+    open({log!r}, "a").write("called\\n")
+    out, state = inspect.unwrap(theirs.torch_chunk_gated_delta_rule)(
+        q, k, v, g, beta, initial_state=initial_state, output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    return out if scale is None else out * scale * k.shape[-1] ** 0.5, state
+"""
+
 # kernels compute tensors of GPUs alone; here a CPU is taken for one
 PROGRAM = """
 import sys
@@ -39,24 +54,41 @@ sys.exit(main())
 """
 
 
+def train(folder: Path, name: str) -> subprocess.CompletedProcess[str]:
+    """Train the model ``name`` for a step, with the packages in ``folder``."""
+    cfg = folder_config(write_theirs(folder / "base", name), write_rows(folder / "rows.jsonl", 8), folder / "out")
+    path = write_yaml(folder / "run.yaml", cfg | {"startup_checks": True, "max_steps_per_epoch": 1})
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "--config", path],
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        cwd=folder,
+    )
+    assert (folder / "log").exists(), run.stderr
+    return run
+
+
 @pytest.mark.parametrize("works", [True, False])
 def test_an_installed_kernel_is_held_against_transformers(tmp_path, works):
     (tmp_path / "causal_conv1d.py").write_text(PACKAGE.format(log=str(tmp_path / "log"), left=3 if works else 2))
-    cfg = folder_config(
-        write_theirs(tmp_path / "base", "lfm 2"), write_rows(tmp_path / "rows.jsonl", 8), tmp_path / "out"
-    )
-    path = write_yaml(tmp_path / "run.yaml", cfg | {"startup_checks": True, "max_steps_per_epoch": 1})
-    command = [sys.executable, "-c", PROGRAM, "--config", path]
-    run = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, cwd=tmp_path
-    )
-    assert (tmp_path / "log").exists()
+    run = train(tmp_path, "lfm 2")
     assert run.returncode == (0 if works else 1), run.stderr
     refused = "causal-conv1d: causal_conv1d_fn: relative error " in run.stderr
     assert refused != works
     if refused:
         assert "pip uninstall causal-conv1d" in run.stderr.splitlines()[-1]
     assert (tmp_path / "out" / "adapter").exists() == works
+
+
+def test_flash_linear_attention_gets_its_own_arguments(tmp_path):
+    ops = tmp_path / "fla" / "ops"
+    ops.mkdir(parents=True)
+    (ops.parent / "__init__.py").touch()
+    (ops / "__init__.py").touch()
+    (ops / "gated_delta_rule.py").write_text(FLA.format(log=str(tmp_path / "log")))
+    run = train(tmp_path, "qwen3.5")
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize("initial", [False, True])

@@ -255,6 +255,8 @@ def main() -> None:
         sorting.make(pocket)
     made = json.loads(card.read_text())
     methods = args.methods or TASKS[args.task]
+    if "kept" in methods and (args.task != "pretrained" or "raft" not in methods):
+        sys.exit("the method kept is for --task pretrained, and needs the method raft beside it")
     names = [(method, seed) for seed in args.seeds for method in methods]
     jobs = {name: job(*name, args.rounds, out, pocket) for name in names}
     sft = [name for name in names if jobs[name].recipe == SFT]  # on what the others have sampled

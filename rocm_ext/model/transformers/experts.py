@@ -60,12 +60,17 @@ class _Spread(torch.autograd.Function):
     def forward(ctx, x, order, back):  # type: ignore[override]
         ctx.save_for_backward(back)
         ctx.shape = len(x), len(back) // len(x)
-        return pad(x, (0, 0, 0, 1))[order // ctx.shape[1]]
+        return _with_zeros(x, order, back)[order // ctx.shape[1]]
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
         (back,) = ctx.saved_tensors
         return grad[back].view(*ctx.shape, -1).sum(1), None, None
+
+
+def _with_zeros(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    """Add a row of zeros, [n, d] -> [n + 1, d], if some rows of ``order`` stand for none."""
+    return pad(x, (0, 0, 0, 1)) if len(order) > len(back) else x
 
 
 class _Products(torch.autograd.Function):
@@ -103,9 +108,14 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
         out, weights, order, back = ctx.saved_tensors
-        by_row = pad(grad, (0, 0, 0, 1))[order // weights.shape[1]]
+        by_row = _with_zeros(grad, order, back)[order // weights.shape[1]]
         grad_weights = (by_row * out).sum(1)[back].view_as(weights).to(weights.dtype)
-        return (by_row * pad(weights.reshape(-1), (0, 1))[order, None]).to(out.dtype), grad_weights, None, None
+        return (
+            (by_row * _with_zeros(weights.reshape(-1, 1), order, back)[order]).to(out.dtype),
+            grad_weights,
+            None,
+            None,
+        )
 
 
 ALL_EXPERTS_FUNCTIONS.register(SORTED, sorted_experts)

@@ -7,6 +7,7 @@ machine that it ends, is right and is faster: ROCm wheels that are built for man
 
 import json
 import math
+import signal
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import read_json, replace_text
 from rocm_ext.base.log import log
 from rocm_ext.machine.bench_file import cache_folder, machine_key
@@ -29,6 +30,7 @@ from rocm_ext.machine.detect import detect
 
 _grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 _TIMEOUT = 300  # seconds
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGBUS, signal.SIGFPE)  # they would come again
 
 
 @dataclass(frozen=True)
@@ -127,14 +129,16 @@ def grouped_products() -> bool:
     """
     machine, folder = machine_key(detect()), cache_folder()
     file = folder / "grouped_mm.json" if folder else None
+    failure = None
     with suppress(UserError, KeyError):  # a damaged file is written again
         if file and (kept := read_json(file)) and kept["machine"] == machine:
-            return not kept["failure"]
-    failure, final = _tried()
+            failure = kept["failure"]
+    if failure is None:
+        failure, final = _tried()
+        with suppress(UserError):  # a cache folder that cannot be written, or that another rank writes to
+            if file and final:
+                replace_text(file, json.dumps({"machine": machine, "failure": failure}))
     log.info("experts: %s", f"one product for each, because {failure}" if failure else "one grouped product for all")
-    with suppress(OSError):  # a cache folder that cannot be written
-        if file and final:
-            replace_text(file, json.dumps({"machine": machine, "failure": failure}))
     return not failure
 
 
@@ -142,7 +146,7 @@ def _tried() -> tuple[str, bool]:
     """Return why this machine has no grouped products, or "", and whether another try would find the same."""
     if _grouped_mm is None:
         return f"torch {torch.__version__} has no grouped product", False
-    command = [sys.executable, "-m", __name__]
+    command = [sys.executable, "-m", __name__, str(torch.cuda.current_device() if torch.cuda.is_available() else 0)]
     quiet = subprocess.DEVNULL
     child = subprocess.Popen(command, stdin=quiet, stdout=subprocess.PIPE, stderr=quiet, text=True)
     try:
@@ -152,7 +156,8 @@ def _tried() -> tuple[str, bool]:
         child.kill()  # without waiting: a process that hangs in the driver does not die
         return f"the grouped product took longer than {_TIMEOUT} s", False
     except (ValueError, IndexError):
-        return f"a trial of the grouped product ended with status {child.returncode}", child.returncode not in (0, 1)
+        status = child.returncode
+        return f"a trial of the grouped product ended with status {status}", -status in _CRASHES
 
 
 def trial(device: torch.device) -> str:
@@ -174,7 +179,9 @@ def trial(device: torch.device) -> str:
         lambda rows: rows.gradient(low, x),
     ]
     for call in calls:
-        found, again, expected = call(grouped), call(grouped), call(by_loop)
+        expected = call(by_loop)
+        torch.full_like(expected, torch.nan)  # in the memory that the next call gets: it must write all of it
+        found, again = call(grouped), call(grouped)
         error = float((found.float() - expected.float()).norm() / expected.float().norm())
         if not error < 1e-2:
             return f"the grouped product is wrong by {error:.1e} of its result"
@@ -182,9 +189,9 @@ def trial(device: torch.device) -> str:
             return "the grouped product differs from call to call"
 
     def seconds(rows: Rows) -> float:
-        began = time.perf_counter()
+        began, layer = time.perf_counter(), Rows(rows.order, rows.back, rows.ends, rows.grouped)
         for call in calls:
-            call(Rows(rows.order, rows.back, rows.ends, rows.grouped)).sum().item()
+            call(layer).sum().item()
         return time.perf_counter() - began
 
     ratio = min(seconds(by_loop) for _ in range(5)) / min(seconds(grouped) for _ in range(5))
@@ -194,11 +201,11 @@ def trial(device: torch.device) -> str:
 def main() -> None:
     """Try grouped products on the GPU; print the failure, and whether it would come again."""
     try:
-        failure, final = trial(torch.device("cuda")), True
-    except torch.OutOfMemoryError:
-        failure, final = "the GPU's memory is full", False
-    except (RuntimeError, NotImplementedError) as error:
-        failure, final = str(error).strip().split("\n")[0], True
+        failure, final = trial(torch.device("cuda", int(sys.argv[1]))), True
+    except NotImplementedError as error:
+        failure, final = one_line(error), True
+    except RuntimeError as error:  # such as memory that is full; the next process tries again
+        failure, final = one_line(error), False
     print(json.dumps({"failure": failure, "final": final}))
 
 

@@ -3,7 +3,7 @@
 A layer with a state carries it from token to token, also from one sequence of a pack to the next. transformers' models
 call the functions that do so by a few names, whatever kernel is behind them. The wrappers gather the sequences of a
 pack as rows of a batch, in which each state begins anew, and put the results back. All else of the model runs on the
-pack. Kernels of packages compute tensors of GPUs alone, and no plan's.
+pack. Of packages' kernels, those wrapped here compute tensors of GPUs alone, and no plan's.
 """
 
 import functools
@@ -80,7 +80,7 @@ def _delta_rule(theirs: Callable[..., Any], largest: int = _LARGEST) -> Callable
         g: Tensor,
         beta: Tensor,
         chunk_size: int = _LARGEST,
-        *states: Any,
+        *,
         packed_rows: Lengths | None = None,
         **options: Any,
     ) -> Any:
@@ -88,7 +88,7 @@ def _delta_rule(theirs: Callable[..., Any], largest: int = _LARGEST) -> Callable
 
         def compute(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Any:
             size = min(chunk_size, largest, max(_SMALLEST, 1 << (q.shape[1] - 1).bit_length()))
-            return function(q, k, v, g, beta, size, *states, **options)
+            return function(q, k, v, g, beta, chunk_size=size, **options)  # fla's sixth argument is another
 
         inputs = (query, key, value, g, beta)
         if packed_rows is None:
@@ -209,19 +209,21 @@ def _fused(theirs: Callable[..., Any]) -> Callable[..., Any]:
 # ---- the functions, by what transformers calls them
 
 
-def _conv_inputs(rng: Generator) -> list[Tensor]:
-    return [torch.randn(2, 96, 64, generator=rng).transpose(1, 2), torch.randn(64, 4, generator=rng)]
+def _conv_inputs(rng: Generator, dtype: torch.dtype) -> list[Tensor]:
+    x, weight = torch.randn(2, 96, 64, generator=rng), torch.randn(64, 4, generator=rng)
+    return [x.to(dtype).transpose(1, 2), weight.to(dtype)]
 
 
-def _rule_inputs(rng: Generator, of_decay: tuple[int, ...] = ()) -> list[Tensor]:
-    q, k, v = torch.randn(3, 2, 96, 2, 32, generator=rng)
+def _rule_inputs(rng: Generator, dtype: torch.dtype, of_decay: tuple[int, ...] = ()) -> list[Tensor]:
+    q, k, v = torch.randn(3, 2, 96, 2, 32, generator=rng).to(dtype)
     decay = logsigmoid(torch.randn(2, 96, 2, *of_decay, generator=rng))
-    return [q, k, v, decay, torch.rand(2, 96, 2, generator=rng)]
+    return [q, k, v, decay, torch.rand(2, 96, 2, generator=rng).to(dtype)]
 
 
-def _scan_inputs(rng: Generator) -> list[Tensor]:
+def _scan_inputs(rng: Generator, dtype: torch.dtype) -> list[Tensor]:
     x, (b, c) = torch.randn(2, 96, 4, 32, generator=rng), torch.randn(2, 2, 96, 1, 32, generator=rng)
-    return [x, torch.rand(2, 96, 4, generator=rng), -torch.rand(4, generator=rng), b, c]
+    dt, a = torch.rand(2, 96, 4, generator=rng), -torch.rand(4, generator=rng)
+    return [x.to(dtype), dt.to(dtype), a, b.to(dtype), c.to(dtype)]
 
 
 @dataclass(frozen=True)
@@ -231,13 +233,13 @@ class _Function:
     Attributes:
         wrap: makes ours of theirs.
         package: whose kernel transformers takes instead of its own code, where it is installed.
-        inputs: makes the inputs of a trial, with ``options``; None: ours never calls the kernel.
+        inputs: makes the inputs of a trial, with ``options``, as a model has them in a dtype; None: there is no trial.
         options: other arguments of the trial.
     """
 
     wrap: Callable[..., Callable[..., Any]]
     package: str
-    inputs: Callable[[Generator], list[Tensor]] | None = None
+    inputs: Callable[[Generator, torch.dtype], list[Tensor]] | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def trial(self, name: str, theirs: Callable[..., Any]) -> Kernel:
