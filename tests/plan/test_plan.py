@@ -441,11 +441,11 @@ def test_this_cpu_is_measured():
 
 
 @pytest.mark.slow
-def test_every_config_fits_its_machine(capsys):
-    for name in (path.stem for recipe in registry.recipes().values() for path in recipe.configs):
-        ranks = "8" if name.endswith(("qwen32b", "qwen72b", "8gpu", "mi300x_qwen3_32b")) else "1"
-        ranks = "7" if name.endswith("grpo_8gpu") else ranks  # the eighth GPU is the server's
-        plan(capsys, "--config", name, "--ranks", ranks)
+@pytest.mark.parametrize("name", [path.stem for recipe in registry.recipes().values() for path in recipe.configs])
+def test_every_config_fits_its_machine(name, capsys):
+    ranks = "8" if name.endswith(("qwen32b", "qwen72b", "8gpu", "mi300x_qwen3_32b")) else "1"
+    ranks = "7" if name.endswith("grpo_8gpu") else ranks  # the eighth GPU is the server's
+    plan(capsys, "--config", name, "--ranks", ranks)
 
 
 # ------------------------------------------------------------------------------------------------- bad input
