@@ -116,7 +116,6 @@ def test_the_next_step_samples_while_this_one_trains(serve, make, out, messages)
     assert policies(out) == {1: {0}, 2: {0}, 3: {1}, 4: {2}}
     assert lags(out) == [0, 1, 1, 1]
     steps = lines(out / "metrics.jsonl")
-    assert steps[0]["hidden_seconds"] == 0
     assert steps[0]["mismatch_mean"] < 1e-4 < min(step["mismatch_mean"] for step in steps[1:])
     assert all(step["hidden_seconds"] <= step["sample_seconds"] for step in steps)
     assert fake.rules.adapters == {}
