@@ -76,11 +76,13 @@ class Kernel:
     """A function of a package that a model calls.
 
     Attributes:
-        name: for messages: pip's name of the package, a colon, and the function.
+        package: pip's name of it.
+        name: of the function.
         compute, reference: the function, and what it has to compute; both take tensors and return one.
         inputs: draws such tensors on the CPU, as a model that computes in a dtype has them.
     """
 
+    package: str
     name: str
     compute: Callable[..., Tensor]
     reference: Callable[..., Tensor]
@@ -150,8 +152,8 @@ def canaries(
         fix = "try MIOPEN_DEBUG_CONV_DIRECT=0; " + other_torch
         checks.append(_check(f"{_short(dtype)} convolution", fix, partial(_convolution, device, dtype, rng)))
     for kernel in kernels:
-        fix = f"pip uninstall {kernel.name.split(':')[0]}, and transformers' own code takes its place"
-        checks.append(_check(kernel.name, fix, partial(_package, device, dtype, kernel, rng)))
+        fix = f"pip uninstall {kernel.package}, and transformers' own code takes its place"
+        checks.append(_check(f"{kernel.package}: {kernel.name}", fix, partial(_package, device, dtype, kernel, rng)))
     if compiled and device.type == "cuda":
         # without an error they wrote nothing, and their caches kept them (unsloth#11614)
         fix = "set AMDGCN_USE_BUFFER_OPS=0, empty TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR, or set compile=False"

@@ -326,8 +326,8 @@ class PrefixCache:
 # ---- packed sequences
 
 
-# The longest sequence that shares a call on CPUs, and the least length of the others in it, as a share of the longest:
-# longer ones save nothing but the padding costs more.
+# The longest sequence that shares a call of attention on CPUs, and the least length of the others in a call, as a share
+# of the longest: longer ones save nothing but the padding costs more.
 _SHORT, _SIMILAR = 512, 0.75
 
 
@@ -345,7 +345,7 @@ class Lengths:
 
     def __init__(self, values: tuple[int, ...], shared: tuple[int, ...] = ()) -> None:
         self.values, self.shared = values, shared or (0,) * len(values)
-        self._calls: dict[bool, tuple[list[tuple[int, int]], Tensor | None, Tensor | None]] = {}
+        self._calls: dict[int, tuple[list[tuple[int, int]], Tensor | None, Tensor | None]] = {}
 
     def attend(self, packed: Sequence[Tensor], compute: Callable[..., Tensor], together: bool) -> Tensor:
         """Compute attention within each sequence.
@@ -363,28 +363,28 @@ class Lengths:
         found = self.each(
             rows,
             lambda *call: compute(*(t.transpose(1, 2) for t in call)).transpose(1, 2),
-            together and rows[0].device.type == "cpu",
+            _SHORT if together and rows[0].device.type == "cpu" else 0,
         )
         return found[None]
 
-    def each(self, packed: Sequence[Tensor], compute: Callable[..., Tensor], together: bool) -> Tensor:
+    def each(self, packed: Sequence[Tensor], compute: Callable[..., Tensor], longest: int) -> Tensor:
         """Compute a causal function of each sequence.
 
         Args:
             packed: what it needs of packed tokens: [s, ...] each.
             compute: the function of several sequences, [n, longest, ...] each; shorter ones are padded on the right,
                 and begin with what they share.
-            together: whether short sequences of similar length are computed together.
+            longest: tokens of the longest sequence that is computed together with others of similar length.
 
         Returns:
             [s, ...].
         """
-        if together not in self._calls:
-            self._calls[together] = self._made(together, packed[0].device)
-        sizes, index, order = self._calls[together]
+        if longest not in self._calls:
+            self._calls[longest] = self._made(longest, packed[0].device)
+        sizes, index, order = self._calls[longest]
         # embeddings, because their backward pass is fast on CPUs and sums shared rows in a fixed order on GPUs
         rows = packed if index is None else [_rows(t, index) for t in packed]
-        calls = zip(*(t.split([n * longest for n, longest in sizes]) for t in rows), strict=True)
+        calls = zip(*(t.split([n * width for n, width in sizes]) for t in rows), strict=True)
         outs = [
             compute(*(t.unflatten(0, size) for t in call)).flatten(0, 1)
             for call, size in zip(calls, sizes, strict=True)
@@ -392,7 +392,7 @@ class Lengths:
         out = torch.cat(outs)
         return out if order is None else _rows(out, order)
 
-    def _made(self, together: bool, device: torch.device) -> tuple[list[tuple[int, int]], Tensor | None, Tensor | None]:
+    def _made(self, longest: int, device: torch.device) -> tuple[list[tuple[int, int]], Tensor | None, Tensor | None]:
         """Return n and longest of each call, the tokens of all calls, and where each token's output is among theirs.
 
         None: the calls have all tokens in their order.
@@ -403,8 +403,8 @@ class Lengths:
             spans.append((shared + count, shared, begun, first))
             first += count
         calls: list[list[tuple[int, ...]]] = []
-        for span in sorted(spans, reverse=True) if together else spans:
-            if together and calls and calls[-1][0][0] <= _SHORT and span[0] >= _SIMILAR * calls[-1][0][0]:
+        for span in sorted(spans, reverse=True) if longest else spans:
+            if calls and calls[-1][0][0] <= longest and span[0] >= _SIMILAR * calls[-1][0][0]:
                 calls[-1].append(span)
             else:
                 calls.append([span])

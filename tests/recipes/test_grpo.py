@@ -167,7 +167,7 @@ def test_ctrl_c_saves(make, reference, tmp_path, phase):
         def append(self, record):
             original(self, record)
             here = self._scope[:2] == (3 if phase == "sample" else 2, phase) and len(self.records) == 3
-            if here and not sent:  # a second Ctrl-C ends the run at once
+            if here and not sent:  # samples, later verdicts come to 3; a second Ctrl-C ends the run at once
                 sent.append(True)
                 os.kill(os.getpid(), signal.SIGINT)
 

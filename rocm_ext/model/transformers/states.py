@@ -36,22 +36,25 @@ def _installed(package: str) -> bool:
     return find_spec(package) is not None
 
 
-def _chosen(theirs: Callable[..., Any], package: str, x: Tensor, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return ``theirs``, or transformers' own code where this would call a kernel that cannot compute ``x``."""
-    packs = any(options.get(name) is not None for name in ("seq_idx", "cu_seqlens"))  # transformers' own code has none
-    return theirs if packs or not _installed(package) or on_gpu(x) else inspect.unwrap(theirs)
+def _chosen(
+    theirs: Callable[..., Any], own: Callable[..., Any], package: str, x: Tensor, options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Return ``theirs`` for what a kernel of the package computes, else ``own``, which computes the same in torch."""
+    packs = any(options.get(name) is not None for name in ("seq_idx", "cu_seqlens"))  # refused without the package
+    return theirs if packs or (_installed(package) and on_gpu(x)) else own
 
 
 @torch.compiler.disable  # each batch has its own lengths
 def _apart(rows: Lengths, packed: list[Tensor], compute: Callable[..., Tensor]) -> Tensor:
-    return rows.each(packed, compute, True)
+    return rows.each(packed, compute, sys.maxsize)
 
 
 def _conv(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap ``causal_conv1d_fn``: [1, channels, s] -> [1, channels, s]."""
+    own = inspect.unwrap(theirs)
 
     def conv(hidden_states: Tensor, *weights: Any, packed_rows: Lengths | None = None, **options: Any) -> Tensor:
-        function = _chosen(theirs, "causal_conv1d", hidden_states, options)
+        function = _chosen(theirs, own, "causal_conv1d", hidden_states, options)
         if packed_rows is None:
             return function(hidden_states, *weights, **options)
 
@@ -72,6 +75,7 @@ def _delta_rule(theirs: Callable[..., Any], largest: int = _LARGEST) -> Callable
         theirs: the function.
         largest: tokens of a chunk at most.
     """
+    own = inspect.unwrap(theirs)
 
     def rule(
         query: Tensor,
@@ -84,7 +88,7 @@ def _delta_rule(theirs: Callable[..., Any], largest: int = _LARGEST) -> Callable
         packed_rows: Lengths | None = None,
         **options: Any,
     ) -> Any:
-        function = _chosen(theirs, "fla", query, options)
+        function = _chosen(theirs, own, "fla", query, options)
 
         def compute(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Any:
             size = min(chunk_size, largest, max(_SMALLEST, 1 << (q.shape[1] - 1).bit_length()))
@@ -112,9 +116,7 @@ def _scan(theirs: Callable[..., Any]) -> Callable[..., Any]:
         packed_rows: Lengths | None = None,
         **options: Any,
     ) -> Any:
-        function = _chosen(theirs, "mamba_ssm", hidden_states, options)
-        if options.get("seq_idx") is None and not (_installed("mamba_ssm") and function is theirs):
-            function = chunk_scan
+        function = _chosen(theirs, chunk_scan, "mamba_ssm", hidden_states, options)
 
         def compute(x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Any:
             return function(x, dt, A, b, c, chunk_size=chunk_size, **options)
@@ -251,7 +253,7 @@ class _Function:
 
         assert self.inputs is not None
         compute, reference = (functools.partial(call, each) for each in (theirs, inspect.unwrap(theirs)))
-        return Kernel(f"{_PIP[self.package]}: {name}", compute, reference, self.inputs)
+        return Kernel(_PIP[self.package], name, compute, reference, self.inputs)
 
 
 _PIP = {"causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm"}  # pip's names
