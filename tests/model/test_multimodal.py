@@ -1,7 +1,6 @@
 """The text part of multimodal models trains as the whole model does in transformers and PEFT."""
 
 import json
-import math
 import shutil
 import warnings
 from datetime import date
@@ -10,24 +9,18 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-import yaml
-from rocm_ext.recipes.dpo_rocm import DPO
-from rocm_ext.recipes.grpo_rocm import GRPO
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMultimodalLM, AutoTokenizer
 
-from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.data.messages import Turn
 from rocm_ext.data.template import read_template
 from tests.kit.families import folder_config, on_demand
-from tests.kit.grpo_runs import write_run
+from tests.kit.grpo_runs import check_grpo_and_dpo
 from tests.kit.lines import one_line_has
 from tests.kit.multimodal_models import MODELS, write_multimodal
 from tests.kit.parity import TOKENS, finetune, our_logits, our_model, pack, prepare, random_sequences, ten_steps
 from tests.kit.plans import planned_and_measured
-from tests.kit.raft_runs import write_world
-from tests.kit.tiny import metrics, write_yaml
 
 pytestmark = pytest.mark.usefixtures("any_torchao")
 FAST = ("gemma 3", "mistral 3", "qwen3.5")
@@ -181,32 +174,10 @@ def test_planned_peak_is_the_measured_one_of_the_text_part(folder_of, tmp_path, 
     assert 0.9 * peak < planned < {"qwen3-vl": 1.3, "gemma 4": 1.2}.get(name, 1.1) * peak
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "gemma 4"])
+@pytest.mark.parametrize("name", some("qwen3.5", "gemma 4"))
 def test_grpo_and_dpo(folder_of, tmp_path, name):
-    """As their run configs: sampled log-probs are those of training, and the loss of pairs falls from ln 2."""
-    write_world(tmp_path)
-    ours = folder_config(folder_of(name), tmp_path / "prompts.jsonl", tmp_path / "grpo")
-    path = write_run(tmp_path, tmp_path / "grpo", steps=2, model=ours["model"])
-    cfg = yaml.safe_load(path.read_text())
-    own = {key: value for key, value in cfg.items() if key not in ("checkpointer", "tokenizer")}
-    recipe = GRPO(config.load("grpo_rocm", str(write_yaml(path, own))))
-    recipe.setup()
-    recipe.train()
-    recipe.cleanup()
-    assert len(metrics(tmp_path / "grpo", "updates")) == 2
-    assert min(metrics(tmp_path / "grpo", "grad_norm")) > 0
-    assert max(metrics(tmp_path / "grpo", "mismatch_max")) < 1e-4
-
-    said = [{"role": "assistant", "content": text} for text in ("It is 42. So.", "She sold clips in May.")]
-    asked = [{"role": "user", "content": f"{i}?"} for i in range(24)]
-    pairs = [{"chosen": [each, said[0]], "rejected": [each, said[1]]} for each in asked]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
-    cfg = {**ours, "output_dir": str(tmp_path / "dpo"), "recipe": "dpo_rocm"}
-    cfg["dataset"] = {"_component_": "rocm_ext.data.preference_dataset", "source": str(tmp_path / "pairs.jsonl")}
-    finetune(cfg, recipe=DPO)
-    losses = metrics(tmp_path / "dpo")
-    assert losses[0] == pytest.approx(math.log(2), abs=1e-4)
-    assert losses[-1] < losses[0] - 0.05
+    """As their run configs."""
+    check_grpo_and_dpo(folder_of(name), tmp_path)
 
 
 # ---- chat templates

@@ -27,6 +27,7 @@ from rocm_ext.plan.memory import plan_memory
 from tests.kit import multimodal_models
 from tests.kit.families import folder_config, write_family
 from tests.kit.forks import forked, several_ranks
+from tests.kit.grpo_runs import check_grpo_and_dpo
 from tests.kit.hf_models import CARE, MODELS, MORE, PADDED, layers_for_peft, write_common, write_theirs, write_wider
 from tests.kit.parity import (
     CPU,
@@ -270,6 +271,11 @@ def test_two_ranks_equal_one(folder_of, rows, tmp_path, name):
 def test_planned_peak_is_the_measured_one(tmp_path, name, changes):
     planned, peak = planned_and_measured(write_wider(tmp_path / "base", name), tmp_path / "run", **changes)
     assert planned == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.parametrize("name", some())
+def test_grpo_and_dpo(folder_of, tmp_path, name):
+    check_grpo_and_dpo(folder_of(name), tmp_path)
 
 
 @pytest.mark.slow
