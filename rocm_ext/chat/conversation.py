@@ -15,12 +15,14 @@ from rocm_ext.base.files import json_object
 from rocm_ext.chat.stream import Reasoning, TextStream
 from rocm_ext.config.chosen_model import sample_here, sampling_config
 from rocm_ext.data.render import PlainRenderer, render_prompt, to_text
+from rocm_ext.environments import Tools, calls_in
 from rocm_ext.rl.loop import RLRecipe
 from rocm_ext.sampling import Completion, Request, Sampling, sample_seed
 from rocm_ext.train.scoring import without_adapter
 
 _TEMPERATURE = 0.7  # of models that name none
 _LEAST_ROOM = 256  # tokens left for an answer before old turns are dropped
+_MOST_CALLS = 8  # answers with calls of tools to one question
 Message = dict[str, Any]
 
 
@@ -31,6 +33,7 @@ class Reply:
     Attributes:
         text: all of it, reasoning included.
         visible: the text without its reasoning.
+        marked: the text with special tokens, which mark calls of tools in some templates.
         tokens: number of sampled tokens.
         first: seconds to the first token, which the prompt takes.
         seconds: time from the first token to the last.
@@ -39,6 +42,7 @@ class Reply:
 
     text: str = ""
     visible: str = ""
+    marked: str = ""
     tokens: int = 0
     first: float = 0.0
     seconds: float = 0.0
@@ -63,6 +67,7 @@ class Chat:
         history: the turns so far, ``{role, content}`` each, without the system message.
         answer: the last answer, of :meth:`ask` or :meth:`base`.
         tell: shows the user a notice.
+        tools: functions that the model may call; None: none.
     """
 
     recipe: RLRecipe
@@ -73,6 +78,7 @@ class Chat:
     history: list[Message] = field(default_factory=list)
     answer: Reply = field(default_factory=Reply)
     tell: Callable[[str], None] = lambda text: None
+    tools: Tools | None = None
     _asked: int = 0
     _last: list[Message] = field(default_factory=list)
 
@@ -93,7 +99,8 @@ class Chat:
     def ask(self, question: str) -> Iterator[tuple[str, bool]]:
         """Ask, and yield the answer in pieces: the text, and whether it is reasoning.
 
-        The answer joins the history, also if the caller stops reading; unless nothing but reasoning is there.
+        Where the answer calls tools, they run, and the model answers again with what they gave. The answer joins the
+        history, also if the caller stops reading; unless nothing but reasoning is there.
 
         Raises:
             UserError: the question exceeds the model's context, or the template refuses it.
@@ -102,6 +109,12 @@ class Chat:
         self._last = self._fitting([*self.history, {"role": "user", "content": question}])
         try:
             yield from self._stream()
+            for _ in range(_MOST_CALLS):
+                if not (turns := self._called()):
+                    break
+                self._last = self._fitting([*self._last, *turns])
+                yield "\n", False
+                yield from self._stream()
         finally:
             if self.answer.visible.strip() and self.has_template:
                 self.history = [*self._last, {"role": "assistant", "content": self.answer.text}]
@@ -125,9 +138,34 @@ class Chat:
         finally:
             self.session.refresh()
 
+    def check_tools(self) -> None:
+        """Check that the chat template shows the tools to the model.
+
+        Raises:
+            UserError: there is no template, or it leaves them out.
+        """
+        hello = [{"role": "user", "content": "Hello"}]
+        if not self.has_template or self._prompt(hello) == render_prompt(self._tokenizer, hello):
+            raise UserError("the model's chat template has no place for tools; leave out --tool, or use another model")
+
     def reset(self) -> None:
         """Forget the history; the system message stays."""
         self.history, self._last = [], []
+
+    def _called(self) -> list[Message]:
+        """Run the tools that the last answer calls; return its turn and theirs, or nothing."""
+        if self.tools is None or self.answer.finish_reason != "stop":
+            return []
+        content, calls = calls_in(self.answer.marked, self.tools.schemas)
+        if not calls:
+            return []
+        turns = [{"role": "assistant", "content": content, "tool_calls": [c.message(i) for i, c in enumerate(calls)]}]
+        for number, call in enumerate(calls):
+            result = self.tools(call)
+            given = ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())
+            self.tell(f"[{call.name or 'a call'}({given}): {result}]")
+            turns.append({"role": "tool", "name": call.name, "tool_call_id": f"call_{number}", "content": result})
+        return turns
 
     def _stream(self) -> Iterator[tuple[str, bool]]:
         """Yield an answer to the last question in pieces."""
@@ -146,6 +184,8 @@ class Chat:
             if isinstance(step, Completion):
                 ended = step.finish_reason == "stop"
                 sampled, answer.tokens, answer.finish_reason = step.tokens, len(step.tokens), step.finish_reason
+                if self.tools is not None:  # which need a chat template, and that this tokenizer
+                    answer.marked = self._tokenizer.encoder.decode(sampled[: len(sampled) - ended], special=True)
                 pieces = reasoning.add(decoder.add(sampled[-1]) * (not ended) + decoder.end()) + reasoning.end()
             else:
                 answer.tokens = len(step)
@@ -162,7 +202,7 @@ class Chat:
 
     def _prompt(self, messages: list[Message]) -> list[int]:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return render_prompt(self._tokenizer, [*system, *messages])
+        return render_prompt(self._tokenizer, [*system, *messages], self.tools.schemas if self.tools else None)
 
     def _fitting(self, messages: list[Message]) -> list[Message]:
         """Return the messages without the oldest turns where these leave too little room for an answer.
@@ -172,8 +212,9 @@ class Chat:
         """
         most = self._limit - min(self.sampling.max_new_tokens, _LEAST_ROOM, self._limit // 4)
         first, length = 0, len(self._prompt(messages))
-        while length > most and first + 2 < len(messages):
-            first += 2
+        questions = [i for i, message in enumerate(messages) if message["role"] == "user"][1:]
+        while length > most and questions:
+            first = questions.pop(0)
             length = len(self._prompt(messages[first:]))
         if length > most:
             raise UserError(
@@ -195,13 +236,16 @@ def model_sampling(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def open_chat(cfg: DictConfig, seed: int | None = None, system: str = "", **sampling: Any) -> Iterator[Chat]:
+def open_chat(
+    cfg: DictConfig, seed: int | None = None, system: str = "", tools: Tools | None = None, **sampling: Any
+) -> Iterator[Chat]:
     """Open a config's model for a conversation.
 
     Args:
         cfg: config of any recipe, from :meth:`rocm_ext.config.chosen_model.ChosenModel.load`.
         seed: decides what is drawn; None: a random one.
         system: system message; empty: none.
+        tools: functions that the model may call; None: none.
         sampling: values of :class:`~rocm_ext.sampling.Sampling`; those that are None, and those not given, are the
             model's own.
 
@@ -220,6 +264,9 @@ def open_chat(cfg: DictConfig, seed: int | None = None, system: str = "", **samp
         try:
             defaults = model_sampling(Path(cfg.checkpointer.checkpoint_dir))
             with recipe.engines.sample.session(None) as session:
-                yield Chat(recipe, session, Sampling(**{**defaults, **given}), cfg.seed, system)
+                chat = Chat(recipe, session, Sampling(**{**defaults, **given}), cfg.seed, system, tools=tools)
+                if tools is not None:
+                    chat.check_tools()
+                yield chat
         finally:
             recipe.cleanup()

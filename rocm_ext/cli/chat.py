@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.importing import import_component
 from rocm_ext.cli._common import add_overrides, add_trust, count, note, number, prepare
 from rocm_ext.config.chosen_model import find_target
 
@@ -40,6 +41,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     option("--adapter", type=Path, metavar="DIR", help="PEFT folder (default: the run's, or that of the config)")
     option("-p", "--prompt", metavar="TEXT", help="answer this question and end")
     option("--system", default="", metavar="TEXT", help="system message")
+    tool = "Python function that the model may call, such as my_tools.search; it runs as you; may be repeated"
+    option("--tool", action="append", default=[], metavar="FUNCTION", help=tool)
     option(
         "--temperature", type=number(float, 0, 100), metavar="T", help="0: greedy (default: the model's own, else 0.7)"
     )
@@ -69,9 +72,12 @@ def run(args: argparse.Namespace) -> int:
     if any(override.startswith("seed=") for override in args.overrides):
         raise UserError("seed= is the seed of trainings; --seed N repeats the same answers", code=2)
     from rocm_ext.chat import open_chat
+    from rocm_ext.environments import Tools
 
+    tools = Tools([import_component(path) for path in args.tool]) if args.tool else None
     sampling = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "max_new_tokens")}
-    with open_chat(target.load([*args.overrides, "output_dir=chat"]), args.seed, args.system, **sampling) as chat:
+    cfg = target.load([*args.overrides, "output_dir=chat"])
+    with open_chat(cfg, args.seed, args.system, tools, **sampling) as chat:
         chat.tell = note
         if question is not None:
             return _show(chat, chat.ask(question.strip()))

@@ -66,9 +66,9 @@ class TextEncoder:
         starts = (i for i in range(len(special)) if special[i : i + len(plain)] == plain)
         return special[: next(starts, 0)]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of ``tokens`` without special tokens."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+    def decode(self, tokens: Sequence[int], special: bool = False) -> str:
+        """Return the text of ``tokens``, with special tokens if ``special``."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=not special)
 
     def encode_apart(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
         """Tokenise ``text`` so that the tokens before a cut are those of the text before it.

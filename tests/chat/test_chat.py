@@ -23,6 +23,8 @@ from rocm_ext.chat.stream import Writer
 from rocm_ext.data.encoder import HFTokenizer
 from rocm_ext.data.render import to_text
 from rocm_ext.pocket import load_tokenizer
+from rocm_ext.sampling import Completion
+from rocm_ext.sampling.local import LocalSession
 from tests.kit.hf_models import write_theirs
 from tests.kit.tiny import write_yaml
 
@@ -151,6 +153,51 @@ def test_a_model_that_transformers_computes_answers_as_there(tmp_path, monkeypat
     second = theirs(model, [asked[0], {"role": "assistant", "content": first}, asked[1]], limit=12)
     assert out == "".join(text + "\n" * (not text.endswith("\n")) for text in (first, second))
     assert code == 0
+
+
+TOOL_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_model_calls_tools(pocket_dir, tmp_path, monkeypatch, capfd):
+    """The model gets what its calls give, until an answer calls none; mistakes are for it to read."""
+    model = write_theirs(tmp_path / "model", "smollm 3")
+    (model / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    (tmp_path / "my_tools.py").write_text('def add(a: int, b: int) -> int:\n    """Add."""\n    return a + b\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    call = '<tool_call>{"name": "add", "arguments": {"a": %s, "b": 2}}</tool_call>'
+    short = ["--max-new-tokens", "8"]
+    said = iter([f"I add. {call % 40}", call % '"x"', "It is 42.", "Yes."])
+    asked = []
+
+    def stream(self, request, sampling):
+        asked.append(self._tokenizer.encoder.decode(request.tokens, special=True))
+        tokens = self._tokenizer.encode(next(said), add_bos=False, add_eos=True)
+        yield from (tokens[:n] for n in range(1, len(tokens)))
+        yield Completion(request, tokens, [0.0] * len(tokens), "", "stop")
+
+    monkeypatch.setattr(LocalSession, "stream", stream)
+    out, err, code = chat(
+        monkeypatch, capfd, model, "--tool", "my_tools.add", *short, lines=["What is 40 + 2?", "Sure?"]
+    )
+    assert code == 0, err
+    assert out.endswith("It is 42.\nYes.\n"), (out, err)
+    assert "[add(a=40, b=2): 42]" in err
+    assert "is not of type 'integer'" in err
+    assert '"description": "Add."' in asked[0]
+    assert asked[1].startswith(asked[0] + f"I add.{call % 40}<|im_end|>\n<|im_start|>tool\n42<|im_end|>")
+    assert asked[3].startswith(asked[2] + "It is 42.<|im_end|>\n<|im_start|>user\nSure?")
+    _, err, code = chat(monkeypatch, capfd, pocket_dir, "--tool", "my_tools.add", "-p", "1+1?")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "chat template has no place for tools" in err
+    _, err, code = chat(monkeypatch, capfd, model, "--tool", "my_tools.sub", "-p", "1+1?")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "my_tools has no 'sub'" in err
 
 
 def test_a_seed_repeats_the_answers(pocket_dir, monkeypatch, capfd):

@@ -1,0 +1,149 @@
+"""Calls of tools in what a model says, in the notation of its own chat template.
+
+Templates write calls in few notations, which their marks tell apart: JSON in ``<tool_call>`` (Hermes, Qwen2.5, Qwen3,
+SmolLM3), functions and parameters as tags (Qwen3-Coder, Qwen3.5, Nemotron), keys and values as tags (GLM), JSON alone
+or behind ``<|python_tag|>`` (Llama 3), ``[TOOL_CALLS]`` (Mistral), channels (gpt-oss) and Python calls (LFM2).
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rocm_ext.base.errors import one_line
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool.
+
+    Attributes:
+        name: of the tool; empty where it cannot be read.
+        arguments: by the names of the tool's parameters.
+        problem: what is wrong with the call's text; empty: it can be read.
+    """
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    problem: str = ""
+
+    def message(self, number: int) -> dict[str, Any]:
+        """Return the call as an assistant's message has it, in OpenAI's form; ``number`` makes its id."""
+        function = {"name": self.name, "arguments": dict(self.arguments)}
+        return {"id": f"call_{number}", "type": "function", "function": function}
+
+
+def calls_in(text: str, schemas: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[Call]]:
+    """Read the calls in an answer.
+
+    Args:
+        text: the answer with its special tokens.
+        schemas: JSON schemas of the tools; their types say what untyped arguments are.
+
+    Returns:
+        The text without calls, and the calls in their order. One that cannot be read has a problem.
+    """
+    for mark, read in _NOTATIONS:
+        if found := list(mark.finditer(text)):
+            calls = [call for match in found for call in _checked(read, match.group(1), schemas)]
+            return mark.sub("", text).strip(), calls
+    if schemas and (call := _bare(text)):  # Llama's, which have no mark
+        return "", [call]
+    return text, []
+
+
+Reader = Callable[[str, Sequence[Mapping[str, Any]]], Iterator[Call]]
+
+
+def _checked(read: Reader, body: str, schemas: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
+    try:
+        yield from read(body, schemas)
+    except (ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError) as problem:
+        yield Call("", problem=one_line(problem))
+
+
+def _of_json(value: Any) -> Call:
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        raise ValueError('a call is {"name": ..., "arguments": {...}}')
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"arguments are an object, found {type(arguments).__name__}")
+    return Call(value["name"], arguments)
+
+
+def _tagged(body: str, schemas: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
+    if function := re.match(r"\s*<function=([^>\s]+)>(.*)", body, re.S):
+        pairs = re.findall(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", function[2], re.S)
+        yield _typed(function[1], pairs, schemas)
+    elif keys := re.match(r"\s*([\w.-]+)\s*(<arg_key>.*|)\s*$", body, re.S):
+        pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", keys[2], re.S)
+        yield _typed(keys[1], pairs, schemas)
+    else:
+        value = json.loads(body)
+        yield from map(_of_json, value if isinstance(value, list) else [value])
+
+
+def _typed(name: str, pairs: Sequence[tuple[str, str]], schemas: Sequence[Mapping[str, Any]]) -> Call:
+    """Read arguments that came as text: JSON unless the tool wants text."""
+    functions = (schema.get("function", schema) for schema in schemas)
+    wanted: Mapping[str, Any] = next(
+        (f.get("parameters", {}).get("properties", {}) for f in functions if f.get("name") == name), {}
+    )
+    arguments: dict[str, Any] = {}
+    for key, value in pairs:
+        arguments[key] = value
+        if wanted.get(key, {}).get("type") != "string":
+            try:
+                arguments[key] = json.loads(value)
+            except ValueError:
+                arguments[key] = value
+    return Call(name, arguments)
+
+
+def _listed(body: str, _: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
+    """Read Mistral's calls: a list, or ``name[ARGS]{...}``."""
+    if named := re.match(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\])?\s*(\{.*)", body, re.S):
+        yield _of_json({"name": named[1], "arguments": json.loads(named[2])})
+    else:
+        yield from map(_of_json, json.loads(body))
+
+
+def _channel(body: str, _: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
+    header, arguments = body.split("<|message|>", 1)
+    yield _of_json({"name": re.split(r"[\s<]", header)[0], "arguments": json.loads(arguments)})
+
+
+def _python(body: str, _: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
+    calls = ast.parse(body.strip(), mode="eval").body
+    for call in calls.elts if isinstance(calls, ast.List) else [calls]:
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError("a call is name(parameter=value)")
+        yield Call(ast.unparse(call.func), {str(k.arg): ast.literal_eval(k.value) for k in call.keywords})
+
+
+def _json_behind(body: str, _: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
+    yield from (_of_json(json.loads(part)) for part in re.split(r";\s*(?=\{)", body))
+
+
+def _bare(text: str) -> Call | None:
+    """Read a message that is a call as a whole, as Llama 3 writes it; None: it is something else."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    named = isinstance(value, dict) and isinstance(value.get("name"), str) and ("parameters" in value)
+    return _of_json(value) if named and isinstance(value["parameters"], dict) else None
+
+
+# What encloses calls, and who reads what is inside. An answer that was cut may lack the end.
+_NOTATIONS: list[tuple[re.Pattern, Reader]] = [
+    (re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S), _tagged),
+    (re.compile(r"<\|tool_call_start\|>(.*?)(?:<\|tool_call_end\|>|\Z)", re.S), _python),
+    (re.compile(r"(?:<\|channel\|>\w+)?\s*to=functions\.(.*?)(?:<\|call\|>|\Z)", re.S), _channel),
+    (re.compile(r"\[TOOL_CALLS\](.*?)(?=\[TOOL_CALLS\]|</s>|\Z)", re.S), _listed),
+    (re.compile(r"<\|python_tag\|>(.*?)(?:<\|eom_id\|>|<\|eot_id\|>|\Z)", re.S), _json_behind),
+]

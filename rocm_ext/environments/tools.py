@@ -1,0 +1,141 @@
+"""Functions that a model may call: how they are described to it, and what it gets back."""
+
+import inspect
+import json
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.environments.calls import Call
+
+_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+_MOST = 20_000  # characters of a result
+
+
+class Tools:
+    """Functions that a model may call.
+
+    A function's name, type hints and docstring describe it. A docstring has a summary, and under ``Args:`` a line
+    ``name: text`` for each parameter.
+
+    Args:
+        functions: the functions; bound methods, too.
+
+    Attributes:
+        schemas: JSON schemas of the functions in OpenAI's form, as chat templates take them.
+
+    Raises:
+        UserError: a function has no docstring, a parameter has no type hint or one that JSON cannot express, or two
+            functions have one name.
+    """
+
+    def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
+        self._functions = {function.__name__: function for function in functions}
+        if len(self._functions) < len(functions):
+            raise UserError(f"tools: two functions have one name, of {', '.join(f.__name__ for f in functions)}")
+        self.schemas = [schema_of(function) for function in functions]
+
+    def __call__(self, call: Call) -> str:
+        """Return what a call gives, as text. What is wrong with it is text, too, for the model to read."""
+        if call.problem:
+            return f"error: the call cannot be read: {call.problem}"
+        if (function := self._functions.get(call.name)) is None:
+            return f"error: there is no tool {call.name!r}; the tools are {', '.join(self._functions)}"
+        try:
+            inspect.signature(function).bind(**call.arguments)
+        except TypeError as problem:
+            return f"error: {call.name}: {one_line(problem)}"
+        schema = next(s["function"]["parameters"] for s in self.schemas if s["function"]["name"] == call.name)
+        if misfit := _misfit(call.arguments, schema):
+            return f"error: {call.name}: {misfit}"
+        try:
+            return as_text(function(**call.arguments))
+        except Exception as problem:  # whatever a tool raises
+            return f"error: {type(problem).__name__}: {one_line(problem)}"
+
+
+def as_text(result: Any) -> str:
+    """Return a tool's result as text: JSON unless it is text. Of a long one, the middle is left out."""
+    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+    text = text.encode("utf-8", "replace").decode()  # no halves of surrogate pairs
+    if len(text) > _MOST:
+        text = f"{text[: _MOST // 2]}\n… {len(text) - _MOST:,} characters left out …\n{text[-_MOST // 2 :]}"
+    return text
+
+
+def _misfit(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+    """Say which argument is not of its type; empty: all are."""
+    from jsonschema import Draft202012Validator  # here, because it takes a third of a second
+
+    error = next(iter(Draft202012Validator(schema).iter_errors(dict(arguments))), None)
+    return "" if error is None else f"{'.'.join(map(str, error.path)) or 'the arguments'}: {error.message}"
+
+
+def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Describe a function as a JSON schema in OpenAI's form.
+
+    Raises:
+        UserError: as :class:`Tools`.
+    """
+    name, doc = function.__name__, inspect.getdoc(function)
+    if not doc:
+        raise UserError(f"tools: {name} has no docstring; the model reads there what the function does")
+    summary, described = _described(doc)
+    hints = get_type_hints(function)
+    properties, required = {}, []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise UserError(f"tools: {name} takes *{parameter.name}; a tool has named parameters alone")
+        if parameter.name not in hints:
+            raise UserError(f"tools: {name}'s parameter {parameter.name} has no type hint")
+        try:
+            kind = _kind(hints[parameter.name])
+        except KeyError as error:
+            raise UserError(
+                f"tools: {name}'s parameter {parameter.name} is {error}; expected str, int, float, bool, list, dict, "
+                "Literal, or one of these | None"
+            ) from error
+        if text := described.get(parameter.name):
+            kind = {**kind, "description": text}
+        properties[parameter.name] = kind
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    parameters = {"type": "object", "properties": properties, "required": required}
+    return {"type": "function", "function": {"name": name, "description": summary, "parameters": parameters}}
+
+
+def _kind(hint: Any) -> dict[str, Any]:
+    """Return the JSON schema of a type.
+
+    Raises:
+        KeyError: JSON has no such type.
+    """
+    if hint is Any:
+        return {}
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return {"enum": list(parts)}
+    if origin in (Union, types.UnionType):
+        kinds = [_kind(part) if part is not type(None) else {"type": "null"} for part in parts]
+        return {"anyOf": kinds}
+    if (origin or hint) not in _TYPES:
+        raise KeyError(hint)
+    kind: dict[str, Any] = {"type": _TYPES[origin or hint]}
+    if kind["type"] == "array" and parts:
+        kind["items"] = _kind(parts[0])
+    elif kind["type"] == "object" and len(parts) == 2:
+        kind["additionalProperties"] = _kind(parts[1])
+    return kind
+
+
+def _described(doc: str) -> tuple[str, dict[str, str]]:
+    """Return a docstring's text before its sections, and the parameters' descriptions."""
+    summary, *sections = re.split(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?):\s*$", doc, flags=re.M)
+    described: dict[str, str] = {}
+    for title, body in zip(sections[::2], sections[1::2], strict=True):
+        if title in ("Args", "Arguments", "Parameters"):
+            parts = re.findall(r"^\s+(\w+)\s*(?:\([^)]*\))?:\s*(.*(?:\n(?!\s+\w+\s*(?:\([^)]*\))?:).*)*)", body, re.M)
+            described = {name: " ".join(text.split()) for name, text in parts}
+    return " ".join(summary.split()), described

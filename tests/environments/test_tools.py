@@ -1,0 +1,155 @@
+"""Tools: what a model is told of them, how its calls are read, and what they give."""
+
+import json
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.utils.chat_template_utils import get_json_schema
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.environments import Call, Tools, calls_in
+
+
+def search(query: str, most: int = 3, kinds: list[str] | None = None, order: Literal["date", "name"] = "date") -> list:
+    """Search the texts
+    of a folder.
+
+    Args:
+        query: words to look for,
+            in any order.
+        most: texts at most.
+        kinds: kinds of texts.
+        order: what comes first. (choices: ["date", "name"])
+
+    Returns:
+        Names.
+    """
+    if query == "?":
+        raise LookupError("no such words")
+    return [query] * most
+
+
+def plain(x: float, flag: bool) -> dict[str, int]:
+    """Do nothing."""
+    return {"x": int(x), "flag": flag}
+
+
+TOOLS = Tools([search, plain])
+
+
+def test_schemas_are_those_of_transformers():
+    ours = TOOLS.schemas[1]["function"]
+    assert ours["description"] == "Do nothing."
+    theirs = get_json_schema(described)["function"]
+    ours = Tools([described]).schemas[0]["function"]
+    assert ours["name"] == theirs["name"]
+    assert ours["parameters"]["properties"] == theirs["parameters"]["properties"]
+    assert ours["parameters"]["required"] == theirs["parameters"]["required"]
+    assert TOOLS.schemas[0]["function"]["description"] == "Search the texts of a folder."
+    properties = TOOLS.schemas[0]["function"]["parameters"]["properties"]
+    assert properties["query"]["description"] == "words to look for, in any order."
+    assert properties["order"]["enum"] == ["date", "name"]
+
+
+def described(a: int, b: str, c: bool, d: list[int], e: float = 1.0) -> int:
+    """Describe.
+
+    Args:
+        a: first
+        b: second
+        c: third
+        d: fourth
+        e: fifth
+    """
+    return a
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def f(a: int): pass", "f has no docstring"),
+        ("def f(a): 'Text.'", "parameter a has no type hint"),
+        ("def f(*a: int): 'Text.'", r"takes \*a"),
+        ("def f(a: complex): 'Text.'", "parameter a is <class 'complex'>; expected str"),
+    ],
+)
+def test_functions_that_no_model_can_read(source, message):
+    space: dict = {}
+    exec(source, space)
+    with pytest.raises(UserError, match=message):
+        Tools([space["f"]])
+    with pytest.raises(UserError, match="two functions have one name"):
+        Tools([search, search])
+
+
+WRITTEN = {
+    "hermes": 'I look.\n<tool_call>\n{"name": "search", "arguments": {"query": "a", "most": 2}}\n</tool_call>',
+    "qwen 3.5": "I look.\n<tool_call>\n<function=search>\n<parameter=query>\na\n</parameter>\n<parameter=most>\n2\n"
+    "</parameter>\n</function>\n</tool_call>",
+    "glm": "I look.\n<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>a</arg_value>\n<arg_key>most</arg_key>\n"
+    "<arg_value>2</arg_value>\n</tool_call>",
+    "llama 3": '{"name": "search", "parameters": {"query": "a", "most": 2}}',
+    "llama 3, marked": '<|python_tag|>{"name": "search", "parameters": {"query": "a", "most": 2}}<|eom_id|>',
+    "mistral": '[TOOL_CALLS]search[ARGS]{"query": "a", "most": 2}',
+    "mistral 7b": '[TOOL_CALLS] [{"name": "search", "arguments": {"query": "a", "most": 2}}]',
+    "gpt-oss": '<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"query":"a","most":2}<|call|>',
+    "lfm 2": 'I look.<|tool_call_start|>[search(query="a", most=2)]<|tool_call_end|>',
+    "arguments as text": '<tool_call>{"name": "search", "arguments": "{\\"query\\":\\"a\\",\\"most\\":2}"}</tool_call>',
+}
+
+
+@pytest.mark.parametrize("written", WRITTEN.values(), ids=WRITTEN)
+def test_calls_in_the_notations_of_templates(written):
+    content, calls = calls_in(written, TOOLS.schemas)
+    assert content in ("", "I look.")
+    assert calls == [Call("search", {"query": "a", "most": 2})]
+    assert json.loads(TOOLS(calls[0])) == ["a", "a"]
+
+
+def test_several_calls_and_none():
+    text = '<tool_call>{"name": "search", "arguments": {"query": "1"}}</tool_call>'
+    content, calls = calls_in(f"First {text} then\n{text}", TOOLS.schemas)
+    assert content == "First  then"
+    assert [call.name for call in calls] == ["search", "search"]
+    # JSON that is an answer
+    for answer in ('{"a": 1}', '{"name": "x"}', "42", "", '{"name": "x", "parameters": 3}'):
+        assert calls_in(answer, TOOLS.schemas) == (answer, [])
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (Call("find"), "there is no tool 'find'; the tools are search, plain"),
+        (Call("search"), "missing a required argument: 'query'"),
+        (Call("search", {"query": "a", "z": 1}), "unexpected keyword argument 'z'"),
+        (Call("search", {"query": 1}), "query: 1 is not of type 'string'"),
+        (Call("search", {"query": "a", "order": "size"}), "order: 'size' is not one of"),
+        (Call("search", {"query": "?"}), "LookupError: no such words"),
+        (Call("", problem="it is cut"), "cannot be read: it is cut"),
+    ],
+)
+def test_mistakes_are_answers(call, said):
+    assert TOOLS(call).startswith("error: ")
+    assert said in TOOLS(call)
+
+
+def test_results():
+    assert TOOLS(Call("plain", {"x": 1.5, "flag": True})) == '{"x": 1, "flag": true}'
+    long = TOOLS(Call("search", {"query": "ab" * 40_000, "most": 1}))
+    assert len(long) < 21_000
+    assert "left out" in long
+    assert TOOLS(Call("search", {"query": "\ud800", "most": 1})).isprintable()
+
+
+PIECES = [*'<>/[]{}":,|=_ \n1', "tool_call", "<tool_call>", "</tool_call>", "name", "[TOOL_CALLS]", "<function="]
+PIECES += ["<|python_tag|>", "to=functions.", "<|message|>", "<|tool_call_start|>", "[ARGS]", "<arg_key>", '{"name":']
+
+
+@given(st.lists(st.sampled_from(PIECES)).map("".join))
+def test_no_text_is_too_wild(text):
+    content, calls = calls_in(text, TOOLS.schemas)
+    assert isinstance(content, str)
+    for call in calls:
+        assert TOOLS(call).startswith("error: ")
