@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,9 @@ from rocm_ext.machine.profile import Profile, check_locked
 from rocm_ext.model.checkpointer import StoredWeights, on_meta, sample
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.layers import use_fused_norms
-from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters, is_plain, plain
+from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, dense, init_adapters, is_plain, plain
 from rocm_ext.model.native import native
+from rocm_ext.model.quantized import Quantized, fp8_rows
 
 
 class CausalLM(nn.Module):
@@ -67,6 +69,8 @@ def build_model(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) 
             f"model {cfg_model._component_} builds a {type(decoder).__name__}; only text decoders "
             "(torchtune TransformerDecoder) are supported"
         )
+    if cfg_model.get("quantize_base") == "fp8" and not decoder.quantizes:
+        raise UserError("model.quantize_base=fp8 is for rocm_ext.model.from_checkpoint; torchtune's builders take True")
     if not decoder.layers:
         raise UserError(f"model {cfg_model._component_} builds a model without layers; set num_layers to at least 1")
     adopt(decoder, cfg_model)
@@ -76,14 +80,13 @@ def build_model(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) 
     return decoder
 
 
-def check_quantized(decoder: nn.Module, profile: Profile, overrides: list[str], ranks: int, budget: int) -> list[str]:
-    """Check that ``profile`` and the number of ranks allow a 4-bit base model, if ``decoder`` has one.
+def check_quantized(decoder: nn.Module, profile: Profile, overrides: list[str], budget: int) -> list[str]:
+    """Check that ``profile`` allows the base model to be quantised, if the config asks for it.
 
     Args:
         decoder: model with adapters.
         profile: the machine's profile, which may lock ``quantize_base``.
         overrides: keys set on the command line; an override lifts the lock.
-        ranks: processes of this run.
         budget: bytes that this run may use. Weights in 16 bits that take over nine tenths of it leave no room to
             train, and lift the lock.
 
@@ -91,18 +94,17 @@ def check_quantized(decoder: nn.Module, profile: Profile, overrides: list[str], 
         Warnings: one line if the lock is lifted.
 
     Raises:
-        UserError: the profile locks it without an override, or several ranks run.
+        UserError: the profile locks it without an override.
     """
-    if not any(layer._quantize_base for _, layer in adapters(decoder)):
+    asked: Any = "fp8" if getattr(decoder, "quantizes", False) else True
+    if asked is True and not any(layer._quantize_base for _, layer in adapters(decoder)):
         return []
-    if ranks > 1:
-        raise UserError("a 4-bit base model (QLoRA) runs on one rank; drop --nproc_per_node or use bf16")
     key = "quantize_base"
     unpacked = sum(p.numel() * 2 for p in decoder.parameters() if not p.requires_grad)
     if key in profile.locked and unpacked > 0.9 * budget:
         sizes = f"16-bit weights take {unpacked / 2**30:.1f} GiB of {budget / 2**30:.1f}"
-        return [f"{key}=True: {sizes}, so the base model is kept in 4 bits; {profile.locked[key].reason}"]
-    return check_locked(profile, {key: True}, [key] if key in overrides else [])
+        return [f"{key}={asked}: {sizes}, so the base model is quantised; {profile.locked[key].reason}"]
+    return check_locked(profile, {key: asked}, [key] if key in overrides else [])
 
 
 @dataclass(frozen=True)
@@ -176,8 +178,15 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
             placed = to_nf4(full.to(ranks.device, torch.bfloat16).to(parameter.dtype))
         else:
             rows = joined.get(plain(name))
-            placed = ranks.shard_like(full, parameter, copy=not owned) if rows is None else rows.copy_(full)
-            shard = placed.to_local() if hasattr(placed, "to_local") else placed  # type: ignore[operator]
+            if isinstance(parameter, Quantized) and (decoder.quantizes or isinstance(full, Quantized)):
+                if not isinstance(full, Quantized):
+                    full = fp8_rows(full.to(ranks.device), parameter.transposed)
+                placed = full.with_parts(lambda part: part.to(ranks.device), parameter.dtype)
+                shard = placed.scales()
+            else:
+                full = dense(full)
+                placed = ranks.shard_like(full, parameter, copy=not owned) if rows is None else rows.copy_(full)
+                shard = placed.to_local() if hasattr(placed, "to_local") else placed  # type: ignore[operator]
             if shard.numel():
                 lowest, highest = shard.aminmax()  # unlike a sum, without a copy in fp32
                 extremes[plain(name)] = lowest.float() + highest.float()

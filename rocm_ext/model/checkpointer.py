@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -19,16 +20,20 @@ from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
 from rocm_ext.base.supervised import beat
 from rocm_ext.model.families import foreign_config, from_hf, read_architecture
+from rocm_ext.model.quantized import stored
 
 HF = "HF"  # the model_type of weights in Hugging Face's row order
 _OUTPUT, _EMBEDDINGS = "output.weight", "tok_embeddings.weight"
 _STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
 _TABLES = ("rotary_emb.inv_freq", ".position_ids")  # in old files; config.json has what they come from
+_QUANTISED = (("", "_scale_inv"), ("", "_scale"), ("_blocks", "_scales"))  # ends of names of values and of scales
+_OF_ACTIVATIONS = (".input_scale", ".activation_scale")  # activations stay in 16 bits
 _AGAIN = "download the file again"
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    **({"F8_E8M0": torch.float8_e8m0fnu} if hasattr(torch, "float8_e8m0fnu") else {}),  # from torch 2.7
 }  # fmt: skip
 
 
@@ -139,6 +144,8 @@ class StoredWeights(Mapping[str, Tensor]):
     time (transformers issue 44756), and from mapped files some kernels copy at a second per piece (ROCm issues 5952 and
     6523). Tensors of ``.bin`` files are mapped.
 
+    A weight that is stored in 4 or 8 bits with its scales is one :class:`rocm_ext.model.quantized.Quantized`.
+
     Args:
         folder: holds the files.
         files: their names.
@@ -152,32 +159,53 @@ class StoredWeights(Mapping[str, Tensor]):
     def __init__(
         self, folder: Path, files: Sequence[str], rename: Callable[[str], str] = str, without: tuple[str, ...] = ()
     ) -> None:
-        self._stored: dict[str, tuple[_Safetensors | _Pickled, str]] = {}
+        self._stored: dict[str, list[_Stored]] = {}
         self._names: dict[str, list[str]] = {}
         for file in files:
             path = folder / file
             with _readable(path):
                 reader = _Safetensors(path) if path.suffix == ".safetensors" else _Pickled(path)
             self._names[file] = []
-            for stored in reader.names:
-                if stored.endswith(without):
+            for own in reader.names:
+                if own.endswith(without):
                     continue
                 try:
-                    name = rename(stored)
+                    name = rename(own)
                 except KeyError as error:
-                    raise UserError(f"{path} has {stored}, which no layer of this model has") from error
-                self._stored[name] = reader, stored
+                    raise UserError(f"{path} has {own}, which no layer of this model has") from error
+                self._stored[name] = [_Stored(reader, own)]
                 self._names[file].append(name)
+        self._join_scales()
+
+    def _join_scales(self) -> None:
+        """Make one tensor of a quantised weight's values and scales."""
+        weights: dict[str, str] = {}  # by the name of the values
+        scales: dict[str, str] = {}
+        for name, (values,) in self._stored.items():
+            for of_values, of_scales in _QUANTISED:
+                weight = name.removesuffix(of_values)
+                own = weight + of_scales
+                if name.endswith(of_values) and own in self._stored and values.on_meta().element_size() == 1:
+                    weights[name], scales[name] = weight, own
+        if not weights:
+            return
+        left = set(scales.values()).union(name for name in self._stored if name.endswith(_OF_ACTIVATIONS))
+        self._stored = {
+            weights.get(name, name): parts + self._stored[scales[name]] if name in scales else parts
+            for name, parts in self._stored.items()
+            if name not in left
+        }
+        self._names = {
+            file: [weights.get(name, name) for name in names if name not in left] for file, names in self._names.items()
+        }
 
     def of_file(self, file: str) -> list[str]:
         """Return the names of the tensors that ``file`` holds."""
         return self._names[file]
 
     def __getitem__(self, name: str) -> Tensor:
-        reader, stored = self._stored[name]
         beat()
-        with _readable(reader.path):
-            return reader.read(stored)
+        return _whole(name, [part.read() for part in self._stored[name]])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
@@ -191,13 +219,21 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def on_meta(self) -> dict[str, Tensor]:
         """Return all tensors without their values."""
-        return {name: reader.on_meta(stored) for name, (reader, stored) in self._stored.items()}
+        return {name: _whole(name, [part.on_meta() for part in parts]) for name, parts in self._stored.items()}
 
     def sample(self, name: str) -> Tensor:
-        """Return up to 64 values of a tensor, spread over it, without reading the others."""
-        reader, stored = self._stored[name]
-        with _readable(reader.path):
-            return reader.sample(stored)
+        """Return up to 64 values of a tensor, spread over it, without reading the others; scales come after."""
+        values, *scales = [part.sample() for part in self._stored[name]]
+        return torch.cat([values.float(), scales[0].float()]) if scales else values
+
+
+def _whole(name: str, parts: list[Tensor]) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    try:
+        return stored(name, *parts)
+    except ValueError as error:
+        raise UserError(f"checkpointer: {error}, which do not fit; {_AGAIN}") from error
 
 
 def on_meta(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -221,6 +257,25 @@ def _spread(count: int) -> list[range]:
     if count <= 64:
         return [range(count)]
     return [range(start, start + 8) for start in (i * (count - 8) // 7 for i in range(8))]
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of a file."""
+
+    reader: "_Safetensors | _Pickled"
+    name: str
+
+    def read(self) -> Tensor:
+        with _readable(self.reader.path):
+            return self.reader.read(self.name)
+
+    def sample(self) -> Tensor:
+        with _readable(self.reader.path):
+            return self.reader.sample(self.name)
+
+    def on_meta(self) -> Tensor:
+        return self.reader.on_meta(self.name)
 
 
 class _Safetensors:

@@ -49,6 +49,8 @@ class Decoder(nn.Module, ABC):
             unknown names. None: torchtune's converters know them.
         left_out: names of the modules that the folder's whole model has beside these, such as a vision tower's.
         kernels: of installed packages, that its layers call.
+        quantizes: whether weights with a :func:`rocm_ext.model.quantized.stand_in` are quantised as they are loaded;
+            otherwise the files have them so.
         published_modules: names of all modules of this whole model; empty: PEFT's names of its layers are unique.
     """
 
@@ -68,6 +70,7 @@ class Decoder(nn.Module, ABC):
     left_out: frozenset[str]
     published_modules: frozenset[str]
     kernels: Sequence[Kernel] = ()
+    quantizes = False
 
     @abstractmethod
     def hidden_states(self, batch: MicroBatch) -> Tensor:

@@ -119,6 +119,7 @@ _FAMILIES = {
 }
 _MODEL_TYPES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _MODEL_TYPES |= {"mistral": "MistralForCausalLM"}
+QUANTISED = ("quantization_config", "compression_config")  # keys of a config.json
 _PARTS = ("text_config", "vision_config", "audio_config")  # of a multimodal model's config.json
 
 
@@ -155,7 +156,7 @@ def foreign_config(folder: Path, trust_remote_code: bool = False) -> Config | No
         name = _class_name(config, trust_remote_code)
         if name in _FAMILIES and own_code(config) in (None, name) and not multimodal:
             return None
-        _refuse_quantised(config)
+        _stored_format(config)
     except UserError as error:
         raise UserError(f"{folder / CONFIG}: {error}") from error
     return config
@@ -252,7 +253,7 @@ def refuse_code(name: str) -> NoReturn:
 
 def _refuse_foreign(config: Config) -> None:
     """Refuse what the native decoders do not compute."""
-    _refuse_quantised(config)
+    _stored_format(config)
     if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise UserError(f"hidden_act is {activation!r}; supported is silu")
     if config.get("is_causal") is False:
@@ -261,15 +262,63 @@ def _refuse_foreign(config: Config) -> None:
         raise UserError("mlp_bias is True; an MLP with biases is not supported")
 
 
-def _refuse_quantised(config: Config) -> None:
-    parts = [config, text] if isinstance(text := config.get("text_config"), Mapping) else [config]
-    settings = [part.get(key) for part in parts for key in ("quantization_config", "compression_config")]
-    if quantized := next(filter(None, settings), None):
-        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
-        raise UserError(
-            f"the weights are quantised ({method or 'quantization_config'}); use the model's bf16 or fp16 weights, "
-            "with quantize_base: True for a 4-bit base model"
+@dataclass(frozen=True)
+class StoredFormat:
+    """How a model's files store quantised weights.
+
+    Attributes:
+        kind: ``fp8`` or ``mxfp4``.
+        block: rows and columns that share a scale; 0: all.
+        skipped: names of modules, or their parts, that are stored in 16 bits; after ``re:`` comes a pattern.
+    """
+
+    kind: str
+    block: tuple[int, int]
+    skipped: tuple[str, ...] = ()
+
+    def skips(self, name: str) -> bool:
+        """Whether the module ``name`` is stored in 16 bits."""
+        return any(
+            re.match(skipped[3:], name) if skipped.startswith("re:") else f".{skipped}." in f".{name}."
+            for skipped in self.skipped
         )
+
+
+def stored_format(folder: Path) -> StoredFormat | None:
+    """Return how a folder's files store quantised weights; None: they are not quantised.
+
+    Raises:
+        UserError: ``config.json`` is missing or damaged, or the format is not supported.
+    """
+    return _stored_format(_read(folder))
+
+
+def _stored_format(config: Config) -> StoredFormat | None:
+    parts = [config, text] if isinstance(text := config.get("text_config"), Mapping) else [config]
+    settings = next(filter(None, (part.get(key) for part in parts for key in QUANTISED)), None)
+    if settings is None:
+        return None
+    settings = settings if isinstance(settings, Mapping) else {}
+    method = settings.get("quant_method")
+    skipped = tuple(map(str, settings.get("modules_to_not_convert") or settings.get("ignore") or ()))
+    if method == "mxfp4":
+        return StoredFormat("mxfp4", (1, 32), skipped)
+    block: Any = None
+    if method == "fp8":
+        block = settings.get("weight_block_size") or (0, 0)
+    elif method == "fbgemm_fp8":
+        block = (1, 0)
+    elif method == "compressed-tensors" and settings.get("format") in ("float-quantized", "naive-quantized"):
+        groups = [group.get("weights") or {} for group in dict(settings.get("config_groups") or {}).values()]
+        if [(group.get("type"), group.get("num_bits")) for group in groups] == [("float", 8)]:
+            sizes = {"tensor": (0, 0), "channel": (1, 0), "block": groups[0].get("block_structure")}
+            block = sizes.get(groups[0].get("strategy"))
+    if not block:
+        raise UserError(
+            f"the weights are quantised ({method or 'quantization_config'}) in a way that is not supported; use the "
+            "model's bf16 or fp16 weights, its FP8 or its MXFP4"
+        )
+    return StoredFormat("fp8", (int(block[0]), int(block[1])), skipped)
 
 
 def _window(config: Config, family: _Family, layers: int) -> int | None:

@@ -15,6 +15,7 @@ from torchtune.modules.low_precision.nf4_linear import linear_nf4  # torchao's, 
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.model.quantized import Quantized
 
 
 class Lora(LoRALinear):
@@ -227,12 +228,12 @@ def base_linear(layer: LoRALinear | DoRALinear, x: Tensor) -> Tensor:
 
 
 def is_plain(weight: Tensor) -> bool:
-    """Return whether ``weight`` is an ordinary tensor, neither sharded nor in 4 bits."""
+    """Return whether ``weight`` is an ordinary tensor, neither sharded nor quantised."""
     return not hasattr(weight, "full_tensor") and not hasattr(weight, "get_original_weight")
 
 
 def dense(weight: Tensor) -> Tensor:
-    """Return ``weight`` as an ordinary tensor: gather a sharded one from all ranks, dequantise a 4-bit one."""
+    """Return ``weight`` as an ordinary tensor: gather a sharded one from all ranks, dequantise a quantised one."""
     if hasattr(weight, "full_tensor"):
         weight = weight.full_tensor()  # type: ignore[operator]
     return weight.get_original_weight() if hasattr(weight, "get_original_weight") else weight  # type: ignore
@@ -268,6 +269,12 @@ def adopt(model: nn.Module, cfg_model) -> None:
             f"model {cfg_model.get('_component_')} has no LoRA layers; name a LoRA builder "
             "(torchtune.models.*.lora_*) and at least one of lora_attn_modules"
         )
+
+
+def quantized(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that are quantised, or will be as they are loaded. Every rank keeps them whole."""
+    kept = {p for p in model.parameters() if isinstance(p, Quantized)}
+    return kept.union(layer.weight for _, layer in adapters(model) if layer._quantize_base)  # type: ignore[arg-type]
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:

@@ -26,9 +26,19 @@ from rocm_ext.base.log import log
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.model.attention import Attention, Lengths
 from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.families import LINEAR, Architecture, Rope, foreign_config, from_hf, read_architecture, to_hf
+from rocm_ext.model.families import (
+    LINEAR,
+    Architecture,
+    Rope,
+    foreign_config,
+    from_hf,
+    read_architecture,
+    stored_format,
+    to_hf,
+)
 from rocm_ext.model.layers import HalvesRoPE
 from rocm_ext.model.lora import plain
+from rocm_ext.model.quantized import FP8_ROWS, expect
 from rocm_ext.model.sampler import NativeSampler, joined_kind
 
 _OUTPUT, _ALL = "lm_head", "all-linear"
@@ -155,6 +165,9 @@ def native(theirs: TransformerDecoder) -> NativeDecoder:
     return NativeDecoder(**{name: getattr(theirs, name) for name in names}).train(theirs.training)
 
 
+QUANTIZE_BASE = (False, True, "nf4", "fp8")
+
+
 def from_checkpoint(
     checkpoint_dir: str,
     lora_rank: int = 16,
@@ -163,7 +176,7 @@ def from_checkpoint(
     target_modules: Iterable[str] | str | None = None,
     target_parameters: Iterable[str] | str | None = None,
     use_dora: bool = False,
-    quantize_base: bool = False,
+    quantize_base: bool | str = False,
     trust_remote_code: bool = False,
 ) -> Any:
     """Build the model of a folder with LoRA, for a config's ``model:``.
@@ -181,7 +194,8 @@ def from_checkpoint(
         target_parameters: fused weights of experts to adapt, by PEFT's names (``experts.gate_up_proj``,
             ``experts.down_proj``); ``all-experts``: all of them; None: none.
         use_dora: DoRA instead of LoRA.
-        quantize_base: keep adapted layers' weights in 4 bits (NF4).
+        quantize_base: ``nf4`` or True: keep adapted layers' weights in 4 bits (NF4); ``fp8``: those of all linear layers
+            and experts in 8 bits, with a scale for each row.
         trust_remote_code: run Python code of the folder where the model's architecture is not transformers' own. This
             code may do all that you may do on this machine; read it first.
 
@@ -190,8 +204,18 @@ def from_checkpoint(
             have.
     """
     folder = Path(checkpoint_dir)
+    form = stored_format(folder)
+    if quantize_base not in QUANTIZE_BASE:
+        raise UserError(f"quantize_base is {quantize_base!r}; expected one of {', '.join(map(str, QUANTIZE_BASE))}")
+    if form and quantize_base:
+        raise UserError(
+            f"quantize_base is {quantize_base}, but the weights in {folder} are quantised ({form.kind}) and stay so; set "
+            "quantize_base: False"
+        )
+    fp8 = quantize_base == "fp8"
+    form = FP8_ROWS if fp8 else form
     if (foreign := foreign_config(folder, trust_remote_code)) is not None:
-        return _by_transformers(foreign)(
+        decoder = _by_transformers(foreign)(
             folder,
             foreign,
             rank=lora_rank,
@@ -200,9 +224,10 @@ def from_checkpoint(
             targets=target_modules,
             parameters=target_parameters,
             use_dora=use_dora,
-            quantize_base=quantize_base,
+            quantize_base=bool(quantize_base) and not fp8,
             trust_remote_code=trust_remote_code,
         )
+        return expect(decoder, form, quantizes=fp8)
     architecture = read_architecture(folder)
     if target_parameters is not None:
         raise UserError(f"target_parameters is {target_parameters}, but {architecture.name} has no experts")
@@ -211,7 +236,8 @@ def from_checkpoint(
     kind = DoRALinear if use_dora else LoRALinear
     adapted = partial(kind, rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout)
     targets = _targets(target_modules, architecture.tied)
-    return _Builder(architecture, targets, adapted, quantize_base).decoder()
+    four_bits = bool(quantize_base) and not fp8
+    return expect(_Builder(architecture, targets, adapted, four_bits).decoder(), form, quantizes=fp8)
 
 
 def _by_transformers(config: Mapping[str, Any]) -> Callable[..., Any]:

@@ -20,7 +20,8 @@ from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from rocm_ext.model.attention import Attention, PrefixCache, Prompts, SlotCache
 from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.lora import Dora, Lora, adapters, dense, factors, is_plain, merged_layer, plain
+from rocm_ext.model.lora import Dora, Lora, adapters, dense, factors, is_plain, merged_layer, plain, quantized
+from rocm_ext.model.quantized import Quantized
 
 # On CPUs, matrix products with fewer or more rows use other kernels, which round differently (measured with MKL on
 # several threads). Without these bounds a sample would depend on the number of samples in its batch.
@@ -194,10 +195,16 @@ def merges(source: Decoder, merge: bool | None) -> bool:
     return source.tok_embeddings.weight.dtype == torch.float32 if merge is None else merge
 
 
+def stays_quantized(weight: Tensor) -> bool:
+    """Return whether a sampler uses ``weight`` as it is: fused experts, of which one is dequantised at a time."""
+    return isinstance(weight, Quantized) and weight.ndim == 3
+
+
 def copied_bytes(source: Decoder, merge: bool | None = None) -> int:
     """Bytes that a :class:`Sampler` adds to the model's: weights that it merges, gathers, dequantises or joins."""
     weights = {plain(name): p for name, p in source.named_parameters()}
-    copied = {name for name, p in weights.items() if not is_plain(p)}
+    small = quantized(source)  # those that become 4 bits as they are loaded, too
+    copied = {name for name, p in weights.items() if (p in small or not is_plain(p)) and not stays_quantized(p)}
     adapted = {f"{name}.weight": layer for name, layer in adapters(source) if isinstance(layer, Lora | Dora)}
     groups = source.joined_weights()
     beside = 0

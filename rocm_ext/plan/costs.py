@@ -27,6 +27,7 @@ from rocm_ext.losses import Objective
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.layers import HAS_KERNEL, FusedRMSNorm
 from rocm_ext.model.lora import ExpertLora, adapters
+from rocm_ext.model.quantized import Quantized
 
 _ATTENTION: dict[str, Any] = {
     "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: sdpa_flop_count(q, k, v),
@@ -77,6 +78,8 @@ class CostCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if Quantized in types:
+            return NotImplemented  # it dequantises, in operations that come here in turn
         out = func(*args, **kwargs)
         inputs, results = (_tensors(part) for part in ((args, kwargs), out))
         known = {t.untyped_storage()._cdata for t in inputs}
@@ -212,6 +215,9 @@ def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, 
     for norm in fake.modules():
         if kernels.norm and type(norm) is FusedRMSNorm:
             norm.__class__ = _KernelNorm
+    small = [(m, key, p) for m in fake.modules() for key, p in m._parameters.items() if isinstance(p, Quantized)]
+    for part, key, weight in small:
+        part._parameters[key] = None
     fake = fake.to("meta").train()
     for part in fake.modules():
         kernel = inspect.getattr_static(part, "kernel", None)  # a property would set the kernels of the real layers
@@ -220,14 +226,20 @@ def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, 
         elif kernel == "auto" and not kernels.together:
             part.kernel = "apart"  # type: ignore[assignment]
     # gfx906 uses torch's math path. The CPU's fused kernel keeps the same tensors as a GPU's.
+    whole: list[Tensor] = []
     backends = [SDPBackend.FLASH_ATTENTION] * kernels.attention + [SDPBackend.MATH]
     with FakeTensorMode(), sdpa_kernel(backends):
         fake._apply(lambda t: torch.empty(t.shape, dtype=t.dtype))
+        for part, key, weight in small:
+            made = weight.with_parts(lambda t: torch.empty(t.shape, dtype=t.dtype))
+            part._parameters[key] = nn.Parameter(made, requires_grad=False)
+            whole += [made.packed, made.scale]
         trainable = [p for p in fake.parameters() if p.requires_grad]
         for parameter in trainable:
             parameter.grad = torch.zeros_like(parameter)
         tally = CostCounter()
-        tally.ignore([*fake.parameters(), *fake.buffers(), *(p.grad for p in trainable if p.grad is not None)])
+        plain_ = [p for p in fake.parameters() if not isinstance(p, Quantized)]
+        tally.ignore([*whole, *plain_, *fake.buffers(), *(p.grad for p in trainable if p.grad is not None)])
         with tally:
             yield fake, tally
 

@@ -18,7 +18,7 @@ from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.losses import Objective
 from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.lora import adapter_parameters, adapters
+from rocm_ext.model.lora import adapter_parameters, quantized
 from rocm_ext.plan.costs import Kernels, LayerCosts, LossCosts, simulate
 
 # QLoRA's NF4: 4 bits per value, an 8-bit scale per 64 values, an fp32 scale per 256 of these scales
@@ -124,7 +124,7 @@ def plan_memory(
     chunked.chunk_tokens = objective.chunk_for(device)
     layer_costs, loss, tables = simulate(decoder, chunked, lengths, targets, kernels, shared)
     return MemoryPlan(
-        weights=frozen_bytes(decoder) // ranks + sum(b.nbytes for b in _distinct(decoder.buffers())) + tables,
+        weights=frozen_bytes(decoder, ranks) + sum(b.nbytes for b in _distinct(decoder.buffers())) + tables,
         gathered=0 if ranks == 1 else _gathered(decoder),
         adapter=adapter,
         gradients=adapter,
@@ -134,11 +134,19 @@ def plan_memory(
     )
 
 
-def frozen_bytes(module: nn.Module) -> int:
-    """Bytes of the frozen parameters, including those stored in 4 bits."""
-    quantized = {id(layer.weight) for _, layer in adapters(module) if layer._quantize_base}
-    frozen = [p for p in _distinct(module.parameters()) if not p.requires_grad]
-    return int(sum(p.numel() * (_NF4_BYTES if id(p) in quantized else p.element_size()) for p in frozen))
+def frozen_bytes(module: nn.Module, ranks: int = 1) -> int:
+    """Bytes of the frozen parameters on each of ``ranks``, which share those that are not quantised."""
+    return quantized_bytes(module) + _shared_bytes(module) // ranks
+
+
+def quantized_bytes(module: nn.Module) -> int:
+    """Bytes of the quantised parameters."""
+    return int(sum(getattr(p, "stored_bytes", p.numel() * _NF4_BYTES) for p in quantized(module)))
+
+
+def _shared_bytes(module: nn.Module) -> int:
+    whole = set(map(id, quantized(module)))
+    return sum(p.nbytes for p in _distinct(module.parameters()) if not p.requires_grad and id(p) not in whole)
 
 
 def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -147,8 +155,8 @@ def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def _gathered(decoder: Decoder) -> int:
     # FSDP2 keeps the embeddings and the output layer gathered, and gathers the next layer while one computes.
-    layers = [frozen_bytes(layer) for layer in decoder.layers]  # type: ignore[union-attr]
-    return frozen_bytes(decoder) - sum(layers) + 2 * max(layers)
+    layers = [_shared_bytes(layer) for layer in decoder.layers]  # type: ignore[union-attr]
+    return _shared_bytes(decoder) - sum(layers) + 2 * max(layers)
 
 
 def _state_per_byte(component: Any) -> float:

@@ -365,7 +365,7 @@ def free_memory(cfg: DictConfig, learner: Learner, beside_graphs: bool = False) 
 
 def training_memory(learner: Learner) -> int:
     """Return how many bytes training takes at its peak in addition to the model's weights."""
-    return max(0, learner.planned_peak - frozen_bytes(learner.decoder) // learner.runtime.ranks.world)
+    return max(0, learner.planned_peak - frozen_bytes(learner.decoder, learner.runtime.ranks.world))
 
 
 def verify_workers(cfg: DictConfig) -> int:

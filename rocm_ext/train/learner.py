@@ -35,7 +35,7 @@ from rocm_ext.model.build import (
     read_weights,
 )
 from rocm_ext.model.download import use_weights
-from rocm_ext.model.lora import adapter_parameters, adapters
+from rocm_ext.model.lora import adapter_parameters, adapters, quantized
 from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.cures import cures
 from rocm_ext.plan.memory import MemoryPlan, apply_checkpointing, checkpointed_layers, readable
@@ -82,8 +82,8 @@ class Learner:
         for _, layer in adapters(self.decoder):
             layer.rslora = cfg.use_rslora
         self.adapter: Mapping[str, nn.Parameter] = adapter_parameters(self.decoder)
-        overrides, ranks = list(cfg.hardware_overrides), runtime.ranks.world
-        warn(check_quantized(self.decoder, runtime.profile, overrides, ranks, runtime.budget()))
+        overrides = list(cfg.hardware_overrides)
+        warn(check_quantized(self.decoder, runtime.profile, overrides, runtime.budget()))
         self.packed = self.decoder.packs
         choose_attention(self.decoder, cfg.attention)
         check_kernel(cfg.attention, runtime.device, runtime.dtype, self.decoder.num_heads, self.decoder.head_dim)
@@ -237,7 +237,8 @@ class Learner:
             self.runtime.ranks,
             "copy the model and the adapter from one machine to the others",
         )
-        self.runtime.ranks.shard(self.decoder.layers, self.model, set(self.adapter.values()))
+        whole = {*self.adapter.values(), *quantized(self.decoder)}
+        self.runtime.ranks.shard(self.decoder.layers, self.model, whole)
         load_weights(self.decoder, weights, self.runtime.ranks)
         if self._first is not None:
             self.load_adapter(self._first, self.cfg.checkpointer.adapter_checkpoint)

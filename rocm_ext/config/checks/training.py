@@ -73,7 +73,8 @@ _MODEL: dict[str, Kind] = {
     "lora_rank": integer(1),
     "lora_alpha": POSITIVE,
     "lora_dropout": REST,
-    **dict.fromkeys(("use_dora", "quantize_base", "apply_lora_to_mlp", "apply_lora_to_output"), SWITCH),
+    "quantize_base": one_of(True, False, "nf4", "fp8"),
+    **dict.fromkeys(("use_dora", "apply_lora_to_mlp", "apply_lora_to_output"), SWITCH),
 }
 _OPTIMIZER: dict[str, Kind] = {"lr": POSITIVE, "weight_decay": NOT_NEGATIVE}
 _CHECKPOINTER: dict[str, Kind] = {

@@ -26,7 +26,8 @@ from rocm_ext.model.adapters import peft_experts
 from rocm_ext.model.adapters.peft_files import ADAPTER_WEIGHTS, PREFIX, PeftConfig, merged_weight, updates_by_weight
 from rocm_ext.model.checkpointer import StoredWeights, weight_files
 from rocm_ext.model.decoder import ConvertedWeights, Decoder
-from rocm_ext.model.lora import ExpertLora, adapters, merged_experts
+from rocm_ext.model.families import CONFIG, QUANTISED
+from rocm_ext.model.lora import ExpertLora, adapters, dense, merged_experts
 
 # What a merged model takes along from the folder of its base model
 BESIDE_WEIGHTS = (
@@ -92,9 +93,18 @@ def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path, decoder: Decod
             (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
         for name, path in beside.items():
             shutil.copy2(path, folder / name)
+        _say_16_bits(folder / CONFIG)
         if (adapter / TEMPLATE).is_file():  # the run had a chat template of its own
             shutil.copy2(adapter / TEMPLATE, folder / TEMPLATE)
             (folder / OF_PROCESSORS).unlink(missing_ok=True)  # transformers' processors prefer it
+
+
+def _say_16_bits(path: Path) -> None:
+    """Take out of a ``config.json`` how the base model's weights were quantised."""
+    content = json_object(path.read_bytes()) or {}
+    parts = [part for part in (content, content.get("text_config")) if isinstance(part, dict)]
+    if any([part.pop(key, None) for part in parts for key in QUANTISED]):
+        path.write_text(json.dumps(content, indent=2))
 
 
 def _beside_weights(base: Path) -> dict[str, Path]:
@@ -105,7 +115,7 @@ def _beside_weights(base: Path) -> dict[str, Path]:
 
 
 class MergedWeights:
-    """A base model's tensors with an adapter, by the names of its files.
+    """A base model's tensors with an adapter, by the names of its files; quantised ones in bf16.
 
     Args:
         decoder: the model that the adapter belongs to.
@@ -150,7 +160,7 @@ class MergedWeights:
 
         16 bits are rounded as in a merged model, so fp32 alone is exact.
         """
-        weight = self._state[name]
+        weight = dense(self._state[name])
         return self._with_update(name, weight, dtype) if name in self._linear else weight
 
     def _with_update(self, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -160,11 +170,11 @@ class MergedWeights:
     def of(self, name: str) -> Tensor:
         """Return the tensor ``name`` of a file, in memory of its own; each tensor once."""
         if self._converted is None:
-            return self._merged(name, self._state[name])
+            return self._merged(name, dense(self._state[name]))
         if name not in self._groups:
-            return self._state[name].clone()
+            return dense(self._state[name]).clone()
         if name not in self._ready:
-            merged = {weight: self._merged(weight, self._converted[weight]) for weight in self._groups[name]}
+            merged = {weight: self._merged(weight, dense(self._converted[weight])) for weight in self._groups[name]}
             self._ready |= self._converted.taken_apart(merged)
         return self._ready.pop(name).clone()
 

@@ -27,6 +27,7 @@ from rocm_ext.base.files import read_json, replace_text
 from rocm_ext.base.log import log
 from rocm_ext.machine.bench_file import cache_folder, machine_key
 from rocm_ext.machine.detect import detect
+from rocm_ext.model.lora import is_plain
 
 _grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 _TIMEOUT = 300  # seconds
@@ -87,7 +88,7 @@ class Rows:
         ``bias`` is [experts, out]. The widths ``in`` may differ.
         """
         (x, weight), *others = pairs
-        if self.grouped and _aligned(*chain(*pairs)):
+        if self.grouped and _aligned(*chain(*pairs)) and is_plain(weight):  # else one expert is dequantised at a time
             out = _grouped_mm(x, weight, offs=self.ends)
             for x, weight in others:
                 out.add_(_grouped_mm(x, weight, offs=self.ends))

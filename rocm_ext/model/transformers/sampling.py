@@ -24,7 +24,7 @@ from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.model.adapters.peft_experts import expert_loras
 from rocm_ext.model.attention import SlotCache, Slots, span_for
 from rocm_ext.model.lora import Dora, ExpertLora, Lora, adapters, dense, plain
-from rocm_ext.model.sampler import Needs, Sampler, SamplingLinear, merges
+from rocm_ext.model.sampler import Needs, Sampler, SamplingLinear, merges, stays_quantized
 from rocm_ext.model.transformers.attention import SLOTS, AttentionUse, forward_pass
 from rocm_ext.model.transformers.weights import persistent_buffers
 
@@ -401,7 +401,7 @@ def _weights(source: "TransformersDecoder", merge: bool) -> tuple[dict[str, Tens
     for key, parameter in source.named_parameters():
         owner = plain(key).rpartition(".")[0]
         if owner not in linear and owner.rpartition(".")[2] not in ("lora_a", "lora_b"):
-            state[plain(key)] = dense(parameter.detach())
+            state[plain(key)] = parameter.detach() if stays_quantized(parameter) else dense(parameter.detach())
     state.update({plain(name): buffer for name, buffer in persistent_buffers(source).items()})
     return state, linear
 

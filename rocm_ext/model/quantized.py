@@ -1,0 +1,271 @@
+"""Frozen weights in formats of 4 and 8 bits, which stand for the tensors that they dequantise to.
+
+A :class:`Quantized` goes where a weight goes. Each operation that needs its values dequantises it for that operation
+alone. So does each backward pass, because what autograd keeps is the quantised weight itself.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torchtune.modules.peft import DoRALinear, LoRALinear
+
+from rocm_ext.model.families import StoredFormat
+
+# OCP Microscaling Formats (MX) 1.0, table 5: a sign and E2M1. The first value of a byte is in its low bits
+_E2M1 = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+_PAIRS = [[_E2M1[byte % 16], _E2M1[byte // 16]] for byte in range(256)]
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+class Quantized(Tensor):
+    """A quantised weight [..., out, in]: values of 4 or 8 bits, and a scale for each block of them.
+
+    Args:
+        packed: FP8, [..., out, in]; or MXFP4's pairs of values as uint8, [..., out, in / 32, 16].
+        scale: [..., blocks of out, blocks of in]: floating-point numbers, or exponents of 2 as uint8, plus 127.
+        block: rows and columns of a block; the last ones may be smaller.
+        dtype: of the tensor that it stands for.
+        transposed: it stands for a tensor [..., in, out].
+    """
+
+    packed: Tensor
+    scale: Tensor
+    block: tuple[int, int]
+    transposed: bool
+
+    @staticmethod
+    def __new__(
+        cls, packed: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype, transposed: bool = False
+    ) -> "Quantized":
+        """Make a tensor without values of its own."""
+        shape = list(packed.shape) if packed.dtype != torch.uint8 else [*packed.shape[:-2], packed.shape[-2] * 32]
+        if transposed:
+            shape[-2:] = shape[:-3:-1]
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.device)  # type: ignore
+        made.packed, made.scale, made.block, made.transposed = packed, scale, block, transposed
+        return made
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Quantized({list(self.shape)}, {self.packed.dtype}, blocks of {self.block})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Say of what torch.compile makes such a tensor."""
+        return ["packed", "scale"], (self.block, self.dtype, self.transposed)
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], rest: Any, *_: Any) -> "Quantized":
+        """Undo :meth:`__tensor_flatten__`."""
+        return Quantized(parts["packed"], parts["scale"], *rest)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that it takes."""
+        return self.packed.nbytes + self.scale.nbytes
+
+    def scales(self) -> Tensor:
+        """Return the scales in fp32."""
+        if self.scale.is_floating_point():
+            return self.scale.float()
+        return torch.ldexp(torch.ones_like(self.scale, dtype=torch.float32), self.scale.int() - 127)
+
+    def with_parts(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "Quantized":
+        """Return a copy with ``change`` applied to values and scales, for a tensor of ``dtype``."""
+        return Quantized(change(self.packed), change(self.scale), self.block, dtype or self.dtype, self.transposed)
+
+    def get_original_weight(self) -> Tensor:
+        """Dequantise; torchao's NF4 has a method of this name.
+
+        Products of value and scale are rounded once, from fp32.
+        """
+        if self.packed.dtype == torch.uint8:
+            table = torch.tensor(_PAIRS, dtype=self.dtype, device=self.device)
+            values = table.index_select(0, self.packed.flatten().int()).view(*self.packed.shape[:-2], -1)
+        else:
+            values = self.packed.to(self.dtype)
+        scales, blocks = self.scales(), values
+        for dim, size in ((-2, self.block[0]), (-1, self.block[1])):
+            if values.shape[dim] == scales.shape[dim] * size:
+                blocks, scales = blocks.unflatten(dim, (-1, size)), scales.unsqueeze(scales.ndim + 1 + dim)
+            else:
+                scales = scales.repeat_interleave(size, dim).narrow(dim, 0, values.shape[dim])
+        blocks.mul_(scales)
+        return values.mT if self.transposed else values
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _KEPT and (kept := _KEPT[func](*args, **kwargs)) is not None:
+            return kept
+        if func._schema.is_mutable:
+            for value, argument in zip(args, func._schema.arguments, strict=False):
+                if isinstance(value, Quantized) and argument.alias_info and argument.alias_info.is_write:
+                    raise RuntimeError(f"{func} cannot write into a quantised weight")
+        args, kwargs = tree_map_only(Quantized, Quantized.get_original_weight, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+# ---- operations that keep a weight quantised; None: not with these arguments
+
+
+def _to(weight: Quantized, *, dtype: Any = None, device: Any = None, **others: Any) -> Quantized | None:
+    if dtype not in (None, weight.dtype):
+        return None
+    return weight.with_parts(lambda part: part.to(device or part.device, copy=True))
+
+
+def _swap(weight: Quantized, first: int = 0, second: int = 1) -> Quantized | None:
+    if {first % weight.ndim, second % weight.ndim} != {weight.ndim - 2, weight.ndim - 1}:
+        return None
+    return Quantized(weight.packed, weight.scale, weight.block, weight.dtype, not weight.transposed)
+
+
+def _select(weight: Quantized, dim: int, index: int) -> Quantized | None:
+    return weight.with_parts(lambda part: part[index]) if weight.ndim == 3 and dim % 3 == 0 else None
+
+
+def _joined(join: Callable[..., Tensor], weights: Sequence[Any], dim: int) -> Quantized | None:
+    """Join alike weights along a dimension before their columns."""
+    first = weights[0]
+    like = [getattr(w, "block", None) == first.block and not w.transposed and w.dtype == first.dtype for w in weights]
+    if not all(like) or dim > first.ndim - 2:
+        return None
+    packed, scale = (join([getattr(w, part) for w in weights], dim) for part in ("packed", "scale"))
+    return Quantized(packed, scale, first.block, first.dtype)
+
+
+def _stack(weights: Sequence[Any], dim: int = 0) -> Quantized | None:
+    return _joined(torch.stack, weights, dim) if isinstance(weights[0], Quantized) and dim == 0 else None
+
+
+def _cat(weights: Sequence[Any], dim: int = 0) -> Quantized | None:
+    first = weights[0]
+    if not isinstance(first, Quantized):
+        return None
+    dim %= first.ndim
+    if dim == first.ndim - 2 and any(w.shape[dim] % first.block[0] for w in weights):
+        return None
+    return _joined(torch.cat, weights, dim)
+
+
+_aten = torch.ops.aten
+_KEPT: dict[Any, Callable[..., Quantized | None]] = {
+    _aten.detach.default: lambda weight: weight.with_parts(torch.detach),
+    _aten.alias.default: lambda weight: weight.with_parts(torch.detach),
+    _aten.clone.default: lambda weight, **_: weight.with_parts(torch.clone),
+    _aten._to_copy.default: _to,
+    _aten.t.default: _swap,
+    _aten.transpose.int: _swap,
+    _aten.select.int: _select,
+    _aten.stack.default: _stack,
+    _aten.cat.default: _cat,
+}
+
+
+# ---- where they come from
+
+
+def stored(name: str, packed: Tensor, scale: Tensor) -> Quantized:
+    """Return the weight that a file stores as two tensors.
+
+    Args:
+        name: of the weight, for the message.
+        packed: as of :class:`Quantized`. Those in MXFP4 are experts' weights, which models want as [..., in, out].
+        scale: as of :class:`Quantized`; or one for all values, or for each row.
+
+    Raises:
+        ValueError: their shapes do not fit.
+    """
+    if packed.dtype == torch.uint8:
+        if packed.shape[:-1] != scale.shape or packed.shape[-1] != 16:
+            raise ValueError(f"{name} has blocks {list(packed.shape)} and scales {list(scale.shape)}")
+        return Quantized(packed, scale, (1, 32), torch.bfloat16, transposed=True)
+    if scale.ndim < 2:
+        scale = scale.reshape(-1, 1)
+    rows, columns = (_block(size, count) for size, count in zip(packed.shape[-2:], scale.shape[-2:], strict=True))
+    if not (rows and columns and packed.shape[:-2] == scale.shape[:-2]):
+        raise ValueError(f"{name} has values {list(packed.shape)} and scales {list(scale.shape)}")
+    return Quantized(packed, scale, (rows, columns), torch.bfloat16)
+
+
+def _block(size: int, count: int) -> int:
+    """Return the length of ``count`` blocks of ``size`` values, or 0. The last block may be shorter than others."""
+    if size % count == 0 and count in (1, size):
+        return size // count
+    power = 1
+    while -(-size // power) > count:
+        power *= 2
+    if -(-size // power) == count:  # lengths are powers of 2, as 128
+        return power
+    return 0 if size % count else size // count
+
+
+def fp8_rows(weight: Tensor, transposed: bool = False) -> Quantized:
+    """Quantise a weight to FP8 (E4M3) with a scale for each row: its largest value becomes the format's.
+
+    Args:
+        weight: [..., out, in], or [..., in, out] if ``transposed``.
+        transposed: see ``weight``.
+    """
+    dtype, weight = weight.dtype, weight.mT.contiguous() if transposed else weight
+    largest = weight.abs().amax(-1, keepdim=True).float()
+    scale = torch.where(largest > 0, largest / _LARGEST, 1.0)
+    return Quantized((weight / scale).to(torch.float8_e4m3fn), scale, (1, weight.shape[-1]), dtype, transposed)
+
+
+# what `quantize_base: fp8` makes: scales of rows, and routers as they are
+FP8_ROWS = StoredFormat("fp8", (1, 0), ("gate", "router", "shared_expert_gate"))
+
+
+def stand_in(weight: Tensor, kind: str, block: tuple[int, int], transposed: bool = False) -> nn.Parameter:
+    """Return what ``weight`` becomes in a format, on the meta device and without values.
+
+    Args:
+        weight: parameter on the meta device.
+        kind: ``fp8`` or ``mxfp4``.
+        block: rows and columns; 0: all.
+        transposed: as of :class:`Quantized`.
+    """
+    *before, rows, columns = weight.mT.shape if transposed else weight.shape
+    block = (block[0] or rows, block[1] or columns)
+    blocks = (-(-rows // block[0]), -(-columns // block[1]))
+    small, meta = kind == "mxfp4", torch.device("meta")
+    packed = (rows, blocks[1], 16) if small else (rows, columns)
+    made = Quantized(
+        torch.empty(*before, *packed, dtype=torch.uint8 if small else torch.float8_e4m3fn, device=meta),
+        torch.empty(*before, *blocks, dtype=torch.uint8 if small else torch.float32, device=meta),
+        block,
+        weight.dtype,
+        transposed,
+    )
+    return nn.Parameter(made, requires_grad=False)
+
+
+def expect(decoder: Any, form: StoredFormat | None, quantizes: bool = False) -> Any:
+    """Put a :func:`stand_in` where the files of ``decoder`` have quantised weights; return ``decoder``.
+
+    With ``quantizes`` the files have 16 bits, which become such weights as they are loaded.
+    """
+    if form is None:
+        return decoder
+    decoder.quantizes = quantizes
+    rename = decoder.renames[0]
+    inside = next(f"{name}." for name, module in decoder.named_modules() if module is decoder.layers)
+    for name, module in decoder.named_modules():
+        if not name.startswith(inside) or name.endswith((".lora_a", ".lora_b")):
+            continue
+        transposed = bool(getattr(module, "is_transposed", False))
+        if isinstance(module, nn.Linear | LoRALinear | DoRALinear):
+            keys = ["weight"] * (form.kind == "fp8")
+        else:
+            experts = hasattr(module, "is_transposed")  # transformers' mark of fused experts
+            keys = [key for key, p in module.named_parameters(recurse=False) if experts and p.ndim == 3]
+        for key in keys:
+            if not form.skips(rename(f"{name}.{key}")):
+                setattr(module, key, stand_in(module.get_parameter(key), form.kind, form.block, transposed))
+    return decoder
