@@ -32,6 +32,7 @@ from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.download import use_shape
 from rocm_ext.model.lora import plain
+from rocm_ext.model.quantized import Quantized
 from rocm_ext.model.sampler import copied_bytes, sampler_of
 from rocm_ext.plan import workload
 from rocm_ext.plan.costs import CostCounter
@@ -237,11 +238,20 @@ class RandomWeights(Mapping[str, Tensor]):
         shapes: dict[str, Tensor] = {name: p for name, p in decoder.named_parameters() if not p.requires_grad}
         shapes |= decoder.buffers_to_load()
         self._shapes = {plain(name): shape for name, shape in shapes.items()}  # as checkpoints name them
-        self._device = device
+        self._device, self._quantizes = device, decoder.quantizes
 
     def __getitem__(self, name: str) -> Tensor:
         like = self._shapes[name]
+        if isinstance(like, Quantized) and not self._quantizes:
+            return like.with_parts(self._part)
         return torch.empty(like.shape, dtype=like.dtype, device=self._device).normal_(std=0.02)
+
+    def _part(self, like: Tensor) -> Tensor:
+        """Values or scales of a quantised weight."""
+        if like.dtype == torch.uint8:
+            return torch.randint(116, 122, like.shape, dtype=torch.uint8, device=self._device)
+        scale = 0.02 if like.element_size() > 1 else 1.0
+        return torch.empty(like.shape, device=self._device).normal_(std=scale).to(like.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)

@@ -311,8 +311,8 @@ def _stored_format(config: Config) -> StoredFormat | None:
     elif method == "compressed-tensors" and settings.get("format") in ("float-quantized", "naive-quantized"):
         groups = [group.get("weights") or {} for group in dict(settings.get("config_groups") or {}).values()]
         if [(group.get("type"), group.get("num_bits")) for group in groups] == [("float", 8)]:
-            sizes = {"tensor": (0, 0), "channel": (1, 0), "block": groups[0].get("block_structure")}
-            block = sizes.get(groups[0].get("strategy"))
+            sizes: Config = {"tensor": (0, 0), "channel": (1, 0), "block": groups[0].get("block_structure")}
+            block = sizes.get(str(groups[0].get("strategy")))
     if not block:
         raise UserError(
             f"the weights are quantised ({method or 'quantization_config'}) in a way that is not supported; use the "

@@ -7,6 +7,7 @@ and checkpoints work unchanged.
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -273,8 +274,9 @@ def adopt(model: nn.Module, cfg_model) -> None:
 
 def quantized(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that are quantised, or will be as they are loaded. Every rank keeps them whole."""
-    kept = {p for p in model.parameters() if isinstance(p, Quantized)}
-    return kept.union(layer.weight for _, layer in adapters(model) if layer._quantize_base)  # type: ignore[arg-type]
+    kept = [p for p in model.parameters() if isinstance(p, Quantized)]
+    made: list[Any] = [layer.weight for _, layer in adapters(model) if layer._quantize_base]
+    return {*kept, *made}
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:

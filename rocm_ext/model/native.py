@@ -165,9 +165,6 @@ def native(theirs: TransformerDecoder) -> NativeDecoder:
     return NativeDecoder(**{name: getattr(theirs, name) for name in names}).train(theirs.training)
 
 
-QUANTIZE_BASE = (False, True, "nf4", "fp8")
-
-
 def from_checkpoint(
     checkpoint_dir: str,
     lora_rank: int = 16,
@@ -194,8 +191,8 @@ def from_checkpoint(
         target_parameters: fused weights of experts to adapt, by PEFT's names (``experts.gate_up_proj``,
             ``experts.down_proj``); ``all-experts``: all of them; None: none.
         use_dora: DoRA instead of LoRA.
-        quantize_base: ``nf4`` or True: keep adapted layers' weights in 4 bits (NF4); ``fp8``: those of all linear layers
-            and experts in 8 bits, with a scale for each row.
+        quantize_base: ``nf4`` or True: keep adapted layers' weights in 4 bits (NF4); ``fp8``: those of the layers'
+            linear parts and experts in 8 bits, with a scale for each row.
         trust_remote_code: run Python code of the folder where the model's architecture is not transformers' own. This
             code may do all that you may do on this machine; read it first.
 
@@ -205,12 +202,10 @@ def from_checkpoint(
     """
     folder = Path(checkpoint_dir)
     form = stored_format(folder)
-    if quantize_base not in QUANTIZE_BASE:
-        raise UserError(f"quantize_base is {quantize_base!r}; expected one of {', '.join(map(str, QUANTIZE_BASE))}")
     if form and quantize_base:
         raise UserError(
-            f"quantize_base is {quantize_base}, but the weights in {folder} are quantised ({form.kind}) and stay so; set "
-            "quantize_base: False"
+            f"quantize_base is {quantize_base}, but the weights in {folder} are quantised ({form.kind}) and stay so; "
+            "set quantize_base: False"
         )
     fp8 = quantize_base == "fp8"
     form = FP8_ROWS if fp8 else form

@@ -98,7 +98,7 @@ class Quantized(Tensor):
         return values.mT if self.transposed else values
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore
         kwargs = kwargs or {}
         if func in _KEPT and (kept := _KEPT[func](*args, **kwargs)) is not None:
             return kept

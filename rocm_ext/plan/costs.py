@@ -215,8 +215,9 @@ def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, 
     for norm in fake.modules():
         if kernels.norm and type(norm) is FusedRMSNorm:
             norm.__class__ = _KernelNorm
+    small: list[tuple[nn.Module, str, Any]]
     small = [(m, key, p) for m in fake.modules() for key, p in m._parameters.items() if isinstance(p, Quantized)]
-    for part, key, weight in small:
+    for part, key, _ in small:
         part._parameters[key] = None
     fake = fake.to("meta").train()
     for part in fake.modules():

@@ -92,4 +92,4 @@ def check_grpo_and_dpo(folder: Path, tmp_path: Path) -> None:
     finetune(cfg, recipe=DPO)
     losses = metrics(tmp_path / "dpo")
     assert losses[0] == pytest.approx(math.log(2), abs=1e-4)
-    assert losses[-1] < losses[0] - 0.02
+    assert losses[-1] < losses[0] - 0.01

@@ -526,7 +526,7 @@ def rope(kind: str, **more) -> dict:
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, "brings its own code"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantised \(gptq\)"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\)"),
-        ({"quantization_config": {"quant_method": "fp8"}}, r"quantised \(fp8\)"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quantised \(gptq\)"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, r"quantised \(bitsandbytes\)"),
         ({"quantization_config": {"bits": 4}}, r"quantised \(quantization_config\)"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),

@@ -1,18 +1,40 @@
 """Base models whose weights stay quantised: those of their files, and FP8 that is made as they are loaded."""
 
 import json
+import shutil
 from functools import cache
 
 import pytest
 import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
+from rocm_ext.base.errors import UserError
+from rocm_ext.model.build import build_model
+from rocm_ext.model.checkpointer import StoredWeights, weight_files
 from rocm_ext.model.lora import dense
 from rocm_ext.model.quantized import Quantized, fp8_rows, stored
-from tests.kit.families import write_family
-from tests.kit.hf_models import write_theirs
-from tests.kit.parity import TOKENS, our_model, transformers_own
+from rocm_ext.sampling import Sampling
+from tests.kit.families import folder_config, write_family
+from tests.kit.forks import several_ranks
+from tests.kit.grpo_runs import check_grpo_and_dpo
+from tests.kit.hf_models import layers_for_peft, write_theirs
+from tests.kit.parity import (
+    TOKENS,
+    check_resumes,
+    check_two_ranks,
+    finetune,
+    our_logits,
+    our_model,
+    their_logits,
+    transformers_own,
+    whole_run,
+)
+from tests.kit.plans import planned_and_measured
 from tests.kit.quantized import BLOCK, write_quantized
+from tests.kit.tiny import metrics
+from tests.sampling.test_transformers_engine import ask, engine, prompts, sampled, trained
 
 NAMES = {"qwen3": "fp8", "qwen3 moe": "fp8", "gpt-oss": "mxfp4"}
 
@@ -34,8 +56,15 @@ def folder(tmp_path_factory):
     return write
 
 
-def dequantised(folder, out):
-    """Write the model as transformers itself dequantises it; return its folder."""
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory):
+    """A model in 16 bits whose matrices NF4 takes."""
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4, "head_dim": 32}
+    return write_family(tmp_path_factory.mktemp("wide") / "base", "qwen3", **shape)
+
+
+def dequantised(folder):
+    """The model as transformers itself dequantises it."""
     method = json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"]
     how = Mxfp4Config(dequantize=True)
     if method == "fp8":
@@ -46,8 +75,8 @@ def dequantised(folder, out):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
-def test_weights_and_logits_are_those_of_transformers(folder, tmp_path, name):
-    ours, theirs = our_model(folder(name)).eval(), dequantised(folder(name), tmp_path)
+def test_weights_and_logits_are_those_of_transformers(folder, name):
+    ours, theirs = our_model(folder(name)).eval(), dequantised(folder(name))
     weights = dict(theirs.named_parameters())
     small = [key for key, p in ours.named_parameters() if isinstance(p, Quantized)]
     assert len(small) == {"qwen3": 14, "qwen3 moe": 13, "gpt-oss": 4}[name]
@@ -114,3 +143,169 @@ def test_a_forward_pass_keeps_no_dequantised_weight(folder, name, lora):
     assert any(isinstance(tensor, Quantized) for tensor in kept)
     plain = [t for t in kept if not isinstance(t, Quantized) and t.untyped_storage().data_ptr() not in own]
     assert not [t.shape for t in plain if t.ndim > 1 and t.shape[-2:] in shapes]
+
+
+# ---- whole runs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_killed_and_resumed(folder, rows, tmp_path, name):
+    check_resumes(whole_run(folder(name), rows, tmp_path / "whole"), "killed")
+
+
+@several_ranks
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [("qwen3", {}), ("qwen3 moe", EXPERTS), ("gpt-oss", {})],
+    ids=str,
+)
+def test_two_ranks_equal_one(folder, rows, tmp_path, name, lora):
+    check_two_ranks(folder(name), rows, tmp_path, lora)
+
+
+@several_ranks
+@pytest.mark.parametrize("value", [True, "fp8"])
+def test_two_ranks_equal_one_with_weights_quantised_here(wide, rows, tmp_path, value):
+    check_two_ranks(wide, rows, tmp_path, {"quantize_base": value})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_merged_model_has_16_bits(folder, rows, tmp_path, name):
+    lora = EXPERTS | layers_for_peft(name) if name != "qwen3" else {}
+    cfg = folder_config(folder(name), rows, tmp_path / "run", lora, max_steps_per_epoch=2)
+    cfg |= {"save_adapter_weights_only": False, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-2}}
+    ours = finetune(cfg)
+    expected = our_logits(ours)
+    out = tmp_path / "run" / "merged"
+    assert not json.loads((out / "config.json").read_text()).keys() & {"quantization_config"}
+    stored = StoredWeights(out, weight_files(out)).on_meta()
+    assert not any(isinstance(tensor, Quantized) for tensor in stored.values())
+    near = (their_logits(out) - expected).norm() / expected.norm()
+    far = (dequantised(folder(name)).eval()(TOKENS).logits - expected).norm() / expected.norm()
+    assert near < 0.02 < 0.1 < far
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_answers_are_those_of_the_dequantised_model(folder, name):
+    asked = ask(prompts(3, 9, 5), 1)
+    lora = {"target_modules": ["q_proj", "v_proj"]}
+    found, expected = (
+        sampled(engine(decoder), asked, Sampling(12, temperature=0.0))
+        for decoder in (trained(folder(name), **lora), whole(trained(folder(name), **lora)))
+    )
+    assert {key: c.tokens for key, c in found.items()} == {key: c.tokens for key, c in expected.items()}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
+def test_grpo_and_dpo(folder, tmp_path, name):
+    check_grpo_and_dpo(folder(name), tmp_path)
+
+
+@pytest.mark.usefixtures("cpu_of_known_speed")
+@pytest.mark.parametrize("name", NAMES)
+def test_planned_peak_is_the_measured_one(folder, tmp_path, name):
+    planned, peak = planned_and_measured(folder(name), tmp_path / "run")
+    assert planned == pytest.approx(peak, rel=0.1)
+
+
+# ---- formats
+
+
+def test_the_last_block_may_be_smaller():
+    """As kv_a_proj_with_mqa of DeepSeek-V3: 576 rows in blocks of 128."""
+    torch.manual_seed(0)
+    packed, scale = torch.randn(192, 576).to(torch.float8_e4m3fn), torch.rand(2, 5)
+    found = stored("w", packed, scale).with_parts(torch.clone, torch.float32).get_original_weight()
+    spread = scale.repeat_interleave(128, 0)[:192].repeat_interleave(128, 1)[:, :576]
+    assert torch.equal(found, packed.float() * spread)
+
+
+@pytest.mark.parametrize("scale", [torch.rand(()), torch.rand(1), torch.rand(6, 1), torch.rand(6)], ids=str)
+def test_scales_of_a_tensor_and_of_rows(scale):
+    packed = torch.randn(6, 8).to(torch.float8_e4m3fn)
+    found = stored("w", packed, scale).with_parts(torch.clone, torch.float32)
+    assert torch.equal(dense(found), packed.float() * scale.reshape(-1, 1))
+
+
+def test_scales_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"w has values \[6, 8\] and scales \[4, 1\]"):
+        stored("w", torch.zeros(6, 8).to(torch.float8_e4m3fn), torch.ones(4, 1))
+    with pytest.raises(ValueError, match=r"w has blocks \[6, 2, 16\] and scales \[6, 3\]"):
+        stored("w", torch.zeros(6, 2, 16, dtype=torch.uint8), torch.zeros(6, 3, dtype=torch.uint8))
+
+
+@torch.no_grad()
+def test_experts_stay_quantised_where_blocks_are_whole():
+    parts = [stored("w", torch.randn(rows, 64).to(torch.float8_e4m3fn), torch.rand(rows // 32, 2)) for rows in (64, 96)]
+    stacked = [torch.stack([part, part]) for part in parts]
+    joined = torch.cat(stacked, dim=1)
+    assert isinstance(joined, Quantized)
+    assert torch.equal(dense(joined), torch.cat(list(map(dense, stacked)), 1))
+    ragged = [stored("w", torch.randn(48, 64).to(torch.float8_e4m3fn), torch.rand(2, 2)) for _ in range(2)]
+    assert torch.equal(torch.cat(ragged), torch.cat(list(map(dense, ragged))))
+    assert not isinstance(torch.cat(ragged), Quantized)
+
+
+def test_a_quantised_weight_is_not_written_into():
+    with pytest.raises(RuntimeError, match="cannot write into a quantised weight"):
+        fp8_rows(torch.ones(2, 2)).zero_()
+
+
+# ---- FP8 that is made here
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_fp8_made_here(folder, name):
+    """Weights are off by 1/16 at most, as E4M3's three bits allow; zeros stay."""
+    own = folder(name).with_name(f"{name} own")
+    exact, small = our_model(own), our_model(own, quantize_base="fp8")
+    found = {key: p for key, p in small.named_parameters() if isinstance(p, Quantized)}
+    assert len(found) == {"qwen3": 14, "qwen3 moe": 13, "gpt-oss": 12}[name]
+    for key, weight in found.items():
+        want = exact.get_parameter(key)
+        near = want.abs() / 16 + want.abs().max() / 448 * 2**-9
+        assert ((dense(weight) - want).abs() <= near).all(), key
+    logits = exact.eval()(TOKENS)
+    assert 1e-4 < (small.eval()(TOKENS) - logits).norm() / logits.norm() < 0.1
+
+
+def test_fp8_trains_like_the_whole_model(wide, rows, tmp_path):
+    runs = [folder_config(wide, rows, tmp_path / str(v), {"quantize_base": v}) for v in (False, "fp8")]
+    steps = {"max_steps_per_epoch": 10, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-2}}
+    for cfg in runs:
+        finetune(cfg | steps)
+    whole_losses, losses = (metrics(tmp_path / name) for name in ("False", "fp8"))
+    assert losses == pytest.approx(whole_losses, rel=0.02)
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_a_row_of_zeros():
+    assert torch.equal(dense(fp8_rows(torch.zeros(2, 4))), torch.zeros(2, 4))
+
+
+# ---- bad input
+
+
+def test_weights_that_are_quantised_already(folder):
+    with pytest.raises(UserError, match=r"quantize_base is fp8, but the weights in .* are quantised \(mxfp4\)"):
+        our_model(folder("gpt-oss"), quantize_base="fp8")
+
+
+def test_fp8_is_not_for_torchtunes_builders(wide):
+    node = {"_component_": "torchtune.models.qwen2.lora_qwen2", "quantize_base": "fp8", "lora_attn_modules": ["q_proj"]}
+    shape = {"vocab_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "embed_dim": 128}
+    shape |= {"intermediate_dim": 128, "max_seq_len": 16, "lora_rank": 4, "lora_alpha": 8}
+    with pytest.raises(UserError, match=r"quantize_base=fp8 is for rocm_ext\.model\.from_checkpoint"):
+        build_model(OmegaConf.create(node | shape), torch.float32, 0, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
+def test_a_damaged_scale(folder, tmp_path, name):
+    broken = shutil.copytree(folder(name), tmp_path / "broken")
+    state = load_file(broken / "model.safetensors")
+    key = next(key for key in state if "_scale" in key)
+    state[key].view(-1)[3] = 255 if state[key].dtype == torch.uint8 else torch.nan
+    save_file(state, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"[a-z_]+[0-9.weight]* have values that are not finite; the files are damaged"):
+        our_model(broken)

@@ -329,7 +329,7 @@ def edited(base: Path, folder: Path, **changes) -> Path:
     ("changes", "lora", "message"),
     [
         ({"architectures": ["NeverHeardOfForCausalLM"], "model_type": "never"}, {}, "cannot build this model.*never"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, {}, r"quantised \(mxfp4\)"),
+        ({"quantization_config": {"quant_method": "awq"}}, {}, r"quantised \(awq\)"),
         ({"auto_map": {"AutoModelForCausalLM": "code.Model"}}, {}, "own code.*trust_remote_code=True"),
         (
             {"auto_map": {"AutoModelForCausalLM": "m.NewForCausalLM"}, "architectures": ["NewForCausalLM"]},

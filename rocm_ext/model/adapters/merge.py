@@ -103,7 +103,8 @@ def _say_16_bits(path: Path) -> None:
     """Take out of a ``config.json`` how the base model's weights were quantised."""
     content = json_object(path.read_bytes()) or {}
     parts = [part for part in (content, content.get("text_config")) if isinstance(part, dict)]
-    if any([part.pop(key, None) for part in parts for key in QUANTISED]):
+    for part, key in [(part, key) for part in parts for key in QUANTISED if key in part]:
+        del part[key]
         path.write_text(json.dumps(content, indent=2))
 
 
