@@ -404,7 +404,7 @@ class Lengths:
             first += count
         calls: list[list[tuple[int, ...]]] = []
         for span in sorted(spans, reverse=True) if longest else spans:
-            if calls and calls[-1][0][0] <= longest and span[0] >= _SIMILAR * calls[-1][0][0]:
+            if longest and calls and calls[-1][0][0] <= longest and span[0] >= _SIMILAR * calls[-1][0][0]:
                 calls[-1].append(span)
             else:
                 calls.append([span])
