@@ -221,6 +221,8 @@ def _rollout_rows(plan: "RunPlan", rollout: "RolloutPlan") -> Rows:
         rows.append(("weights that sampling copies", [readable(sampling.layout)]))
         rows.append(("keys and values", [readable(sampling.cache)]))
         rows.append(("peak while sampling", [readable(rollout.peak)]))
+    if sampling.launches:
+        rows.append(("kernels of a decoding step, without graphs", [f"{sampling.launches:,}"]))
     rows.append(("answer tokens/s", [_speed(plan, sampling.tokens_per_second, 1)]))
 
     def add(name: str, key: str, unknown: str = "--rows") -> None:

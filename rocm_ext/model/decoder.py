@@ -44,7 +44,7 @@ class Decoder(nn.Module, ABC):
         tok_embeddings: the embeddings.
         output: maps hidden states [n, d] to logits [n, v], with the model's own scaling or capping.
         architecture: what the model computes, but for its weights; empty: the config's builder says it.
-        takes_graphs: whether a CUDA/HIP graph can replay a decoding step.
+        graph_obstacle: why no CUDA/HIP graph can replay a decoding step; empty: one can.
         renames: functions from the model's names to those of Hugging Face's files, and back; they raise KeyError for
             unknown names. None: torchtune's converters know them.
         left_out: names of the modules that the folder's whole model has beside these, such as a vision tower's.
@@ -62,7 +62,7 @@ class Decoder(nn.Module, ABC):
     head_dim: int
     output: Any
     architecture: Any
-    takes_graphs: bool
+    graph_obstacle: str
     renames: tuple[Callable[[str], str], Callable[[str], str]] | None
 
     layers: nn.ModuleList

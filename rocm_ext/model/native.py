@@ -55,7 +55,7 @@ class NativeDecoder(TransformerDecoder, Decoder):
 
     architecture: Any = ""
     renames: tuple[Callable[[str], str], Callable[[str], str]] | None = None
-    takes_graphs = True
+    graph_obstacle = ""
     left_out: frozenset[str] = frozenset()
     published_modules: frozenset[str] = frozenset()
 

@@ -7,7 +7,7 @@ same bit for bit.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -164,6 +164,19 @@ class Sampler(ABC):
         Returns:
             Logits [n, v] of the next tokens.
         """
+
+
+@torch.no_grad()
+def one_step(sampler: Sampler, rows: int, watching: AbstractContextManager[Any]) -> None:
+    """Decode a token after a prompt of two in each of ``rows`` slots; ``watching`` is open during the step alone."""
+    known = 2
+    cache = sampler.new_cache(rows, known + 1)
+    (prefix,) = sampler.prefill([[0] * known])
+    cache.put(slice(0, rows), prefix, known)
+    tokens = torch.zeros(rows, dtype=torch.long, device=sampler.device)
+    positions = tokens + known
+    with watching:
+        sampler.step(tokens, positions, cache, known + 1)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.layers import HAS_KERNEL, FusedRMSNorm
 from rocm_ext.model.lora import ExpertLora, adapters
 from rocm_ext.model.quantized import Quantized
+from rocm_ext.model.sampler import MIN_ROWS, one_step
 
 _ATTENTION: dict[str, Any] = {
     "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: sdpa_flop_count(q, k, v),
@@ -243,6 +244,17 @@ def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, 
         tally.ignore([*whole, *plain_, *fake.buffers(), *(p.grad for p in trainable if p.grad is not None)])
         with tally:
             yield fake, tally
+
+
+def launches_of(decoder: Decoder, merge: bool | None, device: torch.device, kernels: Kernels) -> int:
+    """Return the number of kernels of a decoding step; arguments as of :class:`rocm_ext.plan.planner.SamplingPlanner`.
+
+    The number of answers changes it only where experts are computed one by one.
+    """
+    step = CostCounter()
+    with torch.no_grad(), on_fake_tensors(decoder, kernels) as (fake, _):
+        one_step(fake.eval().sampler(merge, device), MIN_ROWS, step)
+    return len(step.operations)
 
 
 # ---- a step, by part

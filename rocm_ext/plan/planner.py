@@ -19,7 +19,7 @@ from rocm_ext.machine.numerics import DTYPES
 from rocm_ext.model.attention import span_for
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.sampler import MIN_ROWS, Sampler, copied_bytes
-from rocm_ext.plan.costs import Kernels, Operation
+from rocm_ext.plan.costs import Kernels, Operation, launches_of
 from rocm_ext.plan.memory import MemoryPlan, plan_memory, worst_rows
 from rocm_ext.plan.speeds import Figures
 from rocm_ext.plan.workload import Questions, Workload
@@ -290,6 +290,7 @@ class SamplingPlan:
         cache: bytes of keys and values of all slots.
         working: further bytes.
         tokens_per_second: answer tokens with all slots full.
+        launches: see :class:`SamplingPlanner`.
     """
 
     layout: int
@@ -297,6 +298,7 @@ class SamplingPlan:
     cache: int
     working: int
     tokens_per_second: float
+    launches: int
 
     @property
     def peak(self) -> int:
@@ -309,6 +311,7 @@ class SamplingPlanner:
 
     Attributes:
         layout: bytes of the weights that sampling copies.
+        launches: kernels that the host starts in each step; 0: as one graph, or for no cost that is known.
 
     Args:
         cfg: config of ``raft_rocm`` or ``grpo_rocm``.
@@ -335,7 +338,13 @@ class SamplingPlanner:
         # of several ranks, every one gathers a copy
         frozen = (p.nbytes for p in decoder.parameters() if not p.requires_grad)
         self.layout = copied_bytes(decoder, merge) if ranks == 1 else sum(frozen)
-        self._takes_graphs = decoder.takes_graphs
+        wanted = device.type == "cuda" and cfg.engine.get("graphs") is not False
+        self._graphs = wanted and not decoder.graph_obstacle
+        self.launches = 0
+        if figures.launch and not self._graphs:
+            self.launches = launches_of(
+                decoder, merge, device, Kernels.on(device, "bf16" in figures.flops, cfg.attention)
+            )
         self._cfg, self._device, self._asked, self._figures = cfg, device, asked, figures
 
     def plan(self, free: int, reserve: int = 0) -> SamplingPlan:
@@ -347,20 +356,21 @@ class SamplingPlanner:
         """
         cfg, decoder, asked = self._cfg, self._decoder, self._asked
         length = asked.longest + cfg.max_new_tokens
-        graphs = self._device.type == "cuda" and self._takes_graphs and cfg.engine.get("graphs") is not False
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
         prompts = [asked.longest] * min(asked.prompts or 2**10, 2**10)
-        memory = slot_memory(decoder, prompts, span_for(self._device, length), sampling, graphs)
+        memory = slot_memory(decoder, prompts, span_for(self._device, length), sampling, self._graphs)
         most = most_slots((asked.prompts or 2**20) * cfg.samples_per_prompt, self._device, decoder.splits_rows)
         fit = slots_beside(memory, most, int(SHARE * (free - self.layout)), reserve)
         slots = cfg.engine.get("slots") or max(MIN_ROWS, fit)
         cache = slots * memory.cache
         speed = slots / self.step_seconds(slots)
-        return SamplingPlan(self.layout, slots, cache, memory.bytes(slots) - cache, speed)
+        return SamplingPlan(self.layout, slots, cache, memory.bytes(slots) - cache, speed, self.launches)
 
     def step_seconds(self, slots: int) -> float:
         """Seconds to decode one token for each of ``slots`` answers."""
-        return decode_seconds(self._decoder, slots, self._asked.mean + self._asked.answer / 2, self._figures)
+        context = self._asked.mean + self._asked.answer / 2
+        computing = decode_seconds(self._decoder, slots, context, self._figures)
+        return max(computing, self.launches * self._figures.launch)  # the device computes behind the host
 
     def seconds(self, prompts: float, samples: int, slots: int) -> float:
         """Seconds to prefill one rank's prompts and decode their answers; a batch lasts as long as its longest answer.

@@ -26,6 +26,7 @@ from rocm_ext.sampling.engine import Completion, Request, RequestQueue, Sampling
 from rocm_ext.sampling.slots import (
     PREFILL_TOKENS,
     SHARE,
+    Graphs,
     RunningSample,
     SlotBatch,
     SlotMemory,
@@ -41,7 +42,8 @@ class LocalEngine:
     Args:
         slots: samples decoded at once; None: as many as memory allows, up to the number beyond which more
             gain nothing.
-        graphs: replay the decoding step as a CUDA/HIP graph; None: on a GPU, if the model's code allows it.
+        graphs: replay the decoding step as a CUDA/HIP graph; None: on a GPU, if the model's code allows it, which a
+            step on fake tensors tells. A line says why not.
         merge: add the adapter to the weights; None: only to fp32 weights, see
             :func:`rocm_ext.model.sampler.sampler_of`.
         decoder: the model, with or without adapters.
@@ -68,9 +70,9 @@ class LocalEngine:
     ) -> None:
         if slots is not None and not (type(slots) is int and slots >= MIN_ROWS):
             raise UserError(f"engine.slots is {slots!r}; expected a whole number of at least {MIN_ROWS}, or null")
-        if graphs and not decoder.takes_graphs:
-            raise UserError("engine.graphs is True, but this model's code is not replayed as a graph; set graphs: null")
-        self._slots, self._graphs, self._merge = slots, graphs if decoder.takes_graphs else False, merge
+        if graphs and (obstacle := decoder.graph_obstacle):
+            raise UserError(f"engine.graphs is True, but no graph can replay a step: {obstacle}; set graphs: null")
+        self._slots, self._graphs, self._merge = slots, graphs, merge
         self._decoder, self._tokenizer, self._free_memory = decoder, tokenizer, free_memory
         self._trace = trace
 
@@ -111,6 +113,9 @@ class LocalEngine:
                 "smaller model"
             )
         with sampler_of(self._decoder, self._merge) as decoder:
+            if self._graphs is None and decoder.device.type == "cuda" and (obstacle := self._decoder.graph_obstacle):
+                log.info("decoding without graphs: %s", obstacle)
+                self._graphs = False
             session = LocalSession(decoder, self._tokenizer, self._free_memory, self._slots, self._graphs, self._trace)
             try:
                 yield session
@@ -158,7 +163,7 @@ class LocalSession:
     ) -> None:
         self._decoder, self._tokenizer, self._free_memory = decoder, tokenizer, free_memory
         self._slots, self._trace = slots, trace or Trace()
-        self._graphs = decoder.device.type == "cuda" if graphs is None else graphs
+        self._graphs = Graphs(decoder.device.type == "cuda" if graphs is None else graphs, graphs is True)
         self._stop_tokens = frozenset(tokenizer.stop_tokens)
         self._totals = dict.fromkeys(("tokens", "slot_steps", "bytes", "seconds"), 0.0)
         self._batch: SlotBatch | None = None  # between two calls of generate
@@ -332,7 +337,7 @@ class LocalSession:
             held: bytes that a batch holds which the new slots would replace.
         """
         prompts = {request.tokens for request in requests}
-        memory = slot_memory(self._decoder, list(map(len, prompts)), length, sampling, self._graphs)
+        memory = slot_memory(self._decoder, list(map(len, prompts)), length, sampling, self._graphs.used)
         if self._slots is not None:
             return most, 0, memory
         free = int(SHARE * (self._free_memory() + held))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.log import log
 from rocm_ext.model.attention import span_for
 from rocm_ext.model.sampler import MAX_ROWS, MIN_ROWS, Sampler
 from rocm_ext.sampling.draw import draw, draw_bytes, uniforms
@@ -94,6 +95,19 @@ def most_slots(samples: int, device: torch.device, splits_rows: bool = True) -> 
 
 
 @dataclass
+class Graphs:
+    """Whether steps are replayed as CUDA/HIP graphs.
+
+    Attributes:
+        used: whether they are; a capture that fails ends it.
+        asked: whether a failure is an error.
+    """
+
+    used: bool
+    asked: bool = False
+
+
+@dataclass
 class RunningSample:
     """A sample in its slot."""
 
@@ -115,10 +129,10 @@ class SlotBatch:
         slots: their number.
         length: positions of a slot.
         sampling: how to draw.
-        graphs: replay steps as graphs.
+        graphs: whether to replay steps as graphs.
     """
 
-    def __init__(self, decoder: Sampler, slots: int, length: int, sampling: Sampling, graphs: bool) -> None:
+    def __init__(self, decoder: Sampler, slots: int, length: int, sampling: Sampling, graphs: Graphs) -> None:
         self._decoder, self._sampling, self.slots, self.length = decoder, sampling, slots, length
         self._cache = decoder.new_cache(slots, length)
         device = decoder.device
@@ -126,8 +140,8 @@ class SlotBatch:
             torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(4)
         )
         self.running: list[RunningSample] = []
-        self._graphs: dict[tuple[int, int], Any] | None = {} if graphs else None
-        shape = (slots if graphs else 0, decoder.vocabulary)
+        self._use, self._graphs = graphs, dict[tuple[int, int], Any]()
+        shape = (slots if graphs.used else 0, decoder.vocabulary)
         self._logits = torch.empty(shape, dtype=decoder.dtype, device=device)  # shared: one graph runs at a time
 
     def begin(self, sampling: Sampling) -> None:
@@ -177,7 +191,7 @@ class SlotBatch:
         """
         n = len(self.running)
         # Run a few spare slots: at least MIN_ROWS, and multiples of it where each shape needs a graph.
-        rows = min(self.slots, n + -n % MIN_ROWS if self._graphs is not None else max(n, MIN_ROWS))
+        rows = min(self.slots, n + -n % MIN_ROWS if self._use.used else max(n, MIN_ROWS))
         span = span_for(self._decoder.device, max(running.position for running in self.running) + 1)
         logits = self._decode(rows, span)
         uniform = uniforms(self._seeds[:rows], self._drawn[:rows])
@@ -198,28 +212,32 @@ class SlotBatch:
 
     def _decode(self, rows: int, span: int) -> Tensor:
         """Return logits [rows, v] of the next tokens."""
-        if self._graphs is None:
-            return self._decoder.step(self._tokens[:rows], self._positions[:rows], self._cache, span)
-        if (rows, span) not in self._graphs:
-            self._graphs[rows, span] = self._capture(rows, span)
-        self._graphs[rows, span].replay()
-        return self._logits[:rows]
+        if graph := self._graphs.get((rows, span)):
+            graph.replay()
+            return self._logits[:rows]
+        # Before a capture, too: libraries allocate their workspace in the first call, and a capture computes nothing.
+        logits = self._decoder.step(self._tokens[:rows], self._positions[:rows], self._cache, span)
+        if self._use.used:
+            self._capture(rows, span)
+        return logits
 
-    def _capture(self, rows: int, span: int) -> Any:
-        def step() -> None:
-            logits = self._decoder.step(self._tokens[:rows], self._positions[:rows], self._cache, span)
-            self._logits[:rows].copy_(logits)
-
-        step()  # libraries allocate their workspace in the first call; the capture must not record that
-        graph = torch.cuda.CUDAGraph()
-        pool = next((other.pool() for other in (self._graphs or {}).values()), None)
+    def _capture(self, rows: int, span: int) -> None:
+        """Record the step as a graph, for the next ones of this shape."""
+        pool = next((other.pool() for other in self._graphs.values()), None)
         try:
+            graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                step()
+                logits = self._decoder.step(self._tokens[:rows], self._positions[:rows], self._cache, span)
+                self._logits[:rows].copy_(logits)
         except RuntimeError as error:
-            raise UserError(f"cannot capture the decoding step as a graph ({one_line(error)}); engine.graphs=False "
-                            "decodes without graphs") from error  # fmt: skip
-        return graph
+            found = f"cannot capture the decoding step as a graph ({one_line(error)})"
+            if self._use.asked:
+                raise UserError(f"{found}; engine.graphs=False decodes without graphs") from error
+            log.warning("%s; decoding goes on without graphs", found)
+            self._use.used = False
+            self._graphs.clear()
+        else:
+            self._graphs[rows, span] = graph
 
     @torch.no_grad()
     def release(self, ended: list[int]) -> None:

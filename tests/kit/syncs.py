@@ -31,7 +31,7 @@ from rocm_ext.model.build import build_model
 from rocm_ext.model.lora import adapter_parameters
 from rocm_ext.model.sampler import NativeSampler
 from rocm_ext.sampling.engine import Request, Sampling
-from rocm_ext.sampling.slots import SlotBatch
+from rocm_ext.sampling.slots import Graphs, SlotBatch
 from rocm_ext.train.trainer import Trainer
 from tests.kit.tiny import run_config, write_yaml
 
@@ -131,7 +131,7 @@ def of_decoding(top: Path, sampling: Sampling) -> list[str]:
     to_accelerator(model)
     with FAKE:
         decoder = model.sampler()
-        batch = SlotBatch(decoder, 8, 256, sampling, graphs=False)
+        batch = SlotBatch(decoder, 8, 256, sampling, Graphs(False))
         (prefix,) = decoder.prefill([(1, 2, 3)])
         batch.admit([Request("a", seed, seed, (1, 2, 3, 4)) for seed in range(8)], prefix)
     with counted():

@@ -19,14 +19,16 @@ from rocm_ext import cli, config
 from rocm_ext.base.errors import UserError
 from rocm_ext.model.build import build_model
 from rocm_ext.model.lora import adapters
-from rocm_ext.model.sampler import copied_bytes
+from rocm_ext.model.sampler import copied_bytes, sampler_of
 from rocm_ext.model.transformers.decoder import TransformersDecoder
 from rocm_ext.model.transformers.sampling import TransformersSampler
 from rocm_ext.plan.costs import CostCounter
 from rocm_ext.plan.planner import SamplingPlanner
 from rocm_ext.plan.speeds import Figures
 from rocm_ext.plan.workload import Questions
-from rocm_ext.sampling import LocalEngine, Request, Sampling, sample_seed
+from rocm_ext.sampling import LocalEngine, Request, Sampling, local, sample_seed
+from rocm_ext.sampling.local import LocalSession
+from rocm_ext.sampling.slots import Graphs
 from tests.kit.families import folder_config
 from tests.kit.forks import forked, forked_ranks, several_ranks
 from tests.kit.hf_models import CARE, COMMON, MORE, write_common, write_theirs, write_wider
@@ -36,6 +38,7 @@ from tests.kit.multimodal_models import write_multimodal
 from tests.kit.parity import our_model
 from tests.kit.plans import as_configured
 from tests.kit.raft_runs import WEIGHTS, write_run
+from tests.kit.replay import Recorded, capture
 from tests.kit.tiny import SHAPE, write_rows, write_yaml
 from tests.model.test_transformers_models import some
 from tests.recipes.test_raft import kill_at_record
@@ -132,7 +135,9 @@ def test_more_architectures(tmp_path, kind):
     """Their config has a window, which some of them do not use and ``generate`` takes for one."""
     base = write_common(tmp_path / kind, kind, **CARE.get(kind, {}))
     theirs = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    for completion in sampled(engine(our_model(base)), ask(prompts(*LENGTHS)), Sampling(24)).values():
+    decoder = our_model(base)
+    assert (decoder.graph_obstacle == "") == (kind != "phimoe"), decoder.graph_obstacle
+    for completion in sampled(engine(decoder), ask(prompts(*LENGTHS)), Sampling(24)).values():
         check_logprobs(lambda row: theirs(row, use_cache=False).logits, completion)
 
 
@@ -425,10 +430,70 @@ def test_longrope_s_limit_is_known_before_the_weights(tmp_path, capsys):
     assert "the model takes at most 10" in capsys.readouterr().err
 
 
-def test_graphs_are_no_option(raft, tmp_path):
-    code, said = forked(raft_main, raft("gemma 3", "run"), "engine.graphs=True")
-    assert code == 1
-    assert "graphs" in said
+def greedy(decoder, graphs: bool) -> dict:
+    with sampler_of(decoder) as made:
+        made._fixed = True  # as on a GPU
+        session = LocalSession(made, NEVER, lambda: 2**31, 16, graphs)
+        done = list(session.generate(ask(prompts(*LENGTHS), 5), Sampling(24, temperature=0)))
+    return {(c.request.prompt_id, c.request.sample): c.tokens for c in done}
+
+
+@pytest.mark.parametrize("name", some(*FAST, "qwen3 moe"))
+def test_recorded_steps_give_the_same_answers(folder_of, name, monkeypatch):
+    """States advance once a token, addresses stay, and no shape or number of the recording depends on values."""
+    decoder = trained(folder_of(name))
+    expected = sampled(engine(decoder), ask(prompts(*LENGTHS), 5), Sampling(24, temperature=0))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(Recorded, "replays", 0)
+    assert decoder.graph_obstacle == ""
+    assert greedy(decoder, True) == {key: completion.tokens for key, completion in expected.items()}
+    assert Recorded.replays > 20
+
+
+def test_a_capture_that_fails_ends_graphs(folder_of, monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    decoder = trained(folder_of("qwen3.5"))
+    expected = greedy(decoder, False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", refuse)
+    with pytest.raises(UserError, match=r"not permitted.*graphs=False"):
+        greedy(decoder, True)
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(local, "Graphs", lambda used, asked: Graphs(True))
+        assert greedy(decoder, None) == expected
+    assert one_line_has(caplog.messages, "cannot capture", "goes on without graphs")
+
+
+@pytest.mark.parametrize("act", [lambda x: x + float(x.sum()), lambda x: x + torch.ones(len(x)).to(x.device)[:1]])
+def test_a_model_that_needs_the_host_takes_no_graphs(folder_of, monkeypatch, act):
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
+
+    inner = Gemma3MLP.forward
+    monkeypatch.setattr(Gemma3MLP, "forward", lambda self, x: inner(self, act(x) if x.shape[1] == 1 else x))
+    decoder = our_model(folder_of("gemma 3"))
+    assert "Gemma3ForCausalLM depends on values or needs the host" in decoder.graph_obstacle
+    with pytest.raises(UserError, match="no graph can replay a step"):
+        engine(decoder, graphs=True)
+    assert sampled(engine(decoder), ask(prompts(4)), Sampling(2))
+
+
+def test_without_graphs_a_plan_counts_kernels(folder_of):
+    def plan(name: str, **options):
+        engine = {"_component_": "rocm_ext.sampling.LocalEngine", **options}
+        cfg = OmegaConf.merge(config.defaults("raft_rocm"), {"max_new_tokens": 64, "engine": engine})
+        node = {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder_of(name))}
+        empty = build_model(OmegaConf.create(node), torch.bfloat16, 0, torch.device("meta"))
+        figures = Figures("", True, {"fp32": 1e12, "bf16": 1e12}, 1e12, launch=1e-5)
+        asked = Questions(8, 0, 20, 20, 32, "test")
+        return SamplingPlanner(cfg, empty, torch.device("cuda"), asked, ranks=1, figures=figures).plan(2**36)
+
+    replayed, started = plan("gpt-oss"), plan("gpt-oss", graphs=False)
+    assert replayed.launches == 0
+    assert 100 < started.launches < 250  # two layers
+    assert started.tokens_per_second == pytest.approx(started.slots / (started.launches * 1e-5))
+    assert replayed.tokens_per_second > 2 * started.tokens_per_second
 
 
 # ---- a session stays open while the model is trained

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from omegaconf import OmegaConf
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -26,6 +27,13 @@ HEADS = ((64, 14), (128, 28))  # head_dim and heads of Qwen2.5 0.5B and 7B
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
 ABSENT = ("No available kernel", "No viable backend")  # torch's words on a GPU and on a CPU
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 2e-3}  # relative to the largest value
+SMALL = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}  # fmt: skip
+TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "qwen3_moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128},
+}
 BEHIND = {torch.float32: 1e-3, torch.bfloat16: 0.5}  # a greedy token's log-prob below the best one's
 
 
@@ -120,9 +128,23 @@ def decoding(here: Here) -> Iterator[Row]:
     about as probable as the best one.
     """
     bench = here.bench("0.5b")
-    dtypes = [torch.float32, *[torch.bfloat16] * bench.machine.bf16]
+    yield from _decoding(here, "", bench.cfg.model, [torch.float32, *[torch.bfloat16] * bench.machine.bf16])
+
+
+def decoding_transformers(here: Here) -> Iterator[Row]:
+    """The same of small models that transformers computes: windows, recurrent states, and experts."""
+    from transformers import AutoConfig  # not every machine has it
+
+    for name, values in TRANSFORMERS.items():
+        folder = here.folder / name
+        AutoConfig.for_model(name, **SMALL, **values).save_pretrained(folder)
+        model = OmegaConf.create({"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder)})
+        yield from _decoding(here, f" of {name}", model, [torch.float32, *[torch.bfloat16] * detect().bf16])
+
+
+def _decoding(here: Here, of: str, model: Any, dtypes: Sequence[torch.dtype]) -> Iterator[Row]:
     for dtype in dtypes:
-        decoder = random_decoder(bench.cfg.model, dtype, bench.device)
+        decoder = random_decoder(model, dtype, here.torch_device)
         prompts = _prompts(decoder.tok_embeddings.num_embeddings, 16, 90)
         answers: dict[str, list[list[int]]] = {}
         for graphs in (False, True) if here.gpu else (False,):
@@ -130,18 +152,18 @@ def decoding(here: Here) -> Iterator[Row]:
             answers[name], logprobs = _greedy(decoder, prompts, 8 if here.tiny else 40, graphs, merge=None)
             behind, apart = _judge(decoder, prompts, answers[name], logprobs)
             limit = BEHIND[dtype]
-            yield check(f"greedy tokens {name} are the training forward's, {_name(dtype)}", behind <= limit,
+            yield check(f"greedy tokens{of} {name} are the training forward's, {_name(dtype)}", behind <= limit,
                         f"at most {behind:.1e} below the best log-prob")  # fmt: skip
-            yield check(f"log-probs {name} are the training forward's, {_name(dtype)}", apart <= limit / 5,
+            yield check(f"log-probs{of} {name} are the training forward's, {_name(dtype)}", apart <= limit / 5,
                         f"off by {apart:.1e} on average")  # fmt: skip
         if here.gpu:
             same = _share(answers["with graphs"], answers["without graphs"])
-            row = check(f"tokens with and without graphs are equal, {_name(dtype)}", same >= 0.95, f"{same:.1%}")
+            row = check(f"tokens{of} with and without graphs are equal, {_name(dtype)}", same >= 0.95, f"{same:.1%}")
             yield row if dtype == torch.float32 else {**row, "ok": None}  # in bf16 ties are frequent
 
 
 def random_decoder(model: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a torchtune decoder with random weights and a random adapter."""
+    """Return a decoder with random weights and a random adapter."""
     decoder = build_model(model, dtype, 0, device)
     load_weights(decoder, Weights(SeededWeights(decoder, device), "random"), Ranks(device))
     _move_adapter(decoder, 2)

@@ -154,35 +154,46 @@ class _ForwardPass:
             lie in order.
         kernel: see :func:`rocm_ext.model.attention.sdpa`.
         asked: what the model's code asks for.
+        fixed: whether no shape may depend on values.
     """
 
     positions: Tensor
     ring: Callable[[int | None], int] | None
     kernel: str
     asked: "AttentionUse"
+    fixed: bool
 
 
 _pass: ContextVar[_ForwardPass] = ContextVar("the forward pass")
 
 
 @contextmanager
-def forward_pass(positions: Tensor, kernel: str, cache: SlotCache | None = None) -> Iterator[AttentionUse]:
+def forward_pass(
+    positions: Tensor, kernel: str, cache: SlotCache | None = None, fixed: bool = False
+) -> Iterator[AttentionUse]:
     """Give ``positions`` [n, s] to the masks that a model makes inside.
 
     Args:
         positions: of the pass's tokens.
         kernel: of attention.
         cache: the slots; None: a prefill.
+        fixed: let no shape depend on values, so that a graph can replay the pass.
 
     Yields:
         What the model's code asks for.
     """
-    now = _ForwardPass(positions, cache.ring if cache is not None else None, kernel, AttentionUse())
+    now = _ForwardPass(positions, cache.ring if cache is not None else None, kernel, AttentionUse(), fixed)
     token = _pass.set(now)
     try:
         yield now.asked
     finally:
         _pass.reset(token)
+
+
+def has_fixed_shapes() -> bool:
+    """Return whether no shape of the current pass may depend on values."""
+    now = _pass.get(None)
+    return now is not None and now.fixed
 
 
 def slots_mask(

@@ -31,7 +31,7 @@ from rocm_ext.model.sampler import Needs
 from rocm_ext.model.transformers.adapt import ALL, ALL_EXPERTS, frozen_kinds, fused_experts, put_in, put_in_experts
 from rocm_ext.model.transformers.attention import PACKED, packed, scale_each_sequence
 from rocm_ext.model.transformers.experts import SORTED
-from rocm_ext.model.transformers.sampling import TransformersSampler, needs_of
+from rocm_ext.model.transformers.sampling import TransformersSampler, needs_of, obstacle_of
 from rocm_ext.model.transformers.states import ROWS, keep_apart
 from rocm_ext.model.transformers.weights import (
     Converted,
@@ -72,7 +72,6 @@ class TransformersDecoder(Decoder):
     """
 
     kernel = "auto"
-    takes_graphs = False  # its code may read values in a step
     renames = (str, str)  # names are those of the files, or `converted` knows them
 
     def __init__(self, model: Any, architecture: str) -> None:
@@ -186,6 +185,11 @@ class TransformersDecoder(Decoder):
             UserError: the model cannot be sampled from in this process.
         """
         return needs_of(self)
+
+    @cached_property
+    def graph_obstacle(self) -> str:  # type: ignore[override]
+        """Why no graph can replay a decoding step; empty: one can."""
+        return obstacle_of(self)
 
     def check_sampling(self) -> int:
         """Check that the model can be sampled from here; return the positions of the longest sequence."""

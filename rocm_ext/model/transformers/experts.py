@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from rocm_ext.model.lora import ExpertLora
+from rocm_ext.model.transformers.attention import has_fixed_shapes
 from rocm_ext.model.transformers.products import Rows
 
 SORTED = "rocm_ext_sorted"
@@ -31,7 +32,8 @@ def sorted_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_
     Returns:
         [t, d].
     """
-    rows = Rows.of(top_k_index, len(self.down_proj), hidden_states.dtype)
+    experts = len(self.down_proj)
+    rows = Rows.all(top_k_index, experts) if has_fixed_shapes() else Rows.of(top_k_index, experts, hidden_states.dtype)
     x = _Spread.apply(hidden_states, rows.order, rows.back)
     if self.has_gate:
         x = self._apply_gate(_products(self, "gate_up_proj", x, rows))

@@ -28,6 +28,7 @@ from rocm_ext.base.log import log
 from rocm_ext.machine.bench_file import cache_folder, machine_key
 from rocm_ext.machine.detect import detect
 from rocm_ext.model.lora import is_plain
+from rocm_ext.model.transformers.states import on_gpu
 
 _grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 _TIMEOUT = 300  # seconds
@@ -43,12 +44,14 @@ class Rows:
         back: [t k], the row of each choice.
         ends: [experts], where each expert's rows end.
         grouped: whether torch's grouped product is used.
+        every: whether each expert has a row of each token.
     """
 
     order: Tensor
     back: Tensor
     ends: Tensor
     grouped: bool
+    every: bool = False
 
     @classmethod
     def of(cls, top_k_index: Tensor, experts: int, dtype: torch.dtype) -> "Rows":
@@ -69,13 +72,25 @@ class Rows:
             back[order[row]] = row
         else:
             back[order] = row
-        return cls(order, back, ends, device.type == "cuda" and dtype == torch.bfloat16 and grouped_products())
+        return cls(order, back, ends, _takes_grouped(order, dtype))
+
+    @classmethod
+    def all(cls, top_k_index: Tensor, experts: int) -> "Rows":
+        """Let each expert compute all tokens, so that no shape depends on the choices, [t, k].
+
+        A decoding step of up to some hundred tokens is bound by reading the weights of experts, most of which some
+        token has chosen.
+        """
+        (t, k), device = top_k_index.shape, top_k_index.device
+        token = torch.arange(t, device=device)
+        ends = t * torch.arange(1, experts + 1, device=device, dtype=torch.int32)
+        return cls((k * token).repeat(experts), (t * top_k_index + token[:, None]).flatten(), ends, False, True)
 
     @cached_property
     def parts(self) -> list[tuple[int, slice]]:
         """Experts with rows, and where these are. It waits for the device."""
         n, experts = len(self.order), len(self.ends)
-        if isinstance(self.ends, FakeTensor):  # a plan's have no values: there each expert has equally many
+        if self.every or isinstance(self.ends, FakeTensor) or self.ends.is_meta:  # in plans there are no values
             ends = [n * (i + 1) // experts for i in range(experts)]
         else:
             ends = self.ends.tolist()
@@ -88,6 +103,12 @@ class Rows:
         ``bias`` is [experts, out]. The widths ``in`` may differ.
         """
         (x, weight), *others = pairs
+        if self.every and is_plain(weight):
+            by_expert = [(x.view(len(self.ends), -1, x.shape[1]), weight) for x, weight in pairs]
+            out = torch.bmm(*by_expert[0]) if bias is None else torch.baddbmm(bias[:, None], *by_expert[0])
+            for x, weight in by_expert[1:]:
+                out.baddbmm_(x, weight)
+            return out.flatten(0, 1)
         if self.grouped and _aligned(*chain(*pairs)) and is_plain(weight):  # else one expert is dequantised at a time
             out = _grouped_mm(x, weight, offs=self.ends)
             for x, weight in others:
@@ -112,6 +133,10 @@ class Rows:
         for i, part in self.parts:
             torch.mm(left[part].T, right[part], out=out[i])
         return out
+
+
+def _takes_grouped(rows: Tensor, dtype: torch.dtype) -> bool:
+    return on_gpu(rows) and dtype == torch.bfloat16 and grouped_products()
 
 
 def _aligned(*matrices: Tensor) -> bool:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -24,7 +26,7 @@ from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.model.adapters.peft_experts import expert_loras
 from rocm_ext.model.attention import SlotCache, Slots, span_for
 from rocm_ext.model.lora import Dora, ExpertLora, Lora, adapters, dense, plain
-from rocm_ext.model.sampler import Needs, Sampler, SamplingLinear, merges, stays_quantized
+from rocm_ext.model.sampler import MIN_ROWS, Needs, Sampler, SamplingLinear, merges, one_step, stays_quantized
 from rocm_ext.model.transformers.attention import SLOTS, AttentionUse, forward_pass
 from rocm_ext.model.transformers.weights import persistent_buffers
 
@@ -246,6 +248,7 @@ class TransformersSampler(Sampler):
     def __init__(self, source: "TransformersDecoder", merge: bool | None, device: torch.device | None) -> None:
         device = source.tok_embeddings.weight.device if device is None else device
         self.together = device.type != "cpu" and not source.needs.states
+        self._fixed = device.type != "cpu"
         self._rounded = partial(span_for, device)
         state, linear = _weights(source, merges(source, merge))
         model = source.empty_model(SLOTS)
@@ -277,13 +280,22 @@ class TransformersSampler(Sampler):
     @property
     def bytes_per_row(self) -> int:
         """Bytes that a pass holds at once for one token, in addition to the cache; an estimate."""
+        return self._row_bytes(False)
+
+    def step_bytes(self, length: int) -> int:
+        """Bytes that a step holds per slot; on a GPU each expert computes all tokens."""
+        return super().step_bytes(length) + self._row_bytes(self._fixed) - self.bytes_per_row
+
+    def _row_bytes(self, every: bool) -> int:
+        """Return the bytes of one token that its own experts compute, or every one."""
         width = self.decoder.tok_embeddings.weight.shape[1]
         widest = 0
         for layer in self.decoder.layers:
             shapes = [p.shape for p in layer.parameters()]
             outputs = sum(shape[0] for shape in shapes if len(shape) == 2)
-            experts = sum(shape[1] + shape[2] for shape in shapes if len(shape) == 3)
-            widest = max(widest, outputs + self._chosen * experts)
+            experts = sum((shape[0] if every else self._chosen) * (shape[1] + shape[2])
+                          for shape in shapes if len(shape) == 3)  # fmt: skip
+            widest = max(widest, outputs + experts)
         # in and out, and fp32 in norms and activations
         return int(_SLACK * (widest + 6 * width) * (2 * self.dtype.itemsize + 4))
 
@@ -331,7 +343,7 @@ class TransformersSampler(Sampler):
         """Decode one token in each of the first n slots; arguments as in the base class."""
         cache.begin(positions, span)
         rows = {"input_ids": tokens[:, None], "position_ids": positions[:, None]}
-        with forward_pass(positions[:, None], self.decoder.kernel, cache):
+        with forward_pass(positions[:, None], self.decoder.kernel, cache, self._fixed):
             hidden = self.decoder.body(**rows, past_key_values=cache, use_cache=True).last_hidden_state
         return self.decoder.output(hidden[:, 0])
 
@@ -387,6 +399,36 @@ def needs_of(source: "TransformersDecoder") -> Needs:
     expanded = 4 * asked.read if asked.read > kept else 0
     scores = asked.scores or source.kernel in ("math", "eager")
     return Needs(keys, states, asked.windows, scores, expanded, min(source.max_seq_len, _short(body)))
+
+
+@torch.no_grad()
+def obstacle_of(source: "TransformersDecoder") -> str:
+    """Say why no graph can replay a decoding step; empty: one can.
+
+    A step on the meta device tells, whose tensors have no values: a graph copies nothing from or to the host, and its
+    shapes do not depend on values.
+    """
+    bare = source.wrapped(source.empty_model(SLOTS))
+    vars(bare)["needs"] = source.needs
+    sampler = TransformersSampler(bare, False, torch.device("cuda"))
+    try:
+        sampler.decoder.place_buffers(sampler.device)
+        one_step(sampler, MIN_ROWS, _NoCopies())
+    except Exception as error:  # the model's code may raise anything
+        return f"a step of {type(source.model_).__name__} depends on values or needs the host ({one_line(error)})"
+    return ""
+
+
+class _NoCopies(TorchDispatchMode):
+    """Refuses copies between host and device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._overloadpacket.__name__ in ("_to_copy", "copy_"):
+            devices = {leaf.device.type for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor)}
+            if len(devices) > 1:
+                raise UserError(f"a copy between {' and '.join(sorted(devices))}")
+        return out
 
 
 def _adapted(source: "TransformersDecoder") -> dict[str, Lora | Dora]:
