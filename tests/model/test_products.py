@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rocm_ext.model.quantized import fp8_rows
 from rocm_ext.model.transformers import products
 from rocm_ext.model.transformers.experts import _Products, sorted_experts
 from rocm_ext.model.transformers.products import Rows
@@ -166,3 +167,21 @@ def test_what_crashes_is_not_used_and_not_tried_again(tmp_path, monkeypatch, cap
         products.grouped_products()
         products.grouped_products.cache_clear()
         assert len(commands) == tries + 1
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+def test_every_expert_computing_all_tokens_gives_the_choices_the_same(quantize):
+    rng = torch.Generator().manual_seed(0)
+    index = torch.tensor([[4, 1], [1, 2], [5, 4]])
+    x, bias, weight = (torch.randn(*s, generator=rng) for s in ((3, 32), (EXPERTS, 24), (EXPERTS, 24, 32)))
+    a, b = (torch.randn(*s, generator=rng) for s in ((EXPERTS, 16, 32), (EXPERTS, 24, 16)))
+    weight = fp8_rows(weight) if quantize else weight
+
+    def compute(rows: Rows) -> torch.Tensor:
+        spread = x[rows.order // 2]
+        low = rows.products((spread, a.mT))
+        return rows.products((spread, weight.mT), (low, b.mT), bias=bias)[rows.back]
+
+    every = Rows.all(index, EXPERTS)
+    assert len(every.order) == 3 * EXPERTS
+    torch.testing.assert_close(compute(every), compute(Rows.of(index, EXPERTS, torch.float32)))
