@@ -246,6 +246,7 @@ def test_the_card_says_what_eval_says(pocket_dir, capsys):
     assert said["pass_at_k"] == {}
 
 
+@pytest.mark.slow
 def test_eval_draws_the_same_answers_each_time(pocket_dir, held_out, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = tmp_path / "rows.jsonl"

@@ -196,6 +196,7 @@ def test_kills_and_hangs_change_nothing(make, reference, tmp_path):  # noqa: F81
     assert all(line in said for line in (out / "supervise.log").read_text().splitlines())
 
 
+@pytest.mark.slow
 @forks.several_ranks
 def test_a_stuck_collective(make, tmp_path):  # noqa: F811
     """The main rank waits for ever, and the other one for the main rank."""
@@ -271,6 +272,7 @@ def test_a_full_disk_ends_it_and_the_same_command_goes_on(make, reference, tmp_p
     assert_equal(out, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reboot", [True, False], ids=["a reboot", "the supervisor alone"])
 def test_the_same_command_goes_on_after_its_own_death(make, reference, tmp_path, reboot):  # noqa: F811
     out = tmp_path / "out"
@@ -361,6 +363,7 @@ def world(tmp_path_factory) -> Path:
     return raft_runs.write_world(tmp_path_factory.mktemp("world"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "runs"), [("grpo_rocm", grpo_runs), ("raft_rocm", raft_runs)])
 def test_evaluation_apart(world, tmp_path, recipe, runs):
     whole, out = tmp_path / "whole", tmp_path / "out"

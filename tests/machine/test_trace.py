@@ -89,6 +89,7 @@ def test_a_run_records_steps_after_its_warm_up(sft, messages):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_short_and_resumed_runs(sft, messages):
     out = sft("out", profile_steps=2)
     assert one_line_has(messages, "training", "did 3 such steps")
@@ -119,6 +120,7 @@ def test_ctrl_c_in_a_recorded_step(sft, tmp_path, messages, monkeypatch):
     assert one_line_has(messages, "profile_steps", "1 of 3 steps", "the run ended")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("runs", "recipe", "changes"),
     [

@@ -69,6 +69,7 @@ def train(folder: Path, name: str) -> subprocess.CompletedProcess[str]:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("works", [True, False])
 def test_an_installed_kernel_is_held_against_transformers(tmp_path, works):
     (tmp_path / "causal_conv1d.py").write_text(PACKAGE.format(log=str(tmp_path / "log"), left=3 if works else 2))

@@ -487,6 +487,7 @@ def test_metric_loggers(folder, tmp_path, logger):
     assert any(p.stat().st_size for p in (tmp_path / "logs").rglob("*") if p.is_file())
 
 
+@pytest.mark.slow
 def test_trackio(folder, tmp_path, monkeypatch, capfd):
     pytest.importorskip("trackio", reason="trackio is not installed")
     cfg = run_config(folder / "qwen", folder / "rows.jsonl", tmp_path / "out")

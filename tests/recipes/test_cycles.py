@@ -143,6 +143,7 @@ def test_two_ranks_skip_and_continue(make, reference, tmp_path):
     assert not list(out.rglob("*.rank*"))
 
 
+@pytest.mark.slow
 def test_a_failed_first_cycle_continues_with_another_threshold(make, tmp_path):
     out, expected = tmp_path / "out", tmp_path / "expected"
     # a part of the answers is right, but their rewards are too low

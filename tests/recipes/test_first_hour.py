@@ -323,6 +323,7 @@ def test_validate_from_the_command_line(folder, tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------- a short run
+@pytest.mark.slow
 def test_a_run_that_changes_nothing_says_so(folder, tmp_path, messages, caplog):
     """The first step of a warm-up has the learning rate 0. torchtune's lines on seeds and profilers do not appear."""
     caplog.set_level(logging.DEBUG)

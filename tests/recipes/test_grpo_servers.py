@@ -123,6 +123,7 @@ def test_the_next_step_samples_while_this_one_trains(serve, make, out, messages)
     assert not [line for line in messages if fake.url in line]
 
 
+@pytest.mark.slow
 def test_sampling_hides_behind_training_that_takes_as_long(serve, make, out):
     fake, loaded = serve(), []
 
@@ -287,6 +288,7 @@ def test_a_restarted_server_gets_its_adapter_again(serve, make, out):
     assert fake.rules.adapters == {}
 
 
+@pytest.mark.slow
 @several_ranks
 def test_an_error_beside_training_reaches_every_rank(serve, make, out):
     fake = serve()
@@ -383,7 +385,7 @@ def at_sample(step: int, count: int, signum: int):
     return prepare
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "signum", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL], ids=["INT", "KILL"]
 )

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import peft
@@ -36,6 +37,7 @@ from tests.kit.parity import STOCK_RECIPES, finetune, pack, prepare, random_sequ
 from tests.kit.tiny import metrics, run_config, write_model, write_rows
 
 pytestmark = pytest.mark.usefixtures("any_torchao")
+also = partial(pytest.param, marks=pytest.mark.slow)  # what other cases hold together
 CHUNKED_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
 TORCH_LOSS = {"_component_": "torch.nn.CrossEntropyLoss"}
 OUR_LOSS = {"_component_": "rocm_ext.losses.CrossEntropy"}
@@ -154,6 +156,7 @@ def test_every_step_equals_stock_torchtune(folders, tmp_path, base, lora, loss):
     torch.testing.assert_close(adapter(ours), stock_adapter, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_packs_of_torchtune_hold_the_same_sequences_as_rows(folders, tmp_path):
     """A step over all packs is a step over all rows. torchtune itself packs on CUDA only."""
     losses = {}
@@ -518,11 +521,11 @@ def export_config(folders, base: str, out: Path, lora: dict) -> dict:
     ("base", "lora"),
     [
         ("qwen2", {}),
-        ("qwen2", {"use_dora": True, "apply_lora_to_output": True}),
-        ("qwen2 tied", {"lora_attn_modules": ["k_proj"], "apply_lora_to_mlp": False}),
-        ("llama", {"apply_lora_to_output": True}),
+        also("qwen2", {"use_dora": True, "apply_lora_to_output": True}),
+        also("qwen2 tied", {"lora_attn_modules": ["k_proj"], "apply_lora_to_mlp": False}),
+        also("llama", {"apply_lora_to_output": True}),
         ("llama", {"use_dora": True, "lora_rank": 3, "lora_alpha": 7}),
-        ("llama tied", {}),
+        also("llama tied", {}),
     ],
     ids=str,
 )

@@ -328,6 +328,7 @@ def test_resume_where_nothing_is_starts_and_resume_of_a_finished_run_changes_not
     assert json.loads(after["summary.json"])["steps"] == 10
 
 
+@pytest.mark.slow
 def test_seed_that_was_drawn_is_kept(make, tmp_path):
     out, again = tmp_path / "out", tmp_path / "again"
     assert run(make(out, seed=None, epochs=1, metric_logger=at(3, signal.SIGKILL)))[0] == -signal.SIGKILL
@@ -364,6 +365,7 @@ def test_another_run_is_refused(make, reference, folder, overrides, message):
     assert tree(reference) == before
 
 
+@pytest.mark.slow
 def test_what_is_free_to_change(make, reference, tmp_path):
     """A resumed run may have other micro-batches, chunks, validations and paths; they change only the rounding."""
     out, whole = tmp_path / "out", tmp_path / "whole"
@@ -380,6 +382,7 @@ def test_what_is_free_to_change(make, reference, tmp_path):
     assert [line["step"] for line in outcome(out)[1] if "val_loss" in line] == [5, 8]
 
 
+@pytest.mark.slow
 def test_raised_epochs_equal_a_run_begun_with_them(make, tmp_path):
     out, whole = tmp_path / "out", tmp_path / "whole"
     constant = {"lr_scheduler": None, "save_every_n_steps": 1}
@@ -403,6 +406,7 @@ def test_raised_max_steps_equal_a_run_begun_with_them(make, tmp_path):
     assert_equal(out, whole)
 
 
+@pytest.mark.slow
 def test_a_schedule_follows_raised_epochs(make, reference, tmp_path):
     out, whole = tmp_path / "out", tmp_path / "whole"
     assert run(make(whole, epochs=3))[0] == 0
@@ -433,6 +437,7 @@ def test_used_output_dir(make, reference, tmp_path):
     assert_equal(out, reference)
 
 
+@pytest.mark.slow
 def test_early_stopping(make, tmp_path):
     options = {
         "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.3},

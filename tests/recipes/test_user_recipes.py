@@ -356,6 +356,7 @@ def test_tune_run_sets_the_environment_before_the_script_begins_and_runs_it_once
     assert OmegaConf.load(folder / "out" / "config.yaml").lora_plus_ratio == 8
 
 
+@pytest.mark.slow
 def test_a_script_that_is_started_without_tune_is_told_what_comes_late(folder):
     script = folder / "lora_plus.py"
     script.write_text(MARK + script.read_text())

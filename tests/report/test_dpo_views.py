@@ -58,6 +58,7 @@ def _speeds(monkeypatch):
 
 
 # with dropout both sides compute the prompt
+@pytest.mark.slow
 @pytest.mark.usefixtures("_speeds")
 @pytest.mark.parametrize(
     "changes",

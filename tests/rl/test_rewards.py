@@ -58,6 +58,7 @@ def test_wrong_answers_are_not_trained_on_however_well_rewarded(make, rewarded, 
     assert cycle_row(rewarded, 1)["pass_rate"] == 1
 
 
+@pytest.mark.slow
 def test_a_resumed_run_may_change_the_rule(make, rewarded, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(rewarded, out)

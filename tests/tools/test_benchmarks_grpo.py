@@ -80,6 +80,7 @@ def test_digits_in_place_are_rewarded(answer, verdict, reward):
     assert (found.verdict, found.reward) == (verdict, pytest.approx(reward))
 
 
+@pytest.mark.slow
 def test_the_second_task_is_a_pocket_model_to_every_recipe(tmp_path, monkeypatch):
     monkeypatch.setattr(sorting, "STEPS", 2)
     monkeypatch.setattr(sorting, "POOL", 100)

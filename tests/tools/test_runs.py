@@ -76,6 +76,7 @@ def base(tmp_path, pocket_dir, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "peers"),
     [
@@ -149,6 +150,7 @@ def test_synthetic_steps_are_timed():
     assert min(*seconds, resumed) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["numerics", "attention", "dtypes", "checkpointing"])
 def test_parts_for_gpus_run_on_a_cpu(tmp_path, monkeypatch, name):
     runner = Runner("cpu", True, tmp_path, 10)

@@ -49,6 +49,7 @@ def without_counters(out):
     return {name: content for name, content in tree(out).items() if name != "hardware.jsonl"}
 
 
+@pytest.mark.slow
 def test_the_second_start_says_who_holds_the_folder(make, tmp_path):
     out, go = tmp_path / "out", tmp_path / "go"
     path = make(metric_logger=at(3, Wait, go), num_workers=1)
