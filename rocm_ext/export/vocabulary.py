@@ -15,8 +15,8 @@ from rocm_ext.data.encoder import TOKENIZER, TextEncoder, ids_in
 from rocm_ext.data.render import render_conversation
 from rocm_ext.export.gguf_file import library
 from rocm_ext.export.source import Source
+from rocm_ext.model.llama_cpp import CONVERTER
 
-CONVERTER = "python convert_hf_to_gguf.py FOLDER, of llama.cpp's own sources, converts a merged model (--merged FOLDER)"
 _WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"

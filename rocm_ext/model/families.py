@@ -195,7 +195,7 @@ def _architecture(config: Config) -> Architecture:
         )
     biased = _switch(config, "attention_bias") and family.reads_attention_bias
     window = _window(config, family, layers)
-    rope = _rope(config, positions)
+    rope = read_rope(config, positions)
     if rope.yarn:  # some files keep the original length here
         positions = max(positions, int(rope.factor * rope.original))
     return Architecture(
@@ -336,7 +336,7 @@ def _window(config: Config, family: _Family, layers: int) -> int | None:
     return _whole({"sliding_window": window}, "sliding_window")
 
 
-def _rope(config: Config, positions: int) -> Rope:
+def read_rope(config: Config, positions: int) -> Rope:
     """Read RoPE from the older ``rope_theta`` and ``rope_scaling``, or from ``rope_parameters``.
 
     Where a file has both, as after YaRN was added by hand, transformers takes ``rope_scaling`` alone.

@@ -163,7 +163,13 @@ def expert_factors(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def merged_experts(
-    weight: Tensor, a: Tensor, b: Tensor, scale: float, transposed: bool, rounded: Callable[[Tensor, int], Tensor]
+    weight: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    transposed: bool,
+    rounded: Callable[[Tensor, int], Tensor],
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Merge LoRA into one weight of all experts: W_e + scale B_e A_e. ``weight`` itself stays as it is.
 
@@ -172,14 +178,14 @@ def merged_experts(
         a, b: parameters of an :class:`ExpertLora`.
         scale: its scale.
         transposed: see ``weight``.
-        rounded: converts the merged weight of an expert, in fp32, to the dtype of ``weight``; it also gets the expert's
-            number.
+        rounded: converts the merged weight of an expert, in fp32, to ``dtype``; it also gets the expert's number.
+        dtype: of the result; None: that of ``weight``.
 
     Returns:
-        A tensor like ``weight``, computed in fp32, one expert at a time.
+        A tensor of the shape of ``weight``, computed in fp32, one expert at a time.
     """
     by_expert, columns = expert_factors(a.float(), b.float(), len(weight))
-    merged = torch.empty_like(weight)
+    merged = torch.empty_like(weight, dtype=dtype)
     for i, base in enumerate(weight):
         update = columns[i] @ by_expert[i]
         merged[i] = rounded(base.float() + scale * (update.T if transposed else update), i)

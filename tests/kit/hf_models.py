@@ -38,7 +38,7 @@ def layers_for_peft(name: str) -> dict:
 # name -> model_type, whether rows are packed, values of its config
 MODELS: dict[str, tuple[str, bool, dict]] = {
     "qwen3 moe": ("qwen3_moe", True, {**EXPERTS, "head_dim": 16, "mlp_only_layers": [0], **ROPE}),
-    "qwen3.5": ("qwen3_5_text", True, {**GATED_DELTA, "rope_parameters": PARTLY}),
+    "qwen3.5": ("qwen3_5_text", True, {**GATED_DELTA, "rope_parameters": {**PARTLY, "mrope_section": [1, 1, 0]}}),
     "qwen3 next": (
         "qwen3_next",
         True,
@@ -53,6 +53,7 @@ MODELS: dict[str, tuple[str, bool, dict]] = {
             "head_dim": 16,
             "sliding_window": 6,
             "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 16,
             "rope_parameters": {
                 "full_attention": {"rope_type": "default", "rope_theta": 1e3},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
@@ -119,6 +120,14 @@ MODELS: dict[str, tuple[str, bool, dict]] = {
     "lfm 2": ("lfm2", True, {"layer_types": ["conv", "full_attention"], **ROPE}),
 }
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": 64}
+# Those that llama.cpp answers like transformers, with what differs from MODELS
+GGUF: dict[str, dict] = {
+    "qwen3 moe": {"mlp_only_layers": []},
+    "gemma 3": {},
+    "gpt-oss": {"rope_parameters": YARN},
+    "qwen3.5": {},
+}
 
 # More architectures, in this shape
 COMMON = {

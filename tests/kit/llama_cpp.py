@@ -53,6 +53,13 @@ class LlamaCpp:
         )
         return answer["tokens"], [(each["id"], each["logprob"]) for each in answer.get("completion_probabilities", [])]
 
+    def logprobs(self, prompt: list[int]) -> dict[int, float] | None:
+        """Return the log-probs of all next tokens; None: the most probable one ends within a character."""
+        only = {"n_predict": 1, "n_probs": 1 << 20, "temperature": 0, "cache_prompt": False}
+        answer = self.ask("/completion", {"prompt": prompt, **only})
+        told = answer.get("completion_probabilities")
+        return {each["id"]: each["logprob"] for each in told[0]["top_logprobs"]} if told else None
+
     def tokens(self, text: str, special: bool = False) -> list[int]:
         """Tokenise ``text``; ``special``: with the tokens that the model expects before it."""
         return self.ask("/tokenize", {"content": text, "add_special": special, "parse_special": True})["tokens"]

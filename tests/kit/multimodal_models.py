@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForMultimodalLM
 
 from tests.kit.families import CHATML, id_of
-from tests.kit.hf_models import EXPERTS, GATED_DELTA, PARTLY, ROPE
+from tests.kit.hf_models import EXPERTS, ROPE
 from tests.kit.hf_models import MODELS as TEXT_MODELS
 from tests.kit.tiny import SHAPE, SPECIAL, write_tokenizer
 
@@ -33,7 +33,7 @@ MODELS: dict[str, tuple[str, str, bool, dict, dict]] = {
         "qwen3_5_moe",
         "qwen3_5_moe_text",
         True,
-        {**GATED_DELTA, **EXPERTS, "shared_expert_intermediate_size": 32, "rope_parameters": PARTLY},
+        {**TEXT_MODELS["qwen3.5"][2], **EXPERTS, "shared_expert_intermediate_size": 32},
         QWEN_EYE,
     ),
     "qwen3-vl": ("qwen3_vl", "qwen3_vl_text", False, MROPE, QWEN_EYE),
@@ -43,7 +43,7 @@ MODELS: dict[str, tuple[str, str, bool, dict, dict]] = {
         "gemma4_text",
         False,
         {**GEMMA_4, "num_hidden_layers": 4, "layer_types": BOTH["layer_types"] * 2, "num_kv_shared_layers": 2}
-        | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 512},
+        | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 384},
         GEMMA_EYE,
     ),
     "gemma 4 moe": (
@@ -76,6 +76,7 @@ MODELS: dict[str, tuple[str, str, bool, dict, dict]] = {
         {"d_model": 32, "encoder_layers": 1, "encoder_ffn_dim": 64, "encoder_attention_heads": 2},
     ),
 }
+GGUF = ("gemma 3", "qwen3.5", "qwen3.5 moe", "gemma 4", "gemma 4 moe")  # that llama.cpp answers like transformers
 AUDIO = ("voxtral", "qwen2 audio")
 
 

@@ -115,6 +115,28 @@ def _beside_weights(base: Path) -> dict[str, Path]:
     return {name: path for name, path in files.items() if own_code or path.suffix != ".py"}
 
 
+def read_updates(
+    adapter: Path, decoder: Decoder
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, tuple[Tensor, Tensor, ExpertLora]]]:
+    """Read a PEFT adapter by the weights that it changes.
+
+    Args:
+        adapter: PEFT folder.
+        decoder: the model that the adapter belongs to.
+
+    Returns:
+        Of each linear layer's weight the parts by PEFT's suffixes, and of each weight of experts A, B and their layer.
+    """
+    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(adapter / ADAPTER_WEIGHTS).items()}
+    found, used = peft_experts.from_peft(tensors, decoder, PeftConfig.read(adapter).version)
+    experts = {
+        name: (found[f"{ours}.lora_a.weight"], found[f"{ours}.lora_b.weight"], layer)
+        for name, layer in peft_experts.expert_loras(decoder).items()
+        for ours in [name + ExpertLora.SUFFIX]
+    }
+    return updates_by_weight({name: tensor for name, tensor in tensors.items() if name not in used}), experts
+
+
 class MergedWeights:
     """A base model's tensors with an adapter, by the names of its files; quantised ones in bf16.
 
@@ -126,16 +148,8 @@ class MergedWeights:
 
     def __init__(self, decoder: Decoder, state: Mapping[str, Tensor], adapter: Path) -> None:
         self._state, self._adapter = state, adapter
-        config = PeftConfig.read(adapter)
-        self._scale = config.scale
-        tensors = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(adapter / ADAPTER_WEIGHTS).items()}
-        experts, used = peft_experts.from_peft(tensors, decoder, config.version)
-        self._linear = updates_by_weight({name: tensor for name, tensor in tensors.items() if name not in used})
-        self._experts = {
-            name: (experts[f"{ours}.lora_a.weight"], experts[f"{ours}.lora_b.weight"], layer.transposed)
-            for name, layer in peft_experts.expert_loras(decoder).items()
-            for ours in [name + ExpertLora.SUFFIX]
-        }
+        self._scale = PeftConfig.read(adapter).scale
+        self._linear, self._experts = read_updates(adapter, decoder)
         self._converted = decoder.converted(state)
         self._ready: dict[str, Tensor] = {}  # pieces of merged weights that wait for their place in a file
         self._groups = {} if self._converted is None else _groups(self._converted, self._changed())
@@ -157,12 +171,12 @@ class MergedWeights:
             raise UserError(f"adapter {self._adapter} has weights for {unknown[0]}, but {base} does not")
 
     def weight(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of a native model: in ``dtype`` where the adapter changes it, else as it is stored.
+        """Return a weight by the model's name: in ``dtype`` where the adapter changes it, else as it is stored.
 
         16 bits are rounded as in a merged model, so fp32 alone is exact.
         """
-        weight = dense(self._state[name])
-        return self._with_update(name, weight, dtype) if name in self._linear else weight
+        weight = dense((self._state if self._converted is None else self._converted)[name])
+        return self._merged(name, weight, dtype) if name in self._changed() else weight
 
     def _with_update(self, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
         exact = merged_weight(weight.float(), self._linear[name], self._scale)
@@ -179,15 +193,16 @@ class MergedWeights:
             self._ready |= self._converted.taken_apart(merged)
         return self._ready.pop(name).clone()
 
-    def _merged(self, name: str, weight: Tensor) -> Tensor:
+    def _merged(self, name: str, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or weight.dtype
         if name in self._experts:
-            a, b, transposed = self._experts[name]
+            a, b, layer = self._experts[name]
 
             def rounded(exact: Tensor, expert: int) -> Tensor:
-                return _round_by_chance(exact, weight.dtype, crc32(f"{name}.{expert}".encode()))
+                return _round_by_chance(exact, dtype, crc32(f"{name}.{expert}".encode()))
 
-            return merged_experts(weight, a, b, self._scale, transposed, rounded)
-        return self._with_update(name, weight, weight.dtype) if name in self._linear else weight.clone()
+            return merged_experts(weight, a, b, self._scale, layer.transposed, rounded, dtype)
+        return self._with_update(name, weight, dtype) if name in self._linear else weight.clone()
 
 
 def _round_by_chance(exact: Tensor, dtype: torch.dtype, seed: int) -> Tensor:

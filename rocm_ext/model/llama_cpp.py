@@ -1,0 +1,410 @@
+"""How llama.cpp lays out models that are here as Hugging Face's: a table for each architecture that it computes alike.
+
+Keys, names and orders are those of llama.cpp's ``convert_hf_to_gguf.py``.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.model.families import CONFIG, Architecture, Rope, foreign_config, read_architecture, read_rope
+from rocm_ext.model.layers import HalvesRoPE
+
+CONVERTER = "python convert_hf_to_gguf.py FOLDER, of llama.cpp's own sources, converts a merged model (--merged FOLDER)"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A weight, or some of its rows and columns, as a tensor of llama.cpp.
+
+    Attributes:
+        name: Hugging Face's, as the package ``gguf`` knows it.
+        rows, columns: of the weight, of each expert's where it has experts. They are cut after ``change``.
+        change: of the values; None: they stay.
+    """
+
+    name: str
+    rows: slice | Tensor = field(default_factory=lambda: slice(None))
+    columns: slice | Tensor = field(default_factory=lambda: slice(None))
+    change: Callable[[Tensor], Tensor] | None = None
+
+    def of(self, weight: Tensor) -> Tensor:
+        """Return the part of a weight, [..., rows, columns] or, of a vector or biases, [..., rows]."""
+        weight = weight if self.change is None else self.change(weight)
+        if weight.dim() < 2 or self.name.endswith("bias"):
+            return weight[..., self.rows]
+        return weight[..., self.rows, :][..., self.columns]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How llama.cpp has a model.
+
+    Attributes:
+        arch: its name in ``gguf.MODEL_ARCH``.
+        layers, vocabulary: number of layers, and rows of the embeddings.
+        keys: what ``GGUFWriter`` adds (``add_KEY``), with the values.
+        parts: maps a weight's name to its parts.
+        factors: divide RoPE's frequencies, [head_dim / 2]; None: nothing does.
+        merged_only: ends of the names of weights beside which llama.cpp computes another LoRA.
+        differs: what llama.cpp computes only nearly.
+    """
+
+    arch: str
+    layers: int
+    vocabulary: int
+    keys: Mapping[str, Any]
+    parts: Callable[[str], list[Part]]
+    factors: Tensor | None = None
+    merged_only: tuple[str, ...] = ()
+    differs: str = ""
+
+
+def read_layout(folder: Path) -> Layout:
+    """Return llama.cpp's layout of the model in a folder.
+
+    Raises:
+        UserError: llama.cpp, or this module, has none, or llama.cpp computes another function.
+    """
+    if (config := foreign_config(folder, trust_remote_code=True)) is None:
+        return _of_native(folder, read_architecture(folder))
+    text = config.get("text_config") or config
+    row = _ROWS.get(str(text.get("model_type")))
+    if row is None or "auto_map" in config:
+        name = (config.get("architectures") or [config.get("model_type")])[0]
+        raise UserError(f"{name} is not written to GGUF files here; {CONVERTER}")
+    return _of_transformers(folder, row)
+
+
+# ---- native families
+
+
+_NATIVE = {  # llama.cpp's Mistral is its Llama
+    "LlamaForCausalLM": "LLAMA",
+    "MistralForCausalLM": "LLAMA",
+    "Qwen2ForCausalLM": "QWEN2",
+    "Qwen3ForCausalLM": "QWEN3",
+}
+
+
+def _of_native(folder: Path, a: Architecture) -> Layout:
+    if a.rope.yarn and not a.rope.yarn.rounded:
+        raise UserError(f"{folder}: YaRN with truncate=False is unknown to llama.cpp")
+    keys = {
+        "vocab_size": a.vocabulary,
+        "context_length": a.positions,  # at most the sliding window, which llama.cpp's Mistral has not
+        "embedding_length": a.width,
+        "block_count": a.layers,
+        "feed_forward_length": a.intermediate,
+        "head_count": a.heads,
+        "head_count_kv": a.kv_heads,
+        "key_length": a.head_dim,
+        "value_length": a.head_dim,
+        "layer_norm_rms_eps": a.norm_eps,
+        "rope_dimension_count": a.head_dim,
+        **_rope_keys(a.rope),
+    }
+    factors = None
+    if a.rope.kind == "llama3":
+        factors = HalvesRoPE(a.head_dim, 1, Rope(a.rope.base)).theta / HalvesRoPE(a.head_dim, 1, a.rope).theta
+    arch = _NATIVE[a.name]
+
+    def parts(name: str) -> list[Part]:
+        if a.tied and name == "lm_head.weight":
+            return []
+        layer = name.rpartition(".")[0].rpartition(".")[2]
+        if arch != "LLAMA" or layer not in ("q_proj", "k_proj"):
+            return [Part(name)]
+        # in Hugging Face's files, the two halves of a head rotate together; llama.cpp's Llama rotates neighbours
+        heads = a.heads if layer == "q_proj" else a.kv_heads
+        rows = torch.arange(heads * a.head_dim).view(heads, 2, a.head_dim // 2)
+        return [Part(name, rows.transpose(1, 2).flatten())]
+
+    return Layout(arch, a.layers, a.vocabulary, keys, parts, factors)
+
+
+def _rope_keys(rope: Rope) -> dict[str, Any]:
+    keys: dict[str, Any] = {"rope_freq_base": rope.base}
+    if rope.kind in ("linear", "yarn"):
+        keys |= {"rope_scaling_type": rope.kind, "rope_scaling_factor": rope.factor}
+    if rope.yarn:
+        usual = 0.1 * float(torch.tensor(rope.factor).log()) + 1.0
+        keys |= {
+            "rope_scaling_orig_ctx_len": int(rope.original),
+            "rope_scaling_yarn_beta_fast": rope.yarn.fast,
+            "rope_scaling_yarn_beta_slow": rope.yarn.slow,
+            "rope_scaling_attn_factors": rope.yarn.attention / usual,  # llama.cpp multiplies by the usual one
+        }
+    return keys
+
+
+# ---- architectures that transformers computes, whose config objects have every key
+
+
+Of = str | Callable[[Any], Any]  # a key of the config, or what is computed from it
+
+
+@dataclass(frozen=True)
+class _Row:
+    """An architecture of the table.
+
+    Attributes:
+        arch: its name in ``gguf.MODEL_ARCH``.
+        parts: maps a weight's name and the config to the weight's parts.
+        keys: what ``GGUFWriter`` adds, beside :data:`_COMMON`.
+        only: keys of the config with the values that llama.cpp computes alone.
+        merged_only: see :class:`Layout`.
+    """
+
+    arch: str
+    parts: Callable[[str, Any], list[Part]]
+    keys: Mapping[str, Of]
+    only: Mapping[str, Any]
+    merged_only: tuple[str, ...] = ()
+
+
+def _of_transformers(folder: Path, row: _Row) -> Layout:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder).get_text_config()
+    for key, alone in row.only.items():
+        alone = alone(config) if callable(alone) else alone
+        if (value := getattr(config, key, alone)) != alone:
+            raise UserError(f"{folder / CONFIG}: {key} is {value!r}; llama.cpp computes {alone!r} alone")
+    rope = dict(config.rope_parameters)
+    rope = rope.get("full_attention", rope)
+    part = rope.pop("partial_rotary_factor", 1.0)
+    keys = {key: of(config) if callable(of) else getattr(config, of) for key, of in {**_COMMON, **row.keys}.items()}
+    keys = {key: value for key, value in keys.items() if value is not None}
+    factors = None
+    if rope["rope_type"] == "proportional":  # the first dimensions rotate, the others stay
+        rope["rope_type"], width = "default", keys["key_length"]
+        factors = torch.where(torch.arange(width // 2) < int(width * part) // 2, 1.0, 1e30)
+        part = 1.0
+    read = read_rope({"rope_parameters": rope}, config.max_position_embeddings)
+    if read.yarn and not read.yarn.rounded:
+        log.warning(
+            "llama.cpp rounds YaRN's bounds, which %s does not: answers to long prompts differ a little", folder
+        )
+    keys |= {"rope_dimension_count": int(keys["key_length"] * part), **_rope_keys(read)}
+    return Layout(
+        row.arch,
+        config.num_hidden_layers,
+        config.vocab_size,
+        keys,
+        lambda name: row.parts(name.replace("language_model.", ""), config),
+        factors,
+        row.merged_only,
+        "llama.cpp rounds the bounds of YaRN, and this model does not: its answers differ a little there"
+        if read.yarn and not read.yarn.rounded
+        else "",
+    )
+
+
+def _experts(name: str, config: Any) -> list[Part]:
+    """The parts of a weight that may be of all experts: [experts, gate and up, in] or [experts, out, in]."""
+    stem, fused, _ = name.partition("gate_up_proj")
+    if fused:
+        half = config.moe_intermediate_size
+        return [Part(f"{stem}gate_proj.weight", slice(half)), Part(f"{stem}up_proj.weight", slice(half, None))]
+    return [Part(f"{name}.weight" if name.endswith("experts.down_proj") else name)]
+
+
+def _gemma_3(name: str, _: Any) -> list[Part]:
+    return [Part(name, change=_plus_one if name.endswith("norm.weight") else None)]
+
+
+def _plus_one(weight: Tensor) -> Tensor:
+    return weight.float() + 1
+
+
+def _gpt_oss(name: str, _: Any) -> list[Part]:
+    """Experts are [experts, in, out], and the outputs of gate and up alternate."""
+    if name.endswith("sinks"):
+        return [Part(f"{name}.weight")]
+    stem, experts, layer = name.partition(".experts.")
+    if not experts:
+        return [Part(name)]
+    end, change = ("bias", None) if layer.endswith("_bias") else ("weight", partial(Tensor.transpose, dim0=1, dim1=2))
+    if layer.startswith("down_proj"):
+        return [Part(f"{stem}.experts.down_proj.{end}", change=change)]
+    halves = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
+    return [Part(f"{stem}.experts.{half}_proj.{end}", rows, change=change) for half, rows in halves.items()]
+
+
+def _qwen3_5(name: str, config: Any) -> list[Part]:
+    """Heads of v lie by heads of k in Hugging Face's files; in llama.cpp, the first heads of v of each k come first."""
+    stem, delta, layer = name.partition(".linear_attn.")
+    if not delta:
+        parts = _experts(name, config)
+        return [replace(parts[0], change=_plus_one)] if name.endswith("norm.weight") else parts
+    heads, keys = config.linear_num_value_heads, config.linear_num_key_heads
+    by_head = torch.arange(heads).view(keys, -1).T.flatten()
+    width, before = config.linear_value_head_dim, 2 * keys * config.linear_key_head_dim  # q and k
+    values = (by_head[:, None] * width + torch.arange(width)).flatten()
+    mixed = torch.cat([torch.arange(before), before + values])
+    return [
+        {
+            "A_log": Part(name, by_head, change=lambda weight: -weight.float().exp()),
+            "dt_bias": Part(f"{stem}{delta}dt_proj.bias", by_head),
+            "conv1d.weight": Part(name, mixed, change=partial(torch.squeeze, dim=1)),
+            "in_proj_qkv.weight": Part(name, mixed),
+            "in_proj_z.weight": Part(name, values),
+            "in_proj_a.weight": Part(name, by_head),
+            "in_proj_b.weight": Part(name, by_head),
+            "out_proj.weight": Part(name, columns=values),
+        }.get(layer, Part(name))
+    ]
+
+
+def _gemma_4(name: str, _: Any) -> list[Part]:
+    if name.endswith("router.scale"):
+        return [Part(name.replace("router.scale", "router.proj.scale"))]
+    if name.endswith("router.per_expert_scale"):
+        return [Part(name.replace("router.per_expert_scale", "experts.down_proj.scale"))]
+    return [
+        Part(f"{name}.weight" if name.endswith(("layer_scalar", "experts.gate_up_proj", "experts.down_proj")) else name)
+    ]
+
+
+_COMMON: dict[str, Of] = {
+    "vocab_size": "vocab_size",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "head_count": "num_attention_heads",
+    "head_count_kv": "num_key_value_heads",
+    "key_length": "head_dim",
+    "value_length": "head_dim",
+    "layer_norm_rms_eps": "rms_norm_eps",
+}
+_EXPERTS: dict[str, Of] = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+
+
+def _local_base(config: Any) -> float:
+    rope = config.rope_parameters["sliding_attention"]
+    if rope["rope_type"] != "default":
+        raise UserError(f"RoPE of sliding layers is {rope['rope_type']!r}; llama.cpp computes 'default' alone")
+    return rope["rope_theta"]
+
+
+def _by_layer(config: Any, key: str) -> list[int]:
+    return [getattr(config.per_layer_config[layer], key) for layer in range(config.num_hidden_layers)]
+
+
+def _wide(config: Any) -> int:
+    return config.per_layer_config["full_attention"].head_dim
+
+
+def _narrow(config: Any) -> int:
+    return config.per_layer_config["sliding_attention"].head_dim
+
+
+def _table(config: Any) -> int:
+    """The rows that llama.cpp knows of the embeddings of layers, if there are any."""
+    return config.vocab_size if config.hidden_size_per_layer_input else config.vocab_size_per_layer_input
+
+
+def _mlps(config: Any) -> list[int]:
+    twice = config.use_double_wide_mlp
+    return [config.intermediate_size * (2 if twice and mode == "reuse" else 1) for mode in config.kv_sharing_modes]
+
+
+_WINDOW: dict[str, Of] = {
+    "sliding_window": "sliding_window",
+    "sliding_window_pattern": lambda c: [kind == "sliding_attention" for kind in c.layer_types],
+}
+_DELTA: dict[str, Of] = {
+    "ssm_conv_kernel": "linear_conv_kernel_dim",
+    "ssm_state_size": "linear_key_head_dim",
+    "ssm_group_count": "linear_num_key_heads",
+    "ssm_time_step_rank": "linear_num_value_heads",
+    "ssm_inner_size": lambda c: c.linear_num_value_heads * c.linear_value_head_dim,
+    "full_attention_interval": lambda c: c.layer_types.index("full_attention") + 1,
+    # of positions in images; those of text are the same in all sections
+    "rope_dimension_sections": lambda c: [*c.rope_parameters.get("mrope_section", [11, 11, 10]), 0],
+}
+
+
+def _every(config: Any) -> list[str]:
+    """The kinds of layers if each n-th has full attention."""
+    interval = config.layer_types.index("full_attention") + 1
+    kinds = ["linear_attention"] * (interval - 1) + ["full_attention"]
+    return [kinds[layer % interval] for layer in range(config.num_hidden_layers)]
+
+
+_SILU = {"hidden_act": "silu", "attention_bias": False}
+_QWEN3_5 = {**_SILU, "layer_types": _every, "linear_value_head_dim": lambda c: c.linear_key_head_dim}
+_GELU = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
+
+
+def _gemma_3_scale(config: Any) -> float:
+    """llama.cpp's scale of attention; it knows the 27B model by its layers."""
+    return config.hidden_size // config.num_attention_heads if config.num_hidden_layers == 62 else config.head_dim
+
+
+_ROWS = {  # by the model_type of the text part
+    "qwen3_moe": _Row(
+        "QWEN3MOE",
+        _experts,
+        _EXPERTS,
+        {**_SILU, "mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True, "use_sliding_window": False},
+    ),
+    "gemma3_text": _Row(
+        "GEMMA3",
+        _gemma_3,
+        {**_WINDOW, "rope_freq_base_swa": _local_base, "final_logit_softcapping": "final_logit_softcapping"},
+        {**_GELU, "attn_logit_softcapping": None, "query_pre_attn_scalar": _gemma_3_scale},
+    ),
+    "gpt_oss": _Row(
+        "GPT_OSS",
+        _gpt_oss,
+        {
+            **_WINDOW,
+            **_EXPERTS,
+            "expert_count": "num_local_experts",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        {"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "tie_word_embeddings": False},
+    ),
+    "qwen3_5_text": _Row("QWEN35", _qwen3_5, _DELTA, _QWEN3_5),
+    "qwen3_5_moe_text": _Row(
+        "QWEN35MOE",
+        _qwen3_5,
+        {**_DELTA, **_EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        _QWEN3_5,
+    ),
+    "gemma4_text": _Row(
+        "GEMMA4",
+        _gemma_4,
+        {
+            **_WINDOW,
+            **_EXPERTS,
+            "expert_used_count": "top_k_experts",
+            "rope_freq_base_swa": _local_base,
+            "final_logit_softcapping": "final_logit_softcapping",
+            "shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "head_count_kv": lambda c: _by_layer(c, "num_key_value_heads"),
+            "key_length": _wide,
+            "value_length": _wide,
+            "key_length_swa": _narrow,
+            "value_length_swa": _narrow,
+            "rope_dimension_count_swa": _narrow,
+            "feed_forward_length": _mlps,
+        },
+        {**_GELU, "vocab_size_per_layer_input": _table},
+        ("experts.down_proj",),  # the router's scale of an expert leaves out its LoRA
+    ),
+}
