@@ -188,10 +188,6 @@ def _of_transformers(folder: Path, row: _Row) -> Layout:
         factors = torch.where(torch.arange(width // 2) < int(width * part) // 2, 1.0, 1e30)
         part = 1.0
     read = read_rope({"rope_parameters": rope}, config.max_position_embeddings)
-    if read.yarn and not read.yarn.rounded:
-        log.warning(
-            "llama.cpp rounds YaRN's bounds, which %s does not: answers to long prompts differ a little", folder
-        )
     keys |= {"rope_dimension_count": int(keys["key_length"] * part), **_rope_keys(read)}
     return Layout(
         row.arch,
