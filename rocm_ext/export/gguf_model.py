@@ -91,7 +91,7 @@ def write_model(source: Source, out: Path, kind: str) -> None:
         getattr(writer, f"add_{key}")(gguf.RopeScalingType(value) if key == "rope_scaling_type" else value)
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind.upper()}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    add_vocabulary(writer, source, layout.vocabulary)
+    add_vocabulary(writer, source, layout)
     write(out, writer, entries)
 
 

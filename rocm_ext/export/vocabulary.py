@@ -15,7 +15,7 @@ from rocm_ext.data.encoder import TOKENIZER, TextEncoder, ids_in
 from rocm_ext.data.render import render_conversation
 from rocm_ext.export.gguf_file import library
 from rocm_ext.export.source import Source
-from rocm_ext.model.llama_cpp import CONVERTER
+from rocm_ext.model.llama_cpp import CONVERTER, Layout
 
 _WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -24,24 +24,38 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_ENDING = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}|\p{{N}}{{1,3}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _SPLITS = {  # expressions of tokenizer.json, and llama.cpp's names
     rf"{_WORD}\p{{N}}{{1,3}}{_REST}": "llama-bpe",
     rf"{_WORD}\p{{N}}{_REST}": "qwen2",
     _TEKKEN: "tekken",
+    _O200K: "gpt-4o",
+    _QWEN35: "qwen35",
 }
-_WHOLE_WORDS = ("llama-bpe", "tekken")  # llama.cpp takes words that are tokens before it merges
+# llama.cpp takes words that are tokens before it merges; tiktoken's merges, as o200k's, lead to them
+_WHOLE_WORDS = ("llama-bpe", "tekken", "gpt-4o")
+# llama.cpp writes out what Gemma 4 says with these, so that its parsers of tools and reasoning see it
+_SHOWN = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>')
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "\u2581"  # SentencePiece's
 _TURN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
-def add_vocabulary(writer: Any, source: Source, size: int) -> None:
+def add_vocabulary(writer: Any, source: Source, layout: Layout) -> None:
     """Add tokens, merges, special ids and the chat template to a GGUF file's metadata.
 
     Args:
         writer: a ``gguf.GGUFWriter``.
         source: the model.
-        size: rows of the embeddings; ids without a token are unused.
+        layout: of the model; ids without a token are unused.
 
     Raises:
         UserError: llama.cpp has no such tokenizer.
@@ -54,13 +68,16 @@ def add_vocabulary(writer: Any, source: Source, size: int) -> None:
     if model.get("type") != "BPE":
         raise _unknown(path, f"model.type is {model.get('type')!r}")
     pieces = _SentencePiece(path, content) if model.get("byte_fallback") else None
-    writer.add_tokenizer_model("gpt2" if pieces is None else "llama")
-    writer.add_tokenizer_pre(_splitting(path, content) if pieces is None else "default")
-    tokens, types = _tokens(content, size)
+    merged = pieces is None or layout.arch == "GEMMA4"  # llama.cpp's Llama merges by scores
+    kind = "gpt2" if pieces is None else "gemma4" if merged else "llama"
+    writer.add_tokenizer_model(kind)
+    if kind != "gemma4":
+        writer.add_tokenizer_pre(_splitting(path, content) if pieces is None else "default")
+    tokens, types = _tokens(content, layout.vocabulary)
     writer.add_token_list(tokens)
-    if pieces is None:
+    if merged:
         writer.add_token_merges([_joined(merge) for merge in model["merges"]])
-    else:
+    if pieces is not None:
         writer.add_add_space_prefix(pieces.prefixes)
         writer.add_token_scores([pieces.score(token) for token in tokens])
     writer.add_token_types(types)
@@ -106,8 +123,14 @@ class _SentencePiece:
         steps = content.get("normalizer") or {}
         steps = steps.get("normalizers", [steps] if steps else [])
         before = content.get("pre_tokenizer")
+        # where the normalizer has replaced all spaces, this splits nothing
+        idle = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
         replaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-        if before is None and steps[-1:] == [replaces] and steps[:-1] in ([], [{"type": "Prepend", "prepend": _SPACE}]):
+        if (
+            before in (None, idle)
+            and steps[-1:] == [replaces]
+            and steps[:-1] in ([], [{"type": "Prepend", "prepend": _SPACE}])
+        ):
             self.prefixes = len(steps) == 2
         elif not steps and before and before.get("type") == "Metaspace" and not before.get("split", True):
             self.prefixes = before.get("prepend_scheme") != "never"
@@ -144,6 +167,7 @@ def _tokens(content: Mapping[str, Any], size: int) -> tuple[list[str], list[int]
         number, text = token["id"], token["content"]
         if types[number] != kind.UNKNOWN:
             control = token.get("special") or (text.startswith("<|") and text.endswith("|>"))
+            control = control and text not in _SHOWN
             types[number] = int(kind.CONTROL if control else kind.USER_DEFINED)
         texts[number] = text
     return texts, types

@@ -8,7 +8,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from tokenizers import Tokenizer, models, normalizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM
 
 from rocm_ext.data.render import render_prompt
@@ -25,6 +25,11 @@ from tests.kit.tiny import TEXT as WORDS
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp", reason="llama.cpp is not here: pip install xllamacpp")
 PROMPT = [5, 17, 99, 3, 250, 42, 8, 8, 120, 61, 33, 7]
+GEMMA = (
+    "{{ bos_token }}{% for message in messages %}{{ '<turn|>' + message['role'] + '\n' + message['content'] }}"
+    "{{ '<turn|>' if message['role'] == 'user' else eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<turn|>model\n' }}{% endif %}"
+)
 TEXT = "system hello\n\n 12345 it's 3.5  \u4f60\u597d <|im_start|>user\n<tool_call> x<|im_end|>"
 
 
@@ -127,7 +132,7 @@ def test_what_llama_cpp_does_not_compute_is_refused(bases, trained, tmp_path, ca
     out = tmp_path / "x.gguf"
 
     def fails(*arguments: object) -> str:
-        assert export(*arguments) == 1
+        assert export(*arguments) in (1, 2)
         assert not out.exists()
         return capsys.readouterr().err
 
@@ -187,25 +192,33 @@ def test_the_openai_engine_samples_with_the_adapter_of_the_servers_start(bases, 
         assert each.logprobs == pytest.approx(drawn.tolist(), abs=0.02)
 
 
-def write_sentencepiece(folder: Path) -> Tokenizer:
-    """Replace a model's tokenizer by one that was converted from SentencePiece, as Mistral 7B's."""
-    spaces = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+def write_sentencepiece(folder: Path, gemma: bool = False) -> Tokenizer:
+    """Replace a model's tokenizer by one that was converted from SentencePiece, as Mistral 7B's, or Gemma's."""
+    spaces = normalizers.Replace(" ", "\u2581")
+    spaces = spaces if gemma else normalizers.Sequence([normalizers.Prepend("\u2581"), spaces])
     learnt = Tokenizer(models.BPE())
     learnt.normalizer = spaces
     learnt.train_from_iterator(WORDS, trainers.BpeTrainer(vocab_size=110, show_progress=False))
     content = json.loads(learnt.to_str())["model"]
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    ends = ["<unk>", "<bos>", "<eos>"] if gemma else ["<unk>", "<s>", "</s>"]
+    pieces = [*ends, *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += sorted(content["vocab"], key=content["vocab"].__getitem__)
+    pieces += ["\u2581\u2581", "<turn|>"] if gemma else []
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
     merges = [tuple(each.split(" ")) if isinstance(each, str) else tuple(each) for each in content["merges"]]
+    merges += [("\u2581", "\u2581")] if gemma else []
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = spaces
-    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
-    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", 1)])
+    if gemma:
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+        tokenizer.add_tokens([AddedToken("\u2581\u2581", normalized=False)])
+    tokenizer.add_special_tokens([*ends, *(["<turn|>"] if gemma else [])])
+    begin, end = ends[1:]
+    tokenizer.post_processor = processors.TemplateProcessing(f"{begin} $A", f"{begin} $A $B", [(begin, 1)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": begin, "eos_token": end}))
     (folder / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2}')
-    (folder / "chat_template.jinja").write_text(MISTRAL)
+    (folder / "chat_template.jinja").write_text(GEMMA if gemma else MISTRAL)
     return tokenizer
 
 

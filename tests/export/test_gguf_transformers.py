@@ -1,17 +1,23 @@
 """GGUF files of models that transformers computes: llama.cpp's log-probs equal those of transformers and PEFT."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
+from rocm_ext.data.render import render_prompt
+from rocm_ext.export import open_source
 from rocm_ext.model.adapters.peft_files import write_adapter
 from rocm_ext.model.lora import adapter_parameters
 from tests.export.test_export import export
-from tests.export.test_export_gguf import PROMPT
+from tests.export.test_export_gguf import PROMPT, TEXT, write_sentencepiece
 from tests.kit import hf_models, multimodal_models
+from tests.kit.lines import one_line_has
 from tests.kit.llama_cpp import LlamaCpp, llama_cpp
 from tests.kit.parity import our_model, their_model, transformers_own
+from tests.kit.tiny import TEXT as WORDS
 from tests.model.test_multimodal import whole_model
 
 pytest.importorskip("gguf")
@@ -78,3 +84,59 @@ def test_model_and_adapter_have_transformers_and_pefts_log_probs(tmp_path, kind,
             found = differences(server, theirs)
         assert found.mean() < 0.01, files
         assert found.max() < 0.1, files
+
+
+@pytest.mark.parametrize(("kind", "name"), [(hf_models, "gemma 3"), (multimodal_models, "gemma 4")], ids=["3", "4"])
+def test_gemmas_tokenizer(tmp_path, kind, name):
+    base, out = write(kind, tmp_path / "base", name), tmp_path / "base.gguf"
+    tokenizer = write_sentencepiece(base, gemma=True)
+    assert export(base, "--gguf", out) == 0
+    with llama_cpp(out) as server:
+        for text in [
+            *WORDS,
+            "48/2 = 24",
+            "  two   spaces ",
+            "\u4f60\u597d\n\n\u0001",
+            "unseen w\u00f6rds Z",
+            "a<turn|>b",
+        ]:
+            assert server.tokens(text) == tokenizer.encode(text, add_special_tokens=False).ids, text
+            assert server.tokens(text, special=True) == tokenizer.encode(text).ids
+        chat = [{"role": "user", "content": "In May?"}, {"role": "assistant", "content": "No"}]
+        chat += [{"role": "user", "content": "Why"}]
+        assert server.tokens(server.rendered(chat), special=True) == render_prompt(open_source(base).tokenizer, chat)
+
+
+LOWER, UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+ENDING = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+SPLITS = {
+    "gpt-4o": rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDING}|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDING}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "qwen35": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+
+
+@pytest.mark.parametrize(("name", "split"), [("gpt-oss", "gpt-4o"), ("qwen3.5", "qwen35")])
+def test_words_are_split_as_published(tmp_path, name, split):
+    base, out = write(hf_models, tmp_path / "base", name), tmp_path / "base.gguf"
+    path = base / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = SPLITS[split]
+    path.write_text(json.dumps(content))
+    assert export(base, "--gguf", out) == 0
+    tokenizer = Tokenizer.from_file(str(path))
+    with llama_cpp(out) as server:
+        for text in [*WORDS, TEXT, "HelloWorld it'S 1234567 a\u0301e\u0301 x = y//\n\n  z", "\u0939\u093f\u0928"]:
+            assert server.tokens(text) == tokenizer.encode(text).ids, text
+
+
+def test_what_llama_cpp_computes_otherwise_is_refused(tmp_path, capsys):
+    base, out = write(multimodal_models, tmp_path / "base", "gemma 4 moe"), tmp_path / "x.gguf"
+    adapter = write_update(tmp_path / "adapter", base, "gemma 4 moe", target_parameters="all-experts")
+    assert export(adapter, "--gguf-adapter", out) == 1
+    assert one_line_has(capsys.readouterr().err, "experts.down_proj", "set --gguf")
+    dense = hf_models.write_theirs(tmp_path / "dense", "qwen3 moe")
+    assert export(dense, "--gguf", out) == 1
+    assert one_line_has(capsys.readouterr().err, "mlp_only_layers is [0]", "llama.cpp computes [] alone")
+    assert not out.exists()
