@@ -16,7 +16,8 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.model.families import CONFIG, Architecture, Rope, foreign_config, read_architecture, read_rope
 from rocm_ext.model.layers import HalvesRoPE
 
-CONVERTER = "python convert_hf_to_gguf.py FOLDER, of llama.cpp's own sources, converts a merged model (--merged FOLDER)"
+_SCRIPT = "convert_hf_to_gguf.py, of llama.cpp's own sources"
+CONVERTER = f"set --merged DIR, and try python {_SCRIPT}, on DIR"
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,15 @@ def read_layout(folder: Path) -> Layout:
         name = (config.get("architectures") or [config.get("model_type")])[0]
         raise UserError(f"{name} is not written to GGUF files here; {CONVERTER}")
     return _of_transformers(folder, row)
+
+
+def way_out(folder: Path) -> str:
+    """Return the options of ``rocm-ext export`` that take the model in a folder to other programs."""
+    try:
+        read_layout(folder)
+    except UserError:
+        return f"--merged DIR, and to GGUF with {_SCRIPT}, if it knows the model"
+    return "--gguf FILE"
 
 
 # ---- native families

@@ -23,6 +23,7 @@ from rocm_ext import cli, config
 from rocm_ext.data.template import TEMPLATE
 from rocm_ext.train.lifecycle import run
 from tests.kit.families import CHATML, folder_config, id_of, on_demand, write_family
+from tests.kit.hf_models import write_theirs
 from tests.kit.lines import one_line_has
 from tests.kit.tiny import write_rows, write_yaml
 
@@ -73,12 +74,16 @@ def test_a_runs_files_have_the_modes_of_the_umask(trained):
     )
 
 
-def test_the_end_of_a_run_tells_what_to_do_next(tmp_path, bases, messages):
+@pytest.mark.parametrize("name", ["llama", "qwen3.5", "gemma 2"])
+def test_the_end_of_a_run_tells_what_to_do_next(tmp_path, bases, messages, name):
     top = tmp_path / "a b"
     top.mkdir()
     logging.getLogger("rocm_ext").setLevel(logging.INFO)  # a recipe's `main` does
-    out = finetune(top, bases("llama"), max_steps_per_epoch=1)
-    assert messages[-1] == f"try it: rocm-ext chat '{out}'; take it elsewhere: rocm-ext export '{out}' --gguf FILE"
+    base = bases(name) if name == "llama" else write_theirs(tmp_path / "base", name)
+    out = finetune(top, base, max_steps_per_epoch=1)
+    script = "convert_hf_to_gguf.py, of llama.cpp's own sources, if it knows the model"
+    way = f"--merged DIR, and to GGUF with {script}" if name == "gemma 2" else "--gguf FILE"
+    assert messages[-1] == f"try it: rocm-ext chat '{out}'; take it elsewhere: rocm-ext export '{out}' {way}"
 
 
 def test_the_merged_model_is_pefts(trained, bases, tmp_path, capsys):
