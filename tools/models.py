@@ -22,7 +22,7 @@ from tests.kit.tiny import SHAPE  # noqa: E402
 ROUTED = ("num_experts", "num_local_experts", "n_routed_experts")
 SHARED = ("n_shared_experts", "shared_expert_intermediate_size", "shared_intermediate_size")
 STATES = {"linear_attention", "conv", "mamba"}
-HEAD = "| architecture | rows | experts | sampled here |\n|---|---|---|---|\n"
+HEAD = "| architecture | rows | experts | sampled here | GGUF |\n|---|---|---|---|---|\n"
 
 
 def main() -> None:
@@ -33,12 +33,22 @@ def main() -> None:
 def filled(page: str) -> str:
     """Return the page with what stands between its marks made anew."""
     text = [
-        (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind], packs, AutoConfig.for_model(kind, **{**SHAPE, **values}))
-        for kind, packs, values in hf_models.MODELS.values()
+        (
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind],
+            packs,
+            AutoConfig.for_model(kind, **{**SHAPE, **values}),
+            name in hf_models.GGUF,
+        )
+        for name, (kind, packs, values) in hf_models.MODELS.items()
     ]
     whole = [
-        (MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind], packs, AutoConfig.for_model(part, **{**SHAPE, **values}))
-        for kind, part, packs, values, _ in multimodal_models.MODELS.values()
+        (
+            MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind],
+            packs,
+            AutoConfig.for_model(part, **{**SHAPE, **values}),
+            name in multimodal_models.GGUF,
+        )
+        for name, (kind, part, packs, values, _) in multimodal_models.MODELS.items()
     ]
     others = {*hf_models.MORE, *hf_models.CARE} - {kind for kind, *_ in hf_models.MODELS.values()}
     packed, padded = sorted(others - hf_models.PADDED), sorted(hf_models.PADDED)
@@ -51,20 +61,21 @@ def filled(page: str) -> str:
     return page
 
 
-def table(models: Iterable[tuple[str, bool, Any]]) -> str:
+def table(models: Iterable[tuple[str, bool, Any, bool]]) -> str:
     """Return a table of architectures; those with equal cells share a line.
 
     Args:
-        models: of each its architecture, whether its rows are packed, and the config of its text part.
+        models: of each its architecture, whether its rows are packed, the config of its text part, and whether
+            llama.cpp answers like transformers with our GGUF files of it.
     """
     lines: dict[str, dict[str, None]] = {}
-    for architecture, packs, config in models:
+    for architecture, packs, config, gguf in models:
         experts = ""
         if any(getattr(config, key, None) for key in ROUTED):
             shared = any(getattr(config, key, None) for key in SHARED)
             experts = "LoRA if named" + "; shared ones always" * shared
         states = ", with states" * bool(STATES & {*(getattr(config, "layer_types", None) or ())})
-        cells = f"{'packed' if packs else 'padded'} | {experts} | yes{states}"
+        cells = f"{'packed' if packs else 'padded'} | {experts} | yes{states} | {'yes' if gguf else ''}"
         lines.setdefault(cells, {})[architecture] = None  # once each, in their order
     return HEAD + "\n".join(f"| {_quoted(names)} | {cells} |" for cells, names in lines.items())
 

@@ -26,10 +26,12 @@ gguf = pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp", reason="llama.cpp is not here: pip install xllamacpp")
 PROMPT = [5, 17, 99, 3, 250, 42, 8, 8, 120, 61, 33, 7]
 GEMMA = (
-    "{{ bos_token }}{% for message in messages %}{{ '<turn|>' + message['role'] + '\n' + message['content'] }}"
-    "{{ '<turn|>' if message['role'] == 'user' else eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<turn|>model\n' }}{% endif %}"
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' }}"
+    "{{ message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
+TURNS = ["<start_of_turn>", "<end_of_turn>"]
 TEXT = "system hello\n\n 12345 it's 3.5  \u4f60\u597d <|im_start|>user\n<tool_call> x<|im_end|>"
 
 
@@ -203,7 +205,7 @@ def write_sentencepiece(folder: Path, gemma: bool = False) -> Tokenizer:
     ends = ["<unk>", "<bos>", "<eos>"] if gemma else ["<unk>", "<s>", "</s>"]
     pieces = [*ends, *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += sorted(content["vocab"], key=content["vocab"].__getitem__)
-    pieces += ["\u2581\u2581", "<turn|>"] if gemma else []
+    pieces += ["\u2581\u2581", *TURNS] if gemma else []
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
     merges = [tuple(each.split(" ")) if isinstance(each, str) else tuple(each) for each in content["merges"]]
     merges += [("\u2581", "\u2581")] if gemma else []
@@ -212,7 +214,7 @@ def write_sentencepiece(folder: Path, gemma: bool = False) -> Tokenizer:
     if gemma:
         tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
         tokenizer.add_tokens([AddedToken("\u2581\u2581", normalized=False)])
-    tokenizer.add_special_tokens([*ends, *(["<turn|>"] if gemma else [])])
+    tokenizer.add_special_tokens([*ends, *(TURNS if gemma else [])])
     begin, end = ends[1:]
     tokenizer.post_processor = processors.TemplateProcessing(f"{begin} $A", f"{begin} $A $B", [(begin, 1)])
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -20,7 +20,7 @@ from tests.kit.parity import our_model, their_model, transformers_own
 from tests.kit.tiny import TEXT as WORDS
 from tests.model.test_multimodal import whole_model
 
-pytest.importorskip("gguf")
+gguf = pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp", reason="llama.cpp is not here: pip install xllamacpp")
 MODELS = [(hf_models, name) for name in hf_models.GGUF] + [(multimodal_models, name) for name in multimodal_models.GGUF]
 EXPERTS = {"qwen3 moe", "gpt-oss", "qwen3.5 moe", "gemma 4 moe"}
@@ -86,6 +86,20 @@ def test_model_and_adapter_have_transformers_and_pefts_log_probs(tmp_path, kind,
         assert found.max() < 0.1, files
 
 
+@pytest.mark.parametrize("kind", ["bf16", "q8_0"])
+def test_smaller_types_are_close(tmp_path, kind):
+    base, out = write(hf_models, tmp_path / "base", "gpt-oss"), tmp_path / "base.gguf"
+    assert export(base, "--gguf", out, "--type", kind) == 0
+    with llama_cpp(out) as server:
+        found = differences(server, expected(hf_models, base))
+    assert 0.001 < found.mean() < 0.02
+    types = {each.name: each.tensor_type.name for each in gguf.GGUFReader(out).tensors}
+    assert types["blk.0.ffn_gate_exps.weight"] == types["token_embd.weight"] == kind.upper()
+    assert {types[f"blk.0.{name}"] for name in ("ffn_gate_inp.weight", "ffn_gate_exps.bias", "attn_sinks.weight")} == {
+        "F32"
+    }
+
+
 @pytest.mark.parametrize(("kind", "name"), [(hf_models, "gemma 3"), (multimodal_models, "gemma 4")], ids=["3", "4"])
 def test_gemmas_tokenizer(tmp_path, kind, name):
     base, out = write(kind, tmp_path / "base", name), tmp_path / "base.gguf"
@@ -98,13 +112,16 @@ def test_gemmas_tokenizer(tmp_path, kind, name):
             "  two   spaces ",
             "\u4f60\u597d\n\n\u0001",
             "unseen w\u00f6rds Z",
-            "a<turn|>b",
+            "a<end_of_turn>\nb",
         ]:
             assert server.tokens(text) == tokenizer.encode(text, add_special_tokens=False).ids, text
             assert server.tokens(text, special=True) == tokenizer.encode(text).ids
         chat = [{"role": "user", "content": "In May?"}, {"role": "assistant", "content": "No"}]
         chat += [{"role": "user", "content": "Why"}]
         assert server.tokens(server.rendered(chat), special=True) == render_prompt(open_source(base).tokenizer, chat)
+    modelfile = out.with_suffix(".Modelfile").read_text()
+    assert '{{ if eq .Role "user" }}<start_of_turn>user\n{{ .Content }}<end_of_turn>\n' in modelfile
+    assert 'PARAMETER stop "<end_of_turn>"\n' in modelfile
 
 
 LOWER, UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
