@@ -17,7 +17,7 @@ from rocm_ext.model.adapters.merge import MergedWeights, base_tensors, read_upda
 from rocm_ext.model.adapters.peft_files import PeftConfig
 from rocm_ext.model.checkpointer import on_meta
 from rocm_ext.model.llama_cpp import CONVERTER, Layout, Part, read_layout
-from rocm_ext.model.lora import expert_factors
+from rocm_ext.model.lora import dense, expert_factors
 
 _TABLES = ("rotary_emb.inv_freq", ".position_ids")
 _ALWAYS_F32 = ("ffn_gate_inp", "ssm_conv1d")  # llama.cpp takes these, and all that are no weights, in fp32 alone
@@ -76,12 +76,16 @@ def write_model(source: Source, out: Path, kind: str) -> None:
     decoder = source.decoder()
     weights = decoder.converted(state)
     shapes = on_meta(state) if weights is None else weights.on_meta()
-    read = (state if weights is None else weights).__getitem__
+    stored = state if weights is None else weights
+
+    def read(name: str) -> Tensor:
+        return dense(stored[name])
+
     if source.adapter is not None:
         merged = MergedWeights(decoder, state, source.adapter)
         merged.check(source.base)
         read = partial(merged.weight, dtype={"f16": torch.float16, "bf16": torch.bfloat16}.get(kind, torch.float32))
-    shapes = {name: shape for name, shape in shapes.items() if not name.endswith(_TABLES)}
+    shapes = {name: torch.empty(at.shape, device="meta") for name, at in shapes.items() if not name.endswith(_TABLES)}
     entries = list(_entries(layout, names, shapes, read, kind))
     gguf = library()
     writer = gguf.GGUFWriter(None, names.arch)

@@ -17,6 +17,7 @@ from tests.kit import hf_models, multimodal_models
 from tests.kit.lines import one_line_has
 from tests.kit.llama_cpp import LlamaCpp, llama_cpp
 from tests.kit.parity import our_model, their_model, transformers_own
+from tests.kit.quantized import write_quantized
 from tests.kit.tiny import TEXT as WORDS
 from tests.model.test_multimodal import whole_model
 
@@ -84,6 +85,16 @@ def test_model_and_adapter_have_transformers_and_pefts_log_probs(tmp_path, kind,
             found = differences(server, theirs)
         assert found.mean() < 0.01, files
         assert found.max() < 0.1, files
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "stored"), [("gpt-oss", "mxfp4"), ("qwen3 moe", "fp8")])
+def test_quantised_checkpoints(tmp_path, name, stored):
+    base = write_quantized(write(hf_models, tmp_path / "base", name), tmp_path / "quantised", stored)
+    assert export(base, "--gguf", tmp_path / "base.gguf") == 0
+    ours = our_model(base).eval()(torch.tensor([PROMPT]))[0].log_softmax(-1)
+    with llama_cpp(tmp_path / "base.gguf") as server:
+        assert differences(server, ours).mean() < 0.01
 
 
 @pytest.mark.parametrize("kind", ["bf16", "q8_0"])
