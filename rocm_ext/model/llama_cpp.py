@@ -190,8 +190,10 @@ def _of_transformers(folder: Path, row: _Row) -> Layout:
     rope = dict(config.rope_parameters)
     rope = rope.get("full_attention", rope)
     part = rope.pop("partial_rotary_factor", 1.0)
-    keys = {key: of(config) if callable(of) else getattr(config, of) for key, of in {**_COMMON, **row.keys}.items()}
-    keys = {key: value for key, value in keys.items() if value is not None}
+    found = {
+        key: of(config) if callable(of) else getattr(config, of, None) for key, of in {**_COMMON, **row.keys}.items()
+    }
+    keys = {key: value for key, value in found.items() if value is not None}  # models of experts alone have no MLP's
     factors = None
     if rope["rope_type"] == "proportional":  # the first dimensions rotate, the others stay
         rope["rope_type"], width = "default", keys["key_length"]
@@ -199,18 +201,13 @@ def _of_transformers(folder: Path, row: _Row) -> Layout:
         part = 1.0
     read = read_rope({"rope_parameters": rope}, config.max_position_embeddings)
     keys |= {"rope_dimension_count": int(keys["key_length"] * part), **_rope_keys(read)}
-    return Layout(
-        row.arch,
-        config.num_hidden_layers,
-        config.vocab_size,
-        keys,
-        lambda name: row.parts(name.replace("language_model.", ""), config),
-        factors,
-        row.merged_only,
-        "llama.cpp rounds the bounds of YaRN, and this model does not: its answers differ a little there"
-        if read.yarn and not read.yarn.rounded
-        else "",
-    )
+    differs = "llama.cpp rounds the bounds of YaRN, and this model does not: its answers differ a little there"
+    differs = differs if read.yarn and not read.yarn.rounded else ""
+
+    def parts(name: str) -> list[Part]:
+        return row.parts(name.replace("language_model.", ""), config)
+
+    return Layout(row.arch, config.num_hidden_layers, config.vocab_size, keys, parts, factors, row.merged_only, differs)
 
 
 def _experts(name: str, config: Any) -> list[Part]:
@@ -305,16 +302,8 @@ def _local_base(config: Any) -> float:
     return rope["rope_theta"]
 
 
-def _by_layer(config: Any, key: str) -> list[int]:
-    return [getattr(config.per_layer_config[layer], key) for layer in range(config.num_hidden_layers)]
-
-
-def _wide(config: Any) -> int:
-    return config.per_layer_config["full_attention"].head_dim
-
-
-def _narrow(config: Any) -> int:
-    return config.per_layer_config["sliding_attention"].head_dim
+def _width_of(kind: str) -> Of:
+    return lambda config: config.per_layer_config[kind].head_dim
 
 
 def _table(config: Any) -> int:
@@ -402,12 +391,14 @@ _ROWS = {  # by the model_type of the text part
             "final_logit_softcapping": "final_logit_softcapping",
             "shared_kv_layers": "num_kv_shared_layers",
             "embedding_length_per_layer_input": "hidden_size_per_layer_input",
-            "head_count_kv": lambda c: _by_layer(c, "num_key_value_heads"),
-            "key_length": _wide,
-            "value_length": _wide,
-            "key_length_swa": _narrow,
-            "value_length_swa": _narrow,
-            "rope_dimension_count_swa": _narrow,
+            "head_count_kv": lambda c: [
+                c.per_layer_config[layer].num_key_value_heads for layer in range(c.num_hidden_layers)
+            ],
+            "key_length": _width_of("full_attention"),
+            "value_length": _width_of("full_attention"),
+            "key_length_swa": _width_of("sliding_attention"),
+            "value_length_swa": _width_of("sliding_attention"),
+            "rope_dimension_count_swa": _width_of("sliding_attention"),
             "feed_forward_length": _mlps,
         },
         {**_GELU, "vocab_size_per_layer_input": _table},

@@ -124,7 +124,13 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_pos
 # Those that llama.cpp answers like transformers, with what differs from MODELS
 GGUF: dict[str, dict] = {
     "qwen3 moe": {"mlp_only_layers": []},
-    "gemma 3": {},
+    "gemma 3": {  # as in the models of 4B and more
+        "final_logit_softcapping": 3.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e3},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+        },
+    },
     "gpt-oss": {"rope_parameters": YARN},
     "qwen3.5": {},
 }

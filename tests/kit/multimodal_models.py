@@ -33,7 +33,7 @@ MODELS: dict[str, tuple[str, str, bool, dict, dict]] = {
         "qwen3_5_moe",
         "qwen3_5_moe_text",
         True,
-        {**TEXT_MODELS["qwen3.5"][2], **EXPERTS, "shared_expert_intermediate_size": 32},
+        {**TEXT_MODELS["qwen3.5"][2], **EXPERTS, "shared_expert_intermediate_size": 32, "intermediate_size": None},
         QWEN_EYE,
     ),
     "qwen3-vl": ("qwen3_vl", "qwen3_vl_text", False, MROPE, QWEN_EYE),

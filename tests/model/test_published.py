@@ -15,6 +15,7 @@ from rocm_ext.bench.sweep import Spec
 from rocm_ext.cli import main
 from rocm_ext.model import from_checkpoint
 from rocm_ext.model.download import published_models
+from rocm_ext.model.llama_cpp import read_layout
 from tests.kit.plans import as_configured
 
 MODELS = published_models()
@@ -53,6 +54,16 @@ BUILDERS = {
     "meta-llama/Llama-3.2-1B-Instruct": llama3_2.llama3_2_1b,
     "meta-llama/Llama-3.2-3B-Instruct": llama3_2.llama3_2_3b,
 }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_has_a_layout_of_llama_cpp(name):
+    layout = read_layout(MODELS[name])
+    config = json.loads((MODELS[name] / "config.json").read_text())
+    text = config.get("text_config", config)
+    assert layout.keys["block_count"] == layout.layers == text["num_hidden_layers"]
+    assert layout.keys["embedding_length"] == text["hidden_size"]
+    assert None not in layout.keys.values()
 
 
 @pytest.fixture(autouse=True)
