@@ -38,7 +38,7 @@ def layer(choices: list[list[int]], dtype: torch.dtype, grouped: bool, bias: boo
 @some
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("choices", [[[4, 1]] * 3 + [[1, 2]] * 9, [[3, 5]]], ids=["twelve tokens", "one token"])
+@pytest.mark.parametrize("choices", [[[4, 1]] * 3 + [[1, 2]] * 57, [[3, 5]]], ids=["sixty tokens", "one token"])
 def test_grouped_products_are_those_of_the_loop(choices, dtype, bias):
     expected = layer(choices, dtype, False, bias)
     for found, want in zip(layer(choices, dtype, True, bias), expected, strict=True):

@@ -32,6 +32,7 @@ from rocm_ext.model.transformers.states import on_gpu
 
 _grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 _TIMEOUT = 300  # seconds
+_FEW = 16  # rows per expert, on average
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGBUS, signal.SIGFPE)  # they would come again
 
 
@@ -60,10 +61,12 @@ class Rows:
         device, n = order.device, len(order)
         row, back = torch.arange(n, device=device), torch.empty_like(order)
         ends = torch.searchsorted(by_expert, torch.arange(experts, device=device), right=True, out_int32=True)
-        if device.type == "cpu" and dtype != torch.float32 and not isinstance(order, FakeTensor):
+        many = n >= _FEW * experts
+        if many and device.type == "cpu" and dtype != torch.float32 and not isinstance(order, FakeTensor):
             # oneDNN builds a kernel for each new number of rows, in a millisecond or more: let there be few numbers.
+            # In decoding there are few, and rows of zeros cost up to half as much again.
             # A plan leaves these rows out: it may be for a GPU
-            unit = max(16, 2 ** int(math.log2(max(n // experts // 4, 1))))
+            unit = max(_FEW, 2 ** int(math.log2(max(n // experts // 4, 1))))
             counts = ends.diff(prepend=ends.new_zeros(1))
             padded = (counts + unit - 1) // unit * unit
             row += (padded.cumsum(0) - padded - ends + counts)[by_expert]
