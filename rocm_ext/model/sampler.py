@@ -70,10 +70,12 @@ class Sampler(ABC):
         flops_per_token: operations of the matrix products for one token.
         splits_rows: whether a matrix product of many rows is computed in parts on CPUs, see :data:`MAX_ROWS`.
         mask_bytes: of a step's positions and masks, per position of a slot.
+        fixed_shapes: whether no shape in a step may depend on values, since a graph replays it.
     """
 
     splits_rows: bool
     mask_bytes: int
+    fixed_shapes = False
 
     def __init__(
         self, decoder: Any, adapted: list[tuple["SamplingLinear", list[Any]]], needs: Needs, heads: int, tied: bool

@@ -339,7 +339,7 @@ class SamplingPlanner:
         frozen = (p.nbytes for p in decoder.parameters() if not p.requires_grad)
         self.layout = copied_bytes(decoder, merge) if ranks == 1 else sum(frozen)
         wanted = device.type == "cuda" and cfg.engine.get("graphs") is not False
-        self._graphs = wanted and not decoder.graph_obstacle
+        self._graphs = self._decoder.fixed_shapes = wanted and not decoder.graph_obstacle
         self.launches = 0
         if figures.launch and not self._graphs:
             self.launches = launches_of(

@@ -164,6 +164,7 @@ class LocalSession:
         self._decoder, self._tokenizer, self._free_memory = decoder, tokenizer, free_memory
         self._slots, self._trace = slots, trace or Trace()
         self._graphs = Graphs(decoder.device.type == "cuda" if graphs is None else graphs, graphs is True)
+        decoder.fixed_shapes = self._graphs.used
         self._stop_tokens = frozenset(tokenizer.stop_tokens)
         self._totals = dict.fromkeys(("tokens", "slot_steps", "bytes", "seconds"), 0.0)
         self._batch: SlotBatch | None = None  # between two calls of generate

@@ -234,7 +234,7 @@ class SlotBatch:
             if self._use.asked:
                 raise UserError(f"{found}; engine.graphs=False decodes without graphs") from error
             log.warning("%s; decoding goes on without graphs", found)
-            self._use.used = False
+            self._use.used = self._decoder.fixed_shapes = False
             self._graphs.clear()
         else:
             self._graphs[rows, span] = graph

@@ -432,7 +432,6 @@ def test_longrope_s_limit_is_known_before_the_weights(tmp_path, capsys):
 
 def greedy(decoder, graphs: bool) -> dict:
     with sampler_of(decoder) as made:
-        made._fixed = True  # as on a GPU
         session = LocalSession(made, NEVER, lambda: 2**31, 16, graphs)
         done = list(session.generate(ask(prompts(*LENGTHS), 5), Sampling(24, temperature=0)))
     return {(c.request.prompt_id, c.request.sample): c.tokens for c in done}

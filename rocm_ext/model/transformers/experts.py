@@ -34,7 +34,8 @@ def sorted_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_
     """
     experts = len(self.down_proj)
     rows = Rows.all(top_k_index, experts) if has_fixed_shapes() else Rows.of(top_k_index, experts, hidden_states.dtype)
-    x = _Spread.apply(hidden_states, rows.order, rows.back)
+    everything = hidden_states.expand(experts, *hidden_states.shape)
+    x = everything if rows.every else _Spread.apply(hidden_states, rows.order, rows.back)
     if self.has_gate:
         x = self._apply_gate(_products(self, "gate_up_proj", x, rows))
     else:

@@ -103,11 +103,12 @@ class Rows:
     def products(self, *pairs: tuple[Tensor, Tensor], bias: Tensor | None = None) -> Tensor:
         """Multiply rows with their experts' weights, and add up: pairs of [n, in] and [experts, in, out] -> [n, out].
 
-        ``bias`` is [experts, out]. The widths ``in`` may differ.
+        ``bias`` is [experts, out]. The widths ``in`` may differ. Where each expert has a row of each token, rows may
+        come as [experts, t, in].
         """
         (x, weight), *others = pairs
         if self.every and is_plain(weight):
-            by_expert = [(x.view(len(self.ends), -1, x.shape[1]), weight) for x, weight in pairs]
+            by_expert = [(x.view(len(self.ends), -1, x.shape[-1]), weight) for x, weight in pairs]
             out = torch.bmm(*by_expert[0]) if bias is None else torch.baddbmm(bias[:, None], *by_expert[0])
             for x, weight in by_expert[1:]:
                 out.baddbmm_(x, weight)
@@ -118,6 +119,7 @@ class Rows:
                 out.add_(_grouped_mm(x, weight, offs=self.ends))
             each = torch.arange(len(x), device=x.device)
             return out if bias is None else out.add_(bias[torch.searchsorted(self.ends, each, right=True)])
+        x = x.reshape(-1, x.shape[-1])
         out = x.new_empty(len(x), weight.shape[2])
         for i, part in self.parts:
             if bias is None:

@@ -248,7 +248,6 @@ class TransformersSampler(Sampler):
     def __init__(self, source: "TransformersDecoder", merge: bool | None, device: torch.device | None) -> None:
         device = source.tok_embeddings.weight.device if device is None else device
         self.together = device.type != "cpu" and not source.needs.states
-        self._fixed = device.type != "cpu"
         self._rounded = partial(span_for, device)
         state, linear = _weights(source, merges(source, merge))
         model = source.empty_model(SLOTS)
@@ -283,8 +282,8 @@ class TransformersSampler(Sampler):
         return self._row_bytes(False)
 
     def step_bytes(self, length: int) -> int:
-        """Bytes that a step holds per slot; on a GPU each expert computes all tokens."""
-        return super().step_bytes(length) + self._row_bytes(self._fixed) - self.bytes_per_row
+        """Bytes that a step holds per slot; with fixed shapes each expert computes all tokens."""
+        return super().step_bytes(length) + self._row_bytes(self.fixed_shapes) - self.bytes_per_row
 
     def _row_bytes(self, every: bool) -> int:
         """Return the bytes of one token that its own experts compute, or every one."""
@@ -343,7 +342,7 @@ class TransformersSampler(Sampler):
         """Decode one token in each of the first n slots; arguments as in the base class."""
         cache.begin(positions, span)
         rows = {"input_ids": tokens[:, None], "position_ids": positions[:, None]}
-        with forward_pass(positions[:, None], self.decoder.kernel, cache, self._fixed):
+        with forward_pass(positions[:, None], self.decoder.kernel, cache, self.fixed_shapes):
             hidden = self.decoder.body(**rows, past_key_values=cache, use_cache=True).last_hidden_state
         return self.decoder.output(hidden[:, 0])
 
@@ -411,6 +410,7 @@ def obstacle_of(source: "TransformersDecoder") -> str:
     bare = source.wrapped(source.empty_model(SLOTS))
     vars(bare)["needs"] = source.needs
     sampler = TransformersSampler(bare, False, torch.device("cuda"))
+    sampler.fixed_shapes = True
     try:
         sampler.decoder.place_buffers(sampler.device)
         one_step(sampler, MIN_ROWS, _NoCopies())
