@@ -216,8 +216,7 @@ def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, 
     for norm in fake.modules():
         if kernels.norm and type(norm) is FusedRMSNorm:
             norm.__class__ = _KernelNorm
-    small: list[tuple[nn.Module, str, Any]]
-    small = [(m, key, p) for m in fake.modules() for key, p in m._parameters.items() if isinstance(p, Quantized)]
+    small: Any = [(m, key, p) for m in fake.modules() for key, p in m._parameters.items() if isinstance(p, Quantized)]
     for part, key, _ in small:
         part._parameters[key] = None
     fake = fake.to("meta").train()
@@ -228,20 +227,18 @@ def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, 
         elif kernel == "auto" and not kernels.together:
             part.kernel = "apart"  # type: ignore[assignment]
     # gfx906 uses torch's math path. The CPU's fused kernel keeps the same tensors as a GPU's.
-    whole: list[Tensor] = []
     backends = [SDPBackend.FLASH_ATTENTION] * kernels.attention + [SDPBackend.MATH]
     with FakeTensorMode(), sdpa_kernel(backends):
         fake._apply(lambda t: torch.empty(t.shape, dtype=t.dtype))
         for part, key, weight in small:
             made = weight.with_parts(lambda t: torch.empty(t.shape, dtype=t.dtype))
             part._parameters[key] = nn.Parameter(made, requires_grad=False)
-            whole += [made.packed, made.scale]
         trainable = [p for p in fake.parameters() if p.requires_grad]
         for parameter in trainable:
             parameter.grad = torch.zeros_like(parameter)
         tally = CostCounter()
-        plain_ = [p for p in fake.parameters() if not isinstance(p, Quantized)]
-        tally.ignore([*whole, *plain_, *fake.buffers(), *(p.grad for p in trainable if p.grad is not None)])
+        stored = [getattr(p, part, p) for p in fake.parameters() for part in ("packed", "scale")]
+        tally.ignore([*stored, *fake.buffers(), *(p.grad for p in trainable if p.grad is not None)])
         with tally:
             yield fake, tally
 

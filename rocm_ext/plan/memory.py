@@ -136,12 +136,8 @@ def plan_memory(
 
 def frozen_bytes(module: nn.Module, ranks: int = 1) -> int:
     """Bytes of the frozen parameters on each of ``ranks``, which share those that are not quantised."""
-    return quantized_bytes(module) + _shared_bytes(module) // ranks
-
-
-def quantized_bytes(module: nn.Module) -> int:
-    """Bytes of the quantised parameters."""
-    return int(sum(getattr(p, "stored_bytes", p.numel() * _NF4_BYTES) for p in quantized(module)))
+    whole = sum(getattr(p, "stored_bytes", p.numel() * _NF4_BYTES) for p in quantized(module))
+    return int(whole) + _shared_bytes(module) // ranks
 
 
 def _shared_bytes(module: nn.Module) -> int:

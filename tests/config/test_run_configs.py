@@ -280,12 +280,13 @@ def test_the_pocket_model_is_small():
 
 
 OLDER = {"qwen2_5_coder_": "coder", "qwen2_5_": "qwen", "llama_3_1_": "llama", "llama_3_2_": "llama3_2_"}
-OLDER |= {"gemma_3_": "gemma3_", "gemma_4_": "gemma4_"}
+OLDER |= {"llama_3_3_": "llama3_3_", "gemma_3_": "gemma3_", "gemma_4_": "gemma4_"}
 # layers with LoRA where transformers computes the model, beside q_proj, k_proj and v_proj
 MLP = {"o_proj", "gate_proj", "up_proj", "down_proj"}
 DELTA = {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"}
 ADAPTED = {
     "Qwen3-30B-A3B": {"o_proj"},
+    "gpt-oss": {"o_proj"},
     "Qwen3.": MLP | DELTA,
     "gemma-3": MLP,
     "gemma-4-E": MLP | {"per_layer_input_gate", "per_layer_projection"},
@@ -294,7 +295,7 @@ ADAPTED = {
 
 def name_of(repo: str) -> str:
     """Return a model's name in the names of run configs."""
-    own = re.sub("^Meta-|-(Instruct|it)$", "", repo.partition("/")[2])
+    own = re.sub("^Meta-|-(Instruct|it)(?=-FP8|$)|-dynamic$", "", repo.partition("/")[2])
     short = re.sub(r"[.-]", "_", own.lower())
     family = next((start for start in OLDER if short.startswith(start)), "")
     return OLDER.get(family, "") + short.removeprefix(family)

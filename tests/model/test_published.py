@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
-from torchtune.models import llama3_1, llama3_2, qwen2_5
+from torchtune.models import llama3_1, llama3_2, llama3_3, qwen2_5
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
@@ -39,6 +39,7 @@ BILLIONS = {
     "Qwen/Qwen3.5-9B": 8.95,
     "Qwen/Qwen3.8-27B": 26.90,
     "Qwen/Qwen3.6-35B-A3B": 34.66,
+    "openai/gpt-oss-120b": 116.83,  # as the model card says
     "google/gemma-4-E4B-it": 7.52 - 0.06,  # without the keys and values that 18 layers take from others
 }
 BUILDERS = {
@@ -52,6 +53,7 @@ BUILDERS = {
     "Qwen/Qwen2.5-Coder-7B-Instruct": qwen2_5.qwen2_5_7b_instruct,
     "meta-llama/Meta-Llama-3.1-8B-Instruct": llama3_1.llama3_1_8b,
     "meta-llama/Llama-3.2-1B-Instruct": llama3_2.llama3_2_1b,
+    "RedHatAI/Llama-3.3-70B-Instruct-FP8-dynamic": llama3_3.llama3_3_70b,
     "meta-llama/Llama-3.2-3B-Instruct": llama3_2.llama3_2_3b,
 }
 

@@ -7,17 +7,20 @@ from functools import cache
 import pytest
 import torch
 from omegaconf import OmegaConf
+from rocm_ext.recipes.raft_rocm import main as raft_main
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.model.build import build_model
+from rocm_ext.bench.probes import RandomWeights
+from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.model.checkpointer import StoredWeights, weight_files
-from rocm_ext.model.lora import dense
+from rocm_ext.model.lora import adapters, dense
 from rocm_ext.model.quantized import Quantized, fp8_rows, stored
 from rocm_ext.sampling import Sampling
 from tests.kit.families import folder_config, write_family
-from tests.kit.forks import several_ranks
+from tests.kit.forks import forked, several_ranks
 from tests.kit.grpo_runs import check_grpo_and_dpo
 from tests.kit.hf_models import layers_for_peft, write_theirs
 from tests.kit.parity import (
@@ -33,8 +36,9 @@ from tests.kit.parity import (
 )
 from tests.kit.plans import planned_and_measured
 from tests.kit.quantized import BLOCK, write_quantized
+from tests.kit.raft_runs import WEIGHTS
 from tests.kit.tiny import metrics
-from tests.sampling.test_transformers_engine import ask, engine, prompts, sampled, trained
+from tests.sampling.test_transformers_engine import ask, engine, prompts, raft_config, sampled, trained
 
 NAMES = {"qwen3": "fp8", "qwen3 moe": "fp8", "gpt-oss": "mxfp4"}
 
@@ -201,6 +205,14 @@ def test_grpo_and_dpo(folder, tmp_path, name):
     check_grpo_and_dpo(folder(name), tmp_path)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
+def test_a_cycle_of_raft(folder, tmp_path, name):
+    code, said = forked(raft_main, raft_config(folder(name), tmp_path, tmp_path / "run"))
+    assert code == 0, said
+    adapter = load_file(tmp_path / "run" / "cycle_1" / WEIGHTS)
+    assert all(tensor.any() for key, tensor in adapter.items() if "lora_B" in key)
+
+
 @pytest.mark.usefixtures("cpu_of_known_speed")
 @pytest.mark.parametrize("name", NAMES)
 def test_planned_peak_is_the_measured_one(folder, tmp_path, name):
@@ -309,3 +321,37 @@ def test_a_damaged_scale(folder, tmp_path, name):
     save_file(state, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"[a-z_]+[0-9.weight]* have values that are not finite; the files are damaged"):
         our_model(broken)
+
+
+# ---- other libraries
+
+
+@torch.no_grad()
+def test_nf4_is_as_near_as_bitsandbytes(wide):
+    """Both quantise the scales of blocks of 64 values, in different ways: they differ by less than they err."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    exact, ours = (our_model(wide, quantize_base=value) for value in (False, "nf4"))
+    for name, layer in adapters(ours):
+        want = exact.get_submodule(name).weight
+        theirs = functional.dequantize_4bit(*functional.quantize_4bit(want, quant_type="nf4", compress_statistics=True))
+        far, near = (dense(layer.weight) - want).norm(), (dense(layer.weight) - theirs).norm()
+        assert far == pytest.approx(float((theirs - want).norm()), rel=0.02)
+        assert near < 0.4 * far
+
+
+def test_compiled_layers_compute_the_same(folder):
+    expected, ours = gradients(our_model(folder("qwen3"))), our_model(folder("qwen3"))
+    for layer in ours.layers:
+        layer.compile(backend="aot_eager", dynamic=True)
+    torch.testing.assert_close(gradients(ours), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bench_draws_quantised_weights(folder, name):
+    cpu = torch.device("cpu")
+    shape = OmegaConf.create({"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder(name))})
+    drawn = build_model(shape, torch.bfloat16, 0, cpu)
+    small = sum(isinstance(p, Quantized) for p in drawn.parameters())
+    load_weights(drawn, Weights(RandomWeights(drawn, cpu), "random"), Ranks(cpu))
+    assert sum(isinstance(p, Quantized) for p in drawn.parameters()) == small > 0
+    assert drawn(TOKENS).isfinite().all()
