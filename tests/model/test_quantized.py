@@ -232,9 +232,9 @@ def test_the_last_block_may_be_smaller():
     assert torch.equal(found, packed.float() * spread)
 
 
-@pytest.mark.parametrize("scale", [torch.rand(()), torch.rand(1), torch.rand(6, 1), torch.rand(6)], ids=str)
-def test_scales_of_a_tensor_and_of_rows(scale):
-    packed = torch.randn(6, 8).to(torch.float8_e4m3fn)
+@pytest.mark.parametrize("shape", [(), (1,), (6, 1), (6,)], ids=str)
+def test_scales_of_a_tensor_and_of_rows(shape):
+    packed, scale = torch.randn(6, 8).to(torch.float8_e4m3fn), torch.rand(shape)
     found = stored("w", packed, scale).with_parts(torch.clone, torch.float32)
     assert torch.equal(dense(found), packed.float() * scale.reshape(-1, 1))
 
