@@ -22,7 +22,7 @@ from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.layers import use_fused_norms
 from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, dense, init_adapters, is_plain, plain
 from rocm_ext.model.native import native
-from rocm_ext.model.quantized import Quantized, fp8_rows
+from rocm_ext.model.quantized import Quantized, fp8_rows, scaled_products
 
 
 class CausalLM(nn.Module):
@@ -180,7 +180,8 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
             rows = joined.get(plain(name))
             if isinstance(parameter, Quantized) and (decoder.quantizes or isinstance(full, Quantized)):
                 if not isinstance(full, Quantized):
-                    full = fp8_rows(full.to(ranks.device), parameter.transposed)
+                    multiplies = scaled_products(ranks.device, parameter.dtype)
+                    full = fp8_rows(full.to(ranks.device), parameter.transposed, multiplies)
                 placed = full.with_parts(lambda part: part.to(ranks.device), parameter.dtype)
                 shard = placed.scales()
             else:

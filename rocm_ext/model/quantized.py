@@ -5,6 +5,7 @@ alone. So does each backward pass, because what autograd keeps is the quantised 
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -12,12 +13,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
+from rocm_ext.base.log import log
+from rocm_ext.machine import trials
 from rocm_ext.model.families import StoredFormat
 
 # OCP Microscaling Formats (MX) 1.0, table 5: a sign and E2M1. The first value of a byte is in its low bits
 _E2M1 = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 _PAIRS = [[_E2M1[byte % 16], _E2M1[byte // 16]] for byte in range(256)]
-_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_WHAT = "the product in FP8"
 
 
 class Quantized(Tensor):
@@ -29,23 +32,32 @@ class Quantized(Tensor):
         block: rows and columns of a block; the last ones may be smaller.
         dtype: of the tensor that it stands for.
         transposed: it stands for a tensor [..., in, out].
+        multiplies: FP8 with scales of rows is multiplied as it is, see :func:`scaled_product`.
     """
 
     packed: Tensor
     scale: Tensor
     block: tuple[int, int]
     transposed: bool
+    multiplies: bool
 
     @staticmethod
     def __new__(
-        cls, packed: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype, transposed: bool = False
+        cls,
+        packed: Tensor,
+        scale: Tensor,
+        block: tuple[int, int],
+        dtype: torch.dtype,
+        transposed: bool = False,
+        multiplies: bool = False,
     ) -> "Quantized":
         """Make a tensor without values of its own."""
         shape = list(packed.shape) if packed.dtype != torch.uint8 else [*packed.shape[:-2], packed.shape[-2] * 32]
         if transposed:
             shape[-2:] = shape[:-3:-1]
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.device)  # type: ignore
-        made.packed, made.scale, made.block, made.transposed = packed, scale, block, transposed
+        made.packed, made.scale, made.block = packed, scale, block
+        made.transposed, made.multiplies = transposed, multiplies
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -56,7 +68,7 @@ class Quantized(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Say of what torch.compile makes such a tensor."""
-        return ["packed", "scale"], (self.block, self.dtype, self.transposed)
+        return ["packed", "scale"], (self.block, self.dtype, self.transposed, self.multiplies)
 
     @staticmethod
     def __tensor_unflatten__(parts: dict[str, Tensor], rest: Any, *_: Any) -> "Quantized":
@@ -76,7 +88,8 @@ class Quantized(Tensor):
 
     def with_parts(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "Quantized":
         """Return a copy with ``change`` applied to values and scales, for a tensor of ``dtype``."""
-        return Quantized(change(self.packed), change(self.scale), self.block, dtype or self.dtype, self.transposed)
+        rest = self.block, dtype or self.dtype, self.transposed, self.multiplies
+        return Quantized(change(self.packed), change(self.scale), *rest)
 
     def get_original_weight(self) -> Tensor:
         """Dequantise; torchao's NF4 has a method of this name.
@@ -110,7 +123,7 @@ class Quantized(Tensor):
         return func(*args, **kwargs)
 
 
-# ---- operations that keep a weight quantised; None: not with these arguments
+# ---- operations that need no dequantised weight; None: not with these arguments
 
 
 def _to(weight: Quantized, *, dtype: Any = None, device: Any = None, **others: Any) -> Quantized | None:
@@ -122,7 +135,8 @@ def _to(weight: Quantized, *, dtype: Any = None, device: Any = None, **others: A
 def _swap(weight: Quantized, first: int = 0, second: int = 1) -> Quantized | None:
     if {first % weight.ndim, second % weight.ndim} != {weight.ndim - 2, weight.ndim - 1}:
         return None
-    return Quantized(weight.packed, weight.scale, weight.block, weight.dtype, not weight.transposed)
+    rest = weight.block, weight.dtype, not weight.transposed, weight.multiplies
+    return Quantized(weight.packed, weight.scale, *rest)
 
 
 def _select(weight: Quantized, dim: int, index: int) -> Quantized | None:
@@ -153,8 +167,18 @@ def _cat(weights: Sequence[Any], dim: int = 0) -> Quantized | None:
     return _joined(torch.cat, weights, dim)
 
 
+def _mm(x: Tensor, weight: Any) -> Tensor | None:
+    takes = isinstance(weight, Quantized) and weight.multiplies and not isinstance(x, Quantized)
+    return scaled_product(x, weight) if takes else None
+
+
+def _addmm(bias: Tensor, x: Tensor, weight: Any, *, beta: float = 1, alpha: float = 1) -> Tensor | None:
+    out = _mm(x, weight) if beta == alpha == 1 else None
+    return None if out is None else out.add_(bias)
+
+
 _aten = torch.ops.aten
-_KEPT: dict[Any, Callable[..., Quantized | None]] = {
+_KEPT: dict[Any, Callable[..., Tensor | None]] = {
     _aten.detach.default: lambda weight: weight.with_parts(torch.detach),
     _aten.alias.default: lambda weight: weight.with_parts(torch.detach),
     _aten.clone.default: lambda weight, **_: weight.with_parts(torch.clone),
@@ -164,6 +188,8 @@ _KEPT: dict[Any, Callable[..., Quantized | None]] = {
     _aten.select.int: _select,
     _aten.stack.default: _stack,
     _aten.cat.default: _cat,
+    _aten.mm.default: _mm,
+    _aten.addmm.default: _addmm,
 }
 
 
@@ -205,17 +231,27 @@ def _block(size: int, count: int) -> int:
     return 0 if size % count else size // count
 
 
-def fp8_rows(weight: Tensor, transposed: bool = False) -> Quantized:
-    """Quantise a weight to FP8 (E4M3) with a scale for each row: its largest value becomes the format's.
+def fp8_rows(weight: Tensor, transposed: bool = False, multiplies: bool = False) -> Quantized:
+    """Quantise a weight to FP8 with a scale for each row: its largest value becomes the format's.
 
     Args:
         weight: [..., out, in], or [..., in, out] if ``transposed``.
         transposed: see ``weight``.
+        multiplies: see :class:`Quantized`.
     """
     dtype, weight = weight.dtype, weight.mT.contiguous() if transposed else weight
-    largest = weight.abs().amax(-1, keepdim=True).float()
-    scale = torch.where(largest > 0, largest / _LARGEST, 1.0)
-    return Quantized((weight / scale).to(torch.float8_e4m3fn), scale, (1, weight.shape[-1]), dtype, transposed)
+    return Quantized(*_by_rows(weight), (1, weight.shape[-1]), dtype, transposed, multiplies)
+
+
+def _by_rows(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values in the device's FP8, and the scales of their rows."""
+    kind = torch.float8_e4m3fn
+    if values.is_cuda and torch.version.hip:
+        arch = torch.cuda.get_device_properties(values.device).gcnArchName
+        kind = torch.float8_e4m3fnuz if arch.startswith("gfx94") else kind  # CDNA 3 has its own; CDNA 4 the standard's
+    largest = values.abs().amax(-1, keepdim=True).float()
+    scale = torch.where(largest > 0, largest / torch.finfo(kind).max, 1.0)
+    return (values / scale).to(kind), scale
 
 
 # what `quantize_base: fp8` makes: scales of rows, and routers as they are
@@ -269,3 +305,60 @@ def expect(decoder: Any, form: StoredFormat | None, quantizes: bool = False) -> 
             if not form.skips(rename(f"{name}.{key}")):
                 setattr(module, key, stand_in(module.get_parameter(key), form.kind, form.block, transposed))
     return decoder
+
+
+# ---- products in FP8
+
+
+def scaled_product(x: Tensor, weight: Quantized) -> Tensor | None:
+    """Multiply in FP8: x [n, in] gets a scale for each row, too. None: the device cannot, with these shapes.
+
+    Where the sum is over the weight's rows, as for the gradient of an input, their scales first go into x.
+    """
+    size = 16  # what torch._scaled_mm asks of the weight's sides
+    if x.dtype != torch.bfloat16 or not len(x) or any(side % size for side in weight.packed.shape):
+        return None
+    if weight.transposed:
+        values, scale = weight.packed.t(), weight.scale.t()
+    else:
+        x = x * weight.scale.t().to(x.dtype)
+        values, scale = weight.packed.t().contiguous().t(), weight.scale.new_ones(1, weight.packed.shape[1])
+    rows, scales = _by_rows(x)
+    return torch._scaled_mm(rows, values, scale_a=scales, scale_b=scale.contiguous(), out_dtype=x.dtype)
+
+
+def scaled_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether ``device`` multiplies in FP8 where a model's dtype is ``dtype``."""
+    return device.type == "cuda" and dtype == torch.bfloat16 and _right_and_fast()
+
+
+@cache
+def _right_and_fast() -> bool:
+    """Ask a child process; a line in the log says what was found."""
+    failure = trials.failure_of("scaled_mm", _WHAT, __name__)
+    log.info("quantize_base=fp8: %s", f"weights are dequantised, because {failure}" if failure else "products in FP8")
+    return not failure
+
+
+def trial(device: torch.device) -> str:
+    """Compare products in FP8 with dequantised weights: return what is wrong, or ""."""
+    rng = torch.Generator().manual_seed(0)
+    x, grad, weight = (torch.randn(*s, generator=rng).to(device, torch.bfloat16) for s in
+                       ((2048, 1024), (2048, 1536), (1536, 1024)))  # fmt: skip
+    small = fp8_rows(weight, multiplies=True)
+    pairs: list[tuple[Tensor, Any]] = [(x, small.t()), (grad, small)]
+
+    def product(x: Tensor, weight: Quantized) -> Tensor:
+        if (out := scaled_product(x, weight)) is None:
+            raise NotImplementedError("shapes")
+        return out
+
+    def dequantised(x: Tensor, weight: Quantized) -> Tensor:
+        return x @ weight.get_original_weight()
+
+    # rounding x to FP8 changes a product by 2.6 %, and the weight's error is in both
+    return trials.compare(_WHAT, [(partial(product, *p), partial(dequantised, *p)) for p in pairs], 0.04)
+
+
+if __name__ == "__main__":
+    trials.main(trial)

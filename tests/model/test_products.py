@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rocm_ext.machine import trials
 from rocm_ext.model.quantized import fp8_rows
 from rocm_ext.model.transformers import products
 from rocm_ext.model.transformers.experts import _Products, sorted_experts
@@ -113,7 +114,7 @@ def test_the_trial_finds_wrong_products(monkeypatch):
 def test_a_cache_that_cannot_be_written_ends_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "torchtune-rocm").touch()  # where a folder should be
-    monkeypatch.setattr(products, "_tried", lambda: ("", True))
+    monkeypatch.setattr(trials, "_tried", lambda *_: ("", True))
     products.grouped_products.cache_clear()
     assert products.grouped_products()
     products.grouped_products.cache_clear()
@@ -122,7 +123,7 @@ def test_a_cache_that_cannot_be_written_ends_nothing(tmp_path, monkeypatch):
 @some
 def test_a_trial_that_hangs_is_ended(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(products, "_TIMEOUT", 0.01)
+    monkeypatch.setattr(trials, "_TIMEOUT", 0.01)
     products.grouped_products.cache_clear()
     with caplog.at_level("INFO"):
         assert not products.grouped_products()
@@ -151,7 +152,7 @@ def test_what_crashes_is_not_used_and_not_tried_again(tmp_path, monkeypatch, cap
         commands.append(command)
         return started([sys.executable, "-c", program], **kwargs)
 
-    monkeypatch.setattr(products.subprocess, "Popen", instead)
+    monkeypatch.setattr(trials.subprocess, "Popen", instead)
     for _ in range(2):
         products.grouped_products.cache_clear()
         with caplog.at_level("INFO"):

@@ -9,14 +9,16 @@ import torch
 from omegaconf import OmegaConf
 from rocm_ext.recipes.raft_rocm import main as raft_main
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.bench.probes import RandomWeights
 from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.model import build, quantized
 from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.model.checkpointer import StoredWeights, weight_files
-from rocm_ext.model.lora import adapters, dense
+from rocm_ext.model.lora import _LoraFunction, adapters, dense
 from rocm_ext.model.quantized import Quantized, fp8_rows, stored
 from rocm_ext.sampling import Sampling
 from tests.kit.families import folder_config, write_family
@@ -24,6 +26,7 @@ from tests.kit.forks import forked, several_ranks
 from tests.kit.grpo_runs import check_grpo_and_dpo
 from tests.kit.hf_models import layers_for_peft, write_theirs
 from tests.kit.parity import (
+    CPU,
     TOKENS,
     check_resumes,
     check_two_ranks,
@@ -355,3 +358,77 @@ def test_bench_draws_quantised_weights(folder, name):
     load_weights(drawn, Weights(RandomWeights(drawn, cpu), "random"), Ranks(cpu))
     assert sum(isinstance(p, Quantized) for p in drawn.parameters()) == small > 0
     assert drawn(TOKENS).isfinite().all()
+
+
+# ---- products in FP8
+
+
+def multiply(rows: int, bias: bool) -> list[list[torch.Tensor]]:
+    """Output and gradients of a layer with LoRA, with products in FP8, over dequantised weights, and in fp32."""
+    rng = torch.Generator().manual_seed(0)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng)
+
+    weight, x, seen = some(96, 64), some(rows, 64), some(rows, 96)
+    a, b, bias_ = some(4, 64).requires_grad_(), (0.1 * some(96, 4)).requires_grad_(), some(96) if bias else None
+    found = []
+    for dtype, multiplies in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, None)):
+        w = weight.to(dtype) if multiplies is None else fp8_rows(weight.to(dtype), multiplies=multiplies)
+        x_ = x.to(dtype).requires_grad_()
+        out = _LoraFunction.apply(x_, w, None if bias_ is None else bias_.to(dtype), a, b, 2.0)
+        found.append([out.detach(), *torch.autograd.grad(out, [x_, a, b], seen.to(dtype))])
+    return found
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_products_in_fp8(rows, bias):
+    """They add the rounding of activations and of gradients to that of the weight: 2.6 % each."""
+    for scaled, dequantised, exact in zip(*multiply(rows, bias), strict=True):
+        norm = exact.norm()
+        assert (dequantised.float() - exact).norm() < 0.05 * norm
+        assert (scaled.float() - exact).norm() < 0.06 * norm
+    scaled, dequantised, _ = multiply(rows, bias)
+    assert not torch.equal(scaled[0], dequantised[0])
+    assert not torch.equal(scaled[1], dequantised[1])
+
+
+def test_products_of_other_shapes_and_dtypes_are_over_dequantised_weights():
+    for size, dtype in ((20, torch.bfloat16), (32, torch.float32)):
+        weight, x = torch.randn(size, 16).to(dtype), torch.randn(3, 16).to(dtype)
+        made = fp8_rows(weight, multiplies=True)
+        assert torch.equal(torch.nn.functional.linear(x, made), torch.nn.functional.linear(x, dense(made)))
+    assert torch.nn.functional.linear(x[:0], made).shape == (0, 32)
+
+
+def test_a_layer_without_an_adapter_keeps_its_weight_in_fp8():
+    kept = []
+    x = torch.randn(4, 16, dtype=torch.bfloat16, requires_grad=True)
+    made = nn.Parameter(fp8_rows(torch.randn(32, 16, dtype=torch.bfloat16), multiplies=True), requires_grad=False)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = torch.nn.functional.linear(x, made)
+    out.sum().backward()
+    assert [type(t) for t in kept if t.shape != x.shape] == [Quantized]
+    assert (x.grad[0] - dense(made).sum(0)).norm() < 0.1 * dense(made).sum(0).norm()
+
+
+def test_a_model_multiplies_in_fp8_where_the_trial_says_so(wide, monkeypatch):
+    monkeypatch.setattr(build, "scaled_products", lambda device, dtype: True)
+    ours = our_model(wide, quantize_base="fp8")
+    weights = [module.weight for _, module in adapters(ours)]
+    assert all(weight.multiplies for weight in weights)
+    assert weights[0].clone().detach().multiplies
+    assert not quantized.scaled_products(torch.device("cpu"), torch.bfloat16)
+
+
+def test_the_trial_finds_wrong_products_in_fp8(monkeypatch):
+    said = quantized.trial(CPU)
+    assert not said or said.endswith("times as fast")
+    right = torch._scaled_mm
+
+    def without_scales(rows, values, scale_a, scale_b, out_dtype):
+        return right(rows, values, scale_a=scale_a, scale_b=torch.ones_like(scale_b), out_dtype=out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", without_scales)
+    assert "is wrong by" in quantized.trial(CPU)

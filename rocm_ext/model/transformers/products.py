@@ -5,16 +5,10 @@ machine that it ends, is right and is faster: ROCm wheels that are built for man
 (unsloth#5301, TheRock#5284). Elsewhere a loop computes one product per expert.
 """
 
-import json
 import math
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -22,18 +16,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rocm_ext.base.errors import UserError, one_line
-from rocm_ext.base.files import read_json, replace_text
 from rocm_ext.base.log import log
-from rocm_ext.machine.bench_file import cache_folder, machine_key
-from rocm_ext.machine.detect import detect
+from rocm_ext.machine import trials
 from rocm_ext.model.lora import is_plain
 from rocm_ext.model.transformers.states import on_gpu
 
 _grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-_TIMEOUT = 300  # seconds
+_WHAT = "the grouped product"
 _FEW = 16  # rows per expert, on average
-_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGBUS, signal.SIGFPE)  # they would come again
 
 
 @dataclass(frozen=True)
@@ -154,41 +144,12 @@ def _aligned(*matrices: Tensor) -> bool:
 
 @cache
 def grouped_products() -> bool:
-    """Whether torch's grouped product is right and fast on this machine's GPU; a child process tells, once a machine.
-
-    A line in the log says what was found. The finding is kept in the cache folder until GPU or torch change.
-    """
-    machine, folder = machine_key(detect()), cache_folder()
-    file = folder / "grouped_mm.json" if folder else None
-    failure = None
-    with suppress(UserError, KeyError):  # a damaged file is written again
-        if file and (kept := read_json(file)) and kept["machine"] == machine:
-            failure = kept["failure"]
-    if failure is None:
-        failure, final = _tried()
-        with suppress(UserError):  # a cache folder that cannot be written, or that another rank writes to
-            if file and final:
-                replace_text(file, json.dumps({"machine": machine, "failure": failure}))
+    """Whether torch's grouped product is right and fast on this machine's GPU; a line in the log says so."""
+    failure = f"torch {torch.__version__} has no grouped product"
+    if _grouped_mm is not None:
+        failure = trials.failure_of("grouped_mm", _WHAT, __name__)
     log.info("experts: %s", f"one product for each, because {failure}" if failure else "one grouped product for all")
     return not failure
-
-
-def _tried() -> tuple[str, bool]:
-    """Return why this machine has no grouped products, or "", and whether another try would find the same."""
-    if _grouped_mm is None:
-        return f"torch {torch.__version__} has no grouped product", False
-    command = [sys.executable, "-m", __name__, str(torch.cuda.current_device() if torch.cuda.is_available() else 0)]
-    quiet = subprocess.DEVNULL
-    child = subprocess.Popen(command, stdin=quiet, stdout=subprocess.PIPE, stderr=quiet, text=True)
-    try:
-        found = json.loads(child.communicate(timeout=_TIMEOUT)[0].splitlines()[-1])
-        return found["failure"], found["final"]
-    except subprocess.TimeoutExpired:
-        child.kill()  # without waiting: a process that hangs in the driver does not die
-        return f"the grouped product took longer than {_TIMEOUT} s", False
-    except (ValueError, IndexError):
-        status = child.returncode
-        return f"a trial of the grouped product ended with status {status}", -status in _CRASHES
 
 
 def trial(device: torch.device) -> str:
@@ -202,43 +163,19 @@ def trial(device: torch.device) -> str:
 
     x, low, w, a, wide = some(2048, d), some(2048, rank), some(experts, f, d), some(experts, rank, d), some(2048, f)
     by_loop = Rows.of(index, experts, torch.float32)
-    grouped = Rows(by_loop.order, by_loop.back, by_loop.ends, True)
+    grouped = replace(by_loop, grouped=True)
     calls: list[Callable[[Rows], Tensor]] = [
         lambda rows: rows.products((x, w.mT)),
         lambda rows: rows.products((x, a.mT)),
         lambda rows: rows.products((wide, w), (low, a)),
         lambda rows: rows.gradient(low, x),
     ]
-    for call in calls:
-        expected = call(by_loop)
-        torch.full_like(expected, torch.nan)  # in the memory that the next call gets: it must write all of it
-        found, again = call(grouped), call(grouped)
-        error = float((found.float() - expected.float()).norm() / expected.float().norm())
-        if not error < 1e-2:
-            return f"the grouped product is wrong by {error:.1e} of its result"
-        if not torch.equal(found, again):
-            return "the grouped product differs from call to call"
 
-    def seconds(rows: Rows) -> float:
-        began, layer = time.perf_counter(), Rows(rows.order, rows.back, rows.ends, rows.grouped)
-        for call in calls:
-            call(layer).sum().item()
-        return time.perf_counter() - began
+    def times(rows: Rows, call: Callable[[Rows], Tensor]) -> Tensor:
+        return call(replace(rows))  # anew, since rows know the experts' parts from their first product on
 
-    ratio = min(seconds(by_loop) for _ in range(5)) / min(seconds(grouped) for _ in range(5))
-    return "" if ratio > 1 else f"the grouped product is {ratio:.2f} times as fast"
-
-
-def main() -> None:
-    """Try grouped products on the GPU; print the failure, and whether it would come again."""
-    try:
-        failure, final = trial(torch.device("cuda", int(sys.argv[1]))), True
-    except NotImplementedError as error:
-        failure, final = one_line(error), True
-    except RuntimeError as error:  # such as memory that is full; the next process tries again
-        failure, final = one_line(error), False
-    print(json.dumps({"failure": failure, "final": final}))
+    return trials.compare(_WHAT, [(partial(times, grouped, c), partial(times, by_loop, c)) for c in calls], 1e-2)
 
 
 if __name__ == "__main__":
-    main()
+    trials.main(trial)

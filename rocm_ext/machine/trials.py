@@ -1,0 +1,102 @@
+"""Whether a kernel ends, is right and is faster on this machine's GPU: a child process tells, once a machine.
+
+ROCm's wheels have kernels that crash or hang where they were built for other GPUs; only a process of its own survives
+them.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.files import read_json, replace_text
+from rocm_ext.machine.bench_file import cache_folder, machine_key
+from rocm_ext.machine.detect import detect
+
+_TIMEOUT = 300  # seconds
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGBUS, signal.SIGFPE)  # they would come again
+
+
+def failure_of(name: str, what: str, module: str) -> str:
+    """Return why this machine's GPU does not use a kernel; "" if it does.
+
+    The finding is kept in the cache folder until GPU or torch change.
+
+    Args:
+        name: of the file that keeps the finding.
+        what: the kernel, for messages.
+        module: its ``main`` calls :func:`main`.
+    """
+    machine, folder = machine_key(detect()), cache_folder()
+    file = folder / f"{name}.json" if folder else None
+    with suppress(UserError, KeyError):  # a damaged file is written again
+        if file and (kept := read_json(file)) and kept["machine"] == machine:
+            return kept["failure"]
+    failure, final = _tried(what, module)
+    with suppress(UserError):  # a cache folder that cannot be written, or that another rank writes to
+        if file and final:
+            replace_text(file, json.dumps({"machine": machine, "failure": failure}))
+    return failure
+
+
+def _tried(what: str, module: str) -> tuple[str, bool]:
+    """Return what a child process finds, and whether another try would find the same."""
+    command = [sys.executable, "-m", module, str(torch.cuda.current_device() if torch.cuda.is_available() else 0)]
+    quiet = subprocess.DEVNULL
+    child = subprocess.Popen(command, stdin=quiet, stdout=subprocess.PIPE, stderr=quiet, text=True)
+    try:
+        found = json.loads(child.communicate(timeout=_TIMEOUT)[0].splitlines()[-1])
+        return found["failure"], found["final"]
+    except subprocess.TimeoutExpired:
+        child.kill()  # without waiting: a process that hangs in the driver does not die
+        return f"{what} took longer than {_TIMEOUT} s", False
+    except (ValueError, IndexError):
+        status = child.returncode
+        return f"a trial of {what} ended with status {status}", -status in _CRASHES
+
+
+def main(trial: Callable[[torch.device], str]) -> None:
+    """Run ``trial`` on a GPU; print the failure, and whether it would come again."""
+    try:
+        failure, final = trial(torch.device("cuda", int(sys.argv[1]))), True
+    except NotImplementedError as error:
+        failure, final = one_line(error), True
+    except RuntimeError as error:  # such as memory that is full; the next process tries again
+        failure, final = one_line(error), False
+    print(json.dumps({"failure": failure, "final": final}))
+
+
+def compare(what: str, pairs: list[tuple[Callable[[], Tensor], Callable[[], Tensor]]], largest: float) -> str:
+    """Compare a kernel with what it stands for: return what is wrong or slower, or "".
+
+    Args:
+        what: the kernel, for messages.
+        pairs: calls of the kernel, and of what they must equal.
+        largest: error in norm, as a share of the result.
+    """
+    for kernel, reference in pairs:
+        expected = reference()
+        torch.full_like(expected, torch.nan)  # in the memory that the next call gets: it must write all of it
+        found, repeated = kernel(), kernel()
+        error = float((found.float() - expected.float()).norm() / expected.float().norm())
+        if not error < largest:
+            return f"{what} is wrong by {error:.1e} of its result"
+        if not torch.equal(found, repeated):
+            return f"{what} differs from call to call"
+
+    def seconds(calls: list[Callable[[], Tensor]]) -> float:
+        began = time.perf_counter()
+        for call in calls:
+            call().sum().item()
+        return time.perf_counter() - began
+
+    kernels, references = map(list, zip(*pairs, strict=True))
+    ratio = min(seconds(references) for _ in range(5)) / min(seconds(kernels) for _ in range(5))
+    return "" if ratio > 1 else f"{what} is {ratio:.2f} times as fast"
