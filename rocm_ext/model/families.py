@@ -290,7 +290,11 @@ def stored_format(folder: Path) -> StoredFormat | None:
     Raises:
         UserError: ``config.json`` is missing or damaged, or the format is not supported.
     """
-    return _stored_format(_read(folder))
+    config = _read(folder)
+    try:
+        return _stored_format(config)
+    except UserError as error:
+        raise UserError(f"{folder / CONFIG}: {error}") from error
 
 
 def _stored_format(config: Config) -> StoredFormat | None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterable
 from functools import cache
 
 import pytest
@@ -44,6 +45,11 @@ from tests.kit.tiny import metrics
 from tests.sampling.test_transformers_engine import ask, engine, prompts, raft_config, sampled, trained
 
 NAMES = {"qwen3": "fp8", "qwen3 moe": "fp8", "gpt-oss": "mxfp4"}
+
+
+def also(*slow: str, of: Iterable[str] = NAMES) -> list:
+    """Names of models; those of ``slow`` hold together with the others what they test."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in of]
 
 
 @pytest.fixture(scope="session")
@@ -155,7 +161,7 @@ def test_a_forward_pass_keeps_no_dequantised_weight(folder, name, lora):
 # ---- whole runs
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", also("qwen3 moe", "gpt-oss"))
 def test_killed_and_resumed(folder, rows, tmp_path, name):
     check_resumes(whole_run(folder(name), rows, tmp_path / "whole"), "killed")
 
@@ -176,7 +182,7 @@ def test_two_ranks_equal_one_with_weights_quantised_here(wide, rows, tmp_path, v
     check_two_ranks(wide, rows, tmp_path, {"quantize_base": value})
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", also("qwen3 moe"))
 def test_a_merged_model_has_16_bits(folder, rows, tmp_path, name):
     lora = EXPERTS | layers_for_peft(name) if name != "qwen3" else {}
     cfg = folder_config(folder(name), rows, tmp_path / "run", lora, max_steps_per_epoch=2)
@@ -203,11 +209,12 @@ def test_greedy_answers_are_those_of_the_dequantised_model(folder, name):
     assert {key: c.tokens for key, c in found.items()} == {key: c.tokens for key, c in expected.items()}
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
+@pytest.mark.parametrize("name", also("gpt-oss", of=("qwen3", "gpt-oss")))
 def test_grpo_and_dpo(folder, tmp_path, name):
     check_grpo_and_dpo(folder(name), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
 def test_a_cycle_of_raft(folder, tmp_path, name):
     code, said = forked(raft_main, raft_config(folder(name), tmp_path, tmp_path / "run"))
@@ -342,6 +349,7 @@ def test_nf4_is_as_near_as_bitsandbytes(wide):
         assert near < 0.4 * far
 
 
+@pytest.mark.slow  # imports the compiler
 def test_compiled_layers_compute_the_same(folder):
     expected, ours = gradients(our_model(folder("qwen3"))), our_model(folder("qwen3"))
     for layer in ours.layers:
