@@ -21,7 +21,7 @@ from rocm_ext.base.log import log
 from rocm_ext.config.algorithms import describe, filled, updates_of_pass, updates_of_step
 from rocm_ext.config.checks import check_grpo_values, check_values
 from rocm_ext.data.prompts import Prompt
-from rocm_ext.data.rows import Rows
+from rocm_ext.data.rows import ROUTES, Rows
 from rocm_ext.losses.policy_gradient import loss_config
 from rocm_ext.plan.workload import old_logprobs, rows_of_update
 from rocm_ext.rl import evaluation
@@ -95,6 +95,8 @@ class GRPO(Loop):
         """
         cfg, learner, loss = self.cfg, self.learner, self.learner.objective
         learner.check_columns(_COLUMNS)
+        if cfg.router_replay:
+            learner.decoder.replay_routes()
         if loss.temperature != cfg.temperature:
             raise UserError(
                 f"loss computes log-probs at temperature {loss.temperature:g}, and temperature {cfg.temperature:g} "
@@ -194,6 +196,8 @@ class GRPO(Loop):
         rows.add_labels_column("advantages", [[a] * n for a, n in zip(advantages, lengths, strict=True)])
         if all(len(sample.logprobs) == n for sample, n in zip(samples, lengths, strict=True)):
             rows.add_labels_column("sampler_logprobs", [sample.logprobs for sample in samples])
+        if cfg.router_replay:
+            rows.add_labels_column(ROUTES, [sample.chosen_experts() for sample in samples])
         columns = learner.objective.columns
         if "old_logprobs" in columns and self.old_logprobs == "sampler":
             rows.columns["old_logprobs"] = rows.columns["sampler_logprobs"]
@@ -206,7 +210,7 @@ class GRPO(Loop):
                 most = min(most, of_rank) / _ROWS_PER_MICRO_BATCH
             rows, groups = rows.join_groups(groups, most)
         if "old_logprobs" in columns and self.old_logprobs != "sampler":
-            rows.add_labels_column("old_logprobs", score(learner, rows, cfg.temperature))
+            rows.add_labels_column("old_logprobs", score(learner, rows, cfg.temperature, replay=cfg.router_replay))
         if "reference_logprobs" in columns:
             with reference(learner, self.trainer.first, "the first adapter"):
                 rows.add_labels_column("reference_logprobs", score(learner, rows, cfg.temperature))

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.data.render import IGNORE
-from rocm_ext.data.rows import Rows, labelled
+from rocm_ext.data.rows import ROUTES, Rows, labelled
 
 _WORTH_SHARING = 16  # tokens
 
@@ -42,6 +42,8 @@ class MicroBatch:
         sequences: number of sequences that have a label.
         real_tokens: number of tokens without padding.
         columns: [n] fp32 each, by name: the rows' columns at the labels.
+        routes: [b, s, layers * chosen] int16, the experts that sampling chose for each token that predicts a label; -1
+            where the model chooses. None: it chooses everywhere.
     """
 
     tokens: Tensor
@@ -54,6 +56,7 @@ class MicroBatch:
     real_tokens: int
     columns: dict[str, Tensor] = field(default_factory=dict)
     shared: tuple[int, ...] = ()
+    routes: Tensor | None = None
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -237,11 +240,11 @@ def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: i
     sequences = [sequence for i in piece for sequence in _sequences(rows, i, share)]
     real = sum(sequence.length for sequence in sequences)
     if not sequences:  # no row is left for this rank; one token without a label keeps it in step with the others
-        sequences = [_nothing(1, pad_id, len(rows.columns))]
+        sequences = [_nothing(1, pad_id, rows)]
     if packed:
         width = sum(sequence.length for sequence in sequences)
         if padding := -width % multiple:
-            sequences.append(_nothing(padding, pad_id, len(rows.columns)))
+            sequences.append(_nothing(padding, pad_id, rows))
         grid = [sequences]
     else:
         width = max(len(sequence.tokens) for sequence in sequences)
@@ -268,6 +271,14 @@ def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: i
         picked = [part[at] for part, at in zip(parts, predicted, strict=True)]
         return torch.from_numpy(np.concatenate(picked).astype(dtype))
 
+    routes = None
+    names = list(rows.columns)
+    if ROUTES in names:
+        chosen = at_labels((sequence.columns[names.index(ROUTES)] for sequence in sequences), np.int16)
+        by_place = np.full((tokens.size, chosen.shape[1]), -1, dtype=np.int16)
+        # a shared token has those of its first sequence: of equal indices numpy keeps the last one
+        by_place[np.concatenate(places)[::-1]] = chosen.numpy()[::-1]
+        routes = torch.from_numpy(by_place).view(*tokens.shape, -1)
     return MicroBatch(
         tokens=torch.from_numpy(tokens),
         positions=torch.from_numpy(positions),
@@ -279,15 +290,17 @@ def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: i
         real_tokens=real,
         columns={
             name: at_labels((sequence.columns[c] for sequence in sequences), np.float32)
-            for c, name in enumerate(rows.columns)
+            for c, name in enumerate(names)
+            if name != ROUTES
         },
         shared=tuple(sequence.shared for sequence in sequences) if share else (),
+        routes=routes,
     )
 
 
-def _nothing(length: int, pad_id: int, columns: int) -> _Sequence:
-    nothing = np.zeros(length, np.float32)
-    return _Sequence(np.full(length, pad_id), np.full(length, IGNORE), [nothing] * columns)
+def _nothing(length: int, pad_id: int, rows: Rows) -> _Sequence:
+    columns = [np.zeros((length, *column[0].shape[1:]), np.float32) for column in rows.columns.values()]
+    return _Sequence(np.full(length, pad_id), np.full(length, IGNORE), columns)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from rocm_ext.data.render import IGNORE, unlimited
 from rocm_ext.data.sources import SourceDataset
 from rocm_ext.data.tokenizer import ChatTokenizer
 
+ROUTES = "routes"  # the column that has the experts of sampling, see `MicroBatch.routes`: [s, layers * chosen] int16
 SIDES = ("chosen", "rejected")
 SIDE = "side"  # the column that tells the sides of a pair apart: 1 in the chosen one, -1 in the rejected one
 
@@ -195,11 +196,12 @@ class Rows:
 
         Args:
             name: the column's name.
-            values: of each row: a value for each of its labels, see :func:`labelled`.
+            values: of each row: a value for each of its labels, see :func:`labelled`; of :data:`ROUTES` [n, …].
         """
         self.columns[name] = []
         for labels, lengths, row in zip(self.labels, self.lengths, values, strict=True):
-            column = np.zeros(len(labels), dtype=np.float32)
+            shape = (len(labels), *np.shape(row)[1:])
+            column = np.zeros(shape, dtype=np.int16 if name == ROUTES else np.float32)
             column[labelled(labels, lengths)] = row
             self.columns[name].append(column)
 

@@ -42,6 +42,8 @@ class CausalLM(nn.Module):
         """Return the objective summed over ``batch.targets``: a scalar in fp32."""
         beat()
         hidden = self.decoder.hidden_states(batch).flatten(0, 1)[batch.index]
+        if batch.routes is not None and (tally := self.objective.tally) is not None:
+            tally.mean("routing_mismatch", *self.decoder.replay.differing())
         return self.objective(self.decoder.output, hidden, batch.targets, batch.columns, batch.sequence)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rocm_ext.base.errors import UserError
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.machine.numerics import Kernel
 
@@ -49,6 +50,7 @@ class Decoder(nn.Module, ABC):
             unknown names. None: torchtune's converters know them.
         left_out: names of the modules that the folder's whole model has beside these, such as a vision tower's.
         kernels: of installed packages, that its layers call.
+        replay: of routers' choices, see :class:`rocm_ext.model.transformers.routing.Replay`; None: there is none.
         quantizes: whether weights with a :func:`rocm_ext.model.quantized.stand_in` are quantised as they are loaded;
             otherwise the files have them so.
         published_modules: names of all modules of this whole model; empty: PEFT's names of its layers are unique.
@@ -70,6 +72,7 @@ class Decoder(nn.Module, ABC):
     left_out: frozenset[str]
     published_modules: frozenset[str]
     kernels: Sequence[Kernel] = ()
+    replay: Any = None
     quantizes = False
 
     @abstractmethod
@@ -106,6 +109,14 @@ class Decoder(nn.Module, ABC):
         Raises:
             UserError: it cannot; the message names the reason.
         """
+
+    def replay_routes(self) -> None:
+        """Let forward passes take a batch's ``routes`` for what the model's routers choose.
+
+        Raises:
+            UserError: the model has no experts, or its routers choose in a way that is not known.
+        """
+        raise UserError("router_replay is True, and the model has no experts; set router_replay=False")
 
     @abstractmethod
     def sampler(self, merge: bool | None = None, device: torch.device | None = None) -> Any:

@@ -102,6 +102,20 @@ class Sampler(ABC):
         for mine, layers in self._adapted:
             mine.refresh(layers)
 
+    def keep_routes(self, slots: int) -> Tensor:
+        """Let each step keep the experts that it chooses, for models with experts.
+
+        Args:
+            slots: their number.
+
+        Returns:
+            [slots, layers, chosen] int16 on the device, which each step overwrites in its rows.
+
+        Raises:
+            NotImplementedError: the model has no experts.
+        """
+        raise NotImplementedError
+
     def free(self) -> None:
         """Free the weights, even if a caller keeps this object."""
         vars(self).clear()

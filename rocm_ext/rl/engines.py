@@ -256,7 +256,8 @@ def open_engines(
     """Build and check the config's engine, and find out whether it can do all that the run needs.
 
     The engine gets those of ``decoder``, ``tokenizer``, ``free_memory``, ``ranks``, ``stopped`` and ``trace`` that its
-    constructor takes. If it cannot load adapters and only evaluations need this, they sample in this process.
+    constructor takes, and ``routes=True`` with ``router_replay``. If it cannot load adapters and only evaluations need
+    this, they sample in this process.
 
     Args:
         cfg: config of ``raft_rocm`` or ``grpo_rocm``.
@@ -279,7 +280,14 @@ def open_engines(
         "trace": learner.runtime.trace,
     }
     room = learner.runtime.ranks, partial(free_memory, cfg, learner, True), partial(training_memory, learner)
+    if replay := bool(cfg.get("router_replay")):
+        offered["routes"] = True
     taken = {name: value for name, value in offered.items() if config.takes(cfg.engine, name, key="engine")}
+    if replay and "routes" not in taken:
+        raise UserError(
+            "router_replay is True, and the engine does not return which experts it chose; set router_replay=False, or "
+            "engine._component_=rocm_ext.sampling.LocalEngine"
+        )
     engine = config.instantiate(cfg.engine, key="engine", **taken)
     if cfg.profile_steps and cfg.prompts is not None and "trace" not in taken:
         log.info("profile_steps: training is recorded; sampling is not, because it runs outside of this process")

@@ -5,16 +5,20 @@ when it resumes: finished steps give the pass rates of prompts, and unfinished o
 there.
 """
 
+import base64
 import errno
 import json
 import os
 import threading
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+import numpy as np
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors, read_lines, rewrite_lines
@@ -37,6 +41,7 @@ class Sample:
         seed: seed of the answer; it determines everything random about the answer.
         finish_reason, text, tokens: see :class:`rocm_ext.sampling.Completion`.
         logprobs: log-probabilities as in :class:`rocm_ext.sampling.Completion`, rounded to 1e-6.
+        routes: as in :class:`rocm_ext.sampling.Completion`, int16 (little-endian), compressed by zlib, in base64.
     """
 
     prompt_id: str
@@ -46,6 +51,7 @@ class Sample:
     text: str
     tokens: list[int]
     logprobs: list[float]
+    routes: str | None = None
 
     @classmethod
     def of(cls, completion: Completion) -> "Sample":
@@ -59,7 +65,19 @@ class Sample:
             completion.text,
             completion.tokens,
             [round(value, 6) for value in completion.logprobs],
+            None if completion.routes is None else _packed(completion.routes),
         )
+
+    def chosen_experts(self) -> np.ndarray:
+        """Return ``routes`` as [n, layers * chosen] int16, for the n tokens.
+
+        Raises:
+            UserError: the record has none.
+        """
+        if self.routes is None:
+            raise UserError(f"the answer to prompt {self.prompt_id}, sample {self.sample}, has no routes to replay")
+        content = zlib.decompress(base64.b64decode(self.routes))
+        return np.frombuffer(content, "<i2").astype(np.int16).reshape(len(self.tokens), -1)
 
     @property
     def key(self) -> SampleKey:
@@ -72,7 +90,11 @@ class Sample:
         This is the sample's own ``vars``, because copying with ``asdict`` took as long as all other work outside the
         model and the verifier.
         """
-        return vars(self)
+        return vars(self) if self.routes else {key: value for key, value in vars(self).items() if key != "routes"}
+
+
+def _packed(routes: np.ndarray) -> str:
+    return base64.b64encode(zlib.compress(routes.astype("<i2").tobytes())).decode()
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -91,7 +113,7 @@ def key_of(record: Mapping[str, Any]) -> SampleKey:
 
 def to_sample(record: Mapping[str, Any]) -> Sample:
     """Convert a line of ``samples.jsonl``."""
-    return Sample(**{field: record[field] for field in Sample.__dataclass_fields__})
+    return Sample(**{field: record[field] for field in Sample.__dataclass_fields__.keys() & record.keys()})
 
 
 def to_result(record: Mapping[str, Any]) -> Result:

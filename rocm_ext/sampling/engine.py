@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from rocm_ext.base.errors import UserError
 from rocm_ext.distributed.ranks import Ranks
 
@@ -136,6 +138,8 @@ class Completion:
         logprobs: log-probability of each of ``tokens``; of which distribution, :class:`Sampling` says.
         text: the decoded ``tokens`` without the stop token, cut before the first stop string.
         finish_reason: ``stop`` (stop token or stop string) or ``length``.
+        routes: [n, layers, chosen] int16, the experts that each layer chose for the n tokens that gave ``tokens``: the
+            prompt's last one, and the answer's but for its last. None: they are not kept.
     """
 
     request: Request
@@ -143,6 +147,7 @@ class Completion:
     logprobs: list[float]
     text: str
     finish_reason: str
+    routes: np.ndarray | None = None
 
 
 class Engine(Protocol):

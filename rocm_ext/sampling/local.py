@@ -14,6 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
 from rocm_ext.base.supervised import beat
@@ -50,6 +52,7 @@ class LocalEngine:
         tokenizer: a torchtune model tokenizer; gives ``stop_tokens``.
         free_memory: returns the free bytes on the device.
         trace: records steps of sampling, see ``profile_steps``.
+        routes: whether completions have the experts that routers chose.
 
     Raises:
         UserError: ``slots`` is out of range, or no graph can replay the model's code.
@@ -67,6 +70,7 @@ class LocalEngine:
         tokenizer: Any,
         free_memory: Callable[[], int],
         trace: Trace | None = None,
+        routes: bool = False,
     ) -> None:
         if slots is not None and not (type(slots) is int and slots >= MIN_ROWS):
             raise UserError(f"engine.slots is {slots!r}; expected a whole number of at least {MIN_ROWS}, or null")
@@ -74,7 +78,7 @@ class LocalEngine:
             raise UserError(f"engine.graphs is True, but no graph can replay a step: {obstacle}; set graphs: null")
         self._slots, self._graphs, self._merge = slots, graphs, merge
         self._decoder, self._tokenizer, self._free_memory = decoder, tokenizer, free_memory
-        self._trace = trace
+        self._trace, self._routes = trace, routes
 
     @property
     def max_seq_len(self) -> int:
@@ -116,7 +120,9 @@ class LocalEngine:
             if self._graphs is None and decoder.device.type == "cuda" and (obstacle := self._decoder.graph_obstacle):
                 log.info("decoding without graphs: %s", obstacle)
                 self._graphs = False
-            session = LocalSession(decoder, self._tokenizer, self._free_memory, self._slots, self._graphs, self._trace)
+            session = LocalSession(
+                decoder, self._tokenizer, self._free_memory, self._slots, self._graphs, self._trace, self._routes
+            )
             try:
                 yield session
             finally:
@@ -146,7 +152,7 @@ class LocalSession:
         decoder: the model's copy for sampling.
         tokenizer: a torchtune model tokenizer; gives ``stop_tokens``.
         free_memory: returns the free bytes on the device.
-        slots, graphs, trace: see :class:`LocalEngine`.
+        slots, graphs, trace, routes: see :class:`LocalEngine`.
 
     Attributes:
         reserve: returns the bytes that training will allocate while this session stays open; 0 unless it is replaced.
@@ -160,8 +166,10 @@ class LocalSession:
         slots: int | None = None,
         graphs: bool | None = None,
         trace: Trace | None = None,
+        routes: bool = False,
     ) -> None:
         self._decoder, self._tokenizer, self._free_memory = decoder, tokenizer, free_memory
+        self._routes = routes
         self._slots, self._trace = slots, trace or Trace()
         self._graphs = Graphs(decoder.device.type == "cuda" if graphs is None else graphs, graphs is True)
         decoder.fixed_shapes = self._graphs.used
@@ -281,7 +289,9 @@ class LocalSession:
         if text is None:
             return None
         ends = [at for stop in sampling.stop_strings if (at := text.find(stop)) >= 0]
-        return Completion(running.request, tokens, running.logprobs, text[: min(ends, default=len(text))], reason)
+        text = text[: min(ends, default=len(text))]
+        routes = np.stack(running.routes) if running.routes else None
+        return Completion(running.request, tokens, running.logprobs, text, reason, routes)
 
     def _holds_stop_string(self, tokens: list[int], sampling: Sampling) -> bool:
         # A token has at least one byte. A stop string that ends in the newest token therefore begins in this window.
@@ -323,7 +333,7 @@ class LocalSession:
             )
         if slots < most:
             log.info("sampling %d answers at once, the most that fit into %.1f GiB", slots, free / 2**30)
-        return SlotBatch(self._decoder, slots, length, sampling, self._graphs)
+        return SlotBatch(self._decoder, slots, length, sampling, self._graphs, self._routes)
 
     def _fit(
         self, most: int, requests: Sequence[Request], length: int, sampling: Sampling, held: int = 0

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -114,6 +115,7 @@ class RunningSample:
     request: Request
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)
 
     @property
     def position(self) -> int:
@@ -130,11 +132,15 @@ class SlotBatch:
         length: positions of a slot.
         sampling: how to draw.
         graphs: whether to replay steps as graphs.
+        routes: whether samples keep the experts that routers choose.
     """
 
-    def __init__(self, decoder: Sampler, slots: int, length: int, sampling: Sampling, graphs: Graphs) -> None:
+    def __init__(
+        self, decoder: Sampler, slots: int, length: int, sampling: Sampling, graphs: Graphs, routes: bool = False
+    ) -> None:
         self._decoder, self._sampling, self.slots, self.length = decoder, sampling, slots, length
         self._cache = decoder.new_cache(slots, length)
+        self._routes = decoder.keep_routes(slots) if routes else None
         device = decoder.device
         self._tokens, self._positions, self._seeds, self._drawn = (
             torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(4)
@@ -208,6 +214,9 @@ class SlotBatch:
                 )
             running.tokens.append(int(token))
             running.logprobs.append(logprob)
+        if self._routes is not None:
+            for running, routes in zip(self.running, self._routes[:n].cpu().numpy().copy(), strict=True):
+                running.routes.append(routes)
         return self._decoder.weight_bytes + int(rows * self._decoder.cache_bytes(span)), n
 
     def _decode(self, rows: int, span: int) -> Tensor:

@@ -25,7 +25,7 @@ from rocm_ext.data.batches import (
     row_sizes,
     rows_per_step,
 )
-from rocm_ext.data.rows import Rows
+from rocm_ext.data.rows import ROUTES, Rows
 from rocm_ext.losses import Objective
 from rocm_ext.losses.objective import Terms
 from rocm_ext.model.lora import Dora, adapters
@@ -38,7 +38,7 @@ _BLOCK = 512  # rows that are scored before they are saved
 
 
 @torch.no_grad()
-def score(learner: Learner, rows: Rows, temperature: float = 1.0) -> list[np.ndarray]:
+def score(learner: Learner, rows: Rows, temperature: float = 1.0, replay: bool = False) -> list[np.ndarray]:
     """Compute the log-prob of each label under the learner's present weights, without dropout.
 
     Every rank calls this with the same rows. The ranks share the work.
@@ -47,6 +47,7 @@ def score(learner: Learner, rows: Rows, temperature: float = 1.0) -> list[np.nda
         learner: the model, set up. Its mode and objective are the same afterwards.
         rows: rows of any length; one above ``learner.tokens_per_micro_batch`` gets its own micro-batch.
         temperature: the logits are divided by it.
+        replay: whether routers choose the experts of the rows' :data:`~rocm_ext.data.rows.ROUTES`.
 
     Returns:
         Of each row, in its order: the log-probs of its labels, fp32. A label is a token with a label that a token of
@@ -55,7 +56,7 @@ def score(learner: Learner, rows: Rows, temperature: float = 1.0) -> list[np.nda
     ranks, device, layout = learner.runtime.ranks, learner.runtime.device, learner.layout
     sizes = row_sizes(rows, layout.share)
     pieces = cut(sizes, layout.ranks, layout.tokens_per_micro_batch, layout.packed)[layout.rank]
-    plain = Rows(rows.tokens, rows.labels, rows.lengths, {})
+    plain = Rows(rows.tokens, rows.labels, rows.lengths, {}, {ROUTES: rows.columns[ROUTES]} if replay else {})
     recorder = _Recorder(temperature, learner.objective.chunk_tokens)
     training, objective = learner.model.training, learner.model.objective
     learner.model.eval()

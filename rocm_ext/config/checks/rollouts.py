@@ -81,6 +81,7 @@ _GRPO: dict[str, Kind] = {
     "kl_in": one_of("loss", "reward") | NULL,
     "entropy_coef": NOT_NEGATIVE,
     "old_logprobs": one_of("auto", "trainer", "sampler"),
+    "router_replay": SWITCH,
     "mismatch": one_of("truncate", "mask", "none"),
     "mismatch_level": one_of("token", "sequence", "geometric"),
     "mismatch_limits": LIMITS | NULL,
@@ -123,6 +124,8 @@ def check_grpo_values(cfg: DictConfig) -> None:
     _check_groups(algorithms.filled(cfg))
     _check_sampling(cfg)
     _check_staleness(cfg)
+    if cfg.router_replay and cfg.compile:
+        raise UserError("router_replay does not work in compiled layers; set compile=False, or router_replay=False")
     if cfg.keep_samples != "all" and cfg.keep_samples < cfg.save_every_n_steps:
         raise UserError(
             f"keep_samples is {cfg.keep_samples}, less than save_every_n_steps, {cfg.save_every_n_steps}: a resumed "

@@ -196,6 +196,12 @@ def has_fixed_shapes() -> bool:
     return now is not None and now.fixed
 
 
+def decodes() -> bool:
+    """Return whether the current pass decodes one token of each slot."""
+    now = _pass.get(None)
+    return now is not None and now.ring is not None
+
+
 def slots_mask(
     *, kv_length: int, mask_function: Callable[..., Any] = causal_mask_function, local_size: int | None = None, **_: Any
 ) -> Tensor:

@@ -31,7 +31,8 @@ from rocm_ext.model.sampler import Needs
 from rocm_ext.model.transformers.adapt import ALL, ALL_EXPERTS, frozen_kinds, fused_experts, put_in, put_in_experts
 from rocm_ext.model.transformers.attention import PACKED, packed, scale_each_sequence
 from rocm_ext.model.transformers.experts import SORTED
-from rocm_ext.model.transformers.sampling import TransformersSampler, needs_of, obstacle_of
+from rocm_ext.model.transformers.routing import Replay
+from rocm_ext.model.transformers.sampling import TransformersSampler, needs_of, obstacle_of, replay_of
 from rocm_ext.model.transformers.states import ROWS, keep_apart
 from rocm_ext.model.transformers.weights import (
     Converted,
@@ -72,6 +73,7 @@ class TransformersDecoder(Decoder):
     """
 
     kernel = "auto"
+    replay: Replay | None = None
     renames = (str, str)  # names are those of the files, or `converted` knows them
 
     def __init__(self, model: Any, architecture: str) -> None:
@@ -146,6 +148,8 @@ class TransformersDecoder(Decoder):
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
         """Run the model up to its output layer: [b, s, d]."""
+        if self.replay is not None:
+            self.replay.begin(batch.routes)
         if batch.lengths is None:
             return self._run(batch.tokens)
         lengths = Lengths(batch.lengths, batch.shared)
@@ -194,6 +198,10 @@ class TransformersDecoder(Decoder):
     def check_sampling(self) -> int:
         """Check that the model can be sampled from here; return the positions of the longest sequence."""
         return self.needs.positions
+
+    def replay_routes(self) -> None:
+        """Let forward passes take a batch's ``routes``; see :meth:`rocm_ext.model.decoder.Decoder.replay_routes`."""
+        self.replay = replay_of(self)
 
     def sampler(self, merge: bool | None = None, device: torch.device | None = None) -> TransformersSampler:
         """Return a copy for sampling, see :class:`rocm_ext.model.transformers.sampling.TransformersSampler`."""

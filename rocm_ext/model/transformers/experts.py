@@ -13,10 +13,11 @@ from torch.nn.functional import pad
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from rocm_ext.model.lora import ExpertLora
-from rocm_ext.model.transformers.attention import has_fixed_shapes
+from rocm_ext.model.transformers.attention import decodes, has_fixed_shapes
 from rocm_ext.model.transformers.products import Rows
 
 SORTED = "rocm_ext_sorted"
+ROUTES = "routes"  # of an experts module: [slots, k] int16, which keeps the experts that a decoding step chooses
 
 
 @torch.compiler.disable  # each batch has its own counts, and each would be compiled anew
@@ -32,6 +33,8 @@ def sorted_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_
     Returns:
         [t, d].
     """
+    if ROUTES in vars(self) and decodes():
+        vars(self)[ROUTES][: len(top_k_index)] = top_k_index
     experts = len(self.down_proj)
     rows = Rows.all(top_k_index, experts) if has_fixed_shapes() else Rows.of(top_k_index, experts, hidden_states.dtype)
     everything = hidden_states.expand(experts, *hidden_states.shape)

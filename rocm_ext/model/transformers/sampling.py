@@ -28,6 +28,8 @@ from rocm_ext.model.attention import SlotCache, Slots, span_for
 from rocm_ext.model.lora import Dora, ExpertLora, Lora, adapters, dense, plain
 from rocm_ext.model.sampler import MIN_ROWS, Needs, Sampler, SamplingLinear, merges, one_step, stays_quantized
 from rocm_ext.model.transformers.attention import SLOTS, AttentionUse, forward_pass
+from rocm_ext.model.transformers.experts import ROUTES
+from rocm_ext.model.transformers.routing import Replay, experts_of
 from rocm_ext.model.transformers.weights import persistent_buffers
 
 if TYPE_CHECKING:
@@ -268,13 +270,13 @@ class TransformersSampler(Sampler):
         super().__init__(decoder, adapted, source.needs, source.num_heads, bool(decoder.tied))
 
     @property
-    def _chosen(self) -> int:
-        config = self._config.get_text_config()
-        return next((n for key in _CHOSEN if isinstance(n := getattr(config, key, None), int)), 1)
+    def chosen(self) -> int:
+        """Experts of a token in a layer."""
+        return chosen_of(self._config)
 
     def _share(self, parameter: Tensor) -> float:
         """Share of a weight that one token is multiplied with; those of experts are [experts, …]."""
-        return 1.0 if parameter.ndim == 2 else min(1.0, self._chosen / len(parameter))
+        return 1.0 if parameter.ndim == 2 else min(1.0, self.chosen / len(parameter))
 
     @property
     def bytes_per_row(self) -> int:
@@ -292,7 +294,7 @@ class TransformersSampler(Sampler):
         for layer in self.decoder.layers:
             shapes = [p.shape for p in layer.parameters()]
             outputs = sum(shape[0] for shape in shapes if len(shape) == 2)
-            experts = sum((shape[0] if every else self._chosen) * (shape[1] + shape[2])
+            experts = sum((shape[0] if every else self.chosen) * (shape[1] + shape[2])
                           for shape in shapes if len(shape) == 3)  # fmt: skip
             widest = max(widest, outputs + experts)
         # in and out, and fp32 in norms and activations
@@ -314,6 +316,14 @@ class TransformersSampler(Sampler):
     def new_cache(self, slots: int, length: int) -> TransformersSlots:
         """Return a cache of ``slots`` sequences of ``length`` positions; its memory is allocated at first use."""
         return TransformersSlots(self._config, slots, length, self._rounded if self.needs.windows else None)
+
+    def keep_routes(self, slots: int) -> Tensor:
+        """Let each step keep the experts that it chooses; see :meth:`rocm_ext.model.sampler.Sampler.keep_routes`."""
+        experts = experts_of(self.decoder).values()
+        routes = torch.zeros(slots, len(experts), self.chosen, dtype=torch.int16, device=self.device)
+        for layer, module in enumerate(experts):
+            vars(module)[ROUTES] = routes[:, layer]
+        return routes
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[Cache]:
@@ -347,6 +357,12 @@ class TransformersSampler(Sampler):
         return self.decoder.output(hidden[:, 0])
 
 
+def chosen_of(config: Any) -> int:
+    """Return the experts of a token in a layer, from transformers' config of a model."""
+    config = config.get_text_config()
+    return next((n for key in _CHOSEN if isinstance(n := getattr(config, key, None), int)), 1)
+
+
 def _prefill(run: Callable[..., Any], config: Any, tokens: Tensor, kernel: str) -> tuple[list[Any], AttentionUse]:
     """Return the cache's layers after ``tokens`` [n, s], and what the model's code asked for."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
@@ -354,6 +370,38 @@ def _prefill(run: Callable[..., Any], config: Any, tokens: Tensor, kernel: str) 
     with forward_pass(positions, kernel) as asked:
         run(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True)
     return cache.layers, asked
+
+
+def _fake_prefill(decoder: "TransformersDecoder", replay: Replay | None = None) -> tuple[list[Any], AttentionUse]:
+    """Compute :func:`_prefill` of two tokens on fake tensors, with their experts given if there is a ``replay``."""
+    body = decoder.body
+    with FakeTensorMode():
+        if replay is not None:
+            replay.begin(torch.zeros(_PROBE, replay.layers * replay.chosen, dtype=torch.long))
+        tensors = [*body.named_parameters(), *body.named_buffers()]
+        fakes = {key: torch.empty(t.shape, dtype=t.dtype) for key, t in tensors}
+        run = partial(functional_call, body, fakes, ())
+        tokens = torch.zeros(1, _PROBE, dtype=torch.long)
+        return _prefill(lambda **given: run(given), decoder.model_.config, tokens, "auto")  # type: ignore[union-attr]
+
+
+@torch.no_grad()
+def replay_of(source: "TransformersDecoder") -> Replay:
+    """Prepare a model for the replay of its routers' choices.
+
+    Raises:
+        UserError: it cannot be sampled from in this process, it has no experts, or its routers choose in a way that is
+            not known; the message names it.
+    """
+    source.check_sampling()
+    decoder = source.wrapped(source.empty_model(SLOTS)).eval()
+    chosen = chosen_of(decoder.model_.config)  # type: ignore[union-attr]
+    trial = Replay(decoder, chosen)
+    _fake_prefill(decoder, trial)
+    if not trial.layers or trial.counts != [1] * trial.layers:
+        what = "has no experts" if not trial.layers else "does not choose experts with one topk in each layer"
+        raise UserError(f"router_replay is True, and {type(source.model_).__name__} {what}; set router_replay=False")
+    return Replay(source, chosen)
 
 
 @torch.no_grad()
@@ -365,17 +413,9 @@ def needs_of(source: "TransformersDecoder") -> Needs:
     """
     name = type(source.model_).__name__
     try:
-        model = source.empty_model(SLOTS)
-        body = source.wrapped(model).eval().body
-        with FakeTensorMode():
-            tensors = [*body.named_parameters(), *body.named_buffers()]
-            fakes = {key: torch.empty(t.shape, dtype=t.dtype) for key, t in tensors}
-            layers, asked = _prefill(
-                lambda **given: functional_call(body, fakes, (), given),
-                model.config,
-                torch.zeros(1, _PROBE, dtype=torch.long),
-                "auto",
-            )
+        decoder = source.wrapped(source.empty_model(SLOTS)).eval()
+        body = decoder.body
+        layers, asked = _fake_prefill(decoder)
     except Exception as error:  # the model's code may raise anything
         cause = _ATTENTION if SLOTS in str(error) else one_line(error)  # its code does not know this attention
         raise UserError(f"{name} cannot be sampled from in this process: {cause}; {_SERVER}") from error
