@@ -397,10 +397,12 @@ def replay_of(source: "TransformersDecoder") -> Replay:
     decoder = source.wrapped(source.empty_model(SLOTS)).eval()
     chosen = chosen_of(decoder.model_.config)  # type: ignore[union-attr]
     trial = Replay(decoder, chosen)
-    _fake_prefill(decoder, trial)
-    if not trial.layers or trial.counts != [1] * trial.layers:
-        what = "has no experts" if not trial.layers else "does not choose experts with one topk in each layer"
-        raise UserError(f"router_replay is True, and {type(source.model_).__name__} {what}; set router_replay=False")
+    found = "has no experts"
+    if trial.layers:
+        _fake_prefill(decoder, trial)
+        found = "" if trial.counts == [1] * trial.layers else "does not choose experts with one topk in each layer"
+    if found:
+        raise UserError(f"router_replay is True, and {type(source.model_).__name__} {found}; set router_replay=False")
     return Replay(source, chosen)
 
 
