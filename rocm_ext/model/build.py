@@ -12,6 +12,7 @@ from torchtune.training import MODEL_KEY, set_default_dtype
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.log import log
 from rocm_ext.base.supervised import beat
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.distributed.ranks import Ranks
@@ -82,15 +83,16 @@ def build_model(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) 
     return decoder
 
 
-def check_quantized(decoder: nn.Module, profile: Profile, overrides: list[str], budget: int) -> list[str]:
+def check_quantized(decoder: nn.Module, profile: Profile, overrides: list[str], ranks: int, budget: int) -> list[str]:
     """Check that ``profile`` allows the base model to be quantised, if the config asks for it.
 
     Args:
         decoder: model with adapters.
         profile: the machine's profile, which may lock ``quantize_base``.
         overrides: keys set on the command line; an override lifts the lock.
-        budget: bytes that this run may use. Weights in 16 bits that take over nine tenths of it leave no room to
-            train, and lift the lock.
+        ranks: processes of this run, which share weights in 16 bits.
+        budget: bytes that a rank may use. Weights in 16 bits that take over nine tenths of it leave no room to train,
+            and lift the lock.
 
     Returns:
         Warnings: one line if the lock is lifted.
@@ -102,7 +104,7 @@ def check_quantized(decoder: nn.Module, profile: Profile, overrides: list[str], 
     if asked is True and not any(layer._quantize_base for _, layer in adapters(decoder)):
         return []
     key = "quantize_base"
-    unpacked = sum(p.numel() * 2 for p in decoder.parameters() if not p.requires_grad)
+    unpacked = sum(p.numel() * 2 for p in decoder.parameters() if not p.requires_grad) // ranks
     if key in profile.locked and unpacked > 0.9 * budget:
         sizes = f"16-bit weights take {unpacked / 2**30:.1f} GiB of {budget / 2**30:.1f}"
         return [f"{key}={asked}: {sizes}, so the base model is quantised; {profile.locked[key].reason}"]
@@ -172,30 +174,37 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
     extremes: dict[str, Tensor] = {}
     quantized = {f"{name}.weight" for name, layer in adapters(decoder) if layer._quantize_base}
     joined = _joined(decoder, {plain(n): p for n, p in frozen.items() if plain(n) not in quantized}, ranks.device)
+    larger: list[str] = []  # weights that config.json says are quantised, and the files have in 16 bits
     for name, parameter in frozen.items():
         full = state[plain(name)]
+        rows = joined.get(plain(name))
         if plain(name) in quantized:
             from torchtune.modules.low_precision.nf4_linear import to_nf4  # torchao's, wherever it has it
 
-            placed = to_nf4(full.to(ranks.device, torch.bfloat16).to(parameter.dtype))
+            shard = full.to(ranks.device, torch.bfloat16).to(parameter.dtype)
+            placed = to_nf4(shard)
+        elif isinstance(parameter, Quantized) and (decoder.quantizes or isinstance(full, Quantized)):
+            if not isinstance(full, Quantized):
+                multiplies = scaled_products(ranks.device, parameter.dtype)
+                full = fp8_rows(full.to(ranks.device), parameter.transposed, multiplies)
+            placed = full.with_parts(lambda part: part.to(ranks.device), parameter.dtype)
+            shard = placed.finite_part()
         else:
-            rows = joined.get(plain(name))
-            if isinstance(parameter, Quantized) and (decoder.quantizes or isinstance(full, Quantized)):
-                if not isinstance(full, Quantized):
-                    multiplies = scaled_products(ranks.device, parameter.dtype)
-                    full = fp8_rows(full.to(ranks.device), parameter.transposed, multiplies)
-                placed = full.with_parts(lambda part: part.to(ranks.device), parameter.dtype)
-                shard = placed.scales()
-            else:
-                full = dense(full)
-                placed = ranks.shard_like(full, parameter, copy=not owned) if rows is None else rows.copy_(full)
-                shard = placed.to_local() if hasattr(placed, "to_local") else placed  # type: ignore[operator]
-            if shard.numel():
-                lowest, highest = shard.aminmax()  # unlike a sum, without a copy in fp32
-                extremes[plain(name)] = lowest.float() + highest.float()
+            larger += [plain(name)] * isinstance(parameter, Quantized)
+            full = dense(full)
+            placed = ranks.shard_like(full, parameter, copy=not owned) if rows is None else rows.copy_(full)
+            shard = placed.to_local() if hasattr(placed, "to_local") else placed  # type: ignore[operator]
+        if shard.numel():
+            lowest, highest = shard.aminmax()  # unlike a sum, without a copy in fp32
+            extremes[plain(name)] = lowest.float() + highest.float()
         owner, _, leaf = name.rpartition(".")
         setattr(decoder.get_submodule(owner), leaf, nn.Parameter(placed, requires_grad=False))
     _check_finite(extremes, state)
+    if larger:
+        log.warning(
+            "%d weights, such as %s, take more memory than planned: config.json says that they are quantised, and the "
+            "files have them otherwise", len(larger), larger[0]
+        )  # fmt: skip
     for _, layer in adapters(decoder):
         if isinstance(layer, Dora):
             layer.initialize_dora_magnitude()

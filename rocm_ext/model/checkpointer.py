@@ -27,7 +27,13 @@ _OUTPUT, _EMBEDDINGS = "output.weight", "tok_embeddings.weight"
 _STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
 _TABLES = ("rotary_emb.inv_freq", ".position_ids")  # in old files; config.json has what they come from
 _QUANTISED = (("", "_scale_inv"), ("", "_scale"), ("_blocks", "_scales"))  # ends of names of values and of scales
-_OF_ACTIVATIONS = (".input_scale", ".activation_scale")  # activations stay in 16 bits
+_OF_ACTIVATIONS = (
+    ".input_scale",
+    ".activation_scale",
+    ".output_scale",
+    ".k_scale",
+    ".v_scale",
+)  # activations stay in 16 bits
 _AGAIN = "download the file again"
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -167,7 +173,7 @@ class StoredWeights(Mapping[str, Tensor]):
                 reader = _Safetensors(path) if path.suffix == ".safetensors" else _Pickled(path)
             self._names[file] = []
             for own in reader.names:
-                if own.endswith(without):
+                if own.endswith((*without, *_OF_ACTIVATIONS)):
                     continue
                 try:
                     name = rename(own)
@@ -189,7 +195,7 @@ class StoredWeights(Mapping[str, Tensor]):
                     weights[name], scales[name] = weight, own
         if not weights:
             return
-        left = set(scales.values()).union(name for name in self._stored if name.endswith(_OF_ACTIVATIONS))
+        left = set(scales.values())
         self._stored = {
             weights.get(name, name): parts + self._stored[scales[name]] if name in scales else parts
             for name, parts in self._stored.items()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
 
@@ -302,27 +302,44 @@ def _stored_format(config: Config) -> StoredFormat | None:
     settings = next(filter(None, (part.get(key) for part in parts for key in QUANTISED)), None)
     if settings is None:
         return None
-    settings = settings if isinstance(settings, Mapping) else {}
-    method = settings.get("quant_method")
-    skipped = tuple(map(str, settings.get("modules_to_not_convert") or settings.get("ignore") or ()))
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    try:
+        found = _known_format(settings) if isinstance(settings, Mapping) else None
+    except (TypeError, ValueError, AttributeError, re.error) as error:
+        raise UserError(f"quantization_config cannot be read: {one_line(error)}") from error
+    if found is None:
+        raise UserError(
+            f"the weights are quantised ({method or 'quantization_config'}) in a way that is not supported; use the "
+            "model's bf16 or fp16 weights, its FP8 or its MXFP4"
+        )
+    return found
+
+
+def _known_format(settings: Config) -> StoredFormat | None:
+    """Return the format that a ``quantization_config`` describes; None: it is not supported."""
+    skipped = settings.get("modules_to_not_convert") or settings.get("ignore") or []
+    if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
+        raise ValueError(f"the modules that are not quantised must be a list of names, found {skipped!r}")
+    for name in skipped:
+        re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+    method, block = settings.get("quant_method"), None
     if method == "mxfp4":
-        return StoredFormat("mxfp4", (1, 32), skipped)
-    block: Any = None
+        return StoredFormat("mxfp4", (1, 32), tuple(skipped))
     if method == "fp8":
-        block = settings.get("weight_block_size") or (0, 0)
+        if (block := settings.get("weight_block_size") or (0, 0)) != (0, 0):
+            first, second = block
+            if not all(type(size) is int and size > 0 for size in block):
+                raise ValueError(f"weight_block_size is {block!r}; expected two whole numbers above 0")
+            block = first, second
     elif method == "fbgemm_fp8":
         block = (1, 0)
     elif method == "compressed-tensors" and settings.get("format") in ("float-quantized", "naive-quantized"):
         groups = [group.get("weights") or {} for group in dict(settings.get("config_groups") or {}).values()]
         if [(group.get("type"), group.get("num_bits")) for group in groups] == [("float", 8)]:
-            sizes: Config = {"tensor": (0, 0), "channel": (1, 0), "block": groups[0].get("block_structure")}
+            rows, columns = groups[0].get("block_structure") or (0, 0)
+            sizes = {"tensor": (0, 0), "channel": (1, 0), "block": (int(rows), int(columns))}
             block = sizes.get(str(groups[0].get("strategy")))
-    if not block:
-        raise UserError(
-            f"the weights are quantised ({method or 'quantization_config'}) in a way that is not supported; use the "
-            "model's bf16 or fp16 weights, its FP8 or its MXFP4"
-        )
-    return StoredFormat("fp8", (int(block[0]), int(block[1])), skipped)
+    return None if block is None else StoredFormat("fp8", block, tuple(skipped))
 
 
 def _window(config: Config, family: _Family, layers: int) -> int | None:

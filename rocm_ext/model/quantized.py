@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
@@ -21,6 +22,12 @@ from rocm_ext.model.families import StoredFormat
 _E2M1 = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 _PAIRS = [[_E2M1[byte % 16], _E2M1[byte // 16]] for byte in range(256)]
 _WHAT = "the product in FP8"
+
+
+@cache
+def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The values of each byte, [256, 2]; made once, since a graph copies nothing from the host."""
+    return torch.tensor(_PAIRS, dtype=dtype, device=device)
 
 
 class Quantized(Tensor):
@@ -86,6 +93,13 @@ class Quantized(Tensor):
             return self.scale.float()
         return torch.ldexp(torch.ones_like(self.scale, dtype=torch.float32), self.scale.int() - 127)
 
+    def finite_part(self) -> Tensor:
+        """Return the scales, with NaN if any value is NaN: all finite if the weight is."""
+        scales = self.scales()
+        if self.packed.dtype != torch.float8_e4m3fn:  # MXFP4 has no NaN
+            return scales
+        return torch.where((self.packed.view(torch.uint8) & 0x7F == 0x7F).any(), torch.nan, scales)
+
     def with_parts(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "Quantized":
         """Return a copy with ``change`` applied to values and scales, for a tensor of ``dtype``."""
         rest = self.block, dtype or self.dtype, self.transposed, self.multiplies
@@ -97,8 +111,12 @@ class Quantized(Tensor):
         Products of value and scale are rounded once, from fp32.
         """
         if self.packed.dtype == torch.uint8:
-            table = torch.tensor(_PAIRS, dtype=self.dtype, device=self.device)
-            values = table.index_select(0, self.packed.flatten().int()).view(*self.packed.shape[:-2], -1)
+            made = _pairs.__wrapped__ if isinstance(self.packed, FakeTensor) else _pairs  # which have no values to keep
+            values = (
+                made(self.dtype, self.device)
+                .index_select(0, self.packed.flatten().int())
+                .view(*self.packed.shape[:-2], -1)
+            )
         else:
             values = self.packed.to(self.dtype)
         scales, blocks = self.scales(), values
@@ -250,7 +268,7 @@ def _by_rows(values: Tensor) -> tuple[Tensor, Tensor]:
         arch = torch.cuda.get_device_properties(values.device).gcnArchName
         kind = torch.float8_e4m3fnuz if arch.startswith("gfx94") else kind  # CDNA 3 has its own; CDNA 4 the standard's
     largest = values.abs().amax(-1, keepdim=True).float()
-    scale = torch.where(largest > 0, largest / torch.finfo(kind).max, 1.0)
+    scale = torch.where(largest == 0, 1.0, largest / torch.finfo(kind).max)  # NaN stays, for who looks at scales
     return (values / scale).to(kind), scale
 
 
@@ -302,7 +320,7 @@ def expect(decoder: Any, form: StoredFormat | None, quantizes: bool = False) -> 
             experts = hasattr(module, "is_transposed")  # transformers' mark of fused experts
             keys = [key for key, p in module.named_parameters(recurse=False) if experts and p.ndim == 3]
         for key in keys:
-            if not form.skips(rename(f"{name}.{key}")):
+            if not form.skips(rename(f"{name}.{key}").removesuffix(".weight")):
                 setattr(module, key, stand_in(module.get_parameter(key), form.kind, form.block, transposed))
     return decoder
 

@@ -137,10 +137,11 @@ def plan_memory(
 def frozen_bytes(module: nn.Module, ranks: int = 1) -> int:
     """Bytes of the frozen parameters on each of ``ranks``, which share those that are not quantised."""
     whole = sum(getattr(p, "stored_bytes", p.numel() * _NF4_BYTES) for p in quantized(module))
-    return int(whole) + _shared_bytes(module) // ranks
+    return int(whole) + shared_bytes(module) // ranks
 
 
-def _shared_bytes(module: nn.Module) -> int:
+def shared_bytes(module: nn.Module) -> int:
+    """Bytes of the frozen parameters that ranks share."""
     whole = set(map(id, quantized(module)))
     return sum(p.nbytes for p in _distinct(module.parameters()) if not p.requires_grad and id(p) not in whole)
 
@@ -151,8 +152,8 @@ def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def _gathered(decoder: Decoder) -> int:
     # FSDP2 keeps the embeddings and the output layer gathered, and gathers the next layer while one computes.
-    layers = [_shared_bytes(layer) for layer in decoder.layers]  # type: ignore[union-attr]
-    return _shared_bytes(decoder) - sum(layers) + 2 * max(layers)
+    layers = [shared_bytes(layer) for layer in decoder.layers]  # type: ignore[union-attr]
+    return shared_bytes(decoder) - sum(layers) + 2 * max(layers)
 
 
 def _state_per_byte(component: Any) -> float:

@@ -18,9 +18,9 @@ from rocm_ext.losses import Objective
 from rocm_ext.machine.numerics import DTYPES
 from rocm_ext.model.attention import span_for
 from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.sampler import MIN_ROWS, Sampler, copied_bytes
+from rocm_ext.model.sampler import MIN_ROWS, Sampler, copied_bytes, stays_quantized
 from rocm_ext.plan.costs import Kernels, Operation, launches_of
-from rocm_ext.plan.memory import MemoryPlan, plan_memory, worst_rows
+from rocm_ext.plan.memory import MemoryPlan, plan_memory, shared_bytes, worst_rows
 from rocm_ext.plan.speeds import Figures
 from rocm_ext.plan.workload import Questions, Workload
 from rocm_ext.sampling import Sampling
@@ -225,8 +225,8 @@ class TrainingPlanner:
             micro_batches=count,
             flops=count * sum(kernels.total("flops") for kernels in passes),
             bytes=count * sum(kernels.total("bytes") for kernels in passes) + update.total("bytes"),
-            seconds=count * max(self._seconds(passes), self._gathering(plan)) + self._seconds([update]),
-            forward_seconds=count * max(self._seconds(forward), self._gathering(plan) / 2),
+            seconds=count * max(self._seconds(passes), self._gathering()) + self._seconds([update]),
+            forward_seconds=count * max(self._seconds(forward), self._gathering() / 2),
         )
 
     def _typical(self, tokens: int) -> tuple[list[int], int, list[int]]:
@@ -246,9 +246,9 @@ class TrainingPlanner:
             shared += [0, *[min(round(common), lengths[-sequences])] * (sequences - 1)]
         return lengths, targets, shared
 
-    def _gathering(self, plan: MemoryPlan) -> float:
+    def _gathering(self) -> float:
         """Seconds to gather every layer's weights from all ranks, forward and backward, in parallel with computing."""
-        return 2 * plan.weights * (self.ranks - 1) / self.figures.link
+        return 2 * shared_bytes(self.decoder) / self.ranks * (self.ranks - 1) / self.figures.link
 
     def _seconds(self, passes: Sequence["_RepeatedKernels"]) -> float:
         dtype = dtype_name(self.dtype)
@@ -336,7 +336,7 @@ class SamplingPlanner:
         with torch.no_grad():
             self._decoder = decoder.sampler(merge, device)
         # of several ranks, every one gathers a copy
-        frozen = (p.nbytes for p in decoder.parameters() if not p.requires_grad)
+        frozen = (p.nbytes for p in decoder.parameters() if not p.requires_grad and not stays_quantized(p))
         self.layout = copied_bytes(decoder, merge) if ranks == 1 else sum(frozen)
         wanted = device.type == "cuda" and cfg.engine.get("graphs") is not False
         self._graphs = self._decoder.fixed_shapes = wanted and not decoder.graph_obstacle

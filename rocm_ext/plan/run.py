@@ -339,7 +339,7 @@ def _check(cfg: DictConfig, target: Target, machine: Machine, decoder: Transform
     settings: Any = OmegaConf.to_container(cfg)
     overrides = list(cfg.hardware_overrides)
     check_locked(target.profile, settings, overrides)
-    check_quantized(decoder, target.profile, overrides, target.budget[0])
+    check_quantized(decoder, target.profile, overrides, ranks, target.budget[0])
     peft_files.check_checkpointer(cfg, decoder)
     check_max_seq_len(cfg.tokenizer.get("max_seq_len"))
     if target.here and cfg.device != "cpu" and machine.backend == "cpu":

@@ -83,7 +83,7 @@ class Learner:
             layer.rslora = cfg.use_rslora
         self.adapter: Mapping[str, nn.Parameter] = adapter_parameters(self.decoder)
         overrides = list(cfg.hardware_overrides)
-        warn(check_quantized(self.decoder, runtime.profile, overrides, runtime.budget()))
+        warn(check_quantized(self.decoder, runtime.profile, overrides, runtime.ranks.world, runtime.budget()))
         self.packed = self.decoder.packs
         choose_attention(self.decoder, cfg.attention)
         check_kernel(cfg.attention, runtime.device, runtime.dtype, self.decoder.num_heads, self.decoder.head_dim)

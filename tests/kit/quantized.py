@@ -41,7 +41,7 @@ def write_quantized(source: Path, target: Path, kind: str) -> Path:
                     "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
                 }
             },
-            "ignore": ["lm_head"],
+            "ignore": ["lm_head", r"re:.*\.k_proj$"],
         },
         "mxfp4": {
             "quant_method": "mxfp4",
@@ -66,7 +66,7 @@ def _stored(name: str, weight: Tensor, kind: str) -> dict[str, Tensor]:
     if kind == "mxfp4" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         blocks, scales = mxfp4(weight.mT)
         return {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    if kind != "mxfp4" and name.endswith("_proj.weight"):
+    if kind != "mxfp4" and name.endswith("_proj.weight") and not (kind == "rows" and "k_proj" in name):
         if kind == "rows":
             scale = weight.abs().amax(1, keepdim=True) / 448
             return {name: (weight / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale.bfloat16()}

@@ -9,9 +9,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rocm_ext.model.quantized import Quantized
+
 
 def _tensors(part: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor)]
+    """Those with memory of their own; quantised weights, which nothing writes to, have none."""
+    return [leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor) and not isinstance(leaf, Quantized)]
 
 
 class Recorded(TorchDispatchMode):

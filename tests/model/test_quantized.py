@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
+from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.bench.probes import RandomWeights
 from rocm_ext.distributed.ranks import Ranks
@@ -21,6 +22,10 @@ from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.model.checkpointer import StoredWeights, weight_files
 from rocm_ext.model.lora import _LoraFunction, adapters, dense
 from rocm_ext.model.quantized import Quantized, fp8_rows, stored
+from rocm_ext.plan.memory import shared_bytes
+from rocm_ext.plan.planner import SamplingPlanner
+from rocm_ext.plan.speeds import Figures
+from rocm_ext.plan.workload import Questions
 from rocm_ext.sampling import Sampling
 from tests.kit.families import folder_config, write_family
 from tests.kit.forks import forked, several_ranks
@@ -41,8 +46,9 @@ from tests.kit.parity import (
 from tests.kit.plans import planned_and_measured
 from tests.kit.quantized import BLOCK, write_quantized
 from tests.kit.raft_runs import WEIGHTS
+from tests.kit.replay import Recorded, capture
 from tests.kit.tiny import metrics
-from tests.sampling.test_transformers_engine import ask, engine, prompts, raft_config, sampled, trained
+from tests.sampling.test_transformers_engine import ask, engine, greedy, prompts, raft_config, sampled, trained
 
 NAMES = {"qwen3": "fp8", "qwen3 moe": "fp8", "gpt-oss": "mxfp4"}
 
@@ -223,6 +229,33 @@ def test_a_cycle_of_raft(folder, tmp_path, name):
     assert all(tensor.any() for key, tensor in adapter.items() if "lora_B" in key)
 
 
+def test_ranks_gather_and_copy_no_quantised_weight(folder):
+    """As many bytes are copied for sampling on two ranks as on one, but for the other weights, which are sharded."""
+    cfg = OmegaConf.merge(config.defaults("raft_rocm"), {"max_new_tokens": 8})
+    node = OmegaConf.create({"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder("gpt-oss"))})
+    decoder = build_model(node, torch.bfloat16, 0, torch.device("meta"))
+    figures, asked = Figures("", True, {"bf16": 1e12}, 1e10), Questions(8, 0, 16, 16, 8, "test")
+    plans = {n: SamplingPlanner(cfg, decoder, CPU, asked, ranks=n, figures=figures).layout for n in (1, 2)}
+    others = sum(p.nbytes for p in decoder.parameters() if not p.requires_grad and not isinstance(p, Quantized))
+    assert plans[1] < plans[2] <= others
+    assert shared_bytes(decoder) == others
+
+
+def test_a_graph_replays_experts_in_mxfp4(folder, monkeypatch):
+    """The trial's model has them, too; a step copies nothing from the host."""
+    decoder = trained(folder("gpt-oss"))
+    expected = greedy(decoder, False)
+    for name, value in (("CUDAGraph", Recorded), ("graph", capture)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    seen, dequantise = [], Quantized.get_original_weight
+    monkeypatch.setattr(
+        Quantized, "get_original_weight", lambda self: (seen.append(self.device.type), dequantise(self))[1]
+    )
+    assert decoder.graph_obstacle == ""
+    assert "meta" in seen
+    assert greedy(decoder, True) == expected
+
+
 @pytest.mark.usefixtures("cpu_of_known_speed")
 @pytest.mark.parametrize("name", NAMES)
 def test_planned_peak_is_the_measured_one(folder, tmp_path, name):
@@ -306,7 +339,82 @@ def test_a_row_of_zeros():
     assert torch.equal(dense(fp8_rows(torch.zeros(2, 4))), torch.zeros(2, 4))
 
 
+@torch.no_grad()
+def test_rows_of_compressed_tensors(folder, caplog):
+    """As the 70B of strix_halo_llama3_3_70b_fp8 has them; a pattern names layers that are not quantised."""
+    base = folder("qwen3", "rows")
+    ours = our_model(base)
+    small = {key: p for key, p in ours.named_parameters() if isinstance(p, Quantized)}
+    assert len(small) == 12
+    assert not any("k_proj" in key for key in small)
+    assert "take more memory than planned" not in caplog.text
+    stored_ = load_file(base / "model.safetensors")
+    for key, weight in small.items():
+        file = ours.renames[0](key)
+        assert torch.equal(dense(weight), stored_[file].float() * stored_[f"{file}_scale"].float())
+    assert ours.eval()(TOKENS).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["k_proj.output_scale", "k_scale", "v_scale", "k_proj.input_scale"])
+def test_scales_of_activations_are_not_read(folder, tmp_path, kind):
+    base = shutil.copytree(folder("qwen3"), tmp_path / "base")
+    state = load_file(base / "model.safetensors")
+    state[f"model.layers.0.self_attn.{kind}"] = torch.ones(1)
+    save_file(state, base / "model.safetensors", metadata={"format": "pt"})
+    assert our_model(base)
+
+
 # ---- bad input
+
+
+def test_files_that_config_json_describes_wrongly(folder, tmp_path, caplog):
+    base = shutil.copytree(folder("qwen3").with_name("qwen3 own"), tmp_path / "base")
+    shutil.copy(folder("qwen3") / "config.json", base)
+    with caplog.at_level("WARNING"):
+        our_model(base)
+    assert "14 weights, such as layers.0.attn.q_proj.weight, take more memory than planned" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weight_block_size": 128},
+        {"weight_block_size": [128]},
+        {"weight_block_size": ["a", 1]},
+        {"weight_block_size": [0, 128]},
+        {"modules_to_not_convert": 5},
+        {"modules_to_not_convert": "lm_head"},
+        {"modules_to_not_convert": ["re:*gate"]},
+        {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"g": 3}},
+    ],
+    ids=str,
+)
+def test_a_format_that_cannot_be_read(folder, tmp_path, changes):
+    base = shutil.copytree(folder("qwen3"), tmp_path / "base")
+    content = json.loads((base / "config.json").read_text())
+    content["quantization_config"] |= changes
+    (base / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"config\.json: quantization_config cannot be read: .+"):
+        our_model(base)
+
+
+@pytest.mark.parametrize("value", ["fp8", "nf4"])
+def test_damaged_weights_are_not_hidden(wide, tmp_path, value):
+    broken = shutil.copytree(wide, tmp_path / "broken")
+    state = load_file(broken / "model.safetensors")
+    state["model.layers.0.self_attn.q_proj.weight"][3, 5] = torch.nan
+    save_file(state, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"q_proj\.weight have values that are not finite; the files are damaged"):
+        our_model(broken, quantize_base=value)
+
+
+def test_a_value_of_fp8_that_is_no_number(folder, tmp_path):
+    broken = shutil.copytree(folder("qwen3"), tmp_path / "broken")
+    state = load_file(broken / "model.safetensors")
+    state["model.layers.0.self_attn.q_proj.weight"].view(torch.uint8)[3, 5] = 0xFF
+    save_file(state, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"q_proj\.weight have values that are not finite; the files are damaged"):
+        our_model(broken)
 
 
 def test_weights_that_are_quantised_already(folder):

@@ -26,7 +26,7 @@ from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.model.adapters.peft_experts import expert_loras
 from rocm_ext.model.attention import SlotCache, Slots, span_for
 from rocm_ext.model.lora import Dora, ExpertLora, Lora, adapters, dense, plain
-from rocm_ext.model.sampler import MIN_ROWS, Needs, Sampler, SamplingLinear, merges, one_step, stays_quantized
+from rocm_ext.model.sampler import MIN_ROWS, Needs, Sampler, SamplingLinear, frozen, merges, one_step, stays_quantized
 from rocm_ext.model.transformers.attention import SLOTS, AttentionUse, forward_pass
 from rocm_ext.model.transformers.experts import ROUTES
 from rocm_ext.model.transformers.routing import Replay, experts_of
@@ -451,6 +451,10 @@ def obstacle_of(source: "TransformersDecoder") -> str:
     """
     bare = source.wrapped(source.empty_model(SLOTS))
     vars(bare)["needs"] = source.needs
+    for name, weight in source.named_parameters():
+        if stays_quantized(weight):
+            owner, _, leaf = plain(name).rpartition(".")
+            setattr(bare.get_submodule(owner), leaf, frozen(weight.detach().to("meta")))
     sampler = TransformersSampler(bare, False, torch.device("cuda"))
     sampler.fixed_shapes = True
     try:
