@@ -80,6 +80,7 @@ def write(path: Path, writer: Any, entries: Sequence[Entry]) -> None:
                 values = _stored(each, gguf)
                 _append(writer, values)
                 waiting += values.nbytes
+                del values  # before the next is read
                 if waiting > _FLUSH:
                     writer.flush()
                     flush(aside)

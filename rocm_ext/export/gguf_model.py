@@ -1,7 +1,7 @@
 """Write a model, or an adapter alone, as a GGUF file for llama.cpp; :mod:`rocm_ext.model.llama_cpp` has the layouts."""
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,8 @@ class GgufNames:
 def write_model(source: Source, out: Path, kind: str) -> None:
     """Write the model, merged with its adapter, as one file.
 
-    Values are rounded once, from the merged weights in fp32. Norms and biases are fp32.
+    Values are rounded once, from the merged weights in fp32; the base model's quantised weights are bf16 before. Norms
+    and biases are fp32.
 
     Args:
         source: the model.
@@ -117,10 +118,13 @@ def _entries(
     """Yield the tensors of the file."""
     if (factors := layout.factors) is not None:
         yield Entry("rope_freqs.weight", list(factors.shape), "f32", lambda: factors)
-    read = lru_cache(maxsize=1)(read)  # the parts of a weight follow each other
+    held: dict[str, Tensor] = {}  # the parts of a weight follow each other
 
     def values(name: str, part: Part) -> Tensor:
-        return part.of(read(name))
+        if name not in held:
+            held.clear()  # before the next is read, since one may have gigabytes
+            held[name] = read(name)
+        return part.of(held[name])
 
     for name, stored in shapes.items():
         for part in layout.parts(name):

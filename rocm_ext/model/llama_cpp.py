@@ -12,12 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.model.families import CONFIG, Architecture, Rope, foreign_config, read_architecture, read_rope
 from rocm_ext.model.layers import HalvesRoPE
 
 _SCRIPT = "convert_hf_to_gguf.py, of llama.cpp's own sources"
-CONVERTER = f"set --merged DIR, and try python {_SCRIPT}, on DIR"
+CONVERTER = f"try python {_SCRIPT}, on the model's folder, or on the DIR of --merged if there is an adapter"
+# Kinds of RoPE that llama.cpp computes, where not all but Llama 3's, whose factors its Llama alone reads. Its Gemma 3
+# applies YaRN to sliding layers, too; its Gemma 4 opens no file without factors.
+_KINDS = {
+    "LLAMA": ("default", "linear", "llama3", "yarn"),
+    "GEMMA3": ("default", "linear"),
+    "GEMMA4": ("proportional",),
+}
 
 
 @dataclass(frozen=True)
@@ -75,12 +82,18 @@ def read_layout(folder: Path) -> Layout:
     """
     if (config := foreign_config(folder, trust_remote_code=True)) is None:
         return _of_native(folder, read_architecture(folder))
-    text = config.get("text_config") or config
+    text = part if isinstance(part := config.get("text_config"), Mapping) else config
     row = _ROWS.get(str(text.get("model_type")))
     if row is None or "auto_map" in config:
-        name = (config.get("architectures") or [config.get("model_type")])[0]
+        named = config.get("architectures")
+        name = named[0] if isinstance(named, list) and named else config.get("model_type")
         raise UserError(f"{name} is not written to GGUF files here; {CONVERTER}")
-    return _of_transformers(folder, row)
+    try:
+        return _of_transformers(folder, row)
+    except UserError:
+        raise
+    except Exception as error:  # values that transformers, or the table, cannot read; their errors are of any type
+        raise UserError(f"{folder / CONFIG}: {one_line(error)}") from error
 
 
 def way_out(folder: Path) -> str:
@@ -106,6 +119,8 @@ _NATIVE = {  # llama.cpp's Mistral is its Llama
 def _of_native(folder: Path, a: Architecture) -> Layout:
     if a.rope.yarn and not a.rope.yarn.rounded:
         raise UserError(f"{folder}: YaRN with truncate=False is unknown to llama.cpp")
+    arch = _NATIVE[a.name]
+    _check_rope(folder, arch, a.rope.kind)
     keys = {
         "vocab_size": a.vocabulary,
         "context_length": a.positions,  # at most the sliding window, which llama.cpp's Mistral has not
@@ -123,7 +138,6 @@ def _of_native(folder: Path, a: Architecture) -> Layout:
     factors = None
     if a.rope.kind == "llama3":
         factors = HalvesRoPE(a.head_dim, 1, Rope(a.rope.base)).theta / HalvesRoPE(a.head_dim, 1, a.rope).theta
-    arch = _NATIVE[a.name]
 
     def parts(name: str) -> list[Part]:
         if a.tied and name == "lm_head.weight":
@@ -137,6 +151,14 @@ def _of_native(folder: Path, a: Architecture) -> Layout:
         return [Part(name, rows.transpose(1, 2).flatten())]
 
     return Layout(arch, a.layers, a.vocabulary, keys, parts, factors)
+
+
+def _check_rope(folder: Path, arch: str, kind: str) -> None:
+    known = _KINDS.get(arch, ("default", "linear", "yarn"))
+    if kind not in known:
+        raise UserError(
+            f"{folder / CONFIG}: rope_type is {kind!r}; llama.cpp computes {', '.join(known)} of {arch} alone"
+        )
 
 
 def _rope_keys(rope: Rope) -> dict[str, Any]:
@@ -189,6 +211,7 @@ def _of_transformers(folder: Path, row: _Row) -> Layout:
             raise UserError(f"{folder / CONFIG}: {key} is {value!r}; llama.cpp computes {alone!r} alone")
     rope = dict(config.rope_parameters)
     rope = rope.get("full_attention", rope)
+    _check_rope(folder, row.arch, rope["rope_type"])
     part = rope.pop("partial_rotary_factor", 1.0)
     found = {
         key: of(config) if callable(of) else getattr(config, of, None) for key, of in {**_COMMON, **row.keys}.items()
@@ -197,7 +220,8 @@ def _of_transformers(folder: Path, row: _Row) -> Layout:
     factors = None
     if rope["rope_type"] == "proportional":  # the first dimensions rotate, the others stay
         rope["rope_type"], width = "default", keys["key_length"]
-        factors = torch.where(torch.arange(width // 2) < int(width * part) // 2, 1.0, 1e30)
+        factor = rope.get("factor", 1.0)
+        factors = torch.where(torch.arange(width // 2) < int(width * part) // 2, factor, 1e30)
         part = 1.0
     read = read_rope({"rope_parameters": rope}, config.max_position_embeddings)
     keys |= {"rope_dimension_count": int(keys["key_length"] * part), **_rope_keys(read)}
@@ -276,6 +300,10 @@ def _gemma_4(name: str, _: Any) -> list[Part]:
     ]
 
 
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 _COMMON: dict[str, Of] = {
     "vocab_size": "vocab_size",
     "context_length": "max_position_embeddings",
@@ -284,8 +312,8 @@ _COMMON: dict[str, Of] = {
     "feed_forward_length": "intermediate_size",
     "head_count": "num_attention_heads",
     "head_count_kv": "num_key_value_heads",
-    "key_length": "head_dim",
-    "value_length": "head_dim",
+    "key_length": _head_dim,
+    "value_length": _head_dim,
     "layer_norm_rms_eps": "rms_norm_eps",
 }
 _EXPERTS: dict[str, Of] = {

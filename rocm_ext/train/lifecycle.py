@@ -26,6 +26,7 @@ from rocm_ext.machine.detect import Machine, detect
 from rocm_ext.machine.profile import Profile, check_locked, check_profile, load_profile
 from rocm_ext.machine.threads import choose_threads, cores
 from rocm_ext.machine.trace import Trace
+from rocm_ext.model.families import CONFIG
 from rocm_ext.model.llama_cpp import way_out
 from rocm_ext.model.sampler import MIN_ROWS
 from rocm_ext.plan.memory import readable
@@ -235,8 +236,10 @@ def run(recipe: RunnableRecipe) -> None:
         log.info("done in %s", duration(time.monotonic() - began))
         if (out / "adapter").is_dir():
             name = shlex.quote(str(out))
-            way = way_out(Path(cfg.checkpointer.checkpoint_dir))
-            log.info("try it: rocm-ext chat %s; take it elsewhere: rocm-ext export %s %s", name, name, way)
+            base, export = Path(cfg.checkpointer.checkpoint_dir), ""
+            if (base / CONFIG).is_file():  # Meta's own format has none, and no way out
+                export = f"; take it elsewhere: rocm-ext export {name} {way_out(base)}"
+            log.info("try it: rocm-ext chat %s%s", name, export)
 
 
 def _out_of_memory(recipe: RunnableRecipe, error: RuntimeError) -> str:

@@ -86,6 +86,19 @@ def test_the_end_of_a_run_tells_what_to_do_next(tmp_path, bases, messages, name)
     assert messages[-1] == f"try it: rocm-ext chat '{out}'; take it elsewhere: rocm-ext export '{out}' {way}"
 
 
+def test_the_end_of_a_run_names_no_way_out_of_metas_format(tmp_path, bases, messages, monkeypatch):
+    logging.getLogger("rocm_ext").setLevel(logging.INFO)
+    base, close = shutil.copytree(bases("llama"), tmp_path / "base"), LoRAFinetune.cleanup
+
+    def cleanup(recipe: LoRAFinetune) -> None:
+        close(recipe)
+        (base / "config.json").unlink()
+
+    monkeypatch.setattr(LoRAFinetune, "cleanup", cleanup)
+    out = finetune(tmp_path, base, max_steps_per_epoch=1)
+    assert messages[-1] == f"try it: rocm-ext chat {out}"
+
+
 def test_the_merged_model_is_pefts(trained, bases, tmp_path, capsys):
     assert export(trained, "--merged", tmp_path / "merged") == 0
     assert capsys.readouterr().out == f"{tmp_path / 'merged'}\n"

@@ -3,6 +3,7 @@
 import json
 import resource
 import shutil
+import weakref
 from pathlib import Path
 
 import peft
@@ -12,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import AutoModelForCausalLM
 
 from rocm_ext.data.render import render_prompt
-from rocm_ext.export import gguf_file, open_source
+from rocm_ext.export import gguf_file, gguf_model, open_source
 from rocm_ext.sampling import Request, Sampling
 from rocm_ext.sampling.server.openai import OpenAIEngine
 from tests.export.test_export import MISTRAL, bases, export, trained  # noqa: F401 - fixtures
@@ -119,6 +120,20 @@ def test_pages_leave_the_cache_while_the_file_grows(bases, tmp_path, monkeypatch
     assert max(cached) <= 1
 
 
+def test_one_weight_is_in_memory_at_a_time(bases, tmp_path, monkeypatch):  # noqa: F811
+    held = []
+
+    def read(stored: torch.Tensor) -> torch.Tensor:
+        assert not any(each() is not None for each in held), "the weight before it is still there"
+        values = stored.numpy().copy()
+        held.append(weakref.ref(values))
+        return torch.from_numpy(values)
+
+    monkeypatch.setattr(gguf_model, "dense", read)
+    assert export(bases("qwen2"), "--gguf", tmp_path / "base.gguf") == 0
+    assert len(held) > 20
+
+
 def test_a_full_disk_leaves_nothing(bases, tmp_path, capsys):  # noqa: F811
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
@@ -147,7 +162,9 @@ def test_what_llama_cpp_does_not_compute_is_refused(bases, trained, tmp_path, ca
         return base
 
     gemma = changed("config.json", lambda c: c.update(architectures=["Gemma2ForCausalLM"], model_type="gemma2"))
-    assert one_line_has(fails(gemma, "--gguf", out), "Gemma2ForCausalLM", "convert_hf_to_gguf.py")
+    assert one_line_has(
+        fails(gemma, "--gguf", out), "Gemma2ForCausalLM", "convert_hf_to_gguf.py", "on the model's folder"
+    )
     split = changed("tokenizer.json", lambda c: c["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex="a+"))
     assert one_line_has(fails(split, "--gguf", out), "pre_tokenizer", "Split and ByteLevel")
     adapter = shutil.copytree(trained / "adapter", tmp_path / "dora")
