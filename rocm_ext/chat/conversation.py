@@ -12,10 +12,10 @@ from omegaconf import DictConfig
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import json_object
-from rocm_ext.chat.stream import Reasoning, TextStream
+from rocm_ext.chat.stream import Reasoning, TextStream, harmless
 from rocm_ext.config.chosen_model import sample_here, sampling_config
 from rocm_ext.data.render import PlainRenderer, render_prompt, to_text
-from rocm_ext.environments import Tools, calls_in
+from rocm_ext.environments import Call, Tools, call_id, calls_in, shortened
 from rocm_ext.rl.loop import RLRecipe
 from rocm_ext.sampling import Completion, Request, Sampling, sample_seed
 from rocm_ext.train.scoring import without_adapter
@@ -23,6 +23,8 @@ from rocm_ext.train.scoring import without_adapter
 _TEMPERATURE = 0.7  # of models that name none
 _LEAST_ROOM = 256  # tokens left for an answer before old turns are dropped
 _MOST_CALLS = 8  # answers with calls of tools to one question
+_MOST_SHOWN = 500  # characters of a call that the user sees
+_LEAST_RESULT = 500  # characters to which a tool's result is cut before old turns are dropped
 Message = dict[str, Any]
 
 
@@ -110,11 +112,15 @@ class Chat:
         try:
             yield from self._stream()
             for _ in range(_MOST_CALLS):
-                if not (turns := self._called()):
+                content, calls = self._calls()
+                if not calls:
                     break
-                self._last = self._fitting([*self._last, *turns])
+                self._last = self._fitting([*self._last, *self._called(content, calls)])
                 yield "\n", False
                 yield from self._stream()
+            else:
+                if self._calls()[1]:
+                    self.tell(f"[no further calls: {_MOST_CALLS} a question]")
         finally:
             if self.answer.visible.strip() and self.has_template:
                 self.history = [*self._last, {"role": "assistant", "content": self.answer.text}]
@@ -152,19 +158,23 @@ class Chat:
         """Forget the history; the system message stays."""
         self.history, self._last = [], []
 
-    def _called(self) -> list[Message]:
-        """Run the tools that the last answer calls; return its turn and theirs, or nothing."""
+    def _calls(self) -> tuple[str, list[Call]]:
+        """Return the last answer without its calls of tools, and the calls."""
         if self.tools is None or self.answer.finish_reason != "stop":
-            return []
-        content, calls = calls_in(self.answer.marked, self.tools.schemas)
-        if not calls:
-            return []
-        turns = [{"role": "assistant", "content": content, "tool_calls": [c.message(i) for i, c in enumerate(calls)]}]
+            return "", []
+        return calls_in(self.answer.marked, self.tools.schemas)
+
+    def _called(self, content: str, calls: list[Call]) -> list[Message]:
+        """Run the tools that the last answer calls; return its turn and theirs."""
+        assert self.tools is not None
+        turns: list[Message] = [
+            {"role": "assistant", "content": content, "tool_calls": [c.message(i) for i, c in enumerate(calls)]}
+        ]
         for number, call in enumerate(calls):
             result = self.tools(call)
             given = ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())
-            self.tell(f"[{call.name or 'a call'}({given}): {result}]")
-            turns.append({"role": "tool", "name": call.name, "tool_call_id": f"call_{number}", "content": result})
+            self.tell(harmless(shortened(f"[{call.name or 'a call'}({given}): {result}]", _MOST_SHOWN)))
+            turns.append({"role": "tool", "name": call.name, "tool_call_id": call_id(number), "content": result})
         return turns
 
     def _stream(self) -> Iterator[tuple[str, bool]]:
@@ -205,13 +215,20 @@ class Chat:
         return render_prompt(self._tokenizer, [*system, *messages], self.tools.schemas if self.tools else None)
 
     def _fitting(self, messages: list[Message]) -> list[Message]:
-        """Return the messages without the oldest turns where these leave too little room for an answer.
+        """Return the messages that leave room for an answer: with long results of tools cut, then without old turns.
 
         Raises:
             UserError: the last question alone is too long.
         """
         most = self._limit - min(self.sampling.max_new_tokens, _LEAST_ROOM, self._limit // 4)
         first, length = 0, len(self._prompt(messages))
+        results = [message for message in messages if message["role"] == "tool"]
+        while length > most and results:
+            longest = max(results, key=lambda message: len(message["content"]))
+            if len(longest["content"]) <= _LEAST_RESULT:
+                break
+            longest["content"] = shortened(longest["content"], len(longest["content"]) * 2 // 3)
+            length = len(self._prompt(messages))
         questions = [i for i, message in enumerate(messages) if message["role"] == "user"][1:]
         while length > most and questions:
             first = questions.pop(0)

@@ -88,6 +88,11 @@ class Reasoning:
         return [(held, self.open)] if held else []
 
 
+def harmless(text: str) -> str:
+    """Return ``text`` without control characters, which would move a terminal's cursor or more."""
+    return "".join(c if c.isprintable() or c in "\n\t" else _BROKEN for c in text)
+
+
 class Writer:
     """Writes the pieces of an answer as they come.
 
@@ -112,7 +117,7 @@ class Writer:
             text = text.lstrip("\n")
             self._behind = not text
         if self._terminal:
-            text = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+            text = harmless(text)
         if not text:
             return
         if self._dims and reasoning != self._dim:

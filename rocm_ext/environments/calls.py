@@ -9,6 +9,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,25 +33,34 @@ class Call:
     def message(self, number: int) -> dict[str, Any]:
         """Return the call as an assistant's message has it, in OpenAI's form; ``number`` makes its id."""
         function = {"name": self.name, "arguments": dict(self.arguments)}
-        return {"id": f"call_{number}", "type": "function", "function": function}
+        return {"id": call_id(number), "type": "function", "function": function}
+
+
+def call_id(number: int) -> str:
+    """Return the id of a message's call; Mistral's templates demand nine letters and digits."""
+    return f"call{number:05d}"
 
 
 def calls_in(text: str, schemas: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[Call]]:
-    """Read the calls in an answer.
+    """Read the calls in an answer, behind its reasoning.
 
     Args:
         text: the answer with its special tokens.
         schemas: JSON schemas of the tools; their types say what untyped arguments are.
 
     Returns:
-        The text without calls, and the calls in their order. One that cannot be read has a problem.
+        The text without calls, and the calls in their order. One that cannot be read has a problem. Of gpt-oss, the
+        text is the reasoning without its marks, as its template takes it.
     """
+    behind = end.end() if (end := _REASONING.match(text)) else 0
+    head, said = text[:behind], text[behind:]
     for mark, read in _NOTATIONS:
-        if found := list(mark.finditer(text)):
+        if found := list(mark.finditer(said)):
             calls = [call for match in found for call in _checked(read, match.group(1), schemas)]
-            return mark.sub("", text).strip(), calls
-    if schemas and (call := _bare(text)):  # Llama's, which have no mark
-        return "", [call]
+            content = head + mark.sub("", said)
+            return (_MESSAGE.sub("\n", content) if read is _channel else content).strip(), calls
+    if schemas and (call := _bare(said)):  # Llama's, which have no mark
+        return head, [call]
     return text, []
 
 
@@ -60,7 +70,7 @@ Reader = Callable[[str, Sequence[Mapping[str, Any]]], Iterator[Call]]
 def _checked(read: Reader, body: str, schemas: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
     try:
         yield from read(body, schemas)
-    except (ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError) as problem:
+    except (ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError, MemoryError) as problem:
         yield Call("", problem=one_line(problem))
 
 
@@ -88,18 +98,19 @@ def _tagged(body: str, schemas: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
 
 
 def _typed(name: str, pairs: Sequence[tuple[str, str]], schemas: Sequence[Mapping[str, Any]]) -> Call:
-    """Read arguments that came as text: JSON unless the tool wants text."""
+    """Read arguments that came as text: JSON where the tool takes what it says, else the text."""
+    from jsonschema import Draft202012Validator  # here, because it takes a third of a second
+
     functions = (schema.get("function", schema) for schema in schemas)
     wanted: Mapping[str, Any] = next(
         (f.get("parameters", {}).get("properties", {}) for f in functions if f.get("name") == name), {}
     )
     arguments: dict[str, Any] = {}
-    for key, value in pairs:
-        arguments[key] = value
-        if wanted.get(key, {}).get("type") != "string":
-            try:
-                arguments[key] = json.loads(value)
-            except ValueError:
+    for key, text in pairs:
+        arguments[key] = text
+        with suppress(ValueError):
+            value = json.loads(text)
+            if not isinstance(value, str) and Draft202012Validator(wanted.get(key, {})).is_valid(value):
                 arguments[key] = value
     return Call(name, arguments)
 
@@ -143,7 +154,12 @@ def _bare(text: str) -> Call | None:
 _NOTATIONS: list[tuple[re.Pattern, Reader]] = [
     (re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S), _tagged),
     (re.compile(r"<\|tool_call_start\|>(.*?)(?:<\|tool_call_end\|>|\Z)", re.S), _python),
-    (re.compile(r"(?:<\|channel\|>\w+)?\s*to=functions\.(.*?)(?:<\|call\|>|\Z)", re.S), _channel),
+    (
+        re.compile(r"(?:\A|<\|start\|>assistant|<\|channel\|>\w+)\s*to=functions\.(.*?)(?:<\|call\|>|\Z)", re.S),
+        _channel,
+    ),
     (re.compile(r"\[TOOL_CALLS\](.*?)(?=\[TOOL_CALLS\]|</s>|\Z)", re.S), _listed),
     (re.compile(r"<\|python_tag\|>(.*?)(?:<\|eom_id\|>|<\|eot_id\|>|\Z)", re.S), _json_behind),
 ]
+_REASONING = re.compile(r".*(?:</think>|\[/THINK\])", re.S)
+_MESSAGE = re.compile(r"(?:<\|start\|>assistant|<\|channel\|>\w+\s*<\|message\|>|<\|end\|>)+")  # gpt-oss's marks

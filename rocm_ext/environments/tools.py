@@ -27,15 +27,16 @@ class Tools:
         schemas: JSON schemas of the functions in OpenAI's form, as chat templates take them.
 
     Raises:
-        UserError: a function has no docstring, a parameter has no type hint or one that JSON cannot express, or two
-            functions have one name.
+        UserError: something is no function, or an asynchronous one; a function has no docstring, a parameter has no
+            type hint or one that JSON cannot express, or two functions have one name.
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
-        self._functions = {function.__name__: function for function in functions}
-        if len(self._functions) < len(functions):
-            raise UserError(f"tools: two functions have one name, of {', '.join(f.__name__ for f in functions)}")
         self.schemas = [schema_of(function) for function in functions]
+        names = [schema["function"]["name"] for schema in self.schemas]
+        self._functions = dict(zip(names, functions, strict=True))
+        if len(self._functions) < len(functions):
+            raise UserError(f"tools: two functions have one name, of {', '.join(names)}")
 
     def __call__(self, call: Call) -> str:
         """Return what a call gives, as text. What is wrong with it is text, too, for the model to read."""
@@ -52,17 +53,19 @@ class Tools:
             return f"error: {call.name}: {misfit}"
         try:
             return as_text(function(**call.arguments))
-        except Exception as problem:  # whatever a tool raises
+        except (Exception, SystemExit) as problem:  # whatever a tool raises
             return f"error: {type(problem).__name__}: {one_line(problem)}"
 
 
 def as_text(result: Any) -> str:
     """Return a tool's result as text: JSON unless it is text. Of a long one, the middle is left out."""
     text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-    text = text.encode("utf-8", "replace").decode()  # no halves of surrogate pairs
-    if len(text) > _MOST:
-        text = f"{text[: _MOST // 2]}\n… {len(text) - _MOST:,} characters left out …\n{text[-_MOST // 2 :]}"
-    return text
+    return shortened(text.encode("utf-8", "replace").decode(), _MOST)  # no halves of surrogate pairs
+
+
+def shortened(text: str, most: int) -> str:
+    """Return ``text``, without its middle if it has more than ``most`` characters."""
+    return text if len(text) <= most else f"{text[: most // 2]}\n… the middle is left out …\n{text[-most // 2 :]}"
 
 
 def _misfit(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
@@ -79,23 +82,29 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     Raises:
         UserError: as :class:`Tools`.
     """
+    later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    if not inspect.isroutine(function) or any(kind(function) for kind in later):
+        raise UserError(f"tools: found {function!r}; expected a function that is neither asynchronous nor a generator")
     name, doc = function.__name__, inspect.getdoc(function)
     if not doc:
         raise UserError(f"tools: {name} has no docstring; the model reads there what the function does")
     summary, described = _described(doc)
-    hints = get_type_hints(function)
+    try:
+        hints, signature = get_type_hints(function), inspect.signature(function)
+    except Exception as error:  # whatever an annotation raises
+        raise UserError(f"tools: {name}'s parameters cannot be read: {one_line(error)}; write type hints") from error
     properties, required = {}, []
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in signature.parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise UserError(f"tools: {name} takes *{parameter.name}; a tool has named parameters alone")
         if parameter.name not in hints:
             raise UserError(f"tools: {name}'s parameter {parameter.name} has no type hint")
         try:
             kind = _kind(hints[parameter.name])
-        except KeyError as error:
+        except (KeyError, TypeError) as error:
             raise UserError(
-                f"tools: {name}'s parameter {parameter.name} is {error}; expected str, int, float, bool, list, dict, "
-                "Literal, or one of these | None"
+                f"tools: {name}'s parameter {parameter.name} is {hints[parameter.name]}; expected str, int, float, "
+                "bool, list, dict, Literal, or one of these | None"
             ) from error
         if text := described.get(parameter.name):
             kind = {**kind, "description": text}

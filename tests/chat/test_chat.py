@@ -193,11 +193,46 @@ def test_a_model_calls_tools(pocket_dir, tmp_path, monkeypatch, capfd):
     assert asked[1].startswith(asked[0] + f"I add.{call % 40}<|im_end|>\n<|im_start|>tool\n42<|im_end|>")
     assert asked[3].startswith(asked[2] + "It is 42.<|im_end|>\n<|im_start|>user\nSure?")
     _, err, code = chat(monkeypatch, capfd, pocket_dir, "--tool", "my_tools.add", "-p", "1+1?")
-    assert (code, err.count("\n")) == (1, 1)
-    assert "chat template has no place for tools" in err
+    assert code == 1
+    assert err.splitlines()[-1].startswith("error: the model's chat template has no place for tools")
     _, err, code = chat(monkeypatch, capfd, model, "--tool", "my_tools.sub", "-p", "1+1?")
     assert (code, err.count("\n")) == (1, 1)
     assert "my_tools has no 'sub'" in err
+
+
+TALKING_TOOLS = """
+def look(n: int) -> str:
+    \"\"\"Look.\"\"\"
+    return "\\033[2J" + "0 1 " * n
+"""
+
+
+def test_long_results_and_many_calls(tmp_path, monkeypatch, capfd):
+    """A result is cut to the room that is left, calls end, and no control character reaches the terminal."""
+    model = write_theirs(tmp_path / "model", "smollm 3", max_position_embeddings=2048)
+    (model / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    (tmp_path / "my_talking_tools.py").write_text(TALKING_TOOLS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    asked = []
+
+    def stream(self, request, sampling):
+        asked.append(self._tokenizer.encoder.decode(request.tokens, special=True))
+        call = f'<tool_call>{{"name": "look", "arguments": {{"n": {4000 if len(asked) == 1 else 1}}}}}</tool_call>'
+        tokens = self._tokenizer.encode(call, add_bos=False, add_eos=True)
+        yield Completion(request, tokens, [0.0] * len(tokens), "", "stop")
+
+    monkeypatch.setattr(LocalSession, "stream", stream)
+    arguments = [model, "--tool", "my_talking_tools.look", "--max-new-tokens", "8", "-p", "Look."]
+    _, err, code = chat(monkeypatch, capfd, *arguments)
+    assert code == 0, err
+    assert "the middle is left out" in asked[1]
+    assert "\033[2J" in asked[1]
+    assert "\033" not in err
+    assert max(map(len, err.splitlines())) < 600
+    assert len(asked) == 9
+    assert err.count("[look(") == 8
+    assert "[no further calls: 8 a question]" in err
 
 
 def test_a_seed_repeats_the_answers(pocket_dir, monkeypatch, capfd):

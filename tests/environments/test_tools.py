@@ -1,6 +1,9 @@
 """Tools: what a model is told of them, how its calls are read, and what they give."""
 
+import builtins
+import functools
 import json
+import sys
 from typing import Literal
 
 import pytest
@@ -73,6 +76,11 @@ def described(a: int, b: str, c: bool, d: list[int], e: float = 1.0) -> int:
         ("def f(a): 'Text.'", "parameter a has no type hint"),
         ("def f(*a: int): 'Text.'", r"takes \*a"),
         ("def f(a: complex): 'Text.'", "parameter a is <class 'complex'>; expected str"),
+        ("def f(a: []): 'Text.'", r"parameter a is \[\]; expected str"),
+        ("def f(a: 'Missing'): 'Text.'", "f's parameters cannot be read: NameError: name 'Missing'"),
+        ("async def f(a: int): 'Text.'", "expected a function that is neither asynchronous"),
+        ("def f(a: int):\n    'Text.'\n    yield a", "neither asynchronous nor a generator"),
+        ("f = type('F', (), {'__call__': lambda self: 1})()", "found <.*F object.*; expected a function"),
     ],
 )
 def test_functions_that_no_model_can_read(source, message):
@@ -82,6 +90,20 @@ def test_functions_that_no_model_can_read(source, message):
         Tools([space["f"]])
     with pytest.raises(UserError, match="two functions have one name"):
         Tools([search, search])
+
+
+@pytest.mark.parametrize("found", [functools.partial(search, "a"), builtins.getattr, dict, range, max], ids=str)
+def test_what_is_no_function_of_python(found):
+    with pytest.raises(UserError, match="tools: "):
+        Tools([found])
+
+
+def test_a_tool_does_not_end_the_program():
+    def leave() -> None:
+        """Leave."""
+        sys.exit(3)
+
+    assert Tools([leave])(Call("leave")) == "error: SystemExit: SystemExit: 3"
 
 
 WRITTEN = {
@@ -106,6 +128,58 @@ def test_calls_in_the_notations_of_templates(written):
     assert content in ("", "I look.")
     assert calls == [Call("search", {"query": "a", "most": 2})]
     assert json.loads(TOOLS(calls[0])) == ["a", "a"]
+
+
+def test_calls_in_reasoning_do_not_count():
+    call = '<tool_call>{"name": "search", "arguments": {"query": "a"}}</tool_call>'
+    for opening, closing in (("<think>", "</think>"), ("", "</think>"), ("[THINK]", "[/THINK]")):
+        thought = f"{opening}I may {call}.{closing}"
+        assert calls_in(f"{thought}I will not.", TOOLS.schemas) == (f"{thought}I will not.", [])
+        assert calls_in(f"{thought}\n{call}", TOOLS.schemas) == (thought, [Call("search", {"query": "a"})])
+        bare = '{"name": "search", "parameters": {"query": "a"}}'
+        assert calls_in(thought + bare, TOOLS.schemas) == (thought, [Call("search", {"query": "a"})])
+
+
+def test_reasoning_of_gpt_oss():
+    """Its template takes the reasoning of a call as content, and refuses marks in it."""
+    call = ' to=functions.search<|channel|>commentary json<|message|>{"query":"a"}'
+    said = "<|channel|>analysis<|message|>I write to=functions.plain.<|end|><|start|>assistant"
+    expected = ("I write to=functions.plain.", [Call("search", {"query": "a"})])
+    assert calls_in(said + call, TOOLS.schemas) == expected
+    said += "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    assert calls_in(said + call, TOOLS.schemas) == (f"{expected[0]}\nI look.", expected[1])
+    said = (
+        "<|channel|>analysis<|message|>I write to=functions.plain.<|end|><|start|>assistant<|channel|>final<|message|>2"
+    )
+    assert calls_in(said, TOOLS.schemas) == (said, [])
+
+
+def test_ids_are_those_that_mistrals_templates_take():
+    ids = [Call("search").message(number)["id"] for number in (0, 12)]
+    assert all(len(i) == 9 and i.isalnum() for i in ids)
+    assert len({*ids}) == 2
+
+
+def test_arguments_without_types():
+    """Text stays text where the tool takes no such number; null is null where it takes it."""
+
+    def find(year: str | None, kind: Literal["1", "2"], count: int, words: list[str], name: str = "") -> str:
+        """Find."""
+        return ""
+
+    schemas = Tools([find]).schemas
+    written = {"year": "2024", "kind": "1", "count": "3", "words": '["a"]', "name": '"x"', "more": "4"}
+    read = {"year": "2024", "kind": "1", "count": 3, "words": ["a"], "name": '"x"', "more": 4}
+    for texts, expected in ((written, read), ({"year": "null", "name": "null"}, {"year": None, "name": "null"})):
+        tags = "".join(f"<parameter={key}>\n{value}\n</parameter>" for key, value in texts.items())
+        keys = "".join(f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>" for key, value in texts.items())
+        for body in (f"<function=find>{tags}</function>", f"find\n{keys}"):
+            assert calls_in(f"<tool_call>{body}</tool_call>", schemas) == ("", [Call("find", expected)])
+
+
+def test_a_deep_call_is_a_problem():
+    _, [call] = calls_in(f"<|tool_call_start|>[search(query={'-' * 100_000}1)]<|tool_call_end|>", TOOLS.schemas)
+    assert call.problem
 
 
 def test_several_calls_and_none():
