@@ -92,7 +92,11 @@ def test_functions_that_no_model_can_read(source, message):
         Tools([search, search])
 
 
-@pytest.mark.parametrize("found", [functools.partial(search, "a"), builtins.getattr, dict, range, max], ids=str)
+@pytest.mark.parametrize(
+    "found",
+    [functools.partial(search, "a"), builtins.getattr, dict, range, max],
+    ids=["partial", "getattr", "dict", "range", "max"],
+)
 def test_what_is_no_function_of_python(found):
     with pytest.raises(UserError, match="tools: "):
         Tools([found])
