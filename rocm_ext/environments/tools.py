@@ -33,23 +33,24 @@ class Tools:
 
     def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
         self.schemas = [schema_of(function) for function in functions]
-        names = [schema["function"]["name"] for schema in self.schemas]
-        self._functions = dict(zip(names, functions, strict=True))
+        self._functions: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}
+        for function, schema in zip(functions, self.schemas, strict=True):
+            self._functions[schema["function"]["name"]] = function, schema["function"]["parameters"]
         if len(self._functions) < len(functions):
-            raise UserError(f"tools: two functions have one name, of {', '.join(names)}")
+            raise UserError(f"tools: two functions have one name, of {', '.join(self._functions)}")
 
     def __call__(self, call: Call) -> str:
         """Return what a call gives, as text. What is wrong with it is text, too, for the model to read."""
         if call.problem:
             return f"error: the call cannot be read: {call.problem}"
-        if (function := self._functions.get(call.name)) is None:
+        if call.name not in self._functions:
             return f"error: there is no tool {call.name!r}; the tools are {', '.join(self._functions)}"
+        function, parameters = self._functions[call.name]
         try:
             inspect.signature(function).bind(**call.arguments)
         except TypeError as problem:
             return f"error: {call.name}: {one_line(problem)}"
-        schema = next(s["function"]["parameters"] for s in self.schemas if s["function"]["name"] == call.name)
-        if misfit := _misfit(call.arguments, schema):
+        if misfit := _misfit(call.arguments, parameters):
             return f"error: {call.name}: {misfit}"
         try:
             return as_text(function(**call.arguments))

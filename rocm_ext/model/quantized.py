@@ -111,12 +111,9 @@ class Quantized(Tensor):
         Products of value and scale are rounded once, from fp32.
         """
         if self.packed.dtype == torch.uint8:
-            made = _pairs.__wrapped__ if isinstance(self.packed, FakeTensor) else _pairs  # which have no values to keep
-            values = (
-                made(self.dtype, self.device)
-                .index_select(0, self.packed.flatten().int())
-                .view(*self.packed.shape[:-2], -1)
-            )
+            made = _pairs.__wrapped__ if isinstance(self.packed, FakeTensor) else _pairs  # whose values nobody may keep
+            pairs = made(self.dtype, self.device).index_select(0, self.packed.flatten().int())
+            values = pairs.view(*self.packed.shape[:-2], -1)
         else:
             values = self.packed.to(self.dtype)
         scales, blocks = self.scales(), values

@@ -242,7 +242,7 @@ class SlotBatch:
             found = f"cannot capture the decoding step as a graph ({one_line(error)})"
             if self._use.asked:
                 raise UserError(f"{found}; engine.graphs=False decodes without graphs") from error
-            log.warning("%s; decoding goes on without graphs", found)
+            log.warning("%s; decoding launches each kernel instead", found)
             self._use.used = self._decoder.fixed_shapes = False
             self._graphs.clear()
         else:

@@ -241,16 +241,14 @@ def write_sentencepiece(folder: Path, gemma: bool = False) -> Tokenizer:
     return tokenizer
 
 
+ODD = [*WORDS, "48/2 = 24", "  two   spaces ", "\u4f60\u597d\n\n\u0001", "unseen w\u00f6rds Z"]
+
+
 def test_a_tokenizer_from_sentencepiece(bases, tmp_path):  # noqa: F811
     base, out = shutil.copytree(bases("mistral"), tmp_path / "base"), tmp_path / "base.gguf"
     tokenizer = write_sentencepiece(base)
     assert export(base, "--gguf", out) == 0
     with llama_cpp(out) as server:
-        for text in [*WORDS, "48/2 = 24", "  two  spaces ", "\u4f60\u597d\n\n\u0001", "unseen w\u00f6rds Z"]:
-            assert server.tokens(text) == tokenizer.encode(text, add_special_tokens=False).ids, text
-            assert server.tokens(text, special=True) == tokenizer.encode(text).ids
-        chat = [{"role": "user", "content": "In May?"}, {"role": "assistant", "content": "No"}]
-        chat += [{"role": "user", "content": "Why"}]
-        assert server.tokens(server.rendered(chat), special=True) == render_prompt(open_source(base).tokenizer, chat)
+        server.assert_reads_like(tokenizer, open_source(base), ODD)
     modelfile = out.with_suffix(".Modelfile").read_text()
     assert 'TEMPLATE """{{ range .Messages }}{{ if eq .Role "user" }}[INST] ' in modelfile

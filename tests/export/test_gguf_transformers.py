@@ -7,12 +7,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from rocm_ext.data.render import render_prompt
 from rocm_ext.export import open_source
 from rocm_ext.model.adapters.peft_files import write_adapter
 from rocm_ext.model.lora import adapter_parameters
 from tests.export.test_export import export
-from tests.export.test_export_gguf import PROMPT, TEXT, write_sentencepiece
+from tests.export.test_export_gguf import ODD, PROMPT, TEXT, write_sentencepiece
 from tests.kit import hf_models, multimodal_models
 from tests.kit.lines import one_line_has
 from tests.kit.llama_cpp import LlamaCpp, llama_cpp
@@ -117,19 +116,7 @@ def test_gemmas_tokenizer(tmp_path, kind, name):
     tokenizer = write_sentencepiece(base, gemma=True)
     assert export(base, "--gguf", out) == 0
     with llama_cpp(out) as server:
-        for text in [
-            *WORDS,
-            "48/2 = 24",
-            "  two   spaces ",
-            "\u4f60\u597d\n\n\u0001",
-            "unseen w\u00f6rds Z",
-            "a<end_of_turn>\nb",
-        ]:
-            assert server.tokens(text) == tokenizer.encode(text, add_special_tokens=False).ids, text
-            assert server.tokens(text, special=True) == tokenizer.encode(text).ids
-        chat = [{"role": "user", "content": "In May?"}, {"role": "assistant", "content": "No"}]
-        chat += [{"role": "user", "content": "Why"}]
-        assert server.tokens(server.rendered(chat), special=True) == render_prompt(open_source(base).tokenizer, chat)
+        server.assert_reads_like(tokenizer, open_source(base), [*ODD, "a<end_of_turn>\nb"])
     modelfile = out.with_suffix(".Modelfile").read_text()
     assert '{{ if eq .Role "user" }}<start_of_turn>user\n{{ .Content }}<end_of_turn>\n' in modelfile
     assert 'PARAMETER stop "<end_of_turn>"\n' in modelfile

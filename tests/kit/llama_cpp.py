@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
+from tokenizers import Tokenizer
+
+from rocm_ext.data.render import render_prompt
+from rocm_ext.export import Source
+
 _PROGRAM = """
 import sys, xllamacpp
 params = xllamacpp.CommonParams()
@@ -67,6 +72,15 @@ class LlamaCpp:
     def rendered(self, messages: list[dict[str, str]]) -> str:
         """Render a conversation with the file's chat template."""
         return self.ask("/apply-template", {"messages": messages})["prompt"]
+
+    def assert_reads_like(self, tokenizer: Tokenizer, source: Source, texts: list[str]) -> None:
+        """Assert that it tokenises ``texts`` and renders a conversation as the model's own folder does."""
+        for text in texts:
+            assert self.tokens(text) == tokenizer.encode(text, add_special_tokens=False).ids, text
+            assert self.tokens(text, special=True) == tokenizer.encode(text).ids
+        chat = [("user", "In May?"), ("assistant", "No"), ("user", "Why")]
+        messages = [{"role": role, "content": content} for role, content in chat]
+        assert self.tokens(self.rendered(messages), special=True) == render_prompt(source.tokenizer, messages)
 
 
 @contextmanager

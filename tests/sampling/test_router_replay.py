@@ -22,7 +22,7 @@ from rocm_ext.sampling import Completion, LocalEngine, Request, Sampling
 from tests.kit.families import folder_config
 from tests.kit.forks import forked, forked_ranks
 from tests.kit.grpo_runs import assert_equal, lines, write_run
-from tests.kit.hf_models import CARE, write_common, write_theirs
+from tests.kit.hf_models import CARE, write_common
 from tests.kit.parity import our_model
 from tests.kit.raft_runs import WEIGHTS, write_world
 from tests.kit.replay import Recorded, capture
@@ -31,19 +31,6 @@ from tests.sampling.test_transformers_engine import NEVER, ask, prompts
 
 NAMES = ("qwen3 moe", "gpt-oss", "deepseek 3")
 TEXTS = prompts(20, 30)  # long enough that a pack holds them once
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
-    """Return a function from a model's name to its folder, written at the first call."""
-    top, made = tmp_path_factory.mktemp("theirs"), {}
-
-    def folder(name: str) -> Path:
-        if name not in made:
-            made[name] = write_theirs(top / name.replace(" ", "_"), name)
-        return made[name]
-
-    return folder
 
 
 def sampled(decoder, graphs: bool = False) -> list[Sample]:

@@ -17,7 +17,8 @@ def measure(base: Path, runs: int, prompts: int = 1000) -> list[dict]:
     model, shares = pocket(base), []
     for number in range(runs):
         arguments = ["-m", "tools.benchmarks.sides.cycle_ours", "--config", "cpu_pocket_raft", f"pocket={model}",
-                     f"output_dir={base}/{number}", "cycles=2", f"prompts_per_cycle={prompts}"]  # fmt: skip
+                     f"output_dir={base}/{number}", "cycles=2", f"prompts_per_cycle={prompts}",
+                     "eval_prompts=null"]  # evaluations generate, too, outside of cycles  # fmt: skip
         with Side("ours", Path(sys.executable), arguments, base / f"{number}.log") as side:
             seconds = side.ask(report=True)
         shares.append(1 - (seconds["generation"] + seconds["training"]) / seconds["cycles"])
