@@ -35,9 +35,9 @@ class Tools:
         self.schemas = [schema_of(function) for function in functions]
         self._functions: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}
         for function, schema in zip(functions, self.schemas, strict=True):
-            self._functions[schema["function"]["name"]] = function, schema["function"]["parameters"]
-        if len(self._functions) < len(functions):
-            raise UserError(f"tools: two functions have one name, of {', '.join(self._functions)}")
+            if (name := schema["function"]["name"]) in self._functions:
+                raise UserError(f"tools: two functions have one name, {name}; rename one of them")
+            self._functions[name] = function, schema["function"]["parameters"]
 
     def __call__(self, call: Call) -> str:
         """Return what a call gives, as text. What is wrong with it is text, too, for the model to read."""

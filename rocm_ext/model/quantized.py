@@ -111,7 +111,7 @@ class Quantized(Tensor):
         Products of value and scale are rounded once, from fp32.
         """
         if self.packed.dtype == torch.uint8:
-            made = _pairs.__wrapped__ if isinstance(self.packed, FakeTensor) else _pairs  # whose values nobody may keep
+            made = _pairs.__wrapped__ if isinstance(self.packed, FakeTensor) else _pairs  # a fake table must not stay
             pairs = made(self.dtype, self.device).index_select(0, self.packed.flatten().int())
             values = pairs.view(*self.packed.shape[:-2], -1)
         else:

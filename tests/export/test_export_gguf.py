@@ -241,7 +241,7 @@ def write_sentencepiece(folder: Path, gemma: bool = False) -> Tokenizer:
     return tokenizer
 
 
-ODD = [*WORDS, "48/2 = 24", "  two   spaces ", "\u4f60\u597d\n\n\u0001", "unseen w\u00f6rds Z"]
+ODD = [*WORDS, "48/2 = 24", "  two  spaces ", "  three   spaces ", "\u4f60\u597d\n\n\u0001", "unseen w\u00f6rds Z"]
 
 
 def test_a_tokenizer_from_sentencepiece(bases, tmp_path):  # noqa: F811
