@@ -14,7 +14,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import json_object
 from rocm_ext.chat.stream import Reasoning, TextStream, harmless
 from rocm_ext.config.chosen_model import sample_here, sampling_config
-from rocm_ext.data.render import PlainRenderer, render_prompt, to_text
+from rocm_ext.data.render import PlainRenderer, marked_text, render_prompt, to_text
 from rocm_ext.environments import Call, Tools, call_id, calls_in, shortened
 from rocm_ext.rl.loop import RLRecipe
 from rocm_ext.sampling import Completion, Request, Sampling, sample_seed
@@ -194,8 +194,8 @@ class Chat:
             if isinstance(step, Completion):
                 ended = step.finish_reason == "stop"
                 sampled, answer.tokens, answer.finish_reason = step.tokens, len(step.tokens), step.finish_reason
-                if self.tools is not None:  # which need a chat template, and that this tokenizer
-                    answer.marked = self._tokenizer.encoder.decode(sampled[: len(sampled) - ended], special=True)
+                if self.tools is not None:
+                    answer.marked = marked_text(self._tokenizer, sampled)
                 pieces = reasoning.add(decoder.add(sampled[-1]) * (not ended) + decoder.end()) + reasoning.end()
             else:
                 answer.tokens = len(step)

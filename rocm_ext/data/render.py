@@ -113,6 +113,10 @@ class TemplateRenderer:
     def __init__(self, template: ChatTemplate, encoder: TextEncoder, stops: Sequence[int]) -> None:
         self.template, self._encoder, self._stops = template, encoder, frozenset(stops)
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of ``tokens`` with special tokens."""
+        return self._encoder.decode(tokens, special=True)
+
     def prompt(self, turns: Sequence[Turn], tools: Tools) -> list[int]:
         """Render a conversation to sample from, by the template."""
         return self._encoder.encode(self.template.render(turns, tools, prompt=True))
@@ -309,6 +313,13 @@ def to_text(tokenizer: Any, tokens: Sequence[int]) -> str:
         return tokenizer.decode(list(tokens))
     except (TypeError, KeyError, IndexError, OverflowError):
         return tokenizer.decode([token for token in tokens if _known(tokenizer, token)])
+
+
+def marked_text(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Decode an answer with its special tokens, which mark calls of tools, but for the one that ends it."""
+    renderer, stops = getattr(tokenizer, "renderer", None), frozenset(tokenizer.stop_tokens)
+    tokens = list(tokens[:-1] if tokens and tokens[-1] in stops else tokens)
+    return renderer.text(tokens) if isinstance(renderer, TemplateRenderer) else to_text(tokenizer, tokens)
 
 
 def _known(tokenizer: Any, token: int) -> bool:

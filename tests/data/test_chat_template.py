@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.data import prompt_dataset, sft_dataset
-from rocm_ext.data.render import IGNORE, render_conversation, render_prompt
+from rocm_ext.data.render import IGNORE, marked_text, render_conversation, render_prompt
 from rocm_ext.data.rows import open_dataset, tokenize
 from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.rl.prompts import PromptSet
@@ -184,6 +184,18 @@ def test_tokens_equal_those_of_transformers(model_folder, name, chat, tools):
     (text,) = labelled(folder, labels)
     assert text.endswith("<|eot_id|>" if name.startswith("llama") else "<|im_end|>")
     assert (chat[-1]["content"] or '"weather"').split("</think>")[-1] in text
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_answers_marks_are_kept(model_folder, name):
+    """Calls of tools are found by them, with torchtune's tokenizers, too, whose ``encoder`` is another thing."""
+    folder = model_folder(name)
+    mark, end = ("<|python_tag|>", "<|eot_id|>") if name.startswith("llama") else ("<tool_call>", "<|im_end|>")
+    encode = Tokenizer.from_file(str(folder / "tokenizer.json")).encode
+    tokenizer, text = open_tokenizer(config_for(folder)), f'{mark}{{"name": "weather"}}'
+    assert marked_text(tokenizer, encode(text + end, add_special_tokens=False).ids) == text
+    assert marked_text(tokenizer, encode(text, add_special_tokens=False).ids) == text
+    assert marked_text(tokenizer, []) == ""
 
 
 @pytest.mark.parametrize("thinking", [True, False])
