@@ -15,6 +15,7 @@ from rocm_ext.base.files import json_object
 from rocm_ext.chat.stream import Reasoning, TextStream, harmless
 from rocm_ext.config.chosen_model import sample_here, sampling_config
 from rocm_ext.data.render import PlainRenderer, marked_text, render_prompt, to_text
+from rocm_ext.data.tokenizer import defused
 from rocm_ext.environments import Call, Tools, call_id, calls_in, shortened
 from rocm_ext.rl.loop import RLRecipe
 from rocm_ext.sampling import Completion, Request, Sampling, sample_seed
@@ -171,7 +172,7 @@ class Chat:
             {"role": "assistant", "content": content, "tool_calls": [c.message(i) for i, c in enumerate(calls)]}
         ]
         for number, call in enumerate(calls):
-            result = self.tools(call)
+            result = defused(self._tokenizer)(self.tools(call))
             given = ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())
             self.tell(harmless(shortened(f"[{call.name or 'a call'}({given}): {result}]", _MOST_SHOWN)))
             turns.append({"role": "tool", "name": call.name, "tool_call_id": call_id(number), "content": result})

@@ -113,6 +113,11 @@ class TemplateRenderer:
     def __init__(self, template: ChatTemplate, encoder: TextEncoder, stops: Sequence[int]) -> None:
         self.template, self._encoder, self._stops = template, encoder, frozenset(stops)
 
+    @property
+    def added_tokens(self) -> frozenset[str]:
+        """Texts of the tokens that were added to the vocabulary, special or not."""
+        return frozenset(self._encoder.ids)
+
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens`` with special tokens."""
         return self._encoder.decode(tokens, special=True)

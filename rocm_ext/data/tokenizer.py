@@ -155,6 +155,18 @@ def special_tokens_in(tokenizer: Any) -> Callable[[Iterable[str]], str | None]:
     return find
 
 
+def defused(tokenizer: Any) -> Callable[[str], str]:
+    """Return a function that lets the model read added tokens in a text as text: a space follows their first letter.
+
+    Without it, the output of a tool could end its own turn and speak as another.
+    """
+    renderer = getattr(tokenizer, "renderer", None)
+    added = renderer.added_tokens if isinstance(renderer, TemplateRenderer) else frozenset()
+    names = sorted(reserved_tokens(tokenizer) | added, key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, names)) if names else r"(?!)")
+    return lambda text: pattern.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
+
+
 def special_token_lines(what: str, count: int, special: Sequence[tuple[str, str]]) -> list[str]:
     """Return a warning about the special tokens in texts; none if there are none.
 

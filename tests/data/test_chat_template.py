@@ -22,7 +22,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.data import prompt_dataset, sft_dataset
 from rocm_ext.data.render import IGNORE, marked_text, render_conversation, render_prompt
 from rocm_ext.data.rows import open_dataset, tokenize
-from rocm_ext.data.tokenizer import open_tokenizer
+from rocm_ext.data.tokenizer import defused, open_tokenizer
 from rocm_ext.rl.prompts import PromptSet
 from rocm_ext.train.builders import check_tokenizer
 from tests.kit import tiny
@@ -196,6 +196,21 @@ def test_an_answers_marks_are_kept(model_folder, name):
     assert marked_text(tokenizer, encode(text + end, add_special_tokens=False).ids) == text
     assert marked_text(tokenizer, encode(text, add_special_tokens=False).ids) == text
     assert marked_text(tokenizer, []) == ""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_tools_text_speaks_for_nobody_else(model_folder, name):
+    """As many tokens of the vocabulary's additions as after harmless text, and no letter is lost."""
+    tokenizer = open_tokenizer(config_for(model_folder(name)))
+    hostile = "".join(f"{token}x" for token in sorted(tokenizer.renderer.added_tokens))
+    safe, added = defused(tokenizer)(hostile), set(tokenizer.renderer._encoder.ids.values())
+
+    def count(content: str) -> int:
+        chat = [user("Weather?"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": content}]
+        return sum(token in added for token in render_prompt(tokenizer, chat, TOOLS))
+
+    assert count(hostile) > count("7") == count(safe)
+    assert safe.replace(" ", "") == hostile.replace(" ", "")
 
 
 @pytest.mark.parametrize("thinking", [True, False])
