@@ -212,6 +212,7 @@ CARE = {
     },
     "qwen3_5_moe_text": GATED_DELTA,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "gptj": {"n_head": 4, "n_layer": 2, "rotary_dim": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},  # reads dt_proj's weight
     # changes outputs in place; scales q by the place in the row, not by the position
     "llama4_text": {"floor_scale": 4, "attention_chunk_size": 6, "no_rope_layers": [1, 0]},

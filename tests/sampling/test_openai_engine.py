@@ -80,7 +80,7 @@ def wanted(requests):
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
-    # not Qwen: transformers serve 5.23 answers with a 500 to a <tool_call> without JSON behind it
+    # not Qwen: transformers serve answers with a 500 to a <tool_call> without JSON behind it
     folder = write_model(tmp_path_factory.mktemp("served") / "model", "llama")
     config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
               "bos_token": None, "chat_template": CHAT_TEMPLATE, "clean_up_tokenization_spaces": False}  # fmt: skip
@@ -185,8 +185,10 @@ def test_what_transformers_serve_cannot_do_is_said_in_a_line(served, model_dir):
         chat_engine(served, model_dir, endpoint="completions").check()
     with pytest.raises(UserError, match=r"HTTP 400: Server is pinned to .*; requested 'other'"):
         chat_engine(served, model_dir, model="other").check()
-    with pytest.raises(UserError, match=r"does not list its models: HTTP 500: .*; set model"):
-        chat_engine(served, model_dir, model=None).check()
+
+
+def test_transformers_serve_s_model_need_not_be_named(served, model_dir):
+    chat_engine(served, model_dir, model=None).check()
 
 
 def test_transformers_serve_takes_no_adapter(served, model_dir, adapter):
@@ -775,6 +777,11 @@ def test_check_wants_a_name_where_there_are_several_models(vllm, tokenizer):
         OpenAIEngine(tokenizer, urls=[vllm(paths={MODELS: cards}).url]).check()
     with pytest.raises(UserError, match="serves no model; set model to the name of one"):
         OpenAIEngine(tokenizer, urls=[vllm(paths={MODELS: {"data": None}}).url]).check()
+
+
+def test_check_wants_a_name_where_models_are_not_listed(vllm, tokenizer):
+    with pytest.raises(UserError, match=r"does not list its models: HTTP 500: no cache.*; set model"):
+        OpenAIEngine(tokenizer, urls=[vllm(paths={MODELS: (500, {"error": {"message": "no cache"}}, {})}).url]).check()
 
 
 def test_check_names_a_model_that_is_not_served(vllm, tokenizer):

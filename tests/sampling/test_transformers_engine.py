@@ -48,7 +48,6 @@ FAST = ("gemma 3", "qwen3.5", "gpt-oss")  # sliding windows, recurrent states, s
 REFUSED = {
     "rwkv": "its cache is not",
     "bloom": "its attention is not",
-    "gptj": "its attention is not",
     "doge": "DogeAttention makes masks of its own",
     "llama4_text": "it has chunked attention",
 }

@@ -48,7 +48,7 @@ from rocm_ext.model.transformers.weights import (
 PACKS = frozenset(
     """
     apertus arcee bamba cohere cohere2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 falcon_h1 gemma gemma2
-    gemma3_text glm glm4 glm4_moe gpt_oss granite granitemoe granitemoehybrid granitemoeshared helium
+    gemma3_text glm glm4 glm4_moe gpt_oss gptj granite granitemoe granitemoehybrid granitemoeshared helium
     hunyuan_v1_dense hunyuan_v1_moe kimi_linear lfm2 lfm2_moe llama minimax_m2 ministral ministral3 mistral mixtral
     nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text
     qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 stablelm starcoder2

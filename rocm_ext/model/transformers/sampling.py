@@ -353,7 +353,7 @@ class TransformersSampler(Sampler):
         cache.begin(positions, span)
         rows = {"input_ids": tokens[:, None], "position_ids": positions[:, None]}
         with forward_pass(positions[:, None], self.decoder.kernel, cache, self.fixed_shapes):
-            hidden = self.decoder.body(**rows, past_key_values=cache, use_cache=True).last_hidden_state
+            hidden = self.decoder.body(**rows, cache=cache, use_cache=True).last_hidden_state
         return self.decoder.output(hidden[:, 0])
 
 
@@ -368,7 +368,7 @@ def _prefill(run: Callable[..., Any], config: Any, tokens: Tensor, kernel: str) 
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     cache = Cache(layers=layers_of(config))
     with forward_pass(positions, kernel) as asked:
-        run(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True)
+        run(input_ids=tokens, position_ids=positions, cache=cache, use_cache=True)
     return cache.layers, asked
 
 
