@@ -1,11 +1,13 @@
-"""What pyproject.toml cannot say: an editable install copies one module instead of linking to it.
+"""What pyproject.toml cannot say: packages are found, and an editable install copies one module instead of linking to it.
 
 torch fails to import without ``rocm_ext_hook``, so that module must outlive the checkout.
 """
 
 import sys
 
-from setuptools import Distribution, setup
+from setuptools import Distribution, find_packages, setup
+
+MOVED = ("recipes", "recipe_configs", "recipe_configs.defaults", "recipe_configs.hardware")  # see pyproject.toml
 
 
 class Project(Distribution):
@@ -16,4 +18,8 @@ class Project(Distribution):
 
 # relative to the `data` folder of a wheel; `purelib` beside it is unpacked into site-packages
 copied = [("../purelib", ["rocm_ext_hook.py"])]
-setup(distclass=Project, data_files=copied if "editable_wheel" in sys.argv else [])
+setup(
+    distclass=Project,
+    packages=[*find_packages(include=["rocm_ext", "rocm_ext.*"]), *(f"rocm_ext.{name}" for name in MOVED)],
+    data_files=copied if "editable_wheel" in sys.argv else [],
+)
