@@ -190,14 +190,14 @@ class GRPO(Loop):
             The rows, and the prompt of each.
         """
         cfg, learner, samples = self.cfg, self.learner, selected.trained
-        rows, groups = to_rows(samples, self.prompts.tokens), [sample.prompt_id for sample in samples]
-        lengths = [len(sample.tokens) for sample in samples]
-        advantages = selected.advantages.values()
-        rows.add_labels_column("advantages", [[a] * n for a, n in zip(advantages, lengths, strict=True)])
-        if all(len(sample.logprobs) == n for sample, n in zip(samples, lengths, strict=True)):
-            rows.add_labels_column("sampler_logprobs", [sample.logprobs for sample in samples])
+        rows, pieces = to_rows(samples, self.prompts.tokens)
+        groups, advantages = [samples[i].prompt_id for i, _ in pieces], list(selected.advantages.values())
+        rows.add_labels_column("advantages", [[advantages[i]] * (piece.stop - piece.start) for i, piece in pieces])
+        if all(len(sample.logprobs) == len(sample.tokens) for sample in samples):
+            rows.add_labels_column("sampler_logprobs", [samples[i].logprobs[piece] for i, piece in pieces])
         if cfg.router_replay:
-            rows.add_labels_column(ROUTES, [sample.chosen_experts() for sample in samples])
+            routes = [sample.chosen_experts() for sample in samples]
+            rows.add_labels_column(ROUTES, [routes[i][piece] for i, piece in pieces])
         columns = learner.objective.columns
         if "old_logprobs" in columns and self.old_logprobs == "sampler":
             rows.columns["old_logprobs"] = rows.columns["sampler_logprobs"]

@@ -187,13 +187,13 @@ class RAFT(Loop):
         if self.trainer.replayed:
             self.kept[self.trainer.step + 1] = kept
         samples = [*kept, *replayed]
-        rows = to_rows(samples, self.prompts.tokens)
+        rows, parts = to_rows(samples, self.prompts.tokens)
         columns = self.learner.objective.columns
         if "old_logprobs" in columns:
-            rows.add_labels_column("old_logprobs", [sample.logprobs for sample in samples])
+            rows.add_labels_column("old_logprobs", [samples[i].logprobs[part] for i, part in parts])
         if "advantages" in columns:
-            rows.add_labels_column("advantages", [[1.0] * len(sample.tokens) for sample in samples])
-        return rows, [sample.prompt_id for sample in samples]
+            rows.add_labels_column("advantages", [[1.0] * (part.stop - part.start) for _, part in parts])
+        return rows, [samples[i].prompt_id for i, _ in parts]
 
     def stop_reason(self) -> str | None:
         """Return why the run ends before its last cycle; None to continue."""

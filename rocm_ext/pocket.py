@@ -4,6 +4,10 @@ transformers, PEFT and torchtune open it like any Qwen2.5, so every recipe runs 
 in minutes, offline. Its training data are additions and subtractions of two-digit numbers, worked in columns.
 Training stops once it answers a third of the held-out problems correctly. It then knows the form of an answer
 but makes mistakes in single steps, so fine-tuning can teach it and sampling gives a choice of answers.
+
+With tools, most rows work without carrying, so half of their results are wrong, and the others call a calculator and
+repeat what it returns. Training stops once that is repeated correctly for the most part. The model then mostly works by
+hand, and reinforcement learning can find out that calling is better.
 """
 
 import json
@@ -58,15 +62,29 @@ MAX_NEW_TOKENS = 32  # the longest answer has 20
 FREE_MEMORY = 2**30  # far more than sampling from this small model needs
 BATCH, LEARNING_RATE, WARMUP = 32, 3e-3, 50
 MAX_STEPS = 3000
+CALLS = 0.3  # share of training rows that call the calculator, with tools
 
 PHRASES = {
     "+": ("What is {a} + {b}?", "Add {a} and {b}."),
     "-": ("What is {a} - {b}?", "Subtract {b} from {a}."),
 }
-# ChatML without Qwen's default system prompt, as torchtune renders it
+LIST = {"role": "system", "content": "calculator"}  # as the chat template lists tools
+# ChatML without Qwen's default system prompt, as torchtune renders it, with the names of tools
 CHAT_TEMPLATE = (
+    "{% if tools %}"
+    "{{ '<|im_start|>system\n' + tools | join(', ', attribute='function.name') + '<|im_end|>\n' }}"
+    "{% endif %}"
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% if message['role'] == 'tool' %}"
+    "{{ '<|im_start|>user\n<tool_response>\n' + message['content'] + '\n</tool_response><|im_end|>\n' }}"
+    "{% else %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '<tool_call>\n' + {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}"
+    "{{ '\n</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|im_end|>\n' }}"
+    "{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -96,7 +114,9 @@ def lora_pocket(
     )
 
 
-def make(folder: Path, seed: int = 0, target: float = 0.33, force: bool = False) -> tuple[dict[str, Any], bool]:
+def make(
+    folder: Path, seed: int = 0, target: float = 0.33, force: bool = False, tools: bool = False
+) -> tuple[dict[str, Any], bool]:
     """Make a pocket model in ``folder``, or keep the one that is already there.
 
     The folder holds the model in Hugging Face's format, ``train.jsonl`` and ``heldout.jsonl`` (rows of
@@ -109,9 +129,10 @@ def make(folder: Path, seed: int = 0, target: float = 0.33, force: bool = False)
         seed: seed of the problems and the weights.
         target: held-out accuracy in (0, 1); training stops at the first measured accuracy that reaches it.
         force: replace an earlier pocket model.
+        tools: teach the model to call a calculator, too.
 
     Returns:
-        The card (seed, target, steps, parameters and the held-out correct, total and accuracy), and whether
+        The card (seed, target, tools, steps, parameters and the held-out correct, total and accuracy), and whether
         the model is new.
 
     Raises:
@@ -121,27 +142,29 @@ def make(folder: Path, seed: int = 0, target: float = 0.33, force: bool = False)
         raise UserError(f"accuracy is {target}; expected a number between 0 and 1")
     folder = folder.resolve()
     if (earlier := _earlier(folder)) and not force:
-        if (earlier["seed"], earlier["target"]) == (seed, target):
+        asked = {"seed": seed, "target": target, "tools": tools}
+        found = {name: earlier.get(name, False) for name in asked}
+        if found == asked:
             return earlier, False
-        raise UserError(
-            f"{folder} already has a pocket model with seed {earlier['seed']} and accuracy {earlier['target']} "
-            f"instead of seed {seed} and accuracy {target}. --force replaces it"
-        )
+        has, wanted = (", ".join(f"{name} {value}" for name, value in of.items()) for of in (found, asked))
+        raise UserError(f"{folder} already has a pocket model with {has} instead of {wanted}. --force replaces it")
     held_out, train, pool = split_problems(seed)
-    phrasing = random.Random(f"phrasing {seed}")
+    phrasing, calls = random.Random(f"phrasing {seed}"), CALLS if tools else 0.0
     rows = {
         "train": [problem.row(phrasing) for problem in train],
         "heldout": [problem.row(phrasing) for problem in held_out],
     }
+    measured = [problem.row(phrasing, 1.0) for problem in held_out] if tools else rows["heldout"]
     with replace_folder(folder) as aside:
         for name, content in rows.items():
             (aside / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
-        write_tokenizer(aside, [problem.row(phrasing) for problem in pool])
+        write_tokenizer(aside, [problem.row(phrasing, calls) for problem in pool])
         tokenizer = load_tokenizer(aside)
-        model, steps, score = _train(tokenizer, pool, rows["heldout"], seed, target)
+        model, steps, score = _train(tokenizer, pool, measured, seed, target, calls)
         card = {
             "seed": seed,
             "target": target,
+            "tools": tools,
             "steps": steps,
             "parameters": sum(p.numel() for p in model.parameters()),
             "correct": score.correct,
@@ -196,11 +219,39 @@ class Problem:
             steps = f"{units_a}-{units_b}={units_a - units_b}\n{tens_a}-{tens_b}={tens_a - tens_b}"
         return f"{steps}\n{self.answer}"
 
-    def row(self, rng: random.Random) -> dict[str, Any]:
-        """Return the problem as a training row, in a random wording; a sum's operands come in random order."""
+    def worked_without_carrying(self) -> str:
+        """Return the same by a pupil who forgets carries: ``7+8=15 4+3=7 75`` or ``8-3=5 5-2=3 35``."""
+        (tens_a, units_a), (tens_b, units_b) = divmod(self.a, 10), divmod(self.b, 10)
+        if self.op == "+":
+            units, tens = units_a + units_b, tens_a + tens_b
+        else:
+            units_b, units_a = sorted((units_a, units_b))
+            units, tens = units_a - units_b, tens_a - tens_b
+        steps = f"{units_a}{self.op}{units_b}={units}\n{tens_a}{self.op}{tens_b}={tens}"
+        return f"{steps}\n{10 * tens + units % 10}"
+
+    def called(self) -> list[dict[str, str]]:
+        """Return messages that call the calculator and repeat its result, as the chat template writes them."""
+        call = {"name": "calculator", "arguments": {"expression": f"{self.a} {self.op} {self.b}"}}
+        return [
+            {"role": "assistant", "content": f"<tool_call>\n{json.dumps(call)}\n</tool_call>"},
+            {"role": "user", "content": f"<tool_response>\n{self.answer}\n</tool_response>"},
+            {"role": "assistant", "content": str(self.answer)},
+        ]
+
+    def row(self, rng: random.Random, calls: float = 0.0) -> dict[str, Any]:
+        """Return the problem as a training row, in a random wording; a sum's operands come in random order.
+
+        Args:
+            rng: draws the wording.
+            calls: probability that the row calls the calculator.
+        """
         problem = Problem(self.b, "+", self.a) if self.op == "+" and rng.random() < 0.5 else self
         prompt = rng.choice(PHRASES[self.op]).format(a=problem.a, b=problem.b)
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": problem.worked()}]
+        if calls:
+            by_hand = [{"role": "assistant", "content": problem.worked_without_carrying()}]
+            messages = [LIST, messages[0], *(problem.called() if rng.random() < calls else by_hand)]
         return {"messages": messages, "prompt": prompt, "answer": str(self.answer)}
 
 
@@ -215,7 +266,7 @@ def split_problems(seed: int) -> tuple[list[Problem], list[Problem], list[Proble
 
 
 def _train(
-    tokenizer: Any, pool: Sequence[Problem], held_out: Sequence[dict], seed: int, target: float
+    tokenizer: Any, pool: Sequence[Problem], held_out: Sequence[dict], seed: int, target: float, calls: float
 ) -> tuple[TransformerDecoder, int, Score]:
     """Train a model until it reaches the target; return it with its steps and score.
 
@@ -224,13 +275,13 @@ def _train(
     """
     model = new_model(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
-    batches = batches_of(tokenizer, pool, random.Random(f"batches {seed}"))
+    batches = batches_of(tokenizer, pool, random.Random(f"batches {seed}"), calls)
     score = Score(0, len(held_out))
     bar = tqdm(desc="training", unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
     with bar:
         for step in range(1, MAX_STEPS + 1):
             # Slow down towards the target: at the full learning rate accuracy jumps by ten points in five steps.
-            pace = min(1.0, step / WARMUP) * max(0.03, (1 - score.accuracy / target) ** 2)
+            pace = min(1.0, step / WARMUP) * (1.0 if calls else max(0.03, (1 - score.accuracy / target) ** 2))
             optimizer.param_groups[0]["lr"] = LEARNING_RATE * pace
             loss = update(model, optimizer, *next(batches))
             bar.update()
@@ -268,10 +319,9 @@ def update(model: TransformerDecoder, optimizer: torch.optim.Optimizer, tokens: 
 
 
 def accuracy(model: TransformerDecoder, tokenizer: Any, rows: Sequence[dict[str, Any]]) -> Score:
-    """Count the greedy answers to the rows' ``prompt`` that end with the number in ``answer``."""
+    """Count the greedy answers, in place of the rows' last message, that end with the number in ``answer``."""
     requests = [
-        Request(str(i), 0, 0, tuple(render_prompt(tokenizer, [{"role": "user", "content": row["prompt"]}])))
-        for i, row in enumerate(rows)
+        Request(str(i), 0, 0, tuple(render_prompt(tokenizer, row["messages"][:-1]))) for i, row in enumerate(rows)
     ]
     with sampler_of(native(model)) as decoder:
         session = LocalSession(decoder, tokenizer, lambda: FREE_MEMORY)
@@ -291,10 +341,12 @@ def sharpen(model: TransformerDecoder) -> None:
         scale.mul_(2)
 
 
-def batches_of(tokenizer: Any, pool: Sequence[Problem], rng: random.Random) -> Iterator[tuple[Tensor, Tensor]]:
+def batches_of(
+    tokenizer: Any, pool: Sequence[Problem], rng: random.Random, calls: float = 0.0
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield tokens and labels ``[BATCH, s]`` endlessly; each draw of a problem gets a new wording."""
     while True:
-        rows = [problem.row(rng) for problem in rng.sample(pool, BATCH)]
+        rows = [problem.row(rng, calls) for problem in rng.sample(pool, BATCH)]
         pairs = [render_conversation(tokenizer, row["messages"]) for row in rows]
         longest = max(len(tokens) for tokens, _ in pairs)
         # Attention is causal, so padding on the right does not affect the tokens on its left.

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 import re
 import signal
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from rocm_ext.recipes.grpo_rocm import main
 from safetensors.torch import load_file
 from torchtune.models.qwen2 import qwen2
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
@@ -18,9 +20,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rocm_ext import cli, pocket
 from rocm_ext.data.prompts import check_disjoint, prompt_dataset
 from rocm_ext.data.render import render_conversation, render_prompt
+from rocm_ext.environments import Tools, calculator, calls_in
 from rocm_ext.model.native import native
 from rocm_ext.runs.scores import Score, pass_at_k, wilson
 from rocm_ext.sampling import LocalEngine, Request, Sampling
+from tests.kit.forks import forked
+from tests.kit.grpo_runs import lines
+from tests.kit.tiny import metrics
 
 TEXTS = [
     "What is 47 + 38?",
@@ -223,8 +229,67 @@ def test_accuracy_counts_right_answers(pocket_dir, tune_model):
     tokenizer, prompts = pocket.load_tokenizer(pocket_dir), ["What is 10 + 10?", "Add 12 and 71.", "Add 20 and 31."]
     said = [re.findall(r"\d+", c.text)[-1] for c in replies(tune_model, tokenizer, prompts)]
     answers = [said[0], str(int(said[1]) + 1), said[2]]
-    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers, strict=True)]
+    rows = [
+        {"messages": [{"role": "user", "content": prompt}, {}], "answer": answer}
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
     assert pocket.accuracy(tune_model, tokenizer, rows) == Score(2, 3)
+
+
+# ---- tools
+
+
+@pytest.mark.parametrize(
+    ("problem", "worked"),
+    [
+        ("47+38", "7+8=15\n4+3=7\n75"),
+        ("47+32", "7+2=9\n4+3=7\n79"),
+        ("42-17", "7-2=5\n4-1=3\n35"),
+        ("47-12", "7-2=5\n4-1=3\n35"),
+    ],
+)
+def test_by_hand_it_forgets_carries(problem, worked):
+    a, op, b = re.match(r"(\d+)(.)(\d+)", problem).groups()
+    assert pocket.Problem(int(a), op, int(b)).worked_without_carrying() == worked
+
+
+def test_rows_with_tools_are_what_the_template_writes(pocket_dir):
+    row = pocket.Problem(47, "-", 38).row(random.Random(0), calls=1.0)
+    listed, question, call, _, answer = row["messages"]
+    assert listed == pocket.LIST
+    tools = Tools([calculator])
+    content, (read,) = calls_in(call["content"], tools.schemas)
+    messages = [
+        question,
+        {"role": "assistant", "content": content, "tool_calls": [read.message(0)]},
+        {"role": "tool", "content": tools(read)},
+        answer,
+    ]
+    template = AutoTokenizer.from_pretrained(pocket_dir)
+    ours, _ = render_conversation(pocket.load_tokenizer(pocket_dir), row["messages"])
+    text = template.apply_chat_template(messages, tools=tools.schemas, tokenize=False)
+    assert template.decode(ours) == text.removesuffix("\n")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_it_learns_to_call_a_tool(tmp_path):
+    assert cli.main(["pocket", str(tmp_path / "tools"), "--tools"]) == 0
+    out = tmp_path / "out"
+    changes = [f"pocket={tmp_path / 'tools'}", f"output_dir={out}"]
+    code, said = forked(main, "cpu_pocket_tools", *changes)
+    assert code == 0, said
+    before, *_, after = metrics(out, "eval")
+    assert after["correct"] - before["correct"] > 80, "of 400"
+    greedy = [line for line in lines(out / "samples.jsonl") if line["phase"] == "eval"]
+    calls = [
+        sum(any("tool_calls" in m for m in line["messages"]) for line in greedy if line["step"] == n) for n in (0, 8)
+    ]
+    assert calls[0] < 100
+    assert calls[1] > 300
+
+
+# ---- evaluation
 
 
 def evaluate(capsys, pocket_dir, *arguments: str, overrides=()) -> dict:

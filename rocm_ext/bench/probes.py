@@ -199,8 +199,8 @@ def bandwidth(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
 class _Clocked(LocalSession):
     """Records the seconds of each step."""
 
-    def _count(self, rows: int, slots: int, read: int, seconds: float) -> None:
-        super()._count(rows, slots, read, seconds)
+    def _count(self, tokens: int, rows: int, slots: int, read: int, seconds: float) -> None:
+        super()._count(tokens, rows, slots, read, seconds)
         self.steps = [*getattr(self, "steps", []), seconds]
 
 

@@ -155,7 +155,7 @@ def _sampling(args: argparse.Namespace, target: ChosenModel) -> DictConfig:
     cfg = cfg if "eval_prompts" in cfg else sampling_config(cfg)
     if args.verifier:
         path = args.verifier if "." in args.verifier else f"rocm_ext.verifiers.{args.verifier}"
-        cfg.verifier = {config.COMPONENT: path}
+        cfg.verifier, cfg.environment = {config.COMPONENT: path}, None
     if args.data:
         cfg.eval_prompts = {config.COMPONENT: _PROMPTS, **_source(args)}
         if args.format:

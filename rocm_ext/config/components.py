@@ -16,7 +16,7 @@ from rocm_ext.machine.profile import profile_names
 
 # Keys whose value names a component
 _COMPONENTS = {"model", "checkpointer", "tokenizer", "dataset", "dataset_val", "optimizer", "lr_scheduler"}
-_COMPONENTS |= {"loss", "metric_logger", "prompts", "eval_prompts", "engine", "verifier"}
+_COMPONENTS |= {"loss", "metric_logger", "prompts", "eval_prompts", "engine", "verifier", "environment"}
 _LISTS = {"dataset", "dataset_val"}  # these may be lists of components
 
 # What the config in a run's folder may name: builders that read the files they are given, and do nothing else.
@@ -29,14 +29,15 @@ _BUILDERS = {
     "tokenizer": "rocm_ext.data.HFTokenizer torchtune.models.*.*_tokenizer",
     "dataset": _DATASET,
     "dataset_val": _DATASET,
-    "prompts": "rocm_ext.data.prompt_dataset",
-    "eval_prompts": "rocm_ext.data.prompt_dataset",
+    "prompts": "rocm_ext.data.prompt_dataset rocm_ext.data.reasoning_gym_prompts",
+    "eval_prompts": "rocm_ext.data.prompt_dataset rocm_ext.data.reasoning_gym_prompts",
     "optimizer": "torch.optim.*",
     "loss": "rocm_ext.losses.* torchtune.modules.loss.* torchtune.rlhf.loss.*",
     "engine": "rocm_ext.sampling.LocalEngine",
     "verifier": "rocm_ext.verifiers.All rocm_ext.verifiers.Compile rocm_ext.verifiers.ExactMatch "
     "rocm_ext.verifiers.JsonSchema rocm_ext.verifiers.MajorityAnswer rocm_ext.verifiers.MathAnswer "
-    "rocm_ext.verifiers.PythonTests rocm_ext.verifiers.Regex rocm_ext.verifiers.Run rocm_ext.verifiers.Weighted",
+    "rocm_ext.verifiers.PythonTests rocm_ext.verifiers.ReasoningGym rocm_ext.verifiers.Regex rocm_ext.verifiers.Run "
+    "rocm_ext.verifiers.Weighted",
 }
 # Arguments with which one of these would run code, or run it unguarded: the values that are allowed
 _HARMLESS: dict[str, tuple[Any, ...]] = {

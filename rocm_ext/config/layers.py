@@ -41,6 +41,8 @@ _PATHS = {"adapter_checkpoint", "checkpoint_dir", "log_dir", "merges_file", "out
 _RIVALS = {
     "gradient_accumulation_steps": "sequences_per_step",
     "sequences_per_step": "gradient_accumulation_steps",
+    "verifier": "environment",
+    "environment": "verifier",
 }
 _LOSSES_OF_PAIRS = {"Preference", "DPOLoss", "RSOLoss"}  # ours and torchtune's
 
@@ -310,8 +312,9 @@ def _resolve_hardware(requested: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _unset_rivals(merged: dict[str, Any], layer: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    layer = {str(key).split(".")[0]: value for key, value in layer.items()}  # the command line's keys have parts
     for key, rival in _RIVALS.items():
-        if layer.get(key) not in (None, "null", "None") and layer.get(rival) is None:
+        if key in defaults and layer.get(key) not in (None, "null", "None") and layer.get(rival) is None:
             merged[rival] = defaults[rival]
 
 
@@ -368,6 +371,8 @@ def _check_complete(cfg: DictConfig, defaults: Mapping[str, Any], name: str) -> 
     missing = set(OmegaConf.missing_keys(cfg))
     missing |= {key for key, default in defaults.items() if default == "???" and cfg._get_node(key)._is_none()}  # type: ignore
     # a missing key of the recipe explains the missing values that refer to it
+    if defaults.get("prompts") == "???" and cfg.verifier is None and cfg.environment is None:
+        missing.add("verifier")  # or environment, whose default is null, too
     if missing := {key for key in missing if key in defaults} or missing:
         raise UserError(f"config {name}: {', '.join(sorted(missing))} must be set")
 

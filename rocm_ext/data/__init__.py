@@ -1,7 +1,7 @@
 """Data: sources, chat rendering, rows, micro-batches, and prompts.
 
-YAML files name four components of this package: ``rocm_ext.data.sft_dataset``, ``rocm_ext.data.preference_dataset``,
-``rocm_ext.data.prompt_dataset`` and ``rocm_ext.data.HFTokenizer``.
+YAML files name components of this package: ``rocm_ext.data.sft_dataset``, ``rocm_ext.data.preference_dataset``,
+``rocm_ext.data.prompt_dataset``, ``rocm_ext.data.reasoning_gym_prompts`` and ``rocm_ext.data.HFTokenizer``.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -11,9 +11,10 @@ from rocm_ext.data.prompts import prompt_dataset
 if TYPE_CHECKING:
     from rocm_ext.data.encoder import HFTokenizer
     from rocm_ext.data.preferences import preference_dataset
+    from rocm_ext.data.reasoning_gym import reasoning_gym_prompts
     from rocm_ext.data.sources import sft_dataset
 
-__all__ = ["HFTokenizer", "preference_dataset", "prompt_dataset", "sft_dataset"]
+__all__ = ["HFTokenizer", "preference_dataset", "prompt_dataset", "reasoning_gym_prompts", "sft_dataset"]
 
 
 def __getattr__(name: str) -> Any:
@@ -26,6 +27,10 @@ def __getattr__(name: str) -> Any:
         from rocm_ext.data.preferences import preference_dataset
 
         return preference_dataset
+    if name == "reasoning_gym_prompts":  # it needs the verifiers, which Windows lacks
+        from rocm_ext.data.reasoning_gym import reasoning_gym_prompts
+
+        return reasoning_gym_prompts
     if name == "HFTokenizer":
         from rocm_ext.data.encoder import HFTokenizer
 

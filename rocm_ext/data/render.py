@@ -31,6 +31,11 @@ class Renderer(Protocol):
     def conversation(self, turns: Sequence[Turn], tools: Tools) -> tuple[list[int], list[int]]:
         """Render a conversation to tokens and labels; the last turn is one to train on."""
 
+    def reply(
+        self, before: Sequence[Turn], answer: Turn, sampled: str, reply: Sequence[Turn], tools: Tools
+    ) -> tuple[list[int], bool]:
+        """Render what follows an answer, see :func:`render_reply`."""
+
 
 def render_prompt(tokenizer: Any, messages: Sequence[Mapping], tools: Tools = None) -> list[int]:
     """Render a prompt to sample from: the conversation so far and the header of the assistant's turn.
@@ -91,6 +96,35 @@ def render_conversation(
     return tokens, list(tokens) if train_on_input else labels
 
 
+def render_reply(
+    tokenizer: Any, before: Sequence[Turn], answer: Turn, sampled: str, reply: Sequence[Turn], tools: Tools = None
+) -> tuple[list[int], bool]:
+    """Render what follows an answer: the end of its turn, messages to it, and the header of the next answer.
+
+    The tokens of a conversation up to an answer are those that were sampled from and those that were sampled. What
+    follows them comes from the template: what it adds to the answer's text, or else to its own text of the answered
+    conversation, where it writes a call of a tool in another way. A template may write earlier turns in another way
+    once there are later ones, as Qwen3's, which drops their reasoning. The conversation then has no common beginning
+    with what was sampled, and is rendered anew.
+
+    Args:
+        tokenizer: as in :func:`render_prompt`.
+        before: the conversation up to the answer.
+        answer: the assistant's turn.
+        sampled: its text as it was sampled, with special tokens, but without the one that ends it.
+        reply: the turns that follow it.
+        tools: as in :func:`render_prompt`.
+
+    Returns:
+        Token ids: those behind the sampled answer, whose own end of turn is left out; or, with True, those of the whole
+        conversation.
+
+    Raises:
+        UserError: the chat template refuses the conversation.
+    """
+    return _renderer(tokenizer).reply(before, answer, sampled, reply, tools)
+
+
 def _renderer(tokenizer: Any) -> Renderer:
     return getattr(tokenizer, "renderer", None) or TorchtuneRenderer(tokenizer)
 
@@ -136,6 +170,21 @@ class TemplateRenderer:
         for start, end in zip(cuts[::2], cuts[1::2], strict=True):
             _label(labels, tokens, range(start, end), self._stops)
         return tokens, labels
+
+    def reply(
+        self, before: Sequence[Turn], answer: Turn, sampled: str, reply: Sequence[Turn], tools: Tools
+    ) -> tuple[list[int], bool]:
+        """Render what follows an answer, by the template; see :func:`render_reply`."""
+        prompt = self.template.render(before, tools, prompt=True)
+        whole = self.template.render([*before, answer, *reply], tools, prompt=True)
+        if whole.startswith(prompt + sampled):
+            tokens, (end,) = self._encoder.encode_apart(whole, [len(prompt + sampled)])
+            return tokens[_behind_stop(tokens, end, self._stops) :], False
+        answered = self.template.render([*before, answer], tools)
+        if answered.startswith(prompt) and whole.startswith(answered):
+            tokens, (start,) = self._encoder.encode_apart(whole, [len(prompt)])
+            return tokens[_behind_stop(tokens, start, self._stops) :], False
+        return self._encoder.encode(whole), True
 
     def _nested(self, turns: Sequence[Turn], tools: Tools) -> tuple[str, list[tuple[int, int]]]:
         """Return the text and the span of each trained turn, from renderings of the turns up to it."""
@@ -204,6 +253,12 @@ class PlainRenderer:
             )
         return self._tokenizer.encode(turns[0].content, add_bos=True, add_eos=False)
 
+    def reply(
+        self, before: Sequence[Turn], answer: Turn, sampled: str, reply: Sequence[Turn], tools: Tools
+    ) -> tuple[list[int], bool]:
+        """Refuse: there are no turns."""
+        return self.prompt([*before, answer, *reply], tools), True
+
     def conversation(self, turns: Sequence[Turn], tools: Tools) -> tuple[list[int], list[int]]:
         """Return prompt and completion; the completion has labels."""
         prompt = self.prompt(turns[:-1], tools)
@@ -249,6 +304,15 @@ class TorchtuneRenderer:
                     _label(labels, tokens, list(run)[header:], stops)
         return tokens, labels
 
+    def reply(
+        self, before: Sequence[Turn], answer: Turn, sampled: str, reply: Sequence[Turn], tools: Tools
+    ) -> tuple[list[int], bool]:
+        """Render what follows an answer, by the tokenizer; see :func:`render_reply`."""
+        prompt, whole = self.prompt(before, tools), self.prompt([*before, answer, *reply], tools)
+        if whole[: len(prompt)] != prompt:
+            return whole, True
+        return whole[_behind_stop(whole, len(prompt), frozenset(self._tokenizer.stop_tokens)) :], False
+
     def _render(self, turns: Sequence[Turn], unmasked: Sequence[int]) -> tuple[list[int], list[bool]]:
         """Return tokens and mask, with only the turns at these indices unmasked."""
         roles = {"tool": "ipython"}
@@ -284,6 +348,11 @@ def _refuse_tools(turns: Sequence[Turn], tools: Tools) -> None:
 
 
 # ---- shared
+
+
+def _behind_stop(tokens: Sequence[int], start: int, stops: frozenset[int]) -> int:
+    """Return the place behind the first stop token from ``start`` on; ``start`` if there is none."""
+    return next((i + 1 for i in range(start, len(tokens)) if tokens[i] in stops), start)
 
 
 def _label(labels: list[int], tokens: Sequence[int], indices: Sequence[int], stops: frozenset[int]) -> None:

@@ -1,6 +1,32 @@
-"""What a model talks with: tools, and how it calls them."""
+"""What a model talks with: environments, their tools, and how it calls them."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from rocm_ext.environments.arithmetic import calculator
 from rocm_ext.environments.calls import Call, call_id, calls_in
-from rocm_ext.environments.tools import Tools, shortened
+from rocm_ext.environments.search import Search
+from rocm_ext.environments.tools import Fault, Tools, shortened
 
-__all__ = ["Call", "Tools", "call_id", "calls_in", "shortened"]
+if TYPE_CHECKING:
+    from rocm_ext.environments.base import Environment, Message
+    from rocm_ext.environments.openenv import OpenEnv
+    from rocm_ext.environments.processes import Environments
+    from rocm_ext.environments.python import Python
+    from rocm_ext.environments.tool_environment import ToolEnvironment
+    from rocm_ext.environments.trl import Trl
+
+__all__ = [
+    "Call", "Environment", "Environments", "Fault", "Message", "OpenEnv", "Python", "Search", "ToolEnvironment",
+    "Tools", "Trl", "calculator", "call_id", "calls_in", "shortened",
+]  # fmt: skip
+_LATER = {
+    "Environment": "base", "Environments": "processes", "Message": "base", "OpenEnv": "openenv",
+    "Python": "python", "ToolEnvironment": "tool_environment", "Trl": "trl",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:  # imported when they are used: they need the verifiers, which Windows lacks
+        return getattr(importlib.import_module(f"rocm_ext.environments.{_LATER[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,6 +14,10 @@ _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list:
 _MOST = 20_000  # characters of a result
 
 
+class Fault(Exception):
+    """What a tool raises where the model is not to blame, as for a dead server: the conversation is an ERROR."""
+
+
 class Tools:
     """Functions that a model may call.
 
@@ -40,7 +44,11 @@ class Tools:
             self._functions[name] = function, schema["function"]["parameters"]
 
     def __call__(self, call: Call) -> str:
-        """Return what a call gives, as text. What is wrong with it is text, too, for the model to read."""
+        """Return what a call gives, as text. What is wrong with it is text, too, for the model to read.
+
+        Raises:
+            Fault: the tool does.
+        """
         if call.problem:
             return f"error: the call cannot be read: {call.problem}"
         if call.name not in self._functions:
@@ -54,6 +62,8 @@ class Tools:
             return f"error: {call.name}: {misfit}"
         try:
             return as_text(function(**call.arguments))
+        except Fault:
+            raise
         except (Exception, SystemExit) as problem:  # whatever a tool raises
             return f"error: {type(problem).__name__}: {one_line(problem)}"
 

@@ -153,6 +153,7 @@ def _answers(recipe: RLRecipe, judged: Answers) -> list[dict[str, Any]]:
                 "sample": sample.sample,
                 "prompt": recipe.prompts[sample.prompt_id].messages[-1]["content"],
                 "text": sample.text,
+                **({} if sample.messages is None else {"messages": sample.messages}),
                 "verdict": result.verdict.value,
                 "reward": result.reward,
                 "detail": result.detail,

@@ -217,11 +217,9 @@ class Slots:
         self.keys[rows, :, places] = prefix.keys[:, :, first:known]
         self.values[rows, :, places] = prefix.values[:, :, first:known]
 
-    def move(self, to: Tensor, source: Tensor, known: int) -> None:
-        """Copy slots to others; see :meth:`SlotCache.move`."""
-        if self.is_initialized:
-            for tensor in (self.keys, self.values):
-                tensor[to, :, :known] = tensor[source, :, :known]
+    def held(self, known: int) -> list[Tensor]:
+        """Return what slots hold of their first ``known`` positions; see :meth:`SlotCache.held`."""
+        return [tensor[:, :, :known] for tensor in (self.keys, self.values)] if self.is_initialized else []
 
 
 class _Pass:
@@ -305,8 +303,21 @@ class SlotCache(_Pass):
             to, source: [n] slots, all different.
             known: positions that are in use, at most.
         """
-        for layer in self.layers:
-            layer.move(to, source, known)
+        for tensor in self.held(known):
+            tensor[to] = tensor[source]
+
+    def held(self, known: int) -> list[Tensor]:
+        """Return what slots hold of their first ``known`` positions: views [slots, …] of all layers' tensors."""
+        return [tensor for layer in self.layers for tensor in layer.held(known)]
+
+    def save(self, slot: int, known: int) -> list[Tensor]:
+        """Return a copy of a slot's first ``known`` positions."""
+        return [tensor[slot].clone() for tensor in self.held(known)]
+
+    def restore(self, slot: int, saved: Sequence[Tensor], known: int) -> None:
+        """Put back what :meth:`save` returned."""
+        for tensor, mine in zip(self.held(known), saved, strict=True):
+            tensor[slot] = mine
 
 
 class Prefix(NamedTuple):

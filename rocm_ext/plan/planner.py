@@ -22,7 +22,7 @@ from rocm_ext.model.sampler import MIN_ROWS, Sampler, copied_bytes, stays_quanti
 from rocm_ext.plan.costs import Kernels, Operation, launches_of
 from rocm_ext.plan.memory import MemoryPlan, plan_memory, shared_bytes, worst_rows
 from rocm_ext.plan.speeds import Figures
-from rocm_ext.plan.workload import Questions, Workload
+from rocm_ext.plan.workload import Questions, Workload, longest_answer
 from rocm_ext.sampling import Sampling
 from rocm_ext.sampling.slots import SHARE, most_slots, slot_memory, slots_beside
 
@@ -355,7 +355,7 @@ class SamplingPlanner:
             reserve: bytes that training allocates beside them; 0: they are freed before.
         """
         cfg, decoder, asked = self._cfg, self._decoder, self._asked
-        length = asked.longest + cfg.max_new_tokens
+        length = asked.longest + longest_answer(cfg)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
         prompts = [asked.longest] * min(asked.prompts or 2**10, 2**10)
         memory = slot_memory(decoder, prompts, span_for(self._device, length), sampling, self._graphs)

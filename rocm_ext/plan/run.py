@@ -37,6 +37,7 @@ from rocm_ext.plan.workload import (
     Questions,
     Workload,
     kept_rows,
+    longest_answer,
     old_logprobs,
     questions,
     rows_of_update,
@@ -379,6 +380,6 @@ def _configured(cfg: DictConfig, planner: TrainingPlanner, best: Choice, budget:
 
 def _checked_engine(cfg: DictConfig, decoder: TransformerDecoder, asked: Questions) -> Any:
     engine = config.instantiate(cfg.engine, key="engine", decoder=decoder, tokenizer=None, free_memory=lambda: 0)
-    if (longest := asked.longest + cfg.max_new_tokens) > (context := engine.max_seq_len):
+    if (longest := asked.longest + longest_answer(cfg)) > (context := engine.max_seq_len):
         raise UserError(f"a prompt and max_new_tokens are up to {longest} tokens; the model takes at most {context}")
     return engine

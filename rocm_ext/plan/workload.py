@@ -169,6 +169,11 @@ def expected_answer(cfg: DictConfig) -> float:
     return cfg.max_new_tokens / 2
 
 
+def longest_answer(cfg: DictConfig) -> int:
+    """Tokens behind a prompt at most: an answer's, or those of a conversation."""
+    return cfg.max_new_tokens + (cfg.max_environment_tokens if cfg.environment is not None else 0)
+
+
 def kept_rows(cfg: DictConfig, asked: Questions) -> Workload:
     """Estimate the rows that a cycle of RAFT trains on, assuming that half of the answers are right."""
     kept = cfg.samples_per_prompt * _RIGHT
@@ -189,7 +194,7 @@ def sampled_rows(cfg: DictConfig, asked: Questions) -> Workload:
 
 def _answers(cfg: DictConfig, asked: Questions, count: int | None, which: str) -> Workload:
     mean = asked.mean + asked.answer
-    longest = asked.longest + cfg.max_new_tokens
+    longest = asked.longest + longest_answer(cfg)
     return Workload(longest, mean, asked.answer / mean, count, f"{asked.source}; {which}")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rocm_ext.base.registry import GRPO
-from rocm_ext.runs.answers import Verdicts
+from rocm_ext.runs.answers import Verdicts, said
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.records import Judged
 
@@ -127,7 +127,7 @@ def _answers(run: RunFolder, rows: np.ndarray, positions: Mapping[int, int]) -> 
         if (record := records.get(samples[row])) is not None:
             tokens = record.get("tokens")
             length, cut = len(tokens) if isinstance(tokens, list) else 0, record.get("finish_reason") == "length"
-            answers.append(Answer(str(record.get("text", "")), length, cut, judged[row]))
+            answers.append(Answer(said(record), length, cut, judged[row]))
     return answers
 
 

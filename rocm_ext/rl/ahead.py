@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.rl.records import Sample
 from rocm_ext.rl.rollout import Answers, Job, OpenSession, Rollout, Workers
 from rocm_ext.sampling import Completion, Request
 
@@ -23,7 +24,7 @@ class RolloutAhead(Rollout):
         self.sampled = threading.Event()  # this rank has no more to sample
         self._open, self._lock, self._tokens = 1, threading.Lock(), 0  # open requests, and those to be taken as one
 
-    def requests(self) -> Iterator[Request]:
+    def requests(self) -> Iterator[Request | None]:
         """Take the requests without an answer."""
         self._clock.begin(time.perf_counter())
         self._begin_sampling()
@@ -37,7 +38,9 @@ class RolloutAhead(Rollout):
         """Record an answer, which the adapter of step ``policy`` gave."""
         self._tokens += len(completion.tokens)
         seconds = max(self._clock() - self._clock.earlier, 1e-9)
-        self._take(completion, {"tokens": self._tokens, "tokens_per_second": self._tokens / seconds}, policy=policy)
+        self._take(
+            Sample.of(completion), {"tokens": self._tokens, "tokens_per_second": self._tokens / seconds}, policy=policy
+        )
         self._count_open(-1)
 
     def _count_open(self, more: int) -> None:

@@ -15,10 +15,12 @@ from rocm_ext.base.log import log
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
 from rocm_ext.data.tokenizer import open_tokenizer
+from rocm_ext.environments import Environments
 from rocm_ext.model.download import use_downloaded
 from rocm_ext.plan import workload
 from rocm_ext.rl import evaluation
 from rocm_ext.rl.ahead import Ahead, RolloutAhead
+from rocm_ext.rl.conversations import ConversationQueue, Limits
 from rocm_ext.rl.engines import Policy, open_engines, verify_workers
 from rocm_ext.rl.prompts import PromptSet
 from rocm_ext.rl.records import Records, is_correct, key_of
@@ -156,11 +158,23 @@ class RLRecipe:
 
     @contextmanager
     def verification(self) -> Iterator[None]:
-        """Run the worker processes that verify while the model samples; rollouts happen inside."""
-        cfg = self.cfg
-        with Pool(self.verifier_config, verify_workers(cfg), cfg.verify_timeout) as pool:
-            self.workers = Workers(pool, self.ranks, self.interrupt, cfg.max_error_share, self.logs_long_rollouts_only)
-            yield
+        """Run the processes that verify while the model samples, or environments'; rollouts happen inside."""
+        cfg, settings = self.cfg, (self.ranks, self.interrupt, self.cfg.max_error_share, self.logs_long_rollouts_only)
+        if cfg.environment is None:
+            with Pool(self.verifier_config, verify_workers(cfg), cfg.verify_timeout) as pool:
+                self.workers = Workers(pool, *settings)
+                yield
+        else:
+            with Environments(self.verifier_config, cfg.verify_timeout) as environments:
+                limits = Limits(cfg.max_turns, cfg.max_environment_tokens)
+                self.workers = Workers(
+                    None,
+                    *settings,
+                    lambda queue, sampling, *records: ConversationQueue(
+                        queue, sampling, environments, self.learner.tokenizer, limits, self.stopped, *records
+                    ),
+                )
+                yield
         self.workers = None
 
     def rollout(self, job: Job, open_session: OpenSession, kind: type[Rollout] = Rollout) -> Rollout:
@@ -420,12 +434,12 @@ class Loop(RLRecipe, ABC):
 
         Answers of an earlier process stay if they are of an adapter whose answers the step trains on.
         """
-        samples, verdicts = self.records.phase(step, "sample", round_, policy=self.trainer.adapter_step)
+        samples, verdicts, turns = self.records.phase(step, "sample", round_, policy=self.trainer.adapter_step)
         samples.drop(lambda record: not self.trains_on(record["policy"], step))
         verdicts.drop(lambda record: key_of(record) not in samples.records)
         requests = [(request, self.sampling) for request in self.prompts.requests(prompts, step)]
         name = f"{self.unit} {step}" + (f" refill {round_}" if round_ else "")
-        return Job(name, requests, prompts, samples, verdicts, self.logprobs_for(), earlier)
+        return Job(name, requests, prompts, samples, verdicts, turns, self.logprobs_for(), earlier)
 
     def trains_on(self, policy: int, step: int) -> bool:
         """Return whether ``step`` trains on answers of the adapter of step ``policy``."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import islice
 from statistics import fmean
 from typing import Any
 
@@ -19,16 +20,18 @@ from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.importing import import_component
 from rocm_ext.base.log import warn
 from rocm_ext.data.prompts import Prompt, check_disjoint
 from rocm_ext.data.render import render_prompt
 from rocm_ext.data.rows import check_vocabulary
 from rocm_ext.data.tokenizer import special_token_lines, special_tokens_in
 from rocm_ext.distributed.ranks import rank
+from rocm_ext.environments import Environments
 from rocm_ext.plan import workload
 from rocm_ext.runs.folder import GREEDY
 from rocm_ext.sampling import Request, Sampling, sample_seed
-from rocm_ext.verifiers import build
+from rocm_ext.verifiers import Result, build
 from rocm_ext.verifiers.selfcheck import try_out
 
 Asked = Mapping[str, Sequence[tuple[int, float | None]]]  # by prompt, oldest first: (step, pass rate of the group)
@@ -48,6 +51,7 @@ class PromptSet:
         training: prompts to train on; empty if ``prompts`` is null.
         held_out: prompts to evaluate on; empty if ``eval_prompts`` is null.
         tokens: token ids of every prompt, by its id; empty until :meth:`render`.
+        tools: JSON schemas of the environment's tools, which all prompts have beside their own.
 
     Raises:
         UserError: prompts cannot be read, or a held-out prompt is also a training prompt.
@@ -61,6 +65,7 @@ class PromptSet:
             raise UserError("stop_after_no_gain needs held-out prompts: set eval_prompts")
         check_disjoint(self.training, self.held_out)
         self.tokens: dict[str, list[int]] = {}
+        self.tools: tuple[Mapping[str, Any], ...] = ()
         self._by_id = {prompt.id: prompt for prompt in self}
 
     def render(self, tokenizer: Any) -> None:
@@ -73,12 +78,14 @@ class PromptSet:
         reserved = []
         for prompt in self:
             try:
-                self.tokens[prompt.id] = render_prompt(tokenizer, prompt.messages, prompt.tools or None)
+                self.tokens[prompt.id] = render_prompt(tokenizer, prompt.messages, [*prompt.tools, *self.tools] or None)
             except UserError as error:
                 raise UserError(f"{prompt.origin}: {error}") from error
             if tokens := special(message["content"] for message in prompt.messages):
                 reserved.append((tokens, prompt.origin))
         warn(special_token_lines("prompts", len(self.tokens), reserved))
+        if self.tools and all(self.tokens[p.id] == render_prompt(tokenizer, p.messages) for p in islice(self, 1)):
+            raise UserError("the model's chat template has no place for the environment's tools; use another template")
 
     def __iter__(self) -> Iterator[Prompt]:
         return iter((*self.training, *self.held_out))
@@ -98,6 +105,8 @@ class PromptSet:
             UserError: the verifier cannot run, rejects a row (the message then names the row and the field), or fails
                 on an answer.
         """
+        if self._cfg.environment is not None:
+            return self._check_environment(OmegaConf.to_container(self._cfg.environment, resolve=True))
         component: Any = OmegaConf.to_container(self._cfg.verifier, resolve=True)
         verifier = build(component)
         verifier.check()
@@ -108,6 +117,23 @@ class PromptSet:
                 raise UserError(f"{prompt.origin}: {error}") from error
         if rank() == 0 and self._cfg.max_error_share < 1:
             try_out(component, [prompt.row for prompt in self], self._cfg.verify_timeout)
+        return component
+
+    def _check_environment(self, component: Any) -> dict[str, Any]:
+        """Check that every prompt has what the environment needs, and begin a conversation; take its tools."""
+        with Environments(component, self._cfg.verify_timeout) as environments:
+            arguments = {name: value for name, value in component.items() if name != config.COMPONENT}
+            example = import_component(component[config.COMPONENT])({}, **arguments)
+            for prompt in self:
+                try:
+                    example.check_row(prompt.row)
+                except (UserError, ValueError) as error:
+                    raise UserError(f"{prompt.origin}: {error}") from error
+            self.tools = tuple(environments.tools)
+            first = next(iter(self))
+            begun = environments.begin((first.id, 0), first.row).result()
+            if isinstance(begun, Result) and begun.reward is None and self._cfg.max_error_share < 1:
+                raise UserError(f"environment {component[config.COMPONENT]} fails to begin: {begun.detail}")
         return component
 
     def check_model(self, decoder: TransformerDecoder) -> None:
@@ -125,7 +151,7 @@ class PromptSet:
         Raises:
             UserError: naming a prompt that is too long.
         """
-        new = self._cfg.max_new_tokens
+        new = workload.longest_answer(self._cfg)
         for prompt in self:
             if (length := len(self.tokens[prompt.id])) + new > context:
                 raise UserError(
@@ -159,7 +185,9 @@ class PromptSet:
 
     def _request(self, prompt: Prompt, step: int | str, sample: int) -> Request:
         seed = sample_seed(self._cfg.seed, step, prompt.id, sample)
-        return Request(prompt.id, sample, seed, tuple(self.tokens[prompt.id]), prompt.messages, prompt.tools)
+        return Request(
+            prompt.id, sample, seed, tuple(self.tokens[prompt.id]), prompt.messages, (*prompt.tools, *self.tools)
+        )
 
     def questions(self) -> workload.Questions:
         """Describe the prompts and the answers that are expected, before any sampling."""

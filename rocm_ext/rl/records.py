@@ -1,5 +1,7 @@
 """Sampled answers and their verdicts: ``samples.jsonl`` and ``verdicts.jsonl``, written by every rank.
 
+``turns.jsonl`` has the model's messages in conversations that have not ended.
+
 Each line has its step (or cycle) and phase. Both files only grow, and a step reads none of them. A run reads them once,
 when it resumes: finished steps give the pass rates of prompts, and unfinished ones go on with the records that are
 there.
@@ -12,8 +14,9 @@ import os
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -28,6 +31,7 @@ from rocm_ext.sampling import Completion
 from rocm_ext.verifiers import Result, Verdict
 
 _AT_ONCE = 1024  # records that a rank sends to the others at a time: those of a whole cycle would take much memory
+Given = tuple[int, Sequence[int], bool]  # tokens sampled before it, its ids, whether these stand for all before it
 Scope = tuple[int, str, int]  # step or cycle, "sample" or "eval", round of a step's sampling
 
 
@@ -42,6 +46,8 @@ class Sample:
         finish_reason, text, tokens: see :class:`rocm_ext.sampling.Completion`.
         logprobs: log-probabilities as in :class:`rocm_ext.sampling.Completion`, rounded to 1e-6.
         routes: as in :class:`rocm_ext.sampling.Completion`, int16 (little-endian), compressed by zlib, in base64.
+        given: of a conversation, what came between the ``tokens`` that the model sampled.
+        messages: of a conversation, those behind the prompt, the model's among them; ``text`` is the model's last one.
     """
 
     prompt_id: str
@@ -52,6 +58,8 @@ class Sample:
     tokens: list[int]
     logprobs: list[float]
     routes: str | None = None
+    given: Sequence[Given] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
 
     @classmethod
     def of(cls, completion: Completion) -> "Sample":
@@ -65,7 +73,7 @@ class Sample:
             completion.text,
             completion.tokens,
             [round(value, 6) for value in completion.logprobs],
-            None if completion.routes is None else _packed(completion.routes),
+            None if completion.routes is None else packed_routes(completion.routes),
         )
 
     def chosen_experts(self) -> np.ndarray:
@@ -84,16 +92,39 @@ class Sample:
         """The prompt's id and the index of the answer."""
         return self.prompt_id, self.sample
 
+    def sequences(self, prompt: Sequence[int]) -> Iterator[tuple[list[int], list[bool], slice]]:
+        """Yield the sequences that the model computed for the answer: one, unless a chat template rewrote history.
+
+        Args:
+            prompt: ids of the prompt.
+
+        Yields:
+            Ids [s], whether the model sampled each, and where these are in ``tokens``.
+        """
+        ids, own, begun, at = list(prompt), [False] * len(prompt), 0, 0
+        for before, given, fresh in self.given or ():
+            ids += self.tokens[at:before]
+            own += [True] * (before - at)
+            at = before
+            if fresh:
+                if at > begun:
+                    yield ids, own, slice(begun, at)
+                ids, own, begun = [], [], at
+            ids += given
+            own += [False] * len(given)
+        yield [*ids, *self.tokens[at:]], [*own, *[True] * (len(self.tokens) - at)], slice(begun, len(self.tokens))
+
     def record(self) -> dict[str, Any]:
         """Return the line's content.
 
         This is the sample's own ``vars``, because copying with ``asdict`` took as long as all other work outside the
         model and the verifier.
         """
-        return vars(self) if self.routes else {key: value for key, value in vars(self).items() if key != "routes"}
+        return {key: value for key, value in vars(self).items() if value is not None}
 
 
-def _packed(routes: np.ndarray) -> str:
+def packed_routes(routes: np.ndarray) -> str:
+    """Return the experts that routers chose, as :class:`Sample` has them."""
     return base64.b64encode(zlib.compress(routes.astype("<i2").tobytes())).decode()
 
 
@@ -118,7 +149,7 @@ def to_sample(record: Mapping[str, Any]) -> Sample:
 
 def to_result(record: Mapping[str, Any]) -> Result:
     """Convert a line of ``verdicts.jsonl``."""
-    return Result(Verdict(record["verdict"]), record["reward"], record["detail"])
+    return Result(Verdict(record["verdict"]), record["reward"], record["detail"], record.get("parts", {}))
 
 
 def entropy(samples: Iterable[Sample]) -> float | None:
@@ -132,6 +163,15 @@ def entropy(samples: Iterable[Sample]) -> float | None:
     """
     logprobs = [value for sample in samples for value in sample.logprobs]
     return -fmean(logprobs) if logprobs else None
+
+
+def mean_parts(results: Iterable[Result]) -> dict[str, float]:
+    """Return the mean of each named part of the rewards, over the results that have it, as ``reward/NAME``."""
+    values: dict[str, list[float]] = {}
+    for result in results:
+        for name, value in result.parts.items():
+            values.setdefault(f"reward/{name}", []).append(value)
+    return {name: fmean(found) for name, found in values.items()}
 
 
 def is_correct(result: Result) -> bool:
@@ -163,7 +203,7 @@ def pass_rates(
 
 def remove_records(out: Path) -> None:
     """Remove the samples and verdicts of an earlier run, on all ranks together or on the main one alone."""
-    for name in ("samples", "verdicts"):
+    for name in ("samples", "verdicts", "turns"):
         for file in (out / f"{name}.jsonl", *out.glob(f"{name}.rank*.jsonl")):
             file.unlink(missing_ok=True)
 
@@ -176,8 +216,9 @@ class Records:
             has a verdict other than ERROR.
     """
 
-    def __init__(self, samples: "RecordFile", verdicts: "RecordFile", passes: Callable[[Result], bool]) -> None:
-        self._samples, self._verdicts, self._passes = samples, verdicts, passes
+    def __init__(self, files: Sequence["RecordFile"], passes: Callable[[Result], bool]) -> None:
+        self._samples, self._verdicts, self._turns = files
+        self._passes = passes
         self.asked: dict[str, list[tuple[int, float | None]]] = {}
 
     @classmethod
@@ -196,19 +237,22 @@ class Records:
         Raises:
             UserError: a line is damaged; the message names it.
         """
-        samples, verdicts = (RecordFile(out / f"{name}.jsonl", ranks) for name in ("samples", "verdicts"))
+        files = [RecordFile(out / f"{name}.jsonl", ranks) for name in ("samples", "verdicts")]
+        files.append(RecordFile(out / "turns.jsonl", ranks, itemgetter("behind")))
+        samples, verdicts, turns = files
         ranks.barrier()
         if ranks.is_main:
-            samples.merge()
-            verdicts.merge()
+            for file in files:
+                file.merge()
         ranks.barrier()
-        records = cls(samples, verdicts, passes)
+        records = cls(files, passes)
 
         def unfinished(line: Mapping[str, Any]) -> bool:
             return line["step"] > (evaluated if line["phase"] == "eval" else step)
 
-        for line in filter(unfinished, samples.lines()):
-            samples.keep(line)
+        for file in (samples, turns):
+            for line in filter(unfinished, file.lines()):
+                file.keep(line)
         finished: dict[tuple[int, str], dict[SampleKey, Result]] = defaultdict(dict)
         for line in verdicts.lines():
             if unfinished(line):
@@ -237,8 +281,8 @@ class Records:
 
     def phase(
         self, step: int, phase: str, round_: int = 0, policy: int | None = None
-    ) -> tuple["PhaseRecords", "PhaseRecords"]:
-        """Open the samples and the verdicts of one phase.
+    ) -> tuple["PhaseRecords", "PhaseRecords", "PhaseRecords"]:
+        """Open the samples, the verdicts and the turns of one phase.
 
         Args:
             step: number of the step; an evaluation has that of the step before it.
@@ -247,7 +291,8 @@ class Records:
             policy: the step after which the adapter samples; each new sample's line has it. None: no line has it.
         """
         scope, extra = (step, phase, round_), {} if policy is None else {"policy": policy}
-        return PhaseRecords(self._samples, scope, extra), PhaseRecords(self._verdicts, scope, {})
+        verdicts, turns = (PhaseRecords(file, scope, {}) for file in (self._verdicts, self._turns))
+        return PhaseRecords(self._samples, scope, extra), verdicts, turns
 
     def verdicts(self, step: int, phase: str) -> dict[SampleKey, Result]:
         """Read the verdicts of a finished phase from the file."""
@@ -293,21 +338,21 @@ class Records:
 
     def close(self) -> None:
         """Close the files."""
-        self._samples.close()
-        self._verdicts.close()
+        for file in (self._samples, self._verdicts, self._turns):
+            file.close()
 
 
 class PhaseRecords:
-    """The samples, or the verdicts, of one phase.
+    """The samples, the verdicts or the turns of one phase.
 
     Attributes:
         file: the file that they are in.
-        records: by prompt id and sample index: those that an earlier process left, and this rank's.
+        records: by the file's key: those that an earlier process left, and this rank's.
     """
 
     def __init__(self, file: "RecordFile", scope: Scope, extra: Mapping[str, Any]) -> None:
         self.file, self._scope, self._extra = file, scope, extra
-        self.records: dict[SampleKey, dict[str, Any]] = file.left.pop(scope, {})
+        self.records: dict[Any, dict[str, Any]] = file.left.pop(scope, {})
         self._new: list[dict[str, Any]] = []
 
     def append(self, record: dict[str, Any]) -> None:
@@ -319,7 +364,7 @@ class PhaseRecords:
         record = {**self._extra, **record}
         self.file.append(self._scope, record)
         self._new.append(record)
-        self.records[key_of(record)] = record
+        self.records[self.file.key(record)] = record
 
     def drop(self, unwanted: Callable[[dict[str, Any]], bool]) -> None:
         """Remove the ``unwanted`` records; call it on every rank, on opening or after :meth:`collect`."""
@@ -339,15 +384,20 @@ class RecordFile:
 
     One phase can be collected while another has lines in the ranks' parts.
 
+    Args:
+        path: the file.
+        ranks: all processes of the run.
+        key: what a line is found by in its phase.
+
     Attributes:
         part: this rank's part; the main rank's is the file.
         left: records of unfinished phases that an earlier process left, until the phase takes them.
     """
 
-    def __init__(self, path: Path, ranks: Ranks) -> None:
-        self._path, self._ranks = path, ranks
+    def __init__(self, path: Path, ranks: Ranks, key: Callable[[Mapping[str, Any]], Any] = key_of) -> None:
+        self._path, self._ranks, self.key = path, ranks, key
         self.part = path if ranks.is_main else path.with_suffix(f".rank{ranks.rank}.jsonl")
-        self.left: dict[Scope, dict[SampleKey, dict[str, Any]]] = defaultdict(dict)
+        self.left: dict[Scope, dict[Any, dict[str, Any]]] = defaultdict(dict)
         self._handle: Any = None
         self._rewritten = 0  # bytes after the last rewrite
         self._uncollected: set[Scope] = set()  # phases with lines of this process only
@@ -375,7 +425,7 @@ class RecordFile:
     def keep(self, line: Mapping[str, Any]) -> None:
         """Keep a line of an unfinished phase in :attr:`left`."""
         record = {key: value for key, value in line.items() if key not in ("step", "phase", "round")}
-        self.left[_scope(line)][key_of(line)] = record
+        self.left[_scope(line)][self.key(line)] = record
 
     def drop_left(self, unwanted: Callable[[Scope, Mapping[str, Any]], bool]) -> None:
         """Remove the ``unwanted`` records among those in :attr:`left`."""
@@ -446,6 +496,15 @@ class RecordFile:
                 rewrite_lines(self._path, keep)
                 self._rewritten = _size(self._path)
         self._ranks.barrier()
+
+    def discard(self) -> None:
+        """Remove all lines but those in :attr:`left`."""
+        with self._lock:
+            self.close()
+            if self.left and self._ranks.is_main:
+                rewrite_lines(self._path, lambda line: _scope(line) in self.left)
+            else:
+                self.part.unlink(missing_ok=True)
 
     def doubled(self) -> bool:
         """Whether the file is twice as large as after the last rewrite of this process, the same on every rank."""

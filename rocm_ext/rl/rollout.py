@@ -20,6 +20,7 @@ from rocm_ext.base.log import Progress
 from rocm_ext.base.supervised import beat
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.rl.conversations import ConversationQueue
 from rocm_ext.rl.records import PhaseRecords, Sample, key_of, to_result, to_sample
 from rocm_ext.runs.folder import GREEDY, SampleKey
 from rocm_ext.sampling import Completion, Request, RequestQueue, Sampling, Session
@@ -39,7 +40,7 @@ class Job:
         name: where the run is, for messages, such as ``cycle 3``.
         requests: requests with their sampling settings, the same on every rank.
         prompts: the requests' prompts.
-        samples, verdicts: records of the phase.
+        samples, verdicts, turns: records of the phase.
         logprobs_for: settings that need the token ids and log-probs of each answer; empty: none does.
         earlier: answers before these that ``max_error_share`` is a share of, too: a few answers more should not end a
             run because of one error.
@@ -50,6 +51,7 @@ class Job:
     prompts: Sequence[Prompt]
     samples: PhaseRecords
     verdicts: PhaseRecords
+    turns: PhaseRecords
     logprobs_for: Sequence[str] = ()
     earlier: int = 0
 
@@ -82,7 +84,9 @@ class Workers:
     """The processes of a run's rollouts.
 
     Attributes:
-        pool: processes that verify while the model samples.
+        pool: processes that verify while the model samples; None: environments judge.
+        conversations: makes the queue of a rollout's conversations of its requests and settings, with the rows of its
+            prompts and the records of their turns; None: an answer ends with its verdict.
         ranks: all processes of the run; each takes the next prompt as soon as it has room for one.
         interrupt: the user's signals to stop, checked after each sample.
         max_error_share: share of a rollout's samples with the verdict ERROR above which the run stops.
@@ -90,11 +94,12 @@ class Workers:
         halted: whether sampling must end early; what is sampled stays in the records.
     """
 
-    pool: Pool
+    pool: Pool | None
     ranks: Ranks
     interrupt: Interrupt
     max_error_share: float
     logs_long_rollouts_only: bool = False
+    conversations: Callable[[RequestQueue, Sampling, Mapping[str, Any], PhaseRecords], ConversationQueue] | None = None
     halted: bool = False
 
 
@@ -121,12 +126,16 @@ class Rollout:
         self._owners = {prompt_id: number % ranks.world for number, prompt_id in enumerate(begun)}
         self._missing = [(r, s) for r, s in job.requests if r.key not in sampled]
         self._queues = [
-            (RequestQueue([r for r, s in self._missing if s == sampling], ranks, self._owners), sampling)
+            (self._queue([r for r, s in self._missing if s == sampling], sampling), sampling)
             for sampling in dict.fromkeys(sampling for _, sampling in self._missing)
         ]
         self._count = ranks.counter()  # of the answers that all ranks sample
         self._stats: dict[str, float] = {}
         self._sampled: float | None = None
+
+    def _queue(self, requests: Sequence[Request], sampling: Sampling) -> RequestQueue:
+        queue, talk = RequestQueue(requests, self.workers.ranks, self._owners), self.workers.conversations
+        return talk(queue, sampling, self._rows, self.job.turns) if talk else queue
 
     @classmethod
     def begin(cls, job: Job, workers: Workers, open_session: OpenSession) -> "Rollout":
@@ -138,7 +147,9 @@ class Rollout:
         """
         # a resumed run may ask for fewer answers
         keys = {request.key for request, _ in job.requests}
-        if workers.pool.groups:  # judged in part, or with other answers than this process asks for
+        if workers.pool is None:  # a conversation whose verdict is missing begins again
+            job.samples.drop(lambda record: key_of(record) not in job.verdicts.records)
+        elif workers.pool.groups:  # judged in part, or with other answers than this process asks for
             groups, judged = _by_group(keys), _by_group(job.verdicts.records)
             complete = {group for group in groups if judged.get(group) == groups[group]}
             job.verdicts.drop(lambda record: _group(key_of(record)) not in complete)
@@ -179,9 +190,16 @@ class Rollout:
         try:
             for queue, sampling in self._queues:
                 for completion in session.generate(queue, sampling):
-                    self._take(completion, session.stats())
+                    if isinstance(queue, ConversationQueue):
+                        self._need_logprobs(completion)
+                        queue.add(completion)
+                        self._take_ended(queue, session)
+                    else:
+                        self._take(Sample.of(completion), session.stats())
                     if self.workers.interrupt.signum is not None:
                         return
+                if isinstance(queue, ConversationQueue):
+                    self._take_ended(queue, session)
         finally:
             self._progress.close()
             self._sampled = self._clock()
@@ -201,27 +219,36 @@ class Rollout:
             self.workers.logs_long_rollouts_only,
         )
 
-    def _take(self, completion: Completion, stats: Mapping[str, float], **more: Any) -> None:
-        """Record an answer, with what ``more`` is known of it, and submit it.
+    def _take_ended(self, queue: ConversationQueue, session: Session) -> None:
+        for sample, result in queue.ended():
+            self._take(sample, session.stats(), result)
+
+    def _take(self, sample: Sample, stats: Mapping[str, float], result: Result | None = None, **more: Any) -> None:
+        """Record an answer, with what ``more`` is known of it, and its ``result``, or submit it.
 
         Raises:
             UserError: it has no log-probs; it is not recorded, so that a resumed run asks for it again.
         """
-        if self.job.logprobs_for and len(completion.logprobs) != len(completion.tokens):
-            request = completion.request
-            raise UserError(
-                f"the answer to prompt {request.prompt_id}, sample {request.sample}, has no token ids and log-probs of "
-                f"sampling, which {' and '.join(self.job.logprobs_for)} needs. The answers before it are saved; once "
-                "the server returns them, continue with resume_from_checkpoint=True"
-            )
-        sample = Sample.of(completion)
+        self._need_logprobs(sample)
         self.job.samples.append({**sample.record(), **more, "seconds": self._clock()})
-        self._judge.submit(sample.key, sample.text, self._rows[sample.prompt_id])
+        if result is None:
+            self._judge.submit(sample.key, sample.text, self._rows[sample.prompt_id])
+        else:
+            self._judge.record(sample.key, result)
         self._judge.record_finished()
         self._stats |= stats
         finished = self._recorded + self._count() - self._progress.done
         self._pace.finish(len(sample.tokens), finished / self.workers.ranks.world)
         self._progress.update(_describe(self._stats, self._judge.counts), finished)
+
+    def _need_logprobs(self, sample: Sample | Completion) -> None:
+        if self.job.logprobs_for and len(sample.logprobs) != len(sample.tokens):
+            prompt_id, number = sample.key if isinstance(sample, Sample) else sample.request.key
+            raise UserError(
+                f"the answer to prompt {prompt_id}, sample {number}, has no token ids and log-probs of "
+                f"sampling, which {' and '.join(self.job.logprobs_for)} needs. The answers before it are saved; once "
+                "the server returns them, continue with resume_from_checkpoint=True"
+            )
 
     def _collect(self) -> Answers:
         job, ranks = self.job, self.workers.ranks
@@ -234,13 +261,15 @@ class Rollout:
         errors = [record for record in job.verdicts.records.values() if record["verdict"] == Verdict.ERROR.value]
         total, most = job.earlier + len(job.requests), self.workers.max_error_share
         if len(errors) > most * total:
+            judge = "verifier" if self.workers.pool else "environment"
             # a resumed run judges samples without a verdict again
             job.verdicts.drop(lambda record: record["verdict"] == Verdict.ERROR.value)
             raise UserError(
-                f"the verifier failed on {len(errors)} of {total} answers, a larger share than max_error_share "
-                f"{most:g}; the first error: {errors[0]['detail']}. The samples are saved: fix the verifier and "
+                f"the {judge} failed on {len(errors)} of {total} answers, a larger share than max_error_share "
+                f"{most:g}; the first error: {errors[0]['detail']}. The samples are saved: fix the {judge} and "
                 "continue with resume_from_checkpoint=True"
             )
+        job.turns.file.discard()
         samples, verdicts = job.samples.records, job.verdicts.records
         tokens, seconds = sum(len(record["tokens"]) for record in samples.values()), self._clock()
         return Answers(
@@ -318,6 +347,7 @@ class _Judge:
 
     def submit(self, key: SampleKey, text: str, row: Mapping[str, Any]) -> None:
         """Have an answer judged, by the fields of its prompt's row."""
+        assert self._pool is not None, "an environment judges its conversations itself"
         if self._pool.groups:
             group = _group(key)
             texts = self._texts.setdefault(group, {})
@@ -343,19 +373,24 @@ class _Judge:
             timeout = 0.0
             beat()
             keys, result = self._pending.pop(future), future.result()
-            results: Sequence[Result] = result if self._pool.groups else [result]
-            for (prompt_id, sample), result in zip(keys, results, strict=True):
-                self._records.append(
-                    {
-                        "prompt_id": prompt_id,
-                        "sample": sample,
-                        "verdict": result.verdict.value,
-                        "reward": result.reward,
-                        "detail": result.detail,
-                        "seconds": self._clock(),
-                    }
-                )
-                self.counts[result.verdict.value] += 1
+            results: Sequence[Result] = result if isinstance(result, list) else [result]
+            for key, result in zip(keys, results, strict=True):
+                self.record(key, result)
+
+    def record(self, key: SampleKey, result: Result) -> None:
+        """Record a verdict."""
+        self._records.append(
+            {
+                "prompt_id": key[0],
+                "sample": key[1],
+                "verdict": result.verdict.value,
+                "reward": result.reward,
+                "detail": result.detail,
+                **({"parts": result.parts} if result.parts else {}),
+                "seconds": self._clock(),
+            }
+        )
+        self.counts[result.verdict.value] += 1
 
     def finish(self) -> None:
         """Wait for the remaining verdicts and record them; return early if the user asks to stop."""

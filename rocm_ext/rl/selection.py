@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from rocm_ext.base.errors import UserError
 from rocm_ext.data.render import IGNORE
 from rocm_ext.data.rows import Rows
-from rocm_ext.rl.records import Sample, entropy
+from rocm_ext.rl.records import Sample, entropy, mean_parts
 from rocm_ext.rl.rollout import Answers
 from rocm_ext.runs.folder import SampleKey
 from rocm_ext.sampling import sample_seed
@@ -201,6 +201,18 @@ class Selected:
             "truncated": fmean(sample.finish_reason == "length" for sample in self.samples.values()),
             "entropy": entropy(self.samples.values()),
             "length_share": self.length_share,
+            **mean_parts(self.results.values()),
+            **self._of_conversations(),
+        }
+
+    def _of_conversations(self) -> dict[str, float]:
+        """Return the mean number of the model's messages, and the share of histories that a template rewrote."""
+        talks = [sample for sample in self.samples.values() if sample.messages is not None]
+        if not talks:
+            return {}
+        return {
+            "turns": fmean(sum(message["role"] == "assistant" for message in talk.messages or ()) for talk in talks),
+            "rewritten": fmean(any(fresh and before for before, _, fresh in talk.given or ()) for talk in talks),
         }
 
 
@@ -384,23 +396,27 @@ def _deviation(rewards: Mapping[SampleKey, float]) -> float:
 # ---- rows
 
 
-def to_rows(samples: Sequence[Sample], prompts: Mapping[str, Sequence[int]]) -> Rows:
-    """Convert samples to training rows: the tokens of prompt and answer as sampled, with labels on the answer only.
+def to_rows(samples: Sequence[Sample], prompts: Mapping[str, Sequence[int]]) -> tuple[Rows, list[tuple[int, slice]]]:
+    """Convert samples to training rows: the tokens of prompt and answer as sampled, with labels on those of the model.
+
+    A conversation whose history the chat template rewrote gives several rows.
 
     Args:
         samples: samples to train on.
         prompts: token ids of each prompt, by id.
+
+    Returns:
+        The rows; and for each the index of its sample, and which of the sample's tokens it has.
     """
-    rows = Rows([], [], [], {"rows": len(samples)})
-    for sample in samples:
-        prompt = prompts[sample.prompt_id]
-        tokens = np.array([*prompt, *sample.tokens], dtype=np.int32)
-        labels = tokens.copy()
-        labels[: len(prompt)] = IGNORE
-        rows.tokens.append(tokens)
-        rows.labels.append(labels)
-        rows.lengths.append((len(tokens),))
-    return rows
+    rows, parts = Rows([], [], [], {"rows": len(samples)}), []
+    for number, sample in enumerate(samples):
+        for ids, own, part in sample.sequences(prompts[sample.prompt_id]):
+            tokens = np.array(ids, dtype=np.int32)
+            rows.tokens.append(tokens)
+            rows.labels.append(np.where(own, tokens, IGNORE).astype(np.int32))
+            rows.lengths.append((len(tokens),))
+            parts.append((number, part))
+    return rows, parts
 
 
 def subtract_kl(rows: Rows, groups: Sequence[str], coef: float, center: str) -> None:

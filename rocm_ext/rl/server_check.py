@@ -89,7 +89,7 @@ class ServerCheck:
     def _logprobs(self, answers: Sequence[Completion]) -> Tensor:
         """Return the log-prob of each token of ``answers``, end to end, on the CPU."""
         prompts = {answer.request.prompt_id: answer.request.tokens for answer in answers}
-        rows = to_rows([Sample.of(answer) for answer in answers], prompts)
+        rows, _ = to_rows([Sample.of(answer) for answer in answers], prompts)
         return torch.from_numpy(np.concatenate(score(self._learner, rows))).double()
 
     def _compare(

@@ -5,6 +5,7 @@ and the positions of the answers, whose texts are read when they are wanted. A p
 each rank of a running run has files of its own, and an offset in it. A step of RAFT is a cycle.
 """
 
+import json
 import re
 from array import array
 from collections import defaultdict
@@ -23,6 +24,24 @@ _BEGINNING = re.compile(rb'\{"step": (\d{1,9}), "phase": "(sample|eval)", ')  # 
 _FILE_BITS = 48  # of a position are the offset in its file
 _Scope = tuple[int, str]  # step, and ``sample`` or ``eval``
 _NOWHERE: _Scope = (-1, "")  # of a line without them
+
+
+def said(record: Mapping[str, Any]) -> str:
+    """Return the text of a line of ``samples.jsonl``; of a conversation, all its messages with who says them."""
+    messages = record.get("messages")
+    if not isinstance(messages, list):
+        return str(record.get("text", ""))
+    parts = []
+    for message in (each for each in messages if isinstance(each, Mapping)):
+        text = str(message.get("content", ""))
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if isinstance(function, Mapping):
+                text += f"\n→ {function.get('name')} {json.dumps(function.get('arguments'), ensure_ascii=False)}"
+        who = " ".join(str(message[key]) for key in ("role", "name") if message.get(key))
+        parts.append(text.strip() if message.get("role") == "assistant" else f"[{who}] {text.strip()}")
+    return "\n\n".join(parts)
 
 
 class _Positions(dict[_Scope, "array[int]"]):

@@ -38,8 +38,9 @@ def read_answers(run: RunFolder, last: int | None = None) -> tuple[list[Answer],
         last: read only the last so many cycles or steps; None: all.
 
     Returns:
-        The answers, each text of a prompt once, and the number of those left out: ``ERROR`` by their verdict, and
-        ``truncated`` because ``max_new_tokens`` cut them, so that they have no end to learn.
+        The answers, each text of a prompt once, and the number of those left out: ``ERROR`` by their verdict,
+        ``conversation`` because they answer more than the prompt, and ``truncated`` because ``max_new_tokens`` cut
+        them, so that they have no end to learn.
 
     Raises:
         UserError: the run samples no answers.
@@ -58,6 +59,8 @@ def read_answers(run: RunFolder, last: int | None = None) -> tuple[list[Answer],
                 continue
             if verdict != _RIGHT and verdict not in _WRONG:
                 left_out["ERROR"] += 1
+            elif line.get("given"):  # an answer to more than the prompt
+                left_out["conversation"] += 1
             elif line.get("finish_reason") == "length":
                 left_out["truncated"] += 1
             else:

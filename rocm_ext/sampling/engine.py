@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,6 +67,7 @@ class Request:
         messages: the conversation behind ``tokens``, ``{role, content}`` each.
         tools: JSON schemas of the functions that the assistant may call.
         adapter: ``adapter`` of another open session of the engine, with which to sample; None: the session's own.
+        most: tokens of the answer at most, if these are fewer than the settings' ``max_new_tokens``.
     """
 
     prompt_id: str
@@ -76,6 +77,11 @@ class Request:
     messages: tuple[Mapping[str, Any], ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     adapter: Any = None
+    most: int | None = None
+
+    def limited(self, sampling: Sampling) -> Sampling:
+        """Return the settings with this request's limit."""
+        return sampling if self.most is None else replace(sampling, max_new_tokens=self.most)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -97,7 +103,10 @@ class RequestQueue:
     Attributes:
         requests: the requests of all ranks.
         share: requests of a rank if all take equally many; one that had room for more would leave none to others.
+        added: tokens that may come to a prompt in later requests, which continue a conversation.
     """
+
+    added = 0
 
     def __init__(
         self, requests: Iterable[Request], ranks: Ranks | None = None, owners: Mapping[str, int] | None = None
@@ -111,21 +120,30 @@ class RequestQueue:
         self.share = max((sum(map(len, prompts[first::world])) for first in range(world)), default=0)
 
     def prompts(self) -> Iterator[list[Request]]:
-        """Take the next prompt's requests, one prompt at a time."""
+        """Take the next prompt's requests, one prompt at a time; an empty list says that there are none yet."""
         yield from self._own
         while (number := self._taken()) <= len(self._common):
             yield self._common[number - 1]
 
-    def __iter__(self) -> Iterator[Request]:
-        return itertools.chain.from_iterable(self.prompts())
+    def continues(self, key: tuple[str, int]) -> bool:
+        """Whether a request with this key may come that continues an earlier one's conversation."""
+        return False
+
+    def __iter__(self) -> Iterator[Request | None]:
+        """Take requests one at a time; None says that there is none yet."""
+        for same in self.prompts():
+            if same:
+                yield from same
+            else:
+                yield None
 
     def __length_hint__(self) -> int:
         return self.share
 
 
-def as_queue(requests: Iterable[Request]) -> RequestQueue:
+def as_queue(requests: Iterable[Request | None]) -> RequestQueue:
     """Return a queue that this process takes all of, where ``requests`` are none yet."""
-    return requests if isinstance(requests, RequestQueue) else RequestQueue(requests)
+    return requests if isinstance(requests, RequestQueue) else RequestQueue(filter(None, requests))
 
 
 @dataclass(frozen=True)
@@ -190,8 +208,11 @@ class Engine(Protocol):
 class Session(Protocol):
     """An engine with a loaded model."""
 
-    def generate(self, requests: Iterable[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Take requests as there is room for them, and yield a completion of each as soon as it is finished."""
+    def generate(self, requests: Iterable[Request | None], sampling: Sampling) -> Iterator[Completion]:
+        """Take requests as there is room for them, and yield a completion of each as soon as it is finished.
+
+        None among the requests says that there is none yet.
+        """
 
     def stats(self) -> dict[str, float]:
         """Return counts since the session began: ``tokens``, ``tokens_per_second`` and the engine's own."""

@@ -7,10 +7,9 @@ waiting samples fill the free slots at the end. A step thus computes only runnin
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from rocm_ext.sampling.slots import (
     PREFILL_TOKENS,
     SHARE,
     Graphs,
+    Kept,
     RunningSample,
     SlotBatch,
     SlotMemory,
@@ -133,6 +133,10 @@ class LocalEngine:
         return copied_bytes(self._decoder, self._merge)
 
 
+_NONE_YET = 0.002  # seconds between looks at requests that are to come
+_COUNTED = ("tokens", "rows", "slot_steps", "bytes", "seconds")
+
+
 @dataclass
 class _Prompt:
     """A prompt with waiting requests; ``cache`` is None until the prompt is prefilled."""
@@ -174,7 +178,7 @@ class LocalSession:
         self._graphs = Graphs(decoder.device.type == "cuda" if graphs is None else graphs, graphs is True)
         decoder.fixed_shapes = self._graphs.used
         self._stop_tokens = frozenset(tokenizer.stop_tokens)
-        self._totals = dict.fromkeys(("tokens", "slot_steps", "bytes", "seconds"), 0.0)
+        self._totals = dict.fromkeys(_COUNTED, 0.0)
         self._batch: SlotBatch | None = None  # between two calls of generate
         self.reserve: Callable[[], int] = int
 
@@ -190,7 +194,7 @@ class LocalSession:
         """Free the key-value cache and the graphs; the next ``generate`` makes new ones."""
         self._batch = None
 
-    def generate(self, requests: Iterable[Request], sampling: Sampling) -> Iterator[Completion]:
+    def generate(self, requests: Iterable[Request | None], sampling: Sampling) -> Iterator[Completion]:
         """Yield a completion of each request as soon as it is finished; take prompts as slots are free.
 
         Raises:
@@ -217,40 +221,71 @@ class LocalSession:
         """Yield after each step the unfinished answers and those that it finished; ``least`` is as in _take_batch."""
         if not queue.requests:
             return
-        longest = max(len(request.tokens) for request in queue.requests) + sampling.max_new_tokens
+        longest = max(len(request.tokens) for request in queue.requests) + sampling.max_new_tokens + queue.added
         if longest > self._decoder.max_seq_len:
             raise UserError(
                 f"the longest prompt and max_new_tokens {sampling.max_new_tokens} are {longest} tokens; the model "
                 f"takes at most {self._decoder.max_seq_len}. Lower max_new_tokens or drop long prompts"
             )
-        coming = (_Prompt(same[0].tokens, deque(same)) for same in queue.prompts())
-        if not (prompts := deque(islice(coming, 1))):  # other ranks have taken all
+        coming = queue.prompts()
+        if (first := next(coming, None)) is None:  # other ranks have taken all
             return
+        prompts = deque([_Prompt(first[0].tokens, deque(first))] if first else [])
         batch = self._take_batch(queue, span_for(self._decoder.device, longest), sampling, least)
+        kept: dict[tuple[str, int], Kept] = {}  # of conversations that wait
+        keeps = bool(queue.added) and self._keeps(batch, queue, sampling)
         while True:
             began = time.perf_counter()
             beat()
-            self._admit(batch, prompts, coming, queue.share)
+            more = self._admit(batch, prompts, coming, queue.share, kept)
             if not batch.running:
-                break
+                if not more:
+                    break
+                time.sleep(_NONE_YET)
+                continue
             with self._trace.part(DECODING):
-                read, rows = batch.step()
+                read, new = batch.step()
+            rows = len(batch.running)
             ended = [(slot, c) for slot in range(rows) if (c := self._completion(batch.running[slot], sampling))]
+            if keeps and ended:
+                kept = {key: cache for key, cache in kept.items() if queue.continues(key)}
+                left = batch.slots - len(kept)
+                kept |= {c.request.key: batch.keep(slot) for slot, c in ended[: max(0, left)]}
             batch.release([slot for slot, _ in ended])
-            self._count(rows, batch.slots, read, time.perf_counter() - began)
+            self._count(new, rows, batch.slots, read, time.perf_counter() - began)
             yield batch.running, [completion for _, completion in ended]
         self._batch = batch  # not after an error or an early end, which leave samples in its slots
 
-    def _count(self, rows: int, slots: int, read: int, seconds: float) -> None:
-        for name, amount in (("tokens", rows), ("slot_steps", slots), ("bytes", read), ("seconds", seconds)):
+    def _count(self, tokens: int, rows: int, slots: int, read: int, seconds: float) -> None:
+        for name, amount in zip(_COUNTED, (tokens, rows, slots, read, seconds), strict=True):
             self._totals[name] += amount
 
-    def _admit(self, batch: "SlotBatch", prompts: deque[_Prompt], coming: Iterator[_Prompt], share: int) -> None:
-        """Fill free slots with samples of ``prompts``, and of those ``coming`` as long as fewer than ``share`` run."""
-        waiting = sum(len(prompt.waiting) for prompt in prompts)
-        while waiting < min(batch.free, share - len(batch.running)) and (prompt := next(coming, None)):
-            prompts.append(prompt)
-            waiting += len(prompt.waiting)
+    def _admit(
+        self,
+        batch: "SlotBatch",
+        prompts: deque[_Prompt],
+        coming: Iterator[list[Request]],
+        share: int,
+        kept: dict[tuple[str, int], Kept],
+    ) -> bool:
+        """Fill free slots with samples of ``prompts``, and of those ``coming`` as long as fewer than ``share`` run.
+
+        Conversations whose cache is ``kept`` go on with it.
+
+        Returns:
+            False if no more are coming.
+        """
+        waiting, more = sum(len(prompt.waiting) for prompt in prompts), True
+        while waiting < min(batch.free, share - len(batch.running)):
+            if not (same := next(coming, None)):
+                more = same is not None
+                break
+            before = kept.pop(same[0].key, None)
+            if before is not None and same[0].tokens[: len(before.tokens)] == before.tokens:
+                batch.go_on(same[0], before)
+                continue
+            prompts.append(_Prompt(same[0].tokens, deque(same)))
+            waiting += len(same)
         while prompts and batch.free:
             if prompts[0].cache is None:
                 self._prefill(batch.free, prompts)
@@ -259,6 +294,7 @@ class LocalSession:
             batch.admit([prompt.waiting.popleft() for _ in range(count)], prompt.cache)
             if not prompt.waiting:
                 prompts.popleft()
+        return more
 
     def _prefill(self, free: int, prompts: deque[_Prompt]) -> None:
         """Prefill the first prompts together, as many as fill ``free`` slots or :data:`PREFILL_TOKENS`."""
@@ -280,11 +316,13 @@ class LocalSession:
     def _completion(self, running: RunningSample, sampling: Sampling) -> Completion | None:
         """Return the finished answer of a slot, or None while it is unfinished."""
         tokens, text = running.tokens, None
+        if not tokens:
+            return None
         if tokens[-1] in self._stop_tokens:
             text, reason = to_text(self._tokenizer, tokens[:-1]), "stop"
         elif sampling.stop_strings and self._holds_stop_string(tokens, sampling):
             text, reason = to_text(self._tokenizer, tokens), "stop"
-        elif len(tokens) == sampling.max_new_tokens:
+        elif len(tokens) == running.request.limited(sampling).max_new_tokens:
             text, reason = to_text(self._tokenizer, tokens), "length"
         if text is None:
             return None
@@ -298,6 +336,11 @@ class LocalSession:
         window = max(len(text.encode()) for text in sampling.stop_strings) + 4
         tail = to_text(self._tokenizer, tokens[-window:])
         return any(text in tail for text in sampling.stop_strings)
+
+    def _keeps(self, batch: SlotBatch, queue: RequestQueue, sampling: Sampling) -> bool:
+        """Whether memory holds as many waiting conversations as running ones, without fewer slots."""
+        slots, free, memory = self._fit(batch.slots, queue, batch.length, sampling, held=batch.nbytes)
+        return self._slots is not None or memory.bytes(slots) + slots * memory.cache <= free
 
     def _take_batch(self, queue: RequestQueue, length: int, sampling: Sampling, least: int) -> SlotBatch:
         """Return the kept batch if it serves these requests, else a new one; the session then keeps none.
@@ -317,7 +360,7 @@ class LocalSession:
             most = most_slots(queue.share, self._decoder.device, self._decoder.splits_rows)
         if kept is not None:
             longest = max(length, kept.length)
-            slots, _, _ = self._fit(most, queue.requests, longest, sampling, held=kept.nbytes)
+            slots, _, _ = self._fit(most, queue, longest, sampling, held=kept.nbytes)
             # a difference of less than a tenth is not worth a new cache and new graphs
             if kept.length >= length and (slots == most or slots >= 0.9 * kept.slots) and slots <= 1.1 * kept.slots:
                 kept.begin(sampling)
@@ -325,7 +368,7 @@ class LocalSession:
             if slots == most:
                 length = longest  # serves the requests of the kept one, too
             del kept  # frees its memory
-        slots, free, memory = self._fit(most, queue.requests, length, sampling)
+        slots, free, memory = self._fit(most, queue, length, sampling)
         if slots < least:
             raise UserError(
                 f"{free / 2**30:.1f} GiB are free for sampling; {least} answers of {length} tokens need "
@@ -336,19 +379,21 @@ class LocalSession:
         return SlotBatch(self._decoder, slots, length, sampling, self._graphs, self._routes)
 
     def _fit(
-        self, most: int, requests: Sequence[Request], length: int, sampling: Sampling, held: int = 0
+        self, most: int, queue: RequestQueue, length: int, sampling: Sampling, held: int = 0
     ) -> tuple[int, int, SlotMemory]:
         """Return the number of slots that fit into memory, up to ``most``, the free bytes, and the bytes of a slot.
 
         Args:
             most: more slots gain nothing.
-            requests: the requests to answer.
+            queue: the requests to answer.
             length: positions of a slot.
             sampling: how to draw.
             held: bytes that a batch holds which the new slots would replace.
         """
-        prompts = {request.tokens for request in requests}
-        memory = slot_memory(self._decoder, list(map(len, prompts)), length, sampling, self._graphs.used)
+        prompts = {request.tokens for request in queue.requests}
+        # a conversation's last prompt is nearly all of it
+        lengths = [length if queue.added else len(tokens) for tokens in prompts]
+        memory = slot_memory(self._decoder, lengths, length, sampling, self._graphs.used)
         if self._slots is not None:
             return most, 0, memory
         free = int(SHARE * (self._free_memory() + held))
@@ -366,6 +411,6 @@ class LocalSession:
         return {
             "tokens": int(total["tokens"]),
             "tokens_per_second": total["tokens"] / seconds,
-            "occupancy": total["tokens"] / (total["slot_steps"] or 1),
+            "occupancy": total["rows"] / (total["slot_steps"] or 1),
             "gb_per_second": total["bytes"] / seconds / 1e9,
         }

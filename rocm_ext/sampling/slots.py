@@ -1,9 +1,10 @@
 """The slots of a key-value cache: how many there are, what memory they take, and the samples that run in them."""
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -110,9 +111,10 @@ class Graphs:
 
 @dataclass
 class RunningSample:
-    """A sample in its slot."""
+    """A sample in its slot; ``given`` are the last tokens of the request that the slot has not computed."""
 
     request: Request
+    given: deque[int] = field(default_factory=deque)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     routes: list[np.ndarray] = field(default_factory=list)
@@ -120,7 +122,14 @@ class RunningSample:
     @property
     def position(self) -> int:
         """Position of the newest token."""
-        return len(self.request.tokens) + len(self.tokens) - 1
+        return len(self.request.tokens) - len(self.given) + len(self.tokens) - 1
+
+
+class Kept(NamedTuple):
+    """What a slot held of a sample: its tokens, and the cache of all but the last."""
+
+    tokens: tuple[int, ...]
+    cache: list[Tensor]
 
 
 class SlotBatch:
@@ -189,11 +198,27 @@ class SlotBatch:
         self.running += map(RunningSample, requests)
 
     @torch.no_grad()
+    def keep(self, slot: int) -> Kept:
+        """Return a copy of what a slot holds of its sample, whose newest token it has not computed."""
+        running = self.running[slot]
+        tokens = (*running.request.tokens, *running.tokens)
+        return Kept(tokens, self._cache.save(slot, len(tokens) - 1))
+
+    @torch.no_grad()
+    def go_on(self, request: Request, kept: Kept) -> None:
+        """Put a request that begins with the tokens of ``kept`` into a free slot; steps compute its other tokens."""
+        slot, known = len(self.running), len(kept.tokens) - 1
+        self._cache.restore(slot, kept.cache, known)
+        self._tokens[slot], self._positions[slot] = kept.tokens[-1], known
+        self._drawn[slot], self._seeds[slot] = 0, request.seed
+        self.running.append(RunningSample(request, deque(request.tokens[known + 1 :])))
+
+    @torch.no_grad()
     def step(self) -> tuple[int, int]:
-        """Decode one token for every running sample.
+        """Compute one token of every running sample: the next one that is given, or else a new one.
 
         Returns:
-            The bytes read and the number of samples.
+            The bytes read and the number of new tokens.
         """
         n = len(self.running)
         # Run a few spare slots: at least MIN_ROWS, and multiples of it where each shape needs a graph.
@@ -205,8 +230,15 @@ class SlotBatch:
         self._tokens[:rows] = tokens
         self._positions[:n] += 1
         self._drawn[:n] += 1
+        given = [slot for slot, running in enumerate(self.running) if running.given]
+        if given:
+            ids = [self.running[slot].given.popleft() for slot in given]
+            slots, ids = torch.tensor([given, ids], device=tokens.device)
+            self._tokens[slots], self._drawn[slots] = ids, 0
         drawn = torch.stack([tokens[:n].double(), logprobs[:n].double()])  # both are exact in fp64, and come at once
-        for running, token, logprob in zip(self.running, *drawn.tolist(), strict=True):
+        for slot, (running, token, logprob) in enumerate(zip(self.running, *drawn.tolist(), strict=True)):
+            if slot in given:
+                continue
             if math.isnan(logprob):
                 raise UserError(
                     f"the model's logits are not finite in {self._decoder.dtype}: if training came before, lower "
@@ -215,9 +247,10 @@ class SlotBatch:
             running.tokens.append(int(token))
             running.logprobs.append(logprob)
         if self._routes is not None:
-            for running, routes in zip(self.running, self._routes[:n].cpu().numpy().copy(), strict=True):
-                running.routes.append(routes)
-        return self._decoder.weight_bytes + int(rows * self._decoder.cache_bytes(span)), n
+            chosen = self._routes[:n].cpu().numpy().copy()
+            for slot in set(range(n)) - set(given):
+                self.running[slot].routes.append(chosen[slot])
+        return self._decoder.weight_bytes + int(rows * self._decoder.cache_bytes(span)), n - len(given)
 
     def _decode(self, rows: int, span: int) -> Tensor:
         """Return logits [rows, v] of the next tokens."""

@@ -21,6 +21,7 @@ from rocm_ext.verifiers.compiled import Compile, Run
 from rocm_ext.verifiers.extract import extract_code
 from rocm_ext.verifiers.maths import MajorityAnswer, MathAnswer
 from rocm_ext.verifiers.python import PythonTests
+from rocm_ext.verifiers.reasoning_gym import ReasoningGym
 from rocm_ext.verifiers.reward_function import RewardFunction, as_reward_function
 from rocm_ext.verifiers.sandbox import Limits, Outcome, Sandbox
 from rocm_ext.verifiers.workers import Pool
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "All", "Command", "Compile", "ExactMatch", "JsonSchema", "LLMJudge", "Limits", "MajorityAnswer", "MathAnswer",
-    "Outcome", "Pool", "PythonTests", "Regex", "Result", "RewardFunction", "Run", "Sandbox", "Verdict", "Verifier",
-    "Weighted", "as_reward_function", "build", "extract_code",
+    "Outcome", "Pool", "PythonTests", "ReasoningGym", "Regex", "Result", "RewardFunction", "Run", "Sandbox",
+    "Verdict", "Verifier", "Weighted", "as_reward_function", "build", "extract_code",
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from enum import Enum
 from typing import Any
 
@@ -30,18 +31,24 @@ class Result:
         verdict: the judgement.
         reward: in [0, 1]; None for ERROR and for nothing else.
         detail: the reason, in one line of at most 300 characters.
+        parts: named numbers that the reward is made of, or that you want to see beside it: ``metrics.jsonl`` has their
+            means as ``reward/NAME``.
 
     Raises:
-        ValueError: the reward does not fit the verdict or is out of range.
+        ValueError: the reward does not fit the verdict or is out of range, or a part is no number.
     """
 
     verdict: Verdict
     reward: float | None
     detail: str = ""
+    parts: Mapping[str, float] = dataclass_field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "verdict", Verdict(self.verdict))
         object.__setattr__(self, "detail", short(self.detail))
+        values = self.parts.values() if isinstance(self.parts, Mapping) else [None]
+        if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
+            raise ValueError(f"the parts of a reward must be numbers by their names, found {self.parts!r}")
         if self.verdict is Verdict.ERROR:
             if self.reward is not None:
                 raise ValueError(f"an ERROR has no reward, found {self.reward!r}")
@@ -51,6 +58,10 @@ class Result:
         if not (math.isfinite(self.reward) and 0 <= self.reward <= 1):
             raise ValueError(f"the reward must be in [0, 1], found {self.reward!r}")
         object.__setattr__(self, "reward", float(self.reward))
+
+    def values(self) -> tuple[Any, float | None, str, Mapping[str, float]]:
+        """Return what JSON carries; ``Result(*values)`` is the result again."""
+        return str(self.verdict), self.reward, self.detail, self.parts
 
 
 class Verifier:
@@ -126,7 +137,7 @@ def group_results(verifier: Verifier, completions: Sequence[str], row: Mapping[s
 def checked(verifier: Verifier, result: Any) -> Result:
     """``result``, or an ERROR if a verifier of the user's returned something else."""
     if isinstance(result, Result):
-        return Result(result.verdict, result.reward, result.detail)  # a subclass may have skipped the checks
+        return Result(*result.values())  # a subclass may have skipped the checks
     return error(f"{name_of(verifier)} returned {type(result).__name__}, not a Result")
 
 

@@ -77,7 +77,7 @@ class RewardFunction(Verifier):
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         super().check_row(row)
-        self._prompt(row)
+        self.prompt(row)
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
         try:
@@ -85,11 +85,11 @@ class RewardFunction(Verifier):
         except Exception as problem:
             return error(f"the reward function failed: {one_line(problem)}")
 
-    def judge_batch(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
+    def judge_batch(self, completions: Sequence[Any], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
         given: dict[str, Any] = {
-            "prompts": [self._prompt(row) for row in rows],
-            "completions": [
-                [{"role": "assistant", "content": text}] if self._talks(row) else text
+            "prompts": [self.prompt(row) for row in rows],
+            "completions": [  # of a conversation, all its messages
+                [{"role": "assistant", "content": text}] if isinstance(text, str) and self._talks(row) else text
                 for text, row in zip(completions, rows, strict=True)
             ],
         }
@@ -115,7 +115,8 @@ class RewardFunction(Verifier):
     def _talks(self, row: Mapping[str, Any]) -> bool:
         return "messages" in row if self.conversational is None else self.conversational
 
-    def _prompt(self, row: Mapping[str, Any]) -> Any:
+    def prompt(self, row: Mapping[str, Any]) -> Any:
+        """The row's prompt as the function gets it."""
         if not self._talks(row):
             return field(row, "prompt", str)
         if "messages" not in row:

@@ -107,8 +107,8 @@ def test_register_adds_recipes_and_configs(as_tune):
     added = as_tune[-len(registry.TITLES) :]
     assert [recipe.name for recipe in added] == list(registry.TITLES)
     _, raft, grpo, *_ = added
-    assert sorted(c.name for c in raft.configs) == [name for name in CONFIGS if name.endswith(("_raft", "_raft_8gpu"))]
-    assert sorted(c.name for c in grpo.configs) == [name for name in CONFIGS if name.endswith(("_grpo", "_grpo_8gpu"))]
+    for recipe, ends in ((raft, ("_raft", "_raft_8gpu")), (grpo, ("_grpo", "_grpo_8gpu", "_tools"))):
+        assert sorted(c.name for c in recipe.configs) == [name for name in CONFIGS if name.endswith(ends)]
     assert sorted(c.name for recipe in added for c in recipe.configs) == CONFIGS
     for ours in added:
         assert ours.supports_distributed

@@ -163,7 +163,7 @@ TOOL_TEMPLATE = (
 )
 
 
-def test_a_model_calls_tools(pocket_dir, tmp_path, monkeypatch, capfd):
+def test_a_model_calls_tools(tmp_path, monkeypatch, capfd):
     """The model gets what its calls give, until an answer calls none; mistakes are for it to read."""
     model = write_theirs(tmp_path / "model", "smollm 3")
     (model / "chat_template.jinja").write_text(TOOL_TEMPLATE)
@@ -192,7 +192,8 @@ def test_a_model_calls_tools(pocket_dir, tmp_path, monkeypatch, capfd):
     assert '"description": "Add."' in asked[0]
     assert asked[1].startswith(asked[0] + f"I add.{call % 40}<|im_end|>\n<|im_start|>tool\n42<|im_end|>")
     assert asked[3].startswith(asked[2] + "It is 42.<|im_end|>\n<|im_start|>user\nSure?")
-    _, err, code = chat(monkeypatch, capfd, pocket_dir, "--tool", "my_tools.add", "-p", "1+1?")
+    bare = write_theirs(tmp_path / "bare", "smollm 3")  # its chat template knows no tools
+    _, err, code = chat(monkeypatch, capfd, bare, "--tool", "my_tools.add", "-p", "1+1?")
     assert code == 1
     assert err.splitlines()[-1].startswith("error: the model's chat template has no place for tools")
     _, err, code = chat(monkeypatch, capfd, model, "--tool", "my_tools.sub", "-p", "1+1?")

@@ -73,7 +73,8 @@ def test_every_machine_has_configs():
     grpo = ["strix_halo_qwen3_1_7b", "strix_halo_qwen3_4b", "strix_halo_qwen3_8b"]
     grpo += ["strix_halo_qwen3_5_9b", "strix_halo_gemma4_e4b"]
     grpo += ["mi300x_qwen3_4b", "mi300x_qwen3_8b", "mi50_qwen3_0_6b", "cpu_pocket"]
-    assert named("grpo_rocm") == sorted([*(f"{name}_grpo" for name in grpo), "mi300x_qwen3_8b_grpo_8gpu"])
+    tools = ["cpu_pocket_tools", "strix_halo_qwen3_4b_tools"]
+    assert named("grpo_rocm") == sorted([*(f"{name}_grpo" for name in grpo), "mi300x_qwen3_8b_grpo_8gpu", *tools])
     dpo = ["cpu_pocket", "mi300x_qwen3_8b"]
     dpo += [f"strix_halo_{size}" for size in ("gemma4_e4b", "qwen3_4b", "qwen3_5_9b", "qwen3_8b")]
     assert named("dpo_rocm") == [f"{name}_dpo" for name in dpo]
@@ -93,7 +94,7 @@ def test_runs_on_any_machine_with_hardware_cpu(name):
     assert cfg.optimizer.lr < 0.01, "1e-3 without a dot is a string in some YAML readers"
     if cfg.recipe in ("raft_rocm", "grpo_rocm"):
         assert cfg.eval_prompts is not None
-        verifier = verifiers.build(OmegaConf.to_container(cfg.verifier))
+        verifier = verifiers.build(OmegaConf.to_container(cfg.verifier or cfg.environment.verifier))
         assert type(verifier).__name__ == ("PythonTests" if "coder" in name else "MathAnswer")
     check_values(cfg)
 

@@ -20,7 +20,8 @@ from transformers import AutoTokenizer
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.data import prompt_dataset, sft_dataset
-from rocm_ext.data.render import IGNORE, marked_text, render_conversation, render_prompt
+from rocm_ext.data.messages import to_turns
+from rocm_ext.data.render import IGNORE, marked_text, render_conversation, render_prompt, render_reply
 from rocm_ext.data.rows import open_dataset, tokenize
 from rocm_ext.data.tokenizer import defused, open_tokenizer
 from rocm_ext.rl.prompts import PromptSet
@@ -184,6 +185,41 @@ def test_tokens_equal_those_of_transformers(model_folder, name, chat, tools):
     (text,) = labelled(folder, labels)
     assert text.endswith("<|eot_id|>" if name.startswith("llama") else "<|im_end|>")
     assert (chat[-1]["content"] or '"weather"').split("</think>")[-1] in text
+
+
+# ---- what follows an answer in a conversation
+
+
+ANSWERS = {
+    "a call": (assistant("", tool_calls=[CALL]), {"role": "tool", "content": '{"temperature": 7}'}),
+    "reasoning, then a call": (
+        assistant("<think>\nI look it up.\n</think>\n\n", tool_calls=[CALL]),
+        {"role": "tool", "content": "7"},
+    ),
+    "text": (assistant("It is 7."), user("Are you sure?")),
+    "reasoning, then text": (assistant("<think>\nI guess.\n</think>\n\nIt is 7."), user("Are you sure?")),
+}
+
+
+@pytest.mark.parametrize("answered", ANSWERS.values(), ids=ANSWERS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_follows_an_answer_is_what_transformers_adds(model_folder, name, answered):
+    """The tokens of prompt, answer and reply are those of the whole; or the reply stands for the whole."""
+    folder, (answer, reply) = model_folder(name), answered
+    tokenizer, before = open_tokenizer(config_for(folder)), [BRIEF, user("Weather?")]
+    prompt, whole = render_prompt(tokenizer, before, TOOLS), [*before, answer, reply]
+    _, labels = render_conversation(tokenizer, [*before, answer], tools=TOOLS)
+    (text,) = labelled(folder, labels)
+    stop = "<|eot_id|>" if name.startswith("llama") else "<|im_end|>"
+    sampled = text.removesuffix(stop)
+    if "<think>" not in answer["content"]:  # which Qwen3's template puts before its last answer alone
+        sampled = sampled.removeprefix("<think>\n\n</think>\n\n")
+    turns = to_turns(whole)
+    ids, fresh = render_reply(tokenizer, turns[:-2], turns[-2], sampled, turns[-1:], TOOLS)
+    assert fresh == (name == "qwen3" and answer["content"].startswith("<think>") and reply["role"] == "user")
+    expected = theirs(folder, whole, prompt=True, tools=TOOLS)
+    said = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(sampled + stop, add_special_tokens=False).ids
+    assert (ids if fresh else [*prompt, *said, *ids]) == expected
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -53,7 +53,7 @@ def with_other_routers(folder: Path):
 
 
 def rows_of(samples: list[Sample], join: bool):
-    rows = to_rows(samples, {str(i): text for i, text in enumerate(TEXTS)})
+    rows, _ = to_rows(samples, {str(i): text for i, text in enumerate(TEXTS)})
     rows.add_labels_column(ROUTES, [sample.chosen_experts() for sample in samples])
     return rows.join_groups([sample.prompt_id for sample in samples], 10**6)[0] if join else rows
 

@@ -164,7 +164,7 @@ def test_removing_old_samples_costs_the_same_however_many_evaluations_there_are(
     run = records.Records.open(tmp_path, Ranks(torch.device("cpu")), 0, -1)
     for step in range(1, 101):
         for phase, count in (("sample", 2), ("eval", 10)):
-            samples, _ = run.phase(step, phase)
+            samples, *_ = run.phase(step, phase)
             for index in range(count):
                 samples.append({"prompt_id": "a", "sample": index})
         run.keep_samples_from(step)

@@ -126,7 +126,7 @@ class Synthetic:
         return time.perf_counter() - began
 
     def _phase(self, number: int, phase: str, asked: Sequence[str], count: int) -> Answers:
-        samples, verdicts = self.records.phase(number, phase)
+        samples, verdicts, _ = self.records.phase(number, phase)
         for prompt in asked:
             for sample in range(count):
                 right = self._rng.random() < 0.5

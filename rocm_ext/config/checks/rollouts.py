@@ -27,6 +27,10 @@ from rocm_ext.config.checks.kinds import (
 
 _SHARED: dict[str, Kind] = {
     "engine": COMPONENT,
+    "verifier": COMPONENT | NULL,
+    "environment": COMPONENT | NULL,
+    "max_turns": integer(1),
+    "max_environment_tokens": integer(0),
     "samples_per_prompt": integer(1),
     "max_new_tokens": integer(1),
     "stop_strings": list_of_texts("a list of texts"),
@@ -198,12 +202,27 @@ def _check_staleness(cfg: DictConfig) -> None:
 
 
 def _check_shared(cfg: DictConfig) -> None:
+    if cfg.environment is not None:
+        _check_environment(cfg)
     if cfg.temperature == 0 and cfg.eval_samples > 0:
         raise _same_answers(cfg, "eval_samples", 0)
     if not isinstance(cfg.optimizer, DictConfig):
         raise UserError(f"optimizer is {cfg.optimizer!r}; expected a _component_ with its lr")
     if not cfg.optimizer.get("lr"):
         raise UserError(f"optimizer.lr is {cfg.optimizer.get('lr')!r}; expected a number above 0")
+
+
+def _check_environment(cfg: DictConfig) -> None:
+    if cfg.verifier is not None:
+        raise UserError("verifier and environment are both set, and each judges answers; set one of them to null")
+    if cfg.stop_strings:
+        raise UserError(
+            f"stop_strings is {list(cfg.stop_strings)}; with an environment a message ends with its stop token; set []"
+        )
+    if cfg.get("max_staleness"):
+        raise UserError("max_staleness does not work with an environment; set max_staleness=0")
+    if cfg.engine.get("endpoint", "completions") == "chat":
+        raise UserError("endpoint chat would render a conversation's turns anew; set engine.endpoint=completions")
 
 
 def _same_answers(cfg: DictConfig, key: str, most: int) -> UserError:

@@ -78,8 +78,9 @@ class _Nothing(DummyLayer):
     def put(self, rows: slice, prefix: Any, known: int) -> None:
         """Copy nothing."""
 
-    def move(self, to: Tensor, source: Tensor, known: int) -> None:
-        """Copy nothing."""
+    def held(self, known: int) -> list[Tensor]:
+        """Return nothing."""
+        return []
 
 
 class _Recurrent(LinearAttentionLayer):
@@ -110,10 +111,9 @@ class _Recurrent(LinearAttentionLayer):
                         self.conv_kernel_size[index] = tensor.shape[-1]
                 self._all[kind, index][rows] = tensor if known else 0
 
-    def move(self, to: Tensor, source: Tensor, known: int) -> None:
-        """Copy slots to others; see :meth:`rocm_ext.model.attention.SlotCache.move`."""
-        for tensor in self._all.values():
-            tensor[to] = tensor[source]
+    def held(self, known: int) -> list[Tensor]:
+        """Return the states; see :meth:`rocm_ext.model.attention.SlotCache.held`."""
+        return list(self._all.values())
 
 
 class _Both(_Recurrent, _Attention):  # type: ignore[misc, override]
@@ -130,9 +130,8 @@ class _Both(_Recurrent, _Attention):  # type: ignore[misc, override]
         _Recurrent.put(self, rows, prefix, known)
         _Attention.put(self, rows, prefix, known)
 
-    def move(self, to: Tensor, source: Tensor, known: int) -> None:
-        _Recurrent.move(self, to, source, known)
-        _Attention.move(self, to, source, known)
+    def held(self, known: int) -> list[Tensor]:
+        return [*_Recurrent.held(self, known), *_Attention.held(self, known)]
 
 
 class TransformersSlots(SlotCache, Cache):

@@ -268,7 +268,7 @@ class OpenAIEngine:
     def _listed(self, server: Server) -> list[str]:
         """Return the base models that a server lists; [] if listing fails and the config names a model.
 
-        A model may be served without being listed: ``transformers serve`` lists its cache.
+        A model may be served without being listed, as by ``transformers serve`` before 5.24.
         """
         try:
             answer = json_object(server.url, self._exchange("GET", server.url + "/v1/models", CHECK_TIMEOUT))

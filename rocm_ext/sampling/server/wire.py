@@ -65,7 +65,7 @@ class EndpointFormat:
             UserError: the endpoint needs messages and the request has none, or the server does not support a
                 sampling setting.
         """
-        stops = list(self.tokenizer.stop_tokens)
+        stops, sampling = list(self.tokenizer.stop_tokens), request.limited(sampling)
         body = {"model": model, "seed": request.seed & (1 << SEED_BITS) - 1}
         if self.endpoint == "chat":
             if not request.messages:
@@ -89,6 +89,7 @@ class EndpointFormat:
             Transient: the server aborted the request.
         """
         choice, text, reason = _choice(url, answer, self.endpoint)
+        sampling = request.limited(sampling)
         most = sampling.max_new_tokens + 1  # some count the stop token apart
         if len(text) > _LETTERS * most:
             raise _nonsense(url, f"{len(text)} characters to a request for {sampling.max_new_tokens} tokens", answer)

@@ -23,6 +23,7 @@ GRACE = 1.0  # seconds that a judge may take to end a verdict whose program was 
 SCRIPTS = {  # their modules in the order of their imports; the last has the `main`
     "judge": ("_empty", "_wire", "_source", "_judge", "_run", "_warm"),
     "program": ("_wire", "_program"),
+    "interpreter": ("_interpreter",),
 }
 PRELOADED = ("pytest", "numpy", "unittest")  # judges import these once, for all verdicts
 
@@ -72,7 +73,7 @@ def start(script: str, sandbox: Sandbox, python: str, task: dict[str, Any], limi
     """Start a script in a sandbox.
 
     Args:
-        script: ``judge`` or ``program``.
+        script: ``judge``, ``program`` or ``interpreter``.
         sandbox, limits: where it runs, and with what limits.
         python: the interpreter.
         task: for the script's ``main``.

@@ -18,7 +18,7 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import COMPONENT, import_component
-from rocm_ext.verifiers.base import Result, Verdict, Verifier, error
+from rocm_ext.verifiers.base import Result, Verifier, error
 from rocm_ext.verifiers.sandbox.children import descendants
 
 START = 60.0  # seconds that a worker may take to build its verifier
@@ -251,7 +251,7 @@ class _Worker:
             answer = json.loads(line)
             if "error" in answer:
                 return answer["error"]
-            return [Result(Verdict(verdict), reward, detail) for verdict, reward, detail in answer["results"]]
+            return [Result(*values) for values in answer["results"]]
         ended = f"the verifier hung for {timeout:g} s" if line is None else f"the verifier's process {self._end()}"
         self.kill()
         return "verification was ended" if self._closed else ended

@@ -2,7 +2,7 @@
 
 It reads ``{"verifier": ..., "parent": pid}`` first, then a list of ``{"completion": ..., "row": ...}`` or a group
 ``{"completions": [...], "row": ...}`` each time. It answers ``{"ready": batch size, "groups": ...}`` or
-``{"error": ...}``, then ``{"results": [[verdict, reward, detail], ...]}`` or ``{"error": ...}`` each time.
+``{"error": ...}``, then ``{"results": [[verdict, reward, detail, parts], ...]}`` or ``{"error": ...}`` each time.
 :class:`rocm_ext.verifiers.Pool` starts it.
 """
 
@@ -49,8 +49,8 @@ def blame(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {problem}{where}"
 
 
-def judged(verifier: Any, requests: dict[str, Any] | list[dict[str, Any]]) -> list[tuple[str, float | None, str]]:
-    """Verdict, reward and detail for each request, or for each answer of a group."""
+def judged(verifier: Any, requests: dict[str, Any] | list[dict[str, Any]]) -> list[tuple]:
+    """The values of the result on each request, or on each answer of a group."""
     from rocm_ext.verifiers.base import checked, group_results
 
     if isinstance(requests, dict):
@@ -62,7 +62,7 @@ def judged(verifier: Any, requests: dict[str, Any] | list[dict[str, Any]]) -> li
         if not isinstance(results, list) or len(results) != len(requests):
             raise ValueError(f"{type(verifier).__name__}.judge_batch must return a list of {len(requests)} results")
     results = [checked(verifier, result) for result in results]
-    return [(str(result.verdict), result.reward, result.detail) for result in results]
+    return [result.values() for result in results]
 
 
 def main() -> None:

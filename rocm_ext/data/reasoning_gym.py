@@ -1,0 +1,50 @@
+"""Prompts that the package reasoning-gym makes: over a hundred kinds of puzzles, without a download."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.data.prompts import Prompt
+from rocm_ext.verifiers.reasoning_gym import COLUMN, entries
+
+SYSTEM_PROMPT = "Write your final answer, and nothing else, between <answer> and </answer>."
+
+
+def reasoning_gym_prompts(
+    *,
+    task: str,
+    size: int,
+    seed: int = 0,
+    skip: int = 0,
+    options: Mapping[str, Any] | None = None,
+    system_prompt: str = SYSTEM_PROMPT,
+) -> list[Prompt]:
+    """Make prompts of one task; a component for YAML, for :class:`rocm_ext.verifiers.ReasoningGym`.
+
+    Equal arguments make equal prompts, with the same version of the package. Small tasks repeat themselves; of
+    repeated questions it keeps one. For held-out prompts of the same task, take its first entries, and skip them for
+    training: ``eval_prompts: {size: 100}`` and ``prompts: {size: 1000, skip: 100}``, with one seed.
+
+    Args:
+        task: the package's name of it, such as ``countdown`` or ``chain_sum``.
+        size: entries to make, after those that are skipped.
+        seed: what the entries depend on.
+        skip: leave out so many entries, and all later ones that repeat them.
+        options: the task's own settings, such as ``{min_terms: 2, max_terms: 4}``.
+        system_prompt: asks for the tags that the verifier reads; empty: none.
+
+    Raises:
+        UserError: the package is not installed, the task or an option is unknown, or a number is out of range.
+    """
+    for name, value, least in (("size", size, 1), ("skip", skip, 0), ("seed", seed, 0)):
+        if type(value) is not int or value < least:
+            raise UserError(f"{name} is {value!r}; expected a whole number of at least {least}")
+    made: dict[str, Any] = {"task": task, "options": dict(options or {}), "seed": seed, "size": skip + size}
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    prompts: dict[str, Prompt] = {}
+    for index, (question, answer) in enumerate(entries(task, made["options"], seed, skip + size)):
+        messages = (*system, {"role": "user", "content": question})
+        row = {"prompt": question, COLUMN: {**made, "index": index}}
+        row |= {"answer": answer} if isinstance(answer, str) else {}
+        prompts.setdefault(question, Prompt(f"{task}-{seed}-{index}", messages, row, f"{task}:{index}"))
+    return [prompt for prompt in prompts.values() if prompt.row[COLUMN]["index"] >= skip]

@@ -1,0 +1,127 @@
+"""A calculator for a model."""
+
+import ast
+import math
+import operator
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+Number = Fraction | float  # exact, but for what a root or a power may give
+
+_LONGEST = 1000  # characters of an expression
+_BITS = 10_000  # of a number: numerator and denominator together, 3,000 digits
+_PLACES = 30  # decimals of an exact result; more of them are rounded
+
+
+def calculator(expression: str) -> str:
+    """Compute an expression with exact numbers, such as (0.1 + 2/3) * sqrt(16) or 2**64 % 1000.
+
+    It has + - * / // % **, parentheses, abs, max, min, round and sqrt.
+
+    Args:
+        expression: the expression, in Python's notation.
+    """
+    if len(expression) > _LONGEST:
+        raise ValueError(f"the expression has {len(expression)} characters, more than {_LONGEST}")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+        return _text(_value(tree.body, expression.strip()))
+    except ZeroDivisionError as error:
+        raise ValueError("division by zero") from error
+    except OverflowError as error:
+        raise ValueError("a number is too large") from error
+    except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        raise ValueError("this is not an expression of numbers") from error
+
+
+def _value(node: ast.expr, source: str) -> Number:
+    """Compute a node of ``source``."""
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        text = ast.get_source_segment(source, node) or ""
+        return _small(node.value if isinstance(node.value, int) else _decimal(text))
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        return _small(_BINARY[type(node.op)](_value(node.left, source), _value(node.right, source)))
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
+        return _UNARY[type(node.op)](_value(node.operand, source))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
+        if node.keywords or not node.args:
+            raise ValueError(f"{node.func.id} takes numbers in parentheses")
+        return _small(_FUNCTIONS[node.func.id](*[_value(part, source) for part in node.args]))
+    hint = "; write ** for powers" if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitXor) else ""
+    raise ValueError(f"{ast.get_source_segment(source, node)!r} is not known here{hint}")
+
+
+def _decimal(text: str) -> Fraction:
+    number = Decimal(text) if len(text.lower().partition("e")[2]) < 8 else Decimal("inf")
+    if not number.is_finite() or abs(number.adjusted()) > _BITS:
+        raise ValueError("a number is too large")
+    return Fraction(number)  # exact, where a float would round
+
+
+def _small(value: complex | Number) -> Number:
+    """Return a number that is not too large to compute with; an int as a fraction.
+
+    Raises:
+        ValueError: it is.
+    """
+    if isinstance(value, complex):
+        raise ValueError("the root of a negative number is not real")
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError("a number is too large")
+        return value
+    value = Fraction(value)
+    if _bits(value) > _BITS:
+        raise ValueError("a number is too large")
+    return value
+
+
+def _bits(value: Fraction) -> int:
+    return value.numerator.bit_length() + value.denominator.bit_length()
+
+
+def _power(base: Number, exponent: Number) -> Number:
+    if isinstance(base, float) or isinstance(exponent, float) or exponent.denominator > 1:
+        return float(base) ** float(exponent)
+    if _bits(base) * abs(exponent.numerator) > 2 * _BITS and base not in (-1, 0, 1):  # before it takes forever
+        raise ValueError("a number is too large")
+    return base**exponent.numerator
+
+
+def _root(value: Number) -> Number:
+    if value < 0:
+        raise ValueError("the root of a negative number is not real")
+    if not isinstance(value, float):
+        exact = Fraction(math.isqrt(value.numerator), math.isqrt(value.denominator))
+        if exact**2 == value:
+            return exact
+    return math.sqrt(value)
+
+
+def _round(value: Any, places: Any = 0) -> Number:
+    if places != int(places) or abs(places) > _PLACES:
+        raise ValueError(f"round takes from {-_PLACES} to {_PLACES} decimals")
+    rounded: Number = round(value, int(places))  # a half goes to the even neighbour, as in Python
+    return rounded
+
+
+def _text(value: Number) -> str:
+    """Write a number: all its decimals if they are few, else a fraction and its rounded value."""
+    if isinstance(value, float):
+        return f"about {value:.15g}"
+    places = next((n for n in range(_PLACES + 1) if 10**n % value.denominator == 0), None)
+    if places is None:
+        return f"{value}, about {Decimal(value.numerator) / Decimal(value.denominator):.15g}"
+    digits = f"{abs(value.numerator) * 10**places // value.denominator:0{places + 1}}"
+    whole = len(digits) - places
+    return "-" * (value < 0) + digits[:whole] + "." * (places > 0) + digits[whole:]
+
+
+_BINARY: dict[type, Callable] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: _power,
+}  # fmt: skip
+_UNARY: dict[type, Callable] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_FUNCTIONS: dict[str, Callable] = {"abs": abs, "max": max, "min": min, "round": _round, "sqrt": _root}

@@ -1,0 +1,112 @@
+"""Environments on servers of OpenEnv."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.importing import import_component
+from rocm_ext.environments.base import Environment
+from rocm_ext.verifiers.base import Result
+from rocm_ext.verifiers.reward_function import checked_scale, scaled
+
+_REFUSED = re.compile(r"\(code: (VALIDATION_ERROR|INVALID_JSON)\)")  # what the server says of an action it cannot read
+
+
+class OpenEnv(Environment):
+    """A conversation with an environment on an OpenEnv server, as of openenv 0.10.
+
+    Each message of the model's is an action, and each observation a user's message. The environment ends the
+    conversation by ``done``; the return, the sum of its rewards, is the result. An action that the server cannot read
+    is answered with what is wrong with it. Any other fault of the server is an ERROR.
+
+    The server must take as many sessions as there are conversations at a time: ``max_concurrent_envs`` of its
+    ``create_app``.
+
+    Args:
+        row: the prompt's row.
+        url: the server's, such as ``http://localhost:8000``.
+        action: the action's field that takes the message's text, such as ``message``; or, with a dot, a function of
+            yours from the text to an action. None: the text is the action as JSON.
+        observation: the observation's field with its text; or, with a dot, a function of yours from the observation
+            to a text. None: the whole observation as JSON.
+        reset: columns of the row that the environment's ``reset`` gets, such as ``[seed]``.
+        client: the environment's own client class; it needs an ``action`` function. None: openenv's generic client.
+        total: ``sum`` of the rewards, or the ``last`` one.
+        threshold, scale: as for :class:`rocm_ext.verifiers.RewardFunction`.
+        timeout: seconds for one answer of the server.
+    """
+
+    def __init__(
+        self,
+        row: Mapping[str, Any],
+        url: str,
+        action: str | None = None,
+        observation: str | None = None,
+        reset: Sequence[str] = (),
+        client: str | None = None,
+        total: str = "sum",
+        threshold: float = 1.0,
+        scale: Sequence[float] = (0.0, 1.0),
+        timeout: float = 60.0,
+    ) -> None:
+        super().__init__(row)
+        try:
+            from openenv.core import GenericEnvClient
+        except ImportError as problem:
+            raise UserError(f"environment: {one_line(problem)}; `pip install 'torchtune-rocm[openenv]'`") from problem
+        if total not in ("sum", "last"):
+            raise UserError(f"environment: total is {total!r}; expected sum or last")
+        self.scale, self.threshold = checked_scale("OpenEnv", scale, threshold)
+        self.total, self.needs = total, tuple(reset)
+        self._action, self._observation = _reader(action), _reader(observation)
+        made = import_component(client) if client else GenericEnvClient
+        self._client = made(base_url=url, message_timeout_s=timeout).sync()
+        self._rewards: list[float] = []
+
+    def begin(self) -> Any:
+        self._client.connect()
+        return self._seen(self._client.reset(**{name: self.row[name] for name in self.needs}))
+
+    def reply(self, message: Mapping[str, Any]) -> Any:
+        text = message["content"]
+        try:
+            if callable(self._action):
+                action = self._action(text)
+            else:
+                action = json.loads(text) if self._action is None else {self._action: text}
+        except ValueError as problem:  # pydantic's, too
+            return f"error: the action cannot be read: {one_line(problem)}"
+        if self._action is None and not isinstance(action, dict):
+            return f"error: an action is a JSON object, found {type(action).__name__}"
+        try:
+            return self._seen(self._client.step(action))
+        except RuntimeError as problem:
+            if _REFUSED.search(str(problem)):
+                return f"error: {one_line(problem)}"
+            raise
+
+    def cut(self, message: Mapping[str, Any]) -> Result:
+        return self._result()
+
+    def _seen(self, step: Any) -> Any:
+        """Take a step's reward, and return its observation or the result."""
+        if step.reward is not None:
+            self._rewards.append(float(step.reward))
+        if step.done:
+            return self._result()
+        if callable(self._observation):
+            return self._observation(step.observation)
+        seen = step.observation if isinstance(step.observation, dict) else step.observation.model_dump()
+        text = seen if self._observation is None else seen[self._observation]
+        return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False, default=str)
+
+    def _result(self) -> Result:
+        value = sum(self._rewards) if self.total == "sum" else (self._rewards or [0.0])[-1]
+        return scaled(value, self.scale, self.threshold, "the environment")
+
+
+def _reader(name: str | None) -> Any:
+    """Return a function by its dotted name; a field's name, or None, as it is."""
+    return import_component(name) if name and "." in name else name

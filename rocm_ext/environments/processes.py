@@ -1,0 +1,315 @@
+"""Conversations with environments, each in a process of its own.
+
+One process without threads and without torch imports the environment's module, and forks a child for each
+conversation. A child that raises, hangs or dies costs its conversation alone.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.importing import COMPONENT, import_component
+from rocm_ext.base.process import adopt_orphans, signal_at_parents_end
+from rocm_ext.environments.base import Reply, check_class, checked_reply, now, tools_of
+from rocm_ext.verifiers.base import Result, error
+from rocm_ext.verifiers.sandbox.children import descendants
+from rocm_ext.verifiers.workers import worker
+
+_START = 60.0  # seconds that the environment's module may take to import
+_CHUNK = 1 << 16
+_LOOK = 0.1  # seconds between looks for environments that hang, and for conversations to end
+Key = tuple[str, int]
+
+
+class Environments:
+    """Conversations with environments; a context manager.
+
+    No environment makes a method raise: what goes wrong in it is an ERROR.
+
+    Args:
+        environment: the component, ``{_component_: my_env.Game, ...}``; JSON data.
+        timeout: seconds of wall time for one answer of an environment.
+
+    Attributes:
+        tools: JSON schemas of the tools that the model may call.
+
+    Raises:
+        UserError: on entering, if the environment cannot be imported.
+    """
+
+    def __init__(self, environment: Mapping[str, Any], timeout: float) -> None:
+        self._environment, self._timeout = dict(environment), timeout
+        self._open: dict[Key, _Talk] = {}
+        self._ending: deque[_Talk] = deque()
+        self._lock = threading.Lock()
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._wake = os.pipe()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._closed = False
+        self.tools: list[dict[str, Any]] = []
+
+    def __enter__(self) -> "Environments":
+        boot = "import json,sys;sys.path[:]=json.loads(sys.argv[2]);"
+        boot += "from rocm_ext.environments.processes import main;main(int(sys.argv[1]))"
+        self._link, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-c", boot, str(theirs.fileno()), json.dumps(sys.path)]
+            self._host = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                                          stdout=2, start_new_session=True)  # fmt: skip
+        self._thread = threading.Thread(target=self._listen, name="environments", daemon=True)
+        self._thread.start()
+        try:
+            self._link.sendall(_line({"environment": self._environment, "parent": os.getpid()}))
+            self._link.settimeout(_START)
+            said = _read_line(self._link)
+            if "tools" not in said:
+                raise UserError(f"the environment cannot be used: {said.get('error') or 'its process ended'}")
+        except (OSError, UserError) as problem:
+            self.close()
+            if isinstance(problem, UserError):
+                raise
+            raise UserError(f"the environment's module did not import within {_START:g} s") from problem
+        self.tools = said["tools"]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill all processes; unfinished answers end as ERROR."""
+        self._closed = True
+        for key in list(self._open):
+            self.end(key)
+        os.write(self._wake, b".")
+        self._thread.join()
+        self._end_talks()
+        for pid in [*descendants(self._host.pid), self._host.pid]:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        self._host.wait()
+        self._link.close()
+        self._selector.close()
+        for fd in (self._woken, self._wake):
+            os.close(fd)
+
+    def begin(self, key: Key, row: Mapping[str, Any]) -> "Future[Reply]":
+        """Begin a conversation: a future for the messages that follow the prompt's."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._link, [b"+"], [theirs.fileno()])
+            except OSError:
+                ours.close()
+                return _done(error("the environment's process died"))
+        ours.settimeout(self._timeout)
+        talk = _Talk(ours)
+        with self._lock:
+            self._open[key] = talk
+        return self._ask(key, {"row": dict(row)})
+
+    def say(self, key: Key, message: Mapping[str, Any]) -> "Future[Reply]":
+        """Hand over a message of the model's: a future for the messages that follow, or for the result."""
+        return self._ask(key, {"message": dict(message)})
+
+    def cut(self, key: Key, message: Mapping[str, Any]) -> "Future[Reply]":
+        """Have a conversation judged that a limit ends: a future for the result."""
+        return self._ask(key, {"cut": dict(message)})
+
+    def end(self, key: Key) -> None:
+        """End a conversation and all processes that it started."""
+        with self._lock:
+            talk = self._open.pop(key, None)
+        if talk is not None:
+            self._ending.append(talk)  # for the thread: ending takes as long as an answer
+
+    def _ask(self, key: Key, content: dict[str, Any]) -> "Future[Reply]":
+        talk = self._open.get(key)
+        if talk is None:
+            return _done(error("the conversation has ended"))
+        talk.future, talk.deadline = Future(), time.monotonic() + self._timeout
+        future = talk.future
+        try:
+            text = _line(content)
+        except (TypeError, ValueError, RecursionError) as problem:
+            return _done(error(f"the row cannot be sent to the environment: {problem}"))
+        with self._lock:
+            if not talk.registered:
+                self._selector.register(talk.socket, selectors.EVENT_READ, key)
+                talk.registered = True
+        with contextlib.suppress(OSError):  # reading finds the end
+            talk.socket.sendall(text)
+        return future
+
+    def _listen(self) -> None:
+        """Give answers to their futures, and end conversations that hang or die; a thread."""
+        looked = time.monotonic()
+        while not self._closed:
+            for event, _ in self._selector.select(_LOOK):
+                if event.fd == self._woken:
+                    os.read(self._woken, _CHUNK)
+                elif (talk := self._open.get(event.data)) is not None and not talk.read():
+                    self._lose(event.data, "the environment's process died")
+            self._end_talks()
+            if (instant := time.monotonic()) < looked + _LOOK:
+                continue
+            looked = instant
+            for key, talk in list(self._open.items()):
+                if instant > talk.deadline and talk.future is not None and not talk.future.done():
+                    self._lose(key, f"the environment hung for {self._timeout:g} s")
+
+    def _end_talks(self) -> None:
+        while self._ending:
+            self._ending.popleft().end("the conversation was ended", self._selector)
+
+    def _lose(self, key: Key, why: str) -> None:
+        with self._lock:
+            talk = self._open.pop(key, None)
+        if talk is not None:
+            talk.end(why, self._selector)
+
+
+@dataclass
+class _Talk:
+    """A conversation's process, seen from ours."""
+
+    socket: socket.socket
+    future: Future = None  # type: ignore[assignment]
+    deadline: float = 0.0
+    pid: int = 0
+    buffer: bytes = b""
+    registered: bool = False
+
+    def read(self) -> bool:
+        """Read what is there; False at the end."""
+        try:
+            data = self.socket.recv(_CHUNK)
+        except OSError:
+            return False
+        self.buffer += data
+        while b"\n" in self.buffer:
+            line, _, self.buffer = self.buffer.partition(b"\n")
+            said = json.loads(line)
+            if "pid" in said:
+                self.pid = said["pid"]
+            elif not self.future.done():
+                self.future.set_result(said["messages"] if "messages" in said else Result(*said["result"]))
+        return bool(data)
+
+    def end(self, why: str, selector: selectors.BaseSelector) -> None:
+        """Kill the process and what it started, and give the future an ERROR if it waits."""
+        with contextlib.suppress(KeyError, ValueError):
+            selector.unregister(self.socket)
+        self.socket.close()
+        if self.pid:
+            below = descendants(self.pid)
+            with contextlib.suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
+            for pid in below:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+        if self.future is not None and not self.future.done():
+            self.future.set_result(error(why))
+
+
+def _done(result: Result) -> "Future[Reply]":
+    future: Future[Reply] = Future()
+    future.set_result(result)
+    return future
+
+
+def _line(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, default=str).encode() + b"\n"
+
+
+def _read_line(link: socket.socket) -> dict[str, Any]:
+    """Read a line from a socket; {} at its end."""
+    said = b""
+    while not said.endswith(b"\n"):
+        if not (data := link.recv(_CHUNK)):
+            return {}
+        said += data
+    return json.loads(said)
+
+
+# ---- the process that forks, and its children
+
+
+def main(fd: int) -> None:
+    """Serve the :class:`Environments` at the other end of the socket ``fd``."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    link = socket.socket(fileno=fd)
+    start = _read_line(link)
+    with contextlib.suppress(OSError, AttributeError):
+        signal_at_parents_end(signal.SIGKILL)
+        adopt_orphans()
+    if os.getppid() != start["parent"]:
+        return
+    with contextlib.suppress(OSError):
+        os.nice(5)
+    arguments = {name: value for name, value in start["environment"].items() if name != COMPONENT}
+    try:
+        made = import_component(start["environment"][COMPONENT])
+        check_class(made)
+        worker.RUNNING = True  # in the children, too
+        example = made({}, **arguments)
+        example.check()  # what it imports, the children have
+        tools = tools_of(example).schemas
+        if tools:
+            import jsonschema  # noqa: F401 - once, for all children
+    except BaseException as problem:
+        link.sendall(_line({"error": str(problem) if isinstance(problem, UserError) else worker.blame(problem)}))
+        return
+    link.sendall(_line({"tools": tools}))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children need nobody to wait for them
+    gc.freeze()  # shared memory stays shared
+    while True:
+        asked, fds, *_ = socket.recv_fds(link, 1, 1)
+        if not asked:
+            return
+        if os.fork() == 0:
+            try:
+                link.close()
+                _converse(socket.socket(fileno=fds[0]), made, arguments)
+            finally:
+                os._exit(0)
+        os.close(fds[0])
+
+
+def _converse(ours: socket.socket, made: Any, arguments: Mapping[str, Any]) -> None:
+    """Serve one conversation."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    with contextlib.suppress(OSError, AttributeError):
+        signal_at_parents_end(signal.SIGKILL)
+    ours.sendall(_line({"pid": os.getpid()}))
+    environment: Any = None
+    while said := _read_line(ours):
+        try:
+            if environment is None:
+                environment = made(said["row"], **arguments)
+                reply = checked_reply(environment, now(environment.begin()))
+            elif "cut" in said:
+                reply = checked_reply(environment, now(environment.cut(said["cut"])))
+            else:
+                reply = checked_reply(environment, now(environment.reply(said["message"])))
+        except BaseException as problem:  # SystemExit, too
+            reply = error(worker.blame(problem))
+        if isinstance(reply, Result):
+            answer: dict[str, Any] = {"result": reply.values()}
+        else:
+            answer = {"messages": reply}
+        ours.sendall(_line(answer))

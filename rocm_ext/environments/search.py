@@ -1,0 +1,130 @@
+"""Search in a folder of texts, for a model."""
+
+import functools
+import heapq
+import json
+import math
+import re
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from rocm_ext.base.errors import UserError
+
+_WORDS = re.compile(r"\w+")
+_K1, _B = 1.2, 0.75  # as in Lucene
+
+
+class Search:
+    """Search in the texts of a folder, as a tool; BM25 ranks the passages (Robertson and Zaragoza, 2009).
+
+    Files ``.txt`` and ``.md`` are texts; each line of a ``.jsonl`` is an object with ``text``. The index is made once,
+    for all conversations.
+
+    Args:
+        folder: with its subfolders.
+        passages: how many the model gets at most.
+        words: of a passage, about.
+
+    Raises:
+        UserError: the folder holds no text, or a line cannot be read.
+    """
+
+    def __init__(self, folder: str, passages: int = 3, words: int = 150) -> None:
+        if passages < 1 or words < 1:
+            raise UserError(f"Search needs passages and words of at least 1, found {passages} and {words}")
+        self._index, self._passages = _index(str(Path(folder).resolve()), words), passages
+
+    def search(self, query: str) -> str:
+        """Search in a collection of texts. You get the passages that fit best, each with the name of its file.
+
+        Args:
+            query: words to look for.
+        """
+        found = self._index.best(query, self._passages)
+        return "\n\n".join(f"{name}: {text}" for name, text in found) or "nothing found; try other words"
+
+
+class Index:
+    """The passages of texts and where words occur in them.
+
+    Args:
+        passages: names and texts.
+    """
+
+    def __init__(self, passages: list[tuple[str, str]]) -> None:
+        self._passages, lengths = passages, array("L")
+        # of each word: the passages in which it occurs, and how often
+        self._postings: Mapping[str, tuple[array, array]] = defaultdict(lambda: (array("L"), array("L")))
+        for number, (name, text) in enumerate(passages):
+            counts = Counter(_words(f"{name} {text}"))
+            lengths.append(counts.total())
+            for word, count in counts.items():
+                for column, value in zip(self._postings[word], (number, count), strict=True):
+                    column.append(value)
+        mean = sum(lengths) / len(lengths)
+        self._norms = array("d", (_K1 * (1 - _B + _B * length / mean) for length in lengths))
+
+    def best(self, query: str, most: int) -> list[tuple[str, str]]:
+        """Return the names and texts of the passages that fit best, in their order; of equals, the first."""
+        scores: dict[int, float] = defaultdict(float)
+        for word in dict.fromkeys(_words(query)):
+            if word in self._postings:
+                numbers, counts = self._postings[word]
+                rarity = math.log(1 + (len(self._passages) - len(numbers) + 0.5) / (len(numbers) + 0.5))
+                for number, count in zip(numbers, counts, strict=True):
+                    scores[number] += rarity * count / (count + self._norms[number])
+        best = heapq.nsmallest(most, scores, key=lambda number: (-scores[number], number))
+        return [self._passages[number] for number in best]
+
+
+def _words(text: str) -> list[str]:
+    return _WORDS.findall(text.casefold())
+
+
+@functools.cache  # forks of a process that has called it begin with the index
+def _index(folder: str, words: int) -> Index:
+    texts = _texts(Path(folder))
+    passages = [(name, passage) for name, text in texts for passage in _passages(text, words)]
+    if not passages:
+        raise UserError(f"Search found no text in {folder}; expected files .txt, .md or .jsonl")
+    return Index(passages)
+
+
+def _texts(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield each text and the name of its file."""
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.suffix in (".txt", ".md") and path.is_file():
+            yield name, path.read_text(encoding="utf-8", errors="replace")
+        elif path.suffix == ".jsonl" and path.is_file():
+            with path.open(encoding="utf-8", errors="replace") as lines:
+                for number, line in enumerate(lines, 1):
+                    yield name, _text(line, f"{path}, line {number}")
+
+
+def _text(line: str, where: str) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UserError(f"{where}: expected an object with 'text'") from error
+    if not isinstance(text, str):
+        raise UserError(f"{where}: 'text' is {type(text).__name__}; expected a text")
+    return text
+
+
+def _passages(text: str, words: int) -> Iterator[str]:
+    """Cut a text where a paragraph ends, once it has ``words`` words; a long paragraph anywhere."""
+    passage: list[str] = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        for word in paragraph.split():
+            passage.append(word)
+            if len(passage) >= 2 * words:
+                yield " ".join(passage)
+                passage = []
+        if len(passage) >= words:
+            yield " ".join(passage)
+            passage = []
+    if passage:
+        yield " ".join(passage)

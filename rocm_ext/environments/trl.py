@@ -1,0 +1,103 @@
+"""Environments of TRL's trainers: classes for ``GRPOTrainer(environment_factory=...)``."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.importing import import_component
+from rocm_ext.environments.base import Environment, Message, now
+from rocm_ext.verifiers.base import Result
+from rocm_ext.verifiers.reward_function import RewardFunction
+
+_OWN = ("reset", "get_reward")  # TRL's names; all other public methods are tools
+
+
+class Trl(Environment):
+    """A conversation with an object that TRL's ``environment_factory`` makes, as in TRL 1.16.
+
+    Its public methods are the model's tools, but for two: ``reset(**row)`` begins a conversation and may return a text
+    that follows the prompt, and ``get_reward()`` rewards it. Without ``get_reward``, a reward function does; it gets
+    ``environments``, and as ``completions`` all messages behind the prompt. The message without calls ends the
+    conversation. Methods and functions may be asynchronous.
+
+    What differs from TRL: ``reset``'s text is a user's message of its own, while TRL appends it to the prompt's last
+    one. A tool's result is JSON if it is no text. The object serves one conversation. One class serves all rows.
+
+    Args:
+        row: the prompt's row. ``reset`` and the reward function get ``prompt`` as messages.
+        factory: what makes the object, such as ``my_module.MyEnvironment``.
+        reward: a reward function in TRL's signature, for objects without ``get_reward``.
+        threshold, scale: as for :class:`rocm_ext.verifiers.RewardFunction`.
+    """
+
+    def __init__(
+        self,
+        row: Mapping[str, Any],
+        factory: str,
+        reward: str | None = None,
+        threshold: float = 1.0,
+        scale: Sequence[float] = (0.0, 1.0),
+    ) -> None:
+        super().__init__(row)
+        self.environment = made = import_component(factory)()
+        methods = [name for name, _ in inspect.getmembers(type(made), inspect.isfunction) if name[0] != "_"]
+        if "reset" not in methods:
+            raise UserError(f"environment: {factory} makes a {type(made).__name__} without a method reset")
+        if ("get_reward" in methods) == (reward is not None):
+            raise UserError(f"environment: {factory} needs either a method get_reward or the argument reward")
+        self.tools = [_at_once(getattr(made, name)) for name in methods if name not in _OWN]
+        function: Callable[..., Any] = self._own_reward
+        if reward is not None:
+            function = functools.partial(import_component(reward), environments=[made])
+        self._reward = RewardFunction(function, threshold, scale, conversational=True)
+        self.needs = tuple(dict.fromkeys((*self._reward.needs, *_needed(made.reset))))
+        self._said: list[Message] = []
+
+    def begin(self) -> Any:
+        prompt = [dict(message) for message in self._reward.prompt(self.row)]
+        text = now(self.environment.reset(**{**self.row, "prompt": prompt}))
+        if not isinstance(text, (str, type(None))):
+            raise ValueError(f"reset returned {type(text).__name__}; expected a text or None")
+        opening = [{"role": "user", "content": text}] if text else []
+        self.row = {**self.row, "messages": prompt + opening}
+        return opening
+
+    def reply(self, message: Mapping[str, Any]) -> Any:
+        self._said.append(dict(message))
+        if not message.get("tool_calls"):
+            return self._judged()
+        results = super().reply(message)
+        self._said += results
+        return results
+
+    def cut(self, message: Mapping[str, Any]) -> Result:
+        answers = [said for said in self._said if said["role"] == "assistant"]
+        if not answers or answers[-1] != message:  # it was cut itself; else what follows it was
+            self._said.append(dict(message))
+        return self._judged()
+
+    def _judged(self) -> Result:
+        return self._reward.judge_batch([self._said], [self.row])[0]
+
+    def _own_reward(self, **_: Any) -> list[Any]:
+        return [now(self.environment.get_reward())]
+
+
+def _needed(reset: Callable[..., Any]) -> list[str]:
+    """Return the columns without which ``reset`` cannot be called."""
+    named = inspect.signature(reset).parameters.values()
+    return [p.name for p in named if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+
+def _at_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that waits for an asynchronous one; others as they are."""
+    if not inspect.iscoroutinefunction(function):
+        return function
+
+    @functools.wraps(function)
+    def waited(*args: Any, **kwargs: Any) -> Any:
+        return now(function(*args, **kwargs))
+
+    return waited

@@ -1,0 +1,294 @@
+"""Conversations with environments: who samples each of the model's messages, and what training learns of them."""
+
+import hashlib
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.data.messages import Turn, to_turns
+from rocm_ext.data.render import marked_text, render_prompt, render_reply
+from rocm_ext.data.tokenizer import defused
+from rocm_ext.environments import Environments, calls_in
+from rocm_ext.rl.records import Given, PhaseRecords, Sample, packed_routes, to_sample
+from rocm_ext.runs.folder import SampleKey
+from rocm_ext.sampling import Completion, Request, RequestQueue, Sampling, sample_seed
+from rocm_ext.verifiers import Result
+from rocm_ext.verifiers.base import error
+
+_AHEAD = 64  # conversations that begin before there is room for them
+_OPEN = 1024  # conversations at once, each with a process
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a conversation, behind its prompt.
+
+    Attributes:
+        turns: messages of the model's.
+        added: tokens that are not the model's.
+    """
+
+    turns: int
+    added: int
+
+
+@dataclass
+class _Talk:
+    """A conversation: its messages, and the tokens that the model samples next behind.
+
+    Attributes:
+        request: of its first message.
+        turns: the prompt's turns and all that follow.
+        context: ids that the next message is sampled behind.
+        tokens, logprobs, routes: of the model's messages, in order.
+        given: see :class:`rocm_ext.rl.records.Sample`.
+        answers: number of the model's messages.
+        last: the last of them, as the environment gets it.
+        text: its text without special tokens.
+        sampled: its text with them.
+        cut: the limit that ended the conversation; empty: none has.
+    """
+
+    request: Request
+    turns: list[Turn]
+    context: list[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)
+    given: list[Given] = field(default_factory=list)
+    answers: int = 0
+    last: dict[str, Any] = field(default_factory=dict)
+    text: str = ""
+    sampled: str = ""
+    cut: str = ""
+
+
+class ConversationQueue(RequestQueue):
+    """Requests of conversations: those that continue one come before those that begin one.
+
+    One thread takes requests, and another one may hand over the answers.
+
+    Args:
+        queue: the requests that begin conversations.
+        sampling: how to draw; ``max_new_tokens`` is the limit of all messages of the model's in a conversation.
+        environments: the other side.
+        tokenizer: of the model.
+        limits: of a conversation.
+        stopped: returns whether there are no more requests; conversations stay as they are.
+        rows: rows of the prompts, by their ids.
+        turns: records of the model's messages. One that an earlier process has recorded is not sampled again; the
+            environment gets it, and if it replies as before, the conversation goes on where it was.
+    """
+
+    def __init__(
+        self,
+        queue: RequestQueue,
+        sampling: Sampling,
+        environments: Environments,
+        tokenizer: Any,
+        limits: Limits,
+        stopped: Callable[[], bool],
+        rows: Mapping[str, Mapping[str, Any]],
+        turns: PhaseRecords,
+    ) -> None:
+        self._queue, self._sampling, self._environments = queue, sampling, environments
+        self._tokenizer, self._rows, self._limits = tokenizer, rows, limits
+        self._turns, self._recorded = turns, dict(turns.records)
+        self.requests, self.share, self.added = queue.requests, queue.share, limits.added
+        self._defused = defused(tokenizer)
+        self._open: dict[SampleKey, _Talk] = {}
+        self._beginning: Counter[str] = Counter()  # conversations that the environment has not begun, by prompt
+        self._begun: dict[str, list[Request]] = {}  # first requests of prompts with such conversations
+        self._first: deque[list[Request]] = deque()
+        self._next: deque[Request] = deque()
+        self._replies: SimpleQueue[tuple[_Talk, Future]] = SimpleQueue()
+        self._ended: deque[tuple[Sample, Result]] = deque()
+        self._lock, self._stopped = threading.Lock(), stopped
+
+    def prompts(self) -> Iterator[list[Request]]:
+        """Take the next requests of one prompt; an empty list says that there are none yet."""
+        coming: Iterator[list[Request]] | None = self._queue.prompts()
+        while not self._stopped():
+            self._hear()
+            while coming and len(self._open) < _OPEN and self._beginning.total() + sum(map(len, self._first)) < _AHEAD:
+                if same := next(coming, None):
+                    self._begin(same)
+                else:
+                    coming = None
+            if self._next:
+                yield [self._next.popleft()]
+            elif self._first:
+                yield self._first.popleft()
+            elif self._open:
+                yield []
+            else:
+                return
+
+    def continues(self, key: SampleKey) -> bool:
+        """Whether the conversation is open."""
+        return key in self._open
+
+    def add(self, completion: Completion) -> None:
+        """Record a message of the model's, and hand it over to the environment.
+
+        Raises:
+            UserError: the record cannot be written.
+        """
+        self._turns.append(Sample.of(completion).record() | {"behind": self._behind(completion.request)})
+        self._say(completion)
+
+    def _say(self, completion: Completion) -> None:
+        talk = self._open[completion.request.key]
+        talk.answers += 1
+        talk.tokens += completion.tokens
+        talk.logprobs += completion.logprobs
+        talk.routes += [] if completion.routes is None else [completion.routes.reshape(len(completion.tokens), -1)]
+        talk.context += completion.tokens
+        talk.text, talk.sampled = completion.text, marked_text(self._tokenizer, completion.tokens)
+        talk.last = self._message(completion, talk.sampled)
+        calls = {key: talk.last[key] for key in ("tool_calls",) if key in talk.last}
+        talk.turns.append(Turn("assistant", talk.last["content"], True, calls))
+        if completion.finish_reason == "stop":
+            self._wait_for(talk, self._environments.say(talk.request.key, talk.last))
+        else:
+            self._cut(talk, "max_new_tokens")
+
+    def ended(self) -> Iterator[tuple[Sample, Result]]:
+        """Take the conversations that have ended since the last call."""
+        self._hear()
+        while self._ended:
+            yield self._ended.popleft()
+
+    # ---- what the environment says
+
+    def _begin(self, same: list[Request]) -> None:
+        prompt = same[0].prompt_id
+        self._beginning[prompt], self._begun[prompt] = len(same), []
+        for request in same:
+            talk = self._open[request.key] = _Talk(request, to_turns(request.messages), list(request.tokens))
+            self._wait_for(talk, self._environments.begin(request.key, self._rows[prompt]))
+
+    def _wait_for(self, talk: _Talk, future: Future) -> None:
+        future.add_done_callback(lambda done: self._replies.put((talk, done)))
+
+    def _hear(self) -> None:
+        """Take the environment's replies."""
+        with self._lock:
+            while True:
+                try:
+                    talk, done = self._replies.get_nowait()
+                except Empty:
+                    return
+                self._take(talk, done.result())
+
+    def _take(self, talk: _Talk, reply: Any) -> None:
+        """Continue or end a conversation with the environment's reply."""
+        request, prompt = talk.request, talk.request.prompt_id
+        following = None
+        if not isinstance(reply, Result):
+            try:
+                turns = [turn._replace(content=self._defused(turn.content)) for turn in to_turns(reply)]
+                following = self._following(talk, turns)
+            except (UserError, ValueError) as problem:
+                reply = error(f"the environment's messages cannot be rendered: {problem}")
+        if isinstance(reply, Result):
+            self._end(talk, reply)
+        begins = not talk.answers
+        if following and self._recorded and (record := self._recorded.get(self._behind(following))):
+            message = to_sample(record)
+            routes = message.chosen_experts() if message.routes else None
+            self._say(
+                Completion(following, message.tokens, message.logprobs, message.text, message.finish_reason, routes)
+            )
+        elif following:
+            (self._begun[prompt] if begins else self._next).append(following)
+        if begins:
+            self._beginning[prompt] -= 1
+            if not self._beginning[prompt]:
+                del self._beginning[prompt]
+                by_tokens: dict[tuple[int, ...], list[Request]] = {}
+                for request in self._begun.pop(prompt):
+                    by_tokens.setdefault(request.tokens, []).append(request)
+                self._first += by_tokens.values()
+
+    def _following(self, talk: _Talk, reply: list[Turn]) -> Request | None:
+        """Return the request for the model's next message; None if a limit ends the conversation.
+
+        Raises:
+            UserError: the chat template refuses the messages.
+        """
+        request, tools = talk.request, talk.request.tools or None
+        if not (talk.answers or reply):
+            return request
+        if talk.answers == self._limits.turns:
+            self._cut(talk, "max_turns")
+            return None
+        if talk.answers:
+            ids, fresh = render_reply(self._tokenizer, talk.turns[:-1], talk.turns[-1], talk.sampled, reply, tools)
+        else:
+            ids = render_prompt(self._tokenizer, [turn.message() for turn in (*talk.turns, *reply)], tools)
+            fresh = True
+        context = ids if fresh else talk.context + ids
+        left = self._sampling.max_new_tokens - len(talk.tokens)
+        if left < 1:
+            self._cut(talk, "max_new_tokens")
+            return None
+        if len(context) + left > len(request.tokens) + self._sampling.max_new_tokens + self._limits.added:
+            self._cut(talk, "max_environment_tokens")
+            return None
+        talk.given.append((len(talk.tokens), ids, fresh))
+        talk.context = list(context)
+        talk.turns += reply
+        seed = sample_seed(request.seed, f"turn {talk.answers}", request.prompt_id, request.sample)
+        messages = tuple(turn.message() for turn in talk.turns)
+        return replace(request, seed=seed, tokens=tuple(context), messages=messages, most=left)
+
+    def _behind(self, request: Request) -> str:
+        """Return what decides the message that the model samples: its settings, its seed and the ids before it."""
+        text = repr((request.limited(self._sampling), request.seed, request.tokens))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _cut(self, talk: _Talk, limit: str) -> None:
+        """Let the environment judge a conversation that a limit ends."""
+        if talk.cut or not talk.answers:
+            self._end(talk, error(f"{limit} ends the conversation, and the environment goes on"))
+            return
+        talk.cut = limit
+        self._wait_for(talk, self._environments.cut(talk.request.key, talk.last))
+
+    def _end(self, talk: _Talk, result: Result) -> None:
+        request = talk.request
+        self._environments.end(request.key)
+        if talk.cut and result.reward is not None:
+            result = replace(result, detail=f"cut at {talk.cut}: {result.detail}")
+        sample = Sample(
+            request.prompt_id,
+            request.sample,
+            request.seed,
+            "length" if talk.cut else "stop",
+            talk.text,
+            talk.tokens,
+            [round(value, 6) for value in talk.logprobs],
+            packed_routes(np.concatenate(talk.routes)) if talk.routes else None,
+            talk.given,
+            [turn.message() for turn in talk.turns[len(request.messages) :]],
+        )
+        del self._open[request.key]
+        self._ended.append((sample, result))
+
+    def _message(self, completion: Completion, sampled: str) -> dict[str, Any]:
+        """Return a message of the model's with its calls of tools, in OpenAI's form."""
+        message = {"role": "assistant", "content": completion.text}
+        if (tools := completion.request.tools) and completion.finish_reason == "stop":
+            content, calls = calls_in(sampled, tools)
+            if calls:
+                listed = [{**call.message(i), "problem": call.problem} for i, call in enumerate(calls)]
+                return message | {"content": content, "tool_calls": listed}
+        return message

@@ -1,0 +1,559 @@
+"""The tools that come with the library, and conversations that use them."""
+
+import contextlib
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.environments import Call, Environments, Fault, Python, Search, ToolEnvironment, Tools, calculator
+from rocm_ext.environments.base import tools_of
+from rocm_ext.verifiers import Sandbox, Verdict
+from rocm_ext.verifiers.sandbox.children import descendants
+
+MATHS = {"_component_": "rocm_ext.verifiers.MathAnswer"}
+LOST = "all names and files are lost"
+
+
+def test_the_room_imports_no_torch_and_no_verifier():
+    code = "import sys, rocm_ext.environments; print([n for n in ('torch', 'rocm_ext.verifiers') if n in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.strip() == "[]"
+
+
+# ---- calculator
+
+LITERALS = st.one_of(st.integers(0, 10**6).map(str), st.decimals(0, 1000, places=3).map(lambda d: f"{d:f}"))
+
+
+def joined(parts):
+    left, operator, right = parts
+    return f"({left} {operator} {right})"
+
+
+EXPRESSIONS = st.recursive(
+    LITERALS,
+    lambda inner: st.one_of(st.tuples(inner, st.sampled_from("+-*/%"), inner).map(joined), inner.map("-{}".format)),
+    max_leaves=12,
+)
+
+
+@given(EXPRESSIONS)
+def test_the_calculator_is_exact(expression):
+    exact = "".join(part if not part[0].isdigit() else f"Fraction('{part}')" for part in words_of(expression))
+    try:
+        expected = eval(exact, {"Fraction": Fraction})
+    except ZeroDivisionError:
+        with pytest.raises(ValueError, match="division by zero"):
+            calculator(expression)
+        return
+    said, _, about = calculator(expression).partition(", about ")
+    assert Fraction(said) == expected
+    assert not about or float(about) == pytest.approx(float(expected), rel=1e-14)
+
+
+def words_of(expression):
+    number = ""
+    for letter in expression:
+        if letter.isdigit() or letter == ".":
+            number += letter
+            continue
+        yield from filter(None, (number, letter))
+        number = ""
+    yield from filter(None, [number])
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("0.1 + 0.2", "0.3"), ("2/3", "2/3, about 0.666666666666667"), ("-1/8", "-0.125"), ("-7 % 3", "2"),
+        ("7.5 // 2", "3"), ("2**-2", "0.25"), ("sqrt(16/9) - 4/3", "0"), ("sqrt(2)", "about 1.4142135623731"),
+        ("(1/3)**2 * 9", "1"), ("0x10 + 1_000.5", "1016.5"), ("1.5e3", "1500"), ("max(1, 0.5) + abs(-2)", "3"),
+        ("round(2.3456, 2)", "2.35"), ("(-1)**(10**900)", "1"), ("0.1234567890123456789", "0.1234567890123456789"),
+    ],
+)  # fmt: skip
+def test_the_calculator_computes(expression, result):
+    assert calculator(expression) == result
+
+
+@pytest.mark.parametrize(
+    ("expression", "problem"),
+    [
+        ("9**9**9", "too large"), ("9**-9**9", "too large"), ("1e999999999", "too large"), ("0e999999999", "too large"),
+        ("1e-99999999999999999999", "too large"), ("*".join(["9**3000"] * 90), "too large"), ("1e3000*2**0.5", "too"),
+        ("round(1, 10**9)", "from -30 to 30"), ("2^3", r"write \*\* for powers"), ("(-8)**(1/3)", "not real"),
+        ("sqrt(-1)", "not real"), ("1/0", "division by zero"), ("0**-1", "division by zero"), ("(" * 400, "not an"),
+        ("1" * 2000, "2000 characters"), ("__import__('os').getpid()", "not known"),
+        ("'a' * 9", "not known"), ("True", "not known"), ("1j", "not known"), ("x", "not known"), ("1,000", "known"),
+        ("(1).__class__", "not known"), ("abs(1, 2)", "not an expression"), ("max(*[1])", "not known"), ("", "not an"),
+    ],
+)  # fmt: skip
+def test_the_calculator_refuses_in_no_time(expression, problem):
+    began = time.process_time()
+    with pytest.raises(ValueError, match=problem):
+        calculator(expression)
+    assert time.process_time() - began < 1
+
+
+@given(st.one_of(st.text(max_size=50), st.text("0123456789.+-*/%() e_,sqrtabmx", max_size=50)))
+def test_the_calculator_returns_text_or_says_what_is_wrong(expression):
+    Tools([calculator])(Call("calculator", {"expression": expression})).encode()
+    with contextlib.suppress(ValueError):
+        assert calculator(expression)
+
+
+# ---- search
+
+
+@pytest.fixture
+def texts(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "rivers.md").write_text("# Rivers\n\nThe Danube flows to the Black Sea.\n\nThe Rhine flows north.")
+    (tmp_path / "sub/birds.txt").write_text("A heron stands in the river and waits for fish.")
+    lines = [
+        json.dumps({"text": text}) for text in ("The Alps are mountains.", "Zebras have stripes, stripes, stripes.")
+    ]
+    (tmp_path / "more.jsonl").write_text("\n".join(lines))
+    (tmp_path / "ignored.bin").write_bytes(b"heron heron heron")
+    return tmp_path
+
+
+def test_search_finds_the_passages_that_fit_best(texts):
+    search = Search(str(texts), passages=2, words=5).search
+    assert search("Where do herons? HERON fish").splitlines() == [
+        "sub/birds.txt: A heron stands in the river and waits for fish."
+    ]
+    assert search("flows danube").split("\n\n")[0] == "rivers.md: # Rivers The Danube flows to the Black Sea."
+    assert len(search("the").split("\n\n")) == 2
+    assert search("stripes").startswith("more.jsonl: Zebras")
+    assert search("sub") == search("birds"), "names of files count"
+    assert search("xylophone") == search("") == search("?!") == "nothing found; try other words"
+    assert Search(str(texts))._index is Search(f"{texts}/.")._index, "made once"
+
+
+def test_search_ranks_as_the_formula_does(tmp_path):
+    chance = random.Random(0)
+    passages = [" ".join(chance.choices("abcdefgh", k=chance.randint(3, 12))) for _ in range(40)]
+    (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"text": p}) for p in passages))
+    bags = [["x", "jsonl", *p.split()] for p in passages]
+    mean = sum(map(len, bags)) / len(bags)
+
+    def score(bag, query):
+        total = 0.0
+        for word in query:
+            n, tf = sum(word in other for other in bags), bag.count(word)
+            idf = math.log(1 + (len(bags) - n + 0.5) / (n + 0.5))
+            total += idf * tf / (tf + 1.2 * (1 - 0.75 + 0.75 * len(bag) / mean))
+        return total
+
+    found = Search(str(tmp_path), passages=40).search("a c h").split("\n\n")
+    scores = [score(["x", "jsonl", *line.removeprefix("x.jsonl: ").split()], "ach") for line in found]
+    assert scores == sorted(scores, reverse=True)
+    assert len(found) == sum(bool(set(p.split()) & set("ach")) for p in passages)
+
+
+@given(st.text(max_size=2000), st.integers(1, 20))
+def test_passages_hold_all_words_in_order(text, words):
+    from rocm_ext.environments.search import _passages
+
+    passages = list(_passages(text, words))
+    assert " ".join(passages).split() == text.split()
+    assert all(len(passage.split()) <= 2 * words for passage in passages)
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"title": 1}', '{"text": 1}', "", "[" * 100_000])
+def test_search_names_a_bad_line(tmp_path, line):
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "fine"}}\n{line}\n')
+    with pytest.raises(UserError, match=r"a\.jsonl, line 2"):
+        Search(str(tmp_path))
+
+
+def test_search_needs_texts(tmp_path):
+    with pytest.raises(UserError, match="found no text"):
+        Search(str(tmp_path / "missing"))
+
+
+# ---- Python
+
+
+def works() -> bool:
+    try:
+        Sandbox("bubblewrap").check()
+    except UserError:
+        return False
+    return True
+
+
+BOXED = pytest.param("bubblewrap", marks=pytest.mark.skipif(not works(), reason="bubblewrap does not work here"))
+
+
+@pytest.fixture
+def opened():
+    """Return a function that makes the tool; at the end its interpreter is ended."""
+    tools = []
+
+    def opened(**arguments):
+        tools.append(Python(memory_mb=256, **arguments))
+        return tools[-1].python
+
+    yield opened
+    for tool in tools:
+        if tool._running is not None:
+            tool._running.close()
+
+
+@pytest.fixture(params=["rlimits", BOXED])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def python(opened, kind):
+    return opened(timeout=60, sandbox=kind)
+
+
+@pytest.fixture
+def hasty(opened, kind):
+    return opened(timeout=2, sandbox=kind)
+
+
+@pytest.fixture
+def boxed(opened):
+    if not works():
+        pytest.skip("bubblewrap does not work here")
+    return opened(timeout=60)
+
+
+def test_names_last_from_call_to_call(python):
+    assert python("x = 2\ndef f(y):\n    return x * y") == "(no output)"
+    assert python("x += 1\nprint('a')\nf(7)") == "a\n21"
+    assert python("_ + 1") == "22"
+    assert python("import statistics\nstatistics.mean([1, 2, 6])") == "3"
+    assert python("class A:\n    pass\nimport pickle\ntype(pickle.loads(pickle.dumps(A()))) is A") == "True"
+    assert python("open('notes', 'w').write('hi')") == "2"
+    assert python("open('notes').read()") == "'hi'"
+    assert python("") == python("# nothing") == python("None") == "(no output)"
+
+
+def test_errors_are_the_end_of_the_traceback(python):
+    assert python("def f():\n    return 1 / 0") == "(no output)"
+    said = python("print('before')\nf()")
+    assert said.startswith("before\nTraceback")
+    assert "in f\n    return 1 / 0" in said
+    assert said.endswith("ZeroDivisionError: division by zero")
+    assert "_interpreter" not in said
+    assert python("1 +").splitlines()[0] == '  File "<call 3>", line 1'
+    assert len(python("def g():\n    g()\ng()").splitlines()) <= 20
+    said = python("class E(Exception):\n    def __str__(self): raise ValueError\nraise E")
+    assert said.endswith(": <exception str() failed>")
+    assert "MemoryError" in python("b'x' * (1 << 30)")
+    assert python("x = 5\nexit()\n") == "(no output)", "the call ends, the interpreter stays"
+    assert python("import sys\nsys.exit('bye')").endswith("SystemExit: bye")
+    assert python("input()").endswith("EOFError: EOF when reading a line")
+    assert python("x") == "5"
+
+
+def test_output_of_programs_is_shown_in_its_order(python):
+    code = "import os, sys\nprint(1)\nos.system('echo 2; echo 3 >&2')\nprint(4, file=sys.stderr)\nos.write(1, b'5\\n')"
+    assert python(code) == "1\n2\n3\n4\n5\n2"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True: pass",
+        "import time; time.sleep(9)",
+        "import os; os.fork()\nwhile True: pass",
+        "import signal\nfor s in (15, 18, 20): signal.signal(s, signal.SIG_IGN)\nwhile True: pass",
+    ],
+)
+def test_a_call_that_takes_too_long_loses_its_state(hasty, code):
+    hasty("x = 1")
+    began = time.monotonic()
+    said = hasty(f"print('so far', flush=True)\n{code}")
+    assert said == f"so far\nerror: the code ran for more than 2 s; {LOST}, and the next call starts a new interpreter"
+    assert time.monotonic() - began < 20
+    assert hasty("x").endswith("NameError: name 'x' is not defined")
+
+
+FORKS = """
+import os
+while True:
+    try: os.fork()
+    except OSError: pass
+"""
+MEMORY = """
+import os, time
+for _ in range(5):
+    if not os.fork(): kept = b"1" * (99 << 20)
+time.sleep(9)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("import os; os._exit(3)", "the interpreter ended"),
+        ("import os; os.kill(os.getpid(), 9)", "the interpreter ended"),
+        ("import ctypes; ctypes.string_at(0)", "the interpreter ended"),
+        ("import os; os.closerange(0, 100)", "the interpreter ended|closed its output"),
+        ("import sys; sys.stdout.close()", "the interpreter ended|closed its output"),
+        ("while True: print('y' * 10_000)", "printed more than 1048576 bytes"),
+        (MEMORY, "used more than 256 MB of memory"),
+    ],
+)  # fmt: skip
+def test_an_interpreter_that_ends_is_replaced(boxed, code, why):
+    boxed("x = 1")
+    said = boxed(code)
+    assert re.search(f"error: .*({why}).*{LOST}", said), said[-500:]
+    assert boxed("1 + 1") == "2"
+
+
+def test_a_fork_bomb_ends(hasty):
+    assert re.search(f"error: the code (ran for more than 2 s|started more than .*); {LOST}", hasty(FORKS))
+    assert hasty("1 + 1") == "2"
+
+
+def test_what_a_call_leaves_running_stops_with_it(boxed):
+    """Nothing of it computes while the model writes."""
+    code = "import subprocess, threading, time\np = subprocess.Popen(['sleep', '1000'])\nn = 0\ndef count():\n"
+    code += (
+        "    global n\n    while True:\n        n += 1\nthreading.Thread(target=count, daemon=True).start()\np.poll()"
+    )
+    assert boxed(code) == "(no output)"
+    tool = boxed.__self__
+    time.sleep(0.1)
+    stat = Path(f"/proc/{tool._running._pids[-1]}/stat")
+    spent = stat.read_text().rpartition(")")[2].split()[11:13]
+    time.sleep(0.3)
+    state, *rest = stat.read_text().rpartition(")")[2].split()
+    assert state in "Tt"
+    assert rest[10:12] == spent
+    assert boxed("p.wait()") == "-9"
+    left = [pid for pid in descendants(tool._running._pids[0]) if pid not in tool._running._pids]
+    assert left == []
+
+
+def test_a_fork_does_not_answer_twice(python):
+    assert "'p'" in python("import os\nchild = os.fork()\n'p'")
+    assert [python(f"{n} * 2") for n in range(5)] == ["0", "2", "4", "6", "8"]
+
+
+def test_what_is_printed_is_text_and_nothing_else(python):
+    assert python("print('a\\x1b[31m\\x00\\x08b\\x9b\\ud800\\tc')") == "a\ufffd[31m\ufffd\ufffdb\ufffd\\ud800\tc"
+    assert python("import os; os.write(1, b'\\xff\\xfe\\r\\n.'); None") == "\ufffd\ufffd\n."
+    assert python('print(\'{"messages": []}\\n{"result": ["CORRECT", 1.0, ""]}\')').startswith('{"messages"')
+    assert python("print('error: ' * 3)").startswith("error: error:")
+    assert len(Tools([python])(Call("python", {"code": "print('y' * 1_000_000)"}))) < 20_100
+    assert python("'still here'") == "'still here'"
+
+
+def test_code_that_finds_the_socket_ends_its_own_calls_too_early(python):
+    """As it does: what it sends says nothing but that a call is over."""
+    code = "import os\nfor fd in range(3, 20):\n  try: os.write(fd, b'CORRECT')\n  except OSError: pass"
+    assert python(code) == "(no output)"
+    for n in range(4):
+        said = python(f"'call {n}'")
+        assert all(line.startswith("'call ") or line == "(no output)" for line in said.splitlines())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=200))
+def test_every_text_is_code(text):
+    """One interpreter for all of them; it ends with this process."""
+    if not hasattr(test_every_text_is_code, "tool"):
+        test_every_text_is_code.tool = Python(timeout=60, sandbox="rlimits")
+    said = test_every_text_is_code.tool.python(text)
+    assert said.encode()
+
+
+@pytest.mark.parametrize("code", ["1", "import time\ntime.sleep(1000)"])
+def test_an_interpreter_ends_with_the_process_that_started_it(kind, code):
+    script = f"""
+from rocm_ext.environments import Python
+tool = Python(timeout=1000, sandbox={kind!r})
+tool.python("1")
+print(tool._running._pids[-1], flush=True)
+tool.python({code!r})
+print("done", flush=True)
+input()
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdin=-1, stdout=-1, text=True) as process:
+        pid = int(process.stdout.readline())
+        if code == "1":
+            process.stdout.readline()
+        process.kill()
+    deadline = time.monotonic() + 30
+    while not ended(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert ended(pid)
+
+
+def ended(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    return True
+
+
+def test_code_that_is_too_long_is_refused(python):
+    assert python("x = '" + "y" * 49_000 + "'\nlen(x)") == "49000"
+    with pytest.raises(ValueError, match="more than 50000"):
+        python("#" * 50_001)
+    assert python("'\ud800' == '?'") == "True"
+
+
+def test_the_sandbox_hides_the_machine(boxed, tmp_path):
+    """The probes of the verifiers' containment, at this door."""
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    os.environ["ROCM_EXT_TEST_SECRET"] = "secret"
+    try:
+        paths = [str(secret), __file__, "/etc/passwd", str(Path.home() / ".ssh")]
+        code = f"""
+import os, socket, ctypes
+seen = [p for p in {paths!r} if os.path.exists(p)]
+for folder in ["/", "/usr", "/etc", "/box", "/root", "/var", {sys.prefix!r}]:
+    try: open(folder + "/x", "w"); seen.append(folder)
+    except OSError: pass
+try: socket.create_connection(("1.1.1.1", 53), 1); seen.append("network")
+except OSError: pass
+try: os.setxattr("/tmp", "user.x", b"x"); seen.append("xattr")
+except OSError: pass
+libc = ctypes.CDLL(None)
+seen += [n for n, r in {{"setuid": libc.setuid(0), "ptrace": libc.ptrace(16, os.getppid(), 0, 0), "memfd": libc.memfd_create(b"x", 0)}}.items() if r != -1]
+seen += [k for k in os.environ if "ROCM" in k]
+seen
+"""  # noqa: E501
+        assert boxed(code) == "[]"
+        assert "No space left" in boxed("for i in range(9):\n  open(f'f{i}', 'wb').write(bytes(20 << 20))")
+    finally:
+        del os.environ["ROCM_EXT_TEST_SECRET"]
+    names = "import os, time\nfor i in range(30_000): os.symlink('y', f'l{i}')\ntime.sleep(.2)"
+    assert "made more than 20000 files" in boxed(names)
+
+
+def test_a_sandbox_that_does_not_start_is_not_the_models_fault(monkeypatch):
+    tool = Python(sandbox="rlimits", timeout=2)
+    monkeypatch.setattr("rocm_ext.environments.python._sandbox", lambda *_: (Sandbox("rlimits"), "/bin/false", ()))
+    monkeypatch.setattr("rocm_ext.verifiers.python.start.compiled", lambda _: {"_interpreter": b""})
+    with pytest.raises(Fault, match="did not start"):
+        Tools([tool.python])(Call("python", {"code": "1"}))
+
+
+@pytest.mark.parametrize("arguments", [{"timeout": 0}, {"memory_mb": 64}, {"sandbox": "none"}, {"python": "/bin/none"}])
+def test_python_checks_its_arguments(arguments):
+    with pytest.raises(UserError):
+        Python(**arguments)
+
+
+# ---- tools in conversations
+
+
+class Notes:
+    """A tool with state."""
+
+    def __init__(self, first: str = "") -> None:
+        self.kept = [first]
+
+    def add(self, note: str) -> list:
+        """Keep a note."""
+        self.kept.append(note)
+        return self.kept
+
+    def _private(self) -> None:
+        raise AssertionError
+
+
+class Empty:
+    pass
+
+
+HERE = __name__
+TOOLS = ["rocm_ext.environments.calculator", {"_component_": f"{HERE}.Notes", "first": "one"}]
+
+
+def called(environment, name, **arguments):
+    function = {"name": name, "arguments": arguments}
+    (message,) = environment.reply({"content": "", "tool_calls": [{"id": "call00000", "function": function}]})
+    return message["content"]
+
+
+def test_tools_and_a_verifier_make_an_environment():
+    environment = ToolEnvironment({"answer": "42"}, TOOLS, MATHS)
+    names = [schema["function"]["name"] for schema in tools_of(environment).schemas]
+    assert names == ["calculator", "add"]
+    assert environment.needs == ("answer",)
+    assert called(environment, "calculator", expression="6 * 7") == "42"
+    assert called(environment, "calculator", expression="x") == "error: ValueError: 'x' is not known here"
+    assert called(environment, "add", note="two") == '["one", "two"]'
+    assert called(environment, "add", note="three") == '["one", "two", "three"]'
+    assert environment.reply({"content": "It is \\boxed{42}."}).verdict is Verdict.CORRECT
+    assert environment.reply({"content": "It is \\boxed{41}."}).verdict is Verdict.WRONG
+    environment.check()
+    environment.check_row({"answer": "1"})
+    with pytest.raises((UserError, ValueError), match="answer"):
+        environment.check_row({"question": "1"})
+
+
+@pytest.mark.parametrize(
+    ("tools", "verifier", "problem"),
+    [
+        ([], MATHS, "expected a list"),
+        ("rocm_ext.environments.calculator", MATHS, "expected a list"),
+        ([3], MATHS, "found 3"),
+        ([{"first": "x"}], MATHS, "_component_"),
+        (["rocm_ext.environments.calculater"], MATHS, "calculator"),
+        (["no_such_module.tool"], MATHS, "no_such_module"),
+        ([{"_component_": "rocm_ext.environments.calculator", "digits": 3}], MATHS, "no argument 'digits'"),
+        ([{"_component_": f"{HERE}.Notes", "last": "x"}], MATHS, "last"),
+        ([f"{HERE}.Empty"], MATHS, "no public method"),
+        (["rocm_ext.environments.Search"], MATHS, "folder"),
+        (TOOLS, {"_component_": "rocm_ext.verifiers.MathAnswers"}, "MathAnswer"),
+        (TOOLS, {"_component_": "rocm_ext.verifiers.MajorityAnswer"}, "group"),
+    ],
+)
+def test_a_mistake_in_the_config_is_one_line(tools, verifier, problem):
+    with pytest.raises(UserError, match=problem) as caught:
+        ToolEnvironment({}, tools, verifier)
+    assert "\n" not in str(caught.value)
+
+
+def test_conversations_use_them_in_their_own_processes(kind):
+    """State belongs to a conversation, and its interpreter ends with it."""
+    tools = [*TOOLS, {"_component_": "rocm_ext.environments.Python", "sandbox": kind, "timeout": 5}]
+    node = {"_component_": "rocm_ext.environments.ToolEnvironment", "tools": tools, "verifier": MATHS}
+
+    def message(name, **arguments):
+        return {"role": "assistant", "content": "", "tool_calls": [
+            {"id": "call00000", "type": "function", "function": {"name": name, "arguments": arguments}}]}  # fmt: skip
+
+    with Environments(node, timeout=60) as environments:
+        assert [schema["function"]["name"] for schema in environments.tools] == ["calculator", "add", "python"]
+        before = set(descendants(environments._host.pid))  # zombies of the host's own checks
+        keys = [("p", 0), ("p", 1)]
+        for key in keys:
+            assert environments.begin(key, {"answer": "42"}).result() == []
+            environments.say(key, message("python", code=f"x = {key[1] + 40}")).result()
+        values = [environments.say(key, message("python", code="x + 1")).result()[0]["content"] for key in keys]
+        assert values == ["41", "42"]
+        assert environments.say(keys[0], message("add", note="n")).result()[0]["content"] == '["one", "n"]'
+        (lost,) = environments.say(keys[0], message("python", code="while True: pass")).result()
+        assert LOST in lost["content"]
+        assert environments.say(keys[1], {"role": "assistant", "content": "\\boxed{42}"}).result().reward == 1
+        for key in keys:
+            environments.end(key)
+        deadline = time.monotonic() + 30
+        while (left := set(descendants(environments._host.pid)) - before) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not left
