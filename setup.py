@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: packages are found, and an editable install copies one module instead of linking to it.
+"""What pyproject.toml cannot say: packages are found, and an editable install copies one module.
 
 torch fails to import without ``rocm_ext_hook``, so that module must outlive the checkout.
 """
