@@ -275,7 +275,7 @@ def _train(
     """
     model = new_model(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
-    batches = batches_of(tokenizer, pool, random.Random(f"batches {seed}"), calls)
+    batches = batches_of(tokenizer, pool, random.Random(f"batches {seed}"), calls=calls)
     score = Score(0, len(held_out))
     bar = tqdm(desc="training", unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
     with bar:
@@ -342,11 +342,11 @@ def sharpen(model: TransformerDecoder) -> None:
 
 
 def batches_of(
-    tokenizer: Any, pool: Sequence[Problem], rng: random.Random, calls: float = 0.0
+    tokenizer: Any, pool: Sequence[Any], rng: random.Random, **options: Any
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield tokens and labels ``[BATCH, s]`` endlessly; each draw of a problem gets a new wording."""
+    """Yield tokens and labels ``[BATCH, s]`` endlessly; each draw of a problem gets a new ``row(rng, **options)``."""
     while True:
-        rows = [problem.row(rng, calls) for problem in rng.sample(pool, BATCH)]
+        rows = [problem.row(rng, **options) for problem in rng.sample(pool, BATCH)]
         pairs = [render_conversation(tokenizer, row["messages"]) for row in rows]
         longest = max(len(tokens) for tokens, _ in pairs)
         # Attention is causal, so padding on the right does not affect the tokens on its left.

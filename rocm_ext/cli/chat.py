@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rocm_ext.chat import Chat
 
 # Keys of a run that a conversation does not read: it samples in this process, and nobody judges or learns
-_UNUSED = ("dataset", "dataset_val", "prompts", "eval_prompts", "verifier", "engine", "loss")
+_UNUSED = ("dataset", "dataset_val", "prompts", "eval_prompts", "verifier", "environment", "engine", "loss")
 _HELP = '''
 /base [TEXT]   ask the last question, or TEXT, of the model without its adapter, too
 /reset         forget the conversation

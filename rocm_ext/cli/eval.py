@@ -67,7 +67,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measure the model and print its scores."""
-    unused = [*["verifier"] * bool(args.verifier), *["eval_prompts", "dataset_val"] * bool(args.data)]
+    unused = [*["verifier", "environment"] * bool(args.verifier), *["eval_prompts", "dataset_val"] * bool(args.data)]
     target = find_target(args.config, args.adapter, args.trust_config, unused)
     adapter, target = target.adapter, replace(target, adapter=None)  # measured beside what the config starts from
     family = registry.family(target.recipe(args.overrides))

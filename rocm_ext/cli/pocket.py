@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
     from rocm_ext.pocket import make
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    accuracy = args.accuracy or (0.8 if args.tools else 0.33)
+    accuracy = args.accuracy if args.accuracy is not None else 0.8 if args.tools else 0.33
     card, is_new = make(args.dir, args.seed, accuracy, args.force, args.tools)
     score = Score(card["correct"], card["total"])
     print(

@@ -133,7 +133,8 @@ def _python(body: str, _: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
     for call in calls.elts if isinstance(calls, ast.List) else [calls]:
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError("a call is name(parameter=value)")
-        yield Call(ast.unparse(call.func), {str(k.arg): ast.literal_eval(k.value) for k in call.keywords})
+        arguments = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+        yield Call(ast.unparse(call.func), json.loads(json.dumps(arguments)))  # sets and bytes are not JSON
 
 
 def _json_behind(body: str, _: Sequence[Mapping[str, Any]]) -> Iterator[Call]:

@@ -213,14 +213,14 @@ class _Talk:
         """Kill the process and what it started, and give the future an ERROR if it waits."""
         with contextlib.suppress(KeyError, ValueError):
             selector.unregister(self.socket)
-        self.socket.close()
-        if self.pid:
+        if self.pid:  # before the socket closes, at which the process ends and its children get another parent
             below = descendants(self.pid)
             with contextlib.suppress(OSError):
                 os.killpg(self.pid, signal.SIGKILL)
             for pid in below:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
+        self.socket.close()
         if self.future is not None and not self.future.done():
             self.future.set_result(error(why))
 

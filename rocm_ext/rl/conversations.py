@@ -23,7 +23,7 @@ from rocm_ext.verifiers import Result
 from rocm_ext.verifiers.base import error
 
 _AHEAD = 64  # conversations that begin before there is room for them
-_OPEN = 1024  # conversations at once, each with a process
+_OPEN = 512  # conversations at once, each with a process and a descriptor, of which 1024 are usual
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,8 @@ class ConversationQueue(RequestQueue):
         coming: Iterator[list[Request]] | None = self._queue.prompts()
         while not self._stopped():
             self._hear()
-            while coming and len(self._open) < _OPEN and self._beginning.total() + sum(map(len, self._first)) < _AHEAD:
+            most = min(_OPEN, self.share)  # other ranks want some, too
+            while coming and len(self._open) < most and self._beginning.total() + sum(map(len, self._first)) < _AHEAD:
                 if same := next(coming, None):
                     self._begin(same)
                 else:

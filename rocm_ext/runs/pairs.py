@@ -59,7 +59,7 @@ def read_answers(run: RunFolder, last: int | None = None) -> tuple[list[Answer],
                 continue
             if verdict != _RIGHT and verdict not in _WRONG:
                 left_out["ERROR"] += 1
-            elif line.get("given"):  # an answer to more than the prompt
+            elif "messages" in line:  # an answer to more than the prompt
                 left_out["conversation"] += 1
             elif line.get("finish_reason") == "length":
                 left_out["truncated"] += 1

@@ -181,8 +181,10 @@ def test_arguments_without_types():
             assert calls_in(f"<tool_call>{body}</tool_call>", schemas) == ("", [Call("find", expected)])
 
 
-def test_a_deep_call_is_a_problem():
-    _, [call] = calls_in(f"<|tool_call_start|>[search(query={'-' * 100_000}1)]<|tool_call_end|>", TOOLS.schemas)
+@pytest.mark.parametrize("value", ["-" * 100_000 + "1", "{1, 2}", "b'a'", "1j", "...", "{(1, 2): 3}"])
+def test_values_that_json_lacks_are_a_problem(value):
+    """Records are JSON."""
+    _, [call] = calls_in(f"<|tool_call_start|>[search(query={value})]<|tool_call_end|>", TOOLS.schemas)
     assert call.problem
 
 
