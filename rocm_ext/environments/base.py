@@ -19,8 +19,9 @@ class Environment:
     """One conversation: it answers each message of the model's, until it gives a result instead.
 
     As it is, it runs the tools that a message calls, and has the first message that calls none judged. A class of your
-    own overrides what differs. All methods but ``run`` and the checks may be asynchronous. One object serves one conversation, in a
-    process of its own, so it may keep state and start processes; what it raises is the conversation's ERROR.
+    own overrides what differs. All methods but ``run`` and the checks may be asynchronous. One object serves one
+    conversation, in a process of its own, so it may keep state and start processes; what it raises is the
+    conversation's ERROR.
 
     Args:
         row: the columns of the prompt's row.
