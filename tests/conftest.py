@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -23,8 +24,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 _PROFILE = Path(__file__).parents[1] / "recipe_configs" / "hardware" / "cpu.yaml"
 for _name, _variable in OmegaConf.load(_PROFILE).environment.items():
     os.environ.setdefault(_name, _variable.value)
-# Tests must not depend on this machine's bench file.
+# Tests must not depend on this machine's bench file, nor on plans of earlier runs.
 os.environ["ROCM_EXT_BENCH"] = os.devnull
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share the folder
+    _CACHE = tempfile.TemporaryDirectory(prefix="rocm_ext-", ignore_cleanup_errors=True)
+    os.environ["XDG_CACHE_HOME"] = _CACHE.name
 # The same examples everywhere: by itself, hypothesis takes others where it finds a CI. --hypothesis-profile=default
 # takes new ones each time.
 hypothesis_settings.load_profile("ci")

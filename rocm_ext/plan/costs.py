@@ -8,7 +8,7 @@ measured in its place; the others pass their input on. It takes a fraction of a 
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,7 @@ from rocm_ext.model.layers import HAS_KERNEL, FusedRMSNorm
 from rocm_ext.model.lora import ExpertLora, adapters
 from rocm_ext.model.quantized import Quantized
 from rocm_ext.model.sampler import MIN_ROWS, one_step
+from rocm_ext.plan.remembered import remembered
 
 _ATTENTION: dict[str, Any] = {
     "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: sdpa_flop_count(q, k, v),
@@ -248,10 +249,14 @@ def launches_of(decoder: Decoder, merge: bool | None, device: torch.device, kern
 
     The number of answers changes it only where experts are computed one by one.
     """
-    step = CostCounter()
-    with torch.no_grad(), on_fake_tensors(decoder, kernels) as (fake, _):
-        one_step(fake.eval().sampler(merge, device), MIN_ROWS, step)
-    return len(step.operations)
+
+    def count() -> int:
+        step = CostCounter()
+        with torch.no_grad(), on_fake_tensors(decoder, kernels) as (fake, _):
+            one_step(fake.eval().sampler(merge, device), MIN_ROWS, step)
+        return len(step.operations)
+
+    return remembered([count.__qualname__, decoder, merge, device, kernels], count)
 
 
 # ---- a step, by part
@@ -265,7 +270,7 @@ def simulate(
     kernels: Kernels,
     shared: Sequence[int] = (),
 ) -> tuple[list[LayerCosts], LossCosts, int]:
-    """Run a step of ``decoder`` on fake tensors.
+    """Run a step of ``decoder`` on fake tensors, or recall what one like it cost.
 
     Args:
         decoder: model with adapters, without weights.
@@ -282,23 +287,50 @@ def simulate(
     run = _Run()
     layers = list(decoder.layers)
     kinds = [_kind(layer) for layer in layers]
-    last = len(layers) - 1
-    try:
-        for i, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
-            first = kinds.index(kind) == i
-            decoder.layers[i] = _Stand(layer if first else None, layer, run.measure, (kind, i == last))
+    numbers = [kinds.index(kind) for kind in kinds]
+
+    def step() -> dict[str, Any]:
         with on_fake_tensors(decoder, kernels) as (fake, tally):
             run.tally = tally
             batch = _batch(lengths, targets, objective, decoder.packs, shared)
             hidden = fake.hidden_states(batch).flatten(0, 1)[batch.index]
             objective(fake.output, hidden, batch.targets, batch.columns, batch.sequence).backward()
             loss = LossCosts(tally.peak - run.held, tally.operations)
+        return _to_json(run.costs, loss, run.shared)
+
+    try:
+        for i, (layer, number) in enumerate(zip(layers, numbers, strict=True)):
+            first = number == i
+            decoder.layers[i] = _Stand(layer if first else None, layer, run.measure, number, i == len(layers) - 1)
+        costs, loss, beside = _from_json(remembered([decoder, objective, lengths, targets, kernels, shared], step))
     except DataDependentOutputException as error:
         raise UserError(f"the model's code depends on values ({error}), so its memory cannot be planned") from error
     finally:
         for i, layer in enumerate(layers):
             decoder.layers[i] = layer
-    return [run.costs[kind] for kind in kinds], loss, run.shared
+    return [costs[number] for number in numbers], loss, beside
+
+
+def _to_json(layers: Mapping[int, LayerCosts], loss: LossCosts, beside: int) -> dict[str, Any]:
+    """Return costs as JSON holds them: equal operations once, and their numbers in order."""
+    table: dict[Operation, int] = {}
+
+    def packed(costs: LayerCosts | LossCosts) -> dict[str, Any]:
+        numbers = {k: [table.setdefault(o, len(table)) for o in v] for k, v in vars(costs).items() if type(v) is list}
+        return {**vars(costs), **numbers}
+
+    made = {"layers": {number: packed(costs) for number, costs in layers.items()}, "loss": packed(loss)}
+    return {**made, "beside": beside, "operations": [[o.flops, o.bytes, o.attention] for o in table]}
+
+
+def _from_json(kept: Mapping[str, Any]) -> tuple[dict[int, LayerCosts], LossCosts, int]:
+    table = [Operation(*values) for values in kept["operations"]]
+
+    def unpacked(costs: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: [table[i] for i in value] if type(value) is list else value for key, value in costs.items()}
+
+    layers = {int(number): LayerCosts(**unpacked(costs)) for number, costs in kept["layers"].items()}
+    return layers, LossCosts(**unpacked(kept["loss"])), kept["beside"]
 
 
 class _Run:
@@ -306,25 +338,25 @@ class _Run:
 
     def __init__(self) -> None:
         self.tally: Any = None
-        self.costs: dict[Any, LayerCosts] = {}
+        self.costs: dict[int, LayerCosts] = {}  # by the number of a kind's first layer
         self.shared = self.held = 0
-        self._beside: dict[Any, tuple[Any, ...]] = {}  # what layers return beside hidden states, by kind
+        self._beside: dict[int, tuple[Any, ...]] = {}  # what layers return beside hidden states
 
-    def measure(self, layer: nn.Module | None, key: Any, x: Tensor, call: Callable[[Tensor], Any]) -> Any:
-        """Measure ``layer`` if there is one; return its output in shape, for the next layer."""
-        kind, last = key
+    def measure(self, stand: "_Stand", x: Tensor, call: Callable[[Tensor], Any]) -> Any:
+        """Measure the layer of ``stand`` if there is one; return its output in shape, for the next layer."""
+        kind = stand.kind
         tally: CostCounter = self.tally
         if not self.costs:
             self.shared = tally.now - x.nbytes
-        if layer is not None:
+        if stand.layer is not None:
             self.costs[kind] = self._costs(kind, x, call)
         y = x.detach().requires_grad_()
-        if last:
+        if stand.last:
             self.held = tally.now
             tally.restart()
         return (y, *self._beside[kind]) if kind in self._beside else y
 
-    def _costs(self, kind: Any, x: Tensor, call: Callable[[Tensor], Any]) -> LayerCosts:
+    def _costs(self, kind: int, x: Tensor, call: Callable[[Tensor], Any]) -> LayerCosts:
         tally: CostCounter = self.tally
         entry = x.detach().requires_grad_()
         before = tally.now
@@ -342,18 +374,25 @@ class _Run:
 
 
 class _Stand(nn.Module):
-    """Takes a layer's place: measures it, or passes the hidden states on."""
+    """Takes a layer's place: measures it, or passes the hidden states on.
 
-    def __init__(self, layer: nn.Module | None, like: nn.Module, measure: Callable[..., Any], key: Any) -> None:
+    Attributes:
+        layer: the first layer of a kind; None in the places of the others.
+        kind: its number.
+        last: whether no layer follows.
+    """
+
+    def __init__(
+        self, layer: nn.Module | None, like: nn.Module, measure: Callable[..., Any], kind: int, last: bool
+    ) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.kind, self.last = layer, kind, last
         # in functions, because a copy of a model copies neither them nor what they refer to
         self._measure, self._like = lambda *args: measure(*args), lambda: like
-        self._key = key
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = _cut(args), _cut(kwargs)
-        return self._measure(self.layer, self._key, hidden_states, lambda x: self.layer(x, *args, **kwargs))  # type: ignore
+        return self._measure(self, hidden_states, lambda x: self.layer(x, *args, **kwargs))  # type: ignore
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -1,0 +1,132 @@
+"""Remember what a simulation found, by all that decides it: a run starts again and again with the same model.
+
+A simulation takes a third of a second, of some models ten seconds. Files in the user's cache folder serve later
+processes and all ranks. A changed version, source file, shape, dtype or setting is another key, so nothing is stale.
+"""
+
+import hashlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
+from enum import Enum
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rocm_ext
+from rocm_ext.base.files import replace_text
+from rocm_ext.machine.bench_file import cache_folder
+
+_MOST = 500  # files; the oldest go
+_PACKAGES = ("torch", "torchtune", "torchao", "transformers")
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Enum)
+# of transformers' configs: where a model lies decides no cost, and a hash is another one in each process
+_LEFT_OUT = {"_name_or_path", "name_or_path", "_original_object_hash"}
+
+
+def remembered(what: Sequence[Any], compute: Callable[[], Any]) -> Any:
+    """Return ``compute()``, or what it returned when it was last called for the same ``what``.
+
+    Args:
+        what: all that decides the result: models, objectives, sizes, settings. See :func:`fingerprint`.
+        compute: returns what JSON can hold.
+    """
+    folder = cache_folder()
+    if folder is None:
+        return compute()
+    path = folder / "plans" / f"{fingerprint(what)}.json"
+    with suppress(OSError, ValueError):
+        return json.loads(path.read_text())
+    result = compute()
+    with suppress(OSError):  # a full disk, or a folder of another user
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, json.dumps(result))
+        for old in sorted(path.parent.iterdir(), key=lambda file: file.stat().st_mtime)[:-_MOST]:
+            old.unlink(missing_ok=True)
+    return result
+
+
+def fingerprint(what: Any) -> str:
+    """Return a hash of values and of the code of their classes.
+
+    Of tensors, shapes and dtypes count; of functions, their names; of other objects, all attributes.
+    """
+    words, modules = [_versions()], set[str]()
+    _describe(what, words, {}, modules)
+    words += map(_stamp, sorted(_sources(modules)))
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:32]
+
+
+def _describe(value: Any, words: list[str], seen: dict[int, tuple[int, Any]], modules: set[str]) -> None:
+    """Add a description of ``value`` to ``words``, and the modules of its classes and functions to ``modules``."""
+    if isinstance(value, _PLAIN):
+        words.append(repr(value))
+        return
+    if id(value) in seen:
+        words.append(f"#{seen[id(value)][0]}")
+        return
+    seen[id(value)] = len(seen), value  # which lives on, so that no other object gets its id
+    is_code = isinstance(value, (type, ModuleType)) or inspect.isroutine(value)
+    kind: Any = value if is_code else type(value)
+    module = getattr(kind, "__module__", None) or ""
+    modules.add(module)
+    words.append(f"{module}.{getattr(kind, '__qualname__', kind)}")
+    if isinstance(value, Tensor):
+        words.append(f"{tuple(value.shape)} {value.dtype} {value.requires_grad}")
+        parts: Iterable[Any] = [getattr(value, name) for name in ("packed", "scale", "block") if hasattr(value, name)]
+    elif isinstance(value, Mapping):
+        parts = chain.from_iterable(item for item in value.items() if item[0] not in _LEFT_OUT)
+    elif isinstance(value, Set):
+        parts = sorted(map(repr, value))
+    elif isinstance(value, Sequence):
+        parts = value
+    elif isinstance(value, partial):
+        parts = value.func, value.args, value.keywords
+    elif is_code:
+        parts = ()
+    else:
+        attributes = {**getattr(value, "__dict__", {}), **_slots(value)}
+        parts = chain.from_iterable(item for item in attributes.items() if item[0] not in _LEFT_OUT)
+    for part in parts:
+        if not isinstance(part, Mapping) or part:  # modules have a dozen empty dictionaries of hooks
+            _describe(part, words, seen, modules)
+    words.append(")")
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    names = [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+@cache
+def _versions() -> str:
+    """Return the versions of Python and of the packages whose code runs, and the stamps of this library's files."""
+    words = [sys.version]
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            words.append(f"{package} {version(package)}")
+    return " ".join([*words, *map(_stamp, sorted(Path(rocm_ext.__file__).parent.rglob("*.py")))])
+
+
+def _sources(modules: set[str]) -> set[Path]:
+    """Return the files of the user's own ``modules``, and of the loaded modules beside them."""
+    loaded = {name: Path(file) for name, m in list(sys.modules.items()) if (file := getattr(m, "__file__", None))}
+    folders = {loaded[name].parent for name in modules if name in loaded and "site-packages" not in loaded[name].parts}
+    known = Path(sys.base_prefix), Path(rocm_ext.__file__).parent
+    folders = {folder for folder in folders if not any(map(folder.is_relative_to, known))}
+    return {file for file in loaded.values() if file.parent in folders}
+
+
+def _stamp(file: Path) -> str:
+    with suppress(OSError):
+        stat = file.stat()
+        return f"{file.name} {stat.st_size} {stat.st_mtime_ns}"
+    return file.name

@@ -1,0 +1,74 @@
+"""What a plan found is remembered by what made it, and equals what a fresh one finds."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from rocm_ext.plan import costs
+from rocm_ext.plan.remembered import fingerprint, remembered
+from tests.kit.plans import as_configured, plan
+
+CONFIG = ("--config", "mi50_qwen1_5b")  # of another machine, so the budget does not depend on free memory
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "torchtune-rocm" / "plans"
+
+
+def refuse(*_):
+    raise AssertionError("simulated again")
+
+
+@as_configured
+def test_a_remembered_plan_equals_a_fresh_one(kept, monkeypatch, capsys):
+    fresh = plan(capsys, *CONFIG)
+    with monkeypatch.context() as patch:
+        patch.setattr(costs, "on_fake_tensors", refuse)
+        assert plan(capsys, *CONFIG) == fresh
+        with pytest.raises(AssertionError, match="simulated again"):
+            plan(capsys, *CONFIG, "model.lora_rank=4")
+    for file in kept.iterdir():
+        file.write_text(file.read_text()[:40])  # as a full disk would leave it
+    assert plan(capsys, *CONFIG) == fresh
+
+
+def test_without_a_folder_nothing_is_remembered(kept):
+    kept.parent.mkdir()
+    kept.write_text("a file where the folder should be")
+    calls = []
+    assert [remembered(["x"], lambda: calls.append(1) or len(calls)) for _ in range(2)] == [1, 2]
+
+
+@dataclasses.dataclass
+class Setting:
+    beta: float = 0.1
+
+
+def model(**changes):
+    made = nn.Sequential(nn.Linear(4, 8, device="meta"), nn.GELU(), nn.Linear(8, 2, device="meta"))
+    for name, value in changes.items():
+        setattr(made[1], name, value)
+    return made
+
+
+def test_a_fingerprint_depends_on_all_that_decides_costs():
+    frozen = model()
+    frozen[0].weight.requires_grad_(False)
+    other = [
+        [model().to(torch.bfloat16), Setting(), {"a", "b"}],
+        [frozen, Setting(), {"a", "b"}],
+        [model(approximate="tanh"), Setting(), {"a", "b"}],
+        [model(kernel="flash"), Setting(), {"a", "b"}],
+        [model(act=torch.nn.functional.relu), Setting(), {"a", "b"}],
+        [model(act=torch.nn.functional.silu), Setting(), {"a", "b"}],
+        [nn.Sequential(*model(), nn.ReLU()), Setting(), {"a", "b"}],
+        [model(), Setting(0.2), {"a", "b"}],
+        [model(), Setting(), {"a", "c"}],
+        [model(), Setting()],
+    ]
+    assert fingerprint([model(), Setting(), {"a", "b"}]) == fingerprint([model(), Setting(), {"b", "a"}])
+    assert len({fingerprint(what) for what in [[model(), Setting(), {"a", "b"}], *other]}) == len(other) + 1
