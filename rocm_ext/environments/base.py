@@ -1,4 +1,4 @@
-"""What an environment is: the other side of a conversation, which ends it with a result."""
+"""Environments answer the model's messages and end each conversation with a result."""
 
 import asyncio
 import functools

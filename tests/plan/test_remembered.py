@@ -1,4 +1,4 @@
-"""What a plan found is remembered by what made it, and equals what a fresh one finds."""
+"""A remembered plan equals a fresh one, and any change of model, objective or sizes plans anew."""
 
 import dataclasses
 
