@@ -8,6 +8,7 @@ count if a module of theirs in the same folder is part of the model or the objec
 import hashlib
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
@@ -23,7 +24,6 @@ import torch
 from torch import Tensor
 
 import rocm_ext
-from rocm_ext.base.files import replace_text
 from rocm_ext.machine.bench_file import cache_folder
 
 _MOST = 500  # files; the oldest go
@@ -49,7 +49,9 @@ def remembered(what: Sequence[Any], compute: Callable[[], Any]) -> Any:
     result = compute()
     with suppress(OSError):  # a full disk, or a folder of another user
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, json.dumps(result))
+        aside = path.with_suffix(f".{os.getpid()}")  # ranks write at the same time
+        aside.write_text(json.dumps(result))
+        aside.replace(path)
         for old in sorted(path.parent.iterdir(), key=lambda file: file.stat().st_mtime)[:-_MOST]:
             old.unlink(missing_ok=True)
     return result

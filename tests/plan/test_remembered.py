@@ -1,6 +1,9 @@
 """A remembered plan equals a fresh one, and any change of model, objective or sizes plans anew."""
 
 import dataclasses
+import errno
+import multiprocessing
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +44,32 @@ def test_without_a_folder_nothing_is_remembered(kept):
     kept.write_text("a file where the folder should be")
     calls = []
     assert [remembered(["x"], lambda: calls.append(1) or len(calls)) for _ in range(2)] == [1, 2]
+
+
+def test_ranks_that_remember_the_same_at_once_do_not_disturb_each_other(kept):
+    context = multiprocessing.get_context("fork")
+    together = context.Barrier(2, timeout=60)
+
+    def remember():
+        for i in range(20):
+            assert remembered([i], together.wait) in (0, 1)
+
+    ranks = [context.Process(target=remember) for _ in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    assert len(list(kept.iterdir())) == 20
+
+
+def test_a_full_disk_ends_no_run(kept, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert remembered(["x"], lambda: 7) == 7
 
 
 @dataclasses.dataclass
