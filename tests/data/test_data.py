@@ -584,9 +584,10 @@ def test_full_packs_split_rows():
     assert all(sum(lengths) == len(row) for lengths, row in zip(rows.lengths, rows.tokens, strict=True))
 
 
-def test_packs_are_cut_in_the_middle_of_a_sequence():
-    rows = read(PackedDataset(Foreign(item(4), item(3)), max_seq_len=10), 5)
-    assert (rows.lengths, rows.counts["truncated"]) == ([(4, 1)], 1)
+@pytest.mark.parametrize(("limit", "lengths"), [(8, (4, 3, 1)), (5, (4, 1)), (4, (4,)), (3, (3,))])
+def test_packs_are_cut_within_and_between_sequences(limit, lengths):
+    rows = read(PackedDataset(Foreign(item(4), item(3), item(2)), max_seq_len=10), limit)
+    assert (rows.lengths, rows.counts["truncated"]) == ([lengths], 1)
 
 
 def test_fingerprint_sees_everything():

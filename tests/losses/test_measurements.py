@@ -185,6 +185,7 @@ def lines(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.wide(always=1)
 @several_ranks
 @pytest.mark.parametrize("loss", ["grpo", "gspo"])
 def test_a_step_measures_all_its_labels(tmp_path, loss):

@@ -100,10 +100,12 @@ def test_both_passes_draw_the_same_dropout():
     torch.testing.assert_close(torch.autograd.grad(found, hidden)[0], gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_long_sequences_keep_their_gradient_in_fp16():
+@pytest.mark.parametrize("lengths", [(1000,), (999, 1)])
+def test_long_sequences_keep_their_gradient_in_fp16(lengths):
     """Weights of 1/length are multiplied in after the gradient has left fp16."""
     torch.manual_seed(0)
     labels, words = 1000, 40_000
+    sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     hidden, targets = torch.randn(labels, WIDTH), torch.zeros(labels, dtype=torch.long)
     weight = 1 + 0.1 * torch.randn(words, WIDTH)
     weight[0] = 0  # the label's own row, so that only the probabilities of the others count: 1/40,000/1,000 each
@@ -112,9 +114,9 @@ def test_long_sequences_keep_their_gradient_in_fp16():
         states = hidden.to(dtype, copy=True).requires_grad_()
         rows = weight.to(dtype)
         objective = CrossEntropy(normalize="sequences")
-        loss = objective(lambda h, rows=rows: h @ rows.T, states, targets, {}, torch.zeros_like(targets))
+        loss = objective(lambda h, rows=rows: h @ rows.T, states, targets, {}, sequence)
         (65536 * loss).backward()  # the scale that torch's GradScaler begins with
-        gradients.append(states.grad.float())
+        gradients.append(states.grad[: lengths[0]].float())
     assert (gradients[1] - gradients[0]).norm() < 0.05 * gradients[0].norm()
 
 
@@ -215,6 +217,7 @@ def finetune(folder, out, loss: dict, **changes) -> LoRAFinetune:
     return recipe
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("normalize", ["sequences", 50.0])
 def test_normalisation_is_exact_over_micro_batches(folder, tmp_path, normalize):
     loss = {"_component_": "rocm_ext.losses.CrossEntropy", "normalize": normalize}

@@ -181,6 +181,14 @@ def test_measurements():
     torch.testing.assert_close((q * (ratio.exp() * (ratio - 1) + 1)).sum(), (p * ratio).sum())
 
 
+def test_before_the_first_update_no_pair_is_decided():
+    *_, columns = problem()
+    objective, nll = Preference("sigmoid"), -columns["reference_logprobs"]
+    objective.tally = Tally()
+    objective.terms(nll, columns, SEQUENCE)
+    assert objective.tally.result(SimpleNamespace(gather=lambda value: [value]))["accuracy"] == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

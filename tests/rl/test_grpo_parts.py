@@ -142,6 +142,18 @@ def test_negative_advantages_have_their_weight(weight, worth):
     assert (chosen.flat, chosen.groups) == ({"b"}, 1)
 
 
+def test_prompts_are_trained_in_the_order_in_which_they_were_asked():
+    """A refill asks more than the step needs."""
+    keys = [(prompt, i) for prompt in "abc" for i in range(2)]
+    results = {key: Result(Verdict.CORRECT if key[1] else Verdict.WRONG, float(key[1])) for key in keys}
+    cfg = OmegaConf.create(
+        {"center": "mean", "scale": "none", "negative_weight": 1.0, "prompts_per_step": 2, "max_new_tokens": 9,
+         "truncated": "mask", "truncation_penalty": 1.0, "truncation_margin": 0}
+    )  # fmt: skip
+    chosen = select([Answers({key: answer(4) for key in keys}, results, {})], ["c", "a", "b"], cfg)
+    assert {prompt for prompt, _ in chosen.advantages} == {"c", "a"}
+
+
 @pytest.mark.parametrize("policy", ["old_logprobs", "sampler_logprobs"])
 @pytest.mark.parametrize(("center", "baseline"), [("leave_one_out", True), ("none", False)])
 def test_kl_in_the_reward_equals_rloo(policy, center, baseline):

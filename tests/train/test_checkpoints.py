@@ -6,12 +6,13 @@ import random
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.distributed.ranks import Ranks
-from rocm_ext.train.checkpoint import Checkpoints
+from rocm_ext.train.checkpoint import Checkpoints, rng_state, set_rng_state
 from tests.kit.lines import one_line_has
 from tests.recipes.test_resume import tree
 
@@ -36,6 +37,16 @@ def newest_step(checkpoints: Checkpoints) -> int:
     assert found is not None
     assert found[0].name == f"step_{found[1]['step']:08d}"
     return found[1]["step"]
+
+
+def test_every_random_generator_goes_on_where_it_was(tmp_path):
+    def draw() -> list[float]:
+        return [random.random(), np.random.rand(), torch.rand(()).item(), random.gauss(), np.random.randn()]
+
+    torch.save({"rng": rng_state(RANKS.device)}, tmp_path / "state.pt")
+    drawn = draw()
+    set_rng_state(torch.load(tmp_path / "state.pt")["rng"], RANKS.device)
+    assert draw() == drawn
 
 
 @pytest.mark.parametrize("name", ["state.pt", "adapter_model.safetensors", "adapter_config.json", "SHA256SUMS"])
