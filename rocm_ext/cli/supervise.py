@@ -46,6 +46,7 @@ LOG = "supervise.log"  # in output_dir: all that the run prints
 _NOTES = ".supervised"  # in output_dir: see rocm_ext.base.supervised
 _POLL = 0.2  # seconds between two looks at the run
 _PATIENCE = 900.0  # seconds without a sign of life that no run is ended for: torch may be compiling
+_BUSY = 0.02  # share of a core by which a run that imports or compiles is told from one that waits
 _SLOWER = 5  # a run that is so many times slower than its slowest recent step has hung
 _TO_SAVE = 60.0  # seconds that a hung run has to save
 _LONGEST_PAUSE = 1800.0
@@ -213,6 +214,7 @@ class _Attempt:
     def __init__(self, out: Path, args: argparse.Namespace) -> None:
         self._out, self._args, self._notes = out, args, out / _NOTES
         self._oom_kills, self._tail = _oom_kills(), b""
+        self._began, self._computed = position(out), 0.0
 
     def start(self, command: Sequence[str]) -> None:
         """Start the run.
@@ -247,15 +249,19 @@ class _Attempt:
         Raises:
             UserError: it does not end although it was killed.
         """
-        hung, asked, kill_at, seen, alive = "", False, math.inf, None, 0.0
+        hung, asked, kill_at, seen, alive, told = "", False, math.inf, None, 0.0, 0.0
         while self._process.poll() is None and not stop.again:
             self._follow()
             now = time.monotonic()
             if (life := (self._notes.stat().st_mtime_ns, self._printed.tell())) != seen:
-                seen, alive = life, now
-            if not hung and now - alive > (limit := self._limit(now - alive)):
-                hung, kill_at = f"it hung for {duration(now - alive)}", now + min(_TO_SAVE, limit)
-                _say(f"supervise: {hung}")
+                seen, alive, told = life, now, now
+            silent = now - alive
+            if not hung and silent > (limit := self._limit(silent)):
+                if now - told < _PATIENCE and self._sets_up(silent):
+                    alive = now
+                else:
+                    hung, kill_at = f"it hung for {duration(silent)}", now + min(_TO_SAVE, limit)
+                    _say(f"supervise: {hung}")
             if (hung or stop.signum) and not asked:
                 self._ask_to_save()
                 asked = True
@@ -268,6 +274,17 @@ class _Attempt:
         self._log.close()
         self._printed.close()
         return None if self.code == 0 and not hung else hung or self._reason(self.code)
+
+    def _sets_up(self, silent: float) -> bool:
+        """Return whether the run has made no step yet, and has computed in the last ``silent`` seconds.
+
+        Imports and compilers give no sign of life, however long a busy machine takes for them.
+        """
+        before, self._computed = self._computed, 0.0
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                self._computed += sum(process.cpu_times()[:2])
+        return position(self._out) == self._began and self._computed - before > _BUSY * silent
 
     def _kill(self) -> int:
         """Kill what is left of the run, and return the exit code of its first process.
