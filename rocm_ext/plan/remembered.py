@@ -121,11 +121,11 @@ def _versions() -> str:
 
 def _sources(modules: set[str]) -> set[Path]:
     """Return the files of the user's own ``modules``, and of the loaded modules beside them."""
-    loaded = {name: Path(file) for name, m in list(sys.modules.items()) if (file := getattr(m, "__file__", None))}
-    folders = {loaded[name].parent for name in modules if name in loaded and "site-packages" not in loaded[name].parts}
-    known = Path(sys.base_prefix), Path(rocm_ext.__file__).parent
-    folders = {folder for folder in folders if not any(map(folder.is_relative_to, known))}
-    return {file for file in loaded.values() if file.parent in folders}
+    loaded = {name: file for name, module in list(sys.modules.items()) if (file := getattr(module, "__file__", None))}
+    known = sys.base_prefix, os.path.dirname(rocm_ext.__file__)
+    folders = {os.path.dirname(loaded[name]) for name in modules if name in loaded}
+    own = {f for f in folders if "site-packages" not in f and not any(map(Path(f).is_relative_to, known))}
+    return {Path(file) for file in loaded.values() if os.path.dirname(file) in own} if own else set()
 
 
 def _stamp(file: Path) -> str:
