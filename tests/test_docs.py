@@ -149,7 +149,7 @@ def test_the_picture_of_the_rooms_has_them_all():
     assert drawn == folders | {"recipes", "hook", "pocket"}
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_pages_of_runs_are_photographed(tmp_path, monkeypatch):
     """Of a run of the tests; the pictures in docs are of the runs of `make demo`."""
     pictures = tool("pictures")

@@ -10,8 +10,14 @@ from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+from tools.constraints import versions
+
+tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
 ROOT = Path(__file__).parents[1]
+CONSTRAINTS = (ROOT / "constraints.txt").read_text().splitlines()
 PROJECT = ("pyproject.toml", "setup.py", "rocm_ext_hook.py", "README.md", "LICENSE", "rocm_ext", "recipes",
            "recipe_configs")  # fmt: skip
 # what torch does at the end of its import
@@ -31,6 +37,23 @@ def test_containers_get_what_an_installation_needs():
     wanted = re.findall(r'"/opt/torchtune-rocm\[([\w,]+)\]"', (ROOT / "Containerfile").read_text())
     assert len(wanted) == 2
     assert {*",".join(wanted).split(",")} <= {*metadata("torchtune-rocm").get_all("Provides-Extra")}
+
+
+def test_exact_versions_are_within_our_ranges():
+    exact = dict(line.split("==") for line in CONSTRAINTS if not line.startswith("#"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    ours = map(Requirement, [*project["dependencies"], *extras["test"], *extras["docs"], *extras["dist"]])
+    wanted = {canonicalize_name(each.name): each.specifier for each in ours if each.marker is None}
+    del wanted["torch"], wanted["torchtune-rocm"]
+    assert [name for name, allowed in wanted.items() if exact[name] not in allowed] == []
+
+
+def test_exact_versions_are_those_of_this_environment():
+    ready = Path(sys.prefix, ".ready")  # `make setup` writes here which versions it took
+    if not ready.exists() or not ready.read_text().strip():
+        pytest.skip("set up without constraints.txt")
+    assert {f"{name}=={exact}" for name, exact in versions("test").items()} <= {*CONSTRAINTS}
 
 
 @pytest.fixture

@@ -153,6 +153,7 @@ def test_the_pocket_models_own_files_are_read(pocket_dir):
     check_disjoint(train, held_out)
 
 
+@pytest.mark.wide
 def test_the_seed_decides(tmp_path, monkeypatch):
     real = pocket.accuracy
 
@@ -271,7 +272,7 @@ def test_rows_with_tools_are_what_the_template_writes(pocket_dir):
     assert template.decode(ours) == text.removesuffix("\n")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_it_learns_to_call_a_tool(tmp_path):
     assert cli.main(["pocket", str(tmp_path / "tools"), "--tools"]) == 0
@@ -311,7 +312,7 @@ def test_the_card_says_what_eval_says(pocket_dir, capsys):
     assert said["pass_at_k"] == {}
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_eval_draws_the_same_answers_each_time(pocket_dir, held_out, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = tmp_path / "rows.jsonl"
@@ -325,6 +326,7 @@ def test_eval_draws_the_same_answers_each_time(pocket_dir, held_out, tmp_path, c
     assert [path.name for path in tmp_path.iterdir()] == files
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("any_torchao")
 def test_eval_takes_an_adapter_of_peft(pocket_dir, held_out, tmp_path, capsys):
     """PEFT's own answers with the adapter have the score that eval reports."""

@@ -9,7 +9,7 @@ unset PYTHONPATH
 "${PYTHON:-python3}" -m venv venv
 # shellcheck disable=SC2086  # a package and perhaps an option
 venv/bin/python -m pip install -q ${TORCH:-torch==2.13.0}
-venv/bin/python -m pip install -q "$wheel"
+venv/bin/python -m pip install -q ${CONSTRAINTS:+-c "$CONSTRAINTS"} "$wheel"
 PATH=$folder/venv/bin:$PATH
 
 python -m pip check

@@ -139,7 +139,7 @@ def test_what_another_program_has_cached_is_completed(served, model):
     assert "model.safetensors" not in served
 
 
-@pytest.mark.slow  # the hub's library tries again for 20 s
+@pytest.mark.wide  # the hub's library tries again for 20 s
 def test_texts_in_the_cache_do_without_the_hub(model, tmp_path, monkeypatch):
     with hub(monkeypatch, tmp_path / "cache", {NAME: model}):
         folder = fetch_texts(NAME)

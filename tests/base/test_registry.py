@@ -269,7 +269,7 @@ def test_subclass_overrides_a_part(tmp_path):
     assert len(metrics(tmp_path / "out")) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_copied_recipe_runs(tmp_path):
     base, rows = write_model(tmp_path / "base"), write_rows(tmp_path / "rows.jsonl", 8)
     path = write_yaml(tmp_path / "run.yaml", run_config(base, rows, tmp_path / "out"))

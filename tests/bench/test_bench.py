@@ -206,7 +206,7 @@ def test_machines_get_their_own_measurements():
     assert {item.probe for item in items} == {"gemm", "bandwidth", "decoding"}, "training comes last"
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_bench_from_end_to_end(tmp_path, monkeypatch, capsys):
     """Run all probes on this CPU; then plan uses the written file."""
     out = tmp_path / "bench.json"

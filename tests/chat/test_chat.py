@@ -75,6 +75,7 @@ def chat(monkeypatch, capfd, *arguments: str, lines: list[str] | None = None) ->
 # ---- answers
 
 
+@pytest.mark.wide
 def test_the_answer_is_that_of_the_recipes_sampler(pocket_dir, tmp_path, monkeypatch, capfd):
     out, err, code = chat(monkeypatch, capfd, pocket_dir, "-p", QUESTIONS[0], "--max-new-tokens", "32")
     assert code == 0

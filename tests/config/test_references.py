@@ -59,6 +59,7 @@ def without_secret(out: Path) -> dict[str, bytes]:
     return files
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("logger", ["torchtune.training.metric_logging.TensorBoardLogger", f"{__name__}.Resolves"])
 def test_a_run_writes_references(world, tmp_path, monkeypatch, capsys, logger):
     out = tmp_path / "out"

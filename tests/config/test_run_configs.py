@@ -80,6 +80,7 @@ def test_every_machine_has_configs():
     assert named("dpo_rocm") == [f"{name}_dpo" for name in dpo]
 
 
+@pytest.mark.wide(always=16)
 @pytest.mark.parametrize("name", ALL)
 def test_runs_on_any_machine_with_hardware_cpu(name):
     cfg = load(name)
@@ -110,6 +111,7 @@ def check_values(cfg: DictConfig) -> None:
         assert isinstance(objective_of(config.instantiate(cfg.loss, key="loss")), Preference)
 
 
+@pytest.mark.wide(always=16)
 @pytest.mark.parametrize("name", ALL)
 def test_its_own_hardware_profile_takes_it(name):
     cfg = config.load(RECIPES[name], name)
@@ -134,6 +136,7 @@ def test_it_trains_its_siblings_model(name):
         assert ours.checkpointer[key] == sibling.checkpointer[key]
 
 
+@pytest.mark.wide(always=16)
 @pytest.mark.parametrize("name", ALL)
 def test_the_head_says_how_to_run_it(name):
     lines = [line[1:].strip() for line in head(name).splitlines()]
@@ -206,7 +209,7 @@ PLANNED = [name for name in ALL if not name.startswith("cpu_")]
 
 @as_configured
 @pytest.mark.parametrize(
-    "name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in PLANNED if name not in FAST)]
+    "name", [*FAST, *(pytest.param(name, marks=pytest.mark.wide) for name in PLANNED if name not in FAST)]
 )
 def test_the_head_s_memory_is_what_plan_prints(name, capsys):
     said = re.search(r"# Memory: (.*)", head(name))[1]
@@ -302,6 +305,7 @@ def name_of(repo: str) -> str:
     return OLDER.get(family, "") + short.removeprefix(family)
 
 
+@pytest.mark.wide(always=8)
 @pytest.mark.parametrize("name", FROM_FOLDER)
 def test_the_model_is_the_one_that_the_name_and_the_download_say(name):
     node = load(name).model

@@ -1,6 +1,6 @@
 """Runs on several machines: equal to one machine's, refused where the machines differ, ended where one is lost.
 
-The fast tests run each machine in a fork, with what torchrun would put into its environment. The slow ones run torchrun
+The fast tests run each machine in a fork, with what torchrun would put into its environment. The wide ones run torchrun
 in network namespaces.
 """
 
@@ -127,6 +127,7 @@ def other_versions() -> None:
     nodes.version = lambda package: "9.9" if package == "torch" else "1.0"
 
 
+@pytest.mark.wide(always=2)
 @pytest.mark.parametrize(
     ("what", "parts"),
     [
@@ -224,6 +225,7 @@ def test_a_machine_that_does_not_come_is_named(make, monkeypatch):
     assert_one_line(messages.replace("[rank 0] ", ""), "no sign of rank 1 on other machines")
 
 
+@pytest.mark.wide
 def test_a_lost_machine_ends_the_run_which_continues_on_one(make, alone, tmp_path):
     path = make(metric_logger=at(2, signal.SIGKILL))
     (lost, _), (code, messages) = run_machines(SFT, (path, (), None), (path, (), None))
@@ -377,7 +379,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_torchrun_on_two_machines_equals_one(top, tmp_path, recipe):
     main, write, read = RECIPES[recipe]
@@ -395,7 +397,7 @@ def test_torchrun_on_two_machines_equals_one(top, tmp_path, recipe):
     assert read(two) == read(one)
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize("what", ["the first ends", "the second ends", "the link is cut"])
 @pytest.mark.parametrize("count", [1, 2], ids=["one rank each", "two ranks each"])
 def test_torchrun_loses_a_machine(make, tmp_path, what, count):

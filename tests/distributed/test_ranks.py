@@ -20,7 +20,7 @@ from tests.kit.tiny import metrics, run_config, tune, write_model, write_rows, w
     ("family", "start", "lora", "changes"),
     [
         ("qwen2", "forks", {}, {"tokens_per_micro_batch": 100}),
-        pytest.param("qwen2", "torchrun", {}, {"tokens_per_micro_batch": 100}, marks=pytest.mark.slow),
+        pytest.param("qwen2", "torchrun", {}, {"tokens_per_micro_batch": 100}, marks=pytest.mark.wide),
         (
             "llama",
             "forks",

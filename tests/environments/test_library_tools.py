@@ -269,6 +269,7 @@ def test_output_of_programs_is_shown_in_its_order(python):
     assert python(code) == "1\n2\n3\n4\n5\n2"
 
 
+@pytest.mark.wide(always=2)
 @pytest.mark.parametrize(
     "code",
     [
@@ -529,6 +530,7 @@ def test_a_mistake_in_the_config_is_one_line(tools, verifier, problem):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.wide
 def test_conversations_use_them_in_their_own_processes(kind):
     """State belongs to a conversation, and its interpreter ends with it."""
     tools = [*TOOLS, {"_component_": "rocm_ext.environments.Python", "sandbox": kind, "timeout": 5}]

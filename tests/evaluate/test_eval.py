@@ -65,6 +65,7 @@ def run(request, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.wide(always=1)
 def test_the_loss_is_the_recipes_own(run, tmp_path, capsys):
     said = evaluate(capsys, "--config", run, "--base", "--output", tmp_path / "kept")
     expected = {name: metrics(run, f"val_{name}")[-1] for name in said if metrics(run, f"val_{name}")}
@@ -111,6 +112,7 @@ def test_a_file_takes_the_place_of_a_hub_data_set(run, tmp_path, capsys):
     assert evaluate(capsys, "--config", run, "--data", tmp_path / "some.jsonl", *on_hub)["rows"] == 4
 
 
+@pytest.mark.wide(always=1)
 def test_rows_can_be_named(run, tmp_path, capsys):
     rows = (run.parent / "rows.jsonl").read_text().splitlines()[:6]
     (tmp_path / "some.jsonl").write_text("\n".join(rows))
@@ -197,7 +199,7 @@ def few(pocket_dir, tmp_path) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_model_alone_answers_for_a_verifier(pocket_dir, few, tmp_path, capsys):
     own = ["--data", few, "--samples", "2", "max_new_tokens=32", "verify_workers=1", "seed=0"]
     raft = evaluate(capsys, "--config", "cpu_pocket_raft", *own, f"pocket={pocket_dir}")
@@ -207,6 +209,7 @@ def test_a_model_alone_answers_for_a_verifier(pocket_dir, few, tmp_path, capsys)
     assert list(raft["pass_at_k"]) == ["1", "2"]
 
 
+@pytest.mark.wide
 def test_adapter_and_base_are_compared_prompt_by_prompt(pocket_dir, few, tmp_path, capsys):
     """Answers of the same model with a large random adapter: it loses what the base gets right."""
     adapter, kept = tmp_path / "adapter", tmp_path / "kept"

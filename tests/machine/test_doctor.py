@@ -543,6 +543,7 @@ BREAKS = {
 }  # fmt: skip
 
 
+@pytest.mark.wide(always=20)
 @pytest.mark.parametrize("what", BREAKS)
 def test_one_thing_that_breaks_shows_in_its_row_and_nowhere_else(capsys, tmp_path, what):
     tree = Tree("strix_halo", tmp_path)
@@ -908,6 +909,7 @@ def damage(path: Path, how: str, what) -> None:
         path.write_bytes(new)
 
 
+@pytest.mark.wide
 @settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_random_damage_to_files_is_never_a_traceback(tmp_path_factory, data):

@@ -571,6 +571,7 @@ def test_progress_of_raft(tmp_path, capsys):
     assert told(capsys, tmp_path)["finished"] is True
 
 
+@pytest.mark.wide
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.binary(max_size=100)
@@ -804,6 +805,7 @@ def test_other_ranks_write_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.wide
 def test_raft_has_one_file_for_all_cycles(folder, tmp_path):
     component = {"_component_": "rocm_ext.data.prompt_dataset", "source": str(folder / "rows.jsonl")}
     cfg = run_config(folder / "base", folder / "rows.jsonl", tmp_path / "out", startup_checks=False)

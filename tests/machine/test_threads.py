@@ -103,6 +103,7 @@ def test_a_run_leaves_cores_to_other_programs_and_resumes_with_its_number(folder
     assert (code, recorded(out)) == (0, 2), messages
 
 
+@pytest.mark.wide
 def test_a_resumed_run_with_fewer_cores_keeps_its_number_and_says_so(folder, begun, tmp_path):
     out = shutil.copytree(begun, tmp_path / "out")
     code, messages = train(folder, out, "resume_from_checkpoint=True", cores=1)
@@ -119,6 +120,7 @@ def test_a_run_whose_record_is_damaged_says_so_and_decides_anew(folder, begun, t
     assert "config.yaml holds no YAML mapping" in messages
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
     ("overrides", "environ", "reason"),
     [
@@ -134,6 +136,7 @@ def test_a_number_that_the_user_chose_stays(folder, tmp_path, overrides, environ
     assert f"cpu_threads 2 ({reason}" in messages
 
 
+@pytest.mark.wide
 def test_the_config_says_the_number_of_a_resumed_run(folder, begun, tmp_path):
     out = shutil.copytree(begun, tmp_path / "out")
     code, messages = train(folder, out, "resume_from_checkpoint=True", "cpu_threads=1")

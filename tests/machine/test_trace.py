@@ -63,6 +63,7 @@ def steps(events: list[dict]) -> list[str]:
     return [name for name in names(events, "user_annotation") if name.split()[0] in trace.WARM_UP]
 
 
+@pytest.mark.wide
 def test_a_run_records_steps_after_its_warm_up(sft, messages):
     plain = sft("plain", epochs=2)
     assert not (plain / "profile").exists()
@@ -89,7 +90,7 @@ def test_a_run_records_steps_after_its_warm_up(sft, messages):
     ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_short_and_resumed_runs(sft, messages):
     out = sft("out", profile_steps=2)
     assert one_line_has(messages, "training", "did 3 such steps")
@@ -102,6 +103,7 @@ def test_short_and_resumed_runs(sft, messages):
     assert not (out / "profile").exists(), "of another run"
 
 
+@pytest.mark.wide
 def test_ctrl_c_in_a_recorded_step(sft, tmp_path, messages, monkeypatch):
     step, calls = Training._train_step, []
 
@@ -120,12 +122,12 @@ def test_ctrl_c_in_a_recorded_step(sft, tmp_path, messages, monkeypatch):
     assert one_line_has(messages, "profile_steps", "1 of 3 steps", "the run ended")
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("runs", "recipe", "changes"),
     [
         pytest.param(raft_runs, RAFT, {"cycles": 1, "seed": 1}, id="raft"),
-        pytest.param(grpo_runs, GRPO, {"steps": 5, "eval_every_n_steps": 5}, id="grpo", marks=pytest.mark.slow),
+        pytest.param(grpo_runs, GRPO, {"steps": 5, "eval_every_n_steps": 5}, id="grpo", marks=pytest.mark.wide),
     ],
 )
 def test_sampling(folder, tmp_path, messages, runs, recipe, changes):

@@ -81,6 +81,7 @@ def their_logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
     return model.eval()(TOKENS).logits
 
 
+@pytest.mark.wide(always=2)
 @pytest.mark.parametrize(
     ("base", "options"),
     [
@@ -101,6 +102,7 @@ def test_adapter_of_peft_gives_its_logits(folders, tmp_path, base, options):
     torch.testing.assert_close(logits(recipe), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("model", [{}, {"use_dora": True}], ids=str)
 def test_rslora_is_trained_and_exported(folders, tmp_path, model):
     recipe = prepare(folders, "qwen2", tmp_path / "run", None, model=model, use_rslora=True)
@@ -193,6 +195,7 @@ def test_weights_that_do_not_fit(refused, tmp_path, change, message):
     assert message in refused()
 
 
+@pytest.mark.wide
 def test_base_model_of_another_name(folders, tmp_path, messages):
     """Only the last part of a name counts: a hub name and a folder of that name are the same model."""
     peft_adapter(folders["qwen2"], tmp_path / "adapter")

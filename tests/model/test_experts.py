@@ -48,8 +48,8 @@ OLD, NEW = "0.18.1", "0.19.1"  # versions of PEFT with other layouts
 
 
 def some(*fast: str):
-    """Every model with experts; all but ``fast`` are slow."""
-    return [pytest.param(name, marks=[] if name in fast else [pytest.mark.slow]) for name in MOE]
+    """Every model with experts; all but ``fast`` are wide."""
+    return [pytest.param(name, marks=[] if name in fast else [pytest.mark.wide]) for name in MOE]
 
 
 def with_update(decoder):
@@ -296,7 +296,7 @@ def test_what_cannot_be_merged_is_refused_at_the_start(folder_of, rows, tmp_path
 # ---- whole runs
 
 
-@pytest.mark.slow  # any model is killed and resumed in test_resume
+@pytest.mark.wide  # any model is killed and resumed in test_resume
 @pytest.mark.parametrize("name", some("deepseek 3"))
 def test_killed_and_resumed(folder_of, rows, tmp_path, name):
     changes = {"epochs": 1, "max_steps_per_epoch": 5, "save_every_n_steps": 2}
@@ -311,7 +311,7 @@ def test_killed_and_resumed(folder_of, rows, tmp_path, name):
     assert run_files(tmp_path / "run") == run_files(tmp_path / "whole")
 
 
-@pytest.mark.slow  # other models are fast, in test_ranks
+@pytest.mark.wide  # other models are fast, in test_ranks
 @several_ranks
 @pytest.mark.parametrize("name", some("qwen3 moe"))
 def test_two_ranks_equal_one(folder_of, rows, tmp_path, name):
@@ -324,7 +324,7 @@ def test_two_ranks_equal_one(folder_of, rows, tmp_path, name):
     [{}, {"enable_activation_checkpointing": True, "dtype": "bf16"}],
     ids=str,
 )
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in MOE])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.wide) for name in MOE])
 def test_planned_peak_is_the_measured_one(tmp_path, name, changes):
     planned, peak = planned_and_measured(write_wider(tmp_path / "base", name), tmp_path / "run", BOTH, **changes)
     assert planned == pytest.approx(peak, rel=0.1)

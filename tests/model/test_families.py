@@ -124,6 +124,7 @@ def test_equals_torchtunes_builder(folders, tmp_path, name):
 # ---- training
 
 
+@pytest.mark.wide(always=2)
 @pytest.mark.parametrize(
     ("name", "lora"),
     [
@@ -131,9 +132,9 @@ def test_equals_torchtunes_builder(folders, tmp_path, name):
         ("llama", {"target_modules": ["q_proj", "o_proj", "down_proj"]}),
         ("qwen2", {"use_dora": True}),
         ("mistral", {"target_modules": ["k_proj", "lm_head"]}),
-        pytest.param("llama biased", {}, marks=pytest.mark.slow),
-        pytest.param("qwen2 tied", {}, marks=pytest.mark.slow),
-        pytest.param("qwen3 tied", {"use_dora": True}, marks=pytest.mark.slow),
+        pytest.param("llama biased", {}, marks=pytest.mark.wide),
+        pytest.param("qwen2 tied", {}, marks=pytest.mark.wide),
+        pytest.param("qwen3 tied", {"use_dora": True}, marks=pytest.mark.wide),
     ],
     ids=str,
 )
@@ -168,6 +169,7 @@ def greedy(decoder, prompts, count: int, merge=None) -> list[tuple[list[int], li
     return [found[i] for i in range(len(prompts))]
 
 
+@pytest.mark.wide(always=3)
 @pytest.mark.parametrize("name", ["llama", "llama biased", "qwen2 tied", "qwen3", "mistral"])
 @pytest.mark.parametrize("merge", [True, False])
 @torch.no_grad()
@@ -203,15 +205,16 @@ def test_a_bf16_sampler_normalises_heads_as_training_does(folders):
 # ---- files
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
     ("name", "lora"),
     [
         ("qwen3", {"use_dora": True}),
         ("llama", {}),
         ("mistral", {"target_modules": ["v_proj", "lm_head"]}),
-        pytest.param("qwen2", {}, marks=pytest.mark.slow),
-        pytest.param("qwen3 tied", {}, marks=pytest.mark.slow),
-        pytest.param("llama biased", {"target_modules": "o_proj"}, marks=pytest.mark.slow),
+        pytest.param("qwen2", {}, marks=pytest.mark.wide),
+        pytest.param("qwen3 tied", {}, marks=pytest.mark.wide),
+        pytest.param("llama biased", {"target_modules": "o_proj"}, marks=pytest.mark.wide),
     ],
     ids=str,
 )
@@ -235,7 +238,7 @@ def test_exports_give_our_logits_and_the_adapter_comes_back(folders, tmp_path, n
     torch.testing.assert_close(our_model(whole).eval()(TOKENS), expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_old_files_are_read(folders, tmp_path):
     """``pytorch_model.bin`` with tables of RoPE and a tied layer stored twice."""
     base = folders["qwen3 tied"]
@@ -263,7 +266,7 @@ def test_a_file_of_torchtunes_adapter_is_refused(folders, tmp_path):
 # ---- whole runs
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_killed_and_resumed(folders, tmp_path):
     """From the config that the run recorded, and from a folder that has moved."""
     base = shutil.copytree(folders["qwen3"], tmp_path / "base")
@@ -283,6 +286,7 @@ def test_another_config_json_is_another_model(folders, tmp_path):
         prepare(cfg | {"resume_from_checkpoint": True, "epochs": 2})
 
 
+@pytest.mark.wide
 def test_a_4_bit_base_model(folders, tmp_path):
     """QLoRA trains over weights near the exact ones, and its adapter opens in PEFT."""
     base = write_family(tmp_path / "base", "qwen3", hidden_size=128, intermediate_size=256, head_dim=64)
@@ -298,7 +302,7 @@ def test_a_4_bit_base_model(folders, tmp_path):
 
 
 @several_ranks
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.wide)])
 def test_two_ranks_equal_one(folders, tmp_path, name):
     check_two_ranks(folders[name], folders["rows"], tmp_path)
 
@@ -307,11 +311,11 @@ def test_two_ranks_equal_one(folders, tmp_path, name):
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({}, marks=pytest.mark.wide),
         # the fast tests of plan have these of Qwen2
-        pytest.param({"enable_activation_checkpointing": True}, marks=pytest.mark.slow),
+        pytest.param({"enable_activation_checkpointing": True}, marks=pytest.mark.wide),
         # bf16 is slow on a CPU; in the fast tests the plan of Qwen2 has it
-        pytest.param({"enable_activation_checkpointing": True, "dtype": "bf16"}, marks=pytest.mark.slow),
+        pytest.param({"enable_activation_checkpointing": True, "dtype": "bf16"}, marks=pytest.mark.wide),
     ],
     ids=str,
 )
@@ -327,6 +331,7 @@ def test_planned_peak_is_the_measured_one(tmp_path, changes, capsys):
     assert planned == pytest.approx(peak, rel=0.1)
 
 
+@pytest.mark.wide
 def test_raft_and_eval(folders, tmp_path, capsys):
     """A cycle of RAFT on Qwen3 samples, trains and evaluates; `rocm-ext eval` gives the scores of the run."""
     shutil.copytree(folders["qwen3"], tmp_path / "base")

@@ -27,8 +27,8 @@ FAST = ("gemma 3", "mistral 3", "qwen3.5")
 
 
 def some(*fast: str):
-    """Every model's name; all but ``fast`` are slow."""
-    return [pytest.param(name, marks=[] if name in fast else pytest.mark.slow) for name in MODELS]
+    """Every model's name; all but ``fast`` are wide."""
+    return [pytest.param(name, marks=[] if name in fast else pytest.mark.wide) for name in MODELS]
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +122,7 @@ def test_ten_steps_equal_peft(folder_of, rows, tmp_path, name):
         torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("name", some(*FAST))
 def test_exports_open_in_the_whole_model_and_the_adapter_comes_back(folder_of, rows, tmp_path, name):
     base = shutil.copytree(folder_of(name), tmp_path / "base")
@@ -167,6 +168,7 @@ def test_names_of_earlier_transformers(folder_of, tmp_path):
     torch.testing.assert_close(our_model(new)(TOKENS), our_model(base)(TOKENS), rtol=0, atol=0)
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("cpu_of_known_speed")
 @pytest.mark.parametrize("name", some("gemma 3"))
 def test_planned_peak_is_the_measured_one_of_the_text_part(folder_of, tmp_path, name):
@@ -174,6 +176,7 @@ def test_planned_peak_is_the_measured_one_of_the_text_part(folder_of, tmp_path, 
     assert 0.9 * peak < planned < {"qwen3-vl": 1.3, "gemma 4": 1.2}.get(name, 1.1) * peak
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", some("qwen3.5", "gemma 4"))
 def test_grpo_and_dpo(folder_of, tmp_path, name):
     """As their run configs."""

@@ -90,6 +90,7 @@ def tiny(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.wide(always=6)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_shape_has_the_parameters_of_the_published_model(name):
     with torch.device("meta"):

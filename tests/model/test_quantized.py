@@ -53,9 +53,9 @@ from tests.sampling.test_transformers_engine import ask, engine, greedy, prompts
 NAMES = {"qwen3": "fp8", "qwen3 moe": "fp8", "gpt-oss": "mxfp4"}
 
 
-def also(*slow: str, of: Iterable[str] = NAMES) -> list:
-    """Names of models; those of ``slow`` hold together with the others what they test."""
-    return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in of]
+def also(*wide: str, of: Iterable[str] = NAMES) -> list:
+    """Names of models; those of ``wide`` hold together with the others what they test."""
+    return [pytest.param(name, marks=[pytest.mark.wide] if name in wide else []) for name in of]
 
 
 @pytest.fixture(scope="session")
@@ -167,11 +167,13 @@ def test_a_forward_pass_keeps_no_dequantised_weight(folder, name, lora):
 # ---- whole runs
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", also("qwen3 moe", "gpt-oss"))
 def test_killed_and_resumed(folder, rows, tmp_path, name):
     check_resumes(whole_run(folder(name), rows, tmp_path / "whole"), "killed")
 
 
+@pytest.mark.wide(always=1)
 @several_ranks
 @pytest.mark.parametrize(
     ("name", "lora"),
@@ -182,12 +184,14 @@ def test_two_ranks_equal_one(folder, rows, tmp_path, name, lora):
     check_two_ranks(folder(name), rows, tmp_path, lora)
 
 
+@pytest.mark.wide
 @several_ranks
 @pytest.mark.parametrize("value", [True, "fp8"])
 def test_two_ranks_equal_one_with_weights_quantised_here(wide, rows, tmp_path, value):
     check_two_ranks(wide, rows, tmp_path, {"quantize_base": value})
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("name", also("qwen3 moe"))
 def test_a_merged_model_has_16_bits(folder, rows, tmp_path, name):
     lora = EXPERTS | layers_for_peft(name) if name != "qwen3" else {}
@@ -215,12 +219,13 @@ def test_greedy_answers_are_those_of_the_dequantised_model(folder, name):
     assert {key: c.tokens for key, c in found.items()} == {key: c.tokens for key, c in expected.items()}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", also("gpt-oss", of=("qwen3", "gpt-oss")))
 def test_grpo_and_dpo(folder, tmp_path, name):
     check_grpo_and_dpo(folder(name), tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
 def test_a_cycle_of_raft(folder, tmp_path, name):
     code, said = forked(raft_main, raft_config(folder(name), tmp_path, tmp_path / "run"))
@@ -256,6 +261,7 @@ def test_a_graph_replays_experts_in_mxfp4(folder, monkeypatch):
     assert greedy(decoder, True) == expected
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.usefixtures("cpu_of_known_speed")
 @pytest.mark.parametrize("name", NAMES)
 def test_planned_peak_is_the_measured_one(folder, tmp_path, name):
@@ -457,7 +463,7 @@ def test_nf4_is_as_near_as_bitsandbytes(wide):
         assert near < 0.4 * far
 
 
-@pytest.mark.slow  # imports the compiler
+@pytest.mark.wide  # imports the compiler
 def test_compiled_layers_compute_the_same(folder):
     expected, ours = gradients(our_model(folder("qwen3"))), our_model(folder("qwen3"))
     for layer in ours.layers:

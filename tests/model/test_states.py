@@ -69,7 +69,7 @@ def train(folder: Path, name: str) -> subprocess.CompletedProcess[str]:
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize("works", [True, False])
 def test_an_installed_kernel_is_held_against_transformers(tmp_path, works):
     (tmp_path / "causal_conv1d.py").write_text(PACKAGE.format(log=str(tmp_path / "log"), left=3 if works else 2))
@@ -82,6 +82,7 @@ def test_an_installed_kernel_is_held_against_transformers(tmp_path, works):
     assert (tmp_path / "out" / "adapter").exists() == works
 
 
+@pytest.mark.wide
 def test_flash_linear_attention_gets_its_own_arguments(tmp_path):
     ops = tmp_path / "fla" / "ops"
     ops.mkdir(parents=True)

@@ -54,8 +54,8 @@ pytestmark = pytest.mark.usefixtures("any_torchao")
 
 
 def some(*fast: str, but: tuple[str, ...] = ()):
-    """Every model's name; all but ``fast`` are slow."""
-    marks = {False: [pytest.mark.slow], True: []}
+    """Every model's name; all but ``fast`` are wide."""
+    marks = {False: [pytest.mark.wide], True: []}
     return [pytest.param(name, marks=marks[name in fast]) for name in MODELS if name not in but]
 
 
@@ -91,19 +91,21 @@ def check_logits(folder: Path) -> bool:
     return ours.packs
 
 
+@pytest.mark.wide(always=6)
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_logits_equal_transformers_own(folder_of, name):
     assert check_logits(folder_of(name)) == MODELS[name][1]
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", MORE)
 @torch.no_grad()
 def test_logits_of_more_architectures(tmp_path, kind):
     assert check_logits(write_common(tmp_path / kind, kind))
 
 
+@pytest.mark.wide(always=4)
 @pytest.mark.parametrize("kind", CARE)
 def test_architectures_that_need_care(tmp_path, kind):
     """They compute transformers' logits, their steps can be planned, and each adapter gets a gradient."""
@@ -211,14 +213,15 @@ def test_padding_changes_nothing(folder_of):
         torch.testing.assert_close(row[: len(sequence)], ours(sequence[None])[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
     ("name", "lora"),
     [
         ("gemma 3", {}),
         ("qwen3 moe", {"target_modules": ["q_proj", "self_attn.o_proj", "lm_head"]}),
         ("qwen3.5", {}),
-        *(pytest.param(name, {}, marks=pytest.mark.slow) for name in MODELS if name not in ("gemma 3", "qwen3.5")),
-        pytest.param("olmo 2", {"use_dora": True}, marks=pytest.mark.slow),
+        *(pytest.param(name, {}, marks=pytest.mark.wide) for name in MODELS if name not in ("gemma 3", "qwen3.5")),
+        pytest.param("olmo 2", {"use_dora": True}, marks=pytest.mark.wide),
     ],
     ids=str,
 )
@@ -250,6 +253,7 @@ def test_exports_give_our_logits_and_the_adapter_comes_back(folder_of, rows, tmp
     torch.testing.assert_close(our_model(whole).eval()(TOKENS), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", some("gpt-oss"))
 def test_killed_and_resumed(folder_of, rows, tmp_path, name):
     check_resumes(whole_run(folder_of(name), rows, tmp_path / "whole"), "killed")
@@ -261,10 +265,11 @@ def test_two_ranks_equal_one(folder_of, rows, tmp_path, name):
     check_two_ranks(folder_of(name), rows, tmp_path)
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("cpu_of_known_speed")
 @pytest.mark.parametrize(
     "changes",
-    [pytest.param({}, marks=pytest.mark.slow), {"enable_activation_checkpointing": True, "dtype": "bf16"}],
+    [pytest.param({}, marks=pytest.mark.wide), {"enable_activation_checkpointing": True, "dtype": "bf16"}],
     ids=str,
 )
 @pytest.mark.parametrize("name", some("qwen3 moe"))
@@ -278,7 +283,7 @@ def test_grpo_and_dpo(folder_of, tmp_path, name):
     check_grpo_and_dpo(folder_of(name), tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_4_bit_base_model(folder_of, rows, tmp_path):
     """QLoRA trains over weights near the exact ones, and its adapter opens in PEFT."""
     base = write_theirs(tmp_path / "base", "olmo 2", hidden_size=128, intermediate_size=256, num_key_value_heads=4)
@@ -297,7 +302,7 @@ def test_checkpointed_layers_are_not_compiled(folder_of, rows, tmp_path, caplog)
     assert "compile: torch does not compile the 2 checkpointed layers" in caplog.text
 
 
-@pytest.mark.slow  # imports the compiler
+@pytest.mark.wide  # imports the compiler
 def test_layers_that_cannot_be_compiled(folder_of, rows, tmp_path, monkeypatch):
     """torch.compile fails on some layers with linear attention."""
 

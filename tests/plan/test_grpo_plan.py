@@ -45,7 +45,7 @@ SERVERS = "engine={_component_: rocm_ext.sampling.OpenAIEngine, urls: [http://a/
 
 
 @as_configured
-@pytest.mark.slow
+@pytest.mark.wide
 def test_where_memory_is_short_the_sampler_keeps_less(capsys, monkeypatch):
     arguments = (*POCKET, "prompts_per_step=4", "engine.slots=16", "enable_activation_checkpointing=False")
     found = plan(capsys, *arguments)
@@ -60,7 +60,7 @@ def test_where_memory_is_short_the_sampler_keeps_less(capsys, monkeypatch):
 
 
 @as_configured
-@pytest.mark.slow
+@pytest.mark.wide
 def test_updates_and_log_probs_before_them_are_counted(capsys):
     def seconds(*changes: str) -> tuple[float, float, int]:
         found = plan(capsys, *POCKET, *changes)
@@ -75,7 +75,7 @@ def test_updates_and_log_probs_before_them_are_counted(capsys):
 
 
 @as_configured
-@pytest.mark.slow
+@pytest.mark.wide
 def test_the_side_that_waits_for_the_other(capsys):
     def step(*changes: str) -> dict:
         return plan(capsys, *POCKET, SERVERS, *changes)["rollout"]
@@ -94,6 +94,7 @@ def test_the_side_that_waits_for_the_other(capsys):
     assert (after["peak"], after["keeps"]) == (0, [])
 
 
+@pytest.mark.wide
 @as_configured
 def test_the_table_for_people(capsys):
     assert main(["plan", *POCKET, SERVERS, "max_staleness=1", "steps=40", "eval_every_n_steps=15"]) == 0

@@ -54,12 +54,13 @@ def ratio(kind: str, run: dict, root: Path, capsys) -> float:
     return run["value"] / step["tokens_per_second"]
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(("kind", "run"), [each for each in ALL if each[1]["name"] in QUICK], ids=QUICK)
 def test_a_published_run_is_within_the_range_that_plans_print(kind, run, tmp_path, capsys):
     assert RUNS[kind][0] <= ratio(kind, run, tmp_path, capsys) <= RUNS[kind][1]
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", RUNS)
 def test_the_range_that_plans_print_is_that_of_the_published_runs(kind, tmp_path, capsys):
     found = {run["name"]: ratio(kind, run, tmp_path, capsys) for run in PUBLISHED[kind]}

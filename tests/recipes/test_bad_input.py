@@ -78,6 +78,7 @@ def fails(folder, tmp_path, capsys):
     return fails
 
 
+@pytest.mark.wide(always=30)
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -487,7 +488,7 @@ def test_metric_loggers(folder, tmp_path, logger):
     assert any(p.stat().st_size for p in (tmp_path / "logs").rglob("*") if p.is_file())
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_trackio(folder, tmp_path, monkeypatch, capfd):
     pytest.importorskip("trackio", reason="trackio is not installed")
     cfg = run_config(folder / "qwen", folder / "rows.jsonl", tmp_path / "out")
@@ -532,7 +533,7 @@ def keys_of(cfg: dict, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
             yield from keys_of(value, (*prefix, key))
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), value=ANY)
 def test_any_value_anywhere_ends_in_one_line(folder, tmp_path, capsys, data, value):

@@ -70,6 +70,7 @@ def test_the_model_is_trained_on_the_tokens_that_it_sampled(write, opening):
         assert line["text"] == sample.messages[-1]["content"]
 
 
+@pytest.mark.wide
 def test_pages_pairs_and_evaluations_know_conversations(write, tmp_path, capsys):
     out = run(write(steps=1))
     assert cli.main(["report", str(out), "--output", str(tmp_path / "page.html")]) == 0
@@ -97,6 +98,7 @@ def test_raft_keeps_conversations(write):
     assert (out / "adapter").is_dir()
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("fault", ["raise", "exit", "hang"])
 def test_a_fault_costs_its_conversation(write, fault):
     out = run(write(echo={"fault": fault}, verify_timeout=2 if fault == "hang" else 60))
@@ -116,6 +118,7 @@ def test_too_many_faults_end_the_run(write):
     assert "a fault" in said
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(("limits", "detail"), [
     ({"max_turns": 2}, "cut at max_turns"),
     ({"max_environment_tokens": 30}, "cut at max_environment_tokens"),
@@ -140,6 +143,7 @@ def computed_again() -> None:
     local.LocalSession._keeps = lambda *_: False
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(("name", "count"), [("samples.jsonl", 7), ("verdicts.jsonl", 20), ("turns.jsonl", 60)])
 def test_killed_and_resumed(write, name, count):
     whole = run(write("whole"), prepare=computed_again)
@@ -164,6 +168,7 @@ def test_killed_and_resumed(write, name, count):
     assert not left.exists()
 
 
+@pytest.mark.wide
 @several_ranks
 def test_two_ranks_equal_one(write):
     one, two = run(write("one", steps=1)), write("two", steps=1)

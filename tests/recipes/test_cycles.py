@@ -100,6 +100,7 @@ def test_resuming_an_ended_run_repeats_nothing(dry, make, tmp_path):
     assert verifier == dry[1]["verifier"]
 
 
+@pytest.mark.wide
 def test_an_ended_run_continues_with_another_verifier(dry, make, tmp_path):
     """It judges again what it sampled, and ends as if it had begun so."""
     out, expected = tmp_path / "out", tmp_path / "expected"
@@ -113,7 +114,7 @@ def test_an_ended_run_continues_with_another_verifier(dry, make, tmp_path):
     assert cycle_row(out, 2)["kept"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_killed_while_it_continues_with_another_verifier(dry, make, tmp_path):
     out, expected = tmp_path / "out", tmp_path / "expected"
     shutil.copytree(dry[0], out)
@@ -131,7 +132,7 @@ def test_killed_while_it_continues_with_another_verifier(dry, make, tmp_path):
         assert (out / "cycle_1" / name).read_bytes() == (expected / "cycle_1" / name).read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_two_ranks_skip_and_continue(make, reference, tmp_path):
     out, nothing = tmp_path / "out", ("verifier.share=0", "samples_per_prompt=2", "max_new_tokens=8")
     for code, messages in forked_ranks(main, make(out, max_empty_cycles=1), *nothing):
@@ -143,7 +144,7 @@ def test_two_ranks_skip_and_continue(make, reference, tmp_path):
     assert not list(out.rglob("*.rank*"))
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_failed_first_cycle_continues_with_another_threshold(make, tmp_path):
     out, expected = tmp_path / "out", tmp_path / "expected"
     # a part of the answers is right, but their rewards are too low
@@ -163,6 +164,7 @@ def test_a_failed_first_cycle_continues_with_another_threshold(make, tmp_path):
     assert_equal(out, expected)
 
 
+@pytest.mark.wide
 def test_fewer_and_longer_answers_on_resume(make, reference, tmp_path):
     out = tmp_path / "out"
     nothing = ("verifier.share=0", "samples_per_prompt=5", "max_new_tokens=8", "max_empty_cycles=1")
@@ -286,7 +288,7 @@ def kill_at_the_end_of_training() -> None:
 
 
 @pytest.mark.parametrize(
-    "prepare", [pytest.param(kill_in_training, marks=pytest.mark.slow), kill_at_the_end_of_training]
+    "prepare", [pytest.param(kill_in_training, marks=pytest.mark.wide), kill_at_the_end_of_training]
 )
 def test_killed_in_training(reference, make, tmp_path, prepare):
     out = tmp_path / "out"
@@ -309,6 +311,7 @@ def test_settings_that_change_inside_a_training_wait(make, tmp_path):
 # ---- which cycles are evaluated, which adapters stay
 
 
+@pytest.mark.wide
 def test_some_cycles_are_evaluated_and_some_adapters_stay(make, tmp_path):
     out = ran(
         make, tmp_path / "out", cycles=5, epochs=1, eval_every_n_cycles=2, keep_last_n_adapters=1, prompts_per_cycle=3,
@@ -343,7 +346,7 @@ def test_the_choice_is_printed_with_its_test(reference, make, tmp_path):
 # ---- what a phase cost
 
 
-@pytest.mark.parametrize("stop", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stop", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.wide)])
 def test_seconds_and_tokens_cover_the_whole_phase(make, tmp_path, stop):
     def prepare() -> None:
         original, done = PhaseRecords.append, []
@@ -427,6 +430,7 @@ def test_progress_prints_the_estimate_it_is_given(monkeypatch, messages):
 # ---- evaluations that are kept
 
 
+@pytest.mark.wide
 def test_evaluations_can_be_kept_and_compared(reference, make, tmp_path, capsys):
     path = str(make(tmp_path / "unused"))
     a, b = tmp_path / "a", tmp_path / "b"

@@ -104,7 +104,7 @@ def beyond_rounding(out: Path, name: str) -> list[float]:
 
 @pytest.mark.parametrize(
     "name",
-    ["llama3_1/8B_lora_dpo_single_device", pytest.param("llama2/7B_lora_dpo_single_device", marks=pytest.mark.slow)],
+    ["llama3_1/8B_lora_dpo_single_device", pytest.param("llama2/7B_lora_dpo_single_device", marks=pytest.mark.wide)],
 )
 def test_stock_config_runs_as_it_is(top, tmp_path, name):
     """The config is torchtune's; only the command line sets the local model and the pairs of Stack Exchange."""
@@ -218,7 +218,7 @@ def test_a_reference_that_is_not_finite_is_refused(top, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "damage", [b"not safetensors", *(pytest.param(x, marks=pytest.mark.slow) for x in (b"", b"\0" * 9))]
+    "damage", [b"not safetensors", *(pytest.param(x, marks=pytest.mark.wide) for x in (b"", b"\0" * 9))]
 )
 def test_a_damaged_reference_is_computed_again(top, tmp_path, damage, messages):
     whole = train(dpo_config(top, tmp_path / "run"))
@@ -260,11 +260,12 @@ def whole(top) -> Path:
     return top / "whole"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "changes",
     [
         {"batch_size": 1, "loss": {"_component_": "rocm_ext.losses.Preference", "chunk_tokens": 5}},
-        pytest.param({"batch_size": 3, "enable_activation_checkpointing": True}, marks=pytest.mark.slow),
+        pytest.param({"batch_size": 3, "enable_activation_checkpointing": True}, marks=pytest.mark.wide),
     ],
 )
 def test_results_do_not_depend_on_the_cut(top, whole, tmp_path, changes):
@@ -311,7 +312,7 @@ def test_a_killed_run_goes_on_bit_for_bit(top, tmp_path):
 # ---- early stopping
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_killed_run_stops_early_by_the_same_metric(top, tmp_path):
     """The divergence from the reference grows, so the first validation is the best by it, and not by the loss."""
     pytest.importorskip("resource", reason="forks and POSIX signals")

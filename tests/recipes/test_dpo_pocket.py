@@ -21,7 +21,7 @@ def rocm_ext(*args: object) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_dpo_raises_the_accuracy_of_raft(tmp_path):
     """SFT, a cycle of RAFT, pairs from its answers, DPO: held-out accuracy rises, with a paired interval above 0."""
     pocket = tmp_path / "pocket"

@@ -79,6 +79,7 @@ def sql(monkeypatch):
     sys.modules.pop("sql_verifier", None)
 
 
+@pytest.mark.wide(always=5)
 @pytest.mark.parametrize(
     ("answer", "verdict"),
     [
@@ -111,6 +112,7 @@ def test_the_sql_verifier_judges(sql, answer, verdict, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
     ("columns", "says"),
     [
@@ -137,6 +139,7 @@ def test_the_sql_verifier_refuses_bad_rows(sql):
             verifier.check_row(row | change)
 
 
+@pytest.mark.wide
 def test_code_grpo(example):
     small = {"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 8, "eval_every_n_steps": 1}
     folder, run = example("code_grpo", grpo_rocm.main, **small)
@@ -147,6 +150,7 @@ def test_code_grpo(example):
     assert len(lines) == 4 + 3 * 2  # of the step; of 3 held-out tasks before and after it
 
 
+@pytest.mark.wide
 def test_two_machines(example, model, tmp_path):
     """With a server that follows vLLM's rules on this machine, and prompts from a file."""
     rows = [{"prompt": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(8)]

@@ -152,8 +152,9 @@ sys.argv = sys.orig_argv = {argv}
 OTHERS = (["tune", "run", "grpo_rocm"], ["recipe"], ["verify"])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
-    "argv", [["tune", "run", "raft_rocm"], *(pytest.param(argv, marks=pytest.mark.slow) for argv in OTHERS)]
+    "argv", [["tune", "run", "raft_rocm"], *(pytest.param(argv, marks=pytest.mark.wide) for argv in OTHERS)]
 )
 def test_on_windows_verifying_recipes_end_with_one_line(argv, tmp_path):
     arguments, then = ["--config", "cpu_pocket_raft"], "from rocm_ext import hook; hook.register()"
@@ -310,7 +311,7 @@ def test_validate_refuses_what_the_recipe_refuses(validate, folder, tmp_path, ca
     assert message in said[1]
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_validate_from_the_command_line(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # for tests.kit.judges
     raft = write_run(folder, tmp_path / "raft")
@@ -323,7 +324,7 @@ def test_validate_from_the_command_line(folder, tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------- a short run
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_run_that_changes_nothing_says_so(folder, tmp_path, messages, caplog):
     """The first step of a warm-up has the learning rate 0. torchtune's lines on seeds and profilers do not appear."""
     caplog.set_level(logging.DEBUG)
@@ -341,7 +342,7 @@ def test_a_run_that_changes_nothing_says_so(folder, tmp_path, messages, caplog):
 
 
 # ------------------------------------------------------------------------------------------- the notebook
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_notebook_runs(tmp_path, monkeypatch):
     """Each cell in an empty folder, with a pocket model that is trained less; a command that fails ends it."""
     path = Path(__file__).parents[2] / "examples" / "first_run" / "first_run.ipynb"

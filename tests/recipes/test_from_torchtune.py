@@ -47,6 +47,7 @@ def trained(path: Path) -> tuple[list, list[float], dict]:
     return rows, metrics(out), load_file(out / "adapter" / "adapter_model.safetensors")
 
 
+@pytest.mark.wide(always=1)
 def test_both_train_the_same(configs):
     (rows, losses, adapter), (our_rows, our_losses, ours) = map(trained, configs)
     assert str(rows) == str(our_rows), "the same prompts, labels and end of text"

@@ -22,7 +22,7 @@ from tests.kit.forks import forked, forked_ranks, several_ranks
 from tests.kit.grpo_runs import assert_equal, lines, outcome, write_run
 from tests.kit.raft_runs import WEIGHTS
 
-slow = partial(pytest.param, marks=pytest.mark.slow)
+wide = partial(pytest.param, marks=pytest.mark.wide)
 resource = pytest.importorskip("resource", reason="forks, POSIX signals and limits")
 
 
@@ -93,7 +93,7 @@ def test_prompts_come_in_turn(reference):
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("samples", 3), slow("samples", 25), slow("verdicts", 20), slow("samples", 60), slow("verdicts", 80)],
+    [("samples", 3), wide("samples", 25), wide("verdicts", 20), wide("samples", 60), wide("verdicts", 80)],
 )
 def test_killed_while_sampling_and_verifying(make, reference, tmp_path, name, count):
     def prepare() -> None:
@@ -121,13 +121,13 @@ def test_killed_while_sampling_and_verifying(make, reference, tmp_path, name, co
     ("when", "method"),
     [
         ("before", "train_on"),
-        slow("after", "train_on"),
-        slow("before", "finish_step"),
-        slow("after", "finish_step"),
-        slow("before", "finish_evaluation"),
-        slow("after", "finish_evaluation"),
-        slow("before", "save_checkpoint"),
-        slow("after", "save_checkpoint"),
+        wide("after", "train_on"),
+        wide("before", "finish_step"),
+        wide("after", "finish_step"),
+        wide("before", "finish_evaluation"),
+        wide("after", "finish_evaluation"),
+        wide("before", "save_checkpoint"),
+        wide("after", "save_checkpoint"),
     ],
 )
 def test_killed_between_the_parts_of_a_step(make, reference, tmp_path, method, when):
@@ -150,7 +150,7 @@ def test_killed_between_the_parts_of_a_step(make, reference, tmp_path, method, w
     assert_equal(out, reference)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_at_random_moments(make, reference, tmp_path):
     rng, out = random.Random(0), tmp_path / "out"
     for _ in range(20):
@@ -159,7 +159,8 @@ def test_killed_at_random_moments(make, reference, tmp_path):
     assert_equal(out, reference)
 
 
-@pytest.mark.parametrize("phase", ["sample", slow("eval")])
+@pytest.mark.wide
+@pytest.mark.parametrize("phase", ["sample", wide("eval")])
 def test_ctrl_c_saves(make, reference, tmp_path, phase):
     def prepare() -> None:
         original, sent = PhaseRecords.append, []
@@ -197,7 +198,7 @@ def test_two_ranks_equal_one(make, reference, tmp_path):
         assert ours.get("loss") == pytest.approx(other.get("loss"), abs=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_more_steps_go_on(make, reference, tmp_path):
     out = tmp_path / "out"
     succeed(make(out), "steps=2")
@@ -211,7 +212,7 @@ def test_another_run_is_refused(make, reference):
     assert "holds an earlier run" in fail(make(reference))
 
 
-@pytest.mark.slow  # the loop is RAFT's, whose test is fast
+@pytest.mark.wide  # the loop is RAFT's, whose test is fast
 def test_overwriting_leaves_nothing_of_the_earlier_run(make, tmp_path):
     out = tmp_path / "out"
     succeed(make(out), "steps=1")
@@ -226,19 +227,20 @@ def test_overwriting_leaves_nothing_of_the_earlier_run(make, tmp_path):
 # ---- a step
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
     "changes",
     [
         {"updates_per_step": 2, "groups_per_update": 2, "kl_coef": 0.1, "loss": "grpo", "temperature": 0.7},
-        slow({"updates_per_step": 2, "groups_per_update": 2, "old_logprobs": "trainer"}),
-        slow({"updates_per_step": 2, "old_logprobs": "sampler", "mismatch": "none"}),
-        slow({"kl_coef": 0.1, "loss": "grpo"}),
-        slow({"loss": "dr_grpo", "entropy_coef": 0.01}),
+        wide({"updates_per_step": 2, "groups_per_update": 2, "old_logprobs": "trainer"}),
+        wide({"updates_per_step": 2, "old_logprobs": "sampler", "mismatch": "none"}),
+        wide({"kl_coef": 0.1, "loss": "grpo"}),
+        wide({"loss": "dr_grpo", "entropy_coef": 0.01}),
         {"loss": "rloo", "kl_coef": 0.1},
-        slow({"loss": "gspo", "updates_per_step": 2}),
-        slow({"loss": "cispo", "groups_per_update": 2, "scale": "batch"}),
-        slow({"loss": "reinforce", "mismatch": "mask", "mismatch_level": "sequence"}),
-        slow({"temperature": 0.7}),
+        wide({"loss": "gspo", "updates_per_step": 2}),
+        wide({"loss": "cispo", "groups_per_update": 2, "scale": "batch"}),
+        wide({"loss": "reinforce", "mismatch": "mask", "mismatch_level": "sequence"}),
+        wide({"temperature": 0.7}),
     ],
     ids=str,
 )
@@ -258,6 +260,7 @@ def test_every_loss_trains_and_resumes(make, tmp_path, changes):
         assert abs(line["mismatch_mean"]) < 1e-4
 
 
+@pytest.mark.wide
 def test_a_component_takes_its_kl_from_the_reward_as_by_name(make, tmp_path):
     by_name = {"loss": "rloo", "mismatch": "none", "kl_coef": 1.0}
     component = {"_component_": "rocm_ext.losses.PolicyGradient", "loss": "rloo", "kl_coef": 1.0}
@@ -270,7 +273,7 @@ def test_a_component_takes_its_kl_from_the_reward_as_by_name(make, tmp_path):
         assert_equal(tmp_path / "without", tmp_path / "name")
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_log_probs_of_the_sampler_are_those_before_the_first_update(make, tmp_path):
     """Rounding turns Adam's smallest steps around, so that values agree to percents."""
     changes = {"steps": 1, "eval_prompts": None, "updates_per_step": 2, "temperature": 0.7}
@@ -386,7 +389,7 @@ def test_an_adapter_is_evaluated_with_the_config(reference, make, tmp_path, caps
 
 
 @pytest.mark.parametrize(
-    "changes", [{"groups_per_update": 2, "old_logprobs": "trainer"}, slow({"loss": "gspo", "kl_coef": 0.1})], ids=str
+    "changes", [{"groups_per_update": 2, "old_logprobs": "trainer"}, wide({"loss": "gspo", "kl_coef": 0.1})], ids=str
 )
 def test_shared_prompts_change_nothing(make, tmp_path, monkeypatch, changes):
     """Answers to one prompt are computed with their prompt once; values and weights are those of each answer alone.

@@ -24,7 +24,7 @@ from tests.kit.servers import COMPLETIONS, error, is_check, vllm_form
 
 OVERLAP = {"max_staleness": 1}
 BOTH = pytest.mark.parametrize(
-    "changes", [pytest.param({}, id="sequential", marks=pytest.mark.slow), pytest.param(OVERLAP, id="overlap")]
+    "changes", [pytest.param({}, id="sequential", marks=pytest.mark.wide), pytest.param(OVERLAP, id="overlap")]
 )
 
 
@@ -123,7 +123,7 @@ def test_the_next_step_samples_while_this_one_trains(serve, make, out, messages)
     assert not [line for line in messages if fake.url in line]
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_sampling_hides_behind_training_that_takes_as_long(serve, make, out):
     fake, loaded = serve(), []
 
@@ -149,7 +149,8 @@ def test_sampling_hides_behind_training_that_takes_as_long(serve, make, out):
     assert fake.rules.adapters == {}
 
 
-@pytest.mark.parametrize("staleness", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.wide
+@pytest.mark.parametrize("staleness", [1, pytest.param(3, marks=pytest.mark.wide)])
 def test_no_answer_is_older_than_allowed(serve, make, out, staleness):
     """Servers are slow, then training is; both at times. Each request begins with the newest adapter."""
     fake, wait = serve(), itertools.cycle((0.0, 0.02, 0.1))
@@ -170,6 +171,7 @@ def test_no_answer_is_older_than_allowed(serve, make, out, staleness):
     assert_whole(out, steps=8)
 
 
+@pytest.mark.wide
 def test_an_evaluation_does_not_stop_sampling(serve, make, out):
     """Answers to train on arrive between those of an evaluation, each with the adapter that it was asked of."""
     fake, of_evaluations = serve(), []
@@ -190,7 +192,7 @@ def test_an_evaluation_does_not_stop_sampling(serve, make, out):
     assert fake.rules.adapters == {}
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @several_ranks
 @BOTH
 def test_two_ranks_share_two_servers(serve, make, out, changes):
@@ -207,7 +209,7 @@ def test_two_ranks_share_two_servers(serve, make, out, changes):
 @BOTH
 @pytest.mark.parametrize(
     ("stale", "other"),
-    [("base", "without an adapter"), pytest.param("step_1", "the adapter of step 1", marks=pytest.mark.slow)],
+    [("base", "without an adapter"), pytest.param("step_1", "the adapter of step 1", marks=pytest.mark.wide)],
 )
 def test_a_server_with_an_old_adapter_is_an_error(serve, make, out, changes, stale, other):
     honest, fake = serve(), serve(stale)
@@ -217,7 +219,7 @@ def test_a_server_with_an_old_adapter_is_an_error(serve, make, out, changes, sta
     assert not (out / "policy").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_server_that_turns_stale_later_shows_in_the_mismatch(serve, make, out, messages):
     """The check at step 4 has passed; the mismatch of step 6 makes step 7 check again."""
     fake = serve()
@@ -236,7 +238,7 @@ def test_a_server_that_turns_stale_later_shows_in_the_mismatch(serve, make, out,
 # ---- faults
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @BOTH
 def test_a_server_that_fails_for_a_while(serve, make, out, changes):
     fake = serve()
@@ -254,7 +256,7 @@ def test_a_server_that_fails_for_a_while(serve, make, out, changes):
     assert fake.rules.adapters == {}
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @BOTH
 def test_one_of_two_servers_dies(serve, make, out, changes, messages):
     fakes = [serve(), serve()]
@@ -272,7 +274,7 @@ def test_one_of_two_servers_dies(serve, make, out, changes, messages):
     assert fakes[0].rules.adapters == {}
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_restarted_server_gets_its_adapter_again(serve, make, out):
     fake = serve()
     restarts = iter([1])
@@ -288,7 +290,7 @@ def test_a_restarted_server_gets_its_adapter_again(serve, make, out):
     assert fake.rules.adapters == {}
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @several_ranks
 def test_an_error_beside_training_reaches_every_rank(serve, make, out):
     fake = serve()
@@ -307,7 +309,7 @@ def test_an_error_beside_training_reaches_every_rank(serve, make, out):
     assert fake.rules.adapters == {}
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_failed_rank_waits_for_no_other(serve, make, out):
     """A rank that fails alone unloads the adapter, and leaves without a collective operation."""
     fake = serve()
@@ -324,7 +326,8 @@ def test_a_failed_rank_waits_for_no_other(serve, make, out):
     assert fake.rules.adapters == {}
 
 
-@pytest.mark.parametrize("value", [math.nan, *(pytest.param(x, marks=pytest.mark.slow) for x in (math.inf, 10**400))])
+@pytest.mark.wide
+@pytest.mark.parametrize("value", [math.nan, *(pytest.param(x, marks=pytest.mark.wide) for x in (math.inf, 10**400))])
 def test_log_probs_that_are_no_numbers_end_the_run_which_continues(serve, make, out, value):
     fake = serve()
 
@@ -385,9 +388,9 @@ def at_sample(step: int, count: int, signum: int):
     return prepare
 
 
-@pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=pytest.mark.wide)])
 @pytest.mark.parametrize(
-    "signum", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL], ids=["INT", "KILL"]
+    "signum", [pytest.param(signal.SIGINT, marks=pytest.mark.wide), signal.SIGKILL], ids=["INT", "KILL"]
 )
 def test_stopped_beside_training(serve, make, out, signum, staleness):
     fake = serve()
@@ -409,6 +412,7 @@ def test_stopped_beside_training(serve, make, out, signum, staleness):
     assert max(lags(out)) <= staleness
 
 
+@pytest.mark.wide
 def test_a_resumed_run_asks_anew_what_is_too_old(serve, make, out):
     fake = serve()
     path = make(fake, max_staleness=3)
@@ -422,6 +426,7 @@ def test_a_resumed_run_asks_anew_what_is_too_old(serve, make, out):
     assert all(step - 1 - min(found) <= 1 for step, found in policies(out).items())
 
 
+@pytest.mark.wide
 def test_a_run_that_ends_early_stops_sampling(serve, make, out):
     fake = serve()
     never = {"_component_": "tests.kit.judges.Coin", "share": 0.0}
@@ -435,7 +440,7 @@ def test_a_run_that_ends_early_stops_sampling(serve, make, out):
 # ---- records
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_samples_beside_a_rewrite_stay(serve, make, out, monkeypatch):
     """Old samples are removed while the thread records new ones."""
     fake = serve()
@@ -454,7 +459,7 @@ def test_samples_beside_a_rewrite_stay(serve, make, out, monkeypatch):
 
 
 @several_ranks
-@pytest.mark.slow
+@pytest.mark.wide
 def test_an_evaluation_keeps_the_other_ranks_lines(serve, make, out):
     """Both ranks are killed after an evaluation, while the next step's answers are not collected."""
     fake = serve()
@@ -529,6 +534,7 @@ def test_a_server_without_adapters_is_refused_before_sampling(serve, make, out):
     assert not out.exists()
 
 
+@pytest.mark.wide
 def test_a_vllm_that_mixes_adapters_up_samples_no_step_ahead(serve, make, out):
     fake = serve()
     fake.rules.version = "0.24.0+rocm722"
@@ -546,7 +552,7 @@ def test_a_vllm_that_mixes_adapters_up_samples_no_step_ahead(serve, make, out):
      ({"mismatch": "none", "min_entropy": 0.1}, "min_entropy"),
      ({"mismatch": "none", "old_logprobs": "sampler", "updates_per_step": 2}, "old_logprobs=sampler")],
 )  # fmt: skip
-@pytest.mark.parametrize("missing", [pytest.param("token_ids", marks=pytest.mark.slow), "logprobs"])
+@pytest.mark.parametrize("missing", [pytest.param("token_ids", marks=pytest.mark.wide), "logprobs"])
 def test_a_server_without_log_probs_is_refused_before_sampling(serve, make, out, changes, setting, missing):
     fake = serve()
     without(fake, missing)

@@ -181,6 +181,7 @@ OF_LOSS = {
 }
 
 
+@pytest.mark.wide
 @settings(max_examples=300)
 @given(st.fixed_dictionaries({}, optional=OF_LOSS))
 def test_the_objective_takes_the_same_values(changes):
@@ -267,6 +268,7 @@ def run_line(folder, tmp_path, capsys, monkeypatch):
     return run_line
 
 
+@pytest.mark.wide(always=6)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -294,7 +296,7 @@ def test_bad_input_ends_in_one_line_before_the_weights_are_read(run_line, change
     assert message in run_line(changes)
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), value=ANY)
 def test_any_value_anywhere_ends_in_one_line(run_line, data, value):

@@ -37,7 +37,7 @@ from tests.kit.parity import STOCK_RECIPES, finetune, pack, prepare, random_sequ
 from tests.kit.tiny import metrics, run_config, write_model, write_rows
 
 pytestmark = pytest.mark.usefixtures("any_torchao")
-also = partial(pytest.param, marks=pytest.mark.slow)  # what other cases hold together
+also = partial(pytest.param, marks=pytest.mark.wide)  # what other cases hold together
 CHUNKED_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
 TORCH_LOSS = {"_component_": "torch.nn.CrossEntropyLoss"}
 OUR_LOSS = {"_component_": "rocm_ext.losses.CrossEntropy"}
@@ -156,7 +156,7 @@ def test_every_step_equals_stock_torchtune(folders, tmp_path, base, lora, loss):
     torch.testing.assert_close(adapter(ours), stock_adapter, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_packs_of_torchtune_hold_the_same_sequences_as_rows(folders, tmp_path):
     """A step over all packs is a step over all rows. torchtune itself packs on CUDA only."""
     losses = {}
@@ -196,6 +196,7 @@ def test_stock_config_is_read_as_it_is(name):
         assert cfg[key] == stock[key]
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
     ("name", "base"),
     [("qwen2_5/0.5B_lora_single_device", "qwen2 tied"), ("llama3_2/1B_lora_single_device", "llama tied")],
@@ -266,6 +267,7 @@ def given_adapter(folders) -> Path:
     return path
 
 
+@pytest.mark.wide(always=2)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -275,8 +277,8 @@ def given_adapter(folders) -> Path:
         {"loss": {**OUR_LOSS, "chunk_tokens": 7}},
         {"attention": "math"},
         {"attention": "eager"},
-        pytest.param({"compile": True}, marks=pytest.mark.slow),
-        pytest.param({"compile": "max-autotune"}, marks=pytest.mark.slow),
+        pytest.param({"compile": True}, marks=pytest.mark.wide),
+        pytest.param({"compile": "max-autotune"}, marks=pytest.mark.wide),
     ],
     ids=str,
 )
@@ -291,6 +293,7 @@ def test_micro_batches_and_chunks_change_no_loss(folders, tmp_path, reference, c
     torch.testing.assert_close(adapter(other), adapter(reference), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
     "changes",
     [{"enable_activation_checkpointing": True}, {"enable_activation_checkpointing": 2}, {"num_workers": 2}],
@@ -517,6 +520,7 @@ def export_config(folders, base: str, out: Path, lora: dict) -> dict:
     return cfg
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
     ("base", "lora"),
     [

@@ -206,7 +206,7 @@ def test_two_ranks_sample_and_train_what_one_does(reference, make, tmp_path):
     assert_same_answers(out, reference)
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @several_ranks
 def test_a_slow_rank_takes_fewer_prompts_and_may_die(reference, make, tmp_path):
     """Rank 1 is slow, and killed after 6 answers; rank 0 takes all other prompts, and a resumed run the rest."""
@@ -274,7 +274,7 @@ def test_raft_plus_plus_starts_at_a_ratio_of_one(make, tmp_path):
 # ---- killed and resumed
 
 
-@pytest.mark.parametrize("counts", [(2, 46), pytest.param(range(1, 120, 3), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("counts", [(2, 46), pytest.param(range(1, 120, 3), marks=pytest.mark.nightly)])
 def test_killed_while_writing(make, reference, tmp_path, counts):
     out, codes = tmp_path / "out", []
     for count in counts:
@@ -308,7 +308,7 @@ def kill_at_record(name: str, count: int):
     return prepare
 
 
-@pytest.mark.slow  # the loop is GRPO's, whose test is fast
+@pytest.mark.wide  # the loop is GRPO's, whose test is fast
 @pytest.mark.parametrize(
     ("name", "count"),
     [
@@ -326,7 +326,7 @@ def test_killed_while_sampling_and_verifying(make, reference, tmp_path, name, co
     assert_equal(out, reference)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_at_random_moments(make, reference, tmp_path):
     rng, out = random.Random(0), tmp_path / "out"
     for _ in range(25):
@@ -336,7 +336,7 @@ def test_killed_at_random_moments(make, reference, tmp_path):
     assert_equal(out, reference)
 
 
-@pytest.mark.slow  # test_killed_while_writing kills before some of them
+@pytest.mark.wide  # test_killed_while_writing kills before some of them
 @pytest.mark.parametrize("written", ["kept.jsonl", "eval.json", "summary.json", "adapter"])
 def test_killed_before_a_file_appears(make, reference, tmp_path, written):
     def prepare() -> None:
@@ -358,7 +358,8 @@ def test_killed_before_a_file_appears(make, reference, tmp_path, written):
     assert_equal(out, reference)
 
 
-@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), -1])
+@pytest.mark.wide
+@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.wide), -1])
 def test_sigterm_while_training(make, reference, tmp_path, step):
     """This includes the last step, after which no step checks for the signal."""
 
@@ -405,7 +406,7 @@ def test_any_text_can_be_recorded(tmp_path_factory, text):
     assert list(Records.open(folder, alone, 0, -1).phase(1, "sample")[0].records.values()) == written
 
 
-@pytest.mark.slow  # the loop is GRPO's, whose test is fast
+@pytest.mark.wide  # the loop is GRPO's, whose test is fast
 def test_ctrl_c_while_sampling(make, reference, tmp_path):
     def prepare() -> None:
         original = PhaseRecords.append
@@ -451,7 +452,7 @@ def test_more_cycles_go_on_from_the_last(reference, make, tmp_path):
     [
         ("checkpointer.adapter_checkpoint=ANOTHER", "first adapter changed"),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, marks=pytest.mark.wide)
             for case in (
                 ("temperature=0.7", "temperature: was 1.0, is 0.7"),
                 ("prompts.limit=7", "prompts changed"),
@@ -488,6 +489,7 @@ def test_a_used_folder_is_refused(reference, make, tmp_path):
     assert outcome(out) == outcome(reference)
 
 
+@pytest.mark.wide
 def test_overwriting_starts_afresh(reference, make, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(reference, out)
@@ -513,6 +515,7 @@ def test_base_starts_each_cycle_from_the_first_adapter(reference, make, tmp_path
     assert (out / "cycle_2" / WEIGHTS).read_bytes() != (reference / "cycle_2" / WEIGHTS).read_bytes()
 
 
+@pytest.mark.wide
 def test_learning_rates_decay_to_their_floor(make, tmp_path):
     out = tmp_path / "out"
     code, messages = forked(main, make(out, cycles=3, lr_decay=0.5, lr_floor=2e-3, eval_prompts=None, epochs=1))
@@ -534,6 +537,7 @@ def test_pass_at_k_is_measured(make, tmp_path):
     assert scores["pass_at_k"]["4"]["pass"] == pytest.approx(len(solved) / 6)
 
 
+@pytest.mark.wide
 def test_the_entropy_floor_stops(make, tmp_path):
     out = tmp_path / "out"
     code, messages = forked(main, make(out, min_entropy=50.0))
@@ -543,7 +547,7 @@ def test_the_entropy_floor_stops(make, tmp_path):
     assert (out / WEIGHTS).exists()
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_llama_on_the_same_road(make, tmp_path):
     out = tmp_path / "out"
     code, messages = forked(main, make(out, "llama", cycles=1))
@@ -554,6 +558,7 @@ def test_llama_on_the_same_road(make, tmp_path):
 # ---- bad input, and verifiers that fail
 
 
+@pytest.mark.wide(always=6)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -592,7 +597,7 @@ def test_bad_input_is_one_line(make, tmp_path, changes, message):
     assert "Traceback" not in messages
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_training_that_changes_nothing_is_an_error(make, tmp_path):
     warm_up = {"_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup", "num_warmup_steps": 9}
     changes = {"lr_scheduler": warm_up, "sequences_per_step": 64, "epochs": 1, "eval_prompts": None}
@@ -603,6 +608,7 @@ def test_training_that_changes_nothing_is_an_error(make, tmp_path):
         assert "cycle 1: 1 optimiser steps changed nothing, bit for bit" in messages
 
 
+@pytest.mark.wide
 def test_eval_of_other_rows_needs_nothing_of_the_configs(reference, make, folder, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     lines = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()[:5]]
@@ -625,7 +631,7 @@ def test_held_out_prompts_must_not_be_trained_on(make, folder, tmp_path):
     assert "prompts.jsonl:5" in messages
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_mended_verifier_judges_again_without_sampling_again(make, tmp_path):
     out = tmp_path / "out"
     broken = {"_component_": "tests.kit.judges.Broken"}

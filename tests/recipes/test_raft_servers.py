@@ -88,7 +88,7 @@ def test_each_cycle_samples_with_its_adapter(serve, make, tmp_path, messages):
     ("stale", "phase", "other"),
     [
         ("base", "cycle_1/eval", "without an adapter"),
-        pytest.param("cycle_1", "cycle_2/eval", "the adapter of cycle 1", marks=pytest.mark.slow),
+        pytest.param("cycle_1", "cycle_2/eval", "the adapter of cycle 1", marks=pytest.mark.wide),
     ],
 )
 def test_a_server_that_keeps_its_old_weights_is_an_error(serve, make, tmp_path, stale, phase, other):
@@ -99,7 +99,7 @@ def test_a_server_that_keeps_its_old_weights_is_an_error(serve, make, tmp_path, 
     assert honest.rules.adapters == fake.rules.adapters == {}
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_two_ranks_share_servers(serve, make, tmp_path):
     fakes = [serve(), serve()]
     for code, messages in forked_ranks(main, make(*fakes)):
@@ -111,7 +111,7 @@ def test_two_ranks_share_servers(serve, make, tmp_path):
         assert fake.rules.adapters == {}
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_an_error_on_one_rank_ends_all(serve, make, tmp_path):
     fake = serve()
     rules = fake.reply
@@ -147,6 +147,7 @@ def test_a_server_without_adapters_is_found_before_sampling(serve, make, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.wide
 def test_evaluations_sample_in_process_if_the_server_takes_no_adapters(serve, make, tmp_path, messages, caplog):
     caplog.set_level(logging.INFO, "rocm_ext")
     fake = serve(lora=False)
@@ -165,6 +166,7 @@ def test_evaluations_sample_in_process_if_the_server_takes_no_adapters(serve, ma
     assert raft.engines.sample is not raft.engines.eval
 
 
+@pytest.mark.wide
 def test_the_first_adapter_is_tried_before_sampling(serve, make, tmp_path):
     fake = serve()
     train(make(fake), "cycles=1", "eval_prompts=null")

@@ -201,9 +201,9 @@ def test_killed_in_mid_epoch_and_resumed(make, reference, tmp_path):
 @pytest.mark.parametrize(
     ("signum", "code"),
     [
-        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),  # as in test_raft's `test_sigterm_while_training`
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.wide),  # as in test_raft's `test_sigterm_while_training`
         (signal.SIGINT, 130),
-        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),  # as in `test_closed_terminal`
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.wide),  # as in `test_closed_terminal`
     ],
 )
 def test_stopped(make, reference, tmp_path, signum, code):
@@ -219,7 +219,7 @@ def test_stopped(make, reference, tmp_path, signum, code):
     assert_equal(out, reference)
 
 
-@pytest.mark.slow  # `test_stopped` has the signal, in a fork
+@pytest.mark.wide  # `test_stopped` has the signal, in a fork
 def test_tune_stopped_by_ctrl_c(make, reference, tmp_path):
     out = tmp_path / "out"
     path = make(out, metric_logger=at(3, signal.SIGINT))
@@ -239,6 +239,7 @@ def test_sighup_under_nohup_is_ignored(make, reference, tmp_path):
     assert_equal(out, reference)
 
 
+@pytest.mark.wide
 def test_closed_terminal(make, reference, tmp_path):
     """The terminal's end sends SIGHUP, and printing to it is an error from then on."""
     out, go = tmp_path / "out", tmp_path / "go"
@@ -266,7 +267,7 @@ def test_sigterm_during_setup(make, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("counts", [range(1, 25, 6), pytest.param(range(1, 40), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("counts", [range(1, 25, 6), pytest.param(range(1, 40), marks=pytest.mark.nightly)])
 def test_killed_while_writing(make, reference, tmp_path, counts):
     out, codes = tmp_path / "out", []
     for count in counts:
@@ -328,7 +329,7 @@ def test_resume_where_nothing_is_starts_and_resume_of_a_finished_run_changes_not
     assert json.loads(after["summary.json"])["steps"] == 10
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_seed_that_was_drawn_is_kept(make, tmp_path):
     out, again = tmp_path / "out", tmp_path / "again"
     assert run(make(out, seed=None, epochs=1, metric_logger=at(3, signal.SIGKILL)))[0] == -signal.SIGKILL
@@ -338,6 +339,7 @@ def test_seed_that_was_drawn_is_kept(make, tmp_path):
     assert_equal(out, again)
 
 
+@pytest.mark.wide(always=3)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -365,7 +367,7 @@ def test_another_run_is_refused(make, reference, folder, overrides, message):
     assert tree(reference) == before
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_what_is_free_to_change(make, reference, tmp_path):
     """A resumed run may have other micro-batches, chunks, validations and paths; they change only the rounding."""
     out, whole = tmp_path / "out", tmp_path / "whole"
@@ -382,7 +384,7 @@ def test_what_is_free_to_change(make, reference, tmp_path):
     assert [line["step"] for line in outcome(out)[1] if "val_loss" in line] == [5, 8]
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_raised_epochs_equal_a_run_begun_with_them(make, tmp_path):
     out, whole = tmp_path / "out", tmp_path / "whole"
     constant = {"lr_scheduler": None, "save_every_n_steps": 1}
@@ -395,7 +397,7 @@ def test_raised_epochs_equal_a_run_begun_with_them(make, tmp_path):
     assert_equal(out, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_raised_max_steps_equal_a_run_begun_with_them(make, tmp_path):
     out, whole = tmp_path / "out", tmp_path / "whole"
     options = {"lr_scheduler": None, "epochs": 1, "run_val_every_n_steps": 1}
@@ -406,7 +408,7 @@ def test_raised_max_steps_equal_a_run_begun_with_them(make, tmp_path):
     assert_equal(out, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_schedule_follows_raised_epochs(make, reference, tmp_path):
     out, whole = tmp_path / "out", tmp_path / "whole"
     assert run(make(whole, epochs=3))[0] == 0
@@ -437,7 +439,7 @@ def test_used_output_dir(make, reference, tmp_path):
     assert_equal(out, reference)
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_early_stopping(make, tmp_path):
     options = {
         "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.3},
@@ -498,7 +500,7 @@ def assert_one_line(messages: str, *parts: str) -> None:
     assert "Exception ignored" not in messages
 
 
-@pytest.mark.parametrize("what", [pytest.param("step_00000002", marks=pytest.mark.slow), "metrics.jsonl"])
+@pytest.mark.parametrize("what", [pytest.param("step_00000002", marks=pytest.mark.wide), "metrics.jsonl"])
 def test_file_that_cannot_grow(make, reference, tmp_path, what):
     """The system refuses further writes in the middle of a file."""
     out = tmp_path / "out"
@@ -516,7 +518,7 @@ def test_file_that_cannot_grow(make, reference, tmp_path, what):
     assert_equal(out, reference)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tune_killed_at_random(make, reference, tmp_path):
     def changed(path: Path) -> float | None:
         return path.stat().st_mtime if path.exists() else None
@@ -539,7 +541,7 @@ def test_tune_killed_at_random(make, reference, tmp_path):
     assert_equal(out, reference)
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_two_ranks_killed_and_resumed(make, tmp_path):
     def launch(path: Path) -> subprocess.CompletedProcess:
         ranks = ["--nnodes", "1", "--nproc_per_node", "2"]

@@ -74,6 +74,7 @@ def follows(sample, start, sent) -> bool:
     return (*start, *sample.tokens[:first], *ids) in sent
 
 
+@pytest.mark.wide
 def test_raft_on_a_server(serve, fake):
     changes = {"cycles": 1, "prompts_per_cycle": 24, "epochs": 1, "keep": "rewarded", "reward_threshold": 0.5}
     out = run(serve(base="cpu_pocket_raft", **changes), main=raft_main)
@@ -88,6 +89,7 @@ def test_limits_reach_the_server(serve, fake):
     assert {body["max_tokens"] for body in fake.bodies()} > {30}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "count"), [("samples.jsonl", 7), ("verdicts.jsonl", 20)])
 def test_killed_and_resumed(serve, name, count):
     path = serve()
@@ -104,6 +106,7 @@ def assert_whole(out) -> None:
     assert max(metrics(out, "mismatch_max")) < 1e-4
 
 
+@pytest.mark.wide
 def test_a_server_that_fails_is_asked_again(serve, fake):
     failed, lock = set(), threading.Lock()
 
@@ -119,6 +122,7 @@ def test_a_server_that_fails_is_asked_again(serve, fake):
     assert len(failed) == 5
 
 
+@pytest.mark.wide
 def test_a_server_that_dies_ends_the_run(serve, fake):
     answers, lock = [], threading.Lock()
 
@@ -137,6 +141,7 @@ def test_a_server_that_dies_ends_the_run(serve, fake):
     assert_whole(run(path, "resume_from_checkpoint=True"))
 
 
+@pytest.mark.wide
 def test_messages_without_log_probs_are_asked_again(serve, fake):
     def before(body):
         answer = fake.rules(COMPLETIONS, body)
@@ -153,6 +158,7 @@ def test_messages_without_log_probs_are_asked_again(serve, fake):
     assert_whole(run(path, "resume_from_checkpoint=True"))
 
 
+@pytest.mark.wide
 def test_conversations_that_wait_block_no_request(serve, fake):
     """While the first conversations' tools work, others take their places; the server is never asked too much."""
     lengths = []

@@ -186,6 +186,7 @@ def test_it_runs_configs_of_the_recipe_that_it_extends(folder):
     assert (cfg.recipe, cfg.lora_plus_ratio) == ("lora_plus", 16)
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("stated", ["lora_plus", "lora_plus.py", "nothing"])
 def test_plan_finds_its_defaults_beside_the_config(folder, tiny, stated, capsys):
     write_run(folder, tiny)
@@ -335,7 +336,7 @@ def bare() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ours and name != registry.DECIDED}
 
 
-@pytest.mark.parametrize("how", ["one process", pytest.param("two ranks", marks=[several_ranks, pytest.mark.slow])])
+@pytest.mark.parametrize("how", ["one process", pytest.param("two ranks", marks=[several_ranks, pytest.mark.wide])])
 def test_tune_run_sets_the_environment_before_the_script_begins_and_runs_it_once(folder, how):
     script = folder / "lora_plus.py"
     script.write_text(MARK + script.read_text())
@@ -356,7 +357,7 @@ def test_tune_run_sets_the_environment_before_the_script_begins_and_runs_it_once
     assert OmegaConf.load(folder / "out" / "config.yaml").lora_plus_ratio == 8
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_script_that_is_started_without_tune_is_told_what_comes_late(folder):
     script = folder / "lora_plus.py"
     script.write_text(MARK + script.read_text())
@@ -367,14 +368,14 @@ def test_a_script_that_is_started_without_tune_is_told_what_comes_late(folder):
     assert "or: export GOMP_SPINCOUNT=20000" in run.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_other_recipes_of_torchtune_keep_their_messages(tmp_path):
     run = tune("run", "lora_finetune_single_device", "--config", "nothing.yaml", cwd=tmp_path)
     assert run.returncode
     assert "incompatible torch version" in run.stderr or "Skipping" not in run.stderr
 
 
-@pytest.mark.slow  # test_startup.py has it without a process
+@pytest.mark.wide  # test_startup.py has it without a process
 def test_a_recipe_by_name_starts_with_the_environment_too(tmp_path):
     command = [str(Path(sys.executable).with_name("tune")), "run", "lora_finetune_rocm", "--config", "cpu_pocket"]
     run = subprocess.run([*command, "epochs=1"], cwd=tmp_path, env=bare(), capture_output=True, text=True)
@@ -386,6 +387,7 @@ def test_a_recipe_by_name_starts_with_the_environment_too(tmp_path):
     assert "torchao" not in run.stderr
 
 
+@pytest.mark.wide
 def test_eval_has_the_environment_before_torch_is_imported(tmp_path):
     command = [str(Path(sys.executable).with_name("rocm-ext")), "eval", "--config", "cpu_pocket_raft"]
     run = subprocess.run(command, cwd=tmp_path, env=bare(), capture_output=True, text=True)

@@ -58,11 +58,11 @@ def _speeds(monkeypatch):
 
 
 # with dropout both sides compute the prompt
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.usefixtures("_speeds")
 @pytest.mark.parametrize(
     "changes",
-    [{"enable_activation_checkpointing": True}, pytest.param({"lora": {"lora_dropout": 0.1}}, marks=pytest.mark.slow)],
+    [{"enable_activation_checkpointing": True}, pytest.param({"lora": {"lora_dropout": 0.1}}, marks=pytest.mark.wide)],
 )
 def test_planned_peak_of_pairs_is_the_measured_one(top, tmp_path, capsys, changes):
     path = write_config(top, tmp_path / "run", **changes)
@@ -72,6 +72,7 @@ def test_planned_peak_of_pairs_is_the_measured_one(top, tmp_path, capsys, change
     assert planned == pytest.approx(peak, rel=0.1)
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("_speeds")
 def test_a_pair_is_planned_as_two_sequences_that_share_a_prompt(top, tmp_path, capsys):
     path = write_config(top, tmp_path / "run", batch_size=8)

@@ -174,7 +174,7 @@ def test_a_long_run_makes_a_small_page(tmp_path):
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-@pytest.mark.slow
+@pytest.mark.wide
 def test_any_values_in_its_files(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("wild")
     run = hardware(grpo(folder / "run", {0: RIGHT[0], 2: RIGHT[20]}, steps=3, prompts=2, samples=2), lines=4)

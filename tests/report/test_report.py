@@ -437,7 +437,8 @@ def draw_all(page: Any) -> None:
     page.evaluate("['beforeprint', 'afterprint'].forEach(each => dispatchEvent(new Event(each)))")
 
 
-@pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.slow)])
+@pytest.mark.wide(always=1)
+@pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.wide)])
 @pytest.mark.parametrize("name", ["sft", "raft", "single", "several", "hostile"])
 def test_in_a_browser(open_page, pages, name, width):
     page = open_page(name, width)
@@ -467,6 +468,7 @@ def test_eight_runs_are_told_apart(pages):
     assert len(traces) == len({tuple(trace["line"].values()) for trace in traces}) == 8
 
 
+@pytest.mark.wide
 def test_a_pointer_reads_values_and_zooms(open_page):
     page = open_page("sft", 1280)
     page.wait_for_selector("figure[data-key=Loss] .nsewdrag")
@@ -501,6 +503,7 @@ def colours(page: Any, selector: str, style: str) -> set[str]:
     return set(page.evaluate(script, [selector, style]))
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_contrast(open_page, scheme):
     page = open_page("raft", 1280, scheme)
@@ -518,6 +521,7 @@ def test_contrast(open_page, scheme):
     assert all(contrast(line, card) >= 3 for line in lines)
 
 
+@pytest.mark.wide
 def test_another_scheme_redraws(open_page):
     page = open_page("raft", 1280, "light")
     page.wait_for_selector(".xtick text")
@@ -527,6 +531,7 @@ def test_another_scheme_redraws(open_page):
     assert not before & colours(page, ".xtick text", "fill")
 
 
+@pytest.mark.wide
 def test_print(open_page):
     page = open_page("raft", 1280, "dark")
     draw_all(page)

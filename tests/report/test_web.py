@@ -154,7 +154,7 @@ def test_options_that_are_wrong(capsys, options, named):
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 0), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+    ("number", "code"), [(signal.SIGINT, 0), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.wide)]
 )
 def test_it_ends_cleanly(tmp_path, number, code):
     with serving("--port", 0, "--log", tmp_path / "log.jsonl") as (url, process):
@@ -215,7 +215,8 @@ def test_several_runs_one_of_them_to_come(tmp_path):
 # ---- in a browser
 
 
-@pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.slow)])
+@pytest.mark.wide
+@pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.wide)])
 def test_in_a_browser(browser, tmp_path, width):
     """The page follows a run; what the reader opened, zoomed and scrolled to stays."""
     run = hardware(grpo(tmp_path / "run", {0: [True, False], 6: [True, True]}, steps=6, planned=40, finished=False))
@@ -268,7 +269,7 @@ def test_in_a_browser(browser, tmp_path, width):
     page.close()
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_the_browser_runs_nothing_of_the_runs(browser, tmp_path):
     with serving("--port", 0, "--run", hostile(tmp_path)) as (url, _):
         page = browser.new_page(viewport={"width": 390, "height": 800})

@@ -79,6 +79,7 @@ def test_sessions_of_servers_end_with_their_phase(kind):
     assert local.now == engine.now == 0
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
     ("training", "stays", "told"),
     [(1_000_000, "cache", ""), (3_000_000, "layout", "the cache is freed"), (5_800_000, "nothing", "copies them")],

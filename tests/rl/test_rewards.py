@@ -48,6 +48,7 @@ def kept_verdicts(out: Path, cycle: int = 1) -> set[str]:
     return {verdicts[r["prompt_id"], r["sample"]] for r in read_records(out / f"cycle_{cycle}/kept.jsonl")}
 
 
+@pytest.mark.wide
 def test_wrong_answers_are_not_trained_on_however_well_rewarded(make, rewarded, tmp_path):
     out = ran(make, tmp_path / "run")
     assert kept_verdicts(out) == {"CORRECT"}
@@ -58,7 +59,7 @@ def test_wrong_answers_are_not_trained_on_however_well_rewarded(make, rewarded, 
     assert cycle_row(rewarded, 1)["pass_rate"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_resumed_run_may_change_the_rule(make, rewarded, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(rewarded, out)
@@ -76,6 +77,7 @@ def test_a_resumed_run_may_change_the_rule(make, rewarded, tmp_path):
 LONG = 1 << 18  # a search that takes quadratic time ends after the tests' time limit
 
 
+@pytest.mark.wide(always=20)
 @pytest.mark.parametrize(
     ("unit", "end"),
     [("~", "`"), ("`", "x`"), ("~~~ ", "`"), ("\n", "x"), (" ", "x"), ("\n ", "x"), ("int\n", "x"), ("int a\n", "x"),

@@ -215,7 +215,7 @@ def answers(folder: Path, offset: float, pairs: int = 60) -> dict[str, float]:
     return {answer: told[answer] / pairs for answer in ("take", "reject", "unknown")}
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_rates_of_false_alarm_and_detection(tmp_path):
     equal = answers(tmp_path / "equal", 0.0)
     assert equal["reject"] == 0

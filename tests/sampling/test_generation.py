@@ -142,6 +142,7 @@ def sample(decoder, requests, sampling, tokenizer=None, slots=None, memory=GIB, 
 # ---- the same model as transformers'
 
 
+@pytest.mark.wide(always=2)
 @pytest.mark.parametrize(
     ("family", "lora", "changes"),
     [
@@ -409,9 +410,10 @@ def drawn_cases() -> Iterator[Any]:
     for options in SAMPLINGS:
         for name in VOCABULARIES:
             fast = name == "320" or (name == "1700" and (not options or "top_p" in options))
-            yield pytest.param(name, options, id=f"{options}-{name}", marks=() if fast else pytest.mark.slow)
+            yield pytest.param(name, options, id=f"{options}-{name}", marks=() if fast else pytest.mark.wide)
 
 
+@pytest.mark.wide(always=5)
 @pytest.mark.parametrize(("vocabulary", "options"), drawn_cases())
 def test_tokens_are_drawn_with_their_exact_probabilities(vocabulary, options):
     size, spread = VOCABULARIES[vocabulary]

@@ -126,6 +126,7 @@ def chat_engine(served, model_dir, **args):
     return OpenAIEngine(load_tokenizer(model_dir), urls=[served], **args)
 
 
+@pytest.mark.wide
 def test_greedy_answers_of_transformers_serve_are_its_own(served, model_dir):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -150,6 +151,7 @@ def test_greedy_answers_of_transformers_serve_are_its_own(served, model_dir):
     assert tokens == sum(len(c.tokens) for c in completions) > 0
 
 
+@pytest.mark.wide
 def test_transformers_serve_samples_as_asked(served, model_dir):
     # the model's own generation config decodes greedily
     engine = chat_engine(served, model_dir)
@@ -167,6 +169,7 @@ def test_transformers_serve_samples_as_asked(served, model_dir):
     assert not any("<|im_end|>" in c.text for c in first.values())
 
 
+@pytest.mark.wide
 def test_transformers_serve_leaves_stop_strings_in_and_we_do_not(served, model_dir):
     engine = chat_engine(served, model_dir)
     (request,) = requests_for(engine.tokenizer, "Natalia sold clips")

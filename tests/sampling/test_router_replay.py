@@ -76,6 +76,7 @@ def computed(decoder, batch) -> tuple[torch.Tensor, torch.Tensor]:
     return logits, torch.stack(used, 1)[batch.index]
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_training_computes_the_experts_of_sampling(folder_of, name):
     samples = sampled(with_other_routers(folder_of(name)))
@@ -105,6 +106,7 @@ def test_training_computes_the_experts_of_sampling(folder_of, name):
     assert torch.equal(differs[batch.index, 0], others)
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_log_probs_are_those_of_sampling(folder_of, name):
     decoder = our_model(folder_of(name)).eval()
@@ -118,6 +120,7 @@ def test_log_probs_are_those_of_sampling(folder_of, name):
     torch.testing.assert_close(found, told, atol=2e-5, rtol=0)
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_shared_prompts_and_single_rows_are_equal(folder_of, name):
     samples = sampled(with_other_routers(folder_of(name)))
@@ -143,6 +146,7 @@ def test_a_shared_token_has_the_experts_of_its_first_answer(folder_of):
     assert (batch.routes[0, : len(TEXTS[0]) - 1] == -1).all()
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_graphs_keep_the_same_experts(folder_of, name, monkeypatch):
     decoder = with_other_routers(folder_of(name))
@@ -196,6 +200,7 @@ def run(path: Path, *overrides: str) -> Path:
     return Path(yaml.safe_load(path.read_text())["output_dir"])
 
 
+@pytest.mark.wide
 def test_a_run_replays_and_resumes(make):
     changes = {"updates_per_step": 2, "old_logprobs": "trainer"}
     expected = run(make("whole", **changes))
@@ -217,7 +222,7 @@ def test_a_run_replays_and_resumes(make):
     assert (recomputed / WEIGHTS).read_bytes() == (expected / WEIGHTS).read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_two_ranks_equal_one(make):
     expected, path = run(make("one", steps=1)), make("two", steps=1)
     for code, messages in forked_ranks(main, path):

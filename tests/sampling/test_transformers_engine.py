@@ -114,7 +114,7 @@ def test_greedy_answers_equal_generate(folder_of, name):
         assert found[str(i), 0].tokens == expected
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", [*MORE, *(kind for kind in CARE if kind not in (*REFUSED, "phi3", *MORE))])
 @torch.no_grad()
 def test_more_architectures(tmp_path, kind):
@@ -149,6 +149,7 @@ def test_longrope_is_that_of_short_rows(tmp_path):
         sampled(engine(decoder), ask(prompts(5)), Sampling(6))
 
 
+@pytest.mark.wide(always=3)
 @pytest.mark.parametrize(
     "lora",
     [{"use_dora": True}, {"target_modules": ["o_proj", "lm_head"]}, {"target_parameters": "all-experts"}, {}],
@@ -172,7 +173,7 @@ def test_logprobs_are_those_of_the_model_under_training(folder_of, lora, merge):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "gemma 3" else pytest.param(name, marks=pytest.mark.slow) for name in MULTIMODAL]
+    "name", [name if name == "gemma 3" else pytest.param(name, marks=pytest.mark.wide) for name in MULTIMODAL]
 )
 @torch.no_grad()
 def test_text_parts_of_multimodal_models(tmp_path, name):
@@ -181,6 +182,7 @@ def test_text_parts_of_multimodal_models(tmp_path, name):
         check_logprobs(decoder, completion)
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("name", some(*FAST))
 @torch.no_grad()
 def test_a_seed_gives_the_same_answer_in_any_batch(folder_of, name):
@@ -261,7 +263,8 @@ def test_memory_decides_on_the_slots(folder_of, caplog):
         sampled(engine(decoder, free=copied - 1000), requests, Sampling(24))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.wide
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.wide)])
 @pytest.mark.parametrize("name", some("gemma 3", but=("granite hybrid",)))  # see docs/limits.md
 def test_planned_peak_of_sampling_covers_the_measured_one(tmp_path, name, dtype):
     base = write_wider(tmp_path / "base", name, vocab_size=2048)
@@ -318,6 +321,7 @@ def records(out: Path) -> list[dict]:
     return sorted(of_cycle, key=lambda r: (r["prompt_id"], r["sample"]))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", some("gemma 3"))
 def test_a_cycle_of_raft_and_eval(raft, tmp_path, capsys, name):
     path = raft(name, "run")
@@ -333,7 +337,7 @@ def test_a_cycle_of_raft_and_eval(raft, tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize("name", some("gemma 3"))
-@pytest.mark.slow
+@pytest.mark.wide
 def test_killed_while_sampling_and_resumed(raft, tmp_path, name):
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert forked(raft_main, raft(name, "whole"))[0] == 0
@@ -350,7 +354,7 @@ def test_killed_while_sampling_and_resumed(raft, tmp_path, name):
 
 
 @several_ranks
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize("name", FAST)
 def test_two_ranks_sample_like_one(raft, tmp_path, name):
     assert forked(raft_main, raft(name, "one"))[0] == 0
@@ -362,6 +366,7 @@ def test_two_ranks_sample_like_one(raft, tmp_path, name):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.wide
 @as_configured
 def test_a_plan_of_raft_samples_with_it(raft, tmp_path, capsys):
     path = raft("gemma 3", "run")
@@ -423,6 +428,7 @@ def greedy(decoder, graphs: bool) -> dict:
     return {(c.request.prompt_id, c.request.sample): c.tokens for c in done}
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("name", some(*FAST, "qwen3 moe"))
 def test_recorded_steps_give_the_same_answers(folder_of, name, monkeypatch):
     """States advance once a token, addresses stay, and no shape or number of the recording depends on values."""
@@ -494,6 +500,7 @@ def train(decoder, seed: int) -> None:
             parameter.mul_(1 + 0.5 * torch.randn_like(parameter))
 
 
+@pytest.mark.wide(always=2)
 @pytest.mark.parametrize(
     ("name", "lora", "merge"),
     [

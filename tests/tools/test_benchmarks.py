@@ -315,7 +315,7 @@ def test_the_chosen_number_is_held_against_the_best_one(rates, holds, told):
     assert lines[2].endswith(told)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("work", "load"), zip(beside.WORK, ("alone", beside.IN_TURNS, "4 busy loops"), strict=True))
 def test_our_speed_is_measured_beside_other_programs(pocket_dir, tmp_path, work, load):
     (tmp_path / "pocket").symlink_to(pocket_dir)
@@ -325,7 +325,7 @@ def test_our_speed_is_measured_beside_other_programs(pocket_dir, tmp_path, work,
     assert result.threads >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_start_up_is_measured_on_runs_that_end_well(tmp_path):
     seconds = startup.measure(tmp_path, rounds=1)
     assert all(len(each) == 1 and each[0] > 1 for each in seconds.values())
@@ -333,7 +333,7 @@ def test_start_up_is_measured_on_runs_that_end_well(tmp_path):
     assert list((tmp_path / startup.STOCK).rglob("adapter*"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_rest_of_a_cycle_is_measured(pocket_dir, tmp_path):
     (tmp_path / "pocket").symlink_to(pocket_dir)
     (row,) = cycle.measure(tmp_path, runs=1, prompts=100)
@@ -341,7 +341,7 @@ def test_the_rest_of_a_cycle_is_measured(pocket_dir, tmp_path):
     assert 0 < row["outside"] < 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_whole_comparison(tmp_path):
     """The rows on MBPP need the hub, so not here."""
     needs(*peers.PINS)

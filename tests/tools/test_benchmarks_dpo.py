@@ -83,7 +83,7 @@ def test_arithmetic_of_four_pairs(name, tokens, logits, epoch, step):
         assert dpo.arithmetic(task, timed, name, kind, ARGS) == pytest.approx(factor * forward_and_back)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_whole_comparison(tmp_path):
     needs(*peers.PINS)
     out = tmp_path / "rows.json"

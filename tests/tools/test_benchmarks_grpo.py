@@ -80,7 +80,7 @@ def test_digits_in_place_are_rewarded(answer, verdict, reward):
     assert (found.verdict, found.reward) == (verdict, pytest.approx(reward))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_second_task_is_a_pocket_model_to_every_recipe(tmp_path, monkeypatch):
     monkeypatch.setattr(sorting, "STEPS", 2)
     monkeypatch.setattr(sorting, "POOL", 100)
@@ -119,6 +119,7 @@ def test_the_third_task_holds_out_sums_that_nothing_shows(tmp_path, monkeypatch)
     assert row == {"prompt": rows[400]["prompt"], "completion": f" {rows[400]['answer']}\n"}
 
 
+@pytest.mark.wide
 def test_a_picture_has_all_charts_in_light_and_dark(tmp_path):
     lines = [Line("a", np.arange(3.0), np.arange(3.0), 0), Line("b & c", np.arange(3.0), np.ones(3), 4)]
     write_picture(tmp_path / "x.svg", dict.fromkeys(("one <", "two", "three"), lines), columns=2)
@@ -197,6 +198,7 @@ def test_both_sides_are_in_the_table():
     assert "from 34.0% to 60.0% (ours) and 55.0%: 2496 and 630 points an hour" in said[-1]
 
 
+@pytest.mark.wide
 def test_a_wider_pocket_model_computes_the_same(pocket_dir, tmp_path):
     wide = shutil.copytree(pocket_dir, tmp_path / "wide")
     grpo.widen(wide)
@@ -207,7 +209,7 @@ def test_a_wider_pocket_model_computes_the_same(pocket_dir, tmp_path):
     assert grpo.parameters(wide) == pytest.approx(40e6, rel=0.03)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_trl_computes_the_same_and_both_learn(tmp_path):
     needs("trl")
     rows = grpo.measure(tmp_path, 1, ["prompts_per_step=8", "samples_per_prompt=4", "groups_per_update=4"])
@@ -218,7 +220,7 @@ def test_trl_computes_the_same_and_both_learn(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------- whole runs
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_finished_runs_are_not_repeated(tmp_path):
     command = [sys.executable, "-m", "tools.benchmarks.learning", "--out", str(tmp_path), "--rounds", "1"]
     command += ["--seeds", "0", "--methods", "raft", "grpo", "--processes", "1"]
@@ -232,7 +234,7 @@ def test_finished_runs_are_not_repeated(tmp_path):
     assert {path.suffix for path in tmp_path.iterdir() if path.is_file()} == {".json", ".md", ".svg"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sft_trains_on_what_raft_has_kept(tmp_path, monkeypatch):
     """On a tiny model, with a verifier that any answer passes."""
     write_model(tmp_path / "pocket", "llama")
@@ -250,7 +252,7 @@ def test_sft_trains_on_what_raft_has_kept(tmp_path, monkeypatch):
     assert len(list(trained)) == kept > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_overhead_is_measured_on_both_models(pocket_dir, tmp_path):
     (tmp_path / "pocket").symlink_to(pocket_dir)
     for run in (overhead.run_pocket, overhead.run_41m):

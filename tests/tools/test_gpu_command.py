@@ -125,7 +125,7 @@ def test_no_part_starts_when_the_time_is_over(tmp_path):
 # ---- the command
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_both_files_hold_everything_and_a_failure_is_the_exit_code(runner, tmp_path, capsys):
     output = tmp_path / "found.md"
     parts = [part("good"), part("wrong"), part("crashes"), part("good", name="other", needs=("no_such_package",))]

@@ -76,7 +76,7 @@ def base(tmp_path, pocket_dir, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("work", "peers"),
     [
@@ -102,6 +102,7 @@ def test_sides_are_compared(base, monkeypatch, capsys, work, peers):
     assert all(row["loss_difference"] < 1e-5 for row in rows if work != "sampling")
 
 
+@pytest.mark.wide
 def test_grpo_computes_the_gradients_of_trl(base):
     cfg = grpo.prepare(base, ["prompts_per_step=4", "samples_per_prompt=2", "groups_per_update=null"])
     with ExitStack() as stack:
@@ -109,6 +110,7 @@ def test_grpo_computes_the_gradients_of_trl(base):
         assert grpo.check([side.ask(steps=grpo.GATE) for side in sides]) < grpo.TOLERANCE
 
 
+@pytest.mark.wide
 def test_a_cycle_is_measured(base, monkeypatch):
     """The verifier tosses a coin, because the pocket model of the tests is hardly ever right."""
     quick = ["verifier={_component_: tests.kit.judges.Coin}", "drop_truncated=False", "max_new_tokens=8",
@@ -125,6 +127,7 @@ def test_our_speed_is_measured_beside_nothing(base):
     assert all(rate > 0 for rates in result.rates.values() for rate in rates)
 
 
+@pytest.mark.wide
 def test_verdicts_are_measured(tmp_path, monkeypatch):
     rows = [
         {"task_id": n, "text": f"Add {n}.", "code": f"def add(x):\n    return x + {n}", "test_setup_code": "",
@@ -136,6 +139,7 @@ def test_verdicts_are_measured(tmp_path, monkeypatch):
     assert [(row["peer"], row["right"], row["rows"]) for row in found] == [(name, 2, 2) for name in verify.PEERS]
 
 
+@pytest.mark.wide
 def test_the_cost_of_watching_is_measured(tmp_path):
     root = sysfs.strix_halo(tmp_path / "root")
     share, lines = monitor.recorder(tmp_path, root, 0.1, 0.5)
@@ -150,7 +154,7 @@ def test_synthetic_steps_are_timed():
     assert min(*seconds, resumed) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["numerics", "attention", "dtypes", "checkpointing"])
 def test_parts_for_gpus_run_on_a_cpu(tmp_path, monkeypatch, name):
     runner = Runner("cpu", True, tmp_path, 10)

@@ -49,7 +49,7 @@ def without_counters(out):
     return {name: content for name, content in tree(out).items() if name != "hardware.jsonl"}
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_the_second_start_says_who_holds_the_folder(make, tmp_path):
     out, go = tmp_path / "out", tmp_path / "go"
     path = make(metric_logger=at(3, Wait, go), num_workers=1)
@@ -168,7 +168,7 @@ def test_ranks_other_than_the_main_one_take_no_lock(tmp_path, monkeypatch):
         pass
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize("who", ["every rank", "the main rank"])
 def test_under_torchrun_an_error_is_one_line(make, tmp_path, who):
     path = make() if who == "the main rank" else make(dataset={"_component_": "rocm_ext.data.sft_dataset"})

@@ -73,7 +73,7 @@ def test_a_plan_above_the_budget_is_refused_before_the_weights_are_read(run, bud
     assert "the memory plan needs" in run("overwrite_output_dir=True")[1]
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_plan_above_the_budget_may_be_tried_and_an_evaluation_is_not_refused(run, folder, budget, capsys):
     budget(2**20)
     assert run("over_budget=try", "save_every_n_steps=1")[0] == 0
@@ -84,6 +84,7 @@ def test_a_plan_above_the_budget_may_be_tried_and_an_evaluation_is_not_refused(r
     assert (code, "perplexity" in capsys.readouterr().out) == (0, True)
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
     "error",
     [
@@ -106,7 +107,7 @@ def test_out_of_memory_in_training(run, monkeypatch, error):
     assert "resume_from_checkpoint=True continues" in line
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @several_ranks
 def test_out_of_memory_on_two_ranks(run, monkeypatch):
     """Planning changes must not touch the sharded model."""

@@ -43,6 +43,7 @@ def spoilt_gradient(output: torch.Tensor) -> torch.Tensor:
     return output
 
 
+@pytest.mark.wide(always=2)
 @pytest.mark.parametrize(
     ("name", "hook", "found", "cure"),
     [
@@ -79,6 +80,7 @@ def test_the_loss_is_named(path, monkeypatch):
     assert "All hidden states are finite, so it is the loss CrossEntropy" in line
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_loss_that_is_finite_the_second_time(path, monkeypatch, tmp_path, compiled):
     compute, times = CrossEntropy.__call__, []
@@ -97,6 +99,7 @@ def test_a_loss_that_is_finite_the_second_time(path, monkeypatch, tmp_path, comp
     assert ("Set compile=False. " if compiled else "look at these rows") in line
 
 
+@pytest.mark.wide
 @several_ranks
 def test_all_ranks_name_the_same_layer(path, monkeypatch):
     plant(monkeypatch, "layers.1.mlp", spoilt)

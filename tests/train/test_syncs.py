@@ -15,10 +15,13 @@ from torch.utils import backend_registration
 
 from tests.kit.tiny import write_model, write_rows
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason="this torch cannot pretend to have an accelerator",
-)
+pytestmark = [
+    pytest.mark.wide,  # importing the compiler takes most of the time
+    pytest.mark.skipif(
+        not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+        reason="this torch cannot pretend to have an accelerator",
+    ),
+]
 
 
 @pytest.fixture(scope="module")

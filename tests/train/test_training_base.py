@@ -103,7 +103,7 @@ def start(base, tmp_path):
     return start
 
 
-@pytest.mark.parametrize("stop", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stop", [pytest.param(0, marks=pytest.mark.wide), 1, pytest.param(2, marks=pytest.mark.wide)])
 def test_a_resumed_one_equals_an_undisturbed_one(start, tmp_path, stop):
     whole = start("whole")
     whole.train()
@@ -135,6 +135,7 @@ def test_a_step_without_rows_takes_its_place_in_the_schedule(start, tmp_path, re
     assert not [w for w in recwarn if "lr_scheduler.step()" in str(w.message)]
 
 
+@pytest.mark.wide
 def test_more_steps_on_resuming(start, tmp_path):
     start("part", epochs=2).train()
     longer = start("part", resume_from_checkpoint=True)

@@ -540,6 +540,7 @@ print(box.run(["/usr/bin/python3", "-S", "-c", {ATTRIBUTES!r}]).stdout.split()[0
     ], result.stderr  # fmt: skip
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_compilers_are_boxed_in():
     run = Run("c", timeout=1, compile_timeout=3)

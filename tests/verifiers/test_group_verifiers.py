@@ -224,7 +224,7 @@ def test_formulas_vote_by_value():
     assert [str(result.verdict) for result in group] == ["CORRECT"] * 3 + ["WRONG"] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_a_slow_answer_spoils_no_other_of_its_group():
     slow = [rf"\boxed{{9^{{9^{{9^{n}}}}}}}" for n in (4, 5)]
     quick = [

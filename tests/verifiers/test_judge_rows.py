@@ -17,9 +17,10 @@ ROWS = Path(__file__).parent / "code_rows"
 STATEFUL, ATTACKS = (
     [json.loads(line) for line in (ROWS / f"{name}.jsonl").read_text().splitlines()] for name in ("stateful", "attacks")
 )
-SOME = [pytest.param(3, id="every third"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+EIGHTHS = range(8)
 
 
+@pytest.mark.wide
 def test_plain_python_passes_the_right_answers_and_no_mutant(tmp_path: Path):
     """The rows themselves, without a judge: each variant is a module of its own, which pytest imports and runs."""
     wrong = set()
@@ -56,10 +57,11 @@ def judge():
     return verdict
 
 
-@pytest.mark.parametrize("step", SOME)
-def test_classes_with_state_are_judged(judge, step: int):
+@pytest.mark.wide(always=1)
+@pytest.mark.parametrize("eighth", EIGHTHS)
+def test_classes_with_state_are_judged(judge, eighth: int):
     """A row with the field ``unjudged`` says why its right answer is no CORRECT."""
-    for row in STATEFUL[::step]:
+    for row in STATEFUL[eighth::8]:
         right, *wrong = [judge(code, row) for code in (row["code"], *row["mutants"])]
         assert (right is Verdict.CORRECT) is ("unjudged" not in row), (row["id"], right)
         if right is Verdict.CORRECT:
@@ -73,19 +75,20 @@ def test_most_rows_are_judged():
     assert sum("unjudged" in row for row in STATEFUL) <= 10
 
 
-@pytest.mark.parametrize("step", SOME)
-def test_no_attack_is_right(step: int):
+@pytest.mark.wide(always=1)
+@pytest.mark.parametrize("eighth", EIGHTHS)
+def test_no_attack_is_right(eighth: int):
     """The verdict of an attack is WRONG or TIMEOUT, or its row is refused: no answer escapes its verdict."""
     config = {"_component_": "rocm_ext.verifiers.PythonTests", "timeout": 4, "memory_mb": 2048}
     verifier, judged = PythonTests(), []
     with Pool(config, workers=3, timeout=60) as pool:
-        for row in ATTACKS[::step]:
+        for row in ATTACKS[eighth::8]:
             fields = {name: value for name, value in row.items() if name not in ("id", "code")}
             with suppress(ValueError):
                 verifier.check_row(fields)
                 judged.append((row["id"], pool.submit(f"```python\n{row['code']}```", fields)))
         results = [(name, future.result()) for name, future in judged]
-    assert len(judged) > 0.8 * len(ATTACKS[::step]), "most rows are judged, not refused"
+    assert len(judged) > 0.8 * len(ATTACKS[eighth::8]), "most rows are judged, not refused"
     failed = (Verdict.WRONG, Verdict.TIMEOUT)
     assert [found for found in results if found[1].verdict not in failed or found[1].reward] == []
 

@@ -100,6 +100,7 @@ def test_math_answer(math_pool: Pool, completion: str, answer: str, verdict: str
     assert str(result.verdict) == verdict, result
 
 
+@pytest.mark.wide(always=9)
 @pytest.mark.parametrize(
     "answer",
     ["9**9**9", "9^{9^{9^{9}}}", "9" * 10**7, "(" * 5000 + "1" + ")" * 5000, "{" * 10000, "10**10**10", "(10^{99999})!",
@@ -269,6 +270,7 @@ WRONG = [  # (completion, gold): nothing here may be CORRECT
 # fmt: on
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(("table", "verdicts"), [(RIGHT, {"CORRECT"}), (WRONG, {"WRONG", "UNPARSED"})])
 def test_what_counts_as_equal(math_pool: Pool, table: list[tuple[str, str]], verdicts: set[str]):
     for _, gold in table:
@@ -304,11 +306,12 @@ NOT_FIVE = [  # hedges, lists, and what latex2sympy reads in part
 # fmt: on
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
     ("answers", "golds", "step"),
     [
         pytest.param(NONE_OF_THEM, GOLDS, 5, id="many, every fifth"),
-        pytest.param(NONE_OF_THEM, GOLDS, 1, id="many", marks=pytest.mark.slow),
+        pytest.param(NONE_OF_THEM, GOLDS, 1, id="many", marks=pytest.mark.wide),
         pytest.param(NOT_FIVE, ["5"], 1, id="hedges"),
     ],
 )
@@ -323,6 +326,7 @@ def test_no_answer_fits_many_golds_and_no_hedge_is_right(
     assert not [case for case, each in zip(cases, results, strict=True) if str(each.result().verdict) == "CORRECT"]
 
 
+@pytest.mark.wide(always=3)
 @pytest.mark.parametrize("gold", ["$2^{2005}$", "$2005!$", "$3^{1000}-1$", r"$\infty$", r"$-\infty$", "1e308", "1e999"])
 def test_a_tolerance_is_exact_for_huge_golds(tolerant_pool: Pool, gold: str):
     for answer in ("5", "-7", "x", "2^{2006}", r"\sqrt{2}"):
@@ -347,6 +351,7 @@ SEEDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.wide(always=10)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_text_holds_up_a_worker(impatient_pool: Pool, seed: str):
     """Any text is judged, or ends as TIMEOUT: never as ERROR, which a run counts as a fault of the verifier."""

@@ -102,7 +102,7 @@ def test_mbpp_solutions_pass(partial: bool):
     assert mbpp(9, partial) == []
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize("partial", [False, True])
 def test_all_mbpp_solutions_pass(partial: bool):
     assert mbpp(1, partial) == ["927"]  # broken upstream: its tests use an undefined name
@@ -254,6 +254,7 @@ RIGHT_AND_WRONG = {  # name -> (right answer, wrong answer, tests, entry point, 
 }  # fmt: skip
 
 
+@pytest.mark.wide(always=20)
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("name", RIGHT_AND_WRONG)
 def test_all_tests_run(verifiers, name: str, partial: bool):
@@ -533,6 +534,7 @@ def test_compiled_programs_are_compared_so_too():
 # Data sets
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(("format", "count"), [("mbppplus", 3), ("livecodebench", 3), ("apps", 3), ("taco", 3)])
 def test_answers_of_data_sets_pass(format: str, count: int):
     if format == "mbppplus":

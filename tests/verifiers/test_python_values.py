@@ -106,13 +106,14 @@ if sys.version_info < (3, 11):
     del HONEST["exceptions of builtin families"]  # one is ExceptionGroup
 
 
+@pytest.mark.wide(always=15)
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_code_is_right_and_wrong_code_is_not(apart: PythonTests, name: str):
     is_right_and_its_mutant_is_not(apart, *HONEST[name])
 
 
 # in one process the tests have copies of the code's names
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize("name", sorted(HONEST.keys() - {"a global that the code rebinds"}))
 def test_one_process_says_the_same(together: PythonTests, name: str):
     is_right_and_its_mutant_is_not(together, *HONEST[name])
@@ -158,6 +159,7 @@ LIMITS = {
 }  # fmt: skip
 
 
+@pytest.mark.wide(always=10)
 @pytest.mark.parametrize("name", LIMITS)
 def test_what_is_not_judged_is_never_right(apart: PythonTests, together: PythonTests, name: str):
     how, code, tests = LIMITS[name]
@@ -191,6 +193,7 @@ def test_one_process_shares_its_memory():
     assert "memory_mb is 512" in result.detail
 
 
+@pytest.mark.wide
 def test_one_process(caplog: pytest.LogCaptureFixture):
     one = PythonTests(timeout=2, isolation="same_process", partial_credit=True)
     one.check()

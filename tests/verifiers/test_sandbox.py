@@ -185,6 +185,7 @@ def fenced(code: str) -> str:
     return code if code.startswith("```") else f"```python\n{code}\n```"
 
 
+@pytest.mark.wide(always=10)
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_pass_cannot_be_forged(name: str):
     for partial in (False, True):
@@ -194,6 +195,7 @@ def test_a_pass_cannot_be_forged(name: str):
         assert result.reward <= (2 / 3 if partial and "counts" in name else 0), result
 
 
+@pytest.mark.wide(always=9)
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_bounded(name: str):
     result = verify(fenced(DAMAGE[name]), timeout=SECONDS)

@@ -108,6 +108,7 @@ SQUARE = {
 }  # fmt: skip
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("language", SQUARE)
 def test_compiled_languages(language: str):
     run = Run(language, timeout=5)

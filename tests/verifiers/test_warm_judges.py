@@ -65,6 +65,7 @@ assert f(3) == 9
         assert result.verdict is Verdict.CORRECT, result
 
 
+@pytest.mark.wide(always=2)
 @pytest.mark.parametrize("tests", [
     "import os, time\nos.kill(os.getppid(), 9)\ntime.sleep(60)\nassert f(3) == 9",
     "import os\nf(3)\nos.kill(os.getpid(), 11)\nassert f(3) == 9",
@@ -150,6 +151,7 @@ def privileges():
     assert result.verdict is Verdict.CORRECT, result
 
 
+@pytest.mark.wide
 def test_many_verdicts_leave_no_descriptors_processes_or_memory(verifier: PythonTests):
     def judge_memory() -> int:
         pids = [pid for child in children_of(os.getpid()) for pid in descendants(child)]
