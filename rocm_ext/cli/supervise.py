@@ -46,7 +46,7 @@ LOG = "supervise.log"  # in output_dir: all that the run prints
 _NOTES = ".supervised"  # in output_dir: see rocm_ext.base.supervised
 _POLL = 0.2  # seconds between two looks at the run
 _PATIENCE = 900.0  # seconds without a sign of life that no run is ended for: torch may be compiling
-_BUSY = 0.02  # share of a core by which a run that imports or compiles is told from one that waits
+_BUSY = 0.02  # share of a core; a run that imports or compiles uses more, and one that waits uses less
 _SLOWER = 5  # a run that is so many times slower than its slowest recent step has hung
 _TO_SAVE = 60.0  # seconds that a hung run has to save
 _LONGEST_PAUSE = 1800.0
@@ -276,14 +276,14 @@ class _Attempt:
         return None if self.code == 0 and not hung else hung or self._reason(self.code)
 
     def _sets_up(self, silent: float) -> bool:
-        """Return whether the run has made no step yet, and has computed in the last ``silent`` seconds.
+        """Return whether the run has made no step yet, and has computed since this was last asked.
 
         Imports and compilers give no sign of life, however long a busy machine takes for them.
         """
         before, self._computed = self._computed, 0.0
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
-                self._computed += sum(process.cpu_times()[:2])
+                self._computed += sum(process.cpu_times()[:4])  # with those of children that have ended
         return position(self._out) == self._began and self._computed - before > _BUSY * silent
 
     def _kill(self) -> int:
