@@ -3,7 +3,7 @@
 Layers, lowest first: the recipe's defaults, the hardware profile, the run YAML, the command line.
 ``hardware=…`` on the command line lifts its profile over the run YAML, so that any config runs on
 any machine with ``hardware=cpu``. A component (a node with ``_component_``) in a higher layer
-replaces the lower one whole; single arguments change on the command line (``optimizer.lr=1e-4``).
+changes arguments of the same component in a lower one, and replaces another one whole.
 
 torchtune is imported by :func:`load` alone: the start of a run reads configs before anything heavy is imported.
 """
@@ -89,7 +89,7 @@ def load(
     merged: dict[str, Any] = {}
     for layer in [known, profile, run, *([profile] if "hardware" in on_command_line else [])]:
         _unset_rivals(merged, layer, known)
-        merged.update(layer)
+        merged.update({key: _over(merged.get(key), value) for key, value in layer.items()})
     _unset_rivals(merged, on_command_line, known)
     complete(merged, on_command_line)
     try:
@@ -316,6 +316,13 @@ def _unset_rivals(merged: dict[str, Any], layer: Mapping[str, Any], defaults: Ma
     for key, rival in _RIVALS.items():
         if key in defaults and layer.get(key) not in (None, "null", "None") and layer.get(rival) is None:
             merged[rival] = defaults[rival]
+
+
+def _over(lower: Any, value: Any) -> Any:
+    """Return ``value`` with the arguments that the same component has in a lower layer, and ``value`` does not name."""
+    if not (isinstance(lower, Mapping) and isinstance(value, Mapping) and COMPONENT in lower):
+        return value
+    return {**lower, **value} if value.get(COMPONENT, lower[COMPONENT]) == lower[COMPONENT] else value
 
 
 def _replace_components(merged: dict[str, Any], overrides: list[str]) -> list[str]:
