@@ -18,12 +18,13 @@ class UserError(Exception):
         self.code = code
 
 
-def nearest(name: object, known: Iterable[str]) -> str:
+def nearest(name: object, known: Iterable[str], otherwise: str | None = None) -> str:
     """The end of a message about an unknown name.
 
     Args:
         name: the unknown name.
         known: the names that exist.
+        otherwise: the end of the message where none of many names is similar; None: the five nearest.
 
     Returns:
         ``; did you mean …?`` if one is similar, and the known names if they are few or none is similar; of many names,
@@ -33,6 +34,8 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
     names = sorted(known)
     match = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
+    if not match and len(names) > _MOST and otherwise is not None:
+        return otherwise
     if not match and len(names) > _MOST:
         near = difflib.get_close_matches(str(name), names, n=5, cutoff=0.0)
         return f"; the nearest of {len(names)} known names are {', '.join(near)}"

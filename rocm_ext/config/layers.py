@@ -44,6 +44,39 @@ _RIVALS = {
     "verifier": "environment",
     "environment": "verifier",
 }
+# What other trainers (transformers, TRL, axolotl, LLaMA-Factory) call keys of ours
+_ELSEWHERE = {
+    "bf16": "dtype",
+    "cutoff_len": "tokenizer.max_seq_len",
+    "eval_steps": "run_val_every_n_steps",
+    "fp16": "dtype",
+    "gradient_checkpointing": "enable_activation_checkpointing",
+    "learning_rate": "optimizer.lr",
+    "logging_steps": "log_every_n_steps",
+    "lora_alpha": "model.lora_alpha",
+    "lora_dropout": "model.lora_dropout",
+    "lora_r": "model.lora_rank",
+    "lora_rank": "model.lora_rank",
+    "lora_target_modules": "model.target_modules",
+    "lr": "optimizer.lr",
+    "lr_scheduler_type": "lr_scheduler",
+    "max_completion_length": "max_new_tokens",
+    "max_grad_norm": "clip_grad_norm",
+    "max_length": "tokenizer.max_seq_len",
+    "max_seq_length": "tokenizer.max_seq_len",
+    "micro_batch_size": "batch_size",
+    "model_name_or_path": "model.checkpoint_dir",
+    "num_epochs": "epochs",
+    "num_generations": "samples_per_prompt",
+    "num_train_epochs": "epochs",
+    "per_device_train_batch_size": "batch_size",
+    "save_steps": "save_every_n_steps",
+    "sequence_len": "tokenizer.max_seq_len",
+    "target_modules": "model.target_modules",
+    "val_set_size": "validation_fraction",
+    "warmup_steps": "lr_scheduler.num_warmup_steps",
+    "weight_decay": "optimizer.weight_decay",
+}
 _LOSSES_OF_PAIRS = {"Preference", "DPOLoss", "RSOLoss"}  # ours and torchtune's
 
 
@@ -259,7 +292,7 @@ def find(name: str) -> Path:
     packaged = {path.stem: path for recipe in registry.recipes().values() for path in recipe.configs}
     if name in packaged:
         return packaged[name]
-    raise UserError(f"config {name} is neither a file nor one of this library's{nearest(name, packaged)}")
+    raise UserError(f"config {name} is neither a file nor one of this library's{nearest(name, packaged, '; `tune ls` lists these')}")
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any], free: frozenset[str]) -> list[str]:
@@ -371,7 +404,12 @@ def _check_known(
             continue
         if others := [other for other in registry.TITLES if key in defaults(other)]:
             raise UserError(f"unknown key {key}: it is a key of {' and '.join(others)}, not of {recipe.name}")
-        raise UserError(f"unknown key {key}{nearest(key, list(defaults_))}")
+        ours = _ELSEWHERE.get(str(key), "")
+        named = [ours] if ours.split(".")[0] in defaults_ else []
+        named += sorted(name for name in flatten({**defaults_, **run}) if name.endswith(f".{key}"))
+        if named:
+            raise UserError(f"unknown key {key}; did you mean {' or '.join(dict.fromkeys(named))}?")
+        raise UserError(f"unknown key {key}{nearest(key, list(defaults_), f'; all keys: {recipe.defaults}')}")
 
 
 def _check_complete(cfg: DictConfig, defaults: Mapping[str, Any], name: str) -> None:

@@ -24,7 +24,7 @@ COMMON: dict[str, Any] = {
     "model": {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": "${pocket}"},
     "chat_template": "none",
     "tokenizer": {"max_seq_len": 256},
-    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 5e-4, "weight_decay": 0.0},
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 5e-4, "weight_decay": 0.0, "betas": [0.9, 0.999]},
     "batch_size": 64,
 }
 UPDATES = {"epochs": 3, "sequences_per_step": 64, "clip_grad_norm": 1.0}
