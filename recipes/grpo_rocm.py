@@ -127,6 +127,12 @@ class GRPO(Loop):
             raise UserError(flat)
         return evaluation.policy_stop_reason(self.trainer.lines, self.cfg)
 
+    def report_gain(self) -> None:
+        """Log the gain on the held-out prompts, and warn if nothing was trained."""
+        super().report_gain()
+        if self.ranks.is_main and (warning := evaluation.untrained_warning(self.trainer.lines)):
+            log.warning("%s", warning)
+
     def finish_sampling(self, step: int, selected: Selected) -> None:
         """Drop old samples."""
         self.drop_old_samples(step)

@@ -180,6 +180,15 @@ def flat_reason(lines: Lines, *, max_flat_steps: int) -> str | None:
     )
 
 
+def untrained_warning(lines: Lines) -> str | None:
+    """Return what to say of a finished run in which no step had an update, in one line; None if one had."""
+    steps = _steps(lines)
+    if not steps or any(line["updates"] for line in steps):
+        return None
+    rewards, cure = _how_flat(steps)
+    return f"no step had an update, so the adapter is the one that the run began with: {rewards}. {cure}"
+
+
 def _how_flat(flat: Lines) -> tuple[str, str]:
     """Return what the rewards of steps without an update were, and what to do."""
     means = [line["reward"] for line in flat if line["reward"] is not None]

@@ -324,6 +324,8 @@ def test_equal_rewards_end_the_run_with_a_reason(make, tmp_path):
     never = {"_component_": "tests.kit.judges.Coin", "share": 0.0}
     message = fail(make(tmp_path / "out", verifier=never, eval_prompts=None, max_flat_steps=2))
     assert "all rewards are 0" in message
+    messages = succeed(make(tmp_path / "short", verifier=never, eval_prompts=None, steps=1, max_flat_steps=2))
+    assert "no step had an update" in messages, "fewer steps than max_flat_steps"
 
 
 def test_old_samples_are_removed(make, tmp_path):
