@@ -292,7 +292,8 @@ def find(name: str) -> Path:
     packaged = {path.stem: path for recipe in registry.recipes().values() for path in recipe.configs}
     if name in packaged:
         return packaged[name]
-    raise UserError(f"config {name} is neither a file nor one of this library's{nearest(name, packaged, '; `tune ls` lists these')}")
+    near = nearest(name, packaged, "; `tune ls` lists these")
+    raise UserError(f"config {name} is neither a file nor one of this library's{near}")
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any], free: frozenset[str]) -> list[str]:

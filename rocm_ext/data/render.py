@@ -166,10 +166,38 @@ class TemplateRenderer:
             raise UserError("no assistant turn to train on: the only one begins the conversation")
         text, spans = self._marked(turns, tools) if self.template.marked else self._nested(turns, tools)
         tokens, cuts = self._encoder.encode_apart(text, [cut for span in spans for cut in span])
-        labels = [IGNORE] * len(tokens)
+        if spans and not self._stops.intersection(tokens[cuts[-2] :]):
+            tokens += self._next_marker(text, turns, tools)
+        labels, stopped = [IGNORE] * len(tokens), []
         for start, end in zip(cuts[::2], cuts[1::2], strict=True):
+            if not self._stops.intersection(tokens[start:end]):
+                end += len(self._up_to_stop(tokens[end:]))
+            stopped.append(bool(self._stops.intersection(tokens[start:end])))
             _label(labels, tokens, range(start, end), self._stops)
+        if any(stopped) and not all(stopped):  # gpt-oss: <|return|> is <|end|> once there are later turns
+            raise UserError(
+                f"chat template {self.template.origin} ends trained assistant turn {stopped.index(False) + 1} with no "
+                "stop token, which would teach the model to run on; train on the last turn alone (assistant_turns: "
+                "last in the dataset, or weight: 0 in the message)"
+            )
         return tokens, labels
+
+    def _next_marker(self, text: str, turns: Sequence[Turn], tools: Tools) -> list[int]:
+        """Return what ends the last turn where the next turn's marker does, as GLM's ``<|user|>``; else nothing."""
+        try:
+            longer = self.template.render([*turns, Turn("user", "a", True)], tools)
+        except UserError:
+            return []
+        return self._up_to_stop(self._encoder.encode(longer[len(text) :])) if longer.startswith(text) else []
+
+    def _up_to_stop(self, tokens: Sequence[int]) -> list[int]:
+        """Return the first tokens up to a stop token that they begin with, or white space and it; else none."""
+        for count, token in enumerate(tokens, 1):
+            if token in self._stops:
+                return list(tokens[:count])
+            if not self.text([token]).isspace():
+                break
+        return []
 
     def reply(
         self, before: Sequence[Turn], answer: Turn, sampled: str, reply: Sequence[Turn], tools: Tools

@@ -250,13 +250,14 @@ def _turn_end(template: ChatTemplate, base: HFTokenizer) -> list[int]:
 
     Base models name the end of a text alone, such as Qwen's ``<|endoftext|>``, beside a template with ``<|im_end|>``.
     """
+    special = {base.encoder.ids[text] for text in base.encoder.special}
+    renderer = TemplateRenderer(template, base.encoder, [*base.stop_tokens, *special])
     try:
-        _, labels = TemplateRenderer(template, base.encoder, base.stop_tokens).conversation(to_turns(_SAMPLE), None)
+        _, labels = renderer.conversation(to_turns(_SAMPLE), None)
     except UserError:  # _check_end_of_turn tells it
         return []
     if set(base.stop_tokens).intersection(labels):
         return []
-    special = {base.encoder.ids[text] for text in base.encoder.special}
     return [label for label in labels if label in special][-1:]
 
 
@@ -270,9 +271,10 @@ def _check_end_of_turn(tokenizer: ChatTokenizer, template: ChatTemplate) -> None
     last = next((label for label in reversed(labels) if label >= 0), None)
     if last not in tokenizer.stop_tokens:
         log.warning(
-            "chat template %s ends the assistant's turn with token %s, which is not among the stop tokens %s of the "
-            "tokenizer, so sampled answers run on",
+            "chat template %s ends the assistant's turn with %r, which is not among the stop tokens %s, so no row "
+            "teaches the model to stop and sampled answers run on; name the token that ends a turn as eos_token_id in "
+            "the model's generation_config.json",
             template.origin,
-            last,
-            tokenizer.stop_tokens,
+            tokenizer.renderer.text([] if last is None else [last]),
+            [tokenizer.renderer.text([stop]) for stop in tokenizer.stop_tokens],
         )

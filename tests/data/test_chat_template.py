@@ -3,6 +3,7 @@
 import base64
 import json
 import logging
+import re
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -67,9 +68,13 @@ CHATS = {
 }
 
 
+def templates_folder() -> Path:
+    return Path(str(distribution("trl").locate_file("trl/chat_templates")))
+
+
 def template_of(name: str) -> str:
     """The chat template that a model family ships with, as TRL carries it."""
-    return Path(str(distribution("trl").locate_file(f"trl/chat_templates/{name}.jinja"))).read_text()
+    return (templates_folder() / f"{name}.jinja").read_text()
 
 
 @pytest.fixture(scope="session")
@@ -307,6 +312,61 @@ def test_generation_blocks_of_a_template_mark_the_labels(model_folder, name):
     first, second = render_conversation(tokenizer, [*chat[:2], {**chat[2], "weight": 0}, *chat[3:]])
     assert first == tokens
     assert 0 < sum(label != IGNORE for label in second) < len(ours)
+
+
+ENDS = {  # what ends the assistant's turn in templates of these families
+    "cohere": "<|END_OF_TURN_TOKEN|>", "deepseek": "<｜end▁of▁sentence｜>", "diffusion": "<turn|>", "gemma4": "<turn|>",
+    "gemma": "<end_of_turn>", "glm": "<|user|>", "gptoss": "<|return|>", "idefics": "<end_of_utterance>",
+    "llama3": "<|eot_id|>", "llava": "</s>", "muse": "<|eot|>", "phi3": "<|end|>", "smolvlm": "<end_of_utterance>",
+}  # fmt: skip
+# review A5: the next turn's marker, or a token outside the generation block, ends the turn
+OTHERS = {
+    "next marker": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+    "block": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "block and line": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+}
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
+def test_every_template_teaches_to_stop(model_folder, tmp_path, named):
+    """Each trained turn ends with the token that ends it, which the model's files name, or a base model's do not."""
+    shipped = {path.stem: path.read_text() for path in templates_folder().glob("*.jinja")}
+    templates = {**shipped, **OTHERS}
+    markers = {marker for text in templates.values() for marker in re.findall(r"<[^<>\s'\"{}]{1,40}>", text)}
+    tokenizer = Tokenizer.from_file(str(model_folder("qwen2_5") / "tokenizer.json"))
+    tokenizer.add_special_tokens(sorted({*markers, *ENDS.values(), "<bos>", "<eos>"} - {"<think>", "</think>"}))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<bos>", "eos_token": "<eos>"}')
+    cfg = config_for(tmp_path)
+    cfg.tokenizer = {"_component_": "rocm_ext.data.HFTokenizer", "path": str(tmp_path / "tokenizer.json")}
+    chat, wrong, refused = CHATS["several turns"][1:], {}, set()
+    for name, text in templates.items():
+        family = next((family for family in ENDS if name.startswith(family)), None)
+        end = "<|user|>" if name == "next marker" else ENDS[family] if family else "<|im_end|>"
+        stops = [tokenizer.token_to_id(text) for text in ([end] if named else ["<eos>"])]
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+        ours = open_tokenizer(OmegaConf.merge(cfg, {"chat_template": text}))
+        for turns in (chat[:2], chat):
+            try:
+                tokens, labels = render_conversation(ours, turns)
+            except UserError:
+                refused.add((name, len(turns)))
+                continue
+            runs = labelled(tmp_path, labels)
+            ends = all(run.endswith((end, f"{end}\n<eos>")) for run in runs)
+            if not ends or len(runs) != len(turns) // 2:
+                wrong[name, len(turns)] = runs
+            if name in OTHERS:
+                following = render_prompt(ours, [*turns, user("c")])
+                assert following[: len(tokens)] == tokens, "the next prompt begins with this turn"
+    assert wrong == {}
+    assert not {name for name, _ in refused} & {*OTHERS, "glm4moe", "qwen2_5_training"}
+    assert ("gptoss_training", 4) in refused, "its earlier turns end with <|end|>, which ends no answer"
 
 
 def test_todays_date_never_enters_a_prompt(model_folder):
