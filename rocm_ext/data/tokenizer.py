@@ -126,7 +126,7 @@ def open_tokenizer(cfg: DictConfig) -> Any:
     renderer = TemplateRenderer(template, encoder, [*getattr(base, "stop_tokens", ()), *ends])
     custom = template.text if setting != "auto" else None
     tokenizer = ChatTokenizer(base, renderer, ends, encoder.special, custom, args)
-    _check_end_of_turn(tokenizer, template)
+    _check_end_of_turn(tokenizer, template, renderer.text)
     return tokenizer
 
 
@@ -261,7 +261,7 @@ def _turn_end(template: ChatTemplate, base: HFTokenizer) -> list[int]:
     return [label for label in labels if label in special][-1:]
 
 
-def _check_end_of_turn(tokenizer: ChatTokenizer, template: ChatTemplate) -> None:
+def _check_end_of_turn(tokenizer: ChatTokenizer, template: ChatTemplate, text: Callable[[Sequence[int]], str]) -> None:
     """Warn if sampling would not stop at the token that ends the assistant's turn in the template."""
     try:
         _, labels = render_conversation(tokenizer, _SAMPLE)
@@ -275,6 +275,6 @@ def _check_end_of_turn(tokenizer: ChatTokenizer, template: ChatTemplate) -> None
             "teaches the model to stop and sampled answers run on; name the token that ends a turn as eos_token_id in "
             "the model's generation_config.json",
             template.origin,
-            tokenizer.renderer.text([] if last is None else [last]),
-            [tokenizer.renderer.text([stop]) for stop in tokenizer.stop_tokens],
+            text([] if last is None else [last]),
+            [text([stop]) for stop in tokenizer.stop_tokens],
         )

@@ -81,7 +81,7 @@ def test_takes(changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"steps": 0}, "steps is 0; expected a whole number of at least 1"),
+        ({"steps": 0}, "steps is 0; expected a whole number from 1 to"),
         ({"prompts_per_step": 2.5}, "prompts_per_step is 2.5"),
         ({"samples_per_prompt": 1}, "one answer alone has none"),
         ({"updates_per_step": None}, "updates_per_step is None"),
@@ -90,8 +90,8 @@ def test_takes(changes):
         ({"refill": 3}, "refill is 3; expected True or False"),
         ({"max_refills": 0}, "max_refills is 0"),
         ({"max_flat_steps": 0}, "max_flat_steps is 0"),
-        ({"max_staleness": -1}, "max_staleness is -1; expected a whole number of at least 0"),
-        ({"max_staleness": True}, "max_staleness is True; expected a whole number of at least 0"),
+        ({"max_staleness": -1}, "max_staleness is -1; expected a whole number from 0 to"),
+        ({"max_staleness": True}, "max_staleness is True; expected a whole number from 0 to"),
         ({"max_staleness": 1}, "LocalEngine samples with the weights in training; set max_staleness=0"),
         *[({"max_staleness": 1, "engine": SERVERS, "mismatch": "none", **more}, "set mismatch=truncate or mask, or max")
           for more in ({}, {"updates_per_step": 2}, {"old_logprobs": "sampler"})],
@@ -128,11 +128,11 @@ def test_takes(changes):
         ({"truncation_margin": 1025}, "truncation_margin is 1025; expected at most max_new_tokens, 1024"),
         ({"temperature": 0}, "temperature is 0; expected a number above 0, because a group needs different answers"),
         ({"eval_every_n_steps": None}, "eval_every_n_steps is None"),
-        ({"stop_after_no_gain": 0}, "stop_after_no_gain is 0; expected a whole number of at least 1, or null"),
+        ({"stop_after_no_gain": 0}, "stop_after_no_gain is 0; expected a whole number from 1 to "),
         ({"max_length_share": 1.5}, "max_length_share is 1.5; expected a share above 0, at most 1, or null"),
         ({"min_entropy": 0}, "min_entropy is 0; expected a number above 0, or null"),
         ({"save_every_n_steps": None}, "save_every_n_steps is None; expected a whole number"),
-        ({"keep_samples": None}, "keep_samples is None; expected all, or a whole number of at least 1"),
+        ({"keep_samples": None}, "keep_samples is None; expected all, or a whole number from 1 to"),
         ({"keep_samples": 5}, "keep_samples is 5, less than save_every_n_steps, 10"),
         ({"max_error_share": 2}, "max_error_share is 2; expected a share from 0 to 1"),
         ({"verify_timeout": 0}, "verify_timeout is 0; expected seconds above 0"),

@@ -56,13 +56,10 @@ def one_of(*values: Any) -> Kind:
     return Kind(lambda value: any(type(value) is type(one) and value == one for one in values), (name,))
 
 
-def integer(least: int, most: int | None = None) -> Kind:
+def integer(least: int, most: int = 10**9) -> Kind:
     """A whole number in a range."""
-    name = f"of at least {least}" if most is None else f"from {least} to {most}"
-    return Kind(
-        lambda value: type(value) is int and least <= value <= (value if most is None else most),
-        (f"a whole number {name}",),
-    )
+    name = f"a whole number from {least} to {most}"
+    return Kind(lambda value: type(value) is int and least <= value <= most, (name,))
 
 
 def number(fits: Callable[[float], bool], name: str) -> Kind:

@@ -34,7 +34,7 @@ _SHARED: dict[str, Kind] = {
     "samples_per_prompt": integer(1),
     "max_new_tokens": integer(1),
     "stop_strings": list_of_texts("a list of texts"),
-    "verify_workers": integer(1) | NULL,
+    "verify_workers": integer(1, 1024) | NULL,
     "verify_timeout": number(lambda x: x > 0, "seconds above 0"),
     "max_error_share": number(lambda x: 0 <= x <= 1, "a share from 0 to 1"),
     "clip_high": POSITIVE,

@@ -25,6 +25,7 @@ from rocm_ext.config.checks.kinds import (
 )
 from rocm_ext.machine.profile import ATTENTION, COMPILE
 
+_MOST_PROCESSES = 1024  # or threads; the largest servers have 512 hardware threads
 _MOST_PROFILED = 100  # steps; their events are in memory until the trace is written
 _KINDS: dict[str, Kind] = {
     "device": text("a name") | NULL,
@@ -33,8 +34,8 @@ _KINDS: dict[str, Kind] = {
     "memory_fraction": SHARE | NULL,
     "node_timeout": number(lambda x: 3 <= x <= 86400, "seconds from 3 to 86400"),
     "startup_checks": SWITCH,
-    "cpu_threads": integer(1) | one_of("auto"),
-    "num_workers": integer(0),
+    "cpu_threads": integer(1, _MOST_PROCESSES) | one_of("auto"),
+    "num_workers": integer(0, _MOST_PROCESSES),
     "pin_memory": SWITCH,
     "compile": one_of(*COMPILE),
     "attention": one_of(*ATTENTION),
@@ -70,7 +71,7 @@ _KINDS: dict[str, Kind] = {
     "profile_steps": integer(0, _MOST_PROFILED) | NULL,
 }
 _MODEL: dict[str, Kind] = {
-    "lora_rank": integer(1),
+    "lora_rank": integer(1, 8192),  # as wide as layers of large models
     "lora_alpha": POSITIVE,
     "lora_dropout": REST,
     "quantize_base": one_of(True, False, "nf4", "fp8"),
