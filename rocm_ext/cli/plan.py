@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from rocm_ext import config
 from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.log import duration
+from rocm_ext.base.log import duration, log
 from rocm_ext.cli._common import add_json, add_overrides, console, count, print_json, table
 from rocm_ext.config.algorithms import describe, filled
 from rocm_ext.config.checks import check_grpo_values, check_raft_values, check_values
@@ -62,8 +62,24 @@ def run(args: argparse.Namespace) -> int:
     """
     chip = _take_machine(args)
     recipe = config.recipe_of(args.config, args.overrides)
+    cfg, plan = _plan(args, recipe, chip)
+    best_fits = plan.peak(plan.best) <= plan.target.budget[0]
+    ways = [] if plan.fits or best_fits else _ways_to_fit(args, recipe, chip, cfg, plan)
+    if args.json:
+        print_json(_content(plan) | {"fits_with": ways})
+        return 0 if plan.fits else 1
+    if registry.extended(recipe) == registry.GRPO:
+        print(describe(filled(cfg)))
+    _print(args.config, plan, ways)
+    return 0 if plan.fits else 1
+
+
+def _plan(
+    args: argparse.Namespace, recipe: registry.Recipe, chip: str | None, *changes: str, ranks: int = 1
+) -> tuple[Any, "RunPlan"]:
+    """Plan the run with ``changes`` of its config, on ``ranks`` times the ranks that the user asks for."""
     family = registry.extended(recipe)
-    cfg = config.load(recipe, args.config, args.overrides)
+    cfg = config.load(recipe, args.config, [*args.overrides, *changes])
     registry.check_system(recipe, load_profile(cfg.hardware).match.get("system", ""))
     check_values(OmegaConf.create(config.trainer_config(cfg)))
     _check_sizes(args, cfg)
@@ -76,16 +92,42 @@ def run(args: argparse.Namespace) -> int:
         from rocm_ext.losses.policy_gradient import loss_config
 
         check_grpo_values(cfg)
-        if not args.json:
-            print(describe(filled(cfg)))
         cfg.loss = loss_config(cfg)
     known = Known(args.rows, args.row_tokens, args.answer_tokens)
-    plan = plan_run(cfg, detect(), family=family, bench=args.bench, ranks=args.ranks, known=known, chip=chip)
-    if args.json:
-        print_json(_content(plan))
-    else:
-        _print(args.config, plan)
-    return 0 if plan.fits else 1
+    many = ranks * args.ranks
+    return cfg, plan_run(cfg, detect(), family=family, bench=args.bench, ranks=many, known=known, chip=chip)
+
+
+def _ways_to_fit(
+    args: argparse.Namespace, recipe: registry.Recipe, chip: str | None, cfg: Any, plan: "RunPlan"
+) -> list[str]:
+    """Find up to two changes with which the run fits, by planning each; those that cost the model least come first."""
+    from rocm_ext.plan.memory import readable
+    from rocm_ext.plan.planner import dtype_name
+
+    log.info("does not fit; planning other settings ...")
+    half = {key: OmegaConf.select(cfg, key) for key in ("tokenizer.max_seq_len", "max_new_tokens")}
+    changes: list[tuple[str, int]] = [
+        *[(f"dtype={'bf16' if 'bf16' in plan.target.figures.flops else 'fp16'}", 1)]
+        * (dtype_name(plan.target.dtype) == "fp32"),
+        *[("model.quantize_base=nf4", 1)] * ("quantize_base" not in cfg.model),
+        *[(f"{key}={value // 2}", 1) for key, value in half.items() if isinstance(value, int)],
+        *[("", ranks) for ranks in (2, 4, 8)],
+    ]
+    ways: list[str] = []
+    for change, ranks in changes:
+        try:
+            _, other = _plan(args, recipe, chip, *([change] if change else []), ranks=ranks)
+        except UserError:  # this machine or this model does not allow it
+            continue
+        choice = other.now if other.fits else other.best
+        if other.peak(choice) <= other.target.budget[0]:
+            name = change or f"--ranks {ranks * args.ranks}"
+            keys = "" if other.fits else "".join(f" {key}={value}" for key, value in other.changes().items())
+            ways.append(f"{name}{keys} (plans {readable(other.peak(choice))})")
+        if len(ways) == 2:
+            break
+    return ways
 
 
 def _take_machine(args: argparse.Namespace) -> str | None:
@@ -112,7 +154,7 @@ def _check_sizes(args: argparse.Namespace, cfg: Any) -> None:
 # ---- as text
 
 
-def _print(name: str, plan: "RunPlan") -> None:
+def _print(name: str, plan: "RunPlan", ways: Sequence[str]) -> None:
     from rich.markup import escape
 
     from rocm_ext.plan.memory import readable
@@ -144,7 +186,7 @@ def _print(name: str, plan: "RunPlan") -> None:
     if plan.rollout:
         titles = {"cycle": "A RAFT cycle", "step": "A GRPO step, if no group has equal rewards"}
         _print_table(out, titles[plan.round], [" "], _rollout_rows(plan, plan.rollout))
-    _print_verdict(out, plan)
+    _print_verdict(out, plan, ways)
 
 
 def _print_table(out: Any, title: str, columns: list[str], rows: Rows) -> None:
@@ -245,13 +287,15 @@ def _rollout_rows(plan: "RunPlan", rollout: "RolloutPlan") -> Rows:
     return rows
 
 
-def _print_verdict(out: Any, plan: "RunPlan") -> None:
+def _print_verdict(out: Any, plan: "RunPlan", ways: Sequence[str]) -> None:
     from rocm_ext.plan.memory import readable
 
     budget, changes = plan.target.budget[0], plan.changes()
     if not plan.fits:
-        how = "lower tokenizer.max_seq_len, max_new_tokens or batch_size, or use a smaller model or more ranks"
-        out.print(f"\n[red]does not fit[/] into {readable(budget)}: {how}")
+        how = f": it fits with {' or '.join(ways)}" if ways else ""
+        if not ways and plan.peak(plan.best) > budget:
+            how = ": no half row, 4 bits or up to 8 times the ranks make it fit; use a smaller model"
+        out.print(f"\n[red]does not fit[/] into {readable(budget)}{how}")
     if changes and plan.peak(plan.best) <= budget:
         gain = plan.now.step.seconds / plan.best.step.seconds
         keys = ", ".join(f"{key}: {value}" for key, value in changes.items())

@@ -20,7 +20,8 @@ def cures(cfg: DictConfig, planner: TrainingPlanner, tokens: int, layers: Sequen
         goal: bytes; smaller micro-batches than this needs are not named.
 
     Returns:
-        Up to three changes, as ``key=value`` with their peak and their cost.
+        Up to two changes, as ``key=value`` with their peak and their cost; where none plans ``goal``, what finds
+        others.
     """
     now, every = planner.choice(tokens, layers, 0), range(planner.memory(tokens).layers)
     longest = planner.rows.longest
@@ -32,11 +33,11 @@ def cures(cfg: DictConfig, planner: TrainingPlanner, tokens: int, layers: Sequen
         ways[f"{key} enable_activation_checkpointing=True"] = planner.choice(size * longest, every, 0)
         if ways[key].peak <= goal:
             break
-    lower = {way: choice for way, choice in ways.items() if choice.peak < now.peak}
-    enough = {way: choice for way, choice in lower.items() if choice.peak <= goal} or lower
+    enough = {way: choice for way, choice in ways.items() if choice.peak <= min(goal, now.peak - 1)}
+    if not enough:
+        return "what `rocm-ext plan` names for this config: no smaller micro-batch fits"
     named = []
     for way, choice in sorted(enough.items(), key=lambda item: item[1].step.seconds)[:2]:
         slower = round(100 * (choice.step.seconds / now.step.seconds - 1))
         named.append(f"{way} (plans {readable(choice.peak)}{f', {slower} % slower' if slower > 0 else ''})")
-    rows = f"tokenizer.max_seq_len={max(1, int(longest / planner.rows.sequences) // 2)} (cuts rows)"
-    return " or ".join([*named, rows if planner.rows.per_row else "a lower max_new_tokens"])
+    return " or ".join(named)

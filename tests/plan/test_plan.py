@@ -408,8 +408,8 @@ def test_what_does_not_fit_ends_with_1(capsys):
     found = plan(capsys, *arguments, code=1)
     assert found["fits"] is False
     assert found["dtype"] == "fp32"
-    assert main(["plan", *arguments]) == 1
-    assert "does not fit into 28.8 GiB" in capsys.readouterr().out
+    assert found["fits_with"] == ["dtype=fp16 (plans 17.6 GiB)", "model.quantize_base=nf4 (plans 12.4 GiB)"]
+    assert main(["plan", *arguments, "dtype=fp16"]) == 0
 
 
 @as_configured
