@@ -4,17 +4,17 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
-ROLES |= {"human": "user", "gpt": "assistant", "ipython": "tool"}
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # as transformers reads them
-_READ = ("role", "from", "content", "value", "weight")
+from rocm_ext.data.dialects import FLAGS, ROLES, masked, role_of, string
+
+REASONING = ("reasoning_content", "thinking", "reasoning")  # as transformers reads them
+_READ = ("role", "from", "content", "value", *FLAGS)
 
 
 class Turn(NamedTuple):
     """One message.
 
     Attributes:
-        role: a value of :data:`ROLES`.
+        role: a value of :data:`rocm_ext.data.dialects.ROLES`.
         content: text of the message; empty only where an assistant calls tools or reasons.
         masked: whether the loss excludes the whole message.
         more: what else a chat template may use: ``tool_calls``, ``reasoning_content``, ``name``, …
@@ -34,8 +34,9 @@ def to_turns(turns: Any) -> list[Turn]:
     """Check a conversation and return its turns.
 
     Args:
-        turns: ``{"role", "content"}`` each, or ShareGPT's ``{"from", "value"}``; roles as in :data:`ROLES`. An
-            assistant's message may have ``tool_calls`` in OpenAI's form; arguments may be an object or JSON text.
+        turns: ``{"role", "content"}`` each, or ShareGPT's ``{"from", "value"}``; roles and flags as in
+            :mod:`rocm_ext.data.dialects`. An assistant's message may have ``tool_calls`` in OpenAI's form; arguments
+            may be an object or JSON text.
 
     Raises:
         ValueError: a message is malformed.
@@ -48,12 +49,10 @@ def to_turns(turns: Any) -> list[Turn]:
 def _to_turn(turn: Any, where: str) -> Turn:
     if not isinstance(turn, Mapping):
         raise ValueError(f"{where} must be an object with role and content, found {type(turn).__name__}")
-    role, weight = turn.get("role", turn.get("from")), turn.get("weight")
-    if not isinstance(role, str) or role not in ROLES:
-        raise ValueError(f"{where}: unknown role {role!r}; known: {', '.join(ROLES)}")
-    role = ROLES[role]
+    if (role := role_of(turn)) is None:
+        raise ValueError(f"{where}: unknown role {turn.get('role', turn.get('from'))!r}; known: {', '.join(ROLES)}")
     more = {key: value for key, value in turn.items() if key not in _READ and value is not None}
-    reasoning = next((more[key] for key in _REASONING if key in more), None)
+    reasoning = next((more[key] for key in REASONING if key in more), None)
     if reasoning is not None:
         more["reasoning_content"] = string(reasoning, f"{where}: reasoning_content")
     if calls := more.pop("tool_calls", None):  # templates ask whether the key is there
@@ -66,9 +65,7 @@ def _to_turn(turn: Any, where: str) -> Turn:
     content = "" if content is None and (calls or reasoning) else _text(content, where)
     if role == "assistant" and not content.strip() and not calls and not reasoning:
         raise ValueError(f"{where}: the assistant's content is empty")
-    if weight not in (None, 0, 1):
-        raise ValueError(f"{where}: weight must be 0 or 1, found {weight!r}")
-    return Turn(role, content, role != "assistant" or weight == 0, more)
+    return Turn(role, content, masked(turn, role, where), more)
 
 
 def _text(content: Any, where: str) -> str:
@@ -114,7 +111,7 @@ def with_system(messages: Any, column: Any, system_prompt: str | None) -> Any:
     """
     if not isinstance(messages, list):
         return messages
-    present = next((m for m in messages if isinstance(m, Mapping) and "system" in (m.get("role"), m.get("from"))), None)
+    present = next((message for message in messages if role_of(message) == "system"), None)
     system: str | None = string("" if column is None else column, "system")
     if present is not None and system and system != present.get("content", present.get("value")):
         raise ValueError("the column system differs from the system message in the conversation; keep one of them")
@@ -143,14 +140,3 @@ def to_tools(value: Any) -> list[dict[str, Any]] | None:
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) and tool for tool in value):
         raise ValueError(f"tools must be a list of objects, as in OpenAI's API, found {value!r}")
     return [dict(tool) for tool in value]
-
-
-def string(value: Any, what: str) -> str:
-    """Return ``value`` if it is a string.
-
-    Raises:
-        ValueError: it is not; the message calls it ``what``.
-    """
-    if not isinstance(value, str):
-        raise ValueError(f"{what} must be a string, found {type(value).__name__}")
-    return value

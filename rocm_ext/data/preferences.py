@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rocm_ext.data.dialects import role_of
 from rocm_ext.data.loading import open_source
-from rocm_ext.data.messages import Turn, to_tools, to_turns, with_system
+from rocm_ext.data.messages import REASONING, Turn, to_tools, to_turns, with_system
 from rocm_ext.data.render import render_conversation
 from rocm_ext.data.rows import SIDES
 from rocm_ext.data.sources import EXTRAS, SourceDataset
@@ -76,7 +77,7 @@ class PreferenceDataset(SourceDataset):
                 ]
                 tokens, labels = render_conversation(self.tokenizer, messages, tools=tools)
             item |= {f"{side}_input_ids": tokens, f"{side}_labels": labels}
-        self._note_special_tokens(index, (turn.content for turns in sides for turn in turns))
+        self._note(index, [turn for turns in sides for turn in turns])
         return item
 
     def _fields(self, index: int) -> dict[str, Any]:
@@ -87,7 +88,7 @@ class PreferenceDataset(SourceDataset):
         fields |= {side: [] for side in nulls}  # no answer
         if missing := [side for side in SIDES if side not in fields]:
             raise ValueError(f"the columns {list(row)} lack {' and '.join(missing)}; use column_map")
-        self._used.update(self.column_map.get(ours, ours) for ours in FIELDS)
+        self._use(FIELDS)
         return fields
 
 
@@ -137,7 +138,7 @@ def _conversation(side: str, fields: Mapping[str, Any]) -> list[Any]:
     messages = value[:-1] if value and _is_empty_answer(value[-1]) else value
     if prompt is None:
         return messages
-    if not messages or _role(messages[0]) in ("assistant", "gpt"):
+    if not messages or role_of(messages[0]) == "assistant":
         return [*asked, *messages]
     if not _contains(messages, prompt):
         raise ValueError("the conversation does not contain the row's prompt; leave one of them out with column_map")
@@ -166,12 +167,8 @@ def _contains(messages: list[Any], prompt: Any) -> bool:
 
 
 def _is_empty_answer(message: Any) -> bool:
-    if not isinstance(message, Mapping) or _role(message) not in ("assistant", "gpt"):
+    if role_of(message) != "assistant":
         return False
     content = message.get("content", message.get("value"))
-    calls = any(message.get(key) for key in ("tool_calls", "reasoning_content", "thinking", "reasoning"))
+    calls = any(message.get(key) for key in ("tool_calls", "function_call", *REASONING))
     return (content is None or (isinstance(content, str) and not content.strip())) and not calls
-
-
-def _role(message: Any) -> Any:
-    return message.get("role", message.get("from")) if isinstance(message, Mapping) else None

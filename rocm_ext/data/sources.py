@@ -9,9 +9,10 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.data.dialects import string
 from rocm_ext.data.loading import open_source, row_at
-from rocm_ext.data.messages import string, to_tools, to_turns, with_system
-from rocm_ext.data.render import PlainRenderer, render_conversation
+from rocm_ext.data.messages import REASONING, Turn, to_tools, to_turns, with_system
+from rocm_ext.data.render import PlainRenderer, TemplateRenderer, render_conversation
 from rocm_ext.data.tokenizer import special_token_lines, special_tokens_in
 
 SCHEMAS = {  # the columns that a row needs; alpaca's `input` is optional
@@ -110,6 +111,7 @@ class SourceDataset(Dataset, ABC):
     source: str
     _seen: set[str] = field(default_factory=set)  # columns of the rows read so far, and those that a row used
     _used: set[str] = field(default_factory=set)
+    _unread: set[str] = field(default_factory=set)  # keys of messages that the template does not read
     _reserved: dict[int, str] = field(default_factory=dict)  # a special token in the text of row i
 
     def __len__(self) -> int:
@@ -130,6 +132,9 @@ class SourceDataset(Dataset, ABC):
         lines = []
         if unused := self._seen - self._used:
             lines.append(f"{self.source}: the columns {', '.join(sorted(unused))} are not used")
+        if self._unread:
+            keys = ", ".join(sorted(self._unread))
+            lines.append(f"{self.source}: {keys} of the messages are not used, because the chat template lacks them")
         reserved = [(self._reserved[index], self.origin(index)) for index in sorted(self._reserved)]
         lines += special_token_lines(f"rows of {self.source}", len(self), reserved)
         return lines
@@ -144,9 +149,22 @@ class SourceDataset(Dataset, ABC):
         self._seen.update(present)
         return row, fields
 
-    def _note_special_tokens(self, index: int, texts: Iterable[str]) -> None:
-        if special := self._special_token(texts):
+    def _use(self, columns: Iterable[str]) -> None:
+        """Note that a row's columns are used, given our names; ``tools`` only where the template reads them."""
+        self._used.update(self.column_map.get(ours, ours) for ours in columns if ours != "tools" or ours in self._read)
+
+    def _note(self, index: int, turns: Sequence[Turn]) -> None:
+        """Note for :meth:`warnings` what the template does not read of a row, and special tokens in its texts."""
+        self._unread.update(key for turn in turns for key in turn.more if key not in self._read)
+        if special := self._special_token(turn.content for turn in turns):
             self._reserved[index] = special
+
+    @cached_property
+    def _read(self) -> frozenset[str]:
+        """Keys of messages that the rendering reads; all names of the reasoning if it reads one."""
+        renderer = getattr(self.tokenizer, "renderer", None)
+        names = renderer.template.names if isinstance(renderer, TemplateRenderer) else frozenset()
+        return names | {"tool_call_id"} | (set(REASONING) if names & set(REASONING) else set())
 
     @cached_property
     def _special_token(self) -> Callable[[Iterable[str]], str | None]:
@@ -180,7 +198,7 @@ class ConversationDataset(SourceDataset):
             raise ValueError("chat_template none needs prompt and completion as strings, or text")
         tools = to_tools(fields.get("tools"))
         tokens, labels = render_conversation(self.tokenizer, messages, self.train_on_input, tools, self.last_turn)
-        self._note_special_tokens(index, (turn.content for turn in to_turns(messages)))
+        self._note(index, to_turns(messages))
         return {"tokens": tokens, "labels": labels}
 
     def _fields(self, index: int) -> tuple[str, dict[str, Any]]:
@@ -200,7 +218,7 @@ class ConversationDataset(SourceDataset):
             what = "any schema" if self.schema == "auto" else f"schema {self.schema}"
             raise ValueError(f"the columns {list(row)} do not fit {what}; use column_map. Known: {NEEDS}")
         used = {*SCHEMAS[fits[0]], *(EXTRAS if fits[0] != "text" else ()), *(["input"] if fits[0] == "alpaca" else ())}
-        self._used.update(self.column_map.get(ours, ours) for ours in used)
+        self._use(used)
         return fits[0], fields
 
     def _messages(self, schema: str, fields: dict[str, Any]) -> Any:

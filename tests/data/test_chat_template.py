@@ -577,6 +577,23 @@ def test_unused_columns_and_special_tokens_in_text_are_told(model_folder, rows, 
     assert all(piece in line for piece in ("1 of 3 rows", "<|im_end|>", f"{source}:2"))
 
 
+@pytest.mark.parametrize(("name", "unread"), [("qwen2_5", "mood, reasoning_content"), ("qwen3", "mood")])
+def test_what_a_template_does_not_read_of_messages_is_told(model_folder, rows, messages, name, unread):
+    chat = [*CHATS["tool call"][:-1], {"role": "tool", "content": "7", "tool_call_id": "1"}]
+    chat += [assistant("42", reasoning_content="r", mood="good", train=True, name=None)]
+    tokenizer = open_tokenizer(config_for(model_folder(name)))
+    read(tokenizer, source=(source := rows({"messages": chat, "tools": TOOLS})))
+    told = [text for text in messages if "not used" in text]
+    assert told == [f"{source}: {unread} of the messages are not used, because the chat template lacks them"]
+
+
+def test_tools_and_calls_that_a_template_does_not_read_are_told(model_folder, rows, messages):
+    tokenizer = open_tokenizer(config_for(model_folder("qwen2_5"), chat_template=PLAIN))
+    read(tokenizer, source=(source := rows({"messages": CHATS["tool call"], "tools": TOOLS})))
+    assert f"{source}: the columns tools are not used" in messages
+    assert f"{source}: tool_calls of the messages are not used, because the chat template lacks them" in messages
+
+
 def test_base_models_need_no_template(tmp_path, rows):
     folder = _write_folder(tmp_path, "qwen2_5")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end := 400, 1]}))

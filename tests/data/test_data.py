@@ -18,7 +18,7 @@ from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.data import loading, sft_dataset
-from rocm_ext.data.messages import ROLES
+from rocm_ext.data.dialects import FLAGS, ROLES
 from rocm_ext.data.render import IGNORE, render_conversation, render_prompt
 from rocm_ext.data.rows import open_dataset, origin_of, tokenize
 from tests.kit.lines import one_line_has
@@ -132,6 +132,16 @@ def test_weight_zero_is_masked(tokenizer):
     chat = [user("a"), assistant("bad", weight=0), user("b"), assistant("good", weight=1)]
     _, labels = render_conversation(tokenizer, chat)
     assert [text.split("<|")[0] for text in labelled(tokenizer, labels)] == ["good"]
+
+
+@pytest.mark.parametrize("off", [0, 0.0, False])
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flags_of_other_trainers_are_weights(qwen, write, flag, off):
+    chat = [user("a"), assistant("bad", **{flag: off}), user("b") | {flag: off}, assistant("good", **{flag: 1})]
+    item = sft_dataset(qwen, source=write([{"messages": chat}]))[0]
+    assert labelled(qwen, item["labels"]) == ["good<|im_end|>"]
+    plain = [{key: value for key, value in message.items() if key != flag} for message in chat]
+    assert item["tokens"] == render_conversation(qwen, plain)[0], "the template does not see it"
 
 
 def test_train_on_input_labels_everything(tokenizer):
@@ -290,6 +300,11 @@ def test_train_on_input_of_the_dataset(qwen, write):
         ({"messages": [user(["q"]), assistant("a")]}, ["type 'str'"]),
         ({"messages": [user([{"type": "text"}]), assistant("a")]}, ["text must be a string"]),
         ({"messages": [user("q"), assistant("a", weight=0.5)]}, ["weight must be 0 or 1", "0.5"]),
+        ({"messages": [user("q"), assistant("a", loss_mask=[0, 1])]}, ["loss_mask must be 0 or 1", "[0, 1]"]),
+        ({"messages": [user("q"), assistant("a", loss="false")]}, ["loss must be 0 or 1", "'false'"]),
+        ({"messages": [user("q"), assistant("a", train=True, weight=0)]}, ["message 1: weight and train contradict"]),
+        ({"messages": [user("q") | {"train": True}, assistant("a")]}, ["message 0: train is True", "the assistant's"]),
+        ({"messages": [user("q"), assistant("a", train_detail=[])]}, ["message 1: train_detail", "not supported"]),
         ({"messages": [user("q"), assistant("", tool_calls=[{}])]}, ["message 1", "tool_calls"]),
         ({"prompt": "q", "completion": 7}, ["completion must be a string", "int"]),
         ({"instruction": "q", "input": 1, "output": "a"}, ["input must be a string"]),
