@@ -98,15 +98,16 @@ def load_rows(source: str, split: str, data_files: Any, name: str | None) -> tup
 def row_at(rows: Any, index: int) -> dict[str, Any]:
     """Return a row of :func:`load_rows`.
 
-    Arrow gives every object the keys of all objects and fills the gaps with None, so those go. JSON rows stay as
-    they are.
+    Arrow gives every object the keys of all objects and fills the gaps with None, so those go, but for those that
+    only a function's schema can tell, see :mod:`rocm_ext.data.dialects`. JSON rows stay as they are.
     """
     return rows[index] if isinstance(rows, list) else _without_nulls(rows[index])
 
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+        kept = ("arguments", "default", "const")
+        return {k: v if k in kept else _without_nulls(v) for k, v in value.items() if v is not None or k in kept}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 

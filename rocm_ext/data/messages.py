@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rocm_ext.data.dialects import FLAGS, ROLES, masked, role_of, string
+from rocm_ext.data.dialects import FLAGS, ROLES, masked, role_of, schema, string
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # as transformers reads them
 _READ = ("role", "from", "content", "value", *FLAGS)
@@ -122,7 +122,7 @@ def with_system(messages: Any, column: Any, system_prompt: str | None) -> Any:
 
 
 def to_tools(value: Any) -> list[dict[str, Any]] | None:
-    """Return the functions that a conversation may call, as JSON schemas.
+    """Return the functions that a conversation may call, as JSON schemas, without the nulls that Arrow adds.
 
     Args:
         value: the ``tools`` column: a list of objects in OpenAI's form, the same as JSON text, or nothing.
@@ -139,4 +139,4 @@ def to_tools(value: Any) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) and tool for tool in value):
         raise ValueError(f"tools must be a list of objects, as in OpenAI's API, found {value!r}")
-    return [dict(tool) for tool in value]
+    return [schema(tool) for tool in value]

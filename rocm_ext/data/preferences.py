@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rocm_ext.data.dialects import role_of
+from rocm_ext.data.dialects import conversation, role_of
 from rocm_ext.data.loading import open_source
 from rocm_ext.data.messages import REASONING, Turn, to_tools, to_turns, with_system
 from rocm_ext.data.render import render_conversation
@@ -65,8 +65,9 @@ class PreferenceDataset(SourceDataset):
 
     def _item(self, index: int) -> dict[str, list[int]]:
         fields = self._fields(index)
-        sides, shared = _conversations(fields, self.system_prompt)
         tools = to_tools(fields.get("tools"))
+        fields |= {key: conversation(fields[key], tools) for key in ("prompt", *SIDES) if key in fields}
+        sides, shared = _conversations(fields, self.system_prompt)
         item: dict[str, list[int]] = {}
         for side, turns in zip(SIDES, sides, strict=True):
             tokens: list[int] = []

@@ -9,6 +9,7 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.base.log import log
+from rocm_ext.data.dialects import conversation
 from rocm_ext.data.formats import FORMATS
 from rocm_ext.data.loading import open_source, row_at
 from rocm_ext.data.messages import to_tools, to_turns, with_system
@@ -150,6 +151,7 @@ def _prompts(
     taken = {*mapping, *mapping.values()}
     fields = {key: value for key, value in present.items() if key not in taken}
     fields |= {ours: present[yours] for ours, yours in mapping.items() if yours in present}
+    tools = to_tools(fields.get("tools"))
     if format is not None:
         formatted = FORMATS[format](fields)
         if formatted is None:
@@ -157,10 +159,10 @@ def _prompts(
         fields = formatted
         messages = _from_text(fields["prompt"])
     else:
-        messages = _messages(fields, mapping)
+        turns = {"messages": conversation(fields["messages"], tools)} if "messages" in fields else {}
+        messages = _messages(fields | turns, mapping)
     messages = tuple(with_system(list(messages), fields.get("system"), system or None))
-    tools = tuple(to_tools(fields.get("tools")) or ())
-    prompt = Prompt("", messages, {**fields, "prompt": messages[-1]["content"]}, origin, tools)
+    prompt = Prompt("", messages, {**fields, "prompt": messages[-1]["content"]}, origin, tuple(tools or ()))
     return [replace(prompt, id=_id(fields) or prompt.key[:16])]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from rocm_ext.base.errors import UserError, nearest, one_line
-from rocm_ext.data.dialects import string
+from rocm_ext.data.dialects import conversation, string
 from rocm_ext.data.loading import open_source, row_at
 from rocm_ext.data.messages import REASONING, Turn, to_tools, to_turns, with_system
 from rocm_ext.data.render import PlainRenderer, TemplateRenderer, render_conversation
@@ -193,10 +193,10 @@ class ConversationDataset(SourceDataset):
             tokens = [*self.tokenizer.encode(fields["text"], add_bos=True, add_eos=False), end]
             return {"tokens": tokens, "labels": list(tokens)}
         plain = isinstance(getattr(self.tokenizer, "renderer", None), PlainRenderer)
-        messages = self._messages(schema, fields)
+        tools = to_tools(fields.get("tools"))
+        messages = self._messages(schema, fields, tools)
         if plain and (schema != "prompt_completion" or any(isinstance(fields[key], list) for key in SCHEMAS[schema])):
             raise ValueError("chat_template none needs prompt and completion as strings, or text")
-        tools = to_tools(fields.get("tools"))
         tokens, labels = render_conversation(self.tokenizer, messages, self.train_on_input, tools, self.last_turn)
         self._note(index, to_turns(messages))
         return {"tokens": tokens, "labels": labels}
@@ -221,7 +221,7 @@ class ConversationDataset(SourceDataset):
         self._use(used)
         return fits[0], fields
 
-    def _messages(self, schema: str, fields: dict[str, Any]) -> Any:
+    def _messages(self, schema: str, fields: dict[str, Any], tools: list[dict[str, Any]] | None) -> Any:
         def turns(column: str, role: str) -> list:
             value = fields[column]
             chat = schema == "prompt_completion" and isinstance(value, list)
@@ -235,4 +235,4 @@ class ConversationDataset(SourceDataset):
                 messages[0]["content"] += "\n\n" + string(fields["input"], "input")
         else:
             messages = fields[SCHEMAS[schema][0]]
-        return with_system(messages, fields.get("system"), self.system_prompt)
+        return with_system(conversation(messages, tools), fields.get("system"), self.system_prompt)

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
-from rocm_ext.data import prompt_dataset, sft_dataset
+from rocm_ext.data import preference_dataset, prompt_dataset, sft_dataset
 from rocm_ext.data.messages import to_turns
 from rocm_ext.data.render import IGNORE, marked_text, render_conversation, render_prompt, render_reply
 from rocm_ext.data.rows import open_dataset, tokenize
@@ -516,6 +516,48 @@ def test_columns_system_and_tools_are_used(model_folder, rows, tmp_path):
     datasets.Dataset.from_list(tables).to_parquet(tmp_path / "rows.parquet")
     table = sft_dataset(tokenizer, source=str(tmp_path / "rows.parquet"))
     assert table[0]["tokens"] == theirs(folder, chat, tools=tables[0]["tools"])
+
+
+def _schema(**properties):
+    return [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {
+        "type": "object", "properties": properties, "required": list(properties)}}}]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["json", "parquet"])
+def test_nulls_of_other_rows_are_not_trained_and_those_that_were_meant_are(model_folder, tmp_path, form):
+    """Arrow gives each object the keys of all, with nulls, and to_json writes them."""
+    folder = model_folder("qwen2_5")
+    maybe = {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None}
+    of_rows = [
+        (_schema(city={"type": "string"}), {"city": "Rome"}),
+        (_schema(a=maybe, deep={"type": "object", "properties": {"b": {"type": ["integer", "null"]}}}),
+         {"a": None, "deep": {"b": None}}),
+        (_schema(n={"type": "integer", "default": 3, "enum": [3, 4]}), {"n": 4}),
+    ]  # fmt: skip
+    rows = [
+        {"messages": [user("go"), assistant(None, tool_calls=[{"type": "function", "function": {
+            "name": "f", "arguments": arguments}}])], "tools": tools}
+        for tools, arguments in of_rows
+    ]  # fmt: skip
+    getattr(datasets.Dataset.from_list(rows), f"to_{form}")(source := str(tmp_path / f"rows.{form}"))
+    if form == "json":
+        assert '"city":null' in Path(source).read_text()
+    tokenizer = open_tokenizer(config_for(folder))
+    expected = [theirs(folder, [{**m, "content": m["content"] or ""} for m in row["messages"]], tools=row["tools"])
+                for row in rows]  # fmt: skip
+    dataset = sft_dataset(tokenizer, source=source)
+    assert [dataset[i]["tokens"] for i in range(len(rows))] == expected
+    pairs = preference_dataset(tokenizer, source=source, column_map={"chosen": "messages", "rejected": "messages"})
+    assert [pairs[i]["chosen_input_ids"] for i in range(len(rows))] == expected
+
+
+def test_nulls_of_arguments_as_text_were_meant(model_folder, rows):
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": null}'}}
+    chat = [user("go"), assistant("", tool_calls=[call])]
+    tokenizer = open_tokenizer(config_for(folder := model_folder("qwen2_5")))
+    dataset = sft_dataset(tokenizer, source=rows({"messages": chat}))
+    call["function"]["arguments"] = {"a": None}
+    assert dataset[0]["tokens"] == theirs(folder, chat)
 
 
 def test_a_prompt_may_have_tools_and_end_with_their_answer(model_folder, rows):
