@@ -67,8 +67,9 @@ def prompt_dataset(
     Of several identical rows it keeps one.
 
     Args:
-        source: a .jsonl, .json, .parquet or .csv file or a glob of them; or any path that
-            ``datasets.load_dataset`` takes: a folder, a hub name, or a loader (``json``) with ``data_files``.
+        source: a .jsonl, .json, .parquet, .csv or .tsv file or a glob of them, also as .gz; a folder that
+            ``save_to_disk`` wrote; or any path that ``datasets.load_dataset`` takes: a folder, a hub name, or a loader
+            (``json``) with ``data_files``.
         split: as in `datasets`, including ``train[:10%]``; a file has one split, ``train``.
         data_files, name: passed on to `datasets`; ``name`` is the configuration of a hub dataset.
         format: one of the above; None: the columns have our names already, or get them from ``column_map``.

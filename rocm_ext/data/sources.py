@@ -57,8 +57,9 @@ def sft_dataset(
 
     Args:
         tokenizer: a torchtune model tokenizer.
-        source: a .jsonl, .json, .parquet or .csv file or a glob of them; or any path that
-            ``datasets.load_dataset`` takes: a folder, a hub name, or a loader (``json``) with ``data_files``.
+        source: a .jsonl, .json, .parquet, .csv or .tsv file or a glob of them, also as .gz; a folder that
+            ``save_to_disk`` wrote; or any path that ``datasets.load_dataset`` takes: a folder, a hub name, or a loader
+            (``json``) with ``data_files``.
         split: as in `datasets`, including ``train[:10%]``; a file has one split, ``train``.
         data_files, name: passed on to `datasets`; ``name`` is the configuration of a hub dataset.
         column_map: our column -> yours, ``{prompt: question, completion: answer}``.

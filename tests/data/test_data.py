@@ -1,6 +1,7 @@
 """Rendering, schemas, files, tokenisation and datasets."""
 
 import base64
+import gzip
 import json
 
 import datasets
@@ -332,7 +333,7 @@ def test_bad_rows_are_named(qwen, write, row, pieces):
         ({"schema": "mesages"}, ["'mesages'", "did you mean messages", "sharegpt (conversations)"]),
         ({"column_map": {"promt": "messages"}}, ["'promt'", "did you mean prompt"]),
         ({"column_map": {"prompt": "question"}}, ["['question']", "['messages']"]),
-        ({"split": "test"}, ["test", "one split, train"]),
+        ({"split": "test"}, ["test", "the splits are train"]),
         ({"split": "train[5:]"}, ["has no rows", "train[5:]"]),
         ({"name": "main"}, ["is a file", "name"]),
     ],
@@ -385,7 +386,7 @@ def test_splits_and_globs(qwen, write, tmp_path):
         ("[" * 200_000, "train.jsonl", ["train.jsonl:1: malformed JSON"]),
         ("", "train.jsonl", ["has no rows"]),
         ("[]", "train.json", ["has no rows"]),
-        ("x", "train.txt", ["train.txt", "expected .jsonl, .json, .parquet, .csv files"]),
+        ("x", "train.txt", ["train.txt", "expected .jsonl, .json, .parquet, .csv, .tsv files"]),
     ],
 )
 def test_bad_files(qwen, write, text, name, pieces):
@@ -428,6 +429,67 @@ def test_parquet_and_csv(qwen, write, tmp_path, hf_cache):
         read = sft_dataset(qwen, source=source)
         assert [read[i]["tokens"] for i in range(2)] == expected
         assert read.origin(1) == f"{source}[train] row 1"
+
+
+CELLS = ["NA", "None", "null", "nan", "00501", "1.50", "true", "1e5", "Na", " x "]
+
+
+@pytest.mark.parametrize(
+    ("name", "separator"),
+    [("a.csv", ","), ("a.csv", ";"), ("a.csv", "\t"), ("a.tsv", "\t"), ("a.csv.gz", ","), ("folder/train.csv", ",")],
+)
+def test_cells_of_tables_are_text(qwen, tmp_path, hf_cache, name, separator):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    lines = "".join(f"q{separator}{cell}\n" for cell in CELLS)
+    with (gzip.open if name.endswith(".gz") else open)(path, "wt") as file:
+        file.write(f"prompt{separator}completion\n{lines}")
+    rows = sft_dataset(qwen, source=str(path.parent if path.parent != tmp_path else path))
+    said = [labelled(qwen, rows[i]["labels"]) for i in range(len(rows))]
+    assert said == [[f"{cell}<|im_end|>"] for cell in CELLS]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.jsonl.gz", '{"prompt": "q", "completion": "a"}\n{"prompt": "q", "completion": "b"}\n'),
+        ("a.json", '{"version": 1, "data": [{"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": "b"}]}'),
+        ("a.json", '{"prompt": "q", "completion": "a"}\n{"prompt": "q", "completion": "b"}\n'),
+        ("a.json.gz", '[{"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": "b"}]'),
+    ],
+)
+def test_forms_of_json(qwen, tmp_path, name, text):
+    with (gzip.open if name.endswith(".gz") else open)(tmp_path / name, "wt") as file:
+        file.write(text)
+    rows = sft_dataset(qwen, source=str(tmp_path / name))
+    assert [labelled(qwen, rows[i]["labels"]) for i in range(len(rows))] == [["a<|im_end|>"], ["b<|im_end|>"]]
+
+
+def test_one_object_over_several_lines_is_a_row(qwen, write):
+    rows = sft_dataset(qwen, source=write(json.dumps(ROWS["messages"], indent=1), "a.json"))
+    assert len(rows) == 1
+
+
+def test_a_damaged_gz_is_named(qwen, tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 99)[:-9])
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz: cannot read it"):
+        sft_dataset(qwen, source=str(tmp_path / "a.jsonl.gz"))
+
+
+@pytest.mark.parametrize("split", ["train", "train[1:]", "test", "train+test", "dev"])
+def test_folders_of_save_to_disk(qwen, tmp_path, split):
+    rows = [{"prompt": "q", "completion": text} for text in "abc"]
+    of = {"train": datasets.Dataset.from_list(rows[:2]), "test": datasets.Dataset.from_list(rows[2:])}
+    datasets.DatasetDict(of).save_to_disk(tmp_path / "both")
+    of["train"].save_to_disk(tmp_path / "one")
+    expected = {"train": "ab", "train[1:]": "b", "test": "c", "train+test": "abc"}.get(split)
+    for name in ("both", "one") if split in ("train", "train[1:]") else ("both",):
+        if expected is None:
+            with pytest.raises(UserError, match=r"split 'dev': .*the splits are train, test"):
+                sft_dataset(qwen, source=str(tmp_path / name), split=split)
+            continue
+        read = sft_dataset(qwen, source=str(tmp_path / name), split=split)
+        assert [labelled(qwen, read[i]["labels"]) for i in range(len(read))] == [[f"{a}<|im_end|>"] for a in expected]
 
 
 def test_folder_splits_are_those_of_datasets(qwen, write, tmp_path, hf_cache, monkeypatch):
