@@ -12,7 +12,7 @@ from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.data.dialects import conversation, string
 from rocm_ext.data.loading import open_source, row_at
 from rocm_ext.data.messages import REASONING, Turn, to_tools, to_turns, with_system
-from rocm_ext.data.render import PlainRenderer, TemplateRenderer, render_conversation
+from rocm_ext.data.render import PlainRenderer, TemplateRenderer, end_of, render_conversation
 from rocm_ext.data.tokenizer import special_token_lines, special_tokens_in
 
 SCHEMAS = {  # the columns that a row needs; alpaca's `input` is optional
@@ -49,7 +49,7 @@ def sft_dataset(
     - prompt_completion: ``prompt`` and ``completion``, strings or lists of messages
     - alpaca: ``instruction``, ``output`` and optionally ``input``. The user's turn is the instruction, a blank
       line and the input. The model's chat template formats it
-    - text: ``text``. Every token is labelled, and the model's EOS ends the row
+    - text: ``text``. Every token is labelled. BOS and EOS of the model are added unless they are there
 
     Rows of the first four may also have ``system``, the text of the system message, and ``tools``, the JSON schemas
     of functions that the assistant may call (a list, or JSON text). ``chat_template: none`` takes prompt_completion
@@ -188,10 +188,10 @@ class ConversationDataset(SourceDataset):
     def _item(self, index: int) -> dict[str, list[int]]:
         schema, fields = self._fields(index)
         if schema == "text":
-            if not string(fields["text"], "text"):
+            if not (text := string(fields["text"], "text")):
                 raise ValueError("text is empty")
             end = getattr(self.tokenizer, "end_of_text", self.tokenizer.eos_id)
-            tokens = [*self.tokenizer.encode(fields["text"], add_bos=True, add_eos=False), end]
+            tokens = self.tokenizer.encode(text, add_bos=True, add_eos=False) + end_of(text, self.tokenizer, end)
             return {"tokens": tokens, "labels": list(tokens)}
         plain = isinstance(getattr(self.tokenizer, "renderer", None), PlainRenderer)
         tools = to_tools(fields.get("tools"))

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torchtune.models.llama3._tokenizer import LLAMA3_SPECIAL_TOKENS
 from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS
 from transformers import AutoTokenizer
@@ -654,6 +654,29 @@ def test_base_models_need_no_template(tmp_path, rows):
                 {"prompt": "a", "completion": "b", "tools": TOOLS}):  # fmt: skip
         with pytest.raises(UserError, match="chat_template none"):
             read(tokenizer, source=rows(row, name="bad.jsonl"))
+
+
+@pytest.mark.parametrize("begin", ["", "<|begin_of_text|>"])
+@pytest.mark.parametrize("end", ["", "<|eot_id|>", "<|end_of_text|>", "<|eot_id|>\n"])
+def test_a_bos_or_eos_that_is_there_is_not_added(tmp_path, rows, begin, end):
+    folder = _write_folder(tmp_path, "llama3_1")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    bos, eot, eos = map(tokenizer.token_to_id, ("<|begin_of_text|>", "<|eot_id|>", "<|end_of_text|>"))
+    tokenizer.post_processor = processors.TemplateProcessing("<|begin_of_text|> $A", None, [("<|begin_of_text|>", bos)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos, eot]}))
+    cfg = config_for(folder, chat_template="none")
+    cfg.tokenizer = {"_component_": "rocm_ext.data.HFTokenizer", "path": str(folder / "tokenizer.json")}
+    found = read(open_tokenizer(cfg), source=rows(
+        {"text": f"{begin}hi{end}"}, {"prompt": f"{begin}2+2=", "completion": f" 4{end}"},
+    ))  # fmt: skip
+
+    def ids(text):
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    last = ids(end) or [eos]
+    assert found.tokens[0].tolist() == found.labels[0].tolist() == [bos, *ids("hi"), *last]
+    assert found.tokens[1].tolist() == [bos, *ids("2+2="), *ids(" 4"), *last]
 
 
 def test_torchtunes_datasets_get_the_template_too(model_folder, rows):
