@@ -1,10 +1,9 @@
 """Check the messages of a conversation in a row, without importing torch."""
 
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rocm_ext.data.dialects import FLAGS, ROLES, masked, role_of, schema, string
+from rocm_ext.data.dialects import CALLS, FLAGS, ROLES, called, masked, parsed, role_of, schema, string
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # as transformers reads them
 _READ = ("role", "from", "content", "value", *FLAGS)
@@ -43,7 +42,18 @@ def to_turns(turns: Any) -> list[Turn]:
     """
     if not isinstance(turns, (list, tuple)):
         raise ValueError(f"a conversation must be a list of messages, found {type(turns).__name__}")
-    return [_to_turn(turn, f"message {number}") for number, turn in enumerate(turns)]
+    found: list[Turn] = []
+    for number, turn in enumerate(turns):
+        new, last = _to_turn(turn, f"message {number}"), found[-1] if found else None
+        if last and _is_call(turn) and (last.role, last.masked) == (new.role, new.masked):  # one turn, in ms-swift
+            calls = [*found.pop().more.get("tool_calls", ()), *new.more["tool_calls"]]
+            new = last._replace(more={**last.more, "tool_calls": calls})
+        found.append(new)
+    return found
+
+
+def _is_call(turn: Mapping[str, Any]) -> bool:
+    return turn.get("role", turn.get("from")) in CALLS
 
 
 def _to_turn(turn: Any, where: str) -> Turn:
@@ -55,13 +65,15 @@ def _to_turn(turn: Any, where: str) -> Turn:
     reasoning = next((more[key] for key in REASONING if key in more), None)
     if reasoning is not None:
         more["reasoning_content"] = string(reasoning, f"{where}: reasoning_content")
+    content = turn.get("content", turn.get("value"))
+    if _is_call(turn):
+        more["tool_calls"], content = called(content, where), None
     if calls := more.pop("tool_calls", None):  # templates ask whether the key is there
         if role != "assistant":
             raise ValueError(f"{where}: tool_calls of the {role}; only the assistant calls tools")
         if not isinstance(calls, list):
             raise ValueError(f"{where}: tool_calls must be a list, found {type(calls).__name__}")
         more["tool_calls"] = [_tool_call(call, f"{where}: tool_calls[{i}]") for i, call in enumerate(calls)]
-    content = turn.get("content", turn.get("value"))
     content = "" if content is None and (calls or reasoning) else _text(content, where)
     if role == "assistant" and not content.strip() and not calls and not reasoning:
         raise ValueError(f"{where}: the assistant's content is empty")
@@ -84,12 +96,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"{where} needs a function with a name, found {call!r}")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError as error:
-            raise ValueError(f"{where}: arguments are not valid JSON: {error}") from error
+    arguments = parsed(function.get("arguments"), f"{where}: arguments are")
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, Mapping):
@@ -125,18 +132,16 @@ def to_tools(value: Any) -> list[dict[str, Any]] | None:
     """Return the functions that a conversation may call, as JSON schemas, without the nulls that Arrow adds.
 
     Args:
-        value: the ``tools`` column: a list of objects in OpenAI's form, the same as JSON text, or nothing.
+        value: the ``tools`` column: a list of objects in OpenAI's form, or of their functions alone, the same as JSON
+            text, or nothing.
 
     Raises:
         ValueError: it is something else.
     """
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ValueError(f"tools are not valid JSON: {error}") from error
+    if isinstance(value, str):
+        value = parsed(value.strip() or "[]", "tools are")
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) and tool for tool in value):
         raise ValueError(f"tools must be a list of objects, as in OpenAI's API, found {value!r}")
-    return [schema(tool) for tool in value]
+    return [schema(tool if "name" not in tool else {"type": "function", "function": tool}) for tool in value]

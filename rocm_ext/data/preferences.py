@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rocm_ext.data.dialects import conversation, role_of
+from rocm_ext.data.dialects import conversation, pair, refuse_kto, role_of
 from rocm_ext.data.loading import open_source
 from rocm_ext.data.messages import REASONING, Turn, to_tools, to_turns, with_system
 from rocm_ext.data.render import render_conversation
@@ -33,6 +33,8 @@ def preference_dataset(
     - texts, beside ``prompt``: a text, or a list of messages ``{role, content}``
     - lists of messages beside ``prompt``: the answers, or whole conversations that contain the prompt
     - lists of messages without ``prompt``: conversations with the same beginning
+    - texts or messages beside ``conversations``, ``messages`` or Alpaca's ``instruction``, as LLaMA-Factory's
+    - ``messages`` and ``rejected_response`` (ms-swift), or ``preferred_output`` and its opposite (OpenAI)
     - texts without ``prompt``, written as in Anthropic's hh-rlhf: ``\\n\\nHuman: …\\n\\nAssistant: …``
 
     What both conversations begin with is the prompt. The answer of a side is every assistant turn after that, and
@@ -83,13 +85,15 @@ class PreferenceDataset(SourceDataset):
 
     def _fields(self, index: int) -> dict[str, Any]:
         """Return the values of a row under our column names."""
-        row, fields = self._mapped(index)
+        row, given = self._mapped(index)
         columns = getattr(self.rows, "column_names", row)
+        fields = pair(given, columns)
         nulls = (side for side in SIDES if side not in fields and self.column_map.get(side, side) in columns)
         fields |= {side: [] for side in nulls}  # no answer
         if missing := [side for side in SIDES if side not in fields]:
+            refuse_kto(fields)
             raise ValueError(f"the columns {list(row)} lack {' and '.join(missing)}; use column_map")
-        self._use(FIELDS)
+        self._use({*FIELDS, *(given.keys() - fields.keys())})
         return fields
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.base.log import log
-from rocm_ext.data.dialects import conversation
+from rocm_ext.data.dialects import conversation, listed
 from rocm_ext.data.formats import FORMATS
 from rocm_ext.data.loading import open_source, row_at
 from rocm_ext.data.messages import to_tools, to_turns, with_system
@@ -160,8 +160,8 @@ def _prompts(
         fields = formatted
         messages = _from_text(fields["prompt"])
     else:
-        turns = {"messages": conversation(fields["messages"], tools)} if "messages" in fields else {}
-        messages = _messages(fields | turns, mapping)
+        talk = {key: conversation(value, tools) for key, value in fields.items() if key == "messages"}
+        messages = _messages(fields | talk, mapping)
     messages = tuple(with_system(list(messages), fields.get("system"), system or None))
     prompt = Prompt("", messages, {**fields, "prompt": messages[-1]["content"]}, origin, tuple(tools or ()))
     return [replace(prompt, id=_id(fields) or prompt.key[:16])]
@@ -200,7 +200,7 @@ def _from_text(text: Any) -> tuple[dict[str, Any], ...]:
 
 def _conversation(turns: Any) -> tuple[dict[str, Any], ...]:
     """Check a row's messages; the last must be the turn of a user or a tool."""
-    messages = [turn.message() for turn in to_turns(turns)]
+    messages = [turn.message() for turn in to_turns(listed(turns, "a conversation"))]
     if not messages:
         raise ValueError("messages is empty; expected a conversation that ends with a user's turn")
     if messages[-1]["role"] not in ("user", "tool"):

@@ -9,13 +9,13 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from rocm_ext.base.errors import UserError, nearest, one_line
-from rocm_ext.data.dialects import conversation, string
+from rocm_ext.data.dialects import ALPACA, asked, conversation, listed, refuse_kto, string
 from rocm_ext.data.loading import open_source, row_at
 from rocm_ext.data.messages import REASONING, Turn, to_tools, to_turns, with_system
 from rocm_ext.data.render import PlainRenderer, TemplateRenderer, end_of, render_conversation
 from rocm_ext.data.tokenizer import special_token_lines, special_tokens_in
 
-SCHEMAS = {  # the columns that a row needs; alpaca's `input` is optional
+SCHEMAS = {  # the columns that a row needs; alpaca's ALPACA are optional
     "messages": ("messages",),
     "sharegpt": ("conversations",),
     "prompt_completion": ("prompt", "completion"),
@@ -23,7 +23,7 @@ SCHEMAS = {  # the columns that a row needs; alpaca's `input` is optional
     "text": ("text",),
 }
 EXTRAS = ("system", "tools")  # columns that every schema but text may have
-FIELDS = ("input", *EXTRAS, *(field for fields in SCHEMAS.values() for field in fields))
+FIELDS = (*ALPACA, *EXTRAS, *(field for fields in SCHEMAS.values() for field in fields))
 NEEDS = ", ".join(f"{name} ({' + '.join(fields)})" for name, fields in SCHEMAS.items())
 
 
@@ -47,8 +47,9 @@ def sft_dataset(
     - messages: ``messages``, a list of ``{role, content}``
     - sharegpt: ``conversations``, a list of ``{from, value}``
     - prompt_completion: ``prompt`` and ``completion``, strings or lists of messages
-    - alpaca: ``instruction``, ``output`` and optionally ``input``. The user's turn is the instruction, a blank
-      line and the input. The model's chat template formats it
+    - alpaca: ``instruction``, ``output`` and optionally ``input`` and ``history``, pairs of a question and its answer
+      that come before. The user's turn is the instruction, a blank line and the input. The model's chat template
+      formats it
     - text: ``text``. Every token is labelled. BOS and EOS of the model are added unless they are there
 
     Rows of the first four may also have ``system``, the text of the system message, and ``tools``, the JSON schemas
@@ -216,9 +217,14 @@ class ConversationDataset(SourceDataset):
         if len(fits) > 1:
             raise ValueError(f"the columns {list(row)} fit {' and '.join(fits)}: set schema to one of them")
         if not fits:
+            for columns in ([self.column_map.get(ours, ours) for ours in SCHEMAS[name]] for name in names):
+                if {*columns} <= {*getattr(self.rows, "column_names", row)}:
+                    raise ValueError(f"{' and '.join(c for c in columns if row.get(c) is None)} is null")
             what = "any schema" if self.schema == "auto" else f"schema {self.schema}"
             raise ValueError(f"the columns {list(row)} do not fit {what}; use column_map. Known: {NEEDS}")
-        used = {*SCHEMAS[fits[0]], *(EXTRAS if fits[0] != "text" else ()), *(["input"] if fits[0] == "alpaca" else ())}
+        if fits[0] != "text":
+            refuse_kto(fields)
+        used = {*SCHEMAS[fits[0]], *(EXTRAS if fits[0] != "text" else ()), *(ALPACA if fits[0] == "alpaca" else ())}
         self._use(used)
         return fits[0], fields
 
@@ -231,9 +237,7 @@ class ConversationDataset(SourceDataset):
         if schema == "prompt_completion":
             messages = turns("prompt", "user") + turns("completion", "assistant")
         elif schema == "alpaca":
-            messages = turns("instruction", "user") + turns("output", "assistant")
-            if fields.get("input"):
-                messages[0]["content"] += "\n\n" + string(fields["input"], "input")
+            messages = asked(fields) + turns("output", "assistant")
         else:
-            messages = fields[SCHEMAS[schema][0]]
+            messages = listed(fields[SCHEMAS[schema][0]], SCHEMAS[schema][0])
         return with_system(conversation(messages, tools), fields.get("system"), self.system_prompt)

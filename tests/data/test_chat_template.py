@@ -560,6 +560,38 @@ def test_nulls_of_arguments_as_text_were_meant(model_folder, rows):
     assert dataset[0]["tokens"] == theirs(folder, chat)
 
 
+def test_calls_and_tools_of_other_trainers(model_folder, rows):
+    """LLaMA-Factory's and ms-swift's turns of calls, OpenAI's before tools, and functions without their frame."""
+    folder = model_folder("qwen2_5")
+    calls = [{"name": "weather", "arguments": {"city": city}} for city in ("Rome", "Oslo")]
+    one, two = ([{"type": "function", "function": call} for call in calls[:n]] for n in (1, 2))
+
+    def chat(*asked, result="observation"):
+        said = [user("Weather?"), *asked, {"role": result, "content": "7"}]
+        return [*({"from": m["role"], "value": m["content"]} for m in said), {"from": "gpt", "value": "Cold."}]
+
+    def calling(role, what):
+        return {"role": role, "content": json.dumps(what)}
+
+    call = {**calls[0], "arguments": json.dumps(calls[0]["arguments"])}
+    old = [user("Weather?"), assistant(None, function_call=call),
+           {"role": "function", "name": "weather", "content": "7"}, assistant("Cold.")]  # fmt: skip
+    bare = json.dumps([tool["function"] for tool in TOOLS])
+    source = rows(
+        {"conversations": chat(calling("function_call", calls[0])), "tools": bare},
+        {"messages": old, "tools": bare},
+        {"conversations": chat(calling("function_call", calls)), "tools": bare},
+        {"conversations": chat(*(calling("tool_call", c) for c in calls), result="tool_response"), "tools": TOOLS},
+    )
+    dataset = sft_dataset(open_tokenizer(config_for(folder)), source=source)
+    expected = [
+        theirs(folder, [user("Weather?"), assistant("", tool_calls=called), {"role": "tool", "content": "7"},
+                        assistant("Cold.")], tools=TOOLS) for called in (one, one, two, two)
+    ]  # fmt: skip
+    assert [dataset[i]["tokens"] for i in range(4)] == expected
+    assert labelled(folder, dataset[0]["labels"])[0].startswith("<tool_call>")
+
+
 def test_a_prompt_may_have_tools_and_end_with_their_answer(model_folder, rows):
     folder = model_folder("qwen3")
     chat = [message | {} for message in CHATS["tool answer"][:-1]]

@@ -245,6 +245,26 @@ def test_prompt_and_completion_as_messages(qwen, write):
     assert sft_dataset(qwen, source=write([row]))[0] == sft_dataset(qwen, source=write([ROWS["messages"]]))[0]
 
 
+DIALECTS = {
+    "developer": ({"messages": [{"role": "developer", "content": "s"}, *ROWS["messages"]["messages"]]},
+                  [{"role": "system", "content": "s"}, user("q"), assistant("a")]),
+    "history": ({**ROWS["alpaca"], "history": [["b", "c"]], "system": "s"},
+                [{"role": "system", "content": "s"}, user("b"), assistant("c"), user("q"), assistant("a")]),
+    "history as text": ({**ROWS["alpaca"], "history": '[["b", "c"]]'},
+                        [user("b"), assistant("c"), user("q"), assistant("a")]),
+    "no history": ({**ROWS["alpaca"], "history": []}, [user("q"), assistant("a")]),
+    "text": ({"conversations": json.dumps(ROWS["sharegpt"]["conversations"]), "system": "s"},
+             [{"role": "system", "content": "s"}, user("q"), assistant("a")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DIALECTS)
+def test_dialects_of_other_trainers(qwen, write, case):
+    row, chat = DIALECTS[case]
+    tokens, labels = render_conversation(qwen, chat)
+    assert sft_dataset(qwen, source=write([row]))[0] == {"tokens": tokens, "labels": labels}
+
+
 def test_alpaca_input_follows_a_blank_line(qwen, write):
     row = {"instruction": "Add.", "input": "1 2", "output": "3"}
     assert "user\nAdd.\n\n1 2<|im_end|>" in qwen.decode(sft_dataset(qwen, source=write([row]))[0]["tokens"])
@@ -290,7 +310,7 @@ def test_train_on_input_of_the_dataset(qwen, write):
         ({"messages": [user("q")]}, ["no assistant turn to train on"]),
         ({"messages": []}, ["no assistant turn"]),
         ({"messages": [user("q"), assistant("a", weight=0)]}, ["no assistant turn"]),
-        ({"messages": "q"}, ["must be a list of messages", "str"]),
+        ({"messages": "q"}, ["must be a list of messages", "not valid JSON"]),
         ({"messages": ["q"]}, ["message 0", "must be an object", "str"]),
         ({"messages": [{"role": "bot", "content": "q"}]}, ["message 0", "unknown role 'bot'", *ROLES]),
         ({"messages": [{"content": "q"}]}, ["unknown role None"]),
@@ -312,7 +332,13 @@ def test_train_on_input_of_the_dataset(qwen, write):
         ({"text": ""}, ["text is empty"]),
         ({"prompt": "q", "completion": "\ud800"}, ["UnicodeEncodeError", "surrogates"]),
         ({"question": "q"}, ["['question']", "do not fit any schema", "prompt + completion", "column_map"]),
-        ({"prompt": "q", "completion": None}, ["do not fit"]),
+        ({"prompt": "q", "completion": None}, ["completion is null"]),
+        ({"messages": None, "id": 1}, ["messages is null"]),
+        ({"prompt": "q", "completion": "a", "label": False}, ["label is False", "KTO", "dpo_rocm"]),
+        ({**ROWS["alpaca"], "kto_tag": "true"}, ["kto_tag is true", "KTO"]),
+        ({**ROWS["alpaca"], "history": [["q"]]}, ["history must be a list of pairs", "[['q']]"]),
+        ({"messages": "[{"}, ["messages must be a list of messages, found a text that is not valid JSON"]),
+        ({"messages": [user("q"), {"role": "function_call", "content": "f()"}]}, ["message 1: the call is not valid"]),
         ({**ROWS["alpaca"], "text": "x"}, ["fit alpaca and text", "set schema"]),
     ],
 )
