@@ -91,11 +91,9 @@ def asked(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def pair(fields: Mapping[str, Any], columns: Collection[str]) -> dict[str, Any]:
-    """Return a row of pairs with TRL's columns ``prompt``, ``chosen`` and ``rejected``, without those that it used.
+    """Return a row of pairs with TRL's columns ``prompt``, ``chosen`` and ``rejected`` in place of others' it has.
 
-    Args:
-        fields: the row, without nulls; its columns may be OpenAI's, ms-swift's, LLaMA-Factory's or axolotl's.
-        columns: names of all its columns.
+    The row has no nulls; ``columns`` are the names of all columns.
     """
     row = dict(fields)
     talk = next((key for key in ("messages", "conversations") if key in row), None)
@@ -119,11 +117,7 @@ def conversation(value: Any, tools: list[dict[str, Any]] | None = None) -> Any:
     """Return a row's messages, a list or one, without the nulls that Arrow fills gaps with; text as it is.
 
     Arrow gives every object the keys of all rows' objects, and so does JSON that was written from its tables. A null
-    argument of a call stays where the function's schema allows it, or where the arguments are JSON text.
-
-    Args:
-        value: the messages.
-        tools: the row's functions, from :func:`rocm_ext.data.messages.to_tools`.
+    argument of a call stays where the schema in ``tools`` allows it, or where the arguments are JSON text.
     """
     if not isinstance(value, list | Mapping):
         return value
@@ -183,11 +177,7 @@ def _nullable(schema: Any) -> bool:
 
 
 def string(value: Any, what: str) -> str:
-    """Return ``value`` if it is a string.
-
-    Raises:
-        ValueError: it is not; the message calls it ``what``.
-    """
+    """Return ``value`` if it is a string; ValueError: it is not, and the message calls it ``what``."""
     if not isinstance(value, str):
         raise ValueError(f"{what} must be a string, found {type(value).__name__}")
     return value

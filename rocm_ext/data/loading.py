@@ -78,17 +78,12 @@ def load_rows(source: str, split: str, data_files: Any, name: str | None) -> tup
 
     else:
         folder = Path(source).expanduser()
-        args = (kinds.pop(), None) if files else (str(folder) if folder.is_dir() else source, name)
+        args = (*kinds, None) if files else (str(folder) if folder.is_dir() else source, name)
         try:
-            more: dict[str, Any] = {"sep": _separator(files[0])} if args[0] == "csv" and files else {}
-            if any((folder / name).is_file() for name in SAVED):
+            if any((folder / file).is_file() for file in SAVED):
                 rows = _saved(folder, split)
             else:
-                rows = load_dataset(*args, data_files=files or data_files, split=split, **more)
-            if rows.info.builder_name == "csv":  # again: pandas guesses types, takes NA for a gap and 007 for 7
-                text = Features(dict.fromkeys(rows.column_names, Value("string")))
-                more |= {"features": text, "keep_default_na": False, "na_values": [""]}
-                rows = load_dataset(*args, data_files=files or data_files, split=split, **more)
+                rows = _load(args, files or data_files, split, {"sep": _separator(files[0])} if "csv" in kinds else {})
         except UserError:
             raise
         except Exception as error:  # hub, network, file system and builder errors share no base class
@@ -124,25 +119,29 @@ def _separator(file: str) -> str:
     return "\t" if _suffix(file) == ".tsv" else max(",;\t", key=header.count)
 
 
+def _load(args: Any, files: Any, split: str, more: dict[str, Any]) -> Any:
+    """Read rows with `datasets`; cells of CSV files as text, because pandas takes NA for a gap and 007 for 7."""
+    rows = load_dataset(*args, data_files=files, split=split, **more)
+    if rows.info.builder_name != "csv":
+        return rows
+    more |= {"features": Features(dict.fromkeys(rows.column_names, Value("string"))), "na_values": [""]}
+    return load_dataset(*args, data_files=files, split=split, keep_default_na=False, **more)
+
+
 def _saved(folder: Path, split: str) -> Any:
     """Read what ``save_to_disk`` wrote: a set of splits, or rows that are the split ``train``."""
     saved = load_from_disk(str(folder))
     splits = saved if isinstance(saved, dict) else {"train": saved}
     parts = _parts(split, {name: len(rows) for name, rows in splits.items()})
-    return concatenate_datasets([splits[name].select(range(start, end)) for name, start, end in parts])
+    return concatenate_datasets([splits[part.splitname].select(range(part.from_, part.to)) for part in parts])
 
 
-def _parts(split: str, sizes: dict[str, int]) -> list[tuple[str, int, int]]:
-    """Return name, start and end of each part of a split; ``train[:100]`` and ``train[10%:]`` mean what they do there.
-
-    Raises:
-        UserError: ``split`` is malformed, or not among the splits of these ``sizes``.
-    """
+def _parts(split: str, sizes: dict[str, int]) -> Any:
+    """Return the parts of a split; ``train[:100]`` and ``train[10%:]`` have the same meaning as in `datasets`."""
     try:
-        parts = ReadInstruction.from_spec(split).to_absolute(sizes)
+        return ReadInstruction.from_spec(split).to_absolute(sizes)
     except (ValueError, AssertionError) as error:
         raise UserError(f"split {split!r}: {one_line(error)}; the splits are {', '.join(sizes)}") from error
-    return [(part.splitname, part.from_ or 0, sizes[part.splitname] if part.to is None else part.to) for part in parts]
 
 
 def row_at(rows: Any, index: int) -> dict[str, Any]:
@@ -203,25 +202,17 @@ def _read_json(files: list[str], split: str) -> tuple[list[dict], list[str]]:
     for row, origin in rows:
         if not isinstance(row, dict):
             raise UserError(f"{origin}: a row must be a JSON object, found {type(row).__name__}")
-    rows = [pair for _, start, end in _parts(split, {"train": len(rows)}) for pair in rows[start:end]]
+    rows = [pair for part in _parts(split, {"train": len(rows)}) for pair in rows[part.from_ : part.to]]
     return [row for row, _ in rows], [origin for _, origin in rows]
 
 
 def _listed(text: str) -> list[Any] | None:
-    """Return the rows of a .json file: those of its list, also under ``data``, or its only object; None: of its lines.
-
-    Raises:
-        ValueError: it begins as a list, but is malformed.
-    """
+    """Return the rows of a .json file: its list, also under ``data``, or its only object; None: its lines."""
+    if text.lstrip().startswith("["):
+        return list(json.loads(text))
     try:
         content = json.loads(text)
     except ValueError:
-        if text.lstrip().startswith("["):
-            raise
         return None
-    if isinstance(content, list):
-        return content
     data = content.get("data") if isinstance(content, dict) else None
-    if isinstance(data, list) and all(isinstance(row, dict) for row in data):
-        return data
-    return [content] if "\n" in text.strip() else None
+    return data if isinstance(data, list) else [content] if "\n" in text.strip() else None
