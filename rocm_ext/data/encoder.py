@@ -151,10 +151,12 @@ class HFTokenizer:
 
         Args:
             text: the text; special tokens in it are parsed.
-            add_bos: add the tokens that the model expects before a text, if any.
+            add_bos: add the tokens that the model expects before a text, if any, unless the text begins with them.
             add_eos: add :attr:`eos_id`.
         """
-        return [*self._before * add_bos, *self.encoder.encode(text), *[self.eos_id] * add_eos]
+        tokens = self.encoder.encode(text)
+        add_bos = add_bos and tokens[: len(self._before)] != self._before
+        return [*self._before * add_bos, *tokens, *[self.eos_id] * add_eos]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens`` without special tokens."""

@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from rocm_ext.data.messages import string
+from rocm_ext.data.dialects import string
 
 MAX_TESTS = 1 << 30  # bytes of a row's unpacked tests
 TEXT_OPCODES = {"PROTO", "FRAME", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}

@@ -1,16 +1,19 @@
 """Read rows from files, folders and the hub, without importing torch."""
 
+import gzip
 import json
+import zlib
 from collections.abc import Callable, Collection, Mapping
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 
-from datasets import ReadInstruction, load_dataset
+from datasets import Features, ReadInstruction, Value, concatenate_datasets, load_dataset, load_from_disk
 
 from rocm_ext.base.errors import UserError, nearest, one_line
 
-LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
+SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk writes into a folder
 
 
 def open_source(
@@ -60,9 +63,9 @@ def load_rows(source: str, split: str, data_files: Any, name: str | None) -> tup
         UserError: the source does not exist or cannot be read, or the split has no rows.
     """
     files = _local_files(source)
-    kinds = {LOADERS.get(Path(file).suffix) for file in files}
+    kinds = {LOADERS.get(_suffix(file)) for file in files}
     if len(kinds) > 1 or None in kinds:
-        raise UserError(f"{source}: expected {', '.join(LOADERS)} files, all of one kind")
+        raise UserError(f"{source}: expected {', '.join(LOADERS)} files, all of one kind; the first may end in .gz")
     if files and (data_files is not None or name is not None):
         raise UserError(f"source {source} is a file: data_files and name do not apply to it")
     if kinds == {"json"}:
@@ -75,9 +78,14 @@ def load_rows(source: str, split: str, data_files: Any, name: str | None) -> tup
 
     else:
         folder = Path(source).expanduser()
-        args = (kinds.pop(), None) if files else (str(folder) if folder.is_dir() else source, name)
+        args = (*kinds, None) if files else (str(folder) if folder.is_dir() else source, name)
         try:
-            rows = load_dataset(*args, data_files=files or data_files, split=split)
+            if any((folder / file).is_file() for file in SAVED):
+                rows = _saved(folder, split)
+            else:
+                rows = _load(args, files or data_files, split, {"sep": _separator(files[0])} if "csv" in kinds else {})
+        except UserError:
+            raise
         except Exception as error:  # hub, network, file system and builder errors share no base class
             hint = ""
             if not files and not folder.is_dir() and source not in LOADERS.values():
@@ -95,18 +103,60 @@ def load_rows(source: str, split: str, data_files: Any, name: str | None) -> tup
     return rows, origin
 
 
+def _suffix(file: str | Path) -> str:
+    return Path(str(file).removesuffix(".gz")).suffix
+
+
+def _open(file: str) -> Any:
+    """Open a text file, perhaps a compressed one, to read it."""
+    return (gzip.open if file.endswith(".gz") else open)(file, "rt", encoding="utf-8-sig")
+
+
+def _separator(file: str) -> str:
+    """Return what separates the cells in a table's first line."""
+    with _open(file) as lines:
+        header = lines.readline()
+    return "\t" if _suffix(file) == ".tsv" else max(",;\t", key=header.count)
+
+
+def _load(args: Any, files: Any, split: str, more: dict[str, Any]) -> Any:
+    """Read rows with `datasets`; cells of CSV files as text, because pandas takes NA for a gap and 007 for 7."""
+    rows = load_dataset(*args, data_files=files, split=split, **more)
+    if rows.info.builder_name != "csv":
+        return rows
+    more |= {"features": Features(dict.fromkeys(rows.column_names, Value("string"))), "na_values": [""]}
+    return load_dataset(*args, data_files=files, split=split, keep_default_na=False, **more)
+
+
+def _saved(folder: Path, split: str) -> Any:
+    """Read what ``save_to_disk`` wrote: a set of splits, or rows that are the split ``train``."""
+    saved = load_from_disk(str(folder))
+    splits = saved if isinstance(saved, dict) else {"train": saved}
+    parts = _parts(split, {name: len(rows) for name, rows in splits.items()})
+    return concatenate_datasets([splits[part.splitname].select(range(part.from_, part.to)) for part in parts])
+
+
+def _parts(split: str, sizes: dict[str, int]) -> Any:
+    """Return the parts of a split; ``train[:100]`` and ``train[10%:]`` have the same meaning as in `datasets`."""
+    try:
+        return ReadInstruction.from_spec(split).to_absolute(sizes)
+    except (ValueError, AssertionError) as error:
+        raise UserError(f"split {split!r}: {one_line(error)}; the splits are {', '.join(sizes)}") from error
+
+
 def row_at(rows: Any, index: int) -> dict[str, Any]:
     """Return a row of :func:`load_rows`.
 
-    Arrow gives every object the keys of all objects and fills the gaps with None, so those go. JSON rows stay as
-    they are.
+    Arrow gives every object the keys of all objects and fills the gaps with None, so those go, but for those that
+    only a function's schema can tell, see :mod:`rocm_ext.data.dialects`. JSON rows stay as they are.
     """
     return rows[index] if isinstance(rows, list) else _without_nulls(rows[index])
 
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+        kept = ("arguments", "default", "const")
+        return {k: v if k in kept else _without_nulls(v) for k, v in value.items() if v is not None or k in kept}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
@@ -120,14 +170,14 @@ def _local_files(source: str) -> list[str]:
     if path.is_file():
         return [str(path)]
     files = sorted(glob(str(path), recursive=True)) if has_magic(source) else []
-    path_like = path.suffix in LOADERS or has_magic(source) or source[:1] in "./~" or source.count("/") > 1
+    path_like = _suffix(path) in LOADERS or has_magic(source) or source[:1] in "./~" or source.count("/") > 1
     if path_like and not files and not path.is_dir():
         raise UserError(f"{source}: no such file or folder (looked in {Path.cwd()})")
     return files
 
 
 def _read_json(files: list[str], split: str) -> tuple[list[dict], list[str]]:
-    """Read a split's rows and their origins from JSON lines or from a .json file with one list.
+    """Read a split's rows and their origins from JSON lines, or from .json files with a list, also under ``data``.
 
     Raises:
         UserError: a file cannot be read, a row is malformed, or ``split`` is invalid.
@@ -136,24 +186,33 @@ def _read_json(files: list[str], split: str) -> tuple[list[dict], list[str]]:
     for file in files:
         origin = file
         try:
-            text = Path(file).read_text(encoding="utf-8-sig")
-            if Path(file).suffix == ".json" and text.lstrip().startswith("["):
-                rows += [(row, f"{file} row {index}") for index, row in enumerate(json.loads(text))]
+            with _open(file) as opened:
+                text = opened.read()
+            if _suffix(file) == ".json" and (listed := _listed(text)) is not None:
+                rows += [(row, f"{file} row {index}") for index, row in enumerate(listed)]
                 continue
             for number, line in enumerate(text.split("\n"), 1):  # splitlines also splits at U+2028
                 origin = f"{file}:{number}"
                 if line.strip():
                     rows.append((json.loads(line), origin))
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
             raise UserError(f"{file}: cannot read it as UTF-8 text: {one_line(error)}") from error
         except (ValueError, RecursionError) as error:
             raise UserError(f"{origin}: malformed JSON: {error}") from error
     for row, origin in rows:
         if not isinstance(row, dict):
             raise UserError(f"{origin}: a row must be a JSON object, found {type(row).__name__}")
-    try:  # train[:100] and train[10%:] have the same meaning as in `datasets`
-        parts = ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
-    except (ValueError, AssertionError) as error:
-        raise UserError(f"split {split!r}: {one_line(error)}; a file has one split, train") from error
-    rows = [pair for part in parts for pair in rows[part.from_ : part.to]]
+    rows = [pair for part in _parts(split, {"train": len(rows)}) for pair in rows[part.from_ : part.to]]
     return [row for row, _ in rows], [origin for _, origin in rows]
+
+
+def _listed(text: str) -> list[Any] | None:
+    """Return the rows of a .json file: its list, also under ``data``, or its only object; None: its lines."""
+    if text.lstrip().startswith("["):
+        return list(json.loads(text))
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return None
+    data = content.get("data") if isinstance(content, dict) else None
+    return data if isinstance(data, list) else [content] if "\n" in text.strip() else None

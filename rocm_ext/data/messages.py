@@ -1,20 +1,19 @@
 """Check the messages of a conversation in a row, without importing torch."""
 
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
-ROLES |= {"human": "user", "gpt": "assistant", "ipython": "tool"}
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # as transformers reads them
-_READ = ("role", "from", "content", "value", "weight")
+from rocm_ext.data.dialects import CALLS, FLAGS, ROLES, called, masked, parsed, role_of, schema, string
+
+REASONING = ("reasoning_content", "thinking", "reasoning")  # as transformers reads them
+_READ = ("role", "from", "content", "value", *FLAGS)
 
 
 class Turn(NamedTuple):
     """One message.
 
     Attributes:
-        role: a value of :data:`ROLES`.
+        role: a value of :data:`rocm_ext.data.dialects.ROLES`.
         content: text of the message; empty only where an assistant calls tools or reasons.
         masked: whether the loss excludes the whole message.
         more: what else a chat template may use: ``tool_calls``, ``reasoning_content``, ``name``, …
@@ -34,41 +33,51 @@ def to_turns(turns: Any) -> list[Turn]:
     """Check a conversation and return its turns.
 
     Args:
-        turns: ``{"role", "content"}`` each, or ShareGPT's ``{"from", "value"}``; roles as in :data:`ROLES`. An
-            assistant's message may have ``tool_calls`` in OpenAI's form; arguments may be an object or JSON text.
+        turns: ``{"role", "content"}`` each, or ShareGPT's ``{"from", "value"}``; roles and flags as in
+            :mod:`rocm_ext.data.dialects`. An assistant's message may have ``tool_calls`` in OpenAI's form; arguments
+            may be an object or JSON text.
 
     Raises:
         ValueError: a message is malformed.
     """
     if not isinstance(turns, (list, tuple)):
         raise ValueError(f"a conversation must be a list of messages, found {type(turns).__name__}")
-    return [_to_turn(turn, f"message {number}") for number, turn in enumerate(turns)]
+    found: list[Turn] = []
+    for number, turn in enumerate(turns):
+        new, last = _to_turn(turn, f"message {number}"), found[-1] if found else None
+        if last and _is_call(turn) and (last.role, last.masked) == (new.role, new.masked):  # one turn, in ms-swift
+            calls = [*found.pop().more.get("tool_calls", ()), *new.more["tool_calls"]]
+            new = last._replace(more={**last.more, "tool_calls": calls})
+        found.append(new)
+    return found
+
+
+def _is_call(turn: Mapping[str, Any]) -> bool:
+    return turn.get("role", turn.get("from")) in CALLS
 
 
 def _to_turn(turn: Any, where: str) -> Turn:
     if not isinstance(turn, Mapping):
         raise ValueError(f"{where} must be an object with role and content, found {type(turn).__name__}")
-    role, weight = turn.get("role", turn.get("from")), turn.get("weight")
-    if not isinstance(role, str) or role not in ROLES:
-        raise ValueError(f"{where}: unknown role {role!r}; known: {', '.join(ROLES)}")
-    role = ROLES[role]
+    if (role := role_of(turn)) is None:
+        raise ValueError(f"{where}: unknown role {turn.get('role', turn.get('from'))!r}; known: {', '.join(ROLES)}")
     more = {key: value for key, value in turn.items() if key not in _READ and value is not None}
-    reasoning = next((more[key] for key in _REASONING if key in more), None)
+    reasoning = next((more[key] for key in REASONING if key in more), None)
     if reasoning is not None:
         more["reasoning_content"] = string(reasoning, f"{where}: reasoning_content")
+    content = turn.get("content", turn.get("value"))
+    if _is_call(turn):
+        more["tool_calls"], content = called(content, where), None
     if calls := more.pop("tool_calls", None):  # templates ask whether the key is there
         if role != "assistant":
             raise ValueError(f"{where}: tool_calls of the {role}; only the assistant calls tools")
         if not isinstance(calls, list):
             raise ValueError(f"{where}: tool_calls must be a list, found {type(calls).__name__}")
         more["tool_calls"] = [_tool_call(call, f"{where}: tool_calls[{i}]") for i, call in enumerate(calls)]
-    content = turn.get("content", turn.get("value"))
     content = "" if content is None and (calls or reasoning) else _text(content, where)
     if role == "assistant" and not content.strip() and not calls and not reasoning:
         raise ValueError(f"{where}: the assistant's content is empty")
-    if weight not in (None, 0, 1):
-        raise ValueError(f"{where}: weight must be 0 or 1, found {weight!r}")
-    return Turn(role, content, role != "assistant" or weight == 0, more)
+    return Turn(role, content, masked(turn, role, where), more)
 
 
 def _text(content: Any, where: str) -> str:
@@ -87,12 +96,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"{where} needs a function with a name, found {call!r}")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError as error:
-            raise ValueError(f"{where}: arguments are not valid JSON: {error}") from error
+    arguments = parsed(function.get("arguments"), f"{where}: arguments are")
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, Mapping):
@@ -114,7 +118,7 @@ def with_system(messages: Any, column: Any, system_prompt: str | None) -> Any:
     """
     if not isinstance(messages, list):
         return messages
-    present = next((m for m in messages if isinstance(m, Mapping) and "system" in (m.get("role"), m.get("from"))), None)
+    present = next((message for message in messages if role_of(message) == "system"), None)
     system: str | None = string("" if column is None else column, "system")
     if present is not None and system and system != present.get("content", present.get("value")):
         raise ValueError("the column system differs from the system message in the conversation; keep one of them")
@@ -125,32 +129,19 @@ def with_system(messages: Any, column: Any, system_prompt: str | None) -> Any:
 
 
 def to_tools(value: Any) -> list[dict[str, Any]] | None:
-    """Return the functions that a conversation may call, as JSON schemas.
+    """Return the functions that a conversation may call, as JSON schemas, without the nulls that Arrow adds.
 
     Args:
-        value: the ``tools`` column: a list of objects in OpenAI's form, the same as JSON text, or nothing.
+        value: the ``tools`` column: a list of objects in OpenAI's form, or of their functions alone, the same as JSON
+            text, or nothing.
 
     Raises:
         ValueError: it is something else.
     """
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ValueError(f"tools are not valid JSON: {error}") from error
+    if isinstance(value, str):
+        value = parsed(value.strip() or "[]", "tools are")
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) and tool for tool in value):
         raise ValueError(f"tools must be a list of objects, as in OpenAI's API, found {value!r}")
-    return [dict(tool) for tool in value]
-
-
-def string(value: Any, what: str) -> str:
-    """Return ``value`` if it is a string.
-
-    Raises:
-        ValueError: it is not; the message calls it ``what``.
-    """
-    if not isinstance(value, str):
-        raise ValueError(f"{what} must be a string, found {type(value).__name__}")
-    return value
+    return [schema(tool if "name" not in tool else {"type": "function", "function": tool}) for tool in value]

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rocm_ext.data.dialects import conversation, pair, refuse_kto, role_of
 from rocm_ext.data.loading import open_source
-from rocm_ext.data.messages import Turn, to_tools, to_turns, with_system
+from rocm_ext.data.messages import REASONING, Turn, to_tools, to_turns, with_system
 from rocm_ext.data.render import render_conversation
 from rocm_ext.data.rows import SIDES
 from rocm_ext.data.sources import EXTRAS, SourceDataset
@@ -32,6 +33,8 @@ def preference_dataset(
     - texts, beside ``prompt``: a text, or a list of messages ``{role, content}``
     - lists of messages beside ``prompt``: the answers, or whole conversations that contain the prompt
     - lists of messages without ``prompt``: conversations with the same beginning
+    - texts or messages beside ``conversations``, ``messages`` or Alpaca's ``instruction``, as LLaMA-Factory's
+    - ``messages`` and ``rejected_response`` (ms-swift), or ``preferred_output`` and its opposite (OpenAI)
     - texts without ``prompt``, written as in Anthropic's hh-rlhf: ``\\n\\nHuman: …\\n\\nAssistant: …``
 
     What both conversations begin with is the prompt. The answer of a side is every assistant turn after that, and
@@ -64,8 +67,9 @@ class PreferenceDataset(SourceDataset):
 
     def _item(self, index: int) -> dict[str, list[int]]:
         fields = self._fields(index)
-        sides, shared = _conversations(fields, self.system_prompt)
         tools = to_tools(fields.get("tools"))
+        fields |= {key: conversation(fields[key], tools) for key in ("prompt", *SIDES) if key in fields}
+        sides, shared = _conversations(fields, self.system_prompt)
         item: dict[str, list[int]] = {}
         for side, turns in zip(SIDES, sides, strict=True):
             tokens: list[int] = []
@@ -76,18 +80,20 @@ class PreferenceDataset(SourceDataset):
                 ]
                 tokens, labels = render_conversation(self.tokenizer, messages, tools=tools)
             item |= {f"{side}_input_ids": tokens, f"{side}_labels": labels}
-        self._note_special_tokens(index, (turn.content for turns in sides for turn in turns))
+        self._note(index, [turn for turns in sides for turn in turns])
         return item
 
     def _fields(self, index: int) -> dict[str, Any]:
         """Return the values of a row under our column names."""
-        row, fields = self._mapped(index)
+        row, given = self._mapped(index)
         columns = getattr(self.rows, "column_names", row)
+        fields = pair(given, columns)
         nulls = (side for side in SIDES if side not in fields and self.column_map.get(side, side) in columns)
         fields |= {side: [] for side in nulls}  # no answer
         if missing := [side for side in SIDES if side not in fields]:
+            refuse_kto(fields)
             raise ValueError(f"the columns {list(row)} lack {' and '.join(missing)}; use column_map")
-        self._used.update(self.column_map.get(ours, ours) for ours in FIELDS)
+        self._use({*FIELDS, *(given.keys() - fields.keys())})
         return fields
 
 
@@ -137,7 +143,7 @@ def _conversation(side: str, fields: Mapping[str, Any]) -> list[Any]:
     messages = value[:-1] if value and _is_empty_answer(value[-1]) else value
     if prompt is None:
         return messages
-    if not messages or _role(messages[0]) in ("assistant", "gpt"):
+    if not messages or role_of(messages[0]) == "assistant":
         return [*asked, *messages]
     if not _contains(messages, prompt):
         raise ValueError("the conversation does not contain the row's prompt; leave one of them out with column_map")
@@ -166,12 +172,8 @@ def _contains(messages: list[Any], prompt: Any) -> bool:
 
 
 def _is_empty_answer(message: Any) -> bool:
-    if not isinstance(message, Mapping) or _role(message) not in ("assistant", "gpt"):
+    if role_of(message) != "assistant":
         return False
     content = message.get("content", message.get("value"))
-    calls = any(message.get(key) for key in ("tool_calls", "reasoning_content", "thinking", "reasoning"))
+    calls = any(message.get(key) for key in ("tool_calls", "function_call", *REASONING))
     return (content is None or (isinstance(content, str) and not content.strip())) and not calls
-
-
-def _role(message: Any) -> Any:
-    return message.get("role", message.get("from")) if isinstance(message, Mapping) else None

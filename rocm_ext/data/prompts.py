@@ -9,6 +9,7 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.base.log import log
+from rocm_ext.data.dialects import conversation, listed
 from rocm_ext.data.formats import FORMATS
 from rocm_ext.data.loading import open_source, row_at
 from rocm_ext.data.messages import to_tools, to_turns, with_system
@@ -66,8 +67,9 @@ def prompt_dataset(
     Of several identical rows it keeps one.
 
     Args:
-        source: a .jsonl, .json, .parquet or .csv file or a glob of them; or any path that
-            ``datasets.load_dataset`` takes: a folder, a hub name, or a loader (``json``) with ``data_files``.
+        source: a .jsonl, .json, .parquet, .csv or .tsv file or a glob of them, also as .gz; a folder that
+            ``save_to_disk`` wrote; or any path that ``datasets.load_dataset`` takes: a folder, a hub name, or a loader
+            (``json``) with ``data_files``.
         split: as in `datasets`, including ``train[:10%]``; a file has one split, ``train``.
         data_files, name: passed on to `datasets`; ``name`` is the configuration of a hub dataset.
         format: one of the above; None: the columns have our names already, or get them from ``column_map``.
@@ -150,6 +152,7 @@ def _prompts(
     taken = {*mapping, *mapping.values()}
     fields = {key: value for key, value in present.items() if key not in taken}
     fields |= {ours: present[yours] for ours, yours in mapping.items() if yours in present}
+    tools = to_tools(fields.get("tools"))
     if format is not None:
         formatted = FORMATS[format](fields)
         if formatted is None:
@@ -157,10 +160,10 @@ def _prompts(
         fields = formatted
         messages = _from_text(fields["prompt"])
     else:
-        messages = _messages(fields, mapping)
+        talk = {key: conversation(value, tools) for key, value in fields.items() if key == "messages"}
+        messages = _messages(fields | talk, mapping)
     messages = tuple(with_system(list(messages), fields.get("system"), system or None))
-    tools = tuple(to_tools(fields.get("tools")) or ())
-    prompt = Prompt("", messages, {**fields, "prompt": messages[-1]["content"]}, origin, tools)
+    prompt = Prompt("", messages, {**fields, "prompt": messages[-1]["content"]}, origin, tuple(tools or ()))
     return [replace(prompt, id=_id(fields) or prompt.key[:16])]
 
 
@@ -197,7 +200,7 @@ def _from_text(text: Any) -> tuple[dict[str, Any], ...]:
 
 def _conversation(turns: Any) -> tuple[dict[str, Any], ...]:
     """Check a row's messages; the last must be the turn of a user or a tool."""
-    messages = [turn.message() for turn in to_turns(turns)]
+    messages = [turn.message() for turn in to_turns(listed(turns, "a conversation"))]
     if not messages:
         raise ValueError("messages is empty; expected a conversation that ends with a user's turn")
     if messages[-1]["role"] not in ("user", "tool"):

@@ -290,7 +290,8 @@ class PlainRenderer:
     def conversation(self, turns: Sequence[Turn], tools: Tools) -> tuple[list[int], list[int]]:
         """Return prompt and completion; the completion has labels."""
         prompt = self.prompt(turns[:-1], tools)
-        answer = [*self._tokenizer.encode(turns[-1].content, add_bos=False, add_eos=False), self._end]
+        text = turns[-1].content
+        answer = self._tokenizer.encode(text, add_bos=False, add_eos=False) + end_of(text, self._tokenizer, self._end)
         return [*prompt, *answer], [*[IGNORE] * len(prompt), *answer]
 
 
@@ -376,6 +377,12 @@ def _refuse_tools(turns: Sequence[Turn], tools: Tools) -> None:
 
 
 # ---- shared
+
+
+def end_of(text: str, tokenizer: Any, end: int) -> list[int]:
+    """Return what to add behind a text: the token ``end``, unless one that ends a text is there, before white space."""
+    last = tokenizer.encode(text.rstrip()[-64:], add_bos=False, add_eos=False)[-1:]
+    return [] if {*last} & {end, *getattr(tokenizer, "stop_tokens", ())} else [end]
 
 
 def _behind_stop(tokens: Sequence[int], start: int, stops: frozenset[int]) -> int:

@@ -9,12 +9,13 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.data.dialects import ALPACA, asked, conversation, listed, refuse_kto, string
 from rocm_ext.data.loading import open_source, row_at
-from rocm_ext.data.messages import string, to_tools, to_turns, with_system
-from rocm_ext.data.render import PlainRenderer, render_conversation
+from rocm_ext.data.messages import REASONING, Turn, to_tools, to_turns, with_system
+from rocm_ext.data.render import PlainRenderer, TemplateRenderer, end_of, render_conversation
 from rocm_ext.data.tokenizer import special_token_lines, special_tokens_in
 
-SCHEMAS = {  # the columns that a row needs; alpaca's `input` is optional
+SCHEMAS = {  # the columns that a row needs; alpaca's ALPACA are optional
     "messages": ("messages",),
     "sharegpt": ("conversations",),
     "prompt_completion": ("prompt", "completion"),
@@ -22,7 +23,7 @@ SCHEMAS = {  # the columns that a row needs; alpaca's `input` is optional
     "text": ("text",),
 }
 EXTRAS = ("system", "tools")  # columns that every schema but text may have
-FIELDS = ("input", *EXTRAS, *(field for fields in SCHEMAS.values() for field in fields))
+FIELDS = (*ALPACA, *EXTRAS, *(field for fields in SCHEMAS.values() for field in fields))
 NEEDS = ", ".join(f"{name} ({' + '.join(fields)})" for name, fields in SCHEMAS.items())
 
 
@@ -46,9 +47,10 @@ def sft_dataset(
     - messages: ``messages``, a list of ``{role, content}``
     - sharegpt: ``conversations``, a list of ``{from, value}``
     - prompt_completion: ``prompt`` and ``completion``, strings or lists of messages
-    - alpaca: ``instruction``, ``output`` and optionally ``input``. The user's turn is the instruction, a blank
-      line and the input. The model's chat template formats it
-    - text: ``text``. Every token is labelled, and the model's EOS ends the row
+    - alpaca: ``instruction``, ``output`` and optionally ``input`` and ``history``, pairs of a question and its answer
+      that come before. The user's turn is the instruction, a blank line and the input. The model's chat template
+      formats it
+    - text: ``text``. Every token is labelled. BOS and EOS of the model are added unless they are there
 
     Rows of the first four may also have ``system``, the text of the system message, and ``tools``, the JSON schemas
     of functions that the assistant may call (a list, or JSON text). ``chat_template: none`` takes prompt_completion
@@ -56,8 +58,9 @@ def sft_dataset(
 
     Args:
         tokenizer: a torchtune model tokenizer.
-        source: a .jsonl, .json, .parquet or .csv file or a glob of them; or any path that
-            ``datasets.load_dataset`` takes: a folder, a hub name, or a loader (``json``) with ``data_files``.
+        source: a .jsonl, .json, .parquet, .csv or .tsv file or a glob of them, also as .gz; a folder that
+            ``save_to_disk`` wrote; or any path that ``datasets.load_dataset`` takes: a folder, a hub name, or a loader
+            (``json``) with ``data_files``.
         split: as in `datasets`, including ``train[:10%]``; a file has one split, ``train``.
         data_files, name: passed on to `datasets`; ``name`` is the configuration of a hub dataset.
         column_map: our column -> yours, ``{prompt: question, completion: answer}``.
@@ -110,6 +113,7 @@ class SourceDataset(Dataset, ABC):
     source: str
     _seen: set[str] = field(default_factory=set)  # columns of the rows read so far, and those that a row used
     _used: set[str] = field(default_factory=set)
+    _unread: set[str] = field(default_factory=set)  # keys of messages that the template does not read
     _reserved: dict[int, str] = field(default_factory=dict)  # a special token in the text of row i
 
     def __len__(self) -> int:
@@ -130,6 +134,9 @@ class SourceDataset(Dataset, ABC):
         lines = []
         if unused := self._seen - self._used:
             lines.append(f"{self.source}: the columns {', '.join(sorted(unused))} are not used")
+        if self._unread:
+            keys = ", ".join(sorted(self._unread))
+            lines.append(f"{self.source}: {keys} of the messages are not used, because the chat template lacks them")
         reserved = [(self._reserved[index], self.origin(index)) for index in sorted(self._reserved)]
         lines += special_token_lines(f"rows of {self.source}", len(self), reserved)
         return lines
@@ -144,9 +151,22 @@ class SourceDataset(Dataset, ABC):
         self._seen.update(present)
         return row, fields
 
-    def _note_special_tokens(self, index: int, texts: Iterable[str]) -> None:
-        if special := self._special_token(texts):
+    def _use(self, columns: Iterable[str]) -> None:
+        """Note that a row's columns are used, given our names; ``tools`` only where the template reads them."""
+        self._used.update(self.column_map.get(ours, ours) for ours in columns if ours != "tools" or ours in self._read)
+
+    def _note(self, index: int, turns: Sequence[Turn]) -> None:
+        """Note for :meth:`warnings` what the template does not read of a row, and special tokens in its texts."""
+        self._unread.update(key for turn in turns for key in turn.more if key not in self._read)
+        if special := self._special_token(turn.content for turn in turns):
             self._reserved[index] = special
+
+    @cached_property
+    def _read(self) -> frozenset[str]:
+        """Keys of messages that the rendering reads; all names of the reasoning if it reads one."""
+        renderer = getattr(self.tokenizer, "renderer", None)
+        names = renderer.template.names if isinstance(renderer, TemplateRenderer) else frozenset()
+        return names | {"tool_call_id"} | (set(REASONING) if names & set(REASONING) else set())
 
     @cached_property
     def _special_token(self) -> Callable[[Iterable[str]], str | None]:
@@ -169,18 +189,18 @@ class ConversationDataset(SourceDataset):
     def _item(self, index: int) -> dict[str, list[int]]:
         schema, fields = self._fields(index)
         if schema == "text":
-            if not string(fields["text"], "text"):
+            if not (text := string(fields["text"], "text")):
                 raise ValueError("text is empty")
             end = getattr(self.tokenizer, "end_of_text", self.tokenizer.eos_id)
-            tokens = [*self.tokenizer.encode(fields["text"], add_bos=True, add_eos=False), end]
+            tokens = self.tokenizer.encode(text, add_bos=True, add_eos=False) + end_of(text, self.tokenizer, end)
             return {"tokens": tokens, "labels": list(tokens)}
         plain = isinstance(getattr(self.tokenizer, "renderer", None), PlainRenderer)
-        messages = self._messages(schema, fields)
+        tools = to_tools(fields.get("tools"))
+        messages = self._messages(schema, fields, tools)
         if plain and (schema != "prompt_completion" or any(isinstance(fields[key], list) for key in SCHEMAS[schema])):
             raise ValueError("chat_template none needs prompt and completion as strings, or text")
-        tools = to_tools(fields.get("tools"))
         tokens, labels = render_conversation(self.tokenizer, messages, self.train_on_input, tools, self.last_turn)
-        self._note_special_tokens(index, (turn.content for turn in to_turns(messages)))
+        self._note(index, to_turns(messages))
         return {"tokens": tokens, "labels": labels}
 
     def _fields(self, index: int) -> tuple[str, dict[str, Any]]:
@@ -197,13 +217,18 @@ class ConversationDataset(SourceDataset):
         if len(fits) > 1:
             raise ValueError(f"the columns {list(row)} fit {' and '.join(fits)}: set schema to one of them")
         if not fits:
+            for columns in ([self.column_map.get(ours, ours) for ours in SCHEMAS[name]] for name in names):
+                if {*columns} <= {*getattr(self.rows, "column_names", row)}:
+                    raise ValueError(f"{' and '.join(c for c in columns if row.get(c) is None)} is null")
             what = "any schema" if self.schema == "auto" else f"schema {self.schema}"
             raise ValueError(f"the columns {list(row)} do not fit {what}; use column_map. Known: {NEEDS}")
-        used = {*SCHEMAS[fits[0]], *(EXTRAS if fits[0] != "text" else ()), *(["input"] if fits[0] == "alpaca" else ())}
-        self._used.update(self.column_map.get(ours, ours) for ours in used)
+        if fits[0] != "text":
+            refuse_kto(fields)
+        used = {*SCHEMAS[fits[0]], *(EXTRAS if fits[0] != "text" else ()), *(ALPACA if fits[0] == "alpaca" else ())}
+        self._use(used)
         return fits[0], fields
 
-    def _messages(self, schema: str, fields: dict[str, Any]) -> Any:
+    def _messages(self, schema: str, fields: dict[str, Any], tools: list[dict[str, Any]] | None) -> Any:
         def turns(column: str, role: str) -> list:
             value = fields[column]
             chat = schema == "prompt_completion" and isinstance(value, list)
@@ -212,9 +237,7 @@ class ConversationDataset(SourceDataset):
         if schema == "prompt_completion":
             messages = turns("prompt", "user") + turns("completion", "assistant")
         elif schema == "alpaca":
-            messages = turns("instruction", "user") + turns("output", "assistant")
-            if fields.get("input"):
-                messages[0]["content"] += "\n\n" + string(fields["input"], "input")
+            messages = asked(fields) + turns("output", "assistant")
         else:
-            messages = fields[SCHEMAS[schema][0]]
-        return with_system(messages, fields.get("system"), self.system_prompt)
+            messages = listed(fields[SCHEMAS[schema][0]], SCHEMAS[schema][0])
+        return with_system(conversation(messages, tools), fields.get("system"), self.system_prompt)

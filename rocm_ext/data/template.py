@@ -37,6 +37,7 @@ class ChatTemplate:
 
     Attributes:
         marked: whether generation blocks in the template mark what the assistant says.
+        names: the names and texts in the template's code; what a message has beside them, it does not read.
 
     Raises:
         UserError: the template is not valid Jinja.
@@ -59,12 +60,14 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _refuse, "strftime_now": today.strftime}
         try:
-            self.marked = any(
-                isinstance(call.node, nodes.ExtensionAttribute) for call in environment.parse(text).find_all(nodes.Call)
-            )
+            tree = environment.parse(text)
+            self.marked = any(isinstance(call.node, nodes.ExtensionAttribute) for call in tree.find_all(nodes.Call))
             self._template = environment.from_string(text)
         except TemplateError as error:
             raise UserError(f"chat template {origin} is not valid Jinja: {one_line(error)}") from error
+        fields = {nodes.Getattr: "attr", nodes.Name: "name", nodes.Const: "value"}
+        names = {getattr(node, fields[type(node)]) for node in tree.find_all(tuple(fields))}
+        self.names: frozenset[str] = frozenset(map(str, names)) | (for_tools.names if for_tools else frozenset())
         self._listed = not self._shows_content() and self._shows_content(listed=True)
 
     def _shows_content(self, listed: bool = False) -> bool:

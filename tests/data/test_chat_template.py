@@ -13,14 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torchtune.models.llama3._tokenizer import LLAMA3_SPECIAL_TOKENS
 from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS
 from transformers import AutoTokenizer
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
-from rocm_ext.data import prompt_dataset, sft_dataset
+from rocm_ext.data import preference_dataset, prompt_dataset, sft_dataset
 from rocm_ext.data.messages import to_turns
 from rocm_ext.data.render import IGNORE, marked_text, render_conversation, render_prompt, render_reply
 from rocm_ext.data.rows import open_dataset, tokenize
@@ -578,6 +578,80 @@ def test_columns_system_and_tools_are_used(model_folder, rows, tmp_path):
     assert table[0]["tokens"] == theirs(folder, chat, tools=tables[0]["tools"])
 
 
+def _schema(**properties):
+    return [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {
+        "type": "object", "properties": properties, "required": list(properties)}}}]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["json", "parquet"])
+def test_nulls_of_other_rows_are_not_trained_and_those_that_were_meant_are(model_folder, tmp_path, form):
+    """Arrow gives each object the keys of all, with nulls, and to_json writes them."""
+    folder = model_folder("qwen2_5")
+    maybe = {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None}
+    of_rows = [
+        (_schema(city={"type": "string"}), {"city": "Rome"}),
+        (_schema(a=maybe, deep={"type": "object", "properties": {"b": {"type": ["integer", "null"]}}}),
+         {"a": None, "deep": {"b": None}}),
+        (_schema(n={"type": "integer", "default": 3, "enum": [3, 4]}), {"n": 4}),
+    ]  # fmt: skip
+    rows = [
+        {"messages": [user("go"), assistant(None, tool_calls=[{"type": "function", "function": {
+            "name": "f", "arguments": arguments}}])], "tools": tools}
+        for tools, arguments in of_rows
+    ]  # fmt: skip
+    getattr(datasets.Dataset.from_list(rows), f"to_{form}")(source := str(tmp_path / f"rows.{form}"))
+    if form == "json":
+        assert '"city":null' in Path(source).read_text()
+    tokenizer = open_tokenizer(config_for(folder))
+    expected = [theirs(folder, [{**m, "content": m["content"] or ""} for m in row["messages"]], tools=row["tools"])
+                for row in rows]  # fmt: skip
+    dataset = sft_dataset(tokenizer, source=source)
+    assert [dataset[i]["tokens"] for i in range(len(rows))] == expected
+    pairs = preference_dataset(tokenizer, source=source, column_map={"chosen": "messages", "rejected": "messages"})
+    assert [pairs[i]["chosen_input_ids"] for i in range(len(rows))] == expected
+
+
+def test_nulls_of_arguments_as_text_were_meant(model_folder, rows):
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": null}'}}
+    chat = [user("go"), assistant("", tool_calls=[call])]
+    tokenizer = open_tokenizer(config_for(folder := model_folder("qwen2_5")))
+    dataset = sft_dataset(tokenizer, source=rows({"messages": chat}))
+    call["function"]["arguments"] = {"a": None}
+    assert dataset[0]["tokens"] == theirs(folder, chat)
+
+
+def test_calls_and_tools_of_other_trainers(model_folder, rows):
+    """LLaMA-Factory's and ms-swift's turns of calls, OpenAI's before tools, and functions without their frame."""
+    folder = model_folder("qwen2_5")
+    calls = [{"name": "weather", "arguments": {"city": city}} for city in ("Rome", "Oslo")]
+    one, two = ([{"type": "function", "function": call} for call in calls[:n]] for n in (1, 2))
+
+    def chat(*asked, result="observation"):
+        said = [user("Weather?"), *asked, {"role": result, "content": "7"}]
+        return [*({"from": m["role"], "value": m["content"]} for m in said), {"from": "gpt", "value": "Cold."}]
+
+    def calling(role, what):
+        return {"role": role, "content": json.dumps(what)}
+
+    call = {**calls[0], "arguments": json.dumps(calls[0]["arguments"])}
+    old = [user("Weather?"), assistant(None, function_call=call),
+           {"role": "function", "name": "weather", "content": "7"}, assistant("Cold.")]  # fmt: skip
+    bare = json.dumps([tool["function"] for tool in TOOLS])
+    source = rows(
+        {"conversations": chat(calling("function_call", calls[0])), "tools": bare},
+        {"messages": old, "tools": bare},
+        {"conversations": chat(calling("function_call", calls)), "tools": bare},
+        {"conversations": chat(*(calling("tool_call", c) for c in calls), result="tool_response"), "tools": TOOLS},
+    )
+    dataset = sft_dataset(open_tokenizer(config_for(folder)), source=source)
+    expected = [
+        theirs(folder, [user("Weather?"), assistant("", tool_calls=called), {"role": "tool", "content": "7"},
+                        assistant("Cold.")], tools=TOOLS) for called in (one, one, two, two)
+    ]  # fmt: skip
+    assert [dataset[i]["tokens"] for i in range(4)] == expected
+    assert labelled(folder, dataset[0]["labels"])[0].startswith("<tool_call>")
+
+
 def test_a_prompt_may_have_tools_and_end_with_their_answer(model_folder, rows):
     folder = model_folder("qwen3")
     chat = [message | {} for message in CHATS["tool answer"][:-1]]
@@ -637,6 +711,23 @@ def test_unused_columns_and_special_tokens_in_text_are_told(model_folder, rows, 
     assert all(piece in line for piece in ("1 of 3 rows", "<|im_end|>", f"{source}:2"))
 
 
+@pytest.mark.parametrize(("name", "unread"), [("qwen2_5", "mood, reasoning_content"), ("qwen3", "mood")])
+def test_what_a_template_does_not_read_of_messages_is_told(model_folder, rows, messages, name, unread):
+    chat = [*CHATS["tool call"][:-1], {"role": "tool", "content": "7", "tool_call_id": "1"}]
+    chat += [assistant("42", reasoning_content="r", mood="good", train=True, name=None)]
+    tokenizer = open_tokenizer(config_for(model_folder(name)))
+    read(tokenizer, source=(source := rows({"messages": chat, "tools": TOOLS})))
+    told = [text for text in messages if "not used" in text]
+    assert told == [f"{source}: {unread} of the messages are not used, because the chat template lacks them"]
+
+
+def test_tools_and_calls_that_a_template_does_not_read_are_told(model_folder, rows, messages):
+    tokenizer = open_tokenizer(config_for(model_folder("qwen2_5"), chat_template=PLAIN))
+    read(tokenizer, source=(source := rows({"messages": CHATS["tool call"], "tools": TOOLS})))
+    assert f"{source}: the columns tools are not used" in messages
+    assert f"{source}: tool_calls of the messages are not used, because the chat template lacks them" in messages
+
+
 def test_base_models_need_no_template(tmp_path, rows):
     folder = _write_folder(tmp_path, "qwen2_5")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end := 400, 1]}))
@@ -655,6 +746,29 @@ def test_base_models_need_no_template(tmp_path, rows):
                 {"prompt": "a", "completion": "b", "tools": TOOLS}):  # fmt: skip
         with pytest.raises(UserError, match="chat_template none"):
             read(tokenizer, source=rows(row, name="bad.jsonl"))
+
+
+@pytest.mark.parametrize("begin", ["", "<|begin_of_text|>"])
+@pytest.mark.parametrize("end", ["", "<|eot_id|>", "<|end_of_text|>", "<|eot_id|>\n"])
+def test_a_bos_or_eos_that_is_there_is_not_added(tmp_path, rows, begin, end):
+    folder = _write_folder(tmp_path, "llama3_1")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    bos, eot, eos = map(tokenizer.token_to_id, ("<|begin_of_text|>", "<|eot_id|>", "<|end_of_text|>"))
+    tokenizer.post_processor = processors.TemplateProcessing("<|begin_of_text|> $A", None, [("<|begin_of_text|>", bos)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos, eot]}))
+    cfg = config_for(folder, chat_template="none")
+    cfg.tokenizer = {"_component_": "rocm_ext.data.HFTokenizer", "path": str(folder / "tokenizer.json")}
+    found = read(open_tokenizer(cfg), source=rows(
+        {"text": f"{begin}hi{end}"}, {"prompt": f"{begin}2+2=", "completion": f" 4{end}"},
+    ))  # fmt: skip
+
+    def ids(text):
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    last = ids(end) or [eos]
+    assert found.tokens[0].tolist() == found.labels[0].tolist() == [bos, *ids("hi"), *last]
+    assert found.tokens[1].tolist() == [bos, *ids("2+2="), *ids(" 4"), *last]
 
 
 def test_torchtunes_datasets_get_the_template_too(model_folder, rows):

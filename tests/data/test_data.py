@@ -1,6 +1,7 @@
 """Rendering, schemas, files, tokenisation and datasets."""
 
 import base64
+import gzip
 import json
 
 import datasets
@@ -18,7 +19,7 @@ from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.data import loading, sft_dataset
-from rocm_ext.data.messages import ROLES
+from rocm_ext.data.dialects import FLAGS, ROLES
 from rocm_ext.data.render import IGNORE, render_conversation, render_prompt
 from rocm_ext.data.rows import open_dataset, origin_of, tokenize
 from tests.kit.lines import one_line_has
@@ -134,6 +135,16 @@ def test_weight_zero_is_masked(tokenizer):
     assert [text.split("<|")[0] for text in labelled(tokenizer, labels)] == ["good"]
 
 
+@pytest.mark.parametrize("off", [0, 0.0, False])
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flags_of_other_trainers_are_weights(qwen, write, flag, off):
+    chat = [user("a"), assistant("bad", **{flag: off}), user("b") | {flag: off}, assistant("good", **{flag: 1})]
+    item = sft_dataset(qwen, source=write([{"messages": chat}]))[0]
+    assert labelled(qwen, item["labels"]) == ["good<|im_end|>"]
+    plain = [{key: value for key, value in message.items() if key != flag} for message in chat]
+    assert item["tokens"] == render_conversation(qwen, plain)[0], "the template does not see it"
+
+
 def test_train_on_input_labels_everything(tokenizer):
     tokens, labels = render_conversation(tokenizer, [user("a"), assistant("b")], train_on_input=True)
     assert labels == tokens
@@ -234,6 +245,26 @@ def test_prompt_and_completion_as_messages(qwen, write):
     assert sft_dataset(qwen, source=write([row]))[0] == sft_dataset(qwen, source=write([ROWS["messages"]]))[0]
 
 
+DIALECTS = {
+    "developer": ({"messages": [{"role": "developer", "content": "s"}, *ROWS["messages"]["messages"]]},
+                  [{"role": "system", "content": "s"}, user("q"), assistant("a")]),
+    "history": ({**ROWS["alpaca"], "history": [["b", "c"]], "system": "s"},
+                [{"role": "system", "content": "s"}, user("b"), assistant("c"), user("q"), assistant("a")]),
+    "history as text": ({**ROWS["alpaca"], "history": '[["b", "c"]]'},
+                        [user("b"), assistant("c"), user("q"), assistant("a")]),
+    "no history": ({**ROWS["alpaca"], "history": []}, [user("q"), assistant("a")]),
+    "text": ({"conversations": json.dumps(ROWS["sharegpt"]["conversations"]), "system": "s"},
+             [{"role": "system", "content": "s"}, user("q"), assistant("a")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DIALECTS)
+def test_dialects_of_other_trainers(qwen, write, case):
+    row, chat = DIALECTS[case]
+    tokens, labels = render_conversation(qwen, chat)
+    assert sft_dataset(qwen, source=write([row]))[0] == {"tokens": tokens, "labels": labels}
+
+
 def test_alpaca_input_follows_a_blank_line(qwen, write):
     row = {"instruction": "Add.", "input": "1 2", "output": "3"}
     assert "user\nAdd.\n\n1 2<|im_end|>" in qwen.decode(sft_dataset(qwen, source=write([row]))[0]["tokens"])
@@ -279,7 +310,7 @@ def test_train_on_input_of_the_dataset(qwen, write):
         ({"messages": [user("q")]}, ["no assistant turn to train on"]),
         ({"messages": []}, ["no assistant turn"]),
         ({"messages": [user("q"), assistant("a", weight=0)]}, ["no assistant turn"]),
-        ({"messages": "q"}, ["must be a list of messages", "str"]),
+        ({"messages": "q"}, ["must be a list of messages", "not valid JSON"]),
         ({"messages": ["q"]}, ["message 0", "must be an object", "str"]),
         ({"messages": [{"role": "bot", "content": "q"}]}, ["message 0", "unknown role 'bot'", *ROLES]),
         ({"messages": [{"content": "q"}]}, ["unknown role None"]),
@@ -290,13 +321,24 @@ def test_train_on_input_of_the_dataset(qwen, write):
         ({"messages": [user(["q"]), assistant("a")]}, ["type 'str'"]),
         ({"messages": [user([{"type": "text"}]), assistant("a")]}, ["text must be a string"]),
         ({"messages": [user("q"), assistant("a", weight=0.5)]}, ["weight must be 0 or 1", "0.5"]),
+        ({"messages": [user("q"), assistant("a", loss_mask=[0, 1])]}, ["loss_mask must be 0 or 1", "[0, 1]"]),
+        ({"messages": [user("q"), assistant("a", loss="false")]}, ["loss must be 0 or 1", "'false'"]),
+        ({"messages": [user("q"), assistant("a", train=True, weight=0)]}, ["message 1: weight and train contradict"]),
+        ({"messages": [user("q") | {"train": True}, assistant("a")]}, ["message 0: train is True", "the assistant's"]),
+        ({"messages": [user("q"), assistant("a", train_detail=[])]}, ["message 1: train_detail", "not supported"]),
         ({"messages": [user("q"), assistant("", tool_calls=[{}])]}, ["message 1", "tool_calls"]),
         ({"prompt": "q", "completion": 7}, ["completion must be a string", "int"]),
         ({"instruction": "q", "input": 1, "output": "a"}, ["input must be a string"]),
         ({"text": ""}, ["text is empty"]),
         ({"prompt": "q", "completion": "\ud800"}, ["UnicodeEncodeError", "surrogates"]),
         ({"question": "q"}, ["['question']", "do not fit any schema", "prompt + completion", "column_map"]),
-        ({"prompt": "q", "completion": None}, ["do not fit"]),
+        ({"prompt": "q", "completion": None}, ["completion is null"]),
+        ({"messages": None, "id": 1}, ["messages is null"]),
+        ({"prompt": "q", "completion": "a", "label": False}, ["label is False", "KTO", "dpo_rocm"]),
+        ({**ROWS["alpaca"], "kto_tag": "true"}, ["kto_tag is true", "KTO"]),
+        ({**ROWS["alpaca"], "history": [["q"]]}, ["history must be a list of pairs", "[['q']]"]),
+        ({"messages": "[{"}, ["messages must be a list of messages, found a text that is not valid JSON"]),
+        ({"messages": [user("q"), {"role": "function_call", "content": "f()"}]}, ["message 1: the call is not valid"]),
         ({**ROWS["alpaca"], "text": "x"}, ["fit alpaca and text", "set schema"]),
     ],
 )
@@ -317,7 +359,7 @@ def test_bad_rows_are_named(qwen, write, row, pieces):
         ({"schema": "mesages"}, ["'mesages'", "did you mean messages", "sharegpt (conversations)"]),
         ({"column_map": {"promt": "messages"}}, ["'promt'", "did you mean prompt"]),
         ({"column_map": {"prompt": "question"}}, ["['question']", "['messages']"]),
-        ({"split": "test"}, ["test", "one split, train"]),
+        ({"split": "test"}, ["test", "the splits are train"]),
         ({"split": "train[5:]"}, ["has no rows", "train[5:]"]),
         ({"name": "main"}, ["is a file", "name"]),
     ],
@@ -370,7 +412,7 @@ def test_splits_and_globs(qwen, write, tmp_path):
         ("[" * 200_000, "train.jsonl", ["train.jsonl:1: malformed JSON"]),
         ("", "train.jsonl", ["has no rows"]),
         ("[]", "train.json", ["has no rows"]),
-        ("x", "train.txt", ["train.txt", "expected .jsonl, .json, .parquet, .csv files"]),
+        ("x", "train.txt", ["train.txt", "expected .jsonl, .json, .parquet, .csv, .tsv files"]),
     ],
 )
 def test_bad_files(qwen, write, text, name, pieces):
@@ -413,6 +455,68 @@ def test_parquet_and_csv(qwen, write, tmp_path, hf_cache):
         read = sft_dataset(qwen, source=source)
         assert [read[i]["tokens"] for i in range(2)] == expected
         assert read.origin(1) == f"{source}[train] row 1"
+
+
+CELLS = ["NA", "None", "null", "nan", "00501", "1.50", "true", "1e5", "Na", " x "]
+
+
+@pytest.mark.parametrize(
+    ("name", "separator"),
+    [("a.csv", ","), ("a.csv", ";"), ("a.csv", "\t"), ("a.tsv", "\t"), ("a.csv.gz", ","), ("folder/train.csv", ",")],
+)
+def test_cells_of_tables_are_text(qwen, tmp_path, hf_cache, name, separator):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    lines = "".join(f"q{separator}{cell}\n" for cell in CELLS)
+    with (gzip.open if name.endswith(".gz") else open)(path, "wt") as file:
+        file.write(f"prompt{separator}completion\n{lines}")
+    rows = sft_dataset(qwen, source=str(path.parent if path.parent != tmp_path else path))
+    said = [labelled(qwen, rows[i]["labels"]) for i in range(len(rows))]
+    assert said == [[f"{cell}<|im_end|>"] for cell in CELLS]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.jsonl.gz", '{"prompt": "q", "completion": "a"}\n{"prompt": "q", "completion": "b"}\n'),
+        ("a.json", '{"version": 1, "data": [{"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": "b"}]}'),
+        ("a.json", '{"prompt": "q", "completion": "a"}\n{"prompt": "q", "completion": "b"}\n'),
+        ("a.json.gz", '[{"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": "b"}]'),
+    ],
+)
+def test_forms_of_json(qwen, tmp_path, name, text):
+    with (gzip.open if name.endswith(".gz") else open)(tmp_path / name, "wt") as file:
+        file.write(text)
+    rows = sft_dataset(qwen, source=str(tmp_path / name))
+    assert [labelled(qwen, rows[i]["labels"]) for i in range(len(rows))] == [["a<|im_end|>"], ["b<|im_end|>"]]
+
+
+def test_one_object_over_several_lines_is_a_row(qwen, write):
+    rows = sft_dataset(qwen, source=write(json.dumps(ROWS["messages"], indent=1), "a.json"))
+    assert len(rows) == 1
+
+
+def test_a_damaged_gz_is_named(qwen, tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 99)[:-9])
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz: cannot read it"):
+        sft_dataset(qwen, source=str(tmp_path / "a.jsonl.gz"))
+
+
+@pytest.mark.parametrize("split", ["train", "train[1:]", "test", "train+test", "dev"])
+def test_folders_of_save_to_disk(qwen, tmp_path, split):
+    rows = [{"prompt": "q", "completion": text} for text in "abc"]
+    of = {"train": datasets.Dataset.from_list(rows[:2]), "test": datasets.Dataset.from_list(rows[2:])}
+    datasets.DatasetDict(of).save_to_disk(tmp_path / "both")
+    of["train"].to_csv(tmp_path / "a.csv")  # what was read from a table stays what was saved
+    datasets.load_dataset("csv", data_files=str(tmp_path / "a.csv"), split="train").save_to_disk(tmp_path / "one")
+    expected = {"train": "ab", "train[1:]": "b", "test": "c", "train+test": "abc"}.get(split)
+    for name in ("both", "one") if split in ("train", "train[1:]") else ("both",):
+        if expected is None:
+            with pytest.raises(UserError, match=r"split 'dev': .*the splits are train, test"):
+                sft_dataset(qwen, source=str(tmp_path / name), split=split)
+            continue
+        read = sft_dataset(qwen, source=str(tmp_path / name), split=split)
+        assert [labelled(qwen, read[i]["labels"]) for i in range(len(read))] == [[f"{a}<|im_end|>"] for a in expected]
 
 
 def test_folder_splits_are_those_of_datasets(qwen, write, tmp_path, hf_cache, monkeypatch):

@@ -106,6 +106,24 @@ FORMS = {
         "chosen": [{"from": "human", "value": "6*7?"}, {"from": "gpt", "value": PAIR["chosen"]}],
         "rejected": [{"from": "human", "value": "6*7?"}, {"from": "gpt", "value": PAIR["rejected"]}],
     },
+    "alpaca (LLaMA-Factory)": {
+        "instruction": "6*7?", "input": "", "history": [], "chosen": PAIR["chosen"], "rejected": PAIR["rejected"],
+    },
+    "sharegpt (LLaMA-Factory)": {
+        "conversations": [{"from": "human", "value": "6*7?"}],
+        "chosen": {"from": "gpt", "value": PAIR["chosen"]}, "rejected": {"from": "gpt", "value": PAIR["rejected"]},
+    },
+    "messages and an answer (ms-swift)": {
+        "messages": [user("6*7?"), assistant(PAIR["chosen"])], "rejected_response": PAIR["rejected"],
+    },
+    "messages and messages (ms-swift)": {
+        "messages": [user("6*7?"), assistant(PAIR["chosen"])],
+        "rejected_messages": [user("6*7?"), assistant(PAIR["rejected"])],
+    },
+    "OpenAI": {
+        "input": {"messages": [user("6*7?")], "tools": []},
+        "preferred_output": [assistant(PAIR["chosen"])], "non_preferred_output": [assistant(PAIR["rejected"])],
+    },
     "hh-rlhf": {
         "chosen": f"\n\nHuman: 6*7?\n\nAssistant: {PAIR['chosen']}",
         "rejected": f"\n\nHuman: 6*7?\n\nAssistant: {PAIR['rejected']}",
@@ -124,6 +142,12 @@ def test_every_form_is_rendered_as_a_row_of_sft_would_be(read, open_one, form):
         "rows": 1, "truncated": 0, "dropped_too_long": 0, "dropped_equal": 0, "dropped_empty": 0,
         "dropped_equal_when_cut": 0,
     }  # fmt: skip
+
+
+def test_no_column_of_another_form_is_called_unused(read, messages):
+    for form in FORMS:
+        read(FORMS[form])
+    assert not [text for text in messages if "not used" in text and "prompt_id" not in text]
 
 
 def test_turns_before_the_difference_have_no_labels(read, open_one):
@@ -200,6 +224,7 @@ def test_torchtunes_components_get_the_models_template(open_one, tmp_path, compo
         ({**PAIR, "rejected": ""}, "dropped_empty"),
         ({**PAIR, "chosen": " \n"}, "dropped_empty"),
         ({**PAIR, "chosen": []}, "dropped_empty"),
+        ({"messages": FORMS["conversations"]["chosen"], "rejected_response": None}, "dropped_empty"),
         ({**PAIR, "chosen": None}, "dropped_empty"),
         ({**FORMS["conversations"], "rejected": None}, "dropped_empty"),
         ({"chosen": FORMS["conversations"]["chosen"], "rejected": EMPTY}, "dropped_empty"),
@@ -256,6 +281,8 @@ def test_what_torchtunes_tokenizer_cuts_is_counted(open_one, tmp_path):
     [
         ({"prompt": "a", "chosen": "b"}, "lack rejected; use column_map"),
         ({"prompt": "a", "completion": "b"}, "lack chosen and rejected; use column_map"),
+        ({"prompt": "a", "completion": "b", "label": True}, "label is True: answers that are good or bad (KTO)"),
+        ({"messages": 7, "rejected_response": "b"}, "messages must be a list of messages, found int"),
         ({"chosen": "b", "rejected": "c"}, "chosen: it is a text, so the row needs a prompt"),
         ({**PAIR, "chosen": 7}, "chosen: it must be a text or a list of messages, found int"),
         ({**PAIR, "prompt": 7}, "prompt must be a text or a list of messages, found 7"),

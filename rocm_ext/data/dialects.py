@@ -1,0 +1,183 @@
+"""What other trainers call roles, flags of messages and columns, and how such rows become ours, without torch."""
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+CALLS = ("function_call", "tool_call")  # LLaMA-Factory, ms-swift: the text is a call, or a list of calls, in JSON
+ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
+ROLES |= {"human": "user", "gpt": "assistant", "developer": "system", **dict.fromkeys(CALLS, "assistant")}
+ROLES |= dict.fromkeys(("function", "ipython", "observation", "tool_response"), "tool")
+FLAGS = {  # 0 or false keeps a message out of the loss -> whether its author's trainer reads it in all roles
+    "weight": False,  # OpenAI, mistral-finetune
+    "loss": False,  # ms-swift
+    "step_loss_mask": False,  # slime
+    "loss_mask": True,
+    "loss_weight": True,  # LLaMA-Factory
+    "train": True,  # axolotl, as is the next
+    "training": True,
+    "trainable": True,  # Tinker
+}
+DETAILS = ("train_detail", "training_detail")  # axolotl: parts of a message
+KTO = ("label", "kto_tag")  # TRL and ms-swift, LLaMA-Factory: whether an answer is good
+ALPACA = ("instruction", "input", "history")
+
+
+def role_of(message: Any) -> str | None:
+    """Return our name for the role of a row's message; None if it has none that is known."""
+    role = message.get("role", message.get("from")) if isinstance(message, Mapping) else None
+    return ROLES.get(role) if isinstance(role, str) else None
+
+
+def masked(message: Mapping[str, Any], role: str, where: str) -> bool:
+    """Return whether the loss excludes a message, by its role and its :data:`FLAGS`.
+
+    Raises:
+        ValueError: a flag is neither 0 nor 1, two contradict each other, or one asks for what is not supported.
+    """
+    if detail := next((key for key in DETAILS if message.get(key) is not None), None):
+        raise ValueError(f"{where}: {detail} trains on parts of a message, which is not supported; remove it")
+    flags = {key: message[key] for key in FLAGS if message.get(key) is not None}
+    for key, value in flags.items():
+        if value not in (0, 1):
+            raise ValueError(f"{where}: {key} must be 0 or 1, found {value!r}")
+        if value and FLAGS[key] and role != "assistant":
+            raise ValueError(f"{where}: {key} is {value!r}, but the loss can only cover the assistant's turns")
+    if len({bool(value) for value in flags.values()}) > 1:
+        raise ValueError(f"{where}: {' and '.join(flags)} contradict each other")
+    return role != "assistant" or 0 in flags.values()
+
+
+def parsed(value: Any, what: str) -> Any:
+    """Return what a text says in JSON; any other value as it is. ValueError: it is not JSON."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} not valid JSON: {error}") from error
+
+
+def called(text: Any, where: str) -> list[dict[str, Any]]:
+    """Return what an assistant's turn of :data:`CALLS` calls, in OpenAI's form."""
+    calls = parsed(text, f"{where}: the call is")
+    return [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
+
+
+def refuse_kto(fields: Mapping[str, Any]) -> None:
+    """Raise a ValueError for a row that says whether its only answer is good."""
+    if found := next((key for key in KTO if str(fields.get(key)).lower() in ("true", "false")), None):
+        raise ValueError(
+            f"{found} is {fields[found]}: answers that are good or bad (KTO) are not supported, and training would "
+            f"teach the bad ones, too; keep the good ones and remove {found}, or make pairs for dpo_rocm"
+        )
+
+
+def listed(value: Any, what: str) -> list[Any]:
+    """Return a list, or the one that a text says in JSON; ValueError: it is neither."""
+    found = parsed(value, f"{what} must be a list of messages, found a text that is")
+    if not isinstance(found, list):
+        raise ValueError(f"{what} must be a list of messages, found {type(found).__name__}")
+    return found
+
+
+def asked(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages before the answer in a row with the columns of :data:`ALPACA`."""
+    text = string(fields["instruction"], "instruction")
+    text += "\n\n" + string(fields["input"], "input") if fields.get("input") else ""
+    history = listed(fields.get("history") or [], "history")
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise ValueError(f"history must be a list of pairs, a question and its answer, found {history!r}")
+    texts = [*(text for pair in history for text in pair), text]
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def pair(fields: Mapping[str, Any], columns: Collection[str]) -> dict[str, Any]:
+    """Return a row of pairs with TRL's columns ``prompt``, ``chosen`` and ``rejected`` in place of others' it has.
+
+    The row has no nulls; ``columns`` are the names of all columns.
+    """
+    row = dict(fields)
+    talk = next((key for key in ("messages", "conversations") if key in row), None)
+    chosen, worse = row.get("chosen"), {"rejected_response", "rejected_messages"} & {*columns}
+    if "preferred_output" in row and isinstance(given := row.get("input"), Mapping):  # OpenAI
+        sides = {"chosen": row.pop("preferred_output"), "rejected": row.pop("non_preferred_output", [])}
+        row = _present({**row, **sides, "input": None, "prompt": given.get("messages"), "tools": given.get("tools")})
+    elif talk and chosen is None and worse:  # ms-swift
+        row["chosen"], answer = listed(row.pop(talk), talk), row.pop("rejected_response", "")
+        answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else conversation(answer)
+        row["rejected"] = row.pop("rejected_messages", None) or [*row["chosen"][:-1], *answers]
+    elif "prompt" not in row and not (isinstance(chosen, list) and chosen and role_of(chosen[0]) != "assistant"):
+        if talk:
+            row["prompt"] = listed(row.pop(talk), talk)
+        elif "instruction" in row:
+            row = {"prompt": asked(row), **{key: value for key, value in row.items() if key not in ALPACA}}
+    return row
+
+
+def conversation(value: Any, tools: list[dict[str, Any]] | None = None) -> Any:
+    """Return a row's messages, a list or one, without the nulls that Arrow fills gaps with; text as it is.
+
+    Arrow gives every object the keys of all rows' objects, and so does JSON that was written from its tables. A null
+    argument of a call stays where the schema in ``tools`` allows it, or where the arguments are JSON text.
+    """
+    if not isinstance(value, list | Mapping):
+        return value
+    functions = [tool.get("function", tool) for tool in tools or ()]
+    schemas = {str(f.get("name")): f.get("parameters") for f in functions if isinstance(f, Mapping)}
+    messages = [_present(message) for message in (value if isinstance(value, list) else [value])]
+    for message in messages:
+        if isinstance(message, dict) and "function_call" in message:  # OpenAI's, before tools
+            message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
+        if isinstance(message, dict) and isinstance(message.get("tool_calls"), list):
+            message["tool_calls"] = [_call(call, schemas) for call in message["tool_calls"]]
+    return messages
+
+
+def _call(call: Any, schemas: Mapping[str, Any]) -> Any:
+    call = _present(call)
+    if isinstance(call, dict) and "function" in call:
+        call["function"] = _call(call["function"], schemas)
+    elif isinstance(call, dict) and "arguments" in call:
+        call["arguments"] = _arguments(call["arguments"], schemas.get(str(call.get("name"))))
+    return call
+
+
+def _present(value: Any) -> Any:
+    return {key: part for key, part in value.items() if part is not None} if isinstance(value, Mapping) else value
+
+
+def _arguments(value: Any, schema: Any) -> Any:
+    """Return arguments of a call without nulls that their schema does not allow."""
+    schema = schema if isinstance(schema, Mapping) else {}
+    if isinstance(value, list):
+        return [_arguments(part, schema.get("items")) for part in value]
+    if not isinstance(value, Mapping):
+        return value
+    known = schema["properties"] if isinstance(schema.get("properties"), Mapping) else {}
+    return {k: _arguments(v, known.get(k)) for k, v in value.items() if v is not None or _nullable(known.get(k))}
+
+
+def schema(value: Any) -> Any:
+    """Return a JSON schema without the nulls that Arrow fills gaps with; a nullable one may have a null default."""
+    if isinstance(value, list):
+        return [schema(part) for part in value]
+    if not isinstance(value, Mapping):
+        return value
+    kept = ("default", "const") if _nullable(value) else ()
+    return {key: schema(part) for key, part in value.items() if part is not None or key in kept}
+
+
+def _nullable(schema: Any) -> bool:
+    """Whether a JSON schema says that a value may be null."""
+    if not isinstance(schema, Mapping):
+        return False
+    kind, values = schema.get("type"), schema.get("enum") or ()
+    others = [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
+    null = kind == "null" or (isinstance(kind, list) and "null" in kind) or None in values
+    return null or schema.get("nullable") is True or any(map(_nullable, others))
+
+
+def string(value: Any, what: str) -> str:
+    """Return ``value`` if it is a string; ValueError: it is not, and the message calls it ``what``."""
+    if not isinstance(value, str):
+        raise ValueError(f"{what} must be a string, found {type(value).__name__}")
+    return value
