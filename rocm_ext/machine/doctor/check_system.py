@@ -189,7 +189,7 @@ def kernel(facts: Facts) -> Iterator[Finding]:
     elif not release:
         yield unrecorded(name)
     elif outside := below_floor(facts.profile, facts.machine).get(name):
-        yield Finding(name, "warning", release, f"{outside[0]}: {outside[1]}", facts.upgrade)
+        yield Finding(name, "warning", release, f"{outside[0]}: {outside[1]}", facts.newer_kernel)
     else:
         yield Finding(name, "ok", release)
 

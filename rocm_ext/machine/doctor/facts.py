@@ -181,11 +181,12 @@ class Facts:
         if words[:1] and words[0] in ("fedora", "rhel", "centos", "rocky", "almalinux"):
             changes = [f"--remove-args='{remove}'" if remove else "", f"--args='{add}'" if add else ""]
             return f"sudo grubby --update-kernel=ALL {' '.join(filter(None, changes))}  # then reboot"
-        if {"debian", "ubuntu"} & set(words):  # the last value of a parameter counts, so older ones may stay
-            edits = [f"/^GRUB_CMDLINE_LINUX/s/ *{remove}[^ \"]*//" if remove else "",
-                     f"s/^\\(GRUB_CMDLINE_LINUX_DEFAULT=\".*\\)\"/\\1 {add}\"/" if add else ""]  # fmt: skip
+        if {"debian", "ubuntu"} & set(words):  # \x27: the other quote that /etc/default/grub may have
+            keys = "|".join(filter(None, [remove, *(word.partition("=")[0] for word in add.split())]))
+            edits = [rf'/^GRUB_CMDLINE_LINUX/s/ *\<({keys})\>(=[^ "\x27]*)?//g',
+                     rf's/^(GRUB_CMDLINE_LINUX_DEFAULT=["\x27].*)(["\x27])/\1 {add}\2/' if add else ""]  # fmt: skip
             script = "; ".join(filter(None, edits))
-            return f"sudo sed -i '{script}' /etc/default/grub && sudo update-grub  # then reboot"
+            return f"sudo sed -E -i '{script}' /etc/default/grub && sudo update-grub  # then reboot"
         told = [f"remove {remove}" if remove else "", f"add {add}" if add else ""]
         return f"in the boot loader's kernel command line {' and '.join(filter(None, told))}"
 
@@ -193,6 +194,20 @@ class Facts:
     def upgrade(self) -> str:
         """The command that upgrades the whole system."""
         return f"{self._manager[1] if self._manager else 'upgrade all packages'}  # then reboot"
+
+    @property
+    def newer_kernel(self) -> str:
+        """The command that brings a newer kernel than the release came with, which an upgrade keeps on Ubuntu."""
+        if self.files.distribution.get("ID") != "ubuntu":
+            return self.upgrade
+        release = self.files.distribution.get("VERSION_ID", "")
+        supported = re.fullmatch(r"(\d[02468])\.04", release) and release >= "24.04"  # its kernel has gfx1151's fixes
+        how = (
+            f"sudo apt update && sudo apt install linux-generic-hwe-{release}"
+            if supported
+            else "sudo do-release-upgrade"
+        )
+        return f"{how}  # then reboot"
 
     @property
     def _manager(self) -> tuple[str, str] | None:
