@@ -3,12 +3,13 @@
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 
 from datasets import Features, ReadInstruction, Value, concatenate_datasets, load_dataset, load_from_disk
+from pandas import read_csv
 
 from rocm_ext.base.errors import UserError, nearest, one_line
 
@@ -81,9 +82,13 @@ def load_rows(source: str, split: str, data_files: Any, name: str | None) -> tup
         args = (*kinds, None) if files else (str(folder) if folder.is_dir() else source, name)
         try:
             if any((folder / file).is_file() for file in SAVED):
+                if data_files is not None or name is not None:
+                    raise UserError(f"source {source} is a saved dataset: data_files and name do not apply to it")
                 rows = _saved(folder, split)
+            elif "csv" in kinds:
+                rows = load_dataset("csv", data_files=files, split=split, **_table(files[0]))
             else:
-                rows = _load(args, files or data_files, split, {"sep": _separator(files[0])} if "csv" in kinds else {})
+                rows = _load(args, files or data_files, split)
         except UserError:
             raise
         except Exception as error:  # hub, network, file system and builder errors share no base class
@@ -112,20 +117,28 @@ def _open(file: str) -> Any:
     return (gzip.open if file.endswith(".gz") else open)(file, "rt", encoding="utf-8-sig")
 
 
-def _separator(file: str) -> str:
-    """Return what separates the cells in a table's first line."""
+def _table(file: str) -> dict[str, Any]:
+    """Return how `datasets` reads a table: its separator, and all cells as text."""
     with _open(file) as lines:
         header = lines.readline()
-    return "\t" if _suffix(file) == ".tsv" else max(",;\t", key=header.count)
+        sep = "\t" if _suffix(file) == ".tsv" else max(",;\t", key=header.count)
+        lines.seek(0)
+        columns = read_csv(lines, sep=sep, nrows=0).columns
+    return {"sep": sep, **_text_cells(columns)}
 
 
-def _load(args: Any, files: Any, split: str, more: dict[str, Any]) -> Any:
-    """Read rows with `datasets`; cells of CSV files as text, because pandas takes NA for a gap and 007 for 7."""
-    rows = load_dataset(*args, data_files=files, split=split, **more)
+def _text_cells(columns: Iterable[str]) -> dict[str, Any]:
+    """Return the options for text cells: else pandas takes NA for a gap and 007 for 7."""
+    features = Features(dict.fromkeys(columns, Value("string")))
+    return {"features": features, "na_values": [""], "keep_default_na": False}
+
+
+def _load(args: Any, files: Any, split: str) -> Any:
+    """Read rows with `datasets`; where it finds CSV files, again with text cells."""
+    rows = load_dataset(*args, data_files=files, split=split)
     if rows.info.builder_name != "csv":
         return rows
-    more |= {"features": Features(dict.fromkeys(rows.column_names, Value("string"))), "na_values": [""]}
-    return load_dataset(*args, data_files=files, split=split, keep_default_na=False, **more)
+    return load_dataset(*args, data_files=files, split=split, **_text_cells(rows.column_names))
 
 
 def _saved(folder: Path, split: str) -> Any:

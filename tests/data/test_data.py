@@ -509,6 +509,8 @@ def test_folders_of_save_to_disk(qwen, tmp_path, split):
     datasets.DatasetDict(of).save_to_disk(tmp_path / "both")
     of["train"].to_csv(tmp_path / "a.csv")  # what was read from a table stays what was saved
     datasets.load_dataset("csv", data_files=str(tmp_path / "a.csv"), split="train").save_to_disk(tmp_path / "one")
+    with pytest.raises(UserError, match="data_files and name do not apply"):
+        sft_dataset(qwen, source=str(tmp_path / "one"), split=split, name="sums")
     expected = {"train": "ab", "train[1:]": "b", "test": "c", "train+test": "abc"}.get(split)
     for name in ("both", "one") if split in ("train", "train[1:]") else ("both",):
         if expected is None:
