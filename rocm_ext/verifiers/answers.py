@@ -8,7 +8,7 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.verifiers.base import Result, Verifier, correct, error, field, short, timeout, unparsed, wrong
-from rocm_ext.verifiers.extract import fenced_code
+from rocm_ext.verifiers.extract import answer_text, fenced_code
 from rocm_ext.verifiers.workers import worker
 from rocm_ext.verifiers.workers.forked import Elsewhere, forked
 
@@ -161,9 +161,9 @@ def _json_in(text: str) -> Any:
     Raises:
         _NoJson: the completion holds no JSON; the message says why.
     """
-    block, fenced = fenced_code(text.replace("\r\n", "\n").replace("\r", "\n"), "json")
-    source = block if fenced else text
-    if source is None or not source.strip():
+    groups, fenced = fenced_code(text, "json")
+    source = answer_text(text) if not fenced else groups[0][-1] if groups else ""
+    if not source.strip():
         raise _NoJson("no JSON")
     if len(source) > MAX_JSON:
         raise _NoJson(f"more than {MAX_JSON} characters of JSON")

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from rocm_ext.verifiers.extract import extract_code
 from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox
 
 MAX_PROGRAM = 64 << 20  # bytes
+MAIN = re.compile(r"\bmain\s{0,9}\(")
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ class Run(Compile):
         self.comparison.check_row(row)
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
-        code = extract_code(completion, self.language)
+        code = extract_code(completion, self.language, MAIN.search)
         if code is None:
             return unparsed(f"no {self.language} code")
         program = self.compiled(code)

@@ -3,6 +3,8 @@
 import ast
 import re
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 TAGS = {
     "python": ("python", "py", "python3", "py3"),
@@ -24,19 +26,26 @@ SIGNS = {  # how a line of unfenced code begins; all repetitions are bounded, so
     "go": re.compile(r"^[ \t]*(package\s{1,9}\w|func\s{1,9}\w{1,99}\()", re.M),
     "json": re.compile(r"\A\s*[\[{\"\d\-tfn]"),
 }
-WORD = re.compile(r"\S*")
+FENCE = re.compile(r"[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)?(?=(`{3,}|~{3,})[ \t]*(\S*))")  # also behind a list's marker
+REASONING = re.compile(
+    r"(?:\A|\n)[ \t]*(?:<think>|\[THINK\]).*?(?:</think>|\[/THINK\]|\Z)|\A.*?(?:</think>|\[/THINK\])(?![\"'\\])", re.S
+)
 MAX_PARSED = 200_000  # characters
 
 
-def extract_code(text: str, language: str) -> str | None:
+def after_reasoning(text: str) -> str:
+    """A completion without its reasoning, which ``<think>`` or the prompt opens; all of one that it does not end."""
+    return REASONING.sub("", text) if "think>" in text or "THINK]" in text else text
+
+
+def extract_code(text: str, language: str, fits: Callable[[str], Any] = bool) -> str | None:
     """The code in a completion that is its answer; None if it holds no code.
 
-    A fence is a line of three or more backticks or tildes with an optional tag. The closing fence uses the same
-    character, is at least as long and has no tag. An unclosed block ends with the text. The first of these counts:
+    The answer follows the reasoning. The last block that ``fits`` counts, else the last one, in this order:
 
-    1. the last closed block tagged for ``language`` (python: python, py, python3; ...)
+    1. the closed blocks tagged for ``language`` (python: python, py, python3; ...)
     2. the last block, if it is unclosed and tagged for the language: the answer was cut off
-    3. the last closed block without a tag, then the last unclosed one without a tag
+    3. the closed blocks without a tag, then the last unclosed one without a tag
     4. a text without any fence that is code: Python if it parses, another language if a line begins like code
 
     Blocks tagged for another language never count. Line ends become ``\\n``.
@@ -44,47 +53,62 @@ def extract_code(text: str, language: str) -> str | None:
     Args:
         text: the completion.
         language: python, c, cpp, rust, go or json.
+        fits: whether a block does what the answer must, such as to define ``main``.
     """
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
-    block, fenced = fenced_code(text, language)
-    if fenced or not text.strip():
-        return block
+    groups, fenced = fenced_code(text, language)
+    if fenced:
+        blocks = [block for group in groups for block in reversed(group)]
+        return next(filter(fits, blocks), blocks[0] if blocks else None)
+    text = answer_text(text)
     return text if _is_code(text, language) else None
 
 
-def fenced_code(text: str, language: str) -> tuple[str | None, bool]:
-    """The block that :func:`extract_code` finds, and whether the text has any fence."""
-    closed: dict[bool, str] = {}  # tagged -> the last such block
-    unclosed: dict[bool, str] = {}
+def answer_text(text: str) -> str:
+    """A completion without its reasoning, and with ``\\n`` at the ends of its lines."""
+    return after_reasoning(text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def fenced_code(text: str, language: str) -> tuple[list[list[str]], bool]:
+    """The blocks that may be the answer, by the order of :func:`extract_code`, and whether the text has any fence.
+
+    A fence is a line of three or more backticks or tildes with an optional tag, also in an item of a list. The closing
+    fence uses the same character, is at least as long, is indented by less than four columns more and has no tag. An
+    unclosed block ends with the text. A block's lines lose the indent of its fence.
+    """
+    groups: dict[tuple[bool, bool], list[str]] = {
+        (c, t): [] for t in (True, False) for c in (True, False)
+    }  # closed, tagged
     lines: list[str] = []
-    fence, tag, fenced = "", "", False
-    for line in text.split("\n"):
-        marker = _fence(line)
+    fence, tag, indent, fenced = "", "", "", False
+    for line in answer_text(text).split("\n"):
+        bare = line.strip()
         if not fence:
-            if marker:
-                fence, tag, lines, fenced = marker[0], marker[1].lower().strip("{}.:,"), [], True
-        elif marker and marker[0].startswith(fence) and not marker[1]:
-            if not tag or tag in TAGS[language]:
-                closed[bool(tag)] = "\n".join(lines)
+            if marker := _fence(line):
+                (indent, fence, tag), lines, fenced = marker, [], True
+        elif bare.startswith(fence) and not bare.strip(fence[0]) and line.index(bare) < len(indent) + 4:
+            groups[True, bool(tag)] += _block(lines, indent, tag in ("", *TAGS[language]))
             fence = ""
         else:
             lines.append(line)
-    if fence and (not tag or tag in TAGS[language]):
-        unclosed[bool(tag)] = "\n".join(lines)
-    for block in (closed.get(True), unclosed.get(True), closed.get(False), unclosed.get(False)):
-        if block is not None and block.strip():
-            return block + "\n", fenced
-    return None, fenced
+    if fence:
+        groups[False, bool(tag)] += _block(lines, indent, tag in ("", *TAGS[language]))
+    return [group for group in groups.values() if group], fenced
 
 
-def _fence(line: str) -> tuple[str, str] | None:
-    """The fence that a line is, and its tag; None if it is no fence."""
-    bare = line.lstrip(" \t")
-    rest = bare.lstrip(bare[:1]) if bare[:1] in ("`", "~") else bare
-    fence = bare[: len(bare) - len(rest)]
-    if len(fence) < 3 or len(line) - len(bare) > 3 or "`" in rest:
+def _block(lines: list[str], indent: str, ours: bool) -> list[str]:
+    """The code between two fences, without the first one's indent if its first line has it; nothing if not ``ours``."""
+    first = next(filter(str.strip, lines), "")
+    if indent and first.startswith(indent):
+        lines = [line[len(indent) :] if line.startswith(indent) else line.lstrip() for line in lines]
+    return ["\n".join(lines) + "\n"] if ours and first else []
+
+
+def _fence(line: str) -> tuple[str, str, str] | None:
+    """Indent, fence and tag of a line that is a fence, else None."""
+    match = FENCE.match(line)
+    if match is None or "`" in line[match.end(1) :]:
         return None
-    return fence, WORD.match(rest.lstrip(" \t"))[0]  # type: ignore[index]
+    return " " * match.end() if match[0].strip() else match[0], match[1], match[2].lower().strip("{}.:,")
 
 
 def parse_python(source: str) -> ast.Module:

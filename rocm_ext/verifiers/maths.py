@@ -11,7 +11,8 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, unparsed, wrong
-from rocm_ext.verifiers.mathtext import LETTER, TAIL, WORD, clean, final_answer, number, plain, readable
+from rocm_ext.verifiers.extract import after_reasoning
+from rocm_ext.verifiers.mathtext import LETTER, TAIL, WORD, choice, clean, final_answer, number, plain, readable
 from rocm_ext.verifiers.workers import worker
 from rocm_ext.verifiers.workers.forked import Elsewhere, forked
 
@@ -33,8 +34,8 @@ class MathAnswer(Verifier):
     are no list ("3 out of 4"), and what changes a box from outside (``-\boxed{5}``) make the answer WRONG.
 
     Equal are the same texts; decimal numbers of exactly the same value, also as ``1,234.5``, ``1 234.5``, ``1.2e5`` or
-    ``2,74``; 50% and both 50 and 0.5; ``x = 5`` and 5, but not ``2x = 10`` and 10. ``1, 2`` is a set, ``(1, 2)`` a
-    point or open interval. math-verify compares all else, decimals with fractions to six digits. What it cannot read
+    ``2,74``; 50% and both 50 and 0.5; ``x = 5`` and 5, but not ``2x = 10`` and 10; the choices ``C``, ``(C)`` and
+    ``C. 25``, ``AC`` and ``A, C``. ``1, 2`` is a set, ``(1, 2)`` a point or open interval. math-verify compares all else, decimals with fractions to six digits. What it cannot read
     in full is WRONG. Numbers that are plain at a glance are compared here, all else in a process with a time limit.
 
     Args:
@@ -67,7 +68,7 @@ class MathAnswer(Verifier):
             raise ValueError(f"field {self.field!r} holds no answer that math-verify can parse: {short(value, 80)!r}")
 
     def at_once(self, completion: str, row: Mapping[str, Any]) -> Result | None:
-        mine, gold = plain(completion), plain(str(row[self.field]), gold=True)
+        mine, gold = plain(after_reasoning(completion)), plain(str(row[self.field]), gold=True)
         if mine is None or gold is None:
             return None
         equal = abs(Fraction(mine) - Fraction(gold)) <= abs(Fraction(gold)) * Fraction(self.tolerance)
@@ -76,7 +77,7 @@ class MathAnswer(Verifier):
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
         if (result := self.at_once(completion, row)) is not None:
             return result
-        answer = str(row[self.field])
+        completion, answer = after_reasoning(completion), str(row[self.field])
         if not worker.RUNNING:
             return self._elsewhere(completion[-TAIL:], {"answer": answer})
         return _child(self.timeout, _judge, completion, answer, self.tolerance)
@@ -120,6 +121,7 @@ class MajorityAnswer(MathAnswer):
         if len(completions) < 2:
             needed = self.field and f"; to judge it alone, the row needs the field {self.field!r}"
             return [error(f"one answer alone has no majority{needed}")]
+        completions = [*map(after_reasoning, completions)]
         if not worker.RUNNING and any(plain(text) is None for text in completions):
             return self._elsewhere.judge_group([text[-TAIL:] for text in completions], {})
         results: list[Result] = []
@@ -165,6 +167,8 @@ def _child(seconds: float, judge: Callable[..., Result], *args: Any) -> Result:
 def _judge(completion: str, answer: str, tolerance: float) -> Result:
     """Whether the final answer equals the gold one."""
     gold, final = final_answer(answer, gold=True), final_answer(completion)
+    if not final and choice(whole := clean(completion)):
+        final = whole.strip()
     if _same_text(final or clean(completion), gold) or _same_text(completion, answer):
         return _verdict(True, f"found {gold}")
     return _verdict(_equal(gold, final, tolerance), f"found {final}") if final else unparsed("no answer found")
@@ -178,13 +182,20 @@ def _equal(gold: str, answer: str, tolerance: float) -> bool:
     """Whether two answers are the same text or number, or equal for math-verify."""
     if _same_text(gold, answer):
         return True
+    golden, mine = choice(gold), choice(answer)
+    if golden and mine:
+        return golden[0] == mine[0] and not (golden[1] and mine[1] and not _equal(golden[1], mine[1], tolerance))
+    if (beside := golden or mine) and beside[1]:  # the one has no letter
+        return _equal(golden[1] if golden else gold, mine[1] if mine else answer, tolerance)
+    if "." in gold + answer:  # \approx 5 is not 5, but \approx 3.33 is 3.33
+        answer = answer.removeprefix(r"\approx ")
     by_number = _by_number(gold, answer, tolerance)
     return _compare(gold, answer, tolerance) if by_number is None else by_number
 
 
 def _same_text(a: str, b: str) -> bool:
     """Whether two answers are the same text, apart from white space and the case of words."""
-    a, b = " ".join(a.split()).rstrip("."), " ".join(b.split()).rstrip(".")
+    a, b = (" ".join(side.split()).removesuffix(".") for side in (a, b))
     return a == b or (len(a) > 1 and a.casefold() == b.casefold() and all(part.isalpha() for part in a.split()))
 
 
@@ -207,6 +218,10 @@ def _compare(gold: str, answer: str, tolerance: float) -> bool:
     golden, mine = (set(ARGUMENT.findall(side)) for side in (gold, answer))
     if len(golden) == len(mine) == 1 and not golden & set(re.sub(r"\\[A-Za-z]+", "", answer)):
         answer = re.sub(LETTER + mine.pop(), golden.pop(), answer)  # W(x) = 1 says what W(n) = 1 does
+    if any(r"\lor" in side for side in (gold, answer)):
+        if (union := _union(gold)) is not None and union == _union(answer):
+            return True
+        gold, answer = gold.replace(r" \lor ", ", "), answer.replace(r" \lor ", ", ")
     target, parsed = _parse(gold), _parse(answer)
     if not target or not parsed:
         return False
@@ -219,6 +234,20 @@ def _compare(gold: str, answer: str, tolerance: float) -> bool:
     if equation and isinstance(parsed[0], Eq) and not isinstance(target[0], Eq) and UNSOLVED.search(left):
         return False
     return _strict(tolerance).verify(target, parsed, timeout_seconds=None)
+
+
+def _union(answer: str) -> Any:
+    """The set of numbers that intervals, or inequalities in one variable, joined by "or" give; None: no such set."""
+    from sympy import Set, Union
+
+    sets, names = [], set()
+    for part in answer.split(r"\lor"):
+        value = (_parse(part) or [None])[0]
+        value = getattr(value, "rhs", value) if isinstance(getattr(value, "rhs", None), Set) else value  # x in (1, 2)
+        with contextlib.suppress(TypeError, ValueError, NotImplementedError, AttributeError):
+            names |= value.free_symbols
+            sets.append(value if isinstance(value, Set) else value.as_set())
+    return Union(*sets) if len(sets) > answer.count(r"\lor") and len(names) < 2 else None
 
 
 @functools.cache

@@ -7,10 +7,10 @@ words beside it change its value ("at least 5"), the answer is all of the text: 
 
 import re
 from fractions import Fraction
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 TAIL = 20_000  # characters at the end of a text that are searched
-LONGEST = 500  # characters of an answer that is read
+LONGEST, DEEPEST = 500, 30  # characters, and brackets in each other, of an answer that is read
 
 # What a model writes for ASCII and LaTeX's commands. latex2sympy skips some of these characters without a word.
 COMMANDS = (
@@ -25,7 +25,7 @@ SIGNS = str.maketrans(
     | dict(zip("÷∕⁄％，、（）＝＋∶：٫٬’", "///%,,()=+::.,'", strict=True))
     | dict(zip("½¼¾⅓⅔。？！", [" 1/2", " 1/4", " 3/4", " 1/3", " 2/3", ". ", "? ", ". "], strict=True))
 )
-POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻₀₁₂₃₄₅₆₇₈₉", "0123456789-0123456789")
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}  # powers of ten
 REWRITES = [  # to one way of writing, in this order; none changes a value
     (r"<<[^<>\n]{1,100}>>", ""),  # GSM8K's calculations: 48+24 = <<48+24=72>>72
@@ -40,6 +40,7 @@ REWRITES = [  # to one way of writing, in this order; none changes a value
     (r"(?<=\d)(and|or)(?=[A-Z\\])", r" \1 "),
     (r"(?<!\\)\\[,;:! ]|\\q?quad\b|(?<!\\)~", " "),
     (r"-\\?\$(?=[\d.])", "-"),
+    (r"\\not\s*\{?=\}?|=/=", r"\\ne "),
     (r"\\?\$|(?<!\\)\\[()\[\]]|\\displaystyle\b", " "),
     (r"(?<=[\d}]) *[ckm]m *\^(?:\{[23]\}|[23])|(?<=\d)(?=(?:[ckm]m|[km]g|ft|in|lb|oz|m[lL]|hrs?|min|mi|mph)\b)", " "),
     (r"\\([dtc]?frac)\s*(\d)\s*(\d)", r"\\\1{\2}{\3}"),  # \frac 1 2
@@ -65,14 +66,16 @@ FINAL = re.compile(rf"\bfinal {PHRASE.pattern}", re.I)
 END = re.compile(r"\n|[.?](?=[\s*_\"')]|$)|(?<!\d)!(?=\s|$)")  # of a sentence; 5! is a factorial
 
 WORD = re.compile(  # of any language; xy is a product
-    r"((?<![\\{A-Za-z_^])(?:\d+(?:st|nd|rd|th)\b|[A-Za-z]+'(?:s|t|re|ll)\b"
+    r"((?<![\\{A-Za-z_^])(?:(?<!\d)\d{1,9}(?:st|nd|rd|th)\b|[A-Za-z]+'(?:s|t|re|ll)\b"
     r"|(?:[^\W\d_]{3,}|is|to|of|in|at|by|so|no|we|he|it|as|an|am|pm|on|if|or|vs|be|do|up|me|my|us|sq|[ckm]m|[km]g|ft|lb"
-    r"|oz|m[lL]|hr|mi|(?<!\S)(?<![-+*/=^,(]\s)a(?!\s*[-+*/=^_<>,)}\\(]))(?![A-Za-z{])|[^\W\d_\x00-\x7f\u0370-\u03ff]+))",
+    r"|oz|m[lL]|hr|mi|(?<!\S)(?<![-+*/=^,(]\s)a(?!\s*[-+*/=^_<>,)}\\(]))(?![A-Za-z{])"
+    r"|(?:(?![\u00b2-\u00be\u2070-\u218b])[^\W\d_\x00-\x7f\u0370-\u03ff])+))",
     re.I,
 )
 CHANGED = (  # what changes the value before or after it
     "nor|not|never|cannot|anything but|no longer|n?either|maybe|perhaps|possibly|formerly|previously|originally|minus|"
-    "negative|plus|times|squared|cubed|factorial|hal(?:f|ves)|thirds?|quarters?|fourths|fifths|sixths|eighths|tenths"
+    "negative|almost|nearly|plus|times|squared|cubed|factorial|hal(?:f|ves)|thirds?|quarters?|fourths|fifths|sixths|"
+    "eighths|tenths"
 )
 NEXT = r"(?: ?(?:of|be|the|an?|about|only|just|exactly)\b)*[\s({]*\Z"
 BEFORE = re.compile(
@@ -93,8 +96,22 @@ LEFT = re.compile(
     re.I,
 )
 RIGHT = re.compile(r"[\s)]*(?:[*/+^_]|-\s?\d|\.?\d|\\(?:cdot|times|div|pm)\b|and\b[\s(]*\d|,\s*\d[\d. ]*(?:\n|\Z))")
+SETS = re.compile(r"[<>]|\\(?:[lg]eq?|lt|gt|in|infty)\b")  # an inequality or an interval
 JOIN = re.compile(r"(?:(?:and|or)\b|\w+\s*,)\W*\w?\Z")  # values of a list
 CLAUSE = re.compile(r"(?:[,;] |(?<!or )\b(?=(?:which|it's|so)\b))(?!(?:and|or|nor)\b)(?=[A-Za-z]{2})", re.I)
+# What makes a marked value one of several
+CONDITION = re.compile(r"\d ?\.\.|\b(?:if|when|unless|but|except|without|else|lambda|provided)\b", re.I)
+ABOUT = re.compile(r"(?:\s*(?:(?:[A-Za-z]\s*)?\\approx(?![a-z])|(?:about|approx(?:imately)?|roughly|around)\b))+", re.I)
+FREE = re.compile(  # f(x) = x + c for any real c
+    r"\b(?:for|where)\s+(?:(?:any|all|each|every|some|arbitrary)\s+)(?:(?!but|not|no|except)[a-z]{2,12}\s+){0,3}"
+    r"[A-Za-z](?:\s*\\in\s*\\mathbb\s*\{?[A-Z]\}?)?[\s.]*\Z"
+)
+# The label of a choice: (A) 25, A. Paris; and choices alone: (A), AC, A and C
+LABEL = re.compile(
+    r"(?s)\s*(?:\(([A-J])\)|([A-J])[.):])(?=\s+(?:[\w$.]|-\d|\\(?:[dt]?frac|sqrt|pi)))"
+    r"(?!.*(?:\([A-J]\)|\b[A-J][.):]\s|\bor\b))"
+)
+CHOICES = re.compile(r"(?:[Oo]ption|[Cc]hoice)?\s*(\(?[A-J]\)?(?:(?:\s*[,;&]\s*|\s+and\s+|\s*)\(?[A-J]\)?){0,9})[.):]?")
 # What latex2sympy would leave out without a word, or add up: "5 6" is 11 to it, "1, \ldots, 9" is 1, 9.
 UNREADABLE = re.compile(
     r"\d\s+\d|\d\s*\}\s+\d|\\[a-z]*dots|\.\.|\d\s*[\"']|\\pmod|\\equiv|\\approx|\\prime|(?<!\\)~|[?#@]"
@@ -131,7 +148,8 @@ def clean(text: str) -> str:
     text = text[-TAIL:]
     if not text.isascii():
         text = re.sub(r"(?<=\d) ?[ckm]?m[²³]", " ", text)
-        text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: f"^{{{m[0].translate(POWERS)}}}", text).translate(SIGNS)
+        text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: f"^{{{m[0].translate(POWERS)}}}", text)
+        text = re.sub("[₀-₉]+", lambda m: f"_{{{m[0].translate(POWERS)}}}", text).translate(SIGNS)
         text = re.sub(r"√\s?(?:\(([^()]{1,100})\)|(\d+(?:\.\d+)?|\w))", lambda m: rf"\sqrt{{{m[1] or m[2]}}}", text)
         text = re.sub(r"\d", lambda m: str(int(m[0])), text)
     for pattern, by in MARKUP:
@@ -147,7 +165,7 @@ def final_answer(text: str, gold: bool = False) -> str:
     marked = _marked(text)
     if marked is None:
         marked = _read(text, True) if gold and not PHRASE.search(text) else _said(text)
-    return marked.strip()
+    return marked.removeprefix(r"\approx " if gold else "").strip()
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
@@ -204,7 +222,13 @@ def _read(text: str, marked: bool = False) -> str:
 
     All of a ``marked`` text is the answer; else what its last clause ends in is.
     """
-    text = text.strip(" \t\n*_,;:")
+    text = FREE.sub("", text.strip(" \t\n*_,;:")).strip(" \t\n*_,;:")
+    if label := LABEL.match(text):
+        return f"({label[1] or label[2]}) {_read(text[label.end() :], marked)}"
+    if choice(text) or (marked and CONDITION.search(text)):
+        return text
+    if marked and (about := ABOUT.match(text)):
+        return f"\\approx {_read(text[about.end() :], True)}"
     if not marked:
         last = max((m.start() for m in THING.finditer(text)), default=0)
         text = text[max((m.end() for m in CLAUSE.finditer(text) if m.end() <= last), default=0) :]
@@ -217,15 +241,19 @@ def _read(text: str, marked: bool = False) -> str:
         return text.rstrip(".")
     gaps = ["".join(pieces[2 * a + 1 : 2 * b]) + pieces[2 * b][:2] for a, b in pairwise(runs)]
     calculated = not marked and len(values) > 1 and re.match(r"[^A-Za-z]*=", values[runs[-1]])  # 30 hours / 3 = 10
-    changed = BEFORE.search("".join(pieces[: 2 * runs[0]])[-60:]) or not all(map(JOIN.match, gaps))
+    before = "".join(pieces[: 2 * runs[0]])[-60:]
+    called = before[-1:].isalpha() and pieces[2 * runs[0]].startswith("(")  # sum(5)
+    changed = BEFORE.search(before) or called or not all(map(JOIN.match, gaps))
     if (changed and not calculated) or AFTER.match("".join(pieces[2 * runs[-1] + 1 :])[:60]):
         return text
-    return _value(values[runs[-1]].rpartition("=")[2] if calculated else ", ".join(values[i] for i in runs))
+    sets = all(SETS.search(values[i]) for i in runs) and all(gap.startswith("or") for gap in gaps)
+    joined = (r" \lor " if sets else ", ").join(values[i] for i in runs)
+    return _value(values[runs[-1]].rpartition("=")[2] if calculated else joined)
 
 
 def _bare(run: str) -> str:
     """What stands between words, without punctuation and the brackets of the sentence."""
-    run = re.sub(r"\A(?:[\s,;:*_?/]|\.(?!\d))+|[\s,;:.*_?]+\Z", "", run)
+    run = re.sub(r"\A(?:[\s,;:*_?/]|\.(?!\d))+", "", run).rstrip(" \t\n\r\f\v,;:.*_?")
     balanced = run.count("(") == run.count(")") or re.search(r"[\[\]]", run)  # (1, 2] is an interval
     return run if balanced else run.strip("() ,.;:")
 
@@ -246,15 +274,27 @@ def _value(run: str) -> str:
     return f"{sides[0]} = {sides[-1]}".strip() if variable else sides[-1]
 
 
+def choice(answer: str) -> tuple[str, str] | None:
+    """The letters of the choices that an answer names, in order, and what it says beside one; None: it names none."""
+    if label := LABEL.match(answer):
+        return label[1] or label[2], answer[label.end() :].strip()
+    match = CHOICES.fullmatch(answer.strip()) if len(answer) < 60 else None
+    letters = re.findall(r"\b[A-J]|(?<=[A-J])[A-J]|[A-J](?=\))", match[1]) if match else []
+    return ("".join(sorted(letters)), "") if letters and len(letters) == len({*letters}) else None
+
+
 def readable(answer: str) -> str | None:
     """An answer as math-verify reads it in full; None if it has words, or math-verify would leave a part out."""
-    text = re.sub(r"\\(?:boxed|fbox)\s*\{", "{", answer).strip(" \n,.").removeprefix("=")
-    return None if not text or len(text) > LONGEST or WORD.search(text) or UNREADABLE.search(text) else text
+    text = re.sub(r"\\(?:boxed|fbox)\s*\{", "{", answer).strip(" \n,").removesuffix(".").removeprefix("=")
+    if not text or len(text) > LONGEST or WORD.search(text) or UNREADABLE.search(text):
+        return None
+    depths = accumulate((char in "([{") - (char in ")]}") for char in text)
+    return text if max(depths) <= DEEPEST else None  # the parser's time grows with the square of the depth
 
 
 def number(answer: str) -> tuple[Fraction, bool] | None:
     """The exact value of a decimal number, also with a power of ten, and whether it is a percentage."""
-    bare = " ".join(answer.split()).replace("- ", "-").rstrip(".") if len(answer) <= LONGEST else ""
+    bare = " ".join(answer.split()).replace("- ", "-").removesuffix(".") if len(answer) <= LONGEST else ""
     match = NUMBER.fullmatch(bare[1:-1] if re.fullmatch(r"\([^()]*\)", bare) else bare)
     if match is None:
         return None

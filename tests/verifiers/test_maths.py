@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rocm_ext.verifiers import MathAnswer, Pool, Verdict, maths
-from rocm_ext.verifiers.mathtext import final_answer, number, plain
+from rocm_ext.verifiers.mathtext import final_answer, number, plain, readable
 from rocm_ext.verifiers.workers import worker
 from rocm_ext.verifiers.workers.pool import at_once
 
@@ -83,6 +83,9 @@ def gsm8k() -> list[dict]:
         ("I do not know", "72", "UNPARSED"),
         ("", "72", "UNPARSED"),
         ("\\boxed{}", "72", "UNPARSED"),
+        ("<think>So \\boxed{72}.</think>\nI do not know.", "72", "UNPARSED"),
+        ("<think>72", "72", "UNPARSED"),
+        ("It is 71.</think>72", "72", "CORRECT"),
         ("\\boxed{72", "\\boxed{7}", "WRONG"),
         ("\\boxed{never closed, but \\boxed{72}", "72", "CORRECT"),
         ("\\boxed{\\frac{\\boxed{144}}{2}}", "144", "WRONG"),
@@ -191,6 +194,15 @@ RIGHT = [  # (completion, gold)
     ("\\boxed 27", "27"), ("So it is $\\boxed 27$.", "27"), ('The answer is "72".', "72"), ("It is '72'.", "72"), ("She has “72” apples.", "72"), ("- 72", "72"), ("- 5", "5"),
     ("Total:\n- 72", "72"), ("* 72", "72"), ("• **72**", "72"), ("\\boxed{- 5}", "-5"), ("17 and 23, so 40", "40"), ("\\boxed{x = 2 + 3 = 5}", "5"),
     ("W(x) = x^2 - 1", "W(n) = n^2 - 1"), ("\\boxed{f(x) = 2}", "\\boxed{f(t) = 2"), ("It costs \\$1,350 in all.", "1350"), ("The answer is not 10, it's 72.", "72"),
+    ("The answer is (A).", "A"), ("(A)", "A"), ("A", "(A)"), ("\\boxed{\\text{(A)}}", "A"), ("\\boxed{A}", "\\text{(A)}"), ("**Answer: (C)**", "C"),
+    ("The answer is option B.", "B"), ("The answer is (B) Paris.", "B"), ("\\boxed{\\text{B. Paris}}", "B"), ("\\boxed{B: 25}", "B"), ("\\boxed{B: 25}", "25"),
+    ("\\boxed{\\textbf{(C)}\\ 25}", "C"), ("\\boxed{\\textbf{(C)}\\ 25}", "25"), ("\\boxed{C}", "\\textbf{(C)}\\ 25"), ("\\boxed{25}", "\\textbf{(C)}\\ 25"),
+    ("\\boxed{A, C}", "AC"), ("\\boxed{C and A}", "AC"), ("\\boxed{(A), (C)}", "AC"), ("\\boxed{AC}", "A, C"), ("\\boxed{A} and \\boxed{C}", "AC"),
+    ("\\boxed{x<2 \\text{ or } x>3}", "(-\\infty, 2) \\cup (3, \\infty)"), ("\\boxed{(-\\infty,2) \\text{ or } (3,\\infty)}", "(-\\infty, 2) \\cup (3, \\infty)"),
+    ("\\boxed{(-\\infty, 2) \\cup (3, \\infty)}", "x<2 \\text{ or } x>3"), ("\\boxed{x>3 \\text{ or } x<2}", "x<2 \\text{ or } x>3"), ("\\boxed{x<2, x>3}", "x<2 \\text{ or } x>3"),
+    ("\\boxed{f(x)=x+c}", "f(x)=x+c \\text{ for any } c"), ("\\boxed{f(x)=x+c \\text{ for all real } c}", "f(x)=x+c"), ("\\boxed{x=5 \\text{ for any constant } c}", "5"),
+    ("\\boxed{101₂}", "101_2"), ("\\boxed{\\approx 3.33}", "3.33"), ("\\boxed{3.33}", "\\approx 3.33"), ("\\boxed{\\text{about } 3.33}", "3.33"),
+    ("So it is 72...", "72"), ("\\boxed{" + "(" * 20 + "72" + ")" * 20 + "}", "72"),
 ]
 WRONG = [  # (completion, gold): nothing here may be CORRECT
     ("The answer is −5.", "5"), ("\\boxed{−5}", "5"), ("It is −5", "5"), ("1 million", "1"),
@@ -266,6 +278,17 @@ WRONG = [  # (completion, gold): nothing here may be CORRECT
     ("7 * 4 = 28 berries in 4 days.", "4"), ("He paid a total of 72 dollars for 3 books.", "72"), ("It is 72, or maybe not.", "72"), ("The cost is 72, perhaps.", "72"), ("1,234", "1234000"),
     ("(1,234)", "(1,235)"), ("\\boxed{(1,234)}", "(12, 34)"), ("\\boxed{7", "72"), ("72, 5 of them red", "72"), ("5 apples, 6 pears", "6"), ("She has 72 and he has 5", "72"), ("\\boxed{5} or twice \\boxed{72}", "72"), ("\\boxed{72} to 1,234 apples", "72"), ("about percent 72", "72"),
     ("It falls from 72.", "72"),
+    ("\\boxed{\\not= 5}", "5"), ("\\boxed{x \\not= 5}", "5"), ("\\boxed{=/= 5}", "5"), ("\\boxed{5₆}", "5"), ("\\boxed{5⅕}", "5"), ("\\boxed{5ₓ}", "5"), ("\\boxed{101₂}", "101"),
+    ("\\boxed{lambda: 5}", "5"), ("\\boxed{lambda x: 5}", "5"), ("\\boxed{sum(5)}", "5"), ("\\boxed{neg(5)}", "5"), ("\\boxed{six(5)}", "5"), ("\\boxed{\\approx 5}", "5"),
+    ("\\boxed{x \\approx 5}", "5"), ("\\boxed{\\text{about }5}", "5"), ("\\boxed{\\text{almost }5}", "5"), ("It is nearly 5.", "5"), ("\\boxed{5...}", "5"), ("\\boxed{5.33...}", "5.33"),
+    ("\\boxed{5 if n is odd}", "5"), ("\\boxed{5\\text{ only if }x}", "5"), ("\\boxed{5\\text{ unless }x=2}", "5"), ("\\boxed{5 without x}", "5"), ("\\boxed{except 5}", "5"),
+    ("The answer is (A) or (B).", "A"), ("The answer is (B).", "A"), ("The answer is not (A).", "A"), ("\\boxed{A \\text{ or } B}", "A"), ("\\boxed{(A)(B)}", "A"), ("\\boxed{AB}", "A"),
+    ("\\boxed{A}", "AC"), ("\\boxed{A, B}", "AC"), ("\\boxed{A, B, C}", "AC"), ("\\boxed{A or C}", "AC"), ("\\boxed{A, A}", "A"), ("\\boxed{A, B, C, D, E}", "A"),
+    ("\\boxed{\\textbf{(C)}\\ 24}", "\\textbf{(C)}\\ 25"), ("\\boxed{\\textbf{(D)}\\ 25}", "C"), ("\\boxed{(A) + 5}", "5"), ("\\boxed{(A)5}", "5"), ("\\boxed{(A) \\cdot 5}", "5"), ("\\boxed{(C)\\ 25 (D)\\ 26}", "C"),
+    ("\\boxed{2A}", "A"), ("\\boxed{-A}", "A"), ("\\boxed{A!}", "A"), ("\\boxed{A^c}", "A"), ("\\boxed{A = 5}", "A"),
+    ("\\boxed{x<2 \\text{ or } x\\ge 3}", "(-\\infty, 2) \\cup (3, \\infty)"), ("\\boxed{x<2 \\text{ or } y>3}", "(-\\infty, 2) \\cup (3, \\infty)"), ("\\boxed{x<2}", "x<2 \\text{ or } x>3"),
+    ("\\boxed{x<2 \\text{ and } x>3}", "(-\\infty, 2) \\cup (3, \\infty)"), ("\\boxed{x>2 \\text{ or } x<3}", "(2, 3)"), ("\\boxed{f(x)=c}", "f(x)=x+c \\text{ for any } c"),
+    ("\\boxed{n \\text{ for any } n}", "5"), ("\\boxed{5 \\text{ for all but one } n}", "5"),
 ]
 # fmt: on
 
@@ -377,6 +400,26 @@ def test_degenerate_answers_are_judged_in_time(math_pool: Pool, text: str, verdi
     started = time.monotonic()
     assert str(math_pool.submit(text, {"answer": "72"}).result().verdict) == verdict
     assert time.monotonic() - started < 20  # exponential time is hours
+
+
+def test_a_search_is_linear_and_deep_brackets_are_not_read():
+    started = time.process_time()
+    for seed in (
+        "7",
+        "٣",
+        "²",
+        "1.",
+        "7" * 19_990 + "." * 10_000 + "x",
+        "5 " + "," * 9_000 + "x",
+        "for any c ",
+        "(A) ",
+        "A. ",
+        "about ",
+    ):
+        final_answer(rf"\boxed{{{seed * (20_000 // len(seed))}}}")
+        final_answer("The answer is " + seed * (20_000 // len(seed)))
+    assert time.process_time() - started < 5  # quadratic time is a minute
+    assert [readable("(" * depth + "1" + ")" * depth) is None for depth in (20, 200)] == [False, True]
 
 
 def test_a_plain_number_needs_no_other_process(monkeypatch):

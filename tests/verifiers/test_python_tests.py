@@ -360,6 +360,51 @@ def test_verdicts_say_why(completion: str, verdict: str, detail: str):
     assert detail in result.detail
 
 
+USE, DRAFT = "print(f(3))\nassert f(3) == 7", "def f(x): return x"
+STDIN = {"cases": [{"input": "3\n", "output": "9"}]}
+FORMS = {
+    "asserts": {"tests": ["assert f(3) == 9"]},
+    "import": {"tests": "from solution import f as g\nassert g(3) == 9"},
+    "check": {
+        "tests": "def check(c):\n    assert c(3) == 9",
+        "entry_point": "f",
+        "code_prefix": "def f(x):\n    'doc'\n",
+    },
+    "calls": {"entry_point": "f", "cases": [{"input": [3], "output": 9}]},
+}
+BLOCKS = [  # (blocks of code, whether the answer is right)
+    ((SQUARE, USE), True), ((DRAFT, SQUARE), True), ((SQUARE, DRAFT), False), ((SQUARE, ">>> f(3)\n9"), True),
+    ((SQUARE, "from solution import f\nf(1, 2)"), True), ((SQUARE, "def f(x): return x *"), False),
+    ((DRAFT, USE, "def sq(x): return x * x", USE, "def f(x): return sq(x)", USE), True),
+    (("def sq(x): return x", "def sq(x): return x * x\ndef f(x): return sq(x)"), True),
+    (("import math\n1 / 0", SQUARE), True), (("g = 1", "h = 2"), False),
+]  # fmt: skip
+
+
+@pytest.mark.wide(always=10)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("blocks", "right"), BLOCKS)
+def test_the_answer_is_the_last_code_that_defines_what_is_tested(verifiers, form: str, blocks: tuple, right: bool):
+    for fence in ("```python", "```"):
+        result = verifiers[0]("\nThen:\n".join(f"{fence}\n{block}\n```" for block in blocks), FORMS[form])
+        assert result.verdict is (Verdict.CORRECT if right else Verdict.WRONG), result
+
+
+@pytest.mark.parametrize(("blocks", "row"), [
+    (("class Solution:\n    def f(self, x): return x * x", "s = Solution()\ns.f('a')"), FORMS["calls"]),
+    ((DRAFT, "class Solution:\n    def f(self, x): return x * x"), FORMS["calls"]),
+    (("class A:\n    def f(self): return B(3).f()", "class B:\n    def __init__(self, x): self.x = x\n    def f(self): return self.x ** 2", "A().g()"), {"tests": "assert A().f() == B(3).f() == 9"}),
+    (("    return x * x", "print(f(3))"), FORMS["check"]),
+    (("print(int(input()) ** 2)", "# input: 3\nprint(9)", "1 / 0"), STDIN),
+    (("print(int(input()))", "import sys\nprint(int(sys.stdin.read()) ** 2)"), STDIN),
+])  # fmt: skip
+def test_examples_of_use_are_no_answer(verifiers, blocks: tuple, row: dict):
+    completion = "\n\n".join(f"```python\n{block}\n```" for block in blocks)
+    assert verifiers[0](completion, row).verdict is Verdict.CORRECT
+    thought = verifiers[0](f"<think>{completion}</think>\nI give up.", row)
+    assert (thought.verdict, thought.detail) == (Verdict.UNPARSED, "no Python code")
+
+
 @pytest.mark.parametrize("row", [
     {}, {"tests": ""}, {"tests": []}, {"tests": 5}, {"cases": []}, {"cases": [{"input": 1}]},
     {"tests": "assert f", "test_setup": "import"}, {"tests": "assert f", "entry_point": 3},

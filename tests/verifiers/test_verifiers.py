@@ -59,6 +59,7 @@ def test_an_error_has_no_reward_and_a_detail_is_one_short_line():
 
 # Extraction
 
+NL = "\n"
 P = "def f():\n    return 1"
 
 
@@ -78,6 +79,21 @@ P = "def f():\n    return 1"
         (f"```python\nx = 1\n```\n```python\n{P}", "python", "x = 1"),  # a whole one before one that is cut off
         (f"````python\n{P}\ns = '''\n```\n'''\n````", "python", f"{P}\ns = '''\n```\n'''"),
         (f"  ```python title=x\n{P}\n  ```", "python", P),
+        (f"1. So:\n   ```python\n   {P.replace(NL, NL + '   ')}\n   ```\nDone", "python", P),  # in items of lists
+        (f"- ```python\n  {P.replace(NL, NL + '  ')}\n  ```", "python", P),
+        (f"- a\n    - b\n      ```py\n      {P.replace(NL, NL + '      ')}\n      ```", "python", P),
+        (f'  ```\n  s = """\nx\n  y"""\n  {P.replace(NL, NL + "  ")}\n  ```', "python", f's = """\nx\ny"""\n{P}'),
+        (
+            f'```python\n{P}\ndef g():\n    """\n    ```\n    """\n```',
+            "python",
+            f'{P}\ndef g():\n    """\n    ```\n    """',
+        ),
+        (f"<think>\n```python\nx = 1\n```\n</think>\n```python\n{P}\n```", "python", P),
+        (f"x\n```python\nx = 1\n```\n</think>\n{P}", "python", P),  # the prompt opened the reasoning
+        (f"[THINK]{P}[/THINK]Nothing.", "python", None),
+        (f"<think>\n```python\n{P}\n```\n</think>\nI do not know.", "python", None),
+        (f"<think>\n```python\n{P}\n```", "python", None),  # it was cut off
+        (f"```python\n{P}\ns = '</think>'\n```", "python", f"{P}\ns = '</think>'"),
         (P, "python", P),
         ("The answer is 5.", "python", None),
         ("hello", "python", None),
@@ -119,6 +135,7 @@ def test_compiled_languages(language: str):
     row = {"cases": [{"input": "3", "output": "9"}, {"input": "-4", "output": "16"}]}
     code = f"```{language}\n{SQUARE[language]}\n```"
     assert run(code, row) == Result(Verdict.CORRECT, 1.0, "passed 2 of 2")
+    assert run(f"{code}\nIn short:\n```{language}\nn * n\n```", row).verdict is Verdict.CORRECT
     half = run(code.replace("n * n", "n * 3"), row)
     assert (half.verdict, round(half.reward, 6)) == (Verdict.WRONG, 0.75)
     assert round(run(code.replace("n * n", "7"), row).reward, 6) == 0.5

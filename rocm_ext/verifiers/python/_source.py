@@ -6,7 +6,9 @@
 import ast
 import builtins
 import importlib
+import re
 import symtable
+import warnings
 
 LIBRARY = """bisect cmath collections copy datetime decimal fractions functools heapq itertools json math numpy operator
 os pandas pytest random re statistics string sys time unittest"""
@@ -297,6 +299,19 @@ class Tests:
 def is_test(name):
     """Whether a function of this name is a test."""
     return name == "check" or name.startswith("test")
+
+
+def names_in(block):
+    """The names that a part of an answer defines, those that it imports, and those that it reads besides."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(block)
+            bound, read = _globals(block, tree)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set(re.findall(r"^(?:async +)?(?:def|class) +(\w+)", block, re.M)), set(), set()
+    imported = _imports(tree.body).keys()
+    return bound - imported, imported, read
 
 
 def _unwrapped(statement):

@@ -11,15 +11,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Mapping, Sequence, Set
+from functools import cached_property, lru_cache
 from typing import Any
 
 from rocm_ext.base.errors import UserError, nearest
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.cases import OutputRule, calls_of, cases_of, run_cases
-from rocm_ext.verifiers.extract import extract_code, parse_python
-from rocm_ext.verifiers.python._source import Broken, Tests
+from rocm_ext.verifiers.extract import answer_text, extract_code, fenced_code, parse_python
+from rocm_ext.verifiers.python._source import Broken, Tests, names_in
 from rocm_ext.verifiers.python.start import JudgeEnded, Judges, WarmJudge, start
 from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, interpreter
 from rocm_ext.verifiers.sandbox.children import supervise
@@ -28,6 +28,8 @@ log = logging.getLogger("rocm_ext")
 JUDGE_MB = 1024  # the tests may need more memory than the code
 REPORTS = 1 << 16  # bytes; the judge's reports are far shorter
 ISOLATIONS = ("two_processes", "same_process")
+READS = re.compile(r"\binput *[(,)]|= *input\b|\bstdin\b|\bopen\(0|\bos\.read\b|\bfileinput\b")  # stdin
+BODY = re.compile(r"(?:[ \t]*\n)*[ \t]+\S")  # of a function, without its head
 UNJUDGED = ("wrong", "error")
 ENDS = 2.0  # seconds that a sandbox may take to report how its program ended
 
@@ -146,17 +148,25 @@ class PythonTests(Verifier):
             raise ValueError(f"field 'tests': {error}") from error
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
-        code = extract_code(completion, "python")
         prefix, entry = row.get("code_prefix") or "", row.get("entry_point") or ""
-        if code is None and prefix and "```" not in completion and completion.strip():
-            code = completion.replace("\r\n", "\n")  # the body alone, without a fence
-        if code is None:
-            return unparsed("no Python code")
         try:
             calls = None if row.get("cases") is None else calls_of(row)
             tests = tests_of(row) if row.get("cases") is None else ""
         except ValueError as problem:
             return error(problem)
+        trusted, groups = trusted_of(row), fenced_code(completion, "python")[0]
+        if sum(map(len, groups)) < 2:
+            code = extract_code(completion, "python")
+        elif tests or calls is not None:
+            names = tested(tests, tuple(trusted), entry) if tests else {re.split(r"\W", entry)[0], "Solution"}
+            code = next(filter(None, (defining(blocks, names, bool(tests)) for blocks in groups)), None)
+            code = code or extract_code(completion, "python", BODY.match if prefix else bool)
+        else:
+            code = extract_code(completion, "python", READS.search)
+        if code is None and prefix and "```" not in completion:
+            code = answer_text(completion)  # the body alone, without a fence
+        if code is None or not code.strip():
+            return unparsed("no Python code")
         _, packages, path = interpreter(self.python)
         if not tests and calls is None:
             boot = f"import builtins,runpy,sys;sys.path+={list(packages)!r};builtins.exit=builtins.quit=sys.exit;"
@@ -168,11 +178,10 @@ class PythonTests(Verifier):
         definition = rf"^[ \t]*(async[ \t]+)?(def|class)[ \t]+{re.escape(entry)}\b"
         if prefix and entry and not re.search(definition, code, re.M):
             code = prefix + ("" if prefix.endswith("\n") else "\n") + code
-        trusted = trusted_of(row)
         classes = [node for source in trusted for node in parse_python(source).body if isinstance(node, ast.ClassDef)
                    and not any("TestCase" in ast.unparse(base) for base in node.bases)]  # fmt: skip
-        tested = [re.split(r"\W", entry)[0]] + ["Solution"] * (calls is not None)
-        forget = f"[globals().pop(name, None) for name in {tested!r}]"  # those of the set-up are not the answer's
+        lead = [re.split(r"\W", entry)[0]] + ["Solution"] * (calls is not None)
+        forget = f"[globals().pop(name, None) for name in {lead!r}]"  # those of the set-up are not the answer's
         program = {"setup": "\n".join([*trusted, forget]), "code": code, "path": list(packages)}
         task = {
             "trusted": trusted,
@@ -271,6 +280,38 @@ def tests_of(row: Mapping[str, Any]) -> str:
     if not source.strip():
         raise ValueError("field 'tests' is empty")
     return source.replace("\r\n", "\n")
+
+
+@lru_cache(maxsize=16)  # the answers to a prompt come one after the other
+def tested(tests: str, trusted: tuple[str, ...], entry: str) -> Set[str]:
+    """The names that an answer defines for its tests, as far as these say."""
+    try:
+        found = Tests(tests, trusted, entry, False)
+    except (Broken, SyntaxError, RecursionError):
+        return frozenset()
+    return found.required | found.own | found.live or found.wanted
+
+
+def defining(blocks: Sequence[str], names: Set[str], every: bool) -> str | None:
+    """The last block that defines what the tests use, joined to earlier ones that define the rest and what it reads.
+
+    Blocks that define nothing of this, such as examples of use, are left out. None: no block defines a name.
+
+    Args:
+        blocks: of the answer, in their order.
+        names: that the tests use.
+        every: they use all that are defined, not one of them.
+    """
+    known = [names_in(block) for block in blocks]
+    defined = {name for own, _, _ in known for name in own}
+    picked: list[str] = []
+    left = names
+    for block, (own, imported, read) in zip(reversed(blocks), reversed(known), strict=True):
+        binds = own | imported - defined  # `from solution import f` is an example of use
+        if binds & left:
+            picked.insert(0, block)
+            left = read | (left - (binds if every else binds | names))
+    return "\n".join(picked) or None
 
 
 def trusted_of(row: Mapping[str, Any]) -> list[str]:
