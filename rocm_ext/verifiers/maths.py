@@ -35,8 +35,9 @@ class MathAnswer(Verifier):
 
     Equal are the same texts; decimal numbers of exactly the same value, also as ``1,234.5``, ``1 234.5``, ``1.2e5`` or
     ``2,74``; 50% and both 50 and 0.5; ``x = 5`` and 5, but not ``2x = 10`` and 10; the choices ``C``, ``(C)`` and
-    ``C. 25``, ``AC`` and ``A, C``. ``1, 2`` is a set, ``(1, 2)`` a point or open interval. math-verify compares all else, decimals with fractions to six digits. What it cannot read
-    in full is WRONG. Numbers that are plain at a glance are compared here, all else in a process with a time limit.
+    ``C. 25``, ``AC`` and ``A, C``. ``1, 2`` is a set, ``(1, 2)`` a point or open interval. math-verify compares all
+    else, decimals with fractions to six digits. What it cannot read in full is WRONG. Numbers that are plain at a
+    glance are compared here, all else in a process with a time limit.
 
     Args:
         field: the row's field with the gold answer: text that ends like GSM8K's (``#### 72``), has a ``\boxed{}``,
