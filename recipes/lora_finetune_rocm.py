@@ -140,6 +140,7 @@ class LoRAFinetune:
             max_seq_len=getattr(tokenizer, "max_seq_len", None),
             positions=self.learner.decoder.max_seq_len,
             too_long=self.cfg.too_long,
+            bad_rows=self.cfg.bad_rows,
             progress=self.runtime.ranks.is_main and os.isatty(2),
             name=key,
         )

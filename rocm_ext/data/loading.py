@@ -3,7 +3,7 @@
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,12 @@ from pandas import read_csv
 from rocm_ext.base.errors import UserError, nearest, one_line
 
 LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
+
+
+class Malformed(str):
+    """What is wrong with a row that cannot be read."""
+
+
 SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk writes into a folder
 
 
@@ -44,7 +50,9 @@ def open_source(
         if fields is not None and ours not in fields:
             raise UserError(f"column_map maps our columns to yours; {ours!r} is not one of ours{nearest(ours, fields)}")
     rows, origin = load_rows(source, split, data_files, name)
-    columns = getattr(rows, "column_names", None) or list(dict.fromkeys(key for row in rows for key in row))
+    columns = getattr(rows, "column_names", None) or list(
+        dict.fromkeys(key for row in rows if isinstance(row, dict) for key in row)
+    )
     if missing := [column for column in column_map.values() if column not in columns]:
         raise UserError(f"column_map names {missing}, but the columns of {source} are {columns}")
     return rows, origin, dict(column_map)
@@ -162,8 +170,25 @@ def row_at(rows: Any, index: int) -> dict[str, Any]:
 
     Arrow gives every object the keys of all objects and fills the gaps with None, so those go, but for those that
     only a function's schema can tell, see :mod:`rocm_ext.data.dialects`. JSON rows stay as they are.
+
+    Raises:
+        ValueError: the row is no JSON object.
     """
-    return rows[index] if isinstance(rows, list) else _without_nulls(rows[index])
+    if not isinstance(rows, list):
+        return _without_nulls(rows[index])
+    if isinstance(row := rows[index], Malformed):
+        raise ValueError(str(row))
+    if not isinstance(row, dict):
+        raise ValueError(f"a row must be a JSON object, found {type(row).__name__}")
+    return row
+
+
+def bad_rows_error(bad: Sequence[str], count: int, cure: str) -> UserError:
+    """Return the error about the bad ones of ``count`` rows, given their messages: one, or the first ten in a line."""
+    if len(bad) == 1:
+        return UserError(bad[0])
+    shown = " | ".join(bad[:10]) + (" | …" if len(bad) > 10 else "")
+    return UserError(f"{len(bad):,} of {count:,} rows are bad: {shown}; {cure}")
 
 
 def _without_nulls(value: Any) -> Any:
@@ -193,7 +218,7 @@ def _read_json(files: list[str], split: str) -> tuple[list[dict], list[str]]:
     """Read a split's rows and their origins from JSON lines, or from .json files with a list, also under ``data``.
 
     Raises:
-        UserError: a file cannot be read, a row is malformed, or ``split`` is invalid.
+        UserError: a file cannot be read, or ``split`` is invalid. A malformed row is one once :func:`row_at` reads it.
     """
     rows: list[tuple[Any, str]] = []
     for file in files:
@@ -207,16 +232,20 @@ def _read_json(files: list[str], split: str) -> tuple[list[dict], list[str]]:
             for number, line in enumerate(text.split("\n"), 1):  # splitlines also splits at U+2028
                 origin = f"{file}:{number}"
                 if line.strip():
-                    rows.append((json.loads(line), origin))
+                    rows.append((_parsed(line), origin))
         except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
             raise UserError(f"{file}: cannot read it as UTF-8 text: {one_line(error)}") from error
         except (ValueError, RecursionError) as error:
             raise UserError(f"{origin}: malformed JSON: {error}") from error
-    for row, origin in rows:
-        if not isinstance(row, dict):
-            raise UserError(f"{origin}: a row must be a JSON object, found {type(row).__name__}")
     rows = [pair for part in _parts(split, {"train": len(rows)}) for pair in rows[part.from_ : part.to]]
     return [row for row, _ in rows], [origin for _, origin in rows]
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return Malformed(f"malformed JSON: {error}")
 
 
 def _listed(text: str) -> list[Any] | None:

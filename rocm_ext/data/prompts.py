@@ -11,7 +11,7 @@ from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.base.log import log
 from rocm_ext.data.dialects import conversation, listed
 from rocm_ext.data.formats import FORMATS
-from rocm_ext.data.loading import open_source, row_at
+from rocm_ext.data.loading import bad_rows_error, open_source, row_at
 from rocm_ext.data.messages import to_tools, to_turns, with_system
 
 
@@ -92,12 +92,15 @@ def prompt_dataset(
         raise UserError(f"system_prompt must be a string, found {type(system_prompt).__name__}")
     rows, origin, mapping = open_source(source, split, data_files, name, column_map)
     prompts: list[Prompt] = []
+    bad: list[str] = []
     count = len(rows) if limit is None else min(limit, len(rows))
     for index in range(count):
         try:
             prompts += _prompts(row_at(rows, index), mapping, format, system_prompt, origin(index))
         except ValueError as error:
-            raise UserError(f"{origin(index)}: {error}") from error
+            bad.append(f"{origin(index)}: {error}")
+    if bad:
+        raise bad_rows_error(bad, count, "correct them")
     if left_out := count - len(prompts):
         log.warning("%s: left out %d rows without usable tests", source, left_out)
     return _distinct(prompts, source)

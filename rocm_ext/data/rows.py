@@ -18,12 +18,14 @@ from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.base.log import log, warn
 from rocm_ext.base.supervised import beat
+from rocm_ext.data.loading import bad_rows_error
 from rocm_ext.data.render import IGNORE, unlimited
 from rocm_ext.data.sources import SourceDataset
 from rocm_ext.data.tokenizer import ChatTokenizer
 
 ROUTES = "routes"  # the column that has the experts of sampling, see `MicroBatch.routes`: [s, layers * chosen] int16
 SIDES = ("chosen", "rejected")
+_ALL_BAD = 100  # first rows after which, all being bad, the rest is not read
 SIDE = "side"  # the column that tells the sides of a pair apart: 1 in the chosen one, -1 in the rejected one
 
 
@@ -265,6 +267,7 @@ def tokenize(
     positions: int | None = None,
     every: int = 1,
     name: str = "dataset",
+    bad_rows: str = "error",
 ) -> Rows:
     """Read the rows of a map-style dataset into memory.
 
@@ -280,10 +283,10 @@ def tokenize(
             ``max_seq_len`` does.
         every: 1 reads all rows, 2 every second one, and so on.
         name: key of the dataset in the config, for messages.
+        bad_rows: policy for rows that cannot be used: ``error`` (of all of them together) or ``drop``.
 
     Raises:
-        UserError: a row cannot be tokenised or is too long under ``error``, or no rows are
-            left.
+        UserError: rows cannot be tokenised or one is too long, under ``error``, or no rows are left.
     """
     if not hasattr(dataset, "__len__"):
         raise UserError(f"{type(dataset).__name__} has no length; only map-style datasets can be trained on")
@@ -292,6 +295,7 @@ def tokenize(
     foreign = not all(isinstance(part, SourceDataset) for part in getattr(dataset, "datasets", [dataset]))
     limits = _LengthLimits(max_seq_len, positions, too_long, foreign)
     reader: _Reader | None = None
+    bad: list[str] = []
     for index in tqdm(chosen, desc="tokenize", unit="row", disable=not progress):
         beat()
         try:
@@ -299,12 +303,24 @@ def tokenize(
             kind = _PairReader if _is_pair(item) else _SequenceReader
             reader = kind(rows, limits) if reader is None else reader
             if type(reader) is not kind:
-                raise ValueError("pairs and single answers in one dataset; train on them in separate runs")
+                mixed = "pairs and single answers in one dataset; train on them in separate runs"
+                raise WrongRow(f"{origin_of(dataset, index)}: {mixed}")
             reader.add(item, partial(origin_of, dataset, index))
-        except UserError:  # its message names the row already
+        except WrongRow:
             raise
+        except UserError as error:  # its message names the row already
+            bad.append(str(error))
         except Exception as error:  # a user's dataset may raise anything
-            raise UserError(f"{origin_of(dataset, index)}: {one_line(error)}") from error
+            bad.append(f"{origin_of(dataset, index)}: {one_line(error)}")
+        if len(bad) == _ALL_BAD and reader is None:
+            raise bad_rows_error(
+                bad, _ALL_BAD, "these are the first, and none is good: do the dataset's keys fit them?"
+            )
+    if bad and bad_rows == "error":
+        raise bad_rows_error(bad, len(chosen), "correct them, or leave them out with bad_rows=drop")
+    if bad:
+        rows.counts["bad_rows"] = len(bad)
+        log.warning("%s: %s", name, bad_rows_error(bad, len(chosen), "left out (bad_rows: drop)"))
     for part in getattr(dataset, "datasets", [dataset]):
         warn(part.warnings() if isinstance(part, SourceDataset) else [])
     if not rows.tokens:
@@ -315,6 +331,10 @@ def tokenize(
             "the stop token under max_seq_len. Use rocm_ext.data.sft_dataset or set max_seq_len to null"
         )
     return rows
+
+
+class WrongRow(UserError):
+    """A row that ends the run whatever ``bad_rows`` says."""
 
 
 @dataclass(frozen=True)
@@ -339,12 +359,12 @@ class _LengthLimits:
         """Return whether a sequence of ``length`` tokens, which exceeds ``limit``, is dropped rather than cut.
 
         Raises:
-            UserError: neither; ``too_long`` is ``error``.
+            WrongRow: neither; ``too_long`` is ``error``.
         """
         if self.too_long == "error":
             of_model = limit == self.positions
             what, cure = ("the model takes", "set") if of_model else ("max_seq_len is", "raise it, or set")
-            raise UserError(f"{origin()}: {length} tokens, but {what} {limit}; {cure} too_long to truncate or drop")
+            raise WrongRow(f"{origin()}: {length} tokens, but {what} {limit}; {cure} too_long to truncate or drop")
         return self.too_long == "drop"
 
 
@@ -386,7 +406,7 @@ class _SequenceReader(_Reader):
         limit = len(tokens) if max_seq_len is None else max_seq_len
         if positions is not None and max(lengths, default=0) > positions:
             if len(lengths) > 1:
-                raise UserError(
+                raise WrongRow(
                     f"{origin()}: a packed sequence has {max(lengths)} tokens, but the model takes {positions}; lower "
                     "tokenizer.max_seq_len"
                 )

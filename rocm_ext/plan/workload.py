@@ -104,7 +104,8 @@ def sft_rows(cfg: DictConfig, known: Known, share: bool = False) -> Workload:
         dataset = open_dataset(cfg.dataset, tokenizer, cfg.too_long)
         count = len(dataset)  # type: ignore[arg-type]
         every = max(1, -(-count // _LOOKED_AT))
-        rows = tokenize(dataset, max_seq_len=limit, too_long=cfg.too_long, progress=False, every=every)
+        policies = {"too_long": cfg.too_long, "bad_rows": cfg.bad_rows}
+        rows = tokenize(dataset, max_seq_len=limit, progress=False, every=every, **policies)
         workload = describe(rows, count, f"{rows.counts['rows']:,} of {count:,} rows read", share)
     else:
         sequences = 2 if SIDE in objective_of(config.instantiate(cfg.loss, key="loss")).columns else 1  # of a row

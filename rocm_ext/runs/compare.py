@@ -33,7 +33,7 @@ Pair = tuple[float, float]  # A's value, B's
 _UNKNOWN = Interval(math.nan)
 
 _WARM_UP = 10  # steps at a run's beginning that do not show its speed: compilation, caches, clocks
-_DATA = ("dataset", "dataset_val", "validation_fraction", "tokenizer", "data_seed", "shuffle", "too_long")
+_DATA = ("dataset", "dataset_val", "validation_fraction", "tokenizer", "data_seed", "shuffle", "too_long", "bad_rows")
 _STEP_SIZE = ("sequences_per_step", "gradient_accumulation_steps", "batch_size", "max_steps_per_epoch")
 _ROLLOUT_SIZE = ("prompts_per_step", "samples_per_prompt", "refill")
 _PATHS = ("source", "data_files", "path", "_path", "_file", "_dir")  # settings that say where a file is

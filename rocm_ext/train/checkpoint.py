@@ -31,7 +31,7 @@ _FREE = {
         pin_memory compile attention enable_activation_checkpointing enable_activation_offloading over_budget
         cudnn_deterministic_mode loss.chunk_tokens""",
     "`check_same_run` compares the effect: base model, data, rows and micro-batches of a step, dtype, seed": """
-        checkpointer model.checkpoint_dir tokenizer dataset dataset_val validation_fraction too_long batch_size
+        checkpointer model.checkpoint_dir tokenizer dataset dataset_val validation_fraction too_long bad_rows batch_size
         gradient_accumulation_steps sequences_per_step tokens_per_micro_batch dtype seed""",
     "what a run reports, and where": """
         output_dir resume_from_checkpoint overwrite_output_dir save_every_n_steps keep_last_n_checkpoints

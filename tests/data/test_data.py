@@ -3,6 +3,7 @@
 import base64
 import gzip
 import json
+import re
 
 import datasets
 import numpy as np
@@ -406,8 +407,8 @@ def test_splits_and_globs(qwen, write, tmp_path):
 @pytest.mark.parametrize(
     ("text", "name", "pieces"),
     [
-        ('{"a": 1}\n{"a": \n', "train.jsonl", ["train.jsonl:2: malformed JSON", "Expecting value"]),
-        ('{"a": 1}\n[1]\n', "train.jsonl", ["train.jsonl:2", "must be a JSON object", "list"]),
+        ('{"text": "a"}\n{"a": \n', "train.jsonl", ["train.jsonl:2: malformed JSON", "Expecting value"]),
+        ('{"text": "a"}\n[1]\n', "train.jsonl", ["train.jsonl:2", "must be a JSON object", "list"]),
         ("[1]", "train.json", ["train.json row 0", "must be a JSON object", "int"]),
         ("[" * 200_000, "train.jsonl", ["train.jsonl:1: malformed JSON"]),
         ("", "train.jsonl", ["has no rows"]),
@@ -417,9 +418,34 @@ def test_splits_and_globs(qwen, write, tmp_path):
 )
 def test_bad_files(qwen, write, text, name, pieces):
     with pytest.raises(UserError) as error:
-        sft_dataset(qwen, source=write(text, name))
+        tokenize(sft_dataset(qwen, source=write(text, name)), max_seq_len=None, too_long="error", progress=False)
     for piece in pieces:
         assert piece in str(error.value)
+
+
+def test_bad_rows_are_named_together_or_dropped(qwen, write, messages):
+    good = [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(30)]
+    bad = ["{torn", "[1]", '{"prompt": "q"}', '{"prompt": "q", "completion": 7}'] * 3
+    lines = [json.dumps(row) for row in good]
+    mixed = [line for pair in zip(lines, bad, strict=False) for line in pair] + lines[len(bad) :]
+
+    def read(text, **policy):
+        dataset = sft_dataset(qwen, source=write("\n".join(text), "mixed.jsonl"))
+        return tokenize(dataset, max_seq_len=None, too_long="error", progress=False, **policy)
+
+    with pytest.raises(UserError) as error:
+        read(mixed)
+    said = str(error.value)
+    assert said.startswith("12 of 42 rows are bad: ")
+    assert [int(number) for number in re.findall(r"mixed.jsonl:(\d+)", said)] == [2 * i for i in range(1, 11)]
+    assert "bad_rows=drop" in said
+    kept, whole = read(mixed, bad_rows="drop"), read(lines)
+    assert kept.counts == {**whole.counts, "rows": 42, "bad_rows": 12}
+    for ours, theirs in zip(kept.tokens, whole.tokens, strict=True):
+        assert ours.tolist() == theirs.tolist()
+    assert any("12 of 42 rows are bad" in text for text in messages)
+    with pytest.raises(UserError, match="100 of 100 rows are bad: .*do the dataset's keys fit"):
+        read(["{torn"] * 5000, bad_rows="drop")
 
 
 def test_file_that_is_not_utf8(qwen, tmp_path):
