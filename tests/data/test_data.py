@@ -444,7 +444,7 @@ def test_bad_rows_are_named_together_or_dropped(qwen, write, messages):
     for ours, theirs in zip(kept.tokens, whole.tokens, strict=True):
         assert ours.tolist() == theirs.tolist()
     assert any("12 of 42 rows are bad" in text for text in messages)
-    with pytest.raises(UserError, match="100 of 100 rows are bad: .*do the dataset's keys fit"):
+    with pytest.raises(UserError, match=r"100 of 100 rows are bad: .*do the dataset's keys fit"):
         read(["{torn"] * 5000, bad_rows="drop")
 
 
