@@ -62,40 +62,44 @@ def run(args: argparse.Namespace) -> int:
     """
     chip = _take_machine(args)
     recipe = config.recipe_of(args.config, args.overrides)
-    cfg, plan = _plan(args, recipe, chip)
+    cfg = _load(args, recipe)
+    if registry.extended(recipe) == registry.GRPO and not args.json:
+        print(describe(filled(cfg)))
+    plan = _plan(args, recipe, chip, cfg)
     best_fits = plan.peak(plan.best) <= plan.target.budget[0]
     ways = [] if plan.fits or best_fits else _ways_to_fit(args, recipe, chip, cfg, plan)
     if args.json:
         print_json(_content(plan) | {"fits_with": ways})
-        return 0 if plan.fits else 1
-    if registry.extended(recipe) == registry.GRPO:
-        print(describe(filled(cfg)))
-    _print(args.config, plan, ways)
+    else:
+        _print(args.config, plan, ways)
     return 0 if plan.fits else 1
 
 
-def _plan(
-    args: argparse.Namespace, recipe: registry.Recipe, chip: str | None, *changes: str, ranks: int = 1
-) -> tuple[Any, "RunPlan"]:
-    """Plan the run with ``changes`` of its config, on ``ranks`` times the ranks that the user asks for."""
-    family = registry.extended(recipe)
+def _load(args: argparse.Namespace, recipe: registry.Recipe, *changes: str) -> Any:
+    """Load and check the config with ``changes``."""
     cfg = config.load(recipe, args.config, [*args.overrides, *changes])
     registry.check_system(recipe, load_profile(cfg.hardware).match.get("system", ""))
     check_values(OmegaConf.create(config.trainer_config(cfg)))
     _check_sizes(args, cfg)
+    if registry.extended(recipe) == registry.RAFT:
+        check_raft_values(cfg)
+    if registry.extended(recipe) == registry.GRPO:
+        check_grpo_values(cfg)
+    return cfg
+
+
+def _plan(args: argparse.Namespace, recipe: registry.Recipe, chip: str | None, cfg: Any, times: int = 1) -> "RunPlan":
+    """Plan the run of a config on ``times`` the ranks that the user asks for."""
     from rocm_ext.plan.run import plan_run
     from rocm_ext.plan.workload import Known
 
-    if family == registry.RAFT:
-        check_raft_values(cfg)
-    if family == registry.GRPO:
+    if (family := registry.extended(recipe)) == registry.GRPO:
         from rocm_ext.losses.policy_gradient import loss_config
 
-        check_grpo_values(cfg)
         cfg.loss = loss_config(cfg)
     known = Known(args.rows, args.row_tokens, args.answer_tokens)
-    many = ranks * args.ranks
-    return cfg, plan_run(cfg, detect(), family=family, bench=args.bench, ranks=many, known=known, chip=chip)
+    ranks = times * args.ranks
+    return plan_run(cfg, detect(), family=family, bench=args.bench, ranks=ranks, known=known, chip=chip)
 
 
 def _ways_to_fit(
@@ -117,7 +121,7 @@ def _ways_to_fit(
     ways: list[str] = []
     for change, ranks in changes:
         try:
-            _, other = _plan(args, recipe, chip, *([change] if change else []), ranks=ranks)
+            other = _plan(args, recipe, chip, _load(args, recipe, *([change] if change else [])), ranks)
         except UserError:  # this machine or this model does not allow it
             continue
         choice = other.now if other.fits else other.best
