@@ -33,8 +33,12 @@ REASONING = re.compile(
 MAX_PARSED = 200_000  # characters
 
 
-def after_reasoning(text: str) -> str:
-    """A completion without its reasoning, which ``<think>`` or the prompt opens; all of one that it does not end."""
+def answer_text(text: str) -> str:
+    """A completion without its reasoning, which ``<think>`` or the prompt opens, and with ``\\n`` at the ends of lines.
+
+    Of reasoning that does not end, nothing is left.
+    """
+    text = text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
     return REASONING.sub("", text) if "think>" in text or "THINK]" in text else text
 
 
@@ -61,11 +65,6 @@ def extract_code(text: str, language: str, fits: Callable[[str], Any] = bool) ->
         return next(filter(fits, blocks), blocks[0] if blocks else None)
     text = answer_text(text)
     return text if _is_code(text, language) else None
-
-
-def answer_text(text: str) -> str:
-    """A completion without its reasoning, and with ``\\n`` at the ends of its lines."""
-    return after_reasoning(text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
 def fenced_code(text: str, language: str) -> tuple[list[list[str]], bool]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, unparsed, wrong
-from rocm_ext.verifiers.extract import after_reasoning
+from rocm_ext.verifiers.extract import answer_text
 from rocm_ext.verifiers.mathtext import LETTER, TAIL, WORD, choice, clean, final_answer, number, plain, readable
 from rocm_ext.verifiers.workers import worker
 from rocm_ext.verifiers.workers.forked import Elsewhere, forked
@@ -69,7 +69,7 @@ class MathAnswer(Verifier):
             raise ValueError(f"field {self.field!r} holds no answer that math-verify can parse: {short(value, 80)!r}")
 
     def at_once(self, completion: str, row: Mapping[str, Any]) -> Result | None:
-        mine, gold = plain(after_reasoning(completion)), plain(str(row[self.field]), gold=True)
+        mine, gold = plain(answer_text(completion)), plain(str(row[self.field]), gold=True)
         if mine is None or gold is None:
             return None
         equal = abs(Fraction(mine) - Fraction(gold)) <= abs(Fraction(gold)) * Fraction(self.tolerance)
@@ -78,7 +78,7 @@ class MathAnswer(Verifier):
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
         if (result := self.at_once(completion, row)) is not None:
             return result
-        completion, answer = after_reasoning(completion), str(row[self.field])
+        completion, answer = answer_text(completion), str(row[self.field])
         if not worker.RUNNING:
             return self._elsewhere(completion[-TAIL:], {"answer": answer})
         return _child(self.timeout, _judge, completion, answer, self.tolerance)
@@ -122,7 +122,7 @@ class MajorityAnswer(MathAnswer):
         if len(completions) < 2:
             needed = self.field and f"; to judge it alone, the row needs the field {self.field!r}"
             return [error(f"one answer alone has no majority{needed}")]
-        completions = [*map(after_reasoning, completions)]
+        completions = [*map(answer_text, completions)]
         if not worker.RUNNING and any(plain(text) is None for text in completions):
             return self._elsewhere.judge_group([text[-TAIL:] for text in completions], {})
         results: list[Result] = []

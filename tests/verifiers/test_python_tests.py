@@ -405,6 +405,16 @@ def test_examples_of_use_are_no_answer(verifiers, blocks: tuple, row: dict):
     assert (thought.verdict, thought.detail) == (Verdict.UNPARSED, "no Python code")
 
 
+@pytest.mark.parametrize(("code", "tests", "says"), [
+    ("def f(x): return bytearray(900 << 20)", "assert f(1) == 1", "memory_mb is 512"),
+    (SAME, "assert f(1) == 1 and bytearray(1200 << 20)", "in the tests: (they have 1024 MB)"),
+])  # fmt: skip
+def test_the_detail_says_whose_memory_ended(verifiers, code: str, tests: str, says: str):
+    result = verifiers[0](code, {"tests": tests})
+    assert result.verdict is Verdict.WRONG
+    assert says in result.detail
+
+
 @pytest.mark.parametrize("row", [
     {}, {"tests": ""}, {"tests": []}, {"tests": 5}, {"cases": []}, {"cases": [{"input": 1}]},
     {"tests": "assert f", "test_setup": "import"}, {"tests": "assert f", "entry_point": 3},

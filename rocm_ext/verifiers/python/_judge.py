@@ -160,6 +160,15 @@ class Handle:
             JUDGE.request("method", self, "__exit__", AssertionError, AssertionError(), None)
         return False
 
+    def __copy__(self, op="copy"):
+        built, copied = self.__built__, JUDGE.request(op, self)
+        if type(copied) is type(self):
+            set_slot(copied, "__built__", built)
+        return copied
+
+    def __deepcopy__(self, memo):
+        return self.__copy__("deepcopy")
+
     async def __aenter__(self):
         return await JUDGE.request("method", self, "__aenter__")
 
@@ -504,7 +513,8 @@ class Judge(Wire):
         """Whether the tests take a name for a class: they keep, name or combine what it makes."""
         name = f"(?:{name}|candidate)" if name == self.entry else name
         uses = (rf"= *{name}\(|\b{name}\.|with {name}\(|, *{name}\b|raises\({name}\b|\b{name}\(\)|"
-                rf"\b{name}\([^()]*\) *\W+ *{name}\(")  # fmt: skip
+                rf"\b{name}\([^()]*\) *\W+ *{name}\(|\bfor [\w, ()]+ in {name}\(|"
+                rf"\b(?:list|tuple|set|sorted|sum|max|min|iter|next|enumerate|zip)\({name}\(")  # fmt: skip
         made = re.findall(rf"\b{name}\([^()]*\)\.(\w+)", self.source)
         return re.search(uses, self.source) or not self.of_data.issuperset(made)
 

@@ -50,7 +50,8 @@ class Program(Wire):
         self.operations |= {"call": lambda f, *a, **k: f(*a, **k), "await": self.finish, "state": state,
                             "anext": lambda o: self.finish(o.__anext__()), "value": lambda o: READ[base_of(type(o))](o),
                             "method": lambda o, name, *a, **k: getattr(o, name)(*a, **k),
-                            "send": lambda o, value: o.send(value)}  # fmt: skip
+                            "send": lambda o, value: o.send(value), "copy": lambda o: __import__("copy").copy(o),
+                            "deepcopy": lambda o: __import__("copy").deepcopy(o)}  # fmt: skip
         self.describing = {"names": self.names, "get": self.get}  # these give JSON
 
     # values

@@ -14,7 +14,7 @@ from functools import partial
 
 import _empty
 from _judge import CodeEnded, Judge, Unjudged
-from _source import WATCH, Broken, Tests, is_test
+from _source import FULL, WATCH, Broken, Tests, is_test
 from _wire import Closed, Malformed, judge_channel
 
 MAIN = "__main__"  # where unittest, dataclasses and pickle look for the tests' classes
@@ -95,7 +95,8 @@ class TestCounts:
             trace = trace.tb_next
         parts = [text, "" if line in text else line]
         if error is not None and (said(error) or not isinstance(error, AssertionError)):
-            parts.append(f"{type(error).__name__}: {said(error)}")
+            tests = " in the tests" if isinstance(error, MemoryError) and not hasattr(error, "__number__") else ""
+            parts.append(f"{type(error).__name__}{tests}: {said(error)}")
         parts.append(self.judge.gone if self.judge.gone not in parts[-1] else "")
         self.detail = ": ".join(filter(None, parts))
 
@@ -134,9 +135,11 @@ def run(task, judge, namespace, report):
     score, judge.live = TestCounts(judge, task["tests"], task["all"]), tests.live
     prepare("\n".join([task["tests"], *task["trusted"]]), score)
     namespace.update((name, defined[name]) for name in task["shared"] if name in defined)
+    namespace[FULL] = _empty.full
     for source in task["trusted"]:
         tree = ast.parse(source)
         tree.body = [s for s in tree.body if getattr(s, "name", "") not in task["shared"]]  # they live with the code
+        calls or tests.watch_numpy(tree)
         try:
             exec(compile(tree, "setup", "exec", dont_inherit=True), namespace)
         except Exception as error:

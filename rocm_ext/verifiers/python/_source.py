@@ -30,10 +30,12 @@ HOOKS = ("__", "setup", "teardown", "asyncsetup", "asyncteardown", "runtest", "a
 PATCHES = ("patch.", "mock.patch.", "unittest.mock.patch.", "monkeypatch.")
 REACHES = ("sys.stdout", "sys.stderr", "__main__.")  # the judge shows there what the code prints
 TEXT = "would run what the answer returns beside the tests"
-REFUSED = {  # reason -> calls, modules and fixtures; a dot before a name: methods, too
-    TEXT: """eval exec compile __import__ importlib.import_module os.system os.popen runpy.run_path pickle.load
-        pickle.loads marshal.loads dill.loads cloudpickle.loads subprocess.run subprocess.call subprocess.Popen
-        subprocess.check_call subprocess.check_output""",
+REFUSED = {  # reason -> calls, modules and fixtures; a dot before a name: methods, too; one after it: all of a module
+    TEXT: """eval exec compile breakpoint __import__ __builtins__ __loader__ __spec__ sys.modules os.system os.popen
+        numpy.load yaml.load yaml.load_all yaml.unsafe_load yaml.unsafe_load_all typing.ForwardRef typing.get_type_hints
+        asyncio.create_subprocess_exec asyncio.create_subprocess_shell builtins. code. codeop. timeit. runpy. importlib.
+        imp. pkgutil. pydoc. pickle. marshal. dill. cloudpickle. joblib. shelve. subprocess. pty. posix. pdb. bdb.
+        cProfile. profile. trace. doctest. ctypes. sympy. jinja2. mako.""",
     "looks into the code's objects, log or warnings": """dataclasses.asdict dataclasses.astuple dataclasses.fields
         dataclasses.replace dataclasses.is_dataclass inspect.signature inspect.getsource inspect.getmembers
         inspect.iscoroutinefunction inspect.isgeneratorfunction inspect.isasyncgenfunction .assertLogs .assertNoLogs
@@ -47,8 +49,13 @@ REFUSED = {  # reason -> calls, modules and fixtures; a dot before a name: metho
         unittest.mock.create_autospec""",
 }
 REASONS = {name: reason for reason, names in REFUSED.items() for name in names.split()}
+TEXTS, INNER = {*REFUSED[TEXT].split()}, ("__builtins__", "__globals__", "__subclasses__")
+RISKS = {name.split(".")[0] for name in TEXTS}
 APART = "the code runs in a process of its own; `isolation: same_process` can judge it"
-WATCH = "__watch__"
+WATCH, FULL = "__watch__", "__full__"
+OPERATORS = dict(
+    zip("Add Sub Mult Div FloorDiv Mod Pow Eq NotEq Lt LtE Gt GtE".split(),  # noqa: SIM905
+        "add sub mul truediv floordiv mod pow eq ne lt le gt ge".split(), strict=True))  # noqa: SIM905  # fmt: skip
 
 
 class Broken(ValueError):
@@ -108,6 +115,7 @@ class Tests:
             raise Broken("the tests check nothing: they hold no assert that runs")
         bound, read = _globals(source, tree)
         given = {name for text in trusted for name in _globals(text, ast.parse(text))[0]}
+        self.above = [node for text in trusted for node in _walk(ast.parse(text))]
         self._find_names(bound, (read - given | _ids(ast.walk(ast.parse(entry or "0")))) - bound)
         self._refuse()
 
@@ -154,7 +162,14 @@ class Tests:
                     block[index] = ast.copy_location(ast.parse(f"with {WATCH}: pass").body[0], statement)
                     block[index].body = [statement]
         self.units |= {s for s in self.body if isinstance(s, ast.With)}
+        for statement in self.body:
+            self.watch_numpy(statement)
         return lines
+
+    def watch_numpy(self, tree):
+        """Have ``__full__`` make the calls of numpy and compute the operators, where the tests use numpy."""
+        if "numpy" in {name.split(".")[0] for name in {*self.imports.values(), *self.library}} or "np" in self.library:
+            Full(self.name).visit(tree)
 
     # names
 
@@ -208,6 +223,12 @@ class Tests:
                      for n in self.of(ast.Name, ast.Attribute, ast.Constant)}  # fmt: skip
         expects = {n for node in self.of(ast.With, ast.AsyncWith, ast.Try) for n in _walk(node)}  # an exception
         tasks = {f.name for f in self.of(ast.AsyncFunctionDef)}
+        for node in (node for node in self.above if self._runs_text(node)):
+            raise Broken(f"`{ast.unparse(node)}` of the set-up {TEXT}")
+        calls = [call for call in self.of(ast.Call) if self._runs_text(call.func) and _is_constant(call)]
+        constant = {n for call in calls for n in _walk(call.func)}
+        for node in (node for node in self.nodes if node not in constant and self._runs_text(node)):
+            self._no(node, f"has {ast.unparse(node)}, which {TEXT}")
         for node in self.nodes:
             for block in _blocks_of(node):
                 end = next((i for i, s in enumerate(block) if isinstance(s, ENDS)), len(block))
@@ -243,8 +264,8 @@ class Tests:
     def _refuse_call(self, node):
         name, args = self.name(node.func), node.args
         reason = REASONS.get(name) or REASONS.get("." + name.split(".")[-1])
-        if reason and (reason != TEXT or not all(isinstance(arg, ast.Constant) for arg in args)):
-            self._no(node, reason, apart=reason != TEXT)
+        if reason and reason != TEXT:
+            self._no(node, reason, apart=True)
         if name.endswith((".skipif", ".skipIf", ".skipUnless", ".mark.xfail")):
             known = self.imports.keys() | vars(builtins)
             if not _ids(_walk(node)) <= known or isinstance((args or [node])[0], ast.Constant):
@@ -257,6 +278,21 @@ class Tests:
                 self._no(node, "would read the tests as the answer's text says: use an f-string")
         if args and f"{name}.".startswith(PATCHES):
             self._refuse_change(node, *args[:2])
+
+    def _runs_text(self, node):
+        """Whether a node is a name that can turn text into code, however it is used."""
+        match node:
+            case ast.ImportFrom(module=str(module), names=[ast.alias(name="*")]):
+                return module.split(".")[0] + "." in TEXTS
+            case ast.Attribute(attr=text) | ast.Constant(value=text) if text in INNER:
+                return True
+            case ast.Name(ctx=ast.Load()) | ast.Attribute():
+                name, names = self.name(node), _ids(_walk(node))
+                if not names & self.imports.keys():  # not the answer's or the tests' own
+                    return name in TEXTS and not names & (self.defined | self.required)
+                parts = [part.lstrip("_") for part in name.split(".")]
+                whole = parts[0] + "." in TEXTS or "builtins" in parts or ".".join(parts[-2:]) in TEXTS
+                return whole or name in TEXTS or name.startswith(("os.exec", "os.spawn", "os.posix_spawn"))
 
     def _refuse_change(self, node, target, name=None):
         """Refuse to set what is imported and the code does not see, such as ``time.time``; ``name``: in the target."""
@@ -294,6 +330,43 @@ class Tests:
             raise Broken(f"a test of {name} is async: derive it from IsolatedAsyncioTestCase")
         if self.apart and (of_answer := bases & self.wanted):
             raise Broken(f"class {name} of the tests inherits from {of_answer.pop()} of the answer: {APART}")
+
+
+class Full(ast.NodeTransformer):
+    """Has ``__full__`` call what numpy has, and compute with two operands; ``name`` gives the name of an expression."""
+
+    def __init__(self, name):
+        self.name, self.called = name, set()
+
+    def visit_Call(self, node):
+        self.called.add(node.func)
+        return self.generic_visit(node)
+
+    def visit_Attribute(self, node):
+        if not isinstance(node.ctx, ast.Load) or self.name(node).split(".")[0] not in ("numpy", "np"):
+            return self.generic_visit(node)
+        return self._by(node, ast.Constant(node in self.called), node)
+
+    visit_Name = visit_Attribute
+
+    def visit_BinOp(self, node):
+        node, op = self.generic_visit(node), OPERATORS.get(type(node.op).__name__)
+        return self._by(node, ast.Constant(op), node.left, node.right) if op else node
+
+    def visit_Compare(self, node):
+        node, op = self.generic_visit(node), OPERATORS.get(type(node.ops[0]).__name__)
+        return self._by(node, ast.Constant(op), node.left, *node.comparators) if op and not node.ops[1:] else node
+
+    def visit_List(self, node):
+        node.elts = [each if type(each) is ast.Constant else self.visit(each) for each in node.elts]  # may be millions
+        return node
+
+    visit_Tuple = visit_Set = visit_List
+
+    @staticmethod
+    def _by(node, *args):
+        full, constant = (ast.copy_location(new, node) for new in (ast.Name(FULL, ast.Load()), args[0]))
+        return ast.copy_location(ast.Call(full, [constant, *args[1:]], []), node)
 
 
 def is_test(name):
@@ -360,6 +433,16 @@ def _checking(nodes):
             _checks(n, checking) for s in f.body for n in _walk(s) if not isinstance(n, ast.Return))}:  # fmt: skip
         checking |= more
     return checking
+
+
+def _is_constant(call):
+    """Whether a call of a function by its name gets constants and lambdas alone, which name nothing that runs text."""
+    values = [*call.args, *(keyword.value for keyword in call.keywords if ast.unparse(keyword.value) != "globals()")]
+    plain = all(isinstance(n, (ast.Name, ast.Attribute, ast.expr_context)) for n in _walk(call.func))
+    return plain and bool(values) and _last(call.func)[:1].islower() and all(
+        isinstance(value, ast.Lambda)
+        or (isinstance(value, ast.Constant) and RISKS.isdisjoint(re.findall(r"\w+", str(value.value))))
+        for value in values)  # fmt: skip
 
 
 def _needs(function):

@@ -62,6 +62,8 @@ BUILTIN = {  # type -> its tag, the parts of a value, and how to make a value of
 }  # fmt: skip
 LIBRARY = {  # module.class -> the arguments that make an equal object
     "collections.Counter": lambda v: [dict(v)],
+    "collections.ChainMap": lambda v: v.maps,
+    **dict.fromkeys(("collections.UserList", "collections.UserDict", "collections.UserString"), lambda v: [v.data]),
     "decimal.Decimal": lambda v: [str(v)],
     "fractions.Fraction": lambda v: [v.numerator, v.denominator],
     "datetime.date": lambda v: [v.year, v.month, v.day],

@@ -256,7 +256,8 @@ class PythonTests(Verifier):
             return error(f"the sandbox or the tests did not start: {stderr or killed}")
         detail = short(last["detail"])
         if re.search("MemoryError|map segment|allocate memory", detail):
-            detail += f" (memory_mb is {self.limits.memory_mb})"
+            tests = "MemoryError in the tests" in detail and self.isolation == "two_processes"
+            detail += f" (they have {JUDGE_MB} MB)" if tests else f" (memory_mb is {self.limits.memory_mb})"
         if last["kind"] == "unjudged":
             return (wrong if self.unjudged == "wrong" else error)(f"cannot be judged: {detail}")
         if last["kind"] != "done":
