@@ -109,7 +109,7 @@ FREE = re.compile(  # f(x) = x + c for any real c
 # The label of a choice: (A) 25, A. Paris; and choices alone: (A), AC, A and C
 LABEL = re.compile(
     r"(?s)\s*(?:\(([A-J])\)|([A-J])[.):])(?=\s+(?:[\w$.]|-\d|\\(?:[dt]?frac|sqrt|pi)))"
-    r"(?!.*(?:\([A-J]\)|\b[A-J][.):]\s|\bor\b))"
+    r"(?!.*(?:\([A-J]\)|\b[A-J][.):]\s|\bor\b|\bis (?:not|wrong|incorrect|false)\b))"
 )
 CHOICES = re.compile(r"(?:[Oo]ption|[Cc]hoice)?\s*(\(?[A-J]\)?(?:(?:\s*[,;&]\s*|\s+and\s+|\s*)\(?[A-J]\)?){0,9})[.):]?")
 # What latex2sympy would leave out without a word, or add up: "5 6" is 11 to it, "1, \ldots, 9" is 1, 9.

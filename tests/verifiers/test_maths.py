@@ -282,7 +282,7 @@ WRONG = [  # (completion, gold): nothing here may be CORRECT
     ("\\boxed{lambda: 5}", "5"), ("\\boxed{lambda x: 5}", "5"), ("\\boxed{sum(5)}", "5"), ("\\boxed{neg(5)}", "5"), ("\\boxed{six(5)}", "5"), ("\\boxed{\\approx 5}", "5"),
     ("\\boxed{x \\approx 5}", "5"), ("\\boxed{\\text{about }5}", "5"), ("\\boxed{\\text{almost }5}", "5"), ("It is nearly 5.", "5"), ("\\boxed{5...}", "5"), ("\\boxed{5.33...}", "5.33"),
     ("\\boxed{5 if n is odd}", "5"), ("\\boxed{5\\text{ only if }x}", "5"), ("\\boxed{5\\text{ unless }x=2}", "5"), ("\\boxed{5 without x}", "5"), ("\\boxed{except 5}", "5"),
-    ("The answer is (A) or (B).", "A"), ("The answer is (B).", "A"), ("The answer is not (A).", "A"), ("\\boxed{A \\text{ or } B}", "A"), ("\\boxed{(A)(B)}", "A"), ("\\boxed{AB}", "A"),
+    ("The answer is (A) or (B).", "A"), ("The answer is (B).", "A"), ("The answer is not (A).", "A"), ("\\boxed{(A) is incorrect}", "A"), ("The answer is (A) is wrong.", "A"), ("\\boxed{A \\text{ or } B}", "A"), ("\\boxed{(A)(B)}", "A"), ("\\boxed{AB}", "A"),
     ("\\boxed{A}", "AC"), ("\\boxed{A, B}", "AC"), ("\\boxed{A, B, C}", "AC"), ("\\boxed{A or C}", "AC"), ("\\boxed{A, A}", "A"), ("\\boxed{A, B, C, D, E}", "A"),
     ("\\boxed{\\textbf{(C)}\\ 24}", "\\textbf{(C)}\\ 25"), ("\\boxed{\\textbf{(D)}\\ 25}", "C"), ("\\boxed{(A) + 5}", "5"), ("\\boxed{(A)5}", "5"), ("\\boxed{(A) \\cdot 5}", "5"), ("\\boxed{(C)\\ 25 (D)\\ 26}", "C"),
     ("\\boxed{2A}", "A"), ("\\boxed{-A}", "A"), ("\\boxed{A!}", "A"), ("\\boxed{A^c}", "A"), ("\\boxed{A = 5}", "A"),
