@@ -13,8 +13,7 @@ from rocm_ext.base.log import log
 from rocm_ext.export.gguf_file import Entry, library, write
 from rocm_ext.export.source import Source
 from rocm_ext.export.vocabulary import add_vocabulary
-from rocm_ext.model.adapters.merge import MergedWeights, base_tensors, read_updates
-from rocm_ext.model.adapters.peft_files import PeftConfig
+from rocm_ext.model.adapters.merge import MergedWeights, base_tensors, check_base
 from rocm_ext.model.checkpointer import on_meta
 from rocm_ext.model.llama_cpp import CONVERTER, Layout, Part, read_layout
 from rocm_ext.model.lora import dense, expert_factors
@@ -77,6 +76,7 @@ def write_model(source: Source, out: Path, kind: str) -> None:
     decoder = source.decoder()
     weights = decoder.converted(state)
     shapes = on_meta(state) if weights is None else weights.on_meta()
+    check_base(decoder, shapes, source.base)
     stored = state if weights is None else weights
 
     def read(name: str) -> Tensor:
@@ -149,11 +149,13 @@ def write_adapter(source: Source, out: Path) -> None:
     """
     if source.adapter is None:
         raise UserError(f"{source.base} has no adapter")
-    config = PeftConfig.read(source.adapter)
-    if config.dora:
-        raise UserError(f"{source.adapter} is DoRA, which llama.cpp does not compute; set --gguf, which merges it")
     layout = read_layout(source.base)
     names = GgufNames(layout)
+    merged = MergedWeights(source.decoder(), base_tensors(source.cfg.checkpointer)[2], source.adapter)
+    merged.check(source.base)
+    config = merged.config
+    if config.dora:
+        raise UserError(f"{source.adapter} is DoRA, which llama.cpp does not compute; set --gguf, which merges it")
     gguf = library()
     writer = gguf.GGUFWriter(None, names.arch)
     writer.add_type(gguf.GGUFType.ADAPTER)
@@ -161,9 +163,8 @@ def write_adapter(source: Source, out: Path) -> None:
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     # llama.cpp's factor is alpha / r
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(config.scale * config.rank))
-    linear, experts = read_updates(source.adapter, source.decoder())
-    both = {name: (update[".lora_A.weight"], update[".lora_B.weight"]) for name, update in linear.items()}
-    both |= {name: expert_factors(a, b, layer.experts) for name, (a, b, layer) in experts.items()}
+    both = {name: (update[".lora_A.weight"], update[".lora_B.weight"]) for name, update in merged.linear.items()}
+    both |= {name: expert_factors(a, b, layer.experts) for name, (a, b, layer) in merged.experts.items()}
     write(out, writer, list(_of_adapter(layout, names, both)))
 
 

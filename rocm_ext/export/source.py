@@ -21,7 +21,7 @@ from rocm_ext.data.template import TEMPLATE, ChatTemplate, read_template
 from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.adapters.merge import BESIDE_WEIGHTS, merge
-from rocm_ext.model.adapters.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PeftConfig, base_model_name
+from rocm_ext.model.adapters.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PeftConfig, base_model_name, read_peft
 from rocm_ext.model.build import build_model
 from rocm_ext.model.download import use_downloaded, use_weights
 from rocm_ext.model.families import CONFIG
@@ -114,14 +114,16 @@ def _run_of(adapter: Path) -> RunFolder | None:
 
 def _adapted(adapter: Path, run: RunFolder | None, base: Path | None, trusted: bool) -> Source:
     files_of(adapter, OF_ADAPTER)
-    peft = PeftConfig.read(adapter)
+    peft, _ = read_peft(adapter)  # before a model of its rank is built
     content = _of_folder(str(base or peft.base_model), peft)
+    sizes = {key: content["model"][key] for key in ("lora_rank", "lora_alpha")}
     if run is not None and {"model", "checkpointer"} <= run.config.keys():
         if not trusted:
             read = ("model", "checkpointer", "chat_template_args", "chat_template_date")
             config.check_from_folder({key: run.config.get(key) for key in read}, run.path / _RUN_CONFIG)
         content |= {key: run.config[key] for key in ("chat_template_args", "chat_template_date") if key in run.config}
         content["model"] = dict(run.config["model"])
+        content["model"] |= {key: of_adapter for key, of_adapter in sizes.items() if key in content["model"]}
         if base is None:
             content["checkpointer"] = run.config["checkpointer"]
         elif "checkpoint_dir" in content["model"]:
@@ -158,9 +160,10 @@ def write_merged(source: Source, out: Path) -> None:
         raise UserError(f"{source.base} has no adapter to merge")
     if out.exists() and (not out.name or not out.is_dir() or any(out.iterdir())):  # "." has no name to write beside
         raise UserError(f"{out} exists; choose a new folder")
+    stops = ids_in(source.base, EOS)  # before anything is written
+    more = [number for number in source.tokenizer.stop_tokens if number not in stops] if stops else []
     merge(source.cfg.checkpointer, source.adapter, out, source.decoder())
-    stops = ids_in(source.base, EOS)
-    if stops and (more := [number for number in source.tokenizer.stop_tokens if number not in stops]):
+    if more:
         path = out / "generation_config.json"
         content = json_object(path.read_bytes()) if path.is_file() else {}
         replace_text(path, json.dumps({**(content or {}), "eos_token_id": [*stops, *more]}, indent=2) + "\n")

@@ -17,6 +17,14 @@ from rocm_ext.base.hub import how_to_download
 
 CONFIG = "config.json"
 Config = Mapping[str, Any]
+# The largest sizes that are read, some ten times those of any model: a damaged one must not fill the memory
+_LARGEST = {
+    1000: "num_hidden_layers num_layers n_layers n_layer",
+    10**5: "num_experts num_local_experts n_routed_experts moe_num_experts num_attention_heads num_key_value_heads",
+    10**6: "hidden_size intermediate_size moe_intermediate_size shared_expert_intermediate_size head_dim n_embd",
+    10**8: "vocab_size max_position_embeddings",
+}
+_MOST = {key: most for most, keys in _LARGEST.items() for key in keys.split()}
 
 
 @dataclass(frozen=True)
@@ -175,6 +183,11 @@ def _read(folder: Path) -> Config:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     if config is None:
         raise UserError(f"{path} is damaged: expected a JSON object; download the file again")
+    parts = [config, *(part for key in _PARTS if isinstance(part := config.get(key), Mapping))]
+    for part in parts:
+        for key, most in _MOST.items():
+            if isinstance(value := part.get(key), int) and value > most:
+                raise UserError(f"{path}: {key} is more than {most:,}; download the file again")
     return config
 
 

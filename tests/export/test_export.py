@@ -17,6 +17,7 @@ import torch
 import yaml
 from huggingface_hub.utils import RepositoryNotFoundError
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rocm_ext import cli, config
@@ -151,6 +152,107 @@ def test_what_cannot_be_exported(trained, bases, tmp_path, capsys, monkeypatch):
     assert mine.read_text() == "FROM me\n"
     assert fails(trained, "--card", mine / "card.md").count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "here", "lone"]
+
+
+WEIGHTS = "adapter_model.safetensors"
+ENDS = ("A.weight", "B.weight", "magnitude_vector")
+A, B, M = (f"base_model.model.model.layers.0.mlp.down_proj.lora_{end}" for end in ENDS)
+
+
+def of(name: str, change) -> object:
+    """Change one weight of an adapter; None removes it."""
+
+    def changed(state: dict) -> dict:
+        new = change(state.get(name))
+        return {key: tensor for key, tensor in {**state, name: new}.items() if tensor is not None}
+
+    return changed
+
+
+def with_value(value: float) -> object:
+    return lambda tensor: tensor.index_fill(1, torch.tensor([2]), value)
+
+
+DAMAGES = {  # bytes of the weights, changes of the weights, or of the config; and what the message names
+    "empty": (lambda content: b"", "header"),
+    "torn": (lambda content: content[:-1], "cannot read the adapter"),
+    "of a pickle": (lambda content: b"PK\3\4" * 99, "cannot read the adapter"),
+    "without weights": (lambda state: {}, "has no weights"),
+    "NaN": (of(A, with_value(float("nan"))), f"{A} has values that are not finite"),
+    "infinity": (of(B, with_value(-float("inf"))), f"{B} has values that are not finite"),
+    "too large to merge": (
+        lambda state: {name: tensor + 1e30 for name, tensor in state.items()},
+        "the merged model.layers.0.mlp.down_proj.weight has values",
+    ),
+    "whole numbers": (of(A, torch.Tensor.int), f"{A} is torch.int32"),
+    "complex": (of(B, lambda b: b.to(torch.complex64)), f"{B} is torch.complex64"),
+    "no A": (of(A, lambda a: None), "missing model.layers.0.mlp.down_proj.lora_A.weight"),
+    "no B": (of(B, lambda b: None), "missing model.layers.0.mlp.down_proj.lora_B.weight"),
+    "another part": (of(M, lambda _: torch.ones(64)), "unexpected model.layers.0.mlp.down_proj.lora_magnitude_vector"),
+    "no magnitudes": ({"use_dora": True}, "missing"),
+    "flat": (of(A, torch.Tensor.flatten), "expected [4, inputs]"),
+    "a number": (of(A, torch.Tensor.sum), "expected [4, inputs]"),
+    "of another rank": (of(A, lambda a: a[:3]), "expected [4, inputs]"),
+    "of no rank": (of(A, lambda a: a[:0]), "expected [4, inputs]"),
+    "of another width": (of(A, lambda a: a[:, :1]), "down_proj.weight [64, 1], but"),
+    "of another height": (of(B, lambda b: b[:1]), "down_proj.weight [1, 96], but"),
+    "r": ({"r": 8}, "with r=8, expected [8, inputs]"),
+    "r of a billion": ({"r": 10**9}, "r=1000000000"),
+    "r of a list": ({"r": [4]}, "r=[4]"),
+    "alpha": ({"lora_alpha": 10**400}, "lora_alpha=1000"),
+    "two lines": ({"a\nb": 1}, "a b=1"),
+}
+
+
+@pytest.mark.parametrize(("damage", "named"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_adapter_is_refused_by_name(trained, bases, tmp_path, capsys, damage, named):
+    adapter = shutil.copytree(trained / "adapter", tmp_path / "adapter")
+    if isinstance(damage, dict):
+        settings = json.loads((adapter / "adapter_config.json").read_text())
+        (adapter / "adapter_config.json").write_text(json.dumps(settings | damage))
+    elif named in ("header", "cannot read the adapter"):
+        (adapter / WEIGHTS).write_bytes(damage((adapter / WEIGHTS).read_bytes()))
+    else:
+        state = damage(load_file(adapter / WEIGHTS))
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, adapter / WEIGHTS)
+    for option in ("--merged", "--gguf", "--gguf-adapter"):
+        if "merged" in named and option == "--gguf-adapter":
+            continue  # it is finite, and stays as it is
+        assert export(adapter, "--base", bases("llama"), option, tmp_path / "out") == 1
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert named in error
+        assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"hidden_size": 10**30}, "hidden_size"),
+        ({"max_position_embeddings": 10**9}, "max_position_embeddings"),
+        ({"vocab_size": 4096}, "model.embed_tokens.weight"),
+        ({"num_key_value_heads": None}, "layers.0.self_attn.k_proj.weight"),
+        ({"text_config": {"num_experts": 10**9}}, "num_experts"),
+    ],
+    ids=str,
+)
+def test_a_base_model_of_another_config_is_refused_by_name(trained, bases, tmp_path, capsys, changes, named):
+    base = shutil.copytree(bases("llama"), tmp_path / "base")
+    (base / "config.json").write_text(json.dumps(json.loads((base / "config.json").read_text()) | changes))
+    for option in ("--merged", "--gguf", "--gguf-adapter"):
+        assert export(trained / "adapter", "--base", base, option, tmp_path / "out") == 1
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert named in error
+        assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_a_tokenizer_that_cannot_be_read_leaves_no_merged_model(trained, bases, tmp_path):
+    base = shutil.copytree(bases("llama"), tmp_path / "base")
+    (base / "tokenizer.json").write_text("{")
+    assert export(trained / "adapter", "--base", base, "--merged", tmp_path / "out") == 1
+    assert not (tmp_path / "out").exists()
 
 
 def head_of(card: str) -> dict:

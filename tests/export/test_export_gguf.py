@@ -9,6 +9,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM
 
@@ -171,6 +172,13 @@ def test_what_llama_cpp_does_not_compute_is_refused(bases, trained, tmp_path, ca
     (adapter / "adapter_config.json").write_text(
         json.dumps({**json.loads((adapter / "adapter_config.json").read_text()), "use_dora": True})
     )
+    state = load_file(adapter / "adapter_model.safetensors")
+    lengths = {
+        name.replace("lora_B.weight", "lora_magnitude_vector"): torch.ones(len(b))
+        for name, b in state.items()
+        if "lora_B" in name
+    }
+    save_file(state | lengths, adapter / "adapter_model.safetensors")
     assert "is DoRA, which llama.cpp does not compute" in fails(
         adapter, "--base", bases("llama"), "--gguf-adapter", out
     )

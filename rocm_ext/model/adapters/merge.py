@@ -13,7 +13,7 @@ from zlib import crc32
 import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torchtune.training.checkpointing._utils import FormattedCheckpointFiles
 
@@ -23,11 +23,11 @@ from rocm_ext.base.hub import files_of
 from rocm_ext.base.log import log
 from rocm_ext.data.template import OF_PROCESSORS, TEMPLATE
 from rocm_ext.model.adapters import peft_experts
-from rocm_ext.model.adapters.peft_files import ADAPTER_WEIGHTS, PREFIX, PeftConfig, merged_weight, updates_by_weight
-from rocm_ext.model.checkpointer import StoredWeights, weight_files
+from rocm_ext.model.adapters.peft_files import PREFIX, merged_weight, read_peft, updates_by_weight
+from rocm_ext.model.checkpointer import StoredWeights, on_meta, weight_files
 from rocm_ext.model.decoder import ConvertedWeights, Decoder
 from rocm_ext.model.families import CONFIG, QUANTISED
-from rocm_ext.model.lora import ExpertLora, adapters, dense, merged_experts
+from rocm_ext.model.lora import ExpertLora, adapters, dense, merged_experts, plain
 
 # What a merged model takes along from the folder of its base model
 BESIDE_WEIGHTS = (
@@ -36,6 +36,7 @@ BESIDE_WEIGHTS = (
     "*processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*", "*.py",
 )  # fmt: skip
 MERGED_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+_AGAIN = "config.json and weights must be of one model: download both again"
 
 
 def base_tensors(cfg_checkpointer: DictConfig) -> tuple[Path, list[str], StoredWeights]:
@@ -115,28 +116,6 @@ def _beside_weights(base: Path) -> dict[str, Path]:
     return {name: path for name, path in files.items() if own_code or path.suffix != ".py"}
 
 
-def read_updates(
-    adapter: Path, decoder: Decoder
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, tuple[Tensor, Tensor, ExpertLora]]]:
-    """Read a PEFT adapter by the weights that it changes.
-
-    Args:
-        adapter: PEFT folder.
-        decoder: the model that the adapter belongs to.
-
-    Returns:
-        Of each linear layer's weight the parts by PEFT's suffixes, and of each weight of experts A, B and their layer.
-    """
-    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(adapter / ADAPTER_WEIGHTS).items()}
-    found, used = peft_experts.from_peft(tensors, decoder, PeftConfig.read(adapter).version)
-    experts = {
-        name: (found[f"{ours}.lora_a.weight"], found[f"{ours}.lora_b.weight"], layer)
-        for name, layer in peft_experts.expert_loras(decoder).items()
-        for ours in [name + ExpertLora.SUFFIX]
-    }
-    return updates_by_weight({name: tensor for name, tensor in tensors.items() if name not in used}), experts
-
-
 class MergedWeights:
     """A base model's tensors with an adapter, by the names of its files; quantised ones in bf16.
 
@@ -147,28 +126,43 @@ class MergedWeights:
     """
 
     def __init__(self, decoder: Decoder, state: Mapping[str, Tensor], adapter: Path) -> None:
-        self._state, self._adapter = state, adapter
-        self._scale = PeftConfig.read(adapter).scale
-        self._linear, self._experts = read_updates(adapter, decoder)
+        self._decoder, self._state, self._adapter = decoder, state, adapter
+        self.config, tensors = read_peft(adapter)
+        tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+        try:
+            found, used = peft_experts.from_peft(tensors, decoder, self.config.version)
+        except UserError as error:
+            raise UserError(f"adapter {adapter} does not fit the base model: {error}") from error
+        self.linear = updates_by_weight({name: tensor for name, tensor in tensors.items() if name not in used})
+        self.experts = {
+            name: (found[f"{ours}.lora_a.weight"], found[f"{ours}.lora_b.weight"], layer)
+            for name, layer in peft_experts.expert_loras(decoder).items()
+            for ours in [name + ExpertLora.SUFFIX]
+        }
         self._converted = decoder.converted(state)
         self._ready: dict[str, Tensor] = {}  # pieces of merged weights that wait for their place in a file
         self._groups = {} if self._converted is None else _groups(self._converted, self._changed())
 
     def _changed(self) -> list[str]:
-        return [*self._linear, *self._experts]
+        return [*self.linear, *self.experts]
 
     def check(self, base: Path) -> None:
-        """Check that the base model has every weight that the adapter changes.
+        """Check that the base model has every weight that the adapter changes, in the shape that it takes.
 
         Args:
             base: the base model's folder, for the message.
 
         Raises:
-            UserError: it lacks one.
+            UserError: it lacks one, one has another shape, or it is not the model of its ``config.json``.
         """
-        known = self._state if self._converted is None else self._converted
-        if unknown := [name for name in self._changed() if name not in known]:
+        shapes = on_meta(self._state) if self._converted is None else self._converted.on_meta()
+        check_base(self._decoder, shapes, base)
+        if unknown := [name for name in self._changed() if name not in shapes]:
             raise UserError(f"adapter {self._adapter} has weights for {unknown[0]}, but {base} does not")
+        for name, parts in self.linear.items():
+            fits = [len(parts[".lora_B.weight"]), parts[".lora_A.weight"].shape[1]]
+            if (shape := list(shapes[name].shape)) != fits:
+                raise UserError(f"adapter {self._adapter} has weights for {name} {fits}, but {base} has it {shape}")
 
     def weight(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return a weight by the model's name: in ``dtype`` where the adapter changes it, else as it is stored.
@@ -179,8 +173,8 @@ class MergedWeights:
         return self._merged(name, weight, dtype) if name in self._changed() else weight
 
     def _with_update(self, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        exact = merged_weight(weight.float(), self._linear[name], self._scale)
-        return _round_by_chance(exact, dtype, crc32(name.encode()))
+        exact = merged_weight(weight.float(), self.linear[name], self.config.scale)
+        return _round_by_chance(exact, dtype, name)
 
     def of(self, name: str) -> Tensor:
         """Return the tensor ``name`` of a file, in memory of its own; each tensor once."""
@@ -195,17 +189,37 @@ class MergedWeights:
 
     def _merged(self, name: str, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         dtype = dtype or weight.dtype
-        if name in self._experts:
-            a, b, layer = self._experts[name]
+        if name in self.experts:
+            a, b, layer = self.experts[name]
 
             def rounded(exact: Tensor, expert: int) -> Tensor:
-                return _round_by_chance(exact, dtype, crc32(f"{name}.{expert}".encode()))
+                return _round_by_chance(exact, dtype, f"{name}.{expert}")
 
-            return merged_experts(weight, a, b, self._scale, layer.transposed, rounded, dtype)
-        return self._with_update(name, weight, dtype) if name in self._linear else weight.clone()
+            return merged_experts(weight, a, b, self.config.scale, layer.transposed, rounded, dtype)
+        return self._with_update(name, weight, dtype) if name in self.linear else weight.clone()
 
 
-def _round_by_chance(exact: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
+def check_base(decoder: Decoder, shapes: Mapping[str, Tensor], base: Path) -> None:
+    """Check that a base model's tensors are those that its ``config.json`` describes.
+
+    Args:
+        decoder: built from it; what a builder of torchtune's has built is not checked, since its names differ.
+        shapes: the base model's tensors, by the names of ``decoder`` or, if it converts none, of the files.
+        base: its folder, for the message.
+
+    Raises:
+        UserError: a weight is missing, or has another shape.
+    """
+    if decoder.renames is None:
+        return
+    for name, parameter in decoder.named_parameters():
+        theirs = "" if parameter.requires_grad else decoder.renames[0](plain(name))
+        found = list(shapes[theirs].shape) if theirs in shapes else "missing"
+        if theirs and found != list(parameter.shape):
+            raise UserError(f"{theirs} is {found} in {base}, and {list(parameter.shape)} by its {CONFIG}; {_AGAIN}")
+
+
+def _round_by_chance(exact: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """Round to 16 bits, up or down with the chance that keeps the mean: stochastic rounding (arXiv:1502.02551).
 
     The base weights lie on the 16-bit grid, so the nearest value of a small change is the base weight itself, and
@@ -214,15 +228,20 @@ def _round_by_chance(exact: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
     Args:
         exact: values in fp32.
         dtype: bf16 or fp16; other dtypes are cast to.
-        seed: the same seed gives the same result.
+        name: of the weight, for the message; the same name gives the same result.
 
     Returns:
         ``exact`` in ``dtype``; values that ``dtype`` has stay as they are.
+
+    Raises:
+        UserError: a value is not finite, or ``dtype`` does not have it.
     """
+    if not torch.stack(exact.aminmax()).abs().max() <= torch.finfo(dtype).max:
+        raise UserError(f"the merged {name} has values that are not finite in {dtype}; the adapter is damaged")
     dropped = {torch.bfloat16: 16, torch.float16: 13}.get(dtype)  # bits of the fraction that fp32 has in addition
     if dropped is None:
         return exact.to(dtype)
-    chance = np.random.default_rng(seed).integers(0, 1 << dropped, tuple(exact.shape), np.uint16)
+    chance = np.random.default_rng(crc32(name.encode())).integers(0, 1 << dropped, tuple(exact.shape), np.uint16)
     bits = exact.contiguous().view(torch.int32) + torch.from_numpy(chance.astype(np.int32))
     return (bits & -(1 << dropped)).view(torch.float32).to(dtype)
 

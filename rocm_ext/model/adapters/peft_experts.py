@@ -30,7 +30,8 @@ def layout_version() -> str:
 
 def is_old(peft_version: str) -> bool:
     """Return whether a version of PEFT has the old layout."""
-    numbers = [int(part) if part.isdigit() else 0 for part in peft_version.split("+")[0].split("@")[0].split(".")[:3]]
+    parts = peft_version.split("+")[0].split("@")[0].split(".")[:3]
+    numbers = [int(part) if part.isascii() and part.isdigit() else 0 for part in parts]
     return numbers < [int(part) for part in NEW_LAYOUT.split(".")]
 
 

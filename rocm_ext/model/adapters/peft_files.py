@@ -41,6 +41,25 @@ _FREE = frozenset(
     megatron_config megatron_core loftq_config eva_config corda_config qalora_group_size runtime_config
     """.split()  # noqa: SIM905
 )
+# What keys may hold, and how a message says it
+_NAMES: tuple[Callable[[Any], bool], str] = (
+    lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+    "a list of names",
+)
+_SWITCH = (lambda value: isinstance(value, bool), "true or false")
+_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (lambda value: type(value) is int and 1 <= value <= 2**16, "a whole number from 1 to 65,536"),
+    "lora_alpha": (lambda value: type(value) in (int, float) and -1e6 <= value <= 1e6, "a number, at most a million"),
+    "use_rslora": _SWITCH,
+    "use_dora": _SWITCH,
+    "target_modules": (lambda value: isinstance(value, str) or _NAMES[0](value), "a list of names or a pattern"),
+    "target_parameters": _NAMES,
+    "peft_version": (lambda value: isinstance(value, str) and len(value) <= 100, "a version"),
+    "base_model_name_or_path": (
+        lambda value: isinstance(value, str) and value.isprintable() and all(len(n) <= 255 for n in value.split("/")),
+        "a name on the hub or a folder",
+    ),
+}
 # Other ways to initialise an adapter (PiSSA, OLoRA, CorDA, LoftQ) change the base model, too.
 _KEEP_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 
@@ -76,8 +95,8 @@ class PeftConfig:
         """Read a folder's ``adapter_config.json``.
 
         Raises:
-            UserError: it is missing or damaged, or a setting changes the adapter's function in a way that this library
-                does not compute; the message names the setting.
+            UserError: it is missing or damaged, a value is of another type or out of bounds, or a setting changes the
+                adapter's function in a way that this library does not compute; the message names the setting.
         """
         path = folder / ADAPTER_CONFIG
         try:
@@ -90,20 +109,18 @@ class PeftConfig:
             raise UserError(f"cannot read the adapter in {folder}: {ADAPTER_CONFIG} must hold a JSON object")
         if foreign := _not_computed(config):
             raise _unknown(folder, foreign)
-        rank, alpha = config.get("r"), config.get("lora_alpha")
-        is_rank = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1
-        is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool) and math.isfinite(alpha)
-        if not (is_rank and is_number):
-            raise UserError(f"{path} has r={rank!r}, lora_alpha={alpha!r}; expected a rank and a number")
-        base = config.get("base_model_name_or_path")
+        for key, (fits, expected) in _EXPECTED.items():
+            value = config.get(key)
+            if not fits(value) and (value is not None or key in ("r", "lora_alpha")):
+                raise UserError(f"{path} has {_short(key, value)}; expected {expected}")
         return cls(
-            rank=rank,  # type: ignore[arg-type]
-            alpha=alpha,  # type: ignore[arg-type]
+            rank=config["r"],
+            alpha=config["lora_alpha"],
             rslora=bool(config.get("use_rslora")),
             dora=bool(config.get("use_dora")),
-            base_model=base if isinstance(base, str) else "",
-            parameters=_names(path, config.get("target_parameters")),
-            version=str(config.get("peft_version") or ""),
+            base_model=config.get("base_model_name_or_path") or "",
+            parameters=tuple(config.get("target_parameters") or ()),
+            version=config.get("peft_version") or "",
         )
 
     def check(self, folder: Path, decoder: Any) -> None:
@@ -161,12 +178,6 @@ class PeftConfig:
         )
 
 
-def _names(path: Path, names: Any) -> tuple[str, ...]:
-    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise UserError(f"{path} has target_parameters={names!r}; expected a list of names")
-    return tuple(names or ())
-
-
 def _unknown(folder: Path, settings: list[str]) -> UserError:
     return UserError(
         f"adapter {folder} has {', '.join(settings)}, which this library does not compute; merge it into the "
@@ -175,14 +186,19 @@ def _unknown(folder: Path, settings: list[str]) -> UserError:
 
 
 def _not_computed(config: Mapping[str, Any]) -> list[str]:
-    foreign = [f"{key}={value!r}" for key, value in config.items() if key not in _FREE and value]
+    foreign = [_short(key, value) for key, value in config.items() if key not in _FREE and value]
     if (kind := config.get("peft_type", "LORA")) != "LORA":
-        foreign.insert(0, f"peft_type={kind!r}")
+        foreign.insert(0, _short("peft_type", kind))
     if (bias := config.get("bias", "none")) != "none":
-        foreign.append(f"bias={bias!r}")
+        foreign.append(_short("bias", bias))
     if (init := config.get("init_lora_weights", True)) not in _KEEP_BASE:
-        foreign.append(f"init_lora_weights={init!r}")
-    return [text if len(text) <= 80 else text[:77] + "..." for text in foreign]
+        foreign.append(_short("init_lora_weights", init))
+    return foreign
+
+
+def _short(key: str, value: Any) -> str:
+    text = " ".join(f"{key}={value!r}".split())
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _last(name: str) -> str:
@@ -313,11 +329,52 @@ def read_adapter(source: Path, decoder: Decoder, model_type: str) -> dict[str, T
             f"adapter {source} is a file of torchtune's, whose row order this model does not have; start from a folder "
             f"in PEFT's format ({ADAPTER_CONFIG}, {ADAPTER_WEIGHTS})"
         )
-    version = ""
     if (folder := config_folder(source)) is not None:
-        config = PeftConfig.read(folder)
-        config.check(folder, decoder)
-        version = config.version
+        PeftConfig.read(folder).check(folder, decoder)
+    if source.is_file():
+        return _finite_tensors(source)
+    config, state = read_peft(source)
+    try:
+        return from_peft(state, decoder, model_type, config.version)
+    except UserError as error:
+        raise UserError(f"adapter {source} does not fit model: {error}") from error
+
+
+def read_peft(folder: Path) -> tuple[PeftConfig, dict[str, Tensor]]:
+    """Read the two files of a PEFT folder, which must fit each other.
+
+    Returns:
+        The config, and the weights by PEFT's names.
+
+    Raises:
+        UserError: a file is missing or damaged, weights are not finite, or their shapes are not of the config's rank.
+    """
+    config, state = PeftConfig.read(folder), _finite_tensors(folder)
+    if not state:
+        raise UserError(f"adapter {folder} has no weights in {ADAPTER_WEIGHTS}; write it again")
+    needed = [".lora_A.weight", ".lora_B.weight", *([".lora_magnitude_vector"] if config.dora else [])]
+    for weight, parts in updates_by_weight(state).items():
+        layer, rank = weight.removesuffix(".weight"), config.rank
+        if odd := {*needed} ^ parts.keys():
+            raise UserError(
+                f"adapter {folder} is damaged: {'unexpected' if odd & parts.keys() else 'missing'} {layer}{min(odd)}"
+            )
+        a, b, *norms = (list(parts[part].shape) for part in needed)
+        inner = a[0] if config.parameters and a and a[0] and a[0] % rank == 0 else rank  # experts have r rows each
+        if len(a) != 2 or len(b) != 2 or a[0] != inner or b[1] != inner or any(norm != b[:1] for norm in norms):
+            raise UserError(
+                f"adapter {folder} is damaged: {layer} has weights {', '.join(map(str, [a, b, *norms]))}; with "
+                f"r={rank}, expected [{rank}, inputs], [outputs, {rank}]{', [outputs]' if norms else ''}"
+            )
+    return config, state
+
+
+def _finite_tensors(source: Path) -> dict[str, Tensor]:
+    """Read the tensors of a PEFT folder, or of torchtune's file.
+
+    Raises:
+        UserError: they are missing or damaged, or a value is not finite.
+    """
     try:
         if source.is_file():
             state = torch.load(source, map_location="cpu", weights_only=True)
@@ -330,12 +387,12 @@ def read_adapter(source: Path, decoder: Decoder, model_type: str) -> dict[str, T
         raise UserError(f"cannot read the adapter in {source}: {cause}; expected a PEFT folder") from error
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise UserError(f"cannot read the adapter in {source}: expected tensors by name")
-    if bad := next((name for name, tensor in state.items() if not tensor.float().isfinite().all()), None):
-        raise UserError(f"adapter {source} is damaged: {bad} has values that are not finite")
-    try:
-        return state if source.is_file() else from_peft(state, decoder, model_type, version)
-    except UserError as error:
-        raise UserError(f"adapter {source} does not fit model: {error}") from error
+    for name, tensor in state.items():
+        if not tensor.is_floating_point():
+            raise UserError(f"adapter {source} is damaged: {name} is {tensor.dtype}; expected floating-point numbers")
+        if not tensor.float().isfinite().all():
+            raise UserError(f"adapter {source} is damaged: {name} has values that are not finite")
+    return state
 
 
 def to_peft(state: Mapping[str, Tensor], decoder: Decoder, model_type: str) -> dict[str, Tensor]:
