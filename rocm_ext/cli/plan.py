@@ -77,13 +77,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _load(args: argparse.Namespace, recipe: registry.Recipe, *changes: str) -> Any:
     """Load and check the config with ``changes``."""
+    family = registry.extended(recipe)
     cfg = config.load(recipe, args.config, [*args.overrides, *changes])
     registry.check_system(recipe, load_profile(cfg.hardware).match.get("system", ""))
     check_values(OmegaConf.create(config.trainer_config(cfg)))
     _check_sizes(args, cfg)
-    if registry.extended(recipe) == registry.RAFT:
+    if family == registry.RAFT:
         check_raft_values(cfg)
-    if registry.extended(recipe) == registry.GRPO:
+    if family == registry.GRPO:
         check_grpo_values(cfg)
     return cfg
 
