@@ -34,9 +34,9 @@ def nearest(name: object, known: Iterable[str], otherwise: str | None = None) ->
 
     names = sorted(known)
     match = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
-    if not match and len(names) > _MOST and otherwise is not None:
-        return otherwise
     if not match and len(names) > _MOST:
+        if otherwise is not None:
+            return otherwise
         near = difflib.get_close_matches(str(name), names, n=5, cutoff=0.0)
         return f"; the nearest of {len(names)} known names are {', '.join(near)}"
     guess = f"; did you mean {match[0]}?" if match else ""

@@ -66,10 +66,10 @@ def run(args: argparse.Namespace) -> int:
     if registry.extended(recipe) == registry.GRPO and not args.json:
         print(describe(filled(cfg)))
     plan = _plan(args, recipe, chip, cfg)
-    best_fits = plan.peak(plan.best) <= plan.target.budget[0]
+    best_fits = plan.highest(plan.best) <= plan.target.budget[0]
     ways = [] if plan.fits or best_fits else _ways_to_fit(args, recipe, chip, cfg, plan)
     if args.json:
-        print_json(_content(plan) | {"fits_with": ways})
+        print_json(_content(plan) | {"fits_with": [{"change": change, "peak": peak} for change, peak in ways]})
     else:
         _print(args.config, plan, ways)
     return 0 if plan.fits else 1
@@ -105,9 +105,8 @@ def _plan(args: argparse.Namespace, recipe: registry.Recipe, chip: str | None, c
 
 def _ways_to_fit(
     args: argparse.Namespace, recipe: registry.Recipe, chip: str | None, cfg: Any, plan: "RunPlan"
-) -> list[str]:
-    """Find up to two changes with which the run fits, by planning each; those that cost the model least come first."""
-    from rocm_ext.plan.memory import readable
+) -> list[tuple[str, int]]:
+    """Plan changes of the config, and return the first two with which the run fits, with their peaks in bytes."""
     from rocm_ext.plan.planner import dtype_name
 
     log.info("does not fit; planning other settings ...")
@@ -119,17 +118,17 @@ def _ways_to_fit(
         *[(f"{key}={value // 2}", 1) for key, value in half.items() if isinstance(value, int)],
         *[("", ranks) for ranks in (2, 4, 8)],
     ]
-    ways: list[str] = []
+    ways: list[tuple[str, int]] = []
     for change, ranks in changes:
         try:
             other = _plan(args, recipe, chip, _load(args, recipe, *([change] if change else [])), ranks)
         except UserError:  # this machine or this model does not allow it
             continue
         choice = other.now if other.fits else other.best
-        if other.peak(choice) <= other.target.budget[0]:
+        if (peak := other.highest(choice)) <= other.target.budget[0]:
             name = change or f"--ranks {ranks * args.ranks}"
             keys = "" if other.fits else "".join(f" {key}={value}" for key, value in other.changes().items())
-            ways.append(f"{name}{keys} (plans {readable(other.peak(choice))})")
+            ways.append((name + keys, peak))
         if len(ways) == 2:
             break
     return ways
@@ -159,7 +158,7 @@ def _check_sizes(args: argparse.Namespace, cfg: Any) -> None:
 # ---- as text
 
 
-def _print(name: str, plan: "RunPlan", ways: Sequence[str]) -> None:
+def _print(name: str, plan: "RunPlan", ways: Sequence[tuple[str, int]]) -> None:
     from rich.markup import escape
 
     from rocm_ext.plan.memory import readable
@@ -292,16 +291,18 @@ def _rollout_rows(plan: "RunPlan", rollout: "RolloutPlan") -> Rows:
     return rows
 
 
-def _print_verdict(out: Any, plan: "RunPlan", ways: Sequence[str]) -> None:
+def _print_verdict(out: Any, plan: "RunPlan", ways: Sequence[tuple[str, int]]) -> None:
     from rocm_ext.plan.memory import readable
 
     budget, changes = plan.target.budget[0], plan.changes()
     if not plan.fits:
-        how = f": it fits with {' or '.join(ways)}" if ways else ""
-        if not ways and plan.peak(plan.best) > budget:
-            how = ": no half row, 4 bits or up to 8 times the ranks make it fit; use a smaller model"
+        how = " or ".join(f"{change} (plans {readable(peak)})" for change, peak in ways)
+        if how:
+            how = f": it fits with {how}"
+        elif plan.highest(plan.best) > budget:
+            how = ": neither 16 nor 4 bits, half the length nor 8 times the ranks make it fit; use a smaller model"
         out.print(f"\n[red]does not fit[/] into {readable(budget)}{how}")
-    if changes and plan.peak(plan.best) <= budget:
+    if changes and plan.highest(plan.best) <= budget:
         gain = plan.now.step.seconds / plan.best.step.seconds
         keys = ", ".join(f"{key}: {value}" for key, value in changes.items())
         out.print(f"\nbest fit ({gain:.2f} times as fast, {readable(plan.peak(plan.best))}): {keys}")

@@ -183,12 +183,10 @@ def row_at(rows: Any, index: int) -> dict[str, Any]:
     return row
 
 
-def bad_rows_error(bad: Sequence[str], count: int, cure: str) -> UserError:
-    """Return the error about the bad ones of ``count`` rows, given their messages: one, or the first ten in a line."""
-    if len(bad) == 1:
-        return UserError(bad[0])
+def about_bad_rows(bad: Sequence[str], count: int, cure: str) -> str:
+    """Return what to say of the bad ones of ``count`` rows, given their messages: the first ten, and ``cure``."""
     shown = " | ".join(bad[:10]) + (" | …" if len(bad) > 10 else "")
-    return UserError(f"{len(bad):,} of {count:,} rows are bad: {shown}; {cure}")
+    return f"{shown}; {cure}" if len(bad) == 1 else f"{len(bad):,} of {count:,} rows are bad: {shown}; {cure}"
 
 
 def _without_nulls(value: Any) -> Any:

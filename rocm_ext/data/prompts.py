@@ -11,7 +11,7 @@ from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.base.log import log
 from rocm_ext.data.dialects import conversation, listed
 from rocm_ext.data.formats import FORMATS
-from rocm_ext.data.loading import bad_rows_error, open_source, row_at
+from rocm_ext.data.loading import about_bad_rows, open_source, row_at
 from rocm_ext.data.messages import to_tools, to_turns, with_system
 
 
@@ -100,7 +100,7 @@ def prompt_dataset(
         except ValueError as error:
             bad.append(f"{origin(index)}: {error}")
     if bad:
-        raise bad_rows_error(bad, count, "correct them")
+        raise UserError(about_bad_rows(bad, count, "correct what is bad"))
     if left_out := count - len(prompts):
         log.warning("%s: left out %d rows without usable tests", source, left_out)
     return _distinct(prompts, source)

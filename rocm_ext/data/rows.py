@@ -18,7 +18,7 @@ from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.base.log import log, warn
 from rocm_ext.base.supervised import beat
-from rocm_ext.data.loading import bad_rows_error
+from rocm_ext.data.loading import about_bad_rows
 from rocm_ext.data.render import IGNORE, unlimited
 from rocm_ext.data.sources import SourceDataset
 from rocm_ext.data.tokenizer import ChatTokenizer
@@ -313,14 +313,13 @@ def tokenize(
         except Exception as error:  # a user's dataset may raise anything
             bad.append(f"{origin_of(dataset, index)}: {one_line(error)}")
         if len(bad) == _ALL_BAD and reader is None:
-            raise bad_rows_error(
-                bad, _ALL_BAD, "these are the first, and none is good: do the dataset's keys fit them?"
-            )
+            cure = "these are the first, and none is good: do the dataset's keys fit them?"
+            raise UserError(about_bad_rows(bad, _ALL_BAD, cure))
     if bad and bad_rows == "error":
-        raise bad_rows_error(bad, len(chosen), "correct them, or leave them out with bad_rows=drop")
+        raise UserError(about_bad_rows(bad, len(chosen), "correct what is bad, or set bad_rows=drop to leave it out"))
     if bad:
         rows.counts["bad_rows"] = len(bad)
-        log.warning("%s: %s", name, bad_rows_error(bad, len(chosen), "left out (bad_rows: drop)"))
+        log.warning("%s: %s", name, about_bad_rows(bad, len(chosen), "left out (bad_rows: drop)"))
     for part in getattr(dataset, "datasets", [dataset]):
         warn(part.warnings() if isinstance(part, SourceDataset) else [])
     if not rows.tokens:

@@ -9,7 +9,7 @@ from rocm_ext.plan.memory import readable
 from rocm_ext.plan.planner import TrainingPlanner
 
 
-def cures(cfg: DictConfig, planner: TrainingPlanner, tokens: int, layers: Sequence[int], goal: float) -> str:
+def cures(cfg: DictConfig, planner: TrainingPlanner, tokens: int, layers: Sequence[int], goal: float) -> list[str]:
     """Say which changes of the config lower the planned peak, the one that costs the least time first.
 
     Args:
@@ -17,11 +17,11 @@ def cures(cfg: DictConfig, planner: TrainingPlanner, tokens: int, layers: Sequen
         planner: planned the run.
         tokens: tokens of a micro-batch.
         layers: the checkpointed layers.
-        goal: bytes; smaller micro-batches than this needs are not named.
+        goal: bytes; what plans more is not named.
 
     Returns:
-        Up to two changes, as ``key=value`` with their peak and their cost; where none plans ``goal``, what finds
-        others.
+        Up to two changes, as ``key=value`` with their peak and their cost; none, if no smaller micro-batch reaches
+        ``goal``.
     """
     now, every = planner.choice(tokens, layers, 0), range(planner.memory(tokens).layers)
     longest = planner.rows.longest
@@ -34,10 +34,8 @@ def cures(cfg: DictConfig, planner: TrainingPlanner, tokens: int, layers: Sequen
         if ways[key].peak <= goal:
             break
     enough = {way: choice for way, choice in ways.items() if choice.peak <= min(goal, now.peak - 1)}
-    if not enough:
-        return "what `rocm-ext plan` names for this config: no smaller micro-batch fits"
     named = []
     for way, choice in sorted(enough.items(), key=lambda item: item[1].step.seconds)[:2]:
         slower = round(100 * (choice.step.seconds / now.step.seconds - 1))
         named.append(f"{way} (plans {readable(choice.peak)}{f', {slower} % slower' if slower > 0 else ''})")
-    return " or ".join(named)
+    return named

@@ -221,7 +221,11 @@ class RunPlan:
     @property
     def fits(self) -> bool:
         """Whether the unchanged config stays within the budget."""
-        return max(self.peak(self.now), self.rollout.peak if self.rollout else 0) <= self.target.budget[0]
+        return self.highest(self.now) <= self.target.budget[0]
+
+    def highest(self, choice: Choice) -> int:
+        """Return the peak bytes of the whole run: of training or, if that takes more, of sampling."""
+        return max(self.peak(choice), self.rollout.peak if self.rollout else 0)
 
     def kept(self, choice: Choice) -> int:
         """Return the bytes that the sampler keeps while training."""

@@ -205,12 +205,14 @@ class Learner:
             UserError: it is not; the message says what to change.
         """
         if self.planned_peak > self.planned_budget and self.cfg.over_budget == "refuse":
+            ways = " or ".join(self.cures(self.planned_budget))
             raise UserError(
-                f"the memory plan needs {readable(self.planned_peak)} and has {readable(self.planned_budget)}. Set "
-                f"{self.cures(self.planned_budget)}. over_budget=try starts the run regardless"
+                f"the memory plan needs {readable(self.planned_peak)} and has {readable(self.planned_budget)}. "
+                f"{f'Set {ways}' if ways else 'No smaller micro-batch fits; `rocm-ext plan` tries other settings'}. "
+                "over_budget=try starts the run regardless"
             )
 
-    def cures(self, goal: float) -> str:
+    def cures(self, goal: float) -> list[str]:
         """Say which changes lower the planned peak to ``goal`` bytes; see :func:`rocm_ext.plan.cures.cures`."""
         planner, tokens, layers = self._planned
         # planning copies parts of the model, which by now may be loaded and sharded

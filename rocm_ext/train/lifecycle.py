@@ -255,7 +255,9 @@ def _out_of_memory(recipe: RunnableRecipe, error: RuntimeError) -> str:
         if slots != MIN_ROWS:
             named = f"engine.slots={max(MIN_ROWS, (slots or 0) // 2)} or {named}"
     else:
-        named = learner.cures(0.8 * learner.planned_peak)
+        peak = learner.planned_peak
+        shorter = "rows of half the length (tokenizer.max_seq_len) or shorter answers (max_new_tokens)"
+        named = " or ".join([*(learner.cures(0.8 * peak) or learner.cures(peak)), shorter])
     planned = f"{readable(learner.planned_peak)} of {readable(learner.planned_budget)}"
     return (
         f"{text} Planned for training: {planned}. Set {named}. resume_from_checkpoint=True continues, but not with "

@@ -74,9 +74,8 @@ def fenced_code(text: str, language: str) -> tuple[list[list[str]], bool]:
     fence uses the same character, is at least as long, is indented by less than four columns more and has no tag. An
     unclosed block ends with the text. A block's lines lose the indent of its fence.
     """
-    groups: dict[tuple[bool, bool], list[str]] = {
-        (c, t): [] for t in (True, False) for c in (True, False)
-    }  # closed, tagged
+    groups: dict[tuple[bool, bool], list[str]]  # by whether the blocks are closed, and tagged
+    groups = {(closed, tagged): [] for tagged in (True, False) for closed in (True, False)}
     lines: list[str] = []
     fence, tag, indent, fenced = "", "", "", False
     for line in answer_text(text).split("\n"):

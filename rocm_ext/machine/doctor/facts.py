@@ -202,12 +202,8 @@ class Facts:
             return self.upgrade
         release = self.files.distribution.get("VERSION_ID", "")
         supported = re.fullmatch(r"(\d[02468])\.04", release) and release >= "24.04"  # its kernel has gfx1151's fixes
-        how = (
-            f"sudo apt update && sudo apt install linux-generic-hwe-{release}"
-            if supported
-            else "sudo do-release-upgrade"
-        )
-        return f"{how}  # then reboot"
+        install = f"sudo apt update && sudo apt install linux-generic-hwe-{release}"
+        return f"{install if supported else 'sudo do-release-upgrade'}  # then reboot"
 
     @property
     def _manager(self) -> tuple[str, str] | None:
