@@ -19,7 +19,7 @@ from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
 from rocm_ext.base.supervised import beat
-from rocm_ext.model.families import foreign_config, from_hf, read_architecture
+from rocm_ext.model.families import foreign_config, from_hf, read_architecture, stored_format
 from rocm_ext.model.quantized import stored
 
 HF = "HF"  # the model_type of weights in Hugging Face's row order
@@ -181,9 +181,10 @@ class StoredWeights(Mapping[str, Tensor]):
                     raise UserError(f"{path} has {own}, which no layer of this model has") from error
                 self._stored[name] = [_Stored(reader, own)]
                 self._names[file].append(name)
-        self._join_scales()
+        self._block = (0, 0)
+        self._join_scales(folder)
 
-    def _join_scales(self) -> None:
+    def _join_scales(self, folder: Path) -> None:
         """Make one tensor of a quantised weight's values and scales."""
         weights: dict[str, str] = {}  # by the name of the values
         scales: dict[str, str] = {}
@@ -195,6 +196,8 @@ class StoredWeights(Mapping[str, Tensor]):
                     weights[name], scales[name] = weight, own
         if not weights:
             return
+        if (form := stored_format(folder)) is not None:
+            self._block = form.block
         left = set(scales.values())
         self._stored = {
             weights.get(name, name): parts + self._stored[scales[name]] if name in scales else parts
@@ -211,7 +214,7 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         beat()
-        return _whole(name, [part.read() for part in self._stored[name]])
+        return self._whole(name, [part.read() for part in self._stored[name]])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
@@ -225,21 +228,21 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def on_meta(self) -> dict[str, Tensor]:
         """Return all tensors without their values."""
-        return {name: _whole(name, [part.on_meta() for part in parts]) for name, parts in self._stored.items()}
+        return {name: self._whole(name, [part.on_meta() for part in parts]) for name, parts in self._stored.items()}
 
     def sample(self, name: str) -> Tensor:
         """Return up to 64 values of a tensor, spread over it, without reading the others; scales come after."""
         values, *scales = [part.sample() for part in self._stored[name]]
         return torch.cat([values.float(), scales[0].float()]) if scales else values
 
-
-def _whole(name: str, parts: list[Tensor]) -> Tensor:
-    if len(parts) == 1:
-        return parts[0]
-    try:
-        return stored(name, *parts)
-    except ValueError as error:
-        raise UserError(f"checkpointer: {error}, which do not fit; {_AGAIN}") from error
+    def _whole(self, name: str, parts: list[Tensor]) -> Tensor:
+        if len(parts) == 1:
+            return parts[0]
+        try:
+            values, scales = parts
+            return stored(name, values, scales, self._block)
+        except ValueError as error:
+            raise UserError(f"checkpointer: {error}, which do not fit; {_AGAIN}") from error
 
 
 def on_meta(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

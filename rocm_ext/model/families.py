@@ -339,7 +339,7 @@ def _known_format(settings: Config) -> StoredFormat | None:
     if method == "mxfp4":
         return StoredFormat("mxfp4", (1, 32), tuple(skipped))
     if method == "fp8":
-        if (block := settings.get("weight_block_size") or (0, 0)) != (0, 0):
+        if (block := settings.get("weight_block_size", (128, 128)) or (0, 0)) != (0, 0):  # transformers' default
             first, second = block
             if not all(type(size) is int and size > 0 for size in block):
                 raise ValueError(f"weight_block_size is {block!r}; expected two whole numbers above 0")

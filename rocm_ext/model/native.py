@@ -200,6 +200,8 @@ def from_checkpoint(
         UserError: the folder has no such model, or ``target_modules`` or ``target_parameters`` names what it does not
             have.
     """
+    if not 1 <= lora_rank <= 2**16:
+        raise UserError(f"lora_rank is {lora_rank}; expected 1 to 65,536")
     folder = Path(checkpoint_dir)
     form = stored_format(folder)
     if form and quantize_base:
