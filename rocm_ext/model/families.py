@@ -153,7 +153,7 @@ def foreign_config(folder: Path, trust_remote_code: bool = False) -> Config | No
         trust_remote_code: accept a model that brings its own code.
 
     Returns:
-        The file's content; None if the architecture has a native decoder.
+        The file's content; None if a native decoder computes the model. Llama's do not with biases in the MLP.
 
     Raises:
         UserError: the file is missing or damaged, or the model is quantised or brings its own code.
@@ -162,7 +162,8 @@ def foreign_config(folder: Path, trust_remote_code: bool = False) -> Config | No
     try:
         multimodal = any(isinstance(config.get(part), Mapping) for part in _PARTS)
         name = _class_name(config, trust_remote_code)
-        if name in _FAMILIES and own_code(config) in (None, name) and not multimodal:
+        biased = name == "LlamaForCausalLM" and _switch(config, "mlp_bias")
+        if name in _FAMILIES and own_code(config) in (None, name) and not multimodal and not biased:
             return None
         _stored_format(config)
     except UserError as error:

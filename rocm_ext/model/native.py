@@ -37,7 +37,7 @@ from rocm_ext.model.families import (
     to_hf,
 )
 from rocm_ext.model.layers import HalvesRoPE
-from rocm_ext.model.lora import plain
+from rocm_ext.model.lora import adapted_linear, plain
 from rocm_ext.model.quantized import FP8_ROWS, expect
 from rocm_ext.model.sampler import NativeSampler, joined_kind
 
@@ -333,4 +333,4 @@ class _Builder:
     def _linear(self, name: str, width: int, out: int, bias: bool = False) -> nn.Module:
         if name not in self._targets:
             return nn.Linear(width, out, bias=bias)
-        return self._adapted(width, out, use_bias=bias, quantize_base=self._4bit)
+        return adapted_linear(partial(self._adapted, quantize_base=self._4bit), name, width, out, bias)

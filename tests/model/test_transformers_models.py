@@ -156,6 +156,18 @@ def test_models_of_another_build_are_refused(tmp_path, kind, message):
         our_model(write_common(tmp_path / kind, kind))
 
 
+def test_a_model_whose_memory_cannot_be_planned_is_refused(folder_of, rows, tmp_path):
+    """Its experts' code asks for shapes that depend on values."""
+    heads = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8, "num_key_value_heads": 4}
+    sizes = {"q_lora_rank": 24, "kv_lora_rank": 16, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48}
+    sizes |= {"vocab_size": 512, "num_layers": 2, "zero_expert_num": 2, "moe_topk": 2}
+    base = write_common(tmp_path / "base", "longcat_flash", **heads, **sizes)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        shutil.copy(folder_of("olmo 2") / name, base)
+    with pytest.raises(UserError, match=r"depends on values \(aten\.nonzero.* not supported"):
+        prepare(folder_config(base, rows, tmp_path / "run"))
+
+
 def test_what_is_packed_is_tested():
     parts = {kind for _, kind, packs, *_ in multimodal_models.MODELS.values() if packs}
     rest = {*MORE, *CARE} - PADDED

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from rocm_ext.base.errors import UserError, nearest, one_line
-from rocm_ext.model.lora import ExpertLora
+from rocm_ext.base.errors import UserError, nearest
+from rocm_ext.model.lora import ExpertLora, adapted_linear
 
 ALL, ALL_EXPERTS = "all-linear", "all-experts"
 _ROUTERS = ("gate", "router", "shared_expert_gate")
@@ -43,14 +43,7 @@ def put_in(
         names = _matches(model, linears, [targets] if isinstance(targets, str) else list(map(str, targets)))
     for name in names:
         linear = linears[name]
-        try:
-            layer = adapted(linear.in_features, linear.out_features, use_bias=linear.bias is not None)
-        except (AssertionError, NotImplementedError) as error:
-            shape = f"[{linear.out_features}, {linear.in_features}]"
-            raise UserError(
-                f"quantize_base: {name} {shape} cannot be stored in 4 bits ({one_line(error)}); leave it out of "
-                "target_modules, or set quantize_base: False"
-            ) from error
+        layer = adapted_linear(adapted, name, linear.in_features, linear.out_features, linear.bias is not None)
         layer.weight, layer.bias = linear.weight, linear.bias
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, layer)
