@@ -2,6 +2,7 @@
 
 import io
 import json
+import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -146,9 +147,9 @@ def _indexed(index: Path) -> list[str]:
 class StoredWeights(Mapping[str, Tensor]):
     """The tensors of weight files. Each access reads one from the disk, into memory of its own.
 
-    No page of a safetensors file stays in the system's cache. On unified memory a cached model takes its size a second
-    time (transformers issue 44756), and from mapped files some kernels copy at a second per piece (ROCm issues 5952 and
-    6523). Tensors of ``.bin`` files are mapped.
+    A tensor's pages of a safetensors file leave the system's cache once it is read. On unified memory a cached model
+    takes its size a second time (transformers issue 44756), and from mapped files some kernels copy at a second per
+    piece (ROCm issues 5952 and 6523). Tensors of ``.bin`` files are mapped.
 
     A weight that is stored in 4 or 8 bits with its scales is one :class:`rocm_ext.model.quantized.Quantized`.
 
@@ -333,9 +334,10 @@ class _Safetensors:
 
     @contextmanager
     def _open(self, name: str, random: bool = False) -> Iterator[io.FileIO]:
-        """Context with the file at the first byte of a tensor; no page of it stays in the cache."""
+        """Context with the file at the first byte of a tensor, whose pages do not stay in the cache; others may."""
+        first, end = (self._begin + offset for offset in self._header[name]["data_offsets"])
         with io.FileIO(self.path) as file:
-            file.seek(self._begin + self._header[name]["data_offsets"][0])
+            file.seek(first)
             if not hasattr(os, "posix_fadvise"):  # Windows and macOS
                 yield file
                 return
@@ -344,8 +346,10 @@ class _Safetensors:
             try:
                 yield file
             finally:
-                with suppress(OSError):
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                page, part = mmap.PAGESIZE, first % mmap.PAGESIZE
+                with suppress(OSError):  # the kernel drops whole pages
+                    size = -(-(end - first + part) // page) * page
+                    os.posix_fadvise(file.fileno(), first - part, size, os.POSIX_FADV_DONTNEED)
 
 
 class _Pickled:
