@@ -196,15 +196,10 @@ Adapter = Lora | Dora | ExpertLora
 
 
 def adapted_linear(kind: Callable[..., nn.Module], name: str, in_dim: int, out_dim: int, use_bias: bool) -> nn.Module:
-    """Build an adapted linear layer.
-
-    Args:
-        kind: torchtune's class, with LoRA's settings and ``quantize_base``.
-        name: of the layer, for the message.
-        in_dim, out_dim, use_bias: of the layer.
+    """Build a layer of torchtune's class ``kind``, which has LoRA's settings.
 
     Raises:
-        UserError: its weight cannot be stored in 4 bits.
+        UserError: the weight of the layer ``name`` cannot be stored in 4 bits.
     """
     try:
         return kind(in_dim, out_dim, use_bias=use_bias)

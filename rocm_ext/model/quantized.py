@@ -234,10 +234,8 @@ def stored(name: str, packed: Tensor, scale: Tensor, block: tuple[int, int] = (0
         sides = sides[0] or rows or 1, sides[1] or columns or 1
         if list(scale.shape) == [*before, -(-rows // sides[0]), -(-columns // sides[1])]:
             return Quantized(packed, scale, sides, torch.bfloat16)
-    by_config = f"weight_block_size {list(block)}" if any(block) else "no weight_block_size"
-    raise ValueError(
-        f"{name} has values {list(packed.shape)} and scales {list(scale.shape)}, and config.json has {by_config}"
-    )
+    by_config = f"with weight_block_size {list(block) if any(block) else None}"
+    raise ValueError(f"{name} has values {list(packed.shape)} and scales {list(scale.shape)}, {by_config}")
 
 
 def fp8_rows(weight: Tensor, transposed: bool = False, multiplies: bool = False) -> Quantized:

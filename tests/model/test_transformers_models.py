@@ -28,7 +28,7 @@ from tests.kit import multimodal_models
 from tests.kit.families import folder_config, write_family
 from tests.kit.forks import forked, several_ranks
 from tests.kit.grpo_runs import check_grpo_and_dpo
-from tests.kit.hf_models import CARE, MODELS, MORE, PADDED, layers_for_peft, write_common, write_theirs, write_wider
+from tests.kit.hf_models import CARE, MODELS, MORE, PADDED, write_common, write_theirs, write_wider
 from tests.kit.parity import (
     CPU,
     TOKENS,
@@ -238,7 +238,7 @@ def test_padding_changes_nothing(folder_of):
     ids=str,
 )
 def test_ten_steps_equal_peft(folder_of, rows, tmp_path, name, lora):
-    cfg = folder_config(folder_of(name), rows, tmp_path / "run", layers_for_peft(name) | lora)
+    cfg = folder_config(folder_of(name), rows, tmp_path / "run", lora)
     first, found, expected = ten_steps(cfg, folder_of(name), tmp_path)
     assert sum((tensor - first[key]).abs().max() > 1e-3 for key, tensor in found.items()) > 0.9 * len(found)
     for key, tensor in found.items():
@@ -250,7 +250,7 @@ def test_ten_steps_equal_peft(folder_of, rows, tmp_path, name, lora):
 
 @pytest.mark.parametrize("name", some("qwen3 moe"))
 def test_exports_give_our_logits_and_the_adapter_comes_back(folder_of, rows, tmp_path, name):
-    cfg = folder_config(folder_of(name), rows, tmp_path / "run", layers_for_peft(name), max_steps_per_epoch=3)
+    cfg = folder_config(folder_of(name), rows, tmp_path / "run", max_steps_per_epoch=3)
     cfg |= {"save_adapter_weights_only": False, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-2}}
     ours = finetune(cfg)
     expected = our_logits(ours)
