@@ -116,14 +116,14 @@ def _adapted(adapter: Path, run: RunFolder | None, base: Path | None, trusted: b
     files_of(adapter, OF_ADAPTER)
     peft, _ = read_peft(adapter)  # before a model of its rank is built
     content = _of_folder(str(base or peft.base_model), peft)
-    sizes = {key: content["model"][key] for key in ("lora_rank", "lora_alpha")}
+    sizes = {key: content["model"][key] for key in ("lora_rank", "lora_alpha", "use_dora")}
     if run is not None and {"model", "checkpointer"} <= run.config.keys():
         if not trusted:
             read = ("model", "checkpointer", "chat_template_args", "chat_template_date")
             config.check_from_folder({key: run.config.get(key) for key in read}, run.path / _RUN_CONFIG)
         content |= {key: run.config[key] for key in ("chat_template_args", "chat_template_date") if key in run.config}
         content["model"] = dict(run.config["model"])
-        content["model"] |= {key: of_adapter for key, of_adapter in sizes.items() if key in content["model"]}
+        content["model"] |= {key: size for key, size in sizes.items() if key in content["model"]}
         if base is None:
             content["checkpointer"] = run.config["checkpointer"]
         elif "checkpoint_dir" in content["model"]:
@@ -173,7 +173,7 @@ def _of_folder(folder: str, peft: PeftConfig | None = None) -> dict[str, Any]:
     """Return the part of a config that :class:`Source` needs, for a model's folder."""
     model: dict[str, Any] = {config.COMPONENT: FROM_CHECKPOINT, "checkpoint_dir": folder}
     if peft is not None:
-        model |= {"lora_rank": peft.rank, "lora_alpha": peft.alpha, "use_dora": peft.dora}
+        model |= {"lora_rank": peft.rank, "lora_alpha": peft.alpha, "use_dora": False}  # merging needs no layers
         model |= {"target_parameters": list(peft.parameters)} if peft.parameters else {}
     defaults = config.defaults(SFT)
     return {

@@ -2,6 +2,7 @@
 
 import io
 import json
+import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,7 +20,7 @@ from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
 from rocm_ext.base.supervised import beat
-from rocm_ext.model.families import foreign_config, from_hf, read_architecture
+from rocm_ext.model.families import foreign_config, from_hf, read_architecture, stored_format
 from rocm_ext.model.quantized import stored
 
 HF = "HF"  # the model_type of weights in Hugging Face's row order
@@ -146,9 +147,9 @@ def _indexed(index: Path) -> list[str]:
 class StoredWeights(Mapping[str, Tensor]):
     """The tensors of weight files. Each access reads one from the disk, into memory of its own.
 
-    No page of a safetensors file stays in the system's cache. On unified memory a cached model takes its size a second
-    time (transformers issue 44756), and from mapped files some kernels copy at a second per piece (ROCm issues 5952 and
-    6523). Tensors of ``.bin`` files are mapped.
+    A tensor's pages of a safetensors file leave the system's cache once it is read. On unified memory a cached model
+    takes its size a second time (transformers issue 44756), and from mapped files some kernels copy at a second per
+    piece (ROCm issues 5952 and 6523). Tensors of ``.bin`` files are mapped.
 
     A weight that is stored in 4 or 8 bits with its scales is one :class:`rocm_ext.model.quantized.Quantized`.
 
@@ -181,9 +182,10 @@ class StoredWeights(Mapping[str, Tensor]):
                     raise UserError(f"{path} has {own}, which no layer of this model has") from error
                 self._stored[name] = [_Stored(reader, own)]
                 self._names[file].append(name)
-        self._join_scales()
+        self._block = (0, 0)
+        self._join_scales(folder)
 
-    def _join_scales(self) -> None:
+    def _join_scales(self, folder: Path) -> None:
         """Make one tensor of a quantised weight's values and scales."""
         weights: dict[str, str] = {}  # by the name of the values
         scales: dict[str, str] = {}
@@ -195,6 +197,8 @@ class StoredWeights(Mapping[str, Tensor]):
                     weights[name], scales[name] = weight, own
         if not weights:
             return
+        if (form := stored_format(folder)) is not None:
+            self._block = form.block
         left = set(scales.values())
         self._stored = {
             weights.get(name, name): parts + self._stored[scales[name]] if name in scales else parts
@@ -211,7 +215,7 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         beat()
-        return _whole(name, [part.read() for part in self._stored[name]])
+        return self._whole(name, [part.read() for part in self._stored[name]])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
@@ -225,21 +229,21 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def on_meta(self) -> dict[str, Tensor]:
         """Return all tensors without their values."""
-        return {name: _whole(name, [part.on_meta() for part in parts]) for name, parts in self._stored.items()}
+        return {name: self._whole(name, [part.on_meta() for part in parts]) for name, parts in self._stored.items()}
 
     def sample(self, name: str) -> Tensor:
         """Return up to 64 values of a tensor, spread over it, without reading the others; scales come after."""
         values, *scales = [part.sample() for part in self._stored[name]]
         return torch.cat([values.float(), scales[0].float()]) if scales else values
 
-
-def _whole(name: str, parts: list[Tensor]) -> Tensor:
-    if len(parts) == 1:
-        return parts[0]
-    try:
-        return stored(name, *parts)
-    except ValueError as error:
-        raise UserError(f"checkpointer: {error}, which do not fit; {_AGAIN}") from error
+    def _whole(self, name: str, parts: list[Tensor]) -> Tensor:
+        if len(parts) == 1:
+            return parts[0]
+        try:
+            values, scales = parts
+            return stored(name, values, scales, self._block)
+        except ValueError as error:
+            raise UserError(f"checkpointer: {error}, which do not fit; {_AGAIN}") from error
 
 
 def on_meta(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -330,9 +334,10 @@ class _Safetensors:
 
     @contextmanager
     def _open(self, name: str, random: bool = False) -> Iterator[io.FileIO]:
-        """Context with the file at the first byte of a tensor; no page of it stays in the cache."""
+        """Context with the file at the first byte of a tensor, whose pages do not stay in the cache; others may."""
+        first, end = (self._begin + offset for offset in self._header[name]["data_offsets"])
         with io.FileIO(self.path) as file:
-            file.seek(self._begin + self._header[name]["data_offsets"][0])
+            file.seek(first)
             if not hasattr(os, "posix_fadvise"):  # Windows and macOS
                 yield file
                 return
@@ -341,8 +346,10 @@ class _Safetensors:
             try:
                 yield file
             finally:
-                with suppress(OSError):
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                page, part = mmap.PAGESIZE, first % mmap.PAGESIZE
+                with suppress(OSError):  # the kernel drops whole pages
+                    size = -(-(end - first + part) // page) * page
+                    os.posix_fadvise(file.fileno(), first - part, size, os.POSIX_FADV_DONTNEED)
 
 
 class _Pickled:

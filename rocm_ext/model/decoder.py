@@ -54,6 +54,7 @@ class Decoder(nn.Module, ABC):
         quantizes: whether weights with a :func:`rocm_ext.model.quantized.stand_in` are quantised as they are loaded;
             otherwise the files have them so.
         published_modules: names of all modules of this whole model; empty: PEFT's names of its layers are unique.
+        names_of_experts: ends of names of modules that PEFT takes for experts'.
     """
 
     packs: bool
@@ -71,6 +72,7 @@ class Decoder(nn.Module, ABC):
     tok_embeddings: nn.Embedding
     left_out: frozenset[str]
     published_modules: frozenset[str]
+    names_of_experts: frozenset[str] = frozenset()
     kernels: Sequence[Kernel] = ()
     replay: Any = None
     quantizes = False

@@ -153,7 +153,7 @@ def foreign_config(folder: Path, trust_remote_code: bool = False) -> Config | No
         trust_remote_code: accept a model that brings its own code.
 
     Returns:
-        The file's content; None if the architecture has a native decoder.
+        The file's content; None if a native decoder computes the model. Llama's do not with biases in the MLP.
 
     Raises:
         UserError: the file is missing or damaged, or the model is quantised or brings its own code.
@@ -162,7 +162,8 @@ def foreign_config(folder: Path, trust_remote_code: bool = False) -> Config | No
     try:
         multimodal = any(isinstance(config.get(part), Mapping) for part in _PARTS)
         name = _class_name(config, trust_remote_code)
-        if name in _FAMILIES and own_code(config) in (None, name) and not multimodal:
+        biased = name == "LlamaForCausalLM" and _switch(config, "mlp_bias")
+        if name in _FAMILIES and own_code(config) in (None, name) and not multimodal and not biased:
             return None
         _stored_format(config)
     except UserError as error:
@@ -339,7 +340,7 @@ def _known_format(settings: Config) -> StoredFormat | None:
     if method == "mxfp4":
         return StoredFormat("mxfp4", (1, 32), tuple(skipped))
     if method == "fp8":
-        if (block := settings.get("weight_block_size") or (0, 0)) != (0, 0):
+        if (block := settings.get("weight_block_size", (128, 128)) or (0, 0)) != (0, 0):  # transformers' default
             first, second = block
             if not all(type(size) is int and size > 0 for size in block):
                 raise ValueError(f"weight_block_size is {block!r}; expected two whole numbers above 0")

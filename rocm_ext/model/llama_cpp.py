@@ -120,6 +120,8 @@ def _of_native(folder: Path, a: Architecture) -> Layout:
     if a.rope.yarn and not a.rope.yarn.rounded:
         raise UserError(f"{folder}: YaRN with truncate=False is unknown to llama.cpp")
     arch = _NATIVE[a.name]
+    if arch == "QWEN3" and a.out_bias:
+        raise UserError(f"{folder / CONFIG}: attention_bias is True; llama.cpp computes Qwen3 without biases alone")
     _check_rope(folder, arch, a.rope.kind)
     keys = {
         "vocab_size": a.vocabulary,

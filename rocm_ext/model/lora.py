@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchtune.modules.low_precision.nf4_linear import linear_nf4  # torchao's, wherever it has it
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.model.quantized import Quantized
 
 
@@ -193,6 +193,21 @@ def merged_experts(
 
 
 Adapter = Lora | Dora | ExpertLora
+
+
+def adapted_linear(kind: Callable[..., nn.Module], name: str, in_dim: int, out_dim: int, use_bias: bool) -> nn.Module:
+    """Build a layer of torchtune's class ``kind``, which has LoRA's settings.
+
+    Raises:
+        UserError: the weight of the layer ``name`` cannot be stored in 4 bits.
+    """
+    try:
+        return kind(in_dim, out_dim, use_bias=use_bias)
+    except (AssertionError, NotImplementedError) as error:
+        raise UserError(
+            f"quantize_base: {name} [{out_dim}, {in_dim}] cannot be stored in 4 bits ({one_line(error)}); leave it out "
+            "of target_modules, or set quantize_base: fp8 or False"
+        ) from error
 
 
 def factors(layer: Lora | Dora) -> tuple[Tensor, Tensor, Tensor | None]:

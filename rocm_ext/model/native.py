@@ -37,7 +37,7 @@ from rocm_ext.model.families import (
     to_hf,
 )
 from rocm_ext.model.layers import HalvesRoPE
-from rocm_ext.model.lora import plain
+from rocm_ext.model.lora import adapted_linear, plain
 from rocm_ext.model.quantized import FP8_ROWS, expect
 from rocm_ext.model.sampler import NativeSampler, joined_kind
 
@@ -200,6 +200,8 @@ def from_checkpoint(
         UserError: the folder has no such model, or ``target_modules`` or ``target_parameters`` names what it does not
             have.
     """
+    if not 1 <= lora_rank <= 2**16:
+        raise UserError(f"lora_rank is {lora_rank}; expected 1 to 65,536")
     folder = Path(checkpoint_dir)
     form = stored_format(folder)
     if form and quantize_base:
@@ -331,4 +333,4 @@ class _Builder:
     def _linear(self, name: str, width: int, out: int, bias: bool = False) -> nn.Module:
         if name not in self._targets:
             return nn.Linear(width, out, bias=bias)
-        return self._adapted(width, out, use_bias=bias, quantize_base=self._4bit)
+        return adapted_linear(partial(self._adapted, quantize_base=self._4bit), name, width, out, bias)

@@ -211,13 +211,14 @@ _KEPT: dict[Any, Callable[..., Tensor | None]] = {
 # ---- where they come from
 
 
-def stored(name: str, packed: Tensor, scale: Tensor) -> Quantized:
+def stored(name: str, packed: Tensor, scale: Tensor, block: tuple[int, int] = (0, 0)) -> Quantized:
     """Return the weight that a file stores as two tensors.
 
     Args:
         name: of the weight, for the message.
         packed: as of :class:`Quantized`. Those in MXFP4 are experts' weights, which models want as [..., in, out].
         scale: as of :class:`Quantized`; or one for all values, or for each row.
+        block: rows and columns that share a scale by ``config.json``; 0: all.
 
     Raises:
         ValueError: their shapes do not fit.
@@ -228,22 +229,13 @@ def stored(name: str, packed: Tensor, scale: Tensor) -> Quantized:
         return Quantized(packed, scale, (1, 32), torch.bfloat16, transposed=True)
     if scale.ndim < 2:
         scale = scale.reshape(-1, 1)
-    rows, columns = (_block(size, count) for size, count in zip(packed.shape[-2:], scale.shape[-2:], strict=True))
-    if not (rows and columns and packed.shape[:-2] == scale.shape[:-2]):
-        raise ValueError(f"{name} has values {list(packed.shape)} and scales {list(scale.shape)}")
-    return Quantized(packed, scale, (rows, columns), torch.bfloat16)
-
-
-def _block(size: int, count: int) -> int:
-    """Return the length of ``count`` blocks of ``size`` values, or 0. The last block may be shorter than others."""
-    if size % count == 0 and count in (1, size):
-        return size // count
-    power = 1
-    while -(-size // power) > count:
-        power *= 2
-    if -(-size // power) == count:  # lengths are powers of 2, as 128
-        return power
-    return 0 if size % count else size // count
+    *before, rows, columns = packed.shape
+    for sides in (block, (0, 0), (1, 0)):  # one scale of all, or scales of rows, have no other meaning
+        sides = sides[0] or rows or 1, sides[1] or columns or 1
+        if list(scale.shape) == [*before, -(-rows // sides[0]), -(-columns // sides[1])]:
+            return Quantized(packed, scale, sides, torch.bfloat16)
+    by_config = f"with weight_block_size {list(block) if any(block) else None}"
+    raise ValueError(f"{name} has values {list(packed.shape)} and scales {list(scale.shape)}, {by_config}")
 
 
 def fp8_rows(weight: Tensor, transposed: bool = False, multiplies: bool = False) -> Quantized:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -303,8 +303,10 @@ def simulate(
             first = number == i
             decoder.layers[i] = _Stand(layer if first else None, layer, run.measure, number, i == len(layers) - 1)
         costs, loss, beside = _from_json(remembered([decoder, objective, lengths, targets, kernels, shared], step))
-    except DataDependentOutputException as error:
-        raise UserError(f"the model's code depends on values ({error}), so its memory cannot be planned") from error
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise UserError(
+            f"the model's code depends on values ({error}), so its memory cannot be planned: it is not supported"
+        ) from error
     finally:
         for i, layer in enumerate(layers):
             decoder.layers[i] = layer

@@ -166,6 +166,10 @@ def test_what_llama_cpp_does_not_compute_is_refused(bases, trained, tmp_path, ca
     assert one_line_has(
         fails(gemma, "--gguf", out), "Gemma2ForCausalLM", "convert_hf_to_gguf.py", "on the model's folder"
     )
+    biased = shutil.copytree(bases("qwen3"), tmp_path / "biased")
+    settings = json.loads((biased / "config.json").read_text())
+    (biased / "config.json").write_text(json.dumps({**settings, "attention_bias": True}))
+    assert one_line_has(fails(biased, "--gguf", out), "attention_bias is True", "Qwen3")
     split = changed("tokenizer.json", lambda c: c["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex="a+"))
     assert one_line_has(fails(split, "--gguf", out), "pre_tokenizer", "Split and ByteLevel")
     adapter = shutil.copytree(trained / "adapter", tmp_path / "dora")

@@ -24,8 +24,6 @@ gguf = pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp", reason="llama.cpp is not here: pip install xllamacpp")
 MODELS = [(hf_models, name) for name in hf_models.GGUF] + [(multimodal_models, name) for name in multimodal_models.GGUF]
 EXPERTS = {"qwen3 moe", "gpt-oss", "qwen3.5 moe", "gemma 4 moe"}
-# PEFT takes shared experts' gate_proj, up_proj and down_proj for experts'
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"]
 
 
 def write(kind, folder: Path, name: str) -> Path:
@@ -38,7 +36,6 @@ def write_update(folder: Path, base: Path, name: str, **targets) -> Path:
     """Write a random adapter of all layers, and of all experts."""
     lora = {"lora_rank": 3, "lora_alpha": 6}
     lora |= {"target_parameters": "all-experts"} if name in EXPERTS else {}
-    lora |= {"target_modules": ATTENTION} if name == "qwen3.5 moe" else {}
     lora |= {"target_parameters": ["experts.gate_up_proj"]} if name == "gemma 4 moe" else {}
     lora |= targets
     ours = our_model(base, **lora)

@@ -1,11 +1,9 @@
 """Small models with random weights of architectures that transformers alone computes."""
 
 from copy import deepcopy
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from packaging.version import Version
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -24,16 +22,6 @@ GATED_DELTA = {
     "head_dim": 16,
 }
 PARTLY = {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.25}
-
-# the MLPs that are not experts have names that PEFT takes for experts' from 0.19 on (docs/models.md)
-ALSO_DENSE = ("qwen3 moe", "deepseek 3", "qwen3 next")
-
-
-def layers_for_peft(name: str) -> dict:
-    """LoRA's settings with which the installed PEFT opens our adapter of a model: the default where it can."""
-    old = Version(version("peft")) < Version("0.19")
-    return {} if old or name not in ALSO_DENSE else {"target_modules": ["o_proj"]}
-
 
 # name -> model_type, whether rows are packed, values of its config
 MODELS: dict[str, tuple[str, bool, dict]] = {

@@ -575,6 +575,17 @@ def test_both_keys_of_rope(changed):
     torch.testing.assert_close(our_model(folder)(TOKENS), their_model(folder)(TOKENS).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_biases_of_llamas_mlp_are_computed_by_transformers(tmp_path):
+    folder = write_family(tmp_path / "base", "llama", mlp_bias=True)
+    assert any(name.endswith("gate_proj.bias") for name in load_file(folder / "model.safetensors"))
+    torch.testing.assert_close(our_model(folder).eval()(TOKENS), their_logits(folder), rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_that_nf4_does_not_take_is_named(folders):
+    with pytest.raises(UserError, match=r"o_proj \[64, 96\] cannot be stored in 4 bits.*leave it out of"):
+        our_model(folders["qwen3"], quantize_base=True, target_modules=["o_proj"])
+
+
 def test_mistrals_window_where_the_key_is_missing(changed):
     folder = changed("mistral", sliding_window=None, max_position_embeddings=8192)
     assert their_model(folder).config.sliding_window == our_model(folder).max_seq_len == 4096

@@ -30,7 +30,7 @@ from rocm_ext.sampling import Sampling
 from tests.kit.families import folder_config, write_family
 from tests.kit.forks import forked, several_ranks
 from tests.kit.grpo_runs import check_grpo_and_dpo
-from tests.kit.hf_models import layers_for_peft, write_theirs
+from tests.kit.hf_models import write_theirs
 from tests.kit.parity import (
     CPU,
     TOKENS,
@@ -194,7 +194,7 @@ def test_two_ranks_equal_one_with_weights_quantised_here(wide, rows, tmp_path, v
 @pytest.mark.wide(always=1)
 @pytest.mark.parametrize("name", also("qwen3 moe"))
 def test_a_merged_model_has_16_bits(folder, rows, tmp_path, name):
-    lora = EXPERTS | layers_for_peft(name) if name != "qwen3" else {}
+    lora = EXPERTS if name != "qwen3" else {}
     cfg = folder_config(folder(name), rows, tmp_path / "run", lora, max_steps_per_epoch=2)
     cfg |= {"save_adapter_weights_only": False, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-2}}
     ours = finetune(cfg)
@@ -276,9 +276,35 @@ def test_the_last_block_may_be_smaller():
     """As kv_a_proj_with_mqa of DeepSeek-V3: 576 rows in blocks of 128."""
     torch.manual_seed(0)
     packed, scale = torch.randn(192, 576).to(torch.float8_e4m3fn), torch.rand(2, 5)
-    found = stored("w", packed, scale).with_parts(torch.clone, torch.float32).get_original_weight()
+    found = stored("w", packed, scale, (128, 128)).with_parts(torch.clone, torch.float32).get_original_weight()
     spread = scale.repeat_interleave(128, 0)[:192].repeat_interleave(128, 1)[:, :576]
     assert torch.equal(found, packed.float() * spread)
+
+
+@pytest.mark.parametrize("block", [(24, 96), (48, 48), (96, 96), (96, 24), (100, 100), (7, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(96, 192), (192, 144)], ids=str)
+def test_the_config_says_how_large_blocks_are(tmp_path, shape, block):
+    """Sizes that are no powers of 2, and that do not divide the weight: the number of blocks alone does not tell."""
+    settings = {"quant_method": "fp8", "weight_block_size": block}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    counts = [-(-size // side) for size, side in zip(shape, block, strict=True)]
+    packed, scale = torch.randn(shape).to(torch.float8_e4m3fn), torch.rand(counts)
+    save_file({"w.weight": packed, "w.weight_scale_inv": scale}, tmp_path / "model.safetensors")
+    spread = scale.repeat_interleave(block[0], 0)[: shape[0]].repeat_interleave(block[1], 1)[:, : shape[1]]
+    found = StoredWeights(tmp_path, ["model.safetensors"])["w.weight"].with_parts(torch.clone, torch.float32)
+    assert torch.equal(dense(found), packed.float() * spread)
+
+
+@pytest.mark.parametrize("settings", [{"weight_block_size": [24, 96]}, {"weight_block_size": None}, {}], ids=str)
+def test_blocks_that_the_config_does_not_say_are_refused(tmp_path, settings):
+    settings = {"quant_method": "fp8", **settings}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    tensors = {"w.weight": torch.zeros(96, 96).to(torch.float8_e4m3fn), "w.weight_scale_inv": torch.ones(2, 2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    state = StoredWeights(tmp_path, ["model.safetensors"])
+    for read in (state.on_meta, lambda: state["w.weight"]):
+        with pytest.raises(UserError, match=r"w\.weight has values \[96, 96\] .* weight_block_size"):
+            read()
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (6, 1), (6,)], ids=str)
@@ -297,12 +323,14 @@ def test_scales_that_do_not_fit():
 
 @torch.no_grad()
 def test_experts_stay_quantised_where_blocks_are_whole():
-    parts = [stored("w", torch.randn(rows, 64).to(torch.float8_e4m3fn), torch.rand(rows // 32, 2)) for rows in (64, 96)]
+    block = (32, 32)
+    values, scales = ([torch.randn(rows, 64) for rows in (64, 96)], [torch.rand(rows // 32, 2) for rows in (64, 96)])
+    parts = [stored("w", v.to(torch.float8_e4m3fn), s, block) for v, s in zip(values, scales, strict=True)]
     stacked = [torch.stack([part, part]) for part in parts]
     joined = torch.cat(stacked, dim=1)
     assert isinstance(joined, Quantized)
     assert torch.equal(dense(joined), torch.cat(list(map(dense, stacked)), 1))
-    ragged = [stored("w", torch.randn(48, 64).to(torch.float8_e4m3fn), torch.rand(2, 2)) for _ in range(2)]
+    ragged = [stored("w", torch.randn(48, 64).to(torch.float8_e4m3fn), torch.rand(2, 2), block) for _ in range(2)]
     assert torch.equal(torch.cat(ragged), torch.cat(list(map(dense, ragged))))
     assert not isinstance(torch.cat(ragged), Quantized)
 

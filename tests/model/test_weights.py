@@ -1,5 +1,6 @@
 """Weight files are read as safetensors reads them, without leaving them in the system's page cache."""
 
+import mmap
 import os
 
 import pytest
@@ -63,3 +64,15 @@ def test_no_page_stays_in_the_cache(tmp_path):
     for name in stored:
         stored[name]
     assert pages_in_memory(path) <= 16  # a tensor's last pages may still be on their way
+
+
+def test_other_tensors_pages_stay(tmp_path):
+    """Another program may use them."""
+    path = tmp_path / "model.safetensors"
+    save_file({f"w{i}": torch.randn(1 << 20) for i in range(4)}, path)
+    os.sync()
+    path.read_bytes()
+    if not (before := pages_in_memory(path)):
+        pytest.skip("this file system caches no pages")
+    tensor = StoredWeights(tmp_path, [path.name])["w1"]
+    assert before - pages_in_memory(path) == pytest.approx(tensor.nbytes / mmap.PAGESIZE, abs=2)

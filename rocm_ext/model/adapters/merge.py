@@ -36,7 +36,6 @@ BESIDE_WEIGHTS = (
     "*processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*", "*.py",
 )  # fmt: skip
 MERGED_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-_AGAIN = "config.json and weights must be of one model: download both again"
 
 
 def base_tensors(cfg_checkpointer: DictConfig) -> tuple[Path, list[str], StoredWeights]:
@@ -129,10 +128,7 @@ class MergedWeights:
         self._decoder, self._state, self._adapter = decoder, state, adapter
         self.config, tensors = read_peft(adapter)
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
-        try:
-            found, used = peft_experts.from_peft(tensors, decoder, self.config.version)
-        except UserError as error:
-            raise UserError(f"adapter {adapter} does not fit the base model: {error}") from error
+        found, used = peft_experts.from_peft(tensors, decoder, self.config.version)
         self.linear = updates_by_weight({name: tensor for name, tensor in tensors.items() if name not in used})
         self.experts = {
             name: (found[f"{ours}.lora_a.weight"], found[f"{ours}.lora_b.weight"], layer)
@@ -160,9 +156,10 @@ class MergedWeights:
         if unknown := [name for name in self._changed() if name not in shapes]:
             raise UserError(f"adapter {self._adapter} has weights for {unknown[0]}, but {base} does not")
         for name, parts in self.linear.items():
-            fits = [len(parts[".lora_B.weight"]), parts[".lora_A.weight"].shape[1]]
-            if (shape := list(shapes[name].shape)) != fits:
-                raise UserError(f"adapter {self._adapter} has weights for {name} {fits}, but {base} has it {shape}")
+            (rank, inputs), outputs = parts[".lora_A.weight"].shape, len(parts[".lora_B.weight"])
+            if (shape := list(shapes[name].shape)) != [outputs, inputs] or rank != self.config.rank:
+                found = f"{[outputs, inputs]} of rank {rank}"
+                raise UserError(f"adapter {self._adapter} has weights for {name} {found}, but {base} has it {shape}")
 
     def weight(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return a weight by the model's name: in ``dtype`` where the adapter changes it, else as it is stored.
@@ -203,7 +200,7 @@ def check_base(decoder: Decoder, shapes: Mapping[str, Tensor], base: Path) -> No
     """Check that a base model's tensors are those that its ``config.json`` describes.
 
     Args:
-        decoder: built from it; what a builder of torchtune's has built is not checked, since its names differ.
+        decoder: built from it.
         shapes: the base model's tensors, by the names of ``decoder`` or, if it converts none, of the files.
         base: its folder, for the message.
 
@@ -211,12 +208,13 @@ def check_base(decoder: Decoder, shapes: Mapping[str, Tensor], base: Path) -> No
         UserError: a weight is missing, or has another shape.
     """
     if decoder.renames is None:
-        return
+        return  # torchtune's converters know the names
     for name, parameter in decoder.named_parameters():
         theirs = "" if parameter.requires_grad else decoder.renames[0](plain(name))
         found = list(shapes[theirs].shape) if theirs in shapes else "missing"
         if theirs and found != list(parameter.shape):
-            raise UserError(f"{theirs} is {found} in {base}, and {list(parameter.shape)} by its {CONFIG}; {_AGAIN}")
+            told = f"{list(parameter.shape)} by its {CONFIG}"
+            raise UserError(f"{theirs} is {found} in {base}, and {told}; download both again")
 
 
 def _round_by_chance(exact: Tensor, dtype: torch.dtype, name: str) -> Tensor:

@@ -44,16 +44,26 @@ def expert_loras(decoder: nn.Module) -> dict[str, ExpertLora]:
     }
 
 
-def modules(decoder: nn.Module) -> set[str]:
-    """Return the names of PEFT's modules that hold the experts' adapters."""
-    return {theirs for theirs, _ in _names(decoder).values()}
+def by_parameter(decoder: Decoder) -> set[str]:
+    """Return the adapted linear layers that ``target_modules`` cannot name: PEFT 0.19 would take them for experts'."""
+    return {name for name in linears(decoder) if name.rpartition(".")[2] in decoder.names_of_experts}
+
+
+def linears(decoder: nn.Module) -> set[str]:
+    """Return the names of the adapted linear layers."""
+    return {name for name, layer in adapters(decoder) if not isinstance(layer, ExpertLora)}
+
+
+def modules(decoder: Decoder) -> set[str]:
+    """Return the names of PEFT's modules whose adapters ``target_parameters`` names."""
+    return {theirs for theirs, _ in _names(decoder).values()} | by_parameter(decoder)
 
 
 def target_parameters(decoder: Decoder) -> list[str]:
-    """Name the adapted weights of experts to PEFT: by the ends of their names, unless other weights have these, too."""
-    adapted = expert_loras(decoder)
+    """Name the adapted weights of these modules to PEFT: by the ends of their names, unless others have these, too."""
+    adapted = expert_loras(decoder).keys() | {f"{name}.weight" for name in by_parameter(decoder)}
     ends = {".".join(name.split(".")[-2:]) for name in adapted}
-    others = matching(decoder, ends) - adapted.keys()
+    others = matching(decoder, ends) - adapted
     modules = {end.partition(".")[0] for end in ends}
     others |= {name for name in decoder.left_out if name.rpartition(".")[2] in modules}
     return sorted(adapted if others else ends)

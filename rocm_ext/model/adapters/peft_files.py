@@ -42,10 +42,7 @@ _FREE = frozenset(
     """.split()  # noqa: SIM905
 )
 # What keys may hold, and how a message says it
-_NAMES: tuple[Callable[[Any], bool], str] = (
-    lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
-    "a list of names",
-)
+_NAMES = (lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value), "a list of names")
 _SWITCH = (lambda value: isinstance(value, bool), "true or false")
 _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "r": (lambda value: type(value) is int and 1 <= value <= 2**16, "a whole number from 1 to 65,536"),
@@ -150,8 +147,9 @@ class PeftConfig:
             )
         if self.parameters and not decoder.published_modules:  # native models have no experts
             raise _unknown(folder, [f"target_parameters={list(self.parameters)}"])
-        adapted = peft_experts.matching(decoder, self.parameters)
-        if adapted != peft_experts.expert_loras(decoder).keys() or (self.parameters and not adapted):
+        adapted, experts = peft_experts.matching(decoder, self.parameters), peft_experts.expert_loras(decoder).keys()
+        every = experts | {f"{name}.weight" for name in peft_experts.linears(decoder)}
+        if not experts <= adapted <= every or (self.parameters and not adapted):
             ours = peft_experts.target_parameters(decoder)
             raise UserError(
                 f"adapter {folder} has target_parameters={list(self.parameters)}; the config has {ours or None}. "
@@ -261,6 +259,7 @@ def write_adapter(folder: Path, decoder: Decoder, model_type: str, base_model: s
     save_file({name: t.contiguous() for name, t in peft.items()}, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     layer = next(layer for _, layer in adapters(decoder))
     rank, alpha = rank_and_alpha(layer)
+    parameters = peft_experts.target_parameters(decoder)
     adapted = {name[len(PREFIX) :].rsplit(".lora_", 1)[0] for name in peft} - peft_experts.modules(decoder)
     config = {
         "peft_type": "LORA",
@@ -268,7 +267,7 @@ def write_adapter(folder: Path, decoder: Decoder, model_type: str, base_model: s
         "base_model_name_or_path": base_model,
         "r": rank,
         "lora_alpha": alpha,
-        "lora_dropout": getattr(layer.dropout, "p", 0.0),
+        "lora_dropout": 0.0 if parameters else getattr(layer.dropout, "p", 0.0),  # PEFT opens none with parameters
         "target_modules": _targets(adapted, decoder),
         "use_dora": isinstance(layer, Dora),
         "use_rslora": layer.rslora,
@@ -276,7 +275,7 @@ def write_adapter(folder: Path, decoder: Decoder, model_type: str, base_model: s
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    if parameters := peft_experts.target_parameters(decoder):
+    if parameters:
         config |= {"target_parameters": parameters, "peft_version": peft_experts.layout_version()}
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
@@ -356,9 +355,8 @@ def read_peft(folder: Path) -> tuple[PeftConfig, dict[str, Tensor]]:
     for weight, parts in updates_by_weight(state).items():
         layer, rank = weight.removesuffix(".weight"), config.rank
         if odd := {*needed} ^ parts.keys():
-            raise UserError(
-                f"adapter {folder} is damaged: {'unexpected' if odd & parts.keys() else 'missing'} {layer}{min(odd)}"
-            )
+            kind = "unexpected" if odd & parts.keys() else "missing"
+            raise UserError(f"adapter {folder} is damaged: {kind} {layer}{min(odd)}")
         a, b, *norms = (list(parts[part].shape) for part in needed)
         inner = a[0] if config.parameters and a and a[0] and a[0] % rank == 0 else rank  # experts have r rows each
         if len(a) != 2 or len(b) != 2 or a[0] != inner or b[1] != inner or any(norm != b[:1] for norm in norms):
@@ -370,11 +368,7 @@ def read_peft(folder: Path) -> tuple[PeftConfig, dict[str, Tensor]]:
 
 
 def _finite_tensors(source: Path) -> dict[str, Tensor]:
-    """Read the tensors of a PEFT folder, or of torchtune's file.
-
-    Raises:
-        UserError: they are missing or damaged, or a value is not finite.
-    """
+    """Read the tensors of a PEFT folder, or of torchtune's file; the errors are those of :func:`read_adapter`."""
     try:
         if source.is_file():
             state = torch.load(source, map_location="cpu", weights_only=True)

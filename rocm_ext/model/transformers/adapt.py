@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from rocm_ext.base.errors import UserError, nearest, one_line
-from rocm_ext.model.lora import ExpertLora
+from rocm_ext.base.errors import UserError, nearest
+from rocm_ext.model.lora import ExpertLora, adapted_linear
 
 ALL, ALL_EXPERTS = "all-linear", "all-experts"
 _ROUTERS = ("gate", "router", "shared_expert_gate")
@@ -43,14 +43,7 @@ def put_in(
         names = _matches(model, linears, [targets] if isinstance(targets, str) else list(map(str, targets)))
     for name in names:
         linear = linears[name]
-        try:
-            layer = adapted(linear.in_features, linear.out_features, use_bias=linear.bias is not None)
-        except (AssertionError, NotImplementedError) as error:
-            shape = f"[{linear.out_features}, {linear.in_features}]"
-            raise UserError(
-                f"quantize_base: {name} {shape} cannot be stored in 4 bits ({one_line(error)}); leave it out of "
-                "target_modules, or set quantize_base: False"
-            ) from error
+        layer = adapted_linear(adapted, name, linear.in_features, linear.out_features, linear.bias is not None)
         layer.weight, layer.bias = linear.weight, linear.bias
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, layer)
@@ -59,7 +52,7 @@ def put_in(
     return names
 
 
-def put_in_experts(model: nn.Module, targets: Iterable[str] | str, rank: int, alpha: float) -> list[str]:
+def put_in_experts(model: nn.Module, targets: Any, rank: int, alpha: float, adapted: Iterable[str]) -> list[str]:
     """Put LoRA on fused weights of experts, which :mod:`rocm_ext.model.transformers.experts` multiplies.
 
     Args:
@@ -67,6 +60,7 @@ def put_in_experts(model: nn.Module, targets: Iterable[str] | str, rank: int, al
         targets: names or ends of names of parameters, as in PEFT's ``target_parameters``; ``all-experts``: all such
             weights.
         rank, alpha: LoRA's r and alpha.
+        adapted: linear layers with LoRA, whose weights may be named, too.
 
     Returns:
         The names of the adapted parameters.
@@ -75,8 +69,9 @@ def put_in_experts(model: nn.Module, targets: Iterable[str] | str, rank: int, al
         UserError: a target matches no parameter, or one that is no fused weight of experts.
     """
     experts = fused_experts(model)
-    names = list(experts) if targets == ALL_EXPERTS else _matching_parameters(model, list(experts), targets)
-    if not names:
+    known = {f"{name}.weight" for name in adapted}
+    names = list(experts) if targets == ALL_EXPERTS else _matching_parameters(model, list(experts), targets, known)
+    if not names and targets == ALL_EXPERTS:
         raise UserError(f"target_parameters is {targets}, but {type(model).__name__} has no fused experts to adapt")
     for name in names:
         module, key = experts[name]
@@ -96,7 +91,7 @@ def fused_experts(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     }
 
 
-def _matching_parameters(model: nn.Module, experts: list[str], targets: Iterable[str] | str) -> list[str]:
+def _matching_parameters(model: nn.Module, experts: list[str], targets: Any, adapted: set[str]) -> list[str]:
     targets = [targets] if isinstance(targets, str) else list(map(str, targets))
     if not targets:
         raise UserError(f"target_parameters is empty; expected null, {ALL_EXPERTS} or names of experts' weights")
@@ -107,7 +102,7 @@ def _matching_parameters(model: nn.Module, experts: list[str], targets: Iterable
             known = sorted({".".join(name.split(".")[-2:]) for name in experts})
             hint = nearest(target, known) or (f"; fused experts are {', '.join(known)}" if known else "")
             raise UserError(f"target_parameters has {target!r}, which is no parameter{hint}")
-        if other := next((name for name in matching if name not in experts), None):
+        if other := next((name for name in matching if name not in adapted.union(experts)), None):
             module = type(model.get_submodule(other.rpartition(".")[0])).__name__
             raise UserError(
                 f"target_parameters has {target!r}, but {other} of {module} is no fused weight of experts that LoRA "

@@ -82,6 +82,7 @@ class TransformersDecoder(Decoder):
         config = model.config.get_text_config()
         check_causal(model)
         self._names = WeightNames(model)
+        self.names_of_experts = self._names.of_experts
         self.text_part = take_text(model)
         for name, child in model.named_children():
             self.add_module(name, child)
@@ -365,10 +366,18 @@ def build(
     _check_class(model, folder, config)
     decoder = TransformersDecoder(model.train(), json.dumps(config, sort_keys=True))
     _check_targets(targets, parameters, use_dora, dropout)
+    if targets is not None and targets != ALL:  # adapters name some linear layers by their weights
+        linears = [str(name).removesuffix(".weight") for name in parameters or () if str(name).endswith(".weight")]
+        targets = [*([targets] if isinstance(targets, str) else targets), *linears]
     kind = partial(DoRALinear if use_dora else LoRALinear, rank=rank, alpha=alpha, dropout=dropout)
     names = put_in(model, decoder.layers_name, decoder.output_name, targets, partial(kind, quantize_base=quantize_base))
     if parameters is not None:
-        names += put_in_experts(model, parameters, rank, alpha)
+        names += put_in_experts(model, parameters, rank, alpha, names)
+    if use_dora and (odd := {name.rpartition(".")[2] for name in names} & decoder.names_of_experts):
+        raise UserError(
+            f"PEFT takes {', '.join(sorted(odd))} of this model for its experts', and does not open DoRA on them; set "
+            "use_dora=False, or target_modules without them"
+        )
     for name in names:  # an adapted output layer
         if "." not in name:
             setattr(decoder, name, getattr(model, name))

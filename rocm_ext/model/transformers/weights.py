@@ -42,6 +42,12 @@ class WeightNames:
         ignored = [_OF_TABLES, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
         self._ignored = re.compile("|".join(f"(?:{pattern})" for pattern in ignored))
 
+    @property
+    def of_experts(self) -> frozenset[str]:
+        """The ends of the names of what transformers joins to experts' weights, such as ``gate_proj``."""
+        sources = [source for entry in self._converters for source in entry.source_patterns if ".experts.*." in source]
+        return frozenset(source.removesuffix(".weight").rpartition(".")[2] for source in sources)
+
     def ignored(self, name: str) -> bool:
         """Whether transformers leaves out the tensor ``name``."""
         return name not in self._known and bool(self._ignored.search(name))
