@@ -22,7 +22,7 @@ import pytest
 from rocm_ext.base.errors import UserError
 from rocm_ext.verifiers import Command, Limits, Pool, PythonTests, Run, Sandbox, Verdict
 from rocm_ext.verifiers.sandbox import bubblewrap, interpreter, seccomp
-from rocm_ext.verifiers.sandbox.children import children_of
+from rocm_ext.verifiers.sandbox.children import children_of, held
 
 ROW = {"tests": "assert f(2) == 4\nassert f(3) == 9", "entry_point": "f"}
 SECONDS = 1.0
@@ -117,6 +117,28 @@ print(json.dumps([calls, status["CapEff"], status["CapPrm"], status["NoNewPrivs"
     assert environ == ""
 
 
+def test_memory_that_no_process_shows_is_refused(box: Sandbox):
+    """Pages of a shared map leave the resident memory and stay; a map of a file is bounded by /tmp."""
+    code = """
+import mmap, os
+file = open("/tmp/x", "wb+")
+file.truncate(4096)
+maps = {"shared": lambda: mmap.mmap(-1, 4096), "private": lambda: mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE),
+        "file": lambda: mmap.mmap(file.fileno(), 4096), "zero": lambda: mmap.mmap(os.open("/dev/zero", 2), 4096)}
+for name, make in maps.items():
+    try: make()[:] = b"x" * 4096; print(name)
+    except OSError as error: print(type(error).__name__)
+"""
+    assert python(box, code).stdout.split() == [b"PermissionError", b"private", b"file", b"FileNotFoundError"]
+
+
+def test_memory_in_swap_counts():
+    status = (
+        b"Name:\tVmRSS: x\nVmSize:\t 9000 kB\nVmRSS:\t  100 kB\nVmPTE:\t 20 kB\nVmSwap:\t 3 kB\nHugetlbPages:\t4 kB\n"
+    )
+    assert held(status) == 127 << 10
+
+
 def test_sockets_stay_in_the_network_namespace(box: Sandbox):
     """AF_VSOCK reaches the host of a virtual machine from every network namespace."""
     code = """
@@ -138,16 +160,18 @@ NATIVE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 CALLS = {  # from the kernel's tables
     "x86_64": {"read": 0, "socket": 41, "socketpair": 53, "clone": 56, "fork": 57, "ptrace": 101, "mount": 165,
                "unshare": 272, "bpf": 321, "memfd_create": 319, "keyctl": 250, "io_uring_setup": 425, "clone3": 435,
-               "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "setxattrat": 463, "getxattr": 191},
+               "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "setxattrat": 463, "getxattr": 191, "mmap": 9,
+               "vmsplice": 278},
     "aarch64": {"read": 63, "socket": 198, "socketpair": 199, "clone": 220, "openat": 56, "ptrace": 117, "mount": 40,
                 "unshare": 97, "bpf": 280, "memfd_create": 279, "keyctl": 219, "io_uring_setup": 425, "clone3": 435,
-                "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "setxattrat": 463, "getxattr": 8},
+                "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "setxattrat": 463, "getxattr": 8, "mmap": 222,
+                "vmsplice": 75},
 }  # fmt: skip
 
 
-def filtered(program: bytes, arch: int, number: int, argument: int = 0) -> int:
+def filtered(program: bytes, arch: int, number: int, argument: int = 0, fourth: int = 0) -> int:
     """What a BPF program returns for a system call."""
-    data, accumulator, at = struct.pack("=IIQQ", number, arch, 0, argument), 0, 0
+    data, accumulator, at = struct.pack("=IIQQQQQ", number, arch, 0, argument, 0, 0, fourth), 0, 0
     while True:
         code, true, false, value = struct.unpack_from("=HBBI", program, 8 * at)
         at += 1
@@ -169,16 +193,20 @@ def test_the_filter_of_system_calls(machine: str):
         value = filtered(program, NATIVE[machine], calls[name], argument)
         return value & 0xFFFF0000, value & 0xFFFF
 
+    def maps(flags: int) -> bool:
+        return filtered(program, NATIVE[machine], calls["mmap"], fourth=flags) == 0x7FFF0000
+
     allow, refuse = (0x7FFF0000, 0), 0x00050000
     for name in calls.keys() & {"read", "fork", "openat", "getxattr"}:
         assert returns(name) == allow
-    for name in ("ptrace", "mount", "unshare", "bpf", "memfd_create", "keyctl", "io_uring_setup"):
+    for name in ("ptrace", "mount", "unshare", "bpf", "memfd_create", "keyctl", "io_uring_setup", "vmsplice"):
         assert returns(name) == (refuse, errno.EPERM)
     for name in ("setxattr", "lsetxattr", "fsetxattr", "setxattrat"):
         assert returns(name) == (refuse, errno.EOPNOTSUPP)
     assert returns("clone3") == (refuse, errno.ENOSYS)
     assert returns("clone", 0x00010F00) == allow  # a thread
     assert returns("clone", 0x10000011) == (refuse, errno.EPERM)  # CLONE_NEWUSER
+    assert [maps(flags) for flags in (0x21, 0x23, 0x40021, 0x22, 0x01, 0x03, 0x20022)] == [False] * 3 + [True] * 4
     for name in ("socket", "socketpair"):
         assert [family for family in range(64) if returns(name, family) == allow] == [1, 2, 10]
         assert returns(name, 40) == (refuse, errno.EAFNOSUPPORT)

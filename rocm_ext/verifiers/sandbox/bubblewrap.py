@@ -140,7 +140,7 @@ def command_line(
 
     options = [*_namespaces(mode), "--json-status-fd", str(status), "--block-fd", str(block), *_system()]
     options += ["--perms", "0755", "--dir", "/dev"]
-    for device in ("null", "zero", "full", "random", "urandom"):
+    for device in ("null", "full", "random", "urandom"):  # a shared map of zero is memory that no limit counts
         options += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     if mode.proc:
         options += ["--proc", "/proc", "--symlink", "/proc/self/fd", "/dev/fd"]

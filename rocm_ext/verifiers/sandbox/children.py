@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import select
 import selectors
 import signal
@@ -16,7 +17,7 @@ MARK = "ROCM_EXT_RUN"  # an environment variable
 DYING = 5.0  # seconds that killed processes may take to end
 POLL = 0.05  # seconds between checks of the children's memory
 CHUNK = 1 << 16
-PAGE = os.sysconf("SC_PAGE_SIZE")
+HELD = re.compile(rb"^(?:VmRSS|VmSwap|VmPTE|HugetlbPages):\s*(\d+) kB$", re.MULTILINE)  # in /proc/PID/status
 
 
 @dataclass
@@ -192,12 +193,17 @@ def _look(child: Child) -> None:
         child.kill(f"started more than {child.processes} processes")
     used = 0
     for pid in pids:
-        with contextlib.suppress(OSError, ValueError, IndexError):  # the process has ended
-            used += int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * PAGE
+        with contextlib.suppress(OSError):  # the process has ended
+            used += held(Path(f"/proc/{pid}/status").read_bytes())
     if child.inodes is not None and pids and _inodes(f"/proc/{pids[0]}/root") > child.inodes:
         child.kill(f"made more than {child.inodes} files")
     if child.memory_mb is not None and used > child.memory_mb << 20:
         child.kill(f"used more than {child.memory_mb} MB of memory")
+
+
+def held(status: bytes) -> int:
+    """The bytes that a process holds, by its ``/proc/PID/status``: also in swap, where it can page them out."""
+    return sum(map(int, HELD.findall(status))) << 10
 
 
 def _inodes(root: str) -> int:

@@ -1,8 +1,9 @@
 """The system calls that sandboxed code may not make, as a classic BPF program for x86-64 and AArch64.
 
 This deny list is defence in depth behind the namespaces. It closes ways to memory that no limit counts (shared memory
-segments, memfd, extended attributes, a tmpfs mounted in a nested user namespace), sockets that no network namespace
-contains (AF_VSOCK reaches the host of a virtual machine), and parts of the kernel with a history of security holes.
+segments and maps, memfd, pages given to a pipe, extended attributes, a tmpfs mounted in a nested user namespace),
+sockets that no network namespace contains (AF_VSOCK reaches the host of a virtual machine), and parts of the kernel
+with a history of security holes.
 """
 
 import functools
@@ -21,17 +22,24 @@ DENIED = {
     "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264),
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
     "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
-    "memfd_create": (319, 279), "memfd_secret": (447, 447),
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "vmsplice": (278, 75),
 }  # fmt: skip
 # extended attributes on a tmpfs are memory that its size does not limit; programs know file systems without them
 UNSUPPORTED = {"setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463)}
 CLONE, CLONE3, NEWUSER = (56, 220), (435, 435), 0x10000000
+# MADV_DONTNEED takes a page of a shared map without a file out of every process's resident memory, and the map keeps it
+MMAP, SHARED, ANONYMOUS = (9, 222), 0x01, 0x20
 SOCKETS = ((41, 53), (198, 199))  # socket and socketpair, by machine
 FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: the network namespace contains them
 EPERM, ENOSYS, EOPNOTSUPP, EAFNOSUPPORT = 1, 38, 95, 97
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF opcodes
-NUMBER, ARCH, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data on a little-endian machine
+NUMBER, ARCH, FIRST_ARGUMENT, FOURTH_ARGUMENT = (
+    0,
+    4,
+    16,
+    40,
+)  # offsets in struct seccomp_data on a little-endian machine
 
 
 @dataclass(frozen=True)
@@ -85,11 +93,9 @@ def program(machine: str | None = None) -> bytes | None:
     one, other = SOCKETS[column]
     body += [op(EQUAL, one, true=1), op(EQUAL, other, false=len(allowed) + 2)]
     body += [op(LOAD, FIRST_ARGUMENT), *allowed, op(RETURN, ERRNO | EAFNOSUPPORT)]
-    body += [
-        op(EQUAL, CLONE[column], false=3),
-        op(LOAD, FIRST_ARGUMENT),
-        op(ANY_BIT, NEWUSER, false=1),
-        op(RETURN, ERRNO | EPERM),
-        op(RETURN, ALLOW),
-    ]
+    for numbers, argument, flags in ((MMAP, FOURTH_ARGUMENT, (SHARED, ANONYMOUS)), (CLONE, FIRST_ARGUMENT, (NEWUSER,))):
+        bits = [op(ANY_BIT, flag, false=len(flags) - i) for i, flag in enumerate(flags)]
+        body += [op(EQUAL, numbers[column], false=len(bits) + 3), op(LOAD, argument)]
+        body += [*bits, op(RETURN, ERRNO | EPERM), op(RETURN, ALLOW)]
+    body += [op(RETURN, ALLOW)]
     return b"".join(body)
