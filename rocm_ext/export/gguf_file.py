@@ -15,7 +15,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import flush, replace_file
 from rocm_ext.base.log import Progress
 
-TYPES = ("f16", "bf16", "q8_0")
+TYPES = ("f16", "bf16", "q8_0", "f32")
 _FLUSH = 2**28  # bytes of a file that the system may cache while it is written
 _LARGEST = torch.finfo(torch.float16).max
 

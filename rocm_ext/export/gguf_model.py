@@ -94,7 +94,7 @@ def write_model(source: Source, out: Path, kind: str) -> None:
     add_general(writer, source)
     for key, value in layout.keys.items():
         getattr(writer, f"add_{key}")(gguf.RopeScalingType(value) if key == "rope_scaling_type" else value)
-    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind.upper()}"])
+    writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if kind == 'f32' else 'MOSTLY'}_{kind.upper()}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_vocabulary(writer, source, layout)
     write(out, writer, entries)

@@ -69,8 +69,9 @@ def differences(server: LlamaCpp, expected: torch.Tensor) -> torch.Tensor:
 def test_model_and_adapter_have_transformers_and_pefts_log_probs(tmp_path, kind, name):
     base = write(kind, tmp_path / "base", name)
     adapter = write_update(tmp_path / "adapter", base, name)
-    assert export(base, "--gguf", tmp_path / "base.gguf") == 0
-    assert export(adapter, "--gguf", tmp_path / "merged.gguf", "--gguf-adapter", tmp_path / "adapter.gguf") == 0
+    f32 = ("--type", "f32")
+    assert export(base, "--gguf", tmp_path / "base.gguf", *f32) == 0
+    assert export(adapter, "--gguf", tmp_path / "merged.gguf", "--gguf-adapter", tmp_path / "adapter.gguf", *f32) == 0
     plain, adapted = expected(kind, base), expected(kind, base, adapter)
     assert (adapted - plain).abs().mean() > 0.1, "the adapter changes much"
     for files, theirs in (
@@ -80,8 +81,8 @@ def test_model_and_adapter_have_transformers_and_pefts_log_probs(tmp_path, kind,
     ):
         with llama_cpp(*(tmp_path / file for file in files)) as server:
             found = differences(server, theirs)
-        assert found.mean() < 0.01, files
-        assert found.max() < 0.1, files
+        # llama.cpp reads Gemma's GELU from a table in f16
+        assert found.max() < (0.03 if "gemma" in name else 1e-4), files
 
 
 @torch.no_grad()
