@@ -28,7 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_trust(parser)
     option("--merged", type=Path, metavar="DIR", help="write the merged model in Hugging Face's format")
     option("--gguf", type=Path, metavar="FILE", help="write the merged model as one file for llama.cpp and Ollama")
-    option("--type", choices=("f16", "bf16", "q8_0", "f32"), default="f16", help="of the weights in --gguf (default: f16)")
+    option("--type", choices=("f16", "bf16", "q8_0", "f32"), default="f16", help="of the weights in --gguf (f16)")
     option("--gguf-adapter", type=Path, metavar="FILE", help="write the adapter for llama.cpp's --lora")
     option("--card", type=Path, metavar="FILE", help="write the model card (with --merged: README.md in DIR)")
     add_force(parser)

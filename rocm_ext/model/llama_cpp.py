@@ -418,7 +418,8 @@ _ROWS = {  # by the model_type of the text part
             **_EXPERTS,
             "expert_used_count": "top_k_experts",
             "rope_freq_base_swa": _local_base,
-            "final_logit_softcapping": "final_logit_softcapping",
+            # without the key llama.cpp takes 30; its 0 is none
+            "final_logit_softcapping": lambda c: c.final_logit_softcapping or 0.0,
             "shared_kv_layers": "num_kv_shared_layers",
             "embedding_length_per_layer_input": "hidden_size_per_layer_input",
             "head_count_kv": lambda c: [
