@@ -1,4 +1,4 @@
-"""What a child process of ``rocm-ext bench`` measures: matrix products, copies, decoding and training steps."""
+"""What a child process of ``rocm-ext bench`` measures: matrix products, copies, loading, decoding and training."""
 
 import gc
 import time
@@ -19,8 +19,8 @@ from torchtune.modules import TransformerDecoder
 from rocm_ext import config
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.log import log
-from rocm_ext.bench.sweep import Spec
-from rocm_ext.data.batches import Update
+from rocm_ext.bench.sweep import COPIES, Spec
+from rocm_ext.data.batches import Layout, StepLoader, Update
 from rocm_ext.data.rows import Rows
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.machine import numerics
@@ -184,13 +184,34 @@ def gemm(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bandwidth(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Bytes per second of a copy within the device, which reads and writes each byte."""
+    """Bytes per second of a copy; within the device each byte counts twice, since it is read and written."""
     size = _COPIED[bench.device.type]
     bench.require(2 * size)
-    source = torch.zeros(size, dtype=torch.uint8, device=bench.device)
-    target = torch.empty_like(source)
+
+    def at(place: str) -> Tensor:
+        device = {"device": bench.device, "other": torch.device("cuda", 1)}.get(place, torch.device("cpu"))
+        return torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=place == "pinned")
+
+    ends = COPIES[values["what"]]
+    source, target = map(at, ends)
     times = timed(lambda: target.copy_(source), bench.device, bench.spec.seconds)
-    return {**times.rate(2 * size), "unit": "B/s"}
+    return {**times.rate((ends == ("device", "device")) * size + size), "unit": "B/s"}
+
+
+def loader(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens per second that become packed micro-batches, from rows of all lengths, without training on them."""
+    cfg, longest, steps = bench.cfg, longest_row(bench.cfg), 50
+    rows = random_rows(16 * steps, longest // 8, longest, 256)
+    layout = Layout(0, 1, 4 * longest, packed=True, pad_id=0)
+    order = [range(16 * step, 16 * step + 16) for step in range(steps)]
+    loads = StepLoader(rows, order, layout, values["num_workers"], cfg.pin_memory)
+
+    def work() -> None:
+        for _ in loads.range(0, steps):
+            pass
+
+    times = timed(work, bench.device, bench.spec.seconds, least=3)
+    return {**times.rate(sum(map(len, rows.tokens))), "unit": "tokens/s"}
 
 
 # ---- decoding
@@ -377,6 +398,7 @@ def _peak(trainer: Trainer, update: Update) -> int:
 PROBES: dict[str, Callable[[Bench, Mapping[str, Any]], dict[str, Any]]] = {
     "gemm": gemm,
     "bandwidth": bandwidth,
+    "loader": loader,
     "decoding": decoding,
     "training": training,
 }

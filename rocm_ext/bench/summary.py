@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from rocm_ext import config
 from rocm_ext.bench.probes import longest_row, probe_config
-from rocm_ext.bench.sweep import GAIN, Measurement, Sweep, Winner, in_words, smallest
+from rocm_ext.bench.sweep import GAIN, TUNABLE, Measurement, Sweep, Winner, in_words, smallest
 from rocm_ext.losses import objective_of
 from rocm_ext.machine.profile import load_profile
 from rocm_ext.model.attention import choose_attention
@@ -29,7 +29,7 @@ def figures(
     ``efficiency`` and ``decode_efficiency`` are the shares of the roofline that a training and a decoding step reach.
     Empty where matrix products or copies were not measured.
     """
-    copies, products = _ok(measurements, "bandwidth"), _ok(measurements, "gemm")
+    copies, products = _ok(measurements, "bandwidth", what="device copy"), _products(measurements)
     if not copies or not products:
         return {}
     flops = {}
@@ -85,7 +85,7 @@ def winners(measurements: Sequence[Measurement], sweep: Sweep) -> list[Winner]:
 def _library(measurements: Sequence[Measurement]) -> list[Winner]:
     """The variables that choose the faster BLAS library."""
     seconds: dict[str, float] = {}
-    products = _ok(measurements, "gemm")
+    products = _products(measurements)
     dtype = "bf16" if any(product.item.values["dtype"] == "bf16" for product in products) else "fp32"
     for product in _ok(products, "gemm", dtype=dtype):
         library = product.item.values["library"]
@@ -99,6 +99,11 @@ def _library(measurements: Sequence[Measurement]) -> list[Winner]:
     reason = f"{best} is {gain:.2f} times as fast as {worst} in {dtype}"
     environ = _ok(products, "gemm", library=best)[0].item.environ
     return [Winner(name, value, reason) for name, value in environ.items()]
+
+
+def _products(measurements: Iterable[Measurement]) -> list[Measurement]:
+    """The measured products without TunableOp's: it tunes for each shape anew, and micro-batches have many."""
+    return [row for row in _ok(measurements, "gemm") if row.item.values["library"] != TUNABLE]
 
 
 def _ok(table: Iterable[Measurement], probe: str, /, **values: Any) -> list[Measurement]:

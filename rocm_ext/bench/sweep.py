@@ -16,7 +16,15 @@ from rocm_ext import config
 from rocm_ext.machine.detect import Machine
 from rocm_ext.machine.profile import ATTENTION, Lock
 
-PROBES = ("gemm", "bandwidth", "decoding", "training")  # in the order of the table
+PROBES = ("gemm", "bandwidth", "loader", "decoding", "training")  # in the order of the table
+COPIES = {  # by name: from where to where
+    "device copy": ("device", "device"),
+    "to the GPU": ("host", "device"),
+    "to the GPU, page-locked": ("pinned", "device"),
+    "from the GPU, page-locked": ("device", "pinned"),
+    "to the next GPU": ("device", "other"),
+}
+TUNABLE = "TunableOp"
 MARK = "rocm-ext-bench "  # begins each line of a child; libraries print to stdout, too
 FOUR_BITS = "model.quantize_base"
 GAIN = 1.03  # least speed-up, beyond the spread of both, for which another setting replaces the configured one
@@ -123,7 +131,10 @@ class Sweep:
     ) -> None:
         self._cfg, self._locked, cpu = cfg, locked, machine.backend == "cpu"
         decoding = [Item("decoding", {"slots": slots}) for slots in ((16, 64) if quick else (16, 32, 64, 128, 256))]
-        device = (*_gemm(machine), Item("bandwidth", {"what": "device copy"}), *decoding)
+        copies = list(COPIES)[: 1 if cpu else 4 + (machine.gpu_count > 1)]
+        workers = (0,) if "num_workers" in locked else (0, 2)
+        loading = [Item("loader", {"num_workers": count}) for count in workers]
+        device = (*_gemm(machine, quick), *(Item("bandwidth", {"what": what}) for what in copies), *loading, *decoding)
         self._device = [item for item in device if item.probe in probes]
         self._rows = sorted({*((1, 4) if quick else (1, 2, 4, 8, 16)), cfg.batch_size}) if "training" in probes else []
         four_bits = not (quick or cpu) and config.takes(cfg.model, "quantize_base", key="model")
@@ -194,11 +205,13 @@ def dtypes(machine: Machine) -> list[str]:
     return ["fp32", *["bf16"] * (machine.bf16 or cpu), *["fp16"] * (not cpu)]
 
 
-def _gemm(machine: Machine) -> Iterator[Item]:
+def _gemm(machine: Machine, quick: bool) -> Iterator[Item]:
     libraries: list[tuple[str, dict[str, str]]] = [("default", {})]
     if machine.backend == "rocm":  # both torch and rocBLAS may choose hipBLASLt
         names = ("ROCBLAS_USE_HIPBLASLT", "TORCH_BLAS_PREFER_HIPBLASLT")
         libraries = [("rocBLAS", dict.fromkeys(names, "0")), ("hipBLASLt", dict.fromkeys(names, "1"))]
+        # the fastest kernel of both, by trial of all, which takes a while
+        libraries += [] if quick else [(TUNABLE, {"PYTORCH_TUNABLEOP_ENABLED": "1"})]
     for library, environ in libraries:
         for dtype in dtypes(machine):
             for direction in ("forward", "dgrad"):  # LoRA's frozen weights have no wgrad

@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,9 +201,18 @@ def test_machines_get_their_own_measurements():
     assert {(item.values["library"], *map(item.environ.get, switches)) for item in gemm} == {
         ("rocBLAS", "0", "0"),
         ("hipBLASLt", "1", "1"),
+        ("TunableOp", None, None),
     }
     assert {item.values["dtype"] for item in gemm} == {"bf16", "fp16", "fp32"}
-    assert {item.probe for item in items} == {"gemm", "bandwidth", "decoding"}, "training comes last"
+    assert {item.probe for item in items} == {*PROBES} - {"training"}, "training comes last"
+    assert [item.values["num_workers"] for item in items if item.probe == "loader"] == [0], "workers are locked"
+    card = Machine("cuda", "Linux", "2.11.0", "cuda", 80 * GIB, True, arch="sm_90", gpu_count=1)
+    copies = [
+        [item.values["what"] for item in sweep(machine, probes=("bandwidth",)).following([])]
+        for machine in (halo, card, replace(card, gpu_count=8))
+    ]
+    assert [len(each) for each in copies] == [4, 4, 5]
+    assert {*copies[2]} - {*copies[1]} == {"to the next GPU"}
 
 
 @pytest.mark.wide
@@ -371,8 +380,11 @@ def test_a_plan_takes_as_long_as_the_measured_step(tmp_path, capsys):
     """What plans assume beside the measured speeds is fitted to the measured step, and kept in the file."""
     changes = ["hardware=strix_halo", "dtype=bf16", "compile=False", "enable_activation_checkpointing=False"]
     cfg = config.load("lora_finetune_rocm", "cpu_pocket", changes)
-    rows = [row("gemm", 3e13, dtype="bf16", direction=direction) for direction in ("forward", "dgrad")]
-    rows += [row("bandwidth", 2e11, what="device copy"), training(8, 50)]
+    rows = [
+        row("gemm", 3e13, dtype="bf16", library="default", direction=direction) for direction in ("forward", "dgrad")
+    ]
+    rows += [row("gemm", 9e13, dtype="bf16", direction="forward", library="TunableOp")]
+    rows += [row("bandwidth", 1e9, what="to the GPU"), row("bandwidth", 2e11, what="device copy"), training(8, 50)]
     rows[-1].result.update(seconds=0.25, checkpointed=0)
     found = summary.figures(rows, cfg, torch.bfloat16, torch.device("cuda"))
     assert found["launch"] == pytest.approx(20e-6)
