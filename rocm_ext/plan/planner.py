@@ -259,14 +259,16 @@ class TrainingPlanner:
         """Return the fastest way to run a step within ``budget`` bytes, or the smallest if none fits."""
         longest = self.rows.longest
         per_rank = self.rows_per_step / self.ranks * self.rows.mean
-        best = self.choice(longest, None, budget)
+        best = last = self.choice(longest, None, budget)
         rows = 2
         while (rows - 1) * longest < per_rank:
             other = self.choice(rows * longest, None, budget)
             if other.peak > budget:
                 break
             best = self.better(best, other, budget)
-            rows *= 2
+            if other.step.seconds * _GAIN >= last.step.seconds:  # nor will more rows be faster
+                break
+            last, rows = other, rows * 2
         return best
 
     def better(self, choice: Choice, other: Choice, budget: int) -> Choice:
