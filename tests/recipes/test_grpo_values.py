@@ -70,7 +70,8 @@ def values(**changes: Any) -> DictConfig:
         {"center": "batch", "scale": "batch", "kl_in": "reward", "samples_per_prompt": 1},
         {"loss": "reinforce", "samples_per_prompt": 1},
         {"mismatch": "mask", "mismatch_level": "geometric", "kl_coef": 0.01, "refill": True},
-        {"mismatch_limits": [0.5, 5], "clip_dual": 1e9},
+        {"mismatch_limits": [0.5, 5], "clip_dual": "none"},
+        {"loss": "gspo", "clip_dual": "none"},  # which has no such limit anyway
     ],
     ids=str,
 )
@@ -118,7 +119,8 @@ def test_takes(changes):
         ({"loss": OWN_LOSS, "kl_coef": 0.3}, "kl_coef is 0.3, and loss is a component: set loss.kl_coef instead"),
         ({"loss": OWN_LOSS, "mismatch_limits": [0.5, 5]}, "set loss.mismatch_limits instead"),
         ({"mismatch": "none", "mismatch_limits": [0.5, 5]}, "mismatch_limits=[0.5, 5] needs mismatch=truncate or mask"),
-        ({"clip_dual": 1}, "clip_dual is 1; expected a number above 1"),
+        ({"clip_dual": 1}, "clip_dual is 1; expected a number above 1, none, or null"),
+        ({"loss": OWN_LOSS, "clip_dual": "none"}, "'none', and loss is a component with arguments"),
         ({"kl_in": "prompt"}, "kl_in is 'prompt'; expected loss or reward, or null"),
         ({"top_p": 0.9}, "top_p is 0.9, and GRPO samples from the whole distribution"),
         ({"top_k": 20}, "set top_k=null, or filter answers with raft_rocm"),
@@ -169,7 +171,7 @@ OF_LOSS = {
     "loss": st.sampled_from([*ALGORITHMS, "ppo"]),
     "clip_low": POSITIVE,
     "clip_high": POSITIVE,
-    "clip_dual": POSITIVE,
+    "clip_dual": POSITIVE | st.just("none"),
     "kl_coef": st.floats(-1, 1),
     "kl_in": st.sampled_from(["loss", "reward", "prompt"]),
     "entropy_coef": st.floats(-1, 1),

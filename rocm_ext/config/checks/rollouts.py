@@ -80,7 +80,7 @@ _GRPO: dict[str, Kind] = {
     "negative_weight": NOT_NEGATIVE,
     "clip_low": POSITIVE | NULL,
     "clip_high": POSITIVE | NULL,
-    "clip_dual": number(lambda x: x > 1, "a number above 1") | NULL,
+    "clip_dual": number(lambda x: x > 1, "a number above 1") | one_of("none") | NULL,
     "kl_coef": NOT_NEGATIVE,
     "kl_in": one_of("loss", "reward") | NULL,
     "entropy_coef": NOT_NEGATIVE,
