@@ -197,6 +197,7 @@ class GRPO(Loop):
         """
         cfg, learner, samples = self.cfg, self.learner, selected.trained
         rows, pieces = to_rows(samples, self.prompts.tokens)
+        rows.counts["answers"] = selected.answers
         groups, advantages = [samples[i].prompt_id for i, _ in pieces], list(selected.advantages.values())
         rows.add_labels_column("advantages", [[advantages[i]] * (piece.stop - piece.start) for i, piece in pieces])
         if all(len(sample.logprobs) == len(sample.tokens) for sample in samples):

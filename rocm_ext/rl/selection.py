@@ -152,6 +152,8 @@ class Selected:
         asked: prompts in the order in which they were asked.
         stats: costs of sampling; see :class:`rocm_ext.rl.rollout.Answers`.
         length_share: see :func:`length_share`.
+        answers: what a loss's mean over answers divides by: all with a reward, also those that are not trained on, but
+            none of the groups that a refill sampled beyond ``prompts_per_step``. 0: those that are trained on.
         dropped: number of answers that each rule of :func:`filter_samples` dropped, and of those ``kept``.
     """
 
@@ -162,6 +164,7 @@ class Selected:
     asked: Sequence[str]
     stats: Mapping[str, float] = field(default_factory=dict)
     length_share: float | None = None
+    answers: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -261,6 +264,7 @@ def select(rounds: Sequence[Answers], asked: Sequence[str], cfg: DictConfig) -> 
         asked,
         {name: sum(answers.stats.get(name, 0.0) for answers in rounds) for name in costs},
         length_share(of_answer, {key: len(sample.tokens) for key, sample in samples.items()}),
+        sum(prompt in wanted or prompt not in useful for prompt, _ in of_answer),
     )
 
 

@@ -152,6 +152,23 @@ def test_prompts_are_trained_in_the_order_in_which_they_were_asked():
     )  # fmt: skip
     chosen = select([Answers({key: answer(4) for key in keys}, results, {})], ["c", "a", "b"], cfg)
     assert {prompt for prompt, _ in chosen.advantages} == {"c", "a"}
+    assert chosen.answers == 4  # of c and a
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.0])
+def test_the_divisor_counts_flat_wrong_and_cut_answers_and_no_errors(weight):
+    """As in Dr. GRPO, which sums over all sampled answers: 4 of a, one of them cut, 3 of b, which is flat."""
+    given_rewards = {("a", i): float(i == 0) for i in range(4)} | {("b", i): 1.0 for i in range(3)} | {("b", 3): None}
+    results = {
+        key: Result(Verdict.ERROR if value is None else Verdict.WRONG, value) for key, value in given_rewards.items()
+    }
+    cfg = OmegaConf.create(
+        {"center": "mean", "scale": "none", "negative_weight": weight, "prompts_per_step": 2, "max_new_tokens": 9,
+         "truncated": "mask", "truncation_penalty": 1.0, "truncation_margin": 0}
+    )  # fmt: skip
+    samples = {key: answer(4, cut=key == ("a", 3)) for key in results}
+    chosen = select([Answers(samples, results, {})], ["a", "b"], cfg)
+    assert (len(chosen.advantages), chosen.answers) == (3 if weight else 1, 7)
 
 
 @pytest.mark.parametrize("policy", ["old_logprobs", "sampler_logprobs"])
