@@ -8,7 +8,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from math import fsum, sqrt
 from statistics import fmean, pstdev
 from typing import Any
@@ -154,6 +153,7 @@ class Selected:
         length_share: see :func:`length_share`.
         answers: what a loss's mean over answers divides by: all with a reward, also those that are not trained on, but
             none of the groups that a refill sampled beyond ``prompts_per_step``. 0: those that are trained on.
+        reference: log-probs of the answers' tokens under the reference, if their rewards have a KL divergence.
         dropped: number of answers that each rule of :func:`filter_samples` dropped, and of those ``kept``.
     """
 
@@ -165,6 +165,7 @@ class Selected:
     stats: Mapping[str, float] = field(default_factory=dict)
     length_share: float | None = None
     answers: int = 0
+    reference: Mapping[SampleKey, np.ndarray] = field(default_factory=dict)
     dropped: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -219,7 +220,13 @@ class Selected:
         }
 
 
-def select(rounds: Sequence[Answers], asked: Sequence[str], cfg: DictConfig) -> Selected:
+def select(
+    rounds: Sequence[Answers],
+    asked: Sequence[str],
+    cfg: DictConfig,
+    reference: Mapping[SampleKey, np.ndarray] | None = None,
+    kl_coef: float = 0.0,
+) -> Selected:
     """Compare the rewards of each group, and choose the answers to train on.
 
     An answer with the verdict ERROR has no reward: it is neither compared nor trained on. Truncated answers count in
@@ -230,6 +237,9 @@ def select(rounds: Sequence[Answers], asked: Sequence[str], cfg: DictConfig) -> 
         rounds: the rounds of the step's sampling.
         asked: ids of their prompts, in order.
         cfg: config of ``grpo_rocm``.
+        reference: log-probs of all answers' tokens under the reference; None: rewards have no KL divergence.
+        kl_coef: this times an answer's KL divergence is subtracted from its reward. It is compared as rewards are, and
+            not scaled. The log-prob as sampled minus the reference's estimates it (k1), as in RLOO (arXiv:2402.14740).
     """
     samples = {key: sample for answers in rounds for key, sample in answers.samples.items()}
     samples = {key: samples[key] for key in sorted(samples)}  # ranks have them in different orders
@@ -244,6 +254,10 @@ def select(rounds: Sequence[Answers], asked: Sequence[str], cfg: DictConfig) -> 
         max_new_tokens=cfg.max_new_tokens,
     )
     worth = advantages(of_answer, center=cfg.center, scale=cfg.scale)
+    if reference:
+        less = {key: -kl_coef * (fsum(samples[key].logprobs) - fsum(reference[key])) for key in of_answer}
+        less = advantages(less, cfg.center, "none")
+        worth = {key: value + less[key] for key, value in worth.items()}
     worth = {key: value if value > 0 else cfg.negative_weight * value for key, value in worth.items()}
     without = flat(worth) | (set(asked) - groups(worth).keys())
     trainable = {
@@ -265,6 +279,7 @@ def select(rounds: Sequence[Answers], asked: Sequence[str], cfg: DictConfig) -> 
         {name: sum(answers.stats.get(name, 0.0) for answers in rounds) for name in costs},
         length_share(of_answer, {key: len(sample.tokens) for key, sample in samples.items()}),
         sum(prompt in wanted or prompt not in useful for prompt, _ in of_answer),
+        reference or {},
     )
 
 
@@ -421,33 +436,3 @@ def to_rows(samples: Sequence[Sample], prompts: Mapping[str, Sequence[int]]) -> 
             rows.lengths.append((len(tokens),))
             parts.append((number, part))
     return rows, parts
-
-
-def subtract_kl(rows: Rows, groups: Sequence[str], coef: float, center: str) -> None:
-    """Subtract ``coef`` times its KL divergence from the reward of each answer, which changes its advantages.
-
-    The divergence is estimated by the answer's log-prob under the policy minus that under the reference (k1), as in
-    RLOO (arXiv:2402.14740). It is compared with those of the group's other trained answers as rewards are, and not
-    scaled.
-
-    Args:
-        rows: rows with the columns ``advantages``, ``reference_logprobs``, and ``old_logprobs`` or
-            ``sampler_logprobs``.
-        groups: the group of each row.
-        coef: the factor.
-        center: see :func:`advantages`.
-    """
-    policy = rows.columns["old_logprobs" if "old_logprobs" in rows.columns else "sampler_logprobs"]
-    distances = [now - reference for now, reference in zip(policy, rows.columns["reference_logprobs"], strict=True)]
-    parts = [
-        (row, slice(end - length, end))
-        for row, lengths in enumerate(rows.lengths)
-        for length, end in zip(lengths, accumulate(lengths), strict=True)
-    ]
-    penalties = {
-        (groups[row], i): -coef * float(distances[row][part].sum(dtype=np.float64))
-        for i, (row, part) in enumerate(parts)
-    }
-    worth = advantages(penalties, center, "none")
-    for (row, part), value in zip(parts, (worth[key] for key in penalties), strict=True):
-        rows.columns["advantages"][row][part] += value * (rows.labels[row][part] != IGNORE)

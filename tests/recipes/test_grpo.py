@@ -301,6 +301,27 @@ def test_log_probs_of_the_sampler_are_those_before_the_first_update(make, tmp_pa
         assert found["auto"][key] == pytest.approx(found["trainer"][key], rel=0.02, abs=1e-4), key
 
 
+def test_kl_in_the_reward_holds_a_policy_whose_rewards_are_all_equal(make, tmp_path):
+    """Its divergence from the first adapter, which the first step samples with, is what is left to learn from."""
+    chosen = []
+
+    class Kept(GRPO):
+        def select(self, rounds, asked):
+            chosen.append(super().select(rounds, asked))
+            return chosen[-1]
+
+    always = {"_component_": "tests.kit.judges.Coin", "share": 1.0}
+    path = make(tmp_path / "out", steps=2, eval_prompts=None, verifier=always, loss="rloo", kl_coef=1.0)
+    recipe = Kept(config.load("grpo_rocm", str(path), []))
+    recipe.setup()
+    recipe.train()
+    recipe.cleanup()
+    assert [line["updates"] for line in lines(tmp_path / "out" / "metrics.jsonl")] == [1, 1]
+    assert len(chosen[0].reference) == 16
+    for key, logprobs in chosen[0].reference.items():
+        assert logprobs == pytest.approx(chosen[0].samples[key].logprobs, abs=1e-4)
+
+
 def test_refill_samples_until_the_step_is_full(make, tmp_path):
     out = tmp_path / "out"
     coin = {"_component_": "tests.kit.judges.Coin", "share": 0.1}

@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.data.rows import Rows
 from rocm_ext.rl.evaluation import flat_reason, mismatch_warning, policy_stop_reason, rate_warning
 from rocm_ext.rl.prompts import choose_by_curriculum as choose
 from rocm_ext.rl.prompts import pass_rate
 from rocm_ext.rl.rollout import Answers
-from rocm_ext.rl.selection import EPSILON, advantages, flat, groups, length_share, rewards, select, subtract_kl
+from rocm_ext.rl.selection import EPSILON, advantages, flat, groups, length_share, rewards, select
 from rocm_ext.verifiers import Result, Verdict
 
 CENTERS, SCALES = ("mean", "leave_one_out"), ("std", "batch", "none")
@@ -171,30 +170,34 @@ def test_the_divisor_counts_flat_wrong_and_cut_answers_and_no_errors(weight):
     assert (len(chosen.advantages), chosen.answers) == (3 if weight else 1, 7)
 
 
-@pytest.mark.parametrize("policy", ["old_logprobs", "sampler_logprobs"])
 @pytest.mark.parametrize(("center", "baseline"), [("leave_one_out", True), ("none", False)])
-def test_kl_in_the_reward_equals_rloo(policy, center, baseline):
-    """The reward minus beta times the answer's log-ratio, compared with the mean of the others."""
-    rng = np.random.default_rng(0)
-    lengths = [(5, 7), (6,), (4, 9)]  # answers to a, a, a and b, b; the first 3 tokens are the prompt
-    labels = [np.concatenate([[-100] * 3 + [1] * (n - 3) for n in row]).astype(np.int32) for row in lengths]
-    draw = lambda: [(rng.normal(size=len(row)) * (row > 0)).astype(np.float32) for row in labels]  # noqa: E731
-    columns = {policy: draw(), "reference_logprobs": draw()}
-    drawn = {("a", 0): 1.0, ("a", 1): 0.0, ("a", 2): 0.5, ("b", 0): 0.0, ("b", 1): 1.0}
-    worth = iter(advantages(drawn, center, "none").values())
-    of_row = [np.concatenate([[0] * 3 + [w] * (n - 3) for n, w in zip(row, worth)]) for row in lengths]  # noqa: B905
-    rows = Rows(labels, labels, lengths, {}, columns | {"advantages": [row.astype(np.float32) for row in of_row]})
+def test_kl_in_the_reward_equals_rloo(center, baseline):
+    """The reward minus beta times the answer's log-ratio, compared with the mean of the others.
 
-    parts = [np.split(a - b, np.cumsum(row)[:-1]) for a, b, row in zip(*columns.values(), lengths, strict=True)]
-    distances = [part.sum() for row in parts for part in row]
-    total = {key: reward - 0.3 * kl for (key, reward), kl in zip(drawn.items(), distances, strict=True)}
-    subtract_kl(rows, ["a", "a", "b"], 0.3, center)
-    ours = [part for column, row in zip(rows.columns["advantages"], lengths, strict=True)
-            for part in np.split(column, np.cumsum(row)[:-1])]  # fmt: skip
-    for key, part in zip(total, ours, strict=True):
-        others = [value for other, value in total.items() if other[0] == key[0] and other != key]
-        assert part[:3].tolist() == [0, 0, 0]
-        assert part[3:] == pytest.approx(total[key] - (fmean(others) if baseline else 0.0), rel=1e-5)
+    Those of b have equal rewards. The last of a is cut: it is compared, and not trained on.
+    """
+    rng = np.random.default_rng(0)
+    drawn = {("a", 0): 1.0, ("a", 1): 0.0, ("a", 2): 0.5, ("b", 0): 1.0, ("b", 1): 1.0}
+    results = {key: Result(Verdict.WRONG, value) for key, value in drawn.items()} | {
+        ("b", 2): Result(Verdict.ERROR, None)
+    }
+    samples = {key: answer(3 + i, cut=key == ("a", 2)) for i, key in enumerate(results)}
+    reference = {key: rng.normal(size=len(sample.tokens)) for key, sample in samples.items()}
+    for sample in samples.values():
+        sample.logprobs = rng.normal(size=len(sample.tokens)).tolist()
+    cfg = OmegaConf.create(
+        {"center": center, "scale": "none", "negative_weight": 1.0, "prompts_per_step": 2, "max_new_tokens": 9,
+         "truncated": "mask", "truncation_penalty": 1.0, "truncation_margin": 0}
+    )  # fmt: skip
+    chosen = select([Answers(samples, results, {})], ["a", "b"], cfg, reference, 0.3)
+    total = {key: drawn[key] - 0.3 * (sum(samples[key].logprobs) - reference[key].sum()) for key in drawn}
+    wanted = {
+        key: value - (fmean(v for other, v in total.items() if other[0] == key[0] and other != key) if baseline else 0)
+        for key, value in total.items()
+    }
+    del wanted["a", 2]
+    assert chosen.advantages == pytest.approx(wanted)
+    assert chosen.flat == set()
 
 
 @given(st.lists(values, min_size=2, max_size=8))
