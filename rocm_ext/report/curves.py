@@ -72,7 +72,7 @@ POLICY = (
     _share("Flat groups", "% with equal rewards, not trained on", flat="flat"),
     Curve("Answer length", "tokens, mean", {"mean_tokens": "length"}),
     _share("Answers cut off", "% at max_new_tokens", truncated="cut off"),
-    _share("Length", "% of the rewards' variance that it explains", length_share="share"),
+    _share("Length", "% of the rewards' variance by it; below 0: short ones earn more", length_share="share"),
     Curve("Entropy", "nats per token", {"entropy": "entropy"}),
     Curve("KL divergence", "from the first adapter, nats per token", {"kl": "KL"}),
     Curve("Mismatch", "trainer − sampler, nats, mean", {"mismatch_mean": "mismatch"}),

@@ -139,7 +139,7 @@ def policy_stop_reason(lines: Lines, cfg: DictConfig) -> str | None:
         lines: the lines of ``metrics.jsonl``.
         cfg: config with ``min_entropy``, which the mean of the last 3 steps is compared with; ``stop_after_no_gain``,
             in evaluations; and ``max_length_share``: stop if the length of answers explains more than this share of the
-            rewards' variance inside groups, as the mean of the last 10 steps.
+            rewards' variance inside groups, as the mean of the last 10 steps, whichever way.
 
     Returns:
         As :func:`stop_reason`. Steps without a measured value are skipped.
@@ -150,11 +150,12 @@ def policy_stop_reason(lines: Lines, cfg: DictConfig) -> str | None:
     if reason := stop_reason(_newest(lines, "entropy", ENTROPY_STEPS), without_gain, "evaluation", **limits):
         return reason
     shares, most = _newest(lines, "length_share", LENGTH_STEPS), cfg.max_length_share
-    if most is not None and shares and (share := fmean(shares)) > most:
+    if most is not None and shares and abs(share := fmean(shares)) > most:
         return (
-            f"the length of answers explains {share:.0%} of the differences between rewards over the last "
-            f"{LENGTH_STEPS} steps, above max_length_share {most:g}: the policy may be learning length "
-            "instead of the task. Read answers with their rewards, and correct the verifier or the truncation penalty"
+            f"the length of answers explains {abs(share):.0%} of the differences between rewards over the last "
+            f"{LENGTH_STEPS} steps, above max_length_share {most:g}: {'longer' if share > 0 else 'shorter'} answers "
+            "earn more, and the policy may be learning that instead of the task. Read answers with their rewards, and "
+            "correct the verifier or the truncation penalty"
         )
     return None
 

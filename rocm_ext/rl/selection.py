@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import fsum, sqrt
+from math import copysign, fsum, sqrt
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -377,14 +377,15 @@ def length_share(rewards: Mapping[SampleKey, float], lengths: Mapping[SampleKey,
     """Return the share of the rewards' variance inside groups that a linear function of the length explains.
 
     It is the squared correlation of rewards and lengths, both minus the mean of their group, over all groups that are
-    not flat.
+    not flat, with the sign of the correlation.
 
     Args:
         rewards: the step's rewards.
         lengths: length of each of these answers, in tokens.
 
     Returns:
-        The share, from 0 to 1; None if every group is flat.
+        The share, from 0 to 1 where longer answers have higher rewards, from 0 to -1 where shorter ones have; None if
+        every group is flat.
     """
     both = of_rewards = of_lengths = 0.0
     for group in groups(rewards).values():
@@ -397,7 +398,7 @@ def length_share(rewards: Mapping[SampleKey, float], lengths: Mapping[SampleKey,
         of_lengths += fsum(y * y for _, y in pairs)
     if not of_rewards:
         return None
-    return min(1.0, both**2 / (of_rewards * of_lengths)) if of_lengths else 0.0
+    return copysign(min(1.0, both**2 / (of_rewards * of_lengths)), both) if of_lengths else 0.0
 
 
 def _equal(group: Mapping[SampleKey, float]) -> bool:

@@ -264,9 +264,9 @@ def test_an_unknown_kind_of_advantage_is_named(kind):
 
 def test_length_share_is_the_r_squared_of_a_regression_with_an_intercept_per_group():
     rng = np.random.default_rng(1)
-    for noise in (0.0, 0.2, 3.0):
+    for noise, slope in ((0.0, -0.01), (0.2, -0.01), (0.2, 0.01), (3.0, 0.05)):
         length = rng.integers(1, 100, (6, 8))
-        reward = rng.normal(size=(6, 1)) - 0.01 * length + noise * rng.normal(size=(6, 8))
+        reward = rng.normal(size=(6, 1)) + slope * length + noise * rng.normal(size=(6, 8))
         keys = list(itertools.product("abcdef", range(8)))
         found = length_share(
             dict(zip(keys, reward.ravel().tolist(), strict=True)), dict(zip(keys, length.ravel().tolist(), strict=True))
@@ -277,7 +277,7 @@ def test_length_share_is_the_r_squared_of_a_regression_with_an_intercept_per_gro
             ((reward.ravel() - each @ np.linalg.lstsq(each, reward.ravel(), rcond=None)[0]) ** 2).sum()
             for each in (design, intercepts)
         ]
-        assert found == pytest.approx(1 - residual[0] / residual[1], abs=1e-9)
+        assert found == pytest.approx(math.copysign(1 - residual[0] / residual[1], slope), abs=1e-9)
 
 
 @given(of_step, st.integers(-3, 3))
@@ -285,7 +285,7 @@ def test_length_share_is_a_share_or_undefined(drawn, slope):
     lengths = {key: 10 + slope * key[1] for key in drawn}
     found = length_share(drawn, lengths)
     assert (found is None) == (flat(advantages(drawn, "mean", "none")) == {prompt for prompt, _ in drawn})
-    assert found is None or 0 <= found <= 1
+    assert found is None or -1 <= found <= 1
     if found is not None and slope == 0:
         assert found == 0
 
@@ -293,7 +293,8 @@ def test_length_share_is_a_share_or_undefined(drawn, slope):
 def test_length_alone_explains_a_reward_that_is_the_length():
     lengths = {("a", 0): 3, ("a", 1): 9, ("b", 0): 5, ("b", 1): 4, ("c", 0): 7, ("c", 1): 1}
     given_rewards = {key: -0.01 * length for key, length in lengths.items()} | {("c", 0): 0.5, ("c", 1): 0.5}
-    assert length_share(given_rewards, lengths) == pytest.approx(1)  # c is flat and has no say
+    assert length_share(given_rewards, lengths) == pytest.approx(-1)  # c is flat and has no say
+    assert length_share({key: -value for key, value in given_rewards.items()}, lengths) == pytest.approx(1)
 
 
 # ---- choice of prompts
@@ -451,7 +452,9 @@ def test_rewards_that_length_explains_stop():
     rows = [step(i, length_share=0.5 + 0.1 * (i % 2)) for i in range(1, 11)]
     assert reason(rows, max_length_share=0.56) is None
     assert reason(rows[1:], max_length_share=0.2) is None  # nine steps
-    assert "55%" in reason(rows, max_length_share=0.5)
+    assert "55%" in (longer := reason(rows, max_length_share=0.5))
+    shorter = reason([step(i, length_share=-0.55) for i in range(1, 11)], max_length_share=0.5)
+    assert shorter == longer.replace("longer", "shorter")
     assert reason([*rows, step(11, length_share=None)], max_length_share=0.5)  # flat steps do not count
 
 
