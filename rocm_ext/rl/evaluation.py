@@ -13,7 +13,7 @@ from rocm_ext.rl.rollout import Answers
 from rocm_ext.rl.selection import EQUAL
 from rocm_ext.runs.folder import GREEDY, SampleKey
 from rocm_ext.runs.intervals import mcnemar
-from rocm_ext.runs.scores import pass_at_k, wilson
+from rocm_ext.runs.scores import passes, wilson
 from rocm_ext.verifiers import Result, Verdict
 
 Lines = Sequence[Mapping[str, Any]]  # of ``metrics.jsonl``, those of steps and those of evaluations, in order
@@ -46,18 +46,15 @@ def score(answers: Answers, samples: int) -> dict[str, Any]:
     for (prompt, sample), passed in right.items():
         if sample != GREEDY:
             drawn[prompt] = drawn.get(prompt, 0) + passed
-    at: dict[str, Any] = {}
-    k = 1
-    while drawn and k <= samples:
-        value = sum(pass_at_k(samples, correct, k) for correct in drawn.values()) / len(drawn)
-        at[str(k)] = {"pass": value, "interval": wilson(value * len(drawn), len(drawn))}
-        k *= 2
+    at = passes([(samples, correct) for correct in drawn.values()])
     return {
         "prompts": len(greedy),
         "correct": sum(greedy),
         "pass_at_1": sum(greedy) / len(greedy),
         "interval": wilson(sum(greedy), len(greedy)),
-        "pass_at_k": at,
+        "pass_at_k": {
+            str(k): {"pass": value, "interval": wilson(value * len(drawn), len(drawn))} for k, value in at.items()
+        },
         "samples_per_prompt": samples,
         "verdicts": dict(sorted(answers.verdicts().items())),
         "truncated": sum(sample.finish_reason == "length" for sample in answers.samples.values()),

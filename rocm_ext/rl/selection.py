@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from rocm_ext.base.errors import UserError
 from rocm_ext.data.render import IGNORE
 from rocm_ext.data.rows import Rows
-from rocm_ext.rl.records import Sample, entropy, mean_parts
+from rocm_ext.rl.records import Sample, measure
 from rocm_ext.rl.rollout import Answers
 from rocm_ext.runs.folder import SampleKey
 from rocm_ext.sampling import sample_seed
@@ -186,11 +186,10 @@ class Selected:
         """Compute the step's entry in ``metrics.jsonl``, without what training measures."""
         rewards = [result.reward for result in self.results.values() if result.reward is not None]
         verdicts = Counter(result.verdict for result in self.results.values())
-        lengths = [len(sample.tokens) for sample in self.samples.values()]
         groups = len(self.asked)
         return {
             "answers": len(self.samples),
-            "sampled_tokens": sum(lengths),
+            "sampled_tokens": sum(len(sample.tokens) for sample in self.samples.values()),
             "sample_seconds": self.stats.get("seconds", 0.0),
             "wait_seconds": self.stats.get("waiting", 0.0),
             "hidden_seconds": self.stats.get("hidden", 0.0),
@@ -201,11 +200,9 @@ class Selected:
             "flat": len(self.flat) / max(1, groups),
             "groups": groups,
             "trained_groups": self.groups,
-            "mean_tokens": fmean(lengths) if lengths else None,
             "truncated": fmean(sample.finish_reason == "length" for sample in self.samples.values()),
-            "entropy": entropy(self.samples.values()),
             "length_share": self.length_share,
-            **mean_parts(self.results.values()),
+            **measure(self.samples, self.results),
             **self._of_conversations(),
         }
 
