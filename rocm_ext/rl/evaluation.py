@@ -23,6 +23,12 @@ _MISMATCH_FACTOR = 5.0  # of the median of all earlier steps
 _MISMATCH_LEAST = 0.02  # nats per token; 16-bit servers and answers of the step before give 1e-4 to 1e-2
 _MISMATCH_STEPS = 3  # earlier steps that a median needs
 _EARLY_STEPS = 20  # after which a reward should have moved
+_WINDOW = 10  # steps whose mean is advised on
+_MANY = 0.5  # of the groups
+_GROUPS = {
+    "all_right": "have right answers only: choose harder prompts, or set curriculum: informative",
+    "all_wrong": "have no right answer: choose easier prompts, partial rewards, or more samples_per_prompt",
+}
 _FAR = 20 * 8e-5  # sum of learning rates: 20 updates of Tinker's recipe for GSM8K with LoRA (tinker-cookbook, math_rl)
 
 
@@ -232,6 +238,58 @@ def lr_sum(lines: Lines) -> float:
     return next((line["lr_sum"] for line in reversed(lines) if "lr_sum" in line), 0.0)
 
 
+def advice(lines: Lines) -> list[str]:
+    """Return what the newest step gives reason to warn of, in a line each.
+
+    Every ten steps this looks at the newest ten, and compares them with the first ten. It does not repeat what it said
+    of the ten steps before.
+
+    Args:
+        lines: the lines of ``metrics.jsonl``, in order.
+    """
+    steps, rate = _steps(lines), rate_warning(lines)
+    found = {} if len(steps) % _WINDOW else _findings(steps)
+    earlier = _findings(steps[:-_WINDOW]) if found else {}
+    return ([rate] if rate else []) + [text for what, text in found.items() if what not in earlier]
+
+
+def _findings(steps: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return what the newest steps show, by the measurement that shows it."""
+    found = {}
+    for name, cure in _GROUPS.items():
+        if (newest := _newest(steps, name, _WINDOW)) and (share := fmean(newest)) > _MANY:
+            found[name] = f"{share:.0%} of the groups in the last {_WINDOW} steps {cure}"
+    most = max((int(name[8:]) for line in steps for name in line if name.startswith("pass_at_")), default=1)
+    parts = {name for line in steps for name in line if name.startswith("reward/")}
+    ends = {name: _ends(steps, name) for name in ("reward", "distinct", "right", f"pass_at_{most}", *sorted(parts))}
+    moved = {name: f"from {fmean(first):.3g} to {fmean(last):.3g}" for name, (first, last) in ends.items() if first}
+    if "distinct" in moved and fmean(ends["distinct"][1]) < fmean(ends["distinct"][0]) / 2:
+        found["distinct"] = (
+            f"the share of different answers in a group has fallen {moved['distinct']}: the policy collapses; lower "
+            "optimizer.lr, or raise temperature, entropy_coef or clip_high"
+        )
+    if "reward" in moved and _change(*ends["reward"]) > 0:
+        for name in moved:
+            if _change(*ends[name]) < 0 and name != "distinct":
+                found[name] = (
+                    f"the reward has risen {moved['reward']}, and {name} has fallen {moved[name]}: the model may earn "
+                    "the one at the cost of the other; read answers with their rewards (rocm-ext report)"
+                )
+    return found
+
+
+def _ends(steps: Lines, name: str) -> tuple[list[float], list[float]]:
+    """Return the first and the newest values of a measurement; none if there are fewer than twice as many."""
+    values = [line[name] for line in steps if line.get(name) is not None]
+    return (values[:_WINDOW], values[-_WINDOW:]) if len(values) >= 2 * _WINDOW else ([], [])
+
+
+def _change(first: Sequence[float], last: Sequence[float]) -> int:
+    """Return 1 or -1 if the second mean is above or below the first by more than two standard errors, else 0."""
+    error, change = sqrt((variance(first) + variance(last)) / len(first)), fmean(last) - fmean(first)
+    return (change > 2 * error) - (change < -2 * error)
+
+
 def rate_warning(lines: Lines) -> str | None:
     """Return a warning after 20 steps if the reward has not moved, and low learning rates may be the reason.
 
@@ -245,8 +303,7 @@ def rate_warning(lines: Lines) -> str | None:
     if len(rewards := [line["reward"] for line in steps if line["reward"] is not None]) < _EARLY_STEPS:
         return None
     first, last = rewards[: _EARLY_STEPS // 2], rewards[_EARLY_STEPS // 2 :]
-    error = sqrt((variance(first) + variance(last)) / len(first))
-    if abs(fmean(last) - fmean(first)) > 2 * error:
+    if _change(first, last):
         return None
     return (
         f"the reward has hardly moved in {_EARLY_STEPS} steps ({fmean(first):.3f} in the first half, {fmean(last):.3f} "

@@ -221,8 +221,8 @@ class PolicyTrainer(Training):
         lag = {"policy_lag": selected.policy_lag(self.step)}
         values = selected.measurements() | dict(updates) | lag | {"seconds": seconds} | self.memory()
         self.log(self.step % self.cfg.log_every_n_steps == 0, **values)
-        if self.ranks.is_main and (advice := evaluation.rate_warning(self.lines)):
-            log.warning("%s", advice)
+        for line in evaluation.advice(self.lines) if self.ranks.is_main else ():
+            log.warning("%s", line)
         reward = f"reward {values['reward']:.3f}  " if values["reward"] is not None else ""
         flat = f"{values['flat']:.0%} of {values['groups']} groups flat  {values['mean_tokens']:.0f} tokens  "
         self._progress.update(f"{reward}{flat}{seconds:.1f} s")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.rl.evaluation import flat_reason, mismatch_warning, policy_stop_reason, rate_warning
+from rocm_ext.rl.evaluation import advice, flat_reason, mismatch_warning, policy_stop_reason, rate_warning
 from rocm_ext.rl.prompts import choose_by_curriculum as choose
 from rocm_ext.rl.prompts import pass_rate
 from rocm_ext.rl.rollout import Answers
@@ -510,6 +510,40 @@ def test_a_reward_that_has_not_moved_at_low_rates_is_told_once(rewards, rate, wa
     assert bool(rate_warning(lines)) == warns
     if warns:
         assert "add up to 0.0006, those of 20 updates" in rate_warning(lines)
+
+
+RISING = {"reward": (0.2, 0.6)}
+
+
+@pytest.mark.parametrize(
+    ("ends", "found"),
+    [
+        ({"all_right": (0.1, 0.6)}, ["60% of the groups in the last 10 steps have right answers only: choose harder"]),
+        ({"all_wrong": (0.1, 0.6)}, ["60% of the groups in the last 10 steps have no right answer: choose easier"]),
+        ({"all_right": (0.6, 0.4), "all_wrong": (0.1, 0.4)}, []),
+        ({"distinct": (0.9, 0.4)}, ["has fallen from 0.9 to 0.4: the policy collapses"]),
+        ({"distinct": (0.9, 0.5)}, []),
+        ({**RISING, "reward/sum": (0.3, 0.1), "reward/form": (0.1, 0.9)}, ["reward/sum has fallen from 0.3 to 0.1"]),
+        ({**RISING, "pass_at_1": (0.2, 0.1), "pass_at_8": (0.5, 0.3)}, ["pass_at_8 has fallen from 0.5 to 0.3"]),
+        ({**RISING, "right": (0.2, 0.1)}, ["the reward has risen from 0.2 to 0.6, and right has fallen"]),
+        ({"reward": (0.6, 0.2), "right": (0.2, 0.1)}, []),  # both fall
+        ({**RISING, "right": (0.2, 0.2)}, []),
+        ({**RISING, "right": (0.2, None)}, []),
+    ],
+)
+def test_advice_on_hacked_rewards_and_collapse_comes_once(ends, found):
+    """Each measurement has one value in the first ten steps, and another one in the ten after them and ten more."""
+    lines, said = [{"step": 0, "eval": {}}], []
+    for number in range(30):
+        noise = 0.01 * (number % 2) - 0.005
+        values = {name: pair[number >= 10] for name, pair in ends.items()}
+        values = {name: None if value is None else value + noise for name, value in values.items()}
+        lines.append({"step": number + 1, "reward": 0.5, "lr_sum": 1.0, **values})
+        said.append([text for text in advice(lines) if number >= 10])
+    assert [len(each) for each in said if each] == [1] * len(found)
+    for text, part in zip(said[19], found, strict=True):
+        assert part in text
+        assert "\n" not in text
 
 
 def test_the_mismatch_is_told_once():
