@@ -17,7 +17,7 @@ from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.config import algorithms
 from rocm_ext.config.algorithms import ALGORITHMS, KEYS, describe, filled
-from rocm_ext.config.checks import check_grpo_values
+from rocm_ext.config.checks import check_grpo_values, check_raft_values
 from rocm_ext.losses.policy_gradient import PolicyGradient, loss_config
 from rocm_ext.plan.workload import old_logprobs
 from tests.config.test_run_configs import CONFIGS
@@ -148,6 +148,39 @@ def test_one_line_for(changes, message):
         check_grpo_values(values(**changes))
     assert message in str(found.value)
     assert "\n" not in str(found.value)
+
+
+TALKS = {"environment": {"_component_": "my_module.MyEnvironment"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "unread"),
+    [
+        ({}, []),
+        ({"max_turns": 8}, []),  # the default
+        ({"max_turns": 4, "max_environment_tokens": 9, "verify_workers": 2}, ["max_turns=4", "max_environment_tokens=9"]),
+        ({**TALKS, "max_turns": 4, "verify_workers": 2}, ["verify_workers=2"]),
+        ({"max_refills": 5, "truncation_margin": 9, "truncation_penalty": 0.5},
+         ["max_refills=5", "truncation_penalty=0.5", "truncation_margin=9"]),
+        ({"refill": True, "max_refills": 5, "truncated": "penalize", "truncation_margin": 9}, []),
+        ({"mismatch": "none", "mismatch_level": "sequence"}, ["mismatch_level=sequence"]),
+        ({"mismatch_level": "sequence"}, []),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_key_that_is_set_and_not_read_is_named(changes, unread, caplog):
+    with caplog.at_level("INFO", "rocm_ext"):
+        check_grpo_values(values(**changes))
+    said = [record.getMessage().rpartition(": ")[2].split(", ") for record in caplog.records]
+    assert [key for keys in said for key in keys] == unread
+
+
+def test_raft_names_them_too(caplog):
+    with caplog.at_level("INFO", "rocm_ext"):
+        check_raft_values(config.load("raft_rocm", "cpu_pocket_raft", ["max_turns=4", "clip_high=0.1"]))
+    assert [record.getMessage() for record in caplog.records] == [
+        "not read without an environment: max_turns=4", "not read with objective=raft: clip_high=0.1"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("key", OWN)
