@@ -158,7 +158,7 @@ TALKS = {"environment": {"_component_": "my_module.MyEnvironment"}}
     [
         ({}, []),
         ({"max_turns": 8}, []),  # the default
-        ({"max_turns": 4, "max_environment_tokens": 9, "verify_workers": 2}, ["max_turns=4", "max_environment_tokens=9"]),
+        ({"max_turns": 4, "max_environment_tokens": 9}, ["max_turns=4", "max_environment_tokens=9"]),
         ({**TALKS, "max_turns": 4, "verify_workers": 2}, ["verify_workers=2"]),
         ({"max_refills": 5, "truncation_margin": 9, "truncation_penalty": 0.5},
          ["max_refills=5", "truncation_penalty=0.5", "truncation_margin=9"]),
