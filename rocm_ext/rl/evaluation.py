@@ -25,7 +25,7 @@ _MISMATCH_STEPS = 3  # earlier steps that a median needs
 _EARLY_STEPS = 20  # after which a reward should have moved
 _WINDOW = 10  # steps whose mean is advised on
 _MANY = 0.5  # of the groups
-_GROUPS = {
+_GROUPS = {  # of groups that teach nothing
     "all_right": "have right answers only: choose harder prompts, or set curriculum: informative",
     "all_wrong": "have no right answer: choose easier prompts, partial rewards, or more samples_per_prompt",
 }
@@ -257,9 +257,11 @@ def _findings(steps: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return what the newest steps show, by the measurement that shows it."""
     found = {}
     for name, cure in _GROUPS.items():
-        if (newest := _newest(steps, name, _WINDOW)) and (share := fmean(newest)) > _MANY:
+        flat, newest = _newest(steps, "flat", _WINDOW), _newest(steps, name, _WINDOW)
+        if flat and newest and min(fmean(flat), share := fmean(newest)) > _MANY:
             found[name] = f"{share:.0%} of the groups in the last {_WINDOW} steps {cure}"
-    most = max((int(name[8:]) for line in steps for name in line if name.startswith("pass_at_")), default=1)
+    known = dict.fromkeys(name.removeprefix("pass_at_") for line in steps for name in line)
+    most = max((int(k) for k in known if k.isdecimal()), default=1)
     parts = {name for line in steps for name in line if name.startswith("reward/")}
     ends = {name: _ends(steps, name) for name in ("reward", "distinct", "right", f"pass_at_{most}", *sorted(parts))}
     moved = {name: f"from {fmean(first):.3g} to {fmean(last):.3g}" for name, (first, last) in ends.items() if first}

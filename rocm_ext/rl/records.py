@@ -153,28 +153,17 @@ def to_result(record: Mapping[str, Any]) -> Result:
     return Result(Verdict(record["verdict"]), record["reward"], record["detail"], record.get("parts", {}))
 
 
-def entropy(samples: Iterable[Sample]) -> float | None:
-    """Estimate the entropy of the model's distribution, in nats per token.
-
-    This is the mean of -log p over the sampled tokens. It is unbiased without truncation if the log-probs are those of
-    the sampling temperature.
-
-    Returns:
-        The estimate; None if the samples have no log-probs.
-    """
-    logprobs = [value for sample in samples for value in sample.logprobs]
-    return -fmean(logprobs) if logprobs else None
-
-
 def measure(samples: Mapping[SampleKey, Sample], results: Mapping[SampleKey, Result]) -> dict[str, float | None]:
     """Measure a step's answers: their lengths, how they differ, and how right they are, inside groups too.
 
     Args:
         samples: the answers by prompt id and sample index.
-        results: verdicts under the same keys. Those without a reward (ERROR) count for lengths and differences alone.
+        results: verdicts under the same keys. Those without a reward (ERROR) count for what tokens say alone.
 
     Returns:
         The measurements by their names in docs/grpo.md, which explains them; None where no answer has a value.
+        ``entropy`` is the mean of -log p over sampled tokens. It is an unbiased estimate, without truncation, if the
+        log-probs are those of the sampling temperature.
     """
     lengths = {key: len(sample.tokens) for key, sample in samples.items()}
     right = {key: is_correct(result) for key, result in results.items() if result.reward is not None}
@@ -186,6 +175,7 @@ def measure(samples: Mapping[SampleKey, Sample], results: Mapping[SampleKey, Res
         "mean_tokens": list(lengths.values()),
         "mean_tokens_right": [lengths[key] for key, passed in right.items() if passed],
         "mean_tokens_wrong": [lengths[key] for key, passed in right.items() if not passed],
+        "entropy": [-value for sample in samples.values() for value in sample.logprobs],
         "distinct": [len({tuple(samples[key].tokens) for key in keys}) / len(keys) for keys in groups.values()],
         "all_right": [all(group) for group in judged],
         "all_wrong": [not any(group) for group in judged],
@@ -196,7 +186,6 @@ def measure(samples: Mapping[SampleKey, Sample], results: Mapping[SampleKey, Res
     return {
         **{name: fmean(each) if each else None for name, each in values.items()},
         **{f"pass_at_{k}": value for k, value in passes([(len(group), sum(group)) for group in judged]).items()},
-        "entropy": entropy(samples.values()),
     }
 
 

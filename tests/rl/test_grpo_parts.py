@@ -518,9 +518,16 @@ RISING = {"reward": (0.2, 0.6)}
 @pytest.mark.parametrize(
     ("ends", "found"),
     [
-        ({"all_right": (0.1, 0.6)}, ["60% of the groups in the last 10 steps have right answers only: choose harder"]),
-        ({"all_wrong": (0.1, 0.6)}, ["60% of the groups in the last 10 steps have no right answer: choose easier"]),
-        ({"all_right": (0.6, 0.4), "all_wrong": (0.1, 0.4)}, []),
+        (
+            {"flat": (0.2, 0.7), "all_right": (0.1, 0.6)},
+            ["60% of the groups in the last 10 steps have right answers only: choose harder"],
+        ),
+        (
+            {"flat": (0.2, 0.7), "all_wrong": (0.1, 0.6)},
+            ["60% of the groups in the last 10 steps have no right answer: choose easier"],
+        ),
+        ({"flat": (0.7, 0.8), "all_right": (0.6, 0.4), "all_wrong": (0.1, 0.4)}, []),
+        ({"flat": (0.1, 0.2), "all_wrong": (0.9, 1.0)}, []),  # partial rewards teach
         ({"distinct": (0.9, 0.4)}, ["has fallen from 0.9 to 0.4: the policy collapses"]),
         ({"distinct": (0.9, 0.5)}, []),
         ({**RISING, "reward/sum": (0.3, 0.1), "reward/form": (0.1, 0.9)}, ["reward/sum has fallen from 0.3 to 0.1"]),
