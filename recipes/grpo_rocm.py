@@ -13,6 +13,7 @@ To change a part, subclass :class:`GRPO` and override :meth:`GRPO.choose`, :meth
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
@@ -28,8 +29,9 @@ from rocm_ext.rl import evaluation
 from rocm_ext.rl.loop import Loop
 from rocm_ext.rl.prompts import choose_by_curriculum
 from rocm_ext.rl.rollout import Answers
-from rocm_ext.rl.selection import Selected, select, subtract_kl, to_rows
+from rocm_ext.rl.selection import Selected, select, to_rows
 from rocm_ext.rl.trainer import PolicyTrainer
+from rocm_ext.runs.folder import SampleKey
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import run
 from rocm_ext.train.scoring import reference, score
@@ -185,7 +187,19 @@ class GRPO(Loop):
             rounds: answers of each round of the step's sampling.
             asked: ids of their prompts, in order.
         """
-        return select(rounds, asked, self.filled)
+        loss = self.learner.objective
+        coef = getattr(loss, "kl_coef", 0.0) if getattr(loss, "kl_in", None) == "reward" else 0.0
+        return select(rounds, asked, self.filled, self.reference_logprobs(rounds) if coef else {}, coef)
+
+    def reference_logprobs(self, rounds: Sequence[Answers]) -> dict[SampleKey, np.ndarray]:
+        """Compute the log-probs of all answers' tokens under the adapter that the run began with."""
+        samples = sorted((s for answers in rounds for s in answers.samples.values()), key=lambda sample: sample.key)
+        rows, pieces = to_rows(samples, self.prompts.tokens)
+        logprobs = {sample.key: np.zeros(len(sample.tokens)) for sample in samples}
+        with reference(self.learner, self.trainer.first, "the first adapter"):
+            for (i, piece), values in zip(pieces, score(self.learner, rows, self.cfg.temperature), strict=True):
+                logprobs[samples[i].key][piece] = values
+        return logprobs
 
     def rows(self, selected: Selected) -> tuple[Rows, list[str]]:
         """Convert the answers to train on to rows, with the columns that the objective needs or measures.
@@ -197,6 +211,7 @@ class GRPO(Loop):
         """
         cfg, learner, samples = self.cfg, self.learner, selected.trained
         rows, pieces = to_rows(samples, self.prompts.tokens)
+        rows.counts["answers"] = selected.answers
         groups, advantages = [samples[i].prompt_id for i, _ in pieces], list(selected.advantages.values())
         rows.add_labels_column("advantages", [[advantages[i]] * (piece.stop - piece.start) for i, piece in pieces])
         if all(len(sample.logprobs) == len(sample.tokens) for sample in samples):
@@ -204,7 +219,9 @@ class GRPO(Loop):
         if cfg.router_replay:
             routes = [sample.chosen_experts() for sample in samples]
             rows.add_labels_column(ROUTES, [routes[i][piece] for i, piece in pieces])
-        columns = learner.objective.columns
+        columns, known = learner.objective.columns, selected.reference
+        if known:
+            rows.add_labels_column("reference_logprobs", [known[samples[i].key][piece] for i, piece in pieces])
         if "old_logprobs" in columns and self.old_logprobs == "sampler":
             rows.columns["old_logprobs"] = rows.columns["sampler_logprobs"]
         if learner.shares:
@@ -217,11 +234,9 @@ class GRPO(Loop):
             rows, groups = rows.join_groups(groups, most)
         if "old_logprobs" in columns and self.old_logprobs != "sampler":
             rows.add_labels_column("old_logprobs", score(learner, rows, cfg.temperature, replay=cfg.router_replay))
-        if "reference_logprobs" in columns:
+        if "reference_logprobs" in columns and not known:
             with reference(learner, self.trainer.first, "the first adapter"):
                 rows.add_labels_column("reference_logprobs", score(learner, rows, cfg.temperature))
-            if getattr(learner.objective, "kl_in", None) == "reward":
-                subtract_kl(rows, groups, getattr(learner.objective, "kl_coef", 0.0), self.filled.center)
         return rows, groups
 
 

@@ -33,7 +33,7 @@ class Algorithm:
     normalize: str | float | None = "tokens"
     clip_low: float | None = 0.2
     clip_high: float | None = 0.2
-    clip_dual: float | None = 3.0  # a guard of verl's, in no paper of these
+    clip_dual: float | None = 3.0  # a guard of verl's, in no paper of these; "none" switches it off
     kl_in: str | None = "loss"
 
 
@@ -73,7 +73,7 @@ def complete(loss: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     filled = {}
     for key, value in given.items():
         own = getattr(algorithm, key)
-        if own is None and value is not None:
+        if own is None and value is not None and (value != "none" or not isinstance(loss, str)):
             raise UserError(
                 f"{key} is {value!r}, and loss {loss} has no such limit; set {key}=null"
                 if isinstance(loss, str)

@@ -310,13 +310,13 @@ class Update:
     Attributes:
         batches: this rank's micro-batches.
         labels: number of labels, over all ranks.
-        sequences: number of sequences that have a label, over all ranks.
+        sequences: number of sequences that have a label, over all ranks; GRPO's also counts those that teach nothing.
         rows: numbers of the rows, over all ranks, for messages.
     """
 
     batches: list[MicroBatch]
     labels: int
-    sequences: int
+    sequences: float
     rows: Sequence[int]
 
     def pin_memory(self) -> "Update":

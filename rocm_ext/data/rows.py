@@ -82,7 +82,8 @@ class Rows:
         labels: ``[s]`` int32 labels of each row: the token itself, or -100 for no loss.
         lengths: lengths of the sequences in each row; they add up to ``s``.
         counts: number of ``rows`` read, of kept rows that were ``truncated``, of rows ``dropped_too_long`` and of
-            rows ``dropped_without_labels``; those of pairs: see :class:`_PairReader`.
+            rows ``dropped_without_labels``; those of pairs: see :class:`_PairReader`. In GRPO ``answers``, see
+            :class:`rocm_ext.rl.selection.Selected`.
         columns: further values per token, by name (``old_logprobs``, ``advantages``, …): ``[s]`` float32 of each row.
     """
 

@@ -15,6 +15,8 @@ from typing import Any
 
 from rocm_ext.base.errors import one_line
 
+_MOST = 32  # calls in a message; models repeat themselves, and each call costs a process's time
+
 
 @dataclass(frozen=True)
 class Call:
@@ -49,14 +51,16 @@ def calls_in(text: str, schemas: Sequence[Mapping[str, Any]] = ()) -> tuple[str,
         schemas: JSON schemas of the tools; their types say what untyped arguments are.
 
     Returns:
-        The text without calls, and the calls in their order. One that cannot be read has a problem. Of gpt-oss, the
-        text is the reasoning without its marks, as its template takes it.
+        The text without calls, and the calls in their order. One that cannot be read has a problem; so has one that
+        stands for all beyond 32. Of gpt-oss, the text is the reasoning without its marks, as its template takes it.
     """
     behind = end.end() if (end := _REASONING.match(text)) else 0
     head, said = text[:behind], text[behind:]
     for mark, read in _NOTATIONS:
         if found := list(mark.finditer(said)):
             calls = [call for match in found for call in _checked(read, match.group(1), schemas)]
+            if (more := len(calls) - _MOST) > 0:
+                calls[_MOST:] = [Call("", problem=f"a message has at most {_MOST} calls; the last {more} did nothing")]
             content = head + mark.sub("", said)
             return (_MESSAGE.sub("\n", content) if read is _channel else content).strip(), calls
     if schemas and (call := _bare(said)):  # Llama's, which have no mark

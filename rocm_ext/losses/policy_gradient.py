@@ -49,7 +49,7 @@ class PolicyGradient(Objective):
         clip_low, clip_high: a label has no gradient where its ratio is below ``1 - clip_low`` and its advantage is
             negative, or above ``1 + clip_high`` and positive. ``cispo`` limits the ratio itself, and only from above.
         clip_dual: a label has no gradient where its ratio is above this and its advantage is negative (dual clip,
-            arXiv:1912.09729).
+            arXiv:1912.09729). ``none``: no such limit.
         on_policy: whether the current policy sampled the answers, so that each ratio is 1.
         kl_coef: factor of the KL divergence from the reference.
         kl_in: ``loss``: a label adds ``w d^2 / 2`` with ``d = reference - current``, where the token's ratio w, at
@@ -76,7 +76,7 @@ class PolicyGradient(Objective):
         normalize: str | float | None = None,
         clip_low: float | None = None,
         clip_high: float | None = None,
-        clip_dual: float | None = None,
+        clip_dual: float | str | None = None,
         on_policy: bool = True,
         kl_coef: float = 0.0,
         kl_in: str | None = None,
@@ -92,13 +92,14 @@ class PolicyGradient(Objective):
         _one_of("mismatch_level", mismatch_level, ("token", "sequence", "geometric"))
         clips = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual}
         for name, value in clips.items():
-            if value is not None:
+            if value is not None and (name, value) != ("clip_dual", "none"):
                 _at_least(name, value, int(name == "clip_dual"), above=True)
         _at_least("kl_coef", kl_coef, 0)
         _at_least("entropy_coef", entropy_coef, 0)
         _at_least("temperature", temperature, 0, above=True)
         kind = ALGORITHMS[loss]
         self.clip_low, self.clip_high, self.clip_dual, self.kl_in = complete(loss, clips | {"kl_in": kl_in}).values()
+        self.clip_dual = None if self.clip_dual == "none" else self.clip_dual
         _one_of("kl_in", self.kl_in, ("loss", "reward"))
         check({"mismatch_limits": mismatch_limits}, {"mismatch_limits": LIMITS | NULL}, "loss.")
         limits = limits_of(mismatch, mismatch_level, mismatch_limits) or [0.0, 1.0]  # not read without a mismatch

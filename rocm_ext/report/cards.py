@@ -128,9 +128,10 @@ def _grpo(run: RunFolder) -> Iterator[tuple[str, str]]:
     best = max(shares, key=shares.__getitem__, default=None)  # the first of equals
     if best is not None and best != max(shares):
         yield "Best held-out pass@1", f"{100 * shares[best]:.1f} % after step {best:,}"
-    answers, flat = float(np.nansum(steps["answers"])), steps["flat"]
+    answers = float(np.nansum(steps["answers"]))
     yield "Answers sampled", short_number(answers) if answers else ""
-    yield "Flat groups", f"{100 * np.nanmean(flat):.1f} %" if np.isfinite(flat).any() else ""
+    kinds = [name for name in ("flat", "all_right", "all_wrong") if np.isfinite(steps[name]).any()]
+    yield "Groups", ", ".join(f"{100 * np.nanmean(steps[name]):.1f} % {name.replace('_', ' ')}" for name in kinds)
     stopped = run.summary.get("stopped")
     yield "Stopped early", stopped if isinstance(stopped, str) else ""
 

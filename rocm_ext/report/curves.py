@@ -18,7 +18,8 @@ class Curve:
 
     Attributes:
         title, unit: of the chart, as :func:`rocm_ext.report.charts.line_chart` takes them.
-        columns: their names, or ``a/b`` for a ratio, with the lines' labels; ``val_`` begins those of validations.
+        columns: their names, or ``a/b`` for a ratio, with the lines' labels; ``val_`` begins those of validations. A
+            name that ends in ``/`` or ``_`` stands for all that begin with it.
         scale: factor from the columns to the unit.
         zero: begin the y axis at 0.
         lost: mark values that are not finite.
@@ -68,11 +69,18 @@ PREFERENCES = (
 )
 POLICY = (
     Curve("Reward", "mean of the answers", {"reward": "reward"}),
+    Curve("Parts of the reward", "means of the answers", {"reward/": ""}),
     _share("Right answers", "% of the answers", right="right"),
-    _share("Flat groups", "% with equal rewards, not trained on", flat="flat"),
-    Curve("Answer length", "tokens, mean", {"mean_tokens": "length"}),
+    Curve("Pass@k", "of a group, mean", {"pass_at_": "k = "}),
+    _share("Flat groups", "% that teach nothing", flat="flat", all_right="all right", all_wrong="all wrong"),
+    _share("Distinct answers", "% of a group, mean", distinct="distinct"),
+    Curve(
+        "Answer length",
+        "tokens, mean",
+        {"mean_tokens": "all", "mean_tokens_right": "right ones", "mean_tokens_wrong": "wrong ones"},
+    ),
     _share("Answers cut off", "% at max_new_tokens", truncated="cut off"),
-    _share("Length", "% of the rewards' variance that it explains", length_share="share"),
+    _share("Length", "% of the rewards' variance by it; below 0: short ones earn more", length_share="share"),
     Curve("Entropy", "nats per token", {"entropy": "entropy"}),
     Curve("KL divergence", "from the first adapter, nats per token", {"kl": "KL"}),
     Curve("Mismatch", "trainer − sampler, nats, mean", {"mismatch_mean": "mismatch"}),
@@ -106,19 +114,19 @@ def charts(curves: Sequence[Curve], runs: Sequence[RunFolder], family: str | Non
 def _chart(
     curve: Curve, runs: Sequence[tuple[int, RunFolder]], several: bool, marks: Sequence[tuple[float, str]]
 ) -> Chart | None:
-    lines, width = [], 1
+    lines, width, columns = [], 1, _columns(curve, runs)
     for colour, run in runs:
-        for i, (column, label) in enumerate(curve.columns.items()):
+        for i, (column, label) in enumerate(columns.items()):
             x, y = _values(run, column)
             y = y * curve.scale
             if not len(y) or not (np.isfinite(y).any() or curve.lost) or (curve.varies and not np.nanmax(y) > 0):
                 continue
-            name = label if not several else run.name if len(curve.columns) == 1 else f"{run.name}, {label}"
+            name = label if not several else run.name if len(columns) == 1 else f"{run.name}, {label}"
             line = Line(name, x, y, colour if several else i, i if several else 0, lost=curve.lost)
             smoothed, width = smooth(y) if curve.noisy else (y, 1)
             if width == 1:
                 lines.append(line)
-            elif len(runs) * len(curve.columns) <= _FEW:
+            elif len(runs) * len(columns) <= _FEW:
                 lines += [replace(line, faint=True), replace(line, y=smoothed, lost=False)]
             else:
                 lines.append(replace(line, y=np.where(np.isfinite(y) | (not curve.lost), smoothed, y)))
@@ -127,13 +135,26 @@ def _chart(
     # the losses of GRPO and DPO are no cross-entropies
     unit = "" if curve.title.endswith("oss") and any(run.family in (GRPO, DPO) for _, run in runs) else curve.unit
     unit += ", smoothed" if width > 1 else ""
-    return line_chart(curve.title, unit, lines, zero=curve.zero, marks=marks, legend=len(curve.columns) > 1)
+    legend = len(columns) > 1 or columns != curve.columns
+    return line_chart(curve.title, unit, lines, zero=curve.zero, marks=marks, legend=legend)
+
+
+def _columns(curve: Curve, runs: Sequence[tuple[int, RunFolder]]) -> dict[str, str]:
+    """The columns of a curve with their labels."""
+    found = {}
+    for column, label in curve.columns.items():
+        if column[-1] not in "/_":
+            found[column] = label
+            continue
+        names = dict.fromkeys(name for _, run in runs for line in run.steps.lines for name in line)
+        found |= {name: label + name[len(column) :] for name in names if name.startswith(column)}
+    return found
 
 
 def _values(run: RunFolder, column: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values of a column, at the steps that have it: a step of GRPO without an update has no loss."""
     lines = run.validations if column.startswith("val_") else run.steps
-    name, _, divisor = column.partition("/")
+    name, _, divisor = (column, "", "") if lines.has(column).any() else column.partition("/")
     has = lines.has(name)
     y = lines[name] / lines[divisor] if divisor else lines[name]
     return lines["step"][has], y[has]

@@ -21,7 +21,7 @@ from rocm_ext.base.log import Progress, log
 from rocm_ext.data.batches import StepLoader, Steps, rows_per_step
 from rocm_ext.data.rows import Rows
 from rocm_ext.rl.evaluation import stop_reason
-from rocm_ext.rl.records import entropy, mean_parts, pass_rates
+from rocm_ext.rl.records import measure, pass_rates
 from rocm_ext.rl.selection import Selected
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.runs.folder import PHASES, SampleKey
@@ -386,9 +386,7 @@ def _count_answers(selected: Selected, passes: Callable[[Result], bool]) -> dict
         "pass_rate": fmean(rates) if rates else 0.0,
         "filter": dict(dropped),
         "kept": dropped["kept"],
-        "mean_tokens": fmean(len(sample.tokens) for sample in samples.values()),
-        "entropy": entropy(samples.values()),
-        **mean_parts(results.values()),
+        **measure(samples, results),
     }
 
 

@@ -13,7 +13,7 @@ from rocm_ext.rl.rollout import Answers
 from rocm_ext.rl.selection import EQUAL
 from rocm_ext.runs.folder import GREEDY, SampleKey
 from rocm_ext.runs.intervals import mcnemar
-from rocm_ext.runs.scores import pass_at_k, wilson
+from rocm_ext.runs.scores import passes, wilson
 from rocm_ext.verifiers import Result, Verdict
 
 Lines = Sequence[Mapping[str, Any]]  # of ``metrics.jsonl``, those of steps and those of evaluations, in order
@@ -23,6 +23,12 @@ _MISMATCH_FACTOR = 5.0  # of the median of all earlier steps
 _MISMATCH_LEAST = 0.02  # nats per token; 16-bit servers and answers of the step before give 1e-4 to 1e-2
 _MISMATCH_STEPS = 3  # earlier steps that a median needs
 _EARLY_STEPS = 20  # after which a reward should have moved
+_WINDOW = 10  # steps whose mean is advised on
+_MANY = 0.5  # of the groups
+_GROUPS = {  # of groups that teach nothing
+    "all_right": "have right answers only: choose harder prompts, or set curriculum: informative",
+    "all_wrong": "have no right answer: choose easier prompts, partial rewards, or more samples_per_prompt",
+}
 _FAR = 20 * 8e-5  # sum of learning rates: 20 updates of Tinker's recipe for GSM8K with LoRA (tinker-cookbook, math_rl)
 
 
@@ -46,18 +52,15 @@ def score(answers: Answers, samples: int) -> dict[str, Any]:
     for (prompt, sample), passed in right.items():
         if sample != GREEDY:
             drawn[prompt] = drawn.get(prompt, 0) + passed
-    at: dict[str, Any] = {}
-    k = 1
-    while drawn and k <= samples:
-        value = sum(pass_at_k(samples, correct, k) for correct in drawn.values()) / len(drawn)
-        at[str(k)] = {"pass": value, "interval": wilson(value * len(drawn), len(drawn))}
-        k *= 2
+    at = passes([(samples, correct) for correct in drawn.values()])
     return {
         "prompts": len(greedy),
         "correct": sum(greedy),
         "pass_at_1": sum(greedy) / len(greedy),
         "interval": wilson(sum(greedy), len(greedy)),
-        "pass_at_k": at,
+        "pass_at_k": {
+            str(k): {"pass": value, "interval": wilson(value * len(drawn), len(drawn))} for k, value in at.items()
+        },
         "samples_per_prompt": samples,
         "verdicts": dict(sorted(answers.verdicts().items())),
         "truncated": sum(sample.finish_reason == "length" for sample in answers.samples.values()),
@@ -139,7 +142,7 @@ def policy_stop_reason(lines: Lines, cfg: DictConfig) -> str | None:
         lines: the lines of ``metrics.jsonl``.
         cfg: config with ``min_entropy``, which the mean of the last 3 steps is compared with; ``stop_after_no_gain``,
             in evaluations; and ``max_length_share``: stop if the length of answers explains more than this share of the
-            rewards' variance inside groups, as the mean of the last 10 steps.
+            rewards' variance inside groups, as the mean of the last 10 steps, whichever way.
 
     Returns:
         As :func:`stop_reason`. Steps without a measured value are skipped.
@@ -150,11 +153,12 @@ def policy_stop_reason(lines: Lines, cfg: DictConfig) -> str | None:
     if reason := stop_reason(_newest(lines, "entropy", ENTROPY_STEPS), without_gain, "evaluation", **limits):
         return reason
     shares, most = _newest(lines, "length_share", LENGTH_STEPS), cfg.max_length_share
-    if most is not None and shares and (share := fmean(shares)) > most:
+    if most is not None and shares and abs(share := fmean(shares)) > most:
         return (
-            f"the length of answers explains {share:.0%} of the differences between rewards over the last "
-            f"{LENGTH_STEPS} steps, above max_length_share {most:g}: the policy may be learning length "
-            "instead of the task. Read answers with their rewards, and correct the verifier or the truncation penalty"
+            f"the length of answers explains {abs(share):.0%} of the differences between rewards over the last "
+            f"{LENGTH_STEPS} steps, above max_length_share {most:g}: {'longer' if share > 0 else 'shorter'} answers "
+            "earn more, and the policy may be learning that instead of the task. Read answers with their rewards, and "
+            "correct the verifier or the truncation penalty"
         )
     return None
 
@@ -234,6 +238,60 @@ def lr_sum(lines: Lines) -> float:
     return next((line["lr_sum"] for line in reversed(lines) if "lr_sum" in line), 0.0)
 
 
+def advice(lines: Lines) -> list[str]:
+    """Return what the newest step gives reason to warn of, in a line each.
+
+    Every ten steps this looks at the newest ten, and compares them with the first ten. It does not repeat what it said
+    of the ten steps before.
+
+    Args:
+        lines: the lines of ``metrics.jsonl``, in order.
+    """
+    steps, rate = _steps(lines), rate_warning(lines)
+    found = {} if len(steps) % _WINDOW else _findings(steps)
+    earlier = _findings(steps[:-_WINDOW]) if found else {}
+    return ([rate] if rate else []) + [text for what, text in found.items() if what not in earlier]
+
+
+def _findings(steps: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return what the newest steps show, by the measurement that shows it."""
+    found = {}
+    for name, cure in _GROUPS.items():
+        flat, newest = _newest(steps, "flat", _WINDOW), _newest(steps, name, _WINDOW)
+        if flat and newest and min(fmean(flat), share := fmean(newest)) > _MANY:
+            found[name] = f"{share:.0%} of the groups in the last {_WINDOW} steps {cure}"
+    known = dict.fromkeys(name.removeprefix("pass_at_") for line in steps for name in line)
+    most = max((int(k) for k in known if k.isdecimal()), default=1)
+    parts = {name for line in steps for name in line if name.startswith("reward/")}
+    ends = {name: _ends(steps, name) for name in ("reward", "distinct", "right", f"pass_at_{most}", *sorted(parts))}
+    moved = {name: f"from {fmean(first):.3g} to {fmean(last):.3g}" for name, (first, last) in ends.items() if first}
+    if "distinct" in moved and fmean(ends["distinct"][1]) < fmean(ends["distinct"][0]) / 2:
+        found["distinct"] = (
+            f"the share of different answers in a group has fallen {moved['distinct']}: the policy collapses; lower "
+            "optimizer.lr, or raise temperature, entropy_coef or clip_high"
+        )
+    if "reward" in moved and _change(*ends["reward"]) > 0:
+        for name in moved:
+            if _change(*ends[name]) < 0 and name != "distinct":
+                found[name] = (
+                    f"the reward has risen {moved['reward']}, and {name} has fallen {moved[name]}: the model may earn "
+                    "the one at the cost of the other; read answers with their rewards (rocm-ext report)"
+                )
+    return found
+
+
+def _ends(steps: Lines, name: str) -> tuple[list[float], list[float]]:
+    """Return the first and the newest values of a measurement; none if there are fewer than twice as many."""
+    values = [line[name] for line in steps if line.get(name) is not None]
+    return (values[:_WINDOW], values[-_WINDOW:]) if len(values) >= 2 * _WINDOW else ([], [])
+
+
+def _change(first: Sequence[float], last: Sequence[float]) -> int:
+    """Return 1 or -1 if the second mean is above or below the first by more than two standard errors, else 0."""
+    error, change = sqrt((variance(first) + variance(last)) / len(first)), fmean(last) - fmean(first)
+    return (change > 2 * error) - (change < -2 * error)
+
+
 def rate_warning(lines: Lines) -> str | None:
     """Return a warning after 20 steps if the reward has not moved, and low learning rates may be the reason.
 
@@ -247,8 +305,7 @@ def rate_warning(lines: Lines) -> str | None:
     if len(rewards := [line["reward"] for line in steps if line["reward"] is not None]) < _EARLY_STEPS:
         return None
     first, last = rewards[: _EARLY_STEPS // 2], rewards[_EARLY_STEPS // 2 :]
-    error = sqrt((variance(first) + variance(last)) / len(first))
-    if abs(fmean(last) - fmean(first)) > 2 * error:
+    if _change(first, last):
         return None
     return (
         f"the reward has hardly moved in {_EARLY_STEPS} steps ({fmean(first):.3f} in the first half, {fmean(last):.3f} "

@@ -27,6 +27,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors, read_lines, rewrite_lines
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.runs.folder import SampleKey
+from rocm_ext.runs.scores import passes
 from rocm_ext.sampling import Completion
 from rocm_ext.verifiers import Result, Verdict
 
@@ -152,26 +153,40 @@ def to_result(record: Mapping[str, Any]) -> Result:
     return Result(Verdict(record["verdict"]), record["reward"], record["detail"], record.get("parts", {}))
 
 
-def entropy(samples: Iterable[Sample]) -> float | None:
-    """Estimate the entropy of the model's distribution, in nats per token.
+def measure(samples: Mapping[SampleKey, Sample], results: Mapping[SampleKey, Result]) -> dict[str, float | None]:
+    """Measure a step's answers: their lengths, how they differ, and how right they are, inside groups too.
 
-    This is the mean of -log p over the sampled tokens. It is unbiased without truncation if the log-probs are those of
-    the sampling temperature.
+    Args:
+        samples: the answers by prompt id and sample index.
+        results: verdicts under the same keys. Those without a reward (ERROR) count for what tokens say alone.
 
     Returns:
-        The estimate; None if the samples have no log-probs.
+        The measurements by their names in docs/grpo.md, which explains them; None where no answer has a value.
+        ``entropy`` is the mean of -log p over sampled tokens. It is an unbiased estimate, without truncation, if the
+        log-probs are those of the sampling temperature.
     """
-    logprobs = [value for sample in samples for value in sample.logprobs]
-    return -fmean(logprobs) if logprobs else None
-
-
-def mean_parts(results: Iterable[Result]) -> dict[str, float]:
-    """Return the mean of each named part of the rewards, over the results that have it, as ``reward/NAME``."""
-    values: dict[str, list[float]] = {}
-    for result in results:
+    lengths = {key: len(sample.tokens) for key, sample in samples.items()}
+    right = {key: is_correct(result) for key, result in results.items() if result.reward is not None}
+    groups: dict[str, list[SampleKey]] = {}
+    for key in samples:
+        groups.setdefault(key[0], []).append(key)
+    judged = [known for keys in groups.values() if (known := [right[key] for key in keys if key in right])]
+    values: dict[str, list[float]] = {
+        "mean_tokens": list(lengths.values()),
+        "mean_tokens_right": [lengths[key] for key, passed in right.items() if passed],
+        "mean_tokens_wrong": [lengths[key] for key, passed in right.items() if not passed],
+        "entropy": [-value for sample in samples.values() for value in sample.logprobs],
+        "distinct": [len({tuple(samples[key].tokens) for key in keys}) / len(keys) for keys in groups.values()],
+        "all_right": [all(group) for group in judged],
+        "all_wrong": [not any(group) for group in judged],
+    }
+    for result in results.values():
         for name, value in result.parts.items():
             values.setdefault(f"reward/{name}", []).append(value)
-    return {name: fmean(found) for name, found in values.items()}
+    return {
+        **{name: fmean(each) if each else None for name, each in values.items()},
+        **{f"pass_at_{k}": value for k, value in passes([(len(group), sum(group)) for group in judged]).items()},
+    }
 
 
 def is_correct(result: Result) -> bool:

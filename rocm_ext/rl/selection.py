@@ -8,8 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from math import fsum, sqrt
+from math import copysign, fsum, sqrt
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -19,7 +18,7 @@ from omegaconf import DictConfig
 from rocm_ext.base.errors import UserError
 from rocm_ext.data.render import IGNORE
 from rocm_ext.data.rows import Rows
-from rocm_ext.rl.records import Sample, entropy, mean_parts
+from rocm_ext.rl.records import Sample, measure
 from rocm_ext.rl.rollout import Answers
 from rocm_ext.runs.folder import SampleKey
 from rocm_ext.sampling import sample_seed
@@ -152,6 +151,9 @@ class Selected:
         asked: prompts in the order in which they were asked.
         stats: costs of sampling; see :class:`rocm_ext.rl.rollout.Answers`.
         length_share: see :func:`length_share`.
+        answers: what a loss's mean over answers divides by: all with a reward, also those that are not trained on, but
+            none of the groups that a refill sampled beyond ``prompts_per_step``. 0: those that are trained on.
+        reference: log-probs of the answers' tokens under the reference, if their rewards have a KL divergence.
         dropped: number of answers that each rule of :func:`filter_samples` dropped, and of those ``kept``.
     """
 
@@ -162,6 +164,8 @@ class Selected:
     asked: Sequence[str]
     stats: Mapping[str, float] = field(default_factory=dict)
     length_share: float | None = None
+    answers: int = 0
+    reference: Mapping[SampleKey, np.ndarray] = field(default_factory=dict)
     dropped: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -182,11 +186,10 @@ class Selected:
         """Compute the step's entry in ``metrics.jsonl``, without what training measures."""
         rewards = [result.reward for result in self.results.values() if result.reward is not None]
         verdicts = Counter(result.verdict for result in self.results.values())
-        lengths = [len(sample.tokens) for sample in self.samples.values()]
         groups = len(self.asked)
         return {
             "answers": len(self.samples),
-            "sampled_tokens": sum(lengths),
+            "sampled_tokens": sum(len(sample.tokens) for sample in self.samples.values()),
             "sample_seconds": self.stats.get("seconds", 0.0),
             "wait_seconds": self.stats.get("waiting", 0.0),
             "hidden_seconds": self.stats.get("hidden", 0.0),
@@ -197,11 +200,9 @@ class Selected:
             "flat": len(self.flat) / max(1, groups),
             "groups": groups,
             "trained_groups": self.groups,
-            "mean_tokens": fmean(lengths) if lengths else None,
             "truncated": fmean(sample.finish_reason == "length" for sample in self.samples.values()),
-            "entropy": entropy(self.samples.values()),
             "length_share": self.length_share,
-            **mean_parts(self.results.values()),
+            **measure(self.samples, self.results),
             **self._of_conversations(),
         }
 
@@ -216,7 +217,13 @@ class Selected:
         }
 
 
-def select(rounds: Sequence[Answers], asked: Sequence[str], cfg: DictConfig) -> Selected:
+def select(
+    rounds: Sequence[Answers],
+    asked: Sequence[str],
+    cfg: DictConfig,
+    reference: Mapping[SampleKey, np.ndarray] | None = None,
+    kl_coef: float = 0.0,
+) -> Selected:
     """Compare the rewards of each group, and choose the answers to train on.
 
     An answer with the verdict ERROR has no reward: it is neither compared nor trained on. Truncated answers count in
@@ -227,6 +234,9 @@ def select(rounds: Sequence[Answers], asked: Sequence[str], cfg: DictConfig) -> 
         rounds: the rounds of the step's sampling.
         asked: ids of their prompts, in order.
         cfg: config of ``grpo_rocm``.
+        reference: log-probs of all answers' tokens under the reference; None: rewards have no KL divergence.
+        kl_coef: this times an answer's KL divergence is subtracted from its reward. It is compared as rewards are, and
+            not scaled. The log-prob as sampled minus the reference's estimates it (k1), as in RLOO (arXiv:2402.14740).
     """
     samples = {key: sample for answers in rounds for key, sample in answers.samples.items()}
     samples = {key: samples[key] for key in sorted(samples)}  # ranks have them in different orders
@@ -241,6 +251,10 @@ def select(rounds: Sequence[Answers], asked: Sequence[str], cfg: DictConfig) -> 
         max_new_tokens=cfg.max_new_tokens,
     )
     worth = advantages(of_answer, center=cfg.center, scale=cfg.scale)
+    if reference:
+        less = {key: -kl_coef * (fsum(samples[key].logprobs) - fsum(reference[key])) for key in of_answer}
+        less = advantages(less, cfg.center, "none")
+        worth = {key: value + less[key] for key, value in worth.items()}
     worth = {key: value if value > 0 else cfg.negative_weight * value for key, value in worth.items()}
     without = flat(worth) | (set(asked) - groups(worth).keys())
     trainable = {
@@ -261,6 +275,8 @@ def select(rounds: Sequence[Answers], asked: Sequence[str], cfg: DictConfig) -> 
         asked,
         {name: sum(answers.stats.get(name, 0.0) for answers in rounds) for name in costs},
         length_share(of_answer, {key: len(sample.tokens) for key, sample in samples.items()}),
+        sum(prompt in wanted or prompt not in useful for prompt, _ in of_answer),
+        reference or {},
     )
 
 
@@ -358,14 +374,15 @@ def length_share(rewards: Mapping[SampleKey, float], lengths: Mapping[SampleKey,
     """Return the share of the rewards' variance inside groups that a linear function of the length explains.
 
     It is the squared correlation of rewards and lengths, both minus the mean of their group, over all groups that are
-    not flat.
+    not flat, with the sign of the correlation.
 
     Args:
         rewards: the step's rewards.
         lengths: length of each of these answers, in tokens.
 
     Returns:
-        The share, from 0 to 1; None if every group is flat.
+        The share, from 0 to 1 where longer answers have higher rewards, from 0 to -1 where shorter ones have; None if
+        every group is flat.
     """
     both = of_rewards = of_lengths = 0.0
     for group in groups(rewards).values():
@@ -378,7 +395,7 @@ def length_share(rewards: Mapping[SampleKey, float], lengths: Mapping[SampleKey,
         of_lengths += fsum(y * y for _, y in pairs)
     if not of_rewards:
         return None
-    return min(1.0, both**2 / (of_rewards * of_lengths)) if of_lengths else 0.0
+    return copysign(min(1.0, both**2 / (of_rewards * of_lengths)), both) if of_lengths else 0.0
 
 
 def _equal(group: Mapping[SampleKey, float]) -> bool:
@@ -417,33 +434,3 @@ def to_rows(samples: Sequence[Sample], prompts: Mapping[str, Sequence[int]]) -> 
             rows.lengths.append((len(tokens),))
             parts.append((number, part))
     return rows, parts
-
-
-def subtract_kl(rows: Rows, groups: Sequence[str], coef: float, center: str) -> None:
-    """Subtract ``coef`` times its KL divergence from the reward of each answer, which changes its advantages.
-
-    The divergence is estimated by the answer's log-prob under the policy minus that under the reference (k1), as in
-    RLOO (arXiv:2402.14740). It is compared with those of the group's other trained answers as rewards are, and not
-    scaled.
-
-    Args:
-        rows: rows with the columns ``advantages``, ``reference_logprobs``, and ``old_logprobs`` or
-            ``sampler_logprobs``.
-        groups: the group of each row.
-        coef: the factor.
-        center: see :func:`advantages`.
-    """
-    policy = rows.columns["old_logprobs" if "old_logprobs" in rows.columns else "sampler_logprobs"]
-    distances = [now - reference for now, reference in zip(policy, rows.columns["reference_logprobs"], strict=True)]
-    parts = [
-        (row, slice(end - length, end))
-        for row, lengths in enumerate(rows.lengths)
-        for length, end in zip(lengths, accumulate(lengths), strict=True)
-    ]
-    penalties = {
-        (groups[row], i): -coef * float(distances[row][part].sum(dtype=np.float64))
-        for i, (row, part) in enumerate(parts)
-    }
-    worth = advantages(penalties, center, "none")
-    for (row, part), value in zip(parts, (worth[key] for key in penalties), strict=True):
-        rows.columns["advantages"][row][part] += value * (rows.labels[row][part] != IGNORE)

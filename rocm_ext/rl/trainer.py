@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -137,7 +138,8 @@ class PolicyTrainer(Training):
         """Do the updates of a step.
 
         Args:
-            rows: rows to train on.
+            rows: rows to train on. Their count ``answers`` is what the passes divide by that take a mean over answers;
+                without it, the number of their sequences.
             groups: the group of each row. An update gets whole groups.
 
         Returns:
@@ -156,8 +158,10 @@ class PolicyTrainer(Training):
         layout, cfg = self.learner.layout, self.cfg
         # the memory plan cannot know which answers will share a prompt, so it counts a prompt for each answer
         loader = StepLoader(rows, updates, layout, pin_memory=cfg.pin_memory, count_shared=True)
+        trained = sum(count for _, count in label_counts(rows))
+        share = trained / (rows.counts.get("answers") or trained or 1)  # of the answers of the step
         for update in loader.range(0, len(updates)):
-            done.append(self.train_step(update))
+            done.append(self.train_step(replace(update, sequences=update.sequences / share)))
             labels.append(update.labels)
             answers.append(update.sequences)
         seconds = time.perf_counter() - began
@@ -217,8 +221,8 @@ class PolicyTrainer(Training):
         lag = {"policy_lag": selected.policy_lag(self.step)}
         values = selected.measurements() | dict(updates) | lag | {"seconds": seconds} | self.memory()
         self.log(self.step % self.cfg.log_every_n_steps == 0, **values)
-        if self.ranks.is_main and (advice := evaluation.rate_warning(self.lines)):
-            log.warning("%s", advice)
+        for line in evaluation.advice(self.lines) if self.ranks.is_main else ():
+            log.warning("%s", line)
         reward = f"reward {values['reward']:.3f}  " if values["reward"] is not None else ""
         flat = f"{values['flat']:.0%} of {values['groups']} groups flat  {values['mean_tokens']:.0f} tokens  "
         self._progress.update(f"{reward}{flat}{seconds:.1f} s")

@@ -1,7 +1,9 @@
 """Shares of right answers, with confidence intervals."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 Z95 = 1.959964  # two-sided 95 % quantile of the normal distribution
 
@@ -45,3 +47,14 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
         k: at most ``n``.
     """
     return 1 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def passes(groups: Sequence[tuple[int, int]]) -> dict[int, float]:
+    """The mean of :func:`pass_at_k` over prompts, for k = 1, 2, 4 … up to the most answers that a prompt has.
+
+    Args:
+        groups: the number of answers and of right ones of each prompt. For a larger k it does not count.
+    """
+    most = max((n for n, _ in groups), default=0)
+    ks = [2**i for i in range(most.bit_length())]
+    return {k: fmean(pass_at_k(n, correct, k) for n, correct in groups if n >= k) for k in ks}

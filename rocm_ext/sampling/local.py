@@ -18,6 +18,7 @@ import numpy as np
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
 from rocm_ext.base.supervised import beat
+from rocm_ext.config.checks.kinds import NULL, check, integer
 from rocm_ext.data.render import to_text
 from rocm_ext.machine.trace import DECODING, PREFILL, Trace
 from rocm_ext.model.attention import span_for
@@ -72,8 +73,7 @@ class LocalEngine:
         trace: Trace | None = None,
         routes: bool = False,
     ) -> None:
-        if slots is not None and not (type(slots) is int and slots >= MIN_ROWS):
-            raise UserError(f"engine.slots is {slots!r}; expected a whole number of at least {MIN_ROWS}, or null")
+        check({"slots": slots}, {"slots": integer(MIN_ROWS, _MOST_SLOTS) | NULL}, "engine.")
         if graphs and (obstacle := decoder.graph_obstacle):
             raise UserError(f"engine.graphs is True, but no graph can replay a step: {obstacle}; set graphs: null")
         self._slots, self._graphs, self._merge = slots, graphs, merge
@@ -133,6 +133,7 @@ class LocalEngine:
         return copied_bytes(self._decoder, self._merge)
 
 
+_MOST_SLOTS = 16_384  # computes at once; beyond 256, more gain nothing on any GPU
 _NONE_YET = 0.002  # seconds between looks at requests that are to come
 _COUNTED = ("tokens", "rows", "slot_steps", "bytes", "seconds")
 
@@ -340,7 +341,7 @@ class LocalSession:
     def _keeps(self, batch: SlotBatch, queue: RequestQueue, sampling: Sampling) -> bool:
         """Whether memory holds as many waiting conversations as running ones, without fewer slots."""
         slots, free, memory = self._fit(batch.slots, queue, batch.length, sampling, held=batch.nbytes)
-        return self._slots is not None or memory.bytes(slots) + slots * memory.cache <= free
+        return memory.bytes(slots) + slots * memory.cache <= free
 
     def _take_batch(self, queue: RequestQueue, length: int, sampling: Sampling, least: int) -> SlotBatch:
         """Return the kept batch if it serves these requests, else a new one; the session then keeps none.
@@ -394,10 +395,9 @@ class LocalSession:
         # a conversation's last prompt is nearly all of it
         lengths = [length if queue.added else len(tokens) for tokens in prompts]
         memory = slot_memory(self._decoder, lengths, length, sampling, self._graphs.used)
-        if self._slots is not None:
-            return most, 0, memory
         free = int(SHARE * (self._free_memory() + held))
-        return slots_beside(memory, most, free, self.reserve()), free, memory
+        slots = slots_beside(memory, most, free, self.reserve()) if self._slots is None else most
+        return slots, free, memory
 
     def stats(self) -> dict[str, float]:
         """Return counts since the session began or was refreshed.

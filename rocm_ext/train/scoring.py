@@ -165,7 +165,7 @@ def validation_loss(learner: Learner, rows: Rows) -> tuple[float, int, dict[str,
     loader = StepLoader(rows, steps, learner.layout, cfg.num_workers, cfg.pin_memory)
     learner.model.eval()
     objective.entropy_weight = 0.0  # a training step sets it
-    labels = sequences = 0
+    labels, sequences = 0, 0.0
     summed = torch.zeros((), dtype=torch.float64, device=learner.runtime.device)  # read once, at the end
     with objective.measuring() as tally:
         for update in loader.range(0, steps.per_epoch):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rocm_ext.base.errors import UserError
@@ -11,12 +12,17 @@ from rocm_ext.verifiers.workers.worker import blame
 
 
 class _Several(Verifier):
-    """Verifiers that judge an answer in order. If one of them judges groups, all answers to a prompt come together."""
+    """Verifiers that judge an answer in order. If one of them judges groups, all answers to a prompt come together.
+
+    The parts of a result are the rewards of the verifiers that judged the answer, by their names, and what these name.
+    """
 
     def __init__(self, verifiers: Sequence[Any]) -> None:
         if isinstance(verifiers, (str, Mapping)) or not verifiers:
             raise UserError(f"{type(self).__name__}: verifiers must be a list of verifiers, found {verifiers!r}")
         self.verifiers = [build(node) for node in verifiers]
+        names = [name_of(verifier) for verifier in self.verifiers]
+        self.names = [name if names.count(name) == 1 else f"{name} {i}" for i, name in enumerate(names, 1)]
         self.needs = tuple(dict.fromkeys(name for verifier in self.verifiers for name in verifier.needs))
         self.groups = any(verifier.groups for verifier in self.verifiers)
 
@@ -41,7 +47,16 @@ class _Several(Verifier):
                 judged = dict(zip(left, _one_by_one(verifier, [completions[i] for i in left], row), strict=True))
             for i in left:
                 earlier[i].append(judged[i])
-        return [results[-1] if results[-1].reward is None else self._combined(results) for results in earlier]
+        return [
+            results[-1] if results[-1].reward is None else replace(self._combined(results), parts=self._parts(results))
+            for results in earlier
+        ]
+
+    def _parts(self, results: Sequence[Result]) -> dict[str, float]:
+        parts: dict[str, float] = {}
+        for name, result in zip(self.names, results, strict=False):
+            parts |= {name: result.reward or 0.0} | {f"{name}/{part}": value for part, value in result.parts.items()}
+        return parts
 
     def _ends(self, result: Result) -> bool:
         """Whether an answer with this result goes to no further verifier."""
@@ -69,7 +84,7 @@ class All(_Several):
         last, reward = results[-1], min(result.reward or 0.0 for result in results)
         if last.verdict is Verdict.CORRECT:
             return Result(Verdict.CORRECT, reward, "")
-        return Result(last.verdict, reward, f"{name_of(self.verifiers[len(results) - 1])}: {last.detail}")
+        return Result(last.verdict, reward, f"{self.names[len(results) - 1]}: {last.detail}")
 
 
 class Weighted(_Several):
@@ -100,8 +115,8 @@ class Weighted(_Several):
         failed = [result.verdict for result in results if result.verdict is not Verdict.CORRECT]
         verdict = next(iter(failed), Verdict.WRONG)  # all may say CORRECT with partial rewards
         details = [
-            f"{name_of(verifier)} {part:g}" + f" ({result.detail})" * bool(result.detail)
-            for verifier, part, result in zip(self.verifiers, parts, results, strict=True)
+            f"{name} {part:g}" + f" ({result.detail})" * bool(result.detail)
+            for name, part, result in zip(self.names, parts, results, strict=True)
         ]
         correct = mean >= self.threshold - 1e-9
         return Result(Verdict.CORRECT if correct else verdict, min(1.0, mean), "; ".join(details))

@@ -27,6 +27,8 @@ TAIL = 4096  # bytes of stderr that are kept
 class Command(Verifier):
     """Asks any program: JSON ``{"completion", "row"}`` on its stdin, ``{"verdict", "reward", "detail"}`` on its stdout.
 
+    The answer may also have ``parts``, see :class:`rocm_ext.verifiers.Result`.
+
     The program is trusted: it runs as you, in the current directory, without a sandbox. If it fails, hangs or answers
     anything else, the verdict is ERROR. In the end it is killed with all processes that it started; one that has lost
     its parent and cleared its environment is not found.
@@ -116,7 +118,8 @@ def _result(said: bytes, number: int | None = None) -> Result:
         answer = json.loads(text)
         if number is not None and answer["id"] != number:
             raise ValueError(f"the id is {answer['id']!r}")
-        return Result(Verdict(answer["verdict"]), answer["reward"], str(answer.get("detail", "")))
+        detail, parts = str(answer.get("detail", "")), answer.get("parts", {})
+        return Result(Verdict(answer["verdict"]), answer["reward"], detail, parts)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as problem:
         expected = f'"id": {number}, ' * (number is not None) + '"verdict": "CORRECT", "reward": 1.0, "detail": ""'
         raise _Fault(f"must answer like {{{expected}}}, found {short(text, 80)!r}: {problem}") from problem

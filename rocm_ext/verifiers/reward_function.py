@@ -5,6 +5,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rocm_ext.base.errors import UserError, one_line
@@ -24,6 +25,9 @@ class RewardFunction(Verifier):
     It runs as you, without a sandbox. It gets the columns of the rows as lists, as far as its signature names them or
     has ``**kwargs``. It may be asynchronous. The verdict is CORRECT from ``threshold`` on, else WRONG. None (the
     function does not apply to the row) and a number outside of ``scale`` are an ERROR.
+
+    Instead of a number it may return a mapping with ``reward`` and parts by name, see :class:`Result`. What it gives to
+    TRL's ``log_metric`` is a part of each reward of the call.
 
     A call has up to ``batch_size`` answers, those to one prompt together where possible. The reward of one must not
     depend on the others, unless ``groups`` is True: then a call has all answers to one prompt and no others.
@@ -53,6 +57,7 @@ class RewardFunction(Verifier):
         self.function = import_component(function) if isinstance(function, str) else function
         if inspect.isclass(self.function):
             raise UserError(f"RewardFunction: {function} is a class; expected a function, or an object with __call__")
+        self.__name__ = getattr(self.function, "__name__", type(self.function).__name__)  # for messages and parts
         self.conversational, self.batch_size, self.groups = conversational, batch_size, groups
         self._named, self._takes_all = self._signature()
         ours = ("prompts", "completions", *LOGGERS)
@@ -97,6 +102,9 @@ class RewardFunction(Verifier):
         given |= {name: [row.get(name) for row in rows] for name in columns}
         given = {name: value for name, value in given.items() if self._takes_all or name in self._named}
         given |= {name: _ignore for name in LOGGERS if self._named.get(name)}
+        parts: dict[str, float] = {}
+        if "log_metric" in self._named:
+            given["log_metric"] = lambda name, value: parts.update(_finite({name: value}))
         rewards = self.function(**given)
         if inspect.isawaitable(rewards):
             import asyncio  # here, since it takes a quarter of a worker's start
@@ -107,7 +115,7 @@ class RewardFunction(Verifier):
         rewards = list(rewards)
         if len(rewards) != len(rows):
             raise ValueError(f"it returned {len(rewards)} rewards for {len(rows)} completions")
-        return [self._result(reward) for reward in rewards]
+        return [self._result(reward, parts) for reward in rewards]
 
     def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
         return self.judge_batch(completions, [row] * len(completions))
@@ -130,16 +138,27 @@ class RewardFunction(Verifier):
             messages.insert(0, {"role": "system", "content": system})
         return messages
 
-    def _result(self, reward: Any) -> Result:
+    def _result(self, reward: Any, parts: Mapping[str, float]) -> Result:
+        if isinstance(reward, Mapping):
+            if "reward" not in reward:
+                raise ValueError(f"it returned {short(repr(reward), 80)}; expected 'reward' beside its parts")
+            parts = {**parts, **_finite({name: value for name, value in reward.items() if name != "reward"})}
+            reward = reward["reward"]
         if reward is None:
             return error("the reward function does not apply to this row: it returned None")
         if isinstance(reward, str):
             raise TypeError(f"it returned the text {short(reward, 40)!r} as a reward")
-        return scaled(float(reward), self.scale, self.threshold, "the reward function")
+        return replace(scaled(float(reward), self.scale, self.threshold, "the reward function"), parts=parts)
 
 
 async def _result_of(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
+
+
+def _finite(parts: Mapping[Any, Any]) -> dict[str, float]:
+    """The parts as numbers, without those that are not known (None, NaN)."""
+    numbers = {str(name): float(value) for name, value in parts.items() if value is not None}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:

@@ -134,6 +134,15 @@ def test_calls_in_the_notations_of_templates(written):
     assert json.loads(TOOLS(calls[0])) == ["a", "a"]
 
 
+def test_a_message_has_a_limit_of_calls():
+    call = '<tool_call>{"name": "search", "arguments": {"query": "N"}}</tool_call>'
+    said = "".join(call.replace("N", str(i)) for i in range(40))
+    content, calls = calls_in(said, TOOLS.schemas)
+    assert (content, len(calls)) == ("", 33)
+    assert calls[31] == Call("search", {"query": "31"})
+    assert TOOLS(calls[32]).endswith("at most 32 calls; the last 8 did nothing")
+
+
 def test_calls_in_reasoning_do_not_count():
     call = '<tool_call>{"name": "search", "arguments": {"query": "a"}}</tool_call>'
     for opening, closing in (("<think>", "</think>"), ("", "</think>"), ("[THINK]", "[/THINK]")):

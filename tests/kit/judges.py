@@ -9,7 +9,10 @@ from rocm_ext.verifiers import Result, Verdict, Verifier
 
 
 class Coin(Verifier):
-    """Decides by a hash of the answer, so that half of them are right; ``needs`` the field ``answer``."""
+    """Decides by a hash of the answer, so that half of them are right; ``needs`` the field ``answer``.
+
+    The hash, from 0 to 1, is a part of the reward.
+    """
 
     needs = ("answer",)
 
@@ -21,7 +24,9 @@ class Coin(Verifier):
             with Path(self.log).open("a") as file:
                 file.write("judged\n")
         value = hashlib.sha256(f"{completion} {row['answer']}".encode()).digest()[0] / 256
-        return Result(Verdict.CORRECT, 1.0) if value < self.share else Result(Verdict.WRONG, 0.0, f"{value:.2f}")
+        parts = {"hash": value}
+        right = value < self.share
+        return Result(Verdict.CORRECT, 1.0, "", parts) if right else Result(Verdict.WRONG, 0.0, f"{value:.2f}", parts)
 
 
 class Graded(Coin):

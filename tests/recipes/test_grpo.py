@@ -235,9 +235,9 @@ def test_overwriting_leaves_nothing_of_the_earlier_run(make, tmp_path):
         wide({"updates_per_step": 2, "groups_per_update": 2, "old_logprobs": "trainer"}),
         wide({"updates_per_step": 2, "old_logprobs": "sampler", "mismatch": "none"}),
         wide({"kl_coef": 0.1, "loss": "grpo"}),
-        wide({"loss": "dr_grpo", "entropy_coef": 0.01}),
+        wide({"loss": "dr_grpo", "mismatch": "none"}),
         {"loss": "rloo", "kl_coef": 0.1},
-        wide({"loss": "gspo", "updates_per_step": 2}),
+        wide({"loss": "gspo", "updates_per_step": 2, "entropy_coef": 0.01}),
         wide({"loss": "cispo", "groups_per_update": 2, "scale": "batch"}),
         wide({"loss": "reinforce", "mismatch": "mask", "mismatch_level": "sequence"}),
         wide({"temperature": 0.7}),
@@ -258,6 +258,21 @@ def test_every_loss_trains_and_resumes(make, tmp_path, changes):
         )
         assert line["grad_norm"] > 0
         assert abs(line["mismatch_mean"]) < 1e-4
+        if changes.get("loss") == "dr_grpo":
+            assert line["loss"] == pytest.approx(dr_grpo(whole, line["step"]), abs=1e-6)
+
+
+def dr_grpo(out: Path, step: int) -> float:
+    """Compute the loss of an update by the paper's formula, from the records: a mean over all sampled answers."""
+    mine = [[v for v in lines(out / f"{name}.jsonl") if v["step"] == step] for name in ("samples", "verdicts")]
+    tokens, rewards = ({(v["prompt_id"], v["sample"]): v[key] for v in part}
+                       for key, part in zip(("tokens", "reward"), mine, strict=True))  # fmt: skip
+    assert len({reward for (prompt, _), reward in rewards.items()}) > 1
+    total = 0.0
+    for (prompt, i), reward in rewards.items():
+        group = [value for (other, _), value in rewards.items() if other == prompt]
+        total -= (reward - sum(group) / len(group)) * len(tokens[prompt, i])
+    return total / OmegaConf.load(out / "config.yaml").max_new_tokens / len(rewards)
 
 
 @pytest.mark.wide
@@ -284,6 +299,27 @@ def test_log_probs_of_the_sampler_are_those_before_the_first_update(make, tmp_pa
     assert found["auto"]["mismatch_max"] == 0 < found["trainer"]["mismatch_max"] < 1e-4
     for key in ("loss", "grad_norm", "ratio_mean", "ratio_max"):
         assert found["auto"][key] == pytest.approx(found["trainer"][key], rel=0.02, abs=1e-4), key
+
+
+def test_kl_in_the_reward_holds_a_policy_whose_rewards_are_all_equal(make, tmp_path):
+    """Its divergence from the first adapter, which the first step samples with, is what is left to learn from."""
+    chosen = []
+
+    class Kept(GRPO):
+        def select(self, rounds, asked):
+            chosen.append(super().select(rounds, asked))
+            return chosen[-1]
+
+    always = {"_component_": "tests.kit.judges.Coin", "share": 1.0}
+    path = make(tmp_path / "out", steps=2, eval_prompts=None, verifier=always, loss="rloo", kl_coef=1.0)
+    recipe = Kept(config.load("grpo_rocm", str(path), []))
+    recipe.setup()
+    recipe.train()
+    recipe.cleanup()
+    assert [line["updates"] for line in lines(tmp_path / "out" / "metrics.jsonl")] == [1, 1]
+    assert len(chosen[0].reference) == 16
+    for key, logprobs in chosen[0].reference.items():
+        assert logprobs == pytest.approx(chosen[0].samples[key].logprobs, abs=1e-4)
 
 
 def test_refill_samples_until_the_step_is_full(make, tmp_path):

@@ -17,7 +17,7 @@ from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.config import algorithms
 from rocm_ext.config.algorithms import ALGORITHMS, KEYS, describe, filled
-from rocm_ext.config.checks import check_grpo_values
+from rocm_ext.config.checks import check_grpo_values, check_raft_values
 from rocm_ext.losses.policy_gradient import PolicyGradient, loss_config
 from rocm_ext.plan.workload import old_logprobs
 from tests.config.test_run_configs import CONFIGS
@@ -70,7 +70,8 @@ def values(**changes: Any) -> DictConfig:
         {"center": "batch", "scale": "batch", "kl_in": "reward", "samples_per_prompt": 1},
         {"loss": "reinforce", "samples_per_prompt": 1},
         {"mismatch": "mask", "mismatch_level": "geometric", "kl_coef": 0.01, "refill": True},
-        {"mismatch_limits": [0.5, 5], "clip_dual": 1e9},
+        {"mismatch_limits": [0.5, 5], "clip_dual": "none"},
+        {"loss": "gspo", "clip_dual": "none"},  # which has no such limit anyway
     ],
     ids=str,
 )
@@ -118,7 +119,8 @@ def test_takes(changes):
         ({"loss": OWN_LOSS, "kl_coef": 0.3}, "kl_coef is 0.3, and loss is a component: set loss.kl_coef instead"),
         ({"loss": OWN_LOSS, "mismatch_limits": [0.5, 5]}, "set loss.mismatch_limits instead"),
         ({"mismatch": "none", "mismatch_limits": [0.5, 5]}, "mismatch_limits=[0.5, 5] needs mismatch=truncate or mask"),
-        ({"clip_dual": 1}, "clip_dual is 1; expected a number above 1"),
+        ({"clip_dual": 1}, "clip_dual is 1; expected a number above 1, none, or null"),
+        ({"loss": OWN_LOSS, "clip_dual": "none"}, "'none', and loss is a component with arguments"),
         ({"kl_in": "prompt"}, "kl_in is 'prompt'; expected loss or reward, or null"),
         ({"top_p": 0.9}, "top_p is 0.9, and GRPO samples from the whole distribution"),
         ({"top_k": 20}, "set top_k=null, or filter answers with raft_rocm"),
@@ -148,6 +150,39 @@ def test_one_line_for(changes, message):
     assert "\n" not in str(found.value)
 
 
+TALKS = {"environment": {"_component_": "my_module.MyEnvironment"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "unread"),
+    [
+        ({}, []),
+        ({"max_turns": 8}, []),  # the default
+        ({"max_turns": 4, "max_environment_tokens": 9}, ["max_turns=4", "max_environment_tokens=9"]),
+        ({**TALKS, "max_turns": 4, "verify_workers": 2}, ["verify_workers=2"]),
+        ({"max_refills": 5, "truncation_margin": 9, "truncation_penalty": 0.5},
+         ["max_refills=5", "truncation_penalty=0.5", "truncation_margin=9"]),
+        ({"refill": True, "max_refills": 5, "truncated": "penalize", "truncation_margin": 9}, []),
+        ({"mismatch": "none", "mismatch_level": "sequence"}, ["mismatch_level=sequence"]),
+        ({"mismatch_level": "sequence"}, []),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_key_that_is_set_and_not_read_is_named(changes, unread, caplog):
+    with caplog.at_level("INFO", "rocm_ext"):
+        check_grpo_values(values(**changes))
+    said = [record.getMessage().rpartition(": ")[2].split(", ") for record in caplog.records]
+    assert [key for keys in said for key in keys] == unread
+
+
+def test_raft_names_them_too(caplog):
+    with caplog.at_level("INFO", "rocm_ext"):
+        check_raft_values(config.load("raft_rocm", "cpu_pocket_raft", ["max_turns=4", "clip_high=0.1"]))
+    assert [record.getMessage() for record in caplog.records] == [
+        "not read without an environment: max_turns=4", "not read with objective=raft: clip_high=0.1"
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("key", OWN)
 def test_every_key_of_its_own_is_checked(key):
     with pytest.raises(UserError, match=key):
@@ -169,7 +204,7 @@ OF_LOSS = {
     "loss": st.sampled_from([*ALGORITHMS, "ppo"]),
     "clip_low": POSITIVE,
     "clip_high": POSITIVE,
-    "clip_dual": POSITIVE,
+    "clip_dual": POSITIVE | st.just("none"),
     "kl_coef": st.floats(-1, 1),
     "kl_in": st.sampled_from(["loss", "reward", "prompt"]),
     "entropy_coef": st.floats(-1, 1),

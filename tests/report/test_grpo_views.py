@@ -18,10 +18,11 @@ from tests.report.test_report import JUNK, KEYS, figure, figures, report, words
 from tests.runs.test_compare import document, flip, passing
 
 RIGHT = {0: [True] * 3 + [False] * 7, 10: [True] * 5 + [False] * 5, 20: [True] * 8 + [False] * 2}
-CHARTS = ["Held-out pass@1", "Reward", "Right answers", "Flat groups", "Answer length", "Answers cut off", "Length",
-          "Entropy", "KL divergence", "Mismatch", "Largest mismatch", "Mismatch KL", "Clipped tokens",
-          "Information of an update", "Improbable tokens of wrong answers", "Sum of learning rates",
-          "Probability ratio", "Sampling speed", "Verdicts", "Time of a step"]  # fmt: skip
+CHARTS = ["Held-out pass@1", "Reward", "Parts of the reward", "Right answers", "Pass@k", "Flat groups",
+          "Distinct answers", "Answer length", "Answers cut off", "Length", "Entropy", "KL divergence", "Mismatch",
+          "Largest mismatch", "Mismatch KL", "Clipped tokens", "Information of an update",
+          "Improbable tokens of wrong answers", "Sum of learning rates", "Probability ratio", "Sampling speed",
+          "Verdicts", "Time of a step"]  # fmt: skip
 
 
 @pytest.fixture
@@ -50,10 +51,13 @@ def test_the_page_of_a_run(run):
         "Steps 20 ",
         "30.0 % (10.8 – 60.3) → 80.0 % (49.0 – 94.3)",  # Wilson's intervals of 3 and 8 of 10
         "Answers sampled 320",
+        "Groups 28.7 % flat, 15.0 % all right, 10.0 % all wrong",
         "adapter (best by held-out score)",
         "10 160 5 of 10 50.0 % 23.7 – 76.3",  # the evaluation after step 10 and its 160 answers
     ):
         assert fact in text, fact
+    for title, names in {"Parts of the reward": {"form", "sum"}, "Pass@k": {"k = 1", "k = 2"}}.items():
+        assert {line["name"] for line in figure(html, title)["data"]} == names
     assert "not finite" not in text  # step 4 made no update, so it has no loss
     assert 4 not in figure(html, "Loss")["data"][0]["x"]
 
@@ -178,7 +182,7 @@ def test_a_long_run_makes_a_small_page(tmp_path):
 def test_any_values_in_its_files(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("wild")
     run = hardware(grpo(folder / "run", {0: RIGHT[0], 2: RIGHT[20]}, steps=3, prompts=2, samples=2), lines=4)
-    more = ["answers", "flat", "eval", "phase", "text", "tokens", "stopped", "steps", "sample_seconds", "policy_lag"]
+    more = ["answers", "flat", "eval", "phase", "text", "tokens", "stopped", "steps", "sample_seconds", "reward/form"]
     for path in data.draw(st.lists(st.sampled_from(sorted(run.glob("*.json*"))), min_size=1, max_size=3)):
         lines = path.read_text().splitlines()
         value = json.loads(data.draw(st.sampled_from(lines))) if path.suffix == ".jsonl" else {}

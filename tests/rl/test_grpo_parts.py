@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.data.rows import Rows
-from rocm_ext.rl.evaluation import flat_reason, mismatch_warning, policy_stop_reason, rate_warning
+from rocm_ext.rl.evaluation import advice, flat_reason, mismatch_warning, policy_stop_reason, rate_warning
 from rocm_ext.rl.prompts import choose_by_curriculum as choose
 from rocm_ext.rl.prompts import pass_rate
 from rocm_ext.rl.rollout import Answers
-from rocm_ext.rl.selection import EPSILON, advantages, flat, groups, length_share, rewards, select, subtract_kl
+from rocm_ext.rl.selection import EPSILON, advantages, flat, groups, length_share, rewards, select
 from rocm_ext.verifiers import Result, Verdict
 
 CENTERS, SCALES = ("mean", "leave_one_out"), ("std", "batch", "none")
@@ -152,32 +151,53 @@ def test_prompts_are_trained_in_the_order_in_which_they_were_asked():
     )  # fmt: skip
     chosen = select([Answers({key: answer(4) for key in keys}, results, {})], ["c", "a", "b"], cfg)
     assert {prompt for prompt, _ in chosen.advantages} == {"c", "a"}
+    assert chosen.answers == 4  # of c and a
 
 
-@pytest.mark.parametrize("policy", ["old_logprobs", "sampler_logprobs"])
+@pytest.mark.parametrize("weight", [1.0, 0.0])
+def test_the_divisor_counts_flat_wrong_and_cut_answers_and_no_errors(weight):
+    """As in Dr. GRPO, which sums over all sampled answers: 4 of a, one of them cut, 3 of b, which is flat."""
+    given_rewards = {("a", i): float(i == 0) for i in range(4)} | {("b", i): 1.0 for i in range(3)} | {("b", 3): None}
+    results = {
+        key: Result(Verdict.ERROR if value is None else Verdict.WRONG, value) for key, value in given_rewards.items()
+    }
+    cfg = OmegaConf.create(
+        {"center": "mean", "scale": "none", "negative_weight": weight, "prompts_per_step": 2, "max_new_tokens": 9,
+         "truncated": "mask", "truncation_penalty": 1.0, "truncation_margin": 0}
+    )  # fmt: skip
+    samples = {key: answer(4, cut=key == ("a", 3)) for key in results}
+    chosen = select([Answers(samples, results, {})], ["a", "b"], cfg)
+    assert (len(chosen.advantages), chosen.answers) == (3 if weight else 1, 7)
+
+
 @pytest.mark.parametrize(("center", "baseline"), [("leave_one_out", True), ("none", False)])
-def test_kl_in_the_reward_equals_rloo(policy, center, baseline):
-    """The reward minus beta times the answer's log-ratio, compared with the mean of the others."""
-    rng = np.random.default_rng(0)
-    lengths = [(5, 7), (6,), (4, 9)]  # answers to a, a, a and b, b; the first 3 tokens are the prompt
-    labels = [np.concatenate([[-100] * 3 + [1] * (n - 3) for n in row]).astype(np.int32) for row in lengths]
-    draw = lambda: [(rng.normal(size=len(row)) * (row > 0)).astype(np.float32) for row in labels]  # noqa: E731
-    columns = {policy: draw(), "reference_logprobs": draw()}
-    drawn = {("a", 0): 1.0, ("a", 1): 0.0, ("a", 2): 0.5, ("b", 0): 0.0, ("b", 1): 1.0}
-    worth = iter(advantages(drawn, center, "none").values())
-    of_row = [np.concatenate([[0] * 3 + [w] * (n - 3) for n, w in zip(row, worth)]) for row in lengths]  # noqa: B905
-    rows = Rows(labels, labels, lengths, {}, columns | {"advantages": [row.astype(np.float32) for row in of_row]})
+def test_kl_in_the_reward_equals_rloo(center, baseline):
+    """The reward minus beta times the answer's log-ratio, compared with the mean of the others.
 
-    parts = [np.split(a - b, np.cumsum(row)[:-1]) for a, b, row in zip(*columns.values(), lengths, strict=True)]
-    distances = [part.sum() for row in parts for part in row]
-    total = {key: reward - 0.3 * kl for (key, reward), kl in zip(drawn.items(), distances, strict=True)}
-    subtract_kl(rows, ["a", "a", "b"], 0.3, center)
-    ours = [part for column, row in zip(rows.columns["advantages"], lengths, strict=True)
-            for part in np.split(column, np.cumsum(row)[:-1])]  # fmt: skip
-    for key, part in zip(total, ours, strict=True):
-        others = [value for other, value in total.items() if other[0] == key[0] and other != key]
-        assert part[:3].tolist() == [0, 0, 0]
-        assert part[3:] == pytest.approx(total[key] - (fmean(others) if baseline else 0.0), rel=1e-5)
+    Those of b have equal rewards. The last of a is cut: it is compared, and not trained on.
+    """
+    rng = np.random.default_rng(0)
+    drawn = {("a", 0): 1.0, ("a", 1): 0.0, ("a", 2): 0.5, ("b", 0): 1.0, ("b", 1): 1.0}
+    results = {key: Result(Verdict.WRONG, value) for key, value in drawn.items()} | {
+        ("b", 2): Result(Verdict.ERROR, None)
+    }
+    samples = {key: answer(3 + i, cut=key == ("a", 2)) for i, key in enumerate(results)}
+    reference = {key: rng.normal(size=len(sample.tokens)) for key, sample in samples.items()}
+    for sample in samples.values():
+        sample.logprobs = rng.normal(size=len(sample.tokens)).tolist()
+    cfg = OmegaConf.create(
+        {"center": center, "scale": "none", "negative_weight": 1.0, "prompts_per_step": 2, "max_new_tokens": 9,
+         "truncated": "mask", "truncation_penalty": 1.0, "truncation_margin": 0}
+    )  # fmt: skip
+    chosen = select([Answers(samples, results, {})], ["a", "b"], cfg, reference, 0.3)
+    total = {key: drawn[key] - 0.3 * (sum(samples[key].logprobs) - reference[key].sum()) for key in drawn}
+    wanted = {
+        key: value - (fmean(v for other, v in total.items() if other[0] == key[0] and other != key) if baseline else 0)
+        for key, value in total.items()
+    }
+    del wanted["a", 2]
+    assert chosen.advantages == pytest.approx(wanted)
+    assert chosen.flat == set()
 
 
 @given(st.lists(values, min_size=2, max_size=8))
@@ -244,9 +264,9 @@ def test_an_unknown_kind_of_advantage_is_named(kind):
 
 def test_length_share_is_the_r_squared_of_a_regression_with_an_intercept_per_group():
     rng = np.random.default_rng(1)
-    for noise in (0.0, 0.2, 3.0):
+    for noise, slope in ((0.0, -0.01), (0.2, -0.01), (0.2, 0.01), (3.0, 0.05)):
         length = rng.integers(1, 100, (6, 8))
-        reward = rng.normal(size=(6, 1)) - 0.01 * length + noise * rng.normal(size=(6, 8))
+        reward = rng.normal(size=(6, 1)) + slope * length + noise * rng.normal(size=(6, 8))
         keys = list(itertools.product("abcdef", range(8)))
         found = length_share(
             dict(zip(keys, reward.ravel().tolist(), strict=True)), dict(zip(keys, length.ravel().tolist(), strict=True))
@@ -257,7 +277,7 @@ def test_length_share_is_the_r_squared_of_a_regression_with_an_intercept_per_gro
             ((reward.ravel() - each @ np.linalg.lstsq(each, reward.ravel(), rcond=None)[0]) ** 2).sum()
             for each in (design, intercepts)
         ]
-        assert found == pytest.approx(1 - residual[0] / residual[1], abs=1e-9)
+        assert found == pytest.approx(math.copysign(1 - residual[0] / residual[1], slope), abs=1e-9)
 
 
 @given(of_step, st.integers(-3, 3))
@@ -265,7 +285,7 @@ def test_length_share_is_a_share_or_undefined(drawn, slope):
     lengths = {key: 10 + slope * key[1] for key in drawn}
     found = length_share(drawn, lengths)
     assert (found is None) == (flat(advantages(drawn, "mean", "none")) == {prompt for prompt, _ in drawn})
-    assert found is None or 0 <= found <= 1
+    assert found is None or -1 <= found <= 1
     if found is not None and slope == 0:
         assert found == 0
 
@@ -273,7 +293,8 @@ def test_length_share_is_a_share_or_undefined(drawn, slope):
 def test_length_alone_explains_a_reward_that_is_the_length():
     lengths = {("a", 0): 3, ("a", 1): 9, ("b", 0): 5, ("b", 1): 4, ("c", 0): 7, ("c", 1): 1}
     given_rewards = {key: -0.01 * length for key, length in lengths.items()} | {("c", 0): 0.5, ("c", 1): 0.5}
-    assert length_share(given_rewards, lengths) == pytest.approx(1)  # c is flat and has no say
+    assert length_share(given_rewards, lengths) == pytest.approx(-1)  # c is flat and has no say
+    assert length_share({key: -value for key, value in given_rewards.items()}, lengths) == pytest.approx(1)
 
 
 # ---- choice of prompts
@@ -431,7 +452,9 @@ def test_rewards_that_length_explains_stop():
     rows = [step(i, length_share=0.5 + 0.1 * (i % 2)) for i in range(1, 11)]
     assert reason(rows, max_length_share=0.56) is None
     assert reason(rows[1:], max_length_share=0.2) is None  # nine steps
-    assert "55%" in reason(rows, max_length_share=0.5)
+    assert "55%" in (longer := reason(rows, max_length_share=0.5))
+    shorter = reason([step(i, length_share=-0.55) for i in range(1, 11)], max_length_share=0.5)
+    assert shorter == longer.replace("longer", "shorter")
     assert reason([*rows, step(11, length_share=None)], max_length_share=0.5)  # flat steps do not count
 
 
@@ -487,6 +510,47 @@ def test_a_reward_that_has_not_moved_at_low_rates_is_told_once(rewards, rate, wa
     assert bool(rate_warning(lines)) == warns
     if warns:
         assert "add up to 0.0006, those of 20 updates" in rate_warning(lines)
+
+
+RISING = {"reward": (0.2, 0.6)}
+
+
+@pytest.mark.parametrize(
+    ("ends", "found"),
+    [
+        (
+            {"flat": (0.2, 0.7), "all_right": (0.1, 0.6)},
+            ["60% of the groups in the last 10 steps have right answers only: choose harder"],
+        ),
+        (
+            {"flat": (0.2, 0.7), "all_wrong": (0.1, 0.6)},
+            ["60% of the groups in the last 10 steps have no right answer: choose easier"],
+        ),
+        ({"flat": (0.7, 0.8), "all_right": (0.6, 0.4), "all_wrong": (0.1, 0.4)}, []),
+        ({"flat": (0.1, 0.2), "all_wrong": (0.9, 1.0)}, []),  # partial rewards teach
+        ({"distinct": (0.9, 0.4)}, ["has fallen from 0.9 to 0.4: the policy collapses"]),
+        ({"distinct": (0.9, 0.5)}, []),
+        ({**RISING, "reward/sum": (0.3, 0.1), "reward/form": (0.1, 0.9)}, ["reward/sum has fallen from 0.3 to 0.1"]),
+        ({**RISING, "pass_at_1": (0.2, 0.1), "pass_at_8": (0.5, 0.3)}, ["pass_at_8 has fallen from 0.5 to 0.3"]),
+        ({**RISING, "right": (0.2, 0.1)}, ["the reward has risen from 0.2 to 0.6, and right has fallen"]),
+        ({"reward": (0.6, 0.2), "right": (0.2, 0.1)}, []),  # both fall
+        ({**RISING, "right": (0.2, 0.2)}, []),
+        ({**RISING, "right": (0.2, None)}, []),
+    ],
+)
+def test_advice_on_hacked_rewards_and_collapse_comes_once(ends, found):
+    """Each measurement has one value in the first ten steps, and another one in the ten after them and ten more."""
+    lines, said = [{"step": 0, "eval": {}}], []
+    for number in range(30):
+        noise = 0.01 * (number % 2) - 0.005
+        values = {name: pair[number >= 10] for name, pair in ends.items()}
+        values = {name: None if value is None else value + noise for name, value in values.items()}
+        lines.append({"step": number + 1, "reward": 0.5, "lr_sum": 1.0, **values})
+        said.append([text for text in advice(lines) if number >= 10])
+    assert [len(each) for each in said if each] == [1] * len(found)
+    for text, part in zip(said[19], found, strict=True):
+        assert part in text
+        assert "\n" not in text
 
 
 def test_the_mismatch_is_told_once():

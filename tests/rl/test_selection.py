@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,9 +12,9 @@ from omegaconf import OmegaConf
 
 from rocm_ext.rl.cycles import cycle_stop_reason
 from rocm_ext.rl.prompts import choose_unsolved
-from rocm_ext.rl.records import Sample
+from rocm_ext.rl.records import Sample, measure
 from rocm_ext.rl.selection import KeepRule, filter_samples
-from rocm_ext.runs.scores import pass_at_k, wilson
+from rocm_ext.runs.scores import pass_at_k, passes, wilson
 from rocm_ext.verifiers import Result, Verdict
 
 BAR = KeepRule("rewarded", 0.5)
@@ -165,6 +167,51 @@ def test_the_order_of_the_file_does_not_matter():
 def test_pass_at_k_is_the_share_of_draws_with_a_right_one(n, correct, k):
     draws = list(itertools.combinations([True] * correct + [False] * (n - correct), k))
     assert pass_at_k(n, correct, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+@given(answers)
+def test_measurements_of_answers_equal_their_definitions(drawn):
+    samples, results = phase(drawn)
+    found = measure(samples, results)
+    lengths = {key: len(sample.tokens) for key, sample in samples.items()}
+    rated = {key: result.verdict is Verdict.CORRECT for key, result in results.items() if result.reward is not None}
+    for name, chosen in {
+        "mean_tokens": lengths,
+        "mean_tokens_right": [key for key, right in rated.items() if right],
+        "mean_tokens_wrong": [key for key, right in rated.items() if not right],
+    }.items():
+        each = [lengths[key] for key in chosen]
+        assert found[name] == (pytest.approx(sum(each) / len(each)) if each else None)
+    groups = [[key for key in samples if key[0] == prompt] for prompt in {prompt for prompt, _ in samples}]
+    if not groups:
+        return
+    distinct = [len({str(samples[key].tokens) for key in group}) / len(group) for group in groups]
+    assert found["distinct"] == pytest.approx(sum(distinct) / len(distinct))
+    groups = [rights for group in groups if (rights := [rated[key] for key in group if key in rated])]
+    if not groups:
+        assert (found["all_right"], found["all_wrong"]) == (None, None)
+        return
+    assert found["all_right"] == pytest.approx(sum(map(all, groups)) / len(groups))
+    assert found["all_wrong"] == pytest.approx(sum(not any(rights) for rights in groups) / len(groups))
+    assert {name for name in found if name.startswith("pass_at")} == {
+        f"pass_at_{k}" for k in (1, 2, 4, 8, 16, 32) if k <= max(map(len, groups))
+    }
+    for k in (1, 2):
+        draws = [list(itertools.combinations(rights, k)) for rights in groups if len(rights) >= k]
+        shares = [sum(map(any, of)) / len(of) for of in draws]
+        assert found.get(f"pass_at_{k}") == (pytest.approx(sum(shares) / len(shares)) if shares else None)
+
+
+def test_the_measurements_are_explained():
+    text = (Path(__file__).parents[2] / "docs" / "grpo.md").read_text()
+    names = {re.sub(r"(pass_at_|reward/).*", r"\1", name) for name in measure(*phase([(0, 1.0, [1], False)] * 2))}
+    assert [name for name in names if f"`{name}" not in text] == []
+    assert len(names) == 8
+
+
+def test_pass_at_k_of_prompts_is_a_mean_over_those_with_as_many_answers():
+    assert passes([(4, 1), (4, 4), (2, 0)]) == pytest.approx({1: 1.25 / 3, 2: 1.5 / 3, 4: 1.0})
+    assert passes([]) == {}
 
 
 @pytest.mark.parametrize(

@@ -20,22 +20,23 @@ class Trainer(PolicyTrainer):
     def __init__(self, **changes):
         cfg = {"seed": 0, "updates_per_step": 1, "groups_per_update": None, "num_workers": 0, "pin_memory": False}
         self.cfg, self.step, self.seen, self.skipped = OmegaConf.create(cfg | changes), 0, [], 0
-        self.lines = []
+        self.lines, self.answers = [], []
         self.processes = set(multiprocessing.active_children())
         self.learner = SimpleNamespace(model=nn.Module(), layout=Layout(0, 1, 64, True, pad_id=0))
 
     def train_step(self, update):
         assert set(multiprocessing.active_children()) <= self.processes
         self.seen.append(set(update.rows))
+        self.answers.append(update.sequences)
         return StepStats(0.0, 0.0, 1e-4, 1, 0.0, False, {"token_gradient": 0.25, "ratio_max": float(len(self.seen))})
 
     def skip_updates(self, count):
         self.skipped += count
 
-    def train(self, groups, each=2):
+    def train(self, groups, each=2, **counts):
         names = [f"prompt {i // each}" for i in range(groups * each)]
         tokens = [np.arange(3)] * len(names)
-        return self.train_on(Rows(tokens, tokens, [(3,)] * len(names), {}), names)
+        return self.train_on(Rows(tokens, tokens, [(3,)] * len(names), counts), names)
 
 
 @pytest.mark.parametrize("groups", range(1, 17))
@@ -65,6 +66,14 @@ def test_an_update_says_what_it_learns_from():
     assert found["lr_sum"] == pytest.approx(0.5 + 2e-4)
     assert found["ratio_max"] == 2
     assert "token_gradient" not in found
+
+
+@pytest.mark.parametrize(("counts", "answers"), [({"answers": 40}, 20), ({}, 8)])
+def test_a_mean_over_answers_counts_those_that_are_not_trained_on(counts, answers):
+    """Two updates of 8 answers each, of 40 that were sampled."""
+    trainer = Trainer(prompts_per_step=16, groups_per_update=4)
+    assert trainer.train(8, **counts)["informative_answers"] == 8
+    assert trainer.answers == [answers, answers]
 
 
 def test_no_process_is_forked_for_rows_in_memory():

@@ -43,6 +43,7 @@ from rocm_ext.model.sampler import NativeSampler, copied_bytes, sampler_of
 from rocm_ext.sampling import LocalEngine, Request, RequestQueue, Sampling, sample_seed
 from rocm_ext.sampling.draw import draw, uniforms
 from rocm_ext.sampling.local import LocalSession
+from rocm_ext.sampling.slots import SlotBatch
 from tests.kit.forks import forked_ranks, several_ranks
 
 SHAPE = {"vocab_size": 331, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 64,
@@ -688,7 +689,7 @@ def test_a_tokenizer_without_stop_tokens_is_refused(small, stops):
     LocalEngine(decoder=small, tokenizer=Words(), free_memory=lambda: GIB).check()
 
 
-@pytest.mark.parametrize("slots", [0, -1, 2.0, True, "8"])
+@pytest.mark.parametrize("slots", [0, -1, 2.0, True, "8", 10**6])
 def test_impossible_slots_are_refused(small, slots):
     with pytest.raises(UserError, match=r"engine\.slots"):
         LocalEngine(slots, decoder=small, tokenizer=Words(), free_memory=lambda: GIB)
@@ -832,6 +833,23 @@ def test_slots_fit_into_memory(shape, lengths, sampling, memory, caches):
         assert length >= max(lengths) + sampling.max_new_tokens
         with pytest.raises(UserError, match="are free for sampling; 16 answers of"):
             next(LocalSession(decoder, Words([]), lambda: int(memory / 5)).generate(requests, sampling))
+
+
+@pytest.mark.parametrize(("memory", "keeps"), [(GIB, True), (2e5, False)])
+def test_conversations_wait_in_memory_that_is_there_also_with_a_number_of_slots(small, monkeypatch, memory, keeps):
+    class Talks(RequestQueue):
+        added = 4
+
+        def continues(self, key):
+            return True
+
+    kept = []
+    keep = SlotBatch.keep
+    monkeypatch.setattr(SlotBatch, "keep", lambda self, slot: kept.append(slot) or keep(self, slot))
+    with sampler_of(small, None) as laid_out:
+        session = LocalSession(laid_out, Words(), lambda: int(memory), slots=16)
+        assert len(list(session.generate(Talks(ask(prompts(5, 6))), Sampling(2)))) == 2
+    assert bool(kept) == keeps
 
 
 def test_there_are_no_more_slots_than_samples_or_than_pay(small, caches):

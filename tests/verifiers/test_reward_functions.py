@@ -68,6 +68,12 @@ class Pairs:
 class Sizeless(Pairs):
     def __init__(self): pass
 
+def parted(completions, log_metric, **kwargs):
+    log_metric("long", max(map(len, completions)) / 10)
+    log_metric("unknown", float("nan"))
+    given = {"none": None, "lacks": {"form": 1}, "plain": 0.5}
+    return [given.get(c, {"reward": 0.25, "form": True, "sum": len(c), "unknown": None}) for c in completions]
+
 def trained(completions, completion_ids): pass
 class Factory: pass
 """
@@ -137,6 +143,20 @@ def test_a_reward_function_says_which_columns_it_needs(mine):
         build(mine("graded")).check_row({"prompt": "q"})
     with pytest.raises(ValueError, match="'prompt' is missing"):
         build(mine("odd")).check_row({})
+
+
+def test_parts_of_a_reward_come_out_of_the_workers(mine):
+    """A mapping has them for an answer, TRL's ``log_metric`` for a call."""
+    texts = ["abc", "plain", "none", "lacks"]
+    with Pool(mine("parted", batch_size=1), workers=1, timeout=30) as pool:
+        parted, plain, none, lacks = [future.result() for future in [pool.submit(text, TEXT) for text in texts]]
+    assert (str(parted.verdict), parted.reward) == ("WRONG", 0.25)
+    assert parted.parts == {"long": 0.3, "form": 1, "sum": 3}
+    assert (plain.reward, plain.parts) == (0.5, {"long": 0.5})
+    assert (str(none.verdict), str(lacks.verdict)) == ("ERROR", "ERROR")
+    assert "expected 'reward' beside its parts" in lacks.detail
+    weighted = {"_component_": HERE + "Weighted", "verifiers": [mine("parted")], "weights": [1]}
+    assert build(weighted)("abc", TEXT).parts == {"parted": 0.25, "parted/long": 0.3, "parted/form": 1, "parted/sum": 3}
 
 
 def test_one_bad_answer_spoils_no_other_of_its_batch(mine):

@@ -205,9 +205,11 @@ def test_command(tmp_path: Path):
 
     answer = "import json, sys; r = json.load(sys.stdin); print(json.dumps({'verdict': 'WRONG', 'reward': r['row']['x'], 'detail': r['completion']}))"
     assert program(answer)("hi\n" * 50_000, {"x": 0.25}) == Result(Verdict.WRONG, 0.25, "hi\n" * 50_000)
-    for code in ("exit(3)", "print('rubbish')", "print('[1]')", "print('{\"verdict\": \"MAYBE\", \"reward\": 1}')",
+    parted = answer.replace("'detail'", "'parts': {'form': 1, 'sum': 0.5}, 'detail'")
+    assert program(parted)("hi", {"x": 0.25}) == Result(Verdict.WRONG, 0.25, "hi", {"form": 1, "sum": 0.5})
+    for code in (answer.replace("'detail'", "'parts': {'form': 'a'}, 'detail'"), "exit(3)", "print('rubbish')", "print('[1]')", "print('{\"verdict\": \"MAYBE\", \"reward\": 1}')",
                  "print('{\"verdict\": \"CORRECT\", \"reward\": 7}')", "print('{\"verdict\": \"WRONG\", \"reward\": NaN}')", "while True: print('x' * 10**6)"):  # fmt: skip
-        result = program(code)("x", {})
+        result = program(code)("x", {"x": 0.25})
         assert (result.verdict, result.reward) == (Verdict.ERROR, None), code
     started, pid = time.monotonic(), tmp_path / "pid"
     hangs = (
@@ -238,7 +240,7 @@ def test_all():
     assert verifier.needs == ("answer",)
     assert verifier("7", {"answer": "7"}).verdict is Verdict.CORRECT
     assert verifier("8", {"answer": "7"}).verdict is Verdict.WRONG
-    assert verifier("x", {"answer": "x"}).detail == "Regex: no match"
+    assert verifier("x", {"answer": "x"}) == Result(Verdict.WRONG, 0.0, "Regex: no match", {"Regex": 0})
     with pytest.raises(ValueError, match="answer"):
         verifier.check_row({})
     assert build({"_component_": HERE + "All", "verifiers": [DIGIT, FAILS]})("7", {}).verdict is Verdict.ERROR
@@ -246,9 +248,15 @@ def test_all():
 
 def test_weighted():
     verifier = Weighted([DIGIT, EXACT], [1, 3])
-    assert verifier("7", {"answer": "7"}) == Result(Verdict.CORRECT, 1.0, "Regex 1 (found '7'); ExactMatch 1")
+    detail = "Regex 1 (found '7'); ExactMatch 1"
+    assert verifier("7", {"answer": "7"}) == Result(Verdict.CORRECT, 1.0, detail, {"Regex": 1, "ExactMatch": 1})
     quarter = verifier("8", {"answer": "7"})
     assert (quarter.verdict, quarter.reward) == (Verdict.WRONG, 0.25)
+    assert quarter.parts == {"Regex": 1, "ExactMatch": 0}
+    node = {"_component_": HERE + "Weighted", "verifiers": [DIGIT, EXACT], "weights": [1, 3]}
+    assert Weighted([node, DIGIT, DIGIT], [1, 1, 0])("8", {"answer": "7"}).parts == {
+        "Weighted": 0.25, "Weighted/Regex": 1, "Weighted/ExactMatch": 0, "Regex 2": 1, "Regex 3": 1
+    }  # fmt: skip
     assert Weighted([DIGIT, EXACT], [1, 3], threshold=0.25)("8", {"answer": "7"}).verdict is Verdict.CORRECT
     assert Weighted([DIGIT, FAILS], [1, 1])("8", {}).verdict is Verdict.ERROR
     for weights in ([1], [0, 0], [1, -1], [1, float("nan")], [1, float("inf")], [1, "1"], 2):

@@ -1,12 +1,15 @@
 """What the keys of RAFT and GRPO may hold."""
 
 import inspect
+from collections.abc import Callable
 
 from omegaconf import DictConfig
 
+from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import COMPONENT as NAME
 from rocm_ext.base.importing import import_component
+from rocm_ext.base.log import log
 from rocm_ext.config import algorithms
 from rocm_ext.config.algorithms import ALGORITHMS, updates_of_step
 from rocm_ext.config.checks.kinds import (
@@ -24,6 +27,7 @@ from rocm_ext.config.checks.kinds import (
     number,
     one_of,
 )
+from rocm_ext.config.layers import defaults
 
 _SHARED: dict[str, Kind] = {
     "engine": COMPONENT,
@@ -80,7 +84,7 @@ _GRPO: dict[str, Kind] = {
     "negative_weight": NOT_NEGATIVE,
     "clip_low": POSITIVE | NULL,
     "clip_high": POSITIVE | NULL,
-    "clip_dual": number(lambda x: x > 1, "a number above 1") | NULL,
+    "clip_dual": number(lambda x: x > 1, "a number above 1") | one_of("none") | NULL,
     "kl_coef": NOT_NEGATIVE,
     "kl_in": one_of("loss", "reward") | NULL,
     "entropy_coef": NOT_NEGATIVE,
@@ -98,6 +102,17 @@ _GRPO: dict[str, Kind] = {
     "keep_samples": one_of("all") | integer(1),
 }
 
+_UNREAD: tuple[tuple[str, Callable[[DictConfig], bool], tuple[str, ...]], ...] = (  # when nothing reads some keys
+    ("without an environment", lambda cfg: cfg.environment is None, ("max_turns", "max_environment_tokens")),
+    ("with an environment, which has a process for each conversation", lambda cfg: cfg.environment is not None,
+     ("verify_workers",)),
+    ("with objective=raft", lambda cfg: cfg.get("objective") == "raft", ("clip_high",)),
+    ("with refill=False", lambda cfg: cfg.get("refill") is False, ("max_refills",)),
+    ("unless truncated=penalize", lambda cfg: cfg.get("truncated", "penalize") != "penalize",
+     ("truncation_penalty", "truncation_margin")),
+    ("with mismatch=none", lambda cfg: cfg.get("mismatch") == "none", ("mismatch_level",)),
+)  # fmt: skip
+
 
 def check_raft_values(cfg: DictConfig) -> None:
     """Refuse values of the keys that RAFT has and SFT lacks. ``Sampling`` checks its own.
@@ -106,7 +121,7 @@ def check_raft_values(cfg: DictConfig) -> None:
         UserError: naming the key, what was found and what was expected.
     """
     check(cfg, _SHARED | _RAFT)
-    _check_shared(cfg)
+    _check_shared(cfg, registry.RAFT)
     if cfg.optimizer_state == "run" and cfg.start_from == "base":
         raise UserError(
             "optimizer_state=run keeps the moments of other weights: with start_from=base each cycle trains the run's "
@@ -123,7 +138,7 @@ def check_grpo_values(cfg: DictConfig) -> None:
         UserError: naming the key, what was found and what was expected.
     """
     check(cfg, _SHARED | _GRPO)
-    _check_shared(cfg)
+    _check_shared(cfg, registry.GRPO)
     _check_loss(cfg)
     _check_groups(algorithms.filled(cfg))
     _check_sampling(cfg)
@@ -201,7 +216,12 @@ def _check_staleness(cfg: DictConfig) -> None:
         )
 
 
-def _check_shared(cfg: DictConfig) -> None:
+def _check_shared(cfg: DictConfig, recipe: str) -> None:
+    """Check the keys of both recipes, and name those that are set and not read."""
+    usual = defaults(recipe)
+    for when, unread, keys in _UNREAD:
+        if unread(cfg) and (changed := [f"{key}={cfg[key]}" for key in keys if cfg[key] != usual[key]]):
+            log.info("not read %s: %s", when, ", ".join(changed))
     if cfg.environment is not None:
         _check_environment(cfg)
     if cfg.temperature == 0 and cfg.eval_samples > 0:

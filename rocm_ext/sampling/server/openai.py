@@ -30,6 +30,7 @@ from rocm_ext.base.openai_http import (
     seconds_of,
 )
 from rocm_ext.base.supervised import RETRY
+from rocm_ext.config.checks.kinds import check, integer, number
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.sampling.engine import Request, Sampling
 from rocm_ext.sampling.server.session import LORA_HINT, Adapter, OpenAISession, Terms, load_anew, unload_adapter
@@ -42,6 +43,11 @@ from rocm_ext.sampling.server.wire import (
     check_logprobs,
     top_logprob,
 )
+
+_KINDS = {
+    "concurrency": integer(1, 1024),  # files that a process may usually have open
+    "timeout": number(lambda x: 0 < x <= 604800, "seconds above 0, at most 604800"),
+}
 
 
 class OpenAIEngine:
@@ -107,10 +113,7 @@ class OpenAIEngine:
     ) -> None:
         if endpoint not in ENDPOINTS:
             raise UserError(f"endpoint {endpoint!r} is unknown{nearest(endpoint, ENDPOINTS)}")
-        if type(concurrency) is not int or concurrency < 1:
-            raise UserError(f"concurrency is {concurrency!r}; expected a whole number of at least 1")
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-            raise UserError(f"timeout is {timeout!r}; expected seconds above 0")
+        check({"concurrency": concurrency, "timeout": timeout}, _KINDS, "engine.")
         if not isinstance(lora_name, str) or not re.fullmatch(r"[\w.-]+", lora_name):
             raise UserError(f"lora_name is {lora_name!r}; expected letters, digits, dots, - and _")
         known = {} if decoder is None else {"vocabulary": decoder.tok_embeddings.num_embeddings}

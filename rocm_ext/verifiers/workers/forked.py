@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rocm_ext.verifiers.base import Result, Verdict, timeout
+from rocm_ext.verifiers.base import Result, timeout
 from rocm_ext.verifiers.workers.pool import Pool
 
 MEMORY = 2 << 30  # bytes of address space that the child may use beyond the worker's own
@@ -41,7 +41,7 @@ def forked(judge: Callable[[], Result], seconds: float, what: str) -> Result | N
             size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()  # noqa: SIM115
             resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
             result = judge()
-            said = json.dumps([result.verdict, result.reward, result.detail], ensure_ascii=False).encode()
+            said = json.dumps(result.values(), ensure_ascii=False).encode()
             os.write(writer, said)  # whole or not at all: it is shorter than PIPE_BUF
         os._exit(0)
     os.close(writer)
@@ -58,8 +58,7 @@ def forked(judge: Callable[[], Result], seconds: float, what: str) -> Result | N
         return timeout(f"{what} took more than {seconds:g} s")
     if not answer:
         return None
-    verdict, reward, detail = json.loads(answer)
-    return Result(Verdict(verdict), reward, detail)
+    return Result(*json.loads(answer))
 
 
 class Elsewhere:
