@@ -29,6 +29,7 @@ from rocm_ext.model.layers import HAS_KERNEL, FusedRMSNorm
 from rocm_ext.model.lora import ExpertLora, adapters
 from rocm_ext.model.quantized import Quantized
 from rocm_ext.model.sampler import MIN_ROWS, one_step
+from rocm_ext.model.transformers.products import ALIKE
 from rocm_ext.plan.remembered import remembered
 
 _ATTENTION: dict[str, Any] = {
@@ -77,6 +78,12 @@ class CostCounter(TorchDispatchMode):
     def restart(self) -> None:
         """Clear the operations and set the peak to the bytes that are live now."""
         self.peak, self.operations = self.now, []
+
+    def once(self, parts: Sequence[Any]) -> Iterator[Any]:
+        """Yield the first of ``parts`` that cost the same and leave nothing behind; its kernels count for all."""
+        before = len(self.operations)
+        yield from parts[:1]
+        self.operations += self.operations[before:] * (len(parts) - 1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -240,8 +247,12 @@ def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, 
         tally = CostCounter()
         stored = [getattr(p, part, p) for p in fake.parameters() for part in ("packed", "scale")]
         tally.ignore([*stored, *fake.buffers(), *(p.grad for p in trainable if p.grad is not None)])
-        with tally:
-            yield fake, tally
+        token = ALIKE.set(tally.once)
+        try:
+            with tally:
+                yield fake, tally
+        finally:
+            ALIKE.reset(token)
 
 
 def launches_of(decoder: Decoder, merge: bool | None, device: torch.device, kernels: Kernels) -> int:

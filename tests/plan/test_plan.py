@@ -26,13 +26,14 @@ from rocm_ext.machine.profile import profile_names
 from rocm_ext.model.attention import choose_attention
 from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.model.sampler import sampler_of
-from rocm_ext.plan import memory, speeds, workload
+from rocm_ext.plan import costs, memory, speeds, workload
 from rocm_ext.plan.costs import CostCounter, Kernels, Operation, simulate
 from rocm_ext.plan.planner import SamplingPlanner, TrainingPlanner
 from rocm_ext.plan.speeds import Figures, measure_cpu
 from rocm_ext.plan.workload import Questions, Workload
 from rocm_ext.sampling import Request, Sampling
 from rocm_ext.sampling.local import LocalSession
+from tests.kit import hf_models
 from tests.kit.plans import as_configured, measured_peak, plan
 from tests.kit.tiny import run_config, write_model, write_yaml
 
@@ -125,6 +126,25 @@ def test_scores_count_where_there_is_no_fused_attention(folders, tmp_path):
     runs = (simulate(decoder, CrossEntropy(chunk_tokens=64), [512], 64, Kernels(flag, True)) for flag in (True, False))
     fused, math = (layers[0].kept for layers, _, _ in runs)
     assert math - fused > 4 * 512 * 512 * 2  # heads x scores
+
+
+def test_one_expert_is_computed_and_counts_for_all(tmp_path, monkeypatch):
+    base = hf_models.write_theirs(tmp_path / "base", "gpt-oss")
+    node = {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(base), "lora_rank": 2}
+    decoder = build_model(
+        OmegaConf.create(node | {"target_parameters": "all-experts"}), torch.float32, 0, torch.device("meta")
+    )
+
+    def run() -> tuple:
+        return simulate(decoder, CrossEntropy(chunk_tokens=64), [128], 64, Kernels(True, True))
+
+    monkeypatch.setattr(costs, "remembered", lambda _, compute: compute())
+    once = run()
+    monkeypatch.setattr(CostCounter, "once", lambda _, parts: iter(parts))
+    each = run()
+    assert once == each
+    products = sum(operation.flops > 0 for operation in each[0][0].forward)
+    assert products > 2 * decoder.layers[0].mlp.experts.num_experts, "each expert has products of its own"
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -6,7 +6,8 @@ machine that it ends, is right and is faster: ROCm wheels that are built for man
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import chain
@@ -24,6 +25,8 @@ from rocm_ext.model.transformers.states import on_gpu
 _grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 _WHAT = "the grouped product"
 _FEW = 16  # rows per expert, on average
+# how a loop over experts runs; a plan computes one of them and counts its kernels for all
+ALIKE: ContextVar[Callable[[Sequence[Any]], Iterator[Any]]] = ContextVar("ALIKE", default=iter)
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class Rows:
             return out if bias is None else out.add_(bias[torch.searchsorted(self.ends, each, right=True)])
         x = x.reshape(-1, x.shape[-1])
         out = x.new_empty(len(x), weight.shape[2])
-        for i, part in self.parts:
+        for i, part in ALIKE.get()(self.parts):
             if bias is None:
                 torch.mm(x[part], weight[i], out=out[part])
             else:
@@ -125,7 +128,7 @@ class Rows:
         if self.grouped and _aligned(left, right):
             return _grouped_mm(left.T, right, offs=self.ends)
         out = left.new_zeros(len(self.ends), left.shape[1], right.shape[1])
-        for i, part in self.parts:
+        for i, part in ALIKE.get()(self.parts):
             torch.mm(left[part].T, right[part], out=out[i])
         return out
 
