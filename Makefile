@@ -47,9 +47,9 @@ demo: setup
 	@echo "--- LoRA fine-tuning on worked answers"
 	$(BIN)/tune run lora_finetune_rocm --config cpu_pocket resume_from_checkpoint=True
 	@echo "held-out accuracy before:"
-	@$(BIN)/rocm-ext eval --config cpu_pocket_raft
+	@$(BIN)/rocm-ext eval cpu_pocket_raft
 	@echo "held-out accuracy after:"
-	@$(BIN)/rocm-ext eval --config cpu_pocket_raft --adapter demo/sft/adapter
+	@$(BIN)/rocm-ext eval cpu_pocket_raft --adapter demo/sft/adapter
 	@echo "--- RAFT from the same model, without any worked answer: only whether its own answers are right"
 	$(BIN)/tune run raft_rocm --config cpu_pocket_raft resume_from_checkpoint=True
 	@echo "--- both runs as one page"
