@@ -81,7 +81,7 @@ def take_model(args: argparse.Namespace) -> str:
     names += [args.model] if args.model else []
     if len(names) != 1:
         found = " and ".join(names) or "none"
-        raise UserError(f"expected one MODEL, such as the output_dir of a run; found {found}", code=2)
+        raise UserError(f"expected one MODEL, such as the output_dir of a run, and key=value; found {found}", code=2)
     return names[0]
 
 

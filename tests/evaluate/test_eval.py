@@ -217,7 +217,7 @@ def test_adapter_and_base_are_compared_prompt_by_prompt(pocket_dir, few, tmp_pat
     chosen = right_rows(pocket_dir, few, tmp_path, capsys)
     arguments = ["--config", "cpu_pocket", "--verifier", "MathAnswer", "--data", chosen, "--adapter", adapter, "--base"]
     arguments += ["max_new_tokens=32", "verify_workers=1", f"pocket={pocket_dir}", "model.lora_rank=2"]
-    arguments += ["model.lora_attn_modules=[q_proj]", "model.apply_lora_to_mlp=False", "model.lora_alpha=32"]
+    arguments += ["model.target_modules=[q_proj]", "model.lora_alpha=32"]
     said = evaluate(capsys, *arguments, "--output", kept)
     assert said["base"]["correct"] == said["base"]["prompts"] == 16
     paired = said["paired"]
@@ -277,7 +277,7 @@ def last_number(answer: dict) -> str:
         (["--config", "cpu_pocket", "--verifier", "MathAnswer"], "--verifier needs prompts"),
         (["seed=3", "--samples", "2", "cpu_pocket"], "set --verifier"),
         (["--config", "cpu_pocket"], "the config has no held-out rows"),
-        (["--base"], "expected one MODEL, such as the output_dir of a run; found none"),
+        (["--base"], "expected one MODEL, such as the output_dir of a run, and key=value; found none"),
         (["MODEL", "--config", "cpu_pocket"], " and cpu_pocket"),
         (["MODEL"], "a model alone has no prompts and no verifier"),
         (["--config", "cpu_pocket_raft", "--format", "gsm8k"], "--format describes the rows of --data; set --data"),
