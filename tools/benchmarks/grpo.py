@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rocm_ext import config
+from rocm_ext.base.process import end_with_parent
 from rocm_ext.config import algorithms
 from rocm_ext.config.algorithms import updates_of_pass, updates_of_step
 from rocm_ext.model.adapters import peft_files
@@ -255,7 +256,7 @@ def evaluate(base: Path, adapter: str | Path | None, wide: bool = False) -> floa
     """
     command = ["-m", "rocm_ext.cli", "eval", "--config", "cpu_pocket_raft", "--json", f"pocket={base}/pocket"]
     command += ["--adapter", str(adapter)] if adapter else []
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, preexec_fn=end_with_parent)
     if done.returncode:
         raise Failed(f"cannot evaluate {adapter}: {done.stderr[-2000:]}")
     scores = json.loads(done.stdout)
