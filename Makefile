@@ -1,9 +1,10 @@
 # Everything runs in .venv; a GPU build of torch that $(PYTHON) already has is used as it is.
 PYTHON ?= python3
 VENV ?= .venv
-# What to install where there is no torch yet. On Linux, PyPI's torch brings 3 GB of CUDA along; a CPU
-# build: make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
-TORCH ?= torch==2.13.0
+# What to install where there is no torch yet, a package and then options. Without an NVIDIA GPU it is the CPU build, or
+# pip's own where PyTorch's index cannot be reached: on Linux, PyPI's torch brings 3 GB of CUDA along.
+CPU_BUILD := --no-deps --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu
+TORCH ?= torch==2.13.0 $(if $(wildcard /dev/nvidiactl),,$(CPU_BUILD))
 # The torch of $(TORCH), for test-torch, which takes a bare version, too.
 VERSION = $(patsubst torch==%,%,$(firstword $(TORCH)))
 OTHER = .venv-torch-$(VERSION)
@@ -29,7 +30,9 @@ FITS := import sys; from rocm_ext.base.pins import wrong_pins; sys.exit(wrong_pi
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
+# .library is enough to run recipes; .ready has what the tests need, too.
+$(VENV)/.ready: EXTRAS := [test]
+$(VENV)/.ready $(VENV)/.library: pyproject.toml $(CONSTRAINTS)
 	@if $(PYTHON) -c "$(HAS_GPU_TORCH)" 2>/dev/null; then \
 	  echo "using the GPU build of torch that $(PYTHON) has"; \
 	  $(PYTHON) -m venv --system-site-packages $(VENV); \
@@ -37,23 +40,27 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	  $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install -q $(TORCH); \
 	fi
 	@if $(PINNED); then :; else echo "no exact versions for this Python: taking the newest that pyproject.toml allows"; fi
-	$(INSTALL) -e ".[test]"
+	$(INSTALL) -e ".$(EXTRAS)"
 	@if $(BIN)/python -c "$(FITS)"; then if $(PINNED); then echo $(CONSTRAINTS); fi >$@; \
 	else $(BIN)/python -m pip install -q "torchao<0.18" && : >$@; fi
 
-demo: setup
-	@$(BIN)/rocm-ext doctor; test $$? -lt 2
+demo: $(or $(wildcard $(VENV)/.ready),$(VENV)/.library)
+	@found=$$($(BIN)/rocm-ext doctor 2>&1) || { code=$$?; echo "$$found"; exit $$((code > 1)); }; echo "$$found" | tail -1
 	$(BIN)/rocm-ext pocket demo/pocket
 	@echo "--- LoRA fine-tuning on worked answers"
 	$(BIN)/tune run lora_finetune_rocm --config cpu_pocket resume_from_checkpoint=True
-	@echo "held-out accuracy before:"
-	@$(BIN)/rocm-ext eval --config cpu_pocket_raft
-	@echo "held-out accuracy after:"
-	@$(BIN)/rocm-ext eval --config cpu_pocket_raft --adapter demo/sft/adapter
 	@echo "--- RAFT from the same model, without any worked answer: only whether its own answers are right"
 	$(BIN)/tune run raft_rocm --config cpu_pocket_raft resume_from_checkpoint=True
-	@echo "--- both runs as one page"
-	@$(BIN)/rocm-ext report demo/sft demo/raft --output demo/report.html
+	@page=$$($(BIN)/rocm-ext report demo/sft demo/raft --output demo/report.html) || exit; \
+	right() { $(BIN)/rocm-ext eval --show 0 "$$@" 2>demo/eval.log || { cat demo/eval.log >&2; return 1; }; }; \
+	before=$$(right cpu_pocket_raft) && sft=$$(right cpu_pocket_raft --adapter demo/sft/adapter) && \
+	raft=$$(right demo/raft) || exit; \
+	echo "--- right answers to held-out problems"; \
+	printf '%-12s%s\n' before "$$before" "after SFT" "$$sft" "after RAFT" "$$raft"; \
+	printf '%s\n' "both runs as one page: $$page" "with your own rows:" \
+	  "  $(BIN)/tune cp cpu_pocket my_run.yaml  # then edit model.checkpoint_dir, dataset.source and output_dir" \
+	  "  $(BIN)/rocm-ext validate --config my_run.yaml" \
+	  "  $(BIN)/tune run lora_finetune_rocm --config my_run.yaml"
 
 # Lint, and beside it the tests. WIDE=0 to 3 adds a quarter of the wide ones; tests/conftest.py says which.
 test: setup
@@ -114,7 +121,7 @@ docs: setup
 	$(BIN)/zensical build --strict --clean
 
 # The pictures in docs/pictures, from the runs of `make demo`; without Chromium, those that need none.
-pictures: demo
+pictures: setup demo
 	$(BIN)/python tools/pictures.py demo/sft demo/raft
 
 # The tables in docs/models.md, from the models of the tests.

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 def register() -> None:
     """torch's hook. In `tune`: append our recipes to torchtune's registry. In a program that runs a recipe: complete
     the environment before anything else is imported. In every program: let torchtune import names that torchao has
-    moved. Never raises, but answers `tune ls` itself, and ends `tune`, `rocm-ext` and recipes with one line where the
-    installed torchtune or torchao cannot work, or where `tune` is asked for a recipe that does not exist."""
+    moved. Never raises, but answers `tune ls` itself and `tune validate` for our configs, and ends `tune`, `rocm-ext`
+    and recipes with one line where the installed torchtune or torchao cannot work, where `tune` is asked for a recipe
+    that does not exist, or where `tune cp` would overwrite a file with one of ours."""
     what = "its recipes are not registered"
     try:
         bridge()
@@ -43,8 +44,8 @@ def register() -> None:
                 _list(table)
                 sys.exit()
             _add_recipes(table)
-            if sys.argv[1:2] == ["run"] and (unknown := _unknown_recipe(sys.argv[2:])):
-                sys.exit(f"error: {unknown}")
+            if problem := _FIRST.get(" ".join(sys.argv[1:2]), lambda *_: None)(sys.argv[2:], table):
+                sys.exit(f"error: {problem}")
             if not named:
                 return
         elif script.endswith((*_RECIPES, *_COMMANDS)):
@@ -147,7 +148,7 @@ def _names_us(argv: list[str], table: Mapping[str, registry.Recipe]) -> bool:
     return len(argv) < 3 or any(name in names or registry.is_recipe_file(name) for name in argv[2:])
 
 
-def _unknown_recipe(arguments: list[str]) -> str | None:
+def _unknown_recipe(arguments: list[str], _: Mapping[str, registry.Recipe]) -> str | None:
     """The message about the recipe in `tune run ARGUMENTS`, unless it is one of `tune`'s, a file or a module."""
     import contextlib
     import io
@@ -167,6 +168,41 @@ def _unknown_recipe(arguments: list[str]) -> str | None:
             near = "" if name.endswith(".py") else nearest(name, known)
             return f"there is no recipe {name}, neither in `tune ls` nor as a file here{near}"
     return None  # `tune` itself reports what is wrong
+
+
+def _file_in_the_way(arguments: list[str], table: Mapping[str, registry.Recipe]) -> str | None:
+    """The message about the file that `tune cp ARGUMENTS` would overwrite with one of ours. ``--force``, which
+    torchtune does not know, allows it."""
+    from pathlib import Path
+
+    names = [argument for argument in arguments if not argument.startswith("-")]
+    if len(names) != 2 or not _names_us(["tune", "cp", names[0]], table):
+        return None
+    suffix, target = ".py" if names[0] in table else ".yaml", Path(names[1])
+    target = target.with_suffix(suffix) if target.name else target  # as torchtune does
+    target = target / f"{names[0]}{suffix}" if target.is_dir() else target
+    if not (force := {"-f", "--force"}).isdisjoint(arguments):
+        sys.argv[2:] = [argument for argument in arguments if argument not in force]
+    elif target.exists() and {"-n", "--no-clobber"}.isdisjoint(arguments):
+        return f"{target} exists; name another file, or add --force to replace it"
+    return None
+
+
+def _validate(arguments: list[str], table: Mapping[str, registry.Recipe]) -> None:
+    """Let `rocm-ext validate` answer `tune validate ARGUMENTS` where they name a config of ours: torchtune neither
+    knows our keys nor takes ``--config`` and a config's name."""
+    from pathlib import Path
+
+    names = [argument.removeprefix("--config=") for argument in arguments if argument != "--config"]
+    shipped = [path.stem for recipe in table.values() for path in recipe.configs]
+    if names and (names[0] in shipped or registry.stated_recipe(Path(names[0])) is not None):
+        from rocm_ext.machine.environment import replace_process
+
+        replace_process([sys.executable, "-m", "rocm_ext.cli", "validate", "--keys", "--config", *names])
+
+
+# What to ask first in a subcommand of `tune`. Each returns a message that ends it.
+_FIRST = {"run": _unknown_recipe, "cp": _file_in_the_way, "validate": _validate}
 
 
 def _list(table: Mapping[str, registry.Recipe]) -> None:

@@ -25,18 +25,18 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
-from torchtune.models.qwen2 import lora_qwen2, qwen2
+from torchtune.models.qwen2 import qwen2
 from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 from torchtune.models.qwen2._tokenizer import ENDOFTEXT, IM_END, PRETOKENIZE_REGEX
 from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS, Qwen2_5Tokenizer
 from torchtune.modules import TransformerDecoder
-from torchtune.modules.peft import LORA_ATTN_MODULES
 from torchtune.modules.transforms.tokenizers import parse_hf_tokenizer_json
 from tqdm import tqdm
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_folder
 from rocm_ext.data.render import IGNORE, render_conversation, render_prompt
+from rocm_ext.model.download import published_models
 from rocm_ext.model.native import native
 from rocm_ext.model.sampler import sampler_of
 from rocm_ext.runs.scores import Score
@@ -45,17 +45,18 @@ from rocm_ext.sampling.local import LocalSession
 
 log = logging.getLogger(__name__)
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 320,  # every id is a token: a sample may draw any id, and torchtune cannot decode an unused one
-    "num_layers": 4,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "embed_dim": 128,
-    "intermediate_dim": 512,
-    "max_seq_len": 256,
-    "norm_eps": 1e-6,
-    "rope_base": 1e6,
-    "tie_word_embeddings": True,
+CONFIG: dict[str, Any] = json.loads((published_models()["demo/pocket"] / "config.json").read_text())
+SHAPE: dict[str, Any] = {  # the same as arguments of torchtune's builder
+    "vocab_size": CONFIG["vocab_size"],  # every id is a token: a sample may draw any, and torchtune decodes no other
+    "num_layers": CONFIG["num_hidden_layers"],
+    "num_heads": CONFIG["num_attention_heads"],
+    "num_kv_heads": CONFIG["num_key_value_heads"],
+    "embed_dim": CONFIG["hidden_size"],
+    "intermediate_dim": CONFIG["intermediate_size"],
+    "max_seq_len": CONFIG["max_position_embeddings"],
+    "norm_eps": CONFIG["rms_norm_eps"],
+    "rope_base": CONFIG["rope_theta"],
+    "tie_word_embeddings": CONFIG["tie_word_embeddings"],
 }
 HELD_OUT, TRAIN = 400, 3000  # rows; the model is trained on the other problems
 MAX_NEW_TOKENS = 32  # the longest answer has 20
@@ -89,29 +90,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 CARD = "pocket.json"
-
-
-def lora_pocket(
-    lora_attn_modules: list[LORA_ATTN_MODULES],
-    apply_lora_to_mlp: bool = False,
-    *,
-    lora_rank: int = 8,
-    lora_alpha: float = 16,
-    lora_dropout: float = 0.0,
-    use_dora: bool = False,
-    quantize_base: bool = False,
-) -> TransformerDecoder:
-    """Build the pocket model with LoRA, for a config's ``model:``; arguments as in torchtune's LoRA builders."""
-    return lora_qwen2(
-        lora_attn_modules,
-        apply_lora_to_mlp,
-        **SHAPE,
-        lora_rank=lora_rank,
-        lora_alpha=lora_alpha,
-        lora_dropout=lora_dropout,
-        use_dora=use_dora,
-        quantize_base=quantize_base,
-    )
 
 
 def make(
@@ -412,29 +390,7 @@ def load_tokenizer(folder: Path) -> Qwen2_5Tokenizer:
 def write_model(folder: Path, model: TransformerDecoder, tokenizer: Any) -> None:
     """Write a model of :data:`SHAPE` in Hugging Face's format: config, generation config and weights."""
     ends = {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
-    config = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "vocab_size": SHAPE["vocab_size"],
-        "hidden_size": SHAPE["embed_dim"],
-        "intermediate_size": SHAPE["intermediate_dim"],
-        "num_hidden_layers": SHAPE["num_layers"],
-        "num_attention_heads": SHAPE["num_heads"],
-        "num_key_value_heads": SHAPE["num_kv_heads"],
-        "max_position_embeddings": SHAPE["max_seq_len"],
-        "rms_norm_eps": SHAPE["norm_eps"],
-        "rope_theta": SHAPE["rope_base"],
-        "tie_word_embeddings": SHAPE["tie_word_embeddings"],
-        "hidden_act": "silu",
-        "attention_dropout": 0.0,
-        "use_sliding_window": False,
-        "initializer_range": 0.02,
-        "use_cache": True,
-        "torch_dtype": "float32",
-        "bos_token_id": None,
-        **ends,
-    }
-    _write_json(folder / "config.json", config)
+    _write_json(folder / "config.json", CONFIG | ends)
     _write_json(folder / "generation_config.json", {**ends, "do_sample": False})
     weights = qwen2_tune_to_hf(model.state_dict(), tie_word_embeddings=SHAPE["tie_word_embeddings"])
     save_file(weights, folder / "model.safetensors", {"format": "pt"})

@@ -38,6 +38,17 @@ def test_containers_get_what_an_installation_needs():
     assert {*",".join(wanted).split(",")} <= {*metadata("torchtune-rocm").get_all("Provides-Extra")}
 
 
+@pytest.mark.parametrize(("target", "library"), [("demo", '"."'), ("setup", '".[test]"')])
+def test_make_installs_the_cpu_build_and_no_more_than_is_needed(target, library, tmp_path):
+    given = ("TORCH", "CONSTRAINTS", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")  # to the make that runs the tests
+    environ = {name: value for name, value in os.environ.items() if name not in given}
+    command = ["make", "-n", target, f"VENV={tmp_path}"]
+    said = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True).stdout
+    torch, ours = re.findall(r"pip install -q (.*torch==2.*|.*-e \S+)", said)
+    assert ours.endswith(f" -e {library}")
+    assert torch.endswith("https://download.pytorch.org/whl/cpu; \\") != Path("/dev/nvidiactl").exists()
+
+
 def test_exact_versions_are_within_our_ranges():
     exact = dict(line.split("==") for line in CONSTRAINTS if not line.startswith("#"))
     ours = [each for each in map(Requirement, requires("torchtune-rocm")) if canonicalize_name(each.name) in exact]

@@ -16,7 +16,7 @@ _OWNERS = {
     "SmolLM": "HuggingFaceTB",
 }
 _NAME = re.compile(r"([\w-][\w.-]*)/([\w-][\w.-]*)")
-_FOLDERS = ("models", "outputs")  # where this library's configs keep files, also before anything is there
+_FOLDERS = ("models", "outputs", "demo")  # where this library's configs keep files, also before anything is there
 
 
 def how_to_download(folder: Path) -> str:

@@ -33,11 +33,18 @@ def survive_terminal() -> None:
 
 
 def end_with_launcher() -> None:
-    """Let the kernel kill this process when torchrun ends, even if torchrun is killed; on Linux only.
+    """As :func:`end_with_parent` where torchrun started this process: ranks that outlive their launcher would hold the
+    GPUs and go on writing."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
 
-    Ranks that outlive their launcher would hold the GPUs and go on writing.
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends, even if that is killed; on Linux only.
+
+    For children that have nothing to save, as ``preexec_fn`` of :class:`subprocess.Popen`.
     """
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+    if sys.platform == "linux":
         signal_at_parents_end(signal.SIGKILL)
 
 

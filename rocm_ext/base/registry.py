@@ -60,7 +60,7 @@ class Recipe:
         folder = _folder("recipe_configs") if self.name in TITLES else self.file.parent
         others = {self.defaults.resolve()}
         paths = sorted(path for path in folder.iterdir() if path.suffix == ".yaml" and path.resolve() not in others)
-        return [path for path in paths if _stated_recipe(path) == self.name]
+        return [path for path in paths if stated_recipe(path) == self.name]
 
 
 @cache
@@ -241,7 +241,7 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _stated_recipe(path: Path) -> Any:
+def stated_recipe(path: Path) -> Any:
     """The recipe that a YAML file names. None without one, and for files that are no configs at all."""
     try:
         return _read(path).get("recipe")

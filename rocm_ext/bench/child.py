@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.process import end_with_parent
 from rocm_ext.bench.probes import Bench, measure
 from rocm_ext.bench.sweep import MARK, Spec
 
@@ -31,4 +32,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent()  # a measurement takes minutes
     main()

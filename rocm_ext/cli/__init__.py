@@ -62,7 +62,7 @@ def _run(argv: list[str]) -> int | None:
     parser = parser_of(argv[0])
     args, more = parser.parse_known_args(argv[1:])
     for name in ("overrides", "arguments"):  # argparse takes those in one run only, before or after the options
-        if hasattr(args, name) and all(item[0] == "~" or ("=" in item and item[0] != "-") for item in more):
+        if hasattr(args, name) and not any(item.startswith("-") for item in more):
             getattr(args, name).extend(more)
             more = []
     if more:

@@ -63,6 +63,28 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config, as in `tune run`")
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add ``MODEL key=value …``, for :func:`rocm_ext.config.chosen_model.find_target`; ``--config`` names it, too."""
+    what = "output_dir of a run, folder of a model, model's name on the hub, or config of any recipe"
+    parser.add_argument("--config", dest="model", metavar="MODEL", help="the same as MODEL")
+    parser.add_argument("overrides", nargs="*", metavar="MODEL key=value", help=f"{what}; and changes to its config")
+
+
+def take_model(args: argparse.Namespace) -> str:
+    """Return MODEL, which :func:`add_model` has added, and leave the changes in ``args.overrides``.
+
+    Raises:
+        UserError: none is named, or two are.
+    """
+    names = [item for item in args.overrides if Path(item).exists() or not ("=" in item or item.startswith("~"))]
+    args.overrides = [item for item in args.overrides if item not in names]
+    names += [args.model] if args.model else []
+    if len(names) != 1:
+        found = " and ".join(names) or "none"
+        raise UserError(f"expected one MODEL, such as the output_dir of a run, and key=value; found {found}", code=2)
+    return names[0]
+
+
 def add_trust(parser: argparse.ArgumentParser) -> None:
     """Add ``--trust-config``."""
     about = "use the run's config also where it names code that is not this library's; read it first"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import import_component
-from rocm_ext.cli._common import add_overrides, add_trust, count, note, number, prepare
+from rocm_ext.cli._common import add_model, add_trust, count, note, number, prepare, take_model
 from rocm_ext.config.chosen_model import find_target
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ Ctrl-C stops an answer. """ begins a question of several lines, and """ ends it.
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     option = parser.add_argument
-    model = "output_dir of a run, folder of a model, model's name on the hub, or config of any recipe"
-    option("model", metavar="MODEL", help=model)
     option("--adapter", type=Path, metavar="DIR", help="PEFT folder (default: the run's, or that of the config)")
     option("-p", "--prompt", metavar="TEXT", help="answer this question and end")
     option("--system", default="", metavar="TEXT", help="system message")
@@ -57,12 +55,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="repeat the same answers (default: others each time)",
     )
     add_trust(parser)
-    add_overrides(parser)
+    add_model(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Answer once, or talk until the user ends it; returns the exit code."""
-    target = find_target(args.model, args.adapter, args.trust_config, _UNUSED)
+    target = find_target(take_model(args), args.adapter, args.trust_config, _UNUSED)
     prepare(target, args.overrides)
     question = args.prompt
     if question is None and not sys.stdin.isatty():

@@ -22,7 +22,7 @@ from rocm_ext.base.hub import is_hub_name
 from rocm_ext.cli._common import (
     add_format,
     add_json,
-    add_overrides,
+    add_model,
     add_trust,
     count,
     number,
@@ -30,6 +30,7 @@ from rocm_ext.cli._common import (
     print_json,
     printable,
     shortened,
+    take_model,
 )
 from rocm_ext.config.chosen_model import ChosenModel, find_target, sampling_config
 from rocm_ext.runs.scores import Score
@@ -45,8 +46,6 @@ _TAIL = 200  # characters shown of a question's beginning and of an answer's end
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     option = parser.add_argument
-    name = "config of any recipe, output_dir of a run, or folder of a model"
-    option("--config", required=True, metavar="NAME", help=name)
     option("--adapter", type=Path, metavar="DIR", help="PEFT folder (default: the run's, or that of the config)")
     option("--base", action="store_true", help="measure the model that the config starts from, too, and compare them")
     option("--data", metavar="FILE", help="rows to use instead of the config's: a file or a hub name")
@@ -62,13 +61,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     option("--output", type=Path, metavar="DIR", help=output)
     add_json(parser)
     add_trust(parser)
-    add_overrides(parser)
+    add_model(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """Measure the model and print its scores."""
     unused = [*["verifier", "environment"] * bool(args.verifier), *["eval_prompts", "dataset_val"] * bool(args.data)]
-    target = find_target(args.config, args.adapter, args.trust_config, unused)
+    target = find_target(take_model(args), args.adapter, args.trust_config, unused)
     adapter, target = target.adapter, replace(target, adapter=None)  # measured beside what the config starts from
     family = registry.family(target.recipe(args.overrides))
     answers = bool(args.verifier) or family not in (registry.SFT, registry.DPO)

@@ -57,8 +57,7 @@ def run(args: argparse.Namespace) -> None:
     files: list[Path] = []
     modelfile = None
     if args.merged:
-        write_merged(source, args.merged)
-        replace_text(args.merged / "README.md", card(source, merged=True))
+        write_merged(source, args.merged, lambda: card(source, merged=True))
         print(args.merged)
     if args.gguf:
         gguf_model.write_model(source, args.gguf, args.type)

@@ -18,7 +18,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import duration, log
 from rocm_ext.cli._common import add_json, add_overrides, console, count, print_json, table
 from rocm_ext.config.algorithms import describe, filled
-from rocm_ext.config.checks import check_grpo_values, check_raft_values, check_values
+from rocm_ext.config.checks import check_config
 from rocm_ext.machine.detect import detect
 from rocm_ext.machine.profile import find_chip, load_profile
 
@@ -80,12 +80,8 @@ def _load(args: argparse.Namespace, recipe: registry.Recipe, *changes: str) -> A
     family = registry.extended(recipe)
     cfg = config.load(recipe, args.config, [*args.overrides, *changes])
     registry.check_system(recipe, load_profile(cfg.hardware).match.get("system", ""))
-    check_values(OmegaConf.create(config.trainer_config(cfg)))
+    check_config(cfg, family)
     _check_sizes(args, cfg)
-    if family == registry.RAFT:
-        check_raft_values(cfg)
-    if family == registry.GRPO:
-        check_grpo_values(cfg)
     return cfg
 
 

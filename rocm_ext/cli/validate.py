@@ -2,14 +2,17 @@
 
 Starts the config's recipe and ends it before it reads the weights. By then it has checked keys and values, the machine,
 data or prompts, tokenizer, verifier, optimiser and memory. Needs the model's folder without its weights. Starts no
-metric logger and trains nothing. Exits with 1 and one line if a run would end that way.
+metric logger and trains nothing. Exits with 1 and one line if a run would end that way. With --keys it reads the config
+alone, as `tune validate CONFIG` does.
 """
 
 import argparse
 import sys
 
 from rocm_ext import config
+from rocm_ext.base import registry
 from rocm_ext.cli._common import add_overrides, count
+from rocm_ext.config.checks import check_config
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -17,14 +20,19 @@ def add(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("--config", required=True, metavar="NAME", help="config of any recipe: a name or a file")
     option("--ranks", type=count, default=1, metavar="N", help="processes, as --nproc_per_node (default: 1)")
+    option("--keys", action="store_true", help="check keys and values alone: neither model nor data is needed")
     add_overrides(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Replace this process by `tune run` with ``validate_only=True``."""
+    """Check keys and values, or replace this process by `tune run` with ``validate_only=True``."""
     from rocm_ext.machine.environment import replace_process
 
     recipe = config.recipe_of(args.config, args.overrides)
+    if args.keys:
+        check_config(config.load(recipe, args.config, args.overrides), registry.family(recipe))
+        print(f"Config is well-formed! `rocm-ext validate --config {args.config}` also checks machine, model and data")
+        return
     ranks = ["--nproc_per_node", str(args.ranks)] if args.ranks > 1 else []
     start = [config.startable(recipe), "--config", args.config, *args.overrides, "validate_only=True"]
     replace_process([sys.executable, "-m", "torchtune._cli.tune", "run", *ranks, *start])

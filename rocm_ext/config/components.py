@@ -23,8 +23,7 @@ _LISTS = {"dataset", "dataset_val"}  # these may be lists of components
 # A star stands for the rest of one name.
 _DATASET = "rocm_ext.data.sft_dataset rocm_ext.data.preference_dataset torchtune.datasets.*_dataset"
 _BUILDERS = {
-    "model": "rocm_ext.model.from_checkpoint rocm_ext.pocket.lora_pocket torchtune.models.*.lora_* "
-    "torchtune.models.*.qlora_*",
+    "model": "rocm_ext.model.from_checkpoint torchtune.models.*.lora_* torchtune.models.*.qlora_*",
     "checkpointer": "rocm_ext.model.HFCheckpointer torchtune.training.FullModel*Checkpointer",
     "tokenizer": "rocm_ext.data.HFTokenizer torchtune.models.*.*_tokenizer",
     "dataset": _DATASET,

@@ -6,6 +6,7 @@ attention does not support this get padded rows, sorted by length.
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -394,6 +395,8 @@ class StepLoader(Dataset):
                 batch_size=None,
                 sampler=range(start, end),
                 num_workers=self._num_workers,
+                # Python 3.14's own choice, a server of forks, imports everything again: 18 s a worker on a slow core
+                multiprocessing_context="fork" if self._num_workers and sys.platform == "linux" else None,
                 pin_memory=self._pin_memory,
                 generator=generator,
             )

@@ -1,6 +1,7 @@
 """Find what to export: the base model, the adapter and the records of a run."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
@@ -12,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.files import json_object, replace_text
+from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import files_of
 from rocm_ext.base.registry import SFT
 from rocm_ext.config.model_folder import FROM_CHECKPOINT
@@ -143,7 +144,7 @@ def _adapted(adapter: Path, run: RunFolder | None, base: Path | None, trusted: b
     return Source(folder, adapter, run, cfg)
 
 
-def write_merged(source: Source, out: Path) -> None:
+def write_merged(source: Source, out: Path, card: Callable[[], str]) -> None:
     """Write the base model with the adapter added to its weights, tokenizer and chat template included.
 
     Where the chat template ends a turn with a token that the base model does not stop at, ``generation_config.json``
@@ -152,6 +153,7 @@ def write_merged(source: Source, out: Path) -> None:
     Args:
         source: the model.
         out: a folder that does not exist, or is empty.
+        card: returns the text of its model card.
 
     Raises:
         UserError: ``source`` has no adapter, ``out`` holds something, or the disk is full.
@@ -160,13 +162,17 @@ def write_merged(source: Source, out: Path) -> None:
         raise UserError(f"{source.base} has no adapter to merge")
     if out.exists() and (not out.name or not out.is_dir() or any(out.iterdir())):  # "." has no name to write beside
         raise UserError(f"{out} exists; choose a new folder")
-    stops = ids_in(source.base, EOS)  # before anything is written
+    text, stops = card(), ids_in(source.base, EOS)  # before anything is written
     more = [number for number in source.tokenizer.stop_tokens if number not in stops] if stops else []
-    merge(source.cfg.checkpointer, source.adapter, out, source.decoder())
-    if more:
-        path = out / "generation_config.json"
+
+    def complete(folder: Path) -> None:
+        (folder / "README.md").write_text(text, encoding="utf-8")
+        path = folder / "generation_config.json"
         content = json_object(path.read_bytes()) if path.is_file() else {}
-        replace_text(path, json.dumps({**(content or {}), "eos_token_id": [*stops, *more]}, indent=2) + "\n")
+        if more:
+            path.write_text(json.dumps({**(content or {}), "eos_token_id": [*stops, *more]}, indent=2) + "\n")
+
+    merge(source.cfg.checkpointer, source.adapter, out, source.decoder(), complete)
 
 
 def _of_folder(folder: str, peft: PeftConfig | None = None) -> dict[str, Any]:

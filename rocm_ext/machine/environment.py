@@ -111,7 +111,7 @@ def ensure_environment(profile: Profile, machine: Machine) -> list[str]:
     command, once; under torchrun the process id stays.
 
     Returns:
-        What was set and why, and warnings, for the caller to log.
+        What was set, and warnings, for the caller to log.
 
     Raises:
         UserError: where the allocator's variables contradict each other.
@@ -157,7 +157,7 @@ def apply_environment(profile: Profile, machine: Machine, restart: bool = False)
         restart: replace the process where a variable was added.
 
     Returns:
-        What was set and why, and warnings.
+        What was set, and warnings.
 
     Raises:
         UserError: where the allocator's variables contradict each other.
@@ -169,11 +169,8 @@ def apply_environment(profile: Profile, machine: Machine, restart: bool = False)
     if restart and added.keys() - before and _can_repeat():
         replace_process(this_command())
     lines = check_environment(profile, machine, os.environ)
-    lines += [
-        f"{name}={os.environ[name]} ({variable.reason})"
-        for name, variable in profile.environment.items()
-        if name in ours & set(os.environ)
-    ]
+    if kept := [f"{name}={os.environ[name]}" for name in profile.environment if name in ours & set(os.environ)]:
+        lines.append(f"environment: {' '.join(kept)} (`rocm-ext doctor` says why)")
     if added and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
         exports = " ".join(f"{name}={value}" for name, (value, _) in added.items())
         lines.append(f"HIP has already started without these; before starting Python: export {exports}")

@@ -14,7 +14,7 @@ import torchtune._recipe_registry as torchtune_registry
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from torchtune._cli.tune import main as tune_command
 
-from rocm_ext import config, hook
+from rocm_ext import cli, config, hook
 from rocm_ext.base import pins, registry
 from rocm_ext.train.trainer import Trainer
 from tests.kit.tiny import metrics, run_config, tune, write_model, write_rows, write_yaml
@@ -76,17 +76,76 @@ def test_tune_ls_of_configs_that_say_little(tmp_path):
     assert registry.listing([registry.read_recipe(tmp_path / "mine.py")])[1].split() == ["mine", "run", "-", "-", "-"]
 
 
-def test_tune_cp_and_validate(as_tune, tmp_path, monkeypatch, capsys):
-    """In this process, after :func:`hook.register`."""
-    hook.register()
-    for name in ("cpu_pocket", "strix_halo_qwen7b"):
-        copy = tmp_path / f"{name}_of_mine"
-        monkeypatch.setattr(sys, "argv", ["tune", "cp", name, str(copy)])
-        tune_command()
-        assert copy.with_suffix(".yaml").read_text() == (SHIPPED / f"{name}.yaml").read_text()
-        monkeypatch.setattr(sys, "argv", ["tune", "validate", str(copy.with_suffix(".yaml"))])
-        tune_command()
-        assert "Config is well-formed!" in capsys.readouterr().out
+@pytest.fixture
+def tune_here(as_tune, monkeypatch):
+    """``tune_here(*arguments)``: run `tune ARGUMENTS` in this process; returns what it exits with."""
+
+    def tune_here(*arguments):
+        monkeypatch.setattr(sys, "argv", ["tune", *map(str, arguments)])
+        try:
+            hook.register()
+            tune_command()
+        except SystemExit as leaving:
+            return leaving.code
+        return None
+
+    return tune_here
+
+
+@pytest.mark.parametrize(
+    ("name", "file"), [("cpu_pocket", "cpu_pocket.yaml"), ("raft_rocm", "../recipes/raft_rocm.py")]
+)
+@pytest.mark.parametrize("into", ["mine", "mine.txt", "."])
+def test_tune_cp_keeps_a_file_that_exists(tune_here, tmp_path, monkeypatch, name, file, into):
+    monkeypatch.chdir(tmp_path)
+    source = SHIPPED / file
+    copy = tmp_path / (source.name if into == "." else f"mine{source.suffix}")
+    assert tune_here("cp", name, into) is None
+    assert copy.read_text() == source.read_text()
+    copy.write_text("edited")
+    assert tune_here("cp", name, into).startswith(f"error: {copy.name} exists")
+    assert tune_here("cp", "-n", name, into) is None
+    assert copy.read_text() == "edited"
+    assert tune_here("cp", name, into, "--force") is None
+    assert copy.read_text() == source.read_text()
+
+
+def test_tune_cp_of_torchtune_s_is_torchtune_s(tune_here, tmp_path):
+    for _ in range(2):
+        assert tune_here("cp", "llama3/8B_lora_single_device", tmp_path / "theirs.yaml") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "code"),
+    [
+        ("cpu_pocket", ["lr_scheduler.num_warmup_steps=3"], 0),
+        ("strix_halo_qwen7b", [], 0),
+        ("cpu_pocket_dpo", ["bach_size=2"], 1),
+        ("cpu_pocket_raft", ["cycles=many"], 1),
+        ("cpu_pocket_grpo", ["optimizer.lrr=1"], 1),
+        ("cpu_pocket_grpo", ["clip_high=x"], 1),
+        ("cpu_pocket_tools", ["batch_size=0"], 1),
+    ],
+)
+@pytest.mark.parametrize("option", [[], ["--config"]])
+def test_tune_validate_knows_our_keys(tune_here, monkeypatch, name, overrides, code, option):
+    started = []
+    monkeypatch.setattr(
+        "rocm_ext.machine.environment.replace_process", lambda command: sys.exit(started.append(command))
+    )
+    tune_here("validate", *option, name, *overrides)
+    by_file = len(started)
+    tune_here("validate", *option, SHIPPED / f"{name}.yaml", *overrides)
+    python, dash_m, module, *arguments = started[by_file]
+    assert (python, dash_m, module) == (sys.executable, "-m", "rocm_ext.cli")
+    assert started[0][5:] == ["--config", name, *overrides]
+    assert cli.main(arguments) == code
+
+
+def test_tune_validate_of_torchtune_s_is_torchtune_s(tune_here, capsys):
+    theirs = Path(torchtune_registry.__file__).parents[1] / "recipes/configs/llama3/8B_lora_single_device.yaml"
+    assert tune_here("validate", theirs) is None
+    assert capsys.readouterr().out == "Config is well-formed!\n"
 
 
 def test_other_programs_load_next_to_nothing():

@@ -27,6 +27,7 @@ from rocm_ext.cli import main
 from rocm_ext.machine import bench_file
 from rocm_ext.machine.detect import Machine, detect
 from rocm_ext.machine.profile import load_profile
+from rocm_ext.model.download import use_shape
 from rocm_ext.plan.speeds import figures_for
 from tests.kit import probes as bad_probes
 from tests.kit.plans import as_configured
@@ -162,7 +163,7 @@ def test_a_training_step_with_other_settings(monkeypatch):
 
 def test_a_training_step_in_four_bits_takes_less_memory(monkeypatch):
     monkeypatch.setattr(log, "disabled", False)
-    bench = Bench(Spec("cpu_pocket", ("hardware=cpu", "model.lora_attn_modules=[q_proj]"), 4 * GIB, seconds=0.01))
+    bench = Bench(Spec("cpu_pocket", ("hardware=cpu", "model.target_modules=[q_proj]"), 4 * GIB, seconds=0.01))
     peaks = []
     for four_bits in (False, True):
         found = probes.measure(bench, asdict(Item("training", {"rows": 1, "compile": False, FOUR_BITS: four_bits})))
@@ -380,6 +381,7 @@ def test_a_plan_takes_as_long_as_the_measured_step(tmp_path, capsys):
     """What plans assume beside the measured speeds is fitted to the measured step, and kept in the file."""
     changes = ["hardware=strix_halo", "dtype=bf16", "compile=False", "enable_activation_checkpointing=False"]
     cfg = config.load("lora_finetune_rocm", "cpu_pocket", changes)
+    use_shape(cfg)
     rows = [
         row("gemm", 3e13, dtype="bf16", library="default", direction=direction) for direction in ("forward", "dgrad")
     ]

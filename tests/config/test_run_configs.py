@@ -19,7 +19,7 @@ from rocm_ext.base.nested import flatten
 from rocm_ext.config.checks import check_grpo_values
 from rocm_ext.losses import Preference, objective_of
 from rocm_ext.machine.profile import check_locked, load_profile
-from rocm_ext.model.download import published, published_models
+from rocm_ext.model.download import published, published_models, use_shape
 from rocm_ext.model.native import NativeDecoder
 from tests.kit.plans import as_configured, plan
 
@@ -152,7 +152,9 @@ def test_the_head_says_how_to_run_it(name):
     assert ("bubblewrap" in head(name)) == ("PythonTests" in text(name))
     cfg = load(name)
     if name.startswith("cpu_pocket"):
-        assert name != "cpu_pocket" or f"rocm-ext pocket {cfg.checkpointer.checkpoint_dir}" in lines
+        assert f"rocm-ext pocket {cfg.model.checkpoint_dir}" in " ".join(lines)
+        mine = load(name, "model.checkpoint_dir=models/mine")
+        assert (mine.checkpointer.checkpoint_dir, mine.tokenizer.path) == ("models/mine", "models/mine/tokenizer.json")
         return
     (download,) = [line for line in lines if line.startswith("tune download ")]
     repo, folder = re.match(r"tune download (\S+) --output-dir (\S+)", download).groups()
@@ -287,8 +289,10 @@ def test_no_line_repeats_a_default(name):
 
 
 def test_the_pocket_model_is_small():
+    cfg = load("cpu_pocket")
+    use_shape(cfg)
     with torch.device("meta"):
-        model = config.instantiate(load("cpu_pocket").model, key="model")
+        model = config.instantiate(cfg.model, key="model")
     assert sum(p.numel() for n, p in model.named_parameters() if "lora_" not in n) == pytest.approx(1e6, rel=0.1)
 
 

@@ -1,12 +1,13 @@
 """Micro-batches: however rows are cut, each label is computed once, from the token before it."""
 
+import multiprocessing
 from itertools import chain
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rocm_ext.data.batches import collate, count_labels, cut
+from rocm_ext.data.batches import Layout, StepLoader, Steps, collate, count_labels, cut
 from rocm_ext.data.render import IGNORE
 from rocm_ext.data.rows import Rows, labelled
 
@@ -69,3 +70,16 @@ def test_each_label_is_computed_once(drawn, packed, ranks, budget, multiple):
         assert batch.columns["half"].tolist() == [label / 2 for label in batch.targets]
         assert batch.sequence.tolist() == [n for n, labels in enumerate(found) for _ in labels]
         assert batch.sequences == len(found)
+
+
+def test_workers_are_forks():
+    """Not what Python 3.14 takes by itself, which imports everything again."""
+    loader = StepLoader(numbered([[[True] * 3]]), Steps(1, 1), Layout(0, 1, 8, True, 0), num_workers=1)
+    loader.here = lambda: None  # only a fork has it
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        (update,) = loader.range(0, 1)
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+    assert update.labels == 2

@@ -67,7 +67,7 @@ def run(request, tmp_path_factory) -> Path:
 
 @pytest.mark.wide(always=1)
 def test_the_loss_is_the_recipes_own(run, tmp_path, capsys):
-    said = evaluate(capsys, "--config", run, "--base", "--output", tmp_path / "kept")
+    said = evaluate(capsys, run, "--base", "--output", tmp_path / "kept")
     expected = {name: metrics(run, f"val_{name}")[-1] for name in said if metrics(run, f"val_{name}")}
     assert {"loss", "tokens"} <= expected.keys()
     assert {name: said[name] for name in expected} == pytest.approx(expected, rel=1e-5)
@@ -99,7 +99,7 @@ def test_files_of_the_user_stay(run, tmp_path, capsys):
     (mine := tmp_path / "rows.jsonl").write_text("{}\n")
     rows, adapter = ["--data", str(run.parent / "rows.jsonl")], ["--adapter", str(run / "adapter")]
     for more in ([], ["--verifier", "MathAnswer", *rows]):
-        assert cli.main(["eval", "--config", str(run), *adapter, "--output", str(tmp_path), *more]) == 1
+        assert cli.main(["eval", str(run), *adapter, "--output", str(tmp_path), *more]) == 1
         assert f"{tmp_path} exists and is not empty; choose a new folder" in capsys.readouterr().err
     assert mine.read_text() == "{}\n"
     assert list(tmp_path.iterdir()) == [mine]
@@ -109,16 +109,16 @@ def test_a_file_takes_the_place_of_a_hub_data_set(run, tmp_path, capsys):
     rows = (run.parent / "rows.jsonl").read_text().splitlines()[:4]
     (tmp_path / "some.jsonl").write_text("\n".join(rows))
     on_hub = ["dataset.source=someone/rows", "dataset.name=main"]
-    assert evaluate(capsys, "--config", run, "--data", tmp_path / "some.jsonl", *on_hub)["rows"] == 4
+    assert evaluate(capsys, run, "--data", tmp_path / "some.jsonl", *on_hub)["rows"] == 4
 
 
 @pytest.mark.wide(always=1)
 def test_rows_can_be_named(run, tmp_path, capsys):
     rows = (run.parent / "rows.jsonl").read_text().splitlines()[:6]
     (tmp_path / "some.jsonl").write_text("\n".join(rows))
-    said = evaluate(capsys, "--config", run, "--data", tmp_path / "some.jsonl")
+    said = evaluate(capsys, run, "--data", tmp_path / "some.jsonl")
     assert said["rows"] == 6
-    assert cli.main(["eval", "--config", str(run), "--data", str(tmp_path / "some.jsonl")]) == 0
+    assert cli.main(["eval", str(run), "--data", str(tmp_path / "some.jsonl")]) == 0
     first, worst = capsys.readouterr().out.splitlines()[:2]
     assert first.startswith(f"loss {said['loss']:.4f}, perplexity {said['perplexity']:.3f} (6 rows, ")
     assert worst.startswith(("highest losses: row ", "rejected answers that are the more probable ones: row "))
@@ -147,11 +147,11 @@ def test_rows_of_the_users_own_need_trust(run, tmp_path, capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "own_rows", raising=False)
     dataset = yaml.safe_load((run / "config.yaml").read_text())["dataset"]
     name = f"own_rows.{dataset['_component_'].rpartition('.')[2]}"
-    copy = own(run, tmp_path, dataset={**dataset, "_component_": name})
-    assert cli.main(["eval", "--config", str(copy)]) == 1
+    copy = own(run, tmp_path / "lr=1e-3", dataset={**dataset, "_component_": name})
+    assert cli.main(["eval", str(copy)]) == 1
     assert f"dataset._component_ is '{name}'" in capsys.readouterr().err
     assert "own_rows" not in sys.modules
-    assert evaluate(capsys, "--config", copy, "--trust-config") == evaluate(capsys, "--config", run)
+    assert evaluate(capsys, "--trust-config", copy) == evaluate(capsys, run)
 
 
 VERIFIERS = "rocm_ext.verifiers"
@@ -217,7 +217,7 @@ def test_adapter_and_base_are_compared_prompt_by_prompt(pocket_dir, few, tmp_pat
     chosen = right_rows(pocket_dir, few, tmp_path, capsys)
     arguments = ["--config", "cpu_pocket", "--verifier", "MathAnswer", "--data", chosen, "--adapter", adapter, "--base"]
     arguments += ["max_new_tokens=32", "verify_workers=1", f"pocket={pocket_dir}", "model.lora_rank=2"]
-    arguments += ["model.lora_attn_modules=[q_proj]", "model.apply_lora_to_mlp=False", "model.lora_alpha=32"]
+    arguments += ["model.target_modules=[q_proj]", "model.lora_alpha=32"]
     said = evaluate(capsys, *arguments, "--output", kept)
     assert said["base"]["correct"] == said["base"]["prompts"] == 16
     paired = said["paired"]
@@ -275,9 +275,11 @@ def last_number(answer: dict) -> str:
     [
         (["--config", "cpu_pocket", "--base"], "--base compares an adapter"),
         (["--config", "cpu_pocket", "--verifier", "MathAnswer"], "--verifier needs prompts"),
-        (["--config", "cpu_pocket", "--samples", "2"], "set --verifier"),
+        (["seed=3", "--samples", "2", "cpu_pocket"], "set --verifier"),
         (["--config", "cpu_pocket"], "the config has no held-out rows"),
-        (["--config", "MODEL"], "a model alone has no prompts and no verifier"),
+        (["--base"], "expected one MODEL, such as the output_dir of a run, and key=value; found none"),
+        (["MODEL", "--config", "cpu_pocket"], " and cpu_pocket"),
+        (["MODEL"], "a model alone has no prompts and no verifier"),
         (["--config", "cpu_pocket_raft", "--format", "gsm8k"], "--format describes the rows of --data; set --data"),
     ],
 )

@@ -6,6 +6,8 @@ import logging
 import os
 import re
 import shutil
+import signal
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rocm_ext import cli, config
+from rocm_ext.base.files import replace_folder
 from rocm_ext.data.template import TEMPLATE
 from rocm_ext.train.lifecycle import run
 from tests.kit.families import CHATML, folder_config, id_of, on_demand, write_family
@@ -115,12 +118,22 @@ def test_the_merged_model_is_pefts(trained, bases, tmp_path, capsys):
     ).read_bytes()
 
 
-def test_the_merged_model_stops_where_the_template_ends_a_turn(bases, tmp_path):
+def test_the_merged_model_stops_where_the_template_ends_a_turn(bases, tmp_path, monkeypatch):
+    """Its folder is complete once it is there, so that a kill at that moment leaves nothing out."""
+
+    @contextmanager
+    def killed(folder):
+        with replace_folder(folder) as aside:
+            yield aside
+        raise KeyboardInterrupt
+
     base = shutil.copytree(bases("qwen2"), tmp_path / "base")
     text, turn = id_of(base, "<|endoftext|>"), id_of(base, "<|im_end|>")
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": text, "top_p": 0.9}))
     out = finetune(tmp_path, base, max_steps_per_epoch=1)
-    assert export(out, "--merged", tmp_path / "merged") == 0
+    monkeypatch.setattr("rocm_ext.model.adapters.merge.replace_folder", killed)
+    assert export(out, "--merged", tmp_path / "merged") == 128 + signal.SIGINT
+    assert head_of((tmp_path / "merged" / "README.md").read_text())["library_name"] == "transformers"
     written = json.loads((tmp_path / "merged" / "generation_config.json").read_text())
     assert written == {"eos_token_id": [text, turn], "top_p": 0.9}
 

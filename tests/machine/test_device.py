@@ -346,7 +346,7 @@ def test_start_runs_the_same_command_again_once_with_the_variables_set(tmp_path,
     pids = {line.split()[1] for line in [*starts, ran]}
     assert len(pids) == 1, "exec keeps the process"
     assert len(starts) == (1 if how == "stdin" else 2), "stdin is used up and cannot run again"
-    assert ran.split(maxsplit=2)[2] == "7 ['a b', '--x=1'] ['FAKE_HIP=7 (why)']"
+    assert ran.split(maxsplit=2)[2] == "7 ['a b', '--x=1'] ['environment: FAKE_HIP=7 (`rocm-ext doctor` says why)']"
 
 
 def test_programs_that_must_not_be_replaced_are_told_what_came_too_late(monkeypatch):
@@ -355,9 +355,9 @@ def test_programs_that_must_not_be_replaced_are_told_what_came_too_late(monkeypa
         monkeypatch.delenv(name)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    reason, late = apply_environment(load_profile("mi300x"), MI300X)
+    said, late = apply_environment(load_profile("mi300x"), MI300X)
     assert os.environ["GPU_MAX_HW_QUEUES"] == "2"
-    assert reason.startswith("GPU_MAX_HW_QUEUES=2 (")
+    assert said.startswith("environment: GPU_MAX_HW_QUEUES=2 (")
     assert late.endswith("export GPU_MAX_HW_QUEUES=2")
 
 

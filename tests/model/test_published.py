@@ -7,6 +7,7 @@ import pytest
 import torch
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from torchtune.models import llama3_1, llama3_2, llama3_3, qwen2_5
+from torchtune.models.qwen2 import qwen2
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
@@ -16,6 +17,7 @@ from rocm_ext.cli import main
 from rocm_ext.model import from_checkpoint
 from rocm_ext.model.download import published_models
 from rocm_ext.model.llama_cpp import read_layout
+from rocm_ext.pocket import SHAPE
 from tests.kit.plans import as_configured
 
 MODELS = published_models()
@@ -43,6 +45,7 @@ BILLIONS = {
     "google/gemma-4-E4B-it": 7.52 - 0.06,  # without the keys and values that 18 layers take from others
 }
 BUILDERS = {
+    "demo/pocket": lambda: qwen2(**SHAPE),
     "Qwen/Qwen2.5-0.5B-Instruct": qwen2_5.qwen2_5_0_5b,
     "Qwen/Qwen2.5-1.5B-Instruct": qwen2_5.qwen2_5_1_5b_instruct,
     "Qwen/Qwen2.5-3B-Instruct": qwen2_5.qwen2_5_3b,

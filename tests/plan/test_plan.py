@@ -498,7 +498,7 @@ def test_a_config_fits_its_machine(name, capsys):
         (["--config", "cpu_pocket", "--bench", "{tmp}/torn.json"], "cannot read"),
         (["--config", "cpu_pocket", "--bench", "{tmp}/list.json"], "cannot read"),
         (["--config", "cpu_pocket", "--bench", "{tmp}/other.json"], "was measured on"),
-        (["--config", "cpu_pocket", "model._component_=torch.nn.Linear"], "unknown key model."),
+        (["--config", "cpu_pocket", "model.lora_ran=8"], "did you mean lora_rank"),
         (["--config", "cpu_pocket", "tokens_per_micro_batch=3"], "the longest row has 256 tokens"),
         (["--config", "cpu_pocket", "tokens_per_micro_batch=best"], "auto, or null"),
         (["--config", "cpu_pocket", "optimizer._component_=torch.optim.Nothing"], "optimizer._component_"),

@@ -352,7 +352,7 @@ def test_tune_run_sets_the_environment_before_the_script_begins_and_runs_it_once
     assert {spin for _, _, spin in tops} == {"20000"}
     if not ranks:
         assert int(tops[0][1]) == process.pid, "exec keeps the process"
-    assert "GOMP_SPINCOUNT=20000 (" in err
+    assert "environment: GOMP_SPINCOUNT=20000 " in err
     assert "torchao" not in out + err
     assert OmegaConf.load(folder / "out" / "config.yaml").lora_plus_ratio == 8
 
@@ -380,7 +380,7 @@ def test_a_recipe_by_name_starts_with_the_environment_too(tmp_path):
     command = [str(Path(sys.executable).with_name("tune")), "run", "lora_finetune_rocm", "--config", "cpu_pocket"]
     run = subprocess.run([*command, "epochs=1"], cwd=tmp_path, env=bare(), capture_output=True, text=True)
     assert run.returncode == 1  # its model is not there yet
-    assert run.stderr.count("GOMP_SPINCOUNT=20000 (") == 1
+    assert run.stderr.count("environment: GOMP_SPINCOUNT=20000 ") == 1
     assert run.stderr.splitlines()[-1].startswith("error: ")
     assert "demo/pocket" in run.stderr.splitlines()[-1]
     assert "Traceback" not in run.stdout + run.stderr
@@ -392,6 +392,6 @@ def test_eval_has_the_environment_before_torch_is_imported(tmp_path):
     command = [str(Path(sys.executable).with_name("rocm-ext")), "eval", "--config", "cpu_pocket_raft"]
     run = subprocess.run(command, cwd=tmp_path, env=bare(), capture_output=True, text=True)
     assert run.returncode == 1
-    assert "GOMP_SPINCOUNT=20000 (" in run.stderr
+    assert "environment: GOMP_SPINCOUNT=20000 " in run.stderr
     assert "torch was imported before" not in run.stderr
     assert "torchao" not in run.stderr

@@ -1,12 +1,16 @@
 """The benchmark harness: its gates can fail, and its arithmetic is right."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -64,6 +68,29 @@ def test_a_side_that_hangs_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(protocol, "PATIENCE", 0.5)
     with side(tmp_path, "import time; time.sleep(600)") as peer, pytest.raises(Failed, match="has not answered"):
         peer.ask(steps=1)
+
+
+ENDED = """
+import os, signal, sys
+from pathlib import Path
+from tools.benchmarks.protocol import Side
+with Side("peer", sys.executable, ["-c", "import time; time.sleep(600)"], Path("log")) as side:
+    print(side._process.pid, flush=True)
+    os.kill(os.getpid(), signal.Signals[sys.argv[1]])
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGINT"])
+def test_a_side_ends_with_the_benchmark(tmp_path, how):
+    ended = subprocess.run([sys.executable, "-c", ENDED, how], capture_output=True, text=True, cwd=tmp_path,
+                           env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert ended.returncode
+    until = time.monotonic() + 10
+    with suppress(psutil.NoSuchProcess):  # a zombie waits for the system's first process, which may reap none
+        while psutil.Process(int(ended.stdout)).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < until
+            time.sleep(0.01)
 
 
 def test_a_failed_comparison_loses_no_other(tmp_path, monkeypatch, capsys):

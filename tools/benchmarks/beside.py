@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rocm_ext.base.process import end_with_parent
 from tests.kit.tiny import run_config, write_yaml
 from tools.benchmarks.protocol import Failed, Ratio, Side, in_turn
 from tools.benchmarks.work import model_config, pocket, write_random_model
@@ -150,7 +151,7 @@ def busy(count: int, code: str) -> Iterator[None]:
     A side has a session of its own. Where the kernel groups programs by session (``sched_autogroup_enabled``), it gets
     more than one program's share.
     """
-    programs = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(count)]
+    programs = [subprocess.Popen([sys.executable, "-c", code], preexec_fn=end_with_parent) for _ in range(count)]
     try:
         time.sleep(5 if count and code == TORCH else 0)  # torch's import
         yield
@@ -163,8 +164,8 @@ def busy(count: int, code: str) -> Iterator[None]:
 @contextmanager
 def another() -> Iterator[subprocess.Popen]:
     """Context with a torch program that computes in its turns."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", TURNS], **pipes) as program:  # type: ignore[call-overload]
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "preexec_fn": end_with_parent}
+    with subprocess.Popen([sys.executable, "-c", TURNS], **options) as program:  # type: ignore[call-overload]
         take_turn(program, 0)
         try:
             yield program

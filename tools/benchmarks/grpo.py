@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rocm_ext import config
+from rocm_ext.base.process import end_with_parent
 from rocm_ext.config import algorithms
 from rocm_ext.config.algorithms import updates_of_pass, updates_of_step
 from rocm_ext.model.adapters import peft_files
@@ -112,20 +113,12 @@ def prepare(base: Path, changes: Sequence[str], wide: bool = False) -> DictConfi
         widen(base / "pocket")
     given = [f"pocket={base}/pocket", f"output_dir={base}/out", "eval_prompts=null", "mismatch=none",
              *POCKET_STEPS, "verify_workers=1", f"checkpointer.adapter_checkpoint={base}/peft"]  # fmt: skip
-    cfg = config.load("grpo_rocm", "cpu_pocket_grpo", [*given, *shape(wide), *changes])
+    cfg = config.load("grpo_rocm", "cpu_pocket_grpo", [*given, *changes])
     cfg = algorithms.filled(cfg)
     decoder = build_model(cfg.model, torch.float32, 7, torch.device("cpu"))
     (base / "peft").mkdir()
-    peft_files.write_adapter(base / "peft", decoder, "QWEN2", str(base / "pocket"))
+    peft_files.write_adapter(base / "peft", decoder, cfg.checkpointer.model_type, str(base / "pocket"))
     return cfg
-
-
-def shape(wide: bool) -> list[str]:
-    """Return the changes to a config's ``model`` for :data:`WIDE`; none for the pocket model's own shape."""
-    if not wide:
-        return []
-    sizes = [f"model.{key}={value}" for key, value in (SHAPE | WIDE).items()]
-    return ["model._component_=torchtune.models.qwen2.lora_qwen2", *sizes]
 
 
 def widen(folder: Path) -> None:
@@ -262,8 +255,8 @@ def evaluate(base: Path, adapter: str | Path | None, wide: bool = False) -> floa
         Failed: the evaluation failed.
     """
     command = ["-m", "rocm_ext.cli", "eval", "--config", "cpu_pocket_raft", "--json", f"pocket={base}/pocket"]
-    command += shape(wide) + (["--adapter", str(adapter)] if adapter else [])
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    command += ["--adapter", str(adapter)] if adapter else []
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, preexec_fn=end_with_parent)
     if done.returncode:
         raise Failed(f"cannot evaluate {adapter}: {done.stderr[-2000:]}")
     scores = json.loads(done.stdout)

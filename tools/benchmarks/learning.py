@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from rocm_ext import config
+from rocm_ext.base.process import end_with_parent
 from rocm_ext.base.registry import GRPO, RAFT, SFT
 from rocm_ext.report.charts import Line
 from rocm_ext.runs.folder import RunFolder
@@ -150,7 +151,8 @@ def complete(task: Job) -> str | None:
     command = [sys.executable, "-m", f"rocm_ext.recipes.{task.recipe}", "--config", task.config, *overrides]
     one = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     with task.folder.with_suffix(".log").open("w") as log:
-        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **one}).returncode
+        options = {"stdout": log, "stderr": subprocess.STDOUT, "preexec_fn": end_with_parent}
+        code = subprocess.run(command, env={**os.environ, **one}, **options).returncode  # type: ignore[call-overload]
     print(f"{task.folder.name}: {'done' if code == 0 else f'exit {code}'}", file=sys.stderr, flush=True)
     return task.folder.with_suffix(".log").read_text()[-2000:] if code else None
 
@@ -250,7 +252,8 @@ def main() -> None:
     if args.task == "pretrained":
         pretrained.make(pocket, args.wheel)
     elif args.task == "sums":
-        subprocess.run([sys.executable, "-m", "rocm_ext.cli", "pocket", str(pocket)], check=True)
+        make = [sys.executable, "-m", "rocm_ext.cli", "pocket", str(pocket)]
+        subprocess.run(make, check=True, preexec_fn=end_with_parent)
     else:
         sorting.make(pocket)
     made = json.loads(card.read_text())

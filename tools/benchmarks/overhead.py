@@ -27,6 +27,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.base.files import read_lines
+from rocm_ext.base.process import end_with_parent
 from rocm_ext.config import algorithms
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl import evaluation
@@ -76,7 +77,7 @@ def run_41m(base: Path, steps: int, changes: Sequence[str]) -> Path:
 def _call(module: str, *arguments: object) -> None:
     done = subprocess.run(
         [sys.executable, "-m", module, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, preexec_fn=end_with_parent,
     )  # fmt: skip
     if done.returncode:
         raise Failed(f"{module} ended with {done.returncode}: {done.stderr[-2000:]}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rocm_ext import pocket
+from rocm_ext.base.process import end_with_parent
 from rocm_ext.base.registry import GRPO, RAFT, SFT
 from rocm_ext.data.prompts import prompt_dataset
 from tests.kit.tiny import write_yaml
@@ -91,5 +92,6 @@ def evaluate(folder: Path, output: Path, *arguments: object) -> tuple[int, int]:
     """Return how many held-out answers are right, and how many there are, by ``rocm-ext eval --output OUTPUT``."""
     command = [sys.executable, "-m", "rocm_ext.cli", "eval", "--config", folder / f"{RAFT}.yaml", "--json",
                "--output", output, *arguments, "overwrite_output_dir=True"]  # fmt: skip
-    scores = json.loads(subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, check=True).stdout)
+    options = {"stdout": subprocess.PIPE, "check": True, "preexec_fn": end_with_parent}
+    scores = json.loads(subprocess.run(list(map(str, command)), **options).stdout)  # type: ignore[call-overload]
     return scores["correct"], scores["prompts"]

@@ -16,6 +16,8 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+from rocm_ext.base.process import end_with_parent
+
 ROOT = Path(__file__).parents[2]
 PATIENCE = 1800  # seconds to wait for an answer
 
@@ -25,7 +27,7 @@ class Failed(Exception):
 
 
 class Side:
-    """A process that follows orders.
+    """A process that follows orders. It ends with this one, however this one ends.
 
     Args:
         name: in the table.
@@ -47,6 +49,7 @@ class Side:
             self._process = subprocess.Popen(
                 [str(python), *map(str, arguments)], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
+                preexec_fn=end_with_parent,
                 env={**os.environ, **common, **autoload, "BENCHMARK_PIPE": str(theirs.fileno())},
             )  # fmt: skip
         theirs.close()

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from rocm_ext.base.process import end_with_parent
 from tests.kit.tiny import run_config, write_yaml
 from tools.benchmarks.protocol import ROOT, Failed, Ratio
 from tools.benchmarks.work import write_random_model, write_steps
@@ -113,7 +114,8 @@ def run(command: Sequence[str], environ: dict[str, str], log: Path) -> float:
     """Seconds from a process's start to its end."""
     with log.open("w") as out:
         began = time.perf_counter()
-        done = subprocess.run(command, cwd=ROOT, env=environ, stdout=out, stderr=subprocess.STDOUT, timeout=600)
+        options = {"stdout": out, "stderr": subprocess.STDOUT, "timeout": 600, "preexec_fn": end_with_parent}
+        done = subprocess.run(command, cwd=ROOT, env=environ, **options)  # type: ignore[call-overload]
         took = time.perf_counter() - began
     if done.returncode:
         raise Failed(f"{' '.join(command)} ended with {done.returncode}:\n{log.read_text()[-3000:]}")

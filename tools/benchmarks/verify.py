@@ -14,6 +14,7 @@ from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
+from rocm_ext.base.process import end_with_parent
 from rocm_ext.data.prompts import prompt_dataset
 from rocm_ext.verifiers import Pool, Verdict
 from rocm_ext.verifiers.sandbox import bubblewrap, interpreter
@@ -41,7 +42,7 @@ def boxed() -> list[str]:
 
 def start_one(command: list[str]) -> None:
     """Run a command."""
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, preexec_fn=end_with_parent)
 
 
 def measure(source: str, rounds: int, workers: int) -> list[dict[str, Any]]:

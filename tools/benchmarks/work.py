@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rocm_ext.base.process import end_with_parent
 from tests.kit.families import folder_config, write_family
 from tests.kit.tiny import SHAPE, run_config, write_model, write_tokenizer
 from tools.benchmarks.protocol import Failed
@@ -103,7 +104,7 @@ def pocket(base: Path, *options: str) -> Path:
     folder = base / "pocket"
     if not folder.exists():
         make = [sys.executable, "-m", "rocm_ext.cli", "pocket", str(folder), *options]
-        done = subprocess.run(make, capture_output=True, text=True)
+        done = subprocess.run(make, capture_output=True, text=True, preexec_fn=end_with_parent)
         if done.returncode:
             raise Failed(f"cannot make the pocket model: {done.stderr[-2000:]}")
     return folder

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from rocm_ext.base.process import end_with_parent
 from tools.gpu.here import Failed, Here, Skipped
 from tools.gpu.parts import Part
 
@@ -151,6 +152,7 @@ def end_all(pid: int, mark: str) -> None:
 def _child(part: Part, here: Here, rows: Path, log: Path, environ: Mapping[str, str]) -> None:
     """Run a part in this process, which is new."""
     os.setsid()  # Ctrl-C is the parent's
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with log.open("w") as file:

@@ -1,6 +1,27 @@
 """Range checks of a recipe's keys. Components check their own arguments."""
 
+from omegaconf import DictConfig, OmegaConf
+
+from rocm_ext.base import registry
 from rocm_ext.config.checks.rollouts import check_grpo_values, check_raft_values
 from rocm_ext.config.checks.training import check_max_seq_len, check_values
+from rocm_ext.config.layers import trainer_config
 
-__all__ = ["check_grpo_values", "check_max_seq_len", "check_raft_values", "check_values"]
+__all__ = ["check_config", "check_grpo_values", "check_max_seq_len", "check_raft_values", "check_values"]
+
+
+def check_config(cfg: DictConfig, family: str) -> None:
+    """Refuse values that a recipe would refuse before it reads a file.
+
+    Args:
+        cfg: the whole config.
+        family: the recipe of this library that runs it, or that its recipe extends; empty: none, and nothing is known.
+
+    Raises:
+        UserError: naming the key, what was found and what was expected.
+    """
+    if family:
+        check_values(OmegaConf.create(trainer_config(cfg)))
+    for recipe, check in ((registry.RAFT, check_raft_values), (registry.GRPO, check_grpo_values)):
+        if family == recipe:
+            check(cfg)

@@ -5,7 +5,7 @@ Merging goes from one folder to another, one weight file at a time. The whole ba
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -52,7 +52,13 @@ def base_tensors(cfg_checkpointer: DictConfig) -> tuple[Path, list[str], StoredW
     return base, files, StoredWeights(base, files)
 
 
-def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path, decoder: Decoder) -> None:
+def merge(
+    cfg_checkpointer: DictConfig,
+    adapter: Path,
+    out: Path,
+    decoder: Decoder,
+    complete: Callable[[Path], object] = lambda folder: None,
+) -> None:
     """Merge a PEFT adapter into the checkpointer's base model and write a Hugging Face folder.
 
     It merges one weight at a time, in fp32, and rounds it by :func:`_round_by_chance`. It holds at most one file of the
@@ -64,6 +70,7 @@ def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path, decoder: Decod
         adapter: PEFT folder.
         out: folder to write.
         decoder: the model that the adapter belongs to.
+        complete: writes what else belongs into the folder, before it appears.
 
     Raises:
         UserError: the adapter changes a weight that the base model does not have, or a file of the base model is a link
@@ -97,6 +104,7 @@ def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path, decoder: Decod
         if (adapter / TEMPLATE).is_file():  # the run had a chat template of its own
             shutil.copy2(adapter / TEMPLATE, folder / TEMPLATE)
             (folder / OF_PROCESSORS).unlink(missing_ok=True)  # transformers' processors prefer it
+        complete(folder)
 
 
 def _say_16_bits(path: Path) -> None:
