@@ -321,7 +321,11 @@ def test_an_interpreter_that_ends_is_replaced(boxed, code, why):
     assert boxed("1 + 1") == "2"
 
 
-def test_a_fork_bomb_ends(hasty):
+def test_a_fork_bomb_ends(opened):
+    """Without bubblewrap it makes thousands of processes before it is counted, and the machine waits for them."""
+    if not works():
+        pytest.skip("bubblewrap does not work here")
+    hasty = opened(timeout=2)
     assert re.search(f"error: the code (ran for more than 2 s|(started|used) more than .*); {LOST}", hasty(FORKS))
     assert hasty("1 + 1") == "2"
 
