@@ -4,9 +4,10 @@ import copy
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -238,7 +239,7 @@ def labelled(labels: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
         [s] booleans.
     """
     mask = labels != IGNORE
-    mask[np.cumsum([0, *lengths])[:-1]] = False  # no token predicts the first token of a sequence
+    mask[[0, *accumulate(lengths)][:-1]] = False  # no token predicts the first token of a sequence
     return mask
 
 
@@ -296,10 +297,12 @@ def tokenize(
     limits = _LengthLimits(max_seq_len, positions, too_long, foreign)
     reader: _Reader | None = None
     bad: list[str] = []
-    for index in tqdm(chosen, desc="tokenize", unit="row", disable=not progress):
+    bar = tqdm(chosen, desc="tokenize", unit="row", disable=not progress)
+    for index, item in zip(bar, _items(dataset, chosen), strict=True):
         beat()
         try:
-            item = dataset[index]
+            if isinstance(item, Exception):
+                raise item
             kind = _PairReader if _is_pair(item) else _SequenceReader
             reader = kind(rows, limits) if reader is None else reader
             if type(reader) is not kind:
@@ -310,7 +313,7 @@ def tokenize(
             raise
         except UserError as error:  # its message names the row already
             bad.append(str(error))
-        except Exception as error:  # a user's dataset may raise anything
+        except Exception as error:
             bad.append(f"{origin_of(dataset, index)}: {one_line(error)}")
         if len(bad) == _ALL_BAD and reader is None:
             cure = "these are the first, and none is good: do the dataset's keys fit them?"
@@ -330,6 +333,22 @@ def tokenize(
             "the stop token under max_seq_len. Use rocm_ext.data.sft_dataset or set max_seq_len to null"
         )
     return rows
+
+
+def _items(dataset: Any, indices: Sequence[int]) -> Iterator[Any]:
+    """Yield a dataset's items, or the exceptions that it raises; those of this library tokenise many at once."""
+    if isinstance(dataset, SourceDataset):
+        yield from dataset.items(indices)
+    elif isinstance(dataset, ConcatDataset):
+        starts = [0, *dataset.cumulative_sizes]
+        for part, start, end in zip(dataset.datasets, starts, starts[1:], strict=False):
+            yield from _items(part, [index - start for index in indices if start <= index < end])
+    else:
+        for index in indices:
+            try:
+                yield dataset[index]
+            except Exception as error:  # a user's dataset may raise anything
+                yield error
 
 
 class WrongRow(UserError):

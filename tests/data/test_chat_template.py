@@ -9,7 +9,7 @@ from pathlib import Path
 
 import datasets
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.data import preference_dataset, prompt_dataset, sft_dataset
+from rocm_ext.data.encoder import TextEncoder
 from rocm_ext.data.messages import to_turns
 from rocm_ext.data.render import IGNORE, marked_text, render_conversation, render_prompt, render_reply
 from rocm_ext.data.rows import open_dataset, tokenize
@@ -403,6 +404,57 @@ def test_a_row_is_its_prompt_and_what_follows(model_folder, name, question, answ
     if not answer[0].isspace() and answer[0] != "\u0301":
         assert tokens == reference
         assert tokens[: starts[1]] == prompts[1]
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(system=WILD, chats=st.lists(st.tuples(WILD, WILD, WILD), min_size=1, max_size=5))
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1"])
+def test_rows_read_together_are_what_they_are_alone(model_folder, rows, name, system, chats):
+    tokenizer = open_tokenizer(config_for(model_folder(name)))
+    wrong = [{"messages": [user("\ud800"), assistant("a")]}, {"messages": [user("a")]}, {"text": ""}]
+    turns = [[user(asked), assistant(said), user(more), assistant(said)] for asked, said, more in chats]
+    sft = rows(*wrong, *({"messages": chat, "system": system} for chat in turns), {"text": system}, *wrong)
+    pairs = [{"prompt": chat[:3], "chosen": chat[3:], "rejected": [assistant(system)]} for chat in turns]
+    pairs = rows({"prompt": "\ud800", "chosen": "a", "rejected": "b"}, *pairs, {"prompt": "a"}, name="pairs.jsonl")
+    for dataset in (sft_dataset(tokenizer, source=sft), preference_dataset(tokenizer, source=pairs)):
+        alone = []
+        for index in range(len(dataset)):
+            try:
+                alone.append(dataset[index])
+            except UserError as error:
+                alone.append(str(error))
+        together = list(dataset.items(range(len(dataset))))
+        assert [str(item) if isinstance(item, UserError) else item for item in together] == alone
+        assert sum(isinstance(item, str) for item in alone) >= 2
+
+
+ADDED = [AddedToken(text, normalized=False) for text in ("<a>", "<a>b", "x<a>yz", "<a><a>")]
+ADDED += [AddedToken("<l>", lstrip=True), AddedToken("<r>", rstrip=True), AddedToken("aw", single_word=True)]
+PIECES = st.lists(st.sampled_from([*map(str, ADDED), *"ab xyz<\n", "\u0301"]), max_size=6).map("".join)
+
+
+@settings(max_examples=150, deadline=None)
+@given(shared=PIECES, texts=st.lists(PIECES, min_size=1, max_size=4))
+@example(shared="x<a>y", texts=["z", "b"])
+@example(shared="b<a>", texts=["b", "<a>", "a"])
+@pytest.mark.parametrize("first", ["byte level", "metaspace"])
+def test_texts_encoded_together_are_what_they_are_alone(model_folder, encoders, first, shared, texts):
+    texts = [shared + text for text in texts]
+    assert encoders[first].encode_all(texts) == [encoders[first].encode(text) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def encoders(model_folder, tmp_path_factory):
+    """Encoders with awkward added tokens, one of which marks the beginning of a text."""
+    made = {}
+    for name in ("byte level", "metaspace"):
+        tokenizer = Tokenizer.from_file(str(model_folder("qwen2_5") / "tokenizer.json"))
+        if name == "metaspace":
+            tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("b", prepend_scheme="first")
+        tokenizer.add_tokens(ADDED)
+        tokenizer.save(str(path := tmp_path_factory.mktemp("encoder") / "tokenizer.json"))
+        made[name] = TextEncoder(path)
+    return made
 
 
 def test_a_turn_that_begins_the_conversation_bears_no_loss(model_folder):
