@@ -373,6 +373,12 @@ class _LengthLimits:
         """Return the lower limit; None without limits."""
         return min(filter(None, (self.max_seq_len, self.positions)), default=None)
 
+    def __str__(self) -> str:
+        limit = self.least()
+        if limit is None:
+            return "no limit"
+        return f"the model's window of {limit} tokens" if limit == self.positions else f"max_seq_len {limit}"
+
     def drops(self, origin: Callable[[], str], length: int, limit: int) -> bool:
         """Return whether a sequence of ``length`` tokens, which exceeds ``limit``, is dropped rather than cut.
 
@@ -447,7 +453,7 @@ class _SequenceReader(_Reader):
 
     def dropped(self) -> str:
         return (
-            f"{self._counts['dropped_too_long']} over max_seq_len {self._limits.least()} were dropped, "
+            f"{self._counts['dropped_too_long']} over {self._limits} were dropped, "
             f"{self._counts['dropped_without_labels']} had nothing to train on within that length"
         )
 
@@ -496,7 +502,7 @@ class _PairReader(_Reader):
 
     def dropped(self) -> str:
         dropped = {what: count for what, count in self._counts.items() if what.startswith("dropped")}
-        return ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in dropped.items())
+        return ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in dropped.items()) + f" ({self._limits})"
 
 
 def _is_pair(item: Mapping[str, Any]) -> bool:
