@@ -74,7 +74,7 @@ def load_rows(source: str, split: str, data_files: Any, name: str | None) -> tup
     Raises:
         UserError: the source does not exist or cannot be read, or the split has no rows.
     """
-    files = _local_files(source)
+    files = local_files(source)
     kinds = {LOADERS.get(_suffix(file)) for file in files}
     if len(kinds) > 1 or None in kinds:
         raise UserError(f"{source}: expected {', '.join(LOADERS)} files, all of one kind; the first may end in .gz")
@@ -202,7 +202,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
-def _local_files(source: str) -> list[str]:
+def local_files(source: str) -> list[str]:
     """Return the files that a path or a glob names; [] for a folder, a hub name or a loader's name.
 
     Raises:

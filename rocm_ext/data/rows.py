@@ -4,6 +4,7 @@ import copy
 import hashlib
 import math
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -74,6 +75,44 @@ def origin_of(dataset: Any, index: int) -> str:
     return dataset.origin(index) if hasattr(dataset, "origin") else f"{type(dataset).__name__} row {index}"
 
 
+class Ragged(Sequence[np.ndarray]):
+    """Arrays of different lengths end to end in one, which a million rows need in place of lists.
+
+    Args:
+        whole: all of them; None: there are none yet, and they are int32.
+        bounds: where each begins, and where the last one ends.
+    """
+
+    def __init__(self, whole: np.ndarray | None = None, bounds: np.ndarray | None = None) -> None:
+        self._whole: Any = array("i") if whole is None else whole
+        self._bounds: Any = array("q", [0]) if bounds is None else bounds
+
+    @property
+    def whole(self) -> np.ndarray:
+        """All arrays as one; :meth:`append` has to wait until it is gone."""
+        return self._whole if isinstance(self._whole, np.ndarray) else np.frombuffer(self._whole, np.int32)
+
+    def append(self, row: np.ndarray) -> None:
+        """Add an array."""
+        self._whole.frombytes(row.tobytes())
+        self._bounds.append(len(self._whole))
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        index = range(len(self))[index]
+        return self.whole[self._bounds[index] : self._bounds[index + 1]]
+
+
+Arrays = list[np.ndarray] | Ragged
+
+
+def flat(arrays: Arrays) -> np.ndarray:
+    """Return arrays end to end."""
+    return arrays.whole if isinstance(arrays, Ragged) else np.concatenate(arrays)
+
+
 @dataclass(frozen=True)
 class Rows:
     """Tokenised rows; a row is one sequence or a pack of several.
@@ -85,13 +124,17 @@ class Rows:
         counts: number of ``rows`` read, of kept rows that were ``truncated``, of rows ``dropped_too_long`` and of
             rows ``dropped_without_labels``; those of pairs: see :class:`_PairReader`.
         columns: further values per token, by name (``old_logprobs``, ``advantages``, …): ``[s]`` float32 of each row.
+        said: warnings that reading them gave.
+        known: :meth:`fingerprint` by the names of the columns, where it was stored with the rows.
     """
 
-    tokens: list[np.ndarray]
-    labels: list[np.ndarray]
+    tokens: Arrays
+    labels: Arrays
     lengths: list[tuple[int, ...]]
     counts: dict[str, int]
-    columns: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+    known: dict[tuple[str, ...], str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -147,7 +190,7 @@ class Rows:
         """Return the rows with these indices."""
         chosen = list(indices)
 
-        def take(parts: list) -> list:
+        def take(parts: Any) -> list:
             return [parts[i] for i in chosen]
 
         columns = {name: take(column) for name, column in self.columns.items()}
@@ -161,7 +204,7 @@ class Rows:
         """
         parts = list(parts)
 
-        def join(arrays: list[np.ndarray]) -> list[np.ndarray]:
+        def join(arrays: Arrays) -> list[np.ndarray]:
             return [np.concatenate([arrays[i] for i in part]) for part in parts]
 
         lengths = [tuple(n for i in part for n in self.lengths[i]) for part in parts]
@@ -214,10 +257,12 @@ class Rows:
         Raises:
             UserError: it does not; the message names the largest id.
         """
-        check_vocabulary(max(int(tokens.max()) for tokens in self.tokens), size)
+        check_vocabulary(int(flat(self.tokens).max()), size)
 
     def fingerprint(self) -> str:
         """Hash all rows in their order with SHA-256, in hex."""
+        if (known := self.known.get(tuple(self.columns))) is not None:
+            return known
         digest = hashlib.sha256()
         for tokens, labels, lengths in zip(self.tokens, self.labels, self.lengths, strict=True):
             digest.update(np.array([len(lengths), *lengths], dtype="<i8").tobytes())
@@ -292,7 +337,7 @@ def tokenize(
     if not hasattr(dataset, "__len__"):
         raise UserError(f"{type(dataset).__name__} has no length; only map-style datasets can be trained on")
     chosen = range(0, len(dataset), every)
-    rows = Rows([], [], [], {"rows": len(chosen)})
+    rows = Rows(Ragged(), Ragged(), [], {"rows": len(chosen)})
     foreign = not all(isinstance(part, SourceDataset) for part in getattr(dataset, "datasets", [dataset]))
     limits = _LengthLimits(max_seq_len, positions, too_long, foreign)
     reader: _Reader | None = None
@@ -322,10 +367,11 @@ def tokenize(
         raise UserError(about_bad_rows(bad, len(chosen), "correct what is bad, or set bad_rows=drop to leave it out"))
     if bad:
         rows.counts["bad_rows"] = len(bad)
-        log.warning("%s: %s", name, about_bad_rows(bad, len(chosen), "left out (bad_rows: drop)"))
+        rows.said.append(f"{name}: {about_bad_rows(bad, len(chosen), 'left out (bad_rows: drop)')}")
     for part in getattr(dataset, "datasets", [dataset]):
-        warn(part.warnings() if isinstance(part, SourceDataset) else [])
-    if not rows.tokens:
+        rows.said.extend(part.warnings() if isinstance(part, SourceDataset) else [])
+    warn(rows.said)
+    if not len(rows):
         raise UserError(f"{name}: 0 of {len(chosen)} rows left{'' if reader is None else f': {reader.dropped()}'}")
     if foreign and max_seq_len and all(labels[-1] == IGNORE for labels in rows.labels):
         log.warning(

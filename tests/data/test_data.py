@@ -618,7 +618,7 @@ def test_rows():
     assert len(rows) == 2
     assert [row.tolist() for row in rows.tokens] == [[1, 2, 3, 4, 5], [1, 2, 3]]
     assert [row.tolist() for row in rows.labels] == [[-100, 2, 3, 4, 5], [-100, 2, 3]]
-    assert {row.dtype for row in rows.tokens + rows.labels} == {np.dtype(np.int32)}
+    assert {row.dtype for row in [*rows.tokens, *rows.labels]} == {np.dtype(np.int32)}
     assert rows.lengths == [(5,), (3,)]
 
 
