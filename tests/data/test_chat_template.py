@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from rocm_ext.recipes import lora_finetune_rocm
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torchtune.models.llama3._tokenizer import LLAMA3_SPECIAL_TOKENS
@@ -1024,3 +1025,17 @@ def test_the_models_own_template_is_not_written_twice(rows, tmp_path):
     assert recipe.trainer.rows.tokens[0].tolist() == theirs(folder, CHATS["one turn"], template=PLAIN)
     assert not (tmp_path / "run" / "adapter" / "chat_template.jinja").exists()
     assert (tmp_path / "run" / "merged" / "chat_template.jinja").read_text() == PLAIN
+
+
+def test_a_second_run_reads_no_rows(rows, tmp_path, monkeypatch):
+    folder, source = tiny.write_model(tmp_path / "base"), rows(*[{"messages": CHATS["several turns"]}] * 4)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(rows_kept, "WORTH", 0)
+    first = finetune(folder, source, tmp_path / "first")
+    monkeypatch.setattr(lora_finetune_rocm, "tokenize", None)
+    second = finetune(folder, source, tmp_path / "second")
+    assert contents(second.rows) == contents(first.rows)
+    adapters = [(tmp_path / run / "adapter" / "adapter_model.safetensors").read_bytes() for run in ("first", "second")]
+    assert adapters[0] == adapters[1]
+    with pytest.raises(TypeError):  # it reads
+        finetune(folder, source, tmp_path / "third", keep_rows=False)
