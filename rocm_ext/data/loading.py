@@ -15,12 +15,6 @@ from pandas import read_csv
 from rocm_ext.base.errors import UserError, nearest, one_line
 
 LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
-
-
-class Line(str):
-    """A row in JSON, which :func:`row_at` parses."""
-
-
 SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk writes into a folder
 
 
@@ -179,9 +173,9 @@ def row_at(rows: Any, index: int) -> dict[str, Any]:
     """
     if not isinstance(rows, list):
         return _without_nulls(rows[index])
-    if isinstance(row := rows[index], Line):
+    if isinstance(row := rows[index], bytes):  # a line of JSON
         try:
-            row = json.loads(row)
+            row = json.loads(row.decode())
         except (ValueError, RecursionError) as error:
             raise ValueError(f"malformed JSON: {error}") from error
     if not isinstance(row, dict):
@@ -238,7 +232,7 @@ def _read_json(files: list[str], split: str) -> tuple[list[dict], list[str]]:
             for number, line in enumerate(text.split("\n"), 1):  # splitlines also splits at U+2028
                 origin = f"{file}:{number}"
                 if line.strip():
-                    rows.append(Line(line))
+                    rows.append(line.encode())
                     origins.append(origin)
         except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
             raise UserError(f"{file}: cannot read it as UTF-8 text: {one_line(error)}") from error
