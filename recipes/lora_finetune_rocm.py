@@ -18,6 +18,7 @@ from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
 from rocm_ext.config.checks import check_values
+from rocm_ext.data.kept import kept_rows, what_makes
 from rocm_ext.data.rows import Rows, open_dataset, tokenize
 from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.model.adapters import peft_files
@@ -135,14 +136,21 @@ class LoRAFinetune:
         """
 
     def _rows(self, component: Any, key: str, tokenizer: Any) -> Rows:
-        rows = tokenize(
-            open_dataset(component, tokenizer, self.cfg.too_long),
-            max_seq_len=getattr(tokenizer, "max_seq_len", None),
-            positions=self.learner.decoder.max_seq_len,
-            too_long=self.cfg.too_long,
-            bad_rows=self.cfg.bad_rows,
-            progress=self.runtime.ranks.is_main and os.isatty(2),
-            name=key,
+        cfg = self.cfg
+        policies: dict[str, Any] = {
+            "max_seq_len": getattr(tokenizer, "max_seq_len", None),
+            "positions": self.learner.decoder.max_seq_len,
+            "too_long": cfg.too_long,
+            "bad_rows": cfg.bad_rows,
+            "name": key,
+        }
+        rows = kept_rows(
+            lambda: what_makes(cfg, component, **policies) if cfg.keep_rows else None,
+            lambda: tokenize(
+                open_dataset(component, tokenizer, cfg.too_long),
+                progress=self.runtime.ranks.is_main and os.isatty(2),
+                **policies,
+            ),
         )
         log.info("%s: %s", key, ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in rows.counts.items()))
         return rows

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.data.render import IGNORE
-from rocm_ext.data.rows import ROUTES, Rows, labelled
+from rocm_ext.data.rows import ROUTES, Rows, flat, labelled
 
 _WORTH_SHARING = 16  # tokens
 
@@ -128,7 +128,13 @@ def count_labels(labels: np.ndarray, lengths: Sequence[int]) -> tuple[int, int]:
 
 def label_counts(rows: Rows) -> list[tuple[int, int]]:
     """Return :func:`count_labels` of each row."""
-    return [count_labels(*row) for row in zip(rows.labels, rows.lengths, strict=True)]
+    if not len(rows):
+        return []
+    lengths = [n for row in rows.lengths for n in row]
+    counts = np.add.reduceat(labelled(flat(rows.labels), lengths), np.cumsum([0, *lengths])[:-1], dtype=np.int64)
+    starts = np.cumsum([0, *map(len, rows.lengths)])[:-1]
+    of_rows = (np.add.reduceat(part, starts, dtype=np.int64).tolist() for part in (counts, counts > 0))
+    return list(zip(*of_rows, strict=True))
 
 
 def cut(lengths: Sequence[int], ranks: int, budget: int, packed: bool) -> list[list[list[int]]]:

@@ -19,6 +19,7 @@ FLAGS = {  # 0 or false keeps a message out of the loss -> whether its author's 
     "trainable": True,  # Tinker
 }
 DETAILS = ("train_detail", "training_detail")  # axolotl: parts of a message
+_MARKS = frozenset((*FLAGS, *DETAILS))
 KTO = ("label", "kto_tag")  # TRL and ms-swift, LLaMA-Factory: whether an answer is good
 ALPACA = ("instruction", "input", "history")
 
@@ -35,6 +36,8 @@ def masked(message: Mapping[str, Any], role: str, where: str) -> bool:
     Raises:
         ValueError: a flag is neither 0 nor 1, two contradict each other, or one asks for what is not supported.
     """
+    if message.keys().isdisjoint(_MARKS):
+        return role != "assistant"
     if detail := next((key for key in DETAILS if message.get(key) is not None), None):
         raise ValueError(f"{where}: {detail} trains on parts of a message, which is not supported; remove it")
     flags = {key: message[key] for key in FLAGS if message.get(key) is not None}

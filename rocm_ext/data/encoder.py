@@ -3,6 +3,8 @@
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +48,10 @@ class TextEncoder:
         # stood alone. Those that take white space with them, or change with the text around them, are left out.
         plain = {number: t.content for number, t in added.items() if not (t.lstrip or t.rstrip or t.single_word)}
         self._splits = {number: content for number, content in plain.items() if not added[number].normalized}
+        self._longest = max(map(len, self.ids), default=0)
         longest = sorted(self._splits.values(), key=len, reverse=True)
         self._split = re.compile("|".join(map(re.escape, longest)) if longest else r"(?!)")
+        self._piece = lru_cache(1024)(self.encode)  # what stands between an added token and a cut is often a header
 
     def encode(self, text: str) -> list[int]:
         """Tokenise ``text``.
@@ -55,8 +59,27 @@ class TextEncoder:
         Raises:
             UserError: the text is not valid Unicode.
         """
+        return self._encode([text])[0]
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenise several texts, which takes less time than one by one.
+
+        What they all begin with, up to the last added token in it, is tokenised once.
+
+        Raises:
+            UserError: a text is not valid Unicode.
+        """
+        shared = commonprefix(texts)  # noqa: RUF071 - of characters
+        first = self.encode(shared)
+        # a longer token may begin where the texts still agree
+        known = [anchor for anchor in self._anchors(shared, first) if anchor[0] + self._longest <= len(shared)]
+        start, _, index = known[-1] if known else (0, 0, 0)
+        return [first[:index] + rest for rest in self._encode([text[start:] for text in texts])]
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            # without places in the text, which cost a fifth of the time
+            return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
         except TypeError as error:  # JSON can contain half a surrogate pair
             raise UserError("the text is not valid Unicode") from error
 
@@ -70,12 +93,15 @@ class TextEncoder:
         """Return the text of ``tokens``, with special tokens if ``special``."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=not special)
 
-    def encode_apart(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
+    def encode_apart(
+        self, text: str, cuts: Sequence[int], encoded: list[int] | None = None
+    ) -> tuple[list[int], list[int]]:
         """Tokenise ``text`` so that the tokens before a cut are those of the text before it.
 
         Args:
             text: the text.
             cuts: positions in ``text``, in characters, in order.
+            encoded: the tokens of ``text``, if they are known.
 
         Returns:
             The tokens, and how many of them are before each cut. They are those of :meth:`encode` unless one of its
@@ -83,12 +109,12 @@ class TextEncoder:
         """
         done: list[int] = []  # tokens in front of the last cut that a token spanned; `text` begins there
         begun, positions = 0, []
-        tokens = self.encode(text)
+        tokens = self.encode(text) if encoded is None else encoded
         anchors = self._anchors(text, tokens)
         for cut in cuts:
             at = bisect_right(anchors, cut - begun, key=lambda anchor: anchor[1]) - 1
             start, _, index = anchors[at] if at >= 0 else (0, 0, 0)
-            before = self.encode(text[start : cut - begun])
+            before = self._piece(text[start : cut - begun])
             if tokens[index : index + len(before)] != before:
                 done += tokens[:index] + before
                 text, begun = text[cut - begun :], cut

@@ -4,6 +4,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,6 @@ from pandas import read_csv
 from rocm_ext.base.errors import UserError, nearest, one_line
 
 LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
-
-
-class Malformed(str):
-    """What is wrong with a row that cannot be read."""
-
-
 SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk writes into a folder
 
 
@@ -50,11 +45,13 @@ def open_source(
         if fields is not None and ours not in fields:
             raise UserError(f"column_map maps our columns to yours; {ours!r} is not one of ours{nearest(ours, fields)}")
     rows, origin = load_rows(source, split, data_files, name)
-    columns = getattr(rows, "column_names", None) or list(
-        dict.fromkeys(key for row in rows if isinstance(row, dict) for key in row)
-    )
+    named = getattr(rows, "column_names", None)
+    columns, unread = dict.fromkeys(named or ()), iter(() if named else range(len(rows)))
+    while not columns.keys() >= set(column_map.values()) and (index := next(unread, None)) is not None:
+        with suppress(ValueError):
+            columns |= dict.fromkeys(row_at(rows, index))
     if missing := [column for column in column_map.values() if column not in columns]:
-        raise UserError(f"column_map names {missing}, but the columns of {source} are {columns}")
+        raise UserError(f"column_map names {missing}, but the columns of {source} are {list(columns)}")
     return rows, origin, dict(column_map)
 
 
@@ -71,7 +68,7 @@ def load_rows(source: str, split: str, data_files: Any, name: str | None) -> tup
     Raises:
         UserError: the source does not exist or cannot be read, or the split has no rows.
     """
-    files = _local_files(source)
+    files = local_files(source)
     kinds = {LOADERS.get(_suffix(file)) for file in files}
     if len(kinds) > 1 or None in kinds:
         raise UserError(f"{source}: expected {', '.join(LOADERS)} files, all of one kind; the first may end in .gz")
@@ -176,8 +173,11 @@ def row_at(rows: Any, index: int) -> dict[str, Any]:
     """
     if not isinstance(rows, list):
         return _without_nulls(rows[index])
-    if isinstance(row := rows[index], Malformed):
-        raise ValueError(str(row))
+    if isinstance(row := rows[index], bytes):  # a line of JSON
+        try:
+            row = json.loads(row.decode())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"malformed JSON: {error}") from error
     if not isinstance(row, dict):
         raise ValueError(f"a row must be a JSON object, found {type(row).__name__}")
     return row
@@ -196,7 +196,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
-def _local_files(source: str) -> list[str]:
+def local_files(source: str) -> list[str]:
     """Return the files that a path or a glob names; [] for a folder, a hub name or a loader's name.
 
     Raises:
@@ -218,32 +218,28 @@ def _read_json(files: list[str], split: str) -> tuple[list[dict], list[str]]:
     Raises:
         UserError: a file cannot be read, or ``split`` is invalid. A malformed row is one once :func:`row_at` reads it.
     """
-    rows: list[tuple[Any, str]] = []
+    rows: list[Any] = []
+    origins: list[str] = []
     for file in files:
         origin = file
         try:
             with _open(file) as opened:
                 text = opened.read()
             if _suffix(file) == ".json" and (listed := _listed(text)) is not None:
-                rows += [(row, f"{file} row {index}") for index, row in enumerate(listed)]
+                rows += listed
+                origins += [f"{file} row {index}" for index in range(len(listed))]
                 continue
             for number, line in enumerate(text.split("\n"), 1):  # splitlines also splits at U+2028
                 origin = f"{file}:{number}"
                 if line.strip():
-                    rows.append((_parsed(line), origin))
+                    rows.append(line.encode())
+                    origins.append(origin)
         except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
             raise UserError(f"{file}: cannot read it as UTF-8 text: {one_line(error)}") from error
         except (ValueError, RecursionError) as error:
             raise UserError(f"{origin}: malformed JSON: {error}") from error
-    rows = [pair for part in _parts(split, {"train": len(rows)}) for pair in rows[part.from_ : part.to]]
-    return [row for row, _ in rows], [origin for _, origin in rows]
-
-
-def _parsed(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return Malformed(f"malformed JSON: {error}")
+    parts = [slice(part.from_, part.to) for part in _parts(split, {"train": len(rows)})]
+    return [row for part in parts for row in rows[part]], [origin for part in parts for origin in origins[part]]
 
 
 def _listed(text: str) -> list[Any] | None:

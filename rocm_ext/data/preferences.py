@@ -8,7 +8,7 @@ from typing import Any
 from rocm_ext.data.dialects import conversation, pair, refuse_kto, role_of
 from rocm_ext.data.loading import open_source
 from rocm_ext.data.messages import REASONING, Turn, to_tools, to_turns, with_system
-from rocm_ext.data.render import render_conversation
+from rocm_ext.data.render import Steps, render_turns
 from rocm_ext.data.rows import SIDES
 from rocm_ext.data.sources import EXTRAS, SourceDataset
 
@@ -65,7 +65,7 @@ class PreferenceDataset(SourceDataset):
     for a side without an answer.
     """
 
-    def _item(self, index: int) -> dict[str, list[int]]:
+    def _item(self, index: int) -> Steps:
         fields = self._fields(index)
         tools = to_tools(fields.get("tools"))
         fields |= {key: conversation(fields[key], tools) for key in ("prompt", *SIDES) if key in fields}
@@ -75,10 +75,8 @@ class PreferenceDataset(SourceDataset):
             tokens: list[int] = []
             labels: list[int] = []
             if len(turns) > shared:
-                messages = [
-                    {**turn.message(), "weight": int(not turn.masked and i >= shared)} for i, turn in enumerate(turns)
-                ]
-                tokens, labels = render_conversation(self.tokenizer, messages, tools=tools)
+                answers = [turn._replace(masked=turn.masked or i < shared) for i, turn in enumerate(turns)]
+                tokens, labels = yield from render_turns(self.tokenizer, answers, tools=tools)
             item |= {f"{side}_input_ids": tokens, f"{side}_labels": labels}
         self._note(index, [turn for turns in sides for turn in turns])
         return item

@@ -52,6 +52,7 @@ def prompt_dataset(
     column_map: Mapping[str, str] | None = None,
     system_prompt: str = "",
     limit: int | None = None,
+    bad_rows: str = "error",
 ) -> list[Prompt]:
     """Read prompts; a component for YAML: ``_component_: rocm_ext.data.prompt_dataset``.
 
@@ -76,6 +77,7 @@ def prompt_dataset(
         column_map: our column -> yours, ``{prompt: problem}``; with a format, the format's column -> yours.
         system_prompt: added to conversations without a system message; empty adds nothing.
         limit: read only the first ``limit`` rows.
+        bad_rows: policy for malformed rows: ``error`` (of all of them together) or ``drop``.
 
     Returns:
         The prompts, in the order of their rows.
@@ -88,6 +90,8 @@ def prompt_dataset(
         raise UserError(f"format {format!r} is unknown{nearest(format, FORMATS)}")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise UserError(f"limit is {limit!r}; expected a whole number of at least 1, or null")
+    if bad_rows not in ("error", "drop"):
+        raise UserError(f"bad_rows is {bad_rows!r}; expected error or drop")
     if not isinstance(system_prompt, str):
         raise UserError(f"system_prompt must be a string, found {type(system_prompt).__name__}")
     rows, origin, mapping = open_source(source, split, data_files, name, column_map)
@@ -99,9 +103,11 @@ def prompt_dataset(
             prompts += _prompts(row_at(rows, index), mapping, format, system_prompt, origin(index))
         except ValueError as error:
             bad.append(f"{origin(index)}: {error}")
+    if bad and (bad_rows == "error" or len(bad) == count):
+        raise UserError(about_bad_rows(bad, count, "correct what is bad, or set bad_rows: drop to leave it out"))
     if bad:
-        raise UserError(about_bad_rows(bad, count, "correct what is bad"))
-    if left_out := count - len(prompts):
+        log.warning("%s", about_bad_rows(bad, count, "left out (bad_rows: drop)"))
+    if left_out := count - len(bad) - len(prompts):
         log.warning("%s: left out %d rows without usable tests", source, left_out)
     return _distinct(prompts, source)
 

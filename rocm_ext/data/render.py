@@ -7,7 +7,7 @@ Labels follow torchtune: ``labels[t]`` is the token at ``t`` itself, or -100 for
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any, Protocol
 
@@ -20,6 +20,8 @@ from rocm_ext.data.template import ChatTemplate
 
 IGNORE = -100
 Tools = Sequence[Mapping] | None
+Steps = Generator[str, list[int] | None, Any]  # yields texts to tokenise, and is sent their tokens or None
+Rendering = Generator[str, list[int] | None, tuple[list[int], list[int]]]
 
 
 class Renderer(Protocol):
@@ -28,8 +30,8 @@ class Renderer(Protocol):
     def prompt(self, turns: Sequence[Turn], tools: Tools) -> list[int]:
         """Render a conversation to sample from, with the header of the assistant's turn."""
 
-    def conversation(self, turns: Sequence[Turn], tools: Tools) -> tuple[list[int], list[int]]:
-        """Render a conversation to tokens and labels; the last turn is one to train on."""
+    def conversation(self, turns: Sequence[Turn], tools: Tools) -> Rendering:
+        """Render a conversation to tokens and labels, see :func:`together`; the last turn is one to train on."""
 
     def reply(
         self, before: Sequence[Turn], answer: Turn, sampled: str, reply: Sequence[Turn], tools: Tools
@@ -85,15 +87,53 @@ def render_conversation(
         UserError: a message is malformed, the conversation has no assistant turn to train on, or the chat template
             does not show which tokens to train on.
     """
-    turns = to_turns(messages)
+    return alone(render_turns(tokenizer, to_turns(messages), train_on_input, tools, last_turn))
+
+
+def render_turns(
+    tokenizer: Any, turns: Sequence[Turn], train_on_input: bool = False, tools: Tools = None, last_turn: bool = False
+) -> Rendering:
+    """Render the turns of a conversation as :func:`render_conversation` does, together with others."""
     last = max((i for i, turn in enumerate(turns) if not turn.masked), default=None)
     if last is None:
         raise UserError("no assistant turn to train on")
     turns = turns[: last + 1]
     if last_turn or train_on_input:
         turns = [*(turn._replace(masked=True) for turn in turns[:-1]), turns[-1]]
-    tokens, labels = _renderer(tokenizer).conversation(turns, tools)
+    tokens, labels = yield from _renderer(tokenizer).conversation(turns, tools)
     return tokens, list(tokens) if train_on_input else labels
+
+
+def together(steps: Sequence[Steps], encode: Callable[[list[str]], Sequence] | None = None) -> list:
+    """Return what each of several steps returns, or the exception that it raises.
+
+    The texts that they wait for are tokenised at once, which takes less time and gives the same tokens.
+
+    Args:
+        steps: the steps.
+        encode: tokenises texts; without it each step tokenises its own.
+    """
+    results: list = [None] * len(steps)
+    sent = dict.fromkeys(range(len(steps)))
+    while sent:
+        texts = {}
+        for i, tokens in sent.items():
+            try:
+                texts[i] = steps[i].send(tokens)
+            except StopIteration as end:
+                results[i] = end.value
+            except Exception as error:  # a tokenizer of the user's may raise anything
+                results[i] = error
+        sent = dict(zip(texts, encode(list(texts.values())), strict=True)) if encode else dict.fromkeys(texts)
+    return results
+
+
+def alone(step: Steps) -> Any:
+    """Return what one step returns, or raise its exception."""
+    (found,) = together([step])
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def render_reply(
@@ -147,6 +187,13 @@ class TemplateRenderer:
     def __init__(self, template: ChatTemplate, encoder: TextEncoder, stops: Sequence[int]) -> None:
         self.template, self._encoder, self._stops = template, encoder, frozenset(stops)
 
+    def encode_all(self, texts: Sequence[str]) -> Sequence[list[int] | None]:
+        """Tokenise the texts of several conversations for :func:`together`."""
+        try:
+            return self._encoder.encode_all(texts)
+        except UserError:  # the conversation that is to blame says so
+            return [None] * len(texts)
+
     @property
     def added_tokens(self) -> frozenset[str]:
         """Texts of the tokens that were added to the vocabulary, special or not."""
@@ -160,12 +207,12 @@ class TemplateRenderer:
         """Render a conversation to sample from, by the template."""
         return self._encoder.encode(self.template.render(turns, tools, prompt=True))
 
-    def conversation(self, turns: Sequence[Turn], tools: Tools) -> tuple[list[int], list[int]]:
+    def conversation(self, turns: Sequence[Turn], tools: Tools) -> Rendering:
         """Render a conversation to train on, by the template; turns that the model says have labels."""
         if all(turn.masked for turn in turns[1:]):  # nothing prompts a turn that begins a conversation
             raise UserError("no assistant turn to train on: the only one begins the conversation")
         text, spans = self._marked(turns, tools) if self.template.marked else self._nested(turns, tools)
-        tokens, cuts = self._encoder.encode_apart(text, [cut for span in spans for cut in span])
+        tokens, cuts = self._encoder.encode_apart(text, [cut for span in spans for cut in span], (yield text))
         if spans and not self._stops.intersection(tokens[cuts[-2] :]):
             tokens += self._next_marker(text, turns, tools)
         labels, stopped = [IGNORE] * len(tokens), []
@@ -287,8 +334,9 @@ class PlainRenderer:
         """Refuse: there are no turns."""
         return self.prompt([*before, answer, *reply], tools), True
 
-    def conversation(self, turns: Sequence[Turn], tools: Tools) -> tuple[list[int], list[int]]:
+    def conversation(self, turns: Sequence[Turn], tools: Tools) -> Rendering:
         """Return prompt and completion; the completion has labels."""
+        yield from ()  # the tokenizer takes one text at a time
         prompt = self.prompt(turns[:-1], tools)
         text = turns[-1].content
         answer = self._tokenizer.encode(text, add_bos=False, add_eos=False) + end_of(text, self._tokenizer, self._end)
@@ -316,8 +364,9 @@ class TorchtuneRenderer:
         start = mask.index(False) if False in mask else len(mask)
         return tokens[: start + self._header_length()]
 
-    def conversation(self, turns: Sequence[Turn], tools: Tools) -> tuple[list[int], list[int]]:
+    def conversation(self, turns: Sequence[Turn], tools: Tools) -> Rendering:
         """Render a conversation to train on, by the tokenizer; turns that the model says have labels."""
+        yield from ()  # the tokenizer takes one conversation at a time
         _refuse_tools(turns, tools)
         trained = [i for i, turn in enumerate(turns) if not turn.masked]
         labels: list[int] = []
@@ -395,7 +444,7 @@ def _label(labels: list[int], tokens: Sequence[int], indices: Sequence[int], sto
 
     The model does not generate what a template puts after the end of turn (``"\\n"``), so this gets no label.
     """
-    end = max((n for n, i in enumerate(indices, 1) if tokens[i] in stops), default=len(indices))
+    end = next((n for n in range(len(indices), 0, -1) if tokens[indices[n - 1]] in stops), len(indices))
     for i in indices[:end]:
         labels[i] = tokens[i]
 

@@ -4,9 +4,11 @@ import copy
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -73,6 +75,44 @@ def origin_of(dataset: Any, index: int) -> str:
     return dataset.origin(index) if hasattr(dataset, "origin") else f"{type(dataset).__name__} row {index}"
 
 
+class Ragged(Sequence[np.ndarray]):
+    """Arrays of different lengths end to end in one, which a million rows need in place of lists.
+
+    Args:
+        whole: all of them; None: there are none yet, and they are int32.
+        bounds: where each begins, and where the last one ends.
+    """
+
+    def __init__(self, whole: np.ndarray | None = None, bounds: np.ndarray | None = None) -> None:
+        self._whole: Any = array("i") if whole is None else whole
+        self._bounds: Any = array("q", [0]) if bounds is None else bounds
+
+    @property
+    def whole(self) -> np.ndarray:
+        """All arrays as one; :meth:`append` has to wait until it is gone."""
+        return self._whole if isinstance(self._whole, np.ndarray) else np.frombuffer(self._whole, np.int32)
+
+    def append(self, row: np.ndarray) -> None:
+        """Add an array."""
+        self._whole.frombytes(row.tobytes())
+        self._bounds.append(len(self._whole))
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        index = range(len(self))[index]
+        return self.whole[self._bounds[index] : self._bounds[index + 1]]
+
+
+Arrays = list[np.ndarray] | Ragged
+
+
+def flat(arrays: Arrays) -> np.ndarray:
+    """Return arrays end to end."""
+    return arrays.whole if isinstance(arrays, Ragged) else np.concatenate(arrays)
+
+
 @dataclass(frozen=True)
 class Rows:
     """Tokenised rows; a row is one sequence or a pack of several.
@@ -85,13 +125,17 @@ class Rows:
             rows ``dropped_without_labels``; those of pairs: see :class:`_PairReader`. In GRPO ``answers``, see
             :class:`rocm_ext.rl.selection.Selected`.
         columns: further values per token, by name (``old_logprobs``, ``advantages``, …): ``[s]`` float32 of each row.
+        said: warnings that reading them gave.
+        known: :meth:`fingerprint` by the names of the columns, where it was stored with the rows.
     """
 
-    tokens: list[np.ndarray]
-    labels: list[np.ndarray]
+    tokens: Arrays
+    labels: Arrays
     lengths: list[tuple[int, ...]]
     counts: dict[str, int]
-    columns: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+    known: dict[tuple[str, ...], str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -147,7 +191,7 @@ class Rows:
         """Return the rows with these indices."""
         chosen = list(indices)
 
-        def take(parts: list) -> list:
+        def take(parts: Any) -> list:
             return [parts[i] for i in chosen]
 
         columns = {name: take(column) for name, column in self.columns.items()}
@@ -161,7 +205,7 @@ class Rows:
         """
         parts = list(parts)
 
-        def join(arrays: list[np.ndarray]) -> list[np.ndarray]:
+        def join(arrays: Arrays) -> list[np.ndarray]:
             return [np.concatenate([arrays[i] for i in part]) for part in parts]
 
         lengths = [tuple(n for i in part for n in self.lengths[i]) for part in parts]
@@ -214,10 +258,12 @@ class Rows:
         Raises:
             UserError: it does not; the message names the largest id.
         """
-        check_vocabulary(max(int(tokens.max()) for tokens in self.tokens), size)
+        check_vocabulary(int(flat(self.tokens).max()), size)
 
     def fingerprint(self) -> str:
         """Hash all rows in their order with SHA-256, in hex."""
+        if (known := self.known.get(tuple(self.columns))) is not None:
+            return known
         digest = hashlib.sha256()
         for tokens, labels, lengths in zip(self.tokens, self.labels, self.lengths, strict=True):
             digest.update(np.array([len(lengths), *lengths], dtype="<i8").tobytes())
@@ -239,7 +285,7 @@ def labelled(labels: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
         [s] booleans.
     """
     mask = labels != IGNORE
-    mask[np.cumsum([0, *lengths])[:-1]] = False  # no token predicts the first token of a sequence
+    mask[[0, *accumulate(lengths)][:-1]] = False  # no token predicts the first token of a sequence
     return mask
 
 
@@ -292,15 +338,17 @@ def tokenize(
     if not hasattr(dataset, "__len__"):
         raise UserError(f"{type(dataset).__name__} has no length; only map-style datasets can be trained on")
     chosen = range(0, len(dataset), every)
-    rows = Rows([], [], [], {"rows": len(chosen)})
+    rows = Rows(Ragged(), Ragged(), [], {"rows": len(chosen)})
     foreign = not all(isinstance(part, SourceDataset) for part in getattr(dataset, "datasets", [dataset]))
     limits = _LengthLimits(max_seq_len, positions, too_long, foreign)
     reader: _Reader | None = None
     bad: list[str] = []
-    for index in tqdm(chosen, desc="tokenize", unit="row", disable=not progress):
+    bar = tqdm(chosen, desc="tokenize", unit="row", disable=not progress)
+    for index, item in zip(bar, _items(dataset, chosen), strict=True):
         beat()
         try:
-            item = dataset[index]
+            if isinstance(item, Exception):
+                raise item
             kind = _PairReader if _is_pair(item) else _SequenceReader
             reader = kind(rows, limits) if reader is None else reader
             if type(reader) is not kind:
@@ -311,7 +359,7 @@ def tokenize(
             raise
         except UserError as error:  # its message names the row already
             bad.append(str(error))
-        except Exception as error:  # a user's dataset may raise anything
+        except Exception as error:
             bad.append(f"{origin_of(dataset, index)}: {one_line(error)}")
         if len(bad) == _ALL_BAD and reader is None:
             cure = "these are the first, and none is good: do the dataset's keys fit them?"
@@ -320,10 +368,11 @@ def tokenize(
         raise UserError(about_bad_rows(bad, len(chosen), "correct what is bad, or set bad_rows=drop to leave it out"))
     if bad:
         rows.counts["bad_rows"] = len(bad)
-        log.warning("%s: %s", name, about_bad_rows(bad, len(chosen), "left out (bad_rows: drop)"))
+        rows.said.append(f"{name}: {about_bad_rows(bad, len(chosen), 'left out (bad_rows: drop)')}")
     for part in getattr(dataset, "datasets", [dataset]):
-        warn(part.warnings() if isinstance(part, SourceDataset) else [])
-    if not rows.tokens:
+        rows.said.extend(part.warnings() if isinstance(part, SourceDataset) else [])
+    warn(rows.said)
+    if not len(rows):
         raise UserError(f"{name}: 0 of {len(chosen)} rows left{'' if reader is None else f': {reader.dropped()}'}")
     if foreign and max_seq_len and all(labels[-1] == IGNORE for labels in rows.labels):
         log.warning(
@@ -331,6 +380,22 @@ def tokenize(
             "the stop token under max_seq_len. Use rocm_ext.data.sft_dataset or set max_seq_len to null"
         )
     return rows
+
+
+def _items(dataset: Any, indices: Sequence[int]) -> Iterator[Any]:
+    """Yield a dataset's items, or the exceptions that it raises; those of this library tokenise many at once."""
+    if isinstance(dataset, SourceDataset):
+        yield from dataset.items(indices)
+    elif isinstance(dataset, ConcatDataset):
+        starts = [0, *dataset.cumulative_sizes]
+        for part, start, end in zip(dataset.datasets, starts, starts[1:], strict=False):
+            yield from _items(part, [index - start for index in indices if start <= index < end])
+    else:
+        for index in indices:
+            try:
+                yield dataset[index]
+            except Exception as error:  # a user's dataset may raise anything
+                yield error
 
 
 class WrongRow(UserError):
@@ -354,6 +419,12 @@ class _LengthLimits:
     def least(self) -> int | None:
         """Return the lower limit; None without limits."""
         return min(filter(None, (self.max_seq_len, self.positions)), default=None)
+
+    def __str__(self) -> str:
+        limit = self.least()
+        if limit is None:
+            return "no limit"
+        return f"the model's window of {limit} tokens" if limit == self.positions else f"max_seq_len {limit}"
 
     def drops(self, origin: Callable[[], str], length: int, limit: int) -> bool:
         """Return whether a sequence of ``length`` tokens, which exceeds ``limit``, is dropped rather than cut.
@@ -429,7 +500,7 @@ class _SequenceReader(_Reader):
 
     def dropped(self) -> str:
         return (
-            f"{self._counts['dropped_too_long']} over max_seq_len {self._limits.least()} were dropped, "
+            f"{self._counts['dropped_too_long']} over {self._limits} were dropped, "
             f"{self._counts['dropped_without_labels']} had nothing to train on within that length"
         )
 
@@ -478,7 +549,7 @@ class _PairReader(_Reader):
 
     def dropped(self) -> str:
         dropped = {what: count for what, count in self._counts.items() if what.startswith("dropped")}
-        return ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in dropped.items())
+        return ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in dropped.items()) + f" ({self._limits})"
 
 
 def _is_pair(item: Mapping[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """Read conversations from files or the hub, and recognise their schema."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.data.dialects import ALPACA, asked, conversation, listed, refuse_kto, string
 from rocm_ext.data.loading import open_source, row_at
 from rocm_ext.data.messages import REASONING, Turn, to_tools, to_turns, with_system
-from rocm_ext.data.render import PlainRenderer, TemplateRenderer, end_of, render_conversation
+from rocm_ext.data.render import PlainRenderer, Steps, TemplateRenderer, end_of, render_turns, together
 from rocm_ext.data.tokenizer import special_token_lines, special_tokens_in
 
 SCHEMAS = {  # the columns that a row needs; alpaca's ALPACA are optional
@@ -24,6 +24,7 @@ SCHEMAS = {  # the columns that a row needs; alpaca's ALPACA are optional
 }
 EXTRAS = ("system", "tools")  # columns that every schema but text may have
 FIELDS = (*ALPACA, *EXTRAS, *(field for fields in SCHEMAS.values() for field in fields))
+_TOGETHER = 128  # rows that are tokenised at once
 NEEDS = ", ".join(f"{name} ({' + '.join(fields)})" for name, fields in SCHEMAS.items())
 
 
@@ -120,14 +121,25 @@ class SourceDataset(Dataset, ABC):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
-        try:
-            return self._item(index)
-        except (UserError, ValueError) as error:  # ValueError: the tokenizer cannot encode the text
-            raise UserError(f"{self.origin(index)}: {one_line(error)}") from error
+        (item,) = self.items([index])
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def items(self, indices: Sequence[int]) -> Iterator[dict[str, list[int]] | Exception]:
+        """Tokenise rows; yield an exception in place of a row that cannot be used."""
+        renderer = getattr(self.tokenizer, "renderer", None)
+        encode = renderer.encode_all if isinstance(renderer, TemplateRenderer) else None
+        for start in range(0, len(indices), _TOGETHER):
+            part = indices[start : start + _TOGETHER]
+            for index, item in zip(part, together([self._item(index) for index in part], encode), strict=True):
+                # ValueError: the tokenizer cannot encode the text
+                wrong = isinstance(item, UserError | ValueError)
+                yield UserError(f"{self.origin(index)}: {one_line(item)}") if wrong else item
 
     @abstractmethod
-    def _item(self, index: int) -> dict[str, list[int]]:
-        """Tokenise row ``index``."""
+    def _item(self, index: int) -> Steps:
+        """Tokenise row ``index``; return the item."""
 
     def warnings(self) -> list[str]:
         """Return what the user should know about the rows read so far, one line each."""
@@ -186,7 +198,7 @@ class ConversationDataset(SourceDataset):
     last_turn: bool
     train_on_input: bool
 
-    def _item(self, index: int) -> dict[str, list[int]]:
+    def _item(self, index: int) -> Steps:
         schema, fields = self._fields(index)
         if schema == "text":
             if not (text := string(fields["text"], "text")):
@@ -199,8 +211,9 @@ class ConversationDataset(SourceDataset):
         messages = self._messages(schema, fields, tools)
         if plain and (schema != "prompt_completion" or any(isinstance(fields[key], list) for key in SCHEMAS[schema])):
             raise ValueError("chat_template none needs prompt and completion as strings, or text")
-        tokens, labels = render_conversation(self.tokenizer, messages, self.train_on_input, tools, self.last_turn)
-        self._note(index, to_turns(messages))
+        turns = to_turns(messages)
+        tokens, labels = yield from render_turns(self.tokenizer, turns, self.train_on_input, tools, self.last_turn)
+        self._note(index, turns)
         return {"tokens": tokens, "labels": labels}
 
     def _fields(self, index: int) -> tuple[str, dict[str, Any]]:

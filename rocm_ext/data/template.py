@@ -63,6 +63,7 @@ class ChatTemplate:
             tree = environment.parse(text)
             self.marked = any(isinstance(call.node, nodes.ExtensionAttribute) for call in tree.find_all(nodes.Call))
             self._template = environment.from_string(text)
+            self._template.globals = dict(self._template.globals)  # each rendering copies them; a ChainMap is slow
         except TemplateError as error:
             raise UserError(f"chat template {origin} is not valid Jinja: {one_line(error)}") from error
         fields = {nodes.Getattr: "attr", nodes.Name: "name", nodes.Const: "value"}

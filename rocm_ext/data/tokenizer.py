@@ -14,7 +14,7 @@ from rocm_ext.base.log import log
 from rocm_ext.config.checks import check_max_seq_len
 from rocm_ext.data.encoder import EOS, TOKENIZER, HFTokenizer, TextEncoder, ids_in
 from rocm_ext.data.messages import to_turns
-from rocm_ext.data.render import PlainRenderer, Renderer, TemplateRenderer, render_conversation, render_prompt
+from rocm_ext.data.render import PlainRenderer, Renderer, TemplateRenderer, alone, render_conversation, render_prompt
 from rocm_ext.data.template import TEMPLATE, ChatTemplate, read_template
 
 _SAMPLE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -253,7 +253,7 @@ def _turn_end(template: ChatTemplate, base: HFTokenizer) -> list[int]:
     special = {base.encoder.ids[text] for text in base.encoder.special}
     renderer = TemplateRenderer(template, base.encoder, [*base.stop_tokens, *special])
     try:
-        _, labels = renderer.conversation(to_turns(_SAMPLE), None)
+        _, labels = alone(renderer.conversation(to_turns(_SAMPLE), None))
     except UserError:  # _check_end_of_turn tells it
         return []
     if set(base.stop_tokens).intersection(labels):

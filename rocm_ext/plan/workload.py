@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
 from rocm_ext.config.algorithms import updates_of_pass
-from rocm_ext.data.batches import count_labels, shared_beginnings
+from rocm_ext.data.batches import label_counts, shared_beginnings
 from rocm_ext.data.render import render_prompt
 from rocm_ext.data.rows import SIDE, Rows, open_dataset, tokenize
 from rocm_ext.data.tokenizer import open_tokenizer
@@ -127,10 +127,10 @@ def describe(rows: Rows, count: int, source: str, share: bool = False) -> Worklo
         share: whether sequences of a row share their beginnings, see :func:`rocm_ext.data.batches.collate`.
     """
     per_row = []
-    for tokens, labels, lengths in zip(rows.tokens, rows.labels, rows.lengths, strict=True):
+    for tokens, lengths, (labels, _) in zip(rows.tokens, rows.lengths, label_counts(rows), strict=True):
         shared = shared_beginnings(tokens, lengths) if share else [0] * len(lengths)
         unshared = tuple(length - common for length, common in zip(lengths, shared, strict=True))
-        per_row.append((unshared, tuple(shared), count_labels(labels, lengths)[0]))
+        per_row.append((unshared, tuple(shared), labels))
     sizes = [sum(unshared) for unshared, _, _ in per_row]
     return Workload(
         longest=max(sizes),

@@ -1,17 +1,25 @@
 """The models' own chat templates: the same tokens as transformers, and labels on what the assistant generates."""
 
 import base64
+import errno
 import json
 import logging
+import os
 import re
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import distribution
+from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from rocm_ext.recipes import lora_finetune_rocm
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torchtune.models.llama3._tokenizer import LLAMA3_SPECIAL_TOKENS
@@ -20,10 +28,12 @@ from transformers import AutoTokenizer
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
+from rocm_ext.data import kept as rows_kept
 from rocm_ext.data import preference_dataset, prompt_dataset, sft_dataset
+from rocm_ext.data.encoder import TextEncoder
 from rocm_ext.data.messages import to_turns
 from rocm_ext.data.render import IGNORE, marked_text, render_conversation, render_prompt, render_reply
-from rocm_ext.data.rows import open_dataset, tokenize
+from rocm_ext.data.rows import Rows, open_dataset, tokenize
 from rocm_ext.data.tokenizer import defused, open_tokenizer
 from rocm_ext.rl.prompts import PromptSet
 from rocm_ext.train.builders import check_tokenizer
@@ -403,6 +413,57 @@ def test_a_row_is_its_prompt_and_what_follows(model_folder, name, question, answ
     if not answer[0].isspace() and answer[0] != "\u0301":
         assert tokens == reference
         assert tokens[: starts[1]] == prompts[1]
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(system=WILD, chats=st.lists(st.tuples(WILD, WILD, WILD), min_size=1, max_size=5))
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1"])
+def test_rows_read_together_are_what_they_are_alone(model_folder, rows, name, system, chats):
+    tokenizer = open_tokenizer(config_for(model_folder(name)))
+    wrong = [{"messages": [user("\ud800"), assistant("a")]}, {"messages": [user("a")]}, {"text": ""}]
+    turns = [[user(asked), assistant(said), user(more), assistant(said)] for asked, said, more in chats]
+    sft = rows(*wrong, *({"messages": chat, "system": system} for chat in turns), {"text": system}, *wrong)
+    pairs = [{"prompt": chat[:3], "chosen": chat[3:], "rejected": [assistant(system)]} for chat in turns]
+    pairs = rows({"prompt": "\ud800", "chosen": "a", "rejected": "b"}, *pairs, {"prompt": "a"}, name="pairs.jsonl")
+    for dataset in (sft_dataset(tokenizer, source=sft), preference_dataset(tokenizer, source=pairs)):
+        alone = []
+        for index in range(len(dataset)):
+            try:
+                alone.append(dataset[index])
+            except UserError as error:
+                alone.append(str(error))
+        together = list(dataset.items(range(len(dataset))))
+        assert [str(item) if isinstance(item, UserError) else item for item in together] == alone
+        assert sum(isinstance(item, str) for item in alone) >= 2
+
+
+ADDED = [AddedToken(text, normalized=False) for text in ("<a>", "<a>b", "x<a>yz", "<a><a>")]
+ADDED += [AddedToken("<l>", lstrip=True), AddedToken("<r>", rstrip=True), AddedToken("aw", single_word=True)]
+PIECES = st.lists(st.sampled_from([*map(str, ADDED), *"ab xyz<\n", "\u0301"]), max_size=6).map("".join)
+
+
+@settings(max_examples=150, deadline=None)
+@given(shared=PIECES, texts=st.lists(PIECES, min_size=1, max_size=4))
+@example(shared="x<a>y", texts=["z", "b"])
+@example(shared="b<a>", texts=["b", "<a>", "a"])
+@pytest.mark.parametrize("first", ["byte level", "metaspace"])
+def test_texts_encoded_together_are_what_they_are_alone(model_folder, encoders, first, shared, texts):
+    texts = [shared + text for text in texts]
+    assert encoders[first].encode_all(texts) == [encoders[first].encode(text) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def encoders(model_folder, tmp_path_factory):
+    """Encoders with awkward added tokens, one of which marks the beginning of a text."""
+    made = {}
+    for name in ("byte level", "metaspace"):
+        tokenizer = Tokenizer.from_file(str(model_folder("qwen2_5") / "tokenizer.json"))
+        if name == "metaspace":
+            tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("b", prepend_scheme="first")
+        tokenizer.add_tokens(ADDED)
+        tokenizer.save(str(path := tmp_path_factory.mktemp("encoder") / "tokenizer.json"))
+        made[name] = TextEncoder(path)
+    return made
 
 
 def test_a_turn_that_begins_the_conversation_bears_no_loss(model_folder):
@@ -787,6 +848,148 @@ def test_torchtunes_datasets_get_the_template_too(model_folder, rows):
     assert packed.tokens[0].tolist() == theirs(folder, CHATS["several turns"])[:48]
 
 
+# ---- rows kept for the next start
+
+
+@pytest.fixture
+def kept(model_folder, rows, tmp_path, monkeypatch):
+    """Return a function that reads a config's rows as a recipe does, and one that says what makes them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(rows_kept, "WORTH", 0)
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder("qwen2_5"), folder)
+    policies = {"max_seq_len": 300, "positions": 400, "too_long": "truncate", "bad_rows": "drop", "name": "dataset"}
+
+    def made(node, changes=(), **more):
+        cfg = config_for(folder, dataset=node)
+        for key, value in dict(changes).items():
+            OmegaConf.update(cfg, key, value)
+        return cfg, lambda: rows_kept.what_makes(cfg, cfg.dataset, **{**policies, **more})
+
+    def read(node, fresh=True):
+        cfg, made_by = made(node)
+
+        def tokenized():
+            assert fresh, "they are kept"
+            dataset = open_dataset(cfg.dataset, open_tokenizer(cfg), "truncate")
+            return tokenize(dataset, progress=False, **policies)
+
+        return rows_kept.kept_rows(made_by, tokenized)
+
+    return SimpleNamespace(read=read, made=lambda *args, **more: made(*args, **more)[1](), folder=folder)
+
+
+def contents(rows):
+    columns = {name: [part.tolist() for part in column] for name, column in rows.columns.items()}
+    arrays = [[part.tolist() for part in parts] for parts in (rows.tokens, rows.labels)]
+    fresh = Rows(rows.tokens, rows.labels, rows.lengths, {}, rows.columns)
+    assert rows.fingerprint() == fresh.fingerprint()
+    return *arrays, rows.lengths, rows.counts, columns, rows.fingerprint()
+
+
+LONG = [user("a"), assistant("It is 42. " * 60)]
+SFT = {"_component_": "rocm_ext.data.sft_dataset"}
+PAIRS = {"_component_": "rocm_ext.data.preference_dataset"}
+SOURCES = {
+    "conversations": (SFT, [{"messages": CHATS["several turns"], "id": 1}, {"messages": LONG}, {"bad": 1},
+                            {"messages": [user("<|im_end|>"), assistant("b", mood="good")]}]),
+    "pairs": (PAIRS, [{"prompt": "a", "chosen": "b", "rejected": text, "id": 1} for text in ("c", "d", "", "b")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_rows_of_the_second_start_are_those_of_the_first(kept, rows, messages, kind):
+    component, lines = SOURCES[kind]
+    nodes = [{**component, "source": rows(*lines)}, {**component, "source": rows(lines[0], name="b.jsonl")}]
+    found = []
+    for fresh in (True, False):
+        messages.clear()
+        read = contents(kept.read(nodes, fresh))
+        found.append((read, [line for line in messages if "not used" in line or "left out" in line]))
+    assert found[0] == found[1]
+    assert len(found[0][1]) >= 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda kept, node: Path(node["source"]).write_text('{"messages": []}\n'),
+        lambda kept, node: os.utime(node["source"], ns=(1, 1)),
+        lambda kept, node: node.update(system_prompt="s"),
+        lambda kept, node: node.update(split="train[:1]"),
+        lambda kept, node: (kept.folder / "generation_config.json").write_text('{"eos_token_id": 1}'),
+        lambda kept, node: os.utime(kept.folder / "tokenizer.json", ns=(1, 1)),
+        lambda kept, node: (kept.folder / "chat_template.jinja").write_text(PLAIN),
+        *({"chat_template": text} for text in ("none", PLAIN)),
+        {"chat_template_args": {"enable_thinking": False}},
+        {"chat_template_date": "2025-01-01"},
+        {"tokenizer.max_seq_len": 7},
+    ],
+)
+def test_whatever_changes_rows_makes_others(kept, rows, change):
+    node = {**SFT, "source": rows(*SOURCES["conversations"][1])}
+    before = kept.made(node)
+    assert kept.made(node) == before != kept.made(node, too_long="drop")
+    changes = change if isinstance(change, dict) else (change(kept, node) and {}) or {}
+    assert kept.made(node, changes) != before
+
+
+def test_rows_of_code_that_is_not_ours_are_not_kept(kept, rows, tmp_path):
+    node = {**SFT, "source": rows({"messages": LONG})}
+    assert kept.made(node)
+    others = [{**node, "_component_": "mine.rows"}, {**SFT, "source": "owner/name"}, {**SFT, "source": str(tmp_path)},
+              [node, {"_component_": "torchtune.datasets.alpaca_dataset"}]]  # fmt: skip
+    assert [kept.made(other) for other in others] == [None] * 4
+    for changes in ({"tokenizer._component_": "mine.tokenizer"}, {"tokenizer.prompt_template": "mine.Template"}):
+        assert kept.made(node, changes) is None
+
+
+def test_damaged_rows_are_read_anew(kept, rows, messages):
+    node = {**SFT, "source": rows(*SOURCES["conversations"][1])}
+    first = contents(kept.read(node))
+    (folder,) = (kept.folder.parent / "cache/torchtune-rocm/rows").iterdir()
+    damages = [lambda data: data[:-1] + bytes([data[-1] ^ 1]), lambda data: data[: len(data) // 2], lambda data: b""]
+    for file, damage in zip(sorted(folder.iterdir()), cycle(damages), strict=False):
+        file.write_bytes(damage(file.read_bytes()))
+        messages.clear()
+        assert contents(kept.read(node)) == first
+        assert f"{folder} is damaged" in messages[0], file
+    file.unlink()
+    assert contents(kept.read(node)) == first
+    kept.read(node, fresh=False)
+
+
+def test_a_full_disk_only_keeps_no_rows(kept, rows, messages, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    node = {**SFT, "source": rows({"messages": LONG})}
+    monkeypatch.setattr(rows_kept.np, "save", full)
+    assert contents(kept.read(node)) == contents(kept.read(node))
+    told = [line for line in messages if "not kept" in line]
+    assert ["No space left" in line for line in told] == [True, True]
+    assert not any((kept.folder.parent / "cache/torchtune-rocm/rows").iterdir())
+
+
+def test_ranks_that_start_together_read_once_and_what_is_quick_is_not_kept(kept, monkeypatch, rows):
+    node, counts = {**SFT, "source": rows({"messages": LONG})}, []
+    cfg = config_for(kept.folder, dataset=node)
+    dataset = open_dataset(cfg.dataset, open_tokenizer(cfg), "truncate")
+
+    def slow():
+        counts.append(1)
+        time.sleep(0.2)
+        return tokenize(dataset, max_seq_len=None, too_long="error", progress=False)
+
+    with ThreadPoolExecutor(3) as ranks:
+        found = list(ranks.map(lambda _: rows_kept.kept_rows(lambda: {"key": 1}, slow), range(3)))
+    assert len({part.fingerprint() for part in found}) == len(counts) == 1
+    monkeypatch.setattr(rows_kept, "WORTH", 60)
+    for _ in range(2):
+        rows_kept.kept_rows(lambda: {"key": 2}, slow)
+    assert len(counts) == 3
+
+
 # ---- a run
 
 
@@ -822,3 +1025,17 @@ def test_the_models_own_template_is_not_written_twice(rows, tmp_path):
     assert recipe.trainer.rows.tokens[0].tolist() == theirs(folder, CHATS["one turn"], template=PLAIN)
     assert not (tmp_path / "run" / "adapter" / "chat_template.jinja").exists()
     assert (tmp_path / "run" / "merged" / "chat_template.jinja").read_text() == PLAIN
+
+
+def test_a_second_run_reads_no_rows(rows, tmp_path, monkeypatch):
+    folder, source = tiny.write_model(tmp_path / "base"), rows(*[{"messages": CHATS["several turns"]}] * 4)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(rows_kept, "WORTH", 0)
+    first = finetune(folder, source, tmp_path / "first")
+    monkeypatch.setattr(lora_finetune_rocm, "tokenize", None)
+    second = finetune(folder, source, tmp_path / "second")
+    assert contents(second.rows) == contents(first.rows)
+    adapters = [(tmp_path / run / "adapter" / "adapter_model.safetensors").read_bytes() for run in ("first", "second")]
+    assert adapters[0] == adapters[1]
+    with pytest.raises(TypeError):  # it reads
+        finetune(folder, source, tmp_path / "third", keep_rows=False)

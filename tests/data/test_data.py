@@ -618,7 +618,7 @@ def test_rows():
     assert len(rows) == 2
     assert [row.tolist() for row in rows.tokens] == [[1, 2, 3, 4, 5], [1, 2, 3]]
     assert [row.tolist() for row in rows.labels] == [[-100, 2, 3, 4, 5], [-100, 2, 3]]
-    assert {row.dtype for row in rows.tokens + rows.labels} == {np.dtype(np.int32)}
+    assert {row.dtype for row in [*rows.tokens, *rows.labels]} == {np.dtype(np.int32)}
     assert rows.lengths == [(5,), (3,)]
 
 
@@ -659,10 +659,20 @@ def test_too_long_error_names_the_row(qwen, write):
     assert len(read(rows, 400, "error")) == 2
 
 
-def test_zero_rows_left_says_why():
+@pytest.mark.parametrize(
+    ("limit", "positions", "named"),
+    [
+        (5, None, "2 over max_seq_len 5 were"),
+        (5, 8, "2 over max_seq_len 5 were"),
+        (8, 5, "2 over the model's window of 5 tokens"),
+        (None, 5, "2 over the model's window of 5 tokens"),
+    ],
+)
+def test_zero_rows_left_says_why(limit, positions, named):
+    rows = Foreign(item(9), item(9), item(4, masked=4))
     with pytest.raises(UserError) as error:
-        read(Foreign(item(9), item(9), item(4, masked=4)), 5, "drop")
-    assert one_line_has(str(error.value), "0 of 3 rows", "2 over max_seq_len 5", "1 had nothing")
+        tokenize(rows, max_seq_len=limit, positions=positions, too_long="drop", progress=False)
+    assert one_line_has(str(error.value), "0 of 3 rows", named, "1 had nothing")
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,8 @@ MALFORMED = {
     "column": ({"prompt": "a"}, {"column_map": {"prompt": "q"}}, r"column_map names \['q'\], but the columns of"),
     "map": ({"prompt": "a"}, {"column_map": ["prompt"]}, r"column_map is \['prompt'\]; expected our column -> yours"),
     "limit": ({"prompt": "a"}, {"limit": 0}, "limit is 0; expected a whole number"),
+    "bad rows": ({"prompt": "a"}, {"bad_rows": "keep"}, "bad_rows is 'keep'; expected error or drop"),
+    "all bad": ({"prompt": ""}, {"bad_rows": "drop"}, ":1: prompt is empty"),
     "system": ({"prompt": "a"}, {"system_prompt": None}, "system_prompt must be a string"),
 }
 
@@ -250,6 +252,16 @@ def test_malformed(write, case):
     with pytest.raises(UserError, match=message) as caught:
         prompt_dataset(source=write(row), **args)
     assert "\n" not in str(caught.value)
+
+
+def test_malformed_rows_are_dropped_where_asked(write, messages):
+    source = write({"prompt": "a"}, {"prompt": ""}, {"prompt": "b", "id": [1]}, {"prompt": "c"})
+    with pytest.raises(UserError, match=r"2 of 4 rows are bad: .*:2: prompt is empty \| .*:3: id is .*bad_rows: drop"):
+        prompt_dataset(source=source)
+    assert [p.origin for p in prompt_dataset(source=source, bad_rows="drop")] == [f"{source}:1", f"{source}:4"]
+    (told,) = messages
+    assert "2 of 4 rows" in told
+    assert f"{source}:3" in told
 
 
 def test_an_id_twice_names_both_rows(write):

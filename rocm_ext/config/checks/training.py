@@ -45,6 +45,7 @@ _KINDS: dict[str, Kind] = {
     "validation_fraction": REST,
     "shuffle": SWITCH,
     "bad_rows": one_of("error", "drop"),
+    "keep_rows": SWITCH,
     "too_long": one_of("truncate", "drop", "error"),
     "data_seed": integer(0, 2**63 - 1),  # torch's limit, with epochs
     "batch_size": integer(1, 10**6),

@@ -1,0 +1,185 @@
+"""Keep tokenised rows in the user's cache folder, and read them where all that made them is as it was."""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+from omegaconf import DictConfig, OmegaConf
+
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.files import replace_folder
+from rocm_ext.base.importing import COMPONENT
+from rocm_ext.base.log import log, warn
+from rocm_ext.base.supervised import beating
+from rocm_ext.data.loading import local_files
+from rocm_ext.data.rows import Ragged, Rows, flat
+from rocm_ext.machine.bench_file import cache_folder
+
+WORTH = 5.0  # seconds of reading; what takes less is not kept
+MOST = 20 * 2**30  # bytes of all kept rows; those not used for longest go
+_KNOWN = ("rocm_ext.data.sft_dataset", "rocm_ext.data.preference_dataset")
+_PACKAGES = ("torchtune", "tokenizers", "tiktoken", "sentencepiece", "jinja2", "datasets", "pandas", "pyarrow", "numpy")
+_BESIDE = (".json", ".jinja", ".model", ".txt", ".tiktoken")  # of a tokenizer's files and those beside them
+_META = "rows.json"
+
+
+def kept_rows(made_by: Callable[[], Any], read: Callable[[], Rows]) -> Rows:
+    """Return the rows that ``read`` returns, or those that it returned for an equal ``made_by``, and log its warnings.
+
+    One process of a machine reads, the others wait for what it keeps. Damaged files are read anew.
+
+    Args:
+        made_by: returns all that decides the rows, as JSON; None: they cannot be kept.
+        read: reads them afresh.
+    """
+    key, root = made_by(), cache_folder()
+    if key is None or root is None:
+        return read()
+    folder = root / "rows" / hashlib.sha256(json.dumps(key, default=str).encode()).hexdigest()[:32]
+    if (rows := _open(folder)) is not None:
+        return rows
+    lock = FileLock(f"{folder}.lock", fallback_to_soft=False)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        with beating(), lock:
+            pass
+        return _open(folder) or read()
+    except (OSError, NotImplementedError):  # a folder of another user, or a file system without locks
+        return read()
+    try:
+        if (rows := _open(folder)) is not None:
+            return rows
+        began = time.monotonic()
+        rows = read()
+        if time.monotonic() - began >= WORTH and made_by() == key:
+            _keep(folder, rows)
+        return rows
+    finally:
+        lock.release()
+        with suppress(OSError):
+            Path(lock.lock_file).unlink()
+
+
+def what_makes(cfg: DictConfig, dataset: Any, **policies: Any) -> dict[str, Any] | None:
+    """Return what decides the rows of a dataset of a config, for :func:`kept_rows`.
+
+    Files count by path, size and time. Rows of hub datasets, folders and the user's own components are not kept, nor
+    those of the user's own tokenizers.
+
+    Args:
+        cfg: the config; its tokenizer and chat template count.
+        dataset: a node of ``cfg``, a component or a list of them.
+        policies: other arguments of :func:`rocm_ext.data.rows.tokenize` that decide what it reads and says.
+    """
+    nodes: Any = OmegaConf.to_container(dataset, resolve=True)
+    nodes = nodes if isinstance(nodes, list) else [nodes]
+    tokenizer: Any = OmegaConf.to_container(cfg.tokenizer, resolve=True)
+    foreign = not str(tokenizer.get(COMPONENT)).startswith(("torchtune.", "rocm_ext."))
+    if foreign or tokenizer.get("prompt_template") is not None:  # which may be code of the user's own
+        return None
+    if not all(isinstance(node, dict) and node.get(COMPONENT) in _KNOWN for node in nodes):
+        return None
+    try:
+        sources = [local_files(str(node.get("source"))) for node in nodes]
+    except UserError:  # reading says it
+        return None
+    if not all(sources):
+        return None
+    chat = [cfg.chat_template, cfg.chat_template_args, str(cfg.chat_template_date)]
+    folder = cfg.checkpointer.get("checkpoint_dir")
+    named = [Path(value) for value in (*tokenizer.values(), cfg.chat_template) if isinstance(value, str)]
+    named = [path for path in named if os.path.isfile(path)]  # a template's text may be too long for a path
+    return {
+        "nodes": nodes,
+        "files": [_stamp(Path(file)) for files in sources for file in files],
+        "tokenizer": tokenizer,
+        "chat": OmegaConf.to_container(OmegaConf.create(chat), resolve=True),
+        "model": [_stamp(path) for path in _beside(named, [Path(folder)] if folder else [])],
+        "policies": policies,
+        "code": [sys.version, *map(version, _PACKAGES), *map(_stamp, sorted(Path(__file__).parent.glob("*.py")))],
+    }
+
+
+def _beside(named: Sequence[Path], folders: Sequence[Path]) -> Iterator[Path]:
+    """Yield a tokenizer's files, and those beside them or in ``folders`` that may say how it renders and ends."""
+    yield from named
+    for folder in sorted({*folders, *(path.parent for path in named)}):
+        files = [*folder.glob("*"), *folder.glob("additional_chat_templates/*")]
+        yield from sorted(path for path in files if path.suffix in _BESIDE and path.is_file())
+
+
+def _stamp(path: Path) -> list[Any]:
+    found = path.stat()
+    return [str(path.resolve()), found.st_size, found.st_mtime_ns]
+
+
+def _sum(file: Path) -> int:
+    return zlib.crc32(np.memmap(file, mode="r").data)
+
+
+def _open(folder: Path) -> Rows | None:
+    """Return the rows in a folder, mapped into memory, and log what reading them said; None: it has none."""
+    if not folder.is_dir():
+        return None
+    try:
+        number, text = (folder / _META).read_text().split("\n", 1)
+        meta = json.loads(text)
+        sums = {file: (_sum(folder / file), expected) for file, expected in meta["sums"].items()}
+        sums[_META] = zlib.crc32(text.encode()), int(number)
+        if wrong := [file for file, (found, expected) in sums.items() if found != expected]:
+            raise ValueError(f"checksum of {wrong[0]}")
+        arrays = {Path(file).stem: np.asarray(np.load(folder / file, mmap_mode="r")) for file in meta["sums"]}
+        (folder / _META).touch()  # the last use
+        lengths, ends = arrays["lengths"].tolist(), np.cumsum(arrays["sequences"]).tolist()
+        pairs = zip([0, *ends], ends, strict=False)
+        per_row = [tuple(lengths[start:end]) for start, end in pairs]
+        columns = {name: Ragged(arrays[f"column {name}"], arrays["bounds"]) for name in meta["columns"]}
+        tokens, labels = (Ragged(arrays[name], arrays["bounds"]) for name in ("tokens", "labels"))
+        known = {tuple(meta["columns"]): meta["fingerprint"]}
+        rows = Rows(tokens, labels, per_row, meta["counts"], columns, meta["said"], known)
+    except (OSError, EOFError, ValueError) as error:
+        log.warning("%s is damaged (%s); the rows are read anew", folder, one_line(error))
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+    log.info("the tokenised rows come from %s", folder)
+    warn(rows.said)
+    return rows
+
+
+def _keep(folder: Path, rows: Rows) -> None:
+    arrays = {
+        "tokens": flat(rows.tokens),
+        "labels": flat(rows.labels),
+        "bounds": np.cumsum([0, *map(len, rows.tokens)]),
+        "lengths": np.array([n for row in rows.lengths for n in row]),
+        "sequences": np.array([len(row) for row in rows.lengths]),
+        **{f"column {name}": flat(column) for name, column in rows.columns.items()},
+    }
+    try:
+        with replace_folder(folder) as aside:
+            for name, array in arrays.items():
+                np.save(aside / f"{name}.npy", array)
+            sums = {file.name: _sum(file) for file in aside.iterdir()}
+            meta = {"sums": sums, "counts": rows.counts, "said": rows.said, "columns": list(rows.columns)}
+            text = json.dumps({**meta, "fingerprint": rows.fingerprint()})
+            (aside / _META).write_text(f"{zlib.crc32(text.encode())}\n{text}")
+        used = 0
+        for old in sorted(folder.parent.glob(f"*/{_META}"), key=lambda path: path.stat().st_mtime, reverse=True):
+            used += sum(file.stat().st_size for file in old.parent.iterdir())
+            if used > MOST and old.parent != folder:
+                shutil.rmtree(old.parent, ignore_errors=True)
+    except (OSError, UserError) as error:
+        log.warning("the tokenised rows are not kept for the next start: %s", one_line(error.__cause__ or error))
