@@ -62,6 +62,7 @@ class GRPO(Loop):
         check_grpo_values(cfg)
         self.filled = filled(cfg)
         log.info("%s", describe(self.filled))
+        self._reference: dict[SampleKey, np.ndarray] = {}  # log-probs of the step's answers, with kl_in: reward
         super().__init__(cfg, learner, trainer)
         self.sampling = replace(self.sampling, logprobs_temperature=cfg.temperature)
         check_values(self.training_config())
@@ -187,19 +188,37 @@ class GRPO(Loop):
             rounds: answers of each round of the step's sampling.
             asked: ids of their prompts, in order.
         """
-        loss = self.learner.objective
-        coef = getattr(loss, "kl_coef", 0.0) if getattr(loss, "kl_in", None) == "reward" else 0.0
+        coef = self._kl_of_rewards
         return select(rounds, asked, self.filled, self.reference_logprobs(rounds) if coef else {}, coef)
 
+    @property
+    def _kl_of_rewards(self) -> float:
+        """``kl_coef`` where rewards have the divergence, else 0."""
+        loss = self.learner.objective
+        return getattr(loss, "kl_coef", 0.0) if getattr(loss, "kl_in", None) == "reward" else 0.0
+
     def reference_logprobs(self, rounds: Sequence[Answers]) -> dict[SampleKey, np.ndarray]:
-        """Compute the log-probs of all answers' tokens under the adapter that the run began with."""
-        samples = sorted((s for answers in rounds for s in answers.samples.values()), key=lambda sample: sample.key)
+        """Compute the log-probs of the tokens of all answers with a reward under the adapter that the run began with.
+
+        Those of earlier rounds of the step are known.
+        """
+        known = self._reference if len(rounds) > 1 else {}
+        new = [
+            sample
+            for answers in rounds
+            for key, sample in answers.samples.items()
+            if key not in known and answers.results[key].reward is not None
+        ]
+        samples = sorted(new, key=lambda sample: sample.key)
+        if not samples:
+            return known
         rows, pieces = to_rows(samples, self.prompts.tokens)
         logprobs = {sample.key: np.zeros(len(sample.tokens)) for sample in samples}
         with reference(self.learner, self.trainer.first, "the first adapter"):
             for (i, piece), values in zip(pieces, score(self.learner, rows, self.cfg.temperature), strict=True):
                 logprobs[samples[i].key][piece] = values
-        return logprobs
+        self._reference = known | logprobs
+        return self._reference
 
     def rows(self, selected: Selected) -> tuple[Rows, list[str]]:
         """Convert the answers to train on to rows, with the columns that the objective needs or measures.
@@ -211,7 +230,7 @@ class GRPO(Loop):
         """
         cfg, learner, samples = self.cfg, self.learner, selected.trained
         rows, pieces = to_rows(samples, self.prompts.tokens)
-        rows.counts["answers"] = selected.answers
+        rows.counts.update(answers=selected.answers, trained=len(samples))
         groups, advantages = [samples[i].prompt_id for i, _ in pieces], list(selected.advantages.values())
         rows.add_labels_column("advantages", [[advantages[i]] * (piece.stop - piece.start) for i, piece in pieces])
         if all(len(sample.logprobs) == len(sample.tokens) for sample in samples):
@@ -234,6 +253,8 @@ class GRPO(Loop):
             rows, groups = rows.join_groups(groups, most)
         if "old_logprobs" in columns and self.old_logprobs != "sampler":
             rows.add_labels_column("old_logprobs", score(learner, rows, cfg.temperature, replay=cfg.router_replay))
+        if self._kl_of_rewards and not known:
+            raise UserError("kl_in is 'reward', and this recipe's select() gives rewards no divergence; set kl_in=loss")
         if "reference_logprobs" in columns and not known:
             with reference(learner, self.trainer.first, "the first adapter"):
                 rows.add_labels_column("reference_logprobs", score(learner, rows, cfg.temperature))

@@ -136,7 +136,7 @@ class LoRAFinetune:
         """
 
     def _rows(self, component: Any, key: str, tokenizer: Any) -> Rows:
-        cfg = self.cfg
+        cfg, own = self.cfg, tokenizer is self.learner.tokenizer
         policies: dict[str, Any] = {
             "max_seq_len": getattr(tokenizer, "max_seq_len", None),
             "positions": self.learner.decoder.max_seq_len,
@@ -145,7 +145,8 @@ class LoRAFinetune:
             "name": key,
         }
         rows = kept_rows(
-            lambda: what_makes(cfg, component, **policies) if cfg.keep_rows else None,
+            # a recipe may bring a tokenizer of its own
+            lambda: what_makes(cfg, component, **policies) if own and cfg.keep_rows else None,
             lambda: tokenize(
                 open_dataset(component, tokenizer, cfg.too_long),
                 progress=self.runtime.ranks.is_main and os.isatty(2),

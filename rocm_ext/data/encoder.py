@@ -3,7 +3,6 @@
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
-from functools import lru_cache
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,7 @@ class TextEncoder:
         self._longest = max(map(len, self.ids), default=0)
         longest = sorted(self._splits.values(), key=len, reverse=True)
         self._split = re.compile("|".join(map(re.escape, longest)) if longest else r"(?!)")
-        self._piece = lru_cache(1024)(self.encode)  # what stands between an added token and a cut is often a header
+        self._headers: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
         """Tokenise ``text``.
@@ -69,6 +68,8 @@ class TextEncoder:
         Raises:
             UserError: a text is not valid Unicode.
         """
+        if len(texts) == 1:
+            return [self.encode(texts[0])]
         shared = commonprefix(texts)  # noqa: RUF071 - of characters
         first = self.encode(shared)
         # a longer token may begin where the texts still agree
@@ -93,6 +94,15 @@ class TextEncoder:
         """Return the text of ``tokens``, with special tokens if ``special``."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=not special)
 
+    def _header(self, text: str) -> list[int]:
+        """Tokenise what stands between an added token and a cut: often one of few headers."""
+        if (known := self._headers.get(text)) is not None:
+            return known
+        tokens = self.encode(text)
+        if len(text) < 256 and len(self._headers) < 1024:
+            self._headers[text] = tokens
+        return tokens
+
     def encode_apart(
         self, text: str, cuts: Sequence[int], encoded: list[int] | None = None
     ) -> tuple[list[int], list[int]]:
@@ -114,7 +124,7 @@ class TextEncoder:
         for cut in cuts:
             at = bisect_right(anchors, cut - begun, key=lambda anchor: anchor[1]) - 1
             start, _, index = anchors[at] if at >= 0 else (0, 0, 0)
-            before = self._piece(text[start : cut - begun])
+            before = self._header(text[start : cut - begun])
             if tokens[index : index + len(before)] != before:
                 done += tokens[:index] + before
                 text, begun = text[cut - begun :], cut

@@ -28,6 +28,7 @@ from rocm_ext.machine.bench_file import cache_folder
 
 WORTH = 5.0  # seconds of reading; what takes less is not kept
 MOST = 20 * 2**30  # bytes of all kept rows; those not used for longest go
+_PATIENCE = 1800.0  # seconds that a process waits for another one's rows
 _KNOWN = ("rocm_ext.data.sft_dataset", "rocm_ext.data.preference_dataset")
 _PACKAGES = ("torchtune", "tokenizers", "tiktoken", "sentencepiece", "jinja2", "datasets", "pandas", "pyarrow", "numpy")
 _BESIDE = (".json", ".jinja", ".model", ".txt", ".tiktoken")  # of a tokenizer's files and those beside them
@@ -54,7 +55,8 @@ def kept_rows(made_by: Callable[[], Any], read: Callable[[], Rows]) -> Rows:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
-        with beating(), lock:
+        log.info("waiting for another process that tokenises the same rows")
+        with suppress(Timeout, OSError), beating(), lock.acquire(timeout=_PATIENCE):
             pass
         return _open(folder) or read()
     except (OSError, NotImplementedError):  # a folder of another user, or a file system without locks
@@ -92,25 +94,29 @@ def what_makes(cfg: DictConfig, dataset: Any, **policies: Any) -> dict[str, Any]
         return None
     if not all(isinstance(node, dict) and node.get(COMPONENT) in _KNOWN for node in nodes):
         return None
-    try:
-        sources = [local_files(str(node.get("source"))) for node in nodes]
-    except UserError:  # reading says it
-        return None
-    if not all(sources):
-        return None
     chat = [cfg.chat_template, cfg.chat_template_args, str(cfg.chat_template_date)]
     folder = cfg.checkpointer.get("checkpoint_dir")
-    named = [Path(value) for value in (*tokenizer.values(), cfg.chat_template) if isinstance(value, str)]
-    named = [path for path in named if os.path.isfile(path)]  # a template's text may be too long for a path
-    return {
-        "nodes": nodes,
-        "files": [_stamp(Path(file)) for files in sources for file in files],
-        "tokenizer": tokenizer,
-        "chat": OmegaConf.to_container(OmegaConf.create(chat), resolve=True),
-        "model": [_stamp(path) for path in _beside(named, [Path(folder)] if folder else [])],
-        "policies": policies,
-        "code": [sys.version, *map(version, _PACKAGES), *map(_stamp, sorted(Path(__file__).parent.glob("*.py")))],
-    }
+    # a template's text may be too long for a path
+    template = [os.path.expanduser(str(cfg.chat_template))]
+    named = [Path(value) for value in tokenizer.values() if isinstance(value, str) and os.path.isfile(value)]
+    try:
+        sources = [local_files(str(node.get("source"))) for node in nodes]
+        if not all(sources):
+            return None
+        files = [_stamp(Path(file)) for files in sources for file in files]
+        made = [*map(Path, filter(os.path.isfile, template)), *_beside(named, [Path(folder)] if folder else [])]
+        code = [_stamp(path) for path in sorted(Path(__file__).parent.glob("*.py"))]
+        return {
+            "nodes": nodes,
+            "files": files,
+            "tokenizer": tokenizer,
+            "chat": OmegaConf.to_container(OmegaConf.create(chat), resolve=True),
+            "model": list(map(_stamp, made)),
+            "policies": policies,
+            "code": [sys.version, *map(version, _PACKAGES), *code],
+        }
+    except (UserError, OSError):  # reading says it
+        return None
 
 
 def _beside(named: Sequence[Path], folders: Sequence[Path]) -> Iterator[Path]:
@@ -123,7 +129,7 @@ def _beside(named: Sequence[Path], folders: Sequence[Path]) -> Iterator[Path]:
 
 def _stamp(path: Path) -> list[Any]:
     found = path.stat()
-    return [str(path.resolve()), found.st_size, found.st_mtime_ns]
+    return [str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
 def _sum(file: Path) -> int:
@@ -132,28 +138,33 @@ def _sum(file: Path) -> int:
 
 def _open(folder: Path) -> Rows | None:
     """Return the rows in a folder, mapped into memory, and log what reading them said; None: it has none."""
-    if not folder.is_dir():
-        return None
     try:
+        if not folder.is_dir():
+            return None
         number, text = (folder / _META).read_text().split("\n", 1)
         meta = json.loads(text)
         sums = {file: (_sum(folder / file), expected) for file, expected in meta["sums"].items()}
         sums[_META] = zlib.crc32(text.encode()), int(number)
         if wrong := [file for file, (found, expected) in sums.items() if found != expected]:
             raise ValueError(f"checksum of {wrong[0]}")
-        arrays = {Path(file).stem: np.asarray(np.load(folder / file, mmap_mode="r")) for file in meta["sums"]}
-        (folder / _META).touch()  # the last use
+        arrays = {Path(file).stem: np.asarray(np.load(folder / file, mmap_mode="c")) for file in meta["sums"]}
         lengths, ends = arrays["lengths"].tolist(), np.cumsum(arrays["sequences"]).tolist()
         pairs = zip([0, *ends], ends, strict=False)
         per_row = [tuple(lengths[start:end]) for start, end in pairs]
         columns = {name: Ragged(arrays[f"column {name}"], arrays["bounds"]) for name in meta["columns"]}
         tokens, labels = (Ragged(arrays[name], arrays["bounds"]) for name in ("tokens", "labels"))
         known = {tuple(meta["columns"]): meta["fingerprint"]}
-        rows = Rows(tokens, labels, per_row, meta["counts"], columns, meta["said"], known)
-    except (OSError, EOFError, ValueError) as error:
+        rows = Rows(tokens, labels, per_row, meta["counts"], columns, meta["said"])
+        rows.known.update(known)
+    except OSError as error:
+        log.warning("%s cannot be read; the rows are read anew", one_line(error))
+        return None
+    except (EOFError, ValueError) as error:
         log.warning("%s is damaged (%s); the rows are read anew", folder, one_line(error))
         shutil.rmtree(folder, ignore_errors=True)
         return None
+    with suppress(OSError):  # of another user
+        (folder / _META).touch()  # the last use
     log.info("the tokenised rows come from %s", folder)
     warn(rows.said)
     return rows
@@ -174,6 +185,7 @@ def _keep(folder: Path, rows: Rows) -> None:
                 np.save(aside / f"{name}.npy", array)
             sums = {file.name: _sum(file) for file in aside.iterdir()}
             meta = {"sums": sums, "counts": rows.counts, "said": rows.said, "columns": list(rows.columns)}
+            rows.known[tuple(rows.columns)] = rows.fingerprint()
             text = json.dumps({**meta, "fingerprint": rows.fingerprint()})
             (aside / _META).write_text(f"{zlib.crc32(text.encode())}\n{text}")
         used = 0

@@ -104,7 +104,8 @@ def prompt_dataset(
         except ValueError as error:
             bad.append(f"{origin(index)}: {error}")
     if bad and (bad_rows == "error" or len(bad) == count):
-        raise UserError(about_bad_rows(bad, count, "correct what is bad, or set bad_rows: drop to leave it out"))
+        cure = "" if len(bad) == count else ", or set bad_rows: drop to leave it out"
+        raise UserError(about_bad_rows(bad, count, f"correct what is bad{cure}"))
     if bad:
         log.warning("%s", about_bad_rows(bad, count, "left out (bad_rows: drop)"))
     if left_out := count - len(bad) - len(prompts):

@@ -191,7 +191,7 @@ class TemplateRenderer:
         """Tokenise the texts of several conversations for :func:`together`."""
         try:
             return self._encoder.encode_all(texts)
-        except UserError:  # the conversation that is to blame says so
+        except Exception:  # of any tokenizer; the conversation that is to blame says so
             return [None] * len(texts)
 
     @property

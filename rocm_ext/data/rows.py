@@ -135,7 +135,7 @@ class Rows:
     counts: dict[str, int]
     columns: dict[str, Any] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
-    known: dict[tuple[str, ...], str] = field(default_factory=dict)
+    known: dict[tuple[str, ...], str] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -264,6 +264,7 @@ def launches_of(decoder: Decoder, merge: bool | None, device: torch.device, kern
     def count() -> int:
         step = CostCounter()
         with torch.no_grad(), on_fake_tensors(decoder, kernels) as (fake, _):
+            ALIKE.set(step.once)
             one_step(fake.eval().sampler(merge, device), MIN_ROWS, step)
         return len(step.operations)
 

@@ -93,7 +93,7 @@ POLICY = (
     Curve("Sum of learning rates", "of all updates", {"lr_sum": "sum"}, noisy=False),
     Curve("Probability ratio", "trainer / sampler", {"ratio_mean": "mean", "ratio_max": "largest"}),
     Curve("Age of the policy", "steps, of the one that sampled", {"policy_lag": "age"}, varies=True),
-    Curve("Sampling speed", "tokens per second", {"sampled_tokens/sample_seconds": "speed"}),
+    Curve("Sampling speed", "tokens per second", {"sampled_tokens / sample_seconds": "speed"}),
 )
 
 
@@ -154,7 +154,7 @@ def _columns(curve: Curve, runs: Sequence[tuple[int, RunFolder]]) -> dict[str, s
 def _values(run: RunFolder, column: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values of a column, at the steps that have it: a step of GRPO without an update has no loss."""
     lines = run.validations if column.startswith("val_") else run.steps
-    name, _, divisor = (column, "", "") if lines.has(column).any() else column.partition("/")
+    name, _, divisor = column.partition(" / ")
     has = lines.has(name)
     y = lines[name] / lines[divisor] if divisor else lines[name]
     return lines["step"][has], y[has]

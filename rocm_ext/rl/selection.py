@@ -151,8 +151,8 @@ class Selected:
         asked: prompts in the order in which they were asked.
         stats: costs of sampling; see :class:`rocm_ext.rl.rollout.Answers`.
         length_share: see :func:`length_share`.
-        answers: what a loss's mean over answers divides by: all with a reward, also those that are not trained on, but
-            none of the groups that a refill sampled beyond ``prompts_per_step``. 0: those that are trained on.
+        answers: what a loss's mean over answers divides by: all with a reward, also those that are not trained on; with
+            ``refill``, which replaces flat groups, of the groups that are trained on. 0: those that are trained on.
         reference: log-probs of the answers' tokens under the reference, if their rewards have a KL divergence.
         dropped: number of answers that each rule of :func:`filter_samples` dropped, and of those ``kept``.
     """
@@ -275,7 +275,7 @@ def select(
         asked,
         {name: sum(answers.stats.get(name, 0.0) for answers in rounds) for name in costs},
         length_share(of_answer, {key: len(sample.tokens) for key, sample in samples.items()}),
-        sum(prompt in wanted or prompt not in useful for prompt, _ in of_answer),
+        sum(prompt in wanted or not cfg.refill for prompt, _ in of_answer),
         reference or {},
     )
 

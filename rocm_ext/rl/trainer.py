@@ -138,8 +138,8 @@ class PolicyTrainer(Training):
         """Do the updates of a step.
 
         Args:
-            rows: rows to train on. Their count ``answers`` is what the passes divide by that take a mean over answers;
-                without it, the number of their sequences.
+            rows: rows to train on. Of their counts, ``trained`` of ``answers`` are here: a loss that takes a mean over
+                answers divides by all. Without these counts, by the number of sequences here.
             groups: the group of each row. An update gets whole groups.
 
         Returns:
@@ -158,8 +158,7 @@ class PolicyTrainer(Training):
         layout, cfg = self.learner.layout, self.cfg
         # the memory plan cannot know which answers will share a prompt, so it counts a prompt for each answer
         loader = StepLoader(rows, updates, layout, pin_memory=cfg.pin_memory, count_shared=True)
-        trained = sum(count for _, count in label_counts(rows))
-        share = trained / (rows.counts.get("answers") or trained or 1)  # of the answers of the step
+        share = rows.counts.get("trained", 1) / (rows.counts.get("answers") or rows.counts.get("trained", 1))
         for update in loader.range(0, len(updates)):
             done.append(self.train_step(replace(update, sequences=update.sequences / share)))
             labels.append(update.labels)

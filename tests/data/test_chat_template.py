@@ -1,6 +1,7 @@
 """The models' own chat templates: the same tokens as transformers, and labels on what the assistant generates."""
 
 import base64
+import copy
 import errno
 import json
 import logging
@@ -920,18 +921,30 @@ def test_rows_of_the_second_start_are_those_of_the_first(kept, rows, messages, k
         lambda kept, node: (kept.folder / "generation_config.json").write_text('{"eos_token_id": 1}'),
         lambda kept, node: os.utime(kept.folder / "tokenizer.json", ns=(1, 1)),
         lambda kept, node: (kept.folder / "chat_template.jinja").write_text(PLAIN),
+        lambda kept, node: replace_by_another(Path(node["source"])),
+        lambda kept, node: (Path.home() / "t.jinja").write_text(PLAIN),
         *({"chat_template": text} for text in ("none", PLAIN)),
         {"chat_template_args": {"enable_thinking": False}},
         {"chat_template_date": "2025-01-01"},
         {"tokenizer.max_seq_len": 7},
     ],
 )
-def test_whatever_changes_rows_makes_others(kept, rows, change):
-    node = {**SFT, "source": rows(*SOURCES["conversations"][1])}
-    before = kept.made(node)
-    assert kept.made(node) == before != kept.made(node, too_long="drop")
-    changes = change if isinstance(change, dict) else (change(kept, node) and {}) or {}
-    assert kept.made(node, changes) != before
+def test_whatever_changes_rows_makes_others(kept, rows, change, monkeypatch):
+    node, own = {**SFT, "source": rows(*SOURCES["conversations"][1])}, {"chat_template": "~/t.jinja"}
+    monkeypatch.setenv("HOME", str(kept.folder.parent))
+    (kept.folder.parent / "t.jinja").write_text(PLAIN + " ")
+    before = kept.made(node, own)
+    assert kept.made(node, own) == before != kept.made(node, own, too_long="drop")
+    own |= change if isinstance(change, dict) else (change(kept, node) and {}) or {}
+    assert kept.made(node, own) != before
+
+
+def replace_by_another(file: Path) -> None:
+    """Replace a file by one of equal size and time."""
+    found = file.stat()
+    text = file.read_text()
+    file.write_text(text.replace("e", "a"))
+    os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
 
 
 def test_rows_of_code_that_is_not_ours_are_not_kept(kept, rows, tmp_path):
@@ -957,6 +970,36 @@ def test_damaged_rows_are_read_anew(kept, rows, messages):
     file.unlink()
     assert contents(kept.read(node)) == first
     kept.read(node, fresh=False)
+
+
+def test_a_text_that_the_tokenizer_cannot_encode_is_one_bad_row(kept, rows, monkeypatch):
+    encode = TextEncoder._encode
+
+    def fails(self, texts):  # as a vocabulary of words without one for unknown words
+        if any("unknown" in text for text in texts):
+            raise Exception("WordLevel error: Missing [UNK] token from the vocabulary")
+        return encode(self, texts)
+
+    monkeypatch.setattr(TextEncoder, "_encode", fails)
+    lines = [{"messages": [user(text), assistant("b")]} for text in ("a", "unknown", "a")]
+    found = kept.read({**SFT, "source": rows(*lines)})
+    assert (len(found), found.counts["bad_rows"]) == (2, 1)
+
+
+def test_a_recipe_may_bring_a_tokenizer_of_its_own(rows, tmp_path, monkeypatch):
+    """Rows that another tokenizer made are no rows of its."""
+
+    class Mine(LoRAFinetune):
+        def setup_data(self, tokenizer):
+            return super().setup_data(copy.copy(tokenizer))
+
+    monkeypatch.setattr(lora_finetune_rocm, "what_makes", None)
+    source = rows(*[{"messages": LONG}] * 4)
+    cfg = tiny.run_config(tiny.write_model(tmp_path / "base"), Path(source), tmp_path / "run")
+    cfg["dataset"] = {**SFT, "source": source}
+    recipe = Mine(config.load("lora_finetune_rocm", str(tiny.write_yaml(tmp_path / "run.yaml", cfg))))
+    recipe.check()
+    assert len(recipe.rows) == 4
 
 
 def test_a_full_disk_only_keeps_no_rows(kept, rows, messages, monkeypatch):

@@ -136,7 +136,8 @@ def test_one_expert_is_computed_and_counts_for_all(tmp_path, monkeypatch):
     )
 
     def run() -> tuple:
-        return simulate(decoder, CrossEntropy(chunk_tokens=64), [128], 64, Kernels(True, True))
+        step = simulate(decoder, CrossEntropy(chunk_tokens=64), [128], 64, Kernels(True, True))
+        return *step, costs.launches_of(decoder, None, torch.device("cpu"), Kernels(True, True))
 
     monkeypatch.setattr(costs, "remembered", lambda _, compute: compute())
     once = run()

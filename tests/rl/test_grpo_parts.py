@@ -133,7 +133,7 @@ def test_negative_advantages_have_their_weight(weight, worth):
     results = {key: Result(Verdict.CORRECT if value else Verdict.WRONG, value) for key, value in drawn.items()}
     cfg = OmegaConf.create(
         {"center": "mean", "scale": "none", "negative_weight": weight, "prompts_per_step": 2, "max_new_tokens": 9,
-         "truncated": "mask", "truncation_penalty": 1.0, "truncation_margin": 0}
+         "truncated": "mask", "truncation_penalty": 1.0, "truncation_margin": 0, "refill": False}
     )  # fmt: skip
     chosen = select([Answers({key: answer(4) for key in drawn}, results, {})], ["a", "b"], cfg)
     assert list(chosen.advantages.values()) == pytest.approx(worth)
@@ -147,27 +147,30 @@ def test_prompts_are_trained_in_the_order_in_which_they_were_asked():
     results = {key: Result(Verdict.CORRECT if key[1] else Verdict.WRONG, float(key[1])) for key in keys}
     cfg = OmegaConf.create(
         {"center": "mean", "scale": "none", "negative_weight": 1.0, "prompts_per_step": 2, "max_new_tokens": 9,
-         "truncated": "mask", "truncation_penalty": 1.0, "truncation_margin": 0}
+         "truncated": "mask", "truncation_penalty": 1.0, "truncation_margin": 0, "refill": True}
     )  # fmt: skip
     chosen = select([Answers({key: answer(4) for key in keys}, results, {})], ["c", "a", "b"], cfg)
     assert {prompt for prompt, _ in chosen.advantages} == {"c", "a"}
     assert chosen.answers == 4  # of c and a
 
 
-@pytest.mark.parametrize("weight", [1.0, 0.0])
-def test_the_divisor_counts_flat_wrong_and_cut_answers_and_no_errors(weight):
-    """As in Dr. GRPO, which sums over all sampled answers: 4 of a, one of them cut, 3 of b, which is flat."""
+@pytest.mark.parametrize(("weight", "refill", "answers"), [(1.0, False, 7), (0.0, False, 7), (1.0, True, 4)])
+def test_the_divisor_counts_flat_wrong_and_cut_answers_and_no_errors(weight, refill, answers):
+    """As in Dr. GRPO, which sums over all sampled answers: 4 of a, one of them cut, 3 of b, which is flat.
+
+    A refill replaces b.
+    """
     given_rewards = {("a", i): float(i == 0) for i in range(4)} | {("b", i): 1.0 for i in range(3)} | {("b", 3): None}
     results = {
         key: Result(Verdict.ERROR if value is None else Verdict.WRONG, value) for key, value in given_rewards.items()
     }
     cfg = OmegaConf.create(
         {"center": "mean", "scale": "none", "negative_weight": weight, "prompts_per_step": 2, "max_new_tokens": 9,
-         "truncated": "mask", "truncation_penalty": 1.0, "truncation_margin": 0}
+         "truncated": "mask", "truncation_penalty": 1.0, "truncation_margin": 0, "refill": refill}
     )  # fmt: skip
     samples = {key: answer(4, cut=key == ("a", 3)) for key in results}
     chosen = select([Answers(samples, results, {})], ["a", "b"], cfg)
-    assert (len(chosen.advantages), chosen.answers) == (3 if weight else 1, 7)
+    assert (len(chosen.advantages), chosen.answers) == (3 if weight else 1, answers)
 
 
 @pytest.mark.parametrize(("center", "baseline"), [("leave_one_out", True), ("none", False)])
@@ -187,7 +190,7 @@ def test_kl_in_the_reward_equals_rloo(center, baseline):
         sample.logprobs = rng.normal(size=len(sample.tokens)).tolist()
     cfg = OmegaConf.create(
         {"center": center, "scale": "none", "negative_weight": 1.0, "prompts_per_step": 2, "max_new_tokens": 9,
-         "truncated": "mask", "truncation_penalty": 1.0, "truncation_margin": 0}
+         "truncated": "mask", "truncation_penalty": 1.0, "truncation_margin": 0, "refill": False}
     )  # fmt: skip
     chosen = select([Answers(samples, results, {})], ["a", "b"], cfg, reference, 0.3)
     total = {key: drawn[key] - 0.3 * (sum(samples[key].logprobs) - reference[key].sum()) for key in drawn}

@@ -68,9 +68,11 @@ def test_an_update_says_what_it_learns_from():
     assert "token_gradient" not in found
 
 
-@pytest.mark.parametrize(("counts", "answers"), [({"answers": 40}, 20), ({}, 8)])
+@pytest.mark.parametrize(
+    ("counts", "answers"), [({"answers": 40, "trained": 16}, 20), ({"answers": 8, "trained": 8}, 8), ({}, 8)]
+)
 def test_a_mean_over_answers_counts_those_that_are_not_trained_on(counts, answers):
-    """Two updates of 8 answers each, of 40 that were sampled."""
+    """Two updates of 8 sequences each: of 40 answers, of 8 of two sequences each, of all that there are."""
     trainer = Trainer(prompts_per_step=16, groups_per_update=4)
     assert trainer.train(8, **counts)["informative_answers"] == 8
     assert trainer.answers == [answers, answers]
