@@ -140,7 +140,9 @@ def _model(name: str, adapter: Path | None) -> ChosenModel:
     model: dict[str, Any] = {COMPONENT: FROM_CHECKPOINT, "checkpoint_dir": name, "lora_rank": 1}
     if adapter is not None:
         settings = _read_adapter(adapter)
-        model |= {ours: settings[theirs] for theirs, ours in _ADAPTER.items() if settings.get(theirs)}
+        given = {ours: settings.get(theirs) for theirs, ours in _ADAPTER.items()}
+        # experts alone may have LoRA, with no module
+        model |= {ours: value for ours, value in given.items() if value or (ours, value) == ("target_modules", [])}
     optimizer = {COMPONENT: "torch.optim.AdamW"}  # the memory plan counts one
     return ChosenModel(name, adapter, {"recipe": registry.RAFT, "model": model, "optimizer": optimizer})
 

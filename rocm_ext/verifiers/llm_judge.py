@@ -57,10 +57,14 @@ class LLMJudge(Verifier):
     ) -> None:
         self.url = http.checked_urls([base_url])[0] + "/v1/chat/completions"
         self.scale, self.threshold = checked_scale("LLMJudge", scale, threshold)
-        numbers = {"retries": (retries, 0), "concurrency": (concurrency, 1), "max_tokens": (max_tokens, 1)}
-        for name, (value, least) in numbers.items():
-            if type(value) is not int or value < least:
-                raise UserError(f"LLMJudge: {name} must be a whole number of at least {least}, found {value!r}")
+        numbers = {
+            "retries": (retries, 0, 100),
+            "concurrency": (concurrency, 1, 1024),
+            "max_tokens": (max_tokens, 1, 10**6),
+        }
+        for name, (value, least, most) in numbers.items():
+            if type(value) is not int or not least <= value <= most:
+                raise UserError(f"LLMJudge: {name} must be a whole number from {least} to {most}, found {value!r}")
         if timeout <= 0:
             raise UserError(f"LLMJudge: timeout must be positive, found {timeout}")
         self.parts = parsed_template(template)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, conversion_mapping
 from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, WeightConverter
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.config.chosen_model import find_target
 from rocm_ext.config.model_folder import FROM_CHECKPOINT
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.adapters import peft_experts
@@ -217,19 +218,21 @@ def test_peft_opens_dense_and_shared_layers_beside_experts(tmp_path, kind):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("targets", [BOTH["target_parameters"], ["experts.down_proj"]], ids=len)
+@pytest.mark.parametrize(("targets", "modules"), [(BOTH["target_parameters"], []), (["experts.down_proj"], ["o_proj"])])
 @pytest.mark.parametrize("name", some("qwen3 moe", "gpt-oss"))
-def test_an_adapter_of_pefts_opens_here(folder_of, tmp_path, name, targets):
+def test_an_adapter_of_pefts_opens_here(folder_of, tmp_path, name, targets, modules):
     theirs = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32)
-    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["o_proj"], target_parameters=targets)
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=modules, target_parameters=targets)
     torch.manual_seed(0)
     theirs = peft.get_peft_model(theirs, config)
     for key, parameter in theirs.named_parameters():
         if "lora_B" in key:
             torch.nn.init.normal_(parameter, std=0.1)
     theirs.save_pretrained(tmp_path)
-    lora = {"lora_rank": 3, "lora_alpha": 6, "target_modules": ["o_proj"], "target_parameters": targets}
-    ours = our_model(folder_of(name), **lora)
+    chosen = find_target(str(folder_of(name)), tmp_path).content["model"]  # as chat and eval open it
+    ours = our_model(
+        folder_of(name), **{key: value for key, value in chosen.items() if key not in ("_component_", "checkpoint_dir")}
+    )
     ours.load_state_dict(read_adapter(tmp_path, ours, "HF"), strict=False)
     expected = theirs.eval()(TOKENS).logits
     assert (their_logits(folder_of(name)) - expected).abs().max() > 0.1

@@ -140,6 +140,7 @@ def test_a_completion_stays_in_its_fence_and_rows_are_filled_in(serve):
         ({"scale": [10, 0]}, "low < high"),
         ({"retries": -1}, "retries"),
         ({"concurrency": 0}, "concurrency"),
+        ({"retries": 101}, "retries"),
         ({"timeout": 0}, "timeout"),
     ],
 )
