@@ -153,15 +153,14 @@ def _open(folder: Path) -> Rows | None:
         per_row = [tuple(lengths[start:end]) for start, end in pairs]
         columns = {name: Ragged(arrays[f"column {name}"], arrays["bounds"]) for name in meta["columns"]}
         tokens, labels = (Ragged(arrays[name], arrays["bounds"]) for name in ("tokens", "labels"))
-        known = {tuple(meta["columns"]): meta["fingerprint"]}
         rows = Rows(tokens, labels, per_row, meta["counts"], columns, meta["said"])
-        rows.known.update(known)
-    except OSError as error:
-        log.warning("%s cannot be read; the rows are read anew", one_line(error))
-        return None
-    except (EOFError, ValueError) as error:
+        rows.known[tuple(columns)] = meta["fingerprint"]
+    except (FileNotFoundError, EOFError, ValueError) as error:
         log.warning("%s is damaged (%s); the rows are read anew", folder, one_line(error))
         shutil.rmtree(folder, ignore_errors=True)
+        return None
+    except OSError as error:  # another user's
+        log.warning("the tokenised rows cannot be read (%s), so the data is", one_line(error))
         return None
     with suppress(OSError):  # of another user
         (folder / _META).touch()  # the last use

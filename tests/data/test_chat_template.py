@@ -972,6 +972,20 @@ def test_damaged_rows_are_read_anew(kept, rows, messages):
     kept.read(node, fresh=False)
 
 
+def test_rows_of_another_user_are_left_alone(kept, rows, messages, monkeypatch):
+    def forbidden(file):
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    node = {**SFT, "source": rows(*SOURCES["conversations"][1])}
+    first = contents(kept.read(node))
+    messages.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(rows_kept, "_sum", forbidden)
+        assert contents(kept.read(node)) == first
+    assert any("cannot be read" in line for line in messages)
+    kept.read(node, fresh=False)
+
+
 def test_a_text_that_the_tokenizer_cannot_encode_is_one_bad_row(kept, rows, monkeypatch):
     encode = TextEncoder._encode
 
