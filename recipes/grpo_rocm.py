@@ -202,23 +202,16 @@ class GRPO(Loop):
 
         Those of earlier rounds of the step are known.
         """
-        known = self._reference if len(rounds) > 1 else {}
-        new = [
-            sample
-            for answers in rounds
-            for key, sample in answers.samples.items()
-            if key not in known and answers.results[key].reward is not None
-        ]
-        samples = sorted(new, key=lambda sample: sample.key)
-        if not samples:
-            return known
-        rows, pieces = to_rows(samples, self.prompts.tokens)
-        logprobs = {sample.key: np.zeros(len(sample.tokens)) for sample in samples}
-        with reference(self.learner, self.trainer.first, "the first adapter"):
-            for (i, piece), values in zip(pieces, score(self.learner, rows, self.cfg.temperature), strict=True):
-                logprobs[samples[i].key][piece] = values
-        self._reference = known | logprobs
-        return self._reference
+        known = self._reference = self._reference if len(rounds) > 1 else {}
+        judged = {key: s for part in rounds for key, s in part.samples.items() if part.results[key].reward is not None}
+        samples = [judged[key] for key in sorted(judged.keys() - known)]
+        if samples:
+            rows, pieces = to_rows(samples, self.prompts.tokens)
+            known.update((sample.key, np.zeros(len(sample.tokens))) for sample in samples)
+            with reference(self.learner, self.trainer.first, "the first adapter"):
+                for (i, piece), values in zip(pieces, score(self.learner, rows, self.cfg.temperature), strict=True):
+                    known[samples[i].key][piece] = values
+        return known
 
     def rows(self, selected: Selected) -> tuple[Rows, list[str]]:
         """Convert the answers to train on to rows, with the columns that the objective needs or measures.
@@ -230,7 +223,7 @@ class GRPO(Loop):
         """
         cfg, learner, samples = self.cfg, self.learner, selected.trained
         rows, pieces = to_rows(samples, self.prompts.tokens)
-        rows.counts.update(answers=selected.answers, trained=len(samples))
+        rows.counts.update(answers=selected.answers or len(samples), trained=len(samples))
         groups, advantages = [samples[i].prompt_id for i, _ in pieces], list(selected.advantages.values())
         rows.add_labels_column("advantages", [[advantages[i]] * (piece.stop - piece.start) for i, piece in pieces])
         if all(len(sample.logprobs) == len(sample.tokens) for sample in samples):

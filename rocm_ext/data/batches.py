@@ -121,17 +121,19 @@ def count_labels(labels: np.ndarray, lengths: Sequence[int]) -> tuple[int, int]:
     Returns:
         The number of labels and the number of sequences with a label.
     """
-    starts = np.cumsum([0, *lengths])[:-1]
-    counts = np.add.reduceat(labelled(labels, lengths), starts, dtype=np.int64)
+    counts = _of_sequences(labels, lengths)
     return int(counts.sum()), int((counts > 0).sum())
+
+
+def _of_sequences(labels: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+    return np.add.reduceat(labelled(labels, lengths), np.cumsum([0, *lengths])[:-1], dtype=np.int64)
 
 
 def label_counts(rows: Rows) -> list[tuple[int, int]]:
     """Return :func:`count_labels` of each row."""
     if not len(rows):
         return []
-    lengths = [n for row in rows.lengths for n in row]
-    counts = np.add.reduceat(labelled(flat(rows.labels), lengths), np.cumsum([0, *lengths])[:-1], dtype=np.int64)
+    counts = _of_sequences(flat(rows.labels), [n for row in rows.lengths for n in row])
     starts = np.cumsum([0, *map(len, rows.lengths)])[:-1]
     of_rows = (np.add.reduceat(part, starts, dtype=np.int64).tolist() for part in (counts, counts > 0))
     return list(zip(*of_rows, strict=True))

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,16 +96,14 @@ def what_makes(cfg: DictConfig, dataset: Any, **policies: Any) -> dict[str, Any]
     if not all(isinstance(node, dict) and node.get(COMPONENT) in _KNOWN for node in nodes):
         return None
     chat = [cfg.chat_template, cfg.chat_template_args, str(cfg.chat_template_date)]
-    folder = cfg.checkpointer.get("checkpoint_dir")
-    # a template's text may be too long for a path
-    template = [os.path.expanduser(str(cfg.chat_template))]
+    template, folder = os.path.expanduser(str(cfg.chat_template)), cfg.checkpointer.get("checkpoint_dir")
     named = [Path(value) for value in tokenizer.values() if isinstance(value, str) and os.path.isfile(value)]
     try:
         sources = [local_files(str(node.get("source"))) for node in nodes]
         if not all(sources):
             return None
         files = [_stamp(Path(file)) for files in sources for file in files]
-        made = [*map(Path, filter(os.path.isfile, template)), *_beside(named, [Path(folder)] if folder else [])]
+        made = [*_beside(named, [Path(folder)] if folder else []), *[Path(template)] * os.path.isfile(template)]
         code = [_stamp(path) for path in sorted(Path(__file__).parent.glob("*.py"))]
         return {
             "nodes": nodes,
@@ -149,8 +148,7 @@ def _open(folder: Path) -> Rows | None:
             raise ValueError(f"checksum of {wrong[0]}")
         arrays = {Path(file).stem: np.asarray(np.load(folder / file, mmap_mode="c")) for file in meta["sums"]}
         lengths, ends = arrays["lengths"].tolist(), np.cumsum(arrays["sequences"]).tolist()
-        pairs = zip([0, *ends], ends, strict=False)
-        per_row = [tuple(lengths[start:end]) for start, end in pairs]
+        per_row = [tuple(lengths[start:end]) for start, end in pairwise([0, *ends])]
         columns = {name: Ragged(arrays[f"column {name}"], arrays["bounds"]) for name in meta["columns"]}
         tokens, labels = (Ragged(arrays[name], arrays["bounds"]) for name in ("tokens", "labels"))
         rows = Rows(tokens, labels, per_row, meta["counts"], columns, meta["said"])

@@ -122,8 +122,8 @@ class Rows:
         labels: ``[s]`` int32 labels of each row: the token itself, or -100 for no loss.
         lengths: lengths of the sequences in each row; they add up to ``s``.
         counts: number of ``rows`` read, of kept rows that were ``truncated``, of rows ``dropped_too_long`` and of
-            rows ``dropped_without_labels``; those of pairs: see :class:`_PairReader`. In GRPO ``answers``, see
-            :class:`rocm_ext.rl.selection.Selected`.
+            rows ``dropped_without_labels``; those of pairs: see :class:`_PairReader`. In GRPO ``answers``
+            and the ``trained`` of them, see :class:`rocm_ext.rl.selection.Selected`.
         columns: further values per token, by name (``old_logprobs``, ``advantages``, …): ``[s]`` float32 of each row.
         said: warnings that reading them gave.
         known: :meth:`fingerprint` by the names of the columns, where it was stored with the rows.

@@ -167,9 +167,9 @@ def write_merged(source: Source, out: Path, card: Callable[[], str]) -> None:
 
     def complete(folder: Path) -> None:
         (folder / "README.md").write_text(text, encoding="utf-8")
-        path = folder / "generation_config.json"
-        content = json_object(path.read_bytes()) if path.is_file() else {}
         if more:
+            path = folder / "generation_config.json"
+            content = json_object(path.read_bytes()) if path.is_file() else {}
             path.write_text(json.dumps({**(content or {}), "eos_token_id": [*stops, *more]}, indent=2) + "\n")
 
     merge(source.cfg.checkpointer, source.adapter, out, source.decoder(), complete)

@@ -418,7 +418,7 @@ _ROWS = {  # by the model_type of the text part
             **_EXPERTS,
             "expert_used_count": "top_k_experts",
             "rope_freq_base_swa": _local_base,
-            # without the key llama.cpp takes 30; its 0 is none
+            # llama.cpp takes 30 where the key is missing, and 0 for no cap
             "final_logit_softcapping": lambda c: c.final_logit_softcapping or 0.0,
             "shared_kv_layers": "num_kv_shared_layers",
             "embedding_length_per_layer_input": "hidden_size_per_layer_input",

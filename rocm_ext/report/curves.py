@@ -18,7 +18,7 @@ class Curve:
 
     Attributes:
         title, unit: of the chart, as :func:`rocm_ext.report.charts.line_chart` takes them.
-        columns: their names, or ``a/b`` for a ratio, with the lines' labels; ``val_`` begins those of validations. A
+        columns: their names, or ``a / b`` for a ratio, with the lines' labels; ``val_`` begins those of validations. A
             name that ends in ``/`` or ``_`` stands for all that begin with it.
         scale: factor from the columns to the unit.
         zero: begin the y axis at 0.

@@ -158,7 +158,7 @@ class PolicyTrainer(Training):
         layout, cfg = self.learner.layout, self.cfg
         # the memory plan cannot know which answers will share a prompt, so it counts a prompt for each answer
         loader = StepLoader(rows, updates, layout, pin_memory=cfg.pin_memory, count_shared=True)
-        share = rows.counts.get("trained", 1) / (rows.counts.get("answers") or rows.counts.get("trained", 1))
+        share = rows.counts.get("trained", 1) / rows.counts.get("answers", 1)
         for update in loader.range(0, len(updates)):
             done.append(self.train_step(replace(update, sequences=update.sequences / share)))
             labels.append(update.labels)

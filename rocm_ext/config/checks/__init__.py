@@ -22,6 +22,7 @@ def check_config(cfg: DictConfig, family: str) -> None:
     """
     if family:
         check_values(OmegaConf.create(trainer_config(cfg)))
-    for recipe, check in ((registry.RAFT, check_raft_values), (registry.GRPO, check_grpo_values)):
-        if family == recipe:
-            check(cfg)
+    if family == registry.RAFT:
+        check_raft_values(cfg)
+    if family == registry.GRPO:
+        check_grpo_values(cfg)

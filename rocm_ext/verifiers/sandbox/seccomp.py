@@ -34,12 +34,8 @@ FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: the network namespace conta
 EPERM, ENOSYS, EOPNOTSUPP, EAFNOSUPPORT = 1, 38, 95, 97
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF opcodes
-NUMBER, ARCH, FIRST_ARGUMENT, FOURTH_ARGUMENT = (
-    0,
-    4,
-    16,
-    40,
-)  # offsets in struct seccomp_data on a little-endian machine
+# offsets in struct seccomp_data on a little-endian machine
+NUMBER, ARCH, FIRST_ARGUMENT, FOURTH_ARGUMENT = 0, 4, 16, 40
 
 
 @dataclass(frozen=True)
