@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
 from rocm_ext import config
@@ -117,6 +118,22 @@ def test_the_third_task_holds_out_sums_that_nothing_shows(tmp_path, monkeypatch)
     (tmp_path / "raft" / "cycle_1" / "kept.jsonl").write_text(json.dumps(line) + "\n")
     [row] = pretrained.kept(tmp_path / "raft", model)
     assert row == {"prompt": rows[400]["prompt"], "completion": f" {rows[400]['answer']}\n"}
+
+
+def test_sorting_holds_out_digits_in_all_their_orders(tmp_path, monkeypatch):
+    model = write_model(tmp_path / "model", "llama")
+    monkeypatch.setattr(pretrained, "evaluate", lambda *_: (1, 400))
+    pretrained.make(model, None, "digits")
+    rows = {name: list(read_lines(model / f"{name}.jsonl")) for name in ("heldout", "train")}
+    assert {name: len(some) for name, some in rows.items()} == {"heldout": 400, "train": 3000}
+    answers = {name: {row["answer"] for row in some} for name, some in rows.items()}
+    assert not answers["heldout"] & answers["train"]
+    asked = [re.findall(r"\d+", row["prompt"])[-1] for some in rows.values() for row in some]
+    assert ["".join(sorted(each)) for each in asked] == [row["answer"] for some in rows.values() for row in some]
+    for name in ("raft_rocm", pretrained.DEFAULTS):
+        made = OmegaConf.load(model / f"{name}.yaml")
+        assert made.verifier._component_ == "tools.benchmarks.sorting.Positions", name
+    assert "optimizer" not in made
 
 
 @pytest.mark.wide

