@@ -124,9 +124,9 @@ docs: setup
 pictures: setup demo
 	$(BIN)/python tools/pictures.py demo/sft demo/raft
 
-# The tables in docs/models.md, from the models of the tests.
+# The tables in README.md and docs, from tools/benchmarks/figures, plans and the models of the tests.
 tables: setup
-	$(BIN)/python tools/models.py
+	$(BIN)/python tools/tables.py
 
 # sdist and wheel in dist, checked; the wheel is installed and tried in a new environment, in a folder far from here.
 dist: setup

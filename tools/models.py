@@ -1,4 +1,4 @@
-"""Write the tables in docs/models.md from the models of the tests: ``python tools/models.py`` (or `make tables`)."""
+"""The tables in docs/models.md, from the models of the tests; :mod:`tools.tables` writes them."""
 
 import sys
 import textwrap
@@ -13,7 +13,6 @@ from transformers.models.auto.modeling_auto import (
 )
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "models.md"
 sys.path.insert(0, str(ROOT))
 
 from tests.kit import hf_models, multimodal_models  # noqa: E402
@@ -25,40 +24,30 @@ STATES = {"linear_attention", "conv", "mamba"}
 HEAD = "| architecture | rows | experts | sampled here | GGUF |\n|---|---|---|---|---|\n"
 
 
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(filled(PAGE.read_text()))
-
-
-def filled(page: str) -> str:
-    """Return the page with what stands between its marks made anew."""
-    text = [
-        (
-            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind],
-            packs,
-            AutoConfig.for_model(kind, **{**SHAPE, **values}),
-            name in hf_models.GGUF,
-        )
+def text() -> str:
+    """The models of text that the tests train."""
+    return table(
+        (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind], packs, AutoConfig.for_model(kind, **{**SHAPE, **values}),
+         name in hf_models.GGUF)
         for name, (kind, packs, values) in hf_models.MODELS.items()
-    ]
-    whole = [
-        (
-            MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind],
-            packs,
-            AutoConfig.for_model(part, **{**SHAPE, **values}),
-            name in multimodal_models.GGUF,
-        )
+    )  # fmt: skip
+
+
+def multimodal() -> str:
+    """The multimodal models whose text parts the tests train."""
+    return table(
+        (MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind], packs, AutoConfig.for_model(part, **{**SHAPE, **values}),
+         name in multimodal_models.GGUF)
         for name, (kind, part, packs, values, _) in multimodal_models.MODELS.items()
-    ]
+    )  # fmt: skip
+
+
+def more() -> str:
+    """A sentence on the models of which the tests compare the logits alone."""
     others = {*hf_models.MORE, *hf_models.CARE} - {kind for kind, *_ in hf_models.MODELS.values()}
     packed, padded = sorted(others - hf_models.PADDED), sorted(hf_models.PADDED)
     lines = f"Of {len(others)} more, by their `model_type`, they compare logits: with packed rows {_quoted(packed)}; "
-    more = textwrap.fill(f"{lines}with padded ones {_quoted(padded)}.", 120)
-    for name, made in {"text": table(text), "more": more, "multimodal": table(whole)}.items():
-        begin, end = f"<!-- {name}: made by tools/models.py -->\n\n", "\n\n<!-- end -->"
-        before, after = page.split(begin)
-        page = before + begin + made + after[after.index(end) :]
-    return page
+    return textwrap.fill(f"{lines}with padded ones {_quoted(padded)}.", 120)
 
 
 def table(models: Iterable[tuple[str, bool, Any, bool]]) -> str:
@@ -82,7 +71,3 @@ def table(models: Iterable[tuple[str, bool, Any, bool]]) -> str:
 
 def _quoted(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
-
-
-if __name__ == "__main__":
-    main()

@@ -206,12 +206,13 @@ def test_gradients_that_differ_close_the_gate(found, passes):
 def test_both_sides_are_in_the_table():
     row = {
         "work": "grpo", "peer": "TRL + PEFT", "vocab": 320, "dtype": "fp32", "parameters": 1e6, "speedup": 3.2,
-        "range": [3.0, 3.5], "bound": None, "answers": 512, "updates": 8, "steps": 25, "step_seconds": [1.5, 4.8],
+        "range": [3.0, 3.5], "bound": None, "answers": 512, "updates": [6, 8], "steps": 25, "step_seconds": [1.5, 4.8],
         "before": 0.34, "accuracy": [0.6, 0.55], "gain_per_hour": [24.96, 6.3], "until_warm": [4.0, 9.0],
         "peak_memory": [2**30, 2**31], "threads": [2, 2],
     }  # fmt: skip
     said = table([row]).splitlines()
     assert said[2].startswith("| GRPO, a step | 1 M, 320 tokens, fp32 | TRL + PEFT | 3.20 x (3.00-3.50) |  |")
+    assert "with 6.0 and 8 updates: 3.20 x, at equal updates 2.40 x" in said[-1]
     assert "from 34.0% to 60.0% (ours) and 55.0%: 2496 and 630 points an hour" in said[-1]
 
 

@@ -7,26 +7,29 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from functools import partial
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
+import rocm_ext
 from rocm_ext.bench.runner import OtherPrograms
-from tools.benchmarks import cycle, dpo, grpo, sampling, sft, verify
+from tools.benchmarks import cycle, dpo, grpo, peers, sampling, sft, verify
 from tools.benchmarks.protocol import Failed
-from tools.benchmarks.table import table
+from tools.benchmarks.table import NAMES as WORKS
+from tools.benchmarks.table import key, table
 from tools.benchmarks.work import SHAPES, Task, is_qwen3
 
-STOCK, BEST, TRL = "torchtune as shipped", "torchtune compiled", "TRL + PEFT"
+STOCK, BEST, PACKED, TRL = "torchtune as shipped", "torchtune compiled", "torchtune packed", "TRL + PEFT"
 BACKED = sft.BACKED
 PLAIN, TRL_FIRST = "torchtune", "TRL + PEFT, reference first"  # of DPO
 ENGINE, GENERATE, CONTINUOUS, _, TORCHTUNE = list(sampling.PEERS)[:5]
 # 11 and 41 million parameters; Qwen3's shape has 48 and 109 million
 SMALL_SET = (
-    Task("sft", "small", 32768, "fp32", (STOCK, BEST, TRL)),
+    Task("sft", "small", 32768, "fp32", (STOCK, BEST, PACKED, TRL)),
     Task("sft", "small", 152064, "fp32", (STOCK,)),
     Task("sft", "small", 32768, "bf16", (STOCK,)),
     Task("sft", "qwen3-small", 32768, "fp32", (BACKED, TRL)),
@@ -86,9 +89,22 @@ def main() -> None:
     if busy > others.WORTH_TELLING:
         print(f"warning: other programs used {busy:.1f} cores during the benchmark", file=sys.stderr)
     if args.json:
-        content = {"machine": machine(), "date": str(date.today()), "cores_of_other_programs": busy, "rows": rows}
-        args.json.write_text(json.dumps(content, indent=1) + "\n")
+        write_figures(args.json, rows, args.rounds, busy)
     sys.exit(1 if failures else 0)
+
+
+def write_figures(path: Path, rows: Sequence[dict[str, Any]], rounds: int, busy: float) -> None:
+    """Write the comparisons of ``rows`` to ``path``, a line each; others that it has stay."""
+    of = {"rounds": rounds, "date": str(date.today()), "version": rocm_ext.__version__}
+    if busy > OtherPrograms.WORTH_TELLING:
+        of["note"] = f"other programs used {busy:.1f} cores"
+    before = json.loads(path.read_text()) if path.exists() else {"machine": machine(), "rows": []}
+    found = {key(row): row for row in before["rows"]}
+    for row in rows:
+        if row["work"] in WORKS:
+            found[key(row)] = {**of, **row, "pins": peers.pins_of(row["peer"])}
+    lines = ",\n".join(json.dumps(row) for row in found.values())
+    path.write_text(f'{{"machine": {json.dumps(before["machine"])}, "rows": [\n{lines}\n]}}\n')
 
 
 def comparisons(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path], list[dict]]]]:
@@ -134,7 +150,7 @@ def parse() -> argparse.Namespace:
     )
     option("--installed", action="store_true", help="run peers with this environment's packages; pip installs nothing")
     option("--mbpp", default=verify.MBPP, help="hub data set or file with MBPP's rows (default: %(default)s)")
-    option("--json", type=Path, help="also write the rows to this file")
+    option("--json", type=Path, help="also write the comparisons to this file, beside those it has")
     args = parser.parse_args()
     if args.shape is None and (args.vocab or args.dtype or args.peers):
         parser.error("--vocab, --dtype and --peers apply to --shape only; add --shape")

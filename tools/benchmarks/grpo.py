@@ -78,9 +78,11 @@ def measure(
             until_warm[side.name] = time.perf_counter() - side.began
             sides.append(side)
         seconds: dict[str, list[float]] = {side.name: [] for side in sides}
+        made: list[float] = []  # updates of our steps, which skip groups with equal rewards
         for side in in_turn(sides, rounds):
             last[side.name] = side.ask(steps=TURN)
-            seconds[side.name].append(sum(each for each, _ in last[side.name]["steps"]))
+            seconds[side.name].append(sum(step[0] for step in last[side.name]["steps"]))
+            made += [step[2] for step in last[side.name]["steps"] if side.name == OURS]
         folders = {side.name: side.ask(steps=10**9)["adapter"] for side in sides}  # they end
     before, *after = (evaluate(base, folder, wide) for folder in (None, *folders.values()))
     right = dict(zip(folders, after, strict=True))
@@ -91,7 +93,8 @@ def measure(
         {
             "work": "grpo", "peer": peer, "vocab": 320, "dtype": "fp32", "parameters": parameters(base / "pocket"),
             **Ratio.of(seconds[peer], seconds[OURS]).describe(), "bound": None, "norm_difference": apart,
-            "answers": cfg.prompts_per_step * cfg.samples_per_prompt, "updates": updates_of_step(cfg), "steps": steps,
+            "answers": cfg.prompts_per_step * cfg.samples_per_prompt, "steps": steps,
+            "updates": [statistics.fmean(made), updates_of_step(cfg)],
             "rounds": rounds, "before": before, **both(last[OURS], last[peer]),
         } | {
             key: [each[OURS], each[peer]]
@@ -171,7 +174,7 @@ def start(
     cfg = OmegaConf.create(OmegaConf.to_container(cfg))
     cfg.update({"steps": steps, "save_every_n_steps": steps, "output_dir": str(folder / "out"),
                 "metric_logger": {"_component_": "tools.benchmarks.sides.talk.StepLogger",
-                                  "values": ["grad_norm"], "sign": "flat"}})  # fmt: skip
+                                  "values": ["grad_norm", "updates"], "sign": "flat"}})  # fmt: skip
     if given:
         cfg.groups_per_update = None
     order, answers = make_work(cfg, given)
@@ -241,7 +244,7 @@ def check(answers: Sequence[dict]) -> float:
     Raises:
         Failed: it exceeds the tolerance.
     """
-    ours, *theirs = ([norm for _, norm in answer["steps"]] for answer in answers)
+    ours, *theirs = ([step[1] for step in answer["steps"]] for answer in answers)
     apart = [abs(a - b) / b for norms in theirs for a, b in zip(norms, ours, strict=True)]
     if not all(each <= TOLERANCE for each in apart):  # NaN, too
         raise Failed(f"gradient norms differ by {max(apart):.1e}: {ours} against {theirs}")

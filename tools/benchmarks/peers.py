@@ -25,8 +25,8 @@ PINS = {
     "torchtune": ["torchtune==0.6.1", "torchao==0.13.0", "datasets==5.2.0"],
     "trl": [
         "trl==1.16.0",
-        "transformers==5.23.0",
-        "peft==0.19.1",
+        "transformers==5.24.0",
+        "peft==0.21.2",
         "accelerate==1.15.0",
         "datasets==5.2.0",
         "math-verify==0.9.0",
@@ -59,6 +59,13 @@ def python(peer: str, gpu: bool = False, installed: bool = False) -> Path:
         if not (folder / "ready").exists():
             make(peer, folder, found, pins)
     return found
+
+
+def pins_of(peer: str) -> list[str]:
+    """Return the pins of what a peer of the tables is made of."""
+    parts = {"torchtune": ["torchtune"], "TRL": ["trl", "transformers", "peft"], "transformers": ["transformers"]}
+    named = parts.get(peer.split()[0], [])
+    return [pin for pins in PINS.values() for pin in pins if pin.split("==")[0] in named]
 
 
 def make(peer: str, folder: Path, found: Path, pins: Sequence[str]) -> None:

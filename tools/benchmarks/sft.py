@@ -41,6 +41,7 @@ OURS = "ours"
 BACKED = "ours on transformers' code"
 GATE, WARM_UP = 20, 2  # steps
 RATE = 3e-4
+PACKS = 4  # of torchtune's in a step: each has about 1,700 tokens
 TOLERANCES = {"fp32": 1e-5, "bf16": 0.05}  # relative, of a step's loss
 
 
@@ -53,12 +54,14 @@ class Peer:
         environment: of :data:`tools.benchmarks.peers.PINS`, or :data:`OURS`.
         batch: rows of a micro-batch, padded to the longest; ours packs them.
         changes: to its config.
+        packs: of torchtune's that a step's rows fill; a micro-batch is a pack. 0: rows are not packed.
     """
 
     module: str
     environment: str
     batch: int
     changes: dict[str, Any] = field(default_factory=dict)
+    packs: int = 0
 
     def all_logits(self, gpu: bool) -> bool:
         """Whether it also computes logits of tokens without a label; without Triton TRL's fused head does so."""
@@ -80,6 +83,8 @@ PEERS = {
     "torchtune compiled": Peer("sft_torchtune", "torchtune", 2, {"compile": True}),
     "torchtune batch 1 compiled": Peer("sft_torchtune", "torchtune", 1, {"compile": True}),
     "torchtune batch 8 compiled": Peer("sft_torchtune", "torchtune", 8, {"compile": True}),
+    "torchtune packed": Peer("sft_torchtune", "torchtune", 1, packs=PACKS),
+    "torchtune packed, compiled": Peer("sft_torchtune", "torchtune", 1, {"compile": True}, PACKS),
     "TRL + PEFT": Peer("sft_trl", "trl", 8),
     "TRL + PEFT batch 2": Peer("sft_trl", "trl", 2),
     BACKED: Peer("", OURS, 2),
@@ -176,8 +181,11 @@ def command(
     for ours in ("hardware", "sequences_per_step"):
         cfg.pop(ours)
     cfg["checkpointer"].pop("adapter_checkpoint")
+    if peer.packs:
+        packed = {"rows": SEQUENCES_PER_STEP, "packs": peer.packs, "packed": True}
+        cfg["dataset"] = {**cfg["dataset"], "_component_": "tools.benchmarks.sides.rows.PackedRows", **packed}
     cfg |= {"batch_size": peer.batch, "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
-            **of_torchtune(args, SEQUENCES_PER_STEP // peer.batch), **peer.changes}  # fmt: skip
+            **of_torchtune(args, peer.packs or SEQUENCES_PER_STEP // peer.batch), **peer.changes}  # fmt: skip
     return ["-m", f"tools.benchmarks.sides.{peer.module}", base / "adapter.pt", "--config", write_yaml(path, cfg)]
 
 
@@ -233,7 +241,8 @@ def measure(
     seconds, losses = ({name: [step[i] for step in each] for name, each in runs.items()} for i in (0, 1))
     work = {OURS: flops(task.shape, task.vocab, tokens, trained)}
     for name in task.peers:
-        computed = tokens if PEERS[name].padding_free(args) else padded(timed, PEERS[name].batch)
+        packed = PEERS[name].padding_free(args) or PEERS[name].packs  # leaving out what fills torchtune's packs
+        computed = tokens if packed else padded(timed, PEERS[name].batch)
         logits = computed if PEERS[name].all_logits(args.gpu) else trained
         work[name] = flops(task.shape, task.vocab, computed, logits)
     return [

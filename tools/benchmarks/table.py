@@ -6,7 +6,7 @@ from typing import Any
 GIB = 2**30
 _COLUMNS = ("work", "model", "against", "speed-up", "of which by skipped work", "peak memory, ours / theirs",
             "threads, ours / theirs", "until warm, ours / theirs")  # fmt: skip
-NAMES = {"sft": "LoRA SFT", "dpo": "LoRA DPO, an epoch", "dpo step": "LoRA DPO, a step without the reference's scoring",
+NAMES = {"sft": "LoRA SFT", "dpo": "LoRA DPO, an epoch", "dpo step": "LoRA DPO, each further epoch",
          "sampling": "sampling", "grpo": "GRPO, a step"}  # fmt: skip
 
 
@@ -29,15 +29,17 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def accuracy(row: dict[str, Any]) -> str:
-    """A sentence on what both sides learned in the same number of steps."""
+    """A sentence on what both sides learned in the same number of steps, and their speeds at equal updates."""
     ours, theirs = row["accuracy"]
     mine, other = (100 * gain for gain in row["gain_per_hour"])
     seconds = " and ".join(f"{value:.2f} s" for value in row["step_seconds"])
+    made, all_of_them = row["updates"]
     return (
-        f"\n\nGRPO, {row['parameters'] / 1e6:,.0f} M parameters, {row['answers']} answers and {row['updates']} updates "
-        f"a step: a step takes {seconds} "
-        f"(ours, {row['peer']}). {row['steps']} steps raise the held-out accuracy from {row['before']:.1%} to "
-        f"{ours:.1%} (ours) and {theirs:.1%}: {mine:.0f} and {other:.0f} points an hour of steps."
+        f"\n\nGRPO, {row['parameters'] / 1e6:,.0f} M parameters, {row['answers']} answers a step: a step takes "
+        f"{seconds} (ours, {row['peer']}), with {made:.1f} and {all_of_them} updates: {row['speedup']:.2f} x, at equal "
+        f"updates {row['speedup'] * made / all_of_them:.2f} x. {row['steps']} steps raise the held-out accuracy from "
+        f"{row['before']:.1%} to {ours:.1%} (ours) and {theirs:.1%}: {mine:.0f} and {other:.0f} points an hour of "
+        "steps."
     )
 
 
@@ -51,15 +53,30 @@ def verdicts(row: dict[str, Any]) -> str:
     )
 
 
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what tells a comparison from others: work, size, dtype, vocabulary, peer and our side."""
+    size = round(row["parameters"] / 1e6)
+    return row["work"], size, row["dtype"], row["vocab"], row["peer"], row.get("ours", "ours")
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """Name the work."""
+    return NAMES[row["work"]] + row.get("ours", "ours").removeprefix("ours")
+
+
+def model_of(row: dict[str, Any]) -> str:
+    """Describe the model."""
+    return f"{row['parameters'] / 1e6:,.0f} M, {row['vocab']:,} tokens, {row['dtype']}"
+
+
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
     """Format the cells of one comparison."""
     low, high = row["range"]
     memory = " / ".join(f"{value / GIB:.2f}" for value in row["peak_memory"]) + " GiB"
     warm = " / ".join(f"{value:.0f}" for value in row["until_warm"]) + " s"
-    ours = row.get("ours", "ours").removeprefix("ours")
     return (
-        NAMES[row["work"]] + ours,
-        f"{row['parameters'] / 1e6:,.0f} M, {row['vocab']:,} tokens, {row['dtype']}",
+        name_of(row),
+        model_of(row),
         row["peer"],
         f"{row['speedup']:.2f} x ({low:.2f}-{high:.2f})",
         "" if row["bound"] is None else f"{row['bound']:.2f} x",

@@ -22,6 +22,32 @@ class TokenRows(Dataset):
         return self._rows[index]
 
 
+class PackedRows(TokenRows):
+    """The rows as torchtune packs them, each step's on their own, so that every side trains on the same rows a step.
+
+    Args:
+        tokenizer: unused.
+        path: of the rows.
+        rows: of a step.
+        packs: of a step; where longer ones would do, the rows are dealt out evenly.
+        packed: for torchtune's recipe, which reads it.
+    """
+
+    def __init__(self, tokenizer: Any, path: str, rows: int, packs: int, packed: bool) -> None:
+        super().__init__(tokenizer, path)
+        steps = [self._rows[start : start + rows] for start in range(0, len(self._rows), rows)]
+        length = next(each for each in range(64, 1 << 20, 64) if all(fits(step, each, packs) for step in steps))
+        self._rows = []
+        for step in steps:
+            made = packed_by_torchtune(step, length)
+            if len(made) < packs:
+                parts = [step[start::packs] for start in range(packs)]
+                made = [pack for part in parts for pack in packed_by_torchtune(part, length)]
+            if len(made) != packs:
+                raise ValueError(f"a step's rows fill {len(made)} packs of {length} tokens, not {packs}")
+            self._rows += made
+
+
 class TokenPairs(TokenRows):
     """A dataset component like torchtune's ``PreferenceDataset``, from a JSONL file of token ids.
 
@@ -34,6 +60,27 @@ class TokenPairs(TokenRows):
             item[f"{side}_input_ids"] = row["prompt"] + row[side]
             item[f"{side}_labels"] = [IGNORE] * len(row["prompt"]) + row[side]
         return item
+
+
+def fits(rows: list[dict[str, list[int]]], length: int, packs: int) -> bool:
+    """Whether rows, put one after the other, fill at most ``packs`` packs of ``length`` tokens."""
+    free, left = 0, packs
+    for row in rows:
+        count = len(row["tokens"])
+        if count > free:
+            free, left = length, left - 1
+        free -= count
+        if free < 0 or left < 0:
+            return False
+    return True
+
+
+def packed_by_torchtune(rows: list[dict[str, list[int]]], length: int) -> list[dict[str, Any]]:
+    """Return the packs that torchtune's ``PackedDataset`` makes of rows."""
+    from torchtune.datasets import PackedDataset
+
+    packed = PackedDataset(rows, max_seq_len=length)
+    return [packed[index] for index in range(len(packed))]
 
 
 def wide_tokenizer(**arguments: Any) -> Any:
