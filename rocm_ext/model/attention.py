@@ -14,6 +14,7 @@ A decoding step is a packed row, too: one token of each running sequence. Where 
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -162,7 +163,13 @@ class Slots:
     is_initialized = False
 
     def __init__(self, cache: "SlotCache", window: int | None = None) -> None:
-        self._cache, self.places, self.once = cache, cache.ring(window), cache.once
+        # strong references make a cycle: the memory of all slots stays until Python looks for cycles, far into training
+        self._cache: SlotCache = weakref.proxy(cache)
+        self.places = cache.ring(window)
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """See :meth:`_Pass.once`."""
+        return self._cache.once(key, make)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the slots in the form of one row."""

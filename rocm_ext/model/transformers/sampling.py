@@ -1,6 +1,7 @@
 """A copy of a model of transformers for sampling: its module tree once more, with attention over slots."""
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -88,7 +89,7 @@ class _Recurrent(LinearAttentionLayer):
 
     def __init__(self, cache: "TransformersSlots", states: int) -> None:
         super().__init__(number_of_states=states)
-        self._cache = cache
+        self._cache: SlotCache = weakref.proxy(cache)
         self._all: dict[tuple[str, int], Tensor] = {}
 
     def begin(self, n: int) -> None:
