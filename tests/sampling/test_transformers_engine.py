@@ -1,9 +1,11 @@
 """Sampling in this process from models that transformers computes."""
 
+import gc
 import json
 import logging
 import shutil
 import signal
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +23,7 @@ from rocm_ext.model.build import build_model
 from rocm_ext.model.lora import adapters
 from rocm_ext.model.sampler import copied_bytes, sampler_of
 from rocm_ext.model.transformers.decoder import TransformersDecoder
-from rocm_ext.model.transformers.sampling import TransformersSampler
+from rocm_ext.model.transformers.sampling import TransformersSampler, TransformersSlots
 from rocm_ext.plan.costs import CostCounter
 from rocm_ext.plan.planner import SamplingPlanner
 from rocm_ext.plan.speeds import Figures
@@ -214,6 +216,22 @@ def test_a_prompt_is_prefilled_once(folder_of, monkeypatch):
     monkeypatch.setattr(TransformersSampler, "prefill", prefill)
     sampled(engine(our_model(folder_of("gemma 3")), slots=16), ask(texts := prompts(9, 4, 20), 12), Sampling(4))
     assert sorted(seen) == sorted(text[:-1] for text in texts)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_the_cache_goes_when_its_session_ends(folder_of, monkeypatch, name):
+    """At once, and not when Python next looks for cycles."""
+    made, init = [], TransformersSlots.__init__
+    monkeypatch.setattr(
+        TransformersSlots, "__init__", lambda self, *a: (made.append(weakref.ref(self)), init(self, *a))[1]
+    )
+    gc.collect()
+    gc.disable()
+    try:
+        sampled(engine(our_model(folder_of(name))), ask(prompts(3, 5), 2), Sampling(4))
+        assert [ref() for ref in made] == [None]
+    finally:
+        gc.enable()
 
 
 def test_prompts_may_run_together(folder_of, monkeypatch):
