@@ -556,7 +556,7 @@ def test_closing_early_ends_what_is_under_way(vllm, tokenizer, how):
         else:  # Ctrl-C while waiting
             with pytest.raises(KeyboardInterrupt):
                 completions.throw(KeyboardInterrupt())
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 20
         assert engine_threads() == []
     assert len(fake.bodies()) <= 5
     gate.set()
@@ -804,7 +804,7 @@ def test_check_tells_that_no_server_is_there_at_once(tokenizer):
     start = time.monotonic()
     with pytest.raises(UserError, match=f"{url} cannot be reached: ConnectError: .*is the server running") as caught:
         OpenAIEngine(tokenizer, urls=[url]).check()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     assert "\n" not in str(caught.value)
 
 
