@@ -3,12 +3,16 @@
 # ruff: noqa: E501 - code in rows
 
 import json
+import re
 import sys
+import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import PurePosixPath
+from types import MappingProxyType
+from urllib.parse import urlparse
 from uuid import UUID
 
 import pytest
@@ -277,6 +281,7 @@ EAST = timezone(timedelta(hours=2), "EAST")
     OrderedDict(b=1, a=2), Counter("aab"), defaultdict(list, a=[1]), defaultdict(None, a=1), bytearray(b"x"),
     deque([1, 2], maxlen=2), range(1, 9, 3), slice(1, None), Decimal("1.10"), Fraction(1, 3), date(2020, 1, 2),
     datetime(2020, 1, 2, 3, tzinfo=EAST), EAST, PurePosixPath("a/b"), UUID(int=5), Ellipsis,
+    MappingProxyType({"a": [1]}), time.gmtime(0), urlparse("http://a/b?c"), re.search("(?P<b>b)|c", "abc"),
     "\ud800", "\ud83d\ude00", -0.0, float("nan"), float("inf"), {True: 1, 2: (3,)}.keys(),
 ])  # fmt: skip
 def test_library_types_survive_the_wire(value):
@@ -300,8 +305,8 @@ def test_other_types_do_not_cross(value):
 
 
 TAGS = st.sampled_from([
-    "OD", "dk", "di", "dv", "DD", "ba", "range", "slice", "nt", "numpy", *"ltszduiqbcehkfxXyB", "datetime.date",
-    "decimal.Decimal", "array.array", "collections.Counter", "os.system", "builtins.eval",
+    "OD", "dk", "di", "dv", "mp", "mv", "DD", "ba", "range", "slice", "nt", "numpy", *"ltszduiqbcehkfxXyB", "datetime.date",
+    "decimal.Decimal", "array.array", "re.Match", "time.struct_time", "collections.Counter", "os.system", "builtins.eval",
 ])  # fmt: skip
 NAMES = st.sampled_from(["int", "float64", "<f8", "list", ""])
 NONSENSE = st.recursive(

@@ -49,7 +49,7 @@ REFUSED = {  # reason -> calls, modules and fixtures; a dot before a name: metho
         unittest.mock.create_autospec""",
 }
 REASONS = {name: reason for reason, names in REFUSED.items() for name in names.split()}
-TEXTS, INNER = {*REFUSED[TEXT].split()}, ("__builtins__", "__globals__", "__subclasses__")
+TEXTS, INNER = {*REFUSED[TEXT].split()}, ("__builtins__", "__globals__", "__self__", "__subclasses__")
 RISKS = {name.split(".")[0] for name in TEXTS}
 APART = "the code runs in a process of its own; `isolation: same_process` can judge it"
 WATCH, FULL = "__watch__", "__full__"
@@ -288,7 +288,7 @@ class Tests:
         for node in nodes:
             if isinstance(node, ast.Attribute) and not node.attr.startswith("__"):
                 mentions.discard(node.value)
-            elif isinstance(node, ast.Call) and f"{self.name(node.func)}.".startswith(PATCHES):
+            elif isinstance(node, ast.Call) and f"{self.name(node.func)}.".startswith((*PATCHES, "hasattr.")):
                 mentions -= {*node.args}
         return mentions
 
