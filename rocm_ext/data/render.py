@@ -9,6 +9,7 @@ Labels follow torchtune: ``labels[t]`` is the token at ``t`` itself, or -100 for
 import copy
 from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import groupby, pairwise
+from os.path import commonprefix
 from typing import Any, Protocol
 
 from torchtune.data import Message
@@ -297,10 +298,12 @@ class TemplateRenderer:
         for i, (start, end) in zip(answered, spans, strict=True):
             if turns[i].masked or i == 0:
                 continue
-            before = self.template.render(turns[:i], tools, prompt=True)
-            if text.startswith(before):  # a block may include the header
-                start = max(start, len(before))
-            trained.append((start, end))
+            before = self.template.render(turns[:i], tools, prompt=True)  # a block may include the header
+            shared = commonprefix([before, text])  # noqa: RUF071 - by characters
+            if shared != before:  # as DeepSeek's, which adds <think>: whole lines and tokens of it
+                marks = [mark for mark in ("\n", *self.added_tokens) if mark in shared]
+                shared = shared[: max((shared.rindex(mark) + len(mark) for mark in marks), default=0)]
+            trained.append((max(start, len(shared)), end))
         return text, trained
 
 
@@ -338,8 +341,8 @@ class PlainRenderer:
         """Return prompt and completion; the completion has labels."""
         yield from ()  # the tokenizer takes one text at a time
         prompt = self.prompt(turns[:-1], tools)
-        text = turns[-1].content
-        answer = self._tokenizer.encode(text, add_bos=False, add_eos=False) + end_of(text, self._tokenizer, self._end)
+        answer = self._tokenizer.encode(turns[-1].content, add_bos=False, add_eos=False)
+        answer = [*answer, *end_of(answer, self._tokenizer, self._end)]
         return [*prompt, *answer], [*[IGNORE] * len(prompt), *answer]
 
 
@@ -428,10 +431,10 @@ def _refuse_tools(turns: Sequence[Turn], tools: Tools) -> None:
 # ---- shared
 
 
-def end_of(text: str, tokenizer: Any, end: int) -> list[int]:
-    """Return what to add behind a text: the token ``end``, unless one that ends a text is there, before white space."""
-    last = tokenizer.encode(text.rstrip()[-64:], add_bos=False, add_eos=False)[-1:]
-    return [] if {*last} & {end, *getattr(tokenizer, "stop_tokens", ())} else [end]
+def end_of(tokens: Sequence[int], tokenizer: Any, end: int) -> list[int]:
+    """Return what to add behind a text's tokens: ``end``, unless one that ends a text is there, before white space."""
+    last = next((token for token in reversed(tokens) if not tokenizer.decode([token]).isspace()), None)
+    return [] if {last} & {end, *getattr(tokenizer, "stop_tokens", ())} else [end]
 
 
 def _behind_stop(tokens: Sequence[int], start: int, stops: frozenset[int]) -> int:

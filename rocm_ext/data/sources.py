@@ -204,7 +204,8 @@ class ConversationDataset(SourceDataset):
             if not (text := string(fields["text"], "text")):
                 raise ValueError("text is empty")
             end = getattr(self.tokenizer, "end_of_text", self.tokenizer.eos_id)
-            tokens = self.tokenizer.encode(text, add_bos=True, add_eos=False) + end_of(text, self.tokenizer, end)
+            tokens = self.tokenizer.encode(text, add_bos=True, add_eos=False)
+            tokens = [*tokens, *end_of(tokens, self.tokenizer, end)]
             return {"tokens": tokens, "labels": list(tokens)}
         plain = isinstance(getattr(self.tokenizer, "renderer", None), PlainRenderer)
         tools = to_tools(fields.get("tools"))

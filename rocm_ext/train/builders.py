@@ -92,6 +92,20 @@ def check_learning_rate(optimizer: torch.optim.Optimizer) -> None:
         raise UserError(f"optimizer.lr is {text}; expected a number above 0")
 
 
+def in_force(optimizer: torch.optim.Optimizer) -> str:
+    """Return an optimiser's arguments without switches that are off: ``AdamW, lr 3e-05, betas (0.9, 0.95), eps 1e-08``.
+
+    ``lr`` is the rate before any schedule. Where groups of parameters differ, ``|`` stands between their values.
+    """
+    groups, parts = optimizer.param_groups, [type(optimizer).__name__]
+    for name in [name for name in groups[0] if name not in ("params", "initial_lr")]:
+        values = [group.get("initial_lr" if name == "lr" else name, group.get(name)) for group in groups]
+        texts = [f"{float(v):g}" if isinstance(v, float | torch.Tensor) else str(v) for v in values]
+        if {*texts} - {"None", "False"}:
+            parts.append(f"{name} {' | '.join(dict.fromkeys(texts))}")
+    return ", ".join(parts)
+
+
 def _is_rate(value: Any) -> bool:
     number = isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)
     return number and math.isfinite(value) and value >= 0

@@ -125,6 +125,7 @@ class Training:
         self.build(total_steps)
         self._identity = self.identity()
         resumed = self._resume()
+        log.info("optimizer: %s", builders.in_force(self.optimizer))
         self.ranks.barrier()  # every rank must read the checkpoint before `take` changes the folder
         if self.ranks.is_main:
             count = self.count if resumed else None

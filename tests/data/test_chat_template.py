@@ -372,6 +372,9 @@ def test_every_template_teaches_to_stop(model_folder, tmp_path, named):
             ends = all(run.endswith((end, f"{end}\n<eos>")) for run in runs)
             if not ends or len(runs) != len(turns) // 2:
                 wrong[name, len(turns)] = runs
+            start = next(i for i, label in enumerate(labels) if label != IGNORE)
+            if tokenizer.id_to_token(tokens[start]) in markers:
+                assert render_prompt(ours, turns[:1])[: start + 1] != tokens[: start + 1], "the header bears no loss"
             if name in OTHERS:
                 following = render_prompt(ours, [*turns, user("c")])
                 assert following[: len(tokens)] == tokens, "the next prompt begins with this turn"

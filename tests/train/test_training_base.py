@@ -149,8 +149,16 @@ def test_more_steps_on_resuming(start, tmp_path):
         start("part", resume_from_checkpoint=True, seed=2)
 
 
-def test_a_fresh_run_loses_every_line_of_the_one_that_it_replaces(start, tmp_path):
-    first = start("out")
+def test_a_fresh_run_loses_every_line_of_the_one_that_it_replaces(start, tmp_path, caplog):
+    with caplog.at_level("INFO", "rocm_ext"):
+        first = start("out")
+    group = first.optimizer.param_groups[0]
+    assert group["lr"] < group["initial_lr"], "in the warm-up"
+    (said,) = (text for text in caplog.messages if text.startswith("optimizer: "))
+    rate, decay = (f"{group[name]:g}" for name in ("initial_lr", "weight_decay"))
+    assert f"optimizer: AdamW, lr {rate}, betas {group['betas']}, eps 1e-08, weight_decay {decay}" in said
+    assert "tensor" not in said
+    assert "amsgrad" not in said
     first.write_metrics(True, eval={})
     assert metrics(tmp_path / "out", "step") == [0]
     start("out", overwrite_output_dir=True)

@@ -143,6 +143,7 @@ RUN = [  # statements that may run the text t that the answer returns
     "globals()['__builtins__']['eval'](t)",
     "(lambda: 0).__globals__['x']",
     "object.__subclasses__()",
+    "print.__self__.eval(t)",
     *(
         f"import {module}\n{use}"
         for module, use in [
@@ -153,6 +154,11 @@ RUN = [  # statements that may run the text t that the answer returns
             ("code", "code.InteractiveInterpreter().runsource(t)"),
             ("code", "code.InteractiveConsole('x').push(t)"),
             ("sys", "sys.modules['builtins'].eval(t)"),
+            ("sys", "vars(sys)['modules']['builtins'].eval(t)"),
+            ("sys", "sys.__dict__['modules']['builtins'].eval(t)"),
+            ("sys as s", "m = s\nm.modules['builtins'].eval(t)"),
+            ("os", "getattr(os, 'sys').modules['builtins'].eval(t)"),
+            ("enum", "enum.bltns.eval(t)"),
             ("runpy", "runpy.run_path(t)"),
             ("importlib", "importlib.import_module('builtins').eval(t)"),
             ("pickle", "pickle.Unpickler(t)"),
@@ -178,6 +184,7 @@ MAY = [
     "def compile(x): return x\nassert compile(f(1)) == 2",
     "import numpy as np\nassert np.trace(f(1)) == 2",
     "import pickle\nassert f(1) == 2",
+    "import sys, solution\nassert f(sys.maxsize) == 2 and hasattr(solution, 'f') and hasattr(sys, 'path') and solution.eval(1) == 2",
 ]
 
 

@@ -3,12 +3,16 @@
 # ruff: noqa: E501 - code in rows
 
 import json
+import re
 import sys
+import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import PurePosixPath
+from types import MappingProxyType
+from urllib.parse import urlparse
 from uuid import UUID
 
 import pytest
@@ -20,9 +24,16 @@ from rocm_ext.verifiers import PythonTests, Result, Verdict
 from rocm_ext.verifiers.python._wire import Malformed, Unsendable, Wire
 
 HONEST = {  # code, how to make it wrong, tests, set-up
+    "functions in containers": ("from functools import partial\nOPS = {'+': lambda a, b: a + b, 'len': len}\ndef powers(n): return [partial(pow, i) for i in range(n)]\ndef counter():\n    n = 0\n    def inc():\n        nonlocal n\n        n += 1\n        return n\n    return {'inc': inc, 'get': lambda: n}, [str.upper]", ("n += 1", "n += 2"), "assert OPS['+'](2, 3) == 5 and OPS['len']('ab') == 2 and len(OPS) == 2 and [p(2) for p in powers(4)] == [0, 1, 4, 9]\nc, (up,) = counter()\nc['inc']()\nassert c['inc']() == c['get']() == 2 and up('a') == 'A' and callable(up) and c['inc'] == c['inc'] != c['get']"),
+    "matches": ("import re\ndef f(s): return re.search(r'(\\d+)-(?P<b>\\d+)', s)\ndef g(s): return re.finditer(r'(?<=<)\\w+|^\\d', s)\ndef h(s): return [re.fullmatch('a|ab', s), re.match('(a)?(b)?', s)]", ("(\\d+)-", "(\\d)-"), "import re\nm = f('a 12-34')\nassert m and isinstance(m, re.Match) and m[0] == '12-34' and m[1] == '12' and m['b'] == '34' and m.group(1, 2) == ('12', '34')\nassert m.span('b') == (5, 7) and m.end() == 7 and m.groupdict() == {'b': '34'} and m.string == 'a 12-34'\nassert [x.group() for x in g('1 <b')] == ['1', 'b'] and [x[0] for x in h('ab')] == ['ab', 'ab'] and h('b')[1].groups('z') == ('z', 'b')"),
+    "values of the library": ("import time\nfrom collections import OrderedDict, UserDict\nfrom types import MappingProxyType\nfrom urllib.parse import urlparse\ndef f(u): return urlparse(u), time.gmtime(0), memoryview(b'ab'), MappingProxyType({'a': 1})\ndef g(**k): return OrderedDict(k).keys(), UserDict(k).items(), UserDict(k).values()", ("gmtime(0)", "gmtime(9)"), "u, t, m, p = f('http://a.b:8/c?d=1')\nassert u.netloc == 'a.b:8' and u.port == 8 and u[2] == '/c' and t.tm_year == 1970 and t[5] == 0 and bytes(m) == b'ab' and m[0] == 97\nassert p['a'] == 1 and p == {'a': 1}\nk, i, v = g(x=2)\nassert k == {'x'} and list(i) == [('x', 2)] and list(v) == [2]"),
+    "iterators of classes that the tests do not name": ("import csv, io\nclass Down:\n    def __init__(self, n): self.n = n\n    def __iter__(self): return self\n    def __next__(self):\n        if self.n == 0: raise StopIteration\n        self.n -= 1\n        return self.n\nclass Twice:\n    def __init__(self, *x): self.x = x\n    def __iter__(self): return iter(self.x * 2)\ndef f(n): return Down(n), Twice(n)\ndef g(s): return csv.DictReader(io.StringIO(s))", ("== 0", "== 1"), "d, t = f(3)\nassert list(d) == [2, 1, 0] and list(d) == [] and [*t] == [3, 3] and next(f(1)[0]) == 0\nassert [r['a'] for r in g('a,b\\n1,2\\n')] == ['1']"),
+    "classes as values": ("class Cat:\n    def speak(self): return 'mew'\nclass Bad(Exception): pass\nKINDS = {'cat': Cat}\ndef make(n):\n    class C:\n        def double(self): return 2 * n\n    return C\ndef f(x): return type(x)\ndef g(): return [Bad, int, ValueError]", ("2 * n", "3 * n"), "C = make(4)\nassert C().double() == 8 and isinstance(C(), C) and KINDS['cat']().speak() == 'mew' and f(KINDS['cat']()) is KINDS['cat'] != C\nassert f(1) is int and g()[1:] == [int, ValueError] and issubclass(g()[0], Exception)"),
+    "patterns by position": ("from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n    y: int", ("x: int\n    y", "y: int\n    x"), "match P(1, 2):\n    case P(a, b): r = a, b\nassert r == (1, 2) and P(1, 2).y == 2"),
     "iterator class": ("class Down:\n    def __init__(self, n): self.n = n\n    def __iter__(self): return self\n    def __next__(self):\n        if self.n <= 0: raise StopIteration\n        self.n -= 1\n        return self.n + 1", ("<= 0", "< 0"), "assert list(Down(3)) == [3, 2, 1]\nassert sum(Down(4)) == 10 and max(Down(2)) == 2\nassert [x for x in Down(1)] == [1]"),
     "copies": ("class P:\n    def __init__(self, x): self.x = [x]\n    def __contains__(self, x): return x in self.x", ("[x]", "[x, 5]"), "import copy\np = P(1)\nq, r = copy.deepcopy(p), copy.copy(p)\nq.x.append(2)\nassert p.x == [1] and r.x == [1] and copy.deepcopy([p])[0].x == [1] and 1 in q and 5 not in r"),
     "collections' wrappers": ("from collections import ChainMap, UserDict, UserList, UserString\ndef f(): return ChainMap({'a': 1}, {'a': 2, 'b': 3}), UserDict(a=1), UserList([1, 2]), UserString('ab')", ("'a': 1}", "'a': 2}"), "c, d, l, s = f()\nassert c['a'] == 1 and dict(c) == {'a': 1, 'b': 3} and len(c) == 2\nassert d == {'a': 1} and l == [1, 2] and l[0] == 1 and s.upper() == 'AB'"),
+    "numpy by other names": ("import numpy as np\nclass V:\n    def __init__(self, x): self.x = x\n    def __isub__(self, y):\n        self.x -= y\n        return self\ndef f(x): return np.array([y for y in x if y > 0])\ndef g(x): return [y for y in x if y > 0]", ("if y > 0])", "if y > -2])"), "import numpy as np\nn, runs = np, []\nclass A:\n    def v(self): return 1\nclass B(A):\n    def v(self): return super().v() + n.int64(1)\ndef only_once():\n    runs.append(n.add(1, 2))\n    assert n.all(n.equal(f([1, -1]), 1)) and getattr(n, 'allclose')(g([2]), [2.0])\nonly_once()\nassert runs == [3] and B().v() == 2\nmatch f([3])[0] / 3 * n.pi:\n    case np.pi: ok = True\n    case _: ok = False\nout, a, v = [], f([4, 5]), V(3)\nout += g([1])\nout[0] -= 1\na -= g([1, -1])\nv -= 1\nassert ok and out == [0] and a.tolist() == [3, 4] and v.x == 2 and n.ma.allequal(f([7]), g([7]))\nassert np.array_equal(f([]), g([])) and not np.array_equal(f([1]), g([])) and n.float64(2).__eq__(g([2])).all()"),
     "arrays without elements": ("import numpy as np\ndef f(x): return [y for y in x if y > 2]\ndef g(x): return np.array(x)", ("> 2", "> 0"), "import numpy as np\nassert np.array_equal(f([1]), []) and np.array(f([1])).size == 0 and (np.array(f([1])) == np.array([])).all()\nassert len(np.append(f([1]), 5)) == 1 and np.reshape(f([1]), -1).shape == (0,) and np.sum(f([1])) == 0\na = g([1, 2])\nassert (a[a > 5] == 0).all() and np.all(np.equal(f([3, 4]), [3, 4])) and (a + 1 == [2, 3]).all() and isinstance(a, np.ndarray) and a.dtype == np.int64\nassert np.add.reduce(a) == 3 and np.vectorize(np.negative)(a).tolist() == [-1, -2] and list(map(np.sqrt, [4])) == [2]"),
     "flag": ("from enum import Flag, auto\nclass Perm(Flag):\n    R = auto()\n    W = auto()", ("W = auto()", "W = 1"), "assert (Perm.R | Perm.W) & Perm.W == Perm.W\nassert Perm.R != Perm.W"),
     "printed to stderr": ("import sys\ndef f(): print('bad', file=sys.stderr)", ("file=sys.stderr", "end=''"), "import io\nfrom contextlib import redirect_stderr\nout = io.StringIO()\nwith redirect_stderr(out):\n    f()\nassert 'bad' in out.getvalue()"),
@@ -144,8 +155,11 @@ LIMITS = {
     "a class whose __eq__ takes data": ("unjudged", "class M:\n    def __init__(self, v): self.v = v\n    def __eq__(self, o): return self.v == (o.v if isinstance(o, M) else o)", "assert M(5) == 5"),
     "an equality that leaves out an attribute": ("unjudged", "import itertools\nN = itertools.count()\nclass A:\n    def __init__(self, v): self.v, self.id = v, next(N)\n    def __eq__(self, o): return self.v == o.v", "assert A(1) == A(1)"),
     "a namespace": ("unjudged", "from types import SimpleNamespace\ndef f(x): return SimpleNamespace(x=x)", "from types import SimpleNamespace\nassert f(1) == SimpleNamespace(x=1)"),
-    "a class as a value": ("unjudged", "def f(x): return type(x)", "assert f(1) is int"),
-    "a function in a list": ("unjudged", "def f(): return [len]", "assert f()[0]('ab') == 2"),
+    "a predicate in a list": ("unjudged", "def f(): return [str.isdigit]", "assert f()[0]('1')"),
+    "an object in a list that can be called": ("unjudged", "class Add:\n    def __call__(self, x): return x + 1\ndef f(): return [Add()]", "assert f()[0](1) == 2"),
+    "a function in a field": ("unjudged", "from collections import namedtuple\nP = namedtuple('P', 'get kind')\ndef f(): return P(lambda: 1, int)", "assert f().get() == 1"),
+    "the length of a class": ("unjudged", "from enum import Enum\nclass E(Enum):\n    A = 1\ndef f(): return E", "assert len(f()) == 1"),
+    "the length of what is iterated": ("unjudged", "class L:\n    def __iter__(self): return iter([1])\n    def __len__(self): return 1\ndef f(): return L()", "assert len(f()) == 1"),
     "a list that holds itself": ("unjudged", "def f(x):\n    x.append(x)\n    return x", "x = []\nassert f(x)[0] is x"),
     "an object of the tests": ("unjudged", "def f(dog): return dog.speak()", "class Dog:\n    def speak(self): return 'wuff'\nassert f(Dog()) == 'wuff'"),
     "a class of the tests": ("unjudged", "def f(kind): return kind()", "class A: pass\nassert isinstance(f(A), A)"),
@@ -267,6 +281,7 @@ EAST = timezone(timedelta(hours=2), "EAST")
     OrderedDict(b=1, a=2), Counter("aab"), defaultdict(list, a=[1]), defaultdict(None, a=1), bytearray(b"x"),
     deque([1, 2], maxlen=2), range(1, 9, 3), slice(1, None), Decimal("1.10"), Fraction(1, 3), date(2020, 1, 2),
     datetime(2020, 1, 2, 3, tzinfo=EAST), EAST, PurePosixPath("a/b"), UUID(int=5), Ellipsis,
+    MappingProxyType({"a": [1]}), time.gmtime(0), urlparse("http://a/b?c"), re.search("(?P<b>b)|c", "abc"),
     "\ud800", "\ud83d\ude00", -0.0, float("nan"), float("inf"), {True: 1, 2: (3,)}.keys(),
 ])  # fmt: skip
 def test_library_types_survive_the_wire(value):
@@ -290,8 +305,8 @@ def test_other_types_do_not_cross(value):
 
 
 TAGS = st.sampled_from([
-    "OD", "dk", "di", "dv", "DD", "ba", "range", "slice", "nt", "numpy", *"ltszduiqbcehkfxXyB", "datetime.date",
-    "decimal.Decimal", "array.array", "collections.Counter", "os.system", "builtins.eval",
+    "OD", "dk", "di", "dv", "mp", "mv", "DD", "ba", "range", "slice", "nt", "numpy", *"ltszduiqbcehkfxXyB", "datetime.date",
+    "decimal.Decimal", "array.array", "re.Match", "time.struct_time", "collections.Counter", "os.system", "builtins.eval",
 ])  # fmt: skip
 NAMES = st.sampled_from(["int", "float64", "<f8", "list", ""])
 NONSENSE = st.recursive(

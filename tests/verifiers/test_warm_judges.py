@@ -35,12 +35,11 @@ def test_tests_leave_nothing_to_the_next(sandbox: str):
     verifier = PythonTests(timeout=5, sandbox=sandbox)
     leave = """
 import decimal, math, os, sys, time
-modules = vars(sys)["modules"]
-math.pi, modules["builtins"].marked, os.environ["MARKED"] = 3, True, "1"
+math.pi, sys.marked, os.environ["MARKED"] = 3, True, "1"
 decimal.getcontext().prec = 3
 sys.setrecursionlimit(500)
 sys.path.append("/marked")
-modules["marked"] = math
+sys.meta_path.append("marked")
 for folder in {os.getcwd(), "/dev/shm" if os.getcwd() == "/tmp" else os.getcwd()}:
     os.mkdir(folder + "/marked")
     open(folder + "/marked/file", "w").close()
@@ -54,9 +53,8 @@ assert f(3) == 9
 """
     look = """
 import decimal, math, os, sys
-modules = vars(sys)["modules"]
-assert math.pi > 3.1 and not hasattr(modules["builtins"], "marked")
-assert "MARKED" not in os.environ and "marked" not in modules
+assert not hasattr(sys, "marked") and math.pi > 3.1 and "marked" not in sys.meta_path
+assert "MARKED" not in os.environ
 assert decimal.getcontext().prec == 28 and sys.getrecursionlimit() > 500 and "/marked" not in sys.path
 assert not any("marked" in name for name in os.listdir(os.getcwd())) and os.getcwd() != "/usr" and os.umask(0) != 0o777
 assert os.getcwd() != "/tmp" or not os.path.exists("/dev/shm") or os.listdir("/dev/shm") == []

@@ -1,8 +1,12 @@
 """Comparisons of numpy and pytest that hold for nothing at all: here they fail. This runs in the tests' process."""
 
+import inspect
 import operator
 import sys
 from functools import partial
+
+OPERATORS = {value for value in vars(operator).values() if type(value) is type(len)} | {pow, divmod}
+VARIABLE = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
 def guarded(array):
@@ -33,40 +37,73 @@ def same_emptiness(*values):
 
 
 def guard():
-    """Have the comparisons fail, as far as the libraries are loaded."""
-    if numpy := sys.modules.get("numpy"):
-        for name in ("allclose", "isclose", "array_equiv", "isin", "setdiff1d"):
-            setattr(numpy, name, guarding(getattr(numpy, name)))
-        for name in "allclose equal almost_equal array_equal array_almost_equal approx_equal array_less".split():  # noqa: SIM905
-            setattr(numpy.testing, f"assert_{name}", guarding(getattr(numpy.testing, f"assert_{name}")))
+    """Have pytest's comparison of a number fail for an array without elements."""
     if pytest := sys.modules.get("pytest"):
         scalar = type(pytest.approx(1.0))
         equal = scalar.__eq__
         scalar.__eq__ = lambda self, other: 0 not in (getattr(other, "shape", ()) or ()) and equal(self, other)
 
 
-def guarding(compare):
-    """A comparison that fails where one side has elements and the other has none."""
-
-    def checked(result, expected, *args, **keywords):
-        same_emptiness(result, expected)
-        return compare(result, expected, *args, **keywords)
-
-    return checked
-
-
 def full(function, *args, **keywords):
-    """Call a function of numpy, or an operator by its name, for the tests. A bool gives what makes such calls.
+    """Call a function for the tests, or an operator by its name. A bool gives what makes the calls of numpy's.
 
-    An empty list beside values of numpy's is a failure, and an array without elements that comes out is guarded.
+    A value without elements beside one with elements is a failure where numpy would broadcast it, or calls the two
+    equal. An array without elements that comes out is guarded.
     """
     if isinstance(function, bool):  # whether args[0] is called here; types are also compared
-        return partial(full, *args) if callable(args[0]) and (function or not isinstance(args[0], type)) else args[0]
-    numpy, named = sys.modules.get("numpy"), isinstance(function, str)
-    function, inputs = (getattr(operator, function), args) if named else (function, args[: getattr(function, "nin", 0)])
-    if numpy is None or (named and not any(isinstance(value, (numpy.ndarray, numpy.generic)) for value in args)):
-        return function(*args, **keywords)
-    if not all(isinstance(value, (numpy.ndarray, str)) or numpy.size(value) for value in inputs):
+        value = args[0]
+        called = callable(value) and (function or not isinstance(value, type))
+        return partial(full, value) if called and computes(value) else value
+    in_place, numpy = False, sys.modules.get("numpy")
+    if isinstance(function, str):
+        in_place, function = function[0] == "i", getattr(operator, function)
+    inputs = operands(numpy, function, args) if numpy else ()
+    if not all(type(value) is numpy.ndarray or numpy.size(value) for value in inputs):  # a[a > 5] may be empty
         same_emptiness(*inputs)
+    if in_place:  # the statement computes
+        return args[1]
     result = function(*args, **keywords)
-    return guarded(result) if type(result) is numpy.ndarray and not result.size else result
+    if is_operator(function) and not inputs:
+        return result
+    empty = isinstance(result, numpy.ndarray) and not result.size
+    if not inputs and (result is None or empty or (isinstance(result, (bool, numpy.bool_)) and result)):
+        pair = compared(function, args, keywords)
+        if not empty or result.dtype == bool or isinstance(pair[-1] if pair else 0, (list, numpy.ndarray)):
+            same_emptiness(*pair)
+    return guarded(result) if empty and type(result) is numpy.ndarray else result
+
+
+def computes(function):
+    """Whether a function is numpy's, or an operator."""
+    modules = [getattr(value, "__module__", "") for value in (function, type(function), type(owner(function)))]
+    return is_operator(function) or any(str(module).startswith("numpy") for module in modules)
+
+
+def is_operator(function):
+    """Whether a function computes with values of any kind, as those of the module operator do."""
+    return type(function) is type(len) and function in OPERATORS
+
+
+def owner(function):
+    """The object whose method a function is, or None."""
+    return getattr(function, "__self__", None)
+
+
+def operands(numpy, function, args):
+    """The arguments that numpy broadcasts against each other."""
+    arrays = numpy.ndarray, numpy.generic
+    if isinstance(owner(function), arrays) and function.__name__.startswith("__"):
+        return owner(function), *args
+    if is_operator(function):
+        return args if any(isinstance(value, arrays) for value in args) else ()
+    return args[: getattr(function, "nin", 0)]
+
+
+def compared(function, args, keywords):
+    """The two values that a function of numpy compares; empty if it takes another number of values."""
+    try:
+        given = inspect.signature(function).bind(*args, **keywords)
+    except (ValueError, TypeError):  # a method of a builtin type has no signature
+        return args[:2]
+    values = [p.name for p in given.signature.parameters.values() if p.default is p.empty and p.kind not in VARIABLE]
+    return [given.arguments[name] for name in values] if len(values) == 2 else ()

@@ -1,12 +1,15 @@
 """The tests' side of the boundary: handles on the code's objects, and what they may do.
 
-The rule: from the code come plain data of exact library types, and handles. No class or module of the code is a value,
-and no function is one inside of data. A handle stands for an object in the code's process; every operation on it runs
-there and gives plain data or a handle again. Five things follow, which this file keeps:
+The rule: from the code come plain data of exact library types, and handles. No module is a value, and nothing that can
+be called is an attribute of data, such as a field of a named tuple. A handle stands for an object in the code's
+process; every operation on it runs there and gives plain data or a handle again. Five things follow, which this file
+keeps:
 
 - A handle that the tests did not make, by calling a class, may stand in the place of data. It never answers yes or no
-  by a name that data has too: whether it starts with, contains or equals something. One whose class the tests do not
-  know by name has no such name at all, no length, no items and no arithmetic, and none inside of data can be called.
+  by a name that data has too: whether it starts with, contains or equals something; nor does a function inside of data
+  answer so. One whose class the tests do not know by name has no such name at all, no length, no items and no
+  arithmetic; its values can be read once, as those of a generator; and inside of data it cannot be called. A class that
+  the tests do not know by name makes objects, and nothing else.
 - A handle is never compared with the tests' data, nor computed with it: its class would get the expected value.
 - An object whose class derives from a builtin type, such as dict or int, comes with its value, which is plain data.
   What the class leaves to that type is done here, with the value. A ``__missing__`` gets the keys that a dict lacks.
@@ -24,9 +27,10 @@ import re
 import sys
 from threading import RLock
 
+import _wire
 from _wire import BINARY, FUNCTIONS, MUTABLE, Closed, Malformed, Unsendable, Wire, mutable, number, text
 
-VISIBLE = {"__name__", "__qualname__", "__dict__", "__members__"}
+VISIBLE = {"__name__", "__qualname__", "__dict__", "__members__", "__match_args__"}
 LIBRARIES = {*sys.stdlib_module_names, "numpy", "__main__"} - {"unittest", "doctest"}  # exceptions cross
 STOPS, STEPS = {"StopIteration", "StopAsyncIteration"}, {"next", "send", "await", "anext"}
 OF_DATA = {  # types whose names data has, in modules that may not be loaded
@@ -39,6 +43,8 @@ ASKS = ("is", "startswith", "endswith", "any", "all", "equals", "not", "match", 
 ALWAYS = ("bool", "delattr", "delitem", "dir", "format", "next", "repr", "setattr", "setitem", "str")
 KNOWN = "abs complex float index int invert iter len neg pos reversed round".split()  # noqa: SIM905
 VALUES = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
+GENERATOR = type(_ for _ in ())
+FIELDS = {"nt", "x", "slice", *_wire.LIBRARY}  # tags of values with attributes, where nothing may be called
 METHOD, NONE = object(), object()  # an attribute that is a method; no value
 JUDGE = None  # the connection of this process
 
@@ -54,7 +60,8 @@ class CodeEnded(BaseException):
 class CodeClass(type):
     """The type of the stand-ins for the code's classes; their instances are handles.
 
-    ``__open__``: what the class is to tests that know its name: it makes ``objects``, or only holds ``functions``.
+    ``__open__``: what the class is to tests that know its name: it makes ``objects``, or only holds ``functions``. It
+    is None if they do not name it.
     """
 
     __built__ = __known__ = property(lambda cls: bool(cls.__open__))
@@ -66,6 +73,8 @@ class CodeClass(type):
     def __call__(cls, *args, **keywords):
         JUDGE.fresh = None
         value = JUDGE.request("call", cls, *args, **keywords)
+        if type(value) is bool and cls.__open__ is None:
+            JUDGE.refuse(f"the code's class {cls.__name__} answers a call in the place of data")
         fresh = isinstance(value, Handle) and (value.__number__ in JUDGE.made or value.__number__ == JUDGE.fresh)
         if cls.__open__ and fresh:  # an object that stood for data before stays that
             set_slot(value, "__built__", True)
@@ -92,6 +101,7 @@ class ErrorClass(type):
     """The type of the stand-ins for the code's exception classes."""
 
     __number__ = property(lambda cls: cls.__class_number__)
+    __getitem__ = lambda cls, key: taken_for_data(cls)  # noqa: E731 - an ExceptionGroup["any"] is true
 
     def __call__(cls, *args, **keywords):
         return JUDGE.request("call", cls, *args, **keywords)
@@ -206,8 +216,9 @@ def compute(op, *values):
 
 
 def taken_for_data(handle):
-    """Stop the tests, because an object of the code stands in the place of data."""
-    JUDGE.refuse(f"an object of the code's class {type(handle).__name__} is taken for data")
+    """Stop the tests, because an object or a class of the code stands in the place of data."""
+    name = f"class {handle.__name__}" if isinstance(handle, type) else f"object of class {type(handle).__name__}"
+    JUDGE.refuse(f"the code's {name} is taken for data")
 
 
 def always(op):
@@ -221,10 +232,22 @@ def known(op):
     def run(self, *args):
         if self.__known__:
             return JUDGE.request(op, self, *args)
-        value = value_of(self, op)
-        return taken_for_data(self) if value is NONE else compute(op, value, *args)
+        if (value := value_of(self, op)) is not NONE:
+            return compute(op, value, *args)
+        given = JUDGE.request(op, self, *args)  # raises what data raises, too
+        if op != "iter":
+            taken_for_data(self)
+        given = JUDGE.revive("y", [self.__number__]) if given is self else given
+        if type(given) is not GENERATOR:
+            taken_for_data(self)
+        return JUDGE.iterated.setdefault(self.__number__, given)  # once, as a generator
 
     return run
+
+
+def named(op):
+    """An operation of the classes that the tests name, such as enumerations."""
+    return lambda cls, *args: taken_for_data(cls) if cls.__open__ is None else JUDGE.request(op, cls, *args)
 
 
 def ordered(op):
@@ -268,7 +291,8 @@ def binary(op, how=""):
 def called(self, *args, **keywords):
     """The operation of objects that can be called."""
     value = JUDGE.request("call", self, *args, **keywords)
-    if type(value) is bool and args and type(self).__class_number__ and not self.__built__:
+    of_data = type(self).__class_number__ or self.__number__ in JUDGE.inside
+    if type(value) is bool and args and of_data and not self.__built__:
         JUDGE.refuse("an object of the code answers a call in the place of data")
     return value
 
@@ -302,7 +326,7 @@ for name, operation in OPERATIONS.items():
 for name in ("__getattr__", "__setattr__", "__delattr__"):
     setattr(CodeClass, name, OPERATIONS[name])
 for name in ("iter", "len", "getitem"):
-    setattr(CodeClass, f"__{name}__", always(name))
+    setattr(CodeClass, f"__{name}__", named(name))
 
 
 class Method:
@@ -365,8 +389,10 @@ class Judge(Wire):
         self.things, self.thing_numbers = [], {}  # functions, iterators and exceptions that the code knows by number
         self.streams, self.steps = {}, {}  # generators and coroutines of the code by number; the numbers by id
         self.comparing, self.failed, self.live = [], None, set()
+        self.inside = set()  # functions that came inside of data
+        self.iterated = {}  # objects -> the values of those whose class the tests do not know
         self.made = {}  # objects -> the arguments of the calls that gave them
-        self.level = 0  # of the value that is decoded: in how many others it is
+        self.level, self.fields = 0, False  # of the value that is decoded: in how many others, in one with fields
         self.gone = self.unjudged = ""
         self.lock = RLock()  # the tests may have threads
         used = [module for module in OF_DATA if module == "builtins" or module in self.source]
@@ -415,17 +441,24 @@ class Judge(Wire):
         return ["x", len(self.things), names[0], args]
 
     def _decode(self, item):
-        self.level += 1
+        fields, self.level = self.fields, self.level + 1
+        self.fields = fields or (type(item) is list and item[0] in FIELDS)
         try:
             value = super()._decode(item)
         finally:
-            self.level -= 1
+            self.fields, self.level = fields, self.level - 1
         empty = type(value).__name__ == "ndarray" and not value.size
         return sys.modules["_empty"].guarded(value) if empty else value
 
     def revive(self, tag, parts):
         if tag == "x":
             return self.exception(*parts)
+        if tag in CLASSES:
+            kind = CLASSES[tag](self, *parts)
+            items = type(kind) is type and hasattr(kind, "__class_getitem__")
+            if self.fields or items:  # list["any"] is true, and set.union(x) is x
+                self.refuse(f"the code gives the class {kind.__name__} in the place of data")
+            return kind
         at = number(parts[0])
         if tag == "f":
             return self.things[at - 1]
@@ -439,8 +472,11 @@ class Judge(Wire):
         if at not in self.handles:
             self.handles[at], self.fresh = made_handle(self.kind(*parts[1:8]), at), at
         handle = self.handles[at]
-        if self.level > 1 and "__call__" in vars(type(handle)):
+        calls, is_object = "__call__" in vars(type(handle)), type(handle).__class_number__
+        if calls and (self.fields or (self.level > 1 and is_object)):
             self.refuse("the code gives a container with what can be called")
+        if calls and self.level > 1:
+            self.inside.add(at)
         set_slot(handle, "__built__", False)  # what comes back may stand in the place of data
         if parts[8:]:
             set_slot(handle, "__value__", self._decode(parts[8]))
@@ -454,7 +490,7 @@ class Judge(Wire):
             data = next((kind for kind in VALUES if kind.__name__ == data), None)
             self.kinds[at] = type.__new__(CodeClass, text(name), (Handle,), {
                 "__slots__": (), "__doc__": vars(Handle)["__doc__"], "__module__": "solution", "__class_number__": at,
-                "__open__": "", "__compares__": compares, "__lineage__": {at, *map(number, bases)},
+                "__open__": None, "__compares__": compares, "__lineage__": {at, *map(number, bases)},
                 "__data__": data, "__defined__": frozenset(map(text, defined)),
                 **({"__class__": property(lambda self: data)} if data else {}),
                 **({"__call__": called} if calls else {})})  # fmt: skip
@@ -504,9 +540,10 @@ class Judge(Wire):
         defined = self.request("names", *names)
         defined = {name: defined[name] for name in names if name in defined}
         for name, value in defined.items():
-            named = type(value) is CodeClass and name.lstrip("_")[:1].isupper()
-            if named and (name in self.bare or self.is_class(name)):
-                type.__setattr__(value, "__open__", "functions" if name in self.bare else "objects")
+            if type(value) is CodeClass:
+                known = name.lstrip("_")[:1].isupper() and (name in self.bare or self.is_class(name))
+                opened = ("functions" if name in self.bare else "objects") if known else ""
+                type.__setattr__(value, "__open__", opened or value.__open__ or "")
         return defined
 
     def is_class(self, name):
@@ -557,7 +594,7 @@ class Judge(Wire):
             return None, self.raised(op, self.decode(reply["x"]))
         answer = reply["ok"]
         if op == "names":
-            return {text(name): self.named(value) for name, value in answer}, None
+            return {text(name): self.decode(value) for name, value in answer}, None
         if op == "get" and answer == ["m"]:
             return METHOD, None
         if type(answer) is list and answer[0] == "a":  # a container of the tests
@@ -565,13 +602,6 @@ class Judge(Wire):
                 raise Malformed("no container")
             return both[answer[1]], None
         return self.decode(answer), None
-
-    def named(self, data):
-        """What a name of the code stands for: a class, an exception class, or a value."""
-        tag, *parts = data if type(data) is list else [""]
-        if tag == "X":
-            return self.exception_class(*parts)
-        return self.kind(*parts) if tag == "k" else self.decode(data)
 
     def raised(self, op, error):
         """The exception to raise for one of the code."""
@@ -656,4 +686,5 @@ async def asynchronous(handle):
         yield item
 
 
+CLASSES = {"k": Judge.kind, "X": Judge.exception_class, "T": lambda judge, name: _wire.FACTORIES[name]}
 STREAMS = {"y": generator, "w": coroutine, "g": asynchronous}

@@ -10,7 +10,7 @@ import posix  # os is not loaded yet, and takes a millisecond
 import sys
 from _thread import RLock
 
-from _wire import BINARY, FUNCTIONS, Closed, Unsendable, Wire, mutable, program_channel
+from _wire import BINARY, FACTORIES, FUNCTIONS, Closed, Unsendable, Wire, flat, mutable, program_channel
 
 PRINTED = 1 << 20  # characters between two messages; the rest is dropped
 CAUSES = 5  # of an exception, one of the other
@@ -37,6 +37,7 @@ class Program(Wire):
         self.theirs, self.their_numbers = {}, {}  # stand-ins for the tests' functions and exceptions
         self.depth = 0  # operations under way, one in the other
         self.reading = False  # a value that holds others
+        self.plain = False  # what an exception holds
         self.turn = RLock()  # of the code's threads: one exchange at a time
         self.loop = None
         self.set_up = []  # its classes, each with what it had before the code
@@ -62,15 +63,18 @@ class Program(Wire):
             return ["f", self.their_numbers[id(value)]]
         if isinstance(value, BaseException):
             return self.exception(value, depth)
-        if isinstance(value, type) or kind is type(sys):
-            raise Unsendable(f"the {'class' if isinstance(value, type) else 'module'} {value.__name__}")
+        is_class = isinstance(value, type)
+        if self.plain and (is_class or kind in FUNCTIONS or kind.__name__ in WRAPPERS):
+            raise Unsendable("what can be called")
+        if is_class:
+            return self.kind(value)
+        if kind is type(sys):
+            raise Unsendable(f"the module {value.__name__}")
         if kind.__module__ == "itertools" or (kind.__module__ == "builtins" and hasattr(kind, "__next__")):
             return ["y", self.number(value)]
         if kind.__module__ == "builtins" and kind.__name__ in ("coroutine", "async_generator"):
             return ["w" if kind.__name__ == "coroutine" else "g", self.number(value)]
         if kind in FUNCTIONS or kind.__name__ in WRAPPERS:
-            if depth:
-                raise Unsendable(f"a container with the function {getattr(value, '__name__', '')}")
             return ["h", self.number(value), 0, "function", False, True, [], "", []]
         return ["h", self.number(value), *self.describe(kind), *self.value(value, base_of(kind))]
 
@@ -80,6 +84,12 @@ class Program(Wire):
             self.objects.append(value)
             self.numbers[id(value)] = len(self.objects)
         return self.numbers[id(value)]
+
+    def kind(self, kind):
+        """The JSON of a class: of a builtin type its name, of an exception its lineage, of others what they are."""
+        if FACTORIES.get(kind.__name__) is kind and not hasattr(kind, "__class_getitem__"):
+            return ["T", kind.__name__]
+        return ["X", self.lineage(kind)] if issubclass(kind, BaseException) else ["k", *self.describe(kind)]
 
     def describe(self, kind):
         """Of a class: number, name, whether its objects compare by code of theirs and can be called, bases; the builtin
@@ -119,11 +129,14 @@ class Program(Wire):
         except BaseException:
             says = ""
         args = (*error.args, error.filename) if isinstance(error, OSError) and len(error.args) == 2 else error.args
+        outer, self.plain = self.plain, True
         args = self.as_data(args)
-        attributes = {name: value for name, value in list(vars(error).items())[:50] if self.as_data(value) is not ...}
+        attributes = {name: data for name, value in list(vars(error).items())[:50]
+                      if (data := self.as_data(value)) is not ...}  # fmt: skip
         cause = None if error.__cause__ is None or depth > CAUSES else self.exception(error.__cause__, depth + 1)
+        self.plain = outer
         return ["x", self.lineage(type(error)), self.number(error), says,
-                self.as_data((says,)) if args is ... else args, self.encode(attributes, 1), cause]  # fmt: skip
+                self.as_data((says,)) if args is ... else args, ["d", *flat(attributes)], cause]  # fmt: skip
 
     def as_data(self, value):
         """The JSON of a value; ``...`` if it may not cross."""
@@ -247,16 +260,12 @@ class Program(Wire):
             if name not in self.namespace:
                 continue
             value = self.namespace[name]
-            if isinstance(value, type):
-                is_error = issubclass(value, BaseException)
-                data = ["X", self.lineage(value)] if is_error else ["k", *self.describe(value)]
-            else:
-                try:
-                    data = self.encode(value)
-                except Unsendable:
-                    continue
-                if not callable(value):
-                    self.watched[name] = data
+            try:
+                data = self.encode(value)
+            except Unsendable:
+                continue
+            if not callable(value):
+                self.watched[name] = data
             defined.append([name, data])
         return defined
 

@@ -189,6 +189,7 @@ def take(tests, namespace, score):
         namespace: of the tests, with the answer's names.
         score: counts them.
     """
+    called = {getattr(getattr(getattr(s, "value", None), "func", None), "id", "") for s in tests.body}
     lines = tests.watch()
     namespace[WATCH] = score
     flags = compile("\n".join(tests.lines), "tests", "exec", dont_inherit=True).co_flags & FUTURE
@@ -213,7 +214,6 @@ def take(tests, namespace, score):
                 for node in ast.walk(statement):  # later units may not use an older value
                     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                         namespace.pop(node.id, None)
-    called = {getattr(getattr(getattr(s, "value", None), "func", None), "id", "") for s in tests.body}
     for name, value in list(namespace.items()):
         if name in called or not inspect.isfunction(value) or (tests.runner and name != "check"):
             continue

@@ -49,7 +49,7 @@ REFUSED = {  # reason -> calls, modules and fixtures; a dot before a name: metho
         unittest.mock.create_autospec""",
 }
 REASONS = {name: reason for reason, names in REFUSED.items() for name in names.split()}
-TEXTS, INNER = {*REFUSED[TEXT].split()}, ("__builtins__", "__globals__", "__subclasses__")
+TEXTS, INNER = {*REFUSED[TEXT].split()}, ("__builtins__", "__globals__", "__self__", "__subclasses__")
 RISKS = {name.split(".")[0] for name in TEXTS}
 APART = "the code runs in a process of its own; `isolation: same_process` can judge it"
 WATCH, FULL = "__watch__", "__full__"
@@ -223,6 +223,7 @@ class Tests:
                      for n in self.of(ast.Name, ast.Attribute, ast.Constant)}  # fmt: skip
         expects = {n for node in self.of(ast.With, ast.AsyncWith, ast.Try) for n in _walk(node)}  # an exception
         tasks = {f.name for f in self.of(ast.AsyncFunctionDef)}
+        self.passed_on = self._modules_passed_on([*self.above, *self.nodes])
         for node in (node for node in self.above if self._runs_text(node)):
             raise Broken(f"`{ast.unparse(node)}` of the set-up {TEXT}")
         calls = [call for call in self.of(ast.Call) if self._runs_text(call.func) and _is_constant(call)]
@@ -279,9 +280,23 @@ class Tests:
         if args and f"{name}.".startswith(PATCHES):
             self._refuse_change(node, *args[:2])
 
+    def _modules_passed_on(self, nodes):
+        """The mentions of modules but for their names with a dot: ``vars(sys)`` leads to all that Python has loaded."""
+        paths = _imports(node for node in nodes if isinstance(node, ast.Import))
+        names = {name for name, path in paths.items() if path.split(".")[0] not in ("numpy", "solution")}
+        mentions = {node for node in nodes if isinstance(node, ast.Name) and node.id in names}
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and not node.attr.startswith("__"):
+                mentions.discard(node.value)
+            elif isinstance(node, ast.Call) and f"{self.name(node.func)}.".startswith((*PATCHES, "hasattr.")):
+                mentions -= {*node.args}
+        return mentions
+
     def _runs_text(self, node):
         """Whether a node is a name that can turn text into code, however it is used."""
         match node:
+            case ast.Name() if node in self.passed_on:
+                return True
             case ast.ImportFrom(module=str(module), names=[ast.alias(name="*")]):
                 return module.split(".")[0] + "." in TEXTS
             case ast.Attribute(attr=text) | ast.Constant(value=text) if text in INNER:
@@ -291,7 +306,8 @@ class Tests:
                 if not names & self.imports.keys():  # not the answer's or the tests' own
                     return name in TEXTS and not names & (self.defined | self.required)
                 parts = [part.lstrip("_") for part in name.split(".")]
-                whole = parts[0] + "." in TEXTS or "builtins" in parts or ".".join(parts[-2:]) in TEXTS
+                runs = parts[-1] in ("eval", "exec") and parts[0] != "solution"
+                whole = runs or parts[0] + "." in TEXTS or "builtins" in parts or ".".join(parts[-2:]) in TEXTS
                 return whole or name in TEXTS or name.startswith(("os.exec", "os.spawn", "os.posix_spawn"))
 
     def _refuse_change(self, node, target, name=None):
@@ -333,21 +349,35 @@ class Tests:
 
 
 class Full(ast.NodeTransformer):
-    """Has ``__full__`` call what numpy has, and compute with two operands; ``name`` gives the name of an expression."""
+    """Has ``__full__`` make the calls and compute with two operands; ``name`` gives the name of an expression."""
 
     def __init__(self, name):
         self.name, self.called = name, set()
 
     def visit_Call(self, node):
         self.called.add(node.func)
-        return self.generic_visit(node)
+        node = self.generic_visit(node)
+        node.func = self._by(node.func, ast.Constant(True), node.func)
+        return node
 
     def visit_Attribute(self, node):
-        if not isinstance(node.ctx, ast.Load) or self.name(node).split(".")[0] not in ("numpy", "np"):
+        if self.name(node).split(".")[0] not in ("numpy", "np"):
             return self.generic_visit(node)
-        return self._by(node, ast.Constant(node in self.called), node)
+        called = node in self.called or not isinstance(node.ctx, ast.Load)
+        return node if called else self._by(node, ast.Constant(False), node)
 
     visit_Name = visit_Attribute
+
+    def visit_match_case(self, node):
+        node.guard, node.body = node.guard and self.visit(node.guard), list(map(self.visit, node.body))
+        return node
+
+    def visit_AugAssign(self, node):
+        op, parts = OPERATORS.get(type(node.op).__name__), list(ast.walk(node.target))
+        if op and not any(isinstance(part, ast.Call) for part in parts):
+            read = ast.parse(ast.unparse(node.target), mode="eval").body
+            node.value = self._by(node, ast.Constant(f"i{op}"), read, node.value)
+        return self.generic_visit(node)
 
     def visit_BinOp(self, node):
         node, op = self.generic_visit(node), OPERATORS.get(type(node.op).__name__)

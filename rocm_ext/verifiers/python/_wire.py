@@ -59,6 +59,8 @@ BUILTIN = {  # type -> its tag, the parts of a value, and how to make a value of
     type({}.keys()): ("dk", list, lambda parts: dict.fromkeys(parts).keys()),
     type({}.items()): ("di", list, lambda parts: dict(parts).items()),
     type({}.values()): ("dv", list, lambda parts: dict(enumerate(parts)).values()),
+    type(vars(type)): ("mp", flat, lambda parts: type(vars(type))(dict(pairs(parts)))),
+    memoryview: ("mv", lambda v: [v.tobytes(), v.format], lambda parts: memoryview(parts[0]).cast(parts[1])),
 }  # fmt: skip
 LIBRARY = {  # module.class -> the arguments that make an equal object
     "collections.Counter": lambda v: [dict(v)],
@@ -76,9 +78,17 @@ LIBRARY = {  # module.class -> the arguments that make an equal object
     "pathlib.PosixPath": lambda v: [str(v)],
     "pathlib.PurePosixPath": lambda v: [str(v)],
     "array.array": lambda v: [v.typecode, v.tolist()],
+    "time.struct_time": lambda v: [tuple(v)],
+    **dict.fromkeys(("urllib.parse.ParseResult", "urllib.parse.SplitResult"), list),
+    "re.Match": lambda v: [v.re.pattern, v.re.flags, v.string, v.start(), v.endpos, v.regs],
 }
+VIEWS = {  # module.class -> the tag of dict's
+    "builtins.odict_keys": "dk", "builtins.odict_items": "di", "builtins.odict_values": "dv",
+    "collections.abc.KeysView": "dk", "collections.abc.ItemsView": "di", "collections.abc.ValuesView": "dv",
+}  # fmt: skip
 MAKE = {tag: make for tag, _, make in BUILTIN.values()}
 MAKE["i"] = lambda parts: int(text(parts[0]), 16)
+MAKE["re.Match"] = lambda parts: match(*parts)
 MAKE["u"] = lambda parts: bytes.fromhex(parts[0]).decode("utf-8", "surrogatepass")
 
 
@@ -223,8 +233,8 @@ class Wire:
         if tag in MAKE:
             return MAKE[tag](list(map(self._decode, parts)))
         if tag in LIBRARY:
-            module, kind = tag.split(".")
-            return getattr(__import__(module), kind)(*map(self._decode, parts))
+            module, _, kind = tag.rpartition(".")
+            return getattr(__import__(module, fromlist=[kind]), kind)(*map(self._decode, parts))
         if tag == "nt":
             from collections import namedtuple
 
@@ -244,6 +254,8 @@ def library(value):
     name = f"{kind.__module__}.{kind.__name__}".replace("pathlib._local", "pathlib")
     if name in LIBRARY and name.split(".")[0] in sys.modules:
         return name, LIBRARY[name](value)
+    if name in VIEWS:
+        return VIEWS[name], list(value)
     numpy = sys.modules.get("numpy") if name.startswith("numpy.") else None
     if numpy and (kind is numpy.ndarray or isinstance(value, numpy.generic)) and value.dtype.kind in DTYPES:
         return "numpy", [kind is numpy.ndarray, value.dtype.str, value.tobytes(), *value.shape]
@@ -259,6 +271,19 @@ def array(has_shape, dtype, data, *shape):
         raise Malformed("an array of what is no data")
     values = numpy.frombuffer(data, dtype).reshape(shape).copy()
     return values if has_shape else values[()]
+
+
+def match(pattern, flags, string, start, end, spans):
+    """The match that a pattern has there; the code's engine of regular expressions is this one."""
+    import re
+
+    if not {type(pattern), type(string)} <= {str, bytes}:
+        raise Malformed("no pattern")
+    pattern = re.compile(pattern, flags)
+    for found in (pattern.match(string, start, end), pattern.fullmatch(string, start, end)):
+        if found and found.regs == spans:
+            return found
+    raise Malformed("no match")
 
 
 def mutable(value):
