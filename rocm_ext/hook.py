@@ -206,17 +206,17 @@ _FIRST = {"run": _unknown_recipe, "cp": _file_in_the_way, "validate": _validate}
 
 
 def _list(table: Mapping[str, registry.Recipe]) -> None:
-    """Print what `tune ls` is to show: our configs with machine, model and memory, then torchtune's. It ends `tune`
-    before torchtune imports the rest of itself, which takes seconds."""
+    """Print what `tune ls` is to show: torchtune's configs, then ours with machine, model and memory, which so stay on
+    the screen. It ends `tune` before torchtune imports the rest of itself, which takes seconds."""
     from torchtune._recipe_registry import get_all_recipes
 
-    print(*registry.listing(table.values()), sep="\n")
-    print("\nStart one with `tune run RECIPE --config CONFIG`; hardware=NAME is for another machine. Memory is")
-    print("computed, for one GPU: from the least, where the run can recompute layers, to what is fastest.")
-    print("\ntorchtune's:")
+    print("torchtune's:")
     for recipe in get_all_recipes():
         for config in recipe.configs:
             print(f"{recipe.name:40} {config.name}")
+    print("", *registry.listing(table.values()), sep="\n")
+    print("\nStart one with `tune run RECIPE --config CONFIG`; hardware=NAME is for another machine. Memory is")
+    print("computed, for one GPU: from the least, where the run can recompute layers, to what is fastest.")
 
 
 def _add_recipes(table: Mapping[str, registry.Recipe]) -> None:

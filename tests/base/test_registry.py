@@ -53,12 +53,12 @@ def installed(monkeypatch):
 
 
 def test_tune_ls(as_tune, monkeypatch, capsys):
-    """It shows machine, model and memory of our configs, then torchtune's, and ends before torchtune is imported."""
+    """It shows torchtune's configs, then ours with machine, model and memory, and ends before torchtune is imported."""
     monkeypatch.setattr(sys, "argv", ["/usr/bin/tune", "ls"])
     with pytest.raises(SystemExit) as left:
         hook.register()
     assert not left.value.code
-    ours, _, theirs = capsys.readouterr().out.partition("torchtune's:")
+    theirs, _, ours = capsys.readouterr().out.partition("RECIPE ")
     lines = {line.split()[1]: " ".join(line.split()) for line in ours.splitlines() if line.startswith(TITLES)}
     assert sorted(lines) == CONFIGS
     assert not [line for line in lines.values() if " - " in line or line.endswith(" -")], "each says all of it"
