@@ -157,7 +157,7 @@ class PromptSet:
             if (length := len(self.tokens[prompt.id])) + new > context:
                 raise UserError(
                     f"{prompt.origin}: {length} tokens and {what} {new} are more than the {context} that the model "
-                    "takes; lower these or remove the prompt"
+                    f"takes; lower {what} or remove the prompt"
                 )
 
     def requests(self, prompts: Sequence[Prompt], step: int) -> list[Request]:
