@@ -37,10 +37,11 @@ $(VENV)/.ready $(VENV)/.library: pyproject.toml $(CONSTRAINTS)
 	  echo "using the GPU build of torch that $(PYTHON) has"; \
 	  $(PYTHON) -m venv --system-site-packages $(VENV); \
 	else \
+	  echo "installing $(firstword $(TORCH)) into $(VENV)"; \
 	  $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install -q $(TORCH); \
 	fi
 	@if $(PINNED); then :; else echo "no exact versions for this Python: taking the newest that pyproject.toml allows"; fi
-	$(INSTALL) -e ".$(EXTRAS)"
+	@echo "installing this library and what it needs into $(VENV)"; $(INSTALL) -e ".$(EXTRAS)"
 	@if $(BIN)/python -c "$(FITS)"; then if $(PINNED); then echo $(CONSTRAINTS); fi >$@; \
 	else $(BIN)/python -m pip install -q "torchao<0.18" && : >$@; fi
 

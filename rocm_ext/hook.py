@@ -54,7 +54,7 @@ def register() -> None:
         elif registry.DECIDED not in os.environ:
             return
         what = "the environment of this run is not prepared"
-        for name in ("torchao", "torch.utils._pytree"):
+        for name in ("torchao", "torch.utils._pytree", "torch.distributed.run"):
             logging.getLogger(name).addFilter(_concerns_us)
         if (tune or script.endswith(_RECIPES)) and not _is_worker():
             from rocm_ext.config import startup
@@ -137,9 +137,14 @@ def _is_worker() -> bool:
 
 def _concerns_us(record: logging.LogRecord) -> bool:
     # torchao's C++ kernels are for the torch and the GPUs that it was built for, and nothing here uses them; torch 2.13
-    # warns of an enum that torchao 0.18 registers
-    about = ("Skipping import of cpp extensions", "Failed to load ", "<enum 'KernelPreference'>")
-    return not record.getMessage().startswith(about)
+    # warns of an enum that torchao 0.18 registers; our line on cpu_threads says that torchrun set OMP_NUM_THREADS
+    about = (
+        "Skipping import of cpp extensions",
+        "Failed to load ",
+        "<enum 'KernelPreference'>",
+        "Setting OMP_NUM_THREADS",
+    )
+    return not record.getMessage().lstrip("\n*").startswith(about)
 
 
 def _names_us(argv: list[str], table: Mapping[str, registry.Recipe]) -> bool:
@@ -206,17 +211,17 @@ _FIRST = {"run": _unknown_recipe, "cp": _file_in_the_way, "validate": _validate}
 
 
 def _list(table: Mapping[str, registry.Recipe]) -> None:
-    """Print what `tune ls` is to show: our configs with machine, model and memory, then torchtune's. It ends `tune`
-    before torchtune imports the rest of itself, which takes seconds."""
+    """Print what `tune ls` is to show: torchtune's configs, then ours with machine, model and memory, which so stay on
+    the screen. It ends `tune` before torchtune imports the rest of itself, which takes seconds."""
     from torchtune._recipe_registry import get_all_recipes
 
-    print(*registry.listing(table.values()), sep="\n")
-    print("\nStart one with `tune run RECIPE --config CONFIG`; hardware=NAME is for another machine. Memory is")
-    print("computed, for one GPU: from the least, where the run can recompute layers, to what is fastest.")
-    print("\ntorchtune's:")
+    print("torchtune's:")
     for recipe in get_all_recipes():
         for config in recipe.configs:
             print(f"{recipe.name:40} {config.name}")
+    print("", *registry.listing(table.values()), sep="\n")
+    print("\nStart one with `tune run RECIPE --config CONFIG`; hardware=NAME is for another machine. Memory is")
+    print("computed, for one GPU: from the least, where the run can recompute layers, to what is fastest.")
 
 
 def _add_recipes(table: Mapping[str, registry.Recipe]) -> None:

@@ -99,7 +99,10 @@ def _overview(argv: list[str]) -> NoReturn:
     parser.add_argument("--version", action=_Version, nargs=0, help=about)
     parser.parse_known_args(argv)  # --help and --version end here
     name = next((word for word in argv if not word.startswith("-")), None)
-    parser.error("name a command" if name is None else f"there is no command {name}{nearest(name, _NAMES)}")
+    if name is None:
+        parser.print_help(sys.stderr)
+        sys.exit(2)
+    parser.error(f"there is no command {name}{nearest(name, _NAMES)}")
 
 
 class _Version(argparse.Action):

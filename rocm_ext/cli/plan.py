@@ -275,7 +275,7 @@ def _rollout_rows(plan: "RunPlan", rollout: "RolloutPlan") -> Rows:
     add("sampling", "sampling_seconds")
     if rollout.scoring_seconds:
         add("log-probs before the updates", "scoring_seconds")
-    add(f"{plan.steps} updates" if plan.steps != 1 else "1 update", "updates_seconds")
+    add("1 update" if plan.steps == 1 else f"{plan.steps or ''} updates".strip(), "updates_seconds")
     if rollout.waiting:
         side, ahead = rollout.waiting
         rows.append((f"{side} wait", [_duration(ahead)]))

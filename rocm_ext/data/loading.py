@@ -184,8 +184,16 @@ def row_at(rows: Any, index: int) -> dict[str, Any]:
 
 
 def about_bad_rows(bad: Sequence[str], count: int, cure: str) -> str:
-    """Return what to say of the bad ones of ``count`` rows, given their messages: the first ten, and ``cure``."""
-    shown = " | ".join(bad[:10]) + (" | …" if len(bad) > 10 else "")
+    """Return what to say of the bad ones of ``count`` rows, given their messages ``ORIGIN: REASON``: up to ten reasons,
+    each with the first rows that have it, and ``cure``."""
+    rows: dict[str, list[str]] = {}
+    for message in bad:
+        origin, _, reason = message.partition(": ")
+        rows.setdefault(reason, []).append(origin)
+    shown = " | ".join(
+        f"{', '.join(those[:5])}{f' and {len(those) - 5:,} more' if len(those) > 5 else ''}: {reason}"
+        for reason, those in list(rows.items())[:10]
+    ) + (" | …" if len(rows) > 10 else "")
     return f"{shown}; {cure}" if len(bad) == 1 else f"{len(bad):,} of {count:,} rows are bad: {shown}; {cure}"
 
 

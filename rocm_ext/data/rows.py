@@ -361,9 +361,9 @@ def tokenize(
             bad.append(str(error))
         except Exception as error:
             bad.append(f"{origin_of(dataset, index)}: {one_line(error)}")
-        if len(bad) == _ALL_BAD and reader is None:
-            cure = "these are the first, and none is good: do the dataset's keys fit them?"
-            raise UserError(about_bad_rows(bad, _ALL_BAD, cure))
+        if len(bad) == min(_ALL_BAD, len(chosen)) and reader is None:
+            cure = "none of these first rows is good: do the dataset's keys fit them?"
+            raise UserError(about_bad_rows(bad, len(bad), cure))
     if bad and bad_rows == "error":
         raise UserError(about_bad_rows(bad, len(chosen), "correct what is bad, or set bad_rows=drop to leave it out"))
     if bad:

@@ -234,8 +234,14 @@ class ConversationDataset(SourceDataset):
             for columns in ([self.column_map.get(ours, ours) for ours in SCHEMAS[name]] for name in names):
                 if {*columns} <= {*getattr(self.rows, "column_names", row)}:
                     raise ValueError(f"{' and '.join(c for c in columns if row.get(c) is None)} is null")
+            if other := next((name for name, needed in SCHEMAS.items() if fields.keys() >= set(needed)), None):
+                raise ValueError(
+                    f"the columns {list(row)} fit schema {other}, not {self.schema}: correct dataset.schema"
+                )
             what = "any schema" if self.schema == "auto" else f"schema {self.schema}"
-            raise ValueError(f"the columns {list(row)} do not fit {what}; use column_map. Known: {NEEDS}")
+            raise ValueError(
+                f"the columns {list(row)} do not fit {what}; use column_map, {{ours: yours}}. Known: {NEEDS}"
+            )
         if fits[0] != "text":
             refuse_kto(fields)
         used = {*SCHEMAS[fits[0]], *(EXTRAS if fits[0] != "text" else ()), *(ALPACA if fits[0] == "alpaca" else ())}

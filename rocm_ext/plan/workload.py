@@ -111,7 +111,8 @@ def sft_rows(cfg: DictConfig, known: Known, share: bool = False) -> Workload:
         sequences = 2 if SIDE in objective_of(config.instantiate(cfg.loss, key="loss")).columns else 1  # of a row
         longest = (limit or _LONGEST_ROW) * sequences
         lengths = "rows as given" if known.row_tokens else "rows of full length assumed"
-        source = f"data not on disk: {lengths}, with a label on every token"
+        missing = "model" if _is_local(cfg.dataset) else "data"
+        source = f"{missing} not on disk: {lengths}, with a label on every token"
         workload = Workload(longest, longest, 1.0, None, source, sequences=sequences)
     mean = min(known.row_tokens or workload.mean, workload.longest)
     return replace(workload, mean=mean, count=known.rows or workload.count)
@@ -147,13 +148,16 @@ def describe(rows: Rows, count: int, source: str, share: bool = False) -> Worklo
 def questions(cfg: DictConfig, known: Known) -> Questions:
     """Estimate the prompts and answers of a RAFT or GRPO config; sizes in ``known`` take precedence."""
     count, held_out, lengths, source = None, _count(cfg.eval_prompts), [_PROMPT], "prompts assumed, not on disk"
-    if _is_local(cfg.prompts) and _tokenizer_is_here(cfg):
-        tokenizer = open_tokenizer(cfg)
+    if _is_local(cfg.prompts):
         prompts = config.instantiate(cfg.prompts, key="prompts")
         count, source = len(prompts), f"{len(prompts):,} prompts read"
-        lengths = [len(render_prompt(tokenizer, prompt.messages)) for prompt in prompts]
-        if _is_local(cfg.eval_prompts):
-            held_out = len(config.instantiate(cfg.eval_prompts, key="eval_prompts"))
+        if _tokenizer_is_here(cfg):
+            tokenizer = open_tokenizer(cfg)
+            lengths = [len(render_prompt(tokenizer, prompt.messages)) for prompt in prompts]
+        else:
+            source += ", their tokens assumed: the model is not on disk"
+    if _is_local(cfg.eval_prompts):
+        held_out = len(config.instantiate(cfg.eval_prompts, key="eval_prompts"))
     limits = cfg.get("prompts_per_cycle"), cfg.get("prompts_per_step"), count
     return Questions(
         prompts=known.rows or min(filter(None, limits), default=None),

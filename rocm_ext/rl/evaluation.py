@@ -86,11 +86,11 @@ def report_gain(before: Mapping[str, bool], after: Mapping[str, bool], chosen: s
     p, best_of = mcnemar(lost, gained), ""
     if looks > 1:
         best_of = (
-            f", {min(1.0, looks * p):.2g} for the best of {looks} looks at the same prompts (Bonferroni). This choice "
-            "makes its score too high: measure it on other prompts with rocm-ext eval"
+            f", {min(1.0, looks * p):.2g} as the best of {looks} evaluations (Bonferroni). The prompts that chose it "
+            "make its score too high: measure it on others with rocm-ext eval"
         )
     log.info(
-        "%s against the initial model: %d of %d held-out prompts gained, %d lost; McNemar p = %.2g%s",
+        "%s against the initial model: %d of %d held-out prompts gained, %d lost; by chance with p = %.2g (McNemar)%s",
         chosen, gained, len(after), lost, p, best_of,
     )  # fmt: skip
     if gained <= lost:

@@ -330,6 +330,8 @@ class Loop(RLRecipe, ABC):
             UserError: a step cannot continue; the message says why.
         """
         trainer = self.trainer
+        if trainer.step >= self.steps:
+            log.info("all %d %ss are done already; raise %ss to go on", self.steps, self.unit, self.unit)
         with self.interrupt, self.verification(), self.policy.opened(self.sessions_stay_open):
             try:
                 self.begin()

@@ -152,11 +152,12 @@ class PromptSet:
             UserError: naming a prompt that is too long.
         """
         new = workload.longest_answer(self._cfg)
+        what = "max_new_tokens" + (" + max_environment_tokens" if self._cfg.environment is not None else "")
         for prompt in self:
             if (length := len(self.tokens[prompt.id])) + new > context:
                 raise UserError(
-                    f"{prompt.origin}: {length} tokens and max_new_tokens {new} are more than the {context} that the "
-                    "model takes; lower max_new_tokens or remove the prompt"
+                    f"{prompt.origin}: {length} tokens and {what} {new} are more than the {context} that the model "
+                    f"takes; lower {what} or remove the prompt"
                 )
 
     def requests(self, prompts: Sequence[Prompt], step: int) -> list[Request]:

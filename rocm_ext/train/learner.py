@@ -75,6 +75,8 @@ class Learner:
     def __init__(self, cfg: DictConfig, runtime: Runtime, tokenizer: Any) -> None:
         self.cfg, self.runtime, self.tokenizer = cfg, runtime, tokenizer
         first = cfg.checkpointer.get("adapter_checkpoint") or None
+        if first is not None and not Path(first).exists():
+            raise UserError(f"no adapter in checkpointer.adapter_checkpoint {first}; null begins with the base model")
         if cfg.use_rslora is None:
             cfg.use_rslora = first is not None and peft_files.is_rslora(Path(first))
         self.decoder = self.setup_model()

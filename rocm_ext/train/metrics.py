@@ -126,6 +126,7 @@ def setup_metric_logger(cfg: DictConfig, is_main: bool) -> Any:
     """
     if cfg.metric_logger is None or not is_main:
         return None
+    TensorBoardLogger._writer = None  # type: ignore[attr-defined]  # its __del__ reads it, also without tensorboard
     logger = config.instantiate(cfg.metric_logger, key="metric_logger")
     if not all(callable(getattr(logger, method, None)) for method in ("log_dict", "close")):
         raise UserError(

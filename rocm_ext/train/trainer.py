@@ -163,6 +163,8 @@ class Trainer(Training):
         per_epoch = self.steps.per_epoch
         progress = Progress(self.total_steps, self.step, self.ranks.is_main)
         self.learner.model.train()
+        if self.step == self.total_steps:
+            log.info("all %d steps are done already; raise epochs to train further", self.step)
         with contextlib.closing(progress), self.interrupt:
             self._validate_if_due()  # after a process that ended for it
             while self.step < self.total_steps and not self.stopped_early:

@@ -2,6 +2,7 @@
 
 import builtins
 import importlib.metadata
+import logging
 import os
 import shutil
 import subprocess
@@ -53,12 +54,12 @@ def installed(monkeypatch):
 
 
 def test_tune_ls(as_tune, monkeypatch, capsys):
-    """It shows machine, model and memory of our configs, then torchtune's, and ends before torchtune is imported."""
+    """It shows torchtune's configs, then ours with machine, model and memory, and ends before torchtune is imported."""
     monkeypatch.setattr(sys, "argv", ["/usr/bin/tune", "ls"])
     with pytest.raises(SystemExit) as left:
         hook.register()
     assert not left.value.code
-    ours, _, theirs = capsys.readouterr().out.partition("torchtune's:")
+    theirs, _, ours = capsys.readouterr().out.partition("RECIPE ")
     lines = {line.split()[1]: " ".join(line.split()) for line in ours.splitlines() if line.startswith(TITLES)}
     assert sorted(lines) == CONFIGS
     assert not [line for line in lines.values() if " - " in line or line.endswith(" -")], "each says all of it"
@@ -339,3 +340,19 @@ def test_copied_recipe_runs(tmp_path):
     shutil.rmtree(tmp_path / "out")
     ranks = tune("run", "--nnodes", "1", "--nproc_per_node", "2", "my_recipe.py", "--config", path, cwd=tmp_path)
     assert ranks.returncode == 0, ranks.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "shown"),
+    [
+        ("torchao", "Failed to load a.so: Could not load this library", False),
+        ("torchao", "torchao needs a newer torch", True),
+        ("torch.utils._pytree", "<enum 'KernelPreference'> is an Enum subclass", False),
+        ("torch.distributed.run", "\n*****\nSetting OMP_NUM_THREADS environment variable", False),
+        ("torch.distributed.run", "\n*****\nthe ranks do not agree", True),
+    ],
+)
+def test_warnings_that_concern_nobody_are_left_out(tune_here, tmp_path, name, message, shown):
+    tune_here("cp", "cpu_pocket", tmp_path / "run.yaml")
+    record = logging.LogRecord(name, logging.WARNING, __file__, 1, message, (), None)
+    assert bool(logging.getLogger(name).filter(record)) == shown

@@ -64,7 +64,7 @@ sys.exit("torch" in sys.modules)"""
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "name a command"),
+        ([], "`rocm-ext COMMAND --help` has a command's options."),
         (["docter"], "there is no command docter; did you mean doctor?"),
         (["plan", "--ranks", "two", "--config", "x"], "--ranks: 'two' is not a whole number from 1 to "),
         (["plan", "--ranks", "0", "--config", "x"], "--ranks: '0' is not a whole number from 1 to "),

@@ -53,6 +53,7 @@ BUILDERS = {
     "Qwen/Qwen2.5-14B-Instruct": qwen2_5.qwen2_5_14b_instruct,
     "Qwen/Qwen2.5-32B-Instruct": qwen2_5.qwen2_5_32b_instruct,
     "Qwen/Qwen2.5-72B-Instruct": qwen2_5.qwen2_5_72b_instruct,
+    "Qwen/Qwen2.5-Coder-1.5B-Instruct": qwen2_5.qwen2_5_1_5b_instruct,
     "Qwen/Qwen2.5-Coder-7B-Instruct": qwen2_5.qwen2_5_7b_instruct,
     "meta-llama/Meta-Llama-3.1-8B-Instruct": llama3_1.llama3_1_8b,
     "meta-llama/Llama-3.2-1B-Instruct": llama3_2.llama3_2_1b,

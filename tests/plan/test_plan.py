@@ -422,6 +422,14 @@ def test_a_cycle_of_raft(capsys, tmp_path, monkeypatch):
     servers = "engine={_component_: rocm_ext.sampling.OpenAIEngine, urls: [http://a/v1]}"
     served = plan(capsys, "--config", "strix_halo_qwen7b_raft", servers)["rollout"]
     assert (served["servers"], served["peak"], served["waiting"]) == (1, 0, None)
+    for name, count in (("rows", 3), ("heldout", 2)):  # own prompts are counted before the model is downloaded
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(f'{{"prompt": "{name} {n}", "answer": "1"}}\n' for n in range(count))
+        )
+    component = "{{_component_: rocm_ext.data.prompt_dataset, source: {}.jsonl}}".format
+    own = f"prompts={component('rows')}", f"eval_prompts={component('heldout')}"
+    asked = plan(capsys, "--config", "strix_halo_qwen7b_raft", *own)["rollout"]["asked"]
+    assert (asked["prompts"], asked["held_out"]) == (3, 2)
 
 
 def test_what_does_not_fit_ends_with_1(capsys):

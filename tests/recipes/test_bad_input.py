@@ -133,7 +133,7 @@ def fails(folder, tmp_path, capsys):
         ("checkpointer.checkpoint_files=[none.safetensors]", "none.safetensors"),
         ("checkpointer.model_type=QWEN9", "QWEN9"),
         ("checkpointer.model_type=PHI3_MINI", "PHI3_MINI has no PEFT adapter format"),
-        ("checkpointer.adapter_checkpoint={tmp}/none", "no adapter in"),
+        ("checkpointer.adapter_checkpoint={tmp}/none", "no adapter in checkpointer.adapter_checkpoint"),
         ("tokenizer.path={tmp}/none.json", "none.json"),
         ("tokenizer.merges_file={tmp}/none.txt", "none.txt"),
         ("tokenizer.max_seq_len=abc", "tokenizer.max_seq_len is 'abc'"),

@@ -339,7 +339,7 @@ def test_the_choice_is_printed_with_its_test(reference, make, tmp_path):
     p = mcnemar(lost, gained)
     assert (
         f"cycle {chosen} against the initial model: {gained} of 6 held-out prompts gained, {lost} lost; "
-        f"McNemar p = {p:.2g}, {min(1, 2 * p):.2g} for the best of 2 looks at the same prompts (Bonferroni)"
+        f"by chance with p = {p:.2g} (McNemar), {min(1, 2 * p):.2g} as the best of 2 evaluations (Bonferroni)"
     ) in messages
 
 

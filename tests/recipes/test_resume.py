@@ -322,6 +322,7 @@ def test_resume_where_nothing_is_starts_and_resume_of_a_finished_run_changes_not
     before = tree(out)
     code, messages = resume(make(out))
     assert code == 0, messages
+    assert "all 10 steps are done already" in messages
     after = tree(out)
     changed = {name for name in after.keys() | before.keys() if after.get(name) != before.get(name)}
     assert changed <= {"summary.json", "config.yaml", "hardware.jsonl"}  # peak memory; resume_from_checkpoint
