@@ -1,7 +1,6 @@
 """A copy of a model of transformers for sampling: its module tree once more, with attention over slots."""
 
 import copy
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -89,7 +88,7 @@ class _Recurrent(LinearAttentionLayer):
 
     def __init__(self, cache: "TransformersSlots", states: int) -> None:
         super().__init__(number_of_states=states)
-        self._cache: SlotCache = weakref.proxy(cache)
+        self._slots = cache.slots
         self._all: dict[tuple[str, int], Tensor] = {}
 
     def begin(self, n: int) -> None:
@@ -105,7 +104,7 @@ class _Recurrent(LinearAttentionLayer):
                 if tensor is None:
                     continue
                 if (kind, index) not in self._all:
-                    self._all[kind, index] = tensor.new_zeros(self._cache.slots, *tensor.shape[1:])
+                    self._all[kind, index] = tensor.new_zeros(self._slots, *tensor.shape[1:])
                     getattr(self, ready)[index] = self.has_previous_state[index] = True
                     self.device, self.dtype = tensor.device, tensor.dtype
                     if kind == "conv_states":
