@@ -9,16 +9,22 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch import Tag, Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from rocm_ext.base.errors import UserError
@@ -36,6 +42,8 @@ _ATTENTION: dict[str, Any] = {
     "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: sdpa_flop_count(q, k, v),
     "_scaled_dot_product_flash_attention_for_cpu_backward": lambda g, q, k, v, *_: sdpa_backward_flop_count(g, q, k, v),
 }
+# beside views and pointwise operations, those whose results have the shapes, strides and device that inputs decide
+_PLAIN = {"mm", "bmm", "addmm", "_unsafe_view", "clone", "sum", "select_backward", "slice_backward"}
 
 
 @dataclass(frozen=True)
@@ -89,8 +97,9 @@ class CostCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         if Quantized in types:
             return NotImplemented  # it dequantises, in operations that come here in turn
-        out = func(*args, **kwargs)
-        inputs, results = (_tensors(part) for part in ((args, kwargs), out))
+        inputs = _tensors((args, kwargs))
+        out = _computed(func, inputs, args, kwargs)
+        results = _tensors(out)
         known = {t.untyped_storage()._cdata for t in inputs}
         view = not func._schema.is_mutable and all(t.untyped_storage()._cdata in known for t in results)
         if not view and "empty" not in func._schema.name:
@@ -112,6 +121,23 @@ class CostCounter(TorchDispatchMode):
 
     def _remove(self, key: int) -> None:
         self.now -= self._sizes.pop(key, 0)
+
+
+def _computed(func: Any, inputs: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+    """Return what an operation returns for fake tensors.
+
+    Most operations of a step, views and products among them, are shapes in and shapes out. torch computes those of
+    fake tensors in Python, several times slower than those of the tensors on the meta device that they stand for.
+    """
+    kinds, devices = {type(t) for t in inputs}, {t.device for t in inputs}
+    plain = func.is_view or _name(func) in _PLAIN or (Tag.pointwise in func.tags and not func._schema.is_mutable)
+    if plain and kinds == {FakeTensor} and len(devices) == 1:
+        mode: Any = inputs[0].fake_mode  # type: ignore[attr-defined]
+        with suppress(NotImplementedError):  # what has no kernel for the meta device
+            with in_kernel_invocation_manager(mode):
+                out = func(*args, **kwargs)
+            return tree_map_only(Tensor, lambda t: t if type(t) is FakeTensor else FakeTensor(mode, t, *devices), out)
+    return func(*args, **kwargs)
 
 
 def _tensors(part: Any) -> list[Tensor]:
