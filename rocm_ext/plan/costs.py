@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from rocm_ext.base.errors import UserError
@@ -136,7 +136,9 @@ def _computed(func: Any, inputs: Sequence[Tensor], args: Any, kwargs: Any) -> An
         with suppress(NotImplementedError):  # what has no kernel for the meta device
             with in_kernel_invocation_manager(mode):
                 out = func(*args, **kwargs)
-            return tree_map_only(Tensor, lambda t: t if type(t) is FakeTensor else FakeTensor(mode, t, *devices), out)
+            many = out if isinstance(out, tuple | list) else [out]
+            made = [FakeTensor(mode, t, *devices) if type(t) is Tensor else t for t in many]
+            return made if many is out else made[0]
     return func(*args, **kwargs)
 
 
