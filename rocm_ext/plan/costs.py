@@ -43,7 +43,12 @@ _ATTENTION: dict[str, Any] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": lambda g, q, k, v, *_: sdpa_backward_flop_count(g, q, k, v),
 }
 # beside views and pointwise operations, those whose results have the shapes, strides and device that inputs decide
-_PLAIN = {"mm", "bmm", "addmm", "_unsafe_view", "clone", "sum", "select_backward", "slice_backward"}
+_PLAIN = frozenset(
+    """
+    mm bmm addmm sum mean cat clone _to_copy _unsafe_view select_backward slice_backward gather _softmax
+    _softmax_backward_data _log_softmax
+    """.split()  # noqa: SIM905
+)
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,8 @@ class CostCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # autograd asks for it more often than it computes
         if Quantized in types:
             return NotImplemented  # it dequantises, in operations that come here in turn
         inputs = _tensors((args, kwargs))
@@ -112,7 +119,7 @@ class CostCounter(TorchDispatchMode):
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._sizes or tensor.device.type == "meta":
+        if key in self._sizes or (type(tensor) is not FakeTensor and tensor.is_meta):
             return
         self._sizes[key] = storage.nbytes()
         self.now += storage.nbytes()
@@ -129,9 +136,9 @@ def _computed(func: Any, inputs: Sequence[Tensor], args: Any, kwargs: Any) -> An
     Most operations of a step, views and products among them, are shapes in and shapes out. torch computes those of
     fake tensors in Python, several times slower than those of the tensors on the meta device that they stand for.
     """
-    kinds, devices = {type(t) for t in inputs}, {t.device for t in inputs}
-    plain = func.is_view or _name(func) in _PLAIN or (Tag.pointwise in func.tags and not func._schema.is_mutable)
-    if plain and kinds == {FakeTensor} and len(devices) == 1:
+    plain = "device" not in kwargs and (func.is_view or _name(func) in _PLAIN or Tag.pointwise in func.tags)
+    devices = {getattr(t, "fake_device", None) for t in inputs if plain}  # to ask for ``device`` is an operation
+    if len(devices) == 1 and None not in devices:
         mode: Any = inputs[0].fake_mode  # type: ignore[attr-defined]
         with suppress(NotImplementedError):  # what has no kernel for the meta device
             with in_kernel_invocation_manager(mode):
