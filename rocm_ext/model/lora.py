@@ -324,13 +324,15 @@ def init_adapters(model: nn.Module, seed: int, device: torch.device) -> None:
     """Create fresh fp32 adapters on ``device``: A is Kaiming-uniform, B is zero.
 
     DoRA's m is zero here; :meth:`Dora.initialize_dora_magnitude` sets it once the weights are loaded. The
-    values depend only on ``seed`` and the order of layers; they are the same on every device and rank.
+    values depend only on ``seed`` and the order of layers; they are the same on every device and rank. On the meta
+    device there are none to draw.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator, meta = torch.Generator().manual_seed(seed), device.type == "meta"
     for _, layer in adapters(model):
         for key in layer.adapter_params():
-            value = torch.zeros(layer.get_parameter(key).shape, dtype=torch.float32)
-            if key == "lora_a.weight":
+            shape = layer.get_parameter(key).shape
+            value = torch.zeros(shape, dtype=torch.float32, device=device if meta else "cpu")
+            if key == "lora_a.weight" and not meta:
                 nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
             owner, _, leaf = key.rpartition(".")
             setattr(layer.get_submodule(owner), leaf, nn.Parameter(value.to(device)))

@@ -9,13 +9,19 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch import Tag, Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,6 +42,13 @@ _ATTENTION: dict[str, Any] = {
     "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: sdpa_flop_count(q, k, v),
     "_scaled_dot_product_flash_attention_for_cpu_backward": lambda g, q, k, v, *_: sdpa_backward_flop_count(g, q, k, v),
 }
+# beside views and pointwise operations, those whose results have the shapes, strides and device that inputs decide
+_PLAIN = frozenset(
+    """
+    mm bmm addmm sum mean cat clone _to_copy _unsafe_view select_backward slice_backward gather _softmax
+    _softmax_backward_data _log_softmax
+    """.split()  # noqa: SIM905
+)
 
 
 @dataclass(frozen=True)
@@ -87,10 +100,13 @@ class CostCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # autograd asks for it more often than it computes
         if Quantized in types:
             return NotImplemented  # it dequantises, in operations that come here in turn
-        out = func(*args, **kwargs)
-        inputs, results = (_tensors(part) for part in ((args, kwargs), out))
+        inputs = _tensors((args, kwargs))
+        out = _computed(func, inputs, args, kwargs)
+        results = _tensors(out)
         known = {t.untyped_storage()._cdata for t in inputs}
         view = not func._schema.is_mutable and all(t.untyped_storage()._cdata in known for t in results)
         if not view and "empty" not in func._schema.name:
@@ -103,7 +119,7 @@ class CostCounter(TorchDispatchMode):
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._sizes or tensor.device.type == "meta":
+        if key in self._sizes or (type(tensor) is not FakeTensor and tensor.is_meta):
             return
         self._sizes[key] = storage.nbytes()
         self.now += storage.nbytes()
@@ -112,6 +128,25 @@ class CostCounter(TorchDispatchMode):
 
     def _remove(self, key: int) -> None:
         self.now -= self._sizes.pop(key, 0)
+
+
+def _computed(func: Any, inputs: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+    """Return what an operation returns for fake tensors.
+
+    Most operations of a step, views and products among them, are shapes in and shapes out. torch computes those of
+    fake tensors in Python, several times slower than those of the tensors on the meta device that they stand for.
+    """
+    plain = "device" not in kwargs and (func.is_view or _name(func) in _PLAIN or Tag.pointwise in func.tags)
+    devices = {getattr(t, "fake_device", None) for t in inputs if plain}  # to ask for ``device`` is an operation
+    if len(devices) == 1 and None not in devices:
+        mode: Any = inputs[0].fake_mode  # type: ignore[attr-defined]
+        with suppress(NotImplementedError):  # what has no kernel for the meta device
+            with in_kernel_invocation_manager(mode):
+                out = func(*args, **kwargs)
+            many = out if isinstance(out, tuple | list) else [out]
+            made = [FakeTensor(mode, t, *devices) if type(t) is Tensor else t for t in many]
+            return made if many is out else made[0]
+    return func(*args, **kwargs)
 
 
 def _tensors(part: Any) -> list[Tensor]:

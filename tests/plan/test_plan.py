@@ -148,6 +148,22 @@ def test_one_expert_is_computed_and_counts_for_all(tmp_path, monkeypatch):
     assert products > 2 * decoder.layers[0].mlp.experts.num_experts, "each expert has products of its own"
 
 
+@pytest.mark.parametrize("name", ["qwen3.5", "gpt-oss"])
+def test_costs_are_those_of_torchs_own_fake_kernels(name, tmp_path, monkeypatch):
+    base = hf_models.write_theirs(tmp_path / "base", name)
+    node = {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(base), "lora_rank": 2}
+    monkeypatch.setattr(torch.nn.init, "kaiming_uniform_", lambda *_, a: None)  # an adapter's values are not drawn
+    decoder = build_model(OmegaConf.create(node), torch.bfloat16, 0, torch.device("meta"))
+    monkeypatch.setattr(costs, "remembered", lambda _, compute: compute())
+
+    def run() -> tuple:
+        return simulate(decoder, CrossEntropy(chunk_tokens=32), [70, 64, 3], 64, Kernels(False, True))
+
+    shortcut = run()
+    monkeypatch.setattr(costs, "_computed", lambda func, inputs, args, kwargs: func(*args, **kwargs))
+    assert shortcut == run()
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_a_plan_leaves_the_kernels_of_the_run(folders, tmp_path, together):
     cfg = config.load("lora_finetune_rocm", str(write_config(folders, "qwen", tmp_path / "run")))

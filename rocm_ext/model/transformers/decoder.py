@@ -442,6 +442,7 @@ def _meta_parameters() -> Iterator[None]:
     def on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and parameter.device.type != "meta":
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers draws no values for it
         register(self, name, parameter)
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
