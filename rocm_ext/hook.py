@@ -137,11 +137,12 @@ def _is_worker() -> bool:
 
 def _concerns_us(record: logging.LogRecord) -> bool:
     # torchao's C++ kernels are for the torch and the GPUs that it was built for, and nothing here uses them; torch 2.13
-    # warns of an enum that torchao 0.18 registers; our line on cpu_threads says that torchrun set OMP_NUM_THREADS
+    # warns of enums that torchao 0.18 registers; our line on cpu_threads says that torchrun set OMP_NUM_THREADS
     about = (
         "Skipping import of cpp extensions",
         "Failed to load ",
         "<enum 'KernelPreference'>",
+        "<enum 'ScaleCalculationMode'>",
         "Setting OMP_NUM_THREADS",
     )
     return not record.getMessage().lstrip("\n*").startswith(about)

@@ -1,6 +1,6 @@
 """Remember what a simulation found, by all that decides it: a run starts again and again with the same model.
 
-A simulation takes a third of a second, of some models ten seconds. Files in the user's cache folder serve later
+A simulation takes a third of a second, of some models a few. Files in the user's cache folder serve later
 processes and all ranks. A changed version, source file, shape, dtype or setting is another key. Files of the user's own
 count if a module of theirs in the same folder is part of the model or the objective.
 """
