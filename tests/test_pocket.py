@@ -328,22 +328,29 @@ def test_eval_takes_an_adapter_of_peft(pocket_dir, held_out, tmp_path, capsys):
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
-            parameter.data += 0.02 * torch.randn_like(parameter)
+            parameter.data += 0.04 * torch.randn_like(parameter)
     model.save_pretrained(tmp_path / "adapter")
     tokenizer = AutoTokenizer.from_pretrained(pocket_dir)
-    chosen = []
-    for i, row in enumerate(held_out[:12]):
+
+    def number_of(row):
         prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_tensors="pt")
         out = model.generate(**prompt, max_new_tokens=32, do_sample=False)[0, prompt["input_ids"].shape[1] :]
         numbers = re.findall(r"\d+", tokenizer.decode(out, skip_special_tokens=True).strip().splitlines()[-1])
-        answer = numbers[-1] if i % 2 and numbers else "1000"  # every other row asks for what PEFT's model says
-        chosen.append({"prompt": row["prompt"], "answer": answer})
+        return numbers[-1] if numbers else None
+
+    changed = []
+    for row in held_out[:24]:
+        answer = number_of(row)
+        with model.disable_adapter():
+            if answer and answer != number_of(row):
+                changed.append({"prompt": row["prompt"], "answer": answer})
+    chosen = [dict(row, answer=row["answer"] if i % 2 else "1000") for i, row in enumerate(changed)]
     rows.write_text("".join(json.dumps(row) + "\n" for row in chosen))
-    expected = sum(row["answer"] != "1000" for row in chosen)
-    assert expected > 3
+    expected = len(chosen) // 2
+    assert expected > 1
     with_adapter = evaluate(capsys, pocket_dir, "--data", str(rows), "--adapter", str(tmp_path / "adapter"))
     assert with_adapter["correct"] == expected
-    assert evaluate(capsys, pocket_dir, "--data", str(rows))["correct"] < expected
+    assert evaluate(capsys, pocket_dir, "--data", str(rows))["correct"] == 0
 
 
 def test_eval_in_words(pocket_dir, held_out, tmp_path, capsys):

@@ -4,10 +4,13 @@ import re
 
 import pytest
 
+import rocm_ext
 from rocm_ext.model.families import _FAMILIES
 from rocm_ext.model.llama_cpp import _ROWS
 from tests.kit import hf_models, multimodal_models
 from tools import pictures, tables
+from tools.benchmarks import __main__ as command
+from tools.benchmarks import peers
 
 MADE = {page: parts for page, parts in tables.PAGES.items() if "plans" not in parts}
 MODELS = (tables.ROOT / "docs" / "models.md").read_text()
@@ -27,6 +30,17 @@ def test_the_page_is_as_the_command_writes_it(page):
 @pytest.mark.parametrize("config", tables.PLANS)
 def test_the_table_of_plans_is_what_plan_computes(config):
     assert tables.plan_line(config) in (tables.ROOT / "docs" / "plan-and-bench.md").read_text().splitlines()
+
+
+def test_the_newest_figures_are_of_today_s_peers_and_of_all_comparisons():
+    """So whoever pins another peer, changes the version or adds a comparison measures anew."""
+    machine, rows = next(iter(tables.measured().items()))
+    for row in rows:
+        assert row["pins"] == peers.pins_of(row["peer"]), (machine, row["peer"])
+        assert row["version"] == rocm_ext.__version__, (machine, row["peer"])
+    found = {(row["work"], row["vocab"], row["dtype"], row["peer"]) for row in rows}
+    asked = {(task.work, task.vocab, task.dtype, peer) for task in command.SMALL_SET for peer in task.peers}
+    assert asked <= found
 
 
 def test_the_picture_of_the_rooms_is_not_old():

@@ -37,7 +37,7 @@ def accuracy(row: dict[str, Any]) -> str:
     return (
         f"\n\nGRPO, {row['parameters'] / 1e6:,.0f} M parameters, {row['answers']} answers a step: a step takes "
         f"{seconds} (ours, {row['peer']}), with {made:.1f} and {all_of_them} updates: {row['speedup']:.2f} x, at equal "
-        f"updates {row['speedup'] * made / all_of_them:.2f} x. {row['steps']} steps raise the held-out accuracy from "
+        f"updates {row['speedup'] * made / all_of_them:.2f} x. {row['steps']} steps take the held-out accuracy from "
         f"{row['before']:.1%} to {ours:.1%} (ours) and {theirs:.1%}: {mine:.0f} and {other:.0f} points an hour of "
         "steps."
     )
