@@ -338,16 +338,18 @@ def test_eval_takes_an_adapter_of_peft(pocket_dir, held_out, tmp_path, capsys):
         numbers = re.findall(r"\d+", tokenizer.decode(out, skip_special_tokens=True).strip().splitlines()[-1])
         return numbers[-1] if numbers else None
 
-    changed = []
-    for row in held_out[:24]:
+    changed = []  # by the adapter
+    for row in held_out[:48]:
+        if len(changed) == 8:
+            break
         answer = number_of(row)
         with model.disable_adapter():
             if answer and answer != number_of(row):
                 changed.append({"prompt": row["prompt"], "answer": answer})
-    chosen = [dict(row, answer=row["answer"] if i % 2 else "1000") for i, row in enumerate(changed)]
+    chosen = [row if i % 2 else {**row, "answer": "1000"} for i, row in enumerate(changed)]  # every other one is wrong
     rows.write_text("".join(json.dumps(row) + "\n" for row in chosen))
     expected = len(chosen) // 2
-    assert expected > 1
+    assert expected > 3
     with_adapter = evaluate(capsys, pocket_dir, "--data", str(rows), "--adapter", str(tmp_path / "adapter"))
     assert with_adapter["correct"] == expected
     assert evaluate(capsys, pocket_dir, "--data", str(rows))["correct"] == 0

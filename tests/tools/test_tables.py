@@ -38,8 +38,8 @@ def test_the_newest_figures_are_of_today_s_peers_and_of_all_comparisons():
     for row in rows:
         assert row["pins"] == peers.pins_of(row["peer"]), (machine, row["peer"])
         assert row["version"] == rocm_ext.__version__, (machine, row["peer"])
-    found = {(row["work"], row["vocab"], row["dtype"], row["peer"]) for row in rows}
-    asked = {(task.work, task.vocab, task.dtype, peer) for task in command.SMALL_SET for peer in task.peers}
+    found = {(row["work"], row.get("shape"), row["vocab"], row["dtype"], row["peer"]) for row in rows}
+    asked = {(task.work, task.shape, task.vocab, task.dtype, peer) for task in command.SMALL_SET for peer in task.peers}
     assert asked <= found
 
 
