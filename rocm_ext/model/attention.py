@@ -15,7 +15,8 @@ A decoding step is a packed row, too: one token of each running sequence. Where 
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -591,7 +592,22 @@ def attend(
         return sdpa(q, k, v, kernel, dropout=dropout)
 
     together = together and kernel in ("auto", "flash")
-    return lengths.attend([t.transpose(1, 2) for t in (q, k, v)], compute, together)
+    with _no_plans():
+        return lengths.attend([t.transpose(1, 2) for t in (q, k, v)], compute, together)
+
+
+@contextmanager
+def _no_plans() -> Iterator[None]:
+    """Context without cuDNN's kernel, torch's first choice on NVIDIA's GPUs from sm_90 on.
+
+    It plans for up to a second for each new length of a sequence (https://github.com/modelscope/FunASR/issues/3704).
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def shares_beginnings(decoder: Decoder) -> bool:

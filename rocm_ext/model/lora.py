@@ -38,7 +38,9 @@ class Lora(LoRALinear):
         if self.disabled:
             return base_linear(self, x)
         a, b, scale = self.lora_a.weight, self.lora_b.weight, self.scale
-        if self._quantize_base or (self.training and isinstance(self.dropout, nn.Dropout)):
+        drops = self.training and isinstance(self.dropout, nn.Dropout)
+        # torch 2.11 compiles an operation in place in an autograd function to one without gradients (pytorch#180642)
+        if self._quantize_base or drops or torch.compiler.is_compiling():
             low = F.linear(self.dropout(x), a.to(x.dtype))
             return base_linear(self, x) + F.linear(low, (scale * b).to(x.dtype))
         out = _LoraFunction.apply(x, self.weight, self.bias, a, b, scale)

@@ -197,7 +197,8 @@ class Learner:
         self.offloading = self._offloading()
         if self.cfg.compile:
             mode = "max-autotune-no-cudagraphs" if self.cfg.compile == "max-autotune" else None
-            for layer in self.decoder.layers:
+            # the first layer's input needs no gradient, for which all layers' code would be compiled once more
+            for layer in self.decoder.layers[1:]:
                 layer.compile(dynamic=True, mode=mode)
 
     def check_budget(self) -> None:

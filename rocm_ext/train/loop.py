@@ -301,13 +301,17 @@ class Training:
         denominator = learner.objective.denominator(update.labels, update.sequences)
         learner.objective.entropy_weight = denominator / max(1, update.labels)
         summed = torch.zeros((), dtype=torch.float32, device=device)
-        with self._first_step_checks(), self._compiling(), learner.objective.measuring() as tally:
+        if not self._updated and self.runtime.dtype != torch.float32:
+            self._check_dtypes(update)
+        with self._compiling(), learner.objective.measuring() as tally:
             for batch in update.batches:
                 with learner.offloading:
                     value = learner.model(batch.to(device))
                 self.scaler.scale(value / denominator).backward()
                 summed += value.detach()
         self.ranks.sum_gradients(parameters)
+        if self.cfg.compile and not self._updated:
+            self._check_gradients()
         self.scaler.unscale_(self.optimizer)
         limit = self.cfg.clip_grad_norm
         grad_norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else float(limit))
@@ -341,16 +345,37 @@ class Training:
         if self.scheduler is not None:
             advance(self.scheduler, count)
 
-    @contextlib.contextmanager
-    def _first_step_checks(self):
-        if self._updated or self.runtime.dtype == torch.float32:
-            yield
-            return
-        # checks only the decoder, because the objective computes in fp32 on purpose
-        with numerics.dtype_leaks(self.learner.decoder, self.runtime.dtype) as leaks:
-            yield
+    def _check_dtypes(self, update: Update) -> None:
+        """Warn of modules of the decoder that leave the dtype; the objective computes in fp32 on purpose.
+
+        This takes a forward pass of its own: with hooks in the step, torch would compile each layer anew, then give up.
+        """
+        learner, device = self.learner, self.runtime.device
+        generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        leaking = numerics.dtype_leaks(learner.decoder, self.runtime.dtype)
+        with generators, torch.no_grad(), self._uncompiled(), leaking as leaks:
+            for batch in update.batches[:1]:
+                learner.model(batch.to(device))
         if leaks:
             log.warning("modules whose output is not %s: %s", self.runtime.dtype, ", ".join(leaks[:5]))
+
+    def _check_gradients(self) -> None:
+        """Check that gradients reach every layer: torch has compiled layers whose gradients are 0, without an error.
+
+        Raises:
+            UserError: some layers get none.
+        """
+        trained = [[p for p in layer.parameters() if p.requires_grad] for layer in self.learner.decoder.layers]
+        learns = [any(p.grad is not None and bool(p.grad.any()) for p in layer) for layer in trained]
+        dead = sum(not found for found, layer in zip(learns, trained, strict=True) if layer)
+        if dead and any(learns):
+            raise UserError(
+                f"compile: {dead} of {len(trained)} layers get no gradient with torch {torch.__version__}, so they "
+                "would learn nothing; set compile: False, or install another torch"
+            )
+
+    def _uncompiled(self) -> contextlib.AbstractContextManager:
+        return torch.compiler.set_stance("force_eager") if self.cfg.compile else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _compiling(self):
@@ -385,8 +410,7 @@ class Training:
             Where the first value that is not finite comes from; and the setting that avoids it, or an empty text.
         """
         cfg, learner, finite = self.cfg, self.learner, True
-        eager = torch.compiler.set_stance("force_eager") if cfg.compile else contextlib.nullcontext()
-        with eager, numerics.first_non_finite(learner.decoder) as origins:
+        with self._uncompiled(), numerics.first_non_finite(learner.decoder) as origins:
             for batch in update.batches:
                 with learner.offloading:
                     finite = math.isfinite(learner.model(batch.to(self.runtime.device)).item()) and finite

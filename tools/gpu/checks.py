@@ -1,7 +1,6 @@
 """Checks of arithmetic, attention and decoding on the device."""
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,8 +30,9 @@ SMALL = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}  # fmt: skip
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "qwen3_moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128},
+    # the last: flash-linear-attention tunes its kernels for minutes at first
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"] * 2},
 }
 BEHIND = {torch.float32: 1e-3, torch.bfloat16: 0.5}  # a greedy token's log-prob below the best one's
 
@@ -277,21 +277,17 @@ def _name(dtype: torch.dtype) -> str:
 def bandwidths(here: Here) -> Iterator[Row]:
     """Matrix products, and copies on the device and from and to the host, as ``rocm-ext bench`` measures them."""
     from rocm_ext.bench import probes
+    from rocm_ext.bench.sweep import COPIES
 
     bench = here.bench("7b")
     for dtype in ["fp32", *["bf16"] * bench.machine.bf16, *["fp16"] * here.gpu]:
         product = probes.gemm(bench, {"direction": "forward", "dtype": dtype})
         shape = " x ".join(map(str, product["shape"]))
         yield speed(f"matrix product, {dtype}", product["value"] / 1e12, "TFLOP/s", shape)
-    copy = probes.bandwidth(bench, {})["value"]
-    yield speed("copy on the device, read and written", copy / 1e9, "GB/s", copy=copy)
-    if here.gpu:
-        host = torch.zeros(2**28, dtype=torch.uint8, pin_memory=True)
-        there = torch.empty_like(host, device=bench.device)
-        for what, source, target in (("host to device", host, there), ("device to host", there, host)):
-            copy_once = partial(target.copy_, source, non_blocking=True)
-            times = probes.timed(copy_once, bench.device, bench.spec.seconds)
-            yield speed(f"{what}, pinned", times.rate(host.nbytes)["value"] / 1e9, "GB/s")
+    for what in COPIES if here.gpu else ("device copy",):
+        if "other" not in COPIES[what]:
+            found = probes.bandwidth(bench, {"what": what})["value"]
+            yield speed(what, found / 1e9, "GB/s", **({"copy": found} if what == "device copy" else {}))
 
 
 def decode_speed(here: Here, size: str) -> Iterator[Row]:

@@ -55,7 +55,7 @@ PARTS = (
     Part("machine", "speed", "checks:bandwidths", 60),
     Part("numerics", "check", "checks:numeric", 60),
     Part("decoding", "check", "checks:decoding", 120),
-    Part("decoding-transformers", "check", "checks:decoding_transformers", 120, needs=("transformers",)),
+    Part("decoding-transformers", "check", "checks:decoding_transformers", 300, needs=("transformers",)),
     _train("sft-0.5b", "sft", "0.5b", None, 180),
     _train("sft-0.5b-torchtune", "sft", "0.5b", STOCK, 120),
     _train("sft-0.5b-trl", "sft", "0.5b", TRL, 120, "trl", "peft"),

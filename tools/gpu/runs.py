@@ -1,21 +1,18 @@
-"""Runs of the pocket model on the device: SFT, DPO, RAFT and GRPO, each killed and resumed.
-
-Each recipe runs in forks of the part's process, which has not started CUDA.
-"""
+"""Runs of the pocket model on the device: SFT, DPO, RAFT and GRPO, each killed and resumed."""
 
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tests.kit.forks import forked
-from tools.gpu.here import Failed, Here, Row, Skipped, check
+from tools.gpu.here import Failed, Here, Row, check
 
 CONFIGS = {"lora_finetune_rocm": "cpu_pocket", "dpo_rocm": "cpu_pocket_dpo", "raft_rocm": "cpu_pocket_raft",
            "grpo_rocm": "cpu_pocket_grpo"}  # fmt: skip
@@ -94,19 +91,36 @@ def _answer(row: dict[str, Any]) -> str:
 
 
 def _runner(here: Here, recipe: str, pocket: Path) -> Callable[..., None]:
-    if not hasattr(os, "fork"):
-        raise Skipped("this system has no fork")
-    main = import_module(f"rocm_ext.recipes.{recipe}").main
     changes = [f"pocket={pocket / 'model'}", f"hardware={'auto' if here.gpu else 'cpu'}", *COMMON, *CHANGES[recipe]]
     if recipe == "dpo_rocm":
         changes.append(f"dataset.source={pocket / 'pairs.jsonl'}")
 
     def run(out: Path, *more: str, ended_by: int = 0) -> None:
-        code, said = forked(main, Path(CONFIGS[recipe]), *changes, f"output_dir={out}", *more)
-        if code != -ended_by:
-            raise Failed(f"{recipe} ended with {code} instead of {-ended_by}: {said.strip()[-400:]}")
+        run_recipe(recipe, CONFIGS[recipe], *changes, f"output_dir={out}", *more, ended_by=ended_by)
 
     return run
+
+
+def run_recipe(recipe: str, config: str | Path, *changes: str, ended_by: int = 0) -> None:
+    """Run a recipe in a process of its own: torchtune starts CUDA as it is imported, and no fork survives that.
+
+    Args:
+        recipe: its name.
+        config: name or file.
+        changes: ``key=value``.
+        ended_by: the signal that ends the run.
+
+    Raises:
+        Failed: it ends otherwise.
+    """
+    command = [sys.executable, "-m", f"rocm_ext.recipes.{recipe}", "--config", str(config), *changes]
+    top = str(Path(__file__).parents[2])  # of the kill and of the judges that configs name
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [top, os.environ.get("PYTHONPATH")]))}
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, env=environ
+    )
+    if done.returncode != -ended_by:
+        raise Failed(f"{recipe} ended with {done.returncode} instead of {-ended_by}: {done.stdout.strip()[-400:]}")
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -6,11 +6,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rocm_ext.recipes.grpo_rocm import main
-
-from tests.kit.forks import forked
 from tests.kit.tiny import TEXT, write_yaml
-from tools.gpu.here import Failed, Here, Row, speed
+from tools.gpu.here import Here, Row, speed
+from tools.gpu.runs import run_recipe
 from tools.gpu.sides import model_of, shape_of
 
 
@@ -27,9 +25,7 @@ def grpo_step(here: Here, size: str) -> Iterator[Row]:
     out = base / "out"
     changes = [f"output_dir={out}", "overwrite_output_dir=True", f"steps={steps}", f"prompts_per_step={prompts}",
                f"samples_per_prompt={samples}", f"max_new_tokens={tokens}"]  # fmt: skip
-    code, said = forked(main, write_yaml(base / "grpo.yaml", _config(here, base, model)), *changes)
-    if code:
-        raise Failed(f"grpo_rocm ended with {code}: {said.strip()[-400:]}")
+    run_recipe("grpo_rocm", write_yaml(base / "grpo.yaml", _config(here, base, model)), *changes)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     done = [line for line in lines if "sample_seconds" in line][1:]  # the first compiles and captures graphs
     sampled, trained = (median(line[key] for line in done) for key in ("sample_seconds", "train_seconds"))

@@ -4,6 +4,7 @@ Each trains the same model with the same random weights on the same rows, and co
 """
 
 import gc
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
@@ -23,9 +24,10 @@ from tools.gpu.here import GIB, Here, Row, Skipped, check, speed
 
 STEPS = 6
 # the pocket model's matrices have too few weights for NF4's blocks
-WIDER = ("model._component_=torchtune.models.qwen2.lora_qwen2", "model.vocab_size=320", "model.num_layers=2",
-         "model.num_heads=4", "model.num_kv_heads=4", "model.embed_dim=256", "model.intermediate_dim=512",
-         "model.max_seq_len=256", "model.norm_eps=1e-6", "model.tie_word_embeddings=True")  # fmt: skip
+WIDER = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 320, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 256, "intermediate_size": 512,
+         "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+         "tie_word_embeddings": True}  # fmt: skip
 LEAST, MOST = 0.6, 1.05  # of the planned peak that the allocator may report
 
 
@@ -121,12 +123,15 @@ def offloading(here: Here) -> Iterator[Row]:
 
 def four_bit(here: Here) -> Iterator[Row]:
     """Losses over a 4-bit base (NF4) are about those of the whole one, in less memory."""
-    bench = here.bench("0.5b", *(WIDER if here.tiny else ()))
-    plain, small = train(bench, 2), train(bench, 2, quantize_base=True)
+    wider = here.folder / "wider"
+    wider.mkdir(exist_ok=True)
+    (wider / "config.json").write_text(json.dumps(WIDER))
+    bench = here.bench("0.5b", *([f"model.checkpoint_dir={wider}"] if here.tiny else []))
+    plain, small = train(bench, 2), train(bench, 2, **{"model.quantize_base": True})
     yield compare("training over a 4-bit base", small, plain, 0.03)
     if here.gpu:
         note = f"{small.peak / GIB:.2f} instead of {plain.peak / GIB:.2f} GiB"
-        yield check("a 4-bit base takes less memory", small.peak < plain.peak, note)
+        yield check("a 4-bit base takes less memory", small.peak < 0.95 * plain.peak, note)
 
 
 def checkpointing(here: Here) -> Iterator[Row]:
