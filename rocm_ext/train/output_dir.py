@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from omegaconf import DictConfig
 from torchtune import training
@@ -29,6 +30,7 @@ from rocm_ext.train.metrics import Metrics
 _LOCK = ".lock"  # the system's lock is on this file, and ends with the process
 _SOFT = ".lock.pid"  # takes its place on a file system without locks
 _HOLDER = ".lock.json"  # who holds it, for messages
+_LETTING_GO = 30.0  # seconds: a killed process keeps its locks until all its threads have ended and its memory is free
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # of file systems without locks
 
 
@@ -150,9 +152,10 @@ def pick_seed(requested: int | None, recorded: int | None, ranks: Ranks) -> int:
 def hold(folder: Path) -> Iterator[None]:
     """Context in which only this run writes to ``folder``, which is created if needed and removed if it stays empty.
 
-    The main rank takes the lock for all ranks. The system releases the lock of a dead process at once. On a file
-    system without locks, a file names the process that holds the folder. That of a dead process goes where the system
-    can exchange two names; elsewhere, as on NFS, the user deletes it.
+    The main rank takes the lock for all ranks. The lock of a killed process is waited for, since the system releases it
+    only when all threads of the process have ended. On a file system without locks, a file names the process that holds
+    the folder. The file of a dead process goes where the system can exchange two names; elsewhere, as on NFS, the user
+    deletes it.
 
     Args:
         folder: output folder of the run.
@@ -169,7 +172,7 @@ def hold(folder: Path) -> Iterator[None]:
         lock: BaseFileLock = FileLock(folder / _LOCK, fallback_to_soft=False)
         try:
             try:
-                lock.acquire(timeout=0)
+                lock.acquire(timeout=_LETTING_GO, cancel_check=lambda: not _killed(folder))
             except (NotImplementedError, OSError) as error:
                 if not isinstance(error, NotImplementedError) and error.errno not in _NO_LOCKS:
                     raise
@@ -196,12 +199,26 @@ def hold(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def _used(folder: Path) -> UserError:
+def _holder(folder: Path) -> dict[str, Any]:
     holder: dict[str, Any] = {}
     with suppress(OSError):
         holder = json_object((folder / _HOLDER).read_bytes()) or {}
+    return holder if {"pid", "host", "started", "command"} <= holder.keys() else {}  # {}: it is not written yet
+
+
+def _killed(folder: Path) -> bool:
+    holder = _holder(folder)
+    if holder.get("host") != platform.node():
+        return False
+    try:
+        return psutil.Process(holder["pid"]).status() == psutil.STATUS_ZOMBIE
+    except (psutil.Error, TypeError, ValueError):
+        return True
+
+
+def _used(folder: Path) -> UserError:
     who = "another process"
-    if {"pid", "host", "started", "command"} <= holder.keys():  # else it has not written its record yet
+    if holder := _holder(folder):
         who = f"process {holder['pid']} on {holder['host']}, started {holder['started']}: {holder['command']}"
     lost = f"; if it no longer runs, delete {folder / _SOFT}" if (folder / _SOFT).exists() else ""
     return UserError(

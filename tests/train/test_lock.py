@@ -104,7 +104,7 @@ class WithoutLocks:
     def __init__(self, path, **settings) -> None:
         self.path = path
 
-    def acquire(self, timeout) -> None:
+    def acquire(self, **settings) -> None:
         raise NotImplementedError
 
 
