@@ -34,9 +34,9 @@ from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.layers import HAS_KERNEL, FusedRMSNorm
 from rocm_ext.model.lora import ExpertLora, adapters
 from rocm_ext.model.quantized import Quantized
+from rocm_ext.model.remembered import remembered
 from rocm_ext.model.sampler import MIN_ROWS, one_step
 from rocm_ext.model.transformers.products import ALIKE
-from rocm_ext.plan.remembered import remembered
 
 _ATTENTION: dict[str, Any] = {
     "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: sdpa_flop_count(q, k, v),

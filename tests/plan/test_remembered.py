@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
+from rocm_ext.model.build import build_model
+from rocm_ext.model.remembered import fingerprint, remembered
+from rocm_ext.model.transformers import sampling
 from rocm_ext.plan import costs
-from rocm_ext.plan.remembered import fingerprint, remembered
+from tests.kit import hf_models
 from tests.kit.plans import as_configured, plan
 
 CONFIG = ("--config", "mi50_qwen1_5b")  # of another machine, so the budget does not depend on free memory
@@ -37,6 +41,21 @@ def test_a_remembered_plan_equals_a_fresh_one(kept, monkeypatch, capsys):
     for file in kept.iterdir():
         file.write_text(file.read_text()[:40])  # as a full disk would leave it
     assert plan(capsys, *CONFIG) == fresh
+
+
+def test_what_sampling_needs_is_remembered_of_a_hybrid(kept, tmp_path, monkeypatch):
+    base = hf_models.write_theirs(tmp_path / "base", "qwen3.5")
+    model = OmegaConf.create({"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(base)})
+
+    def found() -> tuple:
+        decoder = build_model(model, torch.bfloat16, 0, torch.device("meta"))
+        return decoder.needs, decoder.graph_obstacle
+
+    fresh = found()
+    assert fresh[0].states
+    monkeypatch.setattr(sampling, "_prefill", refuse)
+    monkeypatch.setattr(sampling, "one_step", refuse)
+    assert found() == fresh
 
 
 def test_without_a_folder_nothing_is_remembered(kept):

@@ -26,6 +26,7 @@ from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.model.adapters.peft_experts import expert_loras
 from rocm_ext.model.attention import SlotCache, Slots, span_for
 from rocm_ext.model.lora import Dora, ExpertLora, Lora, adapters, dense, plain
+from rocm_ext.model.remembered import remembered
 from rocm_ext.model.sampler import MIN_ROWS, Needs, Sampler, SamplingLinear, frozen, merges, one_step, stays_quantized
 from rocm_ext.model.transformers.attention import SLOTS, AttentionUse, forward_pass
 from rocm_ext.model.transformers.experts import ROUTES
@@ -415,30 +416,44 @@ def needs_of(source: "TransformersDecoder") -> Needs:
     name = type(source.model_).__name__
     try:
         decoder = source.wrapped(source.empty_model(SLOTS)).eval()
-        body = decoder.body
-        layers, asked = _fake_prefill(decoder)
+        kept = remembered([_kept_of, decoder], lambda: _kept_of(decoder))
     except Exception as error:  # the model's code may raise anything
         cause = _ATTENTION if SLOTS in str(error) else one_line(error)  # its code does not know this attention
         raise UserError(f"{name} cannot be sampled from in this process: {cause}; {_SERVER}") from error
-    keys, states, used, kept = [], 0, 0, 0
+    problems = {
+        "its cache is not that of transformers' interface": kept["strangers"] > 0,
+        _ATTENTION: len(kept["keys"]) > kept["attended"],
+    }
+    if bad := [what for what, holds in problems.items() if holds]:
+        raise UserError(f"{name} cannot be sampled from in this process: {bad[0]}; {_SERVER}")
+    keys = [(size, window) for size, window in kept["keys"]]
+    scores = kept["scores"] or source.kernel in ("math", "eager")
+    positions = min(source.max_seq_len, _short(decoder.body))
+    return Needs(keys, kept["states"], kept["windows"], scores, kept["expanded"], positions)
+
+
+def _kept_of(decoder: "TransformersDecoder") -> dict[str, Any]:
+    """Simulate a prefill; return what JSON can hold of what its cache keeps and its attention asks for."""
+    layers, asked = _fake_prefill(decoder)
+    keys, states, used, most = [], 0, 0, 0
     for layer in layers:
         used += getattr(layer, "is_initialized", False) or any(getattr(layer, "has_previous_state", {}).values())
         if isinstance(layer, DynamicLayer) and layer.is_initialized:
             size = (layer.keys.nbytes + layer.values.nbytes) // _PROBE  # type: ignore[union-attr]
-            kept = max(kept, size // layer.keys.element_size())  # type: ignore[union-attr]
+            most = max(most, size // layer.keys.element_size())  # type: ignore[union-attr]
             keys.append((size, getattr(layer, "sliding_window", None) if asked.windows else None))
         if isinstance(layer, LinearAttentionLayer):
             every = [*layer.conv_states.values(), *layer.recurrent_states.values()]
             states += sum(t.nbytes for t in every if t is not None)
-    problems = {
-        "its cache is not that of transformers' interface": used < len(layers),
-        _ATTENTION: len(keys) > asked.layers,
+    return {
+        "keys": keys,
+        "states": states,
+        "strangers": len(layers) - used,
+        "attended": asked.layers,
+        "windows": asked.windows,
+        "scores": asked.scores,
+        "expanded": 4 * asked.read if asked.read > most else 0,
     }
-    if bad := [what for what, holds in problems.items() if holds]:
-        raise UserError(f"{name} cannot be sampled from in this process: {bad[0]}; {_SERVER}")
-    expanded = 4 * asked.read if asked.read > kept else 0
-    scores = asked.scores or source.kernel in ("math", "eager")
-    return Needs(keys, states, asked.windows, scores, expanded, min(source.max_seq_len, _short(body)))
 
 
 @torch.no_grad()
@@ -454,14 +469,18 @@ def obstacle_of(source: "TransformersDecoder") -> str:
         if stays_quantized(weight):
             owner, _, leaf = plain(name).rpartition(".")
             setattr(bare.get_submodule(owner), leaf, frozen(weight.detach().to("meta")))
-    sampler = TransformersSampler(bare, False, torch.device("cuda"))
-    sampler.fixed_shapes = True
-    try:
-        sampler.decoder.place_buffers(sampler.device)
-        one_step(sampler, MIN_ROWS, _NoCopies())
-    except Exception as error:  # the model's code may raise anything
-        return f"a step of {type(source.model_).__name__} depends on values or needs the host ({one_line(error)})"
-    return ""
+
+    def step() -> str:
+        sampler = TransformersSampler(bare, False, torch.device("cuda"))
+        sampler.fixed_shapes = True
+        try:
+            sampler.decoder.place_buffers(sampler.device)
+            one_step(sampler, MIN_ROWS, _NoCopies())
+        except Exception as error:  # the model's code may raise anything
+            return f"a step of {type(source.model_).__name__} depends on values or needs the host ({one_line(error)})"
+        return ""
+
+    return remembered([obstacle_of, bare], step)
 
 
 class _NoCopies(TorchDispatchMode):

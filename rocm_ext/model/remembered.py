@@ -121,11 +121,11 @@ def _versions() -> str:
 
 def _sources(modules: set[str]) -> set[Path]:
     """Return the files of the user's own ``modules``, and of the loaded modules beside them."""
-    loaded = {name: file for name, module in list(sys.modules.items()) if (file := getattr(module, "__file__", None))}
     known = sys.base_prefix, os.path.dirname(rocm_ext.__file__)
-    folders = {os.path.dirname(loaded[name]) for name in modules if name in loaded}
+    folders = {os.path.dirname(file) for name in modules if (file := getattr(sys.modules.get(name), "__file__", None))}
     own = {f for f in folders if "site-packages" not in f and not any(map(Path(f).is_relative_to, known))}
-    return {Path(file) for file in loaded.values() if os.path.dirname(file) in own} if own else set()
+    loaded = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())] if own else []
+    return {Path(file) for file in loaded if os.path.dirname(file) in own}
 
 
 def _stamp(file: Path) -> str:
