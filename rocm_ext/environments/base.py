@@ -4,6 +4,7 @@ import asyncio
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rocm_ext.base.errors import UserError
@@ -12,7 +13,26 @@ from rocm_ext.environments.tools import Tools
 from rocm_ext.verifiers.base import Result, Verdict, field
 
 Message = dict[str, Any]
-Reply = list[Message] | Result
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request for the model's next message, from an environment that keeps the conversation itself.
+
+    Where ``messages`` begin with the conversation so far, this goes on; else it is rendered anew.
+
+    Attributes:
+        messages: all that the next message follows, in OpenAI's form.
+        tools: JSON schemas of the functions that it may call.
+        most: tokens of the message; None: only the run's limits hold.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    most: int | None = None
+
+
+Reply = list[Message] | Request | Result
 
 
 class Environment:
@@ -29,10 +49,13 @@ class Environment:
     Attributes:
         tools: functions that the model may call: names of methods, or functions. See :class:`Tools`.
         needs: columns that a row must have.
+        at_once: conversations of a rank at the same time, each with a process and a descriptor, of which 1024 are
+            usual.
     """
 
     tools: Sequence[Any] = ()
     needs: tuple[str, ...] = ()
+    at_once: int = 512
 
     def __init__(self, row: Mapping[str, Any]) -> None:
         self.row = row
@@ -45,8 +68,8 @@ class Environment:
         for name in self.needs:
             field(row, name)
 
-    def begin(self) -> Sequence[Mapping[str, Any]]:
-        """Return messages that follow the prompt's, such as the first state of a game."""
+    def begin(self) -> Any:
+        """Return messages that follow the prompt's, such as the first state of a game, or a :class:`Request`."""
         return ()
 
     def reply(self, message: Mapping[str, Any]) -> Any:
@@ -56,7 +79,7 @@ class Environment:
             message: ``role``, ``content``, and ``tool_calls`` in OpenAI's form where it calls tools.
 
         Returns:
-            The messages that follow it, or the conversation's result, as :meth:`judge` returns it.
+            The messages that follow it, a :class:`Request`, or the conversation's result, as :meth:`judge` returns it.
         """
         if calls := message.get("tool_calls"):
             return [self._called(call["id"], call["function"], call.get("problem", "")) for call in calls]
@@ -121,7 +144,7 @@ def checked_reply(environment: Environment, value: Any) -> Reply:
         ValueError: it is neither messages nor a result.
     """
     name = type(environment).__name__
-    if isinstance(value, Result):
+    if isinstance(value, (Request, Result)):
         return value
     if isinstance(value, (bool, int, float)):
         return Result(Verdict.CORRECT if value == 1 else Verdict.WRONG, float(value))

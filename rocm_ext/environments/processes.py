@@ -16,15 +16,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.base.process import adopt_orphans, signal_at_parents_end
-from rocm_ext.environments.base import Reply, check_class, checked_reply, now, tools_of
+from rocm_ext.environments.base import Reply, Request, check_class, checked_reply, now, tools_of
 from rocm_ext.verifiers.base import Result, error
 from rocm_ext.verifiers.sandbox.children import descendants
 from rocm_ext.verifiers.workers import worker
@@ -46,6 +46,7 @@ class Environments:
 
     Attributes:
         tools: JSON schemas of the tools that the model may call.
+        at_once: see :class:`rocm_ext.environments.Environment`.
 
     Raises:
         UserError: on entering, if the environment cannot be imported.
@@ -83,7 +84,7 @@ class Environments:
             if isinstance(problem, UserError):
                 raise
             raise UserError(f"the environment's module did not import within {_START:g} s") from problem
-        self.tools = said["tools"]
+        self.tools, self.at_once = said["tools"], said["at_once"]
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -206,7 +207,8 @@ class _Talk:
             if "pid" in said:
                 self.pid = said["pid"]
             elif not self.future.done():
-                self.future.set_result(said["messages"] if "messages" in said else Result(*said["result"]))
+                kind, value = next(iter(said.items()))
+                self.future.set_result(_REPLIES[kind](value))
         return bool(data)
 
     def end(self, why: str, selector: selectors.BaseSelector) -> None:
@@ -223,6 +225,13 @@ class _Talk:
         self.socket.close()
         if self.future is not None and not self.future.done():
             self.future.set_result(error(why))
+
+
+_REPLIES: dict[str, Callable[[Any], Reply]] = {
+    "messages": list,
+    "request": lambda value: Request(**value),
+    "result": lambda value: Result(*value),
+}
 
 
 def _done(result: Result) -> "Future[Reply]":
@@ -273,7 +282,7 @@ def main(fd: int) -> None:
     except BaseException as problem:
         link.sendall(_line({"error": str(problem) if isinstance(problem, UserError) else worker.blame(problem)}))
         return
-    link.sendall(_line({"tools": tools}))
+    link.sendall(_line({"tools": tools, "at_once": example.at_once}))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children need nobody to wait for them
     gc.freeze()  # shared memory stays shared
     while True:
@@ -311,5 +320,5 @@ def _converse(ours: socket.socket, made: Any, arguments: Mapping[str, Any]) -> N
         if isinstance(reply, Result):
             answer: dict[str, Any] = {"result": reply.values()}
         else:
-            answer = {"messages": reply}
+            answer = {"request": asdict(reply)} if isinstance(reply, Request) else {"messages": reply}
         ours.sendall(_line(answer))

@@ -6,16 +6,18 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.data.messages import Turn, to_turns
+from rocm_ext.data.messages import Turn, to_tools, to_turns
 from rocm_ext.data.render import marked_text, render_prompt, render_reply
 from rocm_ext.data.tokenizer import defused
 from rocm_ext.environments import Environments, calls_in
+from rocm_ext.environments import Request as Asked
 from rocm_ext.rl.records import Given, PhaseRecords, Sample, packed_routes, to_sample
 from rocm_ext.runs.folder import SampleKey
 from rocm_ext.sampling import Completion, Request, RequestQueue, Sampling, sample_seed
@@ -23,7 +25,6 @@ from rocm_ext.verifiers import Result
 from rocm_ext.verifiers.base import error
 
 _AHEAD = 64  # conversations that begin before there is room for them
-_OPEN = 512  # conversations at once, each with a process and a descriptor, of which 1024 are usual
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,16 @@ class _Talk:
 
     Attributes:
         request: of its first message.
-        turns: the prompt's turns and all that follow.
+        turns: the prompt's turns and all that follow; or those that the environment asked with, and what follows.
+        shown: all turns behind the prompt's, for the record.
+        tools: JSON schemas of the functions that the model may call.
+        asked: the environment's request for the model's next message; None: it has given messages.
         context: ids that the next message is sampled behind.
         tokens, logprobs, routes: of the model's messages, in order.
         given: see :class:`rocm_ext.rl.records.Sample`.
         answers: number of the model's messages.
+        calls: number of the calls of tools in them.
+        stopped: whether the last of them has its end.
         last: the last of them, as the environment gets it.
         text: its text without special tokens.
         sampled: its text with them.
@@ -59,11 +65,16 @@ class _Talk:
     request: Request
     turns: list[Turn]
     context: list[int]
+    tools: list[dict[str, Any]] | None
+    shown: list[Turn] = field(default_factory=list)
+    asked: Asked | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     routes: list[np.ndarray] = field(default_factory=list)
     given: list[Given] = field(default_factory=list)
     answers: int = 0
+    calls: int = 0
+    stopped: bool = False
     last: dict[str, Any] = field(default_factory=dict)
     text: str = ""
     sampled: str = ""
@@ -117,7 +128,7 @@ class ConversationQueue(RequestQueue):
         coming: Iterator[list[Request]] | None = self._queue.prompts()
         while not self._stopped():
             self._hear()
-            most = min(_OPEN, self.share)  # other ranks want some, too
+            most = min(self._environments.at_once, self.share)  # other ranks want some, too
             while coming and len(self._open) < most and self._beginning.total() + sum(map(len, self._first)) < _AHEAD:
                 if same := next(coming, None):
                     self._begin(same)
@@ -153,10 +164,13 @@ class ConversationQueue(RequestQueue):
         talk.routes += [] if completion.routes is None else [completion.routes.reshape(len(completion.tokens), -1)]
         talk.context += completion.tokens
         talk.text, talk.sampled = completion.text, marked_text(self._tokenizer, completion.tokens)
-        talk.last = self._message(completion, talk.sampled)
+        talk.stopped = completion.finish_reason == "stop"
+        talk.last = self._message(talk, completion)
         calls = {key: talk.last[key] for key in ("tool_calls",) if key in talk.last}
-        talk.turns.append(Turn("assistant", talk.last["content"], True, calls))
-        if completion.finish_reason == "stop":
+        answer = Turn("assistant", talk.last["content"], True, calls)
+        talk.turns.append(answer)
+        talk.shown.append(answer)
+        if talk.stopped or (talk.asked and len(talk.tokens) < self._sampling.max_new_tokens):  # its own limit
             self._wait_for(talk, self._environments.say(talk.request.key, talk.last))
         else:
             self._cut(talk, "max_new_tokens")
@@ -173,7 +187,8 @@ class ConversationQueue(RequestQueue):
         prompt = same[0].prompt_id
         self._beginning[prompt], self._begun[prompt] = len(same), []
         for request in same:
-            talk = self._open[request.key] = _Talk(request, to_turns(request.messages), list(request.tokens))
+            turns, tools = to_turns(request.messages), [dict(tool) for tool in request.tools] or None
+            talk = self._open[request.key] = _Talk(request, turns, list(request.tokens), tools)
             self._wait_for(talk, self._environments.begin(request.key, self._rows[prompt]))
 
     def _wait_for(self, talk: _Talk, future: Future) -> None:
@@ -195,8 +210,7 @@ class ConversationQueue(RequestQueue):
         following = None
         if not isinstance(reply, Result):
             try:
-                turns = [turn._replace(content=self._defused(turn.content)) for turn in to_turns(reply)]
-                following = self._following(talk, turns)
+                following = self._following(talk, reply)
             except (UserError, ValueError) as problem:
                 reply = error(f"the environment's messages cannot be rendered: {problem}")
         if isinstance(reply, Result):
@@ -219,23 +233,31 @@ class ConversationQueue(RequestQueue):
                     by_tokens.setdefault(request.tokens, []).append(request)
                 self._first += by_tokens.values()
 
-    def _following(self, talk: _Talk, reply: list[Turn]) -> Request | None:
+    def _following(self, talk: _Talk, reply: Asked | list[dict[str, Any]]) -> Request | None:
         """Return the request for the model's next message; None if a limit ends the conversation.
 
         Raises:
             UserError: the chat template refuses the messages.
+            ValueError: a message or a tool is malformed.
         """
-        request, tools = talk.request, talk.request.tools or None
-        if not (talk.answers or reply):
+        request, talk.asked = talk.request, reply if isinstance(reply, Asked) else None
+        if talk.asked:
+            turns, tools = _asked_turns(talk.asked.messages), to_tools(talk.asked.tools)
+        elif not (talk.answers or reply):
             return request
+        else:
+            turns, tools = [*talk.turns, *to_turns(reply)], talk.tools
+        held = self._begins(talk.turns, turns)
+        goes_on = talk.stopped and held == len(talk.turns) and tools == talk.tools
+        turns = [*talk.turns[:held], *(turn._replace(content=self._defused(turn.content)) for turn in turns[held:])]
         if talk.answers == self._limits.turns:
             self._cut(talk, "max_turns")
             return None
-        if talk.answers:
-            ids, fresh = render_reply(self._tokenizer, talk.turns[:-1], talk.turns[-1], talk.sampled, reply, tools)
+        if goes_on:
+            answered = talk.turns[:-1], talk.turns[-1]
+            ids, fresh = render_reply(self._tokenizer, *answered, talk.sampled, turns[held:], tools)
         else:
-            ids = render_prompt(self._tokenizer, [turn.message() for turn in (*talk.turns, *reply)], tools)
-            fresh = True
+            ids, fresh = render_prompt(self._tokenizer, [turn.message() for turn in turns], tools), True
         context = ids if fresh else talk.context + ids
         left = self._sampling.max_new_tokens - len(talk.tokens)
         if left < 1:
@@ -245,11 +267,23 @@ class ConversationQueue(RequestQueue):
             self._cut(talk, "max_environment_tokens")
             return None
         talk.given.append((len(talk.tokens), ids, fresh))
-        talk.context = list(context)
-        talk.turns += reply
+        talk.context, talk.turns, talk.tools = list(context), turns, tools
+        talk.shown += turns[held:]
         seed = sample_seed(request.seed, f"turn {talk.answers}", request.prompt_id, request.sample)
-        messages = tuple(turn.message() for turn in talk.turns)
-        return replace(request, seed=seed, tokens=tuple(context), messages=messages, most=left)
+        return replace(
+            request,
+            seed=seed,
+            tokens=tuple(context),
+            messages=tuple(turn.message() for turn in turns),
+            tools=tuple(tools or ()),
+            most=min(left, talk.asked.most or left) if talk.asked else left,
+        )
+
+    def _begins(self, held: list[Turn], turns: list[Turn]) -> int:
+        """Return how many turns both have in common from the first on."""
+        pairs = zip(held, turns, strict=False)
+        same = (_said(a) in (_said(b), _said(b._replace(content=self._defused(b.content)))) for a, b in pairs)
+        return sum(takewhile(bool, same))
 
     def _behind(self, request: Request) -> str:
         """Return what decides the message that the model samples: its settings, its seed and the ids before it."""
@@ -259,7 +293,7 @@ class ConversationQueue(RequestQueue):
     def _cut(self, talk: _Talk, limit: str) -> None:
         """Let the environment judge a conversation that a limit ends."""
         if talk.cut or not talk.answers:
-            self._end(talk, error(f"{limit} ends the conversation, and the environment goes on"))
+            self._end(talk, error(f"{limit} leaves no room for a message of the model's"))
             return
         talk.cut = limit
         self._wait_for(talk, self._environments.cut(talk.request.key, talk.last))
@@ -279,17 +313,42 @@ class ConversationQueue(RequestQueue):
             [round(value, 6) for value in talk.logprobs],
             packed_routes(np.concatenate(talk.routes)) if talk.routes else None,
             talk.given,
-            [turn.message() for turn in talk.turns[len(request.messages) :]],
+            [turn.message() for turn in talk.shown],
         )
         del self._open[request.key]
         self._ended.append((sample, result))
 
-    def _message(self, completion: Completion, sampled: str) -> dict[str, Any]:
+    def _message(self, talk: _Talk, completion: Completion) -> dict[str, Any]:
         """Return a message of the model's with its calls of tools, in OpenAI's form."""
-        message = {"role": "assistant", "content": completion.text}
-        if (tools := completion.request.tools) and completion.finish_reason == "stop":
-            content, calls = calls_in(sampled, tools)
+        message: dict[str, Any] = {"role": "assistant", "content": completion.text}
+        if talk.asked:
+            sizes = {"prompt_tokens": len(completion.request.tokens), "completion_tokens": len(completion.tokens)}
+            message |= {"usage": sizes, "finish_reason": completion.finish_reason}
+        if (tools := completion.request.tools) and talk.stopped:
+            content, calls = calls_in(talk.sampled, tools)
+            if talk.asked and any(call.problem for call in calls):  # as servers do
+                return message
             if calls:
-                listed = [{**call.message(i), "problem": call.problem} for i, call in enumerate(calls)]
+                first, talk.calls = talk.calls, talk.calls + len(calls)
+                listed = [{**call.message(first + i), "problem": call.problem} for i, call in enumerate(calls)]
                 return message | {"content": content, "tool_calls": listed}
         return message
+
+
+def _asked_turns(messages: list[dict[str, Any]]) -> list[Turn]:
+    """Return a history's turns; a message of the model's may be empty.
+
+    Raises:
+        ValueError: a message is malformed.
+    """
+    turns: list[Turn] = []
+    for message in messages:
+        empty = message.get("role") == "assistant" and not (message.get("content") or message.get("tool_calls"))
+        turns += [Turn("assistant", "", False)] if empty else to_turns([message])
+    return turns
+
+
+def _said(turn: Turn) -> tuple[Any, ...]:
+    """Return what makes two turns the same: calls have other ids and keys in a program's history."""
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in turn.more.get("tool_calls", ())]
+    return turn.role, turn.content, calls

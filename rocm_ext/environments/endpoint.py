@@ -1,0 +1,190 @@
+"""OpenAI's chat completions for one conversation; who owns it answers each request."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from queue import SimpleQueue
+from typing import Any
+
+from rocm_ext.base.errors import one_line
+from rocm_ext.environments.base import Request
+
+_BYTES = 64 << 20  # of a request
+_MODEL = "model"  # its name; requests may give any
+# what would change the response and cannot: the values that ask for nothing
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "logprobs": (None, False),
+    "response_format": (None, {"type": "text"}),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+}
+
+
+class Exchange:
+    """A request, and the response that waits for the model's message.
+
+    Args:
+        body: of the HTTP request.
+
+    Raises:
+        ValueError: it is no request for a chat completion, or asks for what is not supported.
+    """
+
+    def __init__(self, body: bytes) -> None:
+        asked = json.loads(body)
+        if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list) or not asked["messages"]:
+            raise ValueError("expected an object with a list of messages")
+        if not all(isinstance(message, dict) for message in asked["messages"]):
+            raise ValueError("each of messages must be an object")
+        for key, values in _REFUSED.items():
+            if asked.get(key) not in values:
+                raise ValueError(f"{key} is not supported")
+        tools = [] if asked.get("tools") is None else asked["tools"]
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise ValueError("tools must be a list of objects")
+        most = asked.get("max_completion_tokens") or asked.get("max_tokens")
+        if most is not None and (not isinstance(most, int) or most < 1):
+            raise ValueError(f"max_tokens must be a positive integer, found {most!r}")
+        stop = asked.get("stop") or []
+        self._stop = [stop] if isinstance(stop, str) else [text for text in stop if text]
+        self.request = Request(asked["messages"], [] if asked.get("tool_choice") == "none" else tools, most)
+        self.streams = bool(asked.get("stream"))
+        self._response: SimpleQueue[Mapping[str, Any] | str] = SimpleQueue()
+
+    def answer(self, message: Mapping[str, Any]) -> None:
+        """Respond with the model's message."""
+        self._response.put(message)
+
+    def refuse(self, why: str) -> None:
+        """Respond with an error that clients do not try again."""
+        self._response.put(why)
+
+    def completion(self) -> dict[str, Any]:
+        """Wait for the response, and return it in OpenAI's form.
+
+        Raises:
+            ValueError: the request was refused.
+        """
+        said = self._response.get()
+        if isinstance(said, str):
+            raise ValueError(said)
+        text, ends = said["content"], said["finish_reason"]
+        for stop in self._stop:
+            text, found, _ = text.partition(stop)
+            ends = "stop" if found else ends
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls := said.get("tool_calls"):
+            message |= {"content": text or None, "tool_calls": [_call(call) for call in calls]}
+            ends = "tool_calls"
+        sizes = said["usage"]
+        return {
+            "id": f"chatcmpl-{time.time_ns()}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": _MODEL,
+            "choices": [{"index": 0, "message": message, "finish_reason": ends, "logprobs": None}],
+            "usage": {**sizes, "total_tokens": sum(sizes.values())},
+        }
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": call["function"]["name"], "arguments": json.dumps(call["function"]["arguments"])}
+    return {"id": call["id"], "type": "function", "function": function}
+
+
+def _events(completion: dict[str, Any]) -> bytes:
+    """Return a completion as a stream of events: its message, its end, its size."""
+    (choice,) = completion["choices"]
+    delta = dict(choice["message"])
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
+    head = {key: completion[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    chunks = [
+        head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
+        head | {"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
+        head | {"choices": [], "usage": completion["usage"]},
+    ]
+    return b"".join(b"data: %s\n\n" % text.encode() for text in [*map(json.dumps, chunks), "[DONE]"])
+
+
+class Endpoint:
+    """Serves a listening socket in threads of its own.
+
+    Args:
+        server: the socket.
+        key: that requests must bring.
+        asked: where requests for completions go.
+    """
+
+    def __init__(self, server: socket.socket, key: str, asked: "SimpleQueue[Exchange | None]") -> None:
+        class Handler(_Handler):
+            pass
+
+        Handler.key, Handler.asked = key, asked
+        http = ThreadingHTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
+        http.daemon_threads = True
+        http.socket.close()
+        http.socket = server
+        threading.Thread(target=http.serve_forever, args=(3600.0,), daemon=True).start()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    key: str
+    asked: "SimpleQueue[Exchange | None]"
+
+    def do_GET(self) -> None:
+        """List the model."""
+        if self._welcome():
+            known = self.path.rstrip("/").endswith("/models")
+            models = [{"id": _MODEL, "object": "model", "created": 0, "owned_by": "torchtune-rocm"}]
+            self._send({"object": "list", "data": models}) if known else self._fail(404, f"{self.path} is not served")
+
+    def do_POST(self) -> None:
+        """Hand a request over, and send what comes back."""
+        size = self.headers.get("Content-Length", "")
+        if not size.isdecimal() or int(size) > _BYTES:
+            self.close_connection = True
+            self._fail(400, f"a body of {size or 'unknown'} bytes; expected at most {_BYTES}")
+            return
+        body = self.rfile.read(int(size))
+        if not self._welcome():
+            return
+        if not self.path.partition("?")[0].endswith("/chat/completions"):
+            self._fail(404, f"{self.path} is not served; only chat completions are")
+            return
+        try:
+            exchange = Exchange(body)
+            self.asked.put(exchange)
+            completion = exchange.completion()
+        except (ValueError, RecursionError) as problem:
+            self._fail(400, one_line(problem))
+            return
+        if exchange.streams:
+            self._send(_events(completion), "text/event-stream")
+        else:
+            self._send(completion)
+
+    def _welcome(self) -> bool:
+        if self.headers.get("Authorization") == f"Bearer {self.key}":
+            return True
+        self._fail(401, "the key is not that of OPENAI_API_KEY")
+        return False
+
+    def _fail(self, status: int, why: str) -> None:
+        self._send({"error": {"message": why, "type": "invalid_request_error", "code": None}}, status=status)
+
+    def _send(self, content: Any, kind: str = "application/json", status: int = 200) -> None:
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: Any) -> None:
+        """Keep quiet."""

@@ -1,0 +1,232 @@
+"""An agent of the user's own as an environment: a program that asks for the model's messages by OpenAI's API."""
+
+import json
+import re
+import secrets
+import shutil
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.environments.base import Environment, Request
+from rocm_ext.environments.endpoint import Endpoint, Exchange
+from rocm_ext.verifiers.base import Result, Verdict, checked, error, name_of, short
+from rocm_ext.verifiers.build import build
+from rocm_ext.verifiers.sandbox import BOX, Limits, RunningProgram, Sandbox, interpreter
+from rocm_ext.verifiers.sandbox.children import readable, supervise
+
+_START = 60.0  # seconds that the sandbox may take to start
+_FOREVER = 1e9  # seconds; `verify_timeout` limits each wait for the program
+_PYTHON = re.compile(r"python(3(\.\d+)?)?")
+# runs in the sandbox: a socket belongs to the network that it was made in, so what connects to it is in there, too
+_LAUNCH = """
+import json, os, socket, sys
+link, (command, variables) = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2])
+server = socket.create_server(("127.0.0.1", 0), backlog=64)
+socket.send_fds(link, [b"."], [server.fileno()])
+variables["OPENAI_BASE_URL"] = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
+link.close()
+server.close()
+try:
+    os.execve(command[0], command, {**os.environ, **variables})
+except OSError as problem:
+    sys.exit(f"{command[0]} does not start: {problem}")
+"""
+
+
+class Program(Environment):
+    """A conversation with a program, such as an agent that you already have.
+
+    The program runs in the sandbox of the verifiers, once for each conversation. Its input is a line of JSON, the
+    prompt's row. ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``, which OpenAI's client reads by itself, name an endpoint
+    that answers chat completions by the model in training, also of functions and as a stream; nothing else of the
+    network is there. The last line of its output is JSON: the reward from 0 to 1, or
+    ``{"reward": 0.5, "parts": {"tests": 3}}``. With a ``verifier``, it is the answer as a text, or
+    ``{"answer": "..."}``.
+
+    The conversation is what the program asks with: the row's prompt reaches the model only if the program sends it.
+    Its requests are answered one at a time. The run's sampling settings hold, not ``temperature`` and the like of a
+    request; ``max_tokens`` does, and text from a ``stop`` on is left out of the response. A request at a limit of the
+    run gets status 400, and so does one with ``n``, ``logprobs`` or ``response_format``.
+
+    Args:
+        row: the columns of the prompt's row.
+        command: the program and its arguments. ``python`` is the argument ``python``; an argument that names a file
+            gets its path in the sandbox.
+        folder: shown to the program, read-only; Python imports from it. None: it sees the files of ``command`` alone.
+        verifier: the component that judges the answer; the program does not get the columns that it needs.
+        memory_mb: of the program with all that it starts.
+        at_once: programs of a rank at the same time.
+        sandbox: ``bubblewrap``, or ``rlimits`` where you trust program and model; see rocm_ext.verifiers.sandbox.
+        python: the interpreter, whose installed packages the program can import; None: this one.
+
+    Raises:
+        UserError: an argument is out of range, or the program cannot be found.
+    """
+
+    def __init__(
+        self,
+        row: Mapping[str, Any],
+        command: Sequence[str],
+        folder: str | None = None,
+        verifier: Any = None,
+        memory_mb: int = 1024,
+        at_once: int = 64,
+        sandbox: str = "bubblewrap",
+        python: str | None = None,
+    ) -> None:
+        super().__init__(row)
+        if not isinstance(command, (list, tuple)) or not command or not all(isinstance(word, str) for word in command):
+            raise UserError(f"command: found {command!r}; expected a list such as [python, my_agent.py]")
+        if memory_mb < 128 or at_once < 1:
+            raise UserError(f"Program needs memory_mb >= 128 and at_once >= 1, found {memory_mb} and {at_once}")
+        self.at_once, self._limits = at_once, Limits(_FOREVER, 0, memory_mb, processes=128, open_files=512)
+        self.verifier = None if verifier is None else build(verifier)
+        if self.verifier is not None:
+            self.needs = tuple(self.verifier.needs)
+            if self.verifier.groups:
+                raise UserError(f"{name_of(self.verifier)} compares answers of a group, and a program gives one")
+        self._shown = interpreter(python or sys.executable)
+        self._folder = None if folder is None else str(Path(folder).resolve())
+        if self._folder is not None and not Path(self._folder).is_dir():
+            raise UserError(f"folder: {folder} is not a folder")
+        self._files: dict[str, bytes] = {}
+        program, more = self._program(command[0])
+        self._command = [program, *map(self._argument, command[1:])]
+        self._sandbox = Sandbox(sandbox, [*self._shown.folders, *more, *filter(None, [self._folder])])
+        self._asked: SimpleQueue[Exchange | None] = SimpleQueue()
+        self._exchange: Exchange | None = None
+        self._said: Mapping[str, Any] = {}
+        self._cut = self._heard = False
+
+    def _program(self, name: str) -> tuple[str, list[str]]:
+        """Return a program's file, and the folders that it needs."""
+        if _PYTHON.fullmatch(name):
+            return self._shown.path, []
+        if (path := shutil.which(name)) is None:
+            raise UserError(f"command: {name} is neither a program of the PATH nor an executable file")
+        file = Path(path).resolve()
+        return str(file), [] if file.is_relative_to("/usr") else [str(file.parent)]
+
+    def _argument(self, word: str) -> str:
+        """Return an argument; of a file, its path in the sandbox."""
+        file = Path(word)
+        if not file.is_file() and word.endswith(".py"):
+            raise UserError(f"command: there is no file {word}")
+        if not file.is_file():
+            return word
+        if self._folder is not None and file.resolve().is_relative_to(self._folder):
+            return str(file.resolve())
+        self._files[file.name] = file.read_bytes()
+        return f"{BOX}/{file.name}"
+
+    def check(self) -> None:
+        """Raise UserError if this machine cannot run the sandbox or the verifier, or the program sees no ``folder``."""
+        self._sandbox.check()
+        if self._folder is not None:
+            look = "import os, sys; os.listdir(sys.argv[1])"
+            if self._sandbox.run([self._shown.path, "-I", "-S", "-c", look, self._folder]).returncode:
+                raise UserError(
+                    f"folder: the sandbox runs as another user, who cannot read {self._folder}; allow it: "
+                    f"chmod -R o+rX {self._folder}"
+                )
+        if self.verifier is not None:
+            self.verifier.check()
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise UserError or ValueError, naming the field, if the row cannot be verified."""
+        if self.verifier is not None:
+            self.verifier.check_row(row)
+
+    def begin(self) -> Request | Result:
+        """Start the program; return its first request."""
+        self._running, server, key = self._start()
+        self._endpoint = Endpoint(server, key, self._asked)
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self._next()
+
+    def reply(self, message: Mapping[str, Any]) -> Request | Result:
+        """Answer the program's request with the model's message; return its next one, or the result."""
+        assert self._exchange is not None
+        self._said = message
+        self._exchange.answer(message)
+        return self._next()
+
+    def cut(self, message: Mapping[str, Any]) -> Result:
+        """Answer with what the model said up to a limit, refuse all further requests, and wait for the result."""
+        assert self._exchange is not None
+        self._cut = True
+        if message != self._said:
+            self._exchange.answer(message)
+        else:
+            self._exchange.refuse("the conversation is at a limit of the run")
+        while isinstance(reply := self._next(), Request):
+            self._exchange.refuse("the conversation is at a limit of the run")
+        return reply
+
+    def _start(self) -> tuple[RunningProgram, socket.socket, str]:
+        """Start the program; return it, the socket that it connects to, and its key."""
+        ours, theirs = socket.socketpair()
+        key = secrets.token_hex(16)
+        packages = [*filter(None, [self._folder]), *self._shown.packages]
+        variables = {"OPENAI_API_KEY": key, "PYTHONPATH": ":".join(packages), "PYTHONUNBUFFERED": "1"}
+        task = json.dumps([self._command, variables])
+        hidden = self.needs if self.verifier is not None else ()
+        row = json.dumps({name: value for name, value in self.row.items() if name not in hidden}, default=str)
+        with ours:
+            with theirs:
+                argv = [self._shown.path, "-I", "-S", "-c", _LAUNCH, str(theirs.fileno()), task]
+                running = self._sandbox.start(
+                    argv, self._files, row.encode() + b"\n", self._limits, pass_fds=[theirs.fileno()]
+                )
+            _, fds, *_ = socket.recv_fds(ours, 1, 1) if readable(ours.fileno(), _START) else (b"", [])
+        if not fds:
+            running.child.kill()
+            said = running.child.process.stderr.read() if running.child.process.stderr else b""
+            raise RuntimeError(f"the sandbox did not start: {short(said.decode('utf-8', 'replace'))}")
+        return running, socket.socket(fileno=fds[0]), key
+
+    def _watch(self) -> None:
+        """Read the program's output until it ends; a thread."""
+        supervise([self._running.child], _FOREVER)
+        self._running.close()
+        self._asked.put(None)
+
+    def _next(self) -> Request | Result:
+        """Wait for the program's next request, or its end."""
+        self._exchange = self._asked.get()
+        if self._exchange is None:
+            return self._result()
+        self._heard = True
+        return self._exchange.request
+
+    def _result(self) -> Result:
+        """Return the result of a program that has ended."""
+        child = self._running.child
+        said = bytes(child.stderr).decode("utf-8", "replace").strip().rpartition("\n")[2]
+        if child.killed or child.returncode:
+            why = f"the program {child.killed or f'ended with status {child.returncode}'}: {said}"
+            return Result(Verdict.WRONG, 0.0, why) if self._cut else error(why)  # many programs fail at a refusal
+        if not self._heard:
+            return error(f"the program ended without a request to OPENAI_BASE_URL: {said}")
+        line = bytes(child.stdout).decode("utf-8", "replace").strip().rpartition("\n")[2]
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = line if self.verifier is not None else None
+        fields = value if isinstance(value, dict) else {"reward" if self.verifier is None else "answer": value}
+        if self.verifier is not None:
+            answer = fields.get("answer")
+            if not isinstance(answer, (str, int, float)):
+                return error(f"the program's last line is {short(line, 100)!r}; expected an answer")
+            return checked(self.verifier, self.verifier(str(answer), self.row))
+        reward = fields.get("reward")
+        if not isinstance(reward, (int, float)):
+            return error(f"the program's last line is {short(line, 100)!r}; expected a reward as JSON")
+        verdict = Verdict.CORRECT if reward == 1 else Verdict.WRONG
+        return Result(verdict, float(reward), str(fields.get("detail", "")), fields.get("parts", {}))

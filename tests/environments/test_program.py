@@ -1,0 +1,177 @@
+"""A program of the user's as an environment: its requests, its result, and what the sandbox keeps from it."""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("resource", reason="forks and POSIX signals")
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.environments import Call, Environments, Program, Request
+from rocm_ext.environments.endpoint import Exchange
+from rocm_ext.verifiers import Verdict
+
+KIT = Path(__file__).parents[1] / "kit"
+ROW = {"prompt": "What is 3 + 4?", "answer": "7"}
+KEY = ("p", 0)
+
+
+def said(text, *calls, ends="stop"):
+    usage = {"prompt_tokens": 3, "completion_tokens": 2}
+    message = {"role": "assistant", "content": text, "usage": usage, "finish_reason": ends}
+    return message | ({"tool_calls": list(calls)} if calls else {})
+
+
+@contextlib.contextmanager
+def talking(*command, row=ROW, **arguments):
+    """Begin a conversation with a program; yield a function that says or cuts, and the first reply."""
+    node = {"_component_": "rocm_ext.environments.Program", "command": ["python", *map(str, command)], **arguments}
+    with Environments(node, 60) as environments:
+        first = environments.begin(KEY, row).result(60)
+        yield lambda message, how="say": getattr(environments, how)(KEY, message).result(60), first
+
+
+def result(code, *messages, cut=None, tmp_path, **arguments):
+    """Return what a program of this code ends with."""
+    tmp_path.chmod(0o755)  # the sandbox's user reads it, who is another one if this one is root
+    (tmp_path / "program.py").write_text("from agent import *\n" * ("ask(" in code) + code)
+    (tmp_path / "agent.py").write_text((KIT / "agent.py").read_text().partition("\nhistory")[0])
+    with talking(tmp_path / "program.py", folder=str(tmp_path), **arguments) as (say, reply):
+        for message in messages:
+            assert isinstance(reply, Request), reply
+            reply = say(message)
+        return reply if cut is None else say(cut, "cut")
+
+
+def test_openais_client_talks_with_the_model():
+    pytest.importorskip("openai")
+    with talking(KIT / "openai_agent.py") as (say, first):
+        assert [message["content"] for message in first.messages] == ["You may call add.", ROW["prompt"]]
+        assert [tool["function"]["name"] for tool in first.tools] == ["add"]
+        second = say(said("I add.", Call("add", {"a": 3, "b": 4}).message(0), Call("add", {"a": 1, "b": 1}).message(1)))
+        assert second.messages[:2] == first.messages
+        call, *answers = second.messages[2:]
+        assert (call["content"], len(call["tool_calls"])) == ("I add.", 2)
+        assert [(m["tool_call_id"], m["content"]) for m in answers] == [("call00000", "7"), ("call00001", "2")]
+        last = say(said("It is 7."))
+        assert (last.messages, last.tools, last.most) == ([{"role": "user", "content": "And in short?"}], [], 5)
+        end = say(said("Seven. Or so", ends="length"))
+        assert (end.verdict, end.reward, end.parts) == (Verdict.WRONG, 0.5, {"total": 5})
+        assert end.detail == "Seven stop ['model']"
+
+
+ASK = 'text = ask([{"role": "user", "content": row["prompt"]}])["content"]\n'
+
+
+@pytest.mark.parametrize(
+    ("code", "verdict", "reward", "detail"),
+    [
+        (ASK + "print(1)", Verdict.CORRECT, 1.0, ""),
+        (ASK + "print('{\"reward\": 0.25}')\nprint()", Verdict.WRONG, 0.25, ""),
+        (ASK + "print(text)", Verdict.ERROR, None, "expected a reward as JSON"),
+        (ASK + "print(2)", Verdict.ERROR, None, "in [0, 1]"),
+        (ASK + "1 / 0", Verdict.ERROR, None, "status 1: ZeroDivisionError"),
+        (ASK + "x = bytearray(1 << 31)", Verdict.ERROR, None, "MemoryError"),
+        ("print(1)", Verdict.ERROR, None, "without a request"),
+    ],
+)
+def test_the_last_line_is_the_reward(code, verdict, reward, detail, tmp_path):
+    end = result(code, *([said("Seven.")] if "ask(" in code else []), tmp_path=tmp_path)
+    assert (end.verdict, end.reward) == (verdict, reward)
+    assert detail in end.detail
+
+
+def test_a_verifier_judges_without_showing_its_column(tmp_path):
+    verifier = {"_component_": "rocm_ext.verifiers.MathAnswer"}
+    code = ASK + "import json\nprint(json.dumps({'answer': text if 'answer' not in row else 'seen'}))"
+    for text, reward in (("It is 7.", 1.0), ("It is 8.", 0.0)):
+        end = result(code, said(text), tmp_path=tmp_path, verifier=verifier)
+        assert (end.reward, end.verdict is Verdict.ERROR) == (reward, False)
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_a_limit_ends_requests(new, tmp_path):
+    code = ASK + "try: ask([{'role': 'user', 'content': 'more'}])\nexcept Exception as error: print(0.5)"
+    full = said("It is")
+    end = result(code, full, tmp_path=tmp_path, cut=said("more", ends="length") if new else full)
+    if new:
+        assert end.verdict is Verdict.ERROR, "the second message came, and nothing was printed"
+    else:
+        assert end.reward == 0.5
+    end = result(ASK + ASK + ASK, full, tmp_path=tmp_path, cut=full)
+    assert (end.verdict, end.reward) == (Verdict.WRONG, 0.0)
+    assert "400" in end.detail
+
+
+def test_there_is_no_network_but_the_endpoint_and_no_file_but_the_programs(tmp_path):
+    outside = tmp_path.parent / "outside.txt"
+    outside.write_text("a secret")
+    code = (
+        ASK
+        + f"""
+import socket
+seen = []
+for address in (("1.1.1.1", 53), ("127.0.0.1", 22)):
+    try: seen.append(socket.create_connection(address, 1))
+    except OSError: pass
+try: seen.append(open({str(outside)!r}).read())
+except OSError: pass
+os.environ["OPENAI_API_KEY"] = "another"
+try: seen.append(ask([{{"role": "user", "content": "x"}}]))
+except Exception as error: seen += [] if "401" in str(error) else [str(error)]
+print(int(not seen))
+"""
+    )
+    assert result(code, said("Seven."), tmp_path=tmp_path).reward == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("[]", "messages"),
+        ('{"messages": []}', "messages"),
+        ('{"messages": ["hello"]}', "object"),
+        ('{"messages": [{}], "n": 2}', "n is not"),
+        ('{"messages": [{}], "response_format": {"type": "json_object"}}', "response_format"),
+        ('{"messages": [{}], "tools": {}}', "tools"),
+        ('{"messages": [{}], "max_tokens": -1}', "max_tokens"),
+        ("{", "Expecting"),
+    ],
+)
+def test_requests_that_cannot_be_answered(body, problem):
+    with pytest.raises(ValueError, match=problem):
+        Exchange(body.encode())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"command": "python agent.py"}, "expected a list"),
+        ({"command": ["python", "missing.py"]}, "there is no file missing.py"),
+        ({"command": ["no-such-program"]}, "no-such-program"),
+        ({"command": ["python", "-V"], "folder": "missing"}, "not a folder"),
+        ({"command": ["python", "-V"], "folder": str(Path.home())}, "home"),
+        ({"command": ["python", "-V"], "memory_mb": 1}, "memory_mb"),
+        ({"command": ["python", "-V"], "sandbox": "none"}, "sandbox"),
+        ({"command": ["python", "-V"], "verifier": {"_component_": "rocm_ext.verifiers.MajorityAnswer"}}, "group"),
+    ],
+)
+def test_mistakes(arguments, problem):
+    with pytest.raises(UserError, match=problem) as raised:
+        Program({}, **arguments)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_tool_choice_of_none_shows_no_tools():
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}], "tool_choice": "none"}
+    assert Exchange(json.dumps(body).encode()).request.tools == []
+
+
+def test_a_folder_must_be_readable_in_the_sandbox(tmp_path):
+    tmp_path.chmod(0o700)
+    readable = contextlib.nullcontext() if os.geteuid() else pytest.raises(UserError, match="chmod -R")
+    with readable:  # as root, the sandbox takes another user's id
+        Program({}, command=["python", "-V"], folder=str(tmp_path)).check()
