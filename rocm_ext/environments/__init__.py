@@ -9,7 +9,7 @@ from rocm_ext.environments.search import Search
 from rocm_ext.environments.tools import Fault, Tools, shortened
 
 if TYPE_CHECKING:
-    from rocm_ext.environments.base import Environment, Message, Request
+    from rocm_ext.environments.base import Ask, Environment, Message
     from rocm_ext.environments.openenv import OpenEnv
     from rocm_ext.environments.processes import Environments
     from rocm_ext.environments.program import Program
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from rocm_ext.environments.trl import Trl
 
 __all__ = [
-    "Call", "Environment", "Environments", "Fault", "Message", "OpenEnv", "Program", "Python", "Request", "Search",
+    "Ask", "Call", "Environment", "Environments", "Fault", "Message", "OpenEnv", "Program", "Python", "Search",
     "ToolEnvironment", "Tools", "Trl", "calculator", "call_id", "calls_in", "shortened",
 ]  # fmt: skip
 _LATER = {
-    "Environment": "base", "Environments": "processes", "Message": "base", "OpenEnv": "openenv",
-    "Program": "program", "Python": "python", "Request": "base", "ToolEnvironment": "tool_environment", "Trl": "trl",
+    "Ask": "base", "Environment": "base", "Environments": "processes", "Message": "base", "OpenEnv": "openenv",
+    "Program": "program", "Python": "python", "ToolEnvironment": "tool_environment", "Trl": "trl",
 }  # fmt: skip
 
 

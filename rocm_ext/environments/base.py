@@ -16,8 +16,8 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Request:
-    """A request for the model's next message, from an environment that keeps the conversation itself.
+class Ask:
+    """What asks for the model's next message, from an environment that keeps the conversation itself.
 
     Where ``messages`` begin with the conversation so far, this goes on; else it is rendered anew.
 
@@ -32,7 +32,7 @@ class Request:
     most: int | None = None
 
 
-Reply = list[Message] | Request | Result
+Reply = list[Message] | Ask | Result
 
 
 class Environment:
@@ -69,7 +69,7 @@ class Environment:
             field(row, name)
 
     def begin(self) -> Any:
-        """Return messages that follow the prompt's, such as the first state of a game, or a :class:`Request`."""
+        """Return messages that follow the prompt's, such as the first state of a game, or a :class:`Ask`."""
         return ()
 
     def reply(self, message: Mapping[str, Any]) -> Any:
@@ -79,7 +79,7 @@ class Environment:
             message: ``role``, ``content``, and ``tool_calls`` in OpenAI's form where it calls tools.
 
         Returns:
-            The messages that follow it, a :class:`Request`, or the conversation's result, as :meth:`judge` returns it.
+            The messages that follow it, a :class:`Ask`, or the conversation's result, as :meth:`judge` returns it.
         """
         if calls := message.get("tool_calls"):
             return [self._called(call["id"], call["function"], call.get("problem", "")) for call in calls]
@@ -144,7 +144,7 @@ def checked_reply(environment: Environment, value: Any) -> Reply:
         ValueError: it is neither messages nor a result.
     """
     name = type(environment).__name__
-    if isinstance(value, (Request, Result)):
+    if isinstance(value, (Ask, Result)):
         return value
     if isinstance(value, (bool, int, float)):
         return Result(Verdict.CORRECT if value == 1 else Verdict.WRONG, float(value))

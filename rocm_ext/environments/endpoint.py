@@ -10,9 +10,9 @@ from queue import SimpleQueue
 from typing import Any
 
 from rocm_ext.base.errors import one_line
-from rocm_ext.environments.base import Request
+from rocm_ext.environments.base import Ask
 
-_BYTES = 64 << 20  # of a request
+_BYTES = 4 << 20  # of a request
 _MODEL = "model"  # its name; requests may give any
 # what would change the response and cannot: the values that ask for nothing
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -51,7 +51,7 @@ class Exchange:
             raise ValueError(f"max_tokens must be a positive integer, found {most!r}")
         stop = asked.get("stop") or []
         self._stop = [stop] if isinstance(stop, str) else [text for text in stop if text]
-        self.request = Request(asked["messages"], [] if asked.get("tool_choice") == "none" else tools, most)
+        self.ask = Ask(asked["messages"], [] if asked.get("tool_choice") == "none" else tools, most)
         self.streams = bool(asked.get("stream"))
         self._response: SimpleQueue[Mapping[str, Any] | str] = SimpleQueue()
 

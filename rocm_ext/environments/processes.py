@@ -24,7 +24,7 @@ from typing import Any
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.base.process import adopt_orphans, signal_at_parents_end
-from rocm_ext.environments.base import Reply, Request, check_class, checked_reply, now, tools_of
+from rocm_ext.environments.base import Ask, Reply, check_class, checked_reply, now, tools_of
 from rocm_ext.verifiers.base import Result, error
 from rocm_ext.verifiers.sandbox.children import descendants
 from rocm_ext.verifiers.workers import worker
@@ -229,7 +229,7 @@ class _Talk:
 
 _REPLIES: dict[str, Callable[[Any], Reply]] = {
     "messages": list,
-    "request": lambda value: Request(**value),
+    "ask": lambda value: Ask(**value),
     "result": lambda value: Result(*value),
 }
 
@@ -320,5 +320,5 @@ def _converse(ours: socket.socket, made: Any, arguments: Mapping[str, Any]) -> N
         if isinstance(reply, Result):
             answer: dict[str, Any] = {"result": reply.values()}
         else:
-            answer = {"request": asdict(reply)} if isinstance(reply, Request) else {"messages": reply}
+            answer = {"ask": asdict(reply)} if isinstance(reply, Ask) else {"messages": reply}
         ours.sendall(_line(answer))

@@ -1,6 +1,7 @@
 """An agent of the user's own as an environment: a program that asks for the model's messages by OpenAI's API."""
 
 import json
+import os
 import re
 import secrets
 import shutil
@@ -13,7 +14,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.environments.base import Environment, Request
+from rocm_ext.environments.base import Ask, Environment
 from rocm_ext.environments.endpoint import Endpoint, Exchange
 from rocm_ext.verifiers.base import Result, Verdict, checked, error, name_of, short
 from rocm_ext.verifiers.build import build
@@ -61,7 +62,7 @@ class Program(Environment):
         folder: shown to the program, read-only; Python imports from it. None: it sees the files of ``command`` alone.
         verifier: the component that judges the answer; the program does not get the columns that it needs.
         memory_mb: of the program with all that it starts.
-        at_once: programs of a rank at the same time.
+        at_once: programs of a rank at the same time; None: 4 for each of its CPU threads, at most 64.
         sandbox: ``bubblewrap``, or ``rlimits`` where you trust program and model; see rocm_ext.verifiers.sandbox.
         python: the interpreter, whose installed packages the program can import; None: this one.
 
@@ -76,16 +77,17 @@ class Program(Environment):
         folder: str | None = None,
         verifier: Any = None,
         memory_mb: int = 1024,
-        at_once: int = 64,
+        at_once: int | None = None,
         sandbox: str = "bubblewrap",
         python: str | None = None,
     ) -> None:
         super().__init__(row)
         if not isinstance(command, (list, tuple)) or not command or not all(isinstance(word, str) for word in command):
             raise UserError(f"command: found {command!r}; expected a list such as [python, my_agent.py]")
-        if memory_mb < 128 or at_once < 1:
+        if memory_mb < 128 or (at_once is not None and at_once < 1):
             raise UserError(f"Program needs memory_mb >= 128 and at_once >= 1, found {memory_mb} and {at_once}")
-        self.at_once, self._limits = at_once, Limits(_FOREVER, 0, memory_mb, processes=128, open_files=512)
+        self.at_once = at_once or min(64, 4 * len(os.sched_getaffinity(0)))
+        self._limits = Limits(_FOREVER, 0, memory_mb, processes=128, open_files=512)
         self.verifier = None if verifier is None else build(verifier)
         if self.verifier is not None:
             self.needs = tuple(self.verifier.needs)
@@ -143,14 +145,14 @@ class Program(Environment):
         if self.verifier is not None:
             self.verifier.check_row(row)
 
-    def begin(self) -> Request | Result:
+    def begin(self) -> Ask | Result:
         """Start the program; return its first request."""
         self._running, server, key = self._start()
         self._endpoint = Endpoint(server, key, self._asked)
         threading.Thread(target=self._watch, daemon=True).start()
         return self._next()
 
-    def reply(self, message: Mapping[str, Any]) -> Request | Result:
+    def reply(self, message: Mapping[str, Any]) -> Ask | Result:
         """Answer the program's request with the model's message; return its next one, or the result."""
         assert self._exchange is not None
         self._said = message
@@ -165,7 +167,7 @@ class Program(Environment):
             self._exchange.answer(message)
         else:
             self._exchange.refuse("the conversation is at a limit of the run")
-        while isinstance(reply := self._next(), Request):
+        while isinstance(reply := self._next(), Ask):
             self._exchange.refuse("the conversation is at a limit of the run")
         return reply
 
@@ -197,13 +199,13 @@ class Program(Environment):
         self._running.close()
         self._asked.put(None)
 
-    def _next(self) -> Request | Result:
+    def _next(self) -> Ask | Result:
         """Wait for the program's next request, or its end."""
         self._exchange = self._asked.get()
         if self._exchange is None:
             return self._result()
         self._heard = True
-        return self._exchange.request
+        return self._exchange.ask
 
     def _result(self) -> Result:
         """Return the result of a program that has ended."""

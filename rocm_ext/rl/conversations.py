@@ -16,8 +16,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.data.messages import Turn, to_tools, to_turns
 from rocm_ext.data.render import marked_text, render_prompt, render_reply
 from rocm_ext.data.tokenizer import defused
-from rocm_ext.environments import Environments, calls_in
-from rocm_ext.environments import Request as Asked
+from rocm_ext.environments import Ask, Environments, calls_in
 from rocm_ext.rl.records import Given, PhaseRecords, Sample, packed_routes, to_sample
 from rocm_ext.runs.folder import SampleKey
 from rocm_ext.sampling import Completion, Request, RequestQueue, Sampling, sample_seed
@@ -67,7 +66,7 @@ class _Talk:
     context: list[int]
     tools: list[dict[str, Any]] | None
     shown: list[Turn] = field(default_factory=list)
-    asked: Asked | None = None
+    asked: Ask | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     routes: list[np.ndarray] = field(default_factory=list)
@@ -233,14 +232,14 @@ class ConversationQueue(RequestQueue):
                     by_tokens.setdefault(request.tokens, []).append(request)
                 self._first += by_tokens.values()
 
-    def _following(self, talk: _Talk, reply: Asked | list[dict[str, Any]]) -> Request | None:
+    def _following(self, talk: _Talk, reply: Ask | list[dict[str, Any]]) -> Request | None:
         """Return the request for the model's next message; None if a limit ends the conversation.
 
         Raises:
             UserError: the chat template refuses the messages.
             ValueError: a message or a tool is malformed.
         """
-        request, talk.asked = talk.request, reply if isinstance(reply, Asked) else None
+        request, talk.asked = talk.request, reply if isinstance(reply, Ask) else None
         if talk.asked:
             turns, tools = _asked_turns(talk.asked.messages), to_tools(talk.asked.tools)
         elif not (talk.answers or reply):

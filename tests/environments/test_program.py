@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("resource", reason="forks and POSIX signals")
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.environments import Call, Environments, Program, Request
+from rocm_ext.environments import Ask, Call, Environments, Program
 from rocm_ext.environments.endpoint import Exchange
 from rocm_ext.verifiers import Verdict
 
@@ -41,7 +41,7 @@ def result(code, *messages, cut=None, tmp_path, **arguments):
     (tmp_path / "agent.py").write_text((KIT / "agent.py").read_text().partition("\nhistory")[0])
     with talking(tmp_path / "program.py", folder=str(tmp_path), **arguments) as (say, reply):
         for message in messages:
-            assert isinstance(reply, Request), reply
+            assert isinstance(reply, Ask), reply
             reply = say(message)
         return reply if cut is None else say(cut, "cut")
 
@@ -167,7 +167,7 @@ def test_mistakes(arguments, problem):
 
 def test_a_tool_choice_of_none_shows_no_tools():
     body = {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}], "tool_choice": "none"}
-    assert Exchange(json.dumps(body).encode()).request.tools == []
+    assert Exchange(json.dumps(body).encode()).ask.tools == []
 
 
 def test_a_folder_must_be_readable_in_the_sandbox(tmp_path):
