@@ -53,19 +53,10 @@ def run_yaml(tmp_path: Path, name: str, out: str = "run", **changes) -> Path:
     return write_yaml(tmp_path / f"{out}.yaml", cfg)
 
 
-@pytest.mark.parametrize(
-    ("text", "is_name"),
-    [
-        ("Qwen/Qwen3-8B", True),
-        ("meta-llama/Llama-3.2-1B", True),
-        ("models/Qwen3-8B", False),
-        ("here/Qwen3-8B", False),
-        ("./Qwen3-8B", False),
-        ("/models/Qwen3-8B", False),
-        ("Qwen3-8B", False),
-        ("a/b/c", False),
-    ],
-)
+@pytest.mark.parametrize(("text", "is_name"), [
+    ("Qwen/Qwen3-8B", True), ("meta-llama/Llama-3.2-1B", True), ("models/Qwen3-8B", False), ("here/Qwen3-8B", False),
+    ("./Qwen3-8B", False), ("/models/Qwen3-8B", False), ("Qwen3-8B", False), ("a/b/c", False),
+])  # fmt: skip
 def test_names(tmp_path, monkeypatch, text, is_name):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -157,14 +148,11 @@ def test_one_rank_downloads(served, tmp_path):
     assert served.count("model.safetensors") <= 2  # HEAD and GET
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("Qwen/Qwen9", "Qwen/Qwen9 is neither a folder nor a model on the Hugging Face hub"),
-        ("Qwen/Closed", r"gated: accept its licence at https://huggingface.co/Qwen/Closed and run `hf auth login`"),
-        ("a--b/c..d", "is neither a folder nor a model"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), [
+    ("Qwen/Qwen9", "Qwen/Qwen9 is neither a folder nor a model on the Hugging Face hub"),
+    ("Qwen/Closed", r"gated: accept its licence at https://huggingface.co/Qwen/Closed and run `hf auth login`"),
+    ("a--b/c..d", "is neither a folder nor a model"),
+])  # fmt: skip
 def test_names_that_cannot_be_had(served, name, message):
     with pytest.raises(UserError, match=message) as caught:
         download(name)

@@ -116,18 +116,12 @@ def test_tune_cp_of_torchtune_s_is_torchtune_s(tune_here, tmp_path):
         assert tune_here("cp", "llama3/8B_lora_single_device", tmp_path / "theirs.yaml") is None
 
 
-@pytest.mark.parametrize(
-    ("name", "overrides", "code"),
-    [
-        ("cpu_pocket", ["lr_scheduler.num_warmup_steps=3"], 0),
-        ("strix_halo_qwen7b", [], 0),
-        ("cpu_pocket_dpo", ["bach_size=2"], 1),
-        ("cpu_pocket_raft", ["cycles=many"], 1),
-        ("cpu_pocket_grpo", ["optimizer.lrr=1"], 1),
-        ("cpu_pocket_grpo", ["clip_high=x"], 1),
-        ("cpu_pocket_tools", ["batch_size=0"], 1),
-    ],
-)
+@pytest.mark.parametrize(("name", "overrides", "code"), [
+    ("cpu_pocket", ["lr_scheduler.num_warmup_steps=3"], 0), ("strix_halo_qwen7b", [], 0),
+    ("cpu_pocket_dpo", ["bach_size=2"], 1), ("cpu_pocket_raft", ["cycles=many"], 1),
+    ("cpu_pocket_grpo", ["optimizer.lrr=1"], 1), ("cpu_pocket_grpo", ["clip_high=x"], 1),
+    ("cpu_pocket_tools", ["batch_size=0"], 1),
+])  # fmt: skip
 @pytest.mark.parametrize("option", [[], ["--config"]])
 def test_tune_validate_knows_our_keys(tune_here, monkeypatch, name, overrides, code, option):
     started = []
@@ -223,10 +217,9 @@ def test_a_program_below_a_run_begins_nothing(monkeypatch):
     hook.register()
 
 
-@pytest.mark.parametrize(
-    "versions",
-    [{"torchtune": "0.7.0"}, {"torchao": "0.12.0"}, {"torchao": "0.19.1+rocm7"}, {"torchao": None}],
-)
+@pytest.mark.parametrize("versions", [
+    {"torchtune": "0.7.0"}, {"torchao": "0.12.0"}, {"torchao": "0.19.1+rocm7"}, {"torchao": None},
+])  # fmt: skip
 @pytest.mark.parametrize("program", ["/usr/bin/tune run lora_finetune_rocm", "/usr/bin/rocm-ext plan"])
 def test_wrong_pins(as_tune, installed, monkeypatch, versions, program):
     installed(**versions)
@@ -342,16 +335,13 @@ def test_copied_recipe_runs(tmp_path):
     assert ranks.returncode == 0, ranks.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "message", "shown"),
-    [
-        ("torchao", "Failed to load a.so: Could not load this library", False),
-        ("torchao", "torchao needs a newer torch", True),
-        ("torch.utils._pytree", "<enum 'KernelPreference'> is an Enum subclass", False),
-        ("torch.distributed.run", "\n*****\nSetting OMP_NUM_THREADS environment variable", False),
-        ("torch.distributed.run", "\n*****\nthe ranks do not agree", True),
-    ],
-)
+@pytest.mark.parametrize(("name", "message", "shown"), [
+    ("torchao", "Failed to load a.so: Could not load this library", False),
+    ("torchao", "torchao needs a newer torch", True),
+    ("torch.utils._pytree", "<enum 'KernelPreference'> is an Enum subclass", False),
+    ("torch.distributed.run", "\n*****\nSetting OMP_NUM_THREADS environment variable", False),
+    ("torch.distributed.run", "\n*****\nthe ranks do not agree", True),
+])  # fmt: skip
 def test_warnings_that_concern_nobody_are_left_out(tune_here, tmp_path, name, message, shown):
     tune_here("cp", "cpu_pocket", tmp_path / "run.yaml")
     record = logging.LogRecord(name, logging.WARNING, __file__, 1, message, (), None)

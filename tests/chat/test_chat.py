@@ -104,13 +104,10 @@ def test_history_adapter_and_base_are_those_of_peft(pocket_dir, adapter, monkeyp
     said = {"role": "assistant", "content": first}
     system = {"role": "system", "content": "Be brief."}
     expected = [
-        first,
-        theirs(pocket_dir, asked[:1]),
-        theirs(pocket_dir, [asked[0], said, asked[1]], adapter),
-        theirs(pocket_dir, asked[1:], adapter),
-        theirs(pocket_dir, [system, asked[0]], adapter),
+        first, theirs(pocket_dir, asked[:1]), theirs(pocket_dir, [asked[0], said, asked[1]], adapter),
+        theirs(pocket_dir, asked[1:], adapter), theirs(pocket_dir, [system, asked[0]], adapter),
         theirs(pocket_dir, [system, asked[0]]),
-    ]
+    ]  # fmt: skip
     assert out == "".join(text + "\n" for text in expected)
     assert expected[0] != expected[1]
     assert code == 0

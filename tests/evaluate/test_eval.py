@@ -270,19 +270,16 @@ def last_number(answer: dict) -> str:
     return re.findall(r"\d+", answer["text"])[-1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--config", "cpu_pocket", "--base"], "--base compares an adapter"),
-        (["--config", "cpu_pocket", "--verifier", "MathAnswer"], "--verifier needs prompts"),
-        (["seed=3", "--samples", "2", "cpu_pocket"], "set --verifier"),
-        (["--config", "cpu_pocket"], "the config has no held-out rows"),
-        (["--base"], "expected one MODEL, such as the output_dir of a run, and key=value; found none"),
-        (["MODEL", "--config", "cpu_pocket"], " and cpu_pocket"),
-        (["MODEL"], "a model alone has no prompts and no verifier"),
-        (["--config", "cpu_pocket_raft", "--format", "gsm8k"], "--format describes the rows of --data; set --data"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["--config", "cpu_pocket", "--base"], "--base compares an adapter"),
+    (["--config", "cpu_pocket", "--verifier", "MathAnswer"], "--verifier needs prompts"),
+    (["seed=3", "--samples", "2", "cpu_pocket"], "set --verifier"),
+    (["--config", "cpu_pocket"], "the config has no held-out rows"),
+    (["--base"], "expected one MODEL, such as the output_dir of a run, and key=value; found none"),
+    (["MODEL", "--config", "cpu_pocket"], " and cpu_pocket"),
+    (["MODEL"], "a model alone has no prompts and no verifier"),
+    (["--config", "cpu_pocket_raft", "--format", "gsm8k"], "--format describes the rows of --data; set --data"),
+])  # fmt: skip
 def test_what_is_missing_is_named(arguments, said, pocket_dir, capsys):
     arguments = [str(pocket_dir) if word == "MODEL" else word for word in arguments]
     assert cli.main(["eval", *arguments, f"pocket={pocket_dir}"]) in (1, 2)

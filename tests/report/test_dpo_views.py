@@ -60,10 +60,9 @@ def _speeds(monkeypatch):
 # with dropout both sides compute the prompt
 @pytest.mark.wide
 @pytest.mark.usefixtures("_speeds")
-@pytest.mark.parametrize(
-    "changes",
-    [{"enable_activation_checkpointing": True}, pytest.param({"lora": {"lora_dropout": 0.1}}, marks=pytest.mark.wide)],
-)
+@pytest.mark.parametrize("changes", [
+    {"enable_activation_checkpointing": True}, pytest.param({"lora": {"lora_dropout": 0.1}}, marks=pytest.mark.wide),
+])  # fmt: skip
 def test_planned_peak_of_pairs_is_the_measured_one(top, tmp_path, capsys, changes):
     path = write_config(top, tmp_path / "run", **changes)
     peak, recipe = measured_peak(path, DPO)

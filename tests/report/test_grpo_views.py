@@ -47,14 +47,12 @@ def test_the_page_of_a_run(run):
     assert figures(html) == [*CHARTS, "Loss", "Learning rate", "Gradient norm", "Speed", "Padding"]
     text = words(html)
     for fact in (
-        "State finished",
-        "Steps 20 ",
+        "State finished", "Steps 20 ",
         "30.0 % (10.8 – 60.3) → 80.0 % (49.0 – 94.3)",  # Wilson's intervals of 3 and 8 of 10
-        "Answers sampled 320",
-        "Groups 28.7 % flat, 15.0 % all right, 10.0 % all wrong",
+        "Answers sampled 320", "Groups 28.7 % flat, 15.0 % all right, 10.0 % all wrong",
         "adapter (best by held-out score)",
         "10 160 5 of 10 50.0 % 23.7 – 76.3",  # the evaluation after step 10 and its 160 answers
-    ):
+    ):  # fmt: skip
         assert fact in text, fact
     for title, names in {"Parts of the reward": {"form", "sum"}, "Pass@k": {"k = 1", "k = 2"}}.items():
         assert {line["name"] for line in figure(html, title)["data"]} == names
@@ -197,10 +195,9 @@ def test_any_values_in_its_files(tmp_path_factory, data):
 # ---- compare
 
 
-@pytest.mark.parametrize(
-    ("worse", "better", "code", "says"),
-    [(5, 6, 0, "take it"), (60, 10, 1, "is worse, -12.5 points"), (40, 30, 3, "prompts are needed")],
-)
+@pytest.mark.parametrize(("worse", "better", "code", "says"), [
+    (5, 6, 0, "take it"), (60, 10, 1, "is worse, -12.5 points"), (40, 30, 3, "prompts are needed"),
+])  # fmt: skip
 def test_two_runs_by_held_out_scores(tmp_path, capsys, worse, better, code, says):
     before, middle, after = passing(0.3, 1), passing(0.4, 3), passing(0.5, 2)
     a = grpo(tmp_path / "a", {0: before, 10: middle, 20: after}, steps=24, seconds=20)

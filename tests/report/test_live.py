@@ -87,9 +87,8 @@ def test_a_rewritten_file_is_read_anew(tmp_path):
     assert RunFolder(run, tails).steps["loss"][0] == curve(60)[0]
     path = run / "metrics.jsonl"
     for change in (
-        lambda text: text.replace('"loss": ', '"loss": 1'),
-        lambda text: text.replace('"step": ', '"x": 1, "step": '),
-    ):
+        lambda text: text.replace('"loss": ', '"loss": 1'), lambda text: text.replace('"step": ', '"x": 1, "step": '),
+    ):  # fmt: skip
         content = change(path.read_text())
         path.write_text(content)  # the same file, and longer
         assert RunFolder(run, tails).steps["loss"][0] == RunFolder(run).steps["loss"][0]

@@ -75,15 +75,9 @@ def test_a_run_of_sft(run, capsys):
     assert figures(html) == ["Loss", "Validation loss", *CHARTS[1:], *GPU_CHARTS]
     text = words(html)
     for fact in (
-        "Qwen2.5-7B-Instruct · lora_qwen2_5_7b_base",
-        "Radeon 8060S",
-        "bfloat16",
-        "Steps 120, epoch 1",
-        "40.0 GiB",
-        "1.1 at step 120",
-        "State finished",
-        "optimizer.lr 0.0002",
-    ):
+        "Qwen2.5-7B-Instruct · lora_qwen2_5_7b_base", "Radeon 8060S", "bfloat16", "Steps 120, epoch 1", "40.0 GiB",
+        "1.1 at step 120", "State finished", "optimizer.lr 0.0002",
+    ):  # fmt: skip
         assert fact in text, fact
     assert str(run / "adapter") in text
 
@@ -512,9 +506,8 @@ def test_contrast(open_page, scheme):
     assert (luminance(paper) < 0.1) == (scheme == "dark")
     (card,) = colours(page, ".card, figure", "backgroundColor")
     for selector, ground in (
-        ("h1, h2, td, th, .note, summary", paper),
-        ("dt, dd, pre.answer, .unit, figcaption", card),
-    ):
+        ("h1, h2, td, th, .note, summary", paper), ("dt, dd, pre.answer, .unit, figcaption", card),
+    ):  # fmt: skip
         assert all(contrast(ink, ground) >= 4.5 for ink in colours(page, selector, "color")), selector
     assert all(contrast(ink, card) >= 4.5 for ink in colours(page, ".plot .xtick text, .plot .ytick text", "fill"))
     lines = colours(page, ".plot .trace:not([style*='opacity: 0.3']) .js-line", "stroke")

@@ -80,10 +80,9 @@ def test_sessions_of_servers_end_with_their_phase(kind):
 
 
 @pytest.mark.wide(always=1)
-@pytest.mark.parametrize(
-    ("training", "stays", "told"),
-    [(1_000_000, "cache", ""), (3_000_000, "layout", "the cache is freed"), (5_800_000, "nothing", "copies them")],
-)
+@pytest.mark.parametrize(("training", "stays", "told"), [
+    (1_000_000, "cache", ""), (3_000_000, "layout", "the cache is freed"), (5_800_000, "nothing", "copies them"),
+])  # fmt: skip
 def test_what_stays_open_leaves_training_its_memory(training, stays, told, monkeypatch, caplog):
     """The device has 6,000,000 bytes. The layout takes 360,000 of them, and the cache of 16 slots 4,194,304."""
     caplog.set_level(logging.INFO, "rocm_ext")

@@ -55,15 +55,13 @@ def test_an_answer_without_a_reward_has_none():
         assert rewarded(samples, given_rewards, truncated=truncated) == {("a", 0): 0.25, ("a", 2): 0.0}
 
 
-@pytest.mark.parametrize(
-    ("tokens", "cut", "margin", "share"),
-    [
-        (100, True, 0, 1), (100, False, 0, 0), (99, False, 0, 0),  # without a margin, cut answers alone
-        (80, False, 20, 0), (81, False, 20, 0.05), (90, False, 20, 0.5), (100, False, 20, 1), (100, True, 20, 1),
-        (60, True, 20, 1),  # a server's context limit
-        (30, False, 200, 0.65),  # a margin longer than the answer
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("tokens", "cut", "margin", "share"), [
+    (100, True, 0, 1), (100, False, 0, 0),
+    (99, False, 0, 0),  # without a margin, cut answers alone
+    (80, False, 20, 0), (81, False, 20, 0.05), (90, False, 20, 0.5), (100, False, 20, 1), (100, True, 20, 1),
+    (60, True, 20, 1),  # a server's context limit
+    (30, False, 200, 0.65),  # a margin longer than the answer
+])  # fmt: skip
 def test_long_answers_are_penalized_as_in_dapo(tokens, cut, margin, share):
     samples = {("a", 0): answer(tokens, cut)}
     found = rewarded(samples, {("a", 0): 0.5}, truncated="penalize", penalty=0.4, margin=margin)
@@ -424,15 +422,12 @@ def test_a_run_without_limits_goes_on():
     assert reason([], min_entropy=1.0, stop_after_no_gain=1, max_length_share=0.1) is None
 
 
-@pytest.mark.parametrize(
-    ("entropies", "stops"),
-    [
-        ([0.1, 0.1], False),  # too few
-        ([0.9, 0.1, 0.1, 0.1], True),
-        ([0.1, 0.1, 0.6], False),  # the mean is above
-        ([0.1, 0.1, None, 0.1], True),  # a step without log-probs does not count
-    ],
-)
+@pytest.mark.parametrize(("entropies", "stops"), [
+    ([0.1, 0.1], False),  # too few
+    ([0.9, 0.1, 0.1, 0.1], True),
+    ([0.1, 0.1, 0.6], False),  # the mean is above
+    ([0.1, 0.1, None, 0.1], True),  # a step without log-probs does not count
+])  # fmt: skip
 def test_collapsed_entropy_stops(entropies, stops):
     rows = [step(i, entropy=value) for i, value in enumerate(entropies, 1)]
     found = reason([*rows, evaluated(len(rows), 3)], min_entropy=0.2)
@@ -464,18 +459,15 @@ def test_rewards_that_length_explains_stop():
 NO_UPDATE = {"updates": 0, "flat": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("more", "found", "cure"),
-    [
-        ({"reward": 0.0, "reward_std": 0.0}, "all rewards are 0", "easier prompts"),
-        ({"reward": 0.0, "reward_std": 0.0, "truncated": 0.9}, "all rewards are 0", "raise max_new_tokens"),
-        ({"reward": 1.0, "reward_std": 0.0}, "all rewards are 1", "harder prompts"),
-        ({"reward": 0.25, "reward_std": 0.0}, "all rewards are 0.25", "medium difficulty"),
-        ({"reward": 0.5, "reward_std": 0.5}, "equal inside each group", "temperature"),
-        ({"reward": None, "reward_std": None}, "all verdicts are ERROR", "verdicts.jsonl"),
-        ({"flat": 0.5, "truncated": 1.0}, "cut (100%)", "truncated: keep"),
-    ],
-)
+@pytest.mark.parametrize(("more", "found", "cure"), [
+    ({"reward": 0.0, "reward_std": 0.0}, "all rewards are 0", "easier prompts"),
+    ({"reward": 0.0, "reward_std": 0.0, "truncated": 0.9}, "all rewards are 0", "raise max_new_tokens"),
+    ({"reward": 1.0, "reward_std": 0.0}, "all rewards are 1", "harder prompts"),
+    ({"reward": 0.25, "reward_std": 0.0}, "all rewards are 0.25", "medium difficulty"),
+    ({"reward": 0.5, "reward_std": 0.5}, "equal inside each group", "temperature"),
+    ({"reward": None, "reward_std": None}, "all verdicts are ERROR", "verdicts.jsonl"),
+    ({"flat": 0.5, "truncated": 1.0}, "cut (100%)", "truncated: keep"),
+])  # fmt: skip
 def test_steps_without_an_update_stop_with_the_way_their_rewards_were(more, found, cure):
     rows = [step(1), *[step(i, **{**NO_UPDATE, **more}) for i in (2, 3, 4)], evaluated(4, 1)]
     assert flat_reason(rows, max_flat_steps=4) is None
@@ -493,19 +485,15 @@ def test_flat_steps_with_different_rewards_are_not_told_as_one_reward():
 # ---- sampler and trainer
 
 
-@pytest.mark.parametrize(
-    ("rewards", "rate", "warns"),
-    [
-        ([0.3, 0.4] * 10, 3e-5, True),
-        ([0.3, 0.4] * 9 + [0.3], 3e-5, False),  # 19 steps
-        ([0.3, 0.4] * 11, 3e-5, False),  # told two steps ago
-        ([0.3, 0.4] * 10, 1e-4, False),  # the rate is not the reason
-        ([0.3, 0.4] * 5 + [0.4, 0.5] * 5, 3e-5, False),
-        ([0.4, 0.5] * 5 + [0.3, 0.4] * 5, 3e-5, False),
-        ([0.4, 0.5] * 5 + [0.42, 0.52] * 5, 3e-5, True),  # within two standard errors
-        ([0.3, None] * 10, 3e-5, False),
-    ],
-)
+@pytest.mark.parametrize(("rewards", "rate", "warns"), [
+    ([0.3, 0.4] * 10, 3e-5, True),
+    ([0.3, 0.4] * 9 + [0.3], 3e-5, False),  # 19 steps
+    ([0.3, 0.4] * 11, 3e-5, False),  # told two steps ago
+    ([0.3, 0.4] * 10, 1e-4, False),  # the rate is not the reason
+    ([0.3, 0.4] * 5 + [0.4, 0.5] * 5, 3e-5, False), ([0.4, 0.5] * 5 + [0.3, 0.4] * 5, 3e-5, False),
+    ([0.4, 0.5] * 5 + [0.42, 0.52] * 5, 3e-5, True),  # within two standard errors
+    ([0.3, None] * 10, 3e-5, False),
+])  # fmt: skip
 def test_a_reward_that_has_not_moved_at_low_rates_is_told_once(rewards, rate, warns):
     lines = [{"step": 0, "eval": {}}]
     for step, reward in enumerate(rewards, 1):

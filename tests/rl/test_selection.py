@@ -214,10 +214,9 @@ def test_pass_at_k_of_prompts_is_a_mean_over_those_with_as_many_answers():
     assert passes([]) == {}
 
 
-@pytest.mark.parametrize(
-    ("k", "n", "low", "high"),
-    [(100, 300, 0.2824, 0.3885), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (81, 263, 0.2553, 0.3662)],
-)
+@pytest.mark.parametrize(("k", "n", "low", "high"), [
+    (100, 300, 0.2824, 0.3885), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (81, 263, 0.2553, 0.3662),
+])  # fmt: skip
 def test_wilson(k, n, low, high):
     # 81/263 is Newcombe's (1998) first example; the others follow from the formula
     assert wilson(k, n) == pytest.approx((low, high), abs=1e-4)
@@ -252,11 +251,10 @@ def test_skipped_cycles_are_no_missed_gain():
     )
 
 
-@pytest.mark.parametrize(
-    ("correct", "patience", "stops"),
-    [((10, 20, 30), 1, False), ((10, 20, 20), 1, True), ((10, 20, 15), 2, False), ((10, 20, 15, 20), 2, True),
-     ((30, 20, 25), 2, True), ((10, 5, 11), 2, False)],
-)  # fmt: skip
+@pytest.mark.parametrize(("correct", "patience", "stops"), [
+    ((10, 20, 30), 1, False), ((10, 20, 20), 1, True), ((10, 20, 15), 2, False), ((10, 20, 15, 20), 2, True),
+    ((30, 20, 25), 2, True), ((10, 5, 11), 2, False),
+])  # fmt: skip
 def test_no_gain_for_so_many_cycles_stops(correct, patience, stops):
     assert bool(stops_early(*correct, stop_after=patience)) == stops
     assert stops_early(*correct) is None

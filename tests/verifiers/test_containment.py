@@ -67,13 +67,8 @@ def test_files_are_out_of_reach(box: Sandbox):
     secret = Path.home() / f".rocm-ext-test-{uuid.uuid4().hex}"
     secret.write_text("secret")
     paths = [
-        secret,
-        Path(__file__),
-        Path("/etc/passwd"),
-        Path("/etc/shadow"),
-        Path("/etc/hostname"),
-        Path("/root/.ssh"),
-    ]
+        secret, Path(__file__), Path("/etc/passwd"), Path("/etc/shadow"), Path("/etc/hostname"), Path("/root/.ssh"),
+    ]  # fmt: skip
     try:
         code = f"""
 import json, os
@@ -158,14 +153,8 @@ print(json.dumps(said))
 
 NATIVE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 CALLS = {  # from the kernel's tables
-    "x86_64": {"read": 0, "socket": 41, "socketpair": 53, "clone": 56, "fork": 57, "ptrace": 101, "mount": 165,
-               "unshare": 272, "bpf": 321, "memfd_create": 319, "keyctl": 250, "io_uring_setup": 425, "clone3": 435,
-               "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "setxattrat": 463, "getxattr": 191, "mmap": 9,
-               "vmsplice": 278},
-    "aarch64": {"read": 63, "socket": 198, "socketpair": 199, "clone": 220, "openat": 56, "ptrace": 117, "mount": 40,
-                "unshare": 97, "bpf": 280, "memfd_create": 279, "keyctl": 219, "io_uring_setup": 425, "clone3": 435,
-                "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "setxattrat": 463, "getxattr": 8, "mmap": 222,
-                "vmsplice": 75},
+    "x86_64": {"read": 0, "socket": 41, "socketpair": 53, "clone": 56, "fork": 57, "ptrace": 101, "mount": 165, "unshare": 272, "bpf": 321, "memfd_create": 319, "keyctl": 250, "io_uring_setup": 425, "clone3": 435, "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "setxattrat": 463, "getxattr": 191, "mmap": 9, "vmsplice": 278},
+    "aarch64": {"read": 63, "socket": 198, "socketpair": 199, "clone": 220, "openat": 56, "ptrace": 117, "mount": 40, "unshare": 97, "bpf": 280, "memfd_create": 279, "keyctl": 219, "io_uring_setup": 425, "clone3": 435, "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "setxattrat": 463, "getxattr": 8, "mmap": 222, "vmsplice": 75},
 }  # fmt: skip
 
 

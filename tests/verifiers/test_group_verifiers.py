@@ -98,13 +98,10 @@ def test_an_answer_alone_is_a_group_of_one(calls):
     assert build(RARE)("a", {}).detail == "1 of 1"
 
 
-@pytest.mark.parametrize(
-    ("bad", "says"),
-    [
-        ("raise", "oh no"), ("die", "exited with 3"), ("hang", "hung for 1 s"),
-        ("fewer", "Rare.judge_group must return a list of 3 results"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("bad", "says"), [
+    ("raise", "oh no"), ("die", "exited with 3"), ("hang", "hung for 1 s"),
+    ("fewer", "Rare.judge_group must return a list of 3 results"),
+])  # fmt: skip
 def test_a_group_whose_call_fails_is_an_error_and_is_judged_once(calls, bad, says):
     found = judged(RARE, ["a", "b"], ["a", bad, "c"], ["a", "a"], timeout=1 if bad == "hang" else 30)
     assert [[str(result.verdict) for result in group] for group in found] == [
@@ -162,10 +159,8 @@ def test_all_asks_for_the_whole_group_and_keeps_what_earlier_verifiers_found(cal
 def test_answers_of_a_group_come_in_batches_to_a_verifier_that_takes_them(calls):
     weights = [1, 1]
     node = {
-        "_component_": HERE + "Weighted",
-        "weights": weights,
-        "verifiers": [{"_component_": "my_groups.Batch"}, RARE],
-    }
+        "_component_": HERE + "Weighted", "weights": weights, "verifiers": [{"_component_": "my_groups.Batch"}, RARE],
+    }  # fmt: skip
     [group] = judged(node, ["a", "b", "raise2", "c", "d"])
     assert ["one of 2" in result.detail for result in group] == [True] * 4 + [False]
     verifier = build(
@@ -228,12 +223,8 @@ def test_formulas_vote_by_value():
 def test_a_slow_answer_spoils_no_other_of_its_group():
     slow = [rf"\boxed{{9^{{9^{{9^{n}}}}}}}" for n in (4, 5)]
     quick = [
-        r"\boxed{2\sqrt{2}}",
-        r"\boxed{\sqrt{8}}",
-        r"\boxed{3\sqrt{2}}",
-        "no answer",
-        r"\boxed{5(" + "a" * 60 + "1)}",
-    ]
+        r"\boxed{2\sqrt{2}}", r"\boxed{\sqrt{8}}", r"\boxed{3\sqrt{2}}", "no answer", r"\boxed{5(" + "a" * 60 + "1)}",
+    ]  # fmt: skip
     node = {"_component_": HERE + "MajorityAnswer", "timeout": 1.0}
     started = time.monotonic()
     [group] = judged(node, [*slow, *quick, slow[0]], timeout=60)

@@ -126,66 +126,24 @@ NEIGHBOURS = {  # name -> (tests, the reason why they are refused, tests like th
 
 
 RUN = [  # statements that may run the text t that the answer returns
-    "list(map(eval, [t]))",
-    "e = eval\ne(t)",
-    "eval = eval\neval(t)",
-    "partial(eval)(t)",
-    "for e in (eval,):\n    e(t)",
-    "(lambda s, e=exec: e(s))(t)",
-    "eval('eval')(t)",
-    "eval('lambda s: ev' + 'al(s)')(t)",
-    "exec('from builtins import eval as e')",
-    "exec('x = ' + t)",
-    "eval(compile(t, 'x', 'eval'))",
-    "__import__('os').system(t)",
-    "breakpoint()",
-    "__builtins__['eval'](t)",
-    "globals()['__builtins__']['eval'](t)",
-    "(lambda: 0).__globals__['x']",
-    "object.__subclasses__()",
-    "print.__self__.eval(t)",
-    *(
-        f"import {module}\n{use}"
-        for module, use in [
-            ("builtins", "getattr(builtins, 'eval')(t)"),
-            ("builtins as b", "vars(b)['eval'](t)"),
-            ("timeit", "timeit.timeit(t)"),
-            ("timeit", "timeit.Timer(stmt=t).timeit(1)"),
-            ("code", "code.InteractiveInterpreter().runsource(t)"),
-            ("code", "code.InteractiveConsole('x').push(t)"),
-            ("sys", "sys.modules['builtins'].eval(t)"),
-            ("sys", "vars(sys)['modules']['builtins'].eval(t)"),
-            ("sys", "sys.__dict__['modules']['builtins'].eval(t)"),
-            ("sys as s", "m = s\nm.modules['builtins'].eval(t)"),
-            ("os", "getattr(os, 'sys').modules['builtins'].eval(t)"),
-            ("enum", "enum.bltns.eval(t)"),
-            ("runpy", "runpy.run_path(t)"),
-            ("importlib", "importlib.import_module('builtins').eval(t)"),
-            ("pickle", "pickle.Unpickler(t)"),
-            ("sympy", "sympy.sympify(t)"),
-            ("doctest", "doctest.run_docstring_examples(f, {})"),
-            ("os", "os.spawnl(0, '/bin/sh', t)"),
-            ("functools", "functools.__builtins__['eval'](t)"),
-            ("collections", "collections._sys.modules['builtins'].eval(t)"),
-            ("unittest.mock as m", "m.builtins.eval(t)"),
-            ("random", "random._os.system(t)"),
-        ]
-    ),
-    "from timeit import *\ntimeit(t)",
-    "from os import popen as p\np(t)",
+    "list(map(eval, [t]))", "e = eval\ne(t)", "eval = eval\neval(t)", "partial(eval)(t)", "for e in (eval,):\n    e(t)",
+    "(lambda s, e=exec: e(s))(t)", "eval('eval')(t)", "eval('lambda s: ev' + 'al(s)')(t)",
+    "exec('from builtins import eval as e')", "exec('x = ' + t)", "eval(compile(t, 'x', 'eval'))",
+    "__import__('os').system(t)", "breakpoint()", "__builtins__['eval'](t)", "globals()['__builtins__']['eval'](t)",
+    "(lambda: 0).__globals__['x']", "object.__subclasses__()", "print.__self__.eval(t)",
+    *(f"import {module}\n{use}" for module, use in [("builtins", "getattr(builtins, 'eval')(t)"), ("builtins as b", "vars(b)['eval'](t)"), ("timeit", "timeit.timeit(t)"), ("timeit", "timeit.Timer(stmt=t).timeit(1)"), ("code", "code.InteractiveInterpreter().runsource(t)"), ("code", "code.InteractiveConsole('x').push(t)"), ("sys", "sys.modules['builtins'].eval(t)"), ("sys", "vars(sys)['modules']['builtins'].eval(t)"), ("sys", "sys.__dict__['modules']['builtins'].eval(t)"), ("sys as s", "m = s\nm.modules['builtins'].eval(t)"), ("os", "getattr(os, 'sys').modules['builtins'].eval(t)"), ("enum", "enum.bltns.eval(t)"), ("runpy", "runpy.run_path(t)"), ("importlib", "importlib.import_module('builtins').eval(t)"), ("pickle", "pickle.Unpickler(t)"), ("sympy", "sympy.sympify(t)"), ("doctest", "doctest.run_docstring_examples(f, {})"), ("os", "os.spawnl(0, '/bin/sh', t)"), ("functools", "functools.__builtins__['eval'](t)"), ("collections", "collections._sys.modules['builtins'].eval(t)"), ("unittest.mock as m", "m.builtins.eval(t)"), ("random", "random._os.system(t)")]),
+    "from timeit import *\ntimeit(t)", "from os import popen as p\np(t)",
     "from typing import ForwardRef\nForwardRef(t)",
-]
+]  # fmt: skip
 MAY = [
     "import timeit\nassert timeit.timeit(lambda: f(1), number=3) < 1",
     "import timeit\nassert timeit.timeit('f(1)', globals=globals(), number=1) < 1",
-    "import re\nassert re.compile('a').match(f(1))",
-    "code, profile = f(1), f(2)\nassert code.eval(profile) == 2",
+    "import re\nassert re.compile('a').match(f(1))", "code, profile = f(1), f(2)\nassert code.eval(profile) == 2",
     "import importlib\nassert f(1) and importlib.import_module('solution').f(1) == 2",
-    "def compile(x): return x\nassert compile(f(1)) == 2",
-    "import numpy as np\nassert np.trace(f(1)) == 2",
+    "def compile(x): return x\nassert compile(f(1)) == 2", "import numpy as np\nassert np.trace(f(1)) == 2",
     "import pickle\nassert f(1) == 2",
     "import sys, solution\nassert f(sys.maxsize) == 2 and hasattr(solution, 'f') and hasattr(sys, 'path') and solution.eval(1) == 2",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("statement", RUN)

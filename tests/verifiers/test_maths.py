@@ -47,56 +47,29 @@ def gsm8k() -> list[dict]:
     return [json.loads(line) for line in GSM8K.read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer", "verdict"),
-    [
-        ("The answer is 72.", "#### 72", "CORRECT"),
-        ("\\boxed{72}", "72", "CORRECT"),
-        ("72", "so 70 + 2 = <<70+2=72>>72\n#### 72", "CORRECT"),
-        ("$1,234.50", "1234.5", "CORRECT"),
-        ("#### 1,234", "1234", "CORRECT"),
-        ("#### -5", "-5", "CORRECT"),
-        ("**Answer:** 42", "42", "CORRECT"),
-        ("The answer is **42**.", "42", "CORRECT"),
-        ("She pays 72 dollars in all.", "72", "CORRECT"),
-        ("\\boxed{72\\text{ dollars}}", "72", "CORRECT"),
-        ("So it is 70 + 2 = 72", "72", "CORRECT"),
-        ("first 1\n#### 3\nno, wait\n#### 72", "72", "CORRECT"),
-        ("The answer is 3. No: the answer is 72.", "72", "CORRECT"),
-        ("I got 72.\nHope this helps!", "72", "CORRECT"),
-        ("The answer is 71", "72", "WRONG"),
-        ("72 73", "72", "WRONG"),
-        (" ".join(map(str, range(1, 101))), "72", "WRONG"),
-        (" ".join(f"\\boxed{{{i}}}" for i in range(60, 80)), "72", "WRONG"),
-        (" ".join(f"\\boxed{{{i}}}" for i in range(60, 73)), "72", "WRONG"),
-        ("\\boxed{72} \\boxed{73}", "72", "WRONG"),
-        ("\\fbox{6},x=\\boxed{72}", "72", "WRONG"),
-        ("#### 72\n#### 73", "72", "WRONG"),
-        ("#### 72 73", "72", "WRONG"),
-        ("\\boxed{72} or is it #### 73", "72", "WRONG"),
-        ("\\boxed{72\\text{ or }73}", "72", "WRONG"),
-        ("\\boxed{72 \\text{ or 73}}", "72", "WRONG"),
-        ("\\boxed{72, 73}", "72", "WRONG"),
-        ("\\boxed{[0, 100]}", "72", "WRONG"),
-        ("\\boxed{72 \\pm 1}", "72", "WRONG"),
-        ("\\boxed{x}", "72", "WRONG"),
-        ("I do not know", "72", "UNPARSED"),
-        ("", "72", "UNPARSED"),
-        ("\\boxed{}", "72", "UNPARSED"),
-        ("<think>So \\boxed{72}.</think>\nI do not know.", "72", "UNPARSED"),
-        ("<think>72", "72", "UNPARSED"),
-        ("It is 71.</think>72", "72", "CORRECT"),
-        ("\\boxed{72", "\\boxed{7}", "WRONG"),
-        ("\\boxed{never closed, but \\boxed{72}", "72", "CORRECT"),
-        ("\\boxed{\\frac{\\boxed{144}}{2}}", "144", "WRONG"),
-        ("\\boxed{\\frac{1}{2}}", "0.5", "CORRECT"),
-        ("$\\frac{3}{4}$", "\\frac{3}{4}", "CORRECT"),
-        ("so $x = \\sqrt{8}$.", "2\\sqrt{2}", "CORRECT"),
-        ("\\boxed{1+x}", "x+1", "CORRECT"),
-        ("\\boxed{x+2}", "x+1", "WRONG"),
-        ("\\boxed{\\{2, 1\\}}", "\\{1, 2\\}", "CORRECT"),
-    ],
-)
+@pytest.mark.parametrize(("completion", "answer", "verdict"), [
+    ("The answer is 72.", "#### 72", "CORRECT"), ("\\boxed{72}", "72", "CORRECT"),
+    ("72", "so 70 + 2 = <<70+2=72>>72\n#### 72", "CORRECT"), ("$1,234.50", "1234.5", "CORRECT"),
+    ("#### 1,234", "1234", "CORRECT"), ("#### -5", "-5", "CORRECT"), ("**Answer:** 42", "42", "CORRECT"),
+    ("The answer is **42**.", "42", "CORRECT"), ("She pays 72 dollars in all.", "72", "CORRECT"),
+    ("\\boxed{72\\text{ dollars}}", "72", "CORRECT"), ("So it is 70 + 2 = 72", "72", "CORRECT"),
+    ("first 1\n#### 3\nno, wait\n#### 72", "72", "CORRECT"),
+    ("The answer is 3. No: the answer is 72.", "72", "CORRECT"), ("I got 72.\nHope this helps!", "72", "CORRECT"),
+    ("The answer is 71", "72", "WRONG"), ("72 73", "72", "WRONG"), (" ".join(map(str, range(1, 101))), "72", "WRONG"),
+    (" ".join(f"\\boxed{{{i}}}" for i in range(60, 80)), "72", "WRONG"),
+    (" ".join(f"\\boxed{{{i}}}" for i in range(60, 73)), "72", "WRONG"), ("\\boxed{72} \\boxed{73}", "72", "WRONG"),
+    ("\\fbox{6},x=\\boxed{72}", "72", "WRONG"), ("#### 72\n#### 73", "72", "WRONG"), ("#### 72 73", "72", "WRONG"),
+    ("\\boxed{72} or is it #### 73", "72", "WRONG"), ("\\boxed{72\\text{ or }73}", "72", "WRONG"),
+    ("\\boxed{72 \\text{ or 73}}", "72", "WRONG"), ("\\boxed{72, 73}", "72", "WRONG"),
+    ("\\boxed{[0, 100]}", "72", "WRONG"), ("\\boxed{72 \\pm 1}", "72", "WRONG"), ("\\boxed{x}", "72", "WRONG"),
+    ("I do not know", "72", "UNPARSED"), ("", "72", "UNPARSED"), ("\\boxed{}", "72", "UNPARSED"),
+    ("<think>So \\boxed{72}.</think>\nI do not know.", "72", "UNPARSED"), ("<think>72", "72", "UNPARSED"),
+    ("It is 71.</think>72", "72", "CORRECT"), ("\\boxed{72", "\\boxed{7}", "WRONG"),
+    ("\\boxed{never closed, but \\boxed{72}", "72", "CORRECT"), ("\\boxed{\\frac{\\boxed{144}}{2}}", "144", "WRONG"),
+    ("\\boxed{\\frac{1}{2}}", "0.5", "CORRECT"), ("$\\frac{3}{4}$", "\\frac{3}{4}", "CORRECT"),
+    ("so $x = \\sqrt{8}$.", "2\\sqrt{2}", "CORRECT"), ("\\boxed{1+x}", "x+1", "CORRECT"),
+    ("\\boxed{x+2}", "x+1", "WRONG"), ("\\boxed{\\{2, 1\\}}", "\\{1, 2\\}", "CORRECT"),
+])  # fmt: skip
 def test_math_answer(math_pool: Pool, completion: str, answer: str, verdict: str):
     MathAnswer().check_row({"answer": answer})
     result = math_pool.submit(completion, {"answer": answer}).result()
@@ -330,14 +303,11 @@ NOT_FIVE = [  # hedges, lists, and what latex2sympy reads in part
 
 
 @pytest.mark.wide(always=1)
-@pytest.mark.parametrize(
-    ("answers", "golds", "step"),
-    [
-        pytest.param(NONE_OF_THEM, GOLDS, 5, id="many, every fifth"),
-        pytest.param(NONE_OF_THEM, GOLDS, 1, id="many", marks=pytest.mark.wide),
-        pytest.param(NOT_FIVE, ["5"], 1, id="hedges"),
-    ],
-)
+@pytest.mark.parametrize(("answers", "golds", "step"), [
+    pytest.param(NONE_OF_THEM, GOLDS, 5, id="many, every fifth"),
+    pytest.param(NONE_OF_THEM, GOLDS, 1, id="many", marks=pytest.mark.wide),
+    pytest.param(NOT_FIVE, ["5"], 1, id="hedges"),
+])  # fmt: skip
 def test_no_answer_fits_many_golds_and_no_hedge_is_right(
     math_pool: Pool, answers: list[str], golds: list[str], step: int
 ):
@@ -361,10 +331,9 @@ def test_a_tolerance_holds_inside_points_and_matrices():
     with Pool(NODE | {"timeout": 30, "tolerance": 1e-2}, workers=1, timeout=60) as pool:
         for text, gold, verdict in (
             (r"(0.6,2.6667]", r"$(\frac{3}{5},\frac{8}{3}]$", "CORRECT"),
-            (r"(0.6,2.7667]", r"$(\frac{3}{5},\frac{8}{3}]$", "WRONG"),
-            ("(0.001, 1)", "$(0.002, 1)$", "WRONG"),
+            (r"(0.6,2.7667]", r"$(\frac{3}{5},\frac{8}{3}]$", "WRONG"), ("(0.001, 1)", "$(0.002, 1)$", "WRONG"),
             ("3.14", r"$\pi$", "CORRECT"),
-        ):
+        ):  # fmt: skip
             assert str(pool.submit(rf"\boxed{{{text}}}", {"answer": gold}).result().verdict) == verdict, text
 
 
@@ -380,10 +349,8 @@ def test_no_text_holds_up_a_worker(impatient_pool: Pool, seed: str):
     """Any text is judged, or ends as TIMEOUT: never as ERROR, which a run counts as a fault of the verifier."""
     many = seed * (20_000 // len(seed))
     for text in (
-        many,
-        f"It costs 5 {seed * (3000 // len(seed))}x 6 dollars",
-        rf"\boxed{{5({seed * (400 // len(seed))}1)}}",
-    ):
+        many, f"It costs 5 {seed * (3000 // len(seed))}x 6 dollars", rf"\boxed{{5({seed * (400 // len(seed))}1)}}",
+    ):  # fmt: skip
         assert impatient_pool.submit(text, {"answer": "72"}).result().verdict in (
             Verdict.WRONG,
             Verdict.TIMEOUT,
@@ -391,11 +358,10 @@ def test_no_text_holds_up_a_worker(impatient_pool: Pool, seed: str):
         )
 
 
-@pytest.mark.parametrize(
-    ("text", "verdict"),
-    [("\\boxed{72" + "(" + "a" * 72 + "1)}", "WRONG"), ("We have 5 " + "*" * 1500 + " x 72 apples", "WRONG"),
-     ("Fill in 5 " + "_" * 1500 + " or so 72", "WRONG"), ("5" + " " * 1500 + "x 72", "WRONG")],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "verdict"), [
+    ("\\boxed{72" + "(" + "a" * 72 + "1)}", "WRONG"), ("We have 5 " + "*" * 1500 + " x 72 apples", "WRONG"),
+    ("Fill in 5 " + "_" * 1500 + " or so 72", "WRONG"), ("5" + " " * 1500 + "x 72", "WRONG"),
+])  # fmt: skip
 def test_degenerate_answers_are_judged_in_time(math_pool: Pool, text: str, verdict: str):
     started = time.monotonic()
     assert str(math_pool.submit(text, {"answer": "72"}).result().verdict) == verdict
@@ -405,17 +371,9 @@ def test_degenerate_answers_are_judged_in_time(math_pool: Pool, text: str, verdi
 def test_a_search_is_linear_and_deep_brackets_are_not_read():
     started = time.process_time()
     for seed in (
-        "7",
-        "٣",
-        "²",
-        "1.",
-        "7" * 19_990 + "." * 10_000 + "x",
-        "5 " + "," * 9_000 + "x",
-        "for any c ",
-        "(A) ",
-        "A. ",
+        "7", "٣", "²", "1.", "7" * 19_990 + "." * 10_000 + "x", "5 " + "," * 9_000 + "x", "for any c ", "(A) ", "A. ",
         "about ",
-    ):
+    ):  # fmt: skip
         final_answer(rf"\boxed{{{seed * (20_000 // len(seed))}}}")
         final_answer("The answer is " + seed * (20_000 // len(seed)))
     assert time.process_time() - started < 5  # quadratic time is a minute
@@ -433,15 +391,9 @@ def test_a_plain_number_needs_no_other_process(monkeypatch):
         assert str(MathAnswer()(text, {"answer": "so\n#### 72"}).verdict) == "CORRECT"
         assert str(MathAnswer()(text, {"answer": "7,201"}).verdict) == "WRONG"
     for text in (
-        "-\\boxed{72}",
-        "not \\boxed{72}",
-        "\\boxed{5} or \\boxed{72}",
-        "#### 72 or so",
-        "2\\cdot\\boxed{72}",
-        "1 72",
-        "48+24=72",
-        "1/\n72",
-    ):
+        "-\\boxed{72}", "not \\boxed{72}", "\\boxed{5} or \\boxed{72}", "#### 72 or so", "2\\cdot\\boxed{72}", "1 72",
+        "48+24=72", "1/\n72",
+    ):  # fmt: skip
         with pytest.raises(AssertionError, match="another process"):
             MathAnswer()(text, {"answer": "72"})
 

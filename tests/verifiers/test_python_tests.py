@@ -77,11 +77,8 @@ def test_human_eval_format(verifiers, task: dict):
     whole = task["prompt"] + task["body"]
     function = whole[whole.index(f"def {task['entry_point']}") :]
     for completion in (
-        task["body"],
-        f"```python\n{task['body']}```",
-        f"```python\n{whole}```",
-        f"Here:\n```\n{function}\n```",
-    ):
+        task["body"], f"```python\n{task['body']}```", f"```python\n{whole}```", f"Here:\n```\n{function}\n```",
+    ):  # fmt: skip
         result = verifier(completion, row)
         assert result.verdict is Verdict.CORRECT, (result, completion)
     for wrong in ("    return None\n", f"```python\n{task['prompt']}    return -1\n```", "    return candidate\n"):
@@ -327,33 +324,26 @@ def test_tests_that_define_the_entry_point_are_refused():
         PythonTests().check_row({"tests": "def f(x): return x\nassert f(1) == 1", "entry_point": "f"})
 
 
-@pytest.mark.parametrize(
-    "tests",
-    ["import no_such_module\nassert f(1) == 1", "def test_a(no_such_fixture): assert f(1) == 1",
-     "class MyTestCase: pass\nclass A(MyTestCase):\n    def test_a(self): assert f(2) == 4",
-     "import pytest\n@pytest.mark.skip\ndef test_a(): assert f(1) == 1",
-     "import pytest\n@pytest.mark.parametrize('a,b', [(1, 2, 3)])\ndef test_a(a, b): assert f(a) == b"],
-)  # fmt: skip
+@pytest.mark.parametrize("tests", [
+    "import no_such_module\nassert f(1) == 1", "def test_a(no_such_fixture): assert f(1) == 1",
+    "class MyTestCase: pass\nclass A(MyTestCase):\n    def test_a(self): assert f(2) == 4",
+    "import pytest\n@pytest.mark.skip\ndef test_a(): assert f(1) == 1",
+    "import pytest\n@pytest.mark.parametrize('a,b', [(1, 2, 3)])\ndef test_a(a, b): assert f(a) == b",
+])  # fmt: skip
 def test_tests_that_cannot_run_are_errors(verifiers, tests: str):
     for verifier in verifiers:
         result = verifier(SQUARE, {"tests": tests})
         assert (result.verdict, result.reward) == (Verdict.ERROR, None), result
 
 
-@pytest.mark.parametrize(
-    ("completion", "verdict", "detail"),
-    [
-        ("I cannot do that.", "UNPARSED", "no Python"),
-        ("```python\ndef g(x): return x\n```", "WRONG", "no f"),
-        ("```python\ndef f(x) return x\n```", "WRONG", "SyntaxError"),
-        ("```python\nimport no_such_module\n```", "WRONG", "no_such_module"),
-        ("def f(x): return 1 / 0", "WRONG", "ZeroDivisionError"),
-        ("def f(x): return f(x)", "WRONG", "RecursionError"),
-        ("def f(x):\n    while True: pass", "TIMEOUT", "1 s"),
-        ("x = bytes(10**10)", "WRONG", "MemoryError"),
-        ("import os, signal\ndef f(x): os.kill(os.getpid(), signal.SIGXCPU)", "TIMEOUT", "CPU"),
-    ],
-)
+@pytest.mark.parametrize(("completion", "verdict", "detail"), [
+    ("I cannot do that.", "UNPARSED", "no Python"), ("```python\ndef g(x): return x\n```", "WRONG", "no f"),
+    ("```python\ndef f(x) return x\n```", "WRONG", "SyntaxError"),
+    ("```python\nimport no_such_module\n```", "WRONG", "no_such_module"),
+    ("def f(x): return 1 / 0", "WRONG", "ZeroDivisionError"), ("def f(x): return f(x)", "WRONG", "RecursionError"),
+    ("def f(x):\n    while True: pass", "TIMEOUT", "1 s"), ("x = bytes(10**10)", "WRONG", "MemoryError"),
+    ("import os, signal\ndef f(x): os.kill(os.getpid(), signal.SIGXCPU)", "TIMEOUT", "CPU"),
+])  # fmt: skip
 def test_verdicts_say_why(completion: str, verdict: str, detail: str):
     result = PythonTests(timeout=1.0)(completion, {"tests": "assert f(1) == 1", "entry_point": "f"})
     assert str(result.verdict) == verdict
@@ -363,15 +353,10 @@ def test_verdicts_say_why(completion: str, verdict: str, detail: str):
 USE, DRAFT = "print(f(3))\nassert f(3) == 7", "def f(x): return x"
 STDIN = {"cases": [{"input": "3\n", "output": "9"}]}
 FORMS = {
-    "asserts": {"tests": ["assert f(3) == 9"]},
-    "import": {"tests": "from solution import f as g\nassert g(3) == 9"},
-    "check": {
-        "tests": "def check(c):\n    assert c(3) == 9",
-        "entry_point": "f",
-        "code_prefix": "def f(x):\n    'doc'\n",
-    },
+    "asserts": {"tests": ["assert f(3) == 9"]}, "import": {"tests": "from solution import f as g\nassert g(3) == 9"},
+    "check": {"tests": "def check(c):\n    assert c(3) == 9", "entry_point": "f", "code_prefix": "def f(x):\n    'doc'\n"},
     "calls": {"entry_point": "f", "cases": [{"input": [3], "output": 9}]},
-}
+}  # fmt: skip
 BLOCKS = [  # (blocks of code, whether the answer is right)
     ((SQUARE, USE), True), ((DRAFT, SQUARE), True), ((SQUARE, DRAFT), False), ((SQUARE, ">>> f(3)\n9"), True),
     ((SQUARE, "from solution import f\nf(1, 2)"), True), ((SQUARE, "def f(x): return x *"), False),
@@ -429,27 +414,24 @@ def test_malformed_rows_are_refused(row: dict):
 DIES = "import os\ndef f(x):\n    if x == 2: os._exit(0)\n    return x * x"
 
 
-@pytest.mark.parametrize(
-    ("code", "tests", "share"),
-    [
-        (SAME, ["assert f(0) == 0", "assert f(1) == 1", "assert f(2) == 4", "assert f(3) == 9"], 0.5),
-        # a test function is one, however many asserts it has
-        (SAME, "assert f(1) == 1\ndef test_a():\n    assert f(1) == 1\n    assert f(2) == 4", 0.5),
-        (SAME, "def check(g):\n    assert g(1) == 1\n    assert g(2) == 4", 0),
-        # a loop is one check
-        (SAME, "for i in range(3):\n    assert f(i) == i * i", 0),
-        (SAME, "for i in range(3):\n    assert f(i) == i * i\nassert f(1) == 1", 0.5),
-        # each test of pytest and unittest is one
-        (SAME, "import pytest\n@pytest.mark.parametrize('x', range(5))\ndef test_a(x):\n    assert f(0) == 0\n    assert f(x) == x * x", 0.4),
-        (SAME, "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(1), 1)\n    def test_b(self): self.assertEqual(f(2), 4)", 0.5),
-        # an early end earns nothing for what was not reached
-        (DIES, "assert f(0) == 0\nassert f(2) == 4\nassert 1 == 1", 1 / 3),
-        (DIES, "for i in range(10):\n    assert f(i) == i * i", 0),
-        (DIES, "assert f(0) == 0\nx = f(2)\ndef test_a(): assert x == 4", 0.5),
-        # a value of before the failure does not count
-        ("def f(x): return x ** 2 if x < 2 else 1 / 0", "x = f(1)\nassert x == 1\nx = f(2)\nassert x == 1", 0.5),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("code", "tests", "share"), [
+    (SAME, ["assert f(0) == 0", "assert f(1) == 1", "assert f(2) == 4", "assert f(3) == 9"], 0.5),
+    # a test function is one, however many asserts it has
+    (SAME, "assert f(1) == 1\ndef test_a():\n    assert f(1) == 1\n    assert f(2) == 4", 0.5),
+    (SAME, "def check(g):\n    assert g(1) == 1\n    assert g(2) == 4", 0),
+    # a loop is one check
+    (SAME, "for i in range(3):\n    assert f(i) == i * i", 0),
+    (SAME, "for i in range(3):\n    assert f(i) == i * i\nassert f(1) == 1", 0.5),
+    # each test of pytest and unittest is one
+    (SAME, "import pytest\n@pytest.mark.parametrize('x', range(5))\ndef test_a(x):\n    assert f(0) == 0\n    assert f(x) == x * x", 0.4),
+    (SAME, "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(1), 1)\n    def test_b(self): self.assertEqual(f(2), 4)", 0.5),
+    # an early end earns nothing for what was not reached
+    (DIES, "assert f(0) == 0\nassert f(2) == 4\nassert 1 == 1", 1 / 3),
+    (DIES, "for i in range(10):\n    assert f(i) == i * i", 0),
+    (DIES, "assert f(0) == 0\nx = f(2)\ndef test_a(): assert x == 4", 0.5),
+    # a value of before the failure does not count
+    ("def f(x): return x ** 2 if x < 2 else 1 / 0", "x = f(1)\nassert x == 1\nx = f(2)\nassert x == 1", 0.5),
+])  # fmt: skip
 def test_partial_credit(verifiers, code: str, tests: str | list[str], share: float):
     result = verifiers[True](code, {"tests": tests, "entry_point": "f"})
     assert (result.verdict, result.reward) == (Verdict.WRONG, pytest.approx(share)), result
@@ -507,21 +489,13 @@ def test_cases_as_calls(verifiers):
         verifiers[0].check_row(wrapped | {"checker": SORTED})
 
 
-@pytest.mark.parametrize(
-    ("printed", "expected", "tolerance", "right"),
-    [
-        ("1.50 a", "1.5 a", None, False),
-        ("1.50 a", "1.5 a", 0, True),
-        ("1.5001", "1.5", 1e-3, True),
-        ("1.51", "1.5", 1e-3, False),
-        ("1000000", "1000001", 1e-3, False),  # whole numbers are exact
-        ("1000000.0", "1000001", 1e-3, True),
-        ("1 2", "1\n2", 1e-3, False),
-        ("nan", "1", 1e9, False),
-        ("1e999", "2e999", 0.1, False),
-        ("1_0", "10", 0.1, False),
-    ],
-)
+@pytest.mark.parametrize(("printed", "expected", "tolerance", "right"), [
+    ("1.50 a", "1.5 a", None, False), ("1.50 a", "1.5 a", 0, True), ("1.5001", "1.5", 1e-3, True),
+    ("1.51", "1.5", 1e-3, False),
+    ("1000000", "1000001", 1e-3, False),  # whole numbers are exact
+    ("1000000.0", "1000001", 1e-3, True), ("1 2", "1\n2", 1e-3, False), ("nan", "1", 1e9, False),
+    ("1e999", "2e999", 0.1, False), ("1_0", "10", 0.1, False),
+])  # fmt: skip
 def test_tolerance(printed: str, expected: str, tolerance: float | None, right: bool):
     row = {"cases": [{"input": "", "output": expected}]}
     result = PythonTests(tolerance=tolerance)(f"```python\nprint({printed!r})\n```", row)
@@ -546,11 +520,9 @@ def test_checkers(tmp_path: Path, verifiers):
     assert verifiers[0](code, plain).verdict is Verdict.WRONG
     assert PythonTests(checker=str(file))(code, plain).verdict is Verdict.CORRECT
     for broken, says in (
-        ("return nope", "NameError"),
-        ("return 2", "from 0 to 1"),
-        ("return None", "returned None"),
+        ("return nope", "NameError"), ("return 2", "from 0 to 1"), ("return None", "returned None"),
         ("raise SystemExit", "SystemExit"),
-    ):
+    ):  # fmt: skip
         result = verifiers[0](code, row | {"checker": f"def check(input, output, expected): {broken}"})
         assert result.verdict is Verdict.ERROR
         assert says in result.detail
@@ -561,12 +533,8 @@ def test_checkers(tmp_path: Path, verifiers):
 def test_malformed_comparisons_are_refused(tmp_path: Path):
     row = {"cases": [{"input": "", "output": ""}]}
     for more in (
-        {"tolerance": -1},
-        {"tolerance": "1"},
-        {"checker": "x = 1"},
-        {"checker": "def check("},
-        {"checker": 5},
-    ):
+        {"tolerance": -1}, {"tolerance": "1"}, {"checker": "x = 1"}, {"checker": "def check("}, {"checker": 5},
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=r"checker|tolerance"):
             PythonTests().check_row(row | more)
         with pytest.raises(ValueError, match=r"checker|tolerance"):
@@ -621,16 +589,13 @@ class Evil:
         return exec, ("raise SystemExit('ran')",)
 
 
-@pytest.mark.parametrize(
-    ("packed", "says"),
-    [
-        (b64encode(zlib.compress(pickle.dumps(Evil()))).decode(), "pickle of text alone"),
-        (b64encode(zlib.compress(pickle.dumps(["[]", "x"]))).decode(), "pickle of text alone"),
-        (b64encode(zlib.compress(b"not a pickle")).decode(), "neither JSON nor a packed pickle"),
-        ("%%%", "neither JSON nor a packed pickle"),
-        (b64encode(zlib.compress(pickle.dumps("not JSON"))).decode(), "not JSON"),
-    ],
-)
+@pytest.mark.parametrize(("packed", "says"), [
+    (b64encode(zlib.compress(pickle.dumps(Evil()))).decode(), "pickle of text alone"),
+    (b64encode(zlib.compress(pickle.dumps(["[]", "x"]))).decode(), "pickle of text alone"),
+    (b64encode(zlib.compress(b"not a pickle")).decode(), "neither JSON nor a packed pickle"),
+    ("%%%", "neither JSON nor a packed pickle"),
+    (b64encode(zlib.compress(pickle.dumps("not JSON"))).decode(), "not JSON"),
+])  # fmt: skip
 def test_packed_tests_are_text_or_refused(tmp_path: Path, packed: str, says: str):
     row = json.loads((ROWS / "livecodebench.jsonl").read_text().splitlines()[0])
     (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"private_test_cases": packed}))
@@ -638,18 +603,15 @@ def test_packed_tests_are_text_or_refused(tmp_path: Path, packed: str, says: str
         prompt_dataset(source=str(tmp_path / "rows.jsonl"), format="livecodebench")
 
 
-@pytest.mark.parametrize(
-    ("format", "row", "says"),
-    [
-        ("apps", {"question": "a", "input_output": "{"}, "input_output is not JSON"),
-        ("apps", {"question": "a", "input_output": '{"inputs": ["1"], "outputs": []}'}, "1 inputs and 0 outputs"),
-        ("taco", {"question": "a", "input_output": '{"inputs": 5}'}, "lists inputs and outputs"),
-        ("apps", {"question": "a", "input_output": '{"inputs": [5], "outputs": ["1"]}'}, "must be a string"),
-        ("livecodebench", {"question_content": "a", "public_test_cases": "[5]"}, "must be lists of"),
-        ("livecodebench", {"question_content": "a", "public_test_cases": '[{"input": "", "output": ""}]'}, "testtype"),
-        ("mbppplus", {"prompt": "a", "test": "x", "test_list": "y"}, "test_list must be a list"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("format", "row", "says"), [
+    ("apps", {"question": "a", "input_output": "{"}, "input_output is not JSON"),
+    ("apps", {"question": "a", "input_output": '{"inputs": ["1"], "outputs": []}'}, "1 inputs and 0 outputs"),
+    ("taco", {"question": "a", "input_output": '{"inputs": 5}'}, "lists inputs and outputs"),
+    ("apps", {"question": "a", "input_output": '{"inputs": [5], "outputs": ["1"]}'}, "must be a string"),
+    ("livecodebench", {"question_content": "a", "public_test_cases": "[5]"}, "must be lists of"),
+    ("livecodebench", {"question_content": "a", "public_test_cases": '[{"input": "", "output": ""}]'}, "testtype"),
+    ("mbppplus", {"prompt": "a", "test": "x", "test_list": "y"}, "test_list must be a list"),
+])  # fmt: skip
 def test_malformed_rows_of_data_sets_are_refused(tmp_path: Path, format: str, row: dict, says: str):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     with pytest.raises(UserError, match=says):

@@ -13,17 +13,10 @@ pytest.importorskip("resource", reason="forks and POSIX signals")
 HAS = importlib.util.find_spec("reasoning_gym") is not None
 needs_gym = pytest.mark.skipif(not HAS, reason="needs reasoning-gym")
 HOSTILE = [
-    "__import__('os')._exit(0)",
-    "().__class__.__base__.__subclasses__()",
-    "[x for x in (1,)]",
-    "(lambda: 1)()",
-    "open('/etc/passwd').read()",
-    "exec(chr(49))",
-    "max(1, 2)",
-    "Symbol('x').__class__",
-    "lambdify((), Symbol('print(1)'))()",
-    "f'{1}'",
-]
+    "__import__('os')._exit(0)", "().__class__.__base__.__subclasses__()", "[x for x in (1,)]", "(lambda: 1)()",
+    "open('/etc/passwd').read()", "exec(chr(49))", "max(1, 2)", "Symbol('x').__class__",
+    "lambdify((), Symbol('print(1)'))()", "f'{1}'",
+]  # fmt: skip
 
 
 def said(text):
@@ -127,15 +120,11 @@ def test_in_workers():
 
 
 @needs_gym
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"task": "count_down", "size": 1}, "has no task 'count_down'; did you mean countdown"),
-        ({"task": "countdown", "size": 1, "options": {"min_number": 3}}, "min_number"),
-        ({"task": "countdown", "size": 0}, "size is 0"),
-        ({"task": "countdown", "size": 1, "skip": -1}, "skip is -1"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"task": "count_down", "size": 1}, "has no task 'count_down'; did you mean countdown"),
+    ({"task": "countdown", "size": 1, "options": {"min_number": 3}}, "min_number"),
+    ({"task": "countdown", "size": 0}, "size is 0"), ({"task": "countdown", "size": 1, "skip": -1}, "skip is -1"),
+])  # fmt: skip
 def test_mistakes(arguments, message):
     with pytest.raises(UserError, match=message) as raised:
         reasoning_gym_prompts(**arguments)

@@ -121,18 +121,12 @@ def test_a_reward_function_judges(mine, node, completion, row, verdict, reward):
     assert (str(result.verdict), result.reward) == (verdict, reward), result
 
 
-@pytest.mark.parametrize(
-    ("node", "says"),
-    [
-        ({"name": "grades"}, "did you mean graded"),
-        ({"name": "trained"}, "needs completion_ids, which only a trainer has"),
-        ({"name": "Factory"}, "is a class"),
-        ({"name": "graded", "scale": [1, 1]}, "low < high"),
-        ({"name": "graded", "scale": [0, float("inf")]}, "low < high"),
-        ({"name": "graded", "threshold": 0}, "threshold"),
-        ({"name": "graded", "batch_size": 0}, "batch_size"),
-    ],
-)
+@pytest.mark.parametrize(("node", "says"), [
+    ({"name": "grades"}, "did you mean graded"),
+    ({"name": "trained"}, "needs completion_ids, which only a trainer has"), ({"name": "Factory"}, "is a class"),
+    ({"name": "graded", "scale": [1, 1]}, "low < high"), ({"name": "graded", "scale": [0, float("inf")]}, "low < high"),
+    ({"name": "graded", "threshold": 0}, "threshold"), ({"name": "graded", "batch_size": 0}, "batch_size"),
+])  # fmt: skip
 def test_a_reward_function_that_cannot_be_called_is_refused(mine, node, says):
     with pytest.raises(UserError, match=says):
         build(mine(**node))

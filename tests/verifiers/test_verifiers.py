@@ -63,52 +63,34 @@ NL = "\n"
 P = "def f():\n    return 1"
 
 
-@pytest.mark.parametrize(
-    ("text", "language", "expected"),
-    [
-        (f"```python\n{P}\n```", "python", P),
-        (f"Sure!\n```py\n{P}\n```\nDone", "python", P),
-        (f"~~~python\n{P}\n~~~", "python", P),
-        (f"```python\r\n{P}\r\n```\r\n".replace("\n    ", "\r\n    "), "python", P),
-        (f"```\n{P}\n```", "python", P),
-        (f"```python\nx = 1\n```\nthen\n```python\n{P}\n```", "python", P),  # the last
-        (f"```python\n{P}\n```\noutput:\n```\n1\n```", "python", P),  # tagged before untagged
-        (f"```python\n{P}\n```\n```bash\npip install x\n```", "python", P),
-        ("```bash\nls\n```", "python", None),
-        (f"```python\n{P}", "python", P),  # cut off
-        (f"```python\nx = 1\n```\n```python\n{P}", "python", "x = 1"),  # a whole one before one that is cut off
-        (f"````python\n{P}\ns = '''\n```\n'''\n````", "python", f"{P}\ns = '''\n```\n'''"),
-        (f"  ```python title=x\n{P}\n  ```", "python", P),
-        (f"1. So:\n   ```python\n   {P.replace(NL, NL + '   ')}\n   ```\nDone", "python", P),  # in items of lists
-        (f"- ```python\n  {P.replace(NL, NL + '  ')}\n  ```", "python", P),
-        (f"- a\n    - b\n      ```py\n      {P.replace(NL, NL + '      ')}\n      ```", "python", P),
-        (f'  ```\n  s = """\nx\n  y"""\n  {P.replace(NL, NL + "  ")}\n  ```', "python", f's = """\nx\ny"""\n{P}'),
-        (
-            f'```python\n{P}\ndef g():\n    """\n    ```\n    """\n```',
-            "python",
-            f'{P}\ndef g():\n    """\n    ```\n    """',
-        ),
-        (f"<think>\n```python\nx = 1\n```\n</think>\n```python\n{P}\n```", "python", P),
-        (f"x\n```python\nx = 1\n```\n</think>\n{P}", "python", P),  # the prompt opened the reasoning
-        (f"[THINK]{P}[/THINK]Nothing.", "python", None),
-        (f"<think>\n```python\n{P}\n```\n</think>\nI do not know.", "python", None),
-        (f"<think>\n```python\n{P}\n```", "python", None),  # it was cut off
-        (f"```python\n{P}\ns = '</think>'\n```", "python", f"{P}\ns = '</think>'"),
-        (P, "python", P),
-        ("The answer is 5.", "python", None),
-        ("hello", "python", None),
-        ("a, b", "python", None),
-        ("", "python", None),
-        ("```python\n\n```", "python", None),
-        ("```c++\nint main() {}\n```", "cpp", "int main() {}"),
-        ("#include <stdio.h>\nint main() {}", "c", "#include <stdio.h>\nint main() {}"),
-        ("I would write a C program", "c", None),
-        ("fn main() {}", "rust", "fn main() {}"),
-        ('{"a": 1}', "json", '{"a": 1}'),
-        ("-" * 10**6, "python", None),
-        ("(" * 100_000, "python", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "language", "expected"), [
+    (f"```python\n{P}\n```", "python", P), (f"Sure!\n```py\n{P}\n```\nDone", "python", P),
+    (f"~~~python\n{P}\n~~~", "python", P), (f"```python\r\n{P}\r\n```\r\n".replace("\n    ", "\r\n    "), "python", P),
+    (f"```\n{P}\n```", "python", P),
+    (f"```python\nx = 1\n```\nthen\n```python\n{P}\n```", "python", P),  # the last
+    (f"```python\n{P}\n```\noutput:\n```\n1\n```", "python", P),  # tagged before untagged
+    (f"```python\n{P}\n```\n```bash\npip install x\n```", "python", P), ("```bash\nls\n```", "python", None),
+    (f"```python\n{P}", "python", P),  # cut off
+    (f"```python\nx = 1\n```\n```python\n{P}", "python", "x = 1"),  # a whole one before one that is cut off
+    (f"````python\n{P}\ns = '''\n```\n'''\n````", "python", f"{P}\ns = '''\n```\n'''"),
+    (f"  ```python title=x\n{P}\n  ```", "python", P),
+    (f"1. So:\n   ```python\n   {P.replace(NL, NL + '   ')}\n   ```\nDone", "python", P),  # in items of lists
+    (f"- ```python\n  {P.replace(NL, NL + '  ')}\n  ```", "python", P),
+    (f"- a\n    - b\n      ```py\n      {P.replace(NL, NL + '      ')}\n      ```", "python", P),
+    (f'  ```\n  s = """\nx\n  y"""\n  {P.replace(NL, NL + "  ")}\n  ```', "python", f's = """\nx\ny"""\n{P}'),
+    (f'```python\n{P}\ndef g():\n    """\n    ```\n    """\n```', "python", f'{P}\ndef g():\n    """\n    ```\n    """'),
+    (f"<think>\n```python\nx = 1\n```\n</think>\n```python\n{P}\n```", "python", P),
+    (f"x\n```python\nx = 1\n```\n</think>\n{P}", "python", P),  # the prompt opened the reasoning
+    (f"[THINK]{P}[/THINK]Nothing.", "python", None),
+    (f"<think>\n```python\n{P}\n```\n</think>\nI do not know.", "python", None),
+    (f"<think>\n```python\n{P}\n```", "python", None),  # it was cut off
+    (f"```python\n{P}\ns = '</think>'\n```", "python", f"{P}\ns = '</think>'"), (P, "python", P),
+    ("The answer is 5.", "python", None), ("hello", "python", None), ("a, b", "python", None), ("", "python", None),
+    ("```python\n\n```", "python", None), ("```c++\nint main() {}\n```", "cpp", "int main() {}"),
+    ("#include <stdio.h>\nint main() {}", "c", "#include <stdio.h>\nint main() {}"),
+    ("I would write a C program", "c", None), ("fn main() {}", "rust", "fn main() {}"),
+    ('{"a": 1}', "json", '{"a": 1}'), ("-" * 10**6, "python", None), ("(" * 100_000, "python", None),
+])  # fmt: skip
 def test_extract_code(text: str, language: str, expected: str | None):
     found = extract_code(text, language)
     assert (found and found.strip("\n")) == expected
@@ -301,24 +283,18 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize(
-    ("node", "says"),
-    [
-        ({"_component_": HERE + "MathAnswr"}, "did you mean MathAnswer"),
-        ({"_component_": HERE + "MathAnswer", "feild": "x"}, "did you mean field"),
-        ({"_component_": HERE + "Compile"}, "language"),
-        ({"_component_": "no_module.X"}, "no module 'no_module'"),
-        ({"_component_": "MathAnswer"}, "module.Class"),
-        ({"_component_": "my_broken.X"}, "no_such_thing"),
-        ({"_component_": "my_verifiers.Fails"}, "RuntimeError: cannot"),
-        ({"_component_": "my_verifiers.CONSTANT"}, "expected a function or class"),
-        ({"_component_": "my_verifiers.Mien"}, "did you mean Mine"),
-        ({"_component_": HERE + "All", "verifiers": [{"_component_": HERE + "Regex"}]}, "pattern or field"),
-        ({"_component_": HERE + "All", "verifiers": []}, "list of verifiers"),
-        ({"component": "x"}, "_component_"),
-        ("MathAnswer", "mapping"),
-    ],
-)
+@pytest.mark.parametrize(("node", "says"), [
+    ({"_component_": HERE + "MathAnswr"}, "did you mean MathAnswer"),
+    ({"_component_": HERE + "MathAnswer", "feild": "x"}, "did you mean field"),
+    ({"_component_": HERE + "Compile"}, "language"), ({"_component_": "no_module.X"}, "no module 'no_module'"),
+    ({"_component_": "MathAnswer"}, "module.Class"), ({"_component_": "my_broken.X"}, "no_such_thing"),
+    ({"_component_": "my_verifiers.Fails"}, "RuntimeError: cannot"),
+    ({"_component_": "my_verifiers.CONSTANT"}, "expected a function or class"),
+    ({"_component_": "my_verifiers.Mien"}, "did you mean Mine"),
+    ({"_component_": HERE + "All", "verifiers": [{"_component_": HERE + "Regex"}]}, "pattern or field"),
+    ({"_component_": HERE + "All", "verifiers": []}, "list of verifiers"), ({"component": "x"}, "_component_"),
+    ("MathAnswer", "mapping"),
+])  # fmt: skip
 def test_what_cannot_be_built_is_one_line(mine: Path, node: object, says: str):
     with pytest.raises(UserError) as caught:
         build(node)
@@ -398,9 +374,8 @@ time.sleep(100)
 
 def test_a_pool_that_cannot_start_says_why(mine: Path):
     for node, says in (
-        ({"_component_": "my_verifiers.Fails"}, "cannot"),
-        ({"_component_": HERE + "Nothing"}, "no 'Nothing'"),
-    ):
+        ({"_component_": "my_verifiers.Fails"}, "cannot"), ({"_component_": HERE + "Nothing"}, "no 'Nothing'"),
+    ):  # fmt: skip
         with pytest.raises(UserError, match=says), Pool(node, 1, 10):
             pass
     with pytest.raises(UserError, match="plain data"):
@@ -421,10 +396,8 @@ def test_workers_are_free_of_torch():
 
 def test_self_check_counts_and_shows_failures(tmp_path: Path):
     data = [
-        ("d.jsonl:1", {"answer": "7"}),
-        ("d.jsonl:2", {"answer": "x"}),
-        ("d.jsonl:3", {"answer": "8", "solution": "9"}),
-    ]
+        ("d.jsonl:1", {"answer": "7"}), ("d.jsonl:2", {"answer": "x"}), ("d.jsonl:3", {"answer": "8", "solution": "9"}),
+    ]  # fmt: skip
     both = {"_component_": HERE + "Weighted", "verifiers": [EXACT, DIGIT], "weights": [1, 1]}
     summary = self_check(both, data, None, 2, None)
     assert summary.rows == 3

@@ -117,18 +117,8 @@ def f(x): return [n for n, to in FDS if n not in PIPES and to != "/dev/null"], [
 def test_the_program_starts_without_imports(verifier: PythonTests):
     """Each of these modules takes from a tenth to twice the time in which the interpreter starts."""
     slow = [
-        "collections",
-        "contextlib",
-        "datetime",
-        "enum",
-        "functools",
-        "inspect",
-        "json",
-        "os",
-        "re",
-        "types",
-        "typing",
-    ]
+        "collections", "contextlib", "datetime", "enum", "functools", "inspect", "json", "os", "re", "types", "typing",
+    ]  # fmt: skip
     code = f"import sys\nFOUND = [name for name in {slow} if name in sys.modules]\ndef f(): return FOUND"
     result = verifier(code, row("assert f() == []"))
     assert result.verdict is Verdict.CORRECT, result
