@@ -20,9 +20,6 @@ HERE = "rocm_ext.verifiers."
 RESUME = "resume_from_checkpoint=True"
 
 
-# ---- what RAFT trains on
-
-
 @pytest.fixture(scope="module")
 def make(tmp_path_factory):
     """Write the YAML of a run whose verifier gives wrong answers the reward 0.5."""
@@ -72,8 +69,6 @@ def test_a_resumed_run_may_change_the_rule(make, rewarded, tmp_path):
     assert kept_verdicts(out, 4) == {"CORRECT"}
 
 
-# ---- verifiers' own time
-
 LONG = 1 << 18  # a search that takes quadratic time ends after the tests' time limit
 
 
@@ -87,28 +82,22 @@ def test_extraction_takes_linear_time(unit: str, end: str, language: str):
     extract_code(unit * (LONG // len(unit)) + end, language)
 
 
-def test_gnu_style_and_indented_code_is_found():
-    for text in ("int\nmain (void)\n{}", "\n\n  static unsigned int f(void);", "  template <class T>\nT f();"):
-        assert extract_code(text, "cpp" if "template" in text else "c") == text
-    assert extract_code("pub fn main() {}", "rust") == "pub fn main() {}"
-
-
 def test_a_body_after_many_blank_lines_takes_linear_time():
     row = {"entry_point": "f", "code_prefix": "def f():\n", "tests": "assert f() == 1"}
     code = "```python\n" + "\n" * LONG + "x = 1\n```"
     assert PythonTests(sandbox="rlimits", timeout=20)(code, row).verdict is Verdict.WRONG
 
 
-@pytest.mark.parametrize("text", ["A" * LONG, "ß" * LONG, " " * LONG + "x", "x" + "\u0130" * LONG])
-def test_text_takes_linear_time(text: str):
-    assert ExactMatch(ignore_case=True)(text, {"answer": "y"}).verdict is Verdict.WRONG
-    assert Regex("y$", full=True)(text, {}).verdict is Verdict.WRONG
-
-
 @pytest.mark.parametrize("printed", ["1" * LONG + "x", "1." + "1" * LONG + "x", "1" * LONG, "1 " * LONG])
 def test_output_is_compared_in_linear_time(printed: str):
     assert not same_output(printed, "2", 1e-6)
     assert same_output(printed, printed + "\n", 1e-6)
+
+
+@pytest.mark.parametrize("text", ["A" * LONG, "ß" * LONG, " " * LONG + "x", "x" + "\u0130" * LONG])
+def test_text_takes_linear_time(text: str):
+    assert ExactMatch(ignore_case=True)(text, {"answer": "y"}).verdict is Verdict.WRONG
+    assert Regex("y$", full=True)(text, {}).verdict is Verdict.WRONG
 
 
 @pytest.fixture(scope="module")
