@@ -43,9 +43,6 @@ def drawn(run: RunFolder) -> str:
     return report.render(report.content([run]))
 
 
-# ---- reading what is new
-
-
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_growing_run_reads_as_one_that_is_read_anew(tmp_path, kind):
     whole, run = RUNS[kind](tmp_path / "whole" / "run"), tmp_path / "run"
