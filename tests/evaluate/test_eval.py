@@ -23,7 +23,6 @@ RECIPES = {"lora_finetune_rocm": LoRAFinetune, "dpo_rocm": DPO}
 
 
 def evaluate(capsys, *arguments) -> dict:
-    """Return the output of ``rocm-ext eval --json``."""
     code = cli.main(["eval", "--json", *map(str, arguments)])
     out = capsys.readouterr()
     assert code == 0, out.err
@@ -32,9 +31,6 @@ def evaluate(capsys, *arguments) -> dict:
 
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-# ---- held-out rows
 
 
 def write_pairs(path: Path) -> None:
@@ -105,18 +101,13 @@ def test_files_of_the_user_stay(run, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [mine]
 
 
-def test_a_file_takes_the_place_of_a_hub_data_set(run, tmp_path, capsys):
-    rows = (run.parent / "rows.jsonl").read_text().splitlines()[:4]
-    (tmp_path / "some.jsonl").write_text("\n".join(rows))
-    on_hub = ["dataset.source=someone/rows", "dataset.name=main"]
-    assert evaluate(capsys, run, "--data", tmp_path / "some.jsonl", *on_hub)["rows"] == 4
-
-
 @pytest.mark.wide(always=1)
 def test_rows_can_be_named(run, tmp_path, capsys):
+    """A file takes the place of a data set of the hub, too."""
     rows = (run.parent / "rows.jsonl").read_text().splitlines()[:6]
     (tmp_path / "some.jsonl").write_text("\n".join(rows))
-    said = evaluate(capsys, run, "--data", tmp_path / "some.jsonl")
+    on_hub = ["dataset.source=someone/rows", "dataset.name=main"]
+    said = evaluate(capsys, run, "--data", tmp_path / "some.jsonl", *on_hub)
     assert said["rows"] == 6
     assert cli.main(["eval", str(run), "--data", str(tmp_path / "some.jsonl")]) == 0
     first, worst = capsys.readouterr().out.splitlines()[:2]
@@ -132,22 +123,16 @@ def test_an_interval_of_paired_rows_covers_the_truth_at_its_rate():
     assert hits / 2000 == pytest.approx(0.95, abs=0.02)
 
 
-def own(run: Path, folder: Path, **changes: object) -> Path:
-    """A copy of a run whose config names other components."""
-    copy = Path(shutil.copytree(run, folder / "copy"))
-    content = yaml.safe_load((run / "config.yaml").read_text())
-    write_yaml(copy / "config.yaml", {**content, **changes})
-    return copy
-
-
 def test_rows_of_the_users_own_need_trust(run, tmp_path, capsys, monkeypatch):
     (tmp_path / "own_rows.py").write_text("from rocm_ext.data import preference_dataset, sft_dataset\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own_rows", raising=False)
-    dataset = yaml.safe_load((run / "config.yaml").read_text())["dataset"]
-    name = f"own_rows.{dataset['_component_'].rpartition('.')[2]}"
-    copy = own(run, tmp_path / "lr=1e-3", dataset={**dataset, "_component_": name})
+    content = yaml.safe_load((run / "config.yaml").read_text())
+    name = f"own_rows.{content['dataset']['_component_'].rpartition('.')[2]}"
+    content["dataset"]["_component_"] = name
+    copy = Path(shutil.copytree(run, tmp_path / "lr=1e-3" / "copy"))
+    write_yaml(copy / "config.yaml", content)
     assert cli.main(["eval", str(copy)]) == 1
     assert f"dataset._component_ is '{name}'" in capsys.readouterr().err
     assert "own_rows" not in sys.modules
@@ -155,26 +140,18 @@ def test_rows_of_the_users_own_need_trust(run, tmp_path, capsys, monkeypatch):
 
 
 VERIFIERS = "rocm_ext.verifiers"
+TOUCH = {"_component_": f"{VERIFIERS}.Command", "command": ["touch", "MARK"]}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"verifier": {"_component_": f"{VERIFIERS}.Command", "command": ["touch", "MARK"]}},
-        {"verifier": {"_component_": f"{VERIFIERS}.RewardFunction", "function": "os.abort"}},
-        {
-            "verifier": {
-                "_component_": f"{VERIFIERS}.All",
-                "verifiers": [{"_component_": f"{VERIFIERS}.Command", "command": ["touch", "MARK"]}],
-            }
-        },
-        {"verifier": {"_component_": f"{VERIFIERS}.PythonTests", "sandbox": "rlimits"}},
-        {"verifier": {"_component_": f"{VERIFIERS}.PythonTests", "python": "./evil"}},
-        {"verifier": {"_component_": f"{VERIFIERS}.LLMJudge", "base_url": "http://localhost", "api_key_env": "TOKEN"}},
-        {"engine": {"_component_": "rocm_ext.sampling.OpenAIEngine", "api_key_env": "TOKEN"}},
-        {"eval_prompts": {"_component_": "os.system", "command": "touch MARK"}},
-    ],
-)
+@pytest.mark.parametrize("changes", [
+    {"verifier": TOUCH}, {"verifier": {"_component_": f"{VERIFIERS}.All", "verifiers": [TOUCH]}},
+    {"verifier": {"_component_": f"{VERIFIERS}.RewardFunction", "function": "os.abort"}},
+    {"verifier": {"_component_": f"{VERIFIERS}.PythonTests", "sandbox": "rlimits"}},
+    {"verifier": {"_component_": f"{VERIFIERS}.PythonTests", "python": "./evil"}},
+    {"verifier": {"_component_": f"{VERIFIERS}.LLMJudge", "base_url": "http://localhost", "api_key_env": "TOKEN"}},
+    {"engine": {"_component_": "rocm_ext.sampling.OpenAIEngine", "api_key_env": "TOKEN"}},
+    {"eval_prompts": {"_component_": "os.system", "command": "touch MARK"}},
+])  # fmt: skip
 def test_a_downloaded_run_runs_no_code(changes, tmp_path, capsys):
     mark, run = tmp_path / "mark", tmp_path / "run"
     (run / "adapter").mkdir(parents=True)
@@ -187,9 +164,6 @@ def test_a_downloaded_run_runs_no_code(changes, tmp_path, capsys):
     assert "--trust-config" in error
     assert error.count("\n") == 1
     assert not mark.exists()
-
-
-# ---- answers
 
 
 @pytest.fixture
@@ -255,19 +229,14 @@ def write_random_adapter(model: Path, folder: Path) -> None:
 
 
 def right_rows(model: Path, rows: Path, folder: Path, capsys) -> Path:
-    """Return rows whose answers are what the model says greedily."""
+    """Return rows whose answers are the last numbers that the model says greedily."""
     out, path = folder / "said", folder / "right.jsonl"
     arguments = ["--config", model, "--data", rows, "--verifier", "MathAnswer", "--output", out, "hardware=cpu"]
     evaluate(capsys, *arguments, "max_new_tokens=32", "verify_workers=1")
-    said = lines(out / "answers.jsonl")
-    path.write_text(
-        "".join(json.dumps({"prompt": each["prompt"], "answer": last_number(each)}) + "\n" for each in said)
-    )
+    said = [{"prompt": each["prompt"], "answer": re.findall(r"\d+", each["text"])[-1]}
+            for each in lines(out / "answers.jsonl")]  # fmt: skip
+    path.write_text("".join(json.dumps(each) + "\n" for each in said))
     return path
-
-
-def last_number(answer: dict) -> str:
-    return re.findall(r"\d+", answer["text"])[-1]
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
