@@ -37,7 +37,9 @@ def test_other_outputs_are_wrong(printed: str, expected: str):
     ("x 5.0", "x 5", 0, True), ("x 5.0001", "x 5", 1e-3, True), ("x 5.01", "x 5", 1e-3, False),
     ("0.1000000000000000055511151231257827", "0.1", 0, False),
     ("0.1000000000000000055511151231257827", "0.1", 1e-9, True), ("0011", "11", 1e-3, False),
-    ("1000000", "1000001", 1e-3, False), ("\n1.0001", "1", 1e-3, True),
+    ("1000000", "1000001", 1e-3, False),  # whole numbers are exact
+    ("1000000.0", "1000001", 1e-3, True), ("\n1.0001", "1", 1e-3, True), ("1 2", "1\n2", 1e-3, False),
+    ("nan", "1", 1e9, False), ("1e999", "2e999", 0.1, False), ("1_0", "10", 0.1, False), ("1.50 a", "1.5 a", 0, True),
 ])  # fmt: skip
 def test_a_tolerance_compares_all_words(printed: str, expected: str, tolerance: float, right: bool):
     assert same_output(printed, expected, tolerance) is right

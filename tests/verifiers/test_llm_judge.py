@@ -19,9 +19,6 @@ pytest.importorskip("resource", reason="forks and POSIX signals")
 HERE = "rocm_ext.verifiers."
 
 
-# ---- a language model as judge
-
-
 def replied(text, reason="stop"):
     return {"choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}]}
 
@@ -137,9 +134,6 @@ def test_a_batch_of_a_judge_is_asked_at_once_with_the_key(serve, monkeypatch):
     monkeypatch.delenv("MY_KEY")
     with pytest.raises(UserError, match="is not set"):
         build({**node, "api_key_env": "MY_KEY"}).check()
-
-
-# ---- a program that stays
 
 
 PROGRAM = """
