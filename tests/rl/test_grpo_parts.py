@@ -34,9 +34,6 @@ of_step = st.dictionaries(st.sampled_from("abcdef"), one_group, max_size=5).map(
 kinds = st.tuples(st.sampled_from(CENTERS), st.sampled_from(SCALES))
 
 
-# ---- rewards
-
-
 def answer(tokens, cut=False):
     return SimpleNamespace(tokens=[0] * tokens, finish_reason="length" if cut else "stop")
 
@@ -71,9 +68,6 @@ def test_long_answers_are_penalized_as_in_dapo(tokens, cut, margin, share):
     found = rewarded(samples, {("a", 0): 0.5}, truncated="penalize", penalty=0.4, margin=margin)
     assert found == {("a", 0): pytest.approx(0.5 - 0.4 * share)}
     assert rewarded(samples, {("a", 0): 0.5}, truncated="keep", penalty=0.4, margin=margin) == {("a", 0): 0.5}
-
-
-# ---- advantages
 
 
 @given(of_step, kinds, st.randoms(use_true_random=False))
@@ -233,9 +227,6 @@ def test_an_unknown_kind_of_advantage_or_curriculum_is_named():
         chosen({}, curriculum="hard_first")
 
 
-# ---- share of the rewards that length explains
-
-
 def test_length_share_is_the_r_squared_of_a_regression_with_an_intercept_per_group():
     rng = np.random.default_rng(1)
     for noise, slope in ((0.0, -0.01), (0.2, -0.01), (0.2, 0.01), (3.0, 0.05)):
@@ -270,8 +261,6 @@ def test_length_alone_explains_a_reward_that_is_the_length():
     assert length_share(given_rewards, lengths) == pytest.approx(-1)  # c is flat and has no say
     assert length_share({key: -value for key, value in given_rewards.items()}, lengths) == pytest.approx(1)
 
-
-# ---- choice of prompts
 
 IDS = [f"p{i}" for i in range(40)]
 curricula = st.sampled_from(["none", "informative", "easy_to_hard"])
@@ -353,9 +342,6 @@ def test_easy_to_hard_begins_with_the_easiest_then_asks_unmeasured_prompts_and_e
     assert set(first[:10]) == set(IDS[30:])  # of these, the least often asked
 
 
-# ---- reasons to stop
-
-
 def step(number, **more):
     line = {"step": number, "updates": 1, "reward": 0.5, "reward_std": 0.5, "flat": 0.2, "truncated": 0.0}
     return line | {"entropy": 0.5, "length_share": 0.1} | more
@@ -427,9 +413,6 @@ def test_steps_without_an_update_stop_with_the_way_their_rewards_were(more, foun
     assert flat_reason([*rows, step(5)], max_flat_steps=1) is None
     rows = [step(i, **NO_UPDATE, reward=float(i % 2), reward_std=0.0) for i in (1, 2)]
     assert "equal inside each group" in flat_reason(rows, max_flat_steps=2)
-
-
-# ---- sampler and trainer
 
 
 @pytest.mark.parametrize(("rewards", "rate", "warns"), [
