@@ -64,9 +64,6 @@ def raft_run(tmp_path: Path) -> Path:
     return raft(tmp_path / "raft", RIGHT, drawn=4)
 
 
-# ---- content
-
-
 def test_a_run_of_sft(run, capsys):
     html = report(run)
     assert capsys.readouterr().out.strip() == str(run / "report.html")
@@ -139,9 +136,6 @@ def test_hardware_of_several_gpus_and_a_pause(tmp_path):
     assert [mark["label"]["text"] for mark in load["layout"]["shapes"]] == ["resumed"]
     assert [trace["y"].index(None) for trace in load["data"]] == [60] * 3  # two strokes, and none across
     assert "9m55s, resumed 1 time" in words(html)  # the pause in between does not count
-
-
-# ---- incomplete runs
 
 
 def test_runs_with_few_steps(tmp_path):
@@ -236,11 +230,16 @@ def test_no_run(tmp_path, capsys, files):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_output_that_cannot_be_written(run, tmp_path, capsys):
+def test_a_page_that_cannot_be_written(run, tmp_path, capsys, monkeypatch):
     (rows := tmp_path / "rows.jsonl").write_text("precious")
     for output in (tmp_path, rows / "r.html", rows):
         assert main(["report", str(run), "-o", str(output)]) in (1, 2)
         assert capsys.readouterr().err.startswith("error: ")
+    charts.library.cache_clear()
+    report_package._library.cache_clear()
+    monkeypatch.setattr(charts, "find_spec", lambda name: None)
+    assert main(["report", str(run)]) == 1
+    assert "pip install 'plotly" in capsys.readouterr().err
 
 
 JUNK = st.recursive(
@@ -275,14 +274,6 @@ def test_any_values_in_its_files(tmp_path_factory, recipe, data):
     assert main(["monitor", "--count", "1", "--root", str(folder), "--run", str(run)]) == 0
 
 
-def test_without_plotly(run, monkeypatch, capsys):
-    charts.library.cache_clear()
-    report_package._library.cache_clear()
-    monkeypatch.setattr(charts, "find_spec", lambda name: None)
-    assert main(["report", str(run)]) == 1
-    assert "pip install 'plotly" in capsys.readouterr().err
-
-
 def test_it_needs_no_torch(run, tmp_path):
     samples = raft(tmp_path / "raft", RIGHT, prompts=prompts(tmp_path))
     page = tmp_path / "page.html"
@@ -290,9 +281,6 @@ def test_it_needs_no_torch(run, tmp_path):
     arguments = ["report", str(run), str(samples), "-o", str(page)]
     assert subprocess.run([sys.executable, "-c", code, *arguments]).returncode == 0
     assert "What is 1 and 1?" in page.read_text()
-
-
-# ---- curves
 
 
 def test_a_long_run_makes_a_small_file(tmp_path):
@@ -313,8 +301,6 @@ def test_smoothing_ignores_what_is_not_finite():
     assert found[[0, 9, 10, 11, 48, 49]].tolist() == [1, 1, 1, 1, 2, 2.5]
     assert np.isnan(smooth(np.array([np.nan, np.nan]))[0]).all()
 
-
-# ---- hostile text
 
 NASTY = (
     "<script>window.pwned=1</script><img src=x onerror='window.pwned=2'>]]>--></title></style></pre></svg>"
@@ -363,9 +349,6 @@ def test_visible():
     assert visible("नि\u200dत्य é 中文 👩\u200d💻", 99) == "नि\u200dत्य é 中文 👩\u200d💻"
     clipped = visible("a" * 50 + "b" * 50, limit=40)
     assert clipped == "a" * 30 + "\n[ 60 characters left out ]\n" + "b" * 10
-
-
-# ---- in a browser
 
 
 @pytest.fixture(scope="module")
