@@ -98,6 +98,10 @@ def test_other_states(tmp_path):
     sampling = grpo(tmp_path / "sampling", {}, steps=1, planned=20, finished=False)
     (sampling / "metrics.jsonl").unlink()
     assert {step for step, _, _ in groups(report(sampling))} == {1}
+    scores = dict.fromkeys(range(61), RIGHT[0]) | {30: RIGHT[20]}  # more evaluations than a table shows
+    text = words(report(grpo(tmp_path / "long", scores, steps=60)))
+    assert "Best held-out pass@1 80.0 % after step 30" in text
+    assert len(re.findall(r" 3 of 10 30.0 %| 8 of 10 80.0 %", text)) < 61
 
 
 def test_a_finished_run(run):

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import time
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
@@ -264,7 +265,7 @@ EAST = timezone(timedelta(hours=2), "EAST")
     deque([1, 2], maxlen=2), range(1, 9, 3), slice(1, None), Decimal("1.10"), Fraction(1, 3), date(2020, 1, 2),
     datetime(2020, 1, 2, 3, tzinfo=EAST), EAST, PurePosixPath("a/b"), UUID(int=5), Ellipsis,
     MappingProxyType({"a": [1]}), time.gmtime(0), urlparse("http://a/b?c"), re.search("(?P<b>b)|c", "abc"),
-    "\ud800", "\ud83d\ude00", -0.0, float("nan"), float("inf"), {True: 1, 2: (3,)}.keys(),
+    array("d", [1.5]), "\ud800", "\ud83d\ude00", -0.0, float("nan"), float("inf"), {True: 1, 2: (3,)}.keys(),
 ])  # fmt: skip
 def test_library_types_survive_the_wire(value):
     found = across(value)
