@@ -75,7 +75,7 @@ BOXES = "\\(\\boxed{1}\\) and \\(\\boxed{-2}\\)."  # a gold answer may have seve
     ("\\boxed{72" + "(" + "a" * 72 + "1)}", "72", "WRONG"), ("We have 5 " + "*" * 1500 + " x 72 apples", "72", "WRONG"),
     ("Fill in 5 " + "_" * 1500 + " or so 72", "72", "WRONG"), ("5" + " " * 1500 + "x 72", "72", "WRONG"),
     ("\\boxed{-2, 1}", BOXES, "CORRECT"), ("\\boxed{-2}", BOXES, "WRONG"), ("\\boxed{1}", BOXES, "WRONG"),
-    ("\\boxed{x+2}", "x+1", "WRONG"), ("\\boxed{\\{2, 1\\}}", "\\{1, 2\\}", "CORRECT"),
+    ("\\boxed{3.33}", "\\approx 3.33", "CORRECT"), ("\\boxed{x+2}", "x+1", "WRONG"), ("\\boxed{\\{2, 1\\}}", "\\{1, 2\\}", "CORRECT"),
 ])  # fmt: skip
 def test_math_answer(math_pool: Pool, completion: str, answer: str, verdict: str):
     MathAnswer().check_row({"answer": answer})
