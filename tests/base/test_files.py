@@ -99,14 +99,13 @@ def written(folder: Path, content: bytes) -> Path:
 
 
 @pytest.mark.parametrize("torn", [b'{"a"', b'{"a": 2', b"\xff", b"0", b"[" * 100_000])
-def test_a_torn_last_line_is_skipped(tmp_path, torn):
+def test_a_torn_last_line_is_skipped_and_one_that_only_lacks_its_break_counts(tmp_path, torn):
     path, problems = written(tmp_path, b'{"a": 1}\n\n' + torn), []
     assert list(read_lines(path)) == list(read_lines(path, problems=problems)) == [{"a": 1}]
     assert problems == []
-
-
-def test_a_last_line_that_only_lacks_its_break_counts(tmp_path):
     assert list(read_lines(written(tmp_path, b'{"a": 1}\n{"a": 2}'))) == [{"a": 1}, {"a": 2}]
+    text = '{"a": "\u2028\u0085\\u001c"}\n'  # characters that break lines elsewhere
+    assert list(read_lines(written(tmp_path, text.encode()))) == [{"a": "\u2028\u0085\x1c"}]
 
 
 @pytest.mark.parametrize("damaged", [b'{"a"', b"[1]", b"\xff", b"0", b"[" * 100_000, b'{"b": 1}'])
@@ -130,8 +129,3 @@ def test_files_that_cannot_be_read(tmp_path):
     assert read_json(tmp_path / "none.json") is None
     with pytest.raises(UserError, match=r"lines\.jsonl is damaged; expected a JSON object"):
         read_json(written(tmp_path, b'{"a": 1'))
-
-
-def test_characters_that_break_lines_elsewhere(tmp_path):
-    text = '{"a": "\u2028\u0085\x1c"}\n'
-    assert list(read_lines(written(tmp_path, text.replace("\x1c", "\\u001c").encode()))) == [{"a": "\u2028\u0085\x1c"}]

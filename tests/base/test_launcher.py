@@ -59,19 +59,16 @@ def test_ranks_that_said_nothing(fail):
 
 
 def test_a_stopped_launcher_is_silent_and_other_errors_are_not(fail, capsys):
-    stop = SignalException("Process 7 got signal: 2", signal.SIGINT)
-    sys.excepthook(type(stop), stop, None)
-    assert capsys.readouterr().err == ""
-    sys.excepthook(ValueError, ValueError("else"), None)
-    assert capsys.readouterr().err == "ValueError: else\n"
+    def said(error: BaseException) -> str:
+        sys.excepthook(type(error), error, None)
+        return capsys.readouterr().err
 
-
-def test_machines_that_do_not_meet(fail, capsys):
-    error = DistStoreError("Timed out after 601 seconds waiting for clients. 1/2 clients joined.")
-    sys.excepthook(type(error), error, None)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: the machines of this run did not meet: Timed out after 601 seconds")
-    assert "1/2 clients joined. Start the same command on every machine" in line
+    assert said(SignalException("Process 7 got signal: 2", signal.SIGINT)) == ""
+    assert said(ValueError("else")) == "ValueError: else\n"
+    apart = said(DistStoreError("Timed out after 601 seconds waiting for clients. 1/2 clients joined."))
+    assert apart.startswith("error: the machines of this run did not meet: Timed out after 601 seconds")
+    assert "1/2 clients joined. Start the same command on every machine" in apart
+    assert apart.count("\n") == 1
 
 
 def test_without_our_launcher_each_rank_says_it(monkeypatch, tmp_path, capsys):

@@ -39,7 +39,6 @@ def as_tune(monkeypatch):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Pretend that other versions are installed."""
     real = importlib.metadata.version
 
     def install(**versions):
@@ -53,7 +52,7 @@ def installed(monkeypatch):
     return install
 
 
-def test_tune_ls(as_tune, monkeypatch, capsys):
+def test_tune_ls(as_tune, monkeypatch, capsys, tmp_path):
     """It shows torchtune's configs, then ours with machine, model and memory, and ends before torchtune is imported."""
     monkeypatch.setattr(sys, "argv", ["/usr/bin/tune", "ls"])
     with pytest.raises(SystemExit) as left:
@@ -67,10 +66,7 @@ def test_tune_ls(as_tune, monkeypatch, capsys):
     assert lines["mi300x_qwen72b"].endswith(" 8 x mi300x Qwen2.5-72B-Instruct 147 GiB")
     assert lines["cpu_pocket_raft"].endswith(" cpu pocket under 1 GiB")
     assert "lora_finetune_single_device" in theirs
-
-
-def test_tune_ls_of_configs_that_say_little(tmp_path):
-    """As those of other people's packages."""
+    # configs that say little, as those of other people's packages
     (tmp_path / "mine.py").write_text('recipe_main("mine", defaults="mine.yaml")\n')
     (tmp_path / "mine.yaml").write_text("recipe: mine\n")
     (tmp_path / "run.yaml").write_text("recipe: mine\nmodel: some.builder\n")
@@ -96,7 +92,7 @@ def tune_here(as_tune, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "file"), [("cpu_pocket", "cpu_pocket.yaml"), ("raft_rocm", "../recipes/raft_rocm.py")]
 )
-@pytest.mark.parametrize("into", ["mine", "mine.txt", "."])
+@pytest.mark.parametrize("into", ["mine", "."])
 def test_tune_cp_keeps_a_file_that_exists(tune_here, tmp_path, monkeypatch, name, file, into):
     monkeypatch.chdir(tmp_path)
     source = SHIPPED / file
@@ -111,55 +107,37 @@ def test_tune_cp_keeps_a_file_that_exists(tune_here, tmp_path, monkeypatch, name
     assert copy.read_text() == source.read_text()
 
 
-def test_tune_cp_of_torchtune_s_is_torchtune_s(tune_here, tmp_path):
-    for _ in range(2):
+def test_tune_leaves_what_is_torchtune_s_to_it(tune_here, tmp_path, capsys):
+    for _ in range(2):  # it overwrites what exists
         assert tune_here("cp", "llama3/8B_lora_single_device", tmp_path / "theirs.yaml") is None
-
-
-@pytest.mark.parametrize(
-    ("name", "overrides", "code"),
-    [
-        ("cpu_pocket", ["lr_scheduler.num_warmup_steps=3"], 0),
-        ("strix_halo_qwen7b", [], 0),
-        ("cpu_pocket_dpo", ["bach_size=2"], 1),
-        ("cpu_pocket_raft", ["cycles=many"], 1),
-        ("cpu_pocket_grpo", ["optimizer.lrr=1"], 1),
-        ("cpu_pocket_grpo", ["clip_high=x"], 1),
-        ("cpu_pocket_tools", ["batch_size=0"], 1),
-    ],
-)
-@pytest.mark.parametrize("option", [[], ["--config"]])
-def test_tune_validate_knows_our_keys(tune_here, monkeypatch, name, overrides, code, option):
-    started = []
-    monkeypatch.setattr(
-        "rocm_ext.machine.environment.replace_process", lambda command: sys.exit(started.append(command))
-    )
-    tune_here("validate", *option, name, *overrides)
-    by_file = len(started)
-    tune_here("validate", *option, SHIPPED / f"{name}.yaml", *overrides)
-    python, dash_m, module, *arguments = started[by_file]
-    assert (python, dash_m, module) == (sys.executable, "-m", "rocm_ext.cli")
-    assert started[0][5:] == ["--config", name, *overrides]
-    assert cli.main(arguments) == code
-
-
-def test_tune_validate_of_torchtune_s_is_torchtune_s(tune_here, capsys):
-    theirs = Path(torchtune_registry.__file__).parents[1] / "recipes/configs/llama3/8B_lora_single_device.yaml"
-    assert tune_here("validate", theirs) is None
+    capsys.readouterr()
+    assert tune_here("validate", tmp_path / "theirs.yaml") is None
     assert capsys.readouterr().out == "Config is well-formed!\n"
+
+
+@pytest.mark.parametrize(("name", "overrides", "code"), [
+    ("cpu_pocket", ["lr_scheduler.num_warmup_steps=3"], 0), ("strix_halo_qwen7b", [], 0),
+    ("cpu_pocket_dpo", ["bach_size=2"], 1), ("cpu_pocket_raft", ["cycles=many"], 1),
+    ("cpu_pocket_grpo", ["optimizer.lrr=1"], 1), ("cpu_pocket_tools", ["batch_size=0"], 1),
+])  # fmt: skip
+def test_tune_validate_knows_our_keys(tune_here, monkeypatch, name, overrides, code):
+    started = []
+    replaced = "rocm_ext.machine.environment.replace_process"
+    monkeypatch.setattr(replaced, lambda command: sys.exit(started.append(command)))
+    for config_at in ([], ["--config"]):
+        tune_here("validate", *config_at, name, *overrides)
+        tune_here("validate", *config_at, SHIPPED / f"{name}.yaml", *overrides)
+        by_name, (python, dash_m, module, *arguments) = started[-2:]
+        assert (python, dash_m, module) == (sys.executable, "-m", "rocm_ext.cli")
+        assert by_name[5:] == ["--config", name, *overrides]
+    assert cli.main(arguments) == code
 
 
 def test_other_programs_load_next_to_nothing():
     program = "import sys, torch; print(*(m for m in sys.modules if m.split('.')[0] in ('rocm_ext', 'torchtune')))"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert sorted(run.stdout.split()) == [
-        "rocm_ext",
-        "rocm_ext.base",
-        "rocm_ext.base.errors",
-        "rocm_ext.base.pins",
-        "rocm_ext.base.registry",
-        "rocm_ext.hook",
-    ]
+    ours = {"rocm_ext", "rocm_ext.hook", *(f"rocm_ext.base{name}" for name in ("", ".errors", ".pins", ".registry"))}
+    assert set(run.stdout.split()) == ours
 
 
 def test_register_adds_recipes_and_configs(as_tune):
@@ -170,10 +148,8 @@ def test_register_adds_recipes_and_configs(as_tune):
     for recipe, ends in ((raft, ("_raft", "_raft_8gpu")), (grpo, ("_grpo", "_grpo_8gpu", "_tools"))):
         assert sorted(c.name for c in recipe.configs) == [name for name in CONFIGS if name.endswith(ends)]
     assert sorted(c.name for recipe in added for c in recipe.configs) == CONFIGS
-    for ours in added:
-        assert ours.supports_distributed
-        assert all(Path(c.file_path).is_file() for c in ours.configs)
-        assert Path(ours.file_path).is_file()
+    assert all(recipe.supports_distributed for recipe in added)
+    assert all(Path(each.file_path).is_file() for recipe in added for each in (recipe, *recipe.configs))
 
 
 def test_register_leaves_other_programs_alone(as_tune, monkeypatch):
@@ -181,11 +157,14 @@ def test_register_leaves_other_programs_alone(as_tune, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "tune"])
     hook.register()
     assert len(as_tune) == before
+    monkeypatch.setenv(registry.DECIDED, "")  # a program below a run
+    monkeypatch.setattr("rocm_ext.config.startup.begin", lambda tune: pytest.fail("it imports what it must not"))
+    hook.register()
 
 
-@pytest.mark.parametrize("broken", ["no torchtune", "another registry", "no configs", "no argv"])
+@pytest.mark.parametrize("broken", ["no torchtune", "another registry", "no configs", "no argv", "no device"])
 def test_register_never_raises(as_tune, monkeypatch, capsys, broken):
-    before = len(as_tune)
+    before, says = len(as_tune), "torchtune-rocm: its recipes are not registered: "
     if broken == "no torchtune":
         real = builtins.__import__
 
@@ -199,72 +178,50 @@ def test_register_never_raises(as_tune, monkeypatch, capsys, broken):
         monkeypatch.delattr(torchtune_registry, "_ALL_RECIPES")
     elif broken == "no configs":
         monkeypatch.setattr(registry, "_folder", lambda name: Path("/nowhere"))
-    else:
+    elif broken == "no argv":
         monkeypatch.setattr(sys, "argv", [None])
+    else:
+
+        def begin(tune):
+            raise RuntimeError("no such device")
+
+        monkeypatch.setattr("rocm_ext.config.startup.begin", begin)
+        says = "torchtune-rocm: the environment of this run is not prepared: no such device\n"
     hook.register()
-    assert capsys.readouterr().err.startswith("torchtune-rocm: its recipes are not registered: ")
-    assert len(as_tune) == before
+    assert capsys.readouterr().err.startswith(says)
+    assert (len(as_tune) == before) == (broken != "no device")
 
 
-def test_a_failing_preparation_says_so(as_tune, monkeypatch, capsys):
-    def begin(tune):
-        raise RuntimeError("no such device")
-
-    monkeypatch.setattr("rocm_ext.config.startup.begin", begin)
-    hook.register()
-    assert capsys.readouterr().err == "torchtune-rocm: the environment of this run is not prepared: no such device\n"
-    assert "raft_rocm" in [recipe.name for recipe in as_tune]
-
-
-def test_a_program_below_a_run_begins_nothing(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    monkeypatch.setenv(registry.DECIDED, "")
-    monkeypatch.setattr("rocm_ext.config.startup.begin", lambda tune: pytest.fail("it imports what it must not"))
-    hook.register()
-
-
-@pytest.mark.parametrize(
-    "versions",
-    [{"torchtune": "0.7.0"}, {"torchao": "0.12.0"}, {"torchao": "0.19.1+rocm7"}, {"torchao": None}],
-)
-@pytest.mark.parametrize("program", ["/usr/bin/tune run lora_finetune_rocm", "/usr/bin/rocm-ext plan"])
-def test_wrong_pins(as_tune, installed, monkeypatch, versions, program):
+@pytest.mark.parametrize("versions", [
+    {"torchtune": "0.7.0"}, {"torchao": "0.12.0"}, {"torchao": "0.19.1+rocm7"}, {"torchao": None},
+])  # fmt: skip
+def test_wrong_pins_end_our_programs_alone(as_tune, installed, monkeypatch, versions):
     installed(**versions)
-    monkeypatch.setattr(sys, "argv", program.split())
     ((name, version),) = versions.items()
-    with pytest.raises(SystemExit) as leaving:
-        hook.register()
-    message = str(leaving.value)
-    assert "\n" not in message
-    assert "needs torchtune==0.6.1 and torchao>=0.13,<0.19" in message
-    assert f"{name} {version or 'none'}" in message
-    assert "pip install" in message
-
-
-@pytest.mark.parametrize("versions", [{}, {"torchtune": "0.6.1+cpu"}, {"torchao": "0.13.0"}, {"torchao": "0.18.9"}])
-def test_right_pins(installed, versions):
-    installed(**versions)
-    assert pins.wrong_pins() is None
-
-
-def test_older_torch_needs_older_torchao(installed):
-    installed(torch="2.9.1+rocm6.3", torchao="0.17.0")
-    assert pins.wrong_pins() is None
-    installed(torch="2.9.1+rocm6.3", torchao="0.18.0")
-    assert "needs torchtune==0.6.1 and torchao>=0.13,<0.18 with torch 2.9.1+rocm6.3; found" in pins.wrong_pins()
-
-
-def test_wrong_pins_do_not_stop_other_recipes(as_tune, installed, monkeypatch):
-    installed(torchao="0.19.0")
+    for program in ("/usr/bin/tune run lora_finetune_rocm", "/usr/bin/rocm-ext plan"):
+        monkeypatch.setattr(sys, "argv", program.split())
+        with pytest.raises(SystemExit) as leaving:
+            hook.register()
+        message = str(leaving.value)
+        assert "\n" not in message
+        assert "needs torchtune==0.6.1 and torchao>=0.13,<0.19" in message
+        assert f"{name} {version or 'none'}" in message
+        assert "pip install" in message
     monkeypatch.setattr(sys, "argv", ["tune", "run", "full_finetune_single_device", "--config", "llama3_2/1B_full"])
     hook.register()
 
 
-def test_pins_are_those_of_the_package():
+def test_right_pins_are_those_of_the_package(installed):
     requires = {tuple(sorted(line.split(","))) for line in importlib.metadata.requires("torchtune-rocm") or []}
     low, below = pins.TORCHAO_PIN
     assert (f"torchtune=={pins.TORCHTUNE_PIN}",) in requires
     assert {(f"<{below}", f"torchao>={low}"), (f">={low}", f"torchao<{below}")} & requires
+    older = {"torch": "2.9.1+rocm6.3", "torchao": "0.17.0"}
+    for versions in ({}, {"torchtune": "0.6.1+cpu"}, {"torchao": "0.13.0"}, {"torchao": "0.18.9"}, older):
+        installed(**versions)
+        assert pins.wrong_pins() is None
+    installed(**older | {"torchao": "0.18.0"})  # older torch needs older torchao
+    assert "needs torchtune==0.6.1 and torchao>=0.13,<0.18 with torch 2.9.1+rocm6.3; found" in pins.wrong_pins()
 
 
 TORCHTUNE = """
@@ -319,9 +276,8 @@ class TwoLearningRates(Trainer):
 def test_subclass_overrides_a_part(tmp_path):
     base, rows = write_model(tmp_path / "base"), write_rows(tmp_path / "rows.jsonl", 8)
     cfg = run_config(base, rows, tmp_path / "out", epochs=2)
-    recipe = LoRAFinetune(
-        config.load("lora_finetune_rocm", str(write_yaml(tmp_path / "run.yaml", cfg))), trainer=TwoLearningRates
-    )
+    loaded = config.load("lora_finetune_rocm", str(write_yaml(tmp_path / "run.yaml", cfg)))
+    recipe = LoRAFinetune(loaded, trainer=TwoLearningRates)
     recipe.setup()
     recipe.train()
     recipe.cleanup()
@@ -342,16 +298,13 @@ def test_copied_recipe_runs(tmp_path):
     assert ranks.returncode == 0, ranks.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "message", "shown"),
-    [
-        ("torchao", "Failed to load a.so: Could not load this library", False),
-        ("torchao", "torchao needs a newer torch", True),
-        ("torch.utils._pytree", "<enum 'KernelPreference'> is an Enum subclass", False),
-        ("torch.distributed.run", "\n*****\nSetting OMP_NUM_THREADS environment variable", False),
-        ("torch.distributed.run", "\n*****\nthe ranks do not agree", True),
-    ],
-)
+@pytest.mark.parametrize(("name", "message", "shown"), [
+    ("torchao", "Failed to load a.so: Could not load this library", False),
+    ("torchao", "torchao needs a newer torch", True),
+    ("torch.utils._pytree", "<enum 'KernelPreference'> is an Enum subclass", False),
+    ("torch.distributed.run", "\n*****\nSetting OMP_NUM_THREADS environment variable", False),
+    ("torch.distributed.run", "\n*****\nthe ranks do not agree", True),
+])  # fmt: skip
 def test_warnings_that_concern_nobody_are_left_out(tune_here, tmp_path, name, message, shown):
     tune_here("cp", "cpu_pocket", tmp_path / "run.yaml")
     record = logging.LogRecord(name, logging.WARNING, __file__, 1, message, (), None)

@@ -72,9 +72,6 @@ def chat(monkeypatch, capfd, *arguments: str, lines: list[str] | None = None) ->
     return out, err, code
 
 
-# ---- answers
-
-
 @pytest.mark.wide
 def test_the_answer_is_that_of_the_recipes_sampler(pocket_dir, tmp_path, monkeypatch, capfd):
     out, err, code = chat(monkeypatch, capfd, pocket_dir, "-p", QUESTIONS[0], "--max-new-tokens", "32")
@@ -104,34 +101,24 @@ def test_history_adapter_and_base_are_those_of_peft(pocket_dir, adapter, monkeyp
     said = {"role": "assistant", "content": first}
     system = {"role": "system", "content": "Be brief."}
     expected = [
-        first,
-        theirs(pocket_dir, asked[:1]),
-        theirs(pocket_dir, [asked[0], said, asked[1]], adapter),
-        theirs(pocket_dir, asked[1:], adapter),
-        theirs(pocket_dir, [system, asked[0]], adapter),
+        first, theirs(pocket_dir, asked[:1]), theirs(pocket_dir, [asked[0], said, asked[1]], adapter),
+        theirs(pocket_dir, asked[1:], adapter), theirs(pocket_dir, [system, asked[0]], adapter),
         theirs(pocket_dir, [system, asked[0]]),
-    ]
+    ]  # fmt: skip
     assert out == "".join(text + "\n" for text in expected)
     assert expected[0] != expected[1]
     assert code == 0
 
 
 def test_a_runs_folder_stands_for_its_adapter(pocket_dir, adapter, tmp_path, monkeypatch, capfd):
+    lora = {"lora_rank": 4, "lora_alpha": 64, "target_modules": ["q_proj", "down_proj"]}
     content = {
-        "recipe": "lora_finetune_rocm",
+        "recipe": "lora_finetune_rocm", "hardware": "cpu", "output_dir": str(tmp_path / "run"),
         "pocket": str(pocket_dir),  # a variable of the user's
-        "hardware": "cpu",
-        "output_dir": str(tmp_path / "run"),
-        "model": {
-            "_component_": "rocm_ext.model.from_checkpoint",
-            "checkpoint_dir": "${pocket}",
-            "lora_rank": 4,
-            "lora_alpha": 64,
-            "target_modules": ["q_proj", "down_proj"],
-        },
+        "model": {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": "${pocket}", **lora},
         "dataset": {"_component_": "rocm_ext.data.sft_dataset", "source": "${pocket}/train.jsonl"},
         "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
-    }
+    }  # fmt: skip
     shutil.copytree(adapter, tmp_path / "run" / "adapter")
     cfg = config.load("lora_finetune_rocm", str(write_yaml(tmp_path / "run.yaml", content)))
     cfg.dataset = cfg.metric_logger = {"_component_": "of_the_users_own.Thing"}  # a conversation needs neither
@@ -164,28 +151,34 @@ TOOL_TEMPLATE = (
 )
 
 
-def test_a_model_calls_tools(tmp_path, monkeypatch, capfd):
-    """The model gets what its calls give, until an answer calls none; mistakes are for it to read."""
-    model = write_theirs(tmp_path / "model", "smollm 3")
+def with_tools(monkeypatch, folder: Path, tools: str, answer, **config) -> tuple[Path, list[str]]:
+    """Make a model with a place for tools, whose n-th answer is ``answer(n)``; returns it and what it is asked."""
+    model = write_theirs(folder / "model", "smollm 3", **config)
     (model / "chat_template.jinja").write_text(TOOL_TEMPLATE)
-    (tmp_path / "my_tools.py").write_text('def add(a: int, b: int) -> int:\n    """Add."""\n    return a + b\n')
-    monkeypatch.chdir(tmp_path)
+    (folder / "my_tools.py").write_text(tools)
+    monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    call = '<tool_call>{"name": "add", "arguments": {"a": %s, "b": 2}}</tool_call>'
-    short = ["--max-new-tokens", "8"]
-    said = iter([f"I add. {call % 40}", call % '"x"', "It is 42.", "Yes."])
+    monkeypatch.delitem(sys.modules, "my_tools", raising=False)
     asked = []
 
     def stream(self, request, sampling):
         asked.append(self._tokenizer.encoder.decode(request.tokens, special=True))
-        tokens = self._tokenizer.encode(next(said), add_bos=False, add_eos=True)
+        tokens = self._tokenizer.encode(answer(len(asked)), add_bos=False, add_eos=True)
         yield from (tokens[:n] for n in range(1, len(tokens)))
         yield Completion(request, tokens, [0.0] * len(tokens), "", "stop")
 
     monkeypatch.setattr(LocalSession, "stream", stream)
-    out, err, code = chat(
-        monkeypatch, capfd, model, "--tool", "my_tools.add", *short, lines=["What is 40 + 2?", "Sure?"]
-    )
+    return model, asked
+
+
+def test_a_model_calls_tools(tmp_path, monkeypatch, capfd):
+    """The model gets what its calls give, until an answer calls none; mistakes are for it to read."""
+    call = '<tool_call>{"name": "add", "arguments": {"a": %s, "b": 2}}</tool_call>'
+    said = [f"I add. {call % 40}", call % '"x"', "It is 42.", "Yes."]
+    code = 'def add(a: int, b: int) -> int:\n    """Add."""\n    return a + b\n'
+    model, asked = with_tools(monkeypatch, tmp_path, code, lambda number: said[number - 1])
+    arguments = [model, "--tool", "my_tools.add", "--max-new-tokens", "8"]
+    out, err, code = chat(monkeypatch, capfd, *arguments, lines=["What is 40 + 2?", "Sure?"])
     assert code == 0, err
     assert out.endswith("It is 42.\nYes.\n"), (out, err)
     assert "[add(a=40, b=2): 42]" in err
@@ -194,38 +187,20 @@ def test_a_model_calls_tools(tmp_path, monkeypatch, capfd):
     assert asked[1].startswith(asked[0] + f"I add.{call % 40}<|im_end|>\n<|im_start|>tool\n42<|im_end|>")
     assert asked[3].startswith(asked[2] + "It is 42.<|im_end|>\n<|im_start|>user\nSure?")
     bare = write_theirs(tmp_path / "bare", "smollm 3")  # its chat template knows no tools
-    _, err, code = chat(monkeypatch, capfd, bare, "--tool", "my_tools.add", "-p", "1+1?")
-    assert code == 1
-    assert err.splitlines()[-1].startswith("error: the model's chat template has no place for tools")
-    _, err, code = chat(monkeypatch, capfd, model, "--tool", "my_tools.sub", "-p", "1+1?")
-    assert (code, err.count("\n")) == (1, 1)
-    assert "my_tools has no 'sub'" in err
-
-
-TALKING_TOOLS = """
-def look(n: int) -> str:
-    \"\"\"Look.\"\"\"
-    return "\\033[2J" + "0 1 " * n
-"""
+    for folder, tool, says in ((bare, "add", "has no place for tools"), (model, "sub", "my_tools has no 'sub'")):
+        _, err, code = chat(monkeypatch, capfd, folder, "--tool", f"my_tools.{tool}", "-p", "1+1?")
+        assert code == 1
+        assert says in err.splitlines()[-1]
 
 
 def test_long_results_and_many_calls(tmp_path, monkeypatch, capfd):
     """A result is cut to the room that is left, calls end, and no control character reaches the terminal."""
-    model = write_theirs(tmp_path / "model", "smollm 3", max_position_embeddings=2048)
-    (model / "chat_template.jinja").write_text(TOOL_TEMPLATE)
-    (tmp_path / "my_talking_tools.py").write_text(TALKING_TOOLS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    asked = []
-
-    def stream(self, request, sampling):
-        asked.append(self._tokenizer.encoder.decode(request.tokens, special=True))
-        call = f'<tool_call>{{"name": "look", "arguments": {{"n": {4000 if len(asked) == 1 else 1}}}}}</tool_call>'
-        tokens = self._tokenizer.encode(call, add_bos=False, add_eos=True)
-        yield Completion(request, tokens, [0.0] * len(tokens), "", "stop")
-
-    monkeypatch.setattr(LocalSession, "stream", stream)
-    arguments = [model, "--tool", "my_talking_tools.look", "--max-new-tokens", "8", "-p", "Look."]
+    look = 'def look(n: int) -> str:\n    """Look."""\n    return "\\033[2J" + "0 1 " * n\n'
+    call = '<tool_call>{"name": "look", "arguments": {"n": %d}}</tool_call>'
+    model, asked = with_tools(
+        monkeypatch, tmp_path, look, lambda number: call % (4000 if number == 1 else 1), max_position_embeddings=2048
+    )
+    arguments = [model, "--tool", "my_tools.look", "--max-new-tokens", "8", "-p", "Look."]
     _, err, code = chat(monkeypatch, capfd, *arguments)
     assert code == 0, err
     assert "the middle is left out" in asked[1]
@@ -238,10 +213,8 @@ def test_long_results_and_many_calls(tmp_path, monkeypatch, capfd):
 
 
 def test_a_seed_repeats_the_answers(pocket_dir, monkeypatch, capfd):
-    arguments = [pocket_dir, "--temperature", "1", "--max-new-tokens", "24"]
-    found = [
-        chat(monkeypatch, capfd, *arguments, "--seed", seed, lines=[QUESTIONS[0]] * 3)[0] for seed in ("5", "5", "6")
-    ]
+    arguments, asked = [pocket_dir, "--temperature", "1", "--max-new-tokens", "16"], [QUESTIONS[0]] * 2
+    found = [chat(monkeypatch, capfd, *arguments, "--seed", seed, lines=asked)[0] for seed in ("5", "5", "6")]
     assert found[0] == found[1] != found[2]
     cfg = config.load("raft_rocm", "cpu_pocket_raft", [f"pocket={pocket_dir}"])
     trained_with = cfg.seed
@@ -271,19 +244,31 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(pocket_dir, monkeypatch, ca
 
 
 def test_old_turns_are_left_out_once_the_context_is_full(pocket_dir, monkeypatch, capfd):
-    _, err, code = chat(
-        monkeypatch, capfd, pocket_dir, lines=[QUESTIONS[0]] * 9 + ["1 + " * 200, "/nonsense", "/quit ", "/more"]
-    )
+    lines = [*[QUESTIONS[0]] * 9, "1 + " * 200, "/nonsense", "/quit ", "/more"]
+    _, err, code = chat(monkeypatch, capfd, pocket_dir, lines=lines)
     assert "exceeds the model's 256 tokens: 2 messages are left out" in err
     assert "error: the question has" in err
     assert err.count("unknown command") == err.count("unknown command /nonsense") == 1
     assert code == 0
 
 
-@pytest.mark.parametrize(
-    "case", ["config", "elsewhere", "adapter", "empty", "missing", "unfinished", "question", "seed"]
-)
+CANNOT = {  # case -> arguments, fragment of the error
+    "config": (["cpu_pocket"], "the model's folder demo/pocket does not exist; first run rocm-ext pocket"),
+    "elsewhere": (["HERE"], "start this command in the folder where the run started"),
+    "adapter": (["ADAPTER"], "name its model, too: MODEL --adapter ADAPTER"),
+    "file": (["MODEL", "-p", "1+1?", "--adapter", "ADAPTER/adapter_model.safetensors"], "is a file; name its folder"),
+    "empty": (["HERE"], "holds neither a model (config.json) nor a run (config.yaml)"),
+    "missing": (["cpu_poket"], "there is no such folder"), "unfinished": (["HERE"], "has no adapter yet"),
+    "question": (["MODEL", "-p", " "], "the question is empty"),
+    "seed": (["MODEL", "-p", "1+1?", "seed=3"], "--seed N repeats the same answers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CANNOT)
 def test_what_cannot_be_opened_says_why(case, adapter, pocket_dir, tmp_path, monkeypatch, capfd):
+    def filled(text: str) -> str:
+        return text.replace("HERE", str(tmp_path)).replace("ADAPTER", str(adapter)).replace("MODEL", str(pocket_dir))
+
     if case == "unfinished":
         (tmp_path / "config.yaml").write_text("recipe: lora_finetune_rocm\n")
     if case == "elsewhere":
@@ -291,18 +276,9 @@ def test_what_cannot_be_opened_says_why(case, adapter, pocket_dir, tmp_path, mon
         cfg = config.load("lora_finetune_rocm", "cpu_pocket", ["pocket=models/pocket"])
         (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
     monkeypatch.chdir(tmp_path)
-    arguments, expected = {
-        "config": (["cpu_pocket"], "the model's folder demo/pocket does not exist; first run rocm-ext pocket"),
-        "elsewhere": ([tmp_path], "start this command in the folder where the run started"),
-        "adapter": ([adapter], f"name its model, too: {pocket_dir} --adapter {adapter}"),
-        "empty": ([tmp_path], "holds neither a model (config.json) nor a run (config.yaml)"),
-        "missing": (["cpu_poket"], "there is no such folder"),
-        "unfinished": ([tmp_path], "has no adapter yet"),
-        "question": ([pocket_dir, "-p", " "], "the question is empty"),
-        "seed": ([pocket_dir, "-p", "1+1?", "seed=3"], "--seed N repeats the same answers"),
-    }[case]
-    _, err, code = chat(monkeypatch, capfd, *arguments, lines=[])
-    assert expected in err
+    arguments, expected = CANNOT[case]
+    _, err, code = chat(monkeypatch, capfd, *map(filled, arguments), lines=[])
+    assert filled(expected) in err
     assert err.count("\n") == 1
     assert code
 
@@ -315,48 +291,27 @@ def test_a_machine_that_is_not_here_is_one_line(pocket_dir, monkeypatch, capfd):
     assert "Traceback" not in err
 
 
-def test_an_adapter_s_file_is_no_adapter(pocket_dir, adapter, monkeypatch, capfd):
-    file = adapter / "adapter_model.safetensors"
-    _, err, code = chat(monkeypatch, capfd, pocket_dir, "-p", "1+1?", "--adapter", file)
-    assert (code, err.count("\n")) == (1, 1)
-    assert f"the adapter {file} is a file; name its folder" in err
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"model": {"_component_": "os.system", "command": "touch MARK"}}, "os.system"),
-        ({"model": {"_component_": "torchtune.utils.os.system", "command": "touch MARK"}}, "torchtune.utils.os.system"),
-        (
-            {"model": {"_component_": "rocm_ext.config.launch.subprocess.run", "args": ["touch", "MARK"]}},
-            "rocm_ext.config.launch.subprocess.run",
-        ),
-        ({"model": {"_component_": "${seed}", "command": "touch MARK"}, "seed": "os.system"}, "${seed}"),
-        ({"model": {"_component_": "rocm_ext.model.from_checkpoint", "trust_remote_code": True}}, "trust_remote_code"),
-        (
-            {"checkpointer": {"_component_": "torchtune.training.checkpointing._utils.safe_torch_load"}},
-            "safe_torch_load",
-        ),
-        (
-            {"tokenizer": {"_component_": "torchtune.models.qwen2.qwen2_tokenizer", "prompt_template": "evil.Mark"}},
-            "prompt_template",
-        ),
-        ({"tokenizer": {"_component_": "rocm_ext.data.HFTokenizer", "path": "${oc.env:HOME}"}}, "tokenizer.path"),
-        ({"optimizer": {"_component_": "evil.Mark"}}, "evil.Mark"),
-        ({"hardware": "evil.yaml"}, "hardware is 'evil.yaml'"),
-        ({"recipe": "evil.py"}, "recipe is 'evil.py'"),
-        ({"recipe": "evil"}, "recipe is 'evil'"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "named"), [
+    ({"model": {"_component_": "os.system", "command": "touch MARK"}}, "os.system"),
+    ({"model": {"_component_": "torchtune.utils.os.system", "command": "touch MARK"}}, "torchtune.utils.os.system"),
+    ({"model": {"_component_": "rocm_ext.config.launch.subprocess.run", "args": ["touch", "MARK"]}}, "subprocess.run"),
+    ({"model": {"_component_": "${seed}", "command": "touch MARK"}, "seed": "os.system"}, "${seed}"),
+    ({"model": {"_component_": "rocm_ext.model.from_checkpoint", "trust_remote_code": True}}, "trust_remote_code"),
+    ({"checkpointer": {"_component_": "torchtune.training.checkpointing._utils.safe_torch_load"}}, "safe_torch_load"),
+    ({"tokenizer": {"_component_": "torchtune.models.qwen2.qwen2_tokenizer", "prompt_template": "evil.Mark"}},
+     "prompt_template"),
+    ({"tokenizer": {"_component_": "rocm_ext.data.HFTokenizer", "path": "${oc.env:HOME}"}}, "tokenizer.path"),
+    ({"optimizer": {"_component_": "evil.Mark"}}, "evil.Mark"), ({"hardware": "evil.yaml"}, "hardware is 'evil.yaml'"),
+    ({"recipe": "evil.py"}, "recipe is 'evil.py'"), ({"recipe": "evil"}, "recipe is 'evil'"),
+])  # fmt: skip
 def test_a_downloaded_run_runs_no_code(changes, named, adapter, tmp_path, monkeypatch, capfd):
     """Not in the folder that the user talks from, either, which may be the run's."""
     cfg = config.load("lora_finetune_rocm", "cpu_pocket", ["pocket=models/pocket"])
     content = {**OmegaConf.to_container(cfg), **changes}
     mark = tmp_path / "mark"
     shutil.copytree(adapter, tmp_path / "adapter")
-    (tmp_path / "evil.py").write_text(
-        f"open({str(mark)!r}, 'w')\ndef Mark(**rest): ...\nrecipe_main('evil', defaults='evil.yaml')\n"
-    )
+    evil = f"open({str(mark)!r}, 'w')\ndef Mark(**rest): ...\nrecipe_main('evil', defaults='evil.yaml')\n"
+    (tmp_path / "evil.py").write_text(evil)
     (tmp_path / "evil.yaml").write_text("recipe: evil\nextends: lora_finetune_rocm\n")
     (tmp_path / "config.yaml").write_text(json.dumps(content).replace("MARK", str(mark)))
     monkeypatch.chdir(tmp_path)
@@ -366,9 +321,6 @@ def test_a_downloaded_run_runs_no_code(changes, named, adapter, tmp_path, monkey
     assert "If you trust this file, add --trust-config" in err
     assert err.count("\n") == 1
     assert not mark.exists()
-
-
-# ---- text from tokens
 
 
 def with_byte_fallback(folder: Path) -> HFTokenizer:
@@ -383,23 +335,23 @@ def with_byte_fallback(folder: Path) -> HFTokenizer:
     return HFTokenizer(str(folder / "tokenizer.json"))
 
 
-@pytest.fixture(scope="module")
-def tokenizers(pocket_dir, tmp_path_factory) -> dict:
-    own = tmp_path_factory.mktemp("bytes")
-    return {
-        "torchtune": load_tokenizer(pocket_dir),
-        "byte-level": HFTokenizer(str(pocket_dir / "tokenizer.json")),
-        "byte fallback": with_byte_fallback(own),
-    }
+KINDS = {
+    "torchtune": lambda pocket, folder: load_tokenizer(pocket),
+    "byte-level": lambda pocket, folder: HFTokenizer(str(pocket / "tokenizer.json")),
+    "byte fallback": lambda pocket, folder: with_byte_fallback(folder),
+}
 
 
-@pytest.mark.parametrize("kind", ["torchtune", "byte-level", "byte fallback"])
+@pytest.fixture(scope="module", params=KINDS)
+def tokenizer(request, pocket_dir, tmp_path_factory):
+    return request.param, KINDS[request.param](pocket_dir, tmp_path_factory.mktemp("bytes"))
+
+
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
-def test_streamed_pieces_are_the_text_of_all_tokens(kind, tokenizers, data):
-    tokenizer = tokenizers[kind]
-    vocabulary = 262 if kind == "byte fallback" else 512
-    some = st.lists(st.integers(0, vocabulary - 1), max_size=12)
+@settings(max_examples=75, deadline=None)
+def test_streamed_pieces_are_the_text_of_all_tokens(tokenizer, data):
+    kind, tokenizer = tokenizer
+    some = st.lists(st.integers(0, 261 if kind == "byte fallback" else 511), max_size=12)
     text = st.text(st.sampled_from("aé ▁🎉數\n\ufffd"), max_size=8)
     if kind == "byte fallback":  # it cannot encode special characters without a normaliser
         encoded = text.map(lambda t: [6 + byte for byte in t.encode()])

@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import peft
 import pytest
 import torch
 import yaml
 from rocm_ext.recipes.dpo_rocm import DPO
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
-from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from rocm_ext import cli, config
 from rocm_ext.runs.intervals import paired_ratio
@@ -23,7 +24,6 @@ RECIPES = {"lora_finetune_rocm": LoRAFinetune, "dpo_rocm": DPO}
 
 
 def evaluate(capsys, *arguments) -> dict:
-    """Return the output of ``rocm-ext eval --json``."""
     code = cli.main(["eval", "--json", *map(str, arguments)])
     out = capsys.readouterr()
     assert code == 0, out.err
@@ -32,9 +32,6 @@ def evaluate(capsys, *arguments) -> dict:
 
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-# ---- held-out rows
 
 
 def write_pairs(path: Path) -> None:
@@ -95,6 +92,7 @@ def test_the_loss_is_the_recipes_own(run, tmp_path, capsys):
     assert low < said["paired"]["difference"] < high
 
 
+@pytest.mark.wide(always=1)
 def test_files_of_the_user_stay(run, tmp_path, capsys):
     (mine := tmp_path / "rows.jsonl").write_text("{}\n")
     rows, adapter = ["--data", str(run.parent / "rows.jsonl")], ["--adapter", str(run / "adapter")]
@@ -105,18 +103,13 @@ def test_files_of_the_user_stay(run, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [mine]
 
 
-def test_a_file_takes_the_place_of_a_hub_data_set(run, tmp_path, capsys):
-    rows = (run.parent / "rows.jsonl").read_text().splitlines()[:4]
-    (tmp_path / "some.jsonl").write_text("\n".join(rows))
-    on_hub = ["dataset.source=someone/rows", "dataset.name=main"]
-    assert evaluate(capsys, run, "--data", tmp_path / "some.jsonl", *on_hub)["rows"] == 4
-
-
 @pytest.mark.wide(always=1)
 def test_rows_can_be_named(run, tmp_path, capsys):
+    """A file takes the place of a data set of the hub, too."""
     rows = (run.parent / "rows.jsonl").read_text().splitlines()[:6]
     (tmp_path / "some.jsonl").write_text("\n".join(rows))
-    said = evaluate(capsys, run, "--data", tmp_path / "some.jsonl")
+    on_hub = ["dataset.source=someone/rows", "dataset.name=main"]
+    said = evaluate(capsys, run, "--data", tmp_path / "some.jsonl", *on_hub)
     assert said["rows"] == 6
     assert cli.main(["eval", str(run), "--data", str(tmp_path / "some.jsonl")]) == 0
     first, worst = capsys.readouterr().out.splitlines()[:2]
@@ -126,18 +119,10 @@ def test_rows_can_be_named(run, tmp_path, capsys):
 
 def test_an_interval_of_paired_rows_covers_the_truth_at_its_rate():
     rng, hits = np.random.default_rng(0), 0
-    for _ in range(2000):
+    for _ in range(1000):
         sizes = rng.integers(1, 40, 60).astype(float)
         hits += not paired_ratio(sizes * rng.normal(-0.1, 0.3, 60), sizes).excludes(-0.1)
-    assert hits / 2000 == pytest.approx(0.95, abs=0.02)
-
-
-def own(run: Path, folder: Path, **changes: object) -> Path:
-    """A copy of a run whose config names other components."""
-    copy = Path(shutil.copytree(run, folder / "copy"))
-    content = yaml.safe_load((run / "config.yaml").read_text())
-    write_yaml(copy / "config.yaml", {**content, **changes})
-    return copy
+    assert hits / 1000 == pytest.approx(0.95, abs=0.02)
 
 
 def test_rows_of_the_users_own_need_trust(run, tmp_path, capsys, monkeypatch):
@@ -145,9 +130,11 @@ def test_rows_of_the_users_own_need_trust(run, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own_rows", raising=False)
-    dataset = yaml.safe_load((run / "config.yaml").read_text())["dataset"]
-    name = f"own_rows.{dataset['_component_'].rpartition('.')[2]}"
-    copy = own(run, tmp_path / "lr=1e-3", dataset={**dataset, "_component_": name})
+    content = yaml.safe_load((run / "config.yaml").read_text())
+    name = f"own_rows.{content['dataset']['_component_'].rpartition('.')[2]}"
+    content["dataset"]["_component_"] = name
+    copy = Path(shutil.copytree(run, tmp_path / "lr=1e-3" / "copy"))
+    write_yaml(copy / "config.yaml", content)
     assert cli.main(["eval", str(copy)]) == 1
     assert f"dataset._component_ is '{name}'" in capsys.readouterr().err
     assert "own_rows" not in sys.modules
@@ -155,26 +142,18 @@ def test_rows_of_the_users_own_need_trust(run, tmp_path, capsys, monkeypatch):
 
 
 VERIFIERS = "rocm_ext.verifiers"
+TOUCH = {"_component_": f"{VERIFIERS}.Command", "command": ["touch", "MARK"]}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"verifier": {"_component_": f"{VERIFIERS}.Command", "command": ["touch", "MARK"]}},
-        {"verifier": {"_component_": f"{VERIFIERS}.RewardFunction", "function": "os.abort"}},
-        {
-            "verifier": {
-                "_component_": f"{VERIFIERS}.All",
-                "verifiers": [{"_component_": f"{VERIFIERS}.Command", "command": ["touch", "MARK"]}],
-            }
-        },
-        {"verifier": {"_component_": f"{VERIFIERS}.PythonTests", "sandbox": "rlimits"}},
-        {"verifier": {"_component_": f"{VERIFIERS}.PythonTests", "python": "./evil"}},
-        {"verifier": {"_component_": f"{VERIFIERS}.LLMJudge", "base_url": "http://localhost", "api_key_env": "TOKEN"}},
-        {"engine": {"_component_": "rocm_ext.sampling.OpenAIEngine", "api_key_env": "TOKEN"}},
-        {"eval_prompts": {"_component_": "os.system", "command": "touch MARK"}},
-    ],
-)
+@pytest.mark.parametrize("changes", [
+    {"verifier": TOUCH}, {"verifier": {"_component_": f"{VERIFIERS}.All", "verifiers": [TOUCH]}},
+    {"verifier": {"_component_": f"{VERIFIERS}.RewardFunction", "function": "os.abort"}},
+    {"verifier": {"_component_": f"{VERIFIERS}.PythonTests", "sandbox": "rlimits"}},
+    {"verifier": {"_component_": f"{VERIFIERS}.PythonTests", "python": "./evil"}},
+    {"verifier": {"_component_": f"{VERIFIERS}.LLMJudge", "base_url": "http://localhost", "api_key_env": "TOKEN"}},
+    {"engine": {"_component_": "rocm_ext.sampling.OpenAIEngine", "api_key_env": "TOKEN"}},
+    {"eval_prompts": {"_component_": "os.system", "command": "touch MARK"}},
+])  # fmt: skip
 def test_a_downloaded_run_runs_no_code(changes, tmp_path, capsys):
     mark, run = tmp_path / "mark", tmp_path / "run"
     (run / "adapter").mkdir(parents=True)
@@ -187,9 +166,6 @@ def test_a_downloaded_run_runs_no_code(changes, tmp_path, capsys):
     assert "--trust-config" in error
     assert error.count("\n") == 1
     assert not mark.exists()
-
-
-# ---- answers
 
 
 @pytest.fixture
@@ -210,6 +186,7 @@ def test_a_model_alone_answers_for_a_verifier(pocket_dir, few, tmp_path, capsys)
 
 
 @pytest.mark.wide
+@pytest.mark.usefixtures("any_torchao")
 def test_adapter_and_base_are_compared_prompt_by_prompt(pocket_dir, few, tmp_path, capsys):
     """Answers of the same model with a large random adapter: it loses what the base gets right."""
     adapter, kept = tmp_path / "adapter", tmp_path / "kept"
@@ -240,49 +217,33 @@ def test_adapter_and_base_are_compared_prompt_by_prompt(pocket_dir, few, tmp_pat
 
 
 def write_random_adapter(model: Path, folder: Path) -> None:
-    """Write an adapter of rank 2 on q_proj, as PEFT does."""
-    generator = torch.Generator().manual_seed(0)
-    shape = json.loads((model / "config.json").read_text())
-    state = {}
-    for layer in range(shape["num_hidden_layers"]):
-        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-        for key, size in (("A", (2, shape["hidden_size"])), ("B", (shape["hidden_size"], 2))):
-            state[f"{name}.lora_{key}.weight"] = torch.randn(size, generator=generator) * 0.3
-    folder.mkdir()
-    save_file(state, folder / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 32, "target_modules": ["q_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    torch.manual_seed(0)
+    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    lora = peft.LoraConfig(r=2, lora_alpha=32, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(net, lora).save_pretrained(folder)
 
 
 def right_rows(model: Path, rows: Path, folder: Path, capsys) -> Path:
-    """Return rows whose answers are what the model says greedily."""
+    """Return rows whose answers are the last numbers that the model says greedily."""
     out, path = folder / "said", folder / "right.jsonl"
     arguments = ["--config", model, "--data", rows, "--verifier", "MathAnswer", "--output", out, "hardware=cpu"]
     evaluate(capsys, *arguments, "max_new_tokens=32", "verify_workers=1")
-    said = lines(out / "answers.jsonl")
-    path.write_text(
-        "".join(json.dumps({"prompt": each["prompt"], "answer": last_number(each)}) + "\n" for each in said)
-    )
+    said = [{"prompt": each["prompt"], "answer": re.findall(r"\d+", each["text"])[-1]}
+            for each in lines(out / "answers.jsonl")]  # fmt: skip
+    path.write_text("".join(json.dumps(each) + "\n" for each in said))
     return path
 
 
-def last_number(answer: dict) -> str:
-    return re.findall(r"\d+", answer["text"])[-1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--config", "cpu_pocket", "--base"], "--base compares an adapter"),
-        (["--config", "cpu_pocket", "--verifier", "MathAnswer"], "--verifier needs prompts"),
-        (["seed=3", "--samples", "2", "cpu_pocket"], "set --verifier"),
-        (["--config", "cpu_pocket"], "the config has no held-out rows"),
-        (["--base"], "expected one MODEL, such as the output_dir of a run, and key=value; found none"),
-        (["MODEL", "--config", "cpu_pocket"], " and cpu_pocket"),
-        (["MODEL"], "a model alone has no prompts and no verifier"),
-        (["--config", "cpu_pocket_raft", "--format", "gsm8k"], "--format describes the rows of --data; set --data"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["--config", "cpu_pocket", "--base"], "--base compares an adapter"),
+    (["--config", "cpu_pocket", "--verifier", "MathAnswer"], "--verifier needs prompts"),
+    (["seed=3", "--samples", "2", "cpu_pocket"], "set --verifier"),
+    (["--config", "cpu_pocket"], "the config has no held-out rows"),
+    (["--base"], "expected one MODEL, such as the output_dir of a run, and key=value; found none"),
+    (["MODEL", "--config", "cpu_pocket"], " and cpu_pocket"),
+    (["MODEL"], "a model alone has no prompts and no verifier"),
+    (["--config", "cpu_pocket_raft", "--format", "gsm8k"], "--format describes the rows of --data; set --data"),
+])  # fmt: skip
 def test_what_is_missing_is_named(arguments, said, pocket_dir, capsys):
     arguments = [str(pocket_dir) if word == "MODEL" else word for word in arguments]
     assert cli.main(["eval", *arguments, f"pocket={pocket_dir}"]) in (1, 2)

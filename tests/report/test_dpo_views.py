@@ -47,9 +47,6 @@ def write_config(top: Path, out: Path, lora: dict | None = None, **changes) -> P
     return write_yaml(out.with_suffix(".yaml"), cfg)
 
 
-# ---- plan
-
-
 @pytest.fixture
 def _speeds(monkeypatch):
     """Neither measure this CPU nor search for better settings, which takes most of the time."""
@@ -60,10 +57,9 @@ def _speeds(monkeypatch):
 # with dropout both sides compute the prompt
 @pytest.mark.wide
 @pytest.mark.usefixtures("_speeds")
-@pytest.mark.parametrize(
-    "changes",
-    [{"enable_activation_checkpointing": True}, pytest.param({"lora": {"lora_dropout": 0.1}}, marks=pytest.mark.wide)],
-)
+@pytest.mark.parametrize("changes", [
+    {"enable_activation_checkpointing": True}, pytest.param({"lora": {"lora_dropout": 0.1}}, marks=pytest.mark.wide),
+])  # fmt: skip
 def test_planned_peak_of_pairs_is_the_measured_one(top, tmp_path, capsys, changes):
     path = write_config(top, tmp_path / "run", **changes)
     peak, recipe = measured_peak(path, DPO)
@@ -90,9 +86,6 @@ def test_a_pair_is_planned_as_two_sequences_that_share_a_prompt(top, tmp_path, c
     seconds = sum(op.flops for op in reference.operations) / 1e11
     assert found["reference_seconds"] == pytest.approx(seconds, rel=0.02)
     assert plan(capsys, "--config", path, "loss.loss=simpo")["reference_seconds"] is None
-
-
-# ---- report, compare and monitor
 
 
 def dpo(folder: Path, speed: float = 1000.0, factor: float = 1.0, steps: int = 60, **settings) -> Path:

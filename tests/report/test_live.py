@@ -43,9 +43,6 @@ def drawn(run: RunFolder) -> str:
     return report.render(report.content([run]))
 
 
-# ---- reading what is new
-
-
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_growing_run_reads_as_one_that_is_read_anew(tmp_path, kind):
     whole, run = RUNS[kind](tmp_path / "whole" / "run"), tmp_path / "run"
@@ -67,31 +64,21 @@ def test_a_growing_run_reads_as_one_that_is_read_anew(tmp_path, kind):
     assert not RunFolder(run, tails).problems
 
 
-def test_each_line_is_parsed_once(tmp_path, monkeypatch):
+def test_each_line_is_parsed_once_unless_the_file_is_rewritten(tmp_path, monkeypatch):
     run = RUNS["sft"](tmp_path / "run")
+    path = run / "metrics.jsonl"
     tails, parsed, real = Tails(), [], records.json_object
     monkeypatch.setattr(records, "json_object", lambda content: parsed.append(content) or real(content))
     assert len(RunFolder(run, tails).steps) == 60
     before = len(parsed)
-    with (run / "metrics.jsonl").open("a") as file:
+    with path.open("a") as file:
         file.write('{"step": 61, "loss": 1.0}\n{"step": 62, "lo')
-    steps = RunFolder(run, tails).steps
-    assert steps["loss"][-1] == 1.0
+    assert RunFolder(run, tails).steps["loss"][-1] == 1.0
     assert [line[:11] for line in parsed[before:]] == [b'{"step": 61', b'{"step": 62']
     assert len(RunFolder(run, tails).steps) == 61
     assert len(parsed) == before + 2  # the file has not changed since
-
-
-def test_a_rewritten_file_is_read_anew(tmp_path):
-    run, tails = RUNS["sft"](tmp_path / "run"), Tails()
-    assert RunFolder(run, tails).steps["loss"][0] == curve(60)[0]
-    path = run / "metrics.jsonl"
-    for change in (
-        lambda text: text.replace('"loss": ', '"loss": 1'),
-        lambda text: text.replace('"step": ', '"x": 1, "step": '),
-    ):
-        content = change(path.read_text())
-        path.write_text(content)  # the same file, and longer
+    for old, new in (('"loss": ', '"loss": 1'), ('"step": ', '"x": 1, "step": ')):
+        path.write_text(path.read_text().replace(old, new))  # the same file, and longer
         assert RunFolder(run, tails).steps["loss"][0] == RunFolder(run).steps["loss"][0]
     path.unlink()
     assert len(RunFolder(run, tails).steps) == 0

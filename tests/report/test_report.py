@@ -23,7 +23,7 @@ from rocm_ext.report.charts import smooth
 from rocm_ext.report.text import visible
 from tests.kit.browser import browser as browser
 from tests.kit.lines import one_line_has
-from tests.kit.run_folders import append_jsonl, curve, hardware, raft, remove_lines, sft, step_lines, write_jsonl
+from tests.kit.run_folders import append_jsonl, curve, grpo, hardware, raft, remove_lines, sft, step_lines, write_jsonl
 
 RIGHT = [[True] * 3 + [False] * 7, [True] * 5 + [False] * 5, [True] * 8 + [False] * 2]
 CHARTS = ("Loss", "Learning rate", "Gradient norm", "Speed", "Peak memory")
@@ -40,12 +40,10 @@ def report(*folders: Path, output: Path | None = None) -> str:
 
 
 def figures(html: str) -> list[str]:
-    """Return the titles of the charts."""
     return re.findall(r"<figcaption><b>([^<]*)</b>", html)
 
 
 def figure(html: str, title: str) -> dict[str, Any]:
-    """Return the plotly figure of the chart with this title."""
     part = html.split(f"<figcaption><b>{title}</b>")[1].split("</figure>")[0]
     return json.loads(part.split('<script type="application/json">')[1].split("</script>")[0])
 
@@ -66,31 +64,17 @@ def raft_run(tmp_path: Path) -> Path:
     return raft(tmp_path / "raft", RIGHT, drawn=4)
 
 
-# ---- content
-
-
 def test_a_run_of_sft(run, capsys):
     html = report(run)
     assert capsys.readouterr().out.strip() == str(run / "report.html")
     assert figures(html) == ["Loss", "Validation loss", *CHARTS[1:], *GPU_CHARTS]
     text = words(html)
     for fact in (
-        "Qwen2.5-7B-Instruct · lora_qwen2_5_7b_base",
-        "Radeon 8060S",
-        "bfloat16",
-        "Steps 120, epoch 1",
-        "40.0 GiB",
-        "1.1 at step 120",
-        "State finished",
-        "optimizer.lr 0.0002",
-    ):
+        "Qwen2.5-7B-Instruct · lora_qwen2_5_7b_base", "Radeon 8060S", "bfloat16", "Steps 120, epoch 1", "40.0 GiB",
+        "1.1 at step 120", "State finished", "optimizer.lr 0.0002",
+    ):  # fmt: skip
         assert fact in text, fact
     assert str(run / "adapter") in text
-
-
-def test_charts_are_told_in_words(tmp_path):
-    html = report(sft(tmp_path / "run", [2.5, 2.0, 1.5]))
-    assert 'aria-label="Loss, nats per token: loss goes from 2.5 at step 1 to 1.5 at step 3"' in html
 
 
 def test_a_run_of_raft(raft_run):
@@ -113,13 +97,14 @@ def test_it_is_the_same_each_time(raft_run, tmp_path):
 
 
 def test_several_runs(run, raft_run, tmp_path, monkeypatch):
-    other = sft(tmp_path / "other", curve(90) * 1.1, seed=5, finished=False)
+    other = sft(tmp_path / "b" / "run", curve(90) * 1.1, seed=5, finished=False)
     monkeypatch.chdir(tmp_path)
     assert main(["report", str(run), str(raft_run), str(other), str(run)]) == 0
     html = (tmp_path / "report.html").read_text()
     assert not (run / "report.html").exists()
     text = words(html)
     assert "3 runs" in text  # one was named twice
+    assert "b/run" in text  # two have the same name
     assert "seed 0 0 5" in text
     differing = text.split("Settings that differ")[1].split(" Settings ")[0]
     assert "seed" in differing
@@ -127,13 +112,6 @@ def test_several_runs(run, raft_run, tmp_path, monkeypatch):
     assert "State not finished, last line of 20" in text
     drawn = [trace["line"]["color"] for trace in figure(html, "Loss")["data"] if trace.get("hoverinfo") != "skip"]
     assert drawn == ["var(--c0)", "var(--c1)", "var(--c2)"]
-
-
-def test_runs_of_the_same_name(tmp_path):
-    a, b = sft(tmp_path / "a" / "out", curve(5)), sft(tmp_path / "b" / "out", curve(5))
-    text = words(report(a, b, output=tmp_path / "r.html"))
-    assert "a/out" in text
-    assert "b/out" in text
 
 
 def prompts(folder: Path) -> dict[str, Any]:
@@ -160,25 +138,22 @@ def test_hardware_of_several_gpus_and_a_pause(tmp_path):
     assert "9m55s, resumed 1 time" in words(html)  # the pause in between does not count
 
 
-# ---- incomplete runs
-
-
-def test_no_step_yet(tmp_path):
-    folder = sft(tmp_path / "run", [], lines=[], finished=False)
-    text = words(report(folder))
+def test_runs_with_few_steps(tmp_path):
+    text = words(report(sft(tmp_path / "none", [], lines=[], finished=False)))
     assert "The run has recorded no step yet" in text
     assert "Qwen2.5-7B-Instruct" in text
-
-
-def test_a_single_step(tmp_path):
-    html = report(sft(tmp_path / "run", curve(1), finished=False))
+    html = report(sft(tmp_path / "one", curve(1), finished=False))
     assert figures(html) == list(CHARTS)
-    for title in CHARTS:
-        (trace,) = figure(html, title)["data"]
-        assert (trace["x"], trace["mode"]) == ([1], "lines+markers")
+    traces = [trace for title in CHARTS for trace in figure(html, title)["data"]]
+    assert [(trace["x"], trace["mode"]) for trace in traces] == [([1], "lines+markers")] * len(CHARTS)
+    html = report(sft(tmp_path / "three", [2.5, 2.0, 1.5]))
+    assert 'aria-label="Loss, nats per token: loss goes from 2.5 at step 1 to 1.5 at step 3"' in html
+    html = report(raft(tmp_path / "raft", RIGHT[:1], finished=False))  # the evaluation before training
+    assert figures(html) == ["Held-out pass@1", "Time"]
+    assert "cycle 0 0 3 of 10 30.0 % 10.8 – 60.3" in words(html)
 
 
-def test_losses_that_are_not_finite(tmp_path):
+def test_losses_that_are_not_finite_and_spikes(tmp_path):
     losses = curve(60)
     losses[[20, 40]] = np.nan, np.inf
     html = report(sft(tmp_path / "run", losses))
@@ -186,32 +161,25 @@ def test_losses_that_are_not_finite(tmp_path):
     assert lost["x"] == [21, 41]
     (_, lost) = figure(report(sft(tmp_path / "all", [np.nan] * 30)), "Loss")["data"]
     assert len(lost["x"]) == 30
-
-
-def test_a_spike_does_not_flatten_the_rest(tmp_path):
     losses = curve(300)
-    losses[150] = 1e6
-    html = report(sft(tmp_path / "run", losses))
+    losses[150] = 1e6  # does not flatten the rest
+    html = report(sft(tmp_path / "spike", losses))
     loss = figure(html, "Loss")
     assert 2 < loss["layout"]["yaxis"]["range"][1] < 20
     assert max(value for trace in loss["data"] for value in trace["y"]) == 1e6  # a reader can zoom out
     assert "without spikes" in words(html)
 
 
-@pytest.mark.parametrize("state", ["sampling", "training", "trained", "evaluating"])
-def test_in_the_middle_of_a_cycle(raft_run, state):
-    last = raft_run / "cycle_2"
+@pytest.mark.parametrize(("state", "gone"), [
+    ("sampling", ["eval.json", "summary.json", "metrics.jsonl", "kept.jsonl", "adapter"]),
+    ("training", ["eval.json", "summary.json", "adapter"]), ("trained", ["eval.json"]), ("evaluating", ["eval.json"]),
+])  # fmt: skip
+def test_in_the_middle_of_a_cycle(raft_run, state, gone):
     shutil.rmtree(raft_run / "adapter")
     rows = json.loads((raft_run / "summary.json").read_text())["cycles"]
     (raft_run / "summary.json").write_text(json.dumps({"cycles": rows[:2]}))
-    gone = {
-        "sampling": ["eval.json", "summary.json", "metrics.jsonl", "kept.jsonl", "adapter"],
-        "training": ["eval.json", "summary.json", "adapter"],
-        "trained": ["eval.json"],
-        "evaluating": ["eval.json"],
-    }[state]
     for name in gone:
-        path = last / name
+        path = raft_run / "cycle_2" / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     if state != "evaluating":
         for name in ("samples", "verdicts"):
@@ -222,51 +190,9 @@ def test_in_the_middle_of_a_cycle(raft_run, state):
     assert "50.0 % (23.7 – 76.3)" in text  # of cycle 1, the newest one
 
 
-def test_only_the_evaluation_before_training(tmp_path):
-    html = report(raft(tmp_path / "run", RIGHT[:1], finished=False))
-    assert figures(html) == ["Held-out pass@1", "Time"]
-    assert "cycle 0 0 3 of 10 30.0 % 10.8 – 60.3" in words(html)
-
-
-def test_torn_and_broken_lines(run):
+def test_files_that_are_torn_or_may_not_be_read(run, monkeypatch):
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'\xff\xfe\n{"step": 121, "lo')
-    text = words(report(run))
-    assert "metrics.jsonl: skipped 1 line that is not a JSON object" in text
-    assert "Steps 120" in text
-
-
-@pytest.mark.parametrize("kind", ["missing", "empty", "file", "stranger", "junk"])
-def test_no_run(tmp_path, capsys, kind):
-    folder = tmp_path / "no run"
-    if kind == "file":
-        folder.write_text("text")
-    elif kind != "missing":
-        folder.mkdir()
-    if kind == "stranger":
-        (folder / "config.yaml").write_text("site_name: docs\n")
-    if kind == "junk":
-        (folder / "metrics.jsonl").write_bytes(bytes(range(256)))
-        (folder / "config.yaml").write_bytes(b"\x00\xff")
-    before = sorted(tmp_path.rglob("*"))
-    assert main(["report", str(folder)]) == 1
-    err = capsys.readouterr().err
-    assert err.startswith("error: ")
-    assert len(err.splitlines()) == 1
-    assert str(folder) in err
-    if kind in ("empty", "stranger", "junk"):
-        assert one_line_has(err, "output_dir", "lora_finetune_rocm", "raft_rocm", "grpo_rocm", "dpo_rocm")
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_output_that_cannot_be_written(run, tmp_path, capsys):
-    (rows := tmp_path / "rows.jsonl").write_text("precious")
-    for output in (tmp_path, rows / "r.html", rows):
-        assert main(["report", str(run), "-o", str(output)]) in (1, 2)
-        assert capsys.readouterr().err.startswith("error: ")
-
-
-def test_files_that_may_not_be_read(run, monkeypatch):
     real = Path.read_bytes
 
     def refuse(path: Path) -> bytes:
@@ -275,7 +201,45 @@ def test_files_that_may_not_be_read(run, monkeypatch):
         return real(path)
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
-    assert "config.yaml cannot be read: Permission denied" in words(report(run))
+    text = words(report(run))
+    assert "metrics.jsonl: skipped 1 line that is not a JSON object" in text
+    assert "Steps 120" in text
+    assert "config.yaml cannot be read: Permission denied" in text
+
+
+@pytest.mark.parametrize("files", [
+    None, {}, "text", {"config.yaml": b"site_name: docs\n"},
+    {"metrics.jsonl": bytes(range(256)), "config.yaml": b"\x00\xff"},
+])  # fmt: skip
+def test_no_run(tmp_path, capsys, files):
+    folder = tmp_path / "no run"
+    if files == "text":
+        folder.write_text("text")
+    elif files is not None:
+        folder.mkdir()
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["report", str(folder)]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1
+    assert str(folder) in err
+    if isinstance(files, dict):
+        assert one_line_has(err, "output_dir", "lora_finetune_rocm", "raft_rocm", "grpo_rocm", "dpo_rocm")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_page_that_cannot_be_written(run, tmp_path, capsys, monkeypatch):
+    (rows := tmp_path / "rows.jsonl").write_text("precious")
+    for output in (tmp_path, rows / "r.html", rows):
+        assert main(["report", str(run), "-o", str(output)]) in (1, 2)
+        assert capsys.readouterr().err.startswith("error: ")
+    charts.library.cache_clear()
+    report_package._library.cache_clear()
+    monkeypatch.setattr(charts, "find_spec", lambda name: None)
+    assert main(["report", str(run)]) == 1
+    assert "pip install 'plotly" in capsys.readouterr().err
 
 
 JUNK = st.recursive(
@@ -285,28 +249,29 @@ JUNK = st.recursive(
 )
 KEYS = ["step", "loss", "val_loss", "lr", "tokens", "seconds", "peak_memory", "time", "gpus", "host", "cycle", "phase"]
 KEYS += ["cycles", "filter", "prompts", "correct", "pass_at_k", "reward", "verdict", "sample", "prompt_id", "logprobs"]
+KEYS += ["answers", "flat", "eval", "text", "stopped", "steps", "sample_seconds", "reward/form"]
 
 
+@pytest.mark.parametrize("recipe", ["raft", pytest.param("grpo", marks=pytest.mark.wide)])
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_values_in_its_files(tmp_path_factory, data):
+def test_any_values_in_its_files(tmp_path_factory, recipe, data):
     folder = tmp_path_factory.mktemp("wild")
-    run = hardware(raft(folder / "run", RIGHT[:2], answers=4, drawn=1), lines=4)
+    if recipe == "raft":
+        run, other = (hardware(raft(folder / name, RIGHT[:2], answers=4, drawn=1), lines=4) for name in "ab")
+    else:
+        scores = {0: RIGHT[0], 2: RIGHT[2]}
+        run, other = (hardware(grpo(folder / name, scores, steps=3, samples=2), lines=4) for name in "ab")
     files = sorted(path for path in run.rglob("*.json*") if path.is_file())
     for path in data.draw(st.lists(st.sampled_from(files), min_size=1, max_size=3)):
-        value = json.loads(path.read_text().splitlines()[0]) if path.suffix == ".jsonl" else {}
+        lines = path.read_text().splitlines()
+        value = json.loads(data.draw(st.sampled_from(lines))) if path.suffix == ".jsonl" else {}
         value |= data.draw(st.dictionaries(st.sampled_from(KEYS), JUNK, min_size=1, max_size=4))
         with path.open("a" if path.suffix == ".jsonl" else "w") as file:
             file.write(json.dumps(value) + "\n")
     assert "</html>" in report(run)
-
-
-def test_without_plotly(run, monkeypatch, capsys):
-    charts.library.cache_clear()
-    report_package._library.cache_clear()
-    monkeypatch.setattr(charts, "find_spec", lambda name: None)
-    assert main(["report", str(run)]) == 1
-    assert "pip install 'plotly" in capsys.readouterr().err
+    main(["compare", str(run), str(other), "--json"])
+    assert main(["monitor", "--count", "1", "--root", str(folder), "--run", str(run)]) == 0
 
 
 def test_it_needs_no_torch(run, tmp_path):
@@ -316,9 +281,6 @@ def test_it_needs_no_torch(run, tmp_path):
     arguments = ["report", str(run), str(samples), "-o", str(page)]
     assert subprocess.run([sys.executable, "-c", code, *arguments]).returncode == 0
     assert "What is 1 and 1?" in page.read_text()
-
-
-# ---- curves
 
 
 def test_a_long_run_makes_a_small_file(tmp_path):
@@ -339,8 +301,6 @@ def test_smoothing_ignores_what_is_not_finite():
     assert found[[0, 9, 10, 11, 48, 49]].tolist() == [1, 1, 1, 1, 2, 2.5]
     assert np.isnan(smooth(np.array([np.nan, np.nan]))[0]).all()
 
-
-# ---- hostile text
 
 NASTY = (
     "<script>window.pwned=1</script><img src=x onerror='window.pwned=2'>]]>--></title></style></pre></svg>"
@@ -391,12 +351,8 @@ def test_visible():
     assert clipped == "a" * 30 + "\n[ 60 characters left out ]\n" + "b" * 10
 
 
-# ---- in a browser
-
-
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Write reports of all kinds of runs."""
     folder = tmp_path_factory.mktemp("pages")
     long = hardware(sft(folder / ("a_long_name_of_a_run_" * 4), curve(2000), validation={500: 1.2, 1000: 1.1}), gpus=8)
     cycles = hardware(raft(folder / "raft", RIGHT * 8, drawn=4), gpus=2, pause_at=50)
@@ -512,9 +468,8 @@ def test_contrast(open_page, scheme):
     assert (luminance(paper) < 0.1) == (scheme == "dark")
     (card,) = colours(page, ".card, figure", "backgroundColor")
     for selector, ground in (
-        ("h1, h2, td, th, .note, summary", paper),
-        ("dt, dd, pre.answer, .unit, figcaption", card),
-    ):
+        ("h1, h2, td, th, .note, summary", paper), ("dt, dd, pre.answer, .unit, figcaption", card),
+    ):  # fmt: skip
         assert all(contrast(ink, ground) >= 4.5 for ink in colours(page, selector, "color")), selector
     assert all(contrast(ink, card) >= 4.5 for ink in colours(page, ".plot .xtick text, .plot .ytick text", "fill"))
     lines = colours(page, ".plot .trace:not([style*='opacity: 0.3']) .js-line", "stroke")
@@ -522,18 +477,13 @@ def test_contrast(open_page, scheme):
 
 
 @pytest.mark.wide
-def test_another_scheme_redraws(open_page):
+def test_another_scheme_redraws_and_print_is_on_white(open_page):
     page = open_page("raft", 1280, "light")
     page.wait_for_selector(".xtick text")
     before = colours(page, ".xtick text", "fill")
     page.emulate_media(color_scheme="dark")
     page.wait_for_timeout(300)
     assert not before & colours(page, ".xtick text", "fill")
-
-
-@pytest.mark.wide
-def test_print(open_page):
-    page = open_page("raft", 1280, "dark")
     draw_all(page)
     content = page.pdf()
     assert content.startswith(b"%PDF")

@@ -55,7 +55,6 @@ def ask(url: str, path: str = "", method: str = "GET", **headers: str) -> tuple[
 
 
 def wait(url: str, until: Callable[[str], Any]) -> str:
-    """Ask for the page until it is as wanted."""
     for _ in range(300):
         text = ask(url, "page")[1]
         if until(text):
@@ -78,9 +77,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]
         yield url, run
 
 
-# ---- the server
-
-
 def test_the_whole_page(site):
     url, _ = site
     response, html = ask(url)
@@ -94,35 +90,20 @@ def test_the_whole_page(site):
     assert len(ask(url, "page")[1]) < 300_000  # the next states come without the script
 
 
-@pytest.mark.parametrize("path", ["../../../etc/passwd", "..%2f..%2fetc%2fpasswd", "metrics.jsonl", "run/config.yaml"])
-def test_no_other_path(site, path):
-    assert ask(site[0], path)[0].status == 404
-
-
-def test_no_other_method(site):
+def test_no_other_path_method_name_or_address(site):
+    url, _ = site
+    for path in ("../../../etc/passwd", "..%2f..%2fetc%2fpasswd", "metrics.jsonl", "run/config.yaml"):
+        assert ask(url, path)[0].status == 404
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "TRACE"):
-        assert ask(site[0], "page", method)[0].status == 501
-
-
-@pytest.mark.parametrize("name", ["evil.example", "evil.example:8642", "127.0.0.1.evil.example", "", "[", "10.0.0.1"])
-def test_no_other_name_of_the_host(site, name):
-    response, text = ask(site[0], Host=name)
-    assert response.status == 403
-    assert "Loss" not in text
-
-
-@pytest.mark.parametrize("name", ["localhost", "localhost:9000", "127.0.0.1:1", "[::1]:8642"])
-def test_names_of_the_loopback_address(site, name):
-    assert ask(site[0], Host=name)[0].status == 200  # another port: forwarded by ssh
-
-
-def test_others_cannot_connect(site):
-    """The server listens at the loopback address alone."""
-    with pytest.raises(OSError):
-        socket.create_connection(("127.0.0.2", urlsplit(site[0]).port or 0), timeout=5)
-
-
-# ---- options
+        assert ask(url, "page", method)[0].status == 501
+    for name in ("evil.example", "evil.example:8642", "127.0.0.1.evil.example", "", "[", "10.0.0.1"):
+        response, text = ask(url, Host=name)
+        assert response.status == 403, name
+        assert "Loss" not in text
+    for name in ("localhost", "localhost:9000", "127.0.0.1:1", "[::1]:8642"):
+        assert ask(url, Host=name)[0].status == 200, name  # another port: forwarded by ssh
+    with pytest.raises(OSError):  # the server listens at the loopback address alone
+        socket.create_connection(("127.0.0.2", urlsplit(url).port or 0), timeout=5)
 
 
 def test_a_port_in_use(capsys):
@@ -168,9 +149,6 @@ def test_it_ends_cleanly(tmp_path, number, code):
     assert (tmp_path / "log.jsonl").read_text().startswith('{"time": ')
 
 
-# ---- runs
-
-
 def test_a_run_from_before_its_begin_to_its_end(tmp_path):
     run, whole = tmp_path / "run", sft(tmp_path / "whole", curve(8))
     with serving("--port", 0, "--run", run) as (url, _):
@@ -210,9 +188,6 @@ def test_several_runs_one_of_them_to_come(tmp_path):
     assert html.count("<script>") == 1
     assert "<img" not in html
     assert NASTY[:20] not in html
-
-
-# ---- in a browser
 
 
 @pytest.mark.wide

@@ -34,18 +34,19 @@ of_step = st.dictionaries(st.sampled_from("abcdef"), one_group, max_size=5).map(
 kinds = st.tuples(st.sampled_from(CENTERS), st.sampled_from(SCALES))
 
 
-# ---- rewards
-
-
 def answer(tokens, cut=False):
     return SimpleNamespace(tokens=[0] * tokens, finish_reason="length" if cut else "stop")
 
 
-def rewarded(samples, given_rewards, **settings):
-    results = {
+def judged(given_rewards):
+    """The verdicts of answers with these rewards; None: ERROR."""
+    return {
         key: Result(Verdict.ERROR if reward is None else Verdict.WRONG, reward) for key, reward in given_rewards.items()
     }
-    return rewards(samples, results, **{"penalty": 1.0, "margin": 0, "max_new_tokens": 100, **settings})
+
+
+def rewarded(samples, given_rewards, **settings):
+    return rewards(samples, judged(given_rewards), **{"penalty": 1.0, "margin": 0, "max_new_tokens": 100, **settings})
 
 
 def test_an_answer_without_a_reward_has_none():
@@ -55,15 +56,13 @@ def test_an_answer_without_a_reward_has_none():
         assert rewarded(samples, given_rewards, truncated=truncated) == {("a", 0): 0.25, ("a", 2): 0.0}
 
 
-@pytest.mark.parametrize(
-    ("tokens", "cut", "margin", "share"),
-    [
-        (100, True, 0, 1), (100, False, 0, 0), (99, False, 0, 0),  # without a margin, cut answers alone
-        (80, False, 20, 0), (81, False, 20, 0.05), (90, False, 20, 0.5), (100, False, 20, 1), (100, True, 20, 1),
-        (60, True, 20, 1),  # a server's context limit
-        (30, False, 200, 0.65),  # a margin longer than the answer
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("tokens", "cut", "margin", "share"), [
+    # without a margin, cut answers alone
+    (100, True, 0, 1), (100, False, 0, 0), (99, False, 0, 0),
+    (80, False, 20, 0), (81, False, 20, 0.05), (90, False, 20, 0.5), (100, False, 20, 1), (100, True, 20, 1),
+    (60, True, 20, 1),  # a server's context limit
+    (30, False, 200, 0.65),  # a margin longer than the answer
+])  # fmt: skip
 def test_long_answers_are_penalized_as_in_dapo(tokens, cut, margin, share):
     samples = {("a", 0): answer(tokens, cut)}
     found = rewarded(samples, {("a", 0): 0.5}, truncated="penalize", penalty=0.4, margin=margin)
@@ -71,39 +70,25 @@ def test_long_answers_are_penalized_as_in_dapo(tokens, cut, margin, share):
     assert rewarded(samples, {("a", 0): 0.5}, truncated="keep", penalty=0.4, margin=margin) == {("a", 0): 0.5}
 
 
-# ---- advantages
-
-
-@given(of_step, kinds)
-def test_advantages_of_a_group_add_up_to_zero(drawn, kind):
+@given(of_step, kinds, st.randoms(use_true_random=False))
+def test_advantages_add_up_to_zero_in_any_order_and_are_none_in_a_flat_group(drawn, kind, rng):
     found = advantages(drawn, *kind)
     assert found.keys() == drawn.keys()
-    for group in groups(found).values():
-        largest = max(map(abs, group.values()))
-        assert abs(math.fsum(group.values())) <= 1e-9 * max(1.0, largest / EPSILON)
-
-
-@given(of_step, kinds, st.randoms(use_true_random=False))
-def test_neither_the_order_of_answers_nor_that_of_groups_matters(drawn, kind, rng):
+    level = flat(found)
+    for prompt, group in groups(drawn).items():
+        worth = {key: found[key] for key in group}
+        assert abs(math.fsum(worth.values())) <= 1e-9 * max(1.0, max(map(abs, worth.values())) / EPSILON)
+        assert (prompt in level) == (max(group.values()) - min(group.values()) <= 1e-8)
+        if prompt in level:
+            assert set(worth.values()) == {0.0}
+        else:  # the best answer gains, the worst loses
+            assert found[max(group, key=group.get)] > 0 > found[min(group, key=group.get)]
     keys = list(drawn)
     rng.shuffle(keys)
     shuffled = {key: drawn[key] for key in keys}
-    assert advantages(shuffled, *kind) == advantages(drawn, *kind)
-    assert length_share(shuffled, {key: key[1] for key in keys}) == pytest.approx(
-        length_share(drawn, {key: key[1] for key in drawn})
-    )
-
-
-@given(of_step, kinds)
-def test_a_flat_group_has_no_advantage(drawn, kind):
-    found = advantages(drawn, *kind)
-    level = flat(found)
-    for prompt, group in groups(drawn).items():
-        assert (prompt in level) == (max(group.values()) - min(group.values()) <= 1e-8)
-        if prompt in level:
-            assert {found[key] for key in group} == {0.0}
-        else:  # the best answer gains, the worst loses
-            assert found[max(group, key=group.get)] > 0 > found[min(group, key=group.get)]
+    assert advantages(shuffled, *kind) == found
+    share = length_share(drawn, {key: key[1] for key in drawn})
+    assert length_share(shuffled, {key: key[1] for key in keys}) == pytest.approx(share)
 
 
 def test_rewards_that_differ_by_rounding_alone_are_equal():
@@ -124,18 +109,23 @@ def test_without_groups_rewards_are_compared_with_the_step_or_with_nothing(drawn
     assert flat(found) == {prompt for prompt, group in groups(found).items() if set(group.values()) == {0.0}}
 
 
+STEP = {"center": "mean", "scale": "none", "negative_weight": 1.0, "prompts_per_step": 2, "max_new_tokens": 9,
+        "truncated": "mask", "truncation_penalty": 1.0, "truncation_margin": 0, "refill": False}  # fmt: skip
+
+
+def selected(given_rewards, asked, cut=(), **changes):
+    """Select from answers with these rewards, to prompts that were asked in this order."""
+    answers = {key: answer(4, key in cut) for key in given_rewards}
+    return select([Answers(answers, judged(given_rewards), {})], asked, OmegaConf.create({**STEP, **changes}))
+
+
 @pytest.mark.parametrize(
     ("weight", "worth"), [(1.0, [0.75, -0.25, -0.25, -0.25]), (0.4, [0.75, -0.1, -0.1, -0.1]), (0.0, [0.75])]
 )
 def test_negative_advantages_have_their_weight(weight, worth):
     """One of four answers to a is right; b is flat."""
     drawn = {("a", i): float(i == 0) for i in range(4)} | {("b", i): 1.0 for i in range(4)}
-    results = {key: Result(Verdict.CORRECT if value else Verdict.WRONG, value) for key, value in drawn.items()}
-    cfg = OmegaConf.create(
-        {"center": "mean", "scale": "none", "negative_weight": weight, "prompts_per_step": 2, "max_new_tokens": 9,
-         "truncated": "mask", "truncation_penalty": 1.0, "truncation_margin": 0, "refill": False}
-    )  # fmt: skip
-    chosen = select([Answers({key: answer(4) for key in drawn}, results, {})], ["a", "b"], cfg)
+    chosen = selected(drawn, ["a", "b"], negative_weight=weight)
     assert list(chosen.advantages.values()) == pytest.approx(worth)
     assert [key[0] for key in chosen.advantages] == ["a"] * len(worth)
     assert (chosen.flat, chosen.groups) == ({"b"}, 1)
@@ -143,13 +133,7 @@ def test_negative_advantages_have_their_weight(weight, worth):
 
 def test_prompts_are_trained_in_the_order_in_which_they_were_asked():
     """A refill asks more than the step needs."""
-    keys = [(prompt, i) for prompt in "abc" for i in range(2)]
-    results = {key: Result(Verdict.CORRECT if key[1] else Verdict.WRONG, float(key[1])) for key in keys}
-    cfg = OmegaConf.create(
-        {"center": "mean", "scale": "none", "negative_weight": 1.0, "prompts_per_step": 2, "max_new_tokens": 9,
-         "truncated": "mask", "truncation_penalty": 1.0, "truncation_margin": 0, "refill": True}
-    )  # fmt: skip
-    chosen = select([Answers({key: answer(4) for key in keys}, results, {})], ["c", "a", "b"], cfg)
+    chosen = selected({(prompt, i): float(i) for prompt in "abc" for i in range(2)}, ["c", "a", "b"], refill=True)
     assert {prompt for prompt, _ in chosen.advantages} == {"c", "a"}
     assert chosen.answers == 4  # of c and a
 
@@ -160,16 +144,8 @@ def test_the_divisor_counts_flat_wrong_and_cut_answers_and_no_errors(weight, ref
 
     A refill replaces b.
     """
-    given_rewards = {("a", i): float(i == 0) for i in range(4)} | {("b", i): 1.0 for i in range(3)} | {("b", 3): None}
-    results = {
-        key: Result(Verdict.ERROR if value is None else Verdict.WRONG, value) for key, value in given_rewards.items()
-    }
-    cfg = OmegaConf.create(
-        {"center": "mean", "scale": "none", "negative_weight": weight, "prompts_per_step": 2, "max_new_tokens": 9,
-         "truncated": "mask", "truncation_penalty": 1.0, "truncation_margin": 0, "refill": refill}
-    )  # fmt: skip
-    samples = {key: answer(4, cut=key == ("a", 3)) for key in results}
-    chosen = select([Answers(samples, results, {})], ["a", "b"], cfg)
+    drawn = {("a", i): float(i == 0) for i in range(4)} | {("b", i): 1.0 for i in range(3)} | {("b", 3): None}
+    chosen = selected(drawn, ["a", "b"], cut=[("a", 3)], negative_weight=weight, refill=refill)
     assert (len(chosen.advantages), chosen.answers) == (3 if weight else 1, answers)
 
 
@@ -181,17 +157,12 @@ def test_kl_in_the_reward_equals_rloo(center, baseline):
     """
     rng = np.random.default_rng(0)
     drawn = {("a", 0): 1.0, ("a", 1): 0.0, ("a", 2): 0.5, ("b", 0): 1.0, ("b", 1): 1.0}
-    results = {key: Result(Verdict.WRONG, value) for key, value in drawn.items()} | {
-        ("b", 2): Result(Verdict.ERROR, None)
-    }
+    results = judged(drawn | {("b", 2): None})
     samples = {key: answer(3 + i, cut=key == ("a", 2)) for i, key in enumerate(results)}
     reference = {key: rng.normal(size=len(sample.tokens)) for key, sample in samples.items()}
     for sample in samples.values():
         sample.logprobs = rng.normal(size=len(sample.tokens)).tolist()
-    cfg = OmegaConf.create(
-        {"center": center, "scale": "none", "negative_weight": 1.0, "prompts_per_step": 2, "max_new_tokens": 9,
-         "truncated": "mask", "truncation_penalty": 1.0, "truncation_margin": 0, "refill": False}
-    )  # fmt: skip
+    cfg = OmegaConf.create({**STEP, "center": center})
     chosen = select([Answers(samples, results, {})], ["a", "b"], cfg, reference, 0.3)
     total = {key: drawn[key] - 0.3 * (sum(samples[key].logprobs) - reference[key].sum()) for key in drawn}
     wanted = {
@@ -201,14 +172,6 @@ def test_kl_in_the_reward_equals_rloo(center, baseline):
     del wanted["a", 2]
     assert chosen.advantages == pytest.approx(wanted)
     assert chosen.flat == set()
-
-
-@given(st.lists(values, min_size=2, max_size=8))
-def test_leave_one_out_compares_with_the_mean_of_the_others(drawn):
-    assume(max(drawn) - min(drawn) > 1e-8)
-    found = advantages({("a", i): value for i, value in enumerate(drawn)}, "leave_one_out", "none")
-    for i, value in enumerate(drawn):
-        assert found["a", i] == pytest.approx(value - fmean(drawn[:i] + drawn[i + 1 :]), abs=1e-12)
 
 
 @pytest.fixture(scope="module")
@@ -256,13 +219,12 @@ def test_advantages_equal_those_of_trl(trl_advantages, ours, theirs):
             assert value == pytest.approx(expected[int(prompt[1:])][j], rel=1e-6, abs=1e-9)  # TRL: a factor in fp32
 
 
-@pytest.mark.parametrize("kind", [("median", "std"), ("mean", "group")])
-def test_an_unknown_kind_of_advantage_is_named(kind):
-    with pytest.raises(UserError, match=r"found '(median|group)'"):
-        advantages({}, *kind)
-
-
-# ---- share of the rewards that length explains
+def test_an_unknown_kind_of_advantage_or_curriculum_is_named():
+    for kind in (("median", "std"), ("mean", "group")):
+        with pytest.raises(UserError, match=r"found '(median|group)'"):
+            advantages({}, *kind)
+    with pytest.raises(UserError, match="'hard_first'"):
+        chosen({}, curriculum="hard_first")
 
 
 def test_length_share_is_the_r_squared_of_a_regression_with_an_intercept_per_group():
@@ -300,8 +262,6 @@ def test_length_alone_explains_a_reward_that_is_the_length():
     assert length_share({key: -value for key, value in given_rewards.items()}, lengths) == pytest.approx(1)
 
 
-# ---- choice of prompts
-
 IDS = [f"p{i}" for i in range(40)]
 curricula = st.sampled_from(["none", "informative", "easy_to_hard"])
 rates = st.one_of(st.none(), st.sampled_from([0.0, 0.25, 0.5, 1.0]))
@@ -321,21 +281,16 @@ def test_a_step_asks_different_prompts_as_many_as_there_are(asked, step, count, 
 
 
 @given(histories, st.integers(1, 10), curricula, st.integers(0, 3), st.randoms(use_true_random=False))
-def test_the_order_of_prompts_and_of_records_does_not_matter(asked, step, curriculum, seed, rng):
+def test_a_draw_goes_on_in_a_refill_and_does_not_depend_on_the_order_of_prompts(asked, step, curriculum, seed, rng):
+    first = chosen(asked, step, curriculum=curriculum, seed=seed)
+    more = chosen(asked, step, curriculum=curriculum, seed=seed, exclude=first)
+    assert not set(first) & set(more)
+    if curriculum != "easy_to_hard":  # whose share grows with the count
+        assert first + more == chosen(asked, step, count=16, curriculum=curriculum, seed=seed)
     prompts, items = list(IDS), list(asked.items())
     rng.shuffle(prompts)
     rng.shuffle(items)
-    again = chosen(dict(items), step, curriculum=curriculum, seed=seed, prompts=prompts)
-    assert again == chosen(asked, step, curriculum=curriculum, seed=seed)
-
-
-@given(histories, st.integers(1, 10), curricula)
-def test_a_refill_goes_on_with_the_draw_of_its_step(asked, step, curriculum):
-    first = chosen(asked, step, curriculum=curriculum)
-    more = chosen(asked, step, curriculum=curriculum, exclude=first)
-    assert not set(first) & set(more)
-    if curriculum != "easy_to_hard":  # whose share grows with the count
-        assert first + more == chosen(asked, step, count=16, curriculum=curriculum)
+    assert chosen(dict(items), step, curriculum=curriculum, seed=seed, prompts=prompts) == first
 
 
 def test_every_prompt_is_asked_once_in_each_pass_and_every_pass_is_another_shuffle():
@@ -364,11 +319,6 @@ def test_the_estimated_pass_rate_is_never_certain_and_newer_groups_weigh_more(me
         assert 0 < found < 1
 
 
-def test_one_group_of_eight_is_estimated_as_with_a_uniform_prior():
-    for right in range(9):
-        assert pass_rate([(1, right / 8)]) == pytest.approx((right + 1) / 10)
-
-
 def test_informative_prefers_pass_rates_near_a_half():
     asked = {prompt: [(1, (0.0, 0.5, 1.0, None)[i % 4])] for i, prompt in enumerate(IDS)}
     drawn = Counter(
@@ -381,27 +331,15 @@ def test_informative_prefers_pass_rates_near_a_half():
         assert drawn[rate] / 2000 == pytest.approx(weight / sum(weights.values()), abs=0.04)
 
 
-def test_easy_to_hard_begins_with_the_easiest_and_ends_with_all():
+def test_easy_to_hard_begins_with_the_easiest_then_asks_unmeasured_prompts_and_ends_with_all():
     asked = {prompt: [(1, i / 39)] for i, prompt in enumerate(IDS)}  # p39 is the easiest
-    pool = lambda step: {p for seed in range(60) for p in chosen(asked, step, 11, 4, "easy_to_hard", seed)}  # noqa: E731
-    assert pool(1) == set(IDS[-8:])
-    assert pool(6) == set(IDS[-24:])
-    assert pool(11) == set(IDS)
-
-
-def test_easy_to_hard_asks_unmeasured_prompts_before_hard_ones():
+    for step, easiest in ((1, 8), (6, 24), (11, 40)):
+        drawn = {prompt for seed in range(60) for prompt in chosen(asked, step, 11, 4, "easy_to_hard", seed)}
+        assert drawn == set(IDS[-easiest:])
     asked = {prompt: [(1, 0.9)] for prompt in IDS[:3]} | {prompt: [(1, 0.0)] for prompt in IDS[3:30]}
     first = chosen(asked, 1, 100, 13, "easy_to_hard")
     assert set(first) == {*IDS[30:], *IDS[:3]}
     assert set(first[:10]) == set(IDS[30:])  # of these, the least often asked
-
-
-def test_an_unknown_curriculum_is_named():
-    with pytest.raises(UserError, match="'hard_first'"):
-        chosen({}, curriculum="hard_first")
-
-
-# ---- reasons to stop
 
 
 def step(number, **more):
@@ -418,21 +356,12 @@ def reason(rows, **limits):
     return policy_stop_reason(rows, OmegaConf.create({**unlimited, **limits}))
 
 
-def test_a_run_without_limits_goes_on():
-    rows = [evaluated(0, 50), *[step(i, entropy=0.0, length_share=1.0) for i in range(1, 20)], evaluated(19, 0)]
-    assert reason(rows) is None
-    assert reason([], min_entropy=1.0, stop_after_no_gain=1, max_length_share=0.1) is None
-
-
-@pytest.mark.parametrize(
-    ("entropies", "stops"),
-    [
-        ([0.1, 0.1], False),  # too few
-        ([0.9, 0.1, 0.1, 0.1], True),
-        ([0.1, 0.1, 0.6], False),  # the mean is above
-        ([0.1, 0.1, None, 0.1], True),  # a step without log-probs does not count
-    ],
-)
+@pytest.mark.parametrize(("entropies", "stops"), [
+    ([0.1, 0.1], False),  # too few
+    ([0.9, 0.1, 0.1, 0.1], True),
+    ([0.1, 0.1, 0.6], False),  # the mean is above
+    ([0.1, 0.1, None, 0.1], True),  # a step without log-probs does not count
+])  # fmt: skip
 def test_collapsed_entropy_stops(entropies, stops):
     rows = [step(i, entropy=value) for i, value in enumerate(entropies, 1)]
     found = reason([*rows, evaluated(len(rows), 3)], min_entropy=0.2)
@@ -452,7 +381,9 @@ def test_no_gain_counts_evaluations_since_the_best(scores, since):
 
 
 def test_rewards_that_length_explains_stop():
-    rows = [step(i, length_share=0.5 + 0.1 * (i % 2)) for i in range(1, 11)]
+    rows = [step(i, length_share=0.5 + 0.1 * (i % 2), entropy=0.0) for i in range(1, 11)]
+    assert reason([evaluated(0, 50), *rows, evaluated(10, 0)]) is None  # without limits
+    assert reason([], min_entropy=1.0, stop_after_no_gain=1, max_length_share=0.1) is None
     assert reason(rows, max_length_share=0.56) is None
     assert reason(rows[1:], max_length_share=0.2) is None  # nine steps
     assert "55%" in (longer := reason(rows, max_length_share=0.5))
@@ -464,48 +395,35 @@ def test_rewards_that_length_explains_stop():
 NO_UPDATE = {"updates": 0, "flat": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("more", "found", "cure"),
-    [
-        ({"reward": 0.0, "reward_std": 0.0}, "all rewards are 0", "easier prompts"),
-        ({"reward": 0.0, "reward_std": 0.0, "truncated": 0.9}, "all rewards are 0", "raise max_new_tokens"),
-        ({"reward": 1.0, "reward_std": 0.0}, "all rewards are 1", "harder prompts"),
-        ({"reward": 0.25, "reward_std": 0.0}, "all rewards are 0.25", "medium difficulty"),
-        ({"reward": 0.5, "reward_std": 0.5}, "equal inside each group", "temperature"),
-        ({"reward": None, "reward_std": None}, "all verdicts are ERROR", "verdicts.jsonl"),
-        ({"flat": 0.5, "truncated": 1.0}, "cut (100%)", "truncated: keep"),
-    ],
-)
+@pytest.mark.parametrize(("more", "found", "cure"), [
+    ({"reward": 0.0, "reward_std": 0.0}, "all rewards are 0", "easier prompts"),
+    ({"reward": 0.0, "reward_std": 0.0, "truncated": 0.9}, "all rewards are 0", "raise max_new_tokens"),
+    ({"reward": 1.0, "reward_std": 0.0}, "all rewards are 1", "harder prompts"),
+    ({"reward": 0.25, "reward_std": 0.0}, "all rewards are 0.25", "medium difficulty"),
+    ({"reward": 0.5, "reward_std": 0.5}, "equal inside each group", "temperature"),
+    ({"reward": None, "reward_std": None}, "all verdicts are ERROR", "verdicts.jsonl"),
+    ({"flat": 0.5, "truncated": 1.0}, "cut (100%)", "truncated: keep"),
+])  # fmt: skip
 def test_steps_without_an_update_stop_with_the_way_their_rewards_were(more, found, cure):
     rows = [step(1), *[step(i, **{**NO_UPDATE, **more}) for i in (2, 3, 4)], evaluated(4, 1)]
     assert flat_reason(rows, max_flat_steps=4) is None
     said = flat_reason(rows, max_flat_steps=3)
-    pattern = rf"no update in the last 3 steps \(max_flat_steps 3\): .*{re.escape(found)}.*; .*{re.escape(cure)}.*"
+    pattern = rf"no update in the last 3 steps .*{re.escape(found)}.*; .*{re.escape(cure)}.*"
     assert re.fullmatch(pattern, said)
     assert flat_reason([*rows, step(5)], max_flat_steps=1) is None
-
-
-def test_flat_steps_with_different_rewards_are_not_told_as_one_reward():
     rows = [step(i, **NO_UPDATE, reward=float(i % 2), reward_std=0.0) for i in (1, 2)]
     assert "equal inside each group" in flat_reason(rows, max_flat_steps=2)
 
 
-# ---- sampler and trainer
-
-
-@pytest.mark.parametrize(
-    ("rewards", "rate", "warns"),
-    [
-        ([0.3, 0.4] * 10, 3e-5, True),
-        ([0.3, 0.4] * 9 + [0.3], 3e-5, False),  # 19 steps
-        ([0.3, 0.4] * 11, 3e-5, False),  # told two steps ago
-        ([0.3, 0.4] * 10, 1e-4, False),  # the rate is not the reason
-        ([0.3, 0.4] * 5 + [0.4, 0.5] * 5, 3e-5, False),
-        ([0.4, 0.5] * 5 + [0.3, 0.4] * 5, 3e-5, False),
-        ([0.4, 0.5] * 5 + [0.42, 0.52] * 5, 3e-5, True),  # within two standard errors
-        ([0.3, None] * 10, 3e-5, False),
-    ],
-)
+@pytest.mark.parametrize(("rewards", "rate", "warns"), [
+    ([0.3, 0.4] * 10, 3e-5, True),
+    ([0.3, 0.4] * 9 + [0.3], 3e-5, False),  # 19 steps
+    ([0.3, 0.4] * 11, 3e-5, False),  # told two steps ago
+    ([0.3, 0.4] * 10, 1e-4, False),  # the rate is not the reason
+    ([0.3, 0.4] * 5 + [0.4, 0.5] * 5, 3e-5, False), ([0.4, 0.5] * 5 + [0.3, 0.4] * 5, 3e-5, False),
+    ([0.4, 0.5] * 5 + [0.42, 0.52] * 5, 3e-5, True),  # within two standard errors
+    ([0.3, None] * 10, 3e-5, False),
+])  # fmt: skip
 def test_a_reward_that_has_not_moved_at_low_rates_is_told_once(rewards, rate, warns):
     lines = [{"step": 0, "eval": {}}]
     for step, reward in enumerate(rewards, 1):
@@ -521,14 +439,8 @@ RISING = {"reward": (0.2, 0.6)}
 @pytest.mark.parametrize(
     ("ends", "found"),
     [
-        (
-            {"flat": (0.2, 0.7), "all_right": (0.1, 0.6)},
-            ["60% of the groups in the last 10 steps have right answers only: choose harder"],
-        ),
-        (
-            {"flat": (0.2, 0.7), "all_wrong": (0.1, 0.6)},
-            ["60% of the groups in the last 10 steps have no right answer: choose easier"],
-        ),
+        ({"flat": (0.2, 0.7), "all_right": (0.1, 0.6)}, ["60% of the groups in the last 10 steps have right answers"]),
+        ({"flat": (0.2, 0.7), "all_wrong": (0.1, 0.6)}, ["have no right answer: choose easier"]),
         ({"flat": (0.7, 0.8), "all_right": (0.6, 0.4), "all_wrong": (0.1, 0.4)}, []),
         ({"flat": (0.1, 0.2), "all_wrong": (0.9, 1.0)}, []),  # partial rewards teach
         ({"distinct": (0.9, 0.4)}, ["has fallen from 0.9 to 0.4: the policy collapses"]),

@@ -20,9 +20,6 @@ HERE = "rocm_ext.verifiers."
 RESUME = "resume_from_checkpoint=True"
 
 
-# ---- what RAFT trains on
-
-
 @pytest.fixture(scope="module")
 def make(tmp_path_factory):
     """Write the YAML of a run whose verifier gives wrong answers the reward 0.5."""
@@ -72,26 +69,17 @@ def test_a_resumed_run_may_change_the_rule(make, rewarded, tmp_path):
     assert kept_verdicts(out, 4) == {"CORRECT"}
 
 
-# ---- verifiers' own time
-
 LONG = 1 << 18  # a search that takes quadratic time ends after the tests' time limit
 
 
 @pytest.mark.wide(always=20)
-@pytest.mark.parametrize(
-    ("unit", "end"),
-    [("~", "`"), ("`", "x`"), ("~~~ ", "`"), ("\n", "x"), (" ", "x"), ("\n ", "x"), ("int\n", "x"), ("int a\n", "x"),
-     ("static ", "x"), ("```\n", ""), ("~~~~\n", "```"), ("template\n", ""), ("pub\n", ""), ("int ", "("), ("a", "(")],
-)  # fmt: skip
+@pytest.mark.parametrize(("unit", "end"), [
+    ("~", "`"), ("`", "x`"), ("~~~ ", "`"), ("\n", "x"), (" ", "x"), ("\n ", "x"), ("int\n", "x"), ("int a\n", "x"),
+    ("static ", "x"), ("```\n", ""), ("~~~~\n", "```"), ("template\n", ""), ("pub\n", ""), ("int ", "("), ("a", "("),
+])  # fmt: skip
 @pytest.mark.parametrize("language", ["c", "cpp", "rust", "go", "json", "python"])
 def test_extraction_takes_linear_time(unit: str, end: str, language: str):
     extract_code(unit * (LONG // len(unit)) + end, language)
-
-
-def test_gnu_style_and_indented_code_is_found():
-    for text in ("int\nmain (void)\n{}", "\n\n  static unsigned int f(void);", "  template <class T>\nT f();"):
-        assert extract_code(text, "cpp" if "template" in text else "c") == text
-    assert extract_code("pub fn main() {}", "rust") == "pub fn main() {}"
 
 
 def test_a_body_after_many_blank_lines_takes_linear_time():
@@ -100,16 +88,16 @@ def test_a_body_after_many_blank_lines_takes_linear_time():
     assert PythonTests(sandbox="rlimits", timeout=20)(code, row).verdict is Verdict.WRONG
 
 
-@pytest.mark.parametrize("text", ["A" * LONG, "ß" * LONG, " " * LONG + "x", "x" + "\u0130" * LONG])
-def test_text_takes_linear_time(text: str):
-    assert ExactMatch(ignore_case=True)(text, {"answer": "y"}).verdict is Verdict.WRONG
-    assert Regex("y$", full=True)(text, {}).verdict is Verdict.WRONG
-
-
 @pytest.mark.parametrize("printed", ["1" * LONG + "x", "1." + "1" * LONG + "x", "1" * LONG, "1 " * LONG])
 def test_output_is_compared_in_linear_time(printed: str):
     assert not same_output(printed, "2", 1e-6)
     assert same_output(printed, printed + "\n", 1e-6)
+
+
+@pytest.mark.parametrize("text", ["A" * LONG, "ß" * LONG, " " * LONG + "x", "x" + "\u0130" * LONG])
+def test_text_takes_linear_time(text: str):
+    assert ExactMatch(ignore_case=True)(text, {"answer": "y"}).verdict is Verdict.WRONG
+    assert Regex("y$", full=True)(text, {}).verdict is Verdict.WRONG
 
 
 @pytest.fixture(scope="module")
@@ -124,39 +112,24 @@ SCHEMA = {"type": "object", "required": ["a"], "properties": {"a": {"type": "int
 DEEP = {"type": "array", "items": {"$ref": "#"}}
 
 
-@pytest.mark.parametrize(
-    ("text", "schema", "verdict"),
-    [
-        ('```json\n{"a": 1}\n```', SCHEMA, "CORRECT"),
-        ('{"a": 1}', SCHEMA, "CORRECT"),
-        ('{"a": 1}', json.dumps(SCHEMA), "CORRECT"),
-        ('{"a": "x"}', SCHEMA, "WRONG"),
-        ('Here it is: {"a": 1}. I hope [it] helps {you}!', SCHEMA, "CORRECT"),
-        ('First {"a": 1}, then {"a": "x"}', SCHEMA, "WRONG"),  # the last counts
-        ('First {"a": "x"}, then {"a": 1} and {"a": ', SCHEMA, "CORRECT"),  # and must be complete
-        ('{"b": {"a": 1}}', SCHEMA, "WRONG"),  # an inner object is no answer
-        ('So: {"b": {"a": 1}}', SCHEMA, "WRONG"),
-        ('```python\nx = {"a": 1}\n```', SCHEMA, "UNPARSED"),
-        ('{"a": 1}\n```json\n{"a": }\n```', SCHEMA, "UNPARSED"),
-        ("17", {"type": "integer"}, "CORRECT"),
-        ("It is 17", {"type": "integer"}, "UNPARSED"),
-        ("no json", SCHEMA, "UNPARSED"),
-        ("", SCHEMA, "UNPARSED"),
-        ('{"a": NaN}', SCHEMA, "UNPARSED"),
-        ('{"a": ' + "9" * 5000 + "}", SCHEMA, "UNPARSED"),
-        ("[" * 100_000, SCHEMA, "UNPARSED"),
-        ("[{" * 400_000, SCHEMA, "UNPARSED"),
-        ("[]" * 500_000, SCHEMA, "WRONG"),
-        ("[1,\n" * 5_000 + '"', SCHEMA, "UNPARSED"),
-        ("[" * 900 + "]" * 900, DEEP, "WRONG"),
-        ("x" * (1 << 21), SCHEMA, "UNPARSED"),
-        ('["' + "a" * 40 + '!"]', {"items": {"pattern": "^(a|a)*$"}}, "TIMEOUT"),
-        (json.dumps([{"i": i} for i in range(20_000)]), {"uniqueItems": True}, "TIMEOUT"),
-        ("1e999", {"multipleOf": 0.1}, "WRONG"),
-        ('["x"]', {"items": {"pattern": "(?<n"}}, "ERROR"),
-        ("[1]", {"items": {"$ref": "https://example.org/no"}}, "ERROR"),
-    ],
-)
+@pytest.mark.parametrize(("text", "schema", "verdict"), [
+    ('```json\n{"a": 1}\n```', SCHEMA, "CORRECT"), ('{"a": 1}', SCHEMA, "CORRECT"),
+    ('{"a": 1}', json.dumps(SCHEMA), "CORRECT"), ('{"a": "x"}', SCHEMA, "WRONG"),
+    ('Here it is: {"a": 1}. I hope [it] helps {you}!', SCHEMA, "CORRECT"),
+    ('First {"a": 1}, then {"a": "x"}', SCHEMA, "WRONG"),  # the last counts
+    ('First {"a": "x"}, then {"a": 1} and {"a": ', SCHEMA, "CORRECT"),  # and must be complete
+    ('{"b": {"a": 1}}', SCHEMA, "WRONG"),  # an inner object is no answer
+    ('So: {"b": {"a": 1}}', SCHEMA, "WRONG"), ('```python\nx = {"a": 1}\n```', SCHEMA, "UNPARSED"),
+    ('{"a": 1}\n```json\n{"a": }\n```', SCHEMA, "UNPARSED"), ("17", {"type": "integer"}, "CORRECT"),
+    ("It is 17", {"type": "integer"}, "UNPARSED"), ("no json", SCHEMA, "UNPARSED"), ("", SCHEMA, "UNPARSED"),
+    ('{"a": NaN}', SCHEMA, "UNPARSED"), ('{"a": ' + "9" * 5000 + "}", SCHEMA, "UNPARSED"),
+    ("[" * 100_000, SCHEMA, "UNPARSED"), ("[{" * 400_000, SCHEMA, "UNPARSED"), ("[]" * 500_000, SCHEMA, "WRONG"),
+    ("[1,\n" * 5_000 + '"', SCHEMA, "UNPARSED"), ("[" * 900 + "]" * 900, DEEP, "WRONG"),
+    ("x" * (1 << 21), SCHEMA, "UNPARSED"), ('["' + "a" * 40 + '!"]', {"items": {"pattern": "^(a|a)*$"}}, "TIMEOUT"),
+    (json.dumps([{"i": i} for i in range(20_000)]), {"uniqueItems": True}, "TIMEOUT"),
+    ("1e999", {"multipleOf": 0.1}, "WRONG"), ('["x"]', {"items": {"pattern": "(?<n"}}, "ERROR"),
+    ("[1]", {"items": {"$ref": "https://example.org/no"}}, "ERROR"),
+])  # fmt: skip
 def test_json_schema(by_row, text: str, schema: object, verdict: str):
     result = by_row(text, schema, verdict == "TIMEOUT")
     assert str(result.verdict) == verdict, result

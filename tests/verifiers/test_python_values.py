@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import time
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
@@ -30,18 +31,15 @@ HONEST = {  # code, how to make it wrong, tests, set-up
     "iterators of classes that the tests do not name": ("import csv, io\nclass Down:\n    def __init__(self, n): self.n = n\n    def __iter__(self): return self\n    def __next__(self):\n        if self.n == 0: raise StopIteration\n        self.n -= 1\n        return self.n\nclass Twice:\n    def __init__(self, *x): self.x = x\n    def __iter__(self): return iter(self.x * 2)\ndef f(n): return Down(n), Twice(n)\ndef g(s): return csv.DictReader(io.StringIO(s))", ("== 0", "== 1"), "d, t = f(3)\nassert list(d) == [2, 1, 0] and list(d) == [] and [*t] == [3, 3] and next(f(1)[0]) == 0\nassert [r['a'] for r in g('a,b\\n1,2\\n')] == ['1']"),
     "classes as values": ("class Cat:\n    def speak(self): return 'mew'\nclass Bad(Exception): pass\nKINDS = {'cat': Cat}\ndef make(n):\n    class C:\n        def double(self): return 2 * n\n    return C\ndef f(x): return type(x)\ndef g(): return [Bad, int, ValueError]", ("2 * n", "3 * n"), "C = make(4)\nassert C().double() == 8 and isinstance(C(), C) and KINDS['cat']().speak() == 'mew' and f(KINDS['cat']()) is KINDS['cat'] != C\nassert f(1) is int and g()[1:] == [int, ValueError] and issubclass(g()[0], Exception)"),
     "patterns by position": ("from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n    y: int", ("x: int\n    y", "y: int\n    x"), "match P(1, 2):\n    case P(a, b): r = a, b\nassert r == (1, 2) and P(1, 2).y == 2"),
-    "iterator class": ("class Down:\n    def __init__(self, n): self.n = n\n    def __iter__(self): return self\n    def __next__(self):\n        if self.n <= 0: raise StopIteration\n        self.n -= 1\n        return self.n + 1", ("<= 0", "< 0"), "assert list(Down(3)) == [3, 2, 1]\nassert sum(Down(4)) == 10 and max(Down(2)) == 2\nassert [x for x in Down(1)] == [1]"),
     "copies": ("class P:\n    def __init__(self, x): self.x = [x]\n    def __contains__(self, x): return x in self.x", ("[x]", "[x, 5]"), "import copy\np = P(1)\nq, r = copy.deepcopy(p), copy.copy(p)\nq.x.append(2)\nassert p.x == [1] and r.x == [1] and copy.deepcopy([p])[0].x == [1] and 1 in q and 5 not in r"),
     "collections' wrappers": ("from collections import ChainMap, UserDict, UserList, UserString\ndef f(): return ChainMap({'a': 1}, {'a': 2, 'b': 3}), UserDict(a=1), UserList([1, 2]), UserString('ab')", ("'a': 1}", "'a': 2}"), "c, d, l, s = f()\nassert c['a'] == 1 and dict(c) == {'a': 1, 'b': 3} and len(c) == 2\nassert d == {'a': 1} and l == [1, 2] and l[0] == 1 and s.upper() == 'AB'"),
     "numpy by other names": ("import numpy as np\nclass V:\n    def __init__(self, x): self.x = x\n    def __isub__(self, y):\n        self.x -= y\n        return self\ndef f(x): return np.array([y for y in x if y > 0])\ndef g(x): return [y for y in x if y > 0]", ("if y > 0])", "if y > -2])"), "import numpy as np\nn, runs = np, []\nclass A:\n    def v(self): return 1\nclass B(A):\n    def v(self): return super().v() + n.int64(1)\ndef only_once():\n    runs.append(n.add(1, 2))\n    assert n.all(n.equal(f([1, -1]), 1)) and getattr(n, 'allclose')(g([2]), [2.0])\nonly_once()\nassert runs == [3] and B().v() == 2\nmatch f([3])[0] / 3 * n.pi:\n    case np.pi: ok = True\n    case _: ok = False\nout, a, v = [], f([4, 5]), V(3)\nout += g([1])\nout[0] -= 1\na -= g([1, -1])\nv -= 1\nassert ok and out == [0] and a.tolist() == [3, 4] and v.x == 2 and n.ma.allequal(f([7]), g([7]))\nassert np.array_equal(f([]), g([])) and not np.array_equal(f([1]), g([])) and n.float64(2).__eq__(g([2])).all()"),
     "arrays without elements": ("import numpy as np\ndef f(x): return [y for y in x if y > 2]\ndef g(x): return np.array(x)", ("> 2", "> 0"), "import numpy as np\nassert np.array_equal(f([1]), []) and np.array(f([1])).size == 0 and (np.array(f([1])) == np.array([])).all()\nassert len(np.append(f([1]), 5)) == 1 and np.reshape(f([1]), -1).shape == (0,) and np.sum(f([1])) == 0\na = g([1, 2])\nassert (a[a > 5] == 0).all() and np.all(np.equal(f([3, 4]), [3, 4])) and (a + 1 == [2, 3]).all() and isinstance(a, np.ndarray) and a.dtype == np.int64\nassert np.add.reduce(a) == 3 and np.vectorize(np.negative)(a).tolist() == [-1, -2] and list(map(np.sqrt, [4])) == [2]"),
-    "flag": ("from enum import Flag, auto\nclass Perm(Flag):\n    R = auto()\n    W = auto()", ("W = auto()", "W = 1"), "assert (Perm.R | Perm.W) & Perm.W == Perm.W\nassert Perm.R != Perm.W"),
     "printed to stderr": ("import sys\ndef f(): print('bad', file=sys.stderr)", ("file=sys.stderr", "end=''"), "import io\nfrom contextlib import redirect_stderr\nout = io.StringIO()\nwith redirect_stderr(out):\n    f()\nassert 'bad' in out.getvalue()"),
     "default that is shared": ("def f(x, acc=None):\n    acc = acc if acc is not None else []\n    acc.append(x)\n    return acc", ("acc=None", "acc=[]"), "f(1)\nassert f(2) == [2]"),
     "Path": ("from pathlib import Path\ndef f(p): return Path(p).parent / 'x.txt'", ("x.txt", "y.txt"), "from pathlib import Path\nassert f('/a/b') == Path('/a/x.txt')\nassert f(Path('c/d')).suffix == '.txt'"),
     "aware datetime": ("from datetime import datetime, timezone, timedelta\ndef f(d): return d.astimezone(timezone.utc)", ("timezone.utc", "timezone(timedelta(hours=1))"), "from datetime import datetime, timezone, timedelta\nd = datetime(2020, 1, 1, 5, tzinfo=timezone(timedelta(hours=2)))\nassert f(d).hour == 3\nassert f(d).tzinfo == timezone.utc\nassert f(d) == d"),
     "array": ("from array import array\ndef f(a):\n    a.append(3)\n    return array('d', a)", ("append(3)", "append(4)"), "from array import array\na = array('i', [1, 2])\nassert f(a) == array('d', [1, 2, 3])\nassert a == array('i', [1, 2, 3])"),
-    "slice": ("def f(a, b): return slice(a, b)", ("a, b)", "b, a)", 1), "assert [0, 1, 2, 3][f(1, 3)] == [1, 2]"),
     "exception as a value": ("def f(x):\n    try: return int(x)\n    except ValueError as e: return e", ("return e", "return None"), "assert isinstance(f('a'), ValueError)\nassert 'invalid' in str(f('a'))\nassert f('1') == 1"),
     "exception with __str__": ("class E(Exception):\n    def __str__(self): return 'E:' + str(self.args[0])\ndef f(): raise E(4)", ("'E:'", "'F:'"), "try: f()\nexcept E as e: says = str(e)\nassert says == 'E:4'"),
     "exception that the tests make": ("class E(Exception):\n    def __init__(self, code):\n        super().__init__('code')\n        self.code = code * 2", ("* 2", "* 3"), "assert E(4).code == 8\nassert str(E(4)) == 'code'"),
@@ -49,7 +47,6 @@ HONEST = {  # code, how to make it wrong, tests, set-up
     "exceptions of builtin families": ("class NoFile(FileNotFoundError): pass\nclass Key(KeyError): pass\nclass Stop(StopIteration): pass\nclass Many(ExceptionGroup): pass\ndef f(n):\n    if n == 0: raise NoFile(2, 'gone', 'x.txt')\n    if n == 1: raise Key('k')\n    if n == 2: raise Many('many', [ValueError('v')])", ("'gone'", "'lost'"), "import pytest\ndef test_all():\n    with pytest.raises(FileNotFoundError) as e: f(0)\n    assert e.value.errno == 2 and e.value.strerror == 'gone' and e.value.filename == 'x.txt'\n    with pytest.raises(KeyError) as e: f(1)\n    assert e.value.args == ('k',) and type(e.value) is Key\n    with pytest.raises(ExceptionGroup) as e: f(2)\n    assert str(e.value.exceptions[0]) == 'v'"),
     "exit": ("import sys\ndef f(): sys.exit(2)", ("2", "3"), "try:\n    f()\n    code = None\nexcept SystemExit as e:\n    code = e.code\nassert code == 2"),
     "unequal to data": ("class A:\n    def v(self): return 1", ("return 1", "return 2"), "assert A() != 5\nassert A() != None\nassert (A() == 'x') is False\nassert A().v() == 1"),
-    "partial": ("from functools import partial\ndef f(n): return partial(pow, n)", ("pow, n", "max, n"), "assert f(2)(3) == 8"),
     "callbacks with lists": ("def f(xs, key): return sorted(xs, key=key)", ("key=key", "key=str"), "xs = [[i, i * 7919 % 1500] for i in range(1500)]\nassert f(xs, lambda p: p[1]) == sorted(xs, key=lambda p: p[1])"),
     "callbacks from threads": ("from concurrent.futures import ThreadPoolExecutor\ndef f(g, xs):\n    with ThreadPoolExecutor(4) as pool: return list(pool.map(g, xs))", ("list(pool", "set(pool"), "assert f(lambda x: x * 2, range(50)) == [2 * x for x in range(50)]"),
     "bound methods as callbacks": ("class Event:\n    def __init__(self): self.all = []\n    def on(self, g): self.all.append(g)\n    def off(self, g): self.all.remove(g)", ("remove(g)", "pop().x"), "class Ear:\n    def hear(self): pass\near, e = Ear(), Event()\ne.on(ear.hear)\ne.off(ear.hear)\nassert e.all == []"),
@@ -60,14 +57,11 @@ HONEST = {  # code, how to make it wrong, tests, set-up
     "a global that the code rebinds": ("count = 0\ndef inc():\n    global count\n    count += 1", ("+= 1", "= 1"), "assert count == 0\ninc()\ninc()\nassert count == 2"),
     "missing special method": ("class A:\n    pass", ("pass", "def __len__(self): return 1"), "try:\n    len(A())\n    ok = False\nexcept TypeError:\n    ok = True\nassert ok\nassert not callable(A())"),
     "Solution returns data": ("class Solution:\n    def two(self, a, t):\n        d = {}\n        for i, x in enumerate(a):\n            if t - x in d: return [d[t - x], i]\n            d[x] = i", ("[d[t - x], i]", "[i, i]"), "s = Solution()\nassert s.two([2, 7], 9) == [0, 1]\nassert Solution().two([3, 3], 6) == [0, 1]"),
-    "views": ("def f(d): return d.keys(), d.values()", ("d.keys()", "{}.keys()"), "k, v = f({'a': 1})\nassert k == {'a'} and list(v) == [1] and 'a' in k"),
-    "regular expressions": ("import re\ndef f(s): return re.match(r'(\\w)(?P<n>\\d)', s)", ("d)'", "d?)'"), "assert f('a1').group('n') == '1' and f('a1').groups() == ('a', '1')\nassert f('ab') is None"),
     "monkeypatched class": ("class A:\n    rate = 2\n    def cost(self): return self.rate * 3", ("self.rate", "2"), "A.rate = 5\nassert A().cost() == 15"),
     "threads of the tests": ("import threading\nclass C:\n    def __init__(self): self.n, self.lock = 0, threading.Lock()\n    def inc(self):\n        with self.lock: self.n += 1", ("+= 1", "+= 2"), "import threading\nc = C()\ndef work():\n    for _ in range(50): c.inc()\nthreads = [threading.Thread(target=work) for _ in range(4)]\nfor t in threads: t.start()\nfor t in threads: t.join()\nassert c.n == 200"),
     "arguments": ("def f(*a, **k): return a, k", ("a, k", "k, a"), "assert f(1, *[2], b=3, **{'c': [4]}) == ((1, 2), {'b': 3, 'c': [4]})"),
     "identity of an argument": ("def f(x):\n    x.sort()\n    return x\ndef g(x): return sorted(x)", ("return x\n", "return list(x)\n"), "x = [2, 1]\nassert f(x) is x and x == [1, 2]\nassert g(x) is not x and g(x) == x"),
     "functions of the library as arguments": ("def f(key, items): return sorted(items, key=key)", ("key=key", "key=None"), "assert f(len, ['aa', 'b']) == ['b', 'aa']\nassert f(str.lower, ['B', 'a']) == ['a', 'B']"),
-    "iterators": ("def f(n): return map(str, range(n))", ("range(n)", "range(n + 1)"), "assert list(f(2)) == ['0', '1']\nassert '1' in f(2) and '2' not in f(2)"),
     "rare special methods": ("class N:\n    def __init__(self, v): self.v = v\n    def __add__(self, o): return N(self.v + o.v)\n    def __format__(self, spec): return f'<{self.v}|{spec}>'\n    def __call__(self, k): return self.v + k", ("self.v + o.v", "o.v"), "q = N(1)\nq += N(2)\nassert q.v == 3\nassert f'{q:z}' == '<3|z>' and q(5) == 8 and callable(q)"),
     "exceptions of the tests": ("def f(g):\n    try: return g()\n    except LookupError: return 'caught'", ("LookupError", "Exception"), "import pytest\nclass A(KeyError): pass\nclass B(Exception):\n    def __init__(self, a, b):\n        super().__init__(a)\n        self.b = b\ndef g(): raise A\ndef h(): raise B(1, 2)\ndef test_it():\n    assert f(g) == 'caught'\n    with pytest.raises(B) as e: f(h)\n    assert e.value.b == 2"),
     "an order added to a class of the set-up": ("import heapq\nNode.__lt__ = lambda a, b: a.v < b.v\ndef f(nodes):\n    heapq.heapify(nodes)\n    return nodes[0].v", ("nodes[0].v", "nodes[-1].v"), "assert f([Node(3), Node(1), Node(2)]) == 1", "class Node:\n    def __init__(self, v): self.v = v"),
@@ -79,7 +73,6 @@ HONEST = {  # code, how to make it wrong, tests, set-up
     "str enum": ("from enum import Enum\nclass S(str, Enum):\n    A = 'a1'\ndef f(): return S.A", ("'a1'", "'b1'"), "assert S.A == 'a1' and f() == 'a1' and f() is S.A and f().startswith('a') and f().upper() == 'A1' and 'a1' in {f()}"),
     "int flag": ("from enum import IntFlag\nclass P(IntFlag):\n    R = 4\n    W = 2\ndef f(a): return P(a)", ("W = 2", "W = 1"), "assert P.R | P.W == 6 and f(6) & P.W == 2 and (P.R | P.W) == f(6)"),
     "named tuple with methods": ("from typing import NamedTuple\nclass Seg(NamedTuple):\n    a: int\n    b: int\n    def length(self): return self.b - self.a\ndef longest(xs): return max((Seg(*x) for x in xs), key=Seg.length)", ("self.b - self.a", "self.a"), "s = longest([(0, 2), (5, 9), (6, 7)])\nassert s == (5, 9) and s.b == 9 and s.length() == 4 and s[0] == 5 and len(s) == 2\na, b = s\nassert b == 9 and Seg(1, 4).length() == 3 and sorted([Seg(2, 1), Seg(1, 2)]) == [(1, 2), (2, 1)]\nassert Seg(1, 2) == Seg(1, 2) != Seg(1, 3) and Seg(1, 2)._replace(a=0) == (0, 2)"),
-    "subclass of namedtuple": ("from collections import namedtuple\nclass V(namedtuple('V', 'x y')):\n    def __add__(self, o): return V(self.x + o.x, self.y + o.y)", ("self.y + o.y", "self.y"), "assert V(1, 2) + V(3, 4) == V(4, 6)\nassert V(1, 2) == (1, 2)"),
     "list with methods": ("class Stack(list):\n    def push(self, x):\n        self.append(x)\n        return self\n    def peek(self): return self[-1]\ndef f(): return Stack([1, 2])", ("self[-1]", "self[0]"), "s = Stack([1])\ns.push(2).push(3)\nassert s == [1, 2, 3] and s.peek() == 3 and isinstance(s, list) and s + [4] == [1, 2, 3, 4]\ns += [5]\nassert s.peek() == 5 and 5 in s and len(s) == 4\nr = f()\nassert r == [1, 2] and sorted(r, reverse=True) == [2, 1] and r[::-1] == [2, 1] and sum(r) == 3"),
     "float with a unit": ("class Metres(float):\n    def feet(self): return self * 3.28\ndef f(x): return Metres(x)", ("3.28", "3.3"), "assert f(2) == 2.0 and abs(f(2) - 2) < 1e-9 and f(1).feet() == 3.28 and round(f(2.46), 1) == 2.5 and f(2) > 1\nimport math\nassert math.isclose(f(2), 2.0)"),
     "addition in place alone": ("class N:\n    v = 1\n    def __iadd__(self, o):\n        self.v += o\n        return self", ("+= o", "= o"), "n = m = N()\nn += 2\nassert n.v == 3 and m.v == 3 and n is m"),
@@ -94,9 +87,7 @@ def row(tests: str, entry: str = "", setup: str = "") -> dict:
     return {"tests": tests, "entry_point": entry, "test_setup": setup}
 
 
-def is_right_and_its_mutant_is_not(
-    verifier: PythonTests, code: str, change: tuple, tests: str, setup: str = ""
-) -> None:
+def is_right_and_its_mutant_is_not(verifier: PythonTests, code: str, change: tuple, tests: str, setup: str = ""):
     assert change[0] in code
     fields = row(tests, setup=setup)
     verifier.check_row(fields)
@@ -134,8 +125,6 @@ def test_one_process_says_the_same(together: PythonTests, name: str):
     is_right_and_its_mutant_is_not(together, *HONEST[name])
 
 
-# What is not judged across two processes
-
 LIMITS = {
     # refused before the run: the tests look into the answer, or change what only they would see
     "signature": ("refused", "def f(a, b=2): return a", "import inspect\nassert list(inspect.signature(f).parameters) == ['a', 'b'] and f(1) == 1"),
@@ -145,8 +134,6 @@ LIMITS = {
     "files": ("refused", "def f(path):\n    with open(path, 'w') as file: file.write('x')", "import tempfile, os\npath = os.path.join(tempfile.mkdtemp(), 'x')\nf(path)\nassert open(path).read() == 'x'"),
     "coroutines that take turns": ("refused", "import asyncio\nlog = []\nasync def f(x):\n    log.append(x)\n    await asyncio.sleep(0.01)\n    log.append(-x)\n    return x * 2\ndef order(): return log", "import asyncio\nasync def main():\n    return await asyncio.gather(f(1), f(2))\nassert asyncio.run(main()) == [2, 4]\nassert order() == [1, 2, -1, -2]"),
     "a patched answer": ("refused", "def helper(x): return x\ndef f(x): return helper(x) + 1", "from unittest.mock import patch\nimport solution\nwith patch('solution.helper', return_value=10): assert solution.f(3) == 11"),
-    "input patched": ("refused", "def f(): return int(input('n? '))", "from unittest.mock import patch\nwith patch('builtins.input', return_value='3'): assert f() == 3"),
-    "stdin": ("refused", "import sys\ndef f(): return sys.stdin.read()", "import io, sys\nsys.stdin = io.StringIO('a')\nassert f() == 'a'"),
     "a mock as an argument": ("refused", "def f(dog): return dog.speak()", "from unittest.mock import Mock\nassert f(Mock(speak=lambda: 'mew')) == 'mew'"),
     "a table": ("refused", "def f(s): return s[s > 1]", "import pandas as pd\nassert f(pd.Series([1, 2, 3])).tolist() == [2, 3]"),
     # found in the run: an object of the answer stands in the place of data, or the answer gives what may not cross
@@ -167,7 +154,6 @@ LIMITS = {
     "a stream of the tests": ("unjudged", "def f(out): out.write('hi')", "import io\nout = io.StringIO()\nf(out)\nassert out.getvalue() == 'hi'"),
     # not found: containers are copies, and calls end before they return
     "a list that is kept": ("wrong", "class Log:\n    def __init__(self): self.lines = []\n    def add(self, x): self.lines.append(x)", "log = Log()\nlines = log.lines\nlog.add(1)\nassert lines == [1]"),
-    "a list that the tests change": ("wrong", "class Log:\n    def __init__(self): self.lines = []", "log = Log()\nlog.lines.append(3)\nassert log.lines == [3]"),
     "an attribute that stays the same": ("wrong", "class Box:\n    def __init__(self): self.items = [1]", "b = Box()\nassert b.items is b.items"),
     "an exception class of the tests that the answer raises": ("unjudged", "def fail(kind): raise kind('no')", "import pytest\nclass Own(Exception): pass\ndef test_f():\n    with pytest.raises(Own): fail(Own)"),
     "the text of a wrapped function": ("wrong", "import functools\ndef wrap(g):\n    @functools.wraps(g)\n    def inner(*a): return g(*a)\n    return inner", "@wrap\ndef g():\n    'says'\nassert g.__doc__ == 'says'"),
@@ -219,16 +205,15 @@ def test_one_process(caplog: pytest.LogCaptureFixture):
     assert "forge" in caplog.text
     tests = row("assert f(2) == 4\nassert f(3) == 9", "f")
     for code, verdict, reward in (
-        ("def f(x): return x * x", "CORRECT", 1), ("def f(x): return 4", "WRONG", 0.5), ("import os\nos._exit(0)", "WRONG", 0),
-        ("import os\ndef f(x): os._exit(0)", "WRONG", 0), ("exit(0)", "WRONG", 0), ("def f(x): exit(0)", "WRONG", 0),
-        ("def f(x):\n    while True: pass", "TIMEOUT", 0), ("def f(x) return", "WRONG", 0), ("print('{}')\ndef g(): pass", "WRONG", 0),
-        ("x = bytes(10**10)", "WRONG", 0), ("import ctypes\nctypes.string_at(0)", "WRONG", 0),
+        ("def f(x): return x * x", "CORRECT", 1), ("def f(x): return 4", "WRONG", 0.5), ("def f(x) return", "WRONG", 0),
+        ("import os\nos._exit(0)", "WRONG", 0), ("def f(x): exit(0)", "WRONG", 0), ("print('{}')", "WRONG", 0),
+        ("def f(x):\n    while True: pass", "TIMEOUT", 0), ("import ctypes\nctypes.string_at(0)", "WRONG", 0),
     ):  # fmt: skip
         result = one(f"```python\n{code}\n```", tests)
         assert (str(result.verdict), result.reward) == (verdict, reward), (code, result)
     assert one("def f(x): return x", row("assert f(1) ==")).verdict is Verdict.ERROR
-    setup = "class Node:\n    def __init__(self, v): self.v = v\n"
     code = "def f(n):\n    assert isinstance(n, Node)\n    return Node(n.v + 1)"
+    setup = "class Node:\n    def __init__(self, v): self.v = v\n"
     tests = row("r = f(Node(1))\nassert isinstance(r, Node) and r.v == 2", "f", setup)
     assert one(f"```python\n{code}\n```", tests).verdict is Verdict.CORRECT
     with pytest.raises(UserError, match="did you mean same_process"):
@@ -247,8 +232,6 @@ def test_arrays_cross(name: str):
     pytest.importorskip(name.split()[0])
     is_right_and_its_mutant_is_not(PythonTests(timeout=20, memory_mb=4096), *LIBRARIES[name])
 
-
-# The wire
 
 SCALARS = (st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
            | st.complex_numbers(allow_nan=False) | st.decimals(allow_nan=False) | st.fractions() | st.dates()
@@ -282,7 +265,7 @@ EAST = timezone(timedelta(hours=2), "EAST")
     deque([1, 2], maxlen=2), range(1, 9, 3), slice(1, None), Decimal("1.10"), Fraction(1, 3), date(2020, 1, 2),
     datetime(2020, 1, 2, 3, tzinfo=EAST), EAST, PurePosixPath("a/b"), UUID(int=5), Ellipsis,
     MappingProxyType({"a": [1]}), time.gmtime(0), urlparse("http://a/b?c"), re.search("(?P<b>b)|c", "abc"),
-    "\ud800", "\ud83d\ude00", -0.0, float("nan"), float("inf"), {True: 1, 2: (3,)}.keys(),
+    array("d", [1.5]), "\ud800", "\ud83d\ude00", -0.0, float("nan"), float("inf"), {True: 1, 2: (3,)}.keys(),
 ])  # fmt: skip
 def test_library_types_survive_the_wire(value):
     found = across(value)
@@ -317,7 +300,7 @@ NONSENSE = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(NONSENSE)
 def test_nonsense_is_malformed_or_plain_data(message):
     try:

@@ -13,17 +13,10 @@ pytest.importorskip("resource", reason="forks and POSIX signals")
 HAS = importlib.util.find_spec("reasoning_gym") is not None
 needs_gym = pytest.mark.skipif(not HAS, reason="needs reasoning-gym")
 HOSTILE = [
-    "__import__('os')._exit(0)",
-    "().__class__.__base__.__subclasses__()",
-    "[x for x in (1,)]",
-    "(lambda: 1)()",
-    "open('/etc/passwd').read()",
-    "exec(chr(49))",
-    "max(1, 2)",
-    "Symbol('x').__class__",
-    "lambdify((), Symbol('print(1)'))()",
-    "f'{1}'",
-]
+    "__import__('os')._exit(0)", "().__class__.__base__.__subclasses__()", "[x for x in (1,)]", "(lambda: 1)()",
+    "open('/etc/passwd').read()", "exec(chr(49))", "max(1, 2)", "Symbol('x').__class__",
+    "lambdify((), Symbol('print(1)'))()", "f'{1}'",
+]  # fmt: skip
 
 
 def said(text):
@@ -109,33 +102,24 @@ def test_rows_of_another_version_are_errors(judge):
 
 
 @needs_gym
-def test_held_out_prompts():
-    held = reasoning_gym_prompts(task="coin_flip", size=20, seed=5)
+def test_held_out_prompts_are_others_and_workers_judge_them():
+    held = reasoning_gym_prompts(task="coin_flip", size=20, seed=5, system_prompt="")
     train = reasoning_gym_prompts(task="coin_flip", size=200, seed=5, skip=20)
     assert train
     assert not {p.row["prompt"] for p in held} & {p.row["prompt"] for p in train}
     assert not {p.id for p in held} & {p.id for p in train}
-
-
-@needs_gym
-def test_in_workers():
-    prompts = reasoning_gym_prompts(task="spell_backward", size=5, system_prompt="")
-    assert len(prompts[0].messages) == 1
+    assert len(held[0].messages) == 1
     with Pool({"_component_": "rocm_ext.verifiers.ReasoningGym", "sandbox": "rlimits"}, 1, 60) as pool:
-        futures = [pool.submit(said(p.row["answer"]), p.row) for p in prompts]
+        futures = [pool.submit(said(p.row["answer"]), p.row) for p in held[:5]]
         assert {future.result().verdict for future in futures} == {Verdict.CORRECT}
 
 
 @needs_gym
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"task": "count_down", "size": 1}, "has no task 'count_down'; did you mean countdown"),
-        ({"task": "countdown", "size": 1, "options": {"min_number": 3}}, "min_number"),
-        ({"task": "countdown", "size": 0}, "size is 0"),
-        ({"task": "countdown", "size": 1, "skip": -1}, "skip is -1"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"task": "count_down", "size": 1}, "has no task 'count_down'; did you mean countdown"),
+    ({"task": "countdown", "size": 1, "options": {"min_number": 3}}, "min_number"),
+    ({"task": "countdown", "size": 0}, "size is 0"), ({"task": "countdown", "size": 1, "skip": -1}, "skip is -1"),
+])  # fmt: skip
 def test_mistakes(arguments, message):
     with pytest.raises(UserError, match=message) as raised:
         reasoning_gym_prompts(**arguments)
@@ -146,8 +130,5 @@ def test_mistakes(arguments, message):
 def test_without_the_package():
     with pytest.raises(UserError, match="pip install"):
         reasoning_gym_prompts(task="countdown", size=1)
-
-
-def test_rows_without_a_task():
     with pytest.raises(ValueError, match="reasoning_gym"):
         ReasoningGym().check_row({"prompt": "2 + 2"})

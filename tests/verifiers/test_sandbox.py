@@ -1,4 +1,4 @@
-"""Hostile code scores nothing, harms nothing, and ends in bounded time."""
+"""Hostile code scores nothing, harms nothing, and ends in bounded time; code_rows/attacks.jsonl has more of it."""
 
 # ruff: noqa: E501 - the attacks are easier to read in their own lines
 
@@ -13,39 +13,14 @@ ROW = {"tests": "def test_solution():\n    assert f(2) == 4\n    assert f(3) == 
        "entry_point": "f"}  # fmt: skip
 SECONDS = 0.6
 WRONG_F = "\ndef f(x):\n    return 5\n"
-YES = """
-class Yes(BASE):
-    def __eq__(self, other): return True
-    def __ne__(self, other): return False
-    def __hash__(self): return 4
-    __lt__ = __le__ = __gt__ = __ge__ = __contains__ = __instancecheck__ = lambda self, *other: True
-    def __bool__(self): return True
-    def same(self, *other): return self
-    __sub__ = __rsub__ = __abs__ = __add__ = __mul__ = __round__ = __neg__ = same
-"""
-ALWAYS = [YES.replace("BASE", base) + "def f(x):\n    return Yes()\n" for base in
-          ("object", "int", "float", "str", "list", "dict", "tuple", "set")]  # fmt: skip
-
 FORGERIES = {
     "exit": "exit(0)",
-    "quit": "def f(x): quit()",
-    "sys.exit": "import sys\nsys.exit()",
     "sys.exit in f": "import sys\ndef f(x): sys.exit(0)",
     "os._exit": "import os\nos._exit(0)",
     "os._exit in f": "import os\ndef f(x): os._exit(0)",
-    "system exit": "raise SystemExit(0)",
     "keyboard interrupt": "def f(x): raise KeyboardInterrupt",
     "assertion error": "def f(x): raise AssertionError",
     "prints a pass": 'print(\'{"kind": "done", "passed": 3, "total": 3}\', flush=True)' + WRONG_F,
-    "writes a pass to every descriptor": """
-import os, json
-report = {"kind": "done", "passed": 3, "total": 3, "detail": "", "ready": True, "ok": True, "n": [], "u": []}
-data = json.dumps(report).encode()
-for fd in range(64):
-    for frame in (data + b"\\n", len(data).to_bytes(4, "big") + data):
-        try: os.write(fd, frame)
-        except OSError: pass
-""" + WRONG_F,
     "answers every call with every kind of message": """
 import os, json, sys
 fd = int(sys.argv[2])
@@ -58,13 +33,6 @@ for value in ([], True, {}, ["h", 0, "f", []], ["T", "exec"], ["r", 10**9], ["r"
 """ + WRONG_F,
     "a frame of 4 GB": "import os, sys\nos.write(int(sys.argv[2]), b'\\xff' * 100)" + WRONG_F,
     "deep JSON": "import os, sys\nd = b'[' * 500000\nos.write(int(sys.argv[2]), len(d).to_bytes(4, 'big') + d)" + WRONG_F,
-    "patches builtins": """
-import builtins
-builtins.AssertionError = type("E", (BaseException,), {})
-builtins.isinstance = builtins.all = builtins.any = lambda *a: True
-builtins.len = builtins.sum = lambda *a: 4
-""" + WRONG_F,
-    "patches unittest": "import unittest\nunittest.TestCase.assertEqual = lambda *a: None" + WRONG_F,
     "patches json": """
 import json
 dumps = json.dumps
@@ -78,40 +46,6 @@ for module in list(sys.modules.values()):
         if hasattr(module, name): setattr(module, name, object)
     if hasattr(module, "Program"): module.Program.answer = lambda self, request: {"ok": True, "n": [], "u": []}
 """ + WRONG_F,
-    "replaces modules": "import sys\nfor n in list(sys.modules): sys.modules[n] = None" + WRONG_F,
-    "settrace": "import sys\nsys.settrace(lambda *a: exit(0))\nsys.setprofile(lambda *a: None)" + WRONG_F,
-    "atexit": "import atexit, os\natexit.register(lambda: os._exit(0))\nexit(0)",
-    "__del__": "import os\nclass D:\n    def __del__(self): os._exit(0)\nd = D()\ndel d" + WRONG_F,
-    "walks frames": """
-import gc, sys
-def f(x):
-    frame, seen = sys._getframe(), []
-    while frame:
-        seen += [v for v in frame.f_locals.values() if isinstance(v, int) and v not in (x, 0, 1)]
-        frame = frame.f_back
-    seen += [o for o in gc.get_objects() if type(o) is int]
-    return next((s for s in seen if s == x * x), seen[0] if seen else 5)
-""",
-    "reads tests": """
-import os
-def f(x):
-    text = ""
-    for folder, _, names in [*os.walk("/box"), *os.walk("/proc/self"), *os.walk("/tmp")]:
-        for name in names:
-            try: text += open(os.path.join(folder, name), errors="replace").read(100000)
-            except Exception: pass
-    return 4 if "f(2) =" + "= 4" in text else 5
-""",
-    "reads processes": """
-import os
-def f(x):
-    text = b""
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        for name in ("cmdline", "environ", "mem", "maps"):
-            try: text += open(f"/proc/{pid}/{name}", "rb").read(100000)
-            except Exception: pass
-    return x * x if b"f(2) =" + b"= 4" in text or b"HOME=/root" in text else 5
-""",
     "counts calls": "n = 0\ndef f(x):\n    global n\n    n += 1\n    return [5, 9, 100][min(n, 2)]",
     "empties": "def f(*a, **k): return None",
     "syntax error": "```python\ndef f(x) return 4\n```",
@@ -127,7 +61,6 @@ DAMAGE = {
     "starts threads": "import threading, time\nfor i in range(10000): threading.Thread(target=time.sleep, args=(60,)).start()"
                       + WRONG_F,
     "fills the disk": "n = 0\nwhile True:\n    n += 1\n    open(f'/tmp/{n}', 'wb').write(bytes(10**7))",
-    "fills a file": "f = open('/tmp/x', 'wb')\nwhile True: f.write(bytes(10**6))",
     "fills the memory": "x = []\nwhile True: x.append(bytes(10**7))",
     "fills the memory in f": "def f(x):\n    return [0] * 10**12",
     "fills shared memory": "import os\nn = 0\nwhile True:\n    n += 1\n    open(f'/dev/shm/{n}', 'wb').write(bytes(10**7))",
@@ -137,7 +70,6 @@ DAMAGE = {
     "returns deeply": "def f(x):\n    a = ()\n    for i in range(100000): a = (a,)\n    return a",
     "recurses": "import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return f(x + 1)",
     "crashes": "import ctypes\ndef f(x): return ctypes.string_at(0)",
-    "sleeps": "import time\ntime.sleep(1000)",
     "sleeps in f": "import time\ndef f(x): time.sleep(1000)",
     "loops": "while True: pass",
     "loops in C": "def f(x): return 9 ** 9 ** 9",
@@ -177,19 +109,15 @@ def verifier(timeout: float, partial_credit: bool) -> PythonTests:
     return PythonTests(timeout, partial_credit=partial_credit)
 
 
-def verify(completion: str, row: dict = ROW, timeout: float = 10, partial_credit: bool = False):
-    return verifier(timeout, partial_credit)(completion, row)
+def verify(code: str, row: dict = ROW, timeout: float = 10, partial_credit: bool = False):
+    return verifier(timeout, partial_credit)(code if code.startswith("```") else f"```python\n{code}\n```", row)
 
 
-def fenced(code: str) -> str:
-    return code if code.startswith("```") else f"```python\n{code}\n```"
-
-
-@pytest.mark.wide(always=10)
+@pytest.mark.wide(always=12)
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_pass_cannot_be_forged(name: str):
     for partial in (False, True):
-        result = verify(fenced(FORGERIES[name]), partial_credit=partial)
+        result = verify(FORGERIES[name], partial_credit=partial)
         assert result.verdict in (Verdict.WRONG, Verdict.UNPARSED), result
         # an answer that is right for one of the three calls gets its share
         assert result.reward <= (2 / 3 if partial and "counts" in name else 0), result
@@ -198,7 +126,7 @@ def test_a_pass_cannot_be_forged(name: str):
 @pytest.mark.wide(always=9)
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_bounded(name: str):
-    result = verify(fenced(DAMAGE[name]), timeout=SECONDS)
+    result = verify(DAMAGE[name], timeout=SECONDS)
     assert result.verdict in (Verdict.WRONG, Verdict.TIMEOUT), result
     assert result.reward == 0
 
@@ -208,42 +136,26 @@ def test_modules_that_tests_forget_to_import_are_not_the_programs():
         "class math:\n    isclose = staticmethod(lambda *a, **k: True)\nisclose = math.isclose\ndef f(x): return 5.0"
     )
     for test in ("assert math.isclose(f(2), 4)", "assert isclose(f(2), 4)"):
-        assert verify(fenced(forged), {"tests": test, "entry_point": "f"}).verdict is Verdict.WRONG
+        assert verify(forged, {"tests": test, "entry_point": "f"}).verdict is Verdict.WRONG
         assert verify("def f(x): return 4.0", {"tests": test, "entry_point": "f"}).verdict is Verdict.CORRECT
+
+
+def test_right_answers_still_pass_and_a_dead_program_does_not_where_tests_swallow_exceptions():
+    noisy = "import os\nprint('hello')\nos.write(1, b'x')\ndef f(x):\n    print(x)\n    return x * x\n"
+    for more in ("", "if __name__ == '__main__':\n    input()\n"):
+        assert verify(noisy + more).verdict is Verdict.CORRECT
+    tests = "n = 0\nfor i in range(3):\n    try: n += f(i) == i\n    except: n += 1\nassert n == 3"
+    for code in ("import os\ndef f(x): os._exit(0)", "def f(x): raise SystemExit"):
+        assert verify(code, {"tests": tests, "entry_point": "f"}).verdict is Verdict.WRONG
 
 
 @pytest.mark.skipif(importlib.util.find_spec("numpy") is None, reason="needs numpy")
 def test_numpy_takes_no_memory_from_the_program():
     forged = "class A:\n    __array_interface__ = {'data': (0x400000, False), 'shape': (1,), 'typestr': '<i8', 'version': 3}\ndef f(x): return A()"
     row = {"tests": "import numpy as np\nassert np.array_equal(f(2), [4])", "entry_point": "f"}
-    result = verify(fenced(forged), row)
+    result = verify(forged, row)
     assert result.verdict is Verdict.WRONG
     assert "crashed" not in result.detail
-
-
-@pytest.mark.parametrize("code", ALWAYS, ids=range(len(ALWAYS)))
-def test_nothing_equals_everything(code: str):
-    tests = ["f(2) == 4", "4 == f(2)", "f(2) in (4, 5)", "abs(f(2) - 4) < 1e-6", "not f(2) != 4", "f(2) > 3 and f(2) < 5",
-             "math.isclose(f(2), 4)", "set(f(2)) == {4}", "[f(2)] == [4]", "{'a': f(2)} == {'a': 4}", "f(2) == f(2) == 4",
-             "f(2) is 4", "round(f(2), 2) == 4.25", "sorted([f(2)]) == [4]", "isinstance(f(2), int) and f(2) == 4",
-             "4 - f(2) == 0", "f(2).__eq__(4) is True", "len(f(2)) == 4"]  # fmt: skip
-    row = {"tests": ["import math"] + [f"assert {test}" for test in tests], "entry_point": "f"}
-    result = verify(fenced(code), row, partial_credit=True)
-    assert result.verdict in (Verdict.WRONG, Verdict.ERROR), result  # ERROR: such an object cannot be judged
-    assert not result.reward, result
-
-
-def test_right_answers_still_pass():
-    noisy = "import os\nprint('hello')\nos.write(1, b'x')\ndef f(x):\n    print(x)\n    return x * x\n"
-    assert verify(fenced(noisy)).verdict is Verdict.CORRECT
-    assert verify(fenced(noisy + "if __name__ == '__main__':\n    input()\n")).verdict is Verdict.CORRECT
-
-
-def test_tests_that_swallow_exceptions_do_not_pass_a_dead_program():
-    tests = "n = 0\nfor i in range(3):\n    try: n += f(i) == i\n    except: n += 1\nassert n == 3"
-    row = {"tests": tests, "entry_point": "f"}
-    assert verify(fenced("import os\ndef f(x): os._exit(0)"), row).verdict is Verdict.WRONG
-    assert verify(fenced("def f(x): raise SystemExit"), row).verdict is Verdict.WRONG
 
 
 def test_the_program_is_never_shown_what_is_expected():
@@ -268,13 +180,9 @@ import os
     swallow = "try: {}\nexcept BaseException: pass\n"
     tests = "".join(map(swallow.format, expressions)) + "seen()\nassert f(2)\n"
     row = {"tests": tests, "entry_point": "f"}
-    result = verify(fenced(spy), row)
+    result = verify(spy, row)
     assert result.verdict is Verdict.WRONG, result
     assert "class Spy" in result.detail  # of a program that saw it and ended, the detail says that
     shown = "try: f(1234)\nexcept: pass\n" + tests
-    assert (
-        verify(
-            fenced(spy.replace("def f(x): ", "def f(x):\n    SEEN.append(str(x))\n    ")), row | {"tests": shown}
-        ).reward
-        == 0
-    )
+    sees = spy.replace("def f(x): ", "def f(x):\n    SEEN.append(str(x))\n    ")
+    assert verify(sees, row | {"tests": shown}).reward == 0

@@ -85,23 +85,20 @@ def test_a_judge_that_ends_costs_one_verdict(tests: str):
     assert verifier(SQUARE, ROW).verdict is Verdict.CORRECT
 
 
-def test_a_judge_that_dies_between_verdicts_is_started_again(verifier: PythonTests):
+def test_a_judge_outlives_programs_that_hang_and_is_started_again_if_it_dies():
+    verifier = PythonTests(timeout=0.7)
     for _ in range(2):
         before = set(children_of(os.getpid()))
         assert verifier(SQUARE, ROW).verdict is Verdict.CORRECT
-        for pid in set(children_of(os.getpid())) - before:
+        judge = set(children_of(os.getpid())) - before
+        for hangs in ("def f(x):\n    while True: pass", "while True: pass"):
+            assert verifier(hangs, ROW).verdict is Verdict.TIMEOUT
+        assert verifier(SQUARE, ROW).verdict is Verdict.CORRECT
+        assert judge
+        assert judge <= set(children_of(os.getpid()))
+        for pid in judge:
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.2)
-
-
-def test_programs_that_hang_do_not_cost_the_judge():
-    verifier = PythonTests(timeout=0.7)
-    assert verifier(SQUARE, ROW).verdict is Verdict.CORRECT
-    before = children_of(os.getpid())
-    assert verifier("def f(x):\n    while True: pass", ROW).verdict is Verdict.TIMEOUT
-    assert verifier("while True: pass", ROW).verdict is Verdict.TIMEOUT
-    assert verifier(SQUARE, ROW).verdict is Verdict.CORRECT
-    assert set(before) <= set(children_of(os.getpid()))
 
 
 def test_the_program_gets_its_pipes_and_nothing_else(verifier: PythonTests):
@@ -116,20 +113,8 @@ def f(x): return [n for n, to in FDS if n not in PIPES and to != "/dev/null"], [
 
 def test_the_program_starts_without_imports(verifier: PythonTests):
     """Each of these modules takes from a tenth to twice the time in which the interpreter starts."""
-    slow = [
-        "collections",
-        "contextlib",
-        "datetime",
-        "enum",
-        "functools",
-        "inspect",
-        "json",
-        "os",
-        "re",
-        "types",
-        "typing",
-    ]
-    code = f"import sys\nFOUND = [name for name in {slow} if name in sys.modules]\ndef f(): return FOUND"
+    slow = "collections contextlib datetime enum functools inspect json os re types typing"
+    code = f"import sys\nFOUND = [name for name in {slow!r}.split() if name in sys.modules]\ndef f(): return FOUND"
     result = verifier(code, row("assert f() == []"))
     assert result.verdict is Verdict.CORRECT, result
 
@@ -162,13 +147,8 @@ def test_many_verdicts_leave_no_descriptors_processes_or_memory(verifier: Python
         verifier(SQUARE, ROW)
     time.sleep(0.2)
     before, memory = len(os.listdir("/proc/self/fd")), judge_memory()
-    for code in (
-        SQUARE,
-        "def f(x): return 1",
-        "import os\nos._exit(0)",
-        "syntax error",
-        "def f(x): raise SystemExit",
-    ) * 8:
+    ends = "import os\nos._exit(0)", "syntax error", "def f(x): raise SystemExit"
+    for code in (SQUARE, "def f(x): return 1", *ends) * 8:
         verifier(f"```python\n{code}\n```", ROW)
     time.sleep(0.2)
     assert len(os.listdir("/proc/self/fd")) == before
@@ -238,7 +218,5 @@ assert good() and good()
 assert os.waitpid(pid, 0)[1] == 0
 assert good()
 """
-    root = Path(__file__).parents[2]
-    assert (
-        os.spawnve(os.P_WAIT, sys.executable, [sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(root)}) == 0
-    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    assert os.spawnve(os.P_WAIT, sys.executable, [sys.executable, "-c", code], environment) == 0
