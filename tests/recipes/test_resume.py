@@ -48,34 +48,32 @@ class SendSignal:
         """Do nothing; no file is open."""
 
 
-class FillDisk(SendSignal):
-    """Fills the disk of the file ``path`` right after a step."""
+class Do(SendSignal):
+    """Calls a function of this module on ``path`` right after a step."""
 
-    def __init__(self, step: int, path: str) -> None:
-        self.step, self.path = step, path
-
-    def log_dict(self, payload, step: int) -> None:
-        if step == self.step:
-            with open(self.path, "wb", buffering=0) as file, contextlib.suppress(OSError):
-                while file.write(bytes(4096)):
-                    pass
-
-
-class LimitFiles(FillDisk):
-    """Limits every file's size, right after a step, to that of the file at ``path`` plus half a line."""
+    def __init__(self, step: int, function: str, path: str) -> None:
+        self.step, self.function, self.path = step, globals()[function], Path(path)
 
     def log_dict(self, payload, step: int) -> None:
         if step == self.step:
-            limit_files(os.path.getsize(self.path) + 100)
+            self.function(self.path)
 
 
-class Wait(FillDisk):
-    """Creates ``PATH.waiting`` right after a step, and waits for ``PATH``."""
+def fill_disk(path: Path) -> None:
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
 
-    def log_dict(self, payload, step: int) -> None:
-        if step == self.step:
-            Path(self.path).with_suffix(".waiting").touch()
-            wait_for(Path(self.path))
+
+def stop_growth(path: Path) -> None:
+    """Limit every file's size to that of the file at ``path`` plus half a line."""
+    limit_files(path.stat().st_size + 100)
+
+
+def pause(path: Path) -> None:
+    """Create ``PATH.waiting``, and wait for ``PATH``."""
+    path.with_suffix(".waiting").touch()
+    wait_for(path)
 
 
 def wait_for(path: Path) -> None:
@@ -87,11 +85,12 @@ def limit_files(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-def at(step: int, what: int | type, *path: Path) -> dict:
-    """Return the config of a logger that acts at ``step``: it sends a signal, or is the class ``what``, on ``path``."""
+def at(step: int, what: int | Callable, *path: Path) -> dict:
+    """Return the config of a logger that acts at ``step``: it sends a signal, or calls ``what`` on ``path``."""
     if isinstance(what, int):
         return {"_component_": "tests.recipes.test_resume.SendSignal", "step": step, "signum": int(what)}
-    return {"_component_": f"tests.recipes.test_resume.{what.__name__}", "step": step, "path": str(path[0])}
+    return {"_component_": "tests.recipes.test_resume.Do", "step": step, "function": what.__name__,
+            "path": str(path[0])}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +252,7 @@ def test_sighup_under_nohup_is_ignored(make, reference, tmp_path):
 def test_closed_terminal(make, reference, tmp_path):
     """The terminal's end sends SIGHUP, and printing to it is an error from then on."""
     out, go = tmp_path / "out", tmp_path / "go"
-    path = make(out, metric_logger=at(5, Wait, go))
+    path = make(out, metric_logger=at(5, pause, go))
     pid, terminal = pty.fork()
     if not pid:
         sys.stdout = sys.stderr = os.fdopen(2, "w")
@@ -456,7 +455,7 @@ def test_disk_full_in_a_checkpoint(make, reference, tmp_path):
         pytest.skip(f"cannot mount a small disk here: {mounted.stderr.decode().strip()}")
     try:
         filler = out / "filler"
-        code, messages = run(make(out, metric_logger=at(5, FillDisk, filler)))
+        code, messages = run(make(out, metric_logger=at(5, fill_disk, filler)))
         assert code == 1, messages
         assert_one_line(messages, "no space left to write", "free some space")
         assert steps(out) == [2, 4]
@@ -485,7 +484,7 @@ def test_file_that_cannot_grow(make, reference, tmp_path, what):
     """The system refuses further writes in the middle of a file."""
     out = tmp_path / "out"
     if what == "metrics.jsonl":
-        code, messages = run(make(out, metric_logger=at(6, LimitFiles, out / what), save_every_n_steps=None))
+        code, messages = run(make(out, metric_logger=at(6, stop_growth, out / what), save_every_n_steps=None))
         assert steps(out) == [5]
         assert not (out / what).read_text().endswith("\n")
     else:
