@@ -256,9 +256,8 @@ def kill_at_the_end_of_training() -> None:
     CycleTrainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(
-    "prepare", [pytest.param(kill_in_training, marks=pytest.mark.wide), kill_at_the_end_of_training]
-)
+@pytest.mark.wide(always=1)
+@pytest.mark.parametrize("prepare", [kill_at_the_end_of_training, kill_in_training])
 def test_killed_in_training(reference, make, tmp_path, prepare):
     out = tmp_path / "out"
     assert forked(main, make(out), prepare=prepare)[0] == -signal.SIGKILL

@@ -84,12 +84,10 @@ def test_each_cycle_samples_with_its_adapter(serve, make, tmp_path, messages):
     assert not [line for line in messages if fake.url in line]
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
     ("stale", "phase", "other"),
-    [
-        ("base", "cycle_1/eval", "without an adapter"),
-        pytest.param("cycle_1", "cycle_2/eval", "the adapter of cycle 1", marks=pytest.mark.wide),
-    ],
+    [("base", "cycle_1/eval", "without an adapter"), ("cycle_1", "cycle_2/eval", "the adapter of cycle 1")],
 )
 def test_a_server_that_keeps_its_old_weights_is_an_error(serve, make, tmp_path, stale, phase, other):
     honest, fake = serve(), serve(stale)

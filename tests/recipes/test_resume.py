@@ -207,14 +207,8 @@ def test_killed_in_mid_epoch_and_resumed(make, reference, killed):
     assert_equal(killed, reference)
 
 
-@pytest.mark.parametrize(
-    ("signum", "code"),
-    [
-        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.wide),  # as in test_raft's `test_sigterm_while_training`
-        (signal.SIGINT, 130),
-        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.wide),  # as in `test_closed_terminal`
-    ],
-)
+@pytest.mark.wide(always=1)
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_stopped(make, reference, tmp_path, signum, code):
     out = tmp_path / "out"
     found, messages = run(make(out, metric_logger=at(6, signum)))  # in step 7, which the run still completes
