@@ -96,6 +96,7 @@ def test_a_fault_costs_its_conversation(write, fault):
     assert sum(metrics(out, "errors")) == len(errors)
 
 
+@pytest.mark.wide  # GRPO has the share of errors
 def test_too_many_faults_end_the_run(write):
     code, said = forked(main, write(echo={"fault": "raise"}, max_error_share=0.01))
     assert code == 1

@@ -407,6 +407,7 @@ def test_a_server_without_log_probs_is_refused_before_sampling(serve, make, chan
     assert fake.bodies() == []
 
 
+@pytest.mark.wide
 @BOTH
 def test_log_probs_that_go_missing_end_the_run(serve, make, out, changes):
     fake = serve()
