@@ -27,7 +27,7 @@ from rocm_ext.distributed import ranks, watch
 from rocm_ext.train import machines as nodes
 from tests.kit import forks, grpo_runs, machines, raft_runs
 from tests.kit.tiny import metrics, run_config, write_rows, write_yaml
-from tests.recipes.test_resume import assert_one_line, at, outcome
+from tests.recipes.test_resume import assert_one_line, at, outcome, pause
 
 pytestmark = forks.several_ranks
 SFT = lora_finetune_rocm.main
@@ -48,10 +48,8 @@ def make(top, tmp_path):
 
     def make(out: Path | str = tmp_path / "out", **changes) -> Path:
         options = {"save_every_n_steps": 1, "node_timeout": 5, **changes}
-        return write_yaml(
-            tmp_path / f"{len(os.listdir(tmp_path))}.yaml",
-            run_config(top / "base", top / "rows.jsonl", Path(out), **options),
-        )
+        cfg = run_config(top / "base", top / "rows.jsonl", Path(out), **options)
+        return write_yaml(tmp_path / f"{len(os.listdir(tmp_path))}.yaml", cfg)
 
     return make
 
@@ -60,14 +58,18 @@ def make(top, tmp_path):
 def alone(top) -> Path:
     """The output folder of the same run in one process."""
     cfg = run_config(top / "base", top / "rows.jsonl", top / "alone", save_every_n_steps=1)
-    code, messages = forks.forked(SFT, write_yaml(top / "alone.yaml", cfg))
-    assert code == 0, messages
+    forks.succeed(SFT, write_yaml(top / "alone.yaml", cfg))
     return top / "alone"
 
 
 def assert_same_curves(out: Path, expected: Path, loss: float = 1e-6) -> None:
     for key, tolerance in (("loss", loss), ("grad_norm", 10 * loss), ("lr", 0), ("tokens", 0)):
         assert metrics(out, key) == pytest.approx(metrics(expected, key), rel=tolerance, abs=0)
+
+
+def assert_error(messages: str, *facts: str) -> None:
+    """The last line of a rank is an error with these facts."""
+    assert_one_line(messages.replace("[rank 0] ", "").replace("[rank 1] ", ""), *facts)
 
 
 def run_machines(main, *each: tuple) -> list[tuple[int, str]]:
@@ -81,14 +83,8 @@ def run_machines(main, *each: tuple) -> list[tuple[int, str]]:
         Exit code and messages of each machine that starts.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "WORLD_SIZE": str(len(each)),
-        "LOCAL_WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-    }
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+              "WORLD_SIZE": str(len(each)), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # fmt: skip
     started = []
     for number, run in enumerate(each):
         if run is not None:
@@ -105,22 +101,31 @@ def _prepare(place, before) -> None:
 
 
 def test_two_machines_equal_one(make, alone, tmp_path):
-    out = tmp_path / "out"
+    """With the loopback address as MASTER_ADDR, the watch listens on no other interface."""
+    out, seen = tmp_path / "out", tmp_path / "addresses"
+
+    def noted():
+        original = watch._server
+
+        def server(address):
+            found = original(address)
+            with seen.open("a") as file:
+                file.write(f"{found.getsockname()[0]}\n")
+            return found
+
+        watch._server = server
+
     path = make(hardware_log_seconds=0.1)
     out.mkdir()
     (out / "hardware.machine1.jsonl").write_text("of an earlier run\n")
-    for code, messages in run_machines(SFT, (path, (), None), (path, (), None)):
+    for code, messages in run_machines(SFT, (path, (), noted), (path, (), noted)):
         assert code == 0, messages
+    assert seen.read_text() == "127.0.0.1\n"
     assert_same_curves(out, alone)
     names = ["adapter", "checkpoints", "config.yaml", "hardware.jsonl", "hardware.machine1.jsonl", "metrics.jsonl"]
     assert sorted(os.listdir(out)) == [*names, "summary.json"]
     assert "earlier" not in (out / "hardware.machine1.jsonl").read_text()
     assert sorted(os.listdir(alone)) == sorted({*os.listdir(out)} - {"hardware.machine1.jsonl"})
-
-
-def elsewhere(folder: Path) -> None:
-    """What the second machine has under the same paths."""
-    os.chdir(folder)
 
 
 def other_versions() -> None:
@@ -151,13 +156,13 @@ def test_machines_that_differ_are_refused(make, top, tmp_path, monkeypatch, what
     path.write_text(path.read_text().replace(f"{top}/base", "base").replace(f"{top}/rows.jsonl", "rows.jsonl"))
     monkeypatch.setattr(nodes, "_PATIENCE", 0.5)
     overrides = ("batch_size=2", "epochs=3") if what == "config" else ()
-    before = other_versions if what == "versions" else partial(elsewhere, there)
+    before = other_versions if what == "versions" else partial(os.chdir, there)
     monkeypatch.chdir(here)
     found = run_machines(SFT, (path, (), None), (path, overrides, before))
     monkeypatch.undo()
     for code, messages in found:
         assert code == 1
-        assert_one_line(messages.replace("[rank 0] ", "").replace("[rank 1] ", ""), *parts)
+        assert_error(messages, *parts)
     assert not (tmp_path / "out" / "config.yaml").exists()
     assert not list(tmp_path.rglob(".machine*"))
 
@@ -191,8 +196,7 @@ def test_a_folder_that_is_shared_with_delay_is_refused(make, tmp_path, what):
     before = partial(remember_names, tmp_path / "out", what)
     for code, messages in run_machines(SFT, (path, (), None), (path, (), before)):
         assert code == 1
-        last = messages.splitlines()[-1].replace("[rank 0] ", "").replace("[rank 1] ", "")
-        assert_one_line(last, f"which files others have {what}", "lookupcache=none")
+        assert_error(messages.splitlines()[-1], f"which files others have {what}", "lookupcache=none")
 
 
 def test_an_error_before_the_ranks_meet_is_told_on_every_machine(make, tmp_path):
@@ -215,14 +219,14 @@ def test_what_another_process_writes_into_the_store_is_one_line(make):
 
     ((code, messages),) = run_machines(SFT, (make(), (), stranger), None)
     assert code == 1
-    assert_one_line(messages.replace("[rank 0] ", ""), "a stranger ?[2Jerror: \N{REPLACEMENT CHARACTER}")
+    assert_error(messages, "a stranger ?[2Jerror: \N{REPLACEMENT CHARACTER}")
 
 
 def test_a_machine_that_does_not_come_is_named(make, monkeypatch):
     monkeypatch.setattr(ranks, "_MEET", 0.5)
     ((code, messages),) = run_machines(SFT, (make(), (), None), None)
     assert code == 1
-    assert_one_line(messages.replace("[rank 0] ", ""), "no sign of rank 1 on other machines")
+    assert_error(messages, "no sign of rank 1 on other machines")
 
 
 @pytest.mark.wide
@@ -230,18 +234,16 @@ def test_a_lost_machine_ends_the_run_which_continues_on_one(make, alone, tmp_pat
     path = make(metric_logger=at(2, signal.SIGKILL))
     (lost, _), (code, messages) = run_machines(SFT, (path, (), None), (path, (), None))
     assert (lost, code) == (-signal.SIGKILL, 1)
-    assert_one_line(
-        messages.replace("[rank 1] ", ""), f"rank 0 on {nodes.platform.node()}: its process ended", "resume_from_"
-    )
-    code, messages = forks.forked(SFT, make(resume_from_checkpoint=True))
-    assert code == 0, messages
+    assert_error(messages, f"rank 0 on {nodes.platform.node()}: its process ended", "resume_from_")
+    forks.succeed(SFT, make(resume_from_checkpoint=True))
     assert_same_curves(tmp_path / "out", alone)
 
 
-def test_the_first_of_several_messages_ends_the_rank(capfd):
+def test_the_first_of_several_messages_ends_the_rank_and_rubbish_does_not(capfd):
     """Rank 0 has failed, and passes on that another one has, before this rank reads."""
     ours, theirs = socket.socketpair()
-    theirs.sendall(b'{"rank": 0, "text": "first"}\n{"rank": 2, "text": "second"}\n')
+    sent = b"".join(RUBBISH) + b'{"rank": 0, "text": "first"}\n{"rank": 2, "text": "second"}\n'
+    threading.Thread(target=theirs.sendall, args=(sent,)).start()
     assert ended_by_the_watch({0: ours}) == 1
     assert capfd.readouterr().err == "error: rank 0 on trainer: first\n"
 
@@ -255,14 +257,6 @@ RUBBISH = (
     b"\xff\n",
     b"x" * 1_000_000 + b"\n",
 )
-
-
-def test_the_watch_survives_what_is_no_message(capfd):
-    ours, theirs = socket.socketpair()
-    sent = b"".join(RUBBISH) + b'{"rank": 0, "text": "a message"}\n'
-    threading.Thread(target=theirs.sendall, args=(sent,)).start()
-    assert ended_by_the_watch({0: ours}) == 1
-    assert capfd.readouterr().err == "error: rank 0 on trainer: a message\n"
 
 
 def test_the_watch_uses_any_descriptor(capfd):
@@ -331,40 +325,13 @@ def test_a_rank_that_does_not_come_has_one_deadline(monkeypatch):
         watch._accept([server], b"0123456789abcdef", 1)
 
 
-def test_the_watch_listens_where_the_ranks_reach_it(make, monkeypatch, tmp_path):
-    """With the loopback address as MASTER_ADDR it is not on any other interface."""
-    seen = tmp_path / "addresses"
-
-    def noted():
-        original = watch._server
-
-        def server(address):
-            found = original(address)
-            with seen.open("a") as file:
-                file.write(f"{found.getsockname()[0]}\n")
-            return found
-
-        watch._server = server
-
-    path = make()
-    for code, messages in run_machines(SFT, (path, (), noted), (path, (), noted)):
-        assert code == 0, messages
-    assert seen.read_text() == "127.0.0.1\n"
-
-
-# ---- torchrun on two machines, in network namespaces
-
-
 def dpo_run(top: Path, out: Path) -> Path:
     """Write the YAML of a run over pairs."""
     pairs = top / "pairs.jsonl"
     rows = [{"prompt": f"What is {i} and {i}?", "chosen": f"It is {2 * i}.", "rejected": "No."} for i in range(16)]
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cfg = run_config(top / "base", pairs, out)
-    return write_yaml(
-        out.with_suffix(".yaml"),
-        {**cfg, "dataset": {"_component_": "rocm_ext.data.preference_dataset", "source": str(pairs)}},
-    )
+    dataset = {"_component_": "rocm_ext.data.preference_dataset", "source": str(pairs)}
+    return write_yaml(out.with_suffix(".yaml"), {**run_config(top / "base", pairs, out), "dataset": dataset})
 
 
 def sft_run(top: Path, out: Path) -> Path:
@@ -386,8 +353,7 @@ def test_torchrun_on_two_machines_equals_one(top, tmp_path, recipe):
     one, two = tmp_path / "one" / "out", tmp_path / "two" / "out"
     for out in (one, two):
         out.parent.mkdir()
-    for code, messages in forks.forked_ranks(main, write(top, one)):
-        assert code == 0, messages
+    forks.succeed_on_ranks(main, write(top, one))
     path = write(top, two)
     with machines.two_machines() as pair:
         started = [machine.tune(recipe, path) for machine in pair]
@@ -404,12 +370,9 @@ def test_torchrun_loses_a_machine(make, tmp_path, what, count):
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert forks.forked(SFT, make(whole, epochs=4))[0] == 0
     with machines.two_machines() as pair:
-        path = make(
-            metric_logger={"_component_": "tests.distributed.test_nodes.Pause", "step": 3, "folder": str(tmp_path)},
-            epochs=4,
-        )
+        path = make(metric_logger=at(3, pause, tmp_path / "go"), epochs=4)
         started = [machine.tune("lora_finetune_rocm", path, ranks=count) for machine in pair]
-        wait_for(tmp_path / "paused", started)
+        wait_for(tmp_path / "go.waiting", started)
         left = dict(enumerate(started))
         if what == "the link is cut":
             pair[1].cut()
@@ -426,26 +389,9 @@ def test_torchrun_loses_a_machine(make, tmp_path, what, count):
             host = pair[1 - number].name
             assert f" on {host}: {why}" in line
             assert "Traceback" not in errors
-    code, messages = forks.forked(SFT, make(epochs=4, resume_from_checkpoint=True))
-    assert code == 0, messages
+    messages = forks.succeed(SFT, make(epochs=4, resume_from_checkpoint=True))
     assert "resumed from" in messages
     assert_same_curves(out, whole, loss=1e-5)
-
-
-class Pause:
-    """A metric logger that stops at ``step`` until the file ``go`` is in ``folder``."""
-
-    def __init__(self, step: int, folder: str) -> None:
-        self.step, self.folder = step, Path(folder)
-
-    def log_dict(self, payload, step: int) -> None:
-        if step == self.step:
-            (self.folder / "paused").touch()
-            wait_for(self.folder / "go", [])
-
-    def log_config(self, config) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def wait_for(path: Path, processes: list[subprocess.Popen]) -> None:

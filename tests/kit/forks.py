@@ -69,6 +69,19 @@ def forked_ranks(
     return [wait(*each) for each in started]
 
 
+def succeed(main: Callable[[], None], path: Path, *overrides: str, **more) -> str:
+    """Run :func:`forked`, which must succeed; return the messages."""
+    code, messages = forked(main, path, *overrides, **more)
+    assert code == 0, messages
+    return messages
+
+
+def succeed_on_ranks(main: Callable[[], None], path: Path, *overrides: str, **more) -> None:
+    """Run :func:`forked_ranks`, which must succeed."""
+    for code, messages in forked_ranks(main, path, *overrides, **more):
+        assert code == 0, messages
+
+
 def start(
     main: Callable[[], None], path: Path, overrides: tuple[str, ...], prepare: Callable[[], object] | None
 ) -> tuple[int, int]:

@@ -29,12 +29,11 @@ def reference(make: Callable[..., Path], folder: Path) -> Path:
     """An undisturbed run of RAFT, whose metric logger writes the file ``log``."""
     from rocm_ext.recipes.raft_rocm import main
 
-    from tests.kit.forks import forked
+    from tests.kit.forks import succeed
 
     out = folder / "reference"
     logger = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": str(out), "filename": "log"}
-    code, messages = forked(main, make(out, metric_logger=logger))
-    assert code == 0, messages
+    succeed(main, make(out, metric_logger=logger))
     return out
 
 

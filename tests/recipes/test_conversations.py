@@ -9,19 +9,20 @@ from statistics import fmean
 
 import pytest
 import yaml
-from rocm_ext.recipes.grpo_rocm import main
+from rocm_ext.recipes.grpo_rocm import GRPO, main
 from rocm_ext.recipes.raft_rocm import main as raft_main
 from tokenizers import Tokenizer
 
 from rocm_ext import cli, config
+from rocm_ext.base.errors import UserError
 from rocm_ext.rl.records import PhaseRecords, to_sample
 from rocm_ext.sampling import local
-from tests.kit.forks import forked, forked_ranks, several_ranks
+from tests.kit.forks import forked, several_ranks, succeed, succeed_on_ranks
 from tests.kit.grpo_runs import assert_equal, lines
 from tests.kit.tiny import metrics, write_yaml
 from tests.recipes.test_raft import kill_at_record
 
-SHORT = {"prompts_per_step": 4, "samples_per_prompt": 4, "steps": 2, "groups_per_update": None, "lr_scheduler": None}
+SHORT = {"prompts_per_step": 2, "samples_per_prompt": 4, "steps": 2, "groups_per_update": None, "lr_scheduler": None}
 
 
 @pytest.fixture
@@ -31,30 +32,23 @@ def write(pocket_dir, tmp_path):
     def write(name: str = "run", echo: dict | None = None, base: str = "cpu_pocket_grpo", **changes) -> Path:
         cfg = yaml.safe_load((Path(config.__file__).parents[2] / "recipe_configs" / f"{base}.yaml").read_text())
         cfg |= {
-            "pocket": str(pocket_dir),
-            "output_dir": str(tmp_path / name),
-            "verifier": None,
-            "environment": {"_component_": "tests.kit.games.Echo", **(echo or {})},
-            "eval_prompts": None,
-            "max_new_tokens": 60,
-            "max_environment_tokens": 96,
-            "max_error_share": 1.0,
-            "verify_timeout": 10,
-            **(SHORT if base == "cpu_pocket_grpo" else {}),
-            **changes,
-        }
+            "pocket": str(pocket_dir), "output_dir": str(tmp_path / name), "verifier": None, "eval_prompts": None,
+            "environment": {"_component_": "tests.kit.games.Echo", **(echo or {})}, "max_new_tokens": 60,
+            "max_environment_tokens": 96, "max_error_share": 1.0, "verify_timeout": 10,
+            **(SHORT if base == "cpu_pocket_grpo" else {}), **changes,
+        }  # fmt: skip
         return write_yaml(tmp_path / f"{name}.yaml", cfg)
 
     return write
 
 
 def run(path: Path, *overrides: str, **more) -> Path:
-    code, said = forked(more.pop("main", main), path, *overrides, **more)
-    assert code == 0, said
+    succeed(more.pop("main", main), path, *overrides, **more)
     return Path(yaml.safe_load(path.read_text())["output_dir"])
 
 
-@pytest.mark.parametrize("opening", ["", "Ready?"])
+@pytest.mark.wide(always=1)
+@pytest.mark.parametrize("opening", ["Ready?", ""])
 def test_the_model_is_trained_on_the_tokens_that_it_sampled(write, opening):
     out = run(write(echo={"opening": opening}))
     assert max(metrics(out, "mismatch_max")) < 1e-4, "the trainer computes them behind the same tokens"
@@ -63,35 +57,26 @@ def test_the_model_is_trained_on_the_tokens_that_it_sampled(write, opening):
         sample = to_sample(line)
         ((ids, own, part),) = sample.sequences([1, 2, 3])
         assert [i for i, mine in zip(ids, own, strict=True) if mine] == sample.tokens[part] == sample.tokens
-        roles = [message["role"] for message in sample.messages]
-        assert roles == ["user"] * bool(opening) + ["assistant", "user"] * (len(sample.given) - bool(opening)) + [
-            "assistant"
-        ]
+        roles, turns = [message["role"] for message in sample.messages], len(sample.given) - bool(opening)
+        assert roles == ["user"] * bool(opening) + ["assistant", "user"] * turns + ["assistant"]
         assert line["text"] == sample.messages[-1]["content"]
 
 
-@pytest.mark.wide
-def test_pages_pairs_and_evaluations_know_conversations(write, tmp_path, capsys):
-    out = run(write(steps=1))
-    assert cli.main(["report", str(out), "--output", str(tmp_path / "page.html")]) == 0
-    assert "[user] That was 1." in (tmp_path / "page.html").read_text()
-    assert cli.main(["pairs", str(out), "--output", str(tmp_path / "pairs.jsonl")]) == 1
-    assert "conversation" in capsys.readouterr().err
-
-
-def test_metrics_have_turns_and_parts_of_rewards(write):
+def test_metrics_have_turns_and_parts_of_rewards(write, tmp_path, capsys):
     out = run(write(steps=1, environment={"_component_": "tests.kit.games.Named"}))
     texts = [line["text"] for line in lines(out / "samples.jsonl") if line["finish_reason"] == "stop"]
     assert metrics(out, "reward/length") == [pytest.approx(fmean(map(len, texts)))]
     assert metrics(out, "reward/one") == [1]
     assert 2 < metrics(out, "turns")[0] <= 3
     assert metrics(out, "rewritten") == [0]
+    assert cli.main(["report", str(out), "--output", str(tmp_path / "page.html")]) == 0
+    assert "[user] That was 1." in (tmp_path / "page.html").read_text()
+    assert cli.main(["pairs", str(out), "--output", str(tmp_path / "pairs.jsonl")]) == 1
+    assert "conversation" in capsys.readouterr().err
 
 
 def test_raft_keeps_conversations(write):
-    path = write(
-        base="cpu_pocket_raft", cycles=1, prompts_per_cycle=24, epochs=1, keep="rewarded", reward_threshold=0.5
-    )
+    path = write(base="cpu_pocket_raft", cycles=1, prompts_per_cycle=8, epochs=1, keep="rewarded", reward_threshold=0.5)
     out = run(path, main=raft_main)
     (cycle,) = json.loads((out / "summary.json").read_text())["cycles"]
     assert cycle["filter"]["kept"] > 0
@@ -104,13 +89,14 @@ def test_a_fault_costs_its_conversation(write, fault):
     out = run(write(echo={"fault": fault}, verify_timeout=2 if fault == "hang" else 60))
     verdicts = lines(out / "verdicts.jsonl")
     errors = [line for line in verdicts if line["verdict"] == "ERROR"]
-    assert len(verdicts) == 32
-    assert 0 < len(errors) < 16
+    assert len(verdicts) == 16
+    assert 0 < len(errors) < 8
     said = {"raise": "a fault", "exit": "died", "hang": "hung for 2 s"}[fault]
     assert all(said in line["detail"] and line["reward"] is None for line in errors)
     assert sum(metrics(out, "errors")) == len(errors)
 
 
+@pytest.mark.wide  # GRPO has the share of errors
 def test_too_many_faults_end_the_run(write):
     code, said = forked(main, write(echo={"fault": "raise"}, max_error_share=0.01))
     assert code == 1
@@ -126,9 +112,8 @@ def test_too_many_faults_end_the_run(write):
 ])  # fmt: skip
 def test_limits_end_conversations(write, limits, detail):
     out = run(write(steps=1, truncated="keep", **limits))
-    cut = {
-        (line["prompt_id"], line["sample"]): line for line in lines(out / "verdicts.jsonl") if detail in line["detail"]
-    }
+    verdicts = lines(out / "verdicts.jsonl")
+    cut = {(line["prompt_id"], line["sample"]): line for line in verdicts if detail in line["detail"]}
     assert cut
     for line in lines(out / "samples.jsonl"):
         assert (line["finish_reason"] == "length") == ((line["prompt_id"], line["sample"]) in cut)
@@ -144,7 +129,7 @@ def computed_again() -> None:
 
 
 @pytest.mark.wide(always=1)
-@pytest.mark.parametrize(("name", "count"), [("samples.jsonl", 7), ("verdicts.jsonl", 20), ("turns.jsonl", 60)])
+@pytest.mark.parametrize(("name", "count"), [("samples.jsonl", 7), ("verdicts.jsonl", 12), ("turns.jsonl", 30)])
 def test_killed_and_resumed(write, name, count):
     whole = run(write("whole"), prepare=computed_again)
     path, kills = write("killed"), kill_at_record(name, count)
@@ -171,13 +156,13 @@ def test_killed_and_resumed(write, name, count):
 @pytest.mark.wide
 @several_ranks
 def test_two_ranks_equal_one(write):
-    one, two = run(write("one", steps=1)), write("two", steps=1)
-    assert [code for code, _ in forked_ranks(main, two)] == [0, 0]
-    found = [
-        sorted((line["prompt_id"], line["sample"], line["tokens"]) for line in lines(out / "samples.jsonl"))
-        for out in (one, Path(yaml.safe_load(two.read_text())["output_dir"]))
-    ]
-    assert found[0] == found[1]
+    two = write("two", steps=1)
+    succeed_on_ranks(main, two)
+    assert answers(two.with_name("two")) == answers(run(write("one", steps=1)))
+
+
+def answers(out: Path) -> list[tuple]:
+    return sorted((line["prompt_id"], line["sample"], line["tokens"]) for line in lines(out / "samples.jsonl"))
 
 
 def test_what_an_environment_says_is_text(write, pocket_dir):
@@ -190,11 +175,7 @@ def test_what_an_environment_says_is_text(write, pocket_dir):
 
 def test_kept_caches_change_nothing(write):
     kept, again = run(write("kept", steps=1)), run(write("again", steps=1), prepare=computed_again)
-    tokens = [
-        sorted((line["prompt_id"], line["sample"], line["tokens"]) for line in lines(out / "samples.jsonl"))
-        for out in (kept, again)
-    ]
-    assert tokens[0] == tokens[1]
+    assert answers(kept) == answers(again)
 
 
 @pytest.mark.parametrize(("changes", "said"), [
@@ -208,10 +189,10 @@ def test_kept_caches_change_nothing(write):
     ({"max_environment_tokens": 10_000}, "remove the prompt"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(write, changes, said):
-    code, text = forked(main, write(**changes))
-    assert code in (1, 2)
-    assert sum(said in line for line in text.splitlines()) == 1
-    assert "Traceback" not in text
+    with pytest.raises(UserError) as refused:
+        GRPO(config.load("grpo_rocm", str(write(**changes)))).check()
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 def test_ctrl_c_does_not_wait_for_tools(write):
@@ -222,11 +203,11 @@ def test_ctrl_c_does_not_wait_for_tools(write):
 
         def count(self, record):
             append(self, record)
-            if len(self.records) == 16:  # the first messages of all conversations
+            if len(self.records) == 8:  # the first messages of all conversations
                 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 
         PhaseRecords.append = count
 
     code, said = forked(main, path, prepare=interrupted)
     assert code == 130, said
-    assert len(lines(path.with_name("run") / "turns.jsonl")) == 16
+    assert len(lines(path.with_name("run") / "turns.jsonl")) == 8

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from rocm_ext.recipes.raft_rocm import main
+from rocm_ext.recipes.raft_rocm import RAFT, main
 from safetensors.torch import load_file
 
-from rocm_ext import cli
+from rocm_ext import cli, config
 from rocm_ext.base import log
+from rocm_ext.base.errors import UserError
 from rocm_ext.rl.cycles import CycleTrainer
 from rocm_ext.rl.records import PhaseRecords, Sample
 from rocm_ext.rl.rollout import Pace
@@ -22,7 +23,7 @@ from rocm_ext.rl.selection import replay
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.intervals import mcnemar
 from rocm_ext.runs.progress import progress
-from tests.kit.forks import forked, forked_ranks, kill_before
+from tests.kit.forks import forked, forked_ranks, kill_before, succeed, succeed_on_ranks
 from tests.kit.lines import one_line_has
 from tests.kit.raft_runs import WEIGHTS, assert_equal, cycle_row, outcome, records
 
@@ -31,17 +32,13 @@ RESUME = "resume_from_checkpoint=True"
 
 
 def ran(make, out: Path, *overrides: str, **changes) -> Path:
-    code, messages = forked(main, make(out, **changes), *overrides)
-    assert code == 0, messages
+    succeed(main, make(out, **changes), *overrides)
     return out
 
 
 def lines(out: Path, cycle: int, phase: str) -> list[dict]:
     found = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     return [line for line in found if (line["cycle"], line["phase"]) == (cycle, phase)]
-
-
-# ---- cycles that keep nothing
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +49,7 @@ def dry(make, folder):
     changes = {"verifier": verifier, "prompts_per_cycle": 4, "retry_unsolved_after": 9, "epochs": 1}
     ran(make, out, "cycles=1", **changes)
     end.touch()
-    code, messages = forked(main, make(out, **changes), "cycles=4", RESUME)
-    assert code == 0, messages
+    messages = succeed(main, make(out, **changes), "cycles=4", RESUME)
     return out, changes, messages
 
 
@@ -77,14 +73,13 @@ def test_tools_understand_skipped_cycles(dry, reference, tmp_path, capsys):
     run = RunFolder(out)
     assert [cycle.state for cycle in run.cycles] == ["complete", "complete", "skipped", "skipped"]
     assert run.finished
-    told = progress(out)
-    assert (told["cycle"], told["phase"], told["finished"]) == (3, "skipped", True)
+    assert progress(out).items() >= {"cycle": 3, "phase": "skipped", "finished": True}.items()
     page = tmp_path / "page.html"
     assert cli.main(["report", str(out), "--output", str(page)]) == 0
-    assert "skipped" in page.read_text()
     assert "1, 2 skipped" in page.read_text()
+    capsys.readouterr()
     cli.main(["compare", str(reference), str(out), "--json"])
-    found = json.loads(capsys.readouterr().out.partition("{")[2].join(("{", "")))
+    found = json.loads(capsys.readouterr().out)
     assert found["measured"]["cycles"] == [2, 1]
     assert not [note for note in found["notes"] if "has not finished" in note]
 
@@ -92,44 +87,25 @@ def test_tools_understand_skipped_cycles(dry, reference, tmp_path, capsys):
 def test_resuming_an_ended_run_repeats_nothing(dry, make, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(dry[0], out)
-    verifier = dry[1]["verifier"]
-    code, messages = forked(main, make(out, **dry[1]), "cycles=4", RESUME)
-    assert code == 0, messages
+    messages = succeed(main, make(out, **dry[1]), "cycles=4", RESUME)
     assert "stopped: no answer was kept in 2 cycles in a row" in messages
     assert_equal(out, dry[0])
-    assert verifier == dry[1]["verifier"]
 
 
 @pytest.mark.wide
 def test_an_ended_run_continues_with_another_verifier(dry, make, tmp_path):
-    """It judges again what it sampled, and ends as if it had begun so."""
-    out, expected = tmp_path / "out", tmp_path / "expected"
+    """It judges again what it sampled, and ends as if it had begun so, however often it is killed."""
+    out, expected, changed = tmp_path / "out", tmp_path / "expected", ("cycles=3", "verifier.end=null")
     shutil.copytree(dry[0], out)
     before = {(r["prompt_id"], r["sample"]): r["seconds"] for r in records(out, 2, "samples")}
-    ran(make, out, "cycles=3", "verifier.end=null", RESUME, **dry[1])
-    ran(make, expected, "cycles=3", "verifier.end=null", **dry[1])
+    for count in range(1, 60, 6):
+        assert forked(main, make(out, **dry[1]), *changed, RESUME, prepare=kill_before(count))[0] in (-9, 0)
+    ran(make, out, *changed, RESUME, **dry[1])
+    ran(make, expected, *changed, **dry[1])
     assert_equal(out, expected)
     after = {(r["prompt_id"], r["sample"]): r["seconds"] for r in records(out, 2, "samples")}
     assert after == before  # not sampled again
     assert cycle_row(out, 2)["kept"] > 0
-
-
-@pytest.mark.wide
-def test_killed_while_it_continues_with_another_verifier(dry, make, tmp_path):
-    out, expected = tmp_path / "out", tmp_path / "expected"
-    shutil.copytree(dry[0], out)
-    changed = ("cycles=3", "verifier.end=null", "max_new_tokens=14", RESUME)
-    codes = [forked(main, make(out, **dry[1]), *changed, prepare=kill_before(count))[0] for count in range(1, 60, 2)]
-    assert set(codes) <= {-signal.SIGKILL, 0}
-    assert codes.count(-signal.SIGKILL) > 5
-    ran(make, out, *changed, **dry[1])
-    whole = tmp_path / "whole"
-    shutil.copytree(dry[0], whole)
-    ran(make, whole, *changed, **dry[1])
-    ran(make, expected, "cycles=3", "verifier.end=null", **dry[1])
-    assert_equal(out, whole)
-    for name in (WEIGHTS, "kept.jsonl"):  # cycle 1 is that of the old limit
-        assert (out / "cycle_1" / name).read_bytes() == (expected / "cycle_1" / name).read_bytes()
 
 
 @pytest.mark.wide
@@ -138,8 +114,7 @@ def test_two_ranks_skip_and_continue(make, reference, tmp_path):
     for code, messages in forked_ranks(main, make(out, max_empty_cycles=1), *nothing):
         assert code == 1
         assert "no cycle was trained" in messages
-    for code, messages in forked_ranks(main, make(out, max_empty_cycles=1), RESUME, "verifier.share=0.5"):
-        assert code == 0, messages
+    succeed_on_ranks(main, make(out, max_empty_cycles=1), RESUME, "verifier.share=0.5")
     torch.testing.assert_close(load_file(out / WEIGHTS), load_file(reference / WEIGHTS), rtol=0, atol=1e-6)
     assert not list(out.rglob("*.rank*"))
 
@@ -195,9 +170,6 @@ def test_settings_change_for_later_cycles_alone(make, reference, tmp_path):
         assert cycle_row(out, cycle)["held_out"] == json.loads((out / f"cycle_{cycle}" / "eval.json").read_text())
 
 
-# ---- answers of earlier cycles
-
-
 def sample(prompt: str, index: int, *tokens: int) -> Sample:
     return Sample(prompt, index, 0, "stop", "", list(tokens), [0.0] * len(tokens))
 
@@ -240,26 +212,23 @@ def trained_rows(out: Path, cycle: int) -> int:
     return json.loads((out / f"cycle_{cycle}" / "summary.json").read_text())["rows"]["rows"]
 
 
+FROM_BASE = {"start_from": "base", "max_per_prompt": None, "epochs": 1, "prompts_per_cycle": 6}
+
+
 def test_base_trains_on_all_cycles(make, tmp_path):
-    out, killed = tmp_path / "out", tmp_path / "killed"
-    changes = {"start_from": "base", "max_per_prompt": None, "epochs": 1, "prompts_per_cycle": 6}
-    ran(make, out, **changes)
+    out = ran(make, tmp_path / "out", **FROM_BASE)
     kept = [cycle_row(out, cycle)["kept"] for cycle in (1, 2)]
     assert trained_rows(out, 1) == kept[0]
     assert trained_rows(out, 2) == sum(kept)  # of other prompts, so none is a duplicate
-    assert forked(main, make(killed, **changes), prepare=kill_in_training)[0] == -signal.SIGKILL
+
+
+@pytest.mark.wide
+def test_killed_in_training_on_all_cycles(make, tmp_path):
+    out, killed = ran(make, tmp_path / "out", **FROM_BASE), tmp_path / "killed"
+    assert forked(main, make(killed, **FROM_BASE), prepare=kill_in_training)[0] == -signal.SIGKILL
     assert not (killed / "cycle_2" / "adapter").exists()
-    ran(make, killed, RESUME, **changes)
+    ran(make, killed, RESUME, **FROM_BASE)
     assert_equal(killed, out)
-
-
-def test_old_log_probs_are_warned_of(make, tmp_path):
-    code, messages = forked(main, make(tmp_path / "out", objective="raft++", start_from="base", cycles=1, epochs=1))
-    assert code == 0, messages
-    assert one_line_has(messages, "replayed answers", "older adapters")
-
-
-# ---- the optimiser's state
 
 
 def moments(out: Path) -> dict:
@@ -287,9 +256,8 @@ def kill_at_the_end_of_training() -> None:
     CycleTrainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(
-    "prepare", [pytest.param(kill_in_training, marks=pytest.mark.wide), kill_at_the_end_of_training]
-)
+@pytest.mark.wide(always=1)
+@pytest.mark.parametrize("prepare", [kill_at_the_end_of_training, kill_in_training])
 def test_killed_in_training(reference, make, tmp_path, prepare):
     out = tmp_path / "out"
     assert forked(main, make(out), prepare=prepare)[0] == -signal.SIGKILL
@@ -303,12 +271,8 @@ def test_killed_in_training(reference, make, tmp_path, prepare):
 def test_settings_that_change_inside_a_training_wait(make, tmp_path):
     out = tmp_path / "out"
     assert forked(main, make(out), prepare=kill_in_training)[0] == -signal.SIGKILL
-    code, messages = forked(main, make(out), RESUME, "keep=rewarded")
-    assert code == 1
-    assert one_line_has(messages, "cycle 2", "other settings", "without the change of keep")
-
-
-# ---- which cycles are evaluated, which adapters stay
+    with pytest.raises(UserError, match=r"cycle 2.*other settings.*without the change of keep"):
+        RAFT(config.load("raft_rocm", str(make(out)), [RESUME, "keep=rewarded"])).setup()
 
 
 @pytest.mark.wide
@@ -331,8 +295,7 @@ def test_some_cycles_are_evaluated_and_some_adapters_stay(make, tmp_path):
 def test_the_choice_is_printed_with_its_test(reference, make, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(reference, out)
-    code, messages = forked(main, make(out), RESUME)
-    assert code == 0, messages
+    messages = succeed(main, make(out), RESUME)
     right = [{r["prompt_id"] for r in records(out, n, "verdicts", "eval") if r["reward"]} for n in range(3)]
     chosen = 2 if len(right[2]) >= len(right[1]) else 1
     gained, lost = len(right[chosen] - right[0]), len(right[0] - right[chosen])
@@ -343,11 +306,8 @@ def test_the_choice_is_printed_with_its_test(reference, make, tmp_path):
     ) in messages
 
 
-# ---- what a phase cost
-
-
-@pytest.mark.parametrize("stop", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.wide)])
-def test_seconds_and_tokens_cover_the_whole_phase(make, tmp_path, stop):
+@pytest.mark.parametrize("stop", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.wide)])
+def test_a_stopped_phase_goes_on_with_its_answers_and_counts_all_its_seconds(make, tmp_path, stop):
     def prepare() -> None:
         original, done = PhaseRecords.append, []
 
@@ -360,18 +320,17 @@ def test_seconds_and_tokens_cover_the_whole_phase(make, tmp_path, stop):
         PhaseRecords.append = append  # type: ignore[method-assign]
 
     out, changes = tmp_path / "out", {"cycles": 1, "eval_prompts": None, "epochs": 1}
-    assert forked(main, make(out, **changes), prepare=prepare)[0] in (-signal.SIGKILL, 143)
-    spent = max(r["seconds"] for r in records(out, 1, "samples"))
-    assert spent > 0
+    code, messages = forked(main, make(out, **changes), prepare=prepare)
+    assert code == (130 if stop == signal.SIGINT else -signal.SIGKILL)
+    assert stop == signal.SIGKILL or one_line_has(messages, "stopped in cycle 1", "all saved", RESUME)
+    before = records(out, 1, "samples")
     ran(make, out, RESUME, **changes)
     (line,) = lines(out, 1, "sample")
     samples = records(out, 1, "samples")
+    assert samples[: len(before)] == before
     assert line["tokens"] == sum(len(r["tokens"]) for r in samples)
-    assert line["seconds"] >= max(r["seconds"] for r in samples) > spent
+    assert line["seconds"] >= max(r["seconds"] for r in samples) >= max(r["seconds"] for r in before) > 0
     assert cycle_row(out, 1)["seconds"]["sample"] == line["seconds"]
-
-
-# ---- how long a phase takes
 
 
 def simulate(lengths: list[int], slots: int, longest: int) -> list[tuple[float, float | None, float]]:
@@ -425,27 +384,3 @@ def test_progress_prints_the_estimate_it_is_given(monkeypatch, messages):
     assert messages == [
         "cycle 1 sample 1/10  x", "cycle 1 sample 2/10  x", "cycle 1 sample 3/10  x  1m30s left",
     ]  # fmt: skip
-
-
-# ---- evaluations that are kept
-
-
-@pytest.mark.wide
-def test_evaluations_can_be_kept_and_compared(reference, make, tmp_path, capsys):
-    path = str(make(tmp_path / "unused"))
-    a, b = tmp_path / "a", tmp_path / "b"
-    assert cli.main(["eval", "--config", path, "--output", str(a)]) == 0
-    assert cli.main(["eval", "--config", path, "--adapter", str(reference / "adapter"), "--output", str(b)]) == 0
-    for out in (a, b):
-        samples, verdicts = (records(out, 0, name, "eval") for name in ("samples", "verdicts"))
-        assert len(samples) == len(verdicts) == 6
-        assert RunFolder(out).finished
-    capsys.readouterr()
-    code = cli.main(["compare", str(a), str(b), "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert found["p"] is not None
-    assert found["exit_code"] == code
-    assert "no trained cycle" not in found["text"]
-    assert "held-out pass@1" in found["text"]
-    assert cli.main(["eval", "--config", path, "--output", str(a)]) == 1  # holds an evaluation
-    assert "exists and is not empty" in capsys.readouterr().err

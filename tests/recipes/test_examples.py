@@ -62,8 +62,8 @@ def test_own_rows(example):
 def test_own_verifier(example):
     """A random model is never right, and the run says so."""
     folder, run = example("own_verifier", raft_rocm.main, cycles=1, samples_per_prompt=2, max_new_tokens=8)
-    assert cli.main(["verify", "--verifier", "sql_verifier.SQLQuery", "--data", "rows.jsonl"]) == 0
-    assert cli.main(["verify", "--verifier", "sql_verifier.SQLQuery", "--data", "heldout.jsonl"]) == 0
+    for rows in ("rows.jsonl", "heldout.jsonl"):
+        assert cli.main(["verify", "--verifier", "sql_verifier.SQLQuery", "--data", rows]) == 0
     assert "nothing to train on. 24 answers: 24 UNPARSED" in run(expected=1, verify_workers=1)
     verdicts = [json.loads(line) for line in (folder / "outputs/sql_raft/verdicts.jsonl").open()]
     assert [each["detail"] for each in verdicts if each["phase"] == "sample"] == ["no ```sql block"] * 24
@@ -79,22 +79,21 @@ def sql(monkeypatch):
     sys.modules.pop("sql_verifier", None)
 
 
+OSLO = "select name from customers where city in ('Oslo')"
+
+
 @pytest.mark.wide(always=5)
 @pytest.mark.parametrize(
     ("answer", "verdict"),
     [
         ("SELECT name FROM customers WHERE city = 'Oslo' ORDER BY name DESC", Verdict.CORRECT),
-        (
-            "First:\n```sql\nSELECT 1\n```\nNo:\n```SQL\nselect name from customers where city in ('Oslo')\n```",
-            "CORRECT",
-        ),
+        (f"First:\n```sql\nSELECT 1\n```\nNo:\n```SQL\n{OSLO}\n```", Verdict.CORRECT),
         ("select name from customers", Verdict.WRONG),
         ("```sql\nDROP TABLE customers\n```", Verdict.WRONG),
         ("```sql\nATTACH DATABASE 'stolen.db' AS x\n```", Verdict.WRONG),
         ("```sql\nUPDATE customers SET city = 'Oslo'\n```", Verdict.WRONG),
         ("select name from customers where city = 'Oslo'; drop table customers", Verdict.WRONG),
         ("select random()", Verdict.WRONG),
-        ("select current_timestamp", Verdict.WRONG),
         ("select hex(randomblob(1000000000))", Verdict.WRONG),
         ("with recursive t(n) as (select 1 union all select n + 1 from t) select n from t", Verdict.WRONG),
         ("with recursive t(n) as (select 1 union all select n + 1 from t) select count(*) from t", Verdict.TIMEOUT),

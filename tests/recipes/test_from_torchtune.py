@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from tests.kit.families import folder_config, id_of
-from tests.kit.forks import forked
+from tests.kit.forks import forked, succeed
 from tests.kit.tiny import metrics, run_config, write_model, write_rows, write_yaml
 
 # as Qwen2.5's, with a default system message, which torchtune's own prompts lack
@@ -69,6 +69,5 @@ def test_a_run_in_torchtune_s_terms_goes_on_with_its_own_config_alone(configs, t
         LoRAFinetune(cfg).setup()
     assert "\n" not in str(caught.value)
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
-    code, said = forked(main, out / "config.yaml", "resume_from_checkpoint=True", "epochs=2")
-    assert code == 0, said
+    succeed(main, out / "config.yaml", "resume_from_checkpoint=True", "epochs=2")
     assert len(metrics(out)) == 6

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -15,12 +14,15 @@ from rocm_ext.recipes.grpo_rocm import GRPO, main
 from safetensors.torch import load_file
 
 from rocm_ext import cli, config
+from rocm_ext.base.errors import UserError
 from rocm_ext.rl.records import PhaseRecords
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.train.learner import Learner
-from tests.kit.forks import forked, forked_ranks, several_ranks
+from tests.kit import forks
+from tests.kit.forks import forked, several_ranks
 from tests.kit.grpo_runs import assert_equal, lines, outcome, write_run
 from tests.kit.raft_runs import WEIGHTS
+from tests.recipes.test_raft import kill_at_record
 
 wide = partial(pytest.param, marks=pytest.mark.wide)
 resource = pytest.importorskip("resource", reason="forks, POSIX signals and limits")
@@ -36,15 +38,27 @@ def make(folder):
 def reference(make, folder) -> Path:
     """An undisturbed run."""
     out = folder / "grpo_reference"
-    code, messages = forked(main, make(out))
-    assert code == 0, messages
+    succeed(make(out))
     return out
 
 
-def succeed(path: Path, *overrides: str) -> str:
-    code, messages = forked(main, path, *overrides)
-    assert code == 0, messages
-    return messages
+succeed = partial(forks.succeed, main)
+
+
+RESUME = "resume_from_checkpoint=True"
+
+
+def load(path: Path, *overrides: str, recipe: type[GRPO] = GRPO) -> GRPO:
+    return recipe(config.load("grpo_rocm", str(path), list(overrides)))
+
+
+def trained(path: Path, recipe: type[GRPO]) -> GRPO:
+    """A run in this process, after its end."""
+    made = load(path, recipe=recipe)
+    made.setup()
+    made.train()
+    made.cleanup()
+    return made
 
 
 def fail(path: Path, *overrides: str) -> str:
@@ -52,9 +66,6 @@ def fail(path: Path, *overrides: str) -> str:
     assert code == 1, messages
     assert "Traceback" not in messages
     return messages.strip().splitlines()[-1]
-
-
-# ---- what a run writes
 
 
 def test_every_step_is_in_the_records(reference):
@@ -75,6 +86,7 @@ def test_every_step_is_in_the_records(reference):
         assert abs(step["mismatch_mean"]) < 1e-4  # one model in fp32 on both sides
     keys = [(s["step"], s["phase"], s["prompt_id"], s["sample"]) for s in samples]
     assert len(keys) == len(set(keys)) == 4 * 16 + 3 * 6
+    assert len({v["prompt_id"] for v in verdicts if v["phase"] == "sample" and v["step"] <= 3}) == 12, "in turn"
     summary = json.loads((reference / "summary.json").read_text())
     assert summary["steps"] == 4
     assert summary["samples"] == 64
@@ -82,54 +94,17 @@ def test_every_step_is_in_the_records(reference):
     assert not (reference / "policy").exists()
 
 
-def test_prompts_come_in_turn(reference):
-    """Three steps of 4 prompts ask each of the 12 prompts once."""
-    asked = [v["prompt_id"] for v in lines(reference / "verdicts.jsonl") if v["phase"] == "sample" and v["step"] <= 3]
-    assert len(set(asked)) == 12
-
-
-# ---- nothing is lost
-
-
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [("samples", 3), wide("samples", 25), wide("verdicts", 20), wide("samples", 60), wide("verdicts", 80)],
-)
+@pytest.mark.parametrize(("name", "count"), [("samples", 3), wide("verdicts", 20), wide("samples", 60)])
 def test_killed_while_sampling_and_verifying(make, reference, tmp_path, name, count):
-    def prepare() -> None:
-        original = PhaseRecords.append
-
-        def append(self, record):
-            if self.file.part.name == f"{name}.jsonl":
-                prepare.count += 1
-            if prepare.count == count:
-                with self.file.part.open("ab") as file:
-                    file.write(b'{"step": 1, "phase": "sam')
-                os.kill(os.getpid(), signal.SIGKILL)
-            original(self, record)
-
-        prepare.count = 0
-        PhaseRecords.append = append
-
     out = tmp_path / "out"
-    assert forked(main, make(out), prepare=prepare)[0] == -signal.SIGKILL
-    succeed(make(out), "resume_from_checkpoint=True")
+    assert forked(main, make(out), prepare=kill_at_record(f"{name}.jsonl", count))[0] == -signal.SIGKILL
+    succeed(make(out), RESUME)
     assert_equal(out, reference)
 
 
-@pytest.mark.parametrize(
-    ("when", "method"),
-    [
-        ("before", "train_on"),
-        wide("after", "train_on"),
-        wide("before", "finish_step"),
-        wide("after", "finish_step"),
-        wide("before", "finish_evaluation"),
-        wide("after", "finish_evaluation"),
-        wide("before", "save_checkpoint"),
-        wide("after", "save_checkpoint"),
-    ],
-)
+@pytest.mark.wide(always=1)
+@pytest.mark.parametrize("method", ["train_on", "finish_step", "finish_evaluation", "save_checkpoint"])
+@pytest.mark.parametrize("when", ["before", "after"])
 def test_killed_between_the_parts_of_a_step(make, reference, tmp_path, method, when):
     def prepare() -> None:
         original = getattr(PolicyTrainer, method)
@@ -146,7 +121,7 @@ def test_killed_between_the_parts_of_a_step(make, reference, tmp_path, method, w
 
     out = tmp_path / "out"
     assert forked(main, make(out), prepare=prepare)[0] == -signal.SIGKILL
-    succeed(make(out), "resume_from_checkpoint=True")
+    succeed(make(out), RESUME)
     assert_equal(out, reference)
 
 
@@ -154,8 +129,8 @@ def test_killed_between_the_parts_of_a_step(make, reference, tmp_path, method, w
 def test_killed_at_random_moments(make, reference, tmp_path):
     rng, out = random.Random(0), tmp_path / "out"
     for _ in range(20):
-        forked(main, make(out), "resume_from_checkpoint=True", kill_after=rng.uniform(0.5, 5))
-    succeed(make(out), "resume_from_checkpoint=True")
+        forked(main, make(out), RESUME, kill_after=rng.uniform(0.5, 5))
+    succeed(make(out), RESUME)
     assert_equal(out, reference)
 
 
@@ -179,15 +154,14 @@ def test_ctrl_c_saves(make, reference, tmp_path, phase):
     assert code == 130, messages
     assert "all saved; continue with resume_from_checkpoint=True" in messages
     assert (out / "checkpoints" / "step_00000002").exists()
-    succeed(make(out, save_every_n_steps=100), "resume_from_checkpoint=True")
+    succeed(make(out, save_every_n_steps=100), RESUME)
     assert_equal(out, reference)
 
 
 @several_ranks
 def test_two_ranks_equal_one(make, reference, tmp_path):
     out = tmp_path / "out"
-    for code, messages in forked_ranks(main, make(out)):
-        assert code == 0, messages
+    forks.succeed_on_ranks(main, make(out))
     mine, theirs = outcome(out), outcome(reference)
     assert mine["samples"] != []
     assert len(mine["samples"]) == len(theirs["samples"])
@@ -198,33 +172,13 @@ def test_two_ranks_equal_one(make, reference, tmp_path):
         assert ours.get("loss") == pytest.approx(other.get("loss"), abs=1e-4)
 
 
-@pytest.mark.wide
-def test_more_steps_go_on(make, reference, tmp_path):
-    out = tmp_path / "out"
-    succeed(make(out), "steps=2")
-    succeed(make(out), "resume_from_checkpoint=True")
-    assert_equal(out, reference)
-
-
 def test_another_run_is_refused(make, reference):
-    message = fail(make(reference), "resume_from_checkpoint=True", "prompts_per_step=3")
-    assert "belongs to another run: prompts_per_step: was 4, is 3" in message
-    assert "holds an earlier run" in fail(make(reference))
-
-
-@pytest.mark.wide  # the loop is RAFT's, whose test is fast
-def test_overwriting_leaves_nothing_of_the_earlier_run(make, tmp_path):
-    out = tmp_path / "out"
-    succeed(make(out), "steps=1")
-    before = lines(out / "samples.jsonl")
-    shutil.copy(out / "samples.jsonl", out / "samples.rank1.jsonl")  # as a killed run of two ranks leaves it
-    succeed(make(out), "steps=1", "overwrite_output_dir=True", "seed=7")
-    after = lines(out / "samples.jsonl")
-    assert len(after) == 16 + 2 * 6
-    assert not {line["seed"] for line in before} & {line["seed"] for line in after}
-
-
-# ---- a step
+    for overrides, message in (
+        ([RESUME, "prompts_per_step=3"], "belongs to another run: prompts_per_step: was 4, is 3"),
+        ([], "holds an earlier run"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load(make(reference), *overrides).setup()
 
 
 @pytest.mark.wide(always=1)
@@ -232,15 +186,13 @@ def test_overwriting_leaves_nothing_of_the_earlier_run(make, tmp_path):
     "changes",
     [
         {"updates_per_step": 2, "groups_per_update": 2, "kl_coef": 0.1, "loss": "grpo", "temperature": 0.7},
-        wide({"updates_per_step": 2, "groups_per_update": 2, "old_logprobs": "trainer"}),
-        wide({"updates_per_step": 2, "old_logprobs": "sampler", "mismatch": "none"}),
-        wide({"kl_coef": 0.1, "loss": "grpo"}),
-        wide({"loss": "dr_grpo", "mismatch": "none"}),
+        {"updates_per_step": 2, "groups_per_update": 2, "old_logprobs": "trainer"},
+        {"updates_per_step": 2, "old_logprobs": "sampler", "mismatch": "none"},
+        {"loss": "dr_grpo", "mismatch": "none"},
         {"loss": "rloo", "kl_coef": 0.1},
-        wide({"loss": "gspo", "updates_per_step": 2, "entropy_coef": 0.01}),
-        wide({"loss": "cispo", "groups_per_update": 2, "scale": "batch"}),
-        wide({"loss": "reinforce", "mismatch": "mask", "mismatch_level": "sequence"}),
-        wide({"temperature": 0.7}),
+        {"loss": "gspo", "updates_per_step": 2, "entropy_coef": 0.01},
+        {"loss": "cispo", "groups_per_update": 2, "scale": "batch"},
+        {"loss": "reinforce", "mismatch": "mask", "mismatch_level": "sequence"},
     ],
     ids=str,
 )
@@ -249,7 +201,7 @@ def test_every_loss_trains_and_resumes(make, tmp_path, changes):
     changes = {"steps": 2, "eval_prompts": None, "save_every_n_steps": 1, **changes}
     succeed(make(whole, **changes))
     succeed(make(out, **changes), "steps=1")
-    succeed(make(out, **changes), "resume_from_checkpoint=True")
+    succeed(make(out, **changes), RESUME)
     assert_equal(out, whole)
     assert OmegaConf.load(whole / "config.yaml").center is None  # so that another loss brings its own
     for line in lines(whole / "metrics.jsonl"):
@@ -264,10 +216,11 @@ def test_every_loss_trains_and_resumes(make, tmp_path, changes):
 
 def dr_grpo(out: Path, step: int) -> float:
     """Compute the loss of an update by the paper's formula, from the records: a mean over all sampled answers."""
-    mine = [[v for v in lines(out / f"{name}.jsonl") if v["step"] == step] for name in ("samples", "verdicts")]
-    tokens, rewards = ({(v["prompt_id"], v["sample"]): v[key] for v in part}
-                       for key, part in zip(("tokens", "reward"), mine, strict=True))  # fmt: skip
-    assert len({reward for (prompt, _), reward in rewards.items()}) > 1
+    samples, verdicts = ([v for v in lines(out / f"{name}.jsonl") if v["step"] == step]
+                         for name in ("samples", "verdicts"))  # fmt: skip
+    tokens = {(v["prompt_id"], v["sample"]): v["tokens"] for v in samples}
+    rewards = {(v["prompt_id"], v["sample"]): v["reward"] for v in verdicts}
+    assert len(set(rewards.values())) > 1
     total = 0.0
     for (prompt, i), reward in rewards.items():
         group = [value for (other, _), value in rewards.items() if other == prompt]
@@ -312,10 +265,7 @@ def test_kl_in_the_reward_holds_a_policy_whose_rewards_are_all_equal(make, tmp_p
 
     always = {"_component_": "tests.kit.judges.Coin", "share": 1.0}
     path = make(tmp_path / "out", steps=2, eval_prompts=None, verifier=always, loss="rloo", kl_coef=1.0)
-    recipe = Kept(config.load("grpo_rocm", str(path), []))
-    recipe.setup()
-    recipe.train()
-    recipe.cleanup()
+    trained(path, Kept)
     assert [line["updates"] for line in lines(tmp_path / "out" / "metrics.jsonl")] == [1, 1]
     assert len(chosen[0].reference) == 16
     for key, logprobs in chosen[0].reference.items():
@@ -335,6 +285,7 @@ def test_refill_samples_until_the_step_is_full(make, tmp_path):
     assert len({(s["step"], s["prompt_id"], s["sample"]) for s in samples}) == len(samples)
 
 
+@pytest.mark.wide
 def test_refill_replaces_groups_whose_answers_are_all_masked(make, tmp_path):
     """Nearly all answers are cut here."""
     coin = {"_component_": "tests.kit.judges.Coin", "share": 0.3}
@@ -373,27 +324,6 @@ def test_old_samples_are_removed(make, tmp_path):
     assert len(lines(out / "verdicts.jsonl")) == 4 * 16 + 3 * 6
 
 
-def test_a_recipe_changes_a_part(make, tmp_path):
-    """The order in which prompts are asked is one method."""
-    asked = []
-
-    class Backwards(GRPO):
-        def choose(self, step, count, exclude=()):
-            asked.append(step)
-            return sorted(self.prompts.training, key=lambda prompt: prompt.id, reverse=True)[:count]
-
-    recipe = Backwards(config.load("grpo_rocm", str(make(tmp_path / "out", steps=1, eval_prompts=None)), []))
-    recipe.setup()
-    recipe.train()
-    recipe.cleanup()
-    assert asked == [1]
-    ids = sorted((prompt.id for prompt in recipe.prompts.training), reverse=True)[:4]
-    assert {line["prompt_id"] for line in lines(tmp_path / "out" / "samples.jsonl")} == set(ids)
-
-
-# ---- what is shown of it
-
-
 def test_the_tools_read_a_real_run(reference, tmp_path, capsys):
     page = tmp_path / "page.html"
     assert cli.main(["report", str(reference), "-o", str(page)]) == 0
@@ -407,23 +337,6 @@ def test_the_tools_read_a_real_run(reference, tmp_path, capsys):
     assert (run["step"], run["steps"], run["finished"]) == (4, 4, True)
     steps = [line for line in lines(reference / "metrics.jsonl") if "eval" not in line]
     assert run["reward"] == steps[-1]["reward"]
-
-
-def test_an_adapter_is_evaluated_with_the_config(reference, make, tmp_path, capsys):
-    """The answers are those of the run's own evaluations."""
-    summary = json.loads((reference / "summary.json").read_text())
-    path = str(make(tmp_path / "none"))
-    outs = {0: tmp_path / "a", summary["best_step"]: tmp_path / "b"}
-    for step, out in outs.items():
-        adapter = ["--adapter", str(reference / "adapter")] if step else []
-        assert cli.main(["eval", "--config", path, *adapter, "--output", str(out)]) == 0
-        verdicts = lines(out / "verdicts.jsonl")
-        recorded = [v for v in lines(reference / "verdicts.jsonl") if (v["step"], v["phase"]) == (step, "eval")]
-        assert {(v["prompt_id"], v["verdict"], v["detail"]) for v in verdicts} == {
-            (v["prompt_id"], v["verdict"], v["detail"]) for v in recorded
-        }
-    assert cli.main(["compare", *map(str, outs.values())]) in (0, 1, 3)
-    assert "held-out pass@1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from rocm_ext.losses.policy_gradient import PolicyGradient, loss_config
 from rocm_ext.plan.workload import old_logprobs
 from tests.config.test_run_configs import CONFIGS
 from tests.kit.grpo_runs import write_run
-from tests.kit.tiny import write_yaml
+from tests.kit.tiny import exit_code, write_yaml
 from tests.recipes.test_bad_input import ANY
 
 DEFAULTS = config.defaults("grpo_rocm")
@@ -50,7 +50,6 @@ def test_a_loss_is_a_name_or_a_component(tmp_path):
         config.load("raft_rocm", str(write_yaml(tmp_path / "raft.yaml", raft)), ["hardware=cpu"])
 
 
-# ---------------------------------------------------------------------------------------------- values
 def values(**changes: Any) -> DictConfig:
     required = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-5}}
     return OmegaConf.create(copy.deepcopy(DEFAULTS) | required | changes)
@@ -83,62 +82,40 @@ def test_takes(changes):
     ("changes", "message"),
     [
         ({"steps": 0}, "steps is 0; expected a whole number from 1 to"),
-        ({"prompts_per_step": 2.5}, "prompts_per_step is 2.5"),
         ({"samples_per_prompt": 1}, "one answer alone has none"),
-        ({"updates_per_step": None}, "updates_per_step is None"),
         ({"groups_per_update": 33}, "groups_per_update is 33, more than the 32 groups of a step"),
         ({"curriculum": "easy"}, "curriculum is 'easy'; expected none, informative or easy_to_hard"),
         ({"refill": 3}, "refill is 3; expected True or False"),
-        ({"max_refills": 0}, "max_refills is 0"),
-        ({"max_flat_steps": 0}, "max_flat_steps is 0"),
-        ({"max_staleness": -1}, "max_staleness is -1; expected a whole number from 0 to"),
         ({"max_staleness": True}, "max_staleness is True; expected a whole number from 0 to"),
         ({"max_staleness": 1}, "LocalEngine samples with the weights in training; set max_staleness=0"),
         *[({"max_staleness": 1, "engine": SERVERS, "mismatch": "none", **more}, "set mismatch=truncate or mask, or max")
           for more in ({}, {"updates_per_step": 2}, {"old_logprobs": "sampler"})],
         ({"loss": "ppo"}, "expected grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce, or a _component_"),
-        ({"loss": None}, "loss is None; expected grpo"),
         ({"loss": "rloo", "groups_per_update": 16}, "loss rloo has no ratio, so it takes one update per step"),
         ({"loss": "reinforce", "updates_per_step": 2}, "set them to 1 and null, or loss to grpo, dr_grpo, dapo, gspo"),
         ({"center": "median"}, "center is 'median'; expected mean, leave_one_out, batch or none, or null"),
         ({"center": "none", "scale": "batch"}, "set scale=none, or center to mean or leave_one_out"),
         ({"loss": "reinforce", "scale": "std"}, "center=none gives advantages to groups of equal rewards"),
-        ({"scale": "group"}, "scale is 'group'; expected std, batch or none, or null"),
-        ({"clip_low": 0}, "clip_low is 0; expected a number above 0"),
         ({"clip_high": "wide"}, "clip_high is 'wide'; expected a number above 0"),
-        ({"old_logprobs": "server"}, "old_logprobs is 'server'; expected auto, trainer or sampler"),
         ({"kl_coef": -0.1}, "kl_coef is -0.1; expected a number of at least 0"),
-        ({"entropy_coef": float("nan")}, "entropy_coef is nan"),
         ({"mismatch": False}, "mismatch is False; expected truncate, mask or none"),
-        ({"mismatch_level": "word"}, "mismatch_level is 'word'; expected token, sequence or geometric"),
         ({"mismatch_limits": [2, 3]}, "expected a list of two numbers, the lowest from 0 to 1 and the highest"),
         ({"mismatch_limits": [0.5]}, "mismatch_limits is [0.5]; expected a list of two numbers"),
         ({"loss": "cispo", "clip_low": 0.2}, "clip_low is 0.2, and loss cispo has no such limit; set clip_low=null"),
         ({"loss": OWN_LOSS, "kl_in": "reward"}, "kl_in is 'reward', and loss is a component with arguments of its own"),
-        ({"loss": OWN_LOSS, "clip_high": 0.2}, "clip_high is 0.2, and loss is a component"),
         ({"loss": OWN_LOSS, "kl_coef": 0.3}, "kl_coef is 0.3, and loss is a component: set loss.kl_coef instead"),
         ({"loss": OWN_LOSS, "mismatch_limits": [0.5, 5]}, "set loss.mismatch_limits instead"),
         ({"mismatch": "none", "mismatch_limits": [0.5, 5]}, "mismatch_limits=[0.5, 5] needs mismatch=truncate or mask"),
         ({"clip_dual": 1}, "clip_dual is 1; expected a number above 1, none, or null"),
         ({"loss": OWN_LOSS, "clip_dual": "none"}, "'none', and loss is a component with arguments"),
-        ({"kl_in": "prompt"}, "kl_in is 'prompt'; expected loss or reward, or null"),
         ({"top_p": 0.9}, "top_p is 0.9, and GRPO samples from the whole distribution"),
         ({"top_k": 20}, "set top_k=null, or filter answers with raft_rocm"),
         ({"truncated": "drop"}, "truncated is 'drop'; expected mask, penalize or keep"),
-        ({"truncation_penalty": 0}, "truncation_penalty is 0; expected a number above 0"),
-        ({"truncation_margin": -1}, "truncation_margin is -1"),
         ({"truncation_margin": 1025}, "truncation_margin is 1025; expected at most max_new_tokens, 1024"),
         ({"temperature": 0}, "temperature is 0; expected a number above 0, because a group needs different answers"),
-        ({"eval_every_n_steps": None}, "eval_every_n_steps is None"),
-        ({"stop_after_no_gain": 0}, "stop_after_no_gain is 0; expected a whole number from 1 to "),
         ({"max_length_share": 1.5}, "max_length_share is 1.5; expected a share above 0, at most 1, or null"),
-        ({"min_entropy": 0}, "min_entropy is 0; expected a number above 0, or null"),
-        ({"save_every_n_steps": None}, "save_every_n_steps is None; expected a whole number"),
         ({"keep_samples": None}, "keep_samples is None; expected all, or a whole number from 1 to"),
         ({"keep_samples": 5}, "keep_samples is 5, less than save_every_n_steps, 10"),
-        ({"max_error_share": 2}, "max_error_share is 2; expected a share from 0 to 1"),
-        ({"verify_timeout": 0}, "verify_timeout is 0; expected seconds above 0"),
-        ({"stop_strings": "end"}, "stop_strings is 'end'; expected a list of texts"),
         ({"optimizer": {"_component_": "torch.optim.AdamW"}}, "optimizer.lr is None; expected a number above 0"),
     ],
     ids=str,
@@ -232,10 +209,8 @@ def test_the_objective_takes_the_same_values(changes):
 def test_null_keys_are_those_of_the_loss_wherever_it_is_built(loss):
     cfg = filled(given := values(loss=loss))
     check_grpo_values(given)
-    built, own = (
-        config.instantiate(OmegaConf.create(loss_config(given)), key="loss"),
-        PolicyGradient(loss, normalize=1024.0),
-    )
+    built = config.instantiate(OmegaConf.create(loss_config(given)), key="loss")
+    own = PolicyGradient(loss, normalize=1024.0)
     names = ["clip_low", "clip_high", "clip_dual", "kl_in"]
     assert [getattr(built, name) for name in names] == [getattr(own, name) for name in names]
     assert built.normalize == (1024 if loss == "dr_grpo" else own.kind.normalize)
@@ -263,7 +238,6 @@ def refused(call: Callable[[], Any]) -> str | None:
     return None
 
 
-# ------------------------------------------------------------------------------------ through the recipe
 def test_the_sampler_has_the_old_log_probs_where_it_computes_as_the_trainer():
     servers = {"engine": SERVERS}
     assert old_logprobs(values(), torch.float32) == "sampler"
@@ -291,38 +265,25 @@ def run_line(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("rocm_ext.train.learner.Learner.read_weights", read)
 
     def run_line(changes: dict) -> str:
-        path = write_run(folder, tmp_path / "out", **changes)
-        monkeypatch.setattr("sys.argv", ["tune", "--config", str(path)])
         capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            grpo_rocm.main()
-        found = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-        assert (ended.value.code, len(found)) == (1, 1)
-        return found[0]
+        assert exit_code(grpo_rocm.main, "--config", write_run(folder, tmp_path / "out", **changes)) == 1
+        (found,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        return found
 
     return run_line
 
 
-@pytest.mark.wide(always=6)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({}, "the base weights were read"),
-        ({"samples_per_prompt": 1}, "one answer alone has none"),
-        ({"loss": "ppo"}, "loss is 'ppo'; expected grpo"),
         ({"loss": [1]}, "loss is [1]; expected one _component_"),
         ({"loss": {"_component_": "rocm_ext.losses.PolicyGradient"}}, "missing a required argument: 'loss'"),
         ({"loss": {**OWN_LOSS, "clip_hi": 1}}, "unknown key loss.clip_hi"),
         ({"loss": {**OWN_LOSS, "temperature": 0.5}}, "loss computes log-probs at temperature 0.5, and temperature 1"),
         ({"loss": OWN_LOSS, "groups_per_update": 1}, "set loss.on_policy=False"),
-        ({"max_staleness": 1}, "LocalEngine samples with the weights in training"),
-        ({"max_new_tokens": 500}, "more than the 512 that the model takes"),
-        ({"top_p": 1.5}, "top_p is 1.5, and GRPO samples from the whole distribution"),
         ({"cycles": 3}, "unknown key cycles"),
-        ({"steps_per_epoch": 3}, "unknown key steps_per_epoch"),
-        ({"stop_after_no_gain": 1, "eval_prompts": None}, "stop_after_no_gain needs held-out prompts"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"model": None}, "model must be set"),
+        ({"max_new_tokens": 500}, "more than the 512 that the model takes"),
         ({"optimizer": None}, "optimizer is None; expected a _component_ with its lr"),
     ],
     ids=str,

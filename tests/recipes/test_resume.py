@@ -48,34 +48,32 @@ class SendSignal:
         """Do nothing; no file is open."""
 
 
-class FillDisk(SendSignal):
-    """Fills the disk of the file ``path`` right after a step."""
+class Do(SendSignal):
+    """Calls a function of this module on ``path`` right after a step."""
 
-    def __init__(self, step: int, path: str) -> None:
-        self.step, self.path = step, path
-
-    def log_dict(self, payload, step: int) -> None:
-        if step == self.step:
-            with open(self.path, "wb", buffering=0) as file, contextlib.suppress(OSError):
-                while file.write(bytes(4096)):
-                    pass
-
-
-class LimitFiles(FillDisk):
-    """Limits every file's size, right after a step, to that of the file at ``path`` plus half a line."""
+    def __init__(self, step: int, function: str, path: str) -> None:
+        self.step, self.function, self.path = step, globals()[function], Path(path)
 
     def log_dict(self, payload, step: int) -> None:
         if step == self.step:
-            limit_files(os.path.getsize(self.path) + 100)
+            self.function(self.path)
 
 
-class Wait(FillDisk):
-    """Creates ``PATH.waiting`` right after a step, and waits for ``PATH``."""
+def fill_disk(path: Path) -> None:
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
 
-    def log_dict(self, payload, step: int) -> None:
-        if step == self.step:
-            Path(self.path).with_suffix(".waiting").touch()
-            wait_for(Path(self.path))
+
+def stop_growth(path: Path) -> None:
+    """Limit every file's size to that of the file at ``path`` plus half a line."""
+    limit_files(path.stat().st_size + 100)
+
+
+def pause(path: Path) -> None:
+    """Create ``PATH.waiting``, and wait for ``PATH``."""
+    path.with_suffix(".waiting").touch()
+    wait_for(path)
 
 
 def wait_for(path: Path) -> None:
@@ -87,11 +85,12 @@ def limit_files(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-def at(step: int, what: int | type, *path: Path) -> dict:
-    """Return the config of a logger that acts at ``step``: it sends a signal, or is the class ``what``, on ``path``."""
+def at(step: int, what: int | Callable, *path: Path) -> dict:
+    """Return the config of a logger that acts at ``step``: it sends a signal, or calls ``what`` on ``path``."""
     if isinstance(what, int):
         return {"_component_": "tests.recipes.test_resume.SendSignal", "step": step, "signum": int(what)}
-    return {"_component_": f"tests.recipes.test_resume.{what.__name__}", "step": step, "path": str(path[0])}
+    return {"_component_": "tests.recipes.test_resume.Do", "step": step, "function": what.__name__,
+            "path": str(path[0])}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +126,19 @@ def reference(make, folder) -> Path:
     """An undisturbed run."""
     out = folder / "reference"
     assert run(make(out))[0] == 0
+    return out
+
+
+@pytest.fixture
+def killed(_killed, tmp_path) -> Path:
+    """A copy of a run that was killed after step 7, in ``tmp_path / "out"``."""
+    return shutil.copytree(_killed, tmp_path / "out", ignore=shutil.ignore_patterns(".lock*"))
+
+
+@pytest.fixture(scope="module")
+def _killed(make, folder) -> Path:
+    out = folder / "killed"
+    assert run(make(out, metric_logger=at(7, signal.SIGKILL)))[0] == -signal.SIGKILL
     return out
 
 
@@ -186,26 +198,17 @@ def test_reference_is_what_the_others_claim(reference):
     assert steps(reference) == [8, 10]  # keep_last_n_checkpoints is 2
 
 
-def test_killed_in_mid_epoch_and_resumed(make, reference, tmp_path):
-    out = tmp_path / "out"
-    assert run(make(out, metric_logger=at(7, signal.SIGKILL)))[0] == -signal.SIGKILL
-    assert steps(out) == [5, 6]
-    assert not (out / "adapter").exists()
-
-    code, messages = resume(make(out))
+def test_killed_in_mid_epoch_and_resumed(make, reference, killed):
+    assert steps(killed) == [5, 6]
+    assert not (killed / "adapter").exists()
+    code, messages = resume(make(killed))
     assert code == 0, messages
     assert "resumed from" in messages
-    assert_equal(out, reference)
+    assert_equal(killed, reference)
 
 
-@pytest.mark.parametrize(
-    ("signum", "code"),
-    [
-        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.wide),  # as in test_raft's `test_sigterm_while_training`
-        (signal.SIGINT, 130),
-        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.wide),  # as in `test_closed_terminal`
-    ],
-)
+@pytest.mark.wide(always=1)
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_stopped(make, reference, tmp_path, signum, code):
     out = tmp_path / "out"
     found, messages = run(make(out, metric_logger=at(6, signum)))  # in step 7, which the run still completes
@@ -243,7 +246,7 @@ def test_sighup_under_nohup_is_ignored(make, reference, tmp_path):
 def test_closed_terminal(make, reference, tmp_path):
     """The terminal's end sends SIGHUP, and printing to it is an error from then on."""
     out, go = tmp_path / "out", tmp_path / "go"
-    path = make(out, metric_logger=at(5, Wait, go))
+    path = make(out, metric_logger=at(5, pause, go))
     pid, terminal = pty.fork()
     if not pid:
         sys.stdout = sys.stderr = os.fdopen(2, "w")
@@ -269,9 +272,9 @@ def test_sigterm_during_setup(make, tmp_path):
 
 @pytest.mark.parametrize("counts", [range(1, 25, 6), pytest.param(range(1, 40), marks=pytest.mark.nightly)])
 def test_killed_while_writing(make, reference, tmp_path, counts):
-    out, codes = tmp_path / "out", []
-    for count in counts:
-        codes.append(resume(make(out), prepare=kill_before(count))[0])
+    """The first start finds nothing to resume."""
+    out = tmp_path / "out"
+    codes = [resume(make(out), prepare=kill_before(count))[0] for count in counts]
     assert set(codes) <= {-signal.SIGKILL, 0}
     assert codes.count(-signal.SIGKILL) > 2
     assert resume(make(out))[0] == 0
@@ -279,46 +282,33 @@ def test_killed_while_writing(make, reference, tmp_path, counts):
     assert not list(out.glob("checkpoints/.*"))  # the kills' leftovers are gone
 
 
-def test_torn_newest_checkpoint(make, reference, tmp_path):
-    out = tmp_path / "out"
-    assert run(make(out, metric_logger=at(7, signal.SIGKILL)))[0] == -signal.SIGKILL
-    state = out / "checkpoints" / "step_00000006" / "state.pt"
+def test_torn_newest_checkpoint(make, reference, killed):
+    state = killed / "checkpoints" / "step_00000006" / "state.pt"
     half = state.stat().st_size // 2
     os.truncate(state, half)
-
-    code, messages = resume(make(out))
+    code, messages = resume(make(killed))
     assert code == 0
     assert "step_00000006 cannot be read and is skipped" in messages
     assert "resumed from" in messages
-    assert_equal(out, reference)
-    assert steps(out) == [8, 10]
-    assert (out / "checkpoints" / "step_00000006.unreadable" / "state.pt").stat().st_size == half
+    assert_equal(killed, reference)
+    assert steps(killed) == [8, 10]
+    assert (killed / "checkpoints" / "step_00000006.unreadable" / "state.pt").stat().st_size == half
 
 
-def test_no_checkpoint_can_be_read(make, tmp_path):
-    out = tmp_path / "out"
-    assert run(make(out, metric_logger=at(7, signal.SIGKILL)))[0] == -signal.SIGKILL
-    for step in steps(out):
-        state = out / "checkpoints" / f"step_{step:08d}" / "state.pt"
+def test_no_checkpoint_can_be_read(make, killed):
+    for step in steps(killed):
+        state = killed / "checkpoints" / f"step_{step:08d}" / "state.pt"
         state.unlink()
         state.mkdir()  # reading it fails, as reading from a broken disk does
-    for left in out.glob(".lock*"):  # of the killed run
-        left.unlink()
-    before = tree(out)
-    code, messages = resume(make(out))
+    before = tree(killed)
+    code, messages = resume(make(killed))
     assert code == 1
-    directory = "/state.pt'"
-    assert_one_line(messages, "step_00000006: [Errno 21] Is a directory", "step_00000005: [Errno 21]", directory)
-    assert tree(out) == before
+    assert_one_line(messages, "step_00000006: [Errno 21] Is a directory", "step_00000005: [Errno 21]", "/state.pt'")
+    assert tree(killed) == before
 
 
-def test_resume_where_nothing_is_starts_and_resume_of_a_finished_run_changes_nothing(make, reference, tmp_path):
-    out = tmp_path / "out"
-    code, messages = resume(make(out))
-    assert code == 0
-    assert "starting from the beginning" in messages
-    assert_equal(out, reference)
-
+def test_resume_of_a_finished_run_changes_nothing(make, reference, tmp_path):
+    out = shutil.copytree(reference, tmp_path / "out")
     before = tree(out)
     code, messages = resume(make(out))
     assert code == 0, messages
@@ -342,34 +332,29 @@ def test_seed_that_was_drawn_is_kept(make, tmp_path):
 
 @pytest.mark.wide(always=3)
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("override", "message"),
     [
-        (["optimizer.lr=2e-3"], "belongs to another run: .*optimizer.lr: was 0.001, is 0.002"),
-        (["epochs=1"], "has 10 updates, but the run ends after 5; raise epochs or steps"),
-        (["max_steps_per_epoch=3"], "has 10 steps, so max_steps_per_epoch cannot change from None to 3"),
-        (
-            ["batch_size=2"],
-            r"belongs to another run: .*tokens_per_micro_batch, which dropout depends on: was \d+, is \d+ .set",
-        ),
-        (["model.lora_dropout=0.2"], "belongs to another run: .*model.lora_dropout: was 0.1, is 0.2"),
-        (["sequences_per_step=4"], "belongs to another run: .*rows per step: was 8, is 4"),
-        (["seed=2"], "belongs to another run: .*seed: was 1, is 2"),
-        (["checkpointer.checkpoint_dir={folder}/other"], "belongs to another run: .*base model changed"),
-        (["dataset.source={folder}/fewer.jsonl"], "belongs to another run: .*data changed; validation data changed"),
+        ("optimizer.lr=2e-3", "belongs to another run: .*optimizer.lr: was 0.001, is 0.002"),
+        ("epochs=1", "has 10 updates, but the run ends after 5; raise epochs or steps"),
+        ("max_steps_per_epoch=3", "has 10 steps, so max_steps_per_epoch cannot change from None to 3"),
+        ("batch_size=2", r"another run: .*tokens_per_micro_batch, which dropout depends on: was \d+, is \d+ .set"),
+        ("sequences_per_step=4", "belongs to another run: .*rows per step: was 8, is 4"),
+        ("checkpointer.checkpoint_dir={folder}/other", "belongs to another run: .*base model changed"),
+        ("dataset.source={folder}/fewer.jsonl", "belongs to another run: .*data changed; validation data changed"),
     ],
 )
-def test_another_run_is_refused(make, reference, folder, overrides, message):
+def test_another_run_is_refused(make, reference, folder, override, message):
     write_rows(folder / "fewer.jsonl", 40)
     before = tree(reference)
-    overrides = [item.format(folder=folder) for item in overrides]
-    cfg = config.load("lora_finetune_rocm", str(make(reference, resume_from_checkpoint=True)), overrides)
-    with pytest.raises(UserError, match=r"step_00000010 " + message):
+    path = make(reference, resume_from_checkpoint=True)
+    cfg = config.load("lora_finetune_rocm", str(path), [override.format(folder=folder)])
+    with pytest.raises(UserError, match=f"step_00000010 .*{message}"):
         LoRAFinetune(cfg).setup()
     assert tree(reference) == before
 
 
 @pytest.mark.wide
-def test_what_is_free_to_change(make, reference, tmp_path):
+def test_what_is_free_to_change(make, tmp_path):
     """A resumed run may have other micro-batches, chunks, validations and paths; they change only the rounding."""
     out, whole = tmp_path / "out", tmp_path / "whole"
     model = {**yaml.safe_load(make(out).read_text())["model"], "lora_dropout": 0.0}
@@ -386,54 +371,46 @@ def test_what_is_free_to_change(make, reference, tmp_path):
 
 
 @pytest.mark.wide
-def test_raised_epochs_equal_a_run_begun_with_them(make, tmp_path):
+@pytest.mark.parametrize(
+    ("key", "first", "then", "more"),
+    [("epochs", 1, 2, {"save_every_n_steps": 1}),
+     ("max_steps_per_epoch", 3, 5, {"epochs": 1, "run_val_every_n_steps": 1})],
+)  # fmt: skip
+def test_a_raised_limit_equals_a_run_begun_with_it(make, tmp_path, key, first, then, more):
     out, whole = tmp_path / "out", tmp_path / "whole"
-    constant = {"lr_scheduler": None, "save_every_n_steps": 1}
-    assert run(make(whole, **constant))[0] == 0
-    assert run(make(out, **constant, epochs=1))[0] == 0
-    code, messages = resume(make(out, **constant))
+    more["lr_scheduler"] = None
+    assert run(make(whole, **more, **{key: then}))[0] == 0
+    assert run(make(out, **more, **{key: first}))[0] == 0
+    code, messages = resume(make(out, **more, **{key: then}))
     assert code == 0, messages
-    assert "the run had 5 updates in all; it now has 10" in messages
-    assert json.loads((out / "summary.json").read_text())["steps"] == 10
+    assert key != "epochs" or "the run had 5 updates in all; it now has 10" in messages
     assert_equal(out, whole)
 
 
 @pytest.mark.wide
-def test_raised_max_steps_equal_a_run_begun_with_them(make, tmp_path):
-    out, whole = tmp_path / "out", tmp_path / "whole"
-    options = {"lr_scheduler": None, "epochs": 1, "run_val_every_n_steps": 1}
-    assert run(make(whole, **options, max_steps_per_epoch=5))[0] == 0
-    assert run(make(out, **options, max_steps_per_epoch=3))[0] == 0
-    code, messages = resume(make(out, **options, max_steps_per_epoch=5))
-    assert code == 0, messages
-    assert_equal(out, whole)
-
-
-@pytest.mark.wide
-def test_a_schedule_follows_raised_epochs(make, reference, tmp_path):
-    out, whole = tmp_path / "out", tmp_path / "whole"
+def test_a_schedule_follows_raised_epochs(make, reference, killed, tmp_path):
+    whole = tmp_path / "whole"
     assert run(make(whole, epochs=3))[0] == 0
-    assert run(make(out, metric_logger=at(7, signal.SIGKILL)))[0] == -signal.SIGKILL
-    code, messages = resume(make(out, epochs=3))
+    code, messages = resume(make(killed, epochs=3))
     assert code == 0, messages
     assert "lr_scheduler follows the new number of steps: learning rate " in messages
-    rates = {o: [line["lr"] for line in outcome(o)[1] if "lr" in line] for o in (out, whole, reference)}
-    assert rates[out] == rates[reference][:6] + rates[whole][6:]
+    rates = {o: [line["lr"] for line in outcome(o)[1] if "lr" in line] for o in (killed, whole, reference)}
+    assert rates[killed] == rates[reference][:6] + rates[whole][6:]
 
 
 def test_used_output_dir(make, reference, tmp_path):
-    out = tmp_path / "out"
-    shutil.copytree(reference, out)
+    out = shutil.copytree(reference, tmp_path / "out")
     before = tree(out)
-    code, messages = run(make(out))
-    assert code == 1
-    assert one_line_has(messages, "resume_from_checkpoint=True", "overwrite_output_dir=True")
-    code, messages = run(make(out), "overwrite_output_dir=True", "tokens_per_micro_batch=1")
-    assert (code, "tokens_per_micro_batch is 1" in messages) == (1, True), messages
-    assert tree(out) == before  # a mistake changes nothing
+    for overrides, message in (
+        ([], r"resume_from_checkpoint=True .*overwrite_output_dir=True"),
+        (["overwrite_output_dir=True", "tokens_per_micro_batch=1"], "tokens_per_micro_batch is 1"),
+    ):
+        with pytest.raises(UserError, match=message):
+            LoRAFinetune(config.load("lora_finetune_rocm", str(make(out)), overrides)).setup()
+        assert tree(out) == before  # a mistake changes nothing
 
-    killed = make(out, overwrite_output_dir=True, metric_logger=at(1, signal.SIGKILL))
-    assert run(killed)[0] == -signal.SIGKILL
+    fresh = make(out, overwrite_output_dir=True, metric_logger=at(1, signal.SIGKILL))
+    assert run(fresh)[0] == -signal.SIGKILL
     left = set(os.listdir(out)) - {"hardware.jsonl", ".lock", ".lock.json"}
     assert left == {"config.yaml", "metrics.jsonl", "checkpoints"}  # nothing from the earlier run
     assert run(make(out), "overwrite_output_dir=True")[0] == 0
@@ -442,13 +419,8 @@ def test_used_output_dir(make, reference, tmp_path):
 
 @pytest.mark.wide
 def test_early_stopping(make, tmp_path):
-    options = {
-        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.3},
-        "run_val_every_n_steps": 1,
-        "early_stopping_patience": 3,
-        "save_every_n_steps": 1,
-        "keep_last_n_checkpoints": 99,
-    }
+    options = {"run_val_every_n_steps": 1, "early_stopping_patience": 3, "save_every_n_steps": 1}
+    options |= {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.3}, "keep_last_n_checkpoints": 99}
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert run(make(whole, **options))[0] == 0
     summary = json.loads((whole / "summary.json").read_text())
@@ -477,7 +449,7 @@ def test_disk_full_in_a_checkpoint(make, reference, tmp_path):
         pytest.skip(f"cannot mount a small disk here: {mounted.stderr.decode().strip()}")
     try:
         filler = out / "filler"
-        code, messages = run(make(out, metric_logger=at(5, FillDisk, filler)))
+        code, messages = run(make(out, metric_logger=at(5, fill_disk, filler)))
         assert code == 1, messages
         assert_one_line(messages, "no space left to write", "free some space")
         assert steps(out) == [2, 4]
@@ -506,7 +478,7 @@ def test_file_that_cannot_grow(make, reference, tmp_path, what):
     """The system refuses further writes in the middle of a file."""
     out = tmp_path / "out"
     if what == "metrics.jsonl":
-        code, messages = run(make(out, metric_logger=at(6, LimitFiles, out / what), save_every_n_steps=None))
+        code, messages = run(make(out, metric_logger=at(6, stop_growth, out / what), save_every_n_steps=None))
         assert steps(out) == [5]
         assert not (out / what).read_text().endswith("\n")
     else:

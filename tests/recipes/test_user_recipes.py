@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import torchtune._recipe_registry as torchtune_registry
-import yaml
 from omegaconf import OmegaConf
 from rocm_ext.recipes.raft_rocm import RAFT
 
@@ -27,7 +26,7 @@ from rocm_ext.machine.profile import load_profile
 from rocm_ext.runs.folder import RunFolder
 from tests.kit.forks import several_ranks
 from tests.kit.lines import one_line_has
-from tests.kit.tiny import run_config, tune, write_model, write_rows, write_yaml
+from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lora_plus"
 
@@ -51,7 +50,7 @@ def folder(tmp_path, tiny, monkeypatch) -> Path:
 
 
 def write_run(folder: Path, tiny: tuple[Path, Path], name: str = "my_run.yaml", **changes) -> Path:
-    return write_yaml(folder / name, run_config(*tiny, folder / "out", recipe="lora_plus", epochs=1, **changes))
+    return write_yaml(folder / name, run_config(*tiny, folder / "out", **{"recipe": "lora_plus", **changes}))
 
 
 def run_in_process(script: Path, *arguments: object, monkeypatch) -> int:
@@ -69,7 +68,7 @@ def fails(capsys, action) -> str:
     return line
 
 
-def test_its_key_comes_from_the_command_line_the_run_or_its_defaults(folder):
+def test_its_key_comes_from_the_command_line_the_run_or_its_defaults(folder, tiny):
     recipe = registry.find("lora_plus", folder)
     run = str(folder / "my_run.yaml")
     assert config.load(recipe, run).lora_plus_ratio == 16
@@ -79,6 +78,9 @@ def test_its_key_comes_from_the_command_line_the_run_or_its_defaults(folder):
     cfg = config.load("lora_plus", run)
     assert (cfg.recipe, cfg.lora_plus_ratio, cfg.batch_size) == ("lora_plus", 4, 4)
     assert set(cfg) == {*config.defaults("lora_finetune_rocm"), "lora_plus_ratio"}
+    (folder / "configs").mkdir()  # a folder of its own
+    assert config.load(recipe, str(write_run(folder / "configs", tiny))).lora_plus_ratio == 16
+    assert config.load(recipe, "cpu_pocket").recipe == "lora_plus", "a config of the recipe that it extends"
 
 
 def test_its_keys_are_checked_as_ours_are(folder, tiny):
@@ -129,9 +131,7 @@ def test_files_that_are_no_recipe(folder, script, message):
         registry.find("other.py", folder)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "asked"), [("lora_plus", "raft_rocm"), ("raft_rocm", "lora_plus"), ("lora_plus", "lora_finetune_rocm")]
-)
+@pytest.mark.parametrize(("wanted", "asked"), [("lora_plus", "raft_rocm"), ("raft_rocm", "lora_plus")])
 def test_a_config_of_another_recipe_is_refused(folder, tiny, wanted, asked):
     run = write_run(folder, tiny, name="run.yaml") if wanted == "lora_plus" else "cpu_pocket_raft"
     start = "lora_plus.py" if wanted == "lora_plus" else wanted
@@ -139,35 +139,28 @@ def test_a_config_of_another_recipe_is_refused(folder, tiny, wanted, asked):
         config.load(registry.find(asked, folder), str(run))
 
 
-def test_its_files_and_the_config_may_be_in_three_folders(folder, tiny):
-    recipe = registry.find("lora_plus", folder)
-    (folder / "configs").mkdir()
-    run = write_run(folder / "configs", tiny)
-    assert config.load(recipe, str(run)).recipe == "lora_plus"
-
-
 def test_a_recipe_that_extends_none_of_ours(folder, capsys):
     (folder / "lora_plus.yaml").write_text("recipe: lora_plus\nlora_plus_ratio: 16\n")
-    (folder / "own.yaml").write_text("recipe: lora_plus\n")
-    for action in (lambda: config.requested_hardware(str(folder / "own.yaml")),
-                   lambda: config.load("lora_plus", str(folder / "own.yaml"))):  # fmt: skip
-        with pytest.raises(UserError, match=r"lora_plus.yaml: the defaults lack the key hardware"):
-            action()
+    own = write_yaml(folder / "own.yaml", {"recipe": "lora_plus"})
+    with pytest.raises(UserError, match=r"lora_plus.yaml: the defaults lack the key hardware"):
+        config.requested_hardware(str(own))
+    with pytest.raises(UserError, match=r"lora_plus.yaml: the defaults lack the key hardware"):
+        config.load("lora_plus", str(own))
     with (folder / "lora_plus.yaml").open("a") as file:
         file.write("hardware: auto\n")
-    assert config.load("lora_plus", str(folder / "own.yaml")).lora_plus_ratio == 16
+    assert config.load("lora_plus", str(own)).lora_plus_ratio == 16
     for command in ("plan", "bench"):
-        line = fails(capsys, lambda command=command: rocm_ext([command, "--config", str(folder / "own.yaml")]))
+        line = fails(capsys, lambda command=command: rocm_ext([command, "--config", str(own)]))
         assert one_line_has(line, "lora_plus", "extends neither", "lora_finetune_rocm", "raft_rocm")
 
 
+@pytest.mark.wide
 def test_bench_reads_a_config_that_names_a_file(folder, tiny):
     from rocm_ext.bench.probes import Bench
     from rocm_ext.bench.sweep import Spec
 
     (folder / "configs").mkdir()
-    content = yaml.safe_load(write_run(folder, tiny).read_text())
-    run = write_yaml(folder / "configs" / "run.yaml", {**content, "recipe": "../lora_plus.py"})
+    run = write_run(folder, tiny, name="configs/run.yaml", recipe="../lora_plus.py")
     bench = Bench(Spec(str(run), ("hardware=cpu", "lora_plus_ratio=2"), 2**30, seconds=0.1))
     assert bench.cfg.lora_plus_ratio == 2
 
@@ -181,54 +174,32 @@ def test_a_trainer_inside_raft_sees_its_keys():
     assert not {"cycles", "verifier", "prompts"} & set(training)
 
 
-def test_it_runs_configs_of_the_recipe_that_it_extends(folder):
-    cfg = config.load(registry.find("lora_plus", folder), "cpu_pocket")
-    assert (cfg.recipe, cfg.lora_plus_ratio) == ("lora_plus", 16)
-
-
 @pytest.mark.wide(always=1)
 @pytest.mark.parametrize("stated", ["lora_plus", "lora_plus.py", "nothing"])
-def test_plan_finds_its_defaults_beside_the_config(folder, tiny, stated, capsys):
-    write_run(folder, tiny)
-    content = yaml.safe_load((folder / "my_run.yaml").read_text())
-    del content["recipe"]
-    write_yaml(folder / "my_run.yaml", content if stated == "nothing" else {**content, "recipe": stated})
+def test_plan_finds_its_defaults_beside_the_config(folder, tiny, stated, capsys, as_configured, cpu_of_known_speed):
+    run = str(write_run(folder, tiny, recipe=None if stated == "nothing" else stated))
     override = ["recipe=lora_plus.py"] if stated == "nothing" else []
-    assert rocm_ext(["plan", "--config", str(folder / "my_run.yaml"), "--json", "lora_plus_ratio=2", *override]) == 0
+    assert rocm_ext(["plan", "--config", run, "--json", "lora_plus_ratio=2", *override]) == 0
     assert json.loads(capsys.readouterr().out)["rollout"] is None
-    line = fails(
-        capsys, lambda: rocm_ext(["plan", "--config", str(folder / "my_run.yaml"), "lora_plus_rati=2", *override])
-    )
+    line = fails(capsys, lambda: rocm_ext(["plan", "--config", run, "lora_plus_rati=2", *override]))
     assert "did you mean lora_plus_ratio" in line
-
-
-def test_a_recipe_that_nobody_has(folder, tiny, capsys):
-    write_run(folder, tiny)
-    content = yaml.safe_load((folder / "my_run.yaml").read_text())
-    write_yaml(folder / "my_run.yaml", {**content, "recipe": "lora_pluss"})
-    line = fails(capsys, lambda: rocm_ext(["plan", "--config", str(folder / "my_run.yaml")]))
-    assert "recipe lora_pluss is unknown" in line
-    assert str(folder) in line
+    write_run(folder, tiny, recipe="lora_pluss")
+    line = fails(capsys, lambda: rocm_ext(["plan", "--config", run]))
+    assert one_line_has(line, "recipe lora_pluss is unknown", str(folder))
 
 
 def test_a_run_keeps_every_key_of_the_optimizer_and_its_folder_tells_the_recipe(folder, tiny, monkeypatch, capsys):
-    optimizer = {
-        "_component_": "torch.optim.AdamW",
-        "lr": 1e-3,
-        "weight_decay": 0.3,
-        "betas": [0.8, 0.9],
-        "fused": True,
-    }
-    write_run(folder, tiny, optimizer=optimizer)
-    made = []
-    real = torch.optim.AdamW.__init__
-    monkeypatch.setattr(
-        torch.optim.AdamW, "__init__", lambda self, *a, **k: (real(self, *a, **k), made.append(self))[0]
-    )
-    ended = run_in_process(
-        folder / "lora_plus.py", "--config", folder / "my_run.yaml", "lora_plus_ratio=8", monkeypatch=monkeypatch
-    )
-    assert ended == 0
+    optimizer = {"_component_": "torch.optim.AdamW", "lr": 1e-3, "weight_decay": 0.3, "betas": [0.8, 0.9],
+                 "fused": True}  # fmt: skip
+    start = ["--config", write_run(folder, tiny, optimizer=optimizer)]
+    made, real = [], torch.optim.AdamW.__init__
+
+    def noted(self, *args, **options):
+        real(self, *args, **options)
+        made.append(self)
+
+    monkeypatch.setattr(torch.optim.AdamW, "__init__", noted)
+    assert run_in_process(folder / "lora_plus.py", *start, "lora_plus_ratio=8", monkeypatch=monkeypatch) == 0
     slow, fast = made[-1].param_groups  # the plan makes one, too
     assert (slow["lr"], fast["lr"]) == (1e-3, 8e-3)
     for group in (slow, fast):
@@ -246,12 +217,12 @@ def test_a_run_keeps_every_key_of_the_optimizer_and_its_folder_tells_the_recipe(
     monkeypatch.chdir(folder)
     assert config.load("lora_plus", str(out / "config.yaml")) == saved
     # and the run goes on only as what it was begun as
-    again = ["--config", folder / "my_run.yaml", "resume_from_checkpoint=True", "lora_plus_ratio=8", "epochs=1"]
-    assert run_in_process(folder / "lora_plus.py", *again, monkeypatch=monkeypatch) == 0
-    line = fails(capsys, lambda: run_in_process(folder / "lora_plus.py", *again[:3], monkeypatch=monkeypatch))
+    start.append("resume_from_checkpoint=True")
+    line = fails(capsys, lambda: run_in_process(folder / "lora_plus.py", *start, monkeypatch=monkeypatch))
     assert "lora_plus_ratio: was 8, is 16" in line
 
 
+@pytest.mark.wide
 def test_compare_takes_recipes_of_one_family_and_names_the_difference(folder, tiny, monkeypatch, capsys):
     from rocm_ext.recipes import lora_finetune_rocm
 
@@ -265,7 +236,6 @@ def test_compare_takes_recipes_of_one_family_and_names_the_difference(folder, ti
     assert found["settings"]["recipe"] == ["lora_finetune_rocm", "lora_plus"]
 
 
-# ------------------------------------------------------------------------------------------------ from a package
 @pytest.fixture
 def package(tmp_path, monkeypatch) -> Path:
     """An installed package that announces the example as its recipe, with a config."""
@@ -283,9 +253,8 @@ def package(tmp_path, monkeypatch) -> Path:
     shutil.copy(home / "lora_plus.py", home / "second.py")
     monkeypatch.syspath_prepend(tmp_path / "site")
     real = importlib.metadata.entry_points
-    monkeypatch.setattr(
-        importlib.metadata, "entry_points", lambda **kw: entries if kw == {"group": registry.GROUP} else real(**kw)
-    )
+    ours = {"group": registry.GROUP}
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **kw: entries if kw == ours else real(**kw))
     registry.recipes.cache_clear()
     yield home
     registry.recipes.cache_clear()
@@ -299,9 +268,8 @@ def test_a_package_registers_recipes_and_configs(package, monkeypatch, capsys):
     *ours, theirs = torchtune_registry._ALL_RECIPES
     assert [recipe.name for recipe in ours] == list(registry.TITLES)
     assert (theirs.name, theirs.file_path) == ("lora_plus", str(package / "lora_plus.py"))
-    assert [(each.name, each.file_path) for each in theirs.configs] == [
-        ("pocket_plus", str(package / "pocket_plus.yaml"))
-    ]
+    (packed,) = theirs.configs
+    assert (packed.name, packed.file_path) == ("pocket_plus", str(package / "pocket_plus.yaml"))
     assert "their_package.lora_plus" not in sys.modules
     broken, second = capsys.readouterr().err.splitlines()
     assert "entry point broken = no_such_package.recipe is left out: " in broken
@@ -319,13 +287,6 @@ def test_files_beside_a_packaged_recipe_that_are_no_configs(package):
     assert [path.name for path in registry.recipes()["lora_plus"].configs] == ["pocket_plus.yaml"]
 
 
-def test_the_example_is_what_the_package_s_test_and_the_docs_name():
-    recipe = registry.read_recipe(EXAMPLE / "lora_plus.py")
-    assert (recipe.name, registry.family(recipe)) == ("lora_plus", "lora_finetune_rocm")
-    assert [path.name for path in recipe.configs] == ["my_run.yaml"]
-
-
-# -------------------------------------------------------------------------------------------------- the real tune
 # one write, which lines of other ranks cannot split
 MARK = "import os\nos.write(1, f\"top {os.getpid()} {os.environ.get('GOMP_SPINCOUNT')}\\n\".encode())\n"
 
@@ -336,7 +297,8 @@ def bare() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ours and name != registry.DECIDED}
 
 
-@pytest.mark.parametrize("how", ["one process", pytest.param("two ranks", marks=[several_ranks, pytest.mark.wide])])
+@pytest.mark.wide  # test_startup.py has it without a process
+@pytest.mark.parametrize("how", ["one process", pytest.param("two ranks", marks=several_ranks)])
 def test_tune_run_sets_the_environment_before_the_script_begins_and_runs_it_once(folder, how):
     script = folder / "lora_plus.py"
     script.write_text(MARK + script.read_text())
@@ -366,25 +328,6 @@ def test_a_script_that_is_started_without_tune_is_told_what_comes_late(folder):
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("top") == 1
     assert "or: export GOMP_SPINCOUNT=20000" in run.stderr
-
-
-@pytest.mark.wide
-def test_other_recipes_of_torchtune_keep_their_messages(tmp_path):
-    run = tune("run", "lora_finetune_single_device", "--config", "nothing.yaml", cwd=tmp_path)
-    assert run.returncode
-    assert "incompatible torch version" in run.stderr or "Skipping" not in run.stderr
-
-
-@pytest.mark.wide  # test_startup.py has it without a process
-def test_a_recipe_by_name_starts_with_the_environment_too(tmp_path):
-    command = [str(Path(sys.executable).with_name("tune")), "run", "lora_finetune_rocm", "--config", "cpu_pocket"]
-    run = subprocess.run([*command, "epochs=1"], cwd=tmp_path, env=bare(), capture_output=True, text=True)
-    assert run.returncode == 1  # its model is not there yet
-    assert run.stderr.count("environment: GOMP_SPINCOUNT=20000 ") == 1
-    assert run.stderr.splitlines()[-1].startswith("error: ")
-    assert "demo/pocket" in run.stderr.splitlines()[-1]
-    assert "Traceback" not in run.stdout + run.stderr
-    assert "torchao" not in run.stderr
 
 
 @pytest.mark.wide

@@ -51,10 +51,9 @@ def test_every_random_generator_goes_on_where_it_was(tmp_path):
 
 @pytest.mark.parametrize("name", ["state.pt", "adapter_model.safetensors", "adapter_config.json", "SHA256SUMS"])
 def test_a_flipped_bit_is_noticed(tmp_path, name):
-    checkpoints, random_ = saved(tmp_path, 8), random.Random(name)
-    path = tmp_path / "step_00000008" / name
+    checkpoints, path = saved(tmp_path, 8), tmp_path / "step_00000008" / name
     whole = path.read_bytes()
-    for bit in random_.sample(range(8 * len(whole)), k=64):
+    for bit in random.Random(name).sample(range(8 * len(whole)), k=16):
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
@@ -62,13 +61,8 @@ def test_a_flipped_bit_is_noticed(tmp_path, name):
             checkpoints.newest(RANKS)
     path.write_bytes(whole)
     assert newest_step(checkpoints) == 8
-
-
-def test_sha256sum_reads_the_checksums(tmp_path):
-    if shutil.which("sha256sum") is None:
-        pytest.skip("needs sha256sum")
-    saved(tmp_path, 8)
-    assert os.system(f"cd {tmp_path}/step_00000008 && sha256sum --check --strict --quiet SHA256SUMS") == 0
+    if shutil.which("sha256sum"):  # which anybody has
+        assert os.system(f"cd {path.parent} && sha256sum --check --strict --quiet SHA256SUMS") == 0
 
 
 def test_where_none_can_be_read_nothing_is_deleted(tmp_path, monkeypatch):
@@ -86,13 +80,8 @@ def test_where_none_can_be_read_nothing_is_deleted(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "read_bytes", lambda path: path.open("rb").read())
     with pytest.raises(UserError, match="no checkpoint can be read") as error:
         checkpoints.newest(RANKS)
-    for part in (
-        "step_00000006: [Errno 5] Input/output error",
-        "step_00000004: [Errno 2] No such file or directory",
-        "step_00000002: the checksum of state.pt does not match",
-        "Check the disk or restore the files",
-    ):
-        assert part in str(error.value)
+    facts = ("step_00000006: [Errno 5]", "step_00000004: [Errno 2]", "step_00000002: the checksum of state.pt")
+    assert one_line_has(str(error.value), *facts)
     monkeypatch.undo()
     assert tree(tmp_path) == before
 

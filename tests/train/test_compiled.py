@@ -5,7 +5,7 @@ import torch
 from rocm_ext.recipes import lora_finetune_rocm as sft
 from safetensors.torch import load_file
 
-from tests.kit.forks import forked
+from tests.kit.forks import forked, succeed
 from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
 
 
@@ -17,6 +17,7 @@ def path(tmp_path_factory):
     return write_yaml(top / "run.yaml", run_config(top / "base", top / "rows.jsonl", top / "out"))
 
 
+@pytest.mark.wide  # compilers take 20 seconds
 def test_layers_are_compiled_once_and_learn_as_plain_ones(path, monkeypatch, tmp_path):
     compiles = torch.nn.Module.compile
 
@@ -28,8 +29,7 @@ def test_layers_are_compiled_once_and_learn_as_plain_ones(path, monkeypatch, tmp
     found = {}
     for compiled in (False, True):
         changes = [f"compile={compiled}", "dtype=bf16", f"output_dir={tmp_path / str(compiled)}"]
-        code, said = forked(sft.main, path, *changes)
-        assert code == 0, said
+        succeed(sft.main, path, *changes)
         found[compiled] = load_file(tmp_path / str(compiled) / "adapter" / "adapter_model.safetensors")
     assert found[True].keys() == found[False].keys()
     for name, plain in found[False].items():

@@ -18,8 +18,7 @@ from rocm_ext.train import output_dir
 from rocm_ext.train.output_dir import hold
 from tests.kit import forks
 from tests.kit.tiny import run_config, tune, write_model, write_rows, write_yaml
-from tests.recipes.test_resume import Wait as Wait  # configs name it by this module's neighbour
-from tests.recipes.test_resume import assert_one_line, at, outcome, run, tree, wait_for
+from tests.recipes.test_resume import assert_one_line, at, outcome, pause, run, tree, wait_for
 
 pytest.importorskip("fcntl", reason="forks and POSIX signals")
 
@@ -52,7 +51,7 @@ def without_counters(out):
 @pytest.mark.wide
 def test_the_second_start_says_who_holds_the_folder(make, tmp_path):
     out, go = tmp_path / "out", tmp_path / "go"
-    path = make(metric_logger=at(3, Wait, go), num_workers=1)
+    path = make(metric_logger=at(3, pause, go), num_workers=1)
     pid, receive = forks.start(main, path, (), None)
     wait_for(go.with_suffix(".waiting"))
     before = without_counters(out)
@@ -64,9 +63,7 @@ def test_the_second_start_says_who_holds_the_folder(make, tmp_path):
 
     os.kill(pid, signal.SIGKILL)  # its loader process lives on for a while
     assert forks.wait(pid, receive)[0] == -signal.SIGKILL
-    code, messages = run(make(), "resume_from_checkpoint=True")
-    assert code == 0, messages
-    assert "resumed from" in messages
+    assert "resumed from" in forks.succeed(main, make(), "resume_from_checkpoint=True")
     assert [line["step"] for line in outcome(out)[1]] == [1, 2, 3, 4, 5, 6]
     assert not list(out.glob(".lock*"))
 
@@ -81,7 +78,7 @@ def test_of_many_starts_at_once_one_runs(make, tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux ends the children of a dead process on request")
 def test_ranks_end_with_their_launcher(make, tmp_path):
     out, go = tmp_path / "out", tmp_path / "go"
-    path = make(metric_logger=at(3, Wait, go))
+    path = make(metric_logger=at(3, pause, go))
     launcher = os.fork()
     if not launcher:
         os.environ["TORCHELASTIC_RUN_ID"] = "test"
@@ -93,9 +90,7 @@ def test_ranks_end_with_their_launcher(make, tmp_path):
     os.waitpid(launcher, 0)
     while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE:  # a rank that lives on fails by pytest's timeout
         time.sleep(0.01)
-    code, messages = run(make(), "resume_from_checkpoint=True")
-    assert code == 0, messages
-    assert "resumed from" in messages
+    assert "resumed from" in forks.succeed(main, make(), "resume_from_checkpoint=True")
 
 
 class WithoutLocks:
@@ -155,28 +150,27 @@ def test_without_locks_a_process_of_another_host_may_run(tmp_path, monkeypatch):
 
 
 def test_ranks_other_than_the_main_one_take_no_lock(tmp_path, monkeypatch):
+    out = tmp_path / "out"
     monkeypatch.setenv("RANK", "1")
-    with hold(tmp_path / "out"):
-        assert not (tmp_path / "out").exists()
+    with hold(out):
+        assert not out.exists()
     monkeypatch.setenv("RANK", "0")
-    with hold(tmp_path / "out"), pytest.raises(UserError, match=f"in use by process {os.getpid()}"):  # noqa: SIM117
-        with hold(tmp_path / "out"):
-            pass
-    with hold(tmp_path / "out"), contextlib.suppress(UserError):
+    with hold(out):
+        assert f"in use by process {os.getpid()}" in refused(out)
+    with contextlib.suppress(UserError), hold(out):
         raise UserError("released after an error, too")
-    with hold(tmp_path / "out"):
+    with hold(out):
         pass
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("who", ["every rank", "the main rank"])
 def test_under_torchrun_an_error_is_one_line(make, tmp_path, who):
-    path = make() if who == "the main rank" else make(dataset={"_component_": "rocm_ext.data.sft_dataset"})
-    with hold(tmp_path / "out") if who == "the main rank" else contextlib.nullcontext():
-        ranks = ["--nnodes", "1", "--nproc_per_node", "2"]
-        ended = tune("run", *ranks, "lora_finetune_rocm", "--config", path)
+    main_alone = who == "the main rank"
+    path = make() if main_alone else make(dataset={"_component_": "rocm_ext.data.sft_dataset"})
+    with hold(tmp_path / "out") if main_alone else contextlib.nullcontext():
+        ended = tune("run", "--nnodes", "1", "--nproc_per_node", "2", "lora_finetune_rocm", "--config", path)
     assert ended.returncode != 0
-    expected = f"in use by process {os.getpid()}" if who == "the main rank" else "dataset"
-    assert_one_line(ended.stderr, expected)
+    assert_one_line(ended.stderr, f"in use by process {os.getpid()}" if main_alone else "dataset")
     assert ended.stderr.count("error: ") == 1, ended.stderr
     assert "ChildFailedError" not in ended.stderr

@@ -17,9 +17,8 @@ def path(tmp_path_factory):
     top = tmp_path_factory.mktemp("not_finite")
     write_model(top / "base")
     write_rows(top / "rows.jsonl", 24)
-    return write_yaml(
-        top / "run.yaml", run_config(top / "base", top / "rows.jsonl", top / "out", overwrite_output_dir=True)
-    )
+    cfg = run_config(top / "base", top / "rows.jsonl", top / "out", overwrite_output_dir=True)
+    return write_yaml(top / "run.yaml", cfg)
 
 
 def plant(monkeypatch, name: str, hook) -> None:

@@ -14,7 +14,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.data.render import IGNORE
 from rocm_ext.data.rows import Rows
 from rocm_ext.train.scoring import reference, score
-from tests.kit.forks import forked_ranks, several_ranks
+from tests.kit.forks import several_ranks, succeed_on_ranks
 from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
 
 
@@ -73,9 +73,8 @@ def expected(learner, rows: Rows, temperature: float = 1.0) -> list[np.ndarray]:
         for each, wanted in zip(np.split(ids, bounds), np.split(labels, bounds), strict=True):
             logits = learner.decoder(torch.from_numpy(each)[None].long())[0] / temperature
             logprobs = logits.log_softmax(-1)
-            of_row.append(
-                np.array([logprobs[i - 1, each[i]] for i in range(1, len(each)) if wanted[i] != IGNORE], np.float32)
-            )
+            own = [logprobs[i - 1, each[i]] for i in range(1, len(each)) if wanted[i] != IGNORE]
+            of_row.append(np.array(own, np.float32))
         found.append(np.concatenate(of_row))
     learner.decoder.train()
     return found
@@ -146,8 +145,7 @@ def test_two_ranks_equal_one(folder, learner):
         recipe.cleanup()
         sys.exit(0)
 
-    for code, messages in forked_ranks(main, folder / "run.yaml"):
-        assert code == 0, messages
+    succeed_on_ranks(main, folder / "run.yaml")
     one = {"now": score(learner, some_rows())}
     with reference(learner, some_adapter(learner, 1)):
         one["reference"] = score(learner, some_rows())

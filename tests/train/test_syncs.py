@@ -40,22 +40,12 @@ def waits(tmp_path_factory) -> dict[str, list[str]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_training_step_waits_once(waits):
-    assert len(waits["training"]) == 1, waits["training"]
+@pytest.mark.parametrize("what", ["training", "greedy", "sampled", "top_k", "min_p"])
+def test_a_step_waits_once(waits, what):
+    assert len(waits[what]) == 1, waits[what]
 
 
-def test_what_a_loss_measures_waits_once_more(waits):
-    assert len(waits["pairs"]) == 2, waits["pairs"]
-
-
-@pytest.mark.parametrize("sampling", ["greedy", "sampled", "top_k", "min_p"])
-def test_a_decoding_step_waits_once(waits, sampling):
-    assert len(waits[sampling]) == 1, waits[sampling]
-
-
-def test_top_p_asks_once_more_whether_1024_tokens_hold_enough(waits):
-    assert len(waits["top_p"]) == 2, waits["top_p"]
-
-
-def test_a_read_in_the_step_is_found(waits):
-    assert len(waits["a read"]) == 2, waits["a read"]
+# what a loss of pairs measures; whether 1,024 tokens hold enough for top_p; a read that the test adds to a step
+@pytest.mark.parametrize("what", ["pairs", "top_p", "a read"])
+def test_a_step_waits_once_more(waits, what):
+    assert len(waits[what]) == 2, waits[what]

@@ -103,7 +103,8 @@ def start(base, tmp_path):
     return start
 
 
-@pytest.mark.parametrize("stop", [pytest.param(0, marks=pytest.mark.wide), 1, pytest.param(2, marks=pytest.mark.wide)])
+@pytest.mark.wide(always=1)
+@pytest.mark.parametrize("stop", [1, 0, 2])
 def test_a_resumed_one_equals_an_undisturbed_one(start, tmp_path, stop):
     whole = start("whole")
     whole.train()
@@ -135,28 +136,13 @@ def test_a_step_without_rows_takes_its_place_in_the_schedule(start, tmp_path, re
     assert not [w for w in recwarn if "lr_scheduler.step()" in str(w.message)]
 
 
-@pytest.mark.wide
-def test_more_steps_on_resuming(start, tmp_path):
-    start("part", epochs=2).train()
-    longer = start("part", resume_from_checkpoint=True)
-    longer.train()
-    start("whole").train()
-    assert metrics(tmp_path / "part", "lr")[2:] == metrics(tmp_path / "whole", "lr")[2:]
-    assert len(metrics(tmp_path / "part")) == 4
-    with pytest.raises(UserError, match="has 8 updates, but the run ends after 6"):
-        start("part", resume_from_checkpoint=True, epochs=3)
-    with pytest.raises(UserError, match="seed: was 1, is 2"):
-        start("part", resume_from_checkpoint=True, seed=2)
-
-
 def test_a_fresh_run_loses_every_line_of_the_one_that_it_replaces(start, tmp_path, caplog):
     with caplog.at_level("INFO", "rocm_ext"):
         first = start("out")
     group = first.optimizer.param_groups[0]
     assert group["lr"] < group["initial_lr"], "in the warm-up"
     (said,) = (text for text in caplog.messages if text.startswith("optimizer: "))
-    rate, decay = (f"{group[name]:g}" for name in ("initial_lr", "weight_decay"))
-    assert f"optimizer: AdamW, lr {rate}, betas {group['betas']}, eps 1e-08, weight_decay {decay}" in said
+    assert f"AdamW, lr {group['initial_lr']:g}, betas {group['betas']}, eps 1e-08, weight_decay" in said
     assert "tensor" not in said
     assert "amsgrad" not in said
     first.write_metrics(True, eval={})
