@@ -311,18 +311,6 @@ def test_uniforms_are_split_mix(pairs):
     assert uniforms(seeds, positions).tolist() == [split_mix(*pair) for pair in pairs]
 
 
-def test_uniforms_are_spread_evenly_and_independent():
-    seeds = torch.tensor([sample_seed(0, 1, str(i // 8), i % 8) for i in range(512)])
-    table = torch.stack([uniforms(seeds, torch.full_like(seeds, i)) for i in range(256)])  # [positions, seeds]
-    assert 0 <= table.min() < 1e-4
-    assert 1 - 1e-4 < table.max() < 1
-    # neighbours in a stream, neighbours among samples, and one step further in both
-    for pairs in ((table[:-1], table[1:]), (table[:, :-1], table[:, 1:]), (table[:-1, :-1], table[1:, 1:])):
-        a, b = ((16 * t).long().flatten() for t in pairs)
-        counts = torch.bincount(16 * a + b, minlength=256).double()
-        assert_chi_square(counts, torch.full_like(counts, 1 / 256))
-
-
 # ---- drawing
 
 

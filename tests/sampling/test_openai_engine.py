@@ -23,15 +23,12 @@ from typing import NoReturn
 
 import pytest
 import torch
-from rocm_ext.recipes.raft_rocm import RAFT
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 
-from rocm_ext import config
 from rocm_ext.base import openai_http
 from rocm_ext.base.errors import UserError
 from rocm_ext.data.render import TorchtuneRenderer, render_prompt
 from rocm_ext.data.tokenizer import ChatTokenizer
-from rocm_ext.rl.records import read_records
 from rocm_ext.sampling.engine import Request, Sampling
 from rocm_ext.sampling.server import openai
 from rocm_ext.sampling.server import session as openai_session
@@ -41,7 +38,7 @@ from tests.kit.families import CHATML
 from tests.kit.forks import start, wait
 from tests.kit.lines import one_line_has
 from tests.kit.servers import CHAT, COMPLETIONS, LOAD, MODELS, Fake, Vllm, is_check, vllm_form
-from tests.kit.tiny import run_config, write_model, write_rows, write_tokenizer, write_yaml
+from tests.kit.tiny import write_model, write_tokenizer
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
 PLAIN = Sampling(max_new_tokens=16)
@@ -586,14 +583,14 @@ def test_logprobs_that_do_not_fit_the_tokens_are_none(vllm, tokenizer, logprobs)
 
 
 @pytest.mark.parametrize(
-    ("choice", "text", "reason"),
-    [({"finish_reason": "length"}, "It is 7. 0", "length"), ({"text": "It is"}, "It", "stop"),
-     ({"text": "It is", "stop_reason": " 7"}, "It", "stop")],
+    ("choice", "stops", "text", "reason"),
+    [({"finish_reason": "length"}, (), "It is 7. 0", "length"), ({"text": "It is"}, (" is",), "It", "stop"),
+     ({"text": "It is", "stop_reason": " 7"}, (" 7",), "It is 0", "stop")],
 )  # fmt: skip
-def test_an_answer_cut_by_length_or_a_stop_string_gets_no_stop_token(vllm, tokenizer, choice, text, reason):
+def test_an_answer_cut_by_length_or_a_stop_string_gets_no_stop_token(vllm, tokenizer, choice, stops, text, reason):
     fake = vllm(lambda body: vllm_answer(tokenizer, body, token_ids=None, **choice))
-    sampling = Sampling(16, stop_strings=() if reason == "length" else (" is",))
-    (cut,), _ = run(OpenAIEngine(tokenizer, urls=[fake.url]), requests_for(tokenizer, "a"), sampling)
+    engine = OpenAIEngine(tokenizer, urls=[fake.url])
+    (cut,), _ = run(engine, requests_for(tokenizer, "a"), Sampling(16, stop_strings=stops))
     assert (cut.text, cut.finish_reason) == (text, reason)
     assert cut.tokens == tokenizer.encode(text, add_bos=False, add_eos=False)
 
@@ -673,6 +670,7 @@ CHECKS = {  # what a server answers, arguments, and what the check says
     "no model": ({MODELS: {"data": None}}, {}, "serves no model; set model"),
     "models not listed": ({MODELS: said(500, "no cache")}, {}, "not list its models: HTTP 500: no cache.*; set model"),
     "another model": ({COMPLETIONS: said(404, "No `x`.")}, {"model": "x"}, "No `x`.; it serves base, not x"),
+    "no token ids": ({COMPLETIONS: said(400, "no list")}, {}, "HTTP 400: no list; if .* set endpoint: chat"),
     "still loading": ({COMPLETIONS: said(503, "Loading")}, {}, "not answer the first request: HTTP 503: Loading"),
     "no key": ({MODELS: said(401, "Unauthorized")}, {"model": "base"}, "HTTP 401: Unauthorized; set api_key_env"),
     "no message": ({CHAT: {"choices": [{"text": "a"}]}}, {"endpoint": "chat"}, "answers with no message"),
@@ -804,7 +802,7 @@ def test_other_weights_have_another_name_and_go_after_an_error_too(vllm, tokeniz
     assert [verb for verb, _ in fake.adapter_calls()] == ["unload", "load", "unload"] * 3
 
 
-@pytest.mark.parametrize(("status", "told"), [(404, "Not Found"), (500, "LoRA is not enabled")])
+@pytest.mark.parametrize(("status", "told"), [(404, "Not Found"), (400, "Rank 64 is above 16"), (500, "No LoRA")])
 def test_a_server_that_takes_no_adapters_is_found_before_sampling(vllm, tokenizer, adapter, status, told):
     willing, fake = vllm(), vllm(paths={LOAD: (status, {"detail": told}, {})})
     message = rf"{fake.url}.* does not load the adapter {adapter} \(HTTP {status}: {told}\).*RUNTIME_LORA_UPDATING=True"
@@ -949,29 +947,6 @@ def test_what_is_no_adapter_and_servers_without_them(vllm, tokenizer, tmp_path, 
         OpenAIEngine(tokenizer, urls=[fake.url]).session(tmp_path / "none").__enter__()
     with pytest.raises(UserError, match="dynamic_lora is false"):
         OpenAIEngine(tokenizer, urls=[fake.url], dynamic_lora=False).session(adapter).__enter__()
-
-
-@pytest.mark.wide
-def test_a_raft_cycle_samples_on_a_server(served, model_dir, tmp_path):
-    """The recipe trains in its own process on samples of a real server."""
-    rows = write_rows(tmp_path / "prompts.jsonl", 4)
-    cfg = run_config(model_dir, rows, tmp_path / "out")
-    del cfg["dataset"]
-    prompts = {"_component_": "rocm_ext.data.prompt_dataset", "source": str(rows), "column_map": {"prompt": "question"}}
-    engine = {"urls": [served], "model": str(model_dir), "endpoint": "chat"}
-    cfg |= {
-        "prompts": prompts, "verifier": {"_component_": "tests.kit.judges.Coin"},
-        "engine": {"_component_": "rocm_ext.sampling.OpenAIEngine", **engine},
-        "cycles": 1, "samples_per_prompt": 3, "max_new_tokens": 6, "drop_truncated": False,
-    }  # fmt: skip
-    raft = RAFT(config.load("raft_rocm", str(write_yaml(tmp_path / "run.yaml", cfg))))
-    raft.setup()
-    raft.train()
-    raft.cleanup()
-    samples = [line for line in read_records(tmp_path / "out" / "samples.jsonl") if line["phase"] == "sample"]
-    assert len(samples) == 12
-    assert all(record["tokens"] for record in samples)
-    assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").exists()
 
 
 # ---- of which temperature log-probs are

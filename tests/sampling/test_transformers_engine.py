@@ -135,7 +135,7 @@ def test_longrope_is_that_of_short_rows(tmp_path):
         sampled(engine(decoder), ask(prompts(5)), Sampling(6))
 
 
-@pytest.mark.wide(always=2)
+@pytest.mark.wide(always=3)
 @pytest.mark.parametrize(
     "lora",
     [{"use_dora": True}, {"target_modules": ["o_proj", "lm_head"]}, {"target_parameters": "all-experts"}, {}],
@@ -326,28 +326,13 @@ def records(out: Path) -> list[dict]:
     return sorted(of_cycle, key=lambda r: (r["prompt_id"], r["sample"]))
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", some("gemma 3"))
-def test_a_cycle_of_raft_and_eval(raft, tmp_path, capsys, name):
-    path = raft(name, "run")
-    code, said = forked(raft_main, path)
-    assert code == 0, said
-    adapter = tmp_path / "run" / "cycle_1" / "adapter"
-    changed = [tensor for key, tensor in load_file(adapter / Path(WEIGHTS).name).items() if "lora_B" in key]
-    assert changed
-    assert all(tensor.any() for tensor in changed)
-    assert cli.main(["eval", "--json", "--config", str(path), "--adapter", str(adapter)]) == 0
-    evaluated = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert evaluated == json.loads((tmp_path / "run" / "cycle_1" / "eval.json").read_text())
-
-
 @pytest.mark.parametrize("name", some("gemma 3"))
 @pytest.mark.wide
-def test_killed_while_sampling_and_resumed(raft, tmp_path, name):
-    whole, out = tmp_path / "whole", tmp_path / "out"
+def test_killed_while_sampling_and_resumed_and_evaluated(raft, tmp_path, capsys, name):
+    whole, out, path = tmp_path / "whole", tmp_path / "out", raft(name, "out")
     assert forked(raft_main, raft(name, "whole"))[0] == 0
-    assert forked(raft_main, raft(name, "out"), prepare=kill_at_record("samples.jsonl", 9))[0] == -signal.SIGKILL
-    code, said = forked(raft_main, raft(name, "out"), "resume_from_checkpoint=True")
+    assert forked(raft_main, path, prepare=kill_at_record("samples.jsonl", 9))[0] == -signal.SIGKILL
+    code, said = forked(raft_main, path, "resume_from_checkpoint=True")
     assert code == 0, said
     for file in (WEIGHTS, f"cycle_1/{WEIGHTS}", "cycle_0/eval.json", "cycle_1/eval.json"):
         assert (out / file).read_bytes() == (whole / file).read_bytes(), file
@@ -356,6 +341,11 @@ def test_killed_while_sampling_and_resumed(raft, tmp_path, name):
             del record["seconds"]
         assert found.pop("logprobs") == pytest.approx(expected.pop("logprobs"), abs=1e-4)
         assert found == expected
+    adapter = out / f"cycle_1/{WEIGHTS}"
+    assert all(tensor.any() for key, tensor in load_file(adapter).items() if "lora_B" in key)
+    assert cli.main(["eval", "--json", "--config", str(path), "--adapter", str(adapter.parent)]) == 0
+    evaluated = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert evaluated == json.loads((out / "cycle_1/eval.json").read_text())
 
 
 @several_ranks
