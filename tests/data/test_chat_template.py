@@ -10,6 +10,7 @@ import re
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from importlib.metadata import distribution
 from itertools import cycle
 from pathlib import Path
@@ -26,6 +27,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from torchtune.models.llama3._tokenizer import LLAMA3_SPECIAL_TOKENS
 from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS
 from transformers import AutoTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
@@ -39,28 +41,17 @@ from rocm_ext.data.tokenizer import defused, open_tokenizer
 from rocm_ext.rl.prompts import PromptSet
 from rocm_ext.train.builders import check_tokenizer
 from tests.kit import tiny
+from tests.kit.chats import assistant, labelled_text, user
+from tests.kit.lines import one_line_has
 
 FAMILIES = ("qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1", "llama3_2")
 BRIEF = {"role": "system", "content": "Be brief."}
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "The weather in a city, in °C.",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-        },
-    }
-]
+TOOLS = [{"type": "function", "function": {
+    "name": "weather", "description": "The weather in a city, in °C.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}}]  # fmt: skip
+SFT = {"_component_": "rocm_ext.data.sft_dataset"}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich", "days": 2}}}
-
-
-def user(content):
-    return {"role": "user", "content": content}
-
-
-def assistant(content, **more):
-    return {"role": "assistant", "content": content, **more}
 
 
 CHATS = {
@@ -68,15 +59,11 @@ CHATS = {
     "system": [BRIEF, user("6*7?"), assistant("42")],
     "several turns": [BRIEF, user("a"), assistant("one"), user("b"), assistant("two\n\nlines")],
     "tool call": [user("Weather?"), assistant("", tool_calls=[CALL])],
-    "tool answer": [
-        user("Weather?"),
-        assistant("", tool_calls=[CALL], weight=0),
-        {"role": "tool", "content": '{"temperature": 7}'},
-        assistant("Cold, 7 °C."),
-    ],
+    "tool answer": [user("Weather?"), assistant("", tool_calls=[CALL], weight=0),
+                    {"role": "tool", "content": '{"temperature": 7}'}, assistant("Cold, 7 °C.")],
     "reasoning": [user("6*7?"), assistant("42", reasoning_content="6*7 is 42.")],
     "reasoning in content": [user("6*7?"), assistant("<think>\n6*7 is 42.\n</think>\n\n42")],
-}
+}  # fmt: skip
 
 
 def templates_folder() -> Path:
@@ -90,15 +77,8 @@ def template_of(name: str) -> str:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
-    """Make a checkpoint's folder with tokenizer and chat template, without weights; return it."""
-    made = {}
-
-    def make(name: str) -> Path:
-        if name not in made:
-            made[name] = _write_folder(tmp_path_factory.mktemp(name), name)
-        return made[name]
-
-    return make
+    """Return a function that makes a checkpoint's folder with tokenizer and chat template, without weights."""
+    return cache(lambda name: _write_folder(tmp_path_factory.mktemp(name), name))
 
 
 def _write_folder(folder: Path, name: str) -> Path:
@@ -106,19 +86,15 @@ def _write_folder(folder: Path, name: str) -> Path:
     special = list(LLAMA3_SPECIAL_TOKENS if llama else QWEN2_5_SPECIAL_TOKENS)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = None if llama else normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(tiny.SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(tiny.SPLIT), "isolated"), by_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([*tiny.TEXT, "\n\n\n tool_call arguments Cutting Knowledge Date: December"], trainer)
     tokenizer.model.save(str(folder))
     if llama:
-        of_letter = {letter: byte for byte, letter in _letters().items()}
+        of_letter = {letter: byte for byte, letter in bytes_to_unicode().items()}
         words = sorted((number, word) for word, number in tokenizer.get_vocab().items())
         encoded = [base64.b64encode(bytes(of_letter[letter] for letter in word)).decode() for _, word in words]
         (folder / "tokenizer.model").write_text("".join(f"{word} {rank}\n" for rank, word in enumerate(encoded)))
@@ -128,58 +104,51 @@ def _write_folder(folder: Path, name: str) -> Path:
     tokenizer.add_tokens([AddedToken(token, special=False) for token in markup if token in special or "think" in token])
     tokenizer.save(str(folder / "tokenizer.json"))
     begin, end = ("<|begin_of_text|>", "<|eot_id|>") if llama else (None, "<|im_end|>")
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": begin,
-        "eos_token": {"__type": "AddedToken", "content": end},
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template_of(name)}))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": begin, "chat_template": template_of(name)}
+    eos = {"__type": "AddedToken", "content": end}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": eos}))
     return folder
 
 
-def _letters() -> dict[int, str]:
-    """GPT-2's letter for each byte."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {**{byte: chr(byte) for byte in printable}, **{byte: chr(256 + n) for n, byte in enumerate(others)}}
-
-
 def config_for(folder: Path, **changes):
+    component, file, more = "qwen2_5.qwen2_5_tokenizer", "vocab.json", {"merges_file": str(folder / "merges.txt")}
     if (folder / "tokenizer.model").exists():
-        tokenizer = {"_component_": "torchtune.models.llama3.llama3_tokenizer", "path": str(folder / "tokenizer.model")}
-    else:
-        tokenizer = {
-            "_component_": "torchtune.models.qwen2_5.qwen2_5_tokenizer",
-            "path": str(folder / "vocab.json"),
-            "merges_file": str(folder / "merges.txt"),
-        }
-    tokenizer["special_tokens_path"] = str(folder / "tokenizer.json")
+        component, file, more = "llama3.llama3_tokenizer", "tokenizer.model", {}
+    tokenizer = {
+        "_component_": f"torchtune.models.{component}", "path": str(folder / file),
+        "special_tokens_path": str(folder / "tokenizer.json"), **more,
+    }  # fmt: skip
     ours = {"chat_template": "auto", "chat_template_args": {}, "chat_template_date": "2024-07-26"}
     return OmegaConf.create(
         {"tokenizer": tokenizer, "checkpointer": {"checkpoint_dir": str(folder)}, **ours, **changes}
     )
 
 
+def of_hf_tokenizer(folder: Path, **changes):
+    """The config of a folder whose tokenizer.json alone makes the tokenizer."""
+    cfg = config_for(folder, **changes)
+    cfg.tokenizer = {"_component_": "rocm_ext.data.HFTokenizer", "path": str(folder / "tokenizer.json")}
+    return cfg
+
+
+@cache
+def theirs_of(folder: Path):
+    return AutoTokenizer.from_pretrained(folder)
+
+
 def theirs(folder: Path, chat, *, prompt=False, template=None, **args) -> list[int]:
     """The token ids that transformers gives."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     chat = [{key: value for key, value in message.items() if key != "weight"} for message in chat]
     # transformers puts today's date into Llama 3.2's template; ours is the one of the config
     args = {"date_string": "26 Jul 2024", **args}
-    encoded = tokenizer.apply_chat_template(chat, add_generation_prompt=prompt, chat_template=template, **args)
+    encoded = theirs_of(folder).apply_chat_template(chat, add_generation_prompt=prompt, chat_template=template, **args)
     return list(encoded["input_ids"])
 
 
 def labelled(folder: Path, labels) -> list[str]:
     """The text of each run of labels."""
-    tokenizer, runs, run = Tokenizer.from_file(str(folder / "tokenizer.json")), [], []
-    for label in [*labels, IGNORE]:
-        if label != IGNORE:
-            run.append(label)
-        elif run:
-            runs.append(tokenizer.decode(run, skip_special_tokens=False))
-            run = []
-    return runs
+    decode = Tokenizer.from_file(str(folder / "tokenizer.json")).decode
+    return labelled_text(labels, partial(decode, skip_special_tokens=False))
 
 
 # ---- the same tokens as transformers
@@ -208,13 +177,11 @@ def test_tokens_equal_those_of_transformers(model_folder, name, chat, tools):
 
 ANSWERS = {
     "a call": (assistant("", tool_calls=[CALL]), {"role": "tool", "content": '{"temperature": 7}'}),
-    "reasoning, then a call": (
-        assistant("<think>\nI look it up.\n</think>\n\n", tool_calls=[CALL]),
-        {"role": "tool", "content": "7"},
-    ),
+    "reasoning, then a call": (assistant("<think>\nI look it up.\n</think>\n\n", tool_calls=[CALL]),
+                               {"role": "tool", "content": "7"}),
     "text": (assistant("It is 7."), user("Are you sure?")),
     "reasoning, then text": (assistant("<think>\nI guess.\n</think>\n\nIt is 7."), user("Are you sure?")),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("answered", ANSWERS.values(), ids=ANSWERS)
@@ -278,12 +245,13 @@ def test_thinking_of_qwen3_is_an_argument(model_folder, chat, thinking):
     assert labelled(folder, labels) == [f"{empty}{chat[-1]['content']}<|im_end|>"]
 
 
-def test_every_turn_is_labelled_where_the_template_keeps_earlier_turns(model_folder):
-    for name, end in (("qwen2_5", "<|im_end|>"), ("llama3_1", "<|eot_id|>"), ("qwen3_instruct_2507", "<|im_end|>")):
-        folder = model_folder(name)
-        tokenizer = open_tokenizer(config_for(folder))
-        tokens, labels = render_conversation(tokenizer, CHATS["several turns"])
-        assert tokens == theirs(folder, CHATS["several turns"])
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_instruct_2507", "llama3_1"])
+def test_every_turn_is_labelled_where_the_template_keeps_earlier_turns(model_folder, name):
+    """But for a turn that begins the conversation."""
+    folder, end = model_folder(name), "<|eot_id|>" if name.startswith("llama") else "<|im_end|>"
+    for chat in (CHATS["several turns"], [assistant("Hello."), *CHATS["several turns"][1:]]):
+        tokens, labels = render_conversation(open_tokenizer(config_for(folder)), chat)
+        assert tokens == theirs(folder, chat)
         assert labelled(folder, labels) == [f"one{end}", f"two\n\nlines{end}"]
 
 
@@ -306,7 +274,7 @@ def test_generation_blocks_of_a_template_mark_the_labels(model_folder, name):
     tokenizer = open_tokenizer(config_for(folder, chat_template=template))
     chat = CHATS["several turns"]
     tokens, labels = render_conversation(tokenizer, chat)
-    hf = AutoTokenizer.from_pretrained(folder)
+    hf = theirs_of(folder)
     wanted = hf.apply_chat_template(chat, chat_template=template, return_assistant_tokens_mask=True, return_dict=True)
     assert tokens == list(wanted["input_ids"])
     ours = [label for label in labels if label != IGNORE]
@@ -331,15 +299,16 @@ ENDS = {  # what ends the assistant's turn in templates of these families
     "llama3": "<|eot_id|>", "llava": "</s>", "muse": "<|eot|>", "phi3": "<|end|>", "smolvlm": "<end_of_utterance>",
 }  # fmt: skip
 # review A5: the next turn's marker, or a token outside the generation block, ends the turn
+BLOCK = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 OTHERS = {
     "next marker": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
-    "block": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
-    "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    "block and line": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
-    "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "block": BLOCK,
+    "block and line": BLOCK.replace("<|im_end|>", "\n<|im_end|>"),
 }
 
 
@@ -353,8 +322,7 @@ def test_every_template_teaches_to_stop(model_folder, tmp_path, named):
     tokenizer.add_special_tokens(sorted({*markers, *ENDS.values(), "<bos>", "<eos>"} - {"<think>", "</think>"}))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<bos>", "eos_token": "<eos>"}')
-    cfg = config_for(tmp_path)
-    cfg.tokenizer = {"_component_": "rocm_ext.data.HFTokenizer", "path": str(tmp_path / "tokenizer.json")}
+    cfg = of_hf_tokenizer(tmp_path)
     chat, wrong, refused = CHATS["several turns"][1:], {}, set()
     for name, text in templates.items():
         family = next((family for family in ENDS if name.startswith(family)), None)
@@ -470,15 +438,6 @@ def encoders(model_folder, tmp_path_factory):
     return made
 
 
-def test_a_turn_that_begins_the_conversation_bears_no_loss(model_folder):
-    for name in ("qwen2_5", "qwen3_instruct_2507", "llama3_1"):
-        folder = model_folder(name)
-        chat = [assistant("Hello."), *CHATS["several turns"][1:]]
-        tokens, labels = render_conversation(open_tokenizer(config_for(folder)), chat)
-        assert tokens == theirs(folder, chat)
-        assert [text.split("<|")[0] for text in labelled(folder, labels)] == ["one", "two\n\nlines"]
-
-
 @pytest.mark.parametrize("setting", ["auto", "torchtune"])
 def test_a_template_that_can_only_prompt_still_does(tmp_path, messages, setting):
     """The prompt opens a thought, which the template leaves out of the history, as DeepSeek's R1 models do."""
@@ -544,26 +503,21 @@ def test_places_of_a_template(tmp_path):
     assert prompt_text(folder, chat_template=variable, chat_template_args={"greeting": "hi"}).startswith("hi[user]")
 
 
-def test_without_a_template_torchtune_renders(tmp_path, caplog):
+def test_torchtune_renders_without_a_template_or_where_asked_and_says_so(tmp_path, caplog):
     caplog.set_level(logging.INFO, "rocm_ext")
-    folder = _write_folder(tmp_path, "qwen2_5")
+    folder, rendered = _write_folder(tmp_path, "qwen2_5"), "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt_text(folder, chat_template="torchtune") == rendered
+    assert "differently from the model's own chat template" in caplog.text
     (folder / "tokenizer_config.json").unlink()
-    assert prompt_text(folder) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt_text(folder) == rendered
     assert "has no chat template; torchtune" in caplog.text
-
-
-def test_torchtunes_way_stays_and_says_where_it_differs(model_folder, messages):
-    text = prompt_text(model_folder("qwen2_5"), chat_template="torchtune")
-    assert text == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
-    assert any("differently from the model's own chat template" in text for text in messages)
 
 
 @pytest.mark.parametrize(
     ("changes", "pieces"),
     [
         ({"chat_template": "missing.jinja"}, ["'missing.jinja'", "no file", "torchtune"]),
-        ({"chat_template": None}, ["None", "expected auto"]),
-        ({"chat_template": "{% for %}"}, ["in the config", "not valid Jinja"]),
+        ({"chat_template": None}, ["None", "expected auto"]), ({"chat_template": "{% for %}"}, ["not valid Jinja"]),
         ({"chat_template": "{{ raise_exception('no ' + 'luck') }}"}, ["refuses the conversation", "no luck"]),
         ({"chat_template": "{{ messages[9].content + 1 }}"}, ["refuses the conversation"]),
         ({"chat_template": "{{ ''.__class__.__mro__ }}"}, ["refuses the conversation", "unsafe"]),
@@ -571,36 +525,32 @@ def test_torchtunes_way_stays_and_says_where_it_differs(model_folder, messages):
         ({"chat_template_args": "thinking"}, ["chat_template_args is 'thinking'", "enable_thinking"]),
         ({"chat_template_date": "today"}, ["chat_template_date is 'today'", "2024-07-26"]),
     ],
-)
+)  # fmt: skip
 def test_bad_settings(model_folder, changes, pieces):
     with pytest.raises(UserError) as error:
         render_prompt(open_tokenizer(config_for(model_folder("qwen2_5"), **changes)), [user("a")])
     assert "\n" not in str(error.value)
-    assert all(piece in str(error.value) for piece in pieces), str(error.value)
+    assert one_line_has(str(error.value), *pieces), str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "pieces"),
+    ("file", "content", "message"),
     [
-        ("tokenizer.json", None, ["tokenizer.json", "does not exist", "chat_template: torchtune"]),
-        ("tokenizer.json", "{}", ["cannot read", "tokenizer.json"]),
-        ("tokenizer_config.json", "[]", ["tokenizer_config.json", "not a JSON object"]),
-        ("tokenizer_config.json", '{"chat_template": 3}', ["must be text, or a list"]),
-        ("tokenizer_config.json", '{"chat_template": [{"name": "rag", "template": ""}]}', ["rag", "set chat_template"]),
+        ("tokenizer.json", None, "tokenizer.json, which does not exist.*chat_template: torchtune"),
+        ("tokenizer.json", "{}", "cannot read.*tokenizer.json"), ("tokenizer_config.json", "[]", "not a JSON object"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "must be text, or a list"),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "rag", "template": ""}]}', "rag.*set chat_template"),
     ],
-)
-def test_damaged_folders(tmp_path, file, content, pieces):
+)  # fmt: skip
+def test_damaged_folders(tmp_path, file, content, message):
     folder = _write_folder(tmp_path, "qwen2_5")
     cfg = config_for(folder)
-    special = folder / "special.json"
-    special.write_text((folder / "tokenizer.json").read_text())
-    cfg.tokenizer.special_tokens_path = str(special)
+    cfg.tokenizer.special_tokens_path = str(shutil.copy(folder / "tokenizer.json", folder / "special.json"))
     (folder / file).unlink()
     if content is not None:
         (folder / file).write_text(content)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=message):
         open_tokenizer(cfg)
-    assert all(piece in str(error.value) for piece in pieces), str(error.value)
 
 
 def test_a_template_whose_turns_end_otherwise_is_told(model_folder, messages):
@@ -611,36 +561,20 @@ def test_a_template_whose_turns_end_otherwise_is_told(model_folder, messages):
 # ---- rows
 
 
-@pytest.fixture
-def rows(tmp_path):
-    def write(*rows, name="rows.jsonl"):
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(tmp_path / name)
-
-    return write
-
-
-def test_columns_system_and_tools_are_used(model_folder, rows, tmp_path):
-    folder = model_folder("qwen2_5")
-    tokenizer = open_tokenizer(config_for(folder))
-    chat = CHATS["tool call"]
+def test_columns_system_and_tools_are_used(model_folder, rows):
+    folder, chat = model_folder("qwen2_5"), CHATS["tool call"]
     text = [*chat[:-1], assistant(None, tool_calls=[{**CALL, "function": {"name": "weather", "arguments": "{}"}}])]
     source = rows(
         {"messages": chat, "system": "Be brief.", "tools": TOOLS},
         {"messages": text, "tools": json.dumps(TOOLS)},
         {"prompt": "q", "completion": "a", "system": "Be brief.", "tools": []},
     )
-    dataset = sft_dataset(tokenizer, source=source, system_prompt="Default.")
+    dataset = sft_dataset(open_tokenizer(config_for(folder)), source=source, system_prompt="Default.")
     assert dataset[0]["tokens"] == theirs(folder, [BRIEF, *chat], tools=TOOLS)
     parsed = [*chat[:-1], assistant("", tool_calls=[{"function": {"name": "weather", "arguments": {}}}])]
     default = {"role": "system", "content": "Default."}
     assert dataset[1]["tokens"] == theirs(folder, [default, *parsed], tools=TOOLS)
     assert dataset[2]["tokens"] == theirs(folder, [BRIEF, user("q"), assistant("a")])
-    # Arrow gives every object the keys of all; they must not show in the prompt
-    tables = [{"messages": chat, "tools": [*TOOLS, {"type": "function", "function": {"name": "now", "strict": True}}]}]
-    datasets.Dataset.from_list(tables).to_parquet(tmp_path / "rows.parquet")
-    table = sft_dataset(tokenizer, source=str(tmp_path / "rows.parquet"))
-    assert table[0]["tokens"] == theirs(folder, chat, tools=tables[0]["tools"])
 
 
 def _schema(**properties):
@@ -679,8 +613,9 @@ def test_nulls_of_other_rows_are_not_trained_and_those_that_were_meant_are(model
 def test_nulls_of_arguments_as_text_were_meant(model_folder, rows):
     call = {"type": "function", "function": {"name": "f", "arguments": '{"a": null}'}}
     chat = [user("go"), assistant("", tool_calls=[call])]
-    tokenizer = open_tokenizer(config_for(folder := model_folder("qwen2_5")))
-    dataset = sft_dataset(tokenizer, source=rows({"messages": chat}))
+    dataset = sft_dataset(
+        open_tokenizer(config_for(folder := model_folder("qwen2_5"))), source=rows({"messages": chat})
+    )
     call["function"]["arguments"] = {"a": None}
     assert dataset[0]["tokens"] == theirs(folder, chat)
 
@@ -721,12 +656,9 @@ def test_a_prompt_may_have_tools_and_end_with_their_answer(model_folder, rows):
     folder = model_folder("qwen3")
     chat = [message | {} for message in CHATS["tool answer"][:-1]]
     del chat[1]["weight"]
-    source = rows(
-        {"messages": chat, "tools": TOOLS, "answer": "7", "system": "Be brief."}, {"prompt": "q", "answer": "1"}
-    )
-    cfg = config_for(folder, eval_prompts=None, stop_after_no_gain=None, prompts={
-        "_component_": "rocm_ext.data.prompt_dataset", "source": source,
-    })  # fmt: skip
+    first = {"messages": chat, "tools": TOOLS, "answer": "7", "system": "Be brief."}
+    node = {"_component_": "rocm_ext.data.prompt_dataset", "source": rows(first, {"prompt": "q", "answer": "1"})}
+    cfg = config_for(folder, eval_prompts=None, stop_after_no_gain=None, prompts=node)
     prompts = PromptSet(cfg)
     prompts.render(open_tokenizer(cfg))
     first, second = prompts.training
@@ -738,29 +670,29 @@ def test_a_prompt_may_have_tools_and_end_with_their_answer(model_folder, rows):
 
 
 @pytest.mark.parametrize(
-    ("row", "pieces"),
+    ("row", "says"),
     [
-        ({"messages": [BRIEF, *CHATS["one turn"]], "system": "Other."}, ["column system differs"]),
-        ({"messages": CHATS["one turn"], "tools": "["}, ["tools are not valid JSON"]),
-        ({"messages": CHATS["one turn"], "tools": ["weather"]}, ["tools must be a list of objects"]),
-        ({"messages": [user("a"), assistant("", tool_calls=[{}])]}, ["tool_calls[0] needs a function with a name"]),
-        ({"messages": [user("a"), assistant("", tool_calls=[{"name": "f", "arguments": "{"}])]}, ["not valid JSON"]),
-        ({"messages": [user("a"), assistant("", tool_calls=[{"name": "f", "arguments": [1]}])]}, ["must be an object"]),
-        ({"messages": [{**user("a"), "tool_calls": [CALL]}, assistant("b")]}, ["only the assistant calls tools"]),
-        ({"messages": [assistant("hello")]}, ["the only one begins the conversation"]),
-        ({"messages": [user("a\ud800"), assistant("b")]}, ["not valid Unicode"]),
+        ({"messages": [BRIEF, *CHATS["one turn"]], "system": "Other."}, "column system differs"),
+        ({"messages": CHATS["one turn"], "tools": "["}, "tools are not valid JSON"),
+        ({"messages": CHATS["one turn"], "tools": ["weather"]}, "tools must be a list of objects"),
+        ({"messages": [user("a"), assistant("", tool_calls=[{}])]}, r"tool_calls\[0\] needs a function with a name"),
+        ({"messages": [user("a"), assistant("", tool_calls=[{"name": "f", "arguments": "{"}])]}, "not valid JSON"),
+        ({"messages": [user("a"), assistant("", tool_calls=[{"name": "f", "arguments": [1]}])]}, "must be an object"),
+        ({"messages": [{**user("a"), "tool_calls": [CALL]}, assistant("b")]}, "only the assistant calls tools"),
+        ({"messages": [assistant("hello")]}, "the only one begins the conversation"),
+        ({"messages": [user("a\ud800"), assistant("b")]}, "not valid Unicode"),
     ],
 )
-def test_malformed_rows_name_their_line(model_folder, rows, row, pieces):
+def test_malformed_rows_name_their_line(model_folder, rows, row, says):
     dataset = sft_dataset(open_tokenizer(config_for(model_folder("qwen2_5"))), source=rows(row))
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: ") as error:
+    with pytest.raises(UserError, match=rf"rows\.jsonl:1: .*{says}"):
         dataset[0]
-    assert all(piece in str(error.value) for piece in pieces), str(error.value)
 
 
-def read(tokenizer, **node):
-    node = OmegaConf.create({"_component_": "rocm_ext.data.sft_dataset", **node})
-    return tokenize(open_dataset(node, tokenizer, "error"), max_seq_len=None, too_long="error", progress=False)
+def read(tokenizer, max_seq_len=None, **node):
+    node = OmegaConf.create({**SFT, **node})
+    dataset = open_dataset(node, tokenizer, "truncate")
+    return tokenize(dataset, max_seq_len=max_seq_len, too_long="error", progress=False)
 
 
 def test_unused_columns_and_special_tokens_in_text_are_told(model_folder, rows, messages):
@@ -776,39 +708,40 @@ def test_unused_columns_and_special_tokens_in_text_are_told(model_folder, rows, 
     assert all(piece in line for piece in ("1 of 3 rows", "<|im_end|>", f"{source}:2"))
 
 
-@pytest.mark.parametrize(("name", "unread"), [("qwen2_5", "mood, reasoning_content"), ("qwen3", "mood")])
-def test_what_a_template_does_not_read_of_messages_is_told(model_folder, rows, messages, name, unread):
-    chat = [*CHATS["tool call"][:-1], {"role": "tool", "content": "7", "tool_call_id": "1"}]
+@pytest.mark.parametrize(
+    ("name", "template", "unread"),
+    [
+        ("qwen2_5", "auto", ["mood, reasoning_content of the messages"]), ("qwen3", "auto", ["mood of the messages"]),
+        ("qwen2_5", "plain", ["the columns tools are", "mood, reasoning_content, tool_calls of"]),
+    ],
+)  # fmt: skip
+def test_what_a_template_does_not_read_is_told(model_folder, rows, messages, name, template, unread):
+    chat = [*CHATS["tool call"][:-1], assistant("", tool_calls=[CALL], weight=0)]
+    chat += [{"role": "tool", "content": "7", "tool_call_id": "1"}]
     chat += [assistant("42", reasoning_content="r", mood="good", train=True, name=None)]
-    tokenizer = open_tokenizer(config_for(model_folder(name)))
+    template = PLAIN if template == "plain" else template
+    tokenizer = open_tokenizer(config_for(model_folder(name), chat_template=template))
     read(tokenizer, source=(source := rows({"messages": chat, "tools": TOOLS})))
     told = [text for text in messages if "not used" in text]
-    assert told == [f"{source}: {unread} of the messages are not used, because the chat template lacks them"]
-
-
-def test_tools_and_calls_that_a_template_does_not_read_are_told(model_folder, rows, messages):
-    tokenizer = open_tokenizer(config_for(model_folder("qwen2_5"), chat_template=PLAIN))
-    read(tokenizer, source=(source := rows({"messages": CHATS["tool call"], "tools": TOOLS})))
-    assert f"{source}: the columns tools are not used" in messages
-    assert f"{source}: tool_calls of the messages are not used, because the chat template lacks them" in messages
+    assert len(told) == len(unread)
+    assert all(line.startswith(f"{source}: {start}") for line, start in zip(told, unread, strict=True)), told
 
 
 def test_base_models_need_no_template(tmp_path, rows):
     folder = _write_folder(tmp_path, "qwen2_5")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end := 400, 1]}))
     tokenizer = open_tokenizer(config_for(folder, chat_template="none"))
+    found = read(tokenizer, source=rows({"prompt": "2+2=", "completion": " 4"}, {"text": "whole"}))
     encode = Tokenizer.from_file(str(folder / "tokenizer.json")).encode
-    source = rows({"prompt": "2+2=", "completion": " 4"}, {"text": "whole"})
-    found = read(tokenizer, source=source)
     prompt, answer = encode("2+2=").ids, encode(" 4").ids
     assert found.tokens[0].tolist() == [*prompt, *answer, end]
     assert found.labels[0].tolist() == [*[IGNORE] * len(prompt), *answer, end]
     assert found.tokens[1].tolist() == [*encode("whole").ids, end]
     assert render_prompt(tokenizer, [user("2+2=")]) == prompt
     assert end in tokenizer.stop_tokens
+    pair = {"prompt": "a", "completion": "b"}
     for row in ({"messages": CHATS["one turn"]}, {"prompt": [user("a")], "completion": [assistant("b")]},
-                {"instruction": "a", "output": "b"}, {"prompt": "a", "completion": "b", "system": "s"},
-                {"prompt": "a", "completion": "b", "tools": TOOLS}):  # fmt: skip
+                {"instruction": "a", "output": "b"}, {**pair, "system": "s"}, {**pair, "tools": TOOLS}):  # fmt: skip
         with pytest.raises(UserError, match="chat_template none"):
             read(tokenizer, source=rows(row, name="bad.jsonl"))
 
@@ -822,11 +755,8 @@ def test_a_bos_or_eos_that_is_there_is_not_added(tmp_path, rows, begin, end):
     tokenizer.post_processor = processors.TemplateProcessing("<|begin_of_text|> $A", None, [("<|begin_of_text|>", bos)])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos, eot]}))
-    cfg = config_for(folder, chat_template="none")
-    cfg.tokenizer = {"_component_": "rocm_ext.data.HFTokenizer", "path": str(folder / "tokenizer.json")}
-    found = read(open_tokenizer(cfg), source=rows(
-        {"text": f"{begin}hi{end}"}, {"prompt": f"{begin}2+2=", "completion": f" 4{end}"},
-    ))  # fmt: skip
+    source = rows({"text": f"{begin}hi{end}"}, {"prompt": f"{begin}2+2=", "completion": f" 4{end}"})
+    found = read(open_tokenizer(of_hf_tokenizer(folder, chat_template="none")), source=source)
 
     def ids(text):
         return tokenizer.encode(text, add_special_tokens=False).ids
@@ -839,16 +769,16 @@ def test_a_bos_or_eos_that_is_there_is_not_added(tmp_path, rows, begin, end):
 def test_torchtunes_datasets_get_the_template_too(model_folder, rows):
     folder = model_folder("qwen2_5")
     source = rows({"messages": CHATS["several turns"]})
-    node = OmegaConf.create({
+    node = {
         "_component_": "torchtune.datasets.chat_dataset", "source": "json", "data_files": source, "split": "train",
         "conversation_column": "messages", "conversation_style": "openai",
-    })  # fmt: skip
+    }  # fmt: skip
     tokenizer = open_tokenizer(config_for(folder, **{"tokenizer.max_seq_len": 64}))
-    found = tokenize(open_dataset(node, tokenizer, "truncate"), max_seq_len=None, too_long="error", progress=False)
+    found = read(tokenizer, **node)
     assert found.tokens[0].tolist() == theirs(folder, CHATS["several turns"])
     assert labelled(folder, found.labels[0].tolist()) == ["one<|im_end|>", "two\n\nlines<|im_end|>"]
-    node.packed, tokenizer.max_seq_len = True, 48
-    packed = tokenize(open_dataset(node, tokenizer, "truncate"), max_seq_len=48, too_long="error", progress=False)
+    tokenizer.max_seq_len = 48
+    packed = read(tokenizer, 48, **node, packed=True)
     assert packed.tokens[0].tolist() == theirs(folder, CHATS["several turns"])[:48]
 
 
@@ -892,7 +822,6 @@ def contents(rows):
 
 
 LONG = [user("a"), assistant("It is 42. " * 60)]
-SFT = {"_component_": "rocm_ext.data.sft_dataset"}
 PAIRS = {"_component_": "rocm_ext.data.preference_dataset"}
 SOURCES = {
     "conversations": (SFT, [{"messages": CHATS["several turns"], "id": 1}, {"messages": LONG}, {"bad": 1},
@@ -975,15 +904,23 @@ def test_damaged_rows_are_read_anew(kept, rows, messages):
     kept.read(node, fresh=False)
 
 
-def test_rows_of_another_user_are_left_alone(kept, rows, messages, monkeypatch):
-    def forbidden(file):
-        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+def test_rows_of_another_user_and_a_full_disk_only_keep_no_rows(kept, rows, messages, monkeypatch):
+    def fails(number):
+        def fails(file, *_):
+            raise OSError(number, os.strerror(number), str(file))
+
+        return fails
 
     node = {**SFT, "source": rows(*SOURCES["conversations"][1])}
-    first = contents(kept.read(node))
-    messages.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(rows_kept, "_sum", forbidden)
+        patch.setattr(rows_kept.np, "save", fails(errno.ENOSPC))
+        first = contents(kept.read(node))
+        assert contents(kept.read(node)) == first
+    assert sum("not kept" in line and "No space left" in line for line in messages) == 2
+    assert not any((kept.folder.parent / "cache/torchtune-rocm/rows").iterdir())
+    kept.read(node)
+    with monkeypatch.context() as patch:
+        patch.setattr(rows_kept, "_sum", fails(errno.EACCES))
         assert contents(kept.read(node)) == first
     assert any("cannot be read" in line for line in messages)
     kept.read(node, fresh=False)
@@ -1019,18 +956,6 @@ def test_a_recipe_may_bring_a_tokenizer_of_its_own(rows, tmp_path, monkeypatch):
     assert len(recipe.rows) == 4
 
 
-def test_a_full_disk_only_keeps_no_rows(kept, rows, messages, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    node = {**SFT, "source": rows({"messages": LONG})}
-    monkeypatch.setattr(rows_kept.np, "save", full)
-    assert contents(kept.read(node)) == contents(kept.read(node))
-    told = [line for line in messages if "not kept" in line]
-    assert ["No space left" in line for line in told] == [True, True]
-    assert not any((kept.folder.parent / "cache/torchtune-rocm/rows").iterdir())
-
-
 def test_ranks_that_start_together_read_once_and_what_is_quick_is_not_kept(kept, monkeypatch, rows):
     node, counts = {**SFT, "source": rows({"messages": LONG})}, []
     cfg = config_for(kept.folder, dataset=node)
@@ -1055,7 +980,7 @@ def test_ranks_that_start_together_read_once_and_what_is_quick_is_not_kept(kept,
 
 def finetune(folder: Path, source: str, out: Path, **changes) -> LoRAFinetune:
     cfg = tiny.run_config(folder, Path(source), out, save_adapter_weights_only=False, **changes)
-    cfg["dataset"] = {"_component_": "rocm_ext.data.sft_dataset", "source": source}
+    cfg["dataset"] = {**SFT, "source": source}
     recipe = LoRAFinetune(config.load("lora_finetune_rocm", str(tiny.write_yaml(out.with_suffix(".yaml"), cfg))))
     recipe.setup()
     recipe.train()

@@ -1,7 +1,5 @@
 """Tools: what a model is told of them, how its calls are read, and what they give."""
 
-import builtins
-import functools
 import json
 import sys
 from typing import Literal
@@ -72,17 +70,17 @@ def described(a: int, b: str, c: bool, d: list[int], e: float = 1.0) -> int:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("def f(a: int): pass", "f has no docstring"),
-        ("def f(a): 'Text.'", "parameter a has no type hint"),
-        ("def f(*a: int): 'Text.'", r"takes \*a"),
+        ("def f(a: int): pass", "f has no docstring"), ("def f(a): 'Text.'", "parameter a has no type hint"),
+        ("def f(*a: int): 'Text.'", r"takes \*a"), ("def f(a: []): 'Text.'", r"parameter a is \[\]; expected str"),
         ("def f(a: complex): 'Text.'", "parameter a is <class 'complex'>; expected str"),
-        ("def f(a: []): 'Text.'", r"parameter a is \[\]; expected str"),
         ("def f(a: 'Missing'): 'Text.'", "f's parameters cannot be read: NameError: name 'Missing'"),
         ("async def f(a: int): 'Text.'", "expected a function that is neither asynchronous"),
         ("def f(a: int):\n    'Text.'\n    yield a", "neither asynchronous nor a generator"),
         ("f = type('F', (), {'__call__': lambda self: 1})()", "found <.*F object.*; expected a function"),
+        ("import functools\nf = functools.partial(print, 'a')", "tools: "), ("f = getattr", "tools: "),
+        ("f = dict", "tools: "), ("f = max", "tools: "),
     ],
-)
+)  # fmt: skip
 def test_functions_that_no_model_can_read(source, message):
     space: dict = {}
     exec(source, space)
@@ -90,16 +88,6 @@ def test_functions_that_no_model_can_read(source, message):
         Tools([space["f"]])
     with pytest.raises(UserError, match="two functions have one name"):
         Tools([search, search])
-
-
-@pytest.mark.parametrize(
-    "found",
-    [functools.partial(search, "a"), builtins.getattr, dict, range, max],
-    ids=["partial", "getattr", "dict", "range", "max"],
-)
-def test_what_is_no_function_of_python(found):
-    with pytest.raises(UserError, match="tools: "):
-        Tools([found])
 
 
 def test_a_tool_does_not_end_the_program():
@@ -161,9 +149,7 @@ def test_reasoning_of_gpt_oss():
     assert calls_in(said + call, TOOLS.schemas) == expected
     said += "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
     assert calls_in(said + call, TOOLS.schemas) == (f"{expected[0]}\nI look.", expected[1])
-    said = (
-        "<|channel|>analysis<|message|>I write to=functions.plain.<|end|><|start|>assistant<|channel|>final<|message|>2"
-    )
+    said = f"<|channel|>analysis<|message|>{expected[0]}<|end|><|start|>assistant<|channel|>final<|message|>2"
     assert calls_in(said, TOOLS.schemas) == (said, [])
 
 
@@ -190,7 +176,7 @@ def test_arguments_without_types():
             assert calls_in(f"<tool_call>{body}</tool_call>", schemas) == ("", [Call("find", expected)])
 
 
-@pytest.mark.parametrize("value", ["-" * 100_000 + "1", "{1, 2}", "b'a'", "1j", "...", "{(1, 2): 3}"])
+@pytest.mark.parametrize("value", ["-" * 100_000 + "1", "{1, 2}", "b'a'", "...", "{(1, 2): 3}"])
 def test_values_that_json_lacks_are_a_problem(value):
     """Records are JSON."""
     _, [call] = calls_in(f"<|tool_call_start|>[search(query={value})]<|tool_call_end|>", TOOLS.schemas)

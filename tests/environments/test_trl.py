@@ -91,6 +91,7 @@ SCRIPT = [  # the model's messages, turn by turn, as Qwen3 writes calls; the las
 ]
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("factory", ["Rewarded", "Counter"])
 def test_rewards_equal_those_of_trls_trainer(factory, tmp_path, monkeypatch):
     """TRL's trainer, whose model says what the script says, and ours get the same rewards from the same messages."""

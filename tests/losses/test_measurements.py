@@ -1,9 +1,7 @@
 """What a policy gradient measures beside the loss equals plain computations, on one rank and two."""
 
-import json
 import pickle
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +18,7 @@ from rocm_ext.plan import costs
 from rocm_ext.plan.costs import Kernels, simulate
 from rocm_ext.train.scoring import score
 from tests.kit.forks import forked_ranks, several_ranks
+from tests.kit.grpo_runs import lines
 from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
 from tests.losses.test_policy_gradient import LENGTHS, SEQUENCE, given, logprobs, problem
 
@@ -181,10 +180,6 @@ def set_up(path) -> Sampled:
     return recipe
 
 
-def lines(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.wide(always=1)
 @several_ranks
 @pytest.mark.parametrize("loss", ["grpo", "gspo"])
@@ -221,10 +216,10 @@ def test_a_step_measures_all_its_labels(tmp_path, loss):
     sequence = np.concatenate([np.full(counts[i], i) for i in chosen])
     limits = {"grpo": (0.2, 0.2, 3.0), "gspo": (3e-4, 4e-4)}[loss]
     wanted = expected(loss, np.concatenate([now[i] for i in chosen]), columns, sequence, False, *limits)
-    found = lines(tmp_path / "one")
+    found = lines(tmp_path / "one/metrics.jsonl")
     assert {name: found[0][name] for name in wanted} == pytest.approx(wanted, rel=1e-4)
     assert len(found) == 3
-    for ours, theirs in zip(lines(tmp_path / "two"), found, strict=True):
+    for ours, theirs in zip(lines(tmp_path / "two/metrics.jsonl"), found, strict=True):
         assert ours.keys() == theirs.keys()
         for name in wanted:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name

@@ -11,25 +11,20 @@ from torchtune.rlhf.loss import DPOLoss, RSOLoss
 from rocm_ext.base.errors import UserError
 from rocm_ext.losses import Preference, Tally, objective_of
 from rocm_ext.losses.preference import LOSSES
+from tests.losses.test_policy_gradient import assert_equal, found, layer, logprobs
 
-WORDS, WIDTH, LENGTHS = 40, 12, (3, 8, 17, 1, 10, 10)  # chosen, rejected, chosen, ...
-LABELS, PAIRS = sum(LENGTHS), len(LENGTHS) // 2
+LENGTHS = (3, 8, 17, 1, 10, 10)  # chosen, rejected, chosen, ...
+LABELS = sum(LENGTHS)
 SEQUENCE = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
 SIDE = torch.where(SEQUENCE % 2 == 0, 1.0, -1.0)
 
 
 def problem():
     """Return an output layer, hidden states, targets and the columns of three pairs."""
-    torch.manual_seed(1)
-    head, hidden = torch.nn.Linear(WIDTH, WORDS), torch.randn(LABELS, WIDTH, requires_grad=True)
-    targets = torch.randint(0, WORDS, (LABELS,))
+    head, hidden, targets = layer(LABELS)
     with torch.no_grad():
         reference = logprobs(head, hidden, targets) + 0.3 * torch.randn(LABELS)
     return head, hidden, targets, {"side": SIDE, "reference_logprobs": reference}
-
-
-def logprobs(head, hidden, targets):
-    return head(hidden).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
 
 
 def each_sequence(values, mean=False):
@@ -54,17 +49,10 @@ def by_autograd(loss, now, reference, *, beta=0.1, smoothing=0.0, gamma=None, rp
     return pairs - rpo * each_sequence(now, mean=True)[0]
 
 
-def found(objective, head, hidden, targets, columns):
-    """Return the loss per pair and its gradients for hidden states and output layer."""
-    columns = {name: columns[name] for name in objective.columns}
-    value = objective(head, hidden, targets, columns, SEQUENCE) / objective.denominator(LABELS, len(LENGTHS))
-    return value, torch.autograd.grad(value, [hidden, *head.parameters()])
-
-
-def assert_equal(ours, value, parameters):
-    torch.testing.assert_close(ours[0], value, rtol=1e-5, atol=1e-6)
-    for mine, theirs in zip(ours[1], torch.autograd.grad(value, parameters), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+def check(objective, head, hidden, targets, columns, value):
+    """Compare the loss per pair and its gradients for hidden states and output layer with those of ``value``."""
+    ours = found(objective, head, hidden, targets, columns, SEQUENCE)
+    assert_equal(ours, value, [hidden, *head.parameters()], rtol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 40])
@@ -77,7 +65,7 @@ def test_losses_equal_autograd(loss, normalized, beta, chunk):
     now = logprobs(head, hidden, targets)
     mean = loss in ("ipo", "simpo") if normalized is None else normalized
     pairs = by_autograd(loss, now, columns["reference_logprobs"], beta=beta, mean=mean)
-    assert_equal(found(objective, head, hidden, targets, columns), pairs.mean(), [hidden, *head.parameters()])
+    check(objective, head, hidden, targets, columns, pairs.mean())
 
 
 @pytest.mark.parametrize("rpo", [0.0, 0.7])
@@ -92,7 +80,7 @@ def test_smoothing_margin_and_nll_equal_autograd(loss, smoothing, rpo):
     pairs = by_autograd(
         loss, now, columns["reference_logprobs"], beta=beta, smoothing=smoothing, gamma=1.4, rpo=rpo, mean=mean
     )  # fmt: skip
-    assert_equal(found(objective, head, hidden, targets, columns), pairs.mean(), [hidden, *head.parameters()])
+    check(objective, head, hidden, targets, columns, pairs.mean())
 
 
 @pytest.mark.parametrize("theirs", [DPOLoss(0.3), DPOLoss(0.1, 0.2), RSOLoss(0.2)])
@@ -101,8 +89,7 @@ def test_losses_equal_torchtune(theirs):
     head, hidden, targets, columns = problem()
     now = each_sequence(logprobs(head, hidden, targets))
     losses, *_ = theirs(*now, *each_sequence(columns["reference_logprobs"]))
-    ours = found(objective_of(theirs), head, hidden, targets, columns)
-    assert_equal(ours, losses.mean(), [hidden, *head.parameters()])
+    check(objective_of(theirs), head, hidden, targets, columns, losses.mean())
 
 
 def trl_dpo(kinds: list[str], weights: list[float], now, reference):
@@ -143,7 +130,7 @@ def test_losses_equal_trl(loss):
     theirs = trl_dpo([loss], [1.0], logprobs(head, hidden, targets), columns["reference_logprobs"])
     name, normalized = ("sigmoid", True) if loss == "sigmoid_norm" else (loss, None)
     objective = Preference(name, beta=0.3, length_normalized=normalized)
-    assert_equal(found(objective, head, hidden, targets, columns), theirs, [hidden, *head.parameters()])
+    check(objective, head, hidden, targets, columns, theirs)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -156,7 +143,7 @@ def test_simpo_equals_trl(smoothing):
     )  # fmt: skip
     losses, *_ = trainer.CPOTrainer.cpo_loss(itself, *each_sequence(logprobs(head, hidden, targets), mean=True))
     objective = Preference("simpo", beta=2.0, gamma=1.0, label_smoothing=smoothing)
-    assert_equal(found(objective, head, hidden, targets, columns), losses.mean(), [hidden, *head.parameters()])
+    check(objective, head, hidden, targets, columns, losses.mean())
 
 
 def test_measurements():
@@ -165,46 +152,37 @@ def test_measurements():
     objective = Preference("sigmoid", beta=0.3)
     objective.tally = Tally()
     objective(head, hidden, targets, columns, SEQUENCE)
-    found = objective.tally.result(SimpleNamespace(gather=lambda value: [value]))
+    measured = objective.tally.result(SimpleNamespace(gather=lambda value: [value]))
     now = logprobs(head, hidden, targets).detach()
     distance = now - columns["reference_logprobs"]
     chosen, rejected = (0.3 * score for score in each_sequence(distance))
-    assert found == pytest.approx({
+    assert measured == pytest.approx({
         "reward_chosen": chosen.mean().item(), "reward_rejected": rejected.mean().item(),
         "margin": (chosen - rejected).mean().item(), "accuracy": (chosen > rejected).float().mean().item(),
         "logprobs_chosen": each_sequence(now)[0].mean().item(),
         "logprobs_rejected": each_sequence(now)[1].mean().item(),
         "kl": (distance.exp() * (distance - 1) + 1).mean().item(),
     }, rel=1e-5)  # fmt: skip
+    objective.tally = Tally()
+    objective.terms(-columns["reference_logprobs"], columns, SEQUENCE)
+    first = objective.tally.result(SimpleNamespace(gather=lambda value: [value]))
+    assert first["accuracy"] == 0, "before the first update no pair is decided"
     p, q = torch.rand(2, 50).softmax(-1)
     ratio = (p / q).log()
     torch.testing.assert_close((q * (ratio.exp() * (ratio - 1) + 1)).sum(), (p * ratio).sum())
 
 
-def test_before_the_first_update_no_pair_is_decided():
-    *_, columns = problem()
-    objective, nll = Preference("sigmoid"), -columns["reference_logprobs"]
-    objective.tally = Tally()
-    objective.terms(nll, columns, SEQUENCE)
-    assert objective.tally.result(SimpleNamespace(gather=lambda value: [value]))["accuracy"] == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"loss": "kto"}, "loss.loss is 'kto'; expected one of sigmoid, ipo"),
-        ({"beta": 0}, "beta is 0; expected a number above 0"),
-        ({"beta": "0.1"}, "beta is '0.1'"),
-        ({"beta": float("nan")}, "beta is nan"),
-        ({"rpo_alpha": -1}, "rpo_alpha is -1; expected a number of at least 0"),
-        ({"label_smoothing": 0.5}, "label_smoothing is 0.5; expected a share from 0 to under 0.5"),
+        ({"loss": "kto"}, "loss.loss is 'kto'; expected one of sigmoid, ipo"), ({"beta": "0.1"}, "beta is '0.1'"),
+        ({"beta": 0}, "beta is 0; expected a number above 0"), ({"beta": float("nan")}, "beta is nan"),
+        ({"rpo_alpha": -1}, "rpo_alpha is -1; expected a number"), ({"chunk_tokens": 0}, "chunk_tokens is 0"),
+        ({"label_smoothing": 0.5}, "label_smoothing is 0.5; expected a share"), ({"gamma": 1.0}, "sigmoid has no g"),
         ({"loss": "ipo", "label_smoothing": 0.1}, "ipo has no label_smoothing"),
-        ({"gamma": 1.0}, "sigmoid has no gamma"),
-        ({"loss": "simpo", "gamma": True}, "gamma is True"),
-        ({"length_normalized": "yes"}, "expected True, False or null"),
-        ({"chunk_tokens": 0}, "chunk_tokens is 0"),
+        ({"loss": "simpo", "gamma": True}, "gamma is True"), ({"length_normalized": "yes"}, "expected True, False"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_are_refused(arguments, says):
     with pytest.raises(UserError, match=says):
         Preference(**arguments)

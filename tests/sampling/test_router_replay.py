@@ -66,10 +66,8 @@ def batch_of(samples: list[Sample]):
 def computed(decoder, batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits of the labels' tokens, and the experts that compute these tokens: [n, layers, chosen]."""
     used: list[torch.Tensor] = []
-    hooks = [
-        module.register_forward_pre_hook(lambda _, args: used.append(args[1]))
-        for module in experts_of(decoder).values()
-    ]
+    experts = experts_of(decoder).values()
+    hooks = [module.register_forward_pre_hook(lambda _, args: used.append(args[1])) for module in experts]
     logits = decoder.output(decoder.hidden_states(batch).flatten(0, 1)[batch.index])
     for hook in hooks:
         hook.remove()
@@ -249,27 +247,33 @@ def test_padded_rows(make, tmp_path):
     assert torch.equal(used.flatten(1), batch.routes.flatten(0, 1)[batch.index].to(used))
 
 
+@pytest.mark.wide
 def test_without_the_option_nothing_is_kept(make):
     out = run(make("plain", router_replay=False, steps=1))
     assert not any("routes" in line for line in lines(out / "samples.jsonl"))
     assert not metrics(out, "routing_mismatch")
 
 
-def test_refusals(make, tmp_path):
-    def refused(path: Path, *overrides: str) -> str:
-        code, messages = forked(main, path, *overrides)
-        assert code == 1, messages
-        assert "Traceback" not in messages
-        return messages.strip().splitlines()[-1]
+SERVERS = ("engine._component_=rocm_ext.sampling.OpenAIEngine", "engine.urls=[http://localhost:1/v1]")
 
-    path = make("refused")
-    assert "compile=False" in refused(path, "compile=True")
-    assert "router_replay is 3" in refused(path, "router_replay=3")
-    server = ("engine._component_=rocm_ext.sampling.OpenAIEngine", "engine.urls=[http://localhost:1/v1]")
-    assert "does not return which experts" in refused(path, *server)
-    assert "has no experts" in refused(make("dense", "gemma 3"))
-    native = write_run(path.parent, tmp_path / "native", router_replay=True)
-    assert "the model has no experts" in refused(native)
+
+@pytest.mark.wide(always=2)
+@pytest.mark.parametrize(
+    ("kind", "overrides", "says"),
+    [
+        ("qwen3 moe", SERVERS, "does not return which experts"), ("native", (), "the model has no experts"),
+        ("gemma 3", (), "has no experts"), ("qwen3 moe", ["compile=True"], "compile=False"),
+        ("qwen3 moe", ["router_replay=3"], "router_replay is 3"),
+    ],
+)  # fmt: skip
+def test_refusals(make, tmp_path, kind, overrides, says):
+    path = make("refused", "qwen3 moe" if kind == "native" else kind)
+    if kind == "native":
+        path = write_run(path.parent, tmp_path / "native", router_replay=True)
+    code, messages = forked(main, path, *overrides)
+    assert code == 1, messages
+    assert "Traceback" not in messages
+    assert says in messages.strip().splitlines()[-1]
 
 
 def test_routers_of_another_kind_are_refused(tmp_path):

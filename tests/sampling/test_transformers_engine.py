@@ -6,6 +6,7 @@ import logging
 import shutil
 import signal
 import weakref
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +29,7 @@ from rocm_ext.plan.costs import CostCounter
 from rocm_ext.plan.planner import SamplingPlanner
 from rocm_ext.plan.speeds import Figures
 from rocm_ext.plan.workload import Questions
-from rocm_ext.sampling import LocalEngine, Request, Sampling, local, sample_seed
+from rocm_ext.sampling import LocalEngine, Sampling, local
 from rocm_ext.sampling.local import LocalSession
 from rocm_ext.sampling.slots import Graphs
 from tests.kit.families import folder_config
@@ -41,6 +42,9 @@ from tests.kit.parity import our_model
 from tests.kit.plans import as_configured
 from tests.kit.raft_runs import WEIGHTS, write_run
 from tests.kit.replay import Recorded, capture
+from tests.kit.samples import Words, answers_of, train
+from tests.kit.samples import ask as any_ask
+from tests.kit.samples import prompts as any_prompts
 from tests.kit.tiny import SHAPE, write_rows, write_yaml
 from tests.model.test_transformers_models import some
 from tests.recipes.test_raft import kill_at_record
@@ -48,35 +52,14 @@ from tests.recipes.test_raft import kill_at_record
 pytestmark = pytest.mark.usefixtures("any_torchao")
 FAST = ("gemma 3", "qwen3.5", "gpt-oss")  # sliding windows, recurrent states, sinks and experts
 REFUSED = {
-    "rwkv": "its cache is not",
-    "bloom": "its attention is not",
-    "doge": "DogeAttention makes masks of its own",
+    "rwkv": "its cache is not", "bloom": "its attention is not", "doge": "DogeAttention makes masks of its own",
     "llama4_text": "it has chunked attention",
-}
+}  # fmt: skip
 CPU = torch.device("cpu")
 
 
-class Words:
-    """A tokenizer whose ids are letters; many tokens end an answer, so that answers have many lengths."""
-
-    stop_tokens = tuple(range(5, 331, 16))
-
-    def decode(self, tokens):
-        return "".join(chr(97 + token % 26) for token in tokens)
-
-
+prompts, ask = partial(any_prompts, seed=3, words=(5, 300)), partial(any_ask, cycle=1)
 NEVER = SimpleNamespace(stop_tokens=(-1,), decode=lambda tokens: "")
-
-
-def prompts(*lengths: int) -> list[tuple[int, ...]]:
-    generator = torch.Generator().manual_seed(3)
-    return [tuple(torch.randint(5, 300, (n,), generator=generator).tolist()) for n in lengths]
-
-
-def ask(texts, samples: int = 1) -> list[Request]:
-    return [
-        Request(str(i), k, sample_seed(0, 1, str(i), k), text) for i, text in enumerate(texts) for k in range(samples)
-    ]
 
 
 def engine(decoder, tokenizer=NEVER, free: int = 2**31, **options) -> LocalEngine:
@@ -85,7 +68,7 @@ def engine(decoder, tokenizer=NEVER, free: int = 2**31, **options) -> LocalEngin
 
 def sampled(made: LocalEngine, requests, sampling: Sampling) -> dict:
     with made.session(None) as session:
-        return {(c.request.prompt_id, c.request.sample): c for c in session.generate(requests, sampling)}
+        return answers_of(session, requests, sampling)
 
 
 @torch.no_grad()
@@ -103,6 +86,7 @@ def trained(folder: Path, **lora):
 LENGTHS = (1, 3, 9, 20, 33)  # shorter and longer than windows of 6, and too short for some convolutions
 
 
+@pytest.mark.wide(always=2)
 @pytest.mark.parametrize("name", some(*FAST))
 @torch.no_grad()
 def test_greedy_answers_equal_generate(folder_of, name):
@@ -221,10 +205,13 @@ def test_a_prompt_is_prefilled_once(folder_of, monkeypatch):
 @pytest.mark.parametrize("name", FAST)
 def test_the_cache_goes_when_its_session_ends(folder_of, monkeypatch, name):
     """At once, and not when Python next looks for cycles."""
-    made, init = [], TransformersSlots.__init__
-    monkeypatch.setattr(
-        TransformersSlots, "__init__", lambda self, *a: (made.append(weakref.ref(self)), init(self, *a))[1]
-    )
+    made, begin = [], TransformersSlots.__init__
+
+    def begun(self, *args):
+        made.append(weakref.ref(self))
+        begin(self, *args)
+
+    monkeypatch.setattr(TransformersSlots, "__init__", begun)
     gc.collect()
     gc.disable()
     try:
@@ -339,28 +326,13 @@ def records(out: Path) -> list[dict]:
     return sorted(of_cycle, key=lambda r: (r["prompt_id"], r["sample"]))
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", some("gemma 3"))
-def test_a_cycle_of_raft_and_eval(raft, tmp_path, capsys, name):
-    path = raft(name, "run")
-    code, said = forked(raft_main, path)
-    assert code == 0, said
-    adapter = tmp_path / "run" / "cycle_1" / "adapter"
-    changed = [tensor for key, tensor in load_file(adapter / Path(WEIGHTS).name).items() if "lora_B" in key]
-    assert changed
-    assert all(tensor.any() for tensor in changed)
-    assert cli.main(["eval", "--json", "--config", str(path), "--adapter", str(adapter)]) == 0
-    evaluated = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert evaluated == json.loads((tmp_path / "run" / "cycle_1" / "eval.json").read_text())
-
-
 @pytest.mark.parametrize("name", some("gemma 3"))
 @pytest.mark.wide
-def test_killed_while_sampling_and_resumed(raft, tmp_path, name):
-    whole, out = tmp_path / "whole", tmp_path / "out"
+def test_killed_while_sampling_and_resumed_and_evaluated(raft, tmp_path, capsys, name):
+    whole, out, path = tmp_path / "whole", tmp_path / "out", raft(name, "out")
     assert forked(raft_main, raft(name, "whole"))[0] == 0
-    assert forked(raft_main, raft(name, "out"), prepare=kill_at_record("samples.jsonl", 9))[0] == -signal.SIGKILL
-    code, said = forked(raft_main, raft(name, "out"), "resume_from_checkpoint=True")
+    assert forked(raft_main, path, prepare=kill_at_record("samples.jsonl", 9))[0] == -signal.SIGKILL
+    code, said = forked(raft_main, path, "resume_from_checkpoint=True")
     assert code == 0, said
     for file in (WEIGHTS, f"cycle_1/{WEIGHTS}", "cycle_0/eval.json", "cycle_1/eval.json"):
         assert (out / file).read_bytes() == (whole / file).read_bytes(), file
@@ -369,6 +341,11 @@ def test_killed_while_sampling_and_resumed(raft, tmp_path, name):
             del record["seconds"]
         assert found.pop("logprobs") == pytest.approx(expected.pop("logprobs"), abs=1e-4)
         assert found == expected
+    adapter = out / f"cycle_1/{WEIGHTS}"
+    assert all(tensor.any() for key, tensor in load_file(adapter).items() if "lora_B" in key)
+    assert cli.main(["eval", "--json", "--config", str(path), "--adapter", str(adapter.parent)]) == 0
+    evaluated = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert evaluated == json.loads((out / "cycle_1/eval.json").read_text())
 
 
 @several_ranks
@@ -399,6 +376,7 @@ def test_a_plan_of_raft_samples_with_it(raft, tmp_path, capsys):
 # ---- bad input
 
 
+@pytest.mark.wide
 def test_a_kernel_without_capped_scores_is_refused_by_the_plan(raft, capsys):
     assert cli.main(["plan", "--config", str(raft("gemma 2", "out", attention="flash"))]) == 1
     said = capsys.readouterr().err
@@ -409,8 +387,11 @@ def test_a_kernel_without_capped_scores_is_refused_by_the_plan(raft, capsys):
     (3, Words(), "engine.slots is 3"), (None, SimpleNamespace(stop_tokens=()), "no stop_tokens"),
 ])  # fmt: skip
 def test_mistakes(folder_of, slots, tokenizer, message):
+    decoder = our_model(folder_of("gemma 3"))
     with pytest.raises(UserError, match=message):
-        engine(our_model(folder_of("gemma 3")), tokenizer, slots=slots).check()
+        engine(decoder, tokenizer, slots=slots).check()
+    with pytest.raises(UserError, match="the model takes at most 512"):
+        sampled(engine(decoder), ask(prompts(9)), Sampling(510))
 
 
 @pytest.mark.parametrize(("kind", "message"), REFUSED.items())
@@ -421,11 +402,7 @@ def test_models_with_code_of_their_own_are_refused(tmp_path, kind, message):
         engine(our_model(tmp_path / "base")).check()
 
 
-def test_an_answer_that_does_not_fit(folder_of):
-    with pytest.raises(UserError, match="the model takes at most 512"):
-        sampled(engine(our_model(folder_of("gemma 3"))), ask(prompts(9)), Sampling(510))
-
-
+@pytest.mark.wide
 def test_longrope_s_limit_is_known_before_the_weights(tmp_path, capsys):
     shape = {"rope_parameters": CARE["phi3"]["rope_parameters"], "original_max_position_embeddings": 10}
     path = raft_config(write_theirs(tmp_path / "base", "phi 3", **shape), tmp_path, tmp_path / "run")
@@ -442,8 +419,8 @@ def test_longrope_s_limit_is_known_before_the_weights(tmp_path, capsys):
 def greedy(decoder, graphs: bool) -> dict:
     with sampler_of(decoder) as made:
         session = LocalSession(made, NEVER, lambda: 2**31, 16, graphs)
-        done = list(session.generate(ask(prompts(*LENGTHS), 5), Sampling(24, temperature=0)))
-    return {(c.request.prompt_id, c.request.sample): c.tokens for c in done}
+        done = answers_of(session, ask(prompts(*LENGTHS), 5), Sampling(24, temperature=0))
+    return {key: completion.tokens for key, completion in done.items()}
 
 
 @pytest.mark.wide(always=1)
@@ -488,6 +465,7 @@ def test_a_model_that_needs_the_host_takes_no_graphs(folder_of, monkeypatch, act
     assert sampled(engine(decoder), ask(prompts(4)), Sampling(2))
 
 
+@pytest.mark.wide
 def test_without_graphs_a_plan_counts_kernels(folder_of):
     def plan(name: str, **options):
         engine = {"_component_": "rocm_ext.sampling.LocalEngine", **options}
@@ -508,17 +486,7 @@ def test_without_graphs_a_plan_counts_kernels(folder_of):
 # ---- a session stays open while the model is trained
 
 
-@torch.no_grad()
-def train(decoder, seed: int) -> None:
-    """Change every adapter value, as a step of training does."""
-    torch.manual_seed(seed)
-    for _, layer in adapters(decoder):
-        for key in layer.adapter_params():
-            parameter = layer.get_parameter(key)
-            parameter.mul_(1 + 0.5 * torch.randn_like(parameter))
-
-
-@pytest.mark.wide(always=2)
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
     ("name", "lora", "merge"),
     [
@@ -538,7 +506,7 @@ def test_a_session_that_stays_open_samples_like_new_ones(folder_of, name, lora, 
         for step, (texts, samples) in enumerate([(prompts(*LENGTHS), 4), (prompts(9, 2), 2), (prompts(33, 40), 9)]):
             train(decoder, step)
             session.refresh()
-            found = {(c.request.prompt_id, c.request.sample): c for c in session.generate(ask(texts, samples), TWELVE)}
+            found = answers_of(session, ask(texts, samples), TWELVE)
             assert found == sampled(made, ask(texts, samples), TWELVE)
             assert len(found) == len(texts) * samples
             now = [p.data_ptr() for p in session._decoder.decoder.parameters()]
