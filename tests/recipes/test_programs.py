@@ -62,7 +62,7 @@ def test_the_model_is_trained_on_the_tokens_that_it_sampled(program, forgets):
 @pytest.mark.wide
 def test_killed_and_resumed(program):
     whole = run(program("whole"), prepare=computed_again)
-    path, kills = program("killed"), kill_at_record("turns.jsonl", 40)
+    path, kills = program("killed"), kill_at_record("turns.jsonl", 20)
     assert forked(main, path, prepare=lambda: (computed_again(), kills()))[0] == -9
     left = [p for p in psutil.process_iter(["cmdline"]) if str(AGENT.name) in " ".join(p.info["cmdline"] or ())]
     psutil.wait_procs(left, timeout=30)
