@@ -1,13 +1,11 @@
 """Every library opens the pocket model as a Qwen2.5, and its evaluation counts correctly."""
 
-import itertools
 import json
 import random
 import re
 import signal
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 from rocm_ext.recipes.grpo_rocm import main
@@ -22,7 +20,7 @@ from rocm_ext.data.prompts import check_disjoint, prompt_dataset
 from rocm_ext.data.render import render_conversation, render_prompt
 from rocm_ext.environments import Tools, calculator, calls_in
 from rocm_ext.model.native import native
-from rocm_ext.runs.scores import Score, pass_at_k, wilson
+from rocm_ext.runs.scores import Score, wilson
 from rocm_ext.sampling import LocalEngine, Request, Sampling
 from tests.kit.forks import forked
 from tests.kit.grpo_runs import lines
@@ -72,8 +70,6 @@ def held_out(pocket_dir):
 
 
 # ---- the model and its tokenizer
-
-
 def test_logits_equal_those_of_transformers(pocket_dir, hf_model, tune_model):
     tokens = torch.randint(pocket.SHAPE["vocab_size"], (3, 50), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -91,13 +87,10 @@ def test_token_ids_equal_those_of_transformers(text, tune_tokenizer, hf_tokenize
     assert max(ids) < pocket.SHAPE["vocab_size"]
 
 
-def test_every_id_is_a_token(tune_tokenizer, hf_tokenizer):
+def test_every_id_is_a_token_and_every_digit_one(tune_tokenizer, hf_tokenizer):
     ids = list(range(pocket.SHAPE["vocab_size"]))
     assert len(hf_tokenizer) == len(ids)
     assert tune_tokenizer.decode(ids)
-
-
-def test_digits_are_single_tokens(tune_tokenizer):
     assert [tune_tokenizer.decode([i]) for i in tune_tokenizer.encode("1985", add_eos=False)] == list("1985")
 
 
@@ -114,8 +107,6 @@ def test_chat_template_renders_what_torchtune_does(tune_tokenizer, hf_tokenizer,
 
 
 # ---- the data
-
-
 def test_rows_are_disjoint_and_right(pocket_dir, held_out):
     train = read_rows(pocket_dir / "train.jsonl")
     assert len(held_out) >= 300
@@ -163,8 +154,6 @@ def test_the_seed_decides(tmp_path, monkeypatch):
 
 
 # ---- the folder
-
-
 def test_an_earlier_pocket_model_is_kept(pocket_dir, capsys):
     before = (pocket_dir / "model.safetensors").stat().st_mtime_ns
     assert cli.main(["pocket", str(pocket_dir), "--seed", "7", "--accuracy", "0.01"]) == 0
@@ -174,11 +163,11 @@ def test_an_earlier_pocket_model_is_kept(pocket_dir, capsys):
     assert "seed 7" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("force", [[], ["--force"]])
-def test_another_folder_is_refused(tmp_path, capsys, force):
+def test_another_folder_is_refused(tmp_path, capsys):
     (tmp_path / "thesis.tex").write_text("years of work")
-    assert cli.main(["pocket", str(tmp_path), *force]) == 1
-    assert capsys.readouterr().err.startswith(f"error: {tmp_path} exists")
+    for force in ([], ["--force"]):
+        assert cli.main(["pocket", str(tmp_path), *force]) == 1
+        assert capsys.readouterr().err.startswith(f"error: {tmp_path} exists")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
@@ -192,14 +181,10 @@ def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch):
 
 
 # ---- evaluation
-
-
 def replies(model, tokenizer, texts: list[str]):
     """Return greedy completions of user turns, in their order."""
-    requests = [
-        Request(str(i), 0, 0, tuple(render_prompt(tokenizer, [{"role": "user", "content": text}])))
-        for i, text in enumerate(texts)
-    ]
+    turns = [[{"role": "user", "content": text}] for text in texts]
+    requests = [Request(str(i), 0, 0, tuple(render_prompt(tokenizer, turn))) for i, turn in enumerate(turns)]
     engine = LocalEngine(decoder=native(model), tokenizer=tokenizer, free_memory=lambda: 2**30)
     with engine.session() as session:
         completions = list(session.generate(requests, Sampling(24, temperature=0)))
@@ -221,24 +206,15 @@ def test_accuracy_counts_right_answers(pocket_dir, tune_model):
     tokenizer, prompts = pocket.load_tokenizer(pocket_dir), ["What is 10 + 10?", "Add 12 and 71.", "Add 20 and 31."]
     said = [re.findall(r"\d+", c.text)[-1] for c in replies(tune_model, tokenizer, prompts)]
     answers = [said[0], str(int(said[1]) + 1), said[2]]
-    rows = [
-        {"messages": [{"role": "user", "content": prompt}, {}], "answer": answer}
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
+    turns = [{"role": "user", "content": prompt} for prompt in prompts]
+    rows = [{"messages": [turn, {}], "answer": answer} for turn, answer in zip(turns, answers, strict=True)]
     assert pocket.accuracy(tune_model, tokenizer, rows) == Score(2, 3)
 
 
 # ---- tools
-
-
 @pytest.mark.parametrize(
     ("problem", "worked"),
-    [
-        ("47+38", "7+8=15\n4+3=7\n75"),
-        ("47+32", "7+2=9\n4+3=7\n79"),
-        ("42-17", "7-2=5\n4-1=3\n35"),
-        ("47-12", "7-2=5\n4-1=3\n35"),
-    ],
+    [("47+38", "7+8=15\n4+3=7\n75"), ("47+32", "7+2=9\n4+3=7\n79"), ("42-17", "7-2=5\n4-1=3\n35")],
 )
 def test_by_hand_it_forgets_carries(problem, worked):
     a, op, b = re.match(r"(\d+)(.)(\d+)", problem).groups()
@@ -251,12 +227,8 @@ def test_rows_with_tools_are_what_the_template_writes(pocket_dir):
     assert listed == pocket.LIST
     tools = Tools([calculator])
     content, (read,) = calls_in(call["content"], tools.schemas)
-    messages = [
-        question,
-        {"role": "assistant", "content": content, "tool_calls": [read.message(0)]},
-        {"role": "tool", "content": tools(read)},
-        answer,
-    ]
+    calling = {"role": "assistant", "content": content, "tool_calls": [read.message(0)]}
+    messages = [question, calling, {"role": "tool", "content": tools(read)}, answer]
     template = AutoTokenizer.from_pretrained(pocket_dir)
     ours, _ = render_conversation(pocket.load_tokenizer(pocket_dir), row["messages"])
     text = template.apply_chat_template(messages, tools=tools.schemas, tokenize=False)
@@ -274,16 +246,13 @@ def test_it_learns_to_call_a_tool(tmp_path):
     before, *_, after = metrics(out, "eval")
     assert after["correct"] - before["correct"] > 80, "of 400"
     greedy = [line for line in lines(out / "samples.jsonl") if line["phase"] == "eval"]
-    calls = [
-        sum(any("tool_calls" in m for m in line["messages"]) for line in greedy if line["step"] == n) for n in (0, 8)
-    ]
+    calling = [line["step"] for line in greedy if any("tool_calls" in message for message in line["messages"])]
+    calls = [calling.count(step) for step in (0, 8)]
     assert calls[0] < 100
     assert calls[1] > 300
 
 
 # ---- evaluation
-
-
 def evaluate(capsys, pocket_dir, *arguments: str, overrides=()) -> dict:
     """Return the output of ``rocm-ext eval --json``."""
     config = ["--config", "cpu_pocket_raft", f"pocket={pocket_dir}", "verify_workers=1", *overrides]
@@ -317,44 +286,6 @@ def test_eval_draws_the_same_answers_each_time(pocket_dir, held_out, tmp_path, c
     assert [path.name for path in tmp_path.iterdir()] == files
 
 
-@pytest.mark.wide
-@pytest.mark.usefixtures("any_torchao")
-def test_eval_takes_an_adapter_of_peft(pocket_dir, held_out, tmp_path, capsys):
-    """PEFT's own answers with the adapter have the score that eval reports."""
-    rows = tmp_path / "rows.jsonl"
-    base = AutoModelForCausalLM.from_pretrained(pocket_dir, dtype=torch.float32)
-    layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    model = peft.get_peft_model(base, peft.LoraConfig(r=16, lora_alpha=32, target_modules=layers)).eval()
-    torch.manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data += 0.04 * torch.randn_like(parameter)
-    model.save_pretrained(tmp_path / "adapter")
-    tokenizer = AutoTokenizer.from_pretrained(pocket_dir)
-
-    def number_of(row):
-        prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_tensors="pt")
-        out = model.generate(**prompt, max_new_tokens=32, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-        numbers = re.findall(r"\d+", tokenizer.decode(out, skip_special_tokens=True).strip().splitlines()[-1])
-        return numbers[-1] if numbers else None
-
-    changed = []  # by the adapter
-    for row in held_out[:48]:
-        if len(changed) == 8:
-            break
-        answer = number_of(row)
-        with model.disable_adapter():
-            if answer and answer != number_of(row):
-                changed.append({"prompt": row["prompt"], "answer": answer})
-    chosen = [row if i % 2 else {**row, "answer": "1000"} for i, row in enumerate(changed)]  # every other one is wrong
-    rows.write_text("".join(json.dumps(row) + "\n" for row in chosen))
-    expected = len(chosen) // 2
-    assert expected > 3
-    with_adapter = evaluate(capsys, pocket_dir, "--data", str(rows), "--adapter", str(tmp_path / "adapter"))
-    assert with_adapter["correct"] == expected
-    assert evaluate(capsys, pocket_dir, "--data", str(rows))["correct"] == 0
-
-
 def test_eval_in_words(pocket_dir, held_out, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in held_out[:5]))
@@ -366,18 +297,6 @@ def test_eval_in_words(pocket_dir, held_out, tmp_path, capsys):
     assert others[2].startswith("wrong greedy answers: ")
 
 
-def test_eval_names_what_it_cannot_read(pocket_dir, tmp_path, capsys):
-    config = ["--config", "cpu_pocket_raft"]
-    for arguments, code, said in [
-        (["--data", str(tmp_path / "none.jsonl")], 1, "none.jsonl"),
-        (["--adapter", str(tmp_path)], 1, str(tmp_path)),
-        (["fast"], 2, "key=value; found fast and cpu_pocket_raft"),
-        (["eval_prompts=null"], 1, "eval_prompts"),
-    ]:
-        assert cli.main(["eval", *config, *arguments, f"pocket={pocket_dir}"]) == code
-        assert said in capsys.readouterr().err.splitlines()[-1]
-
-
 @pytest.mark.parametrize(
     ("k", "n", "low", "high"),
     [(100, 300, 0.2824, 0.3885), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (81, 263, 0.2553, 0.3662)],
@@ -385,10 +304,3 @@ def test_eval_names_what_it_cannot_read(pocket_dir, tmp_path, capsys):
 def test_wilson(k, n, low, high):
     # 81/263 is Newcombe's (1998) first example; the others follow from the formula
     assert wilson(k, n) == pytest.approx((low, high), abs=1e-4)
-
-
-@pytest.mark.parametrize("n", range(1, 8))
-def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(n):
-    for correct, k in itertools.product(range(n + 1), range(1, n + 1)):
-        draws = list(itertools.combinations([i < correct for i in range(n)], k))
-        assert pass_at_k(n, correct, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)

@@ -1,19 +1,11 @@
 """`rocm-ext bench`: its measurements, the settings they lead to, and measurements that fail."""
 
-import faulthandler
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
-import traceback
-from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import NoReturn
 
 import pytest
 import torch
@@ -29,72 +21,14 @@ from rocm_ext.machine.detect import Machine, detect
 from rocm_ext.machine.profile import load_profile
 from rocm_ext.model.download import use_shape
 from rocm_ext.plan.speeds import figures_for
+from rocm_ext.pocket import SHAPE
 from tests.kit import probes as bad_probes
+from tests.kit.lines import one_line_has
 from tests.kit.plans import as_configured
-
-
-class ForkedPopen:
-    """Stands in for :class:`subprocess.Popen` where a program imports torch: the child is a fork of this process.
-
-    Args:
-        main: what the program does.
-        command: is not used.
-        env: the whole environment of the child.
-        options: are not used; input, output and errors are pipes of text.
-    """
-
-    def __init__(self, main: Callable[[], None], command: list[str], *, env: dict[str, str], **options: object) -> None:
-        (read, self_in), (self_out, write), (self_err, error) = os.pipe(), os.pipe(), os.pipe()
-        self._pid, self._code = os.fork(), None
-        if not self._pid:
-            os.close(self_in)  # the input ends when the parent's end is closed
-            for place, end in enumerate((read, write, error)):
-                os.dup2(end, place)
-            sys.stdin, sys.stdout, sys.stderr = map(os.fdopen, range(3), "rww", (-1, -1, 1))
-            self._run(main, env)
-        for end in (read, write, error):
-            os.close(end)
-        self.stdin, self.stdout, self.stderr = map(os.fdopen, (self_in, self_out, self_err), "wrr")
-
-    @staticmethod
-    def _run(main: Callable[[], None], env: dict[str, str]) -> NoReturn:
-        code = 1
-        try:
-            faulthandler.disable()  # pytest's writes to pytest's output
-            log.handlers.clear()
-            torch.set_num_threads(1)
-            os.environ.clear()
-            os.environ.update(env)
-            main()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
-
-    def kill(self) -> None:
-        """Kill the child unless it has ended."""
-        if self._code is None:
-            os.kill(self._pid, signal.SIGKILL)
-
-    def wait(self, timeout: float) -> int:
-        """Return the exit code, negative for a signal."""
-        end = time.monotonic() + timeout
-        while self._code is None:
-            pid, status = os.waitpid(self._pid, os.WNOHANG)
-            if pid:
-                self._code = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > end:
-                raise subprocess.TimeoutExpired("a fork", timeout)
-            else:
-                time.sleep(0.01)
-        return self._code
-
+from tests.kit.programs import forks
 
 GIB = 2**30
-# `runner` starts forks instead of programs, which take five seconds to import torch
-FORKS = SimpleNamespace(PIPE=None, TimeoutExpired=subprocess.TimeoutExpired, Popen=partial(ForkedPopen, child.main))
+FORKS = forks(lambda _: child.main())  # `runner` starts forks instead of programs
 
 
 def job(budget: int = 4 * GIB) -> Spec:
@@ -102,23 +36,17 @@ def job(budget: int = 4 * GIB) -> Spec:
 
 
 # ------------------------------------------------------------------------------------ probes that go wrong
-@pytest.fixture(scope="module")
-def misbehaving() -> tuple[list[Measurement], list[Measurement]]:
-    """Return the measurements of :mod:`tests.kit.probes`, at the end and as they came."""
+def test_a_crash_or_a_hang_is_a_row_and_the_rest_goes_on(monkeypatch):
+    """Of the measurements of :mod:`tests.kit.probes`, at the end and as they come."""
     of_one = ("environment", "segfault", "hang", "noise", "raise", "out of memory", "exit", "fine")
     one, other = {"PROBED": "5"}, {"PROBED": "7"}
     items = [Item("bad", {"how": how}, one) for how in of_one]
     items.insert(2, Item("bad", {"how": "segfault"}, one, skip="locked here: hangs"))
     items.insert(0, Item("bad", {"how": "environment"}, other))
     told: list[Measurement] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "subprocess", FORKS)
-        patch.setitem(probes.PROBES, "bad", bad_probes.measure)
-        return runner.run(job(), lambda done: [] if done else items, 2, told.append, {}), told
-
-
-def test_a_crash_or_a_hang_is_a_row_and_the_rest_goes_on(misbehaving):
-    rows, told = misbehaving
+    monkeypatch.setattr(runner, "subprocess", FORKS)
+    monkeypatch.setitem(probes.PROBES, "bad", bad_probes.measure)
+    rows = runner.run(job(), lambda done: [] if done else items, 2, told.append, {})
     ends = ["ok", "ok", "crashed", "skipped", "timeout", "ok", "failed", "out of memory", "crashed", "ok"]
     assert [row.status for row in rows] == ends
     assert rows[2].detail.startswith("signal 11")
@@ -126,11 +54,7 @@ def test_a_crash_or_a_hang_is_a_row_and_the_rest_goes_on(misbehaving):
     assert rows[6].detail == "RuntimeError: HIP error: invalid device function Compile with TORCH_USE_HIP_DSA"
     assert rows[8].detail == "exit code 3: the driver is gone"
     assert sorted(map(str, told)) == sorted(map(str, rows))
-
-
-def test_items_get_their_environment_and_a_reason_skips(misbehaving):
-    rows, _ = misbehaving
-    assert [row.result["value"] for row in rows[:2]] == [7.0, 5.0]
+    assert [row.result["value"] for row in rows[:2]] == [7.0, 5.0], "of their environment"
     assert rows[3].detail == "locked here: hangs"
 
 
@@ -148,28 +72,26 @@ def test_nothing_is_measured_that_does_not_fit(monkeypatch):
     assert all("budget" in row["detail"] for row in rows)
 
 
-def test_a_training_step_with_other_settings(monkeypatch):
+@pytest.fixture
+def train(monkeypatch):
+    """Measure a training step of one row, with settings of the probe and overrides of the config."""
     monkeypatch.setattr(log, "disabled", False)
-    bench = Bench(job())
-    common = {"rows": 1, "compile": False}
-    eager = {**common, "enable_activation_checkpointing": True, "attention": "eager", "dtype": "bf16"}
-    found = probes.measure(bench, asdict(Item("training", eager)))
+
+    def train(*overrides: str, **values) -> dict:
+        bench = Bench(Spec("cpu_pocket", ("hardware=cpu", *overrides), 4 * GIB, seconds=0.01))
+        return probes.measure(bench, asdict(Item("training", {"rows": 1, "compile": False, **values})))
+
+    return train
+
+
+def test_a_training_step_with_other_settings(train):
+    found = train(enable_activation_checkpointing=True, attention="eager", dtype="bf16")
     assert found["status"] == "ok", found
-    assert (found["result"]["checkpointed"], found["result"]["dtype"]) == (len(bench.shape.layers), "bf16")
-    found = probes.measure(bench, asdict(Item("training", {**common, "attention": "efficient"})))
-    assert found["status"] == "skipped"
-    assert "torch has no efficient kernel" in found["detail"]
-
-
-def test_a_training_step_in_four_bits_takes_less_memory(monkeypatch):
-    monkeypatch.setattr(log, "disabled", False)
-    bench = Bench(Spec("cpu_pocket", ("hardware=cpu", "model.target_modules=[q_proj]"), 4 * GIB, seconds=0.01))
-    peaks = []
-    for four_bits in (False, True):
-        found = probes.measure(bench, asdict(Item("training", {"rows": 1, "compile": False, FOUR_BITS: four_bits})))
-        assert found["status"] == "ok", found
-        peaks.append(found["result"]["planned_memory"])
-    assert peaks[1] < peaks[0]
+    assert (found["result"]["checkpointed"], found["result"]["dtype"]) == (SHAPE["num_layers"], "bf16")
+    found = train(attention="efficient")
+    assert (found["status"], "torch has no efficient kernel" in found["detail"]) == ("skipped", True)
+    whole, small = (train("model.target_modules=[q_proj]", **{FOUR_BITS: value}) for value in (False, True))
+    assert small["result"]["planned_memory"] < whole["result"]["planned_memory"]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows does not report the time of children")
@@ -252,44 +174,48 @@ def test_bench_from_end_to_end(tmp_path, monkeypatch, capsys):
     assert step["tokens_per_second"] == pytest.approx(fastest["result"]["value"], rel=1e-3)
 
 
-def test_auto_takes_measured_settings(tmp_path, monkeypatch, messages, capsys):
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Write this machine's bench file, as ``hardware=auto`` reads it; return its path and whole content."""
     path = tmp_path / "bench.json"
     monkeypatch.setenv("ROCM_EXT_BENCH", str(path))
-    machine = bench_file.machine_key(detect())
-    settings = {"compile": True, "batch_size": 64, "engine.slots": 16}
-    figures = {"flops": {"fp32": 1.0}, "bandwidth": 1.0}
-    content = {"date": "2026-11-20", "machine": machine, "figures": figures, "settings": settings}
-    path.write_text(json.dumps(content))
     for module in ("rocm_ext.machine.profile", "rocm_ext.config.layers"):
         monkeypatch.setattr(f"{module}.choose_profile", lambda machine: ("cpu", "chosen by the test"))
+    content = {"date": "2026-11-20", "machine": bench_file.machine_key(detect()),
+               "figures": {"flops": {"fp32": 1.0}, "bandwidth": 1.0}, "settings": {"compile": True}}  # fmt: skip
+    return path, content
+
+
+def compiles(*overrides: str) -> bool:
+    return config.load("lora_finetune_rocm", "cpu_pocket", overrides).compile
+
+
+def test_auto_takes_measured_settings(written, monkeypatch, messages):
+    path, content = written
+    settings = {"compile": True, "batch_size": 64, "engine.slots": 16}
+    path.write_text(json.dumps({**content, "settings": settings}))
     monkeypatch.setattr("rocm_ext.config.layers.log.isEnabledFor", lambda level: True)
     cfg = config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto"])
     assert (cfg.compile, cfg.batch_size) == (True, 8)  # the sizes belong to another config
-    assert any("(measured 2026-11-20 by rocm-ext bench)" in line for line in messages)
-    assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto", "compile=False"]).compile is False
-    assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=cpu"]).compile is False
-    path.write_text(json.dumps({**content, "machine": {**machine, "torch": "2.0"}}))
-    assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto"]).compile is False
+    assert one_line_has(messages, "measured 2026-11-20 by rocm-ext bench")
+    assert not compiles("hardware=auto", "compile=False")
+    assert not compiles("hardware=cpu")
+    path.write_text(json.dumps({**content, "machine": {**content["machine"], "torch": "2.0"}}))
+    assert not compiles("hardware=auto")
 
 
 @pytest.mark.parametrize(
     "damaged",
     [
-        "", "{", "[]", "null", '{"date": 1}', "\0\1", {"figures": {}}, {"figures": {"flops": "fast", "bandwidth": 1}},
+        "", "{", "[]", '{"date": 1}', {"figures": {}}, {"figures": {"flops": "fast", "bandwidth": 1}},
         {"figures": {"flops": {"fp32": 0}, "bandwidth": 1}}, {"settings": 3}, {"settings": {"compile": "two"}},
-        {"settings": {"compile": 1}}, {"machine": 3},
+        {"machine": 3},
     ],
 )  # fmt: skip
-def test_a_damaged_file_is_told_and_not_used(damaged, tmp_path, monkeypatch, messages, capsys):
-    path = tmp_path / "bench.json"
-    monkeypatch.setenv("ROCM_EXT_BENCH", str(path))
-    figures = {"flops": {"fp32": 1.0}, "bandwidth": 1.0}
-    machine = bench_file.machine_key(detect())
-    whole = {"date": "2026-11-20", "machine": machine, "figures": figures, "settings": {"compile": True}}
-    path.write_text(damaged if isinstance(damaged, str) else json.dumps({**whole, **damaged}))
-    for module in ("rocm_ext.machine.profile", "rocm_ext.config.layers"):
-        monkeypatch.setattr(f"{module}.choose_profile", lambda machine: ("cpu", "chosen by the test"))
-    assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto"]).compile is False
+def test_a_damaged_file_is_told_and_not_used(damaged, written, messages, capsys):
+    path, content = written
+    path.write_text(damaged if isinstance(damaged, str) else json.dumps({**content, **damaged}))
+    assert not compiles("hardware=auto")
     assert any("measure again: rocm-ext bench" in line for line in messages)
     assert main(["plan", "--config", "cpu_pocket", "--bench", str(path)]) == 1
     assert "as a file of `rocm-ext bench`" in capsys.readouterr().err
@@ -344,9 +270,8 @@ def test_the_smallest_of_equally_fast_sizes_wins():
 
 def test_compile_wins_only_beyond_noise():
     assert won(training(4, 100), training(4, 150, compile=True)) == {"compile": True}
-    assert won(training(4, 100), training(4, 150, compile=True), training(4, 170, compile="max-autotune")) == {
-        "compile": "max-autotune"
-    }
+    three = training(4, 100), training(4, 150, compile=True), training(4, 170, compile="max-autotune")
+    assert won(*three) == {"compile": "max-autotune"}
     assert won(training(4, 150), training(4, 100, compile=True)) == {}
     assert won(training(4, 150), training(4, 100, compile=True), compile=True) == {"compile": False}
     assert won(training(4, 100), training(4, 100, compile=True), compile=True) == {}
@@ -355,26 +280,13 @@ def test_compile_wins_only_beyond_noise():
 
 
 def test_the_faster_library_wins():
-    rows = [
-        row(
-            "gemm",
-            speed,
-            environ={"ROCBLAS_USE_HIPBLASLT": on, "TORCH_BLAS_PREFER_HIPBLASLT": on},
-            direction=direction,
-            dtype="bf16",
-            library=library,
-        )
-        for library, on, speeds in (("rocBLAS", "0", (20, 20)), ("hipBLASLt", "1", (30, 18)))
-        for direction, speed in zip(("forward", "dgrad"), speeds, strict=True)
-    ]
+    rows = []
+    for library, on, speeds in (("rocBLAS", "0", (20, 20)), ("hipBLASLt", "1", (30, 18))):
+        environ = {"ROCBLAS_USE_HIPBLASLT": on, "TORCH_BLAS_PREFER_HIPBLASLT": on}
+        for direction, speed in zip(("forward", "dgrad"), speeds, strict=True):
+            rows.append(row("gemm", speed, environ=environ, direction=direction, dtype="bf16", library=library))
     assert won(*rows) == {"ROCBLAS_USE_HIPBLASLT": "1", "TORCH_BLAS_PREFER_HIPBLASLT": "1"}
     assert won(*rows[:2]) == {}
-
-
-def test_without_gemm_or_copies_there_are_no_figures():
-    cfg = config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=cpu"])
-    rows = [training(1, 50), row("bandwidth", 1e9, what="device copy")]
-    assert summary.figures(rows, cfg, torch.float32, torch.device("cpu")) == {}
 
 
 @as_configured
@@ -383,12 +295,12 @@ def test_a_plan_takes_as_long_as_the_measured_step(tmp_path, capsys):
     changes = ["hardware=strix_halo", "dtype=bf16", "compile=False", "enable_activation_checkpointing=False"]
     cfg = config.load("lora_finetune_rocm", "cpu_pocket", changes)
     use_shape(cfg)
-    rows = [
-        row("gemm", 3e13, dtype="bf16", library="default", direction=direction) for direction in ("forward", "dgrad")
-    ]
+    products = {"dtype": "bf16", "library": "default"}
+    rows = [row("gemm", 3e13, **products, direction=direction) for direction in ("forward", "dgrad")]
     rows += [row("gemm", 9e13, dtype="bf16", direction="forward", library="TunableOp")]
     rows += [row("bandwidth", 1e9, what="to the GPU"), row("bandwidth", 2e11, what="device copy"), training(8, 50)]
     rows[-1].result.update(seconds=0.25, checkpointed=0)
+    assert summary.figures(rows[3:], cfg, torch.bfloat16, torch.device("cuda")) == {}, "without products"
     found = summary.figures(rows, cfg, torch.bfloat16, torch.device("cuda"))
     assert found["launch"] == pytest.approx(20e-6)
     machine = {"backend": "rocm", "arch": "gfx1151"}
@@ -435,22 +347,16 @@ def copies_alone(monkeypatch) -> list[Item]:
     return asked
 
 
-def test_an_older_file_survives_a_bench_without_figures(tmp_path, copies_alone, capsys):
+def test_a_bench_without_figures_replaces_no_file(tmp_path, copies_alone, monkeypatch, capsys):
     path = tmp_path / "bench.json"
     path.write_text("precious")
     assert main(["bench", "--quick", "--only", "bandwidth", "--output", str(path), "--force"]) == 0
+    assert f"{path} was not written: it needs gemm and bandwidth" in capsys.readouterr().err
+    monkeypatch.setenv("ROCM_EXT_BENCH", str(path))
+    assert main(["bench", "--quick", "--only", "bandwidth", "epochs=1"]) == 0
+    assert "To keep these: --output FILE" in capsys.readouterr().err
     assert {item.probe for item in copies_alone} == {"bandwidth"}
     assert path.read_text() == "precious"
-    assert f"{path} was not written: it needs gemm and bandwidth" in capsys.readouterr().err
-
-
-def test_a_part_replaces_no_whole_file(tmp_path, copies_alone, monkeypatch, capsys):
-    monkeypatch.setenv("ROCM_EXT_BENCH", str(tmp_path / "bench.json"))
-    (tmp_path / "bench.json").write_text("precious")
-    assert main(["bench", "--quick", "--only", "bandwidth", "epochs=1"]) == 0
-    assert {item.probe for item in copies_alone} == {"bandwidth"}
-    assert (tmp_path / "bench.json").read_text() == "precious"
-    assert "To keep these: --output FILE" in capsys.readouterr().err
 
 
 def test_nothing_is_left_in_the_folder(tmp_path, monkeypatch, capsys):

@@ -43,10 +43,8 @@ def test_each_key_is_varied_around_the_fastest_so_far():
     assert len(done) < 25, "all combinations would be hundreds"
     sizes = [each.item.values["rows"] for each in simulate(sweep(mi300, quick=True, batch_size=2))]
     assert sizes[:3] == [1, 2, 4], "the configured size is measured, too"
-    found = {winner.key: winner.value for winner in swept.winners(done)}
-    assert found == {
-        "batch_size": 4, "dtype": "fp16", "attention": "eager", "compile": "max-autotune"
-    }  # fmt: skip
+    fastest = {"batch_size": 4, "dtype": "fp16", "attention": "eager", "compile": "max-autotune"}
+    assert {winner.key: winner.value for winner in swept.winners(done)} == fastest
 
 
 def test_a_sweep_goes_on_past_what_is_locked_or_crashes():
@@ -54,9 +52,8 @@ def test_a_sweep_goes_on_past_what_is_locked_or_crashes():
     swept = sweep(mi50, locked=load_profile("mi50").locked)
     done = simulate(swept, fails=("flash", "efficient", 16))
     assert {each.item.values["compile"] for each in done if each.status == "skipped"} == {True, "max-autotune"}
-    assert {winner.key: winner.value for winner in swept.winners(done)} == {
-        "batch_size": 4, "dtype": "fp16", "attention": "eager"
-    }  # fmt: skip
+    fastest = {"batch_size": 4, "dtype": "fp16", "attention": "eager"}
+    assert {winner.key: winner.value for winner in swept.winners(done)} == fastest
     assert simulate(swept, fails=(1, 2, 4, 8, 16))[-1].item.values == {"rows": 16, "compile": False}
 
 
@@ -71,7 +68,6 @@ def test_four_bits_are_measured_where_they_are_locked(four_bits, won):
     assert (FOUR_BITS in winners) == won
     if won:
         assert winners[FOUR_BITS].value is True
-        assert winners[FOUR_BITS].reason == (
-            "1.20 times as fast as False in training steps; the profile's lock opens with "
-            "hardware_overrides=[quantize_base]"
-        )
+        reason = winners[FOUR_BITS].reason
+        assert reason.startswith("1.20 times as fast as False")
+        assert reason.endswith("hardware_overrides=[quantize_base]")

@@ -53,6 +53,8 @@ def test_a_component_replaces_the_lower_one_whole(run):
     assert cfg.loss == {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
     assert cfg.optimizer == {"_component_": "torch.optim.AdamW", "lr": 5e-4}, "single arguments by dots"
     assert run("", "optimizer=torch.optim.SGD").optimizer == {"_component_": "torch.optim.SGD", "lr": 1e-3}
+    one = {"_component_": "rocm_ext.data.sft_dataset", "source": "a.jsonl"}
+    assert run("", "dataset=[{_component_: rocm_ext.data.sft_dataset, source: a.jsonl}]").dataset == [one]
 
 
 def test_a_component_keeps_arguments_of_a_lower_layer(tmp_path):
@@ -99,24 +101,16 @@ def test_auto_on_a_machine_without_a_gpu(run, monkeypatch):
     [
         ("batchsize: 4", [], "unknown key batchsize; did you mean batch_size"),
         ("wandb: 4", [], r"unknown key wandb; all keys: \S+lora_finetune_rocm.yaml$"),
-        ("lr: 4", [], r"unknown key lr; did you mean optimizer.lr\?$"),
         ("", ["lora_attn_modules=[]"], r"did you mean model.lora_attn_modules\?$"),
         ("", ["num_train_epochs=4"], r"did you mean epochs\?$"),
         ("", ["output_dir=a", "path=b"], r"did you mean tokenizer.path\?$"),
-        ("3: 4", [], "unknown key 3"),
-        ("", ["batchsize=4"], "unknown key batchsize; did you mean batch_size"),
         ("", ["=4"], "unknown key"),
         ("", ["~epohcs"], "~epohcs: config run.yaml has no such key"),
         ("", ["model.lora_rnak=4"], "unknown key model.lora_rnak for .*; did you mean lora_rank"),
         ("", ["dataset.sorce=4"], "unknown key dataset.sorce for .*; did you mean source"),
         ("", ["device.index=4"], "unknown key device.index: device is 'cuda'"),
-        (
-            "loss: {_component_: rocm_ext.losses.CrossEntropy, chunks: 4}",
-            [],
-            "unknown key loss.chunks",
-        ),
+        ("loss: {_component_: rocm_ext.losses.CrossEntropy, chunks: 4}", [], "unknown key loss.chunks"),
         ("dataset_val: [{_component_: rocm_ext.data.sft_dataset, sorce: a}]", [], "dataset_val.sorce"),
-        ("hardware: strix_hallo", [], "hardware=strix_hallo is unknown.*did you mean strix_halo"),
         ("", ["hardware=mi300"], "hardware=mi300 is unknown.*did you mean mi300x"),
     ],
 )
@@ -153,17 +147,15 @@ def test_a_component_key_without_component(run, value):
 
 
 def test_missing_keys(run):
-    everything = "checkpointer, dataset, model, optimizer, output_dir, tokenizer"
-    with pytest.raises(UserError, match=f"config run.yaml: {everything} must be set"):
-        run(base="")
-    with pytest.raises(UserError, match=r"^config run.yaml: output_dir must be set"):
-        run(base=COMPONENTS)  # the checkpointer's key refers to it
-    with pytest.raises(UserError, match="output_dir must be set"):
-        run("", "output_dir=null")
-    with pytest.raises(UserError, match="model must be set"):
-        run("", "model=null")
-    with pytest.raises(UserError, match=r"optimizer\.lr must be set"):
-        run(base=COMPONENTS.replace("lr: 1e-3", "lr: '???'") + "output_dir: out\n")
+    for base, overrides, message in (
+        ("", (), "config run.yaml: checkpointer, dataset, model, optimizer, output_dir, tokenizer must be set"),
+        (COMPONENTS, (), "^config run.yaml: output_dir must be set"),  # the checkpointer's key refers to it
+        (COMPONENTS + "output_dir: out\n", ("output_dir=null",), "output_dir must be set"),
+        (COMPONENTS + "output_dir: out\n", ("model=null",), "model must be set"),
+        (COMPONENTS.replace("lr: 1e-3", "lr: '???'") + "output_dir: out\n", (), r"optimizer\.lr must be set"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run("", *overrides, base=base)
 
 
 @pytest.mark.parametrize(
@@ -185,10 +177,9 @@ def test_files_that_are_no_config(run, content, message):
 
 def test_bytes_and_folders_are_no_config(tmp_path):
     (tmp_path / "run.yaml").write_bytes(b"epochs: \xff\xfe")
-    with pytest.raises(UserError, match=r"cannot read config .*run\.yaml"):
-        config.load(SFT, str(tmp_path / "run.yaml"), [])
-    with pytest.raises(UserError, match="neither a file nor one of this library's"):
-        config.load(SFT, str(tmp_path), [])
+    for path, message in ((tmp_path / "run.yaml", r"cannot read config .*run\.yaml"), (tmp_path, "neither a file nor")):
+        with pytest.raises(UserError, match=message):
+            config.load(SFT, str(path), [])
 
 
 def test_names(monkeypatch, tmp_path):
@@ -245,7 +236,7 @@ def test_a_tilde_is_the_home_folder(run, tmp_path, monkeypatch):
     assert cfg.checkpointer.adapter_checkpoint == f"{tmp_path}/a"
 
 
-@pytest.mark.parametrize("null", ["null", "None", "~", ""])
+@pytest.mark.parametrize("null", ["null", "~", ""])
 def test_components_can_be_switched_off_on_the_command_line(run, null):
     lines = "lr_scheduler: {_component_: torchtune.training.get_cosine_schedule_with_warmup, num_warmup_steps: 1}"
     assert run(lines).lr_scheduler.num_warmup_steps == 1
@@ -259,11 +250,6 @@ def test_a_removed_key_is_the_default_again(run):
     assert "lr" not in cfg.optimizer
     with pytest.raises(UserError, match="model must be set"):
         run("", "~model")
-
-
-def test_lists_of_components(run):
-    one = {"_component_": "rocm_ext.data.sft_dataset", "source": "a.jsonl"}
-    assert run("", "dataset=[{_component_: rocm_ext.data.sft_dataset, source: a.jsonl}]").dataset == [one]
 
 
 @pytest.mark.parametrize("override", ["num_workers=4", "pin_memory=True"])

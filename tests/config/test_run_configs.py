@@ -52,10 +52,6 @@ def load(name: str, *overrides: str) -> DictConfig:
     return config.load(RECIPES[name], name, ["hardware=cpu", *overrides])
 
 
-def named(recipe: str) -> list[str]:
-    return [name for name in ALL if RECIPES[name] == recipe]
-
-
 def stock_config(name: str):
     """Load torchtune's own config for the same model, which the head names."""
     named = re.search(r"differ from torchtune's (\S+)\.\n", head(name))[1]
@@ -65,19 +61,9 @@ def stock_config(name: str):
 def test_every_machine_has_configs():
     machines = {OmegaConf.load(CONFIGS / f"{name}.yaml").hardware for name in NAMES}
     assert machines == {"strix_halo", "strix_halo_windows", "mi300x", "mi50", "radeon", "cpu"}
-    assert len(NAMES) >= 15
-    sizes = ("qwen0_5b", "qwen1_5b", "qwen3b", "qwen7b", "coder7b", "qwen3_1_7b", "qwen3_4b", "qwen3_8b")
-    raft = [f"strix_halo_{size}" for size in sizes]
-    raft += ["mi300x_qwen3_4b", "mi300x_qwen7b", "mi50_qwen0_5b", "cpu_pocket"]
-    assert named("raft_rocm") == sorted([*(f"{name}_raft" for name in raft), "mi300x_qwen7b_raft_8gpu"])
-    grpo = ["strix_halo_qwen3_1_7b", "strix_halo_qwen3_4b", "strix_halo_qwen3_8b"]
-    grpo += ["strix_halo_qwen3_5_9b", "strix_halo_gemma4_e4b"]
-    grpo += ["mi300x_qwen3_4b", "mi300x_qwen3_8b", "mi50_qwen3_0_6b", "cpu_pocket"]
-    tools = ["cpu_pocket_tools", "strix_halo_qwen3_4b_tools"]
-    assert named("grpo_rocm") == sorted([*(f"{name}_grpo" for name in grpo), "mi300x_qwen3_8b_grpo_8gpu", *tools])
-    dpo = ["cpu_pocket", "mi300x_qwen3_8b"]
-    dpo += [f"strix_halo_{size}" for size in ("gemma4_e4b", "qwen3_4b", "qwen3_5_9b", "qwen3_8b")]
-    assert named("dpo_rocm") == [f"{name}_dpo" for name in dpo]
+    assert {name for name in ALL if name.startswith("cpu_")} == {
+        "cpu_pocket", "cpu_pocket_raft", "cpu_pocket_grpo", "cpu_pocket_dpo", "cpu_pocket_tools"
+    }  # fmt: skip
 
 
 @pytest.mark.wide(always=16)
@@ -86,9 +72,7 @@ def test_runs_on_any_machine_with_hardware_cpu(name):
     cfg = load(name)
     assert (cfg.hardware, cfg.device, cfg.dtype, cfg.compile) == ("cpu", "cpu", "fp32", False)
     if "sequences_per_step" in cfg:
-        assert cfg.sequences_per_step == (64 if name == "cpu_pocket_raft" else 32), (
-            "a step sees the same rows on any number of GPUs"
-        )
+        assert cfg.sequences_per_step == (64 if name == "cpu_pocket_raft" else 32)
         assert cfg.gradient_accumulation_steps is None
     assert not Path(cfg.output_dir).is_absolute(), "/tmp is emptied at reboot"
     assert not Path(cfg.checkpointer.checkpoint_dir).is_absolute()
@@ -114,16 +98,12 @@ def check_values(cfg: DictConfig) -> None:
 @pytest.mark.wide(always=16)
 @pytest.mark.parametrize("name", ALL)
 def test_its_own_hardware_profile_takes_it(name):
+    torchtune_config.validate(OmegaConf.load(CONFIGS / f"{name}.yaml"))  # as `tune` does
     cfg = config.load(RECIPES[name], name)
     profile = load_profile(cfg.hardware)
     assert check_locked(profile, OmegaConf.to_container(cfg), []) == []
     assert cfg.dtype == profile.settings["dtype"]
     assert cfg.num_workers == profile.settings["num_workers"]
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_torchtune_finds_it_valid(name):
-    torchtune_config.validate(OmegaConf.load(CONFIGS / f"{name}.yaml"))
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name not in NAMES])
@@ -174,15 +154,6 @@ def test_the_head_says_how_to_run_it(name):
         assert f"{cfg.prompts_per_step * cfg.samples_per_prompt:,} answers a step" in text(name)
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if RECIPES[name] == "grpo_rocm" and "tools" not in name])
-def test_the_head_says_which_answers_teach(name):
-    """And how far its settings have been measured."""
-    said = " ".join(line.strip("# ") for line in head(name).splitlines())
-    assert ("right and wrong ones" in said) == (load(name).negative_weight > 0)
-    assert ("its own right answers" in said) == (load(name).negative_weight == 0)
-    assert ("on a model of 135M parameters alone" in said) == (not name.startswith("cpu_"))
-
-
 def test_a_server_samples_on_the_first_gpu_and_the_others_train():
     name = "mi300x_qwen3_8b_grpo_8gpu"
     cfg, lines = load(name), [line[1:].strip() for line in head(name).splitlines()]
@@ -215,13 +186,11 @@ def planned(capsys, name: str, *arguments: str) -> list[float]:
 
 
 FAST = ("mi50_qwen1_5b", "strix_halo_qwen7b_raft", "mi300x_qwen3_8b_dpo")
-PLANNED = [name for name in ALL if not name.startswith("cpu_")]
 
 
+@pytest.mark.wide(always=3)
 @as_configured
-@pytest.mark.parametrize(
-    "name", [*FAST, *(pytest.param(name, marks=pytest.mark.wide) for name in PLANNED if name not in FAST)]
-)
+@pytest.mark.parametrize("name", [*FAST, *(name for name in ALL if not name.startswith("cpu_") and name not in FAST)])
 def test_the_head_s_memory_is_what_plan_prints(name, capsys):
     said = re.search(r"# Memory: (.*)", head(name))[1]
     ranks = re.search(r"--nproc_per_node (\d)", head(name))
@@ -271,9 +240,8 @@ def test_departures_from_torchtune_say_so(name):
 @pytest.mark.parametrize("name", OF_TORCHTUNE)
 def test_the_download_line_is_torchtune_s(name):
     stock_name = re.search(r"differ from torchtune's (\S+)\.\n", head(name))[1]
-    theirs, ours = (
-        re.search(r"tune download .*", x)[0] for x in ((STOCK / f"{stock_name}.yaml").read_text(), head(name))
-    )
+    both = ((STOCK / f"{stock_name}.yaml").read_text(), head(name))
+    theirs, ours = (re.search(r"tune download .*", each)[0] for each in both)
     # two of torchtune's rely on the default folder, which is /tmp; its Llama needs a file of original/
     theirs, ours = (line.split(" --output-dir")[0] for line in (theirs, ours))
     assert ours.replace("Qwen2.5-Coder-7B", "Qwen2.5-7B") == theirs
@@ -302,12 +270,9 @@ OLDER |= {"llama_3_3_": "llama3_3_", "gemma_3_": "gemma3_", "gemma_4_": "gemma4_
 MLP = {"o_proj", "gate_proj", "up_proj", "down_proj"}
 DELTA = {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"}
 ADAPTED = {
-    "Qwen3-30B-A3B": {"o_proj"},
-    "gpt-oss": {"o_proj"},
-    "Qwen3.": MLP | DELTA,
-    "gemma-3": MLP,
+    "Qwen3-30B-A3B": {"o_proj"}, "gpt-oss": {"o_proj"}, "Qwen3.": MLP | DELTA, "gemma-3": MLP,
     "gemma-4-E": MLP | {"per_layer_input_gate", "per_layer_projection"},
-}
+}  # fmt: skip
 
 
 def name_of(repo: str) -> str:

@@ -74,11 +74,7 @@ def test_model_and_adapter_have_transformers_and_pefts_log_probs(tmp_path, kind,
     assert export(adapter, "--gguf", tmp_path / "merged.gguf", "--gguf-adapter", tmp_path / "adapter.gguf", *f32) == 0
     plain, adapted = expected(kind, base), expected(kind, base, adapter)
     assert (adapted - plain).abs().mean() > 0.1, "the adapter changes much"
-    for files, theirs in (
-        (["base.gguf"], plain),
-        (["merged.gguf"], adapted),
-        (["base.gguf", "adapter.gguf"], adapted),
-    ):
+    for files, theirs in ((["base.gguf"], plain), (["merged.gguf"], adapted), (["base.gguf", "adapter.gguf"], adapted)):
         with llama_cpp(*(tmp_path / file for file in files)) as server:
             found = differences(server, theirs)
         # llama.cpp reads Gemma's GELU from a table in f16
@@ -104,9 +100,8 @@ def test_smaller_types_are_close(tmp_path, kind):
     assert 0.001 < found.mean() < 0.02
     types = {each.name: each.tensor_type.name for each in gguf.GGUFReader(out).tensors}
     assert types["blk.0.ffn_gate_exps.weight"] == types["token_embd.weight"] == kind.upper()
-    assert {types[f"blk.0.{name}"] for name in ("ffn_gate_inp.weight", "ffn_gate_exps.bias", "attn_sinks.weight")} == {
-        "F32"
-    }
+    exact = ("ffn_gate_inp.weight", "ffn_gate_exps.bias", "attn_sinks.weight", "attn_norm.weight", "attn_q.bias")
+    assert {types[f"blk.0.{name}"] for name in exact} == {"F32"}
 
 
 @pytest.mark.parametrize(("kind", "name"), [(hf_models, "gemma 3"), (multimodal_models, "gemma 4")], ids=["3", "4"])

@@ -228,6 +228,26 @@ def ten_steps(
     return load_file(start / "adapter_model.safetensors"), ours, theirs
 
 
+def check_exports(
+    base: Path, rows: Path, top: Path, lora: dict | None = None, logits: Callable[..., torch.Tensor] = their_logits
+) -> torch.Tensor:
+    """Train three steps: the adapter in PEFT, the merged model, and a run from the adapter have our logits.
+
+    Returns:
+        Our logits. The adapter and the merged model are in ``top / "run"``.
+    """
+    cfg = folder_config(base, rows, top / "run", lora, max_steps_per_epoch=3)
+    cfg |= {"save_adapter_weights_only": False, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-2}}
+    expected = our_logits(finetune(cfg))
+    adapter = top / "run" / "adapter"
+    assert (logits(base) - expected).abs().max() > 0.1
+    torch.testing.assert_close(logits(base, adapter), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits(top / "run" / "merged"), expected, rtol=0, atol=1e-4)
+    again = prepare({**cfg, "output_dir": str(top / "again"), "checkpointer": {"adapter_checkpoint": str(adapter)}})
+    torch.testing.assert_close(our_logits(again), expected, rtol=0, atol=1e-5)
+    return expected
+
+
 # ---- torchtune
 
 

@@ -10,15 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.machine.budget import memory_budget, nominal_budget, open_device
-from rocm_ext.machine.detect import Machine, detect, gfx_name
+from rocm_ext.machine.detect import Machine, detect
 from rocm_ext.machine.environment import ALLOCATOR_VARIABLES, apply_environment, check_environment, environment_for
 from rocm_ext.machine.profile import check_locked, check_profile, choose_profile, load_profile, profile_names
 from rocm_ext.rl.engines import free_memory
@@ -83,7 +81,6 @@ def fake_torch(monkeypatch):
         ("gfx950:sramecc+:xnack-", 90500, False, True, "mi300x"),
         ("gfx90a:sramecc+:xnack-", 90010, False, True, "mi200"),
         ("gfx906:sramecc-:xnack-", 90006, False, False, "mi50"),
-        ("gfx1100", 110000, False, True, "radeon"),
         ("gfx1201", 120001, False, True, "radeon"),
     ],
 )
@@ -93,8 +90,7 @@ def test_amd_gpus_are_found_and_get_their_profile(fake_torch, tmp_path, gcn, nod
     assert machine.arch == gcn.split(":")[0] == machine.amd_archs[0]
     assert (machine.backend, machine.unified, machine.bf16, machine.rocm) == ("rocm", unified, bf16, "7.2")
     name, reason = choose_profile(machine)
-    assert name == profile
-    assert machine.arch in reason
+    assert (name, machine.arch in reason) == (profile, True)
     check_profile(load_profile(name), machine)
 
 
@@ -142,11 +138,6 @@ def test_wsl_is_recognised_and_its_kernel_not_judged(fake_torch, tmp_path):
     machine = detect(record(tmp_path, [], kernel="6.6.87.2-microsoft-standard-WSL2"))
     assert machine.wsl
     assert check_profile(load_profile("strix_halo"), machine) == []
-
-
-@given(st.sampled_from([9, 10, 11, 12]), st.integers(0, 9), st.integers(0, 15))
-def test_target_versions_decode(major, minor, stepping):
-    assert gfx_name(major * 10000 + minor * 100 + stepping) == f"gfx{major}{minor}{stepping:x}"
 
 
 # --------------------------------------------------------------------------------------------------- profiles
@@ -284,20 +275,14 @@ def test_the_user_s_environment_comes_first():
 
 
 @pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
-def test_the_user_s_allocator_settings_are_never_mixed_with_ours(name):
-    profile = load_profile("strix_halo")
-    ours = environment_for(profile, STRIX, {name: "expandable_segments:True"})
-    assert not set(ours) & set(ALLOCATOR_VARIABLES)
-
-
-@pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
 @pytest.mark.parametrize("profile", ["strix_halo", "mi300x"])
 def test_the_combination_that_zeroes_buffers_is_refused(name, profile):
     user = {name: "max_split_size_mb:512,expandable_segments: true"}
     with pytest.raises(UserError, match="zeroes live buffers"):
         environment_for(load_profile(profile), MI300X, user)
-    safe = {name: "max_split_size_mb:512,expandable_segments:False"}
-    environment_for(load_profile(profile), MI300X, safe)
+    for safe in ("max_split_size_mb:512,expandable_segments:False", "expandable_segments:True"):
+        ours = environment_for(load_profile(profile), MI300X, {name: safe})
+        assert not set(ours) & set(ALLOCATOR_VARIABLES), "the user's settings are never mixed with ours"
     assert environment_for(load_profile("cuda"), H200, user) == {}, "NVIDIA is not affected"
 
 
@@ -331,9 +316,8 @@ print("ran", os.getpid(), os.environ["FAKE_HIP"], sys.argv[2:], lines, flush=Tru
 
 @pytest.mark.parametrize("how", ["file", "-c", "stdin"])
 def test_start_runs_the_same_command_again_once_with_the_variables_set(tmp_path, how):
-    (tmp_path / "own.yaml").write_text(
-        "title: t\nmemory: {of: host}\nenvironment: {FAKE_HIP: {value: '7', reason: why}}"
-    )
+    own = "title: t\nmemory: {of: host}\nenvironment: {FAKE_HIP: {value: '7', reason: why}}"
+    (tmp_path / "own.yaml").write_text(own)
     (tmp_path / "script.py").write_text(SCRIPT)
     head = {"file": ["script.py"], "-c": ["-c", SCRIPT], "stdin": ["-"]}[how]
     environ = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
@@ -380,14 +364,9 @@ def test_unified_memory_budget(tmp_path, total, gtt, budget, reason):
 
 @pytest.mark.parametrize(
     ("total", "available", "budget"),
-    [
-        (124, 118, 108),  # the host keeps 16 GiB, its desktop's 6 included
-        (124, 90, 82),  # a desktop that uses 34 GiB gets 8 more
-        (62, 57, 49.6),  # smaller machines keep a fifth
-        (62, 40, 33.8),
-        (31, 28, 24.8),
-        (200, 190, 180),  # never more than 0.9 of the memory
-    ],
+    # the host keeps 16 GiB, its desktop's 6 included; one that uses 34 gets 8 more; smaller machines keep a fifth;
+    # and never more than 0.9 of the memory
+    [(124, 118, 108), (124, 90, 82), (62, 57, 49.6), (62, 40, 33.8), (200, 190, 180)],
 )
 def test_the_host_s_share_of_unified_memory(tmp_path, total, available, budget):
     root = record(tmp_path, [(110501, 80)], gtt=total * GIB)
@@ -443,22 +422,15 @@ def test_open_device_caps_unified_memory_and_what_the_user_says(monkeypatch):
         open_device(load_profile("cpu"), CPU, memory_fraction=0.5)
 
 
-@pytest.mark.parametrize(
-    ("total", "taken", "free"),
-    [
-        (124, 40, 68),  # the host's share counts once, whoever has taken the rest
-        (62, 40, 0.9 * 62 - 40),  # the GPU may map half of the memory, and this process has most of that
-    ],
-)
+# the host's share counts once, whoever has taken the rest; the GPU may map half, and this process has most of that
+@pytest.mark.parametrize(("total", "taken", "free"), [(124, 40, 68), (62, 40, 0.9 * 62 - 40)])
 def test_what_is_left_of_unified_memory_for_sampling(total, taken, free, monkeypatch):
     available = {"MemTotal": 124 * GIB, "MemAvailable": (118 - taken) * GIB}
     monkeypatch.setattr("rocm_ext.machine.budget.host_memory", lambda root, key: available[key])
     monkeypatch.setattr("rocm_ext.machine.budget.shared_memory", lambda root: (total * GIB, None))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: taken * GIB)
-    machine = replace(STRIX, total_memory=total * GIB)
-    runtime = Runtime(
-        load_profile("strix_halo"), machine, torch.device("cuda"), torch.bfloat16, Ranks(torch.device("cpu"))
-    )
+    machine, ranks = replace(STRIX, total_memory=total * GIB), Ranks(torch.device("cpu"))
+    runtime = Runtime(load_profile("strix_halo"), machine, torch.device("cuda"), torch.bfloat16, ranks)
     cfg = OmegaConf.create({"memory_fraction": None})
     assert free_memory(cfg, SimpleNamespace(runtime=runtime)) == pytest.approx(free * GIB, abs=2)

@@ -25,6 +25,7 @@ from rocm_ext.machine.doctor.facts import recorded_facts
 from rocm_ext.machine.doctor.recorded import MARK, DeviceNode, User
 from rocm_ext.machine.sysfs import cpu_quota
 from rocm_ext.verifiers.sandbox import bubblewrap
+from tests.kit.damage import spoil_some
 
 TREES = Path(__file__).parent / "trees"
 NAMES = sorted(tree.name for tree in TREES.iterdir())
@@ -81,24 +82,33 @@ class Tree:
         shutil.rmtree(self.root / path) if (self.root / path).is_dir() else (self.root / path).unlink()
         return self
 
+    def said(self) -> dict:
+        return json.loads((self.root / "rocm-ext.json").read_text())
+
     def say(self, **parts: object) -> "Tree":
         """Change parts of rocm-ext.json, merging dicts."""
-        said = json.loads((self.root / "rocm-ext.json").read_text())
+        said = self.said()
         for key, value in parts.items():
             said[key] = {**said[key], **value} if isinstance(value, dict) and isinstance(said.get(key), dict) else value
         return self.file("rocm-ext.json", json.dumps(said))
 
 
 # ------------------------------------------------------------------------------------------ recorded machines
+def doctor_twice(capsys, name: str, tmp_path: Path) -> tuple[int, dict[str, dict]]:
+    """Judge a recorded machine, and what is saved of it, which must be judged the same."""
+    found = doctor(capsys, "--root", TREES / name, "--save", tmp_path / "saved")
+    assert doctor(capsys, "--root", tmp_path / "saved") == found
+    return found
+
+
+EVERYWHERE = {"platform", "host memory", "memory budget", "torch", "torchtune, torchao", "canary: allocator", "BLAS"}
+
+
 @pytest.mark.parametrize(
     ("name", "profile", "has", "has_not"),
     [
-        (
-            "strix_halo",
-            "strix_halo",
-            {"kernel parameters", "firmware", "carve-out", "HSA_ENABLE_SDMA"},
-            {"NUMA balancing"},
-        ),
+        ("strix_halo", "strix_halo", {"kernel parameters", "firmware", "carve-out", "HSA_ENABLE_SDMA"},
+         {"NUMA balancing"}),
         ("mi300x", "mi300x", {"NUMA balancing", "GPU_MAX_HW_QUEUES", "ROCm"}, {"carve-out", "kernel parameters"}),
         ("mi50", "mi50", {"torch version", "TORCHDYNAMO_DISABLE"}, {"NUMA balancing", "kernel"}),
         ("windows", "strix_halo_windows", {"torch version", "HIP_DISABLE_IPC"}, {"device files", "sandbox"}),
@@ -106,60 +116,43 @@ class Tree:
         ("nvidia", "cuda", {"GPU driver", "GPU memory", "attention"}, {"device files", "firmware"}),
         ("cpu", "cpu", {"GOMP_SPINCOUNT"}, {"device files", "attention", "other processes"}),
     ],
-)
-def test_sound_machines_pass(capsys, name, profile, has, has_not):
-    code, rows = doctor(capsys, "--root", TREES / name)
-    assert problems(rows) == {}
-    assert code == 0
+)  # fmt: skip
+def test_sound_machines_pass(capsys, tmp_path, name, profile, has, has_not):
+    code, rows = doctor_twice(capsys, name, tmp_path)
+    assert (code, problems(rows)) == (0, {})
     assert rows["hardware profile"]["found"].startswith(f"{profile}: ")
-    everywhere = {
-        "platform",
-        "host memory",
-        "memory budget",
-        "torch",
-        "torchtune, torchao",
-        "canary: allocator",
-        "BLAS",
-    }
-    assert everywhere | has <= set(rows)
+    assert EVERYWHERE | has <= set(rows)
     assert not has_not & set(rows)
 
 
 def test_a_misconfigured_strix_halo(capsys, tmp_path):
-    code, rows = doctor(capsys, "--root", TREES / "strix_halo_misconfigured")
+    code, rows = doctor_twice(capsys, "strix_halo_misconfigured", tmp_path)
     assert code == 2
-    assert problems(rows) == {
-        "device files": "error",
-        "kernel": "warning",
-        "kernel parameters": "warning",
-        "firmware": "error",
-        "torch": "error",
-        "PYTORCH_ALLOC_CONF": "error",
-        "canaries": "not recorded",
-        "sandbox": "warning",
-    }
     parameters = rows["kernel parameters"]["fix"]
     wanted = "amd_iommu=off amdgpu.gttsize=131072 ttm.pages_limit=33554432"
     for quote in "\"'":  # an older value goes, and another module's stays
-        text = (
-            f"GRUB_CMDLINE_LINUX_DEFAULT={quote}quiet ttm.pages_limit=9 amdttm.pages_limit=7{quote}\nGRUB_TIMEOUT=0\n"
-        )
+        options = f"{quote}quiet ttm.pages_limit=9 amdttm.pages_limit=7{quote}"
+        text = f"GRUB_CMDLINE_LINUX_DEFAULT={options}\nGRUB_TIMEOUT=0\n"
         done = after(parameters, tmp_path / "grub", text)
         assert done == text.replace(" ttm.pages_limit=9", "").replace(f"7{quote}", f"7 {wanted}{quote}")
-    assert {check: rows[check]["fix"] for check in problems(rows)} == {
-        "device files": JOIN,
-        "kernel": "sudo do-release-upgrade  # then reboot",  # 24.10 gets no newer one
-        "kernel parameters": parameters,
-        "firmware": "sudo apt update && sudo apt full-upgrade  # then reboot",
-        "torch": f"pip uninstall -y torch && {STRIX_TORCH}",
-        "PYTORCH_ALLOC_CONF": "unset PYTORCH_ALLOC_CONF",
-        "canaries": "",
-        "sandbox": "sudo apt install bubblewrap",
+    assert {check: (level, rows[check]["fix"]) for check, level in problems(rows).items()} == {
+        "device files": ("error", JOIN),
+        "kernel": ("warning", "sudo do-release-upgrade  # then reboot"),  # 24.10 gets no newer one
+        "kernel parameters": ("warning", parameters),
+        "firmware": ("error", "sudo apt update && sudo apt full-upgrade  # then reboot"),
+        "torch": ("error", f"pip uninstall -y torch && {STRIX_TORCH}"),
+        "PYTORCH_ALLOC_CONF": ("error", "unset PYTORCH_ALLOC_CONF"),
+        "canaries": ("not recorded", ""),
+        "sandbox": ("warning", "sudo apt install bubblewrap"),
     }
     assert "62.5 GiB of 128 GiB" in rows["kernel parameters"]["why"]
     assert "older than 6.18.4" in rows["kernel"]["why"]
     assert "CUDA build" in rows["torch"]["found"]
     assert "ROCm#6603" in rows["PYTORCH_ALLOC_CONF"]["why"]
+
+
+def with_host_memory(tree: Tree, total: int, available: int) -> None:
+    tree.swap("proc/meminfo", "131024388", str(total)).swap("proc/meminfo", "126310544", str(available))
 
 
 def half_the_memory(tree: Tree) -> None:
@@ -175,7 +168,7 @@ def carved_out(tree: Tree) -> None:
     tree.file("sys/class/drm/card1/device/mem_info_vram_total", f"{96 * GIB}\n")
     tree.file("sys/class/drm/card1/device/mem_info_gtt_total", f"{4037017 * 4096}\n")
     tree.file("sys/module/ttm/parameters/pages_limit", "4037017\n")
-    tree.swap("proc/meminfo", "131024388", "32296136").swap("proc/meminfo", "126310544", "30000000")
+    with_host_memory(tree, 32296136, 30000000)
     change_gpu(tree, total_memory=96 * GIB)
 
 
@@ -183,18 +176,16 @@ def little_memory(tree: Tree) -> None:
     half_the_memory(tree)
     tree.file("proc/sys/kernel/osrelease", "6.14.11-300.fc42.x86_64\n")
     tree.file("sys/class/drm/card1/device/mem_info_gtt_total", f"{31 * GIB // 2}\n")
-    tree.swap("proc/meminfo", "131024388", "64886512").swap("proc/meminfo", "126310544", "61203988")
+    with_host_memory(tree, 64886512, 61203988)
     change_gpu(tree, total_memory=31 * GIB // 2)
 
 
 def change_gpu(tree: Tree, **values: object) -> None:
-    said = json.loads((tree.root / "rocm-ext.json").read_text())
-    gpus = [{**gpu, **values} for gpu in said["torch"]["gpus"]]
-    tree.say(torch={"gpus": gpus})
+    tree.say(torch={"gpus": [{**gpu, **values} for gpu in tree.said()["torch"]["gpus"]]})
 
 
 def add_gpu(tree: Tree, arch: str, first: bool = False) -> None:
-    gpus = json.loads((tree.root / "rocm-ext.json").read_text())["torch"]["gpus"]
+    gpus = tree.said()["torch"]["gpus"]
     other = [{"name": "another", "total_memory": 32 * GIB, "arch": arch}]
     tree.say(torch={"gpus": other + gpus if first else gpus + other})
     tree.file("sys/class/drm/card2/device/vendor", "0x1002\n").file("sys/class/drm/card2/device/device", "0x7551\n")
@@ -203,20 +194,25 @@ def add_gpu(tree: Tree, arch: str, first: bool = False) -> None:
     tree.file("sys/class/kfd/kfd/topology/nodes/2/properties", f"simd_count 128\ngfx_target_version {version}\n")
 
 
+def hide_gpu(tree: Tree) -> None:
+    """Let torch see seven of eight GPUs."""
+    tree.say(torch={"gpus": tree.said()["torch"]["gpus"][1:]})
+
+
 def lose_gpu(tree: Tree) -> None:
     """Let KFD and torch see seven of eight GPUs."""
-    tree.say(torch={"gpus": json.loads((tree.root / "rocm-ext.json").read_text())["torch"]["gpus"][1:]})
+    hide_gpu(tree)
     tree.remove("sys/class/kfd/kfd/topology/nodes/9")
 
 
 def give_one(tree: Tree) -> None:
-    said = json.loads((tree.root / "rocm-ext.json").read_text())
-    nodes = {path: node for path, node in said["device_nodes"].items() if path in ("/dev/kfd", "/dev/dri/renderD128")}
-    said |= {"container": True, "device_nodes": nodes, "torch": {**said["torch"], "gpus": said["torch"]["gpus"][:1]}}
+    said = tree.said()
+    kept = {path: node for path, node in said["device_nodes"].items() if path in ("/dev/kfd", "/dev/dri/renderD128")}
+    said |= {"container": True, "device_nodes": kept, "torch": {**said["torch"], "gpus": said["torch"]["gpus"][:1]}}
     tree.file("rocm-ext.json", json.dumps(said))
 
 
-def on_the_bus(tree: Tree) -> None:
+def without_driver(tree: Tree) -> None:
     """Put eight accelerators on the bus, one of them without a driver."""
     lose_gpu(tree)
     tree.remove("sys/class/drm/card8")
@@ -226,9 +222,12 @@ def on_the_bus(tree: Tree) -> None:
 
 def without_kfd_and_driver(tree: Tree) -> None:
     tree.remove("sys/class/kfd").remove("sys/class/drm/card1").remove("sys/module/ttm")
-    tree.swap("proc/cmdline", "quiet", "quiet nomodeset").say(torch={"gpus": []}, device_nodes={}, canaries=None)
-    said = json.loads((tree.root / "rocm-ext.json").read_text())
-    tree.file("rocm-ext.json", json.dumps({**said, "device_nodes": {}}))
+    tree.swap("proc/cmdline", "quiet", "quiet nomodeset").say(torch={"gpus": []}, canaries=None)
+    tree.file("rocm-ext.json", json.dumps({**tree.said(), "device_nodes": {}}))
+
+
+def without_torch(tree: Tree) -> None:
+    tree.say(**UNSAID, torch_error="ModuleNotFoundError: No module named 'torch'")
 
 
 def nodes(**node: object) -> dict[str, object]:
@@ -236,329 +235,300 @@ def nodes(**node: object) -> dict[str, object]:
     return {"device_nodes": {"/dev/kfd": node, "/dev/dri/renderD128": node}}
 
 
-def canary(check: str, level: str, found: str, fix: str) -> list[dict[str, str]]:
-    return [{"check": check, "level": level, "found": found, "fix": fix}]
+def canary(check: str, level: str, found: str, fix: str):
+    return lambda t: t.say(canaries=[{"check": check, "level": level, "found": found, "fix": fix}])
 
 
-def env(**variables: str) -> dict[str, object]:
-    return {"environment": variables}
+UNSAID = {"torch": None, "canaries": None, "blas": "", "hip_memory": None}
+OTHER_KERNELS = {"kernels": ["gfx942", "gfx1100"]}
+A_ROCM_BUILD = {"version": "2.12.0+rocm7.2", "hip": "7.2"}
+NO_KERNELS = {"environment": ("not recorded", ""), "torch kernels": ("warning", "install a torch built for gfx1036")}
 
 
-STRIX_KERNELS = {"kernels": ["gfx942", "gfx1100"]}
+def kernel(version: str):
+    return lambda t: t.file("proc/sys/kernel/osrelease", f"{version}\n")
+
+
+def says(**parts: object):
+    return lambda t: t.say(**parts)
+
+
+def sets(**variables: str):
+    return lambda t: t.say(environment=variables)
+
+
+def renames(old: str, new: str):
+    """Put another word in the recording."""
+    return lambda t: t.swap("rocm-ext.json", old, new)
+
+
+def on_the_bus(place: int, vendor: str):
+    """Put a graphics card on the bus that has no driver."""
+    device = f"sys/bus/pci/devices/{place}"
+    return lambda t: t.file(f"{device}/class", "0x030000\n").file(f"{device}/vendor", f"{vendor}\n")
+
+
 PARAMETER = grubby("--args='ttm.pages_limit=33554432'")
 WITHOUT_GTTSIZE = grubby("--remove-args='amdgpu.gttsize' --args='ttm.pages_limit=33554432'")
-SMALL_PARAMETERS = "amd_iommu=off amdgpu.gttsize=65536 ttm.pages_limit=16777216"
+OLD_KERNEL = grubby("--args='amd_iommu=off amdgpu.gttsize=131072 ttm.pages_limit=33554432'")
+SMALL_PARAMETERS = grubby("--args='amd_iommu=off amdgpu.gttsize=65536 ttm.pages_limit=16777216'")
 NO_TORCH = dict.fromkeys(("torch", "GPU memory", "memory budget", "canaries", "BLAS"), ("not recorded", ""))
 UPGRADE = "sudo dnf upgrade --refresh  # then reboot"
+APT = "sudo apt update && sudo apt full-upgrade  # then reboot"
+AGAIN = f"pip uninstall -y torch && {STRIX_TORCH}"
+MI50_TORCH = 'pip install "torch<2.10" --index-url https://download.pytorch.org/whl/rocm6.3'
+OF_A_WHEEL = 'pip install "torchtune==0.6.1" "torchao>=0.13,<0.19"'
+SAVE_AGAIN = ("warning", "record it again: rocm-ext doctor --save DIR")
+MISSING_GPU = {"GPU count": ("warning", "sudo dmesg | grep -i amdgpu")}
+CPU_BUILD = {"version": "2.13.0+cpu", "hip": None, "gpus": [], "kernels": []}
+FW, CARD, NODE = (
+    "sys/class/drm/card1/device/fw_version",
+    "sys/class/drm/card1/device",
+    "sys/class/kfd/kfd/topology/nodes/1",
+)
 
-# breakages of the good Strix Halo, with {check: (level, fix)} of the rows that are then not ok
+# (machine, what breaks): the change, and {check: (level, fix)} of the rows that are then not ok
 BREAKS = {
+    ("mi300x", "no torch"): (without_torch, NO_TORCH | {
+        "torch": ("error", "pip install torch --index-url https://download.pytorch.org/whl/rocm7.14")}),
+    ("mi50", "no torch"): (without_torch, NO_TORCH | {"torch": ("error", MI50_TORCH)}),
+    ("nvidia", "no torch"): (without_torch, NO_TORCH | {"torch": ("error", "pip install torch")}),
+    ("mi300x", "NUMA balancing"): (
+        lambda t: t.file("proc/sys/kernel/numa_balancing", "1\n"),
+        {"NUMA balancing": ("warning", "sudo sysctl kernel.numa_balancing=0")}),
+    ("mi300x", "a GPU is missing"): (hide_gpu, MISSING_GPU),
+    ("mi300x", "a GPU that KFD does not list"): (lose_gpu, MISSING_GPU),
+    ("mi300x", "a GPU without a driver"): (without_driver, MISSING_GPU),
+    ("mi300x", "one that is not chosen"): (
+        lambda t: (hide_gpu(t), t.say(environment={"ROCR_VISIBLE_DEVICES": "0,1,2,3,4,5,6"})), {}),
+    ("mi300x", "a container that is given one"): (give_one, {}),
+    ("mi300x", "MI300A"): (
+        lambda t: change_gpu(t, integrated=True, name="AMD Instinct MI300A", total_memory=128 * GIB), {}),
+    ("mi300x", "no C compiler for Triton"): (
+        says(commands=["bwrap"]), {"C compiler": ("warning", "sudo apt install gcc")}),
+    ("mi300x", "TunableOp"): (sets(PYTORCH_TUNABLEOP_ENABLED="1"), {}),
+    ("mi300x", "a kernel that stalls on mapped files"): (kernel("7.0.0-28-generic"), {"kernel": ("warning", APT)}),
+    ("strix_halo", "Ubuntu with its first kernel"): (
+        lambda t: (t.file("etc/os-release", 'ID=ubuntu\nID_LIKE=debian\nVERSION_ID="24.04"\n'),
+                   t.file("proc/sys/kernel/osrelease", "6.8.0-31-generic\n"),
+                   t.file("proc/cmdline", "quiet amd_iommu=off amdgpu.gttsize=131072 ttm.pages_limit=33554432\n")),
+        {"kernel": ("warning", "sudo apt update && sudo apt install linux-generic-hwe-24.04  # then reboot")}),
+    ("windows", "a build whose attention breaks what follows"): (
+        says(torch={"version": "2.12.0+rocm7.14.1"}),
+        {"torch build": ("warning", "attention=math, or a newer torch")}),
+    ("windows", "a nightly after that build"): (says(torch={"version": "2.12.0+rocm10.0.0a20260915"}), {}),
+    ("mi50", "TunableOp"): (
+        sets(PYTORCH_TUNABLEOP_ENABLED="1"),
+        {"PYTORCH_TUNABLEOP_ENABLED": ("warning", "unset PYTORCH_TUNABLEOP_ENABLED")}),
+    ("mi50", "Dynamo"): (
+        sets(TORCHDYNAMO_DISABLE="0"), {"TORCHDYNAMO_DISABLE": ("warning", "unset TORCHDYNAMO_DISABLE")}),
+    ("mi50", "a newer torch"): (
+        says(torch={"version": "2.11.0+rocm7.2", "kernels": ["gfx90a", "gfx942", "gfx1100"]}, canaries=[]),
+        dict.fromkeys(("torch version", "torch kernels"), ("warning", f"pip uninstall -y torch && {MI50_TORCH}"))
+        | {"torch kernels": ("error", f"pip uninstall -y torch && {MI50_TORCH}")}),
+    ("nvidia", "a CPU torch"): (
+        says(torch={"version": "2.13.0+cpu", "cuda": None, "gpus": []}, canaries=[], hip_memory=None),
+        {"torch": ("warning", "pip uninstall -y torch && pip install torch")}),
+    ("nvidia", "an integrated GPU of AMD's"): (
+        lambda t: t.file("sys/class/drm/card5/device/vendor", "0x1002\n"), {}),
+    ("cpu", "nomodeset with a Radeon"): (
+        lambda t: on_the_bus(3, "0x1002")(t).file("proc/cmdline", "nomodeset\n").say(torch=A_ROCM_BUILD),
+        {"GPU driver": ("warning", "/etc/default/grub && sudo update-grub  # then reboot"),
+         "torch": ("warning", "see the row GPU driver")}),
+    ("nvidia", "segments with a split size"): (
+        sets(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:256,expandable_segments:True"), {}),
+    ("wsl2", "no /dev/dxg"): (renames("/dev/dxg", "/dev/other"), {"device files": ("error", "wsl --update")}),
+    ("wsl2", "WSL1"): (
+        kernel("4.4.0-26100-Microsoft"), {"platform": ("error", "wsl --set-version DISTRIBUTION 2")}),
+    ("wsl2", "no driver"): (
+        says(torch={"gpus": []}, canaries=[], hip_memory=None),
+        {"torch": ("error", "in WSL2 also ROCm for WSL (rocm.docs.amd.com)")}),
+    ("windows", "pip's torch"): (
+        says(torch=CPU_BUILD, canaries=[]), {"torch": ("error", f"pip uninstall -y torch; {STRIX_TORCH}")}),
+    ("windows", "an older torch"): (
+        says(torch={"version": "2.9.1+rocm7.1"}),
+        {"torch version": ("warning", f"pip uninstall -y torch; {STRIX_TORCH}")}),
+    ("windows", "both visible variables"): (
+        sets(ROCR_VISIBLE_DEVICES="0", HIP_VISIBLE_DEVICES="0"),
+        {"ROCR_VISIBLE_DEVICES": ("warning", "Remove-Item Env:ROCR_VISIBLE_DEVICES")}),
+    ("cpu", "a ROCm torch"): (
+        says(torch=A_ROCM_BUILD),
+        {"torch": ("warning", "pip install torch --index-url https://download.pytorch.org/whl/cpu")}),
+    ("cpu", "an integrated GPU nobody trains on"): (
+        lambda t: t.file(f"{NODE}/properties", "simd_count 4\ngfx_target_version 100306\n"), {}),
+    ("cpu", "an NVIDIA GPU without a driver"): (
+        on_the_bus(1, "0x10de"),
+        {"GPU driver": ("warning", "install NVIDIA's driver; nvidia-smi then lists the GPU"),
+         "torch": ("warning", "pip uninstall -y torch && pip install torch")}),
+    ("windows", "a full disk"): (
+        says(disk_free={"Hugging Face cache": GIB}),
+        {"disk: Hugging Face cache": ("warning", '$env:HF_HOME = "/a/larger/disk"')}),
+    ("mi300x", "one GPU of eight computes wrong"): (
+        canary("copy, GPU 5", "error", "7 of 9 words changed", "try HSA_ENABLE_SDMA=0"),
+        {"canary: copy, GPU 5": ("error", "try HSA_ENABLE_SDMA=0")}),
+    ("cpu", "an AMD GPU without a driver"): (
+        on_the_bus(3, "0x1002"), {"GPU driver": ("warning", "sudo modprobe amdgpu")}),
+} | {("strix_halo", what): broken for what, broken in {
     "an old kernel": (
-        lambda t: t.file("proc/sys/kernel/osrelease", "6.14.11-300.fc42.x86_64\n"),
-        {
-            "kernel": ("warning", UPGRADE),
-            "kernel parameters": ("warning", grubby("--args='amd_iommu=off amdgpu.gttsize=131072 "
-                                                    "ttm.pages_limit=33554432'")),
-        },
-    ),
-    "a kernel that stalls on mapped files": (
-        lambda t: t.file("proc/sys/kernel/osrelease", "7.0.12-201.fc44.x86_64\n"),
-        {"kernel": ("warning", UPGRADE)},
-    ),
-    "Ubuntu's kernel with the fix": (lambda t: t.file("proc/sys/kernel/osrelease", "7.0.0-30-generic\n"), {}),
+        kernel("6.14.11-300.fc42.x86_64"),
+        {"kernel": ("warning", UPGRADE), "kernel parameters": ("warning", OLD_KERNEL)}),
+    "a kernel that stalls on mapped files": (kernel("7.0.12-201.fc44.x86_64"), {"kernel": ("warning", UPGRADE)}),
+    "Ubuntu's kernel with the fix": (kernel("7.0.0-30-generic"), {}),
     "copies from mapped files that stall": (
-        lambda t: t.say(copies={"mapped": 8.1}),
-        {"copies to the GPU": ("warning", UPGRADE)},
-    ),
+        says(copies={"mapped": 8.1}), {"copies to the GPU": ("warning", UPGRADE)}),
     "copies in a recording of an older version": (
-        lambda t: t.say(copies=None),
-        {"copies to the GPU": ("not recorded", "")},
-    ),
-    "no ttm.pages_limit": (
-        half_the_memory,
-        {"kernel parameters": ("warning", PARAMETER)},
-    ),
+        says(copies=None), {"copies to the GPU": ("not recorded", "")}),
+    "no ttm.pages_limit": (half_the_memory, {"kernel parameters": ("warning", PARAMETER)}),
     "ttm.pages_limit by modprobe.d": (lambda t: t.swap("proc/cmdline", " ttm.pages_limit=33554432", ""), {}),
     "a smaller but deliberate limit": (
-        lambda t: t.file("sys/module/ttm/parameters/pages_limit", "25165824\n"),
-        {},
-    ),
+        lambda t: t.file("sys/module/ttm/parameters/pages_limit", "25165824\n"), {}),
     "amdgpu.gttsize on a new kernel": (
         lambda t: t.swap("proc/cmdline", "quiet", "quiet amdgpu.gttsize=131072"),
-        {"kernel parameters": ("warning", WITHOUT_GTTSIZE)},
-    ),
+        {"kernel parameters": ("warning", WITHOUT_GTTSIZE)}),
     "amdgpu.gttsize and no ttm in the copy": (
         lambda t: t.swap("proc/cmdline", "ttm.pages_limit=33554432", "amdgpu.gttsize=131072").remove("sys/module"),
-        {"kernel parameters": ("warning", WITHOUT_GTTSIZE)},
-    ),
+        {"kernel parameters": ("warning", WITHOUT_GTTSIZE)}),
     "no ttm in the copy": (lambda t: t.remove("sys/module"), {}),
-    "64 GiB of memory": (
-        lambda t: t.swap("proc/meminfo", "131024388", "64886512").swap("proc/meminfo", "126310544", "61203988"),
-        {},
-    ),
+    "64 GiB of memory": (lambda t: with_host_memory(t, 64886512, 61203988), {}),
     "bad firmware": (
-        lambda t: t.file("sys/class/drm/card1/device/fw_version/mes_fw_version", "0x00000083\n"),
-        {"firmware": ("error", UPGRADE)},
-    ),
-    "firmware that the kernel does not tell": (
-        lambda t: t.remove("sys/class/drm/card1/device/fw_version"),
-        {"firmware": ("not recorded", "")},
-    ),
+        lambda t: t.file(f"{FW}/mes_fw_version", "0x00000083\n"), {"firmware": ("error", UPGRADE)}),
+    "firmware that the kernel does not tell": (lambda t: t.remove(FW), {"firmware": ("not recorded", "")}),
     "a large carve-out": (
-        lambda t: t.file("sys/class/drm/card1/device/mem_info_vram_total", f"{64 * GIB}\n")
-        .swap("proc/meminfo", "131024388", "64886512").swap("proc/meminfo", "126310544", "61203988"),
-        {"carve-out": ("warning", "BIOS: UMA frame buffer (dedicated graphics memory) 512 MB, or the smallest")},
-    ),
+        lambda t: (t.file(f"{CARD}/mem_info_vram_total", f"{64 * GIB}\n"), with_host_memory(t, 64886512, 61203988)),
+        {"carve-out": ("warning", "BIOS: UMA frame buffer (dedicated graphics memory) 512 MB, or the smallest")}),
     "a carve-out larger than what the host can give": (
-        carved_out,
-        {"carve-out": ("warning", "or the smallest; only then boot with ttm.pages_limit=33554432")},
-    ),
+        carved_out, {"carve-out": ("warning", "or the smallest; only then boot with ttm.pages_limit=33554432")}),
     "a torch that sees less than it may": (
-        lambda t: change_gpu(t, total_memory=67084484608),
-        {"GPU memory": ("warning", PARAMETER)},
-    ),
+        lambda t: change_gpu(t, total_memory=67084484608), {"GPU memory": ("warning", PARAMETER)}),
     "half the memory, with AMD's own driver": (
         lambda t: (half_the_memory(t), t.file("sys/module/amdttm/parameters/pages_limit", "16378048\n")),
-        {"kernel parameters": ("warning", grubby("--args='amdttm.pages_limit=33554432'"))},
-    ),
+        {"kernel parameters": ("warning", grubby("--args='amdttm.pages_limit=33554432'"))}),
     "half of 64 GiB on an old kernel": (
-        little_memory,
-        {
-            "kernel": ("warning", UPGRADE),
-            "kernel parameters": ("warning", grubby(f"--args='{SMALL_PARAMETERS}'")),
-        },
-    ),
+        little_memory, {"kernel": ("warning", UPGRADE), "kernel parameters": ("warning", SMALL_PARAMETERS)}),
     "no groups": (
         lambda t: t.say(user={"groups": []}).swap("etc/group", "105:user", "105:").swap("etc/group", "39:user", "39:"),
-        {"device files": ("error", JOIN)},
-    ),
+        {"device files": ("error", JOIN)}),
     "groups that need a new login": (
-        lambda t: t.say(user={"groups": []}),
-        {"device files": ("error", "log out and in again")},
-    ),
-    "device files for everybody": (lambda t: t.say(user={"groups": []}, **nodes(mode="0666")), {}),
+        says(user={"groups": []}), {"device files": ("error", "log out and in again")}),
+    "device files for everybody": (says(user={"groups": []}, **nodes(mode="0666")), {}),
     "device files for root alone": (
-        lambda t: t.say(**nodes(mode="0600", group="root")),
-        {"device files": ("error", "sudo udevadm trigger")},
-    ),
-    "groups that nobody wrote down": (
-        lambda t: t.say(user=None),
-        {"device files": ("not recorded", "")},
-    ),
-    "root": (lambda t: t.say(user={"name": "root", "groups": [], "root": True}), {}),
+        says(**nodes(mode="0600", group="root")), {"device files": ("error", "sudo udevadm trigger")}),
+    "groups that nobody wrote down": (says(user=None), {"device files": ("not recorded", "")}),
+    "root": (says(user={"name": "root", "groups": [], "root": True}), {}),
     "no /dev/kfd": (
-        lambda t: t.file("rocm-ext.json", t.say(**nodes()).root.joinpath("rocm-ext.json").read_text()
-                         .replace("/dev/kfd", "/dev/other")),
-        {"device files": ("error", "sudo modprobe amdgpu")},
-    ),
+        lambda t: t.say(**nodes()).swap("rocm-ext.json", "/dev/kfd", "/dev/other"),
+        {"device files": ("error", "sudo modprobe amdgpu")}),
     "no KFD": (
-        lambda t: t.remove("sys/class/kfd").say(torch=None, canaries=None, blas="", hip_memory=None,
-                                                cpu="AMD RYZEN AI MAX+ 395"),
-        {**NO_TORCH, "GPU driver": ("error", "sudo dmesg | grep -i -e amdgpu -e kfd")},
-    ),
+        lambda t: t.remove("sys/class/kfd").say(**UNSAID, cpu="AMD RYZEN AI MAX+ 395"),
+        {**NO_TORCH, "GPU driver": ("error", "sudo dmesg | grep -i -e amdgpu -e kfd")}),
     "nomodeset": (
         without_kfd_and_driver,
-        {
-            "GPU driver": ("error", grubby("--remove-args='nomodeset'")),
-            "device files": ("error", "sudo modprobe amdgpu"),
-            "firmware": ("not recorded", ""),
-            "GPU memory": ("not recorded", ""),
-            "carve-out": ("not recorded", ""),
-            "torch": ("error", 'AMD_LOG_LEVEL=3 python -c "import torch; torch.cuda.init()"'),
-            "canaries": ("not recorded", ""),
-        },
-    ),
-    "a CPU torch": (
-        lambda t: t.say(torch={"version": "2.13.0+cpu", "hip": None, "gpus": [], "kernels": []}, canaries=None),
-        {"torch": ("error", f"pip uninstall -y torch && {STRIX_TORCH}"), "canaries": ("not recorded", "")},
-    ),
+        {"GPU driver": ("error", grubby("--remove-args='nomodeset'")),
+         "device files": ("error", "sudo modprobe amdgpu"),
+         "torch": ("error", 'AMD_LOG_LEVEL=3 python -c "import torch; torch.cuda.init()"'),
+         **dict.fromkeys(("firmware", "GPU memory", "carve-out", "canaries"), ("not recorded", ""))}),
     "torch without the GPU's kernels": (
-        lambda t: t.say(torch=STRIX_KERNELS, canaries=canary("copy", "error", "HIP error: invalid ...", "x")),
-        {"torch kernels": ("error", f"pip uninstall -y torch && {STRIX_TORCH}"), "canary: copy": ("error", "x")},
-    ),
+        lambda t: canary("copy", "error", "HIP error: invalid ...", "x")(t).say(torch=OTHER_KERNELS),
+        {"torch kernels": ("error", AGAIN), "canary: copy": ("error", "x")}),
     "torch without the GPU's kernels that computes": (
-        lambda t: t.say(torch=STRIX_KERNELS),
-        {"torch kernels": ("warning", f"pip uninstall -y torch && {STRIX_TORCH}")},
-    ),
-    "an old ROCm": (
-        lambda t: t.say(torch={"version": "2.9.0+rocm6.4"}),
-        {"ROCm": ("warning", f"pip uninstall -y torch && {STRIX_TORCH}")},
-    ),
+        says(torch=OTHER_KERNELS), {"torch kernels": ("warning", AGAIN)}),
     "ROCm before gfx1151's registers were right": (
-        lambda t: t.say(torch={"version": "2.10.0+rocm7.1"}),
-        {"ROCm": ("warning", f"pip uninstall -y torch && {STRIX_TORCH}")},
-    ),
-    "no torch": (
-        lambda t: without_torch(t),
-        NO_TORCH | {"torch": ("error", STRIX_TORCH)},
-    ),
+        says(torch={"version": "2.10.0+rocm7.1"}), {"ROCm": ("warning", AGAIN)}),
     "Gorgon Halo, whose GPU may have another PCI number": (
-        lambda t: t.file("sys/class/drm/card1/device/device", "0x1600\n")
-        .file("sys/class/drm/card1/device/fw_version/mes_fw_version", "0x00000083\n"),
-        {"firmware": ("error", UPGRADE)},
-    ),
+        lambda t: t.file(f"{CARD}/device", "0x1600\n").file(f"{FW}/mes_fw_version", "0x00000083\n"),
+        {"firmware": ("error", UPGRADE)}),
     "a torch that does not import": (
-        lambda t: t.say(torch=None, canaries=None, blas="", hip_memory=None,
-                        torch_error="ImportError: libamdhip64.so.7: cannot open shared object file"),
-        {
-            "torch": ("error", f"pip uninstall -y torch && {STRIX_TORCH}"),
-            "GPU memory": ("not recorded", ""),
-            "memory budget": ("not recorded", ""),
-            "canaries": ("not recorded", ""),
-            "BLAS": ("not recorded", ""),
-        },
-    ),
-    "torchao 0.19": (
-        lambda t: t.say(packages={"torchao": "0.19.0"}),
-        {"torchtune, torchao": ("error", 'pip install "torchtune==0.6.1" "torchao>=0.13,<0.19"')},
-    ),
+        says(**UNSAID, torch_error="ImportError: libamdhip64.so.7: cannot open shared object file"),
+        NO_TORCH | {"torch": ("error", AGAIN)}),
+    "torchao 0.19": (says(packages={"torchao": "0.19.0"}), {"torchtune, torchao": ("error", OF_A_WHEEL)}),
     "one of two packages": (
-        lambda t: t.file("rocm-ext.json", (t.root / "rocm-ext.json").read_text().replace('"torchao"', '"torchvision"')),
-        {"torchtune, torchao": ("not recorded", "")},
-    ),
-    "no torchtune": (
-        lambda t: t.say(packages={"torchtune": None}),
-        {"torchtune, torchao": ("error", 'pip install "torchtune==0.6.1" "torchao>=0.13,<0.19"')},
-    ),
+        renames('"torchao"', '"torchvision"'), {"torchtune, torchao": ("not recorded", "")}),
+    "no torchtune": (says(packages={"torchtune": None}), {"torchtune, torchao": ("error", OF_A_WHEEL)}),
     "segments with a split size": (
-        lambda t: t.say(**env(PYTORCH_HIP_ALLOC_CONF="max_split_size_mb:256,expandable_segments:True")),
-        {"PYTORCH_HIP_ALLOC_CONF": ("error", "unset PYTORCH_HIP_ALLOC_CONF")},
-    ),
-    "segments alone": (lambda t: t.say(**env(PYTORCH_HIP_ALLOC_CONF="expandable_segments:True")), {}),
+        sets(PYTORCH_HIP_ALLOC_CONF="max_split_size_mb:256,expandable_segments:True"),
+        {"PYTORCH_HIP_ALLOC_CONF": ("error", "unset PYTORCH_HIP_ALLOC_CONF")}),
+    "segments alone": (sets(PYTORCH_HIP_ALLOC_CONF="expandable_segments:True"), {}),
     "allocator variables that differ": (
-        lambda t: t.say(**env(PYTORCH_HIP_ALLOC_CONF="max_split_size_mb:1", PYTORCH_ALLOC_CONF="max_split_size_mb:2")),
-        {"PYTORCH_ALLOC_CONF": ("error", "unset PYTORCH_ALLOC_CONF")},
-    ),
+        sets(PYTORCH_HIP_ALLOC_CONF="max_split_size_mb:1", PYTORCH_ALLOC_CONF="max_split_size_mb:2"),
+        {"PYTORCH_ALLOC_CONF": ("error", "unset PYTORCH_ALLOC_CONF")}),
     "an override that is not needed": (
-        lambda t: t.say(**env(HSA_OVERRIDE_GFX_VERSION="11.0.0")),
-        {"HSA_OVERRIDE_GFX_VERSION": ("warning", "unset HSA_OVERRIDE_GFX_VERSION")},
-    ),
+        sets(HSA_OVERRIDE_GFX_VERSION="11.0.0"),
+        {"HSA_OVERRIDE_GFX_VERSION": ("warning", "unset HSA_OVERRIDE_GFX_VERSION")}),
     "both visible variables": (
-        lambda t: t.say(**env(ROCR_VISIBLE_DEVICES="0", HIP_VISIBLE_DEVICES="0")),
-        {"HIP_VISIBLE_DEVICES": ("warning", "unset HIP_VISIBLE_DEVICES")},
-    ),
+        sets(ROCR_VISIBLE_DEVICES="0", HIP_VISIBLE_DEVICES="0"),
+        {"HIP_VISIBLE_DEVICES": ("warning", "unset HIP_VISIBLE_DEVICES")}),
     "a variable against the profile": (
-        lambda t: t.say(**env(ROCBLAS_USE_HIPBLASLT="0")),
-        {"ROCBLAS_USE_HIPBLASLT": ("warning", "unset ROCBLAS_USE_HIPBLASLT")},
-    ),
-    "a variable as in the profile": (lambda t: t.say(**env(ROCBLAS_USE_HIPBLASLT="1")), {}),
+        sets(ROCBLAS_USE_HIPBLASLT="0"), {"ROCBLAS_USE_HIPBLASLT": ("warning", "unset ROCBLAS_USE_HIPBLASLT")}),
+    "a variable as in the profile": (sets(ROCBLAS_USE_HIPBLASLT="1"), {}),
     "hipBLASLt off in rocBLAS alone": (
-        lambda t: t.say(blas="hipBLASLt", **env(ROCBLAS_USE_HIPBLASLT="0")),
-        {
-            "ROCBLAS_USE_HIPBLASLT": ("warning", "unset ROCBLAS_USE_HIPBLASLT"),
-            "BLAS": ("warning", "export TORCH_BLAS_PREFER_HIPBLASLT=0"),
-        },
-    ),
+        says(blas="hipBLASLt", environment={"ROCBLAS_USE_HIPBLASLT": "0"}),
+        {"ROCBLAS_USE_HIPBLASLT": ("warning", "unset ROCBLAS_USE_HIPBLASLT"),
+         "BLAS": ("warning", "export TORCH_BLAS_PREFER_HIPBLASLT=0")}),
     "a torch that ignores the switch": (
-        lambda t: t.say(blas="hipBLASLt", **env(TORCH_BLAS_PREFER_HIPBLASLT="0")),
-        {"BLAS": ("warning", 'torch.backends.cuda.preferred_blas_library("cublas") first')},
-    ),
-    "hipBLASLt off": (lambda t: t.say(**env(TORCH_BLAS_PREFER_HIPBLASLT="0")), {}),
-    "hipBLASLt as torch chooses": (lambda t: t.say(blas="hipBLASLt"), {}),
+        says(blas="hipBLASLt", environment={"TORCH_BLAS_PREFER_HIPBLASLT": "0"}),
+        {"BLAS": ("warning", 'torch.backends.cuda.preferred_blas_library("cublas") first')}),
+    "hipBLASLt off": (sets(TORCH_BLAS_PREFER_HIPBLASLT="0"), {}),
+    "hipBLASLt as torch chooses": (says(blas="hipBLASLt"), {}),
     "debugging": (
-        lambda t: t.say(**env(HIP_LAUNCH_BLOCKING="1", AMD_SERIALIZE_KERNEL="0")),
-        {"HIP_LAUNCH_BLOCKING": ("warning", "unset HIP_LAUNCH_BLOCKING")},
-    ),
+        sets(HIP_LAUNCH_BLOCKING="1", AMD_SERIALIZE_KERNEL="0"),
+        {"HIP_LAUNCH_BLOCKING": ("warning", "unset HIP_LAUNCH_BLOCKING")}),
     "hidden GPUs": (
-        lambda t: t.say(torch={"gpus": []}, canaries=None, **env(HIP_VISIBLE_DEVICES="")),
-        {"hardware profile": ("warning", "unset HIP_VISIBLE_DEVICES"), "canaries": ("not recorded", "")},
-    ),
+        says(torch={"gpus": []}, canaries=None, environment={"HIP_VISIBLE_DEVICES": ""}),
+        {"hardware profile": ("warning", "unset HIP_VISIBLE_DEVICES"), "canaries": ("not recorded", "")}),
     "a GPU chosen that is not here": (
-        lambda t: t.say(torch={"gpus": []}, canaries=None, **env(HIP_VISIBLE_DEVICES="1")),
-        {"torch": ("error", "unset HIP_VISIBLE_DEVICES"), "canaries": ("not recorded", "")},
-    ),
-    "a damaged kernel version": (
-        lambda t: t.file("proc/sys/kernel/osrelease", "\0\1" * 900),
-        {
-            "kernel": ("not recorded", ""),
-            "system files": ("warning", "record it again: rocm-ext doctor --save DIR"),
-        },
-    ),
+        says(torch={"gpus": []}, canaries=None, environment={"HIP_VISIBLE_DEVICES": "1"}),
+        {"torch": ("error", "unset HIP_VISIBLE_DEVICES"), "canaries": ("not recorded", "")}),
+    "a damaged kernel version": (kernel("\0\1" * 900), {"kernel": ("not recorded", ""), "system files": SAVE_AGAIN}),
     "quoted parameters": (
         lambda t: t.file("proc/cmdline", '"ttm.pages_limit=33554432" quiet\n').remove("sys/module")
-        .remove("sys/class/drm/card1/device/mem_info_gtt_total"),
-        {},
-    ),
-    "an unknown kernel": (
-        lambda t: t.remove("proc/sys/kernel/osrelease"),
-        {"kernel": ("not recorded", "")},
-    ),
+        .remove(f"{CARD}/mem_info_gtt_total"), {}),
+    "an unknown kernel": (lambda t: t.remove("proc/sys/kernel/osrelease"), {"kernel": ("not recorded", "")}),
     "attention on the math path": (
-        lambda t: t.say(canaries=canary("fused attention", "warning", "slow math path", "torch 2.12")),
-        {"attention": ("warning", "torch 2.12")},
-    ),
+        canary("fused attention", "warning", "slow math path", "torch 2.12"), {"attention": ("warning", "torch 2.12")}),
     "wrong results": (
-        lambda t: t.say(canaries=canary("bf16 matmul", "error", "relative error 9.9e-01", "try another")),
-        {"canary: bf16 matmul": ("error", "try another")},
-    ),
+        canary("bf16 matmul", "error", "relative error 9.9e-01", "try another"),
+        {"canary: bf16 matmul": ("error", "try another")}),
     "somebody on the GPU": (
         lambda t: t.file("sys/class/kfd/kfd/proc/4711/vram_51238", f"{60 * GIB}\n").file("proc/4711/comm", "vllm\n"),
-        {"other processes": ("warning", "wait for them, or: kill 4711")},
-    ),
+        {"other processes": ("warning", "wait for them, or: kill 4711")}),
     "no bubblewrap": (
-        lambda t: t.say(commands=["gcc"], sandbox=None),
-        {"sandbox": ("warning", "sudo dnf install bubblewrap")},
-    ),
+        says(commands=["gcc"], sandbox=None), {"sandbox": ("warning", "sudo dnf install bubblewrap")}),
     "a sandbox that does not work": (
-        lambda t: t.say(sandbox={"works": False, "found": "bubblewrap cannot make a sandbox here: no permission; "
-                                 "user namespaces are off: `sudo sysctl user.max_user_namespaces=10000`"}),
-        {"sandbox": ("warning", "user namespaces are off: `sudo sysctl user.max_user_namespaces=10000`")},
-    ),
-    "no compiler, and none needed": (lambda t: t.say(commands=["bwrap"]), {}),
+        says(sandbox={"works": False, "found": "no permission; user namespaces are off: `sudo sysctl x`"}),
+        {"sandbox": ("warning", "user namespaces are off: `sudo sysctl x`")}),
+    "no compiler, and none needed": (says(commands=["bwrap"]), {}),
     "a full disk": (
-        lambda t: t.say(disk_free={"current folder": 2**29, "Hugging Face cache": 15 * GIB}),
-        {
-            "disk: current folder": ("error", "output_dir=/a/larger/disk"),
-            "disk: Hugging Face cache": ("warning", "export HF_HOME=/a/larger/disk"),
-        },
-    ),
+        says(disk_free={"current folder": 2**29, "Hugging Face cache": 15 * GIB}),
+        {"disk: current folder": ("error", "output_dir=/a/larger/disk"),
+         "disk: Hugging Face cache": ("warning", "export HF_HOME=/a/larger/disk")}),
     "no memory left": (
-        lambda t: t.swap("proc/meminfo", "126310544", "6310544"),
-        {"memory budget": ("error", "Free host memory")},
-    ),
+        lambda t: t.swap("proc/meminfo", "126310544", "6310544"), {"memory budget": ("error", "Free host memory")}),
     "a container's limit": (
-        lambda t: t.say(memory_limit=32 * GIB),
-        {"host memory": ("warning", "raise the limit: docker run --memory, or MemoryMax= in systemd")},
-    ),
+        says(memory_limit=32 * GIB),
+        {"host memory": ("warning", "raise the limit: docker run --memory, or MemoryMax= in systemd")}),
     "a damaged file": (
-        lambda t: t.file("sys/class/drm/card1/device/mem_info_vram_total", "53687x91\n"),
-        {"system files": ("warning", "record it again: rocm-ext doctor --save DIR"), "carve-out": ("not recorded", "")},
-    ),
+        lambda t: t.file(f"{CARD}/mem_info_vram_total", "53687x91\n"),
+        {"system files": SAVE_AGAIN, "carve-out": ("not recorded", "")}),
     "a GPU without a profile": (
         lambda t: (change_gpu(t, arch="gfx1150", name="AMD Radeon 890M Graphics"),
-                   t.swap("sys/class/kfd/kfd/topology/nodes/1/properties", "110501", "110500"),
-                   t.say(torch={"kernels": ["gfx1150"]})),
-        {"hardware profile": ("error", "hardware=strix_halo"), "environment": ("not recorded", "")},
-    ),
+                   t.swap(f"{NODE}/properties", "110501", "110500"), t.say(torch={"kernels": ["gfx1150"]})),
+        {"hardware profile": ("error", "hardware=strix_halo"), "environment": ("not recorded", "")}),
     "an integrated GPU that is no relative": (
-        lambda t: (change_gpu(t, arch="gfx1036", integrated=True),
-                   t.swap("sys/class/kfd/kfd/topology/nodes/1/properties", "110501", "100306")),
-        {
-            "hardware profile": ("error", "hardware=cpu"),
-            "environment": ("not recorded", ""),
-            "torch kernels": ("warning", "install a torch built for gfx1036"),
-        },
-    ),
+        lambda t: (change_gpu(t, arch="gfx1036", integrated=True), t.swap(f"{NODE}/properties", "110501", "100306")),
+        {"hardware profile": ("error", "hardware=cpu"), **NO_KERNELS}),
     "another GPU beside it": (
-        lambda t: add_gpu(t, "gfx1201"),
-        {"other GPUs": ("warning", "export ROCR_VISIBLE_DEVICES=0")},
-    ),
+        lambda t: add_gpu(t, "gfx1201"), {"other GPUs": ("warning", "export ROCR_VISIBLE_DEVICES=0")}),
     "a GPU without a profile before it": (
         lambda t: add_gpu(t, "gfx1036", first=True),
-        {
-            "hardware profile": ("error", "export ROCR_VISIBLE_DEVICES=1"),
-            "environment": ("not recorded", ""),
-            "torch kernels": ("warning", "install a torch built for gfx1036"),
-        },
-    ),
-}  # fmt: skip
+        {"hardware profile": ("error", "export ROCR_VISIBLE_DEVICES=1"), **NO_KERNELS}),
+}.items()}  # fmt: skip
 
 
-@pytest.mark.wide(always=20)
-@pytest.mark.parametrize("what", BREAKS)
-def test_one_thing_that_breaks_shows_in_its_row_and_nowhere_else(capsys, tmp_path, what):
-    tree = Tree("strix_halo", tmp_path)
-    change, expected = BREAKS[what]
+@pytest.mark.wide(always=56)
+@pytest.mark.parametrize(("name", "what"), BREAKS)
+def test_one_thing_that_breaks_shows_in_its_row_and_nowhere_else(capsys, tmp_path, name, what):
+    tree = Tree(name, tmp_path)
+    change, expected = BREAKS[name, what]
     change(tree)
     code, rows = doctor(capsys, "--root", tree.root)
     assert problems(rows) == {check: level for check, (level, _) in expected.items()}
@@ -570,179 +540,15 @@ def test_one_thing_that_breaks_shows_in_its_row_and_nowhere_else(capsys, tmp_pat
     assert code == (2 if "error" in levels else 1 if "warning" in levels else 0)
 
 
-def without_torch(tree: Tree) -> None:
-    tree.say(torch=None, canaries=None, blas="", hip_memory=None,
-             torch_error="ModuleNotFoundError: No module named 'torch'")  # fmt: skip
-
-
-MI50_TORCH = 'pip uninstall -y torch && pip install "torch<2.10" --index-url https://download.pytorch.org/whl/rocm6.3'
-OTHERS = {
-    ("mi300x", "no torch"): (
-        without_torch,
-        NO_TORCH | {"torch": ("error", "pip install torch --index-url https://download.pytorch.org/whl/rocm7.14")},
-    ),
-    ("mi50", "no torch"): (without_torch, NO_TORCH | {"torch": ("error", MI50_TORCH.partition("&& ")[2])}),
-    ("windows", "no torch"): (without_torch, NO_TORCH | {"torch": ("error", STRIX_TORCH)}),
-    ("nvidia", "no torch"): (without_torch, NO_TORCH | {"torch": ("error", "pip install torch")}),
-    ("mi300x", "NUMA balancing"): (
-        lambda t: t.file("proc/sys/kernel/numa_balancing", "1\n"),
-        {"NUMA balancing": ("warning", "sudo sysctl kernel.numa_balancing=0")},
-    ),
-    ("mi300x", "a GPU is missing"): (
-        lambda t: t.say(torch={"gpus": json.loads((t.root / "rocm-ext.json").read_text())["torch"]["gpus"][1:]}),
-        {"GPU count": ("warning", "sudo dmesg | grep -i amdgpu")},
-    ),
-    ("mi300x", "a GPU that KFD does not list"): (lose_gpu, {"GPU count": ("warning", "sudo dmesg | grep -i amdgpu")}),
-    ("mi300x", "a GPU without a driver"): (on_the_bus, {"GPU count": ("warning", "sudo dmesg | grep -i amdgpu")}),
-    ("mi300x", "one that is not chosen"): (
-        lambda t: t.say(torch={"gpus": json.loads((t.root / "rocm-ext.json").read_text())["torch"]["gpus"][1:]},
-                        **env(ROCR_VISIBLE_DEVICES="0,1,2,3,4,5,6")),
-        {},
-    ),
-    ("mi300x", "a container that is given one"): (give_one, {}),
-    ("mi300x", "MI300A"): (
-        lambda t: change_gpu(t, integrated=True, name="AMD Instinct MI300A", total_memory=128 * GIB),
-        {},
-    ),
-    ("mi300x", "no C compiler for Triton"): (
-        lambda t: t.say(commands=["bwrap"]),
-        {"C compiler": ("warning", "sudo apt install gcc")},
-    ),
-    ("mi300x", "TunableOp"): (lambda t: t.say(**env(PYTORCH_TUNABLEOP_ENABLED="1")), {}),
-    ("mi300x", "a kernel that stalls on mapped files"): (
-        lambda t: t.file("proc/sys/kernel/osrelease", "7.0.0-28-generic\n"),
-        {"kernel": ("warning", "sudo apt update && sudo apt full-upgrade  # then reboot")},
-    ),
-    ("strix_halo", "Ubuntu with its first kernel"): (
-        lambda t: (
-            t.file("etc/os-release", 'ID=ubuntu\nID_LIKE=debian\nVERSION_ID="24.04"\n'),
-            t.file("proc/sys/kernel/osrelease", "6.8.0-31-generic\n"),
-            t.file("proc/cmdline", "quiet amd_iommu=off amdgpu.gttsize=131072 ttm.pages_limit=33554432\n"),
-        ),
-        {"kernel": ("warning", "sudo apt update && sudo apt install linux-generic-hwe-24.04  # then reboot")},
-    ),
-    ("windows", "a build whose attention breaks what follows"): (
-        lambda t: t.say(torch={"version": "2.12.0+rocm7.14.1"}),
-        {"torch build": ("warning", "attention=math, or a newer torch")},
-    ),
-    ("windows", "a nightly after that build"): (
-        lambda t: t.say(torch={"version": "2.12.0+rocm10.0.0a20260915"}),
-        {},
-    ),
-    ("mi50", "TunableOp"): (
-        lambda t: t.say(**env(PYTORCH_TUNABLEOP_ENABLED="1")),
-        {"PYTORCH_TUNABLEOP_ENABLED": ("warning", "unset PYTORCH_TUNABLEOP_ENABLED")},
-    ),
-    ("mi50", "Dynamo"): (
-        lambda t: t.say(**env(TORCHDYNAMO_DISABLE="0")),
-        {"TORCHDYNAMO_DISABLE": ("warning", "unset TORCHDYNAMO_DISABLE")},
-    ),
-    ("mi50", "a newer torch"): (
-        lambda t: t.say(torch={"version": "2.11.0+rocm7.2", "kernels": ["gfx90a", "gfx942", "gfx1100"]}, canaries=[]),
-        {"torch version": ("warning", MI50_TORCH), "torch kernels": ("error", MI50_TORCH)},
-    ),
-    ("nvidia", "a CPU torch"): (
-        lambda t: t.say(torch={"version": "2.13.0+cpu", "cuda": None, "gpus": []}, canaries=[], hip_memory=None),
-        {"torch": ("warning", "pip uninstall -y torch && pip install torch")},
-    ),
-    ("nvidia", "an integrated GPU of AMD's"): (
-        lambda t: t.file("sys/class/drm/card5/device/vendor", "0x1002\n"),
-        {},
-    ),
-    ("cpu", "nomodeset with a Radeon"): (
-        lambda t: t.file("sys/bus/pci/devices/3/class", "0x030000\n").file("sys/bus/pci/devices/3/vendor", "0x1002\n")
-        .file("proc/cmdline", "nomodeset\n").say(torch={"version": "2.12.0+rocm7.2", "hip": "7.2"}),
-        {
-            "GPU driver": ("warning", "/etc/default/grub && sudo update-grub  # then reboot"),
-            "torch": ("warning", "see the row GPU driver"),
-        },
-    ),
-    ("nvidia", "segments with a split size"): (
-        lambda t: t.say(**env(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:256,expandable_segments:True")),
-        {},
-    ),
-    ("wsl2", "no /dev/dxg"): (
-        lambda t: t.file("rocm-ext.json", (t.root / "rocm-ext.json").read_text().replace("/dev/dxg", "/dev/other")),
-        {"device files": ("error", "wsl --update")},
-    ),
-    ("wsl2", "WSL1"): (
-        lambda t: t.file("proc/sys/kernel/osrelease", "4.4.0-26100-Microsoft\n"),
-        {"platform": ("error", "wsl --set-version DISTRIBUTION 2")},
-    ),
-    ("wsl2", "no driver"): (
-        lambda t: t.say(torch={"gpus": []}, canaries=[], hip_memory=None),
-        {"torch": ("error", "in WSL2 also ROCm for WSL (rocm.docs.amd.com)")},
-    ),
-    ("windows", "pip's torch"): (
-        lambda t: t.say(torch={"version": "2.13.0+cpu", "hip": None, "gpus": [], "kernels": []}, canaries=[]),
-        {"torch": ("error", f"pip uninstall -y torch; {STRIX_TORCH}")},
-    ),
-    ("windows", "an older torch"): (
-        lambda t: t.say(torch={"version": "2.9.1+rocm7.1"}),
-        {"torch version": ("warning", f"pip uninstall -y torch; {STRIX_TORCH}")},
-    ),
-    ("windows", "both visible variables"): (
-        lambda t: t.say(**env(ROCR_VISIBLE_DEVICES="0", HIP_VISIBLE_DEVICES="0")),
-        {"ROCR_VISIBLE_DEVICES": ("warning", "Remove-Item Env:ROCR_VISIBLE_DEVICES")},
-    ),
-    ("cpu", "a ROCm torch"): (
-        lambda t: t.say(torch={"version": "2.12.0+rocm7.2", "hip": "7.2"}),
-        {"torch": ("warning", "pip install torch --index-url https://download.pytorch.org/whl/cpu")},
-    ),
-    ("cpu", "an integrated GPU nobody trains on"): (
-        lambda t: t.file("sys/class/kfd/kfd/topology/nodes/1/properties", "simd_count 4\ngfx_target_version 100306\n"),
-        {},
-    ),
-    ("cpu", "an NVIDIA GPU without a driver"): (
-        lambda t: t.file("sys/bus/pci/devices/0000:01:00.0/class", "0x030000\n").file(
-            "sys/bus/pci/devices/0000:01:00.0/vendor", "0x10de\n"),
-        {
-            "GPU driver": ("warning", "install NVIDIA's driver; nvidia-smi then lists the GPU"),
-            "torch": ("warning", "pip uninstall -y torch && pip install torch"),
-        },
-    ),
-    ("windows", "a full disk"): (
-        lambda t: t.say(disk_free={"Hugging Face cache": GIB}),
-        {"disk: Hugging Face cache": ("warning", '$env:HF_HOME = "/a/larger/disk"')},
-    ),
-    ("mi300x", "one GPU of eight computes wrong"): (
-        lambda t: t.say(canaries=canary("copy, GPU 5", "error", "7 of 9 words changed", "try HSA_ENABLE_SDMA=0")),
-        {"canary: copy, GPU 5": ("error", "try HSA_ENABLE_SDMA=0")},
-    ),
-    ("cpu", "an AMD GPU without a driver"): (
-        lambda t: t.file("sys/bus/pci/devices/0000:03:00.0/class", "0x030000\n").file(
-            "sys/bus/pci/devices/0000:03:00.0/vendor", "0x1002\n"),
-        {"GPU driver": ("warning", "sudo modprobe amdgpu")},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "what"), OTHERS)
-def test_what_breaks_on_other_machines(capsys, tmp_path, name, what):
-    tree = Tree(name, tmp_path)
-    change, expected = OTHERS[name, what]
-    change(tree)
-    _, rows = doctor(capsys, "--root", tree.root)
-    assert problems(rows) == {check: level for check, (level, _) in expected.items()}
-    for check, (_, fix) in expected.items():
-        assert rows[check]["fix"].endswith(fix)
-
-
-def test_in_a_container_the_fix_is_docker_s(capsys, tmp_path):
+def test_in_a_container_the_fix_is_of_the_program_that_made_it(capsys, tmp_path, monkeypatch):
     tree = Tree("strix_halo", tmp_path)
     tree.say(container=True, user={"groups": []}, **nodes(group="992"))
     _, rows = doctor(capsys, "--root", tree.root)
     assert problems(rows) == {"device files": "error"}
     assert rows["device files"]["fix"].startswith("docker run --device /dev/kfd --device /dev/dri --group-add video")
-
-
-def test_in_a_rootless_container_the_fix_is_podman_s(capsys, tmp_path, monkeypatch):
-    tree = Tree("strix_halo", tmp_path)
-    tree.say(container=True, rootless=True, user={"groups": []}, **nodes(owner="nobody", group="nogroup"))
+    tree.say(rootless=True, **nodes(owner="nobody", group="nogroup"))
     _, rows = doctor(capsys, "--root", tree.root)
-    assert rows["device files"]["fix"] == (
-        "podman run --device /dev/kfd --device /dev/dri --group-add keep-groups IMAGE"
-    )
+    assert rows["device files"]["fix"].startswith("podman run --device /dev/kfd --device /dev/dri --group-add keep")
     # names of groups are not enough there (kyuz0/amd-strix-halo-toolboxes#53)
     monkeypatch.setattr(this_machine, "ROOT", tree.root)
     monkeypatch.setattr(this_machine, "PROBE", ("-c", ""))
@@ -795,29 +601,19 @@ def test_a_copy_with_sysfs_links_is_the_same(capsys, tmp_path):
     assert doctor(capsys, "--root", tree.root) == doctor(capsys, "--root", TREES / "strix_halo")
 
 
-@pytest.mark.parametrize("name", ["mi300x", "strix_halo", "wsl2"])
+@pytest.mark.parametrize("name", ["mi300x", "wsl2"])
 def test_what_torch_recorded_alone_says_that_the_driver_works(capsys, tmp_path, name):
     (tmp_path / "rocm-ext.json").write_text((TREES / name / "rocm-ext.json").read_text())
     code, rows = doctor(capsys, "--root", tmp_path)
     assert (code, rows["GPU driver"]["found"]) == (0, "torch sees the GPU")
 
 
-def test_files_alone_tell_of_an_nvidia_gpu(capsys, tmp_path):
+def test_files_alone_tell_of_an_nvidia_gpu_and_facts_win_over_files(capsys, tmp_path):
     _, rows = doctor(capsys, "--root", Tree("nvidia", tmp_path).remove("rocm-ext.json").root)
     assert rows["hardware profile"]["found"] == "cuda: an NVIDIA GPU"
-
-
-def test_windows_facts_beside_linux_files_are_a_windows_machine(capsys, tmp_path):
-    tree = Tree("strix_halo_misconfigured", tmp_path)
-    tree.file("rocm-ext.json", (TREES / "windows/rocm-ext.json").read_text())
+    windows = (TREES / "windows/rocm-ext.json").read_text()
+    tree = Tree("strix_halo_misconfigured", tmp_path).file("rocm-ext.json", windows)
     assert doctor(capsys, "--root", tree.root) == doctor(capsys, "--root", TREES / "windows")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_is_saved_is_judged_the_same(capsys, tmp_path, name):
-    expected = doctor(capsys, "--root", TREES / name)
-    assert doctor(capsys, "--root", TREES / name, "--save", tmp_path / "saved") == expected
-    assert doctor(capsys, "--root", tmp_path / "saved") == expected
 
 
 def test_saving_leaves_out_what_is_nobody_s_business(capsys, tmp_path):
@@ -851,7 +647,6 @@ def test_folders_that_are_no_machine(capsys, tmp_path):
         assert main(["doctor", "--root", str(tmp_path / root)]) == 2
         err = capsys.readouterr().err
         assert err.startswith("error: --root ")
-        assert "--save" in err
         assert err.count("\n") == 1
     assert main(["doctor", "--root", str(TREES / "cpu"), "--save", str(TREES / "cpu")]) == 2
     assert "not empty" in capsys.readouterr().err
@@ -880,7 +675,7 @@ def test_a_recording_that_is_torn_or_wrong_is_one_line(capsys, tmp_path, text, m
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert str(tmp_path) in err
-    assert "record it again with rocm-ext doctor --save" in err
+    assert "rocm-ext doctor --save" in err
     with pytest.raises(UserError, match=message):
         recorded_facts(tmp_path)
 
@@ -899,44 +694,12 @@ def whole(root: Path) -> None:
     shutil.rmtree(root.parent / "saved", ignore_errors=True)
 
 
-FILES = {
-    name: [path.relative_to(TREES / name) for path in (TREES / name).rglob("*") if path.is_file()] for name in NAMES
-}
-DAMAGE = st.one_of(
-    st.tuples(st.just("cut"), st.floats(0, 1)),
-    st.tuples(st.just("junk"), st.binary(max_size=60)),
-    st.tuples(st.just("text"), st.text(max_size=60)),
-    st.tuples(st.just("insert"), st.binary(min_size=1, max_size=8)),
-    st.tuples(st.just("number"), st.integers(-(2**70), 10**30)),
-    st.tuples(st.just("gone"), st.none()),
-    st.tuples(st.just("folder"), st.none()),
-)
-
-
-def damage(path: Path, how: str, what) -> None:
-    if not path.is_file():  # damaged before
-        return
-    content = path.read_bytes()
-    path.unlink()
-    if how == "folder":
-        path.mkdir()
-    elif how != "gone":
-        middle = len(content) // 2
-        new = {"cut": lambda: content[: int(len(content) * what)], "junk": lambda: what,
-               "text": lambda: what.encode("utf-8", "surrogatepass"), "number": lambda: str(what).encode(),
-               "insert": lambda: content[:middle] + what + content[middle:]}[how]()  # fmt: skip
-        path.write_bytes(new)
-
-
 @pytest.mark.wide
 @settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_random_damage_to_files_is_never_a_traceback(tmp_path_factory, data):
-    name = data.draw(st.sampled_from(["strix_halo", "strix_halo_misconfigured", "mi50", "nvidia", "wsl2", "cpu"]))
-    root = Tree(name, tmp_path_factory.mktemp("damage")).root
-    broken = data.draw(st.lists(st.tuples(st.sampled_from(FILES[name]), DAMAGE), min_size=1, max_size=4))
-    for path, (how, what) in broken:
-        damage(root / path, how, what)
+    root = Tree(data.draw(st.sampled_from(NAMES)), tmp_path_factory.mktemp("damage")).root
+    spoil_some(data, sorted(path for path in root.rglob("*") if path.is_file()), 4)
     whole(root)
 
 
@@ -953,7 +716,7 @@ def places(value, path=()):
         yield from places(item, (*path, key))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_random_changes_to_the_recording_are_never_a_traceback(tmp_path_factory, data):
     name = data.draw(st.sampled_from(NAMES))
@@ -1014,16 +777,22 @@ def test_a_torch_that_does_not_import_crashes_or_hangs_is_a_row(capsys, tmp_path
 
 
 def test_a_machine_without_torch_gets_the_one_line_that_installs_it(tmp_path):
-    """Nothing that doctor itself imports needs torch."""
+    """Neither doctor nor its help imports torch; the check of a recording does not either."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
-    code = (
-        "import sys; from pathlib import Path; from rocm_ext.cli import main\n"
-        "from rocm_ext.machine.doctor import this_machine\n"
-        f"this_machine.ROOT = Path({str(TREES / 'strix_halo')!r}); sys.exit(main(['doctor', '--json']))"
-    )
+    code = f"""
+import contextlib, sys
+from pathlib import Path
+from rocm_ext.cli import main
+from rocm_ext.machine.doctor import this_machine
+with contextlib.suppress(SystemExit), contextlib.redirect_stdout(sys.stderr):
+    main(["doctor", "--help"])
+this_machine.ROOT = Path({str(TREES / "strix_halo")!r})
+sys.exit(main(["doctor", "--json"]))
+"""
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False,
                          env={**os.environ, "PYTHONPATH": str(tmp_path)})  # fmt: skip
     assert run.returncode == 2, run.stderr
+    assert "0: fine, 1: warnings, 2: training will not work" in run.stderr
     rows = {row["check"]: row for row in json.loads(run.stdout)["rows"]}
     assert (rows["torch"]["found"], rows["torch"]["fix"]) == ("torch is not installed", STRIX_TORCH)
     assert rows["hardware profile"]["found"].startswith("strix_halo")
@@ -1044,14 +813,6 @@ def test_a_crash_while_computing_keeps_what_torch_said(monkeypatch):
     assert said["torch"].build == "rocm"
     (row,) = said["canaries"]
     assert (row.level, row.found) == ("error", "the test program ended with status 3")
-
-
-def test_help_imports_no_torch():
-    code = "import sys; from rocm_ext.cli import main\ntry: main(['doctor', '--help'])\nexcept SystemExit: pass\n"
-    code += f"main(['doctor', '--root', {str(TREES / 'cpu')!r}]); sys.exit('torch' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert run.returncode == 0, run.stderr
-    assert "Exit code 0: fine, 1: warnings, 2: training will not work" in run.stdout
 
 
 def test_control_groups_of_both_versions(tmp_path, monkeypatch):
@@ -1078,6 +839,9 @@ def test_control_groups_of_both_versions(tmp_path, monkeypatch):
     write("sys/fs/cgroup/cpu/docker/7/cpu.cfs_period_us", "100000")
     write("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712")
     assert (quota(), this_machine._memory_limit()) == (1.5, None)
+    assert cpu_quota(tmp_path).used() is None
+    write("sys/fs/cgroup/cpu/docker/7/cpuacct.usage", "2500000000")
+    assert cpu_quota(tmp_path).used() == 2.5
 
 
 def test_who_may_open_a_device():

@@ -19,19 +19,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rocm_ext.recipes import lora_finetune_rocm, raft_rocm
 
 from rocm_ext import cli
-from rocm_ext.base.errors import UserError
 from rocm_ext.machine import counters
 from rocm_ext.machine.counters import Counters, HardwareLog, recording
 from rocm_ext.machine.sysfs import cards
-from rocm_ext.machine.trace import Trace
 from tests.kit import sysfs
+from tests.kit.damage import spoil_some
 from tests.kit.forks import forked
+from tests.kit.lines import one_line_has
 from tests.kit.sysfs import GIB
 from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
 
@@ -68,19 +67,10 @@ def test_strix_halo(tmp_path, capsys):
     (reading,) = monitor(capsys, "--count", 1, "--root", sysfs.strix_halo(tmp_path))
     assert abs(reading["time"] - time.time()) < 5
     assert reading["gpus"] == [
-        {
-            "id": "0000:c3:00.0",
-            "name": "Radeon 8060S Graphics",
-            "busy": 97,
-            "vram_used": GIB // 4,
-            "vram_total": GIB // 2,
-            "gtt_used": 61 * GIB,
-            "gtt_total": 120 * GIB,
-            "power": 120.021,
-            "temperature": 89.0,
-            "clock": 2876.0,
-        }
-    ]
+        {"id": "0000:c3:00.0", "name": "Radeon 8060S Graphics", "busy": 97, "vram_used": GIB // 4,
+         "vram_total": GIB // 2, "gtt_used": 61 * GIB, "gtt_total": 120 * GIB, "power": 120.021, "temperature": 89.0,
+         "clock": 2876.0}
+    ]  # fmt: skip
     assert reading["host"] == {}, "this host is not the one whose files these are"
 
 
@@ -105,18 +95,16 @@ def test_the_hottest_spot_is_the_temperature(tmp_path):
     assert gpus(tmp_path)[0]["temperature"] == 71, "the edge"
 
 
-def test_sensors_without_labels(tmp_path):
-    root = sysfs.strix_halo(tmp_path)
+def test_what_a_card_does_not_tell(tmp_path, capsys):
+    root = sysfs.strix_halo(tmp_path / "root")
     (hwmon(root) / "temp1_label").unlink()
     assert gpus(root)[0]["temperature"] == 89
-
-
-def test_a_card_without_hwmon(tmp_path):
-    root = sysfs.strix_halo(tmp_path)
     shutil.rmtree(hwmon(root).parent)
     (gpu,) = gpus(root)
     assert gpu["busy"] == 97
     assert not {"power", "temperature", "clock"} & set(gpu)
+    (reading,) = monitor(capsys, "--count", 1, "--root", tmp_path)
+    assert reading["gpus"] == []
 
 
 def test_a_sleeping_gpu_is_left_asleep(tmp_path, monkeypatch):
@@ -151,7 +139,7 @@ def test_files_that_vanish_and_come_back(tmp_path):
     assert open_counters.read()["gpus"] == whole
 
 
-@pytest.mark.parametrize("number", [errno.EBUSY, errno.EIO, errno.ENODATA, errno.EPERM, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("number", [errno.EBUSY, errno.EPERM])
 def test_read_errors(tmp_path, monkeypatch, number):
     root = sysfs.strix_halo(tmp_path)
     (whole,) = gpus(root)
@@ -170,10 +158,7 @@ def test_read_errors(tmp_path, monkeypatch, number):
     ("file", "junk", "key"),
     [
         ("power1_average", "65535000000", "power"),
-        ("temp1_input", "511000", "temperature"),
         ("temp1_input", "-273100", "temperature"),
-        ("freq1_input", "-1", "clock"),
-        ("../../gpu_busy_percent", "655", "busy"),
         ("../../mem_info_vram_used", str(2**64 - 4096), "vram_used"),
         ("../../mem_info_gtt_used", "9" * 5000, "gtt_used"),
         ("../../mem_info_gtt_used", "", "gtt_used"),
@@ -191,45 +176,13 @@ def test_what_no_gpu_can_have_is_left_out(tmp_path, file, junk, key):
 def test_any_junk(data):
     with tempfile.TemporaryDirectory() as folder:
         root = sysfs.mi50(Path(folder))
-        files = sorted((root / "sys/devices").rglob("*"))
-        for path in data.draw(st.lists(st.sampled_from(range(len(files))), max_size=8, unique=True)):
-            content = data.draw(st.binary(max_size=50) | st.integers().map(lambda n: str(n).encode()))
-            spoil(files[path], data.draw(st.sampled_from(["content", "folder", "loop", "gone"])), content)
+        spoil_some(data, sorted((root / "sys/devices").rglob("*")), 8)
         reading = json.loads(json.dumps(Counters(root).read(), allow_nan=False))
     for gpu in reading["gpus"]:
         assert gpu["id"]
         assert gpu["name"]
         assert set(gpu) <= UNITS
         assert all(0 <= gpu[key] <= most for key, most in counters._MOST.items() if key in gpu)
-
-
-def spoil(path: Path, how: str, content: bytes) -> None:
-    """Replace a file or a folder by something else, if it still exists."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    elif path.exists():
-        path.unlink()
-    else:
-        return
-    if how == "content":
-        path.write_bytes(content)
-    elif how == "folder":
-        path.mkdir()
-    elif how == "loop":
-        path.symlink_to(path)
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
-def test_no_permission(tmp_path):
-    root = sysfs.strix_halo(tmp_path)
-    (hwmon(root) / "power1_average").chmod(0)
-    hwmon(root).parents[1].joinpath("gpu_busy_percent").chmod(0)
-    assert not {"power", "busy"} & set(gpus(root)[0])
-
-
-def test_no_gpu(tmp_path, capsys):
-    (reading,) = monitor(capsys, "--count", 1, "--root", tmp_path)
-    assert reading["gpus"] == []
 
 
 def test_the_host(capsys):
@@ -305,14 +258,9 @@ def test_nvidia(nvidia, capsys):
     first, second = reading["gpus"]
     assert (first["id"], first["name"], second["id"]) == ("0000:ef:00.0", "NVIDIA H100", "0000:f0:00.0")
     assert {k: v for k, v in second.items() if k not in ("id", "name")} == {
-        "busy": 99,
-        "vram_used": 70 * GIB,
-        "vram_total": 141 * GIB,
-        "power": 612.345,
-        "temperature": 64,
-        "clock": 1980,
-        "memory_clock": 3201,
-    }
+        "busy": 99, "vram_used": 70 * GIB, "vram_total": 141 * GIB, "power": 612.345, "temperature": 64,
+        "clock": 1980, "memory_clock": 3201,
+    }  # fmt: skip
 
 
 def test_nvidia_counters_that_are_not_supported(nvidia):
@@ -330,12 +278,6 @@ def test_nvidia_without_its_package(nvidia, capsys):
     assert err.count("pip install nvidia-ml-py") == 1
 
 
-def test_nvidia_whose_driver_fails(nvidia, capsys):
-    nvidia(fake_nvml(broken=("nvmlInit",)))
-    assert cli.main(["monitor", "--json", "--count", "1"]) == 0
-    assert "NVIDIA GPUs cannot be read: NVMLError: Not Supported" in capsys.readouterr().err
-
-
 def test_one_nvidia_gpu_that_is_lost(nvidia):
     nvml = fake_nvml(["NVIDIA H200"] * 3)
     handle = nvml.nvmlDeviceGetHandleByIndex
@@ -346,15 +288,15 @@ def test_one_nvidia_gpu_that_is_lost(nvidia):
     assert open_counters.notes == ["NVIDIA GPU 1 does not answer"]
 
 
-def test_no_driver_no_nvml(nvidia, monkeypatch):
+def test_where_nvidia_s_driver_fails_is_missing_or_of_another_machine(nvidia, tmp_path, capsys, monkeypatch):
     nvidia(fake_nvml(broken=("nvmlInit",)))
-    monkeypatch.setattr(counters, "_NVIDIA", ())
-    assert Counters().notes == []
-
-
-def test_a_copy_is_not_this_machine(nvidia, tmp_path):
+    assert cli.main(["monitor", "--json", "--count", "1"]) == 0
+    assert "NVML" in capsys.readouterr().err
     nvidia(fake_nvml())
-    assert gpus(tmp_path) == []
+    assert gpus(tmp_path) == [], "a copy is not this machine"
+    monkeypatch.setattr(counters, "_NVIDIA", ())
+    nvidia(fake_nvml(broken=("nvmlInit",)))
+    assert Counters().notes == []
 
 
 def test_amd_beside_nvidia(nvidia, tmp_path, monkeypatch):
@@ -395,15 +337,12 @@ def test_log(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message", "code"),
     [
-        (["--log", "{}/none/log.jsonl"], r"cannot write .*log.jsonl: No such file or directory; name another --log", 1),
-        (["--log", "{}"], "cannot write .*: Is a directory; name another --log", 1),
+        (["--log", "{}/none/log.jsonl"], "cannot write .*log.jsonl: No such file or directory", 1),
         (["--log", "/dev/full"], "cannot write /dev/full", 1),
-        (["--root", "{}/none"], "--root .*none is not a folder; expected one that holds sys/class/drm", 2),
+        (["--root", "{}/none"], "--root .*none is not a folder", 2),
         (["--interval", "0"], "--interval: '0' is not a number from 0.1 to 86,400", 2),
-        (["--interval", "nan"], "--interval: 'nan' is not a number from 0.1", 2),
         (["--interval", "soon"], "--interval: 'soon' is not a number from 0.1", 2),
         (["--count", "0"], "--count: '0' is not a whole number from 1 to", 2),
-        (["--what"], "unrecognized arguments: --what", 2),
     ],
 )
 def test_bad_arguments(tmp_path, capsys, arguments, message, code):
@@ -502,9 +441,8 @@ def test_live_until_sigterm():
 
 def test_live_on_an_old_terminal(tmp_path):
     """The terminal can show neither blocks nor degree signs."""
-    root = sysfs.mi300x(tmp_path)
     env = {"PYTHONIOENCODING": "ascii", "TERM": "dumb", "LC_ALL": "C"}
-    terminal = Terminal("--root", root, "--interval", 0.1, "--count", 3, env=env)
+    terminal = Terminal("--root", sysfs.mi300x(tmp_path), "--interval", 0.1, "--count", 3, env=env)
     assert terminal.end() == 0
     assert b"GPU 7" in terminal.shown
     assert b"Traceback" not in terminal.shown
@@ -524,14 +462,8 @@ def test_progress_of_sft(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text(text + '{"step": 3, "loss": 1.')
     run = told(capsys, tmp_path)
     assert 0 <= run.pop("seconds_ago") < 60
-    assert run == {
-        "step": 2,
-        "epoch": 1,
-        "loss": 2.0,
-        "tokens_per_second": 10.0,
-        "val_loss": 2.25,
-        "finished": False,
-    }
+    speed, loss = {"tokens_per_second": 10.0}, {"loss": 2.0, "val_loss": 2.25}
+    assert run == {"step": 2, "epoch": 1, **speed, **loss, "finished": False}
     (tmp_path / "adapter").mkdir()  # of an earlier, shorter run
     assert told(capsys, tmp_path)["finished"] is False
     (tmp_path / "summary.json").write_text('{"steps": 2}')
@@ -571,14 +503,12 @@ def test_progress_of_raft(tmp_path, capsys):
     assert told(capsys, tmp_path)["finished"] is True
 
 
+ODD_LINES = [b"[" * 100_000, b'{"step": 1e999, "loss": NaN}\n{"step": ' + b"9" * 400 + b"}\n", b'{"loss": {}}']
+
+
 @pytest.mark.wide
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.binary(max_size=100)
-    | st.sampled_from(
-        [b"[" * 100_000, b'{"step": 1e999, "loss": NaN}\n{"step": ' + b"9" * 400 + b"}\n", b'{"loss": {}}']
-    )
-)
+@given(st.binary(max_size=100) | st.sampled_from(ODD_LINES))
 def test_any_metrics(tmp_path, capsys, junk):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 3.0}\n' + junk)
     assert cli.main(["monitor", "--count", "1", "--root", str(tmp_path), "--run", str(tmp_path)]) == 0
@@ -622,16 +552,12 @@ def test_recording_of_this_process(tmp_path):
     assert all(0 <= line["host"]["cpu"] <= 100 for line in lines[1:])
 
 
-def test_recording_nothing(tmp_path):
+def test_recording_nothing_and_a_run_that_ends(tmp_path):
     with recording(tmp_path, None):
         assert no_thread()
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
-def test_recording_ends_with_the_run(tmp_path, error):
-    with pytest.raises(error), recording(tmp_path, 0.1):
-        raise error
+    with pytest.raises(KeyboardInterrupt), recording(tmp_path, 0.1):
+        raise KeyboardInterrupt
     assert no_thread()
 
 
@@ -654,8 +580,8 @@ def test_a_file_that_cannot_be_written(tmp_path, messages):
         while not messages:
             time.sleep(0.02)
         time.sleep(0.2)
-    (message,) = messages
-    assert re.search(r"hardware.jsonl: Is a directory; hardware is no longer recorded, the run continues", message)
+    assert len(messages) == 1
+    assert one_line_has(messages, "hardware.jsonl: Is a directory", "the run continues")
 
 
 def test_a_disk_that_fills_up(tmp_path):
@@ -676,9 +602,8 @@ print("went on")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "went on\n")
-    assert re.fullmatch(
-        r"\S*hardware.jsonl: File too large; hardware is no longer recorded, the run continues\n", done.stderr
-    )
+    assert done.stderr.count("\n") == 1
+    assert one_line_has(done.stderr, "hardware.jsonl: File too large", "the run continues")
     assert 500 < (tmp_path / "hardware.jsonl").stat().st_size <= 1000
     assert len(read_lines(tmp_path / "hardware.jsonl")) > 3
 
@@ -719,10 +644,10 @@ def sft(path: Path, *overrides: str, prepare: Callable[[], object] | None = None
     return messages
 
 
-def test_a_run_writes_its_hardware(make, tmp_path):
+def test_a_run_writes_its_hardware_and_computes_the_same(make, tmp_path):
     path, out = make(hardware_log_seconds=0.1), tmp_path / "out"
     sft(path)
-    first = read_lines(out / "hardware.jsonl")
+    first, adapter = read_lines(out / "hardware.jsonl"), (out / "adapter/adapter_model.safetensors").read_bytes()
     assert first
     assert all(set(line) == {"time", "gpus", "host"} for line in first)
     assert first[0]["host"]["process_memory"] > 50 * 2**20, "the process that trains"
@@ -733,76 +658,20 @@ def test_a_run_writes_its_hardware(make, tmp_path):
     assert second[: len(first)] == first
     assert len(second) > len(first)
     assert second[len(first)]["time"] >= first[-1]["time"]
-    sft(path, "overwrite_output_dir=True")
-    assert read_lines(out / "hardware.jsonl")[0]["time"] > second[-1]["time"], "begun anew"
+    sft(make(), "overwrite_output_dir=True")
+    assert read_lines(out / "hardware.jsonl")[0]["time"] > second[-1]["time"], "begun anew, and by default"
     sft(path, "overwrite_output_dir=True", "hardware_log_seconds=null")
     assert not (out / "hardware.jsonl").exists(), "the file of another run would mislead"
+    assert (out / "adapter/adapter_model.safetensors").read_bytes() == adapter
 
 
-def test_the_default_writes_too_and_changes_nothing(make, tmp_path):
-    outcomes = []
-    for overrides in (["hardware_log_seconds=null"], []):
-        sft(make(), "overwrite_output_dir=True", *overrides)
-        losses = [json.loads(line)["loss"] for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
-        outcomes.append(((tmp_path / "out/adapter/adapter_model.safetensors").read_bytes(), losses))
-    assert outcomes[0] == outcomes[1]
-    assert len(read_lines(tmp_path / "out/hardware.jsonl")) >= 1
-
-
-def test_a_full_disk_does_not_stop_a_run(make, tmp_path):
-    def full() -> None:
-        def write(self, reading) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        HardwareLog.write = write  # type: ignore[method-assign]
-
-    messages = sft(make(hardware_log_seconds=0.1), prepare=full)
-    assert messages.count("hardware is no longer recorded, the run continues") == 1
-    assert (tmp_path / "out/summary.json").exists()
-
-
-@pytest.mark.parametrize("value", ["0", "0.05", "-1", "soon", "True", ".nan", "1e9", "[5]"])
+@pytest.mark.parametrize("value", ["0.05", "soon"])
 def test_bad_values(make, tmp_path, value):
     code, messages = forked(lora_finetune_rocm.main, make(), f"hardware_log_seconds={value}")
     assert code == 1
-    (line,) = messages.splitlines()
-    assert re.search(r"error: hardware_log_seconds is .*; expected seconds from 0.1 to 86400, or null", line)
+    assert len(messages.splitlines()) == 1
+    assert one_line_has(messages, "error: hardware_log_seconds is ", "from 0.1 to 86400")
     assert not (tmp_path / "out").exists()
-
-
-class Recipe:
-    """The parts of a recipe that ``run`` needs; its training fails."""
-
-    def __init__(self, out: Path, error: type[BaseException], main: bool = True) -> None:
-        self.cfg = SimpleNamespace(
-            output_dir=str(out), hardware_log_seconds=0.1, profile_steps=None, validate_only=False
-        )
-        ranks = SimpleNamespace(is_main=main, rank=int(not main))
-        self.runtime, self._error = SimpleNamespace(ranks=ranks, device=torch.device("cpu"), trace=Trace()), error
-
-    def setup(self) -> None:
-        """A run must not write anything before all of this has succeeded."""
-        assert no_thread()
-
-    def train(self) -> None:
-        assert no_thread() is not self.runtime.ranks.is_main
-        if self.runtime.ranks.is_main:
-            wait_for_lines(Path(self.cfg.output_dir) / "hardware.jsonl", 2)
-        raise self._error("so")
-
-
-@pytest.mark.parametrize("error", [UserError, KeyboardInterrupt, SystemExit])
-def test_a_run_that_fails_leaves_no_thread(tmp_path, error):
-    with pytest.raises(error):
-        lora_finetune_rocm.run(Recipe(tmp_path, error))
-    assert no_thread()
-    read_lines(tmp_path / "hardware.jsonl")
-
-
-def test_other_ranks_write_nothing(tmp_path):
-    with pytest.raises(UserError):
-        lora_finetune_rocm.run(Recipe(tmp_path, UserError, main=False))
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.wide
@@ -811,15 +680,10 @@ def test_raft_has_one_file_for_all_cycles(folder, tmp_path):
     cfg = run_config(folder / "base", folder / "rows.jsonl", tmp_path / "out", startup_checks=False)
     del cfg["dataset"]
     raft = {
-        "prompts": {**component, "column_map": {"prompt": "question"}},
-        "verifier": {"_component_": "tests.kit.judges.Coin"},
-        "verify_workers": 1,
-        "prompts_per_cycle": 8,
-        "samples_per_prompt": 2,
-        "max_new_tokens": 6,
-        "drop_truncated": False,
-        "hardware_log_seconds": 0.1,
-    }
+        "prompts": {**component, "column_map": {"prompt": "question"}}, "verify_workers": 1, "drop_truncated": False,
+        "verifier": {"_component_": "tests.kit.judges.Coin"}, "prompts_per_cycle": 8, "samples_per_prompt": 2,
+        "max_new_tokens": 6, "hardware_log_seconds": 0.1,
+    }  # fmt: skip
     path, out = write_yaml(tmp_path / "raft.yaml", cfg | raft), tmp_path / "out"
     code, messages = forked(raft_rocm.main, path, "cycles=1")
     assert code == 0, messages
@@ -828,6 +692,3 @@ def test_raft_has_one_file_for_all_cycles(folder, tmp_path):
     assert code == 0, messages
     assert read_lines(out / "hardware.jsonl")[: len(first)] == first
     assert [path.relative_to(out).as_posix() for path in out.rglob("hardware.jsonl")] == ["hardware.jsonl"]
-    code, messages = forked(raft_rocm.main, path, "overwrite_output_dir=True", "hardware_log_seconds=0")
-    assert code == 1
-    assert "hardware_log_seconds is 0" in messages

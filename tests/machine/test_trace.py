@@ -151,8 +151,6 @@ def test_sampling(folder, tmp_path, messages, runs, recipe, changes):
 
 
 # ---- the recording
-
-
 def product(size: int = 8) -> None:
     torch.ones(size, size) @ torch.ones(size, size)
 
@@ -206,8 +204,6 @@ def test_a_gpu_whose_kernels_the_profiler_does_not_see(tmp_path, messages, monke
 
 
 # ---- the summary
-
-
 def event(category: str, name: str, begin: float, length: float) -> dict:
     return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": length}
 

@@ -2,14 +2,12 @@
 
 import json
 import logging
-import signal
 from pathlib import Path
 
 import peft
 import pytest
 import torch
 from omegaconf import OmegaConf
-from rocm_ext.recipes.lora_finetune_rocm import main
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, conversion_mapping
 from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, WeightConverter
@@ -24,23 +22,12 @@ from rocm_ext.model.adapters.peft_files import PeftConfig, read_adapter, write_a
 from rocm_ext.model.build import build_model, load_weights, read_weights
 from rocm_ext.model.lora import merged_experts
 from rocm_ext.model.transformers import products
+from tests.kit import parity
 from tests.kit.families import folder_config
-from tests.kit.forks import forked, several_ranks
+from tests.kit.forks import several_ranks
 from tests.kit.hf_models import CARE, write_common, write_theirs, write_wider
-from tests.kit.parity import (
-    TOKENS,
-    check_two_ranks,
-    finetune,
-    our_logits,
-    our_model,
-    prepare,
-    run_files,
-    ten_steps,
-    their_logits,
-    their_model,
-)
+from tests.kit.parity import TOKENS, finetune, our_logits, our_model, prepare, their_logits, their_model
 from tests.kit.plans import planned_and_measured
-from tests.kit.tiny import write_yaml
 
 pytestmark = pytest.mark.usefixtures("any_torchao")
 BOTH = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
@@ -71,13 +58,11 @@ def shapes(folder: Path) -> dict:
 
 
 # ---- the same function
-
-
 @pytest.mark.parametrize("name", some("qwen3 moe"))
 def test_ten_steps_equal_peft(folder_of, rows, tmp_path, name):
     """Packed rows here, single rows there."""
     cfg = folder_config(folder_of(name), rows, tmp_path / "run", BOTH)
-    first, found, expected = ten_steps(cfg, folder_of(name), tmp_path)
+    first, found, expected = parity.ten_steps(cfg, folder_of(name), tmp_path)
     experts = [key for key in found if ".experts." in key]
     assert len(experts) >= 4
     assert all((found[key] - first[key]).abs().max() > 1e-3 for key in experts)
@@ -128,9 +113,8 @@ def test_gradients_are_those_of_autograd(folder_of, name):
         b = lora.lora_b.weight.view(-1, 3, 4)
         return base + lora.scale * torch.einsum("ore,eri->eio" if lora.transposed else "ore,eri->eoi", b, a)
 
-    alone = AutoModelForCausalLM.from_pretrained(
-        folder_of(name), dtype=torch.float32, experts_implementation="eager"
-    ).eval()
+    eager = {"dtype": torch.float32, "experts_implementation": "eager"}
+    alone = AutoModelForCausalLM.from_pretrained(folder_of(name), **eager).eval()
     theirs = next(module for module in alone.modules() if hasattr(module, "is_transposed"))
     both = {"gate_up_proj": updated("gate_up_proj"), "down_proj": updated("down_proj")}
     out = torch.func.functional_call(theirs, both, (x, chosen, weights))
@@ -160,25 +144,12 @@ def test_routers_are_as_precise_as_transformers(folder_of):
 
 
 # ---- files
-
-
 @pytest.mark.parametrize("name", some("qwen3 moe"))
 def test_exports_give_our_logits_and_the_adapter_comes_back(folder_of, rows, tmp_path, name):
-    cfg = folder_config(folder_of(name), rows, tmp_path / "run", BOTH, max_steps_per_epoch=3)
-    cfg |= {"save_adapter_weights_only": False, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-2}}
-    ours = finetune(cfg)
-    expected = our_logits(ours)
-    adapter, whole = tmp_path / "run" / "adapter", tmp_path / "run" / "merged"
-    settings = json.loads((adapter / "adapter_config.json").read_text())
+    parity.check_exports(folder_of(name), rows, tmp_path, BOTH)
+    settings = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
     assert {*BOTH["target_parameters"]} <= {*settings["target_parameters"]}
-    assert (their_logits(folder_of(name)) - expected).abs().max() > 0.1
-    torch.testing.assert_close(their_logits(folder_of(name), adapter), expected, rtol=0, atol=1e-4)
-    torch.testing.assert_close(their_logits(whole), expected, rtol=0, atol=1e-4)
-    assert shapes(whole) == shapes(folder_of(name))
-    again = prepare(
-        {**cfg, "output_dir": str(tmp_path / "again"), "checkpointer": {"adapter_checkpoint": str(adapter)}}
-    )
-    torch.testing.assert_close(our_logits(again), expected, rtol=0, atol=1e-5)
+    assert shapes(tmp_path / "run" / "merged") == shapes(folder_of(name))
 
 
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
@@ -230,9 +201,8 @@ def test_an_adapter_of_pefts_opens_here(folder_of, tmp_path, name, targets, modu
             torch.nn.init.normal_(parameter, std=0.1)
     theirs.save_pretrained(tmp_path)
     chosen = find_target(str(folder_of(name)), tmp_path).content["model"]  # as chat and eval open it
-    ours = our_model(
-        folder_of(name), **{key: value for key, value in chosen.items() if key not in ("_component_", "checkpoint_dir")}
-    )
+    lora = {key: value for key, value in chosen.items() if key not in ("_component_", "checkpoint_dir")}
+    ours = our_model(folder_of(name), **lora)
     ours.load_state_dict(read_adapter(tmp_path, ours, "HF"), strict=False)
     expected = theirs.eval()(TOKENS).logits
     assert (their_logits(folder_of(name)) - expected).abs().max() > 0.1
@@ -279,9 +249,8 @@ def test_merging_leaves_the_base_as_it_is(folder_of, tmp_path):
 def test_small_changes_of_experts_survive_in_16_bits(tmp_path):
     """Each is below half a step of bf16, so the nearest value of most weights is that of the base model."""
     base, adapter, out = (tmp_path / name for name in ("base", "adapter", "merged"))
-    AutoModelForCausalLM.from_pretrained(
-        write_theirs(tmp_path / "fp32", "gpt-oss"), dtype=torch.bfloat16
-    ).save_pretrained(base)
+    exact = write_theirs(tmp_path / "fp32", "gpt-oss")
+    AutoModelForCausalLM.from_pretrained(exact, dtype=torch.bfloat16).save_pretrained(base)
     ours = our_model(base, lora_rank=3, lora_alpha=3, **BOTH)
     generator = torch.Generator().manual_seed(1)
     for layer in peft_experts.expert_loras(ours).values():
@@ -312,10 +281,8 @@ def test_linears_stored_in_pieces_and_together_are_merged(rows, tmp_path, monkey
     expected = our_logits(finetune(cfg))
     whole = tmp_path / "run" / "merged"
     assert shapes(whole) == shapes(base)
-    assert {name for file in shapes(base).values() for name in file} >= {
-        "model.layers.0.attn.qkv.weight",
-        "model.layers.1.mlp.b.weight",
-    }
+    names = {name for file in shapes(base).values() for name in file}
+    assert names >= {"model.layers.0.attn.qkv.weight", "model.layers.1.mlp.b.weight"}
     assert (their_logits(base) - expected).abs().max() > 0.1
     torch.testing.assert_close(their_logits(whole), expected, rtol=0, atol=1e-4)
 
@@ -332,36 +299,15 @@ def test_what_cannot_be_merged_is_refused_at_the_start(folder_of, rows, tmp_path
 
 
 # ---- whole runs
-
-
-@pytest.mark.wide  # any model is killed and resumed in test_resume
-@pytest.mark.parametrize("name", some("deepseek 3"))
-def test_killed_and_resumed(folder_of, rows, tmp_path, name):
-    changes = {"epochs": 1, "max_steps_per_epoch": 5, "save_every_n_steps": 2}
-    cfg = folder_config(folder_of(name), rows, tmp_path / "whole", BOTH, **changes)
-    finetune(cfg)
-    logger = {"_component_": "tests.recipes.test_resume.SendSignal", "step": 3, "signum": int(signal.SIGKILL)}
-    path = write_yaml(tmp_path / "run.yaml", {**cfg, "metric_logger": logger, "output_dir": str(tmp_path / "run")})
-    assert forked(main, path)[0] == -signal.SIGKILL
-    recorded = tmp_path / "run" / "config.yaml"
-    code, said = forked(main, recorded, "resume_from_checkpoint=True", "metric_logger=null")
-    assert code == 0, said
-    assert run_files(tmp_path / "run") == run_files(tmp_path / "whole")
-
-
 @pytest.mark.wide  # other models are fast, in test_ranks
 @several_ranks
 @pytest.mark.parametrize("name", some("qwen3 moe"))
 def test_two_ranks_equal_one(folder_of, rows, tmp_path, name):
-    check_two_ranks(folder_of(name), rows, tmp_path, BOTH)
+    parity.check_two_ranks(folder_of(name), rows, tmp_path, BOTH)
 
 
 @pytest.mark.usefixtures("cpu_of_known_speed")
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"enable_activation_checkpointing": True, "dtype": "bf16"}],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", [{}, {"enable_activation_checkpointing": True, "dtype": "bf16"}], ids=str)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.wide) for name in MOE])
 def test_planned_peak_is_the_measured_one(tmp_path, name, changes):
     planned, peak = planned_and_measured(write_wider(tmp_path / "base", name), tmp_path / "run", BOTH, **changes)
@@ -369,18 +315,14 @@ def test_planned_peak_is_the_measured_one(tmp_path, name, changes):
 
 
 # ---- what is adapted, and bad input
-
-
 def test_what_is_not_adapted_is_said(folder_of, caplog):
     with caplog.at_level(logging.INFO):
         our_model(folder_of("qwen3 moe"))
         our_model(folder_of("qwen3 moe"), target_modules=[], target_parameters="all-experts")
     frozen, experts = (record.getMessage() for record in caplog.records if "LoRA on" in record.getMessage())
-    assert frozen == (
-        "LoRA on 1 down_proj, 1 gate_proj, 2 k_proj, 2 o_proj, 2 q_proj, 1 up_proj, 2 v_proj; none on "
-        "1 experts.down_proj, 1 experts.gate_up_proj, 1 lm_head, 1 mlp.gate, 1 model.embed_tokens; "
-        "target_parameters=all-experts adapts fused experts"
-    )
+    assert frozen.startswith("LoRA on 1 down_proj, 1 gate_proj, 2 k_proj, 2 o_proj, 2 q_proj, 1 up_proj, 2 v_proj; ")
+    assert "none on 1 experts.down_proj, 1 experts.gate_up_proj, 1 lm_head, 1 mlp.gate, 1 model.emb" in frozen
+    assert "target_parameters=all-experts" in frozen
     assert experts.startswith("LoRA on 1 down_proj, 1 gate_up_proj; none on 1 lm_head, 1 mlp.down_proj, ")
 
 
@@ -392,11 +334,7 @@ def test_what_is_not_adapted_is_said(folder_of, caplog):
         ("qwen3 moe", {"target_parameters": ["mlp.gate.weight"]}, r"layers.1.mlp.gate.weight of Qwen3MoeTopKRouter is"),
         ("qwen3 moe", {"target_modules": []}, "target_modules is empty"),
         ("qwen3 moe", {**BOTH, "use_dora": True}, "not with DoRA"),
-        (
-            "qwen3 moe",
-            {"use_dora": True},
-            "down_proj, gate_proj, up_proj of this model for its experts'.*use_dora=False",
-        ),
+        ("qwen3 moe", {"use_dora": True}, "gate_proj, up_proj of this model for its experts'.*use_dora=False"),
         ("qwen3 moe", {**BOTH, "lora_dropout": 0.1}, r"set lora_dropout=0\.0"),
         ("olmo 2", {"target_parameters": "all-experts"}, "Olmo2ForCausalLM has no fused experts"),
         ("gpt-oss", {"target_parameters": ["experts.gate_up_proj_bias"]}, "is no fused weight of experts"),
@@ -409,26 +347,21 @@ def test_mistakes_in_targets(folder_of, rows, tmp_path, name, lora, message):
 
 
 def test_experts_past_transformers_interface_are_refused(tmp_path):
-    base = write_common(tmp_path / "base", "llama4_text")
     with pytest.raises(UserError, match="Llama4TextExperts is no fused weight"):
-        our_model(base, **BOTH)
+        our_model(write_common(tmp_path / "base", "llama4_text"), **BOTH)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda config, state: config.update(target_parameters=["experts.down_proj"]),
-            r"Set model.target_parameters=\['experts.down_proj'\]",
-        ),
+        (lambda config, state: config.update(target_parameters=["experts.down_proj"]),
+         r"Set model.target_parameters=\['experts.down_proj'\]"),
         (lambda config, state: config.update(target_parameters="experts"), "expected a list of names"),
         (lambda config, state: state.pop(next(k for k in state if "base_layer.lora_B" in k)), "missing model.layers.1"),
-        (
-            lambda config, state: state.update({k: t[:, :-1] for k, t in state.items() if "base_layer.lora_A" in k}),
-            "base_layer.lora_A.weight is",
-        ),
+        (lambda config, state: state.update({k: t[:, :-1] for k, t in state.items() if "base_layer.lora_A" in k}),
+         "base_layer.lora_A.weight is"),
     ],
-)
+)  # fmt: skip
 def test_damaged_adapters(folder_of, tmp_path, change, message):
     ours = our_model(folder_of("qwen3 moe"), **BOTH)
     write_adapter(tmp_path, ours, "HF", "base")

@@ -37,10 +37,8 @@ def test_memory_is_planned_for_an_update_with_one_group_less_than_two_need(neede
     assert (rows.count, rows.most) == (64 * 8, groups * 8)
 
 
-POCKET = (
-    "--config", "cpu_pocket_grpo", "prompts_per_step=64", "samples_per_prompt=8", "updates_per_step=1",
-    "groups_per_update=null",
-)  # fmt: skip
+POCKET = ("--config", "cpu_pocket_grpo", "prompts_per_step=64", "samples_per_prompt=8", "updates_per_step=1",
+          "groups_per_update=null")  # fmt: skip
 SERVERS = "engine={_component_: rocm_ext.sampling.OpenAIEngine, urls: [http://a/v1, http://b/v1]}"
 
 
@@ -99,9 +97,7 @@ def test_the_side_that_waits_for_the_other(capsys):
 def test_the_table_for_people(capsys):
     assert main(["plan", *POCKET, SERVERS, "max_staleness=1", "steps=40", "eval_every_n_steps=15"]) == 0
     said = capsys.readouterr().out
-    for part in ("loss cispo: center mean, scale none, clip_high 0.01, kl_in loss",
-                 "A GRPO step, if no group has equal rewards", "1 update", "wait", "a step",
-                 "2, each assumed to be one more GPU of this kind"):  # fmt: skip
+    for part in ("loss cispo: center mean", "if no group has equal rewards", "1 update", "wait", "a step"):
         assert part in said
 
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,13 +18,11 @@ from transformers import AutoModelForCausalLM
 
 from rocm_ext import config
 from rocm_ext.base.files import read_lines
-from rocm_ext.base.registry import RAFT
 from rocm_ext.data.prompts import prompt_dataset
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.report.charts import Line
 from rocm_ext.rl import records
 from tests.kit.tiny import write_model
-from tests.tools.test_benchmarks import needs
 from tools.benchmarks import grpo, learning, overhead, pretrained, sorting
 from tools.benchmarks.picture import write_picture
 from tools.benchmarks.protocol import ROOT, Failed
@@ -150,10 +149,8 @@ def test_a_picture_has_all_charts_in_light_and_dark(tmp_path):
 
 # ------------------------------------------------------------------------------------------------------- costs
 def test_the_share_of_a_step_outside_of_its_work():
-    lines = [
-        {"step": 0, "eval": {}, "seconds": 9.0},
-        {"step": 1, "seconds": 10.0, "sample_seconds": 6.0, "train_seconds": 3.5},
-    ]
+    timed = {"step": 1, "seconds": 10.0, "sample_seconds": 6.0, "train_seconds": 3.5}
+    lines = [{"step": 0, "eval": {}, "seconds": 9.0}, timed]
     assert overhead.shares(lines) == pytest.approx([0.05])
     assert overhead.growth([1.0] * 10 + [2.0] * 80 + [3.0] * 10) == 3
 
@@ -196,11 +193,8 @@ def test_removing_old_samples_costs_the_same_however_many_evaluations_there_are(
 @pytest.mark.parametrize(("found", "passes"), [(1.00001, True), (1.001, False), (math.nan, False)])
 def test_gradients_that_differ_close_the_gate(found, passes):
     answers = [{"steps": [(1.0, 1.0), (1.0, 1.0)]}, {"steps": [(1.0, 1.0), (1.0, found)]}]
-    if passes:
+    with nullcontext() if passes else pytest.raises(Failed, match="gradient norms differ"):
         assert grpo.check(answers) == pytest.approx(1e-5, rel=1e-3)
-    else:
-        with pytest.raises(Failed, match="gradient norms differ"):
-            grpo.check(answers)
 
 
 def test_both_sides_are_in_the_table():
@@ -227,16 +221,6 @@ def test_a_wider_pocket_model_computes_the_same(pocket_dir, tmp_path):
     assert grpo.parameters(wide) == pytest.approx(40e6, rel=0.03)
 
 
-@pytest.mark.nightly
-def test_trl_computes_the_same_and_both_learn(tmp_path):
-    needs("trl")
-    rows = grpo.measure(tmp_path, 1, ["prompts_per_step=8", "samples_per_prompt=4", "groups_per_update=4"])
-    assert [row["peer"] for row in rows] == list(grpo.PEERS)
-    for row in rows:
-        assert row["norm_difference"] < grpo.TOLERANCE
-        assert all(0 < share < 1 for share in row["accuracy"])
-
-
 # --------------------------------------------------------------------------------------------------- whole runs
 @pytest.mark.nightly
 def test_finished_runs_are_not_repeated(tmp_path):
@@ -250,31 +234,3 @@ def test_finished_runs_are_not_repeated(tmp_path):
     assert {method: sorted(seeds) for method, seeds in found.items()} == {"raft": ["0"], "grpo": ["0"]}
     assert all(curve[-1][0] == 5120 for seeds in found.values() for curve in seeds.values())
     assert {path.suffix for path in tmp_path.iterdir() if path.is_file()} == {".json", ".md", ".svg"}
-
-
-@pytest.mark.nightly
-def test_sft_trains_on_what_raft_has_kept(tmp_path, monkeypatch):
-    """On a tiny model, with a verifier that any answer passes."""
-    write_model(tmp_path / "pocket", "llama")
-    few = {"prompts_per_cycle": 8, "samples_per_prompt": 2, "verifier": ANY, "drop_truncated": False}
-    monkeypatch.setattr(pretrained, "CONFIGS", {**pretrained.CONFIGS, RAFT: {**pretrained.CONFIGS[RAFT], **few}})
-    monkeypatch.setattr(pretrained, "HELD_OUT", 4)
-    monkeypatch.setattr(learning, "samples_of_round", lambda _: 16)
-    command = ["learning", "--task", "pretrained", "--out", str(tmp_path), "--rounds", "1", "--seeds", "0"]
-    monkeypatch.setattr(sys, "argv", [*command, "--methods", "raft", "kept"])
-    learning.main()
-    found = json.loads((tmp_path / "learning.json").read_text())["curves"]
-    assert [[count for count, _ in found[method]["0"]] for method in ("raft", "kept")] == [[0, 16], [16]]
-    trained = read_lines(tmp_path / "runs" / "kept_0.jsonl")
-    kept = json.loads((tmp_path / "runs" / "raft_0" / "cycle_1" / "selection.json").read_text())["counts"]["kept"]
-    assert len(list(trained)) == kept > 0
-
-
-@pytest.mark.nightly
-def test_overhead_is_measured_on_both_models(pocket_dir, tmp_path):
-    (tmp_path / "pocket").symlink_to(pocket_dir)
-    for run in (overhead.run_pocket, overhead.run_41m):
-        out = run(tmp_path, 2, ["prompts_per_step=4", "samples_per_prompt=2", "groups_per_update=2"])
-        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        assert len(overhead.shares(lines)) == 2
-        assert all(0 < share < 1 for share in overhead.shares(lines))

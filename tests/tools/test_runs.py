@@ -4,18 +4,13 @@ import json
 import multiprocessing
 import os
 import runpy
-import signal
-import subprocess
 import sys
-import traceback
 from contextlib import ExitStack
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from rocm_ext.base import log
 from tests.kit import sysfs
+from tests.kit.programs import forks
 from tools.benchmarks import __main__ as command
 from tools.benchmarks import beside, cycle, dpo, grpo, monitor, overhead, protocol, sampling, sft, verify
 from tools.gpu.parts import chosen
@@ -24,55 +19,17 @@ from tools.gpu.runner import Runner
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="sides are forks here")
 
 
-class Fork:
-    """Stands in for :class:`subprocess.Popen` where it starts ``python -m MODULE …``: a fork runs the module."""
-
-    def __init__(self, arguments, *, stdout, env, **_) -> None:
-        self.returncode, self.pid = None, os.fork()
-        if not self.pid:
-            self._run(arguments[2:], stdout.fileno(), env)
-
-    @staticmethod
-    def _run(arguments, out: int, env) -> None:
-        code = 1
-        try:
-            os.setsid()
-            os.dup2(out, 1)
-            os.dup2(out, 2)
-            sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            log.log.handlers.clear()
-            torch.set_num_threads(1)
-            os.environ.update(env)
-            sys.argv = list(arguments)
-            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
-            code = 0
-        except SystemExit as left:
-            code = left.code or 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code if isinstance(code, int) else 1)
-
-    def poll(self) -> int | None:
-        pid, status = (0, 0) if self.returncode is not None else os.waitpid(self.pid, os.WNOHANG)
-        if pid:
-            self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self) -> int:
-        if self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.returncode
+def run_module(arguments: list[str]) -> None:
+    """Do what ``python -m MODULE …`` does."""
+    sys.argv = arguments[1:]
+    runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
 
 
 @pytest.fixture
 def base(tmp_path, pocket_dir, monkeypatch):
     """A folder with the pocket model; sides are forks."""
     (tmp_path / "pocket").symlink_to(pocket_dir)
-    popen = SimpleNamespace(Popen=Fork, STDOUT=subprocess.STDOUT, DEVNULL=subprocess.DEVNULL)
-    monkeypatch.setattr(protocol, "subprocess", popen)
+    monkeypatch.setattr(protocol, "subprocess", forks(run_module))
     return tmp_path
 
 
@@ -82,10 +39,12 @@ def base(tmp_path, pocket_dir, monkeypatch):
     [
         ("sft", ["torchtune as shipped", "TRL + PEFT"]),
         ("dpo", ["torchtune", "TRL + PEFT, reference first"]),
-        ("sampling", [sampling.ENGINE, "transformers generate", "transformers continuous batching",
-                      "torchtune generate"]),
+        (
+            "sampling",
+            [sampling.ENGINE, "transformers generate", "transformers continuous batching", "torchtune generate"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_sides_are_compared(base, monkeypatch, capsys, work, peers):
     monkeypatch.setattr(sft, "GATE", 2)
     monkeypatch.setattr(dpo, "GATE", 2)
@@ -115,9 +74,8 @@ def test_a_cycle_is_measured(base, monkeypatch):
     """The verifier tosses a coin, because the pocket model of the tests is hardly ever right."""
     quick = ["verifier={_component_: tests.kit.judges.Coin}", "drop_truncated=False", "max_new_tokens=8",
              "eval_prompts=null", "verify_workers=1", "seed=1"]  # fmt: skip
-    monkeypatch.setattr(
-        cycle, "Side", lambda name, python, arguments, log: protocol.Side(name, python, [*arguments, *quick], log)
-    )
+    side = protocol.Side
+    monkeypatch.setattr(cycle, "Side", lambda name, python, args, log: side(name, python, [*args, *quick], log))
     (row,) = cycle.measure(base, runs=1, prompts=2)
     assert 0 < row["outside"] < 1
 
