@@ -340,7 +340,8 @@ def test_weights_that_do_not_fit(tmp_path, drop, add, message):
     base = write_theirs(tmp_path / "base", "qwen3 moe")
     state = load_file(base / "model.safetensors")
     dropped = state.pop(drop)
-    save_file({**state, **dict.fromkeys(add, dropped)}, base / "model.safetensors", metadata={"format": "pt"})
+    state |= {name: dropped.clone() for name in add}
+    save_file(state, base / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=message):
         our_model(base)
 

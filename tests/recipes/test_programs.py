@@ -77,6 +77,7 @@ def test_a_program_that_fails_ends_the_run_with_its_last_words(program):
     assert "Traceback" not in said
 
 
+@pytest.mark.wide
 def test_the_example(example):
     pytest.importorskip("openai")
     small = {"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 8, "eval_prompts": None}

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -10,18 +11,31 @@ from rocm_ext.recipes.grpo_rocm import main
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 
 from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.model.attention import Slots
 from rocm_ext.rl.engines import Engines
 from rocm_ext.sampling import LocalEngine
 from rocm_ext.sampling.slots import SlotMemory, slots_beside
 from tests.kit.forks import forked
 from tests.kit.grpo_runs import write_run
 from tests.kit.raft_runs import write_world
+from tests.kit.samples import Words, answers_of, ask, train
 from tests.kit.servers import Fake, Sampler, Vllm
-from tests.sampling.test_generation import GIB, TEXTS, WARM, Words, ask, assert_same, model, of, train, watch_slots
+from tests.sampling.test_generation import GIB, TEXTS, WARM, assert_same, model
 
 TOKENIZER = ("vocab.json", "merges.txt", "tokenizer.json")
 RANKS = Ranks(torch.device("cpu"))
 PLENTY = RANKS, lambda: GIB, lambda: 0
+
+
+def watch_slots(monkeypatch, tensors: list) -> None:
+    """Collect weak references to every tensor of slots."""
+    allocate = Slots.lazy_initialization
+
+    def seen(self, *args):
+        allocate(self, *args)
+        tensors.extend(map(weakref.ref, (self.keys, self.values)))
+
+    monkeypatch.setattr(Slots, "lazy_initialization", seen)
 
 
 class Opened(LocalEngine):
@@ -53,12 +67,12 @@ def test_sessions_of_servers_end_with_their_phase(kind):
     with engines.keep_open():
         for phase in ("sample", "eval", "sample", "eval"):
             with engines.session(phase, None) as session:
-                of(session, ask(TEXTS[:2]), WARM)
+                answers_of(session, ask(TEXTS[:2]), WARM)
         assert (local.count, local.now) == (1, 1)
         assert (engine.count, engine.now) == ((2, 0) if kind is Server else (1, 1))
     assert local.now == engine.now == 0
     with engines.session("sample", None) as session:
-        of(session, ask(TEXTS[:2]), WARM)
+        answers_of(session, ask(TEXTS[:2]), WARM)
     assert (engine.count, engine.now) == ((3, 0) if kind is Server else (2, 0))
 
 
@@ -70,7 +84,7 @@ def test_what_stays_open_leaves_training_its_memory(training, stays, told, monke
     """The device has 6,000,000 bytes. The layout takes 360,000 of them, and the cache of 16 slots 4,194,304."""
     caplog.set_level(logging.INFO, "rocm_ext")
     decoder, caches, opened = model("qwen2", "lora"), [], []
-    watch_slots(monkeypatch, caches, [])
+    watch_slots(monkeypatch, caches)
 
     def taken() -> int:
         gc.collect()
@@ -85,11 +99,11 @@ def test_what_stays_open_leaves_training_its_memory(training, stays, told, monke
         for step in range(3):
             train(decoder, step)
             with engines.session("sample", None) as session:
-                found = of(session, ask(TEXTS, 4, cycle=step), WARM)
+                found = answers_of(session, ask(TEXTS, 4, cycle=step), WARM)
                 assert session.stats()["tokens"] == sum(len(c.tokens) for c in found.values())
             opened.append((engine.now, taken()))
             with LocalEngine(decoder=decoder, tokenizer=Words(), free_memory=lambda: GIB).session() as new:
-                assert_same(found, of(new, ask(TEXTS, 4, cycle=step), WARM))
+                assert_same(found, answers_of(new, ask(TEXTS, 4, cycle=step), WARM))
     assert opened == 3 * [{"cache": (1, 4_194_304), "layout": (1, 0), "nothing": (0, 0)}[stays]]
     assert engine.count == (3 if stays == "nothing" else 1)
     assert told in caplog.text
