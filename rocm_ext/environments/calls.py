@@ -103,20 +103,29 @@ def _tagged(body: str, schemas: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
 
 def _typed(name: str, pairs: Sequence[tuple[str, str]], schemas: Sequence[Mapping[str, Any]]) -> Call:
     """Read arguments that came as text: JSON where the tool takes what it says, else the text."""
-    from jsonschema import Draft202012Validator  # here, because it takes a third of a second
-
     functions = (schema.get("function", schema) for schema in schemas)
-    wanted: Mapping[str, Any] = next(
-        (f.get("parameters", {}).get("properties", {}) for f in functions if f.get("name") == name), {}
-    )
+    wanted: Mapping[str, Any] = next((f.get("parameters", {}) for f in functions if f.get("name") == name), {})
+    shared = {key: wanted[key] for key in ("$defs", "definitions") if key in wanted}
     arguments: dict[str, Any] = {}
     for key, text in pairs:
         arguments[key] = text
         with suppress(ValueError):
             value = json.loads(text)
-            if not isinstance(value, str) and Draft202012Validator(wanted.get(key, {})).is_valid(value):
+            schema = wanted.get("properties", {}).get(key, {})
+            if not isinstance(value, str) and _takes({**shared, "allOf": [schema]}, value):
                 arguments[key] = value
     return Call(name, arguments)
+
+
+def _takes(schema: Mapping[str, Any], value: Any) -> bool:
+    """Whether a JSON schema allows a value; one that cannot be read, as a program may send it, allows none."""
+    from jsonschema import Draft202012Validator  # here, because it takes a third of a second
+    from referencing import Registry
+
+    try:
+        return Draft202012Validator(schema, registry=Registry()).is_valid(value)  # its own registry asks the network
+    except Exception:
+        return False
 
 
 def _listed(body: str, _: Sequence[Mapping[str, Any]]) -> Iterator[Call]:

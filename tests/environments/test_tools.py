@@ -176,6 +176,23 @@ def test_arguments_without_types():
             assert calls_in(f"<tool_call>{body}</tool_call>", schemas) == ("", [Call("find", expected)])
 
 
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"$ref": "#/$defs/Count"}, 3),  # as pydantic writes it
+        ({"$ref": "#/nowhere"}, "3"),
+        ({"$ref": "http://localhost:9/schema"}, "3"),  # nobody asks the network
+        ({"type": "any"}, "3"),
+        (5, "3"),
+    ],
+)
+def test_schemas_of_a_program(schema, expected):
+    parameters = {"type": "object", "properties": {"count": schema}, "$defs": {"Count": {"type": "integer"}}}
+    said = "<tool_call><function=find><parameter=count>3</parameter></function></tool_call>"
+    tools = [{"type": "function", "function": {"name": "find", "parameters": parameters}}]
+    assert calls_in(said, tools) == ("", [Call("find", {"count": expected})])
+
+
 @pytest.mark.parametrize("value", ["-" * 100_000 + "1", "{1, 2}", "b'a'", "...", "{(1, 2): 3}"])
 def test_values_that_json_lacks_are_a_problem(value):
     """Records are JSON."""
