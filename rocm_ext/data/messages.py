@@ -29,13 +29,14 @@ class Turn(NamedTuple):
         return {"role": self.role, "content": self.content, **self.more}
 
 
-def to_turns(turns: Any) -> list[Turn]:
+def to_turns(turns: Any, blank: bool = False) -> list[Turn]:
     """Check a conversation and return its turns.
 
     Args:
         turns: ``{"role", "content"}`` each, or ShareGPT's ``{"from", "value"}``; roles and flags as in
             :mod:`rocm_ext.data.dialects`. An assistant's message may have ``tool_calls`` in OpenAI's form; arguments
             may be an object or JSON text.
+        blank: whether an assistant's message may say nothing.
 
     Raises:
         ValueError: a message is malformed.
@@ -44,7 +45,7 @@ def to_turns(turns: Any) -> list[Turn]:
         raise ValueError(f"a conversation must be a list of messages, found {type(turns).__name__}")
     found: list[Turn] = []
     for number, turn in enumerate(turns):
-        new, last = _to_turn(turn, f"message {number}"), found[-1] if found else None
+        new, last = _to_turn(turn, f"message {number}", blank), found[-1] if found else None
         if last and _is_call(turn) and (last.role, last.masked) == (new.role, new.masked):  # one turn, in ms-swift
             calls = [*found.pop().more.get("tool_calls", ()), *new.more["tool_calls"]]
             new = last._replace(more={**last.more, "tool_calls": calls})
@@ -56,7 +57,7 @@ def _is_call(turn: Mapping[str, Any]) -> bool:
     return turn.get("role", turn.get("from")) in CALLS
 
 
-def _to_turn(turn: Any, where: str) -> Turn:
+def _to_turn(turn: Any, where: str, blank: bool) -> Turn:
     if not isinstance(turn, Mapping):
         raise ValueError(f"{where} must be an object with role and content, found {type(turn).__name__}")
     if (role := role_of(turn)) is None:
@@ -74,8 +75,9 @@ def _to_turn(turn: Any, where: str) -> Turn:
         if not isinstance(calls, list):
             raise ValueError(f"{where}: tool_calls must be a list, found {type(calls).__name__}")
         more["tool_calls"] = [_tool_call(call, f"{where}: tool_calls[{i}]") for i, call in enumerate(calls)]
-    content = "" if content is None and (calls or reasoning) else _text(content, where)
-    if role == "assistant" and not content.strip() and not calls and not reasoning:
+    silent = calls or reasoning or (blank and role == "assistant")
+    content = "" if content is None and silent else _text(content, where)
+    if role == "assistant" and not content.strip() and not silent:
         raise ValueError(f"{where}: the assistant's content is empty")
     return Turn(role, content, masked(turn, role, where), more)
 

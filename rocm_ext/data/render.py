@@ -57,7 +57,12 @@ def render_prompt(tokenizer: Any, messages: Sequence[Mapping], tools: Tools = No
     Raises:
         UserError: a message is malformed, or the chat template refuses the conversation.
     """
-    return _renderer(tokenizer).prompt(to_turns(messages), tools)
+    return render_history(tokenizer, to_turns(messages), tools)
+
+
+def render_history(tokenizer: Any, turns: Sequence[Turn], tools: Tools = None) -> list[int]:
+    """Render turns as :func:`render_prompt` renders messages; the assistant's may be empty."""
+    return _renderer(tokenizer).prompt(turns, tools)
 
 
 def render_conversation(

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import one_line
 from rocm_ext.data.messages import Turn, to_tools, to_turns
-from rocm_ext.data.render import marked_text, render_prompt, render_reply
+from rocm_ext.data.render import marked_text, render_history, render_reply
 from rocm_ext.data.tokenizer import defused
 from rocm_ext.environments import Ask, Environments, calls_in
 from rocm_ext.rl.records import Given, PhaseRecords, Sample, packed_routes, to_sample
@@ -125,12 +125,15 @@ class ConversationQueue(RequestQueue):
     def prompts(self) -> Iterator[list[Request]]:
         """Take the next requests of one prompt; an empty list says that there are none yet."""
         coming: Iterator[list[Request]] | None = self._queue.prompts()
+        same: list[Request] = []
         while not self._stopped():
             self._hear()
             most = min(self._environments.at_once, self.share)  # other ranks want some, too
             while coming and len(self._open) < most and self._beginning.total() + sum(map(len, self._first)) < _AHEAD:
-                if same := next(coming, None):
-                    self._begin(same)
+                if same := same or next(coming, []):
+                    room = self._environments.at_once - len(self._open)
+                    self._begin(same[:room])
+                    same = same[room:]
                 else:
                     coming = None
             if self._next:
@@ -184,7 +187,8 @@ class ConversationQueue(RequestQueue):
 
     def _begin(self, same: list[Request]) -> None:
         prompt = same[0].prompt_id
-        self._beginning[prompt], self._begun[prompt] = len(same), []
+        self._beginning[prompt] += len(same)
+        self._begun.setdefault(prompt, [])
         for request in same:
             turns, tools = to_turns(request.messages), [dict(tool) for tool in request.tools] or None
             talk = self._open[request.key] = _Talk(request, turns, list(request.tokens), tools)
@@ -210,8 +214,8 @@ class ConversationQueue(RequestQueue):
         if not isinstance(reply, Result):
             try:
                 following = self._following(talk, reply)
-            except (UserError, ValueError) as problem:
-                reply = error(f"the environment's messages cannot be rendered: {problem}")
+            except Exception as problem:  # a program's messages and tools may be anything
+                reply = error(f"the environment's messages cannot be rendered: {one_line(problem)}")
         if isinstance(reply, Result):
             self._end(talk, reply)
         begins = not talk.answers
@@ -241,7 +245,7 @@ class ConversationQueue(RequestQueue):
         """
         request, talk.asked = talk.request, reply if isinstance(reply, Ask) else None
         if talk.asked:
-            turns, tools = _asked_turns(talk.asked.messages), to_tools(talk.asked.tools)
+            turns, tools = to_turns(talk.asked.messages, blank=True), to_tools(talk.asked.tools)
         elif not (talk.answers or reply):
             return request
         else:
@@ -256,7 +260,7 @@ class ConversationQueue(RequestQueue):
             answered = talk.turns[:-1], talk.turns[-1]
             ids, fresh = render_reply(self._tokenizer, *answered, talk.sampled, turns[held:], tools)
         else:
-            ids, fresh = render_prompt(self._tokenizer, [turn.message() for turn in turns], tools), True
+            ids, fresh = render_history(self._tokenizer, turns, tools), True
         context = ids if fresh else talk.context + ids
         left = self._sampling.max_new_tokens - len(talk.tokens)
         if left < 1:
@@ -334,20 +338,8 @@ class ConversationQueue(RequestQueue):
         return message
 
 
-def _asked_turns(messages: list[dict[str, Any]]) -> list[Turn]:
-    """Return a history's turns; a message of the model's may be empty.
-
-    Raises:
-        ValueError: a message is malformed.
-    """
-    turns: list[Turn] = []
-    for message in messages:
-        empty = message.get("role") == "assistant" and not (message.get("content") or message.get("tool_calls"))
-        turns += [Turn("assistant", "", False)] if empty else to_turns([message])
-    return turns
-
-
 def _said(turn: Turn) -> tuple[Any, ...]:
     """Return what makes two turns the same: calls have other ids and keys in a program's history."""
-    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in turn.more.get("tool_calls", ())]
+    functions = [call.get("function", call) for call in turn.more.get("tool_calls", ())]
+    calls = [(function["name"], function["arguments"]) for function in functions]
     return turn.role, turn.content, calls
