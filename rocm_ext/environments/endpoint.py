@@ -2,6 +2,7 @@
 
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ _MODEL = "model"  # its name; requests may give any
 # what would change the response and cannot: the values that ask for nothing
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
+    "functions": (None, []),
     "logprobs": (None, False),
     "response_format": (None, {"type": "text"}),
     "audio": (None,),
@@ -50,9 +52,12 @@ class Exchange:
         if most is not None and (not isinstance(most, int) or most < 1):
             raise ValueError(f"max_tokens must be a positive integer, found {most!r}")
         stop = asked.get("stop") or []
-        self._stop = [stop] if isinstance(stop, str) else [text for text in stop if text]
+        self._stop = [stop] if isinstance(stop, str) else stop
+        if not isinstance(self._stop, list) or not all(isinstance(text, str) and text for text in self._stop):
+            raise ValueError(f"stop must be a text or a list of texts, found {stop!r}")
         self.ask = Ask(asked["messages"], [] if asked.get("tool_choice") == "none" else tools, most)
-        self.streams = bool(asked.get("stream"))
+        self.streams, options = bool(asked.get("stream")), asked.get("stream_options")
+        self.sizes = isinstance(options, dict) and bool(options.get("include_usage"))
         self._response: SimpleQueue[Mapping[str, Any] | str] = SimpleQueue()
 
     def answer(self, message: Mapping[str, Any]) -> None:
@@ -96,8 +101,8 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": call["id"], "type": "function", "function": function}
 
 
-def _events(completion: dict[str, Any]) -> bytes:
-    """Return a completion as a stream of events: its message, its end, its size."""
+def _events(completion: dict[str, Any], sizes: bool) -> bytes:
+    """Return a completion as a stream of events: its message, its end and, if ``sizes``, its size."""
     (choice,) = completion["choices"]
     delta = dict(choice["message"])
     if "tool_calls" in delta:
@@ -106,7 +111,7 @@ def _events(completion: dict[str, Any]) -> bytes:
     chunks = [
         head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
         head | {"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
-        head | {"choices": [], "usage": completion["usage"]},
+        *([head | {"choices": [], "usage": completion["usage"]}] if sizes else []),
     ]
     return b"".join(b"data: %s\n\n" % text.encode() for text in [*map(json.dumps, chunks), "[DONE]"])
 
@@ -125,15 +130,22 @@ class Endpoint:
             pass
 
         Handler.key, Handler.asked = key, asked
-        http = ThreadingHTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
-        http.daemon_threads = True
+        http = _Server(("127.0.0.1", 0), Handler, bind_and_activate=False)
         http.socket.close()
         http.socket = server
         threading.Thread(target=http.serve_forever, args=(3600.0,), daemon=True).start()
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, *request: Any) -> None:
+        """Keep quiet about clients that hang up."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(*request)
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else each body waits 40 ms behind its headers
     key: str
     asked: "SimpleQueue[Exchange | None]"
 
@@ -147,7 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Hand a request over, and send what comes back."""
         size = self.headers.get("Content-Length", "")
-        if not size.isdecimal() or int(size) > _BYTES:
+        if not size.isdecimal() or len(size) > 9 or int(size) > _BYTES:
             self.close_connection = True
             self._fail(400, f"a body of {size or 'unknown'} bytes; expected at most {_BYTES}")
             return
@@ -165,7 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(400, one_line(problem))
             return
         if exchange.streams:
-            self._send(_events(completion), "text/event-stream")
+            self._send(_events(completion, exchange.sizes), "text/event-stream")
         else:
             self._send(completion)
 

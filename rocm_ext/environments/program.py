@@ -60,7 +60,7 @@ class Program(Environment):
         command: the program and its arguments. ``python`` is the argument ``python``; an argument that names a file
             gets its path in the sandbox.
         folder: shown to the program, read-only; Python imports from it. None: it sees the files of ``command`` alone.
-        verifier: the component that judges the answer; the program does not get the columns that it needs.
+        verifier: the component that judges the answer; of the columns that it needs, the program gets ``prompt`` alone.
         memory_mb: of the program with all that it starts.
         at_once: programs of a rank at the same time; None: 4 for each of its CPU threads, at most 64.
         sandbox: ``bubblewrap``, or ``rlimits`` where you trust program and model; see rocm_ext.verifiers.sandbox.
@@ -118,13 +118,15 @@ class Program(Environment):
     def _argument(self, word: str) -> str:
         """Return an argument; of a file, its path in the sandbox."""
         file = Path(word)
-        if not file.is_file() and word.endswith(".py"):
-            raise UserError(f"command: there is no file {word}")
-        if not file.is_file():
+        if not os.path.isfile(word):  # Path.is_file raises for code, which is too long for a name
+            if word.endswith(".py"):
+                raise UserError(f"command: there is no file {word}")
             return word
         if self._folder is not None and file.resolve().is_relative_to(self._folder):
             return str(file.resolve())
-        self._files[file.name] = file.read_bytes()
+        content = file.read_bytes()
+        if self._files.setdefault(file.name, content) != content:
+            raise UserError(f"command: two files are named {file.name}; rename one, or show both as a folder")
         return f"{BOX}/{file.name}"
 
     def check(self) -> None:
@@ -178,7 +180,7 @@ class Program(Environment):
         packages = [*filter(None, [self._folder]), *self._shown.packages]
         variables = {"OPENAI_API_KEY": key, "PYTHONPATH": ":".join(packages), "PYTHONUNBUFFERED": "1"}
         task = json.dumps([self._command, variables])
-        hidden = self.needs if self.verifier is not None else ()
+        hidden = {*self.needs} - {"prompt"}
         row = json.dumps({name: value for name, value in self.row.items() if name not in hidden}, default=str)
         with ours:
             with theirs:
@@ -202,6 +204,8 @@ class Program(Environment):
     def _next(self) -> Ask | Result:
         """Wait for the program's next request, or its end."""
         self._exchange = self._asked.get()
+        while self._exchange is not None and self._running.child.returncode is not None:  # nobody waits for it
+            self._exchange = self._asked.get()
         if self._exchange is None:
             return self._result()
         self._heard = True
@@ -219,11 +223,11 @@ class Program(Environment):
         line = bytes(child.stdout).decode("utf-8", "replace").strip().rpartition("\n")[2]
         try:
             value = json.loads(line)
-        except ValueError:
-            value = line if self.verifier is not None else None
-        fields = value if isinstance(value, dict) else {"reward" if self.verifier is None else "answer": value}
+        except (ValueError, RecursionError):
+            value = None
+        fields = value if isinstance(value, dict) else {"reward": value}
         if self.verifier is not None:
-            answer = fields.get("answer")
+            answer = fields.get("answer") if fields is value else value if isinstance(value, str) else line
             if not isinstance(answer, (str, int, float)):
                 return error(f"the program's last line is {short(line, 100)!r}; expected an answer")
             return checked(self.verifier, self.verifier(str(answer), self.row))

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,7 @@ pytest.importorskip("resource", reason="forks and POSIX signals")
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.environments import Ask, Call, Environments, Program
-from rocm_ext.environments.endpoint import Exchange
+from rocm_ext.environments.endpoint import Exchange, _events
 from rocm_ext.verifiers import Verdict
 
 KIT = Path(__file__).parents[1] / "kit"
@@ -92,6 +93,41 @@ def test_a_verifier_judges_without_showing_its_column(tmp_path):
         assert (end.reward, end.verdict is Verdict.ERROR) == (reward, False)
 
 
+@pytest.mark.parametrize(("line", "answer"), [("1.10", "1.10"), ("[1]", "[1]"), ('"a"', "a"), ('{"answer": 7}', "7")])
+def test_an_answer_is_text(line, answer, tmp_path):
+    verifier = {"_component_": "rocm_ext.verifiers.ExactMatch"}
+    end = result(
+        ASK + f"print({line!r})", said(""), tmp_path=tmp_path, verifier=verifier, row={**ROW, "answer": answer}
+    )
+    assert end.reward == 1, end.detail
+
+
+def test_a_verifier_does_not_hide_the_prompt():
+    verifier = {"_component_": "rocm_ext.verifiers.ExactMatch", "field": "prompt"}
+    with talking(KIT / "agent.py", verifier=verifier) as (_, first):
+        assert first.messages == [{"role": "user", "content": ROW["prompt"]}]
+
+
+def test_requests_of_a_program_that_has_ended_are_dropped():
+    """It may have asked in several threads."""
+    program = Program({}, command=["python", "-V"])
+    ended = SimpleNamespace(returncode=0, killed="", stdout=b"1\n", stderr=b"")
+    program._running, program._heard = SimpleNamespace(child=ended), True
+    for asked in (Exchange(b'{"messages": [{}]}'), Exchange(b'{"messages": [{}]}'), None):
+        program._asked.put(asked)
+    assert program._next().reward == 1
+
+
+def test_sizes_in_a_stream_are_for_those_who_ask():
+    """Others read the choice of each event."""
+    asked = json.dumps({"messages": [{}], "stream": True})
+    with_sizes = json.dumps({"messages": [{}], "stream": True, "stream_options": {"include_usage": True}})
+    for body, count in ((asked, 0), (with_sizes, 1)):
+        exchange = Exchange(body.encode())
+        exchange.answer(said("Seven."))
+        assert _events(exchange.completion(), exchange.sizes).count(b'"choices": []') == count
+
+
 @pytest.mark.parametrize("new", [True, False])
 def test_a_limit_ends_requests(new, tmp_path):
     code = ASK + "try: ask([{'role': 'user', 'content': 'more'}])\nexcept Exception as error: print(0.5)"
@@ -138,6 +174,9 @@ print(int(not seen))
         ('{"messages": [{}], "response_format": {"type": "json_object"}}', "response_format"),
         ('{"messages": [{}], "tools": {}}', "tools"),
         ('{"messages": [{}], "max_tokens": -1}', "max_tokens"),
+        ('{"messages": [{}], "stop": 5}', "stop"),
+        ('{"messages": [{}], "stop": [5]}', "stop"),
+        ('{"messages": [{}], "functions": [{}]}', "functions"),
         ("{", "Expecting"),
     ],
 )
@@ -163,6 +202,16 @@ def test_mistakes(arguments, problem):
     with pytest.raises(UserError, match=problem) as raised:
         Program({}, **arguments)
     assert "\n" not in str(raised.value)
+
+
+def test_files_of_the_command(tmp_path):
+    paths = [tmp_path / folder / "it is.py" for folder in ("a b", "c")]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text(f"# {path}")
+    code = "x = 1; " * 100  # too long for the name of a file
+    with pytest.raises(UserError, match="two files are named"):
+        Program({}, command=["python", "-c", code, *map(str, paths)])
 
 
 def test_a_tool_choice_of_none_shows_no_tools():
