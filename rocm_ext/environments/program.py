@@ -58,7 +58,7 @@ class Program(Environment):
     Args:
         row: the columns of the prompt's row.
         command: the program and its arguments. ``python`` is the argument ``python``; an argument that names a file
-            gets its path in the sandbox.
+            gets its path in the sandbox. Of a program outside /usr, all of its folder is shown.
         folder: shown to the program, read-only; Python imports from it. None: it sees the files of ``command`` alone.
         verifier: the component that judges the answer; of the columns that it needs, the program gets ``prompt`` alone.
         memory_mb: of the program with all that it starts.

@@ -212,7 +212,7 @@ class Selected:
         if not talks:
             return {}
         return {
-            "turns": fmean(sum(message["role"] == "assistant" for message in talk.messages or ()) for talk in talks),
+            "turns": fmean(1 + sum(before > 0 for before, _, _ in talk.given or ()) for talk in talks),
             "rewritten": fmean(any(fresh and before for before, _, fresh in talk.given or ()) for talk in talks),
         }
 

@@ -14,6 +14,7 @@ from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.environments import Ask
 from rocm_ext.pocket import write_tokenizer
 from rocm_ext.rl.conversations import ConversationQueue, Limits
+from rocm_ext.rl.selection import Selected
 from rocm_ext.sampling import Completion, Request, RequestQueue, Sampling
 from rocm_ext.verifiers import Result, Verdict
 from tests.kit.chats import assistant, user
@@ -81,6 +82,13 @@ def test_the_model_may_have_said_nothing(tokenizer, blank, system):
     [(sample, result)], _ = talk(tokenizer, [blank if isinstance(blank, str) else "", "no"], [*asks, END])
     assert result == END, result.detail
     assert [fresh for _, _, fresh in sample.given] == [True, system]
+
+
+def test_messages_that_a_program_rewrites_are_no_turns(tokenizer):
+    asks = [Ask([user("hi")], []), Ask([user("hi"), assistant("YES"), user("and?")], [])]
+    [(sample, _)], _ = talk(tokenizer, ["yes", "no"], [*asks, END])
+    assert [message["content"] for message in sample.messages] == ["hi", "yes", "YES", "and?", "no"]
+    assert Selected._of_conversations(SimpleNamespace(samples={"a": sample})) == {"turns": 2, "rewritten": 1}
 
 
 def test_calls_may_lack_their_wrapping(tokenizer):
