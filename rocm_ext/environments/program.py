@@ -61,7 +61,7 @@ class Program(Environment):
             gets its path in the sandbox. Of a program outside /usr, all of its folder is shown.
         folder: shown to the program, read-only; Python imports from it. None: it sees the files of ``command`` alone.
         verifier: the component that judges the answer; of the columns that it needs, the program gets ``prompt`` alone.
-        memory_mb: of the program with all that it starts.
+        memory_mb: of the program with all that it starts, and the address space of each process: Node needs 16384.
         at_once: programs of a rank at the same time; None: 4 for each of its CPU threads, at most 64.
         sandbox: ``bubblewrap``, or ``rlimits`` where you trust program and model; see rocm_ext.verifiers.sandbox.
         python: the interpreter, whose installed packages the program can import; None: this one.
