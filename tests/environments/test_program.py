@@ -173,7 +173,7 @@ print(int(not seen))
         ('{"messages": [{}], "n": 2}', "n is not"),
         ('{"messages": [{}], "response_format": {"type": "json_object"}}', "response_format"),
         ('{"messages": [{}], "tools": {}}', "tools"),
-        ('{"messages": [{}], "max_tokens": -1}', "max_tokens"),
+        ('{"messages": [{}], "max_tokens": 0}', "max_tokens"),
         ('{"messages": [{}], "stop": 5}', "stop"),
         ('{"messages": [{}], "stop": [5]}', "stop"),
         ('{"messages": [{}], "functions": [{}]}', "functions"),
