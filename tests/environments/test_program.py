@@ -78,6 +78,7 @@ ASK = 'text = ask([{"role": "user", "content": row["prompt"]}])["content"]\n'
         (ASK + "x = bytearray(1 << 31)", Verdict.ERROR, None, "MemoryError"),
         ("print(1)", Verdict.ERROR, None, "without a request"),
     ],
+    ids=["right", "partial", "text", "too large", "raises", "memory", "no request"],
 )
 def test_the_last_line_is_the_reward(code, verdict, reward, detail, tmp_path):
     end = result(code, *([said("Seven.")] if "ask(" in code else []), tmp_path=tmp_path)
