@@ -48,7 +48,8 @@ class Exchange:
         tools = [] if asked.get("tools") is None else asked["tools"]
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise ValueError("tools must be a list of objects")
-        most = asked.get("max_completion_tokens", asked.get("max_tokens"))
+        limits = (asked.get(key) for key in ("max_completion_tokens", "max_tokens"))
+        most = next((limit for limit in limits if limit is not None), None)
         if most is not None and (type(most) is not int or most < 1):
             raise ValueError(f"max_tokens must be a positive integer, found {most!r}")
         stop = asked.get("stop") or []
