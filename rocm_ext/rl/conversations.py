@@ -285,9 +285,7 @@ class ConversationQueue(RequestQueue):
     def _begins(self, held: list[Turn], turns: list[Turn]) -> int:
         """Return how many turns both have in common from the first on."""
         pairs = zip(held, turns, strict=False)
-        same = (
-            a is b or _said(a) in (_said(b), _said(b._replace(content=self._defused(b.content)))) for a, b in pairs
-        )
+        same = (a is b or _said(a) in (_said(b), _said(b._replace(content=self._defused(b.content)))) for a, b in pairs)
         return sum(takewhile(bool, same))
 
     def _behind(self, request: Request) -> str:
