@@ -17,9 +17,9 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Ask:
-    """What asks for the model's next message, from an environment that keeps the conversation itself.
+    """A request for the model's next message, by an environment that keeps the conversation itself.
 
-    Where ``messages`` begin with the conversation so far, this goes on; else it is rendered anew.
+    If ``messages`` begin with the conversation so far, sampling goes on from its ids; otherwise they are rendered anew.
 
     Attributes:
         messages: all that the next message follows, in OpenAI's form.

@@ -117,27 +117,21 @@ def _events(completion: dict[str, Any], sizes: bool) -> bytes:
     return b"".join(b"data: %s\n\n" % text.encode() for text in [*map(json.dumps, chunks), "[DONE]"])
 
 
-class Endpoint:
+class Endpoint(ThreadingHTTPServer):
     """Serves a listening socket in threads of its own.
 
     Args:
-        server: the socket.
+        listening: the socket.
         key: that requests must bring.
         asked: where requests for completions go.
     """
 
-    def __init__(self, server: socket.socket, key: str, asked: "SimpleQueue[Exchange | None]") -> None:
-        class Handler(_Handler):
-            pass
+    def __init__(self, listening: socket.socket, key: str, asked: "SimpleQueue[Exchange | None]") -> None:
+        super().__init__(("127.0.0.1", 0), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket, self.key, self.asked = listening, key, asked
+        threading.Thread(target=self.serve_forever, args=(3600.0,), daemon=True).start()
 
-        Handler.key, Handler.asked = key, asked
-        http = _Server(("127.0.0.1", 0), Handler, bind_and_activate=False)
-        http.socket.close()
-        http.socket = server
-        threading.Thread(target=http.serve_forever, args=(3600.0,), daemon=True).start()
-
-
-class _Server(ThreadingHTTPServer):
     def handle_error(self, *request: Any) -> None:
         """Keep quiet about clients that hang up."""
         if not isinstance(sys.exc_info()[1], OSError):
@@ -147,8 +141,7 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # else each body waits 40 ms behind its headers
-    key: str
-    asked: "SimpleQueue[Exchange | None]"
+    server: Endpoint
 
     def do_GET(self) -> None:
         """List the model."""
@@ -160,11 +153,14 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Hand a request over, and send what comes back."""
         size = self.headers.get("Content-Length", "")
-        if not size.isdecimal() or len(size) > 9 or int(size) > _BYTES:
+        left = int(size) if size.isdecimal() and len(size) <= 9 else -1
+        if not 0 <= left <= _BYTES:
             self.close_connection = True
+            while left > 0 and (part := self.rfile.read(min(left, _BYTES))):  # else the client hears no response
+                left -= len(part)
             self._fail(400, f"a body of {size or 'unknown'} bytes; expected at most {_BYTES}")
             return
-        body = self.rfile.read(int(size))
+        body = self.rfile.read(left)
         if not self._welcome():
             return
         if not self.path.partition("?")[0].endswith("/chat/completions"):
@@ -172,7 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             exchange = Exchange(body)
-            self.asked.put(exchange)
+            self.server.asked.put(exchange)
             completion = exchange.completion()
         except (ValueError, RecursionError) as problem:
             self._fail(400, one_line(problem))
@@ -183,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(completion)
 
     def _welcome(self) -> bool:
-        if self.headers.get("Authorization") == f"Bearer {self.key}":
+        if self.headers.get("Authorization") == f"Bearer {self.server.key}":
             return True
         self._fail(401, "the key is not that of OPENAI_API_KEY")
         return False

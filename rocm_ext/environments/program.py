@@ -22,6 +22,7 @@ from rocm_ext.verifiers.sandbox import BOX, Limits, RunningProgram, Sandbox, int
 from rocm_ext.verifiers.sandbox.children import readable, supervise
 
 _START = 60.0  # seconds that the sandbox may take to start
+_AT_LIMIT = "the conversation is at a limit of the run"
 _FOREVER = 1e9  # seconds; `verify_timeout` limits each wait for the program
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 # runs in the sandbox: a socket belongs to the network that it was made in, so what connects to it is in there, too
@@ -150,7 +151,7 @@ class Program(Environment):
     def begin(self) -> Ask | Result:
         """Start the program; return its first request."""
         self._running, server, key = self._start()
-        self._endpoint = Endpoint(server, key, self._asked)
+        Endpoint(server, key, self._asked)
         threading.Thread(target=self._watch, daemon=True).start()
         return self._next()
 
@@ -165,12 +166,12 @@ class Program(Environment):
         """Answer with what the model said up to a limit, refuse all further requests, and wait for the result."""
         assert self._exchange is not None
         self._cut = True
-        if message != self._said:
-            self._exchange.answer(message)
+        if message == self._said:
+            self._exchange.refuse(_AT_LIMIT)
         else:
-            self._exchange.refuse("the conversation is at a limit of the run")
+            self._exchange.answer(message)
         while isinstance(reply := self._next(), Ask):
-            self._exchange.refuse("the conversation is at a limit of the run")
+            self._exchange.refuse(_AT_LIMIT)
         return reply
 
     def _start(self) -> tuple[RunningProgram, socket.socket, str]:
@@ -225,12 +226,13 @@ class Program(Environment):
             value = json.loads(line)
         except (ValueError, RecursionError):
             value = None
-        fields = value if isinstance(value, dict) else {"reward": value}
         if self.verifier is not None:
-            answer = fields.get("answer") if fields is value else value if isinstance(value, str) else line
+            text = value if isinstance(value, str) else line
+            answer = value.get("answer") if isinstance(value, dict) else text
             if not isinstance(answer, (str, int, float)):
                 return error(f"the program's last line is {short(line, 100)!r}; expected an answer")
             return checked(self.verifier, self.verifier(str(answer), self.row))
+        fields = value if isinstance(value, dict) else {"reward": value}
         reward = fields.get("reward")
         if not isinstance(reward, (int, float)):
             return error(f"the program's last line is {short(line, 100)!r}; expected a reward as JSON")

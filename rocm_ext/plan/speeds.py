@@ -123,7 +123,7 @@ def _from_sheet(profile: Profile, machine: Machine, chip: str | None) -> Figures
     sheet = profile.chips[name]
     reached = {**profile.reached, **sheet.reached}
     mine = chip or not _is(profile, machine) or name in _named_here(profile, machine)
-    other = "" if mine else f", as there is none of {machine.name}"
+    other = "" if mine else f"; {machine.name} has none here"
     rates = {"bf16": sheet.bf16, "fp16": sheet.fp16, "fp32": sheet.fp32}
     return Figures(
         source=f"data sheet of {name}{other}, assuming {reached['compute']:.0%} of its compute and "

@@ -250,7 +250,7 @@ class ConversationQueue(RequestQueue):
             return request
         else:
             turns, tools = [*talk.turns, *to_turns(reply)], talk.tools
-        held = self._begins(talk.turns, turns)
+        held = self._shared(talk.turns, turns)
         goes_on = talk.stopped and held == len(talk.turns) and tools == talk.tools
         turns = [*talk.turns[:held], *(turn._replace(content=self._defused(turn.content)) for turn in turns[held:])]
         if talk.answers == self._limits.turns:
@@ -282,7 +282,7 @@ class ConversationQueue(RequestQueue):
             most=min(left, talk.asked.most or left) if talk.asked else left,
         )
 
-    def _begins(self, held: list[Turn], turns: list[Turn]) -> int:
+    def _shared(self, held: list[Turn], turns: list[Turn]) -> int:
         """Return how many turns both have in common from the first on."""
         pairs = zip(held, turns, strict=False)
         same = (a is b or _said(a) in (_said(b), _said(b._replace(content=self._defused(b.content)))) for a, b in pairs)

@@ -52,7 +52,7 @@ def test_column_map_renames_and_hides_a_column_of_our_name(rows):
 
 
 def test_messages_keep_their_turns_and_the_row_has_the_last_as_prompt(rows):
-    """A system prompt comes first where there is none."""
+    """system_prompt becomes the first message of a conversation without one."""
     system = {"role": "system", "content": "Be brief."}
     turns = [system, user("1 + 1?"), assistant("2"), user("And 2 + 2?")]
     source = rows({"messages": turns, "answer": "4"}, {"prompt": "a"})

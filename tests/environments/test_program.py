@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -146,23 +147,28 @@ def test_a_limit_ends_requests(new, tmp_path):
 def test_there_is_no_network_but_the_endpoint_and_no_file_but_the_programs(tmp_path):
     outside = tmp_path.parent / "outside.txt"
     outside.write_text("a secret")
+    listening = socket.create_server(("127.0.0.1", 0))  # on this machine, where no network may be
     code = (
         ASK
         + f"""
 import socket
 seen = []
-for address in (("1.1.1.1", 53), ("127.0.0.1", 22)):
+for address in (("1.1.1.1", 53), {listening.getsockname()!r}):
     try: seen.append(socket.create_connection(address, 1))
     except OSError: pass
-try: seen.append(open({str(outside)!r}).read())
-except OSError: pass
+for path in ({str(outside)!r}, "/etc/passwd"):
+    try: seen.append(open(path).read())
+    except OSError: pass
+try: seen.append(ask([{{"role": "user", "content": "x" * (5 << 20)}}]))
+except Exception as error: seen += [] if "400" in str(error) else [str(error)]
 os.environ["OPENAI_API_KEY"] = "another"
 try: seen.append(ask([{{"role": "user", "content": "x"}}]))
 except Exception as error: seen += [] if "401" in str(error) else [str(error)]
 print(int(not seen))
 """
     )
-    assert result(code, said("Seven."), tmp_path=tmp_path).reward == 1
+    with listening:
+        assert result(code, said("Seven."), tmp_path=tmp_path).reward == 1
 
 
 @pytest.mark.parametrize(

@@ -131,11 +131,11 @@ def test_this_machine_gets_its_own_chip(machine, profile, chip):
 def test_a_chip_without_a_data_sheet_is_told():
     cuda = load_profile("cuda")
     volta = replace(H200, arch="sm_62", name="NVIDIA Jetson")
-    assert "data sheet of H100 SXM, as there is none of NVIDIA Jetson" in figures_for(cuda, volta).source
+    assert "data sheet of H100 SXM; NVIDIA Jetson has none here" in figures_for(cuda, volta).source
     assert chips_of(cuda, "sm_62", "NVIDIA Jetson") == []
     small = replace(H200, arch="sm_89", name="NVIDIA L4")
-    assert "data sheet of RTX 4090, as there is none of NVIDIA L4" in figures_for(cuda, small).source
-    assert "as there is none" not in figures_for(cuda, CPU).source
+    assert "data sheet of RTX 4090; NVIDIA L4 has none here" in figures_for(cuda, small).source
+    assert "has none here" not in figures_for(cuda, CPU).source
 
 
 def test_a_measurement_of_a_product_without_a_sheet_stands_for_no_other(tmp_path, monkeypatch):

@@ -24,10 +24,12 @@ TOOLS = [
 
 
 def in_stock(item: str) -> str:
+    """Return how many pieces of an item there are."""
     return str(STOCK.get(item, f"there is no item {item!r}"))
 
 
 def answer(question: str) -> str:
+    """Return what the model says once it calls no more tools."""
     client = OpenAI()  # by OPENAI_BASE_URL and OPENAI_API_KEY
     messages = [
         {
