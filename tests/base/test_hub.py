@@ -146,7 +146,7 @@ def test_names_that_cannot_be_had(served, name, message):
     assert "\n" not in str(caught.value)
 
 
-def test_offline(served, tmp_path, monkeypatch):
+def test_offline(served, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=f"cannot download {NAME}: .*tune download {NAME} --output-dir DIR"):
         download(NAME)

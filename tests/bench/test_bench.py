@@ -25,10 +25,10 @@ from rocm_ext.pocket import SHAPE
 from tests.kit import probes as bad_probes
 from tests.kit.lines import one_line_has
 from tests.kit.plans import as_configured
-from tests.kit.programs import forks
+from tests.kit.programs import as_forks
 
 GIB = 2**30
-FORKS = forks(lambda _: child.main())  # `runner` starts forks instead of programs
+FORKS = as_forks(lambda _: child.main())  # `runner` starts forks instead of programs
 
 
 def job(budget: int = 4 * GIB) -> Spec:

@@ -175,8 +175,8 @@ def test_a_model_calls_tools(tmp_path, monkeypatch, capfd):
     """The model gets what its calls give, until an answer calls none; mistakes are for it to read."""
     call = '<tool_call>{"name": "add", "arguments": {"a": %s, "b": 2}}</tool_call>'
     said = [f"I add. {call % 40}", call % '"x"', "It is 42.", "Yes."]
-    code = 'def add(a: int, b: int) -> int:\n    """Add."""\n    return a + b\n'
-    model, asked = with_tools(monkeypatch, tmp_path, code, lambda number: said[number - 1])
+    add = 'def add(a: int, b: int) -> int:\n    """Add."""\n    return a + b\n'
+    model, asked = with_tools(monkeypatch, tmp_path, add, lambda number: said[number - 1])
     arguments = [model, "--tool", "my_tools.add", "--max-new-tokens", "8"]
     out, err, code = chat(monkeypatch, capfd, *arguments, lines=["What is 40 + 2?", "Sure?"])
     assert code == 0, err

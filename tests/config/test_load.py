@@ -105,6 +105,7 @@ def test_auto_on_a_machine_without_a_gpu(run, monkeypatch):
         ("", ["num_train_epochs=4"], r"did you mean epochs\?$"),
         ("", ["output_dir=a", "path=b"], r"did you mean tokenizer.path\?$"),
         ("", ["=4"], "unknown key"),
+        ("3: 4", [], "unknown key 3"),
         ("", ["~epohcs"], "~epohcs: config run.yaml has no such key"),
         ("", ["model.lora_rnak=4"], "unknown key model.lora_rnak for .*; did you mean lora_rank"),
         ("", ["dataset.sorce=4"], "unknown key dataset.sorce for .*; did you mean source"),
@@ -236,7 +237,7 @@ def test_a_tilde_is_the_home_folder(run, tmp_path, monkeypatch):
     assert cfg.checkpointer.adapter_checkpoint == f"{tmp_path}/a"
 
 
-@pytest.mark.parametrize("null", ["null", "~", ""])
+@pytest.mark.parametrize("null", ["null", "None", "~", ""])
 def test_components_can_be_switched_off_on_the_command_line(run, null):
     lines = "lr_scheduler: {_component_: torchtune.training.get_cosine_schedule_with_warmup, num_warmup_steps: 1}"
     assert run(lines).lr_scheduler.num_warmup_steps == 1

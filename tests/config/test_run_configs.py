@@ -154,6 +154,12 @@ def test_the_head_says_how_to_run_it(name):
         assert f"{cfg.prompts_per_step * cfg.samples_per_prompt:,} answers a step" in text(name)
 
 
+@pytest.mark.parametrize("name", [name for name in ALL if RECIPES[name] == "grpo_rocm" and "tools" not in name])
+def test_the_head_says_which_answers_teach(name):
+    said = " ".join(line.strip("# ") for line in head(name).splitlines())
+    assert ("right and wrong ones" in said) == (load(name).negative_weight > 0)
+
+
 def test_a_server_samples_on_the_first_gpu_and_the_others_train():
     name = "mi300x_qwen3_8b_grpo_8gpu"
     cfg, lines = load(name), [line[1:].strip() for line in head(name).splitlines()]

@@ -82,6 +82,7 @@ def test_the_profile_is_the_one_that_the_run_will_have(begin, machine, hardware,
     [
         (["--nproc_per_node", "8"], True),
         (["--nproc-per-node=8"], True),
+        (["--nproc_per_node", "gpu"], True),
         (["--nnodes", "2", "--node_rank", "1", "--rdzv_endpoint", "trainer:29500"], True),
         (["--nnodes", "1:4", "--nproc_per_node", "1"], True),
         (["--nnodes", "1", "--nproc_per_node", "1"], False),
@@ -97,6 +98,7 @@ def test_a_launcher_sets_what_its_ranks_inherit_and_goes_on(begin, options, seve
     ("options", "variables", "expected"),
     [
         (["--nnodes", "2"], {}, "--nnodes 2 needs --rdzv_endpoint HOST:PORT"),
+        (["--nnodes=2:4", "--node_rank=1", "--master_addr=a"], {}, "--nnodes 2 needs --rdzv_endpoint HOST:PORT"),
         (["--nnodes", "2", "--rdzv_endpoint", "a:1"], {}, "needs --node_rank.* 0 on .* 1 on the other$"),
         (["--nnodes", "3", "--rdzv-endpoint=a:1"], {}, "needs --node_rank.* 0 on .* 1 to 2 on the others$"),
         (["--nnodes", "2"], {"PET_RDZV_ENDPOINT": "a:1"}, "needs --node_rank"),

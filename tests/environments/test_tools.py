@@ -181,16 +181,19 @@ def test_arguments_without_types():
     [
         ({"$ref": "#/$defs/Count"}, 3),  # as pydantic writes it
         ({"$ref": "#/nowhere"}, "3"),
-        ({"$ref": "http://localhost:9/schema"}, "3"),  # nobody asks the network
+        ({"$ref": "http://localhost:9/schema"}, "3"),
         ({"type": "any"}, "3"),
         (5, "3"),
     ],
 )
-def test_schemas_of_a_program(schema, expected):
+def test_schemas_of_a_program(schema, expected, monkeypatch):
+    asked = []
+    monkeypatch.setattr("urllib.request.urlopen", lambda *request, **_: asked.append(request))
     parameters = {"type": "object", "properties": {"count": schema}, "$defs": {"Count": {"type": "integer"}}}
     said = "<tool_call><function=find><parameter=count>3</parameter></function></tool_call>"
     tools = [{"type": "function", "function": {"name": "find", "parameters": parameters}}]
     assert calls_in(said, tools) == ("", [Call("find", {"count": expected})])
+    assert asked == []
 
 
 @pytest.mark.parametrize("value", ["-" * 100_000 + "1", "{1, 2}", "b'a'", "...", "{(1, 2): 3}"])

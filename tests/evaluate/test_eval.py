@@ -239,6 +239,8 @@ def right_rows(model: Path, rows: Path, folder: Path, capsys) -> Path:
     (["--config", "cpu_pocket", "--verifier", "MathAnswer"], "--verifier needs prompts"),
     (["seed=3", "--samples", "2", "cpu_pocket"], "set --verifier"),
     (["--config", "cpu_pocket"], "the config has no held-out rows"),
+    (["--config", "cpu_pocket_raft", "eval_prompts=null"], "eval_prompts is not set"),
+    (["--config", "cpu_pocket_raft", "--adapter", "tests"], "no adapter in tests"),
     (["--base"], "expected one MODEL, such as the output_dir of a run, and key=value; found none"),
     (["MODEL", "--config", "cpu_pocket"], " and cpu_pocket"),
     (["MODEL"], "a model alone has no prompts and no verifier"),

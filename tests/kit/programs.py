@@ -84,7 +84,7 @@ class ForkedPopen:
         return self.returncode  # type: ignore[return-value]
 
 
-def forks(main: Callable[[list[str]], None]) -> SimpleNamespace:
+def as_forks(main: Callable[[list[str]], None]) -> SimpleNamespace:
     """What stands in for the module :mod:`subprocess` where it starts a Python program, which ``main`` replaces."""
     names = ("PIPE", "STDOUT", "DEVNULL", "TimeoutExpired")
     return SimpleNamespace(Popen=partial(ForkedPopen, main), **{name: getattr(subprocess, name) for name in names})

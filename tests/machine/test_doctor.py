@@ -784,8 +784,10 @@ import contextlib, sys
 from pathlib import Path
 from rocm_ext.cli import main
 from rocm_ext.machine.doctor import this_machine
-with contextlib.suppress(SystemExit), contextlib.redirect_stdout(sys.stderr):
-    main(["doctor", "--help"])
+with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.suppress(SystemExit):
+        main(["doctor", "--help"])
+    assert main(["doctor", "--root", {str(TREES / "cpu")!r}]) == 0
 this_machine.ROOT = Path({str(TREES / "strix_halo")!r})
 sys.exit(main(["doctor", "--json"]))
 """

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,9 +28,10 @@ from rocm_ext import cli
 from rocm_ext.machine import counters
 from rocm_ext.machine.counters import Counters, HardwareLog, recording
 from rocm_ext.machine.sysfs import cards
+from rocm_ext.train import lifecycle
 from tests.kit import sysfs
 from tests.kit.damage import spoil_some
-from tests.kit.forks import forked
+from tests.kit.forks import forked, succeed
 from tests.kit.lines import one_line_has
 from tests.kit.sysfs import GIB
 from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
@@ -637,11 +639,14 @@ def make(folder, tmp_path) -> Callable[..., Path]:
     return make
 
 
-def sft(path: Path, *overrides: str, prepare: Callable[[], object] | None = None) -> str:
-    """Run successfully and return the messages."""
-    code, messages = forked(lora_finetune_rocm.main, path, *overrides, prepare=prepare)
-    assert code == 0, messages
-    return messages
+sft = partial(succeed, lora_finetune_rocm.main)
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_one_rank_of_a_machine_records(tmp_path, main):
+    cfg = SimpleNamespace(output_dir=str(tmp_path), hardware_log_seconds=0.1)
+    with lifecycle._recording(cfg, SimpleNamespace(is_main=main)):
+        assert no_thread() is not main
 
 
 def test_a_run_writes_its_hardware_and_computes_the_same(make, tmp_path):

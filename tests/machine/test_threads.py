@@ -128,7 +128,7 @@ def test_a_run_whose_record_is_damaged_says_so_and_decides_anew(folder, begun, t
     [
         (["cpu_threads=2"], {}, "as the config says"),
         (["cudnn_deterministic_mode=True"], {}, "one for each core"),
-        ([], {"MKL_NUM_THREADS": "2"}, "MKL_NUM_THREADS is set"),
+        ([], {"OMP_NUM_THREADS": "2"}, "OMP_NUM_THREADS is set"),
     ],
 )
 def test_a_number_that_the_user_chose_stays(folder, tmp_path, overrides, environ, reason):

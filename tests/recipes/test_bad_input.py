@@ -15,12 +15,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from rocm_ext.recipes import lora_finetune_rocm as recipe
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from safetensors.torch import load_file, save_file
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
+from rocm_ext.config.checks import check_values
 from rocm_ext.machine.detect import detect
 from rocm_ext.train import lifecycle
 from rocm_ext.train.metrics import TrackioLogger
@@ -129,6 +131,22 @@ def test_a_value_is_refused_before_any_file_is_read(folder, tmp_path, override, 
         LoRAFinetune(config.load(SFT, str(folder / "run.yaml"), [override.format(tmp=tmp_path)]))
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+ELSEWHERE = {  # components, and what is refused where it is read
+    "chat_template", "chat_template_args", "chat_template_date", "checkpointer", "dataset", "dataset_val", "hardware",
+    "enable_activation_checkpointing", "loss", "lr_scheduler", "metric_logger", "model", "optimizer", "recipe",
+    "tokenizer",
+}  # fmt: skip
+LORA = [f"model.{key}" for key in ("lora_rank", "lora_alpha", "lora_dropout", "use_dora", "apply_lora_to_mlp")]
+
+
+@pytest.mark.parametrize("key", [*sorted(config.defaults(SFT).keys() - ELSEWHERE), *LORA])
+def test_every_key_of_a_run_is_checked(folder, key):
+    cfg = config.load(SFT, str(folder / "run.yaml"))
+    OmegaConf.update(cfg, key, [7])
+    with pytest.raises(UserError, match=rf"^{key} is "):
+        check_values(cfg)
 
 
 @pytest.mark.wide(always=24)
@@ -348,6 +366,8 @@ def test_fewer_rows_than_a_step(folder, tmp_path):
     cfg = run_config(folder / "qwen", tmp_path / "rows.jsonl", tmp_path / "out", epochs=2)
     assert call("--config", write_yaml(tmp_path / "run.yaml", cfg)) == 0
     assert len(metrics(tmp_path / "out")) == 2
+    counts = {"rows": 1, "truncated": 0, "dropped_too_long": 0, "dropped_without_labels": 0}
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["rows"] == counts
 
 
 def test_more_ranks_than_gpus(fails, monkeypatch):

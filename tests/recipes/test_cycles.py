@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -98,8 +99,10 @@ def test_an_ended_run_continues_with_another_verifier(dry, make, tmp_path):
     out, expected, changed = tmp_path / "out", tmp_path / "expected", ("cycles=3", "verifier.end=null")
     shutil.copytree(dry[0], out)
     before = {(r["prompt_id"], r["sample"]): r["seconds"] for r in records(out, 2, "samples")}
-    for count in range(1, 60, 6):
-        assert forked(main, make(out, **dry[1]), *changed, RESUME, prepare=kill_before(count))[0] in (-9, 0)
+    kills = [kill_before(count) for count in range(1, 60, 6)]
+    codes = [forked(main, make(out, **dry[1]), *changed, RESUME, prepare=kill)[0] for kill in kills]
+    assert set(codes) <= {-signal.SIGKILL, 0}
+    assert codes.count(-signal.SIGKILL) > 5
     ran(make, out, *changed, RESUME, **dry[1])
     ran(make, expected, *changed, **dry[1])
     assert_equal(out, expected)
@@ -216,10 +219,13 @@ FROM_BASE = {"start_from": "base", "max_per_prompt": None, "epochs": 1, "prompts
 
 
 def test_base_trains_on_all_cycles(make, tmp_path):
-    out = ran(make, tmp_path / "out", **FROM_BASE)
+    out = ran(make, tmp_path / "out", lr_decay=1e-6, lr_floor=1e-9, **FROM_BASE)
     kept = [cycle_row(out, cycle)["kept"] for cycle in (1, 2)]
     assert trained_rows(out, 1) == kept[0]
     assert trained_rows(out, 2) == sum(kept)  # of other prompts, so none is a duplicate
+    first, second = (load_file(out / f"cycle_{cycle}" / WEIGHTS) for cycle in (1, 2))
+    moved = [[state[name].abs().max() for name in state if "lora_B" in name] for state in (first, second)]
+    assert min(moved[0]) > 1e-4 > max(moved[1]), "cycle 2, which learns nothing, begins where cycle 1 did"
 
 
 @pytest.mark.wide
@@ -314,6 +320,8 @@ def test_a_stopped_phase_goes_on_with_its_answers_and_counts_all_its_seconds(mak
         def append(self, record):
             original(self, record)
             done.append(record)
+            if len(done) == 1:
+                time.sleep(1)  # far longer than the rest of the phase
             if len(done) == 50:
                 os.kill(os.getpid(), stop)
 
@@ -329,7 +337,7 @@ def test_a_stopped_phase_goes_on_with_its_answers_and_counts_all_its_seconds(mak
     samples = records(out, 1, "samples")
     assert samples[: len(before)] == before
     assert line["tokens"] == sum(len(r["tokens"]) for r in samples)
-    assert line["seconds"] >= max(r["seconds"] for r in samples) >= max(r["seconds"] for r in before) > 0
+    assert line["seconds"] >= max(r["seconds"] for r in samples) > 1
     assert cycle_row(out, 1)["seconds"]["sample"] == line["seconds"]
 
 

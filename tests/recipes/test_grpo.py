@@ -259,13 +259,17 @@ def test_kl_in_the_reward_holds_a_policy_whose_rewards_are_all_equal(make, tmp_p
     chosen = []
 
     class Kept(GRPO):
+        def choose(self, step, count, exclude=()):
+            return sorted(self.prompts.training, key=lambda prompt: prompt.id, reverse=True)[:count]
+
         def select(self, rounds, asked):
             chosen.append(super().select(rounds, asked))
             return chosen[-1]
 
     always = {"_component_": "tests.kit.judges.Coin", "share": 1.0}
     path = make(tmp_path / "out", steps=2, eval_prompts=None, verifier=always, loss="rloo", kl_coef=1.0)
-    trained(path, Kept)
+    last = sorted(prompt.id for prompt in trained(path, Kept).prompts.training)[-4:]
+    assert {line["prompt_id"] for line in lines(tmp_path / "out" / "samples.jsonl")} == set(last)
     assert [line["updates"] for line in lines(tmp_path / "out" / "metrics.jsonl")] == [1, 1]
     assert len(chosen[0].reference) == 16
     for key, logprobs in chosen[0].reference.items():

@@ -28,6 +28,7 @@ from tests.recipes.test_bad_input import ANY
 DEFAULTS = config.defaults("grpo_rocm")
 COMMON = {"recipe", "include", *OmegaConf.load(CONFIGS / "defaults" / "common.yaml")}
 OWN = sorted(OmegaConf.load(CONFIGS / "defaults" / "grpo_rocm.yaml").keys() - COMMON)
+OF_RAFT = OmegaConf.load(CONFIGS / "defaults" / "raft_rocm.yaml").keys() - config.defaults("lora_finetune_rocm").keys()
 SHARED = sorted(["samples_per_prompt", "max_new_tokens", "temperature", "eval_samples", "min_entropy", "verify_workers",
                  "verify_timeout", "max_error_share", "stop_strings"])  # fmt: skip
 OWN_LOSS = {"_component_": "rocm_ext.losses.PolicyGradient", "loss": "dapo"}
@@ -164,6 +165,12 @@ def test_raft_names_them_too(caplog):
 def test_every_key_of_its_own_is_checked(key):
     with pytest.raises(UserError, match=key):
         check_grpo_values(values(**{key: ["neither", "of", "them"]}))
+
+
+@pytest.mark.parametrize("key", sorted(OF_RAFT - {"include"}))
+def test_every_key_of_raft_is_checked(key):
+    with pytest.raises(UserError, match=f"^{key} is "):
+        check_raft_values(config.load("raft_rocm", "cpu_pocket_raft", ["hardware=cpu"]) | {key: [7]})
 
 
 PLAIN = ANY.filter(lambda value: "${" not in str(value))  # OmegaConf refuses others before a recipe sees them

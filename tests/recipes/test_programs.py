@@ -4,7 +4,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
 pytest.importorskip("resource", reason="forks and POSIX signals")
 
@@ -14,7 +13,7 @@ from rocm_ext.rl.records import to_sample
 from tests.kit.forks import forked
 from tests.kit.grpo_runs import assert_equal, lines
 from tests.kit.tiny import metrics
-from tests.recipes.test_conversations import computed_again
+from tests.recipes.test_conversations import computed_again, run
 from tests.recipes.test_conversations import write as write  # fixtures
 from tests.recipes.test_examples import example as example
 from tests.recipes.test_examples import model as model
@@ -33,12 +32,6 @@ def program(write):
         return write(name, environment=environment, **{"verify_timeout": 60, **changes})
 
     return program
-
-
-def run(path, *overrides, **more):
-    code, said = forked(main, path, *overrides, **more)
-    assert code == 0, said
-    return Path(yaml.safe_load(path.read_text())["output_dir"])
 
 
 @pytest.mark.parametrize("forgets", [False, True])

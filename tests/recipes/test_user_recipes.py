@@ -131,7 +131,9 @@ def test_files_that_are_no_recipe(folder, script, message):
         registry.find("other.py", folder)
 
 
-@pytest.mark.parametrize(("wanted", "asked"), [("lora_plus", "raft_rocm"), ("raft_rocm", "lora_plus")])
+@pytest.mark.parametrize(
+    ("wanted", "asked"), [("lora_plus", "raft_rocm"), ("raft_rocm", "lora_plus"), ("lora_plus", "lora_finetune_rocm")]
+)
 def test_a_config_of_another_recipe_is_refused(folder, tiny, wanted, asked):
     run = write_run(folder, tiny, name="run.yaml") if wanted == "lora_plus" else "cpu_pocket_raft"
     start = "lora_plus.py" if wanted == "lora_plus" else wanted

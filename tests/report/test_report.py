@@ -104,7 +104,7 @@ def test_several_runs(run, raft_run, tmp_path, monkeypatch):
     assert not (run / "report.html").exists()
     text = words(html)
     assert "3 runs" in text  # one was named twice
-    assert "b/run" in text  # two have the same name
+    assert "raft b/run" in text  # two have the same name: in the legend, not in a path
     assert "seed 0 0 5" in text
     differing = text.split("Settings that differ")[1].split(" Settings ")[0]
     assert "seed" in differing

@@ -34,13 +34,13 @@ def tokenizer(tmp_path_factory):
 
 
 class Script:
-    """The environment's side: it replies to each conversation with the same list."""
+    """The environment's side: it replies to each conversation with the same list, or with the list of its number."""
 
     def __init__(self, replies, at_once=8):
         self.replies, self.at_once, self.heard, self.open, self.most = replies, at_once, [], {}, 0
 
     def begin(self, key, row):
-        self.open[key] = iter(self.replies)
+        self.open[key] = iter(self.replies[key[1]] if isinstance(self.replies, dict) else self.replies)
         self.most = max(self.most, len(self.open))
         return self.say(key, None)
 
@@ -113,8 +113,8 @@ def test_calls_may_lack_their_wrapping(tokenizer):
     Ask([{"role": ["user"], "content": "hi"}], []),
 ])  # fmt: skip
 def test_an_odd_request_costs_its_conversation_alone(tokenizer, ask):
-    [(_, result)], _ = talk(tokenizer, ["yes"], [ask, END])
-    assert result.verdict is Verdict.ERROR
+    found, _ = talk(tokenizer, ["yes"], {0: [ask, END], 1: [Ask([user("hi")], []), END]}, samples=2)
+    assert {sample.sample: result.verdict for sample, result in found} == {0: Verdict.ERROR, 1: Verdict.CORRECT}
 
 
 def test_a_prompts_conversations_wait_for_room(tokenizer):

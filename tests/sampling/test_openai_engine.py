@@ -661,18 +661,18 @@ def test_a_server_gets_no_field_that_it_refuses(vllm, tokenizer, more):
 # ---- check
 
 
-def said(status, message):
+def refusal(status, message):
     return status, {"error": {"message": message, "code": status}}, {}
 
 
 CHECKS = {  # what a server answers, arguments, and what the check says
     "several models": ({MODELS: {"data": [{"id": "a"}, {"id": "b"}, "c", {}]}}, {}, "serves a, b; set model"),
     "no model": ({MODELS: {"data": None}}, {}, "serves no model; set model"),
-    "models not listed": ({MODELS: said(500, "no cache")}, {}, "not list its models: HTTP 500: no cache.*; set model"),
-    "another model": ({COMPLETIONS: said(404, "No `x`.")}, {"model": "x"}, "No `x`.; it serves base, not x"),
-    "no token ids": ({COMPLETIONS: said(400, "no list")}, {}, "HTTP 400: no list; if .* set endpoint: chat"),
-    "still loading": ({COMPLETIONS: said(503, "Loading")}, {}, "not answer the first request: HTTP 503: Loading"),
-    "no key": ({MODELS: said(401, "Unauthorized")}, {"model": "base"}, "HTTP 401: Unauthorized; set api_key_env"),
+    "models not listed": ({MODELS: refusal(500, "no cache")}, {}, "list its models: HTTP 500: no cache.*; set model"),
+    "another model": ({COMPLETIONS: refusal(404, "No `x`.")}, {"model": "x"}, "No `x`.; it serves base, not x"),
+    "no token ids": ({COMPLETIONS: refusal(400, "no list")}, {}, "HTTP 400: no list; if .* set endpoint: chat"),
+    "still loading": ({COMPLETIONS: refusal(503, "Loading")}, {}, "not answer the first request: HTTP 503: Loading"),
+    "no key": ({MODELS: refusal(401, "Unauthorized")}, {"model": "base"}, "HTTP 401: Unauthorized; set api_key_env"),
     "no message": ({CHAT: {"choices": [{"text": "a"}]}}, {"endpoint": "chat"}, "answers with no message"),
 }  # fmt: skip
 
@@ -825,13 +825,15 @@ def test_a_server_that_refuses_an_adapter_is_left_out(vllm, tokenizer, adapter, 
         pytest.fail("the adapter was taken")
 
 
-def test_a_server_that_is_gone_when_an_adapter_is_loaded_is_left_out(vllm, tokenizer, adapter):
+def test_a_server_that_is_gone_when_an_adapter_is_loaded_is_left_out(vllm, tokenizer, adapter, messages):
     gone, fake = vllm(), vllm()
     engine = OpenAIEngine(tokenizer, urls=[gone.url, fake.url], patience=0.02)
     engine.check()
     gone.die()
-    with engine.session(adapter) as session:
-        assert len(list(session.generate(requests_for(tokenizer, *"abc"), PLAIN))) == 3
+    for _ in range(2):
+        with engine.session(adapter) as session:
+            assert len(list(session.generate(requests_for(tokenizer, *"abc"), PLAIN))) == 3
+    assert len([line for line in messages if f"{gone.url} fails to load or unload an adapter: " in line]) == 1
     fake.die()
     with (
         pytest.raises(UserError, match=f"no server is left: .*{fake.url}: ConnectError"),

@@ -86,8 +86,7 @@ def trained(folder: Path, **lora):
 LENGTHS = (1, 3, 9, 20, 33)  # shorter and longer than windows of 6, and too short for some convolutions
 
 
-@pytest.mark.wide(always=2)
-@pytest.mark.parametrize("name", some(*FAST))
+@pytest.mark.parametrize("name", some("gemma 3", "qwen3.5"))
 @torch.no_grad()
 def test_greedy_answers_equal_generate(folder_of, name):
     theirs = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32).eval()
@@ -168,8 +167,7 @@ def test_text_parts_of_multimodal_models(tmp_path, name):
         check_logprobs(decoder, completion)
 
 
-@pytest.mark.wide(always=1)
-@pytest.mark.parametrize("name", some(*FAST))
+@pytest.mark.parametrize("name", some("qwen3.5"))
 @torch.no_grad()
 def test_a_seed_gives_the_same_answer_in_any_batch(folder_of, name):
     decoder = trained(folder_of(name))
@@ -342,7 +340,9 @@ def test_killed_while_sampling_and_resumed_and_evaluated(raft, tmp_path, capsys,
         assert found.pop("logprobs") == pytest.approx(expected.pop("logprobs"), abs=1e-4)
         assert found == expected
     adapter = out / f"cycle_1/{WEIGHTS}"
-    assert all(tensor.any() for key, tensor in load_file(adapter).items() if "lora_B" in key)
+    changed = [tensor.any() for key, tensor in load_file(adapter).items() if "lora_B" in key]
+    assert changed
+    assert all(changed)
     assert cli.main(["eval", "--json", "--config", str(path), "--adapter", str(adapter.parent)]) == 0
     evaluated = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert evaluated == json.loads((out / "cycle_1/eval.json").read_text())
@@ -453,7 +453,8 @@ def test_a_capture_that_fails_ends_graphs(folder_of, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("act", [lambda x: x + float(x.sum()), lambda x: x + torch.ones(len(x)).to(x.device)[:1]])
-def test_a_model_that_needs_the_host_takes_no_graphs(folder_of, monkeypatch, act):
+def test_a_model_that_needs_the_host_takes_no_graphs(folder_of, tmp_path, monkeypatch, act):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # else what other tests remember of this model answers
     from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 
     inner = Gemma3MLP.forward

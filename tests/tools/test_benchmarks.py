@@ -24,7 +24,7 @@ from rocm_ext.model.native import NativeDecoder
 from rocm_ext.model.transformers.decoder import TransformersDecoder
 from tests.kit.parity import our_model
 from tools.benchmarks import __main__ as command
-from tools.benchmarks import beside, experts, peers, protocol, sampling, sft, work
+from tools.benchmarks import beside, experts, peers, protocol, sampling, sft, startup, work
 from tools.benchmarks.protocol import ROOT, Failed, Ratio, Side, in_turn
 from tools.benchmarks.table import table
 
@@ -299,6 +299,16 @@ def test_the_chosen_number_is_held_against_the_best_one(rates, holds, told):
     assert lines[1] == "| qwen | 4 busy loops | 2 | 5 | 0.20 (0.20-0.20) |  |"
     assert lines[2].startswith("| qwen | 4 busy loops | auto, which is 1 | ")
     assert lines[2].endswith(told)
+
+
+def test_start_up_is_told_as_a_ratio_within_rounds():
+    said = startup.report({startup.OURS: [2.0, 3.0, 8.0], startup.STOCK: [1.0, 2.0, 8.0]})
+    assert "ours takes 1.50 times stock torchtune's time (1.00-2.00, 3 rounds)" in said
+
+
+@pytest.mark.nightly
+def test_start_up_is_measured_on_runs_that_end_well(tmp_path):
+    assert all(len(each) == 1 and each[0] > 1 for each in startup.measure(tmp_path, rounds=1).values())
 
 
 def test_experts_give_the_same_before_they_are_timed(monkeypatch, capsys):

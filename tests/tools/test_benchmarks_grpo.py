@@ -234,3 +234,13 @@ def test_finished_runs_are_not_repeated(tmp_path):
     assert {method: sorted(seeds) for method, seeds in found.items()} == {"raft": ["0"], "grpo": ["0"]}
     assert all(curve[-1][0] == 5120 for seeds in found.values() for curve in seeds.values())
     assert {path.suffix for path in tmp_path.iterdir() if path.is_file()} == {".json", ".md", ".svg"}
+
+
+@pytest.mark.nightly
+def test_overhead_is_measured_on_both_models(pocket_dir, tmp_path):
+    (tmp_path / "pocket").symlink_to(pocket_dir)
+    for run in (overhead.run_pocket, overhead.run_41m):
+        out = run(tmp_path, 2, ["prompts_per_step=4", "samples_per_prompt=2", "groups_per_update=2"])
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        assert len(overhead.shares(lines)) == 2
+        assert all(0 < share < 1 for share in overhead.shares(lines))

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from tests.kit import sysfs
-from tests.kit.programs import forks
+from tests.kit.programs import as_forks
 from tools.benchmarks import __main__ as command
 from tools.benchmarks import beside, cycle, dpo, grpo, monitor, overhead, protocol, sampling, sft, verify
 from tools.gpu.parts import chosen
@@ -29,7 +29,7 @@ def run_module(arguments: list[str]) -> None:
 def base(tmp_path, pocket_dir, monkeypatch):
     """A folder with the pocket model; sides are forks."""
     (tmp_path / "pocket").symlink_to(pocket_dir)
-    monkeypatch.setattr(protocol, "subprocess", forks(run_module))
+    monkeypatch.setattr(protocol, "subprocess", as_forks(run_module))
     return tmp_path
 
 
