@@ -26,7 +26,7 @@ HAS_GPU_TORCH := import torch, sys; sys.exit(not (torch.version.hip or torch.ver
 # pip cannot choose torchao by torch's version: 0.18 needs torch 2.10.
 FITS := import sys; from rocm_ext.base.pins import wrong_pins; sys.exit(wrong_pins())
 
-.PHONY: setup demo gpu test pytest test-all constraints ci test-torch test-real lint docs pictures tables dist clean
+.PHONY: setup demo gpu test pytest test-all constraints ci test-torch test-real lint docs pictures tables configs dist clean
 
 setup: $(VENV)/.ready
 
@@ -128,6 +128,10 @@ pictures: setup demo
 # The tables in README.md and docs, from tools/benchmarks/figures, plans and the models of the tests.
 tables: setup
 	$(BIN)/python tools/tables.py
+
+# The run configs in recipe_configs, but those of the pocket model, from tools/run_configs/table.yaml.
+configs: setup
+	$(BIN)/python -m tools.run_configs
 
 # sdist and wheel in dist, checked; the wheel is installed and tried in a new environment, in a folder far from here.
 dist: setup

@@ -22,6 +22,7 @@ from rocm_ext.machine.profile import check_locked, load_profile
 from rocm_ext.model.download import published, published_models, use_shape
 from rocm_ext.model.native import NativeDecoder
 from tests.kit.plans import as_configured, plan
+from tools.run_configs.__main__ import written
 
 RECIPE = registry.SFT
 CONFIGS = Path(__file__).parents[2] / "recipe_configs"
@@ -64,6 +65,13 @@ def test_every_machine_has_configs():
     assert {name for name in ALL if name.startswith("cpu_")} == {
         "cpu_pocket", "cpu_pocket_raft", "cpu_pocket_grpo", "cpu_pocket_dpo", "cpu_pocket_tools"
     }  # fmt: skip
+
+
+def test_the_files_are_those_of_the_table():
+    """If not, edit tools/run_configs and run `make configs`."""
+    table = written()
+    assert set(ALL) == {*table, *(name for name in ALL if name.startswith("cpu_"))}
+    assert [name for name in table if text(name) != table[name]] == []
 
 
 @pytest.mark.wide(always=16)
