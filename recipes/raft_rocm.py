@@ -4,21 +4,19 @@
     tune run --nproc_per_node 8 raft_rocm --config mi300x_qwen7b_raft_8gpu
 
 :class:`rocm_ext.rl.loop.Loop` has the steps, which RAFT calls cycles. ``cycle_k/`` has the outputs of each:
-``kept.jsonl``, ``selection.json``, ``adapter/``, ``summary.json`` and ``eval.json``; ``cycle_0/`` has the evaluation
-before any training. A cycle that keeps no answer is skipped.
+``kept.jsonl``, ``adapter/``, ``summary.json`` and ``eval.json``; ``cycle_0/`` has the evaluation before any training.
+A cycle that keeps no answer is skipped.
 
 To change a part, subclass :class:`RAFT` and override :meth:`RAFT.choose`, :meth:`RAFT.select`, :meth:`RAFT.rows` or
 :meth:`RAFT.training_config`.
 """
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
-from rocm_ext.base import supervised
 from rocm_ext.base.log import log
 from rocm_ext.config.checks import check_raft_values, check_values
 from rocm_ext.data.prompts import Prompt
@@ -32,7 +30,7 @@ from rocm_ext.rl.rollout import Answers
 from rocm_ext.rl.selection import KeepRule, Selected, filter_samples, replay, to_rows
 from rocm_ext.sampling import sample_seed
 from rocm_ext.train.learner import Learner
-from rocm_ext.train.lifecycle import Interrupted, run
+from rocm_ext.train.lifecycle import run
 from rocm_ext.verifiers import Result
 
 
@@ -96,37 +94,9 @@ class RAFT(Loop):
         return workload.kept_rows(self.cfg, self.prompts.questions())
 
     def setup(self) -> None:
-        """Prepare the run; see :meth:`Loop.setup`. Answers that changed settings touch are sampled or judged again."""
+        """Prepare the run; see :meth:`Loop.setup`."""
         super().setup()
         self.kept: dict[int, list[Sample]] = self.records.samples(self.trainer.kept)
-        changed, now = self.trainer.changed, self.cfg.max_new_tokens
-        was = changed.get("max_new_tokens", now)
-
-        def differs(record: Mapping[str, Any]) -> bool:
-            return was != now and (record["finish_reason"] == "length" or len(record["tokens"]) > min(was, now))
-
-        if changed:
-            self.records.forget(differs, "verifier" in changed)
-
-    def begin(self) -> None:
-        """Evaluate the adapters that have no score: a resumed run with another verifier measures all of them anew."""
-        trainer, last, evaluated = self.trainer, self.learner.adapter_state(), False
-        measured = {line["cycle"] for line in trainer.lines if line["phase"] == "eval"}
-        for cycle in (0, *trainer.trained[:-1]) if self.prompts.held_out and trainer.trained else ():
-            folder = trainer.adapter_folder(cycle)
-            due = cycle % self.evaluate_every == 0 and cycle not in measured
-            if due and (not cycle or folder.exists()):
-                self.learner.load_adapter(self.learner.read_adapter(folder) if cycle else trainer.first, str(folder))
-                evaluated = True
-                try:
-                    self.evaluate(cycle)
-                finally:
-                    self.learner.load_adapter(last, "the last adapter")
-        super().begin()
-        if trainer.changed:
-            trainer.save_checkpoint()  # of the changed settings
-        if evaluated and supervised.apart() and trainer.step < self.steps:
-            raise Interrupted("after the evaluations of earlier cycles", self.interrupt.agree(self.ranks))
 
     # ---- a cycle
 
@@ -150,10 +120,7 @@ class RAFT(Loop):
         return [self.prompts[prompt_id] for prompt_id in chosen]
 
     def trains_on(self, policy: int, step: int) -> bool:
-        """Return whether a cycle trains on answers of the adapter of cycle ``policy``.
-
-        There are some of others if a cycle was skipped, and changed settings have made it train now.
-        """
+        """Return whether a cycle trains on answers of the adapter of cycle ``policy``; skipped cycles have none."""
         return policy == self.trainer.adapter_step
 
     def select(self, rounds: Sequence[Answers], asked: Sequence[str]) -> Selected:

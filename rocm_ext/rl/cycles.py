@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torchtune import training
 
 from rocm_ext.base.errors import UserError
@@ -32,34 +32,26 @@ from rocm_ext.train.lifecycle import Interrupted
 from rocm_ext.train.metrics import Metrics, read_metrics, summarize
 from rocm_ext.verifiers import Result
 
-# Keys that a resumed run may change although they affect results: those of a cycle's sampling and selection
-CHANGEABLE = frozenset({"samples_per_prompt", "max_new_tokens", "keep", "reward_threshold", "verifier"})
 # Keys that a resumed RAFT run may change, in addition to those that a resumed SFT run may change
-RAFT_FREE_KEYS = (
-    FREE_KEYS
-    | CHANGEABLE
-    | frozenset(
-        """
+RAFT_FREE_KEYS = FREE_KEYS | frozenset(
+    """
     cycles prompts eval_prompts verify_workers verify_timeout max_error_share stop_after_no_gain min_entropy
     max_empty_cycles eval_every_n_cycles keep_last_n_adapters retry_unsolved_after
     engine.slots engine.graphs engine.urls engine.concurrency engine.timeout engine.patience engine.api_key_env
     """.split()  # noqa: SIM905
-    )
 )
 
 
 class CycleTrainer(PolicyTrainer):
     """Trains the adapter for some epochs on the kept answers of each cycle.
 
-    A step is a cycle. Each has a folder of its own, ``cycle_k``, with outputs that no run reads again but the adapter,
-    which servers load and changed evaluations measure.
+    A step is a cycle. Each has a folder of its own, ``cycle_k``, of which only the adapter is read again, by servers.
 
     Attributes:
         done: updates of the unfinished cycle.
         trained: the cycles that were trained, in order; the others kept nothing.
         kept: answers that each trained cycle kept, if a later one trains on them again.
         earlier_updates: updates of all finished cycles.
-        changed: keys of :data:`CHANGEABLE` whose value is another than when the run was saved, with their old values.
     """
 
     free_keys = RAFT_FREE_KEYS
@@ -69,7 +61,6 @@ class CycleTrainer(PolicyTrainer):
         self.done = self.earlier_updates = 0
         self.trained: list[int] = []
         self.kept: dict[int, list[SampleKey]] = {}
-        self.changed: dict[str, Any] = {}
         self.begin(self.folder.resumed[1]["total_steps"] if self.folder.resumed else 0)
 
     def remove_outputs(self) -> None:
@@ -134,33 +125,17 @@ class CycleTrainer(PolicyTrainer):
         }
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`extra_state` put into a checkpoint, and see which settings changed since.
-
-        Raises:
-            UserError: a setting changed while a cycle was being trained.
-        """
+        """Take over what :meth:`extra_state` put into a checkpoint."""
         super().load_extra_state(state)
         self.done, self.trained, self.earlier_updates = state["done"], state["trained"], state["earlier_updates"]
         self.kept = {cycle: [(prompt, sample) for prompt, sample in keys] for cycle, keys in state["kept"].items()}
-        was, now = state["config"], OmegaConf.to_container(self.cfg)
-        self.changed = {key: was[key] for key in sorted(CHANGEABLE) if was[key] != now[key]}  # type: ignore[index, call-overload]
-        if not self.changed:
-            return
-        if self.done:
-            raise UserError(
-                f"cycle {self.step + 1} is being trained on answers of other settings: continue without the change of "
-                f"{', '.join(self.changed)}, and make it once the cycle is done"
-            )
-        log.info("changed: %s", ", ".join(self.changed))
-        if self.changed.keys() & {"max_new_tokens", "verifier"}:  # all cycles must be measured alike
-            self.evaluated, self.best = -1, None
 
     # ---- a cycle
 
     def write_selection(
         self, selected: Selected, passes: Callable[[Result], bool], prompts: Mapping[str, Sequence[int]]
     ) -> None:
-        """Log what a cycle keeps, and write it to ``kept.jsonl``, with rewards and prompts, and ``selection.json``.
+        """Log what a cycle keeps, and write it to ``kept.jsonl``, with rewards and prompts.
 
         Args:
             selected: the cycle's answers.
@@ -174,15 +149,11 @@ class CycleTrainer(PolicyTrainer):
         outcome = ":" if selected.advantages else " is skipped, nothing to train on."
         log.info("cycle %d%s %s", cycle, outcome, _in_words(counts))
         if self.ranks.is_main:
-            folder = self.cycle_folder(cycle)
-            settings: Any = OmegaConf.to_container(OmegaConf.masked_copy(self.cfg, sorted(CHANGEABLE)))
-            selection = {"counts": counts, "settings": settings}
-            replace_text(folder / "selection.json", json.dumps(selection, indent=2) + "\n")
             kept = []
             for sample in selected.trained:
                 reward, prompt = selected.results[sample.key].reward, prompts[sample.prompt_id]
                 kept.append(json.dumps({**sample.record(), "reward": reward, "prompt_tokens": prompt}) + "\n")
-            replace_text(folder / "kept.jsonl", "".join(kept))
+            replace_text(self.cycle_folder(cycle) / "kept.jsonl", "".join(kept))
         self.log_phase(cycle, "sample", {**selected.stats, "counts": counts})
 
     def train_on(self, rows: Rows, groups: Sequence[str]) -> dict[str, Any]:
@@ -427,9 +398,9 @@ def _nothing_trained(entries: Sequence[Mapping[str, Any]]) -> str:
     if not empty:
         return "no prompt qualifies for the first cycle, so no cycle was trained"
     return (
-        f"no cycle was trained. Cycle {empty[-1]['cycle']}: nothing to train on. {_in_words(empty[-1])}. Continue with "
-        "resume_from_checkpoint=True and more samples_per_prompt, a larger max_new_tokens, a lower reward_threshold or "
-        "other settings of the verifier; or use easier prompts or a model that is right more often"
+        f"no cycle was trained. Cycle {empty[-1]['cycle']}: nothing to train on. {_in_words(empty[-1])}. Start "
+        "again (overwrite_output_dir=True) with more samples_per_prompt, a larger max_new_tokens, a lower "
+        "reward_threshold or other settings of the verifier; or use easier prompts or a model that is right more often"
     )
 
 

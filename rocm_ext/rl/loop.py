@@ -334,7 +334,7 @@ class Loop(RLRecipe, ABC):
             log.info("all %d %ss are done already; raise %ss to go on", self.steps, self.unit, self.unit)
         with self.interrupt, self.verification(), self.policy.opened(self.sessions_stay_open):
             try:
-                self.begin()
+                self.evaluate_if_due()
                 self.sample_ahead()
                 while trainer.step < self.steps and not self.stops():
                     self.step()
@@ -354,10 +354,6 @@ class Loop(RLRecipe, ABC):
             log.info("stopped: %s", trainer.stopped)
         trainer.write_outputs()
         self.report_gain()
-
-    def begin(self) -> None:
-        """Do what comes before the first step of this process."""
-        self.evaluate_if_due()
 
     def stops(self) -> bool:
         """Return whether the run ends before its last step; ``trainer.stopped`` then says why."""

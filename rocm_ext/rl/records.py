@@ -329,17 +329,6 @@ class Records:
             raise UserError(f"samples.jsonl lacks answers that the run trained on, such as {min(missing)}; restore it")
         return {step: [read[step, key] for key in of_step] for step, of_step in wanted.items()}
 
-    def forget(self, sample: Callable[[Mapping[str, Any]], bool], judge_again: bool) -> None:
-        """Remove records of unfinished phases, so that their answers are sampled or judged again.
-
-        Args:
-            sample: whether an answer must be sampled again.
-            judge_again: whether every answer is judged again.
-        """
-        self._samples.drop_left(lambda scope, record: sample(record))
-        left = {(scope, key) for scope, records in self._samples.left.items() for key in records}
-        self._verdicts.drop_left(lambda scope, record: judge_again or (scope, key_of(record)) not in left)
-
     def keep_samples_from(self, step: int, at_once: bool = False) -> None:
         """Remove the samples of all steps before ``step`` from the file; verdicts and evaluations stay.
 
@@ -441,19 +430,6 @@ class RecordFile:
         """Keep a line of an unfinished phase in :attr:`left`."""
         record = {key: value for key, value in line.items() if key not in ("step", "phase", "round")}
         self.left[_scope(line)][self.key(line)] = record
-
-    def drop_left(self, unwanted: Callable[[Scope, Mapping[str, Any]], bool]) -> None:
-        """Remove the ``unwanted`` records among those in :attr:`left`."""
-        dropped = {
-            (scope, key)
-            for scope, records in self.left.items()
-            for key, record in records.items()
-            if unwanted(scope, record)
-        }
-        for scope, key in dropped:
-            del self.left[scope][key]
-        if dropped:
-            self.rewrite(lambda line: (_scope(line), key_of(line)) not in dropped)
 
     def append(self, scope: Scope, record: Mapping[str, Any]) -> None:
         """Write a record of a phase to this rank's part.

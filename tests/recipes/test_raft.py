@@ -148,7 +148,7 @@ def test_a_run_goes_on_from_an_older_checkpoint(reference, make, tmp_path):
     *_, last = sorted((out / "checkpoints").iterdir())
     shutil.rmtree(last)
     shutil.rmtree(out / "cycle_2" / "adapter")
-    for name in ("kept.jsonl", "summary.json", "selection.json", "eval.json"):
+    for name in ("kept.jsonl", "summary.json", "eval.json"):
         (out / "cycle_2" / name).unlink()
     succeed(main, make(out), RESUME)
     assert_equal(out, reference)
@@ -347,7 +347,7 @@ def test_any_text_can_be_recorded(tmp_path_factory, text):
         ("replay_cycles=1", "replay_cycles: was None, is 1"),
         ("eval_prompts.limit=3", "eval prompts changed"),
         ("model.lora_rank=5", "model.lora_rank: was 4, is 5"),
-        ("sequences_per_step=16", "rows per step: was 8, is 16"),
+        ("sequences_per_step=16", "rows per step: was 8, is 16"), ("reward_threshold=0.6", "reward_threshold: was"),
     ],
 )
 def test_another_run_in_the_same_folder_is_refused(reference, make, override, message):
