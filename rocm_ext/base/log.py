@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from tqdm import tqdm
 
@@ -44,8 +44,6 @@ class Progress:
         start: number already done.
         enabled: False: print nothing.
         unit: the name of what is counted.
-        left: estimates the seconds that the rest takes, or returns None while they are unknown; by default all units
-            take equally long.
         brief: without a terminal, print no line for the first unit, and one for the last only after others.
     """
 
@@ -55,25 +53,22 @@ class Progress:
         start: int,
         enabled: bool,
         unit: str = "step",
-        left: Callable[[], float | None] | None = None,
         brief: bool = False,
     ) -> None:
         self.total, self.done, self._unit = total, start, unit
         self._bar = None
-        self._enabled, self._own_left = enabled, left
+        self._enabled = enabled
         self._began, self._start, self._spoke = time.monotonic(), start, time.monotonic() if brief else 0.0
         self._ends: tuple[int, ...] = () if brief else (start + 1, total)
         if enabled and sys.stderr.isatty():
-            form = None if left is None else "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-            self._bar = tqdm(total=total, initial=start, unit=unit, dynamic_ncols=True, bar_format=form)
+            self._bar = tqdm(total=total, initial=start, unit=unit, dynamic_ncols=True)
 
     def update(self, text: str, count: int = 1) -> None:
         """Count ``count`` more; ``text`` describes them, such as their loss."""
         self.done += count
         beat()
         if self._bar is not None:
-            postfix = text if self._own_left is None else text + self._left()
-            self._bar.set_postfix_str(postfix, refresh=False)
+            self._bar.set_postfix_str(text, refresh=False)
             try:
                 self._bar.update(count)
             except OSError:  # the terminal was closed
@@ -89,11 +84,8 @@ class Progress:
         past = time.monotonic() - self._began
         if past < 5:  # an estimate would be a guess
             return ""
-        if self._own_left is None:
-            left: float | None = past / (self.done - self._start) * (self.total - self.done)
-        else:
-            left = self._own_left()
-        return "" if left is None else f"  {duration(left)} left"
+        left = past / max(1, self.done - self._start) * (self.total - self.done)
+        return f"  {duration(left)} left"
 
     def close(self) -> None:
         """Remove the bar."""

@@ -23,10 +23,11 @@ class RolloutAhead(Rollout):
     def _start(self, needed: bool) -> None:
         self.sampled = threading.Event()  # this rank has no more to sample
         self._open, self._lock, self._tokens = 1, threading.Lock(), 0  # open requests, and those to be taken as one
+        self._began = self.ended = time.perf_counter()  # of sampling on this rank
 
     def requests(self) -> Iterator[Request | None]:
         """Take the requests without an answer."""
-        self._clock.begin(time.perf_counter())
+        self._began = time.perf_counter()
         self._begin_sampling()
         for queue, _ in self._queues:
             for request in queue:
@@ -37,7 +38,7 @@ class RolloutAhead(Rollout):
     def take(self, completion: Completion, policy: int) -> None:
         """Record an answer, which the adapter of step ``policy`` gave."""
         self._tokens += len(completion.tokens)
-        seconds = max(self._clock() - self._clock.earlier, 1e-9)
+        seconds = max(time.perf_counter() - self._began, 1e-9)
         self._take(
             Sample.of(completion), {"tokens": self._tokens, "tokens_per_second": self._tokens / seconds}, policy=policy
         )
@@ -48,13 +49,8 @@ class RolloutAhead(Rollout):
             self._open += more
             if not self._open:
                 self._progress.close()
-                self._clock.pause()
+                self.ended = time.perf_counter()
                 self.sampled.set()
-
-    @property
-    def ended(self) -> float:
-        """When this rank had its last sample."""
-        return self._clock.now
 
     def finish(self, waited: float = 0.0, free: float = 0.0) -> Answers:
         """Wait for the verdicts; see :meth:`Rollout.finish`.
@@ -63,12 +59,8 @@ class RolloutAhead(Rollout):
             waited: seconds that the run has waited for the samples.
             free: when the steps before had theirs. The seconds of this one count from then on.
         """
-        self._clock.begin(free)
-        self._sampled = self._clock()
-        self._clock.go_on()
-        answers = self._collect()
-        answers.stats["hidden"] = max(0.0, self._sampled - self._clock.earlier - waited)
-        return answers
+        seconds = self.ended - max(self._began, min(free, self.ended))
+        return self._collect(seconds, hidden=max(0.0, seconds - waited))
 
 
 class Ahead:

@@ -42,8 +42,7 @@ class Job:
         prompts: the requests' prompts.
         samples, verdicts, turns: records of the phase.
         logprobs_for: settings that need the token ids and log-probs of each answer; empty: none does.
-        earlier: answers before these that ``max_error_share`` is a share of, too: a few answers more should not end a
-            run because of one error.
+        earlier: answers of earlier rounds of the step, which count in the denominator of ``max_error_share``.
     """
 
     name: str
@@ -63,11 +62,10 @@ class Answers:
     Attributes:
         samples: samples by prompt id and sample index.
         results: verdicts under the same keys.
-        stats: the engine's statistics of this process's share; and of the whole rollout, with the work of earlier
-            processes that were stopped, ``tokens`` of the samples, ``seconds``, and ``waiting``: the part of
-            ``seconds`` spent on verdicts after the last sample. ``policy`` is the sum over the samples of the step
-            after which their adapter sampled, where the records have it. ``hidden``: the seconds of sampling that
-            passed while the ranks trained.
+        stats: the engine's statistics of this rank's share, and of the whole rollout: ``tokens`` of the samples;
+            ``seconds`` of this process, and ``waiting``, those of them that were spent on verdicts after the last
+            sample; ``hidden``: seconds of sampling that passed while the ranks trained; ``policy``: the sum over the
+            samples of the step after which their adapter sampled, where the records have it.
     """
 
     samples: dict[SampleKey, Sample]
@@ -111,16 +109,15 @@ class Rollout:
     Args:
         job: what to sample and verify.
         workers: the processes.
-        open_session: opens a session of the engine; every rank does if one has something to sample, because gathering
-            sharded weights may need every rank.
+        open_session: opens a session of the engine. If any rank samples, all ranks call it, since they gather sharded
+            weights together.
     """
 
     def __init__(self, job: Job, workers: Workers, open_session: OpenSession) -> None:
         self.job, self.workers, self._open_session = job, workers, open_session
         self._rows = {prompt.id: prompt.row for prompt in job.prompts}
-        self._clock = _Clock(job.samples, job.verdicts)
-        self._judge = _Judge(job, workers, self._clock)
-        ranks, sampled = workers.ranks, job.samples.records  # which are those of an earlier process, on every rank
+        self._judge = _Judge(job, workers)
+        ranks, sampled = workers.ranks, job.samples.records  # of an earlier process; the same on every rank
         # prompts with answers go to the ranks in turn: all answers of a group are judged by one rank
         begun = dict.fromkeys(prompt_id for prompt_id, _ in sampled)
         self._owners = {prompt_id: number % ranks.world for number, prompt_id in enumerate(begun)}
@@ -131,7 +128,6 @@ class Rollout:
         ]
         self._count = ranks.counter()  # of the answers that all ranks sample
         self._stats: dict[str, float] = {}
-        self._sampled: float | None = None
 
     def _queue(self, requests: Sequence[Request], sampling: Sampling) -> RequestQueue:
         queue, talk = RequestQueue(requests, self.workers.ranks, self._owners), self.workers.conversations
@@ -163,7 +159,7 @@ class Rollout:
         return rollout
 
     def _start(self, needed: bool) -> None:
-        """Take note of whether a rank has something to sample."""
+        """Record whether any rank has requests to sample, and stop if the user asked for it."""
         self._needed, workers = needed, self.workers
         if signum := workers.interrupt.agree(workers.ranks):  # a signal may arrive after the last rollout's check
             raise Interrupted(f"in {self.job.name}", signum)
@@ -175,11 +171,12 @@ class Rollout:
             UserError: too many verdicts are ERROR, an answer lacks what the settings need, or the disk is full.
             Interrupted: the user asked to stop.
         """
+        began = time.perf_counter()
         with self.workers.interrupt:
             if self._needed:
                 with self._open_session() as session:
                     self._sample(session)
-            answers = self._collect()
+            answers = self._collect(time.perf_counter() - began)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # frees the key-value cache's memory for training
         return answers
@@ -202,21 +199,13 @@ class Rollout:
                     self._take_ended(queue, session)
         finally:
             self._progress.close()
-            self._sampled = self._clock()
 
     def _begin_sampling(self) -> None:
-        """Show the progress. That of the main rank counts all answers, and expects equal shares of the rest."""
-        clock, stats, world = self._clock, self._stats, self.workers.ranks.world
-        lengths = [len(record["tokens"]) for record in self.job.samples.records.values()]
-        pace = Pace(len(self._missing) / world, lengths, max((s.max_new_tokens for _, s in self._missing), default=0))
-        self._pace, self._recorded = pace, len(lengths)
+        """Show the progress. That of the main rank counts all answers."""
+        job, workers = self.job, self.workers
+        self._recorded = len(job.samples.records)
         self._progress = Progress(
-            len(self.job.requests),
-            len(lengths),
-            self.workers.ranks.is_main,
-            self.job.name,
-            lambda: pace.seconds_left(int(stats["tokens"]), clock() - clock.earlier),
-            self.workers.logs_long_rollouts_only,
+            len(job.requests), self._recorded, workers.ranks.is_main, job.name, workers.logs_long_rollouts_only
         )
 
     def _take_ended(self, queue: ConversationQueue, session: Session) -> None:
@@ -230,7 +219,7 @@ class Rollout:
             UserError: it has no log-probs; it is not recorded, so that a resumed run asks for it again.
         """
         self._need_logprobs(sample)
-        self.job.samples.append({**sample.record(), **more, "seconds": self._clock()})
+        self.job.samples.append({**sample.record(), **more})
         if result is None:
             self._judge.submit(sample.key, sample.text, self._rows[sample.prompt_id])
         else:
@@ -238,7 +227,6 @@ class Rollout:
         self._judge.record_finished()
         self._stats |= stats
         finished = self._recorded + self._count() - self._progress.done
-        self._pace.finish(len(sample.tokens), finished / self.workers.ranks.world)
         self._progress.update(_describe(self._stats, self._judge.counts), finished)
 
     def _need_logprobs(self, sample: Sample | Completion) -> None:
@@ -250,9 +238,9 @@ class Rollout:
                 "the server returns them, continue with resume_from_checkpoint=True"
             )
 
-    def _collect(self) -> Answers:
-        job, ranks = self.job, self.workers.ranks
-        sampled = self._clock() if self._sampled is None else self._sampled
+    def _collect(self, sampled: float, hidden: float = 0.0) -> Answers:
+        """Wait for the verdicts, and join the answers of all ranks; ``sampled`` and ``hidden`` are seconds."""
+        job, ranks, began = self.job, self.workers.ranks, time.perf_counter()
         self._judge.finish()
         if signum := self.workers.interrupt.agree(ranks):
             raise Interrupted(f"in {job.name}", signum)
@@ -271,51 +259,19 @@ class Rollout:
             )
         job.turns.file.discard()
         samples, verdicts = job.samples.records, job.verdicts.records
-        tokens, seconds = sum(len(record["tokens"]) for record in samples.values()), self._clock()
+        waiting = time.perf_counter() - began
         return Answers(
             {key: to_sample(record) for key, record in samples.items()},
             {key: to_result(record) for key, record in verdicts.items()},
-            {"tokens_per_second": tokens / max(sampled, 1e-9)}  # of the engine, if this process sampled
-            | self._stats
-            | {"tokens": tokens, "seconds": seconds, "waiting": seconds - sampled}
-            | {"policy": sum(record.get("policy", 0) for record in samples.values())},
+            {
+                **self._stats,
+                "tokens": sum(len(record["tokens"]) for record in samples.values()),
+                "seconds": sampled + waiting,
+                "waiting": waiting,
+                "hidden": hidden,
+                "policy": sum(record.get("policy", 0) for record in samples.values()),
+            },
         )
-
-
-class _Clock:
-    """Seconds of work on a rollout, by all processes; the records of earlier processes say how far they came.
-
-    Attributes:
-        earlier: seconds of the processes that were stopped.
-    """
-
-    def __init__(self, *files: PhaseRecords) -> None:
-        records = (record for file in files for record in file.records.values())
-        self.earlier = max((record.get("seconds", 0.0) for record in records), default=0.0)
-        self._began = time.perf_counter()
-        self._paused: float | None = None
-
-    def __call__(self) -> float:
-        return round(self.earlier + self.now - self._began, 3)
-
-    @property
-    def now(self) -> float:
-        """When this process counted its last second."""
-        return time.perf_counter() if self._paused is None else self._paused
-
-    def begin(self, at: float) -> None:
-        """Count this process's seconds from ``at`` on, if it is later than before."""
-        self._began = max(self._began, min(at, self.now))
-
-    def pause(self) -> None:
-        """Stop the clock, because the run does other work meanwhile."""
-        self._paused = time.perf_counter()
-
-    def go_on(self) -> None:
-        """Let the paused clock run again."""
-        if self._paused is not None:
-            self._began += time.perf_counter() - self._paused
-            self._paused = None
 
 
 def _group(key: SampleKey) -> Group:
@@ -336,8 +292,8 @@ class _Judge:
     A verifier of groups gets a group once all its samples are there, in the order of their indices.
     """
 
-    def __init__(self, job: Job, workers: Workers, clock: _Clock) -> None:
-        self._pool, self._interrupt, self._clock = workers.pool, workers.interrupt, clock
+    def __init__(self, job: Job, workers: Workers) -> None:
+        self._pool, self._interrupt = workers.pool, workers.interrupt
         self._records = job.verdicts
         self._groups = _by_group(request.key for request, _ in job.requests)
         self._texts: dict[Group, dict[SampleKey, str]] = {}  # samples of incomplete groups
@@ -387,7 +343,6 @@ class _Judge:
                 "reward": result.reward,
                 "detail": result.detail,
                 **({"parts": result.parts} if result.parts else {}),
-                "seconds": self._clock(),
             }
         )
         self.counts[result.verdict.value] += 1
@@ -399,49 +354,6 @@ class _Judge:
                 return  # the resumed run judges the rest
             self.record_finished(timeout=1.0)
             beat()  # each verification has a time limit
-
-
-class Pace:
-    """Estimates the rest of a phase from tokens.
-
-    Short answers finish first, and the first ones finish late: many begin at the same time. So both the finished
-    answers per second and their mean length are too low at first. The mean length is therefore estimated as all sampled
-    tokens, those of unfinished answers too, per finished answer: the maximum-likelihood mean of geometric lengths of
-    which some are still unknown (censored).
-
-    Args:
-        answers: answers to sample, those of all ranks divided by their number.
-        recorded: lengths of answers of the same phase that earlier processes sampled, in tokens.
-        longest: the most tokens that an answer can have.
-    """
-
-    def __init__(self, answers: float, recorded: Iterable[int], longest: int) -> None:
-        self._left, self._longest = answers, longest
-        lengths = list(recorded)
-        self._earlier, self._finished, self._answers = sum(lengths), 0, len(lengths)
-
-    def finish(self, tokens: int, answers: float = 1.0) -> None:
-        """Count a finished answer of this many tokens, and as many less to sample as ``answers``."""
-        self._left -= answers
-        self._answers += 1
-        self._finished += tokens
-
-    def seconds_left(self, sampled: int, seconds: float) -> float | None:
-        """Estimate the seconds that the unfinished answers take.
-
-        Args:
-            sampled: tokens that this process has sampled, those of unfinished answers too.
-            seconds: how long it took.
-
-        Returns:
-            The estimate; None while more than half of the known tokens belong to unfinished answers.
-        """
-        open_ = max(0, sampled - self._finished)
-        known = self._earlier + self._finished
-        if not sampled or not self._answers or open_ > known:
-            return None
-        mean = min((known + open_) / self._answers, self._longest)
-        return max(0.0, self._left * mean - open_) * seconds / sampled
 
 
 def _describe(stats: Mapping[str, float], counts: Counter[str]) -> str:

@@ -6,18 +6,17 @@ import os
 import re
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from rocm_ext.recipes.raft_rocm import main
+from safetensors.torch import load_file
 
 from rocm_ext import cli
 from rocm_ext.base import log
 from rocm_ext.rl.cycles import CycleTrainer
 from rocm_ext.rl.records import PhaseRecords, Sample
-from rocm_ext.rl.rollout import Pace
 from rocm_ext.rl.selection import replay
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.intervals import mcnemar
@@ -240,15 +239,13 @@ def test_the_choice_is_printed_with_its_test(reference, make, tmp_path):
 
 
 @pytest.mark.parametrize("stop", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.wide)])
-def test_a_stopped_phase_goes_on_with_its_answers_and_counts_all_its_seconds(make, tmp_path, stop):
+def test_a_stopped_phase_goes_on_with_its_answers(make, tmp_path, stop):
     def prepare() -> None:
         original, done = PhaseRecords.append, []
 
         def append(self, record):
             original(self, record)
             done.append(record)
-            if len(done) == 1:
-                time.sleep(1)  # far longer than the rest of the phase
             if len(done) == 50:
                 os.kill(os.getpid(), stop)
 
@@ -264,58 +261,19 @@ def test_a_stopped_phase_goes_on_with_its_answers_and_counts_all_its_seconds(mak
     samples = records(out, 1, "samples")
     assert samples[: len(before)] == before
     assert line["tokens"] == sum(len(r["tokens"]) for r in samples)
-    assert line["seconds"] >= max(r["seconds"] for r in samples) > 1
     assert cycle_row(out, 1)["seconds"]["sample"] == line["seconds"]
 
 
-def simulate(lengths: list[int], slots: int, longest: int) -> list[tuple[float, float | None, float]]:
-    """Decode answers in slots, one token a second each; returns (seconds, estimate, what was left) for each answer."""
-    pace, waiting, running, seconds, told = Pace(len(lengths), [], longest), list(lengths), [], 0, []
-    sampled = 0
-    while waiting or running:
-        while waiting and len(running) < slots:
-            running.append([waiting.pop(0), 0])
-        seconds += 1
-        sampled += len(running)
-        for each in running:
-            each[1] += 1
-        for length, at in [each for each in running if each[0] == each[1]]:
-            running.remove([length, at])
-            pace.finish(length)
-            told.append((seconds, pace.seconds_left(sampled, seconds)))
-    return [(at, estimate, seconds - at) for at, estimate in told]
-
-
-def test_the_first_estimate_of_a_phase_is_near(monkeypatch):
-    lengths = [20 + 37 * i % 400 for i in range(1600)]
-    found = simulate(lengths, slots=100, longest=1024)
-    first, _, rest = found[0]
-    assert first * (len(lengths) - 1) > 8 * rest  # answers per second are eight times too few at first
-    estimates = [(at, estimate, left) for at, estimate, left in found if estimate is not None]
-    assert estimates[0][0] < 0.1 * found[-1][0]
-    for at, estimate, left in estimates:
-        assert at + left > 0.5 * (at + estimate)
-        assert at + left < 1.5 * (at + estimate)
-    assert estimates[-1][1] == 0
-
-
-def test_a_resumed_phase_knows_lengths_from_the_start():
-    pace = Pace(100, [50] * 100, 1024)
-    pace.finish(10)
-    assert pace.seconds_left(1000, 10.0) == pytest.approx((99 * (5000 + 1000) / 101 - 990) / 100)
-
-
-def test_progress_prints_the_estimate_it_is_given(monkeypatch, messages):
+def test_progress_prints_an_estimate(monkeypatch, messages):
     now = [0.0]
     monkeypatch.setattr(log.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(log.sys.stderr, "isatty", lambda: False, raising=False)
-    left = iter([None, 90.0])
-    shown = log.Progress(10, 0, True, "cycle 1 sample", lambda: next(left))
+    shown = log.Progress(10, 0, True, "cycle 1 sample")
     monkeypatch.setattr(log.log, "level", logging.INFO)
     log.log.manager._clear_cache()  # which levels are enabled
     for seconds in (4, 40, 80):
         now[0] = seconds
         shown.update("x")
     assert messages == [
-        "cycle 1 sample 1/10  x", "cycle 1 sample 2/10  x", "cycle 1 sample 3/10  x  1m30s left",
+        "cycle 1 sample 1/10  x", "cycle 1 sample 2/10  x  2m40s left", "cycle 1 sample 3/10  x  3m07s left",
     ]  # fmt: skip

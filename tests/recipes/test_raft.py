@@ -347,7 +347,8 @@ def test_any_text_can_be_recorded(tmp_path_factory, text):
         ("replay_cycles=1", "replay_cycles: was None, is 1"),
         ("eval_prompts.limit=3", "eval prompts changed"),
         ("model.lora_rank=5", "model.lora_rank: was 4, is 5"),
-        ("sequences_per_step=16", "rows per step: was 8, is 16"), ("reward_threshold=0.6", "reward_threshold: was"),
+        ("sequences_per_step=16", "rows per step: was 8, is 16"),
+        ("reward_threshold=0.6", "reward_threshold: was"),
     ],
 )
 def test_another_run_in_the_same_folder_is_refused(reference, make, override, message):
