@@ -57,16 +57,13 @@ def test_wrong_answers_are_not_trained_on_however_well_rewarded(make, rewarded, 
 
 
 @pytest.mark.wide
-def test_a_resumed_run_may_change_the_rule(make, rewarded, tmp_path):
+def test_a_resumed_run_keeps_its_rule(make, rewarded, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(rewarded, out)
     ran(make, out, RESUME, "cycles=2", "keep=rewarded")
     assert_equal(out, rewarded)
-    ran(make, out, RESUME, "cycles=3", "keep=rewarded")  # and again
+    ran(make, out, RESUME, "cycles=3", "keep=rewarded")
     assert kept_verdicts(out, 2) == kept_verdicts(out, 3) == {"CORRECT", "WRONG"}
-    ran(make, out, RESUME, "cycles=4", "keep=correct")
-    assert kept_verdicts(out, 2) == kept_verdicts(out, 3) == {"CORRECT", "WRONG"}
-    assert kept_verdicts(out, 4) == {"CORRECT"}
 
 
 LONG = 1 << 18  # a search that takes quadratic time ends after the tests' time limit
