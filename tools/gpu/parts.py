@@ -48,7 +48,7 @@ def _sample(name: str, size: str, peer: str | None, seconds: float, *needs: str,
 
 
 def _run(name: str, recipe: str) -> Part:
-    return Part(name, "check", "runs:resumed", 150, {"recipe": recipe})
+    return Part(name, "check", "runs:resumed", 240, {"recipe": recipe})
 
 
 PARTS = (
@@ -64,7 +64,7 @@ PARTS = (
     _sample("sampling-0.5b-vllm", "0.5b", VLLM, 240, "vllm"),
     Part("memory", "check", "training:memory", 120, {"size": "0.5b"}),
     _train("sft-7b", "sft", "7b", None, 240, tiny=False),
-    _train("sft-7b-torchtune", "sft", "7b", STOCK, 180, tiny=False),
+    _train("sft-7b-torchtune", "sft", "7b", STOCK, 240, tiny=False),
     _train("sft-7b-trl", "sft", "7b", TRL, 180, "trl", "peft", tiny=False),
     Part("decode-7b", "speed", "checks:decode_speed", 120, {"size": "7b"}),
     _sample("sampling-7b", "7b", None, 150, tiny=False),

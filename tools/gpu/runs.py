@@ -74,8 +74,11 @@ def resumed(here: Here, recipe: str) -> Iterator[Row]:
 
 def make_pocket(folder: Path) -> None:
     """Make a barely trained pocket model, and pairs of right and wrong answers."""
+    import torch
+
     from rocm_ext.pocket import make
 
+    torch.set_num_threads(min(4, torch.get_num_threads()))  # 16 of each of two parts took minutes
     make(folder / "model", seed=7, target=0.01)
     rows = _lines(folder / "model" / "train.jsonl")[:PAIRS]
     pairs = [
@@ -116,11 +119,13 @@ def run_recipe(recipe: str, config: str | Path, *changes: str, ended_by: int = 0
     command = [sys.executable, "-m", f"rocm_ext.recipes.{recipe}", "--config", str(config), *changes]
     top = str(Path(__file__).parents[2])  # of the kill and of the judges that configs name
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [top, os.environ.get("PYTHONPATH")]))}
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, env=environ
-    )
-    if done.returncode != -ended_by:
-        raise Failed(f"{recipe} ended with {done.returncode} instead of {-ended_by}: {done.stdout.strip()[-400:]}")
+    said = ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ) as process:
+        for line in process.stdout or ():
+            print(line, end="")  # into the part's log, whose last line a time limit names
+            said = (said + line)[-400:]
+    if process.returncode != -ended_by:
+        raise Failed(f"{recipe} ended with {process.returncode} instead of {-ended_by}: {said.strip()}")
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
