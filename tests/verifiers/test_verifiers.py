@@ -313,7 +313,8 @@ def test_a_pool_ends_at_once_with_all_it_started(mine: Path):
         assert sleepers() == 2
         stopped = time.monotonic()
         raise ZeroDivisionError
-    assert time.monotonic() - stopped < 30
+    while sleepers() and time.monotonic() - stopped < 30:  # a process that was killed is listed until it has ended
+        time.sleep(0.05)
     assert sleepers() == 0
     assert [f.done() and (f.cancelled() or f.result().verdict is Verdict.ERROR) for f in futures] == [True] * 4
 
