@@ -262,6 +262,7 @@ def evaluate(capsys, pocket_dir, *arguments: str, overrides=()) -> dict:
     return json.loads(out.out)
 
 
+@pytest.mark.wide
 def test_the_card_says_what_eval_says(pocket_dir, capsys):
     card = json.loads((pocket_dir / pocket.CARD).read_text())
     said = evaluate(capsys, pocket_dir)

@@ -36,6 +36,7 @@ def job(budget: int = 4 * GIB) -> Spec:
 
 
 # ------------------------------------------------------------------------------------ probes that go wrong
+@pytest.mark.wide
 def test_a_crash_or_a_hang_is_a_row_and_the_rest_goes_on(monkeypatch):
     """Of the measurements of :mod:`tests.kit.probes`, at the end and as they come."""
     of_one = ("environment", "segfault", "hang", "noise", "raise", "out of memory", "exit", "fine")
@@ -359,6 +360,7 @@ def test_a_bench_without_figures_replaces_no_file(tmp_path, copies_alone, monkey
     assert path.read_text() == "precious"
 
 
+@pytest.mark.wide
 def test_nothing_is_left_in_the_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runner, "subprocess", FORKS)

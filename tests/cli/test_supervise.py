@@ -301,6 +301,7 @@ def test_the_same_command_goes_on_after_its_own_death(make, reference, tmp_path,
     assert_equal(out, reference)
 
 
+@pytest.mark.wide
 def test_ctrl_c_saves_and_a_second_one_kills(make, reference, tmp_path):  # noqa: F811
     """Another supervisor is refused meanwhile."""
     out = tmp_path / "out"

@@ -312,6 +312,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
 def test_every_template_teaches_to_stop(model_folder, tmp_path, named):
     """Each trained turn ends with the token that ends it, which the model's files name, or a base model's do not."""
@@ -367,6 +368,7 @@ WILD = st.one_of(
 ).filter(str.strip)
 
 
+@pytest.mark.wide(always=2)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(question=WILD, answer=WILD, more=WILD)
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1"])

@@ -87,6 +87,7 @@ def test_the_last_line_is_the_reward(code, verdict, reward, detail, tmp_path):
     assert detail in end.detail
 
 
+@pytest.mark.wide
 def test_a_verifier_judges_without_showing_its_column(tmp_path):
     verifier = {"_component_": "rocm_ext.verifiers.MathAnswer"}
     code = ASK + "import json\nprint(json.dumps({'answer': text if 'answer' not in row else 'seen'}))"

@@ -125,6 +125,7 @@ def test_an_interval_of_paired_rows_covers_the_truth_at_its_rate():
     assert hits / 1000 == pytest.approx(0.95, abs=0.02)
 
 
+@pytest.mark.wide(always=1)
 def test_rows_of_the_users_own_need_trust(run, tmp_path, capsys, monkeypatch):
     (tmp_path / "own_rows.py").write_text("from rocm_ext.data import preference_dataset, sft_dataset\n")
     monkeypatch.chdir(tmp_path)

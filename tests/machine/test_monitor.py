@@ -610,6 +610,7 @@ print("went on")
     assert len(read_lines(tmp_path / "hardware.jsonl")) > 3
 
 
+@pytest.mark.wide
 def test_a_gpu_that_hangs_does_not_hold_the_run(tmp_path, monkeypatch):
     hang = threading.Event()
     monkeypatch.setattr(counters, "cards", lambda root: [hang.wait()][:0])
@@ -649,6 +650,7 @@ def test_one_rank_of_a_machine_records(tmp_path, main):
         assert no_thread() is not main
 
 
+@pytest.mark.wide
 def test_a_run_writes_its_hardware_and_computes_the_same(make, tmp_path):
     path, out = make(hardware_log_seconds=0.1), tmp_path / "out"
     sft(path)

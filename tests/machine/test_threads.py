@@ -91,6 +91,7 @@ def recorded(out: Path) -> int | str:
     return yaml.safe_load((out / "config.yaml").read_text())["cpu_threads"]
 
 
+@pytest.mark.wide
 def test_a_run_leaves_cores_to_other_programs_and_resumes_with_its_number(folder, tmp_path):
     out = tmp_path / "out"
     code, messages = train(folder, out, "max_steps_per_epoch=1", others=1)
@@ -114,6 +115,7 @@ def test_a_resumed_run_keeps_its_number_unless_the_config_says_another(folder, b
     assert (code, recorded(out)) == (0, 1), messages
 
 
+@pytest.mark.wide
 def test_a_run_whose_record_is_damaged_says_so_and_decides_anew(folder, begun, tmp_path):
     out = shutil.copytree(begun, tmp_path / "out")
     (out / "config.yaml").write_text("]")

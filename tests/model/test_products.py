@@ -88,6 +88,7 @@ def test_few_numbers_of_rows_in_16_bits():
 
 
 # ---- the trial
+@pytest.mark.wide
 @some
 def test_the_trial_finds_wrong_products(monkeypatch):
     right = products._grouped_mm

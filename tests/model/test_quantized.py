@@ -514,6 +514,7 @@ def test_a_model_multiplies_in_fp8_where_the_trial_says_so(wide, monkeypatch):
     assert not quantized.scaled_products(torch.device("cpu"), torch.bfloat16)
 
 
+@pytest.mark.wide
 def test_the_trial_finds_wrong_products_in_fp8(monkeypatch):
     said = quantized.trial(CPU)
     assert not said or said.endswith("times as fast")

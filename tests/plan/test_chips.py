@@ -25,6 +25,7 @@ def plan(capsys, *arguments: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.wide
 def test_data_sheets_are_whole():
     seen = set()
     for profile in map(load_profile, profile_names()):

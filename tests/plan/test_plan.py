@@ -144,6 +144,7 @@ def test_one_expert_is_computed_and_counts_for_all(tmp_path, monkeypatch):
     assert products > 2 * decoder.layers[0].mlp.experts.num_experts, "each expert has products of its own"
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("name", ["qwen3.5", "gpt-oss"])
 def test_costs_are_those_of_torchs_own_fake_kernels(name, tmp_path, monkeypatch):
     base = hf_models.write_theirs(tmp_path / "base", name)
@@ -179,6 +180,7 @@ def test_ranks_share_weights_and_gather_layers(capsys):
     assert eight["step"]["tokens"] == one["step"]["tokens"] / 8
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
     ("vocabulary", "slots", "prompt", "dtype"),
     [(2048, 32, 200, torch.float32), also(30_000, 64, 60, torch.float32), also(30_000, 32, 60, torch.bfloat16)],
@@ -440,6 +442,7 @@ def test_a_cycle_of_raft(capsys, tmp_path, monkeypatch):
     assert (asked["prompts"], asked["held_out"]) == (3, 2)
 
 
+@pytest.mark.wide
 @as_configured
 def test_what_does_not_fit_ends_with_1(capsys):
     arguments = ("--config", "strix_halo_qwen7b", "hardware=mi50")  # in fp32 its weights alone are too much

@@ -75,6 +75,7 @@ def test_metrics_have_turns_and_parts_of_rewards(write, tmp_path, capsys):
     assert "conversation" in capsys.readouterr().err
 
 
+@pytest.mark.wide
 def test_raft_keeps_conversations(write):
     path = write(base="cpu_pocket_raft", cycles=1, prompts_per_cycle=8, epochs=1, keep="rewarded", reward_threshold=0.5)
     out = run(path, main=raft_main)
@@ -173,6 +174,7 @@ def test_what_an_environment_says_is_text(write, pocket_dir):
     assert all(ids.count(begins) == 2 for ids in given), "its turn and the model's"
 
 
+@pytest.mark.wide
 def test_kept_caches_change_nothing(write):
     kept, again = run(write("kept", steps=1)), run(write("again", steps=1), prepare=computed_again)
     assert answers(kept) == answers(again)

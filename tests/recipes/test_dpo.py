@@ -140,6 +140,7 @@ def test_a_config_without_a_recipe_is_for_dpo_if_its_loss_is_of_pairs(tmp_path):
     assert config.recipe_of(str(ours)).name == "dpo_rocm"
 
 
+@pytest.mark.wide
 def test_the_reference_is_scored_once_and_kept(top, tmp_path, monkeypatch):
     cfg = dpo_config(top, tmp_path / "run", validation_fraction=0.2)
     recipe = train(cfg)

@@ -59,6 +59,7 @@ def test_own_rows(example):
     assert len(metrics(out, "val_loss")) == 1
 
 
+@pytest.mark.wide
 def test_own_verifier(example):
     """A random model is never right, and the run says so."""
     folder, run = example("own_verifier", raft_rocm.main, cycles=1, samples_per_prompt=2, max_new_tokens=8)

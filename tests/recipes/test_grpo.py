@@ -94,6 +94,7 @@ def test_every_step_is_in_the_records(reference):
     assert not (reference / "policy").exists()
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(("name", "count"), [("samples", 3), wide("verdicts", 20), wide("samples", 60)])
 def test_killed_while_sampling_and_verifying(make, reference, tmp_path, name, count):
     out = tmp_path / "out"
@@ -343,6 +344,7 @@ def test_the_tools_read_a_real_run(reference, tmp_path, capsys):
     assert run["reward"] == steps[-1]["reward"]
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
     "changes", [{"groups_per_update": 2, "old_logprobs": "trainer"}, wide({"loss": "gspo", "kl_coef": 0.1})], ids=str
 )

@@ -95,6 +95,7 @@ def test_each_step_samples_with_its_adapter(serve, make, out, messages):
     assert not [line for line in messages if fake.url in line]
 
 
+@pytest.mark.wide
 def test_the_next_step_samples_while_this_one_trains(serve, make, out, messages):
     fake = serve()
 
@@ -340,6 +341,7 @@ def test_an_evaluation_keeps_the_other_ranks_lines(serve, make, out):
     assert not seeds & {body["seed"] for body in fake.bodies()}
 
 
+@pytest.mark.wide
 def test_answers_of_an_older_adapter_are_weighed(serve, make, out):
     """The gradient is that of truncated importance weights, by autograd on whole logits."""
     expected = {}

@@ -91,6 +91,7 @@ def instruct_dataset(rows: Path, **more) -> dict:
             "split": "train", "column_map": {"input": "question", "output": "answer"}, **more}  # fmt: skip
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
     ("base", "lora", "loss"),
     [

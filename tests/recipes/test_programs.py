@@ -34,6 +34,7 @@ def program(write):
     return program
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("forgets", [False, True])
 def test_the_model_is_trained_on_the_tokens_that_it_sampled(program, forgets):
     """Where the agent leaves out what was said, the history is rendered anew, and the conversation has two rows."""
@@ -63,6 +64,7 @@ def test_killed_and_resumed(program):
     assert_equal(run(path, "resume_from_checkpoint=True", prepare=computed_again), whole)
 
 
+@pytest.mark.wide
 def test_a_program_that_fails_ends_the_run_with_its_last_words(program):
     code, said = forked(main, program("fails", "fails", steps=1, max_error_share=0.1))
     assert code == 1

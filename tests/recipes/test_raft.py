@@ -121,6 +121,7 @@ def test_what_is_trained_on_is_what_was_sampled(reference, make, tmp_path):
     assert_equal(tmp_path / "out", reference)
 
 
+@pytest.mark.wide
 def test_evaluation_of_any_adapter(reference, make, tmp_path):
     for cycle, adapter in ((0, None), (2, reference / "cycle_2" / "adapter")):
         cfg = config.load("raft_rocm", str(make(tmp_path / "out")), [f"output_dir={tmp_path / str(cycle)}"])
@@ -314,6 +315,7 @@ def test_sigterm_while_training(make, reference, tmp_path, step):
     assert_equal(out, reference)
 
 
+@pytest.mark.wide
 def test_full_disk_while_sampling(make, reference, tmp_path):
     def prepare() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))

@@ -270,6 +270,7 @@ def test_sigterm_during_setup(make, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("counts", [range(1, 25, 6), pytest.param(range(1, 40), marks=pytest.mark.nightly)])
 def test_killed_while_writing(make, reference, tmp_path, counts):
     """The first start finds nothing to resume."""

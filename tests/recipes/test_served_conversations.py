@@ -51,6 +51,7 @@ def given(out):
     return {(turn, tuple(ids)) for line in samples for turn, (_, ids, _) in enumerate(line["given"])}
 
 
+@pytest.mark.wide
 def test_each_turn_is_sent_and_trained_as_its_ids(serve, write, fake):  # noqa: F811
     out = run(serve())
     assert max(metrics(out, "mismatch_max")) < 1e-4, "the trainer computes them behind the same tokens"
@@ -82,6 +83,7 @@ def test_raft_on_a_server(serve, fake):
     assert any(len(body["prompt"]) > 40 for body in fake.bodies())
 
 
+@pytest.mark.wide
 def test_limits_reach_the_server(serve, fake):
     out = run(serve(steps=1, prompts_per_step=1, max_new_tokens=30, truncated="keep"))
     assert max(len(line["tokens"]) for line in lines(out / "samples.jsonl")) == 30

@@ -274,6 +274,7 @@ def test_any_values_in_its_files(tmp_path_factory, recipe, data):
     assert main(["monitor", "--count", "1", "--root", str(folder), "--run", str(run)]) == 0
 
 
+@pytest.mark.wide
 def test_it_needs_no_torch(run, tmp_path):
     samples = raft(tmp_path / "raft", RIGHT, prompts=prompts(tmp_path))
     page = tmp_path / "page.html"

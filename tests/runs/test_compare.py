@@ -389,6 +389,7 @@ OF_RAFT = ("metrics.jsonl", "summary.json", "verdicts.jsonl", "cycle_1/eval.json
            "cycle_1/summary.json")  # fmt: skip
 
 
+@pytest.mark.wide
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(file=st.sampled_from([("sft", name) for name in OF_SFT] + [("raft", name) for name in OF_RAFT]), junk=JUNK)
 def test_junk_in_files(tmp_path_factory, capsys, file, junk):

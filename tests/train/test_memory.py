@@ -52,6 +52,7 @@ def gib(text: str) -> float:
     return float(number) * (2**30 if unit == "GiB" else 2**20)
 
 
+@pytest.mark.wide
 def test_a_plan_above_the_budget_is_refused_before_the_weights_are_read(run, budget, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Learner, "read_weights", lambda self: pytest.fail("the weights are read"))

@@ -63,6 +63,7 @@ def test_a_spoilt_layer_is_named(path, monkeypatch, name, hook, found, cure, che
     assert "Rows of this step: " in line
 
 
+@pytest.mark.wide
 def test_a_kernel_of_attention_is_named_by_what_calls_it(path, monkeypatch):
     sound = attention.sdpa
     monkeypatch.setattr(attention, "sdpa", lambda *args, **kwargs: sound(*args, **kwargs) * torch.nan)

@@ -176,6 +176,7 @@ def test_a_persistent_program_answers_many_requests():
     wait_for_end(int(pids[0]))
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(("text", "says"), [
     ("die", "ended with 3 instead of answering; its stderr: started oh no"),
     ("hang", "has not answered within 2 s; its stderr: started"), ("close", "closed its stdout"),

@@ -114,6 +114,7 @@ def test_math_tolerance_and_malformed_gold():
     assert final_answer("x" * 10**6) == ""
 
 
+@pytest.mark.wide
 def test_every_gsm8k_answer_is_right(gsm8k):
     verifier = MathAnswer()
     for row in gsm8k:
@@ -424,6 +425,7 @@ FORMS = [
 ]  # fmt: skip
 
 
+@pytest.mark.wide
 def test_gsm8k_in_the_forms_that_models_write(math_pool: Pool, gsm8k: list[dict]):
     rng, cases = random.Random(0), []
     for form in FORMS:

@@ -157,6 +157,7 @@ def test_one_bad_answer_spoils_no_other_of_its_batch(mine):
         assert bad.get(text, "") in result.detail
 
 
+@pytest.mark.wide
 def test_a_batch_that_hangs_is_judged_one_by_one(mine):
     with Pool(mine("odd"), workers=1, timeout=1) as pool:
         futures = [pool.submit(text, TEXT) for text in ("a", "b", "hang", "c")]
@@ -231,6 +232,7 @@ def test_rewards_of_trl_judge_as_in_trl():
     assert "does not apply" in unknown.detail
 
 
+@pytest.mark.wide
 def test_a_verifier_rewards_as_trls_trainer_asks(tmp_path):
     trl, datasets, torch = (pytest.importorskip(name) for name in ("trl", "datasets", "torch"))
     write_model(tmp_path / "model")

@@ -278,6 +278,7 @@ def test_what_cannot_be_built_is_one_line(mine: Path, node: object, says: str):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.wide
 def test_a_class_of_ones_own_needs_only_call_and_a_pool_survives_it(mine: Path):
     verifier = build({"_component_": "my_verifiers.Mine", "how": "well"})
     verifier.check()

@@ -85,6 +85,7 @@ def test_a_judge_that_ends_costs_one_verdict(tests: str):
     assert verifier(SQUARE, ROW).verdict is Verdict.CORRECT
 
 
+@pytest.mark.wide
 def test_a_judge_outlives_programs_that_hang_and_is_started_again_if_it_dies():
     verifier = PythonTests(timeout=0.7)
     for _ in range(2):
@@ -200,6 +201,7 @@ def test_a_thread_that_ends_does_not_end_the_verdicts_of_another(verifier: Pytho
     thread.join()
 
 
+@pytest.mark.wide
 def test_threads_forks_and_copies_have_judges_of_their_own(verifier: PythonTests):
     rows = [row(f"assert f({n}) == {n * n}") for n in range(12)]
     with ThreadPoolExecutor(4) as threads:
