@@ -16,6 +16,7 @@ _OWNERS = {
     "SmolLM": "HuggingFaceTB",
 }
 _NAME = re.compile(r"([\w-][\w.-]*)/([\w-][\w.-]*)")
+REPO_ID = "original_repo_id.json"  # in a folder, by `tune download`: the name on the hub
 _FOLDERS = ("models", "outputs", "demo")  # where this library's configs keep files, also before anything is there
 
 

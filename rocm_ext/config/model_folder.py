@@ -69,6 +69,8 @@ def check_model_folder(cfg: DictConfig, config: Path) -> None:
         return
     if is_hub_name(folder) and cfg.model.get("checkpoint_dir") == folder:
         return
+    if folder.endswith(".gguf"):
+        raise UserError(f"the model's file {folder} does not exist")
     command = _command_in(config.read_text(), Path(folder))
     how = f"first run {command}" if command else how_to_download(Path(folder))
     raise UserError(f"the model's folder {folder} does not exist; {how}")

@@ -14,23 +14,11 @@ from torch import Tensor
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import flush, replace_file
 from rocm_ext.base.log import Progress
+from rocm_ext.model.llama_cpp import library
 
 TYPES = ("f16", "bf16", "q8_0", "f32")
 _FLUSH = 2**28  # bytes of a file that the system may cache while it is written
 _LARGEST = torch.finfo(torch.float16).max
-
-
-def library() -> Any:
-    """Return the package ``gguf``.
-
-    Raises:
-        UserError: it is not installed.
-    """
-    try:
-        import gguf
-    except ImportError as error:
-        raise UserError("GGUF files need the extra: pip install 'torchtune-rocm[export]'") from error
-    return gguf
 
 
 @dataclass(frozen=True)

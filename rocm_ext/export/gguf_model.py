@@ -10,48 +10,17 @@ from torch import Tensor
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
-from rocm_ext.export.gguf_file import Entry, library, write
-from rocm_ext.export.source import Source
+from rocm_ext.export.gguf_file import Entry, write
+from rocm_ext.export.source import Source, refuse_blocks
 from rocm_ext.export.vocabulary import add_vocabulary
 from rocm_ext.model.adapters.merge import MergedWeights, base_tensors, check_base
 from rocm_ext.model.checkpointer import on_meta
-from rocm_ext.model.llama_cpp import CONVERTER, Layout, Part, read_layout
+from rocm_ext.model.llama_cpp import GgufNames, Layout, Part, library, read_layout
 from rocm_ext.model.lora import dense, expert_factors
 
 _TABLES = ("rotary_emb.inv_freq", ".position_ids")
 _ALWAYS_F32 = ("ffn_gate_inp", "ssm_conv1d")  # llama.cpp takes these, and all that are no weights, in fp32 alone
 _BLOCK = 32  # values of a q8_0 block
-
-
-class GgufNames:
-    """llama.cpp's names of a model's weights.
-
-    Args:
-        layout: of the model.
-
-    Raises:
-        UserError: the package ``gguf`` is too old for the architecture.
-    """
-
-    def __init__(self, layout: Layout) -> None:
-        gguf = library()
-        try:
-            kind = gguf.MODEL_ARCH[layout.arch]
-        except KeyError as error:
-            raise UserError(f"the package gguf does not know {layout.arch}; pip install -U gguf") from error
-        self.arch = gguf.MODEL_ARCH_NAMES[kind]
-        self._map = gguf.get_tensor_name_map(kind, layout.layers)
-
-    def name(self, hf: str) -> str:
-        """Return llama.cpp's name of a weight.
-
-        Raises:
-            UserError: it has none.
-        """
-        llama_name = self._map.get_name(hf, try_suffixes=(".weight", ".bias", ".scale"))
-        if llama_name is None:
-            raise UserError(f"{hf} has no place in llama.cpp's {self.arch}; {CONVERTER}")
-        return llama_name
 
 
 def write_model(source: Source, out: Path, kind: str) -> None:
@@ -68,6 +37,7 @@ def write_model(source: Source, out: Path, kind: str) -> None:
     Raises:
         UserError: the family or its tokenizer cannot be written, or the disk is full.
     """
+    refuse_blocks(source.base)
     layout = read_layout(source.base)
     if layout.differs:
         log.warning("%s", layout.differs)

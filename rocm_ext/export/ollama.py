@@ -15,6 +15,7 @@ from rocm_ext.data.messages import to_turns
 from rocm_ext.data.template import ChatTemplate
 from rocm_ext.export.source import Source
 from rocm_ext.export.vocabulary import end_of_turn
+from rocm_ext.model.gguf_files import files_in
 
 _SYSTEM = {"role": "system", "content": "first-3141"}
 _TALK = [
@@ -141,7 +142,7 @@ def write_modelfile(source: Source, gguf: Path, adapter: bool = False) -> Path:
     if adapter:
         lines += [
             "# or: FROM a GGUF file of this base model",
-            f"FROM {source.base.resolve()}",
+            f"FROM {(files_in(source.base) or [str(source.base.resolve())])[0]}",
             f"ADAPTER ./{gguf.name}",
         ]
     else:

@@ -11,37 +11,12 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import json_object
+from rocm_ext.data import words
 from rocm_ext.data.encoder import TOKENIZER, TextEncoder, ids_in
 from rocm_ext.data.render import render_conversation
-from rocm_ext.export.gguf_file import library
 from rocm_ext.export.source import Source
-from rocm_ext.model.llama_cpp import CONVERTER, Layout
+from rocm_ext.model.llama_cpp import CONVERTER, Layout, library
 
-_WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_ENDING = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_O200K = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}|\p{{N}}{{1,3}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN35 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SPLITS = {  # expressions of tokenizer.json, and llama.cpp's names
-    rf"{_WORD}\p{{N}}{{1,3}}{_REST}": "llama-bpe",
-    rf"{_WORD}\p{{N}}{_REST}": "qwen2",
-    _TEKKEN: "tekken",
-    _O200K: "gpt-4o",
-    _QWEN35: "qwen35",
-}
-# llama.cpp takes words that are tokens before it merges; tiktoken's merges, as o200k's, lead to them
-_WHOLE_WORDS = ("llama-bpe", "tekken", "gpt-4o")
 # llama.cpp writes out what Gemma 4 says with these, so that its parsers of tools and reasoning see it
 _SHOWN = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>')
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -96,22 +71,13 @@ def _splitting(path: Path, content: Mapping[str, Any]) -> str:
     Raises:
         UserError: they are unknown.
     """
-    normalizer, model = content.get("normalizer"), content["model"]
+    normalizer = content.get("normalizer")
     if normalizer not in (None, {"type": "NFC"}) and normalizer != {"type": "Sequence", "normalizers": []}:
         raise _unknown(path, f"normalizer is {normalizer.get('type') if isinstance(normalizer, Mapping) else '?'}")
     pre = content.get("pre_tokenizer") or {}
-    steps = pre.get("pretokenizers", [pre])
-    kinds = [step.get("type") for step in steps]
-    byte_level = steps[-1] if kinds[-1:] == ["ByteLevel"] and not steps[-1].get("add_prefix_space") else None
-    name = None
-    if byte_level and kinds == ["ByteLevel"] and byte_level.get("use_regex", True):
-        name = "gpt-2"
-    elif byte_level and kinds == ["Digits", "ByteLevel"] and byte_level.get("use_regex", True):
-        name = "smollm" if steps[0].get("individual_digits") else None
-    elif byte_level and kinds == ["Split", "ByteLevel"] and not byte_level.get("use_regex", True):
-        plain = steps[0].get("behavior") == "Isolated" and not steps[0].get("invert")
-        name = _SPLITS.get(str((steps[0].get("pattern") or {}).get("Regex"))) if plain else None
-    if name is None or (model.get("ignore_merges") and name not in _WHOLE_WORDS):
+    name = words.name_of(pre)
+    if name is None or (content["model"].get("ignore_merges") and name not in words.WHOLE_WORDS):
+        kinds = [step.get("type") for step in pre.get("pretokenizers", [pre])]
         raise _unknown(path, f"pre_tokenizer {' and '.join(map(str, kinds))} has unknown rules")
     return name
 

@@ -20,8 +20,10 @@ from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
 from rocm_ext.base.supervised import beat
+from rocm_ext.model import llama_cpp
 from rocm_ext.model.families import foreign_config, from_hf, read_architecture, stored_format
-from rocm_ext.model.quantized import stored
+from rocm_ext.model.gguf_files import SUFFIX, GgufFile, files_in
+from rocm_ext.model.quantized import of_blocks, stored
 
 HF = "HF"  # the model_type of weights in Hugging Face's row order
 _OUTPUT, _EMBEDDINGS = "output.weight", "tok_embeddings.weight"
@@ -112,9 +114,13 @@ def _drop_copy(state: "StoredWeights") -> None:
 def weight_files(folder: Path) -> list[str]:
     """Return the names of a folder's weight files: safetensors by their index or the single file, else ``.bin``.
 
+    A folder that stands for GGUF files names these, with their paths.
+
     Raises:
         UserError: the folder has none, or lacks some that the index names.
     """
+    if (files := files_in(folder)) is not None:
+        return files
     for stem, suffix in _STEMS:
         index = folder / f"{stem}{suffix}.index.json"
         if index.is_file():
@@ -128,6 +134,19 @@ def weight_files(folder: Path) -> list[str]:
         if (folder / f"{stem}{suffix}").is_file():
             return [f"{stem}{suffix}"]
     raise UserError(f"{folder} has no weights (model.safetensors or its index); {how_to_download(folder)}")
+
+
+def kinds_of_blocks(folder: Path) -> dict[str, str]:
+    """Return the kinds of blocks in the GGUF files of a folder, by Hugging Face's names of weights; {}: it has none."""
+    kinds = {}
+    for path in files_in(folder) or ():
+        file = GgufFile(Path(path))
+        with torch.device("cpu"):  # models are built on the meta device
+            places = llama_cpp.places(folder, file)
+        for name, part in places.items():
+            if kind := file.places[part.name].kind:
+                kinds[name] = kind
+    return kinds
 
 
 def _indexed(index: Path) -> list[str]:
@@ -171,7 +190,7 @@ class StoredWeights(Mapping[str, Tensor]):
         for file in files:
             path = folder / file
             with _readable(path):
-                reader = _Safetensors(path) if path.suffix == ".safetensors" else _Pickled(path)
+                reader = _opened(path, folder)
             self._names[file] = []
             for own in reader.names:
                 if own.endswith((*without, *_OF_ACTIVATIONS)):
@@ -273,7 +292,7 @@ def _spread(count: int) -> list[range]:
 class _Stored:
     """A tensor of a file."""
 
-    reader: "_Safetensors | _Pickled"
+    reader: "_Raw | _Gguf | _Pickled"
     name: str
 
     def read(self) -> Tensor:
@@ -288,25 +307,23 @@ class _Stored:
         return self.reader.on_meta(self.name)
 
 
-class _Safetensors:
-    """A safetensors file, read without a map: half as fast again as ``safe_open`` with ``backend="pread"``."""
+class _Raw:
+    """Tensors of a file, read without a map: half as fast again as ``safe_open`` with ``backend="pread"``.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with safe_open(path, framework="pt"):
-            pass  # it has checked the header
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-        self._begin = 8 + length
-        self._header = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        self.names = sorted(self._header)
+    Attributes:
+        path: the file.
+        names: of the tensors.
+    """
+
+    path: Path
+    names: list[str]
 
     def on_meta(self, name: str) -> Tensor:
-        entry = self._header[name]
-        if entry["dtype"] not in _DTYPES:
-            raise UserError(f"checkpointer: {name} is stored as {entry['dtype']}; use the model's bf16 or fp16 weights")
-        return torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]], device="meta")
+        raise NotImplementedError
+
+    def begin(self, name: str) -> int:
+        """Offset of a tensor's first byte in the file."""
+        raise NotImplementedError
 
     def read(self, name: str) -> Tensor:
         tensor = torch.empty_like(self.on_meta(name), device="cpu")
@@ -335,7 +352,8 @@ class _Safetensors:
     @contextmanager
     def _open(self, name: str, random: bool = False) -> Iterator[io.FileIO]:
         """Context with the file at the first byte of a tensor, whose pages do not stay in the cache; others may."""
-        first, end = (self._begin + offset for offset in self._header[name]["data_offsets"])
+        first = self.begin(name)
+        end = first + self.on_meta(name).nbytes
         with io.FileIO(self.path) as file:
             file.seek(first)
             if not hasattr(os, "posix_fadvise"):  # Windows and macOS
@@ -350,6 +368,83 @@ class _Safetensors:
                 with suppress(OSError):  # the kernel drops whole pages
                     size = -(-(end - first + part) // page) * page
                     os.posix_fadvise(file.fileno(), first - part, size, os.POSIX_FADV_DONTNEED)
+
+
+class _Safetensors(_Raw):
+    """A safetensors file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with safe_open(path, framework="pt"):
+            pass  # it has checked the header
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        self._begin = 8 + length
+        self._header = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        self.names = sorted(self._header)
+
+    def on_meta(self, name: str) -> Tensor:
+        entry = self._header[name]
+        if entry["dtype"] not in _DTYPES:
+            raise UserError(f"checkpointer: {name} is stored as {entry['dtype']}; use the model's bf16 or fp16 weights")
+        return torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]], device="meta")
+
+    def begin(self, name: str) -> int:
+        return self._begin + self._header[name]["data_offsets"][0]
+
+
+class _Gguf:
+    """A GGUF file, by Hugging Face's names and in their order of rows.
+
+    Args:
+        path: the file.
+        folder: of the model; ``config.json`` there says what is where.
+    """
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        self.path = path
+        file = GgufFile(path)
+        self._raw = _Blocks(file)
+        self._own = llama_cpp.places(folder, file)
+        self.names = sorted(self._own)
+
+    def on_meta(self, name: str) -> Tensor:
+        return self._whole(name, self._raw.on_meta(self._own[name].name))
+
+    def read(self, name: str) -> Tensor:
+        return self._whole(name, self._raw.read(self._own[name].name))
+
+    def sample(self, name: str) -> Tensor:
+        return self._raw.sample(self._own[name].name)
+
+    def _whole(self, name: str, stored: Tensor) -> Tensor:
+        part = self._own[name]
+        if isinstance(part.rows, Tensor) and not stored.is_meta:
+            stored = stored[part.rows.argsort()]
+        kind = self._raw.places[part.name].kind
+        return of_blocks(stored, kind) if kind else stored
+
+
+class _Blocks(_Raw):
+    """A GGUF file as it is: bytes of blocks, or numbers."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.path, self.places, self.names = file.path, file.places, sorted(file.places)
+
+    def on_meta(self, name: str) -> Tensor:
+        place = self.places[name]
+        dtype = torch.uint8 if place.kind else place.dtype
+        return torch.empty(place.stored_shape, dtype=dtype, device="meta")
+
+    def begin(self, name: str) -> int:
+        return self.places[name].begin
+
+
+def _opened(path: Path, folder: Path) -> "_Raw | _Gguf | _Pickled":
+    if path.suffix == SUFFIX:
+        return _Gguf(path, folder)
+    return _Safetensors(path) if path.suffix == ".safetensors" else _Pickled(path)
 
 
 class _Pickled:

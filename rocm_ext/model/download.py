@@ -20,6 +20,7 @@ from rocm_ext.data.encoder import TOKENIZER
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.checkpointer import weight_files
 from rocm_ext.model.families import CONFIG
+from rocm_ext.model.gguf_folder import folder_of
 
 _TEXT = ["*.json", "*.jinja", "*.txt", "*.model", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*"]
 _ELSEWHERE = ["original/*", "onnx/*", "consolidated*", "*/*.safetensors", "*/*.bin"]  # the weights in other formats
@@ -29,9 +30,10 @@ _OF_THE_DISK = {EACCES, EDQUOT, EIO, ENOSPC, EPERM, EROFS}
 
 
 def use_downloaded(cfg: DictConfig, ranks: Ranks) -> None:
-    """Where the config's model is a name on the hub, download its texts and put its folder into ``cfg``.
+    """Where the config's model is a name on the hub or a GGUF file, put its folder into ``cfg``.
 
-    A model that is whole in the hub's cache is used without asking the hub.
+    Of a model on the hub, this downloads the texts; one that is whole in the hub's cache is used without asking the
+    hub.
 
     Args:
         cfg: config of a recipe; its ``model``, ``checkpointer`` and ``tokenizer`` change.
@@ -45,6 +47,8 @@ def use_downloaded(cfg: DictConfig, ranks: Ranks) -> None:
         folder = _on_one_rank(lambda: fetch_texts(name), ranks)
         log.info("model %s: %s", name, folder)
         _put(cfg, name, folder)
+    elif isinstance(name, str) and ranks.on_main(lambda: folder_of(name)) is not None:
+        _put(cfg, name, folder_of(name))  # type: ignore[arg-type]
 
 
 def use_weights(folder: Path, ranks: Ranks) -> None:
@@ -78,7 +82,11 @@ def use_shape(cfg: DictConfig) -> str | None:
         UserError: the model is a name on the hub, and neither the cache nor this library has its ``config.json``.
     """
     name = cfg.model.get("checkpoint_dir")
-    if not isinstance(name, str) or Path(name).exists():
+    if not isinstance(name, str):
+        return None
+    if Path(name).exists():
+        if (made := folder_of(name)) is not None:
+            _put(cfg, name, made)
         return None
     named = is_hub_name(name)
     if named and (folder := in_cache(name)) is not None:

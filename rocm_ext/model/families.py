@@ -488,3 +488,9 @@ def from_hf(name: str) -> str:
     match = _LAYER.fullmatch(part)
     ours = f"layers.{match[1]}.{_IN_LAYER_BACK[match[2]]}" if match else _TOP_BACK[part]
     return f"{ours}.{'scale' if ours.endswith('norm') else leaf}"
+
+
+def stored_names(layers: int) -> list[str]:
+    """Return Hugging Face's names of all weights and biases that a native decoder may have."""
+    parts = [f"model.layers.{layer}.{part}" for layer in range(layers) for part in _IN_LAYER.values()]
+    return [f"{part}.{leaf}" for part in (*_TOP.values(), *parts) for leaf in ("weight", "bias")]

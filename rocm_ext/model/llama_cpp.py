@@ -3,6 +3,8 @@
 Keys, names and orders are those of llama.cpp's ``convert_hf_to_gguf.py``.
 """
 
+import math
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,13 +15,27 @@ import torch
 from torch import Tensor
 
 from rocm_ext.base.errors import UserError, one_line
-from rocm_ext.model.families import CONFIG, Architecture, Rope, foreign_config, read_architecture, read_rope
+from rocm_ext.model.families import (
+    CONFIG,
+    Architecture,
+    Rope,
+    foreign_config,
+    read_architecture,
+    read_rope,
+    stored_names,
+)
+from rocm_ext.model.gguf_files import GgufFile, Place, files_in
 from rocm_ext.model.layers import HalvesRoPE
 
 _SCRIPT = "convert_hf_to_gguf.py, of llama.cpp's own sources"
 CONVERTER = f"try python {_SCRIPT}, on the model's folder, or on the DIR of --merged if there is an adapter"
 # Kinds of RoPE that llama.cpp computes, where not all but Llama 3's, whose factors its Llama alone reads. Its Gemma 3
 # applies YaRN to sliding layers, too; its Gemma 4 opens no file without factors.
+_FACTORS = "rope_freqs.weight"
+# keys that say nothing of the function, or what others say
+_IDLE = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.value_length"}
+_YARN = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow",
+         "attention_factor": "rope.scaling.attn_factor"}  # fmt: skip
 _KINDS = {
     "LLAMA": ("default", "linear", "llama3", "yarn"),
     "GEMMA3": ("default", "linear"),
@@ -74,6 +90,53 @@ class Layout:
     differs: str = ""
 
 
+def library() -> Any:
+    """Return the package ``gguf``.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise UserError("GGUF files need the extra: pip install 'torchtune-rocm[export]'") from error
+    return gguf
+
+
+class GgufNames:
+    """llama.cpp's names of a model's weights.
+
+    Args:
+        layout: of the model.
+
+    Raises:
+        UserError: the package ``gguf`` is too old for the architecture.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        gguf = library()
+        try:
+            kind = gguf.MODEL_ARCH[layout.arch]
+        except KeyError as error:
+            raise UserError(f"the package gguf does not know {layout.arch}; pip install -U gguf") from error
+        self.arch = gguf.MODEL_ARCH_NAMES[kind]
+        self._map = gguf.get_tensor_name_map(kind, layout.layers)
+
+    def find(self, hf: str) -> str | None:
+        """Return llama.cpp's name of a weight; None: it has none."""
+        return self._map.get_name(hf, try_suffixes=(".weight", ".bias", ".scale"))
+
+    def name(self, hf: str) -> str:
+        """Return llama.cpp's name of a weight.
+
+        Raises:
+            UserError: it has none.
+        """
+        if (llama_name := self.find(hf)) is None:
+            raise UserError(f"{hf} has no place in llama.cpp's {self.arch}; {CONVERTER}")
+        return llama_name
+
+
 def read_layout(folder: Path) -> Layout:
     """Return llama.cpp's layout of the model in a folder.
 
@@ -98,6 +161,8 @@ def read_layout(folder: Path) -> Layout:
 
 def way_out(folder: Path) -> str:
     """Return the options of ``rocm-ext export`` that take the model in a folder to other programs."""
+    if files := files_in(folder):
+        return f"--gguf-adapter LORA.gguf; then llama-server -m {shlex.quote(files[0])} --lora LORA.gguf"
     try:
         read_layout(folder)
     except UserError:
@@ -114,6 +179,8 @@ _NATIVE = {  # llama.cpp's Mistral is its Llama
     "Qwen2ForCausalLM": "QWEN2",
     "Qwen3ForCausalLM": "QWEN3",
 }
+_READ = "llama, qwen2 and qwen3"
+_MODEL_TYPE = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 
 
 def _of_native(folder: Path, a: Architecture) -> Layout:
@@ -139,7 +206,7 @@ def _of_native(folder: Path, a: Architecture) -> Layout:
     }
     factors = None
     if a.rope.kind == "llama3":
-        factors = HalvesRoPE(a.head_dim, 1, Rope(a.rope.base)).theta / HalvesRoPE(a.head_dim, 1, a.rope).theta
+        factors = _factors(a.head_dim, a.rope)
 
     def parts(name: str) -> list[Part]:
         if a.tied and name == "lm_head.weight":
@@ -153,6 +220,100 @@ def _of_native(folder: Path, a: Architecture) -> Layout:
         return [Part(name, rows.transpose(1, 2).flatten())]
 
     return Layout(arch, a.layers, a.vocabulary, keys, parts, factors)
+
+
+def places(folder: Path, file: GgufFile) -> dict[str, Part]:
+    """Return the weights that a GGUF file holds: by Hugging Face's names, llama.cpp's and the order of rows.
+
+    Args:
+        folder: with the model's ``config.json``.
+        file: one of its files.
+
+    Raises:
+        UserError: the file has a tensor that the model has not.
+    """
+    if foreign_config(folder) is not None:
+        raise UserError(f"{file.path} is llama.cpp's {file.architecture}; {_READ} are read from GGUF files")
+    architecture = read_architecture(folder)
+    layout = _of_native(folder, architecture)
+    names = GgufNames(layout)
+    found = {}
+    for name in stored_names(architecture.layers):
+        for part in layout.parts(name):
+            if (own := names.find(part.name)) in file.places:
+                found[name] = replace(part, name=own)
+    others = file.places.keys() - {part.name for part in found.values()} - {_FACTORS}
+    if others:
+        raise UserError(f"{file.path} has {min(others)}, which no layer of {architecture.name} has")
+    return found
+
+
+def config_of(file: GgufFile, places: Mapping[str, Place]) -> dict[str, Any]:
+    """Return the content of ``config.json`` for a GGUF file: what :func:`read_layout` makes keys of, the other way.
+
+    Args:
+        file: the first file.
+        places: of all tensors.
+
+    Raises:
+        UserError: the metadata is of another architecture, lacks a key, or has one that is not known.
+    """
+    arch, of = file.architecture, file.metadata
+    name = next((name for name, known in _NATIVE.items() if known.lower() == arch), None)
+    if name is None:
+        raise UserError(f"{file.path} is llama.cpp's {arch}; {_READ} are read from GGUF files")
+    keys = {key.removeprefix(f"{arch}."): value for key, value in of.items() if key.startswith(f"{arch}.")}
+    config: dict[str, Any] = {"architectures": [name], "model_type": _MODEL_TYPE[name]}
+    writer = library().GGUFWriter(None, arch)
+    for key, theirs in _COMMON.items():
+        getattr(writer, f"add_{key}")(1)
+        stored = list(writer.kv_data[0])[-1].removeprefix(f"{arch}.")
+        ours = theirs if isinstance(theirs, str) else "head_dim"
+        if stored in keys:
+            value = keys.pop(stored)
+            if config.setdefault(ours, value) != value:
+                raise UserError(f"{file.path}: {stored} is {value}, but {ours} {config[ours]}")
+    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
+    if type(heads) is not int or type(width) is not int or heads < 1 or "token_embd.weight" not in places:
+        raise UserError(f"{file.path} lacks attention.head_count, embedding_length or token_embd.weight")
+    config.setdefault("head_dim", width // heads)
+    config["vocab_size"] = places["token_embd.weight"].shape[0]
+    config["tie_word_embeddings"] = "output.weight" not in places
+    config["attention_bias"] = "blk.0.attn_output.bias" in places or (arch == "llama" and "blk.0.attn_q.bias" in places)
+    if keys.pop("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
+        raise UserError(f"{file.path}: RoPE turns a part of each head, which no {arch} of Hugging Face's does")
+    config["rope_parameters"] = _rope_of(file, keys, config)
+    if others := sorted(keys.keys() - _IDLE):
+        raise UserError(f"{file.path}: {arch}.{others[0]} is {keys[others[0]]!r}, which is not computed here")
+    return config
+
+
+def _rope_of(file: GgufFile, keys: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Take RoPE's keys out of ``keys``."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.pop("rope.freq_base", 10_000.0)}
+    kind = keys.pop("rope.scaling.type", "none")
+    if kind not in ("none", "linear", "yarn"):
+        raise UserError(f"{file.path}: rope.scaling.type is {kind!r}; expected none, linear or yarn")
+    if kind != "none":
+        rope |= {"rope_type": kind, "factor": keys.pop("rope.scaling.factor", None)}
+    if kind == "yarn":
+        rope["original_max_position_embeddings"] = keys.pop("rope.scaling.original_context_length", None)
+        rope |= {key: keys.pop(of) for key, of in _YARN.items() if of in keys}
+        if "attention_factor" in rope:
+            rope["attention_factor"] *= 0.1 * math.log(rope["factor"]) + 1.0  # llama.cpp multiplies by this one
+    if _FACTORS not in file.places:
+        return rope
+    factors, base, width = file.numbers(_FACTORS), rope["rope_theta"], config["head_dim"]
+    scaled = {"rope_type": "llama3", "rope_theta": base, "factor": round(float(factors.max()), 3)}
+    scaled |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if kind != "none" or not torch.allclose(_factors(width, read_rope({"rope_parameters": scaled}, 1)), factors, 1e-4):
+        raise UserError(f"{file.path}: {_FACTORS} are not Llama 3's; put the model's config.json beside the file")
+    return scaled
+
+
+def _factors(width: int, rope: Rope) -> Tensor:
+    """What divides RoPE's frequencies."""
+    return HalvesRoPE(width, 1, Rope(rope.base)).theta / HalvesRoPE(width, 1, rope).theta
 
 
 def _check_rope(folder: Path, arch: str, kind: str) -> None:

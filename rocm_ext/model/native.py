@@ -25,6 +25,7 @@ from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.base.log import log
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.model.attention import Attention, Lengths
+from rocm_ext.model.checkpointer import kinds_of_blocks
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.families import (
     LINEAR,
@@ -38,7 +39,7 @@ from rocm_ext.model.families import (
 )
 from rocm_ext.model.layers import HalvesRoPE
 from rocm_ext.model.lora import adapted_linear, plain
-from rocm_ext.model.quantized import FP8_ROWS, expect
+from rocm_ext.model.quantized import FP8_ROWS, expect, expect_blocks
 from rocm_ext.model.sampler import NativeSampler, joined_kind
 
 _OUTPUT, _ALL = "lm_head", "all-linear"
@@ -203,11 +204,11 @@ def from_checkpoint(
     if not 1 <= lora_rank <= 2**16:
         raise UserError(f"lora_rank is {lora_rank}; expected 1 to 65,536")
     folder = Path(checkpoint_dir)
-    form = stored_format(folder)
-    if form and quantize_base:
+    form, blocks = stored_format(folder), kinds_of_blocks(folder)
+    if (form or blocks) and quantize_base:
         raise UserError(
-            f"quantize_base is {quantize_base}, but the weights in {folder} are quantised ({form.kind}) and stay so; "
-            "set quantize_base: False"
+            f"quantize_base is {quantize_base}, but the weights in {folder} are quantised "
+            f"({form.kind if form else 'GGUF'}) and stay so; set quantize_base: False"
         )
     fp8 = quantize_base == "fp8"
     form = FP8_ROWS if fp8 else form
@@ -234,7 +235,8 @@ def from_checkpoint(
     adapted = partial(kind, rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout)
     targets = _targets(target_modules, architecture.tied)
     four_bits = bool(quantize_base) and not fp8
-    return expect(_Builder(architecture, targets, adapted, four_bits).decoder(), form, quantizes=fp8)
+    decoder = _Builder(architecture, targets, adapted, four_bits).decoder()
+    return expect_blocks(decoder, blocks) if blocks else expect(decoder, form, quantizes=fp8)
 
 
 def _by_transformers(config: Mapping[str, Any]) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ A :class:`Quantized` goes where a weight goes. Each operation that needs its val
 alone. So does each backward pass, because what autograd keeps is the quantised weight itself.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torchtune.modules.peft import DoRALinear, LoRALinear
 from rocm_ext.base.log import log
 from rocm_ext.machine import trials
 from rocm_ext.model.families import StoredFormat
+from rocm_ext.model.unpack import BLOCKS, unpack
 
 # OCP Microscaling Formats (MX) 1.0, table 5: a sign and E2M1. The first value of a byte is in its low bits
 _E2M1 = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
@@ -34,12 +35,15 @@ class Quantized(Tensor):
     """A quantised weight [..., out, in]: values of 4 or 8 bits, and a scale for each block of them.
 
     Args:
-        packed: FP8, [..., out, in]; or MXFP4's pairs of values as uint8, [..., out, in / 32, 16].
-        scale: [..., blocks of out, blocks of in]: floating-point numbers, or exponents of 2 as uint8, plus 127.
+        packed: FP8, [..., out, in]; or MXFP4's pairs of values as uint8, [..., out, in / 32, 16]; or ggml's blocks,
+            [..., out, bytes].
+        scale: [..., blocks of out, blocks of in]: floating-point numbers, or exponents of 2 as uint8, plus 127. ggml's
+            blocks have theirs inside: [..., out, 0].
         block: rows and columns of a block; the last ones may be smaller.
         dtype: of the tensor that it stands for.
         transposed: it stands for a tensor [..., in, out].
         multiplies: FP8 with scales of rows is multiplied as it is, see :func:`scaled_product`.
+        kind: of ggml's blocks, a key of :data:`rocm_ext.model.unpack.BLOCKS`.
     """
 
     packed: Tensor
@@ -47,6 +51,7 @@ class Quantized(Tensor):
     block: tuple[int, int]
     transposed: bool
     multiplies: bool
+    kind: str
 
     @staticmethod
     def __new__(
@@ -57,25 +62,31 @@ class Quantized(Tensor):
         dtype: torch.dtype,
         transposed: bool = False,
         multiplies: bool = False,
+        kind: str = "",
     ) -> "Quantized":
         """Make a tensor without values of its own."""
-        shape = list(packed.shape) if packed.dtype != torch.uint8 else [*packed.shape[:-2], packed.shape[-2] * 32]
+        shape = list(packed.shape)
+        if kind:
+            values, size = BLOCKS[kind]
+            shape[-1] = shape[-1] // size * values
+        elif packed.dtype == torch.uint8:
+            shape = [*packed.shape[:-2], packed.shape[-2] * 32]
         if transposed:
             shape[-2:] = shape[:-3:-1]
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.device)  # type: ignore
         made.packed, made.scale, made.block = packed, scale, block
-        made.transposed, made.multiplies = transposed, multiplies
+        made.transposed, made.multiplies, made.kind = transposed, multiplies, kind
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Quantized({list(self.shape)}, {self.packed.dtype}, blocks of {self.block})"
+        return f"Quantized({list(self.shape)}, {self.kind or self.packed.dtype}, blocks of {self.block})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Say of what torch.compile makes such a tensor."""
-        return ["packed", "scale"], (self.block, self.dtype, self.transposed, self.multiplies)
+        return ["packed", "scale"], (self.block, self.dtype, self.transposed, self.multiplies, self.kind)
 
     @staticmethod
     def __tensor_unflatten__(parts: dict[str, Tensor], rest: Any, *_: Any) -> "Quantized":
@@ -95,6 +106,8 @@ class Quantized(Tensor):
 
     def finite_part(self) -> Tensor:
         """Return the scales, with NaN if any value is NaN: all finite if the weight is."""
+        if self.kind:
+            return self.get_original_weight()
         scales = self.scales()
         if self.packed.dtype != torch.float8_e4m3fn:  # MXFP4 has no NaN
             return scales
@@ -102,7 +115,7 @@ class Quantized(Tensor):
 
     def with_parts(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "Quantized":
         """Return a copy with ``change`` applied to values and scales, for a tensor of ``dtype``."""
-        rest = self.block, dtype or self.dtype, self.transposed, self.multiplies
+        rest = self.block, dtype or self.dtype, self.transposed, self.multiplies, self.kind
         return Quantized(change(self.packed), change(self.scale), *rest)
 
     def get_original_weight(self) -> Tensor:
@@ -110,6 +123,9 @@ class Quantized(Tensor):
 
         Products of value and scale are rounded once, from fp32.
         """
+        if self.kind:
+            values = unpack(self.packed, self.kind, self.dtype)
+            return values.mT if self.transposed else values
         if self.packed.dtype == torch.uint8:
             made = _pairs.__wrapped__ if isinstance(self.packed, FakeTensor) else _pairs  # a fake table must not stay
             pairs = made(self.dtype, self.device).index_select(0, self.packed.flatten().int())
@@ -150,7 +166,7 @@ def _to(weight: Quantized, *, dtype: Any = None, device: Any = None, **others: A
 def _swap(weight: Quantized, first: int = 0, second: int = 1) -> Quantized | None:
     if {first % weight.ndim, second % weight.ndim} != {weight.ndim - 2, weight.ndim - 1}:
         return None
-    rest = weight.block, weight.dtype, not weight.transposed, weight.multiplies
+    rest = weight.block, weight.dtype, not weight.transposed, weight.multiplies, weight.kind
     return Quantized(weight.packed, weight.scale, *rest)
 
 
@@ -161,11 +177,12 @@ def _select(weight: Quantized, dim: int, index: int) -> Quantized | None:
 def _joined(join: Callable[..., Tensor], weights: Sequence[Any], dim: int) -> Quantized | None:
     """Join alike weights along a dimension before their columns."""
     first = weights[0]
-    like = [getattr(w, "block", None) == first.block and not w.transposed and w.dtype == first.dtype for w in weights]
+    alike = first.block, first.kind, False, first.dtype
+    like = [isinstance(w, Quantized) and (w.block, w.kind, w.transposed, w.dtype) == alike for w in weights]
     if not all(like) or dim > first.ndim - 2:
         return None
     packed, scale = (join([getattr(w, part) for w in weights], dim) for part in ("packed", "scale"))
-    return Quantized(packed, scale, first.block, first.dtype)
+    return Quantized(packed, scale, first.block, first.dtype, kind=first.kind)
 
 
 def _stack(weights: Sequence[Any], dim: int = 0) -> Quantized | None:
@@ -238,6 +255,18 @@ def stored(name: str, packed: Tensor, scale: Tensor, block: tuple[int, int] = (0
     raise ValueError(f"{name} has values {list(packed.shape)} and scales {list(scale.shape)}, {by_config}")
 
 
+def of_blocks(packed: Tensor, kind: str, dtype: torch.dtype = torch.float32) -> Quantized:
+    """Return the weight of ggml's blocks.
+
+    Args:
+        packed: [..., out, bytes], uint8.
+        kind: a key of :data:`rocm_ext.model.unpack.BLOCKS`.
+        dtype: of the tensor that it stands for.
+    """
+    nothing = packed.new_empty(*packed.shape[:-1], 0)
+    return Quantized(packed, nothing, (1, BLOCKS[kind][0]), dtype, kind=kind)
+
+
 def fp8_rows(weight: Tensor, transposed: bool = False, multiplies: bool = False) -> Quantized:
     """Quantise a weight to FP8 with a scale for each row: its largest value becomes the format's.
 
@@ -287,6 +316,28 @@ def stand_in(weight: Tensor, kind: str, block: tuple[int, int], transposed: bool
         transposed,
     )
     return nn.Parameter(made, requires_grad=False)
+
+
+def expect_blocks(decoder: Any, kinds: Mapping[str, str]) -> Any:
+    """Put blocks without values where the GGUF file of ``decoder`` has such in its layers; return ``decoder``.
+
+    Args:
+        decoder: its parameters are on the meta device.
+        kinds: of blocks, by Hugging Face's names of weights.
+    """
+    rename = decoder.renames[0]
+    inside = next(f"{name}." for name, module in decoder.named_modules() if module is decoder.layers)
+    for name, parameter in list(decoder.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        if not name.startswith(inside) or owner.endswith((".lora_a", ".lora_b")) or leaf != "weight":
+            continue
+        if (kind := kinds.get(rename(name))) is not None:
+            values, size = BLOCKS[kind]
+            *rows, columns = parameter.shape
+            packed = torch.empty(*rows, columns // values * size, dtype=torch.uint8, device="meta")
+            made = nn.Parameter(of_blocks(packed, kind, parameter.dtype), requires_grad=False)
+            setattr(decoder.get_submodule(owner), leaf, made)
+    return decoder
 
 
 def expect(decoder: Any, form: StoredFormat | None, quantizes: bool = False) -> Any:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.hub import hub_name
+from rocm_ext.base.hub import REPO_ID, hub_name
 from rocm_ext.model.adapters import peft_experts
 from rocm_ext.model.checkpointer import HF
 from rocm_ext.model.decoder import Decoder
@@ -24,7 +24,6 @@ from rocm_ext.model.lora import Dora, ExpertLora, adapter_parameters, adapters, 
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-REPO_ID = "original_repo_id.json"  # name on the hub, by `tune download`
 _PARTS = {
     ".lora_a.weight": ".lora_A.weight",
     ".lora_b.weight": ".lora_B.weight",

@@ -1,0 +1,63 @@
+"""The rules by which a BPE splits text into words: those of a ``tokenizer.json``, and llama.cpp's names for them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+_WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_ENDING = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}|\p{{N}}{{1,3}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS = {  # expressions of tokenizer.json, and llama.cpp's names
+    rf"{_WORD}\p{{N}}{{1,3}}{_REST}": "llama-bpe",
+    rf"{_WORD}\p{{N}}{_REST}": "qwen2",
+    _TEKKEN: "tekken",
+    _O200K: "gpt-4o",
+    _QWEN35: "qwen35",
+}
+# llama.cpp takes words that are tokens before it merges; tiktoken's merges, as o200k's, lead to them
+WHOLE_WORDS = ("llama-bpe", "tekken", "gpt-4o")
+_SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}  # other names of the same rules
+
+
+def name_of(pre: Mapping[str, Any]) -> str | None:
+    """Return llama.cpp's name of a ``pre_tokenizer``; None: it has none."""
+    steps = pre.get("pretokenizers", [pre])
+    kinds = [step.get("type") for step in steps]
+    if kinds[-1:] != ["ByteLevel"] or steps[-1].get("add_prefix_space"):
+        return None
+    by_level = steps[-1].get("use_regex", True)
+    if kinds == ["ByteLevel"] and by_level:
+        return "gpt-2"
+    if kinds == ["Digits", "ByteLevel"] and by_level and steps[0].get("individual_digits"):
+        return "smollm"
+    if kinds == ["Split", "ByteLevel"] and not by_level:
+        plain = steps[0].get("behavior") == "Isolated" and not steps[0].get("invert")
+        return _SPLITS.get(str((steps[0].get("pattern") or {}).get("Regex"))) if plain else None
+    return None
+
+
+def of_name(name: str) -> dict[str, Any] | None:
+    """Return the ``pre_tokenizer`` that llama.cpp has by a name; None: it is not in the table."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    if name == "gpt-2":
+        return level
+    if name == "smollm":
+        steps = [{"type": "Digits", "individual_digits": True}, level]
+    elif rules := [rules for rules, named in _SPLITS.items() if named == _SAME.get(name, name)]:
+        split = {"type": "Split", "pattern": {"Regex": rules[0]}, "behavior": "Isolated", "invert": False}
+        steps = [split, level | {"use_regex": False}]
+    else:
+        return None
+    return {"type": "Sequence", "pretokenizers": steps}

@@ -1,0 +1,209 @@
+"""GGUF files: their metadata, and where their tensors are.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+import math
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import json_object
+from rocm_ext.model.unpack import BLOCKS
+
+SUFFIX = ".gguf"
+LINKS = "gguf.json"  # in a folder that stands for such files: where they are
+_AGAIN = "download the file again"
+_PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's types of numbers
+# ggml's numbers of the types with blocks
+_TYPES = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K",
+          14: "Q6_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
+          23: "IQ4_XS", 39: "MXFP4"}  # fmt: skip
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_TEXT, _LIST = 8, 9
+_MOST = 2**26  # bytes of a text, entries of a list, tensors, sides: far more than any model has
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor is in a file.
+
+    Attributes:
+        shape: as in torch.
+        kind: of blocks, a key of :data:`rocm_ext.model.unpack.BLOCKS`; empty: numbers of ``dtype``.
+        dtype: of numbers.
+        begin: offset of its first byte in the file.
+    """
+
+    shape: tuple[int, ...]
+    kind: str
+    dtype: torch.dtype
+    begin: int
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of the numbers, or of the bytes of blocks."""
+        if not self.kind:
+            return self.shape
+        values, size = BLOCKS[self.kind]
+        return (*self.shape[:-1], self.shape[-1] // values * size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return math.prod(self.stored_shape) * (1 if self.kind else self.dtype.itemsize)
+
+
+class GgufFile:
+    """A GGUF file's metadata, and where its tensors are.
+
+    Args:
+        path: the file.
+
+    Attributes:
+        metadata: values by key.
+        places: of the tensors, by llama.cpp's names.
+
+    Raises:
+        UserError: it cannot be read, is damaged, or has tensors of an unknown type.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                self.metadata, self.places = _Header(file, path, size).read()
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+        end = max((place.begin + place.nbytes for place in self.places.values()), default=0)
+        if end > size:
+            raise UserError(f"{path} has {size:,} bytes instead of {end:,}; {_AGAIN}")
+
+    def numbers(self, name: str) -> Tensor:
+        """Return the numbers of a tensor without blocks."""
+        place = self.places[name]
+        with self.path.open("rb") as file:
+            file.seek(place.begin)
+            return torch.frombuffer(bytearray(file.read(place.nbytes)), dtype=place.dtype).reshape(place.shape)
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of the architecture."""
+        return str(self.metadata.get("general.architecture"))
+
+
+class _Header:
+    """Reads a file's header."""
+
+    def __init__(self, file: BinaryIO, path: Path, size: int) -> None:
+        self._file, self._path, self._size = file, path, size
+
+    def read(self) -> tuple[dict[str, Any], dict[str, Place]]:
+        if self._file.read(4) != b"GGUF":
+            raise UserError(f"{self._path} is no GGUF file")
+        version, tensors, keys = self._numbers("<IQQ")
+        if version not in (2, 3):
+            raise UserError(f"{self._path} is of GGUF's version {version}; expected 2 or 3")
+        if max(tensors, keys) > _MOST:
+            raise self._damaged()
+        metadata = {}
+        for _ in range(keys):
+            key = self._text()
+            metadata[key] = self._value(*self._numbers("<I"))
+        entries = [self._entry() for _ in range(tensors)]
+        step = metadata.get("general.alignment", 32)
+        if type(step) is not int or step < 1 or step > _MOST:
+            raise self._damaged()
+        begin = -(-self._file.tell() // step) * step
+        return metadata, {name: self._place(name, shape, kind, begin + at) for name, shape, kind, at in entries}
+
+    def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, (count,) = self._text(), self._numbers("<I")
+        if count > 4:
+            raise self._damaged()
+        shape = self._numbers(f"<{count}Q")[::-1]
+        kind, at = self._numbers("<IQ")
+        if any(side > _MOST for side in shape):
+            raise self._damaged()
+        return name, shape, kind, at
+
+    def _place(self, name: str, shape: tuple[int, ...], kind: int, begin: int) -> Place:
+        if kind in _PLAIN:
+            return Place(shape, "", _PLAIN[kind], begin)
+        if kind not in _TYPES:
+            raise UserError(
+                f"{self._path}: {name} is of ggml's type {kind}; expected F32, F16, BF16, {', '.join(_TYPES.values())}"
+            )
+        found = _TYPES[kind]
+        if not shape or shape[-1] % BLOCKS[found][0]:
+            raise self._damaged()
+        return Place(shape, found, torch.float32, begin)
+
+    def _value(self, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self._numbers(_SCALARS[kind])[0]
+        if kind == _TEXT:
+            return self._text()
+        if kind != _LIST:
+            raise self._damaged()
+        of, count = self._numbers("<IQ")
+        if of in _SCALARS and count <= _MOST:
+            return list(self._numbers(f"<{count}{_SCALARS[of][1]}"))
+        if of != _TEXT or count > _MOST:
+            raise self._damaged()
+        return [self._text() for _ in range(count)]
+
+    def _text(self) -> str:
+        (size,) = self._numbers("<Q")
+        if size > min(_MOST, self._size):
+            raise self._damaged()
+        return self._bytes(size).decode("utf-8", "replace")
+
+    def _numbers(self, form: str) -> tuple[Any, ...]:
+        if (size := struct.calcsize(form)) > self._size:
+            raise self._damaged()
+        return struct.unpack(form, self._bytes(size))
+
+    def _bytes(self, size: int) -> bytes:
+        content = self._file.read(size)
+        if len(content) < size:
+            raise self._damaged()
+        return content
+
+    def _damaged(self) -> UserError:
+        return UserError(f"{self._path} is damaged in its header; {_AGAIN}")
+
+
+def parts_of(path: Path) -> list[Path]:
+    """Return all files of a model, in order: the file itself, or the parts of a split one.
+
+    Raises:
+        UserError: a part is missing.
+    """
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match[3])
+    files = [path.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise UserError(f"{path.parent} lacks {len(missing)} of {count} parts of the model, first {missing[0]}")
+    return files
+
+
+def files_in(folder: Path) -> list[str] | None:
+    """Return the paths of the GGUF files whose folder this is; None: it is another."""
+    path = folder / LINKS
+    if not path.is_file():
+        return None
+    files = (json_object(path.read_bytes()) or {}).get("files") or []
+    if missing := [file for file in files if not Path(file).is_file()]:
+        raise UserError(f"{missing[0]} is gone; it holds the model's weights")
+    return files

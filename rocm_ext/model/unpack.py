@@ -1,0 +1,99 @@
+"""Unpack the blocks of ggml's types into numbers, by transformers' functions where it has them.
+
+Values equal those of llama.cpp's package ``gguf`` bit for bit in fp32.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from rocm_ext.base.errors import UserError
+
+# values and bytes of a block
+BLOCKS = {
+    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34), "Q2_K": (256, 84),
+    "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210), "IQ2_XXS": (256, 66),
+    "IQ2_XS": (256, 74), "IQ2_S": (256, 82), "IQ3_XXS": (256, 98), "IQ3_S": (256, 110), "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136), "MXFP4": (32, 17),
+}  # fmt: skip
+# values that are unpacked at a time: what leads to them stays in a CPU's cache (a third of the time), and is little
+# beside a GPU's memory
+_PIECE = {"cpu": 1 << 18}
+_LARGE_PIECE = 1 << 24
+_E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)  # twice the values, as ggml has them; its scales are half
+
+
+def unpack(packed: Tensor, kind: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the values of blocks, rounded once from fp32.
+
+    Args:
+        packed: [..., bytes] of whole blocks, uint8.
+        kind: a key of :data:`BLOCKS`.
+        dtype: of the values.
+
+    Returns:
+        [..., values].
+    """
+    values, size = BLOCKS[kind]
+    blocks = packed.reshape(-1, size)
+    shape = *packed.shape[:-1], packed.shape[-1] // size * values
+    if isinstance(packed, FakeTensor):  # tables that are kept must not become fake; a piece's memory is little
+        made = packed.new_zeros(shape, dtype=dtype)
+        for _ in range(20 // made.element_size()):  # about 40 bytes are moved for each value
+            made.add_(0)
+        return made
+    function = _OURS[kind] if kind in _OURS else _theirs(kind)
+    if torch.compiler.is_compiling():
+        return function(blocks).to(dtype).reshape(shape)
+    out = torch.empty(len(blocks), values, dtype=dtype, device=packed.device)
+    count = _PIECE.get(packed.device.type, _LARGE_PIECE) // values
+    for made, piece in zip(out.split(count), blocks.split(count), strict=True):
+        made.copy_(function(piece).view(-1, values))
+    return out.view(shape)
+
+
+def _theirs(kind: str) -> Callable[[Tensor], Tensor]:
+    try:
+        from transformers.integrations.gguf import dequant
+    except ImportError as error:
+        raise UserError(
+            f"a GGUF file's {kind} is unpacked by transformers from 5.24 on: pip install 'torchtune-rocm[transformers]'"
+        ) from error
+    number = next(number for number, name in dequant.GGML_NAME.items() if name == kind)
+    return lambda blocks: dequant.dequantize(blocks, number)
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    return blocks[:, at : at + 2].view(torch.float16).float()
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """The low halves of all bytes of a block, then the high ones."""
+    return torch.cat([packed & 15, packed >> 4], dim=1)
+
+
+def _fifth_bits(packed: Tensor) -> Tensor:
+    """Bit i of four bytes, for value i: 16 or 0."""
+    bits = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed[:, :, None] >> bits & 1) << 4).flatten(1)
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    values = (_nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])).to(torch.int8) - 16
+    return _half(blocks, 0) * values
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    values = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    return _half(blocks, 0) * values + _half(blocks, 2)
+
+
+def _mxfp4(blocks: Tensor) -> Tensor:
+    levels = torch.tensor([sign * level for sign in (1.0, -1.0) for level in _E2M1], device=blocks.device)
+    half_scales = torch.ldexp(torch.ones_like(blocks[:, :1], dtype=torch.float32), blocks[:, :1].int() - 128)
+    return half_scales * levels[_nibbles(blocks[:, 1:]).int()]
+
+
+_OURS: dict[str, Callable[[Tensor], Tensor]] = {"Q5_0": _q5_0, "Q5_1": _q5_1, "MXFP4": _mxfp4}

@@ -1,0 +1,65 @@
+"""GGUF files with blocks of every kind, for small models with random weights."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from rocm_ext.export import open_source
+from rocm_ext.export.gguf_model import write_model
+from rocm_ext.model.unpack import BLOCKS
+
+# where the scales of a block are, in fp16, and which size gives weights of about 0.1
+_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q4_1": (0, 2),
+           "Q5_1": (0, 2)}  # fmt: skip
+_SIZES = {"Q2_K": 5e-3, "Q3_K": 2e-3, "Q4_K": 2e-4, "Q5_K": 1e-4, "Q6_K": 5e-5, "Q8_0": 1e-3, "IQ2_XXS": 1e-3,
+          "IQ2_XS": 1e-3, "IQ2_S": 1e-3, "IQ3_XXS": 1e-3, "IQ3_S": 5e-4, "IQ4_NL": 1e-3, "IQ4_XS": 5e-5}  # fmt: skip
+
+
+def random_blocks(kind: str, rows: int, blocks: int, rng: np.random.Generator) -> np.ndarray:
+    """Return blocks of random values with scales that weights have, uint8 [rows, bytes]."""
+    size = BLOCKS[kind][1]
+    made = rng.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
+    if kind == "MXFP4":
+        made[:, :, 0] = rng.integers(120, 124, (rows, blocks))
+    else:
+        for at in _SCALES.get(kind, (0,)):
+            scale = (_SIZES.get(kind, 1e-2) * rng.uniform(0.5, 1.5, (rows, blocks, 1))).astype(np.float16)
+            made[:, :, at : at + 2] = scale.view(np.uint8)
+    return made.reshape(rows, -1)
+
+
+def write_gguf(folder: Path, target: Path, kinds: Sequence[str] = ()) -> Path:
+    """Write the model of a folder as a GGUF file.
+
+    Args:
+        folder: in Hugging Face's format.
+        target: the file.
+        kinds: of blocks with random values that the layers' weights get in turn; none: all weights stay, in fp32.
+    """
+    plain = target.with_suffix(".f32")
+    plain.unlink(missing_ok=True)
+    write_model(open_source(folder), plain, "f32")
+    if not kinds:
+        return plain.rename(target)
+    reader, rng = gguf.GGUFReader(plain), np.random.default_rng(0)
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            sub = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub)
+    number = 0
+    for tensor in reader.tensors:
+        if tensor.name.startswith("blk.") and tensor.data.ndim == 2:
+            kind = kinds[number % len(kinds)]
+            number += 1
+            made = random_blocks(kind, len(tensor.data), tensor.data.shape[1] // BLOCKS[kind][0], rng)
+            writer.add_tensor(tensor.name, made, raw_dtype=gguf.GGMLQuantizationType[kind])
+        else:
+            writer.add_tensor(tensor.name, tensor.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target

@@ -1,0 +1,265 @@
+"""Models in GGUF files: read, trained over, and the adapter taken back to the same file."""
+
+import contextlib
+import json
+import shlex
+import shutil
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rocm_ext.recipes.lora_finetune_rocm import main
+from rocm_ext.recipes.raft_rocm import main as raft_main
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.model.families import read_architecture
+from rocm_ext.model.gguf_files import GgufFile
+from rocm_ext.model.gguf_folder import folder_of
+from rocm_ext.model.lora import dense
+from rocm_ext.model.quantized import Quantized
+from rocm_ext.model.unpack import BLOCKS, unpack
+from tests.export.test_export import export
+from tests.kit import parity
+from tests.kit.families import LLAMA3, folder_config, write_family
+from tests.kit.forks import forked, several_ranks
+from tests.kit.gguf import random_blocks, write_gguf
+from tests.kit.grpo_runs import check_grpo_and_dpo
+from tests.kit.lines import one_line_has
+from tests.kit.llama_cpp import llama_cpp
+from tests.kit.parity import TOKENS, our_model
+from tests.kit.plans import planned_and_measured
+from tests.kit.raft_runs import WEIGHTS
+from tests.model.test_quantized import gradients, whole
+from tests.sampling.test_transformers_engine import raft_config
+
+gguf = pytest.importorskip("gguf")
+FIVE = b"\x08\0\0\0\x05\0\0\0\0\0\0\0"
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+# what transformers reads from a GGUF file: of Llama no scaling of RoPE and no biases, of Qwen3 no head_dim
+READ = {"llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, "qwen3": {"head_dim": 128}}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 500.0}
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory):
+    """A function that writes a model, and returns its GGUF file with blocks of all kinds."""
+    top = tmp_path_factory.mktemp("gguf")
+
+    @cache
+    def write(name: str, kinds: tuple[str, ...] = (*BLOCKS,)) -> Path:
+        base = top / name
+        if not base.is_dir():
+            write_family(base, name, **SHAPE, **READ.get(name, {}))
+        return write_gguf(base, top / f"{name} {len(kinds)}.gguf", kinds)
+
+    return write
+
+
+# ---- values
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_values_are_those_of_the_package_gguf(kind):
+    stored = random_blocks(kind, 5, 3, np.random.default_rng(0))
+    expected = gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[kind])
+    found = unpack(torch.from_numpy(stored), kind)
+    assert np.array_equal(found.numpy(), expected)
+    assert 0.01 < found.std() < 1
+    assert torch.equal(unpack(torch.from_numpy(stored), kind, torch.bfloat16), found.bfloat16())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_logits_are_those_of_transformers(files, name):
+    path = files(name)
+    ours = our_model(folder_of(str(path))).eval()
+    small = [p for p in ours.parameters() if isinstance(p, Quantized)]
+    assert len(small) == 14
+    assert {p.kind for p in small} == {*list(BLOCKS)[:14]}
+    theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    torch.testing.assert_close(ours(TOKENS), theirs(TOKENS).logits, rtol=1e-4, atol=1e-4)
+
+
+ROPES = [
+    ("llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 8192, "rope_theta": 5e5}}),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}}),
+    ("qwen2", {}),
+    ("qwen2 tied", {}),
+    ("qwen3", {"rope_parameters": YARN}),
+    ("qwen3", {"rope_parameters": YARN | {"beta_fast": 16.0, "attention_factor": 1.5}}),
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "shape"), ROPES, ids=str)
+def test_what_export_writes_is_the_same_model(tmp_path, name, shape):
+    """Function, weights, tokenizer and template; fp32 rounds the metadata's numbers."""
+    base = write_family(tmp_path / "base", name, **{"head_dim": 24} | shape)
+    folder = folder_of(str(write_gguf(base, tmp_path / "base.gguf")))
+    found, expected = read_architecture(folder), read_architecture(base)
+    rope, wanted = found.rope, expected.rope
+    assert replace(found, rope=wanted, norm_eps=0) == replace(expected, norm_eps=0)
+    assert replace(rope, yarn=None) == replace(wanted, yarn=None)
+    if wanted.yarn:
+        assert replace(rope.yarn, attention=0) == replace(wanted.yarn, attention=0)
+        assert rope.yarn.attention == pytest.approx(wanted.yarn.attention, rel=1e-6)
+    torch.testing.assert_close(our_model(folder)(TOKENS), our_model(base)(TOKENS), rtol=1e-5, atol=1e-5)
+    read, own = (Tokenizer.from_file(str(each / "tokenizer.json")) for each in (folder, base))
+    for text in ("system hello\n\n 12345 it's 3.5  \u4f60\u597d <|im_start|>user\n<tool_call> x<|im_end|>", "  a"):
+        assert read.encode(text).ids == own.encode(text).ids
+    template = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
+    assert template == (base / "chat_template.jinja").read_text()
+
+
+# ---- training
+@pytest.mark.parametrize("lora", [{}, {"target_modules": ["q_proj"], "use_dora": True, "lora_dropout": 0.1}], ids=str)
+def test_gradients_are_those_over_unpacked_weights(files, lora):
+    folder = folder_of(str(files("qwen3")))
+    found, expected = gradients(our_model(folder, **lora)), gradients(whole(our_model(folder, **lora)))
+    assert all(gradient.abs().max() > 0 for gradient in found)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_killed_run_is_resumed_and_names_the_way_to_llama_cpp(files, rows, tmp_path):
+    path = files("qwen2", ("Q4_K",))
+    cfg = parity.whole_run(path, rows, tmp_path / "whole")
+    parity.check_resumes(cfg, "killed")
+    code, said = forked(main, tmp_path / "killed" / "config.yaml", "resume_from_checkpoint=True")
+    assert code == 0, said
+    assert f"llama-server -m {shlex.quote(str(path.resolve()))} --lora" in said
+
+
+@pytest.mark.wide
+@several_ranks
+def test_two_ranks_equal_one(files, rows, tmp_path):
+    parity.check_two_ranks(files("qwen3"), rows, tmp_path)
+
+
+@pytest.mark.wide
+def test_grpo_and_dpo(files, tmp_path):
+    check_grpo_and_dpo(files("llama", ("Q6_K", "Q8_0")), tmp_path)
+
+
+@pytest.mark.wide
+def test_a_cycle_of_raft(files, tmp_path):
+    code, said = forked(raft_main, raft_config(files("qwen2", ("Q4_K",)), tmp_path, tmp_path / "run"))
+    assert code == 0, said
+    adapter = load_file(tmp_path / "run" / "cycle_1" / WEIGHTS)
+    assert all(tensor.any() for key, tensor in adapter.items() if "lora_B" in key)
+
+
+@pytest.mark.wide(always=1)
+@pytest.mark.usefixtures("cpu_of_known_speed")
+@pytest.mark.parametrize("kind", ["Q4_K", "IQ2_XXS"])
+def test_planned_peak_is_the_measured_one(files, tmp_path, kind):
+    planned, peak = planned_and_measured(files("qwen3", (kind,)), tmp_path / "run")
+    assert planned == pytest.approx(peak, rel=0.1)
+
+
+# ---- the way back
+@pytest.mark.parametrize(("kinds", "within"), [((), 1e-3), (("Q8_0",), 0.15), (("Q4_K",), 0.15)], ids=str)
+def test_llama_cpp_adds_the_adapter_to_the_same_file(files, rows, tmp_path, capsys, kinds, within):
+    """Over blocks llama.cpp rounds activations to 8 bits."""
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not here: pip install xllamacpp")
+    path, run = files("qwen2", kinds), tmp_path / "run"
+    optimizer = {"_component_": "torch.optim.AdamW", "lr": 2e-2}
+    ours = parity.finetune(folder_config(path, rows, run, max_steps_per_epoch=3, optimizer=optimizer))
+    adapter = tmp_path / "lora.gguf"
+    assert export(run, "--gguf-adapter", adapter) == 0
+    assert f"FROM {path.resolve()}" in adapter.with_suffix(".Modelfile").read_text()
+    prompt = TOKENS[0, :12].tolist()
+    ours.learner.model.eval()
+    with torch.no_grad():
+        expected = ours.learner.decoder(torch.tensor([prompt]))[0, -1].log_softmax(-1)
+    far = []
+    for beside in (adapter, None):
+        with llama_cpp(path, beside) as server:
+            told = server.logprobs(prompt)
+        best = sorted(told, key=told.__getitem__)[-20:]
+        far.append(max(abs(told[token] - expected[token].item()) for token in best))
+    assert far[0] < within < 0.5 < far[1]
+    for way in ("--merged", "--gguf"):
+        assert export(run, way, tmp_path / "x.gguf") == 1
+        assert one_line_has(capsys.readouterr().err, str(path.resolve()), "--gguf-adapter", "--base")
+
+
+# ---- bad input
+def changed(path: Path, target: Path, change) -> Path:
+    content = bytearray(path.read_bytes())
+    target.write_bytes(change(content))
+    return target
+
+
+def test_a_file_that_ends_early(files, tmp_path):
+    path = files("qwen2", ("Q4_K",))
+    size = path.stat().st_size
+    for end in (0, 3, 20, 100, 5000, size // 2, size - 1):
+        with pytest.raises(UserError, match=r"download the file again|is no GGUF file"):
+            GgufFile(changed(path, tmp_path / "cut.gguf", lambda content, end=end: content[:end]))
+
+
+@given(st.data())
+def test_damage_of_a_header_is_an_error_of_the_user_or_none(files, data):
+    path = files("qwen2", ("Q4_K",))
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, 20_000))] = data.draw(st.integers(0, 255))
+    damaged = path.with_name("damaged.gguf")
+    damaged.write_bytes(content)
+    with contextlib.suppress(UserError):
+        shutil.rmtree(folder_of(str(damaged)))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "named"),
+    [  # a text of 5 letters has the type 8, and its length before it
+        (b"qwen2.rope.freq_base", b"qwen2.rope.freq_bass", "qwen2.rope.freq_bass"),
+        (b"general.architecture" + FIVE + b"qwen2", b"general.architecture" + FIVE + b"mamba", "mamba"),
+        (b"qwen2.embedding_length", b"qwen2.embedding_lengtt", "embedding_length"),
+        (b".pre" + FIVE + b"qwen2", b".pre" + FIVE + b"qwen9", r"rules qwen9, .* tokenizer\.json"),
+    ],
+)
+def test_what_is_not_known_is_named(files, tmp_path, before, after, named):
+    path = files("qwen2", ("Q4_K",))
+    assert before in path.read_bytes()
+    with pytest.raises(UserError, match=named):
+        folder_of(str(changed(path, tmp_path / "other.gguf", lambda content: content.replace(before, after))))
+
+
+def test_parts_of_a_split_model(files, tmp_path):
+    path = shutil.copy(files("qwen2", ("Q4_K",)), tmp_path / "m-00001-of-00002.gguf")
+    with pytest.raises(UserError, match=r"lacks 1 of 2 parts of the model, first m-00002-of-00002\.gguf"):
+        folder_of(str(path))
+
+
+def test_the_models_own_small_files_come_first(files, tmp_path):
+    path = files("qwen2", ("Q4_K",))
+    own = path.parent / "qwen2"
+    for name in ("config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja"):
+        shutil.copy(own / name, tmp_path)
+    shutil.copy(path, tmp_path)
+    folder = folder_of(str(tmp_path))
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (folder / name).read_bytes() == (own / name).read_bytes()
+    assert torch.equal(our_model(folder)(TOKENS), our_model(folder_of(str(path)))(TOKENS))
+
+
+def test_blocks_are_not_quantised_again(files):
+    with pytest.raises(UserError, match=r"quantize_base is fp8, .* are quantised \(GGUF\)"):
+        our_model(folder_of(str(files("qwen2", ("Q4_K",)))), quantize_base="fp8")
+
+
+def test_one_weight_is_unpacked_at_a_time(files):
+    """What autograd keeps are the blocks."""
+    ours, kept = our_model(folder_of(str(files("qwen3")))), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        ours.train()(TOKENS).sum().backward()
+    shapes = {s for p in ours.parameters() if isinstance(p, Quantized) for s in (p.shape, p.mT.shape)}
+    assert not [t for t in kept if not isinstance(t, Quantized) and t.ndim == 2 and t.shape in shapes]
+    assert dense(ours.layers[0].mlp.w1.weight).shape in shapes
