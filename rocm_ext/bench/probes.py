@@ -264,13 +264,16 @@ class RandomWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         like = self._shapes[name]
         if isinstance(like, Quantized) and not self._quantizes:
-            return like.with_parts(self._part)
+            return like.with_parts(lambda part: self._part(part, 4 if like.kind else 116))
         return torch.empty(like.shape, dtype=like.dtype, device=self._device).normal_(std=0.02)
 
-    def _part(self, like: Tensor) -> Tensor:
-        """Values or scales of a quantised weight."""
+    def _part(self, like: Tensor, least: int) -> Tensor:
+        """Values or scales of a quantised weight; of bytes, each is ``least`` or little more.
+
+        ggml's blocks have scales in fp16 among their bytes, which such ones make about 1e-4.
+        """
         if like.dtype == torch.uint8:
-            return torch.randint(116, 122, like.shape, dtype=torch.uint8, device=self._device)
+            return torch.randint(least, least + 6, like.shape, dtype=torch.uint8, device=self._device)
         scale = 0.02 if like.element_size() > 1 else 1.0
         return torch.empty(like.shape, device=self._device).normal_(std=scale).to(like.dtype)
 

@@ -20,11 +20,12 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.bench.probes import RandomWeights
 from rocm_ext.model.families import read_architecture
 from rocm_ext.model.gguf_files import GgufFile
 from rocm_ext.model.gguf_folder import folder_of
 from rocm_ext.model.lora import dense
-from rocm_ext.model.quantized import Quantized
+from rocm_ext.model.quantized import Quantized, of_blocks
 from rocm_ext.model.unpack import BLOCKS, unpack
 from tests.export.test_export import export
 from tests.kit import parity
@@ -263,3 +264,15 @@ def test_one_weight_is_unpacked_at_a_time(files):
     shapes = {s for p in ours.parameters() if isinstance(p, Quantized) for s in (p.shape, p.mT.shape)}
     assert not [t for t in kept if not isinstance(t, Quantized) and t.ndim == 2 and t.shape in shapes]
     assert dense(ours.layers[0].mlp.w1.weight).shape in shapes
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_random_weights_of_bench_are_finite_and_small(kind):
+    values, size = BLOCKS[kind]
+    decoder = torch.nn.Linear(1, 1, bias=False)
+    packed = torch.empty(4, 2 * size, dtype=torch.uint8, device="meta")
+    decoder.weight = torch.nn.Parameter(of_blocks(packed, kind), requires_grad=False)
+    decoder.quantizes, decoder.buffers_to_load = False, dict
+    made = dense(RandomWeights(decoder, parity.CPU)["weight"])
+    assert made.shape == (4, 2 * values)
+    assert made.abs().max() < 1
