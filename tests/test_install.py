@@ -89,6 +89,7 @@ def run(python, *command):
     return done.stdout, done.stderr
 
 
+@pytest.mark.wide
 def test_torch_imports_without_the_checkout(editable, tmp_path):
     checkout, python = editable
     tune = tmp_path / "tune"

@@ -85,6 +85,7 @@ def train(monkeypatch):
     return train
 
 
+@pytest.mark.wide
 def test_a_training_step_with_other_settings(train):
     found = train(enable_activation_checkpointing=True, attention="eager", dtype="bf16")
     assert found["status"] == "ok", found

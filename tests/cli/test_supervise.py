@@ -180,6 +180,7 @@ PATIENT = ("--pause", 0, "--deaths", 99)
 EAGER = (*PATIENT, "--hung-after", 1)
 
 
+@pytest.mark.wide
 def test_kills_and_hangs_change_nothing(make, reference, tmp_path):  # noqa: F811
     out = tmp_path / "out"
     events = tmp_path / "events"
@@ -272,6 +273,7 @@ def test_a_user_s_error_ends_it(make, tmp_path):  # noqa: F811
         assert expected in said.splitlines()[-1], said
 
 
+@pytest.mark.wide
 def test_a_full_disk_ends_it_and_the_same_command_goes_on(make, reference, tmp_path):  # noqa: F811
     out = tmp_path / "out"
     path = make(out, metric_logger=trouble(tmp_path, s6="full"), save_every_n_steps=None)

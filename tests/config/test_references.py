@@ -99,6 +99,7 @@ def test_a_run_writes_references(world, tmp_path, monkeypatch, capsys, logger):
     assert len(metrics(out, "step")) == 6
 
 
+@pytest.mark.wide
 def test_the_records_of_raft_have_references(world, tmp_path, monkeypatch):
     out, log = tmp_path / "out", tmp_path / SECRET
     monkeypatch.setenv("SECRET", str(log))

@@ -292,6 +292,7 @@ def test_an_interpreter_that_ends_is_replaced(boxed, code, why):
     assert boxed("1 + 1") == "2"
 
 
+@pytest.mark.wide
 @needs_box
 def test_a_fork_bomb_ends(opened):
     """Without bubblewrap it makes thousands of processes before it is counted, and the machine waits for them."""

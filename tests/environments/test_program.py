@@ -48,6 +48,7 @@ def result(code, *messages, cut=None, tmp_path, **arguments):
         return reply if cut is None else say(cut, "cut")
 
 
+@pytest.mark.wide
 def test_openais_client_talks_with_the_model():
     pytest.importorskip("openai")
     with talking(KIT / "openai_agent.py") as (say, first):

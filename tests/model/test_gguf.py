@@ -164,6 +164,7 @@ def test_planned_peak_is_the_measured_one(files, tmp_path, kind):
 
 
 # ---- the way back
+@pytest.mark.wide(always=2)
 @pytest.mark.parametrize(("kinds", "within"), [((), 1e-3), (("Q8_0",), 0.15), (("Q4_K",), 0.15)], ids=str)
 def test_llama_cpp_adds_the_adapter_to_the_same_file(files, rows, tmp_path, capsys, kinds, within):
     """Over blocks llama.cpp rounds activations to 8 bits."""

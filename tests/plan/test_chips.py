@@ -62,6 +62,7 @@ def test_a_chip_has_many_spellings(name, profile, chip):
     assert find_chip(name.upper(), profile) == (profile, chip)
 
 
+@pytest.mark.wide
 def test_a_plan_for_a_chip_by_name(capsys):
     small, large = (plan(capsys, "--machine", name) for name in ("7900 XTX", "w7900"))
     assert small["machine"].startswith("RX 7900 XTX; this is another machine")

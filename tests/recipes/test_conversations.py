@@ -62,6 +62,7 @@ def test_the_model_is_trained_on_the_tokens_that_it_sampled(write, opening):
         assert line["text"] == sample.messages[-1]["content"]
 
 
+@pytest.mark.wide
 def test_metrics_have_turns_and_parts_of_rewards(write, tmp_path, capsys):
     out = run(write(steps=1, environment={"_component_": "tests.kit.games.Named"}))
     texts = [line["text"] for line in lines(out / "samples.jsonl") if line["finish_reason"] == "stop"]
@@ -197,6 +198,7 @@ def test_mistakes_are_one_line(write, changes, said):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.wide
 def test_ctrl_c_does_not_wait_for_tools(write):
     path = write(steps=1, echo={"pause": 900}, verify_timeout=1000)
 

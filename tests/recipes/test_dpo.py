@@ -252,6 +252,7 @@ def test_results_do_not_depend_on_the_cut(top, whole, tmp_path):
     assert_same(tmp_path / "run", whole)
 
 
+@pytest.mark.wide
 @several_ranks
 def test_two_ranks_equal_one(top, whole, tmp_path):
     path = write_yaml(tmp_path / "two.yaml", dpo_config(top, tmp_path / "two", epochs=2, validation_fraction=0.2))

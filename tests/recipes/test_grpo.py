@@ -159,6 +159,7 @@ def test_ctrl_c_saves(make, reference, tmp_path, phase):
     assert_equal(out, reference)
 
 
+@pytest.mark.wide
 @several_ranks
 def test_two_ranks_equal_one(make, reference, tmp_path):
     out = tmp_path / "out"
@@ -312,6 +313,7 @@ def test_errors_of_a_refill_are_a_share_of_the_steps_answers(make, tmp_path):
     assert (step["answers"], step["errors"]) == (24, 2)
 
 
+@pytest.mark.wide
 def test_equal_rewards_end_the_run_with_a_reason(make, tmp_path):
     never = {"_component_": "tests.kit.judges.Coin", "share": 0.0}
     message = fail(make(tmp_path / "out", verifier=never, eval_prompts=None, max_flat_steps=2))

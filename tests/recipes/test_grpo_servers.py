@@ -82,6 +82,7 @@ def lags(out) -> list[float]:
     return [line["policy_lag"] for line in lines(out / "metrics.jsonl") if "eval" not in line]
 
 
+@pytest.mark.wide
 def test_each_step_samples_with_its_adapter(serve, make, out, messages):
     fake = serve()
     train(make(fake, prompts_per_step=2))

@@ -70,6 +70,7 @@ def loads(fake):
     return Counter(body["lora_path"] for verb, body in fake.adapter_calls() if verb == "load")
 
 
+@pytest.mark.wide
 def test_each_cycle_samples_with_its_adapter(serve, make, tmp_path, messages):
     fake = serve()
     train(make(fake))

@@ -282,6 +282,7 @@ time.sleep({{sleep}})
         assert running_with(mark) == []
 
 
+@pytest.mark.wide
 def test_workers_leave_no_zombies():
     """Workers leave none to themselves and none to init: in a container without a reaping init each would stay for good."""
     node = {"_component_": "rocm_ext.verifiers.PythonTests", "timeout": 0.7}

@@ -453,6 +453,7 @@ def test_cases_as_calls(verifiers):
 SORTED = "def check(input, output, expected):\n    print('noise')\n    return sorted(map(int, output.split())) == sorted(map(int, expected.split()))"
 
 
+@pytest.mark.wide
 def test_checkers(tmp_path: Path, verifiers):
     row = {"cases": [{"input": "1 2", "output": "2 1"}, {"input": "3", "output": "3"}], "checker": SORTED}
     code = "print(*input().split())"
