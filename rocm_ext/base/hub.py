@@ -34,7 +34,7 @@ def is_hub_name(text: str) -> bool:
     A path in a folder that exists, or in ``models/``, is a folder.
     """
     match = _NAME.fullmatch(text)
-    return match is not None and match[1] not in _FOLDERS and not Path(match[1]).exists()
+    return match is not None and not text.endswith(".gguf") and match[1] not in _FOLDERS and not Path(match[1]).exists()
 
 
 def hub_name(folder: Path) -> str | None:

@@ -26,8 +26,10 @@ _SPLITS = {  # expressions of tokenizer.json, and llama.cpp's names
     _O200K: "gpt-4o",
     _QWEN35: "qwen35",
 }
-# llama.cpp takes words that are tokens before it merges; tiktoken's merges, as o200k's, lead to them
-WHOLE_WORDS = ("llama-bpe", "tekken", "gpt-4o")
+# llama.cpp takes words that are tokens before it merges; for o200k it merges, and its merges lead to them
+TAKES_WORDS = ("llama-bpe", "tekken")
+WHOLE_WORDS = (*TAKES_WORDS, "gpt-4o")
+BEGINS = ("llama-bpe", "tekken")  # texts begin with BOS, unless the file says otherwise
 _SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}  # other names of the same rules
 
 
@@ -49,15 +51,20 @@ def name_of(pre: Mapping[str, Any]) -> str | None:
 
 
 def of_name(name: str) -> dict[str, Any] | None:
-    """Return the ``pre_tokenizer`` that llama.cpp has by a name; None: it is not in the table."""
+    """Return the ``pre_tokenizer`` that llama.cpp has by a name of :func:`known_as`; None: it is not in the table."""
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     if name == "gpt-2":
         return level
     if name == "smollm":
         steps = [{"type": "Digits", "individual_digits": True}, level]
-    elif rules := [rules for rules, named in _SPLITS.items() if named == _SAME.get(name, name)]:
+    elif rules := [rules for rules, named in _SPLITS.items() if named == name]:
         split = {"type": "Split", "pattern": {"Regex": rules[0]}, "behavior": "Isolated", "invert": False}
         steps = [split, level | {"use_regex": False}]
     else:
         return None
     return {"type": "Sequence", "pretokenizers": steps}
+
+
+def known_as(name: str) -> str:
+    """Return the first of llama.cpp's names of the same rules."""
+    return _SAME.get(name, name)

@@ -26,7 +26,7 @@ from rocm_ext.model.adapters.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, 
 from rocm_ext.model.build import build_model
 from rocm_ext.model.download import use_downloaded, use_weights
 from rocm_ext.model.families import CONFIG
-from rocm_ext.model.gguf_files import files_in
+from rocm_ext.model.gguf_files import SUFFIX, files_in
 from rocm_ext.runs.folder import RunFolder
 
 _RUN_CONFIG, _TOKENIZER = "config.yaml", "${checkpointer.checkpoint_dir}/" + TOKENIZER
@@ -133,6 +133,8 @@ def _adapted(adapter: Path, run: RunFolder | None, base: Path | None, trusted: b
     cfg = OmegaConf.create(content)
     if not cfg.checkpointer.checkpoint_dir:
         raise UserError(f"{adapter} does not name its base model; set --base")
+    if peft.base_model.endswith(SUFFIX) and not Path(cfg.checkpointer.checkpoint_dir).exists():
+        cfg.checkpointer.checkpoint_dir = cfg.model.checkpoint_dir = peft.base_model  # its folder has left the cache
     use_downloaded(cfg, _HERE)
     folder = Path(cfg.checkpointer.checkpoint_dir)
     if not (folder / CONFIG).is_file():
@@ -153,7 +155,7 @@ def refuse_blocks(base: Path) -> None:
     """
     if files := files_in(base):
         raise UserError(
-            f"{files[0]} has quantised blocks, and an adapter merged into them would be rounded away; write "
+            f"{files[0]} is a GGUF file, and an adapter merged into its blocks would be rounded away; write "
             "--gguf-adapter, which llama.cpp adds as it computes, or name the model in 16 bits by --base"
         )
 

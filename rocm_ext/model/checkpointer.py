@@ -4,6 +4,7 @@ import io
 import json
 import mmap
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -307,7 +308,7 @@ class _Stored:
         return self.reader.on_meta(self.name)
 
 
-class _Raw:
+class _Raw(ABC):
     """Tensors of a file, read without a map: half as fast again as ``safe_open`` with ``backend="pread"``.
 
     Attributes:
@@ -318,12 +319,13 @@ class _Raw:
     path: Path
     names: list[str]
 
+    @abstractmethod
     def on_meta(self, name: str) -> Tensor:
-        raise NotImplementedError
+        """Return a tensor without its values."""
 
+    @abstractmethod
     def begin(self, name: str) -> int:
-        """Offset of a tensor's first byte in the file."""
-        raise NotImplementedError
+        """Return the offset of a tensor's first byte in the file."""
 
     def read(self, name: str) -> Tensor:
         tensor = torch.empty_like(self.on_meta(name), device="cpu")
@@ -442,7 +444,7 @@ class _Blocks(_Raw):
 
 
 def _opened(path: Path, folder: Path) -> "_Raw | _Gguf | _Pickled":
-    if path.suffix == SUFFIX:
+    if path.suffix.lower() == SUFFIX:
         return _Gguf(path, folder)
     return _Safetensors(path) if path.suffix == ".safetensors" else _Pickled(path)
 

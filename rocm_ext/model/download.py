@@ -48,6 +48,11 @@ def use_downloaded(cfg: DictConfig, ranks: Ranks) -> None:
         log.info("model %s: %s", name, folder)
         _put(cfg, name, folder)
     elif isinstance(name, str) and ranks.on_main(lambda: folder_of(name)) is not None:
+        if cfg.get("save_adapter_weights_only") is False:
+            raise UserError(
+                f"save_adapter_weights_only is False, but an adapter merged into the blocks of {name} would be rounded "
+                "away; set save_adapter_weights_only: True"
+            )
         _put(cfg, name, folder_of(name))  # type: ignore[arg-type]
 
 

@@ -92,7 +92,8 @@ class GgufFile:
         place = self.places[name]
         with self.path.open("rb") as file:
             file.seek(place.begin)
-            return torch.frombuffer(bytearray(file.read(place.nbytes)), dtype=place.dtype).reshape(place.shape)
+            content = bytearray(file.read(place.nbytes))
+        return torch.frombuffer(content, dtype=place.dtype).reshape(place.shape).float()
 
     @property
     def architecture(self) -> str:
@@ -127,7 +128,7 @@ class _Header:
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name, (count,) = self._text(), self._numbers("<I")
-        if count > 4:
+        if count > 4 or not name.isprintable():
             raise self._damaged()
         shape = self._numbers(f"<{count}Q")[::-1]
         kind, at = self._numbers("<IQ")
@@ -189,9 +190,9 @@ def parts_of(path: Path) -> list[Path]:
         UserError: a part is missing.
     """
     match = _PART.fullmatch(path.name)
-    if match is None:
+    count = int(match[3]) if match else 0
+    if match is None or not count:
         return [path]
-    count = int(match[3])
     files = [path.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
     if missing := [file.name for file in files if not file.is_file()]:
         raise UserError(f"{path.parent} lacks {len(missing)} of {count} parts of the model, first {missing[0]}")

@@ -1,18 +1,21 @@
 """A GGUF file as a folder in Hugging Face's format, which the rest of this library reads.
 
 The folder lies in this library's cache. ``config.json`` and the tokenizer are made from the metadata, or copied from
-beside the file; the weights stay where they are.
+beside the file, except that a config.json there counts only where the metadata cannot be read; the weights stay where
+they are.
 """
 
 import hashlib
 import json
+import os
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.files import replace_folder
+from rocm_ext.base.files import disk_errors
 from rocm_ext.base.hub import REPO_ID
 from rocm_ext.data import words
 from rocm_ext.data.encoder import TOKENIZER
@@ -21,9 +24,10 @@ from rocm_ext.model import llama_cpp
 from rocm_ext.model.families import CONFIG
 from rocm_ext.model.gguf_files import LINKS, SUFFIX, GgufFile, parts_of
 
-_BESIDE = (CONFIG, TOKENIZER, "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
-_VERSION = 1  # of what is written
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5  # llama.cpp's types of tokens
+_SETTINGS, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+_BESIDE = (CONFIG, TOKENIZER, _SETTINGS, "generation_config.json", _TEMPLATE)
+_VERSION = 2  # of what is written
+_UNKNOWN, _CONTROL, _USER, _UNUSED = 2, 3, 4, 5  # llama.cpp's types of tokens
 
 
 def folder_of(name: str) -> Path | None:
@@ -37,107 +41,140 @@ def folder_of(name: str) -> Path | None:
     """
     if (path := _file_of(Path(name))) is None:
         return None
-    files = parts_of(path.resolve())
+    files = parts_of(Path(os.path.abspath(path)))  # not where links lead: there, names may be others
     beside = [file for each in _BESIDE if (file := path.parent / each).is_file()]
     facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in [*files, *beside]]
     key = hashlib.sha256(json.dumps([_VERSION, *facts]).encode()).hexdigest()[:16]
     if (cache := cache_folder()) is None:
         raise UserError(f"{path} needs a folder for its config.json and tokenizer; set XDG_CACHE_HOME")
-    folder = cache / "gguf" / f"{path.stem}-{key}"
+    folder = cache / "gguf" / f"{path.stem[:100]}-{key}"
     if not (folder / CONFIG).is_file():
         opened = [GgufFile(file) for file in files]
-        with replace_folder(folder) as aside:
-            _write(aside, opened, beside)
+        with disk_errors(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".new-", dir=folder.parent) as aside:
+                made = Path(aside) / folder.name
+                made.mkdir()
+                _write(made, opened, beside)
+                try:
+                    made.rename(folder)
+                except OSError:
+                    if not (folder / CONFIG).is_file():  # no other program was faster
+                        raise
     return folder
 
 
 def _file_of(path: Path) -> Path | None:
-    if path.suffix == SUFFIX and path.is_file():
+    if path.suffix.lower() == SUFFIX and path.is_file():
         return path
     if not path.is_dir() or (path / LINKS).is_file():
         return None
     weights = [file for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern)]
     found = [] if weights else sorted(path.glob(f"*{SUFFIX}"))
-    models = {parts_of(file)[0] for file in found}
+    models = {parts_of(file)[0] for file in found if not file.name.startswith("mmproj")}  # that sees, and says nothing
     if len(models) > 1:
         raise UserError(f"{path} has {len(models)} models, {', '.join(file.name for file in found[:3])}; name one")
     return models.pop() if models else None
 
 
 def _write(folder: Path, files: list[GgufFile], beside: list[Path]) -> None:
-    first, places = files[0], {name: place for file in files for name, place in file.places.items()}
-    for file in beside:
-        shutil.copy(file, folder)
-    if not (folder / CONFIG).is_file():
-        config = llama_cpp.config_of(first, places)
-        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    if not (folder / TOKENIZER).is_file():
-        for name, content in _tokenizer(first).items():
-            (folder / name).write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
+    first, own = files[0], {file.name: file for file in beside}
+    for number, file in enumerate(files):
+        count, at = (file.metadata.get(f"split.{key}", default) for key, default in (("count", 0), ("no", number)))
+        if (count or 1) != len(files) or at != number:
+            raise UserError(
+                f"{file.path} is part {at} of {count} of a split model, and the names of the parts have changed"
+            )
+    try:
+        (folder / CONFIG).write_text(json.dumps(llama_cpp.config_of(files), indent=2) + "\n")
+    except UserError:
+        if CONFIG not in own:
+            raise
+        shutil.copy(own[CONFIG], folder)
+    for name, make in (("generation_config.json", _generation), (TOKENIZER, _tokenizer), (_SETTINGS, _settings)):
+        if name in own:
+            shutil.copy(own[name], folder)
+        else:
+            (folder / name).write_text(json.dumps(make(first), ensure_ascii=False) + "\n", encoding="utf-8")
+    if _TEMPLATE in own:
+        shutil.copy(own[_TEMPLATE], folder)
     (folder / LINKS).write_text(json.dumps({"files": [str(file.path) for file in files]}) + "\n")
     (folder / REPO_ID).write_text(json.dumps({"repo_id": str(first.path)}) + "\n")
 
 
-def _tokenizer(file: GgufFile) -> dict[str, dict[str, Any]]:
-    """Return the files of the tokenizer that the metadata describes.
+def _tokenizer(file: GgufFile) -> dict[str, Any]:
+    """Return the ``tokenizer.json`` that the metadata describes.
 
     Raises:
         UserError: it is not a BPE with rules that are known here.
     """
-    of, where = file.metadata, f"put the model's own {TOKENIZER} and tokenizer_config.json beside {file.path}"
-    kind, pre = of.get("tokenizer.ggml.model"), of.get("tokenizer.ggml.pre")
-    rules = words.of_name(str(pre))
-    tokens, types, merges = (of.get(f"tokenizer.ggml.{key}") or [] for key in ("tokens", "token_type", "merges"))
+    of, where = file.metadata, f"put the model's own {TOKENIZER} and {_SETTINGS} beside {file.path}"
+    kind, pre = of.get("tokenizer.ggml.model"), words.known_as(str(of.get("tokenizer.ggml.pre")))
+    rules = words.of_name(pre)
     if kind != "gpt2" or rules is None:
         raise UserError(f"{file.path} has the tokenizer {kind} with the rules {pre}, which are not known; {where}")
-    if (
-        not all(isinstance(part, list) for part in (tokens, types, merges))
-        or not tokens
-        or not len(tokens) == len(types) == len(set(tokens))
-    ):
+    tokens, types, merges = (of.get(f"tokenizer.ggml.{key}") or [] for key in ("tokens", "token_type", "merges"))
+    lists = all(isinstance(part, list) for part in (tokens, types, merges))
+    if not lists or not tokens or not len(tokens) == len(types) == len(set(tokens)):
         raise UserError(f"{file.path} describes its tokenizer in part only; {where}")
     added = [
-        {"id": number, "content": text, "special": type_ == _CONTROL}
+        {"id": number, "content": text, "special": type_ != _USER}
         | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         for number, (text, type_) in enumerate(zip(tokens, types, strict=True))
-        if type_ in (_CONTROL, _USER)
+        if type_ in (_UNKNOWN, _CONTROL, _USER)
     ]
+    vocabulary = {text: number for number, text in enumerate(tokens) if types[number] != _UNUSED}
+    pairs = [merge.split(" ") for merge in map(str, merges)]
+    usable = [pair for pair in pairs if len(pair) == 2 and {*pair, "".join(pair)} <= vocabulary.keys()]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    bos = _id(of, "bos") if of.get("tokenizer.ggml.add_bos_token") else None
-    model = {
-        "type": "BPE",
-        "unk_token": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": pre in words.WHOLE_WORDS,
-        "vocab": {text: number for number, text in enumerate(tokens) if types[number] != _UNUSED},
-        "merges": merges,
-    }
-    ends = [number for name in ("eos", "eot") if (number := _id(of, name)) is not None]
-    special = {name: _id(of, name) for name in ("bos", "eos", "pad")}
+    bos = _id(of, "bos") if of.get("tokenizer.ggml.add_bos_token", pre in words.BEGINS) is True else None
     return {
-        TOKENIZER: {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": added,
-            "normalizer": None,
-            "pre_tokenizer": rules,
-            "post_processor": level if bos is None else _begins(tokens[bos], bos),
-            "decoder": level,
-            "model": model,
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": rules,
+        "post_processor": level if bos is None else _begins(tokens[bos], bos),
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "unk_token": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": pre in words.TAKES_WORDS,
+            "vocab": vocabulary,
+            "merges": usable,
         },
-        "tokenizer_config.json": {f"{name}_token": tokens[at] for name, at in special.items() if at is not None}
-        | ({"chat_template": of["tokenizer.chat_template"]} if "tokenizer.chat_template" in of else {}),
-        "generation_config.json": {"eos_token_id": list(dict.fromkeys(ends))}
-        | {f"{name}_token_id": at for name, at in special.items() if at is not None and name != "eos"},
     }
+
+
+def _settings(file: GgufFile) -> dict[str, Any]:
+    """Return the ``tokenizer_config.json``: special tokens and chat template."""
+    tokens, template = file.metadata.get("tokenizer.ggml.tokens"), file.metadata.get("tokenizer.chat_template")
+    special = {name: _id(file.metadata, name) for name in ("bos", "eos", "pad")}
+    content = {f"{name}_token": tokens[at] for name, at in special.items() if at is not None}  # type: ignore[index]
+    return content | ({"chat_template": template} if isinstance(template, str) else {})
+
+
+def _generation(file: GgufFile) -> dict[str, Any]:
+    """Return the ``generation_config.json``: which tokens end an answer.
+
+    Raises:
+        UserError: none does.
+    """
+    ends = [number for name in ("eos", "eot") if (number := _id(file.metadata, name)) is not None]
+    if not ends:
+        raise UserError(f"{file.path} names no EOS token; put the model's own generation_config.json beside it")
+    others = {f"{name}_token_id": at for name in ("bos", "pad") if (at := _id(file.metadata, name)) is not None}
+    return {"eos_token_id": list(dict.fromkeys(ends)), **others}
 
 
 def _id(metadata: Mapping[str, Any], name: str) -> int | None:
     key = {"pad": "padding"}.get(name, name)
     at = metadata.get(f"tokenizer.ggml.{key}_token_id")
-    return at if type(at) is int and 0 <= at < len(metadata["tokenizer.ggml.tokens"]) else None
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    return at if type(at) is int and isinstance(tokens, list) and 0 <= at < len(tokens) else None
 
 
 def _begins(text: str, number: int) -> dict[str, Any]:

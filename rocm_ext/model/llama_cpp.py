@@ -5,7 +5,7 @@ Keys, names and orders are those of llama.cpp's ``convert_hf_to_gguf.py``.
 
 import math
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from rocm_ext.model.families import (
     read_rope,
     stored_names,
 )
-from rocm_ext.model.gguf_files import GgufFile, Place, files_in
+from rocm_ext.model.gguf_files import GgufFile, files_in
 from rocm_ext.model.layers import HalvesRoPE
 
 _SCRIPT = "convert_hf_to_gguf.py, of llama.cpp's own sources"
@@ -33,6 +33,7 @@ CONVERTER = f"try python {_SCRIPT}, on the model's folder, or on the DIR of --me
 # applies YaRN to sliding layers, too; its Gemma 4 opens no file without factors.
 _FACTORS = "rope_freqs.weight"
 # keys that say nothing of the function, or what others say
+_OPTIONAL = {"vocab_size", "head_count_kv", "key_length", "value_length"}  # of _COMMON
 _IDLE = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.value_length"}
 _YARN = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow",
          "attention_factor": "rope.scaling.attn_factor"}  # fmt: skip
@@ -248,52 +249,66 @@ def places(folder: Path, file: GgufFile) -> dict[str, Part]:
     return found
 
 
-def config_of(file: GgufFile, places: Mapping[str, Place]) -> dict[str, Any]:
-    """Return the content of ``config.json`` for a GGUF file: what :func:`read_layout` makes keys of, the other way.
+def config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
+    """Return the content of ``config.json`` for GGUF files: what :func:`read_layout` makes keys of, the other way.
 
     Args:
-        file: the first file.
-        places: of all tensors.
+        files: all files of a model.
 
     Raises:
         UserError: the metadata is of another architecture, lacks a key, or has one that is not known.
     """
-    arch, of = file.architecture, file.metadata
+    try:
+        return _config_of(files)
+    except UserError:
+        raise
+    except Exception as error:  # values of any type, where numbers are expected
+        raise UserError(f"{files[0].path} has metadata that cannot be read: {one_line(error)}") from error
+
+
+def _config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
+    file, arch = files[0], files[0].architecture
+    places = {name: place for each in files for name, place in each.places.items()}
     name = next((name for name, known in _NATIVE.items() if known.lower() == arch), None)
     if name is None:
         raise UserError(f"{file.path} is llama.cpp's {arch}; {_READ} are read from GGUF files")
-    keys = {key.removeprefix(f"{arch}."): value for key, value in of.items() if key.startswith(f"{arch}.")}
+    keys = {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items() if key.startswith(f"{arch}.")}
     config: dict[str, Any] = {"architectures": [name], "model_type": _MODEL_TYPE[name]}
     writer = library().GGUFWriter(None, arch)
     for key, theirs in _COMMON.items():
         getattr(writer, f"add_{key}")(1)
         stored = list(writer.kv_data[0])[-1].removeprefix(f"{arch}.")
         ours = theirs if isinstance(theirs, str) else "head_dim"
-        if stored in keys:
-            value = keys.pop(stored)
-            if config.setdefault(ours, value) != value:
-                raise UserError(f"{file.path}: {stored} is {value}, but {ours} {config[ours]}")
-    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
-    if type(heads) is not int or type(width) is not int or heads < 1 or "token_embd.weight" not in places:
-        raise UserError(f"{file.path} lacks attention.head_count, embedding_length or token_embd.weight")
-    config.setdefault("head_dim", width // heads)
+        value = keys.pop(stored, None)
+        if value is None and key in _OPTIONAL:
+            continue
+        if type(value) not in (int, float):
+            raise UserError(f"{file.path}: {arch}.{stored} is {value!r}; expected a number")
+        if config.setdefault(ours, value) != value:
+            raise UserError(f"{file.path}: {arch}.{stored} is {value}, but {ours} {config[ours]}")
+    if len(getattr(places.get("token_embd.weight"), "shape", ())) != 2:
+        raise UserError(f"{file.path} lacks token_embd.weight, the embeddings")
+    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     config["vocab_size"] = places["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in places
     config["attention_bias"] = "blk.0.attn_output.bias" in places or (arch == "llama" and "blk.0.attn_q.bias" in places)
-    if keys.pop("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
-        raise UserError(f"{file.path}: RoPE turns a part of each head, which no {arch} of Hugging Face's does")
-    config["rope_parameters"] = _rope_of(file, keys, config)
+    if (turned := keys.pop("rope.dimension_count", config["head_dim"])) != config["head_dim"]:
+        raise UserError(
+            f"{file.path}: {arch}.rope.dimension_count is {turned}; expected head_dim, {config['head_dim']}"
+        )
+    config["rope_parameters"] = _rope_of(files, keys, config)
     if others := sorted(keys.keys() - _IDLE):
         raise UserError(f"{file.path}: {arch}.{others[0]} is {keys[others[0]]!r}, which is not computed here")
     return config
 
 
-def _rope_of(file: GgufFile, keys: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_of(files: Sequence[GgufFile], keys: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Take RoPE's keys out of ``keys``."""
+    path = files[0].path
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.pop("rope.freq_base", 10_000.0)}
     kind = keys.pop("rope.scaling.type", "none")
     if kind not in ("none", "linear", "yarn"):
-        raise UserError(f"{file.path}: rope.scaling.type is {kind!r}; expected none, linear or yarn")
+        raise UserError(f"{path}: rope.scaling.type is {kind!r}; expected none, linear or yarn")
     if kind != "none":
         rope |= {"rope_type": kind, "factor": keys.pop("rope.scaling.factor", None)}
     if kind == "yarn":
@@ -301,13 +316,16 @@ def _rope_of(file: GgufFile, keys: dict[str, Any], config: Mapping[str, Any]) ->
         rope |= {key: keys.pop(of) for key, of in _YARN.items() if of in keys}
         if "attention_factor" in rope:
             rope["attention_factor"] *= 0.1 * math.log(rope["factor"]) + 1.0  # llama.cpp multiplies by this one
-    if _FACTORS not in file.places:
+    holder = next((file for file in files if _FACTORS in file.places), None)
+    if holder is None:
         return rope
-    factors, base, width = file.numbers(_FACTORS), rope["rope_theta"], config["head_dim"]
+    base, width, place = rope["rope_theta"], config["head_dim"], holder.places[_FACTORS]
+    fits = kind == "none" and not place.kind and place.shape == (width // 2,)
+    factors = holder.numbers(_FACTORS) if fits else torch.ones(1)
     scaled = {"rope_type": "llama3", "rope_theta": base, "factor": round(float(factors.max()), 3)}
     scaled |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if kind != "none" or not torch.allclose(_factors(width, read_rope({"rope_parameters": scaled}, 1)), factors, 1e-4):
-        raise UserError(f"{file.path}: {_FACTORS} are not Llama 3's; put the model's config.json beside the file")
+    if not fits or not torch.allclose(_factors(width, read_rope({"rope_parameters": scaled}, 1)), factors, 1e-4):
+        raise UserError(f"{path}: {_FACTORS} are not Llama 3's; put the model's config.json beside the file")
     return scaled
 
 

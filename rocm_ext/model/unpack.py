@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from rocm_ext.base.errors import UserError
 
@@ -36,22 +35,29 @@ def unpack(packed: Tensor, kind: str, dtype: torch.dtype = torch.float32) -> Ten
     Returns:
         [..., values].
     """
+    return _unpack(packed, kind, dtype)
+
+
+# One operation, because the tables of some kinds are tensors, which torch.compile and plans must not look into
+@torch.library.custom_op("rocm_ext::unpack", mutates_args=())
+def _unpack(packed: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     values, size = BLOCKS[kind]
-    blocks = packed.reshape(-1, size)
-    shape = *packed.shape[:-1], packed.shape[-1] // size * values
-    if isinstance(packed, FakeTensor):  # tables that are kept must not become fake; a piece's memory is little
-        made = packed.new_zeros(shape, dtype=dtype)
-        for _ in range(20 // made.element_size()):  # about 40 bytes are moved for each value
-            made.add_(0)
-        return made
-    function = _OURS[kind] if kind in _OURS else _theirs(kind)
-    if torch.compiler.is_compiling():
-        return function(blocks).to(dtype).reshape(shape)
+    blocks, function = packed.reshape(-1, size), _OURS[kind] if kind in _OURS else _theirs(kind)
     out = torch.empty(len(blocks), values, dtype=dtype, device=packed.device)
     count = _PIECE.get(packed.device.type, _LARGE_PIECE) // values
     for made, piece in zip(out.split(count), blocks.split(count), strict=True):
         made.copy_(function(piece).view(-1, values))
-    return out.view(shape)
+    return out.view(_shape(packed, kind))
+
+
+@_unpack.register_fake
+def _(packed: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    return packed.new_empty(_shape(packed, kind), dtype=dtype)
+
+
+def _shape(packed: Tensor, kind: str) -> tuple[int, ...]:
+    values, size = BLOCKS[kind]
+    return *packed.shape[:-1], packed.shape[-1] // size * values
 
 
 def _theirs(kind: str) -> Callable[[Tensor], Tensor]:

@@ -38,6 +38,7 @@ from rocm_ext.model.remembered import remembered
 from rocm_ext.model.sampler import MIN_ROWS, one_step
 from rocm_ext.model.transformers.products import ALIKE
 
+_BYTES_TO_UNPACK = 40  # for each value, measured on a CPU
 _ATTENTION: dict[str, Any] = {
     "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: sdpa_flop_count(q, k, v),
     "_scaled_dot_product_flash_attention_for_cpu_backward": lambda g, q, k, v, *_: sdpa_backward_flop_count(g, q, k, v),
@@ -111,6 +112,8 @@ class CostCounter(TorchDispatchMode):
         view = not func._schema.is_mutable and all(t.untyped_storage()._cdata in known for t in results)
         if not view and "empty" not in func._schema.name:
             moved = sum(map(_bytes, (*inputs, *results)))
+            if func is torch.ops.rocm_ext.unpack.default:  # many small operations
+                moved += _BYTES_TO_UNPACK * results[0].numel()
             self.operations.append(Operation(_flops(func, args, kwargs, out), moved, _name(func) in _ATTENTION))
         for tensor in results:
             self._add(tensor)

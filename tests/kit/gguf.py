@@ -1,7 +1,8 @@
 """GGUF files with blocks of every kind, for small models with random weights."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -30,36 +31,55 @@ def random_blocks(kind: str, rows: int, blocks: int, rng: np.random.Generator) -
     return made.reshape(rows, -1)
 
 
-def write_gguf(folder: Path, target: Path, kinds: Sequence[str] = ()) -> Path:
+def write_gguf(
+    folder: Path, target: Path, kinds: Sequence[str] = (), parts: int = 1, metadata: Mapping[str, Any] | None = None
+) -> Path:
     """Write the model of a folder as a GGUF file.
 
     Args:
         folder: in Hugging Face's format.
         target: the file.
         kinds: of blocks with random values that the layers' weights get in turn; none: all weights stay, in fp32.
+        parts: files; the first of two holds the layers.
+        metadata: values by key that differ; None: the key is left out.
+
+    Returns:
+        The first file.
     """
     plain = target.with_suffix(".f32")
     plain.unlink(missing_ok=True)
     write_model(open_source(folder), plain, "f32")
-    if not kinds:
-        return plain.rename(target)
     reader, rng = gguf.GGUFReader(plain), np.random.default_rng(0)
-    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture":
-            sub = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(name, field.contents(), field.types[0], sub)
+    names = [target] if parts == 1 else [target.with_name(f"{target.stem}-0000{n}-of-00002.gguf") for n in (1, 2)]
+    architecture = reader.fields["general.architecture"].contents()
+    writers = [gguf.GGUFWriter(name, architecture) for name in names]
+    values = {
+        key: (field.contents(), field.types) for key, field in reader.fields.items() if not key.startswith("GGUF.")
+    }
+    for key, value in (metadata or {}).items():
+        values[key] = value, values.get(key, (None, [gguf.GGUFValueType.UINT32]))[1]
+    for key, (value, types) in values.items():
+        if key != "general.architecture" and value is not None:
+            sub = types[-1] if types[0] == gguf.GGUFValueType.ARRAY else None
+            writers[0].add_key_value(key, value, types[0], sub)
+    for number, writer in enumerate(writers if parts > 1 else ()):
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", parts)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
     number = 0
     for tensor in reader.tensors:
-        if tensor.name.startswith("blk.") and tensor.data.ndim == 2:
+        of_layer = tensor.name.startswith("blk.")
+        writer = writers[0 if of_layer else -1]
+        if of_layer and tensor.data.ndim == 2 and kinds:
             kind = kinds[number % len(kinds)]
             number += 1
             made = random_blocks(kind, len(tensor.data), tensor.data.shape[1] // BLOCKS[kind][0], rng)
             writer.add_tensor(tensor.name, made, raw_dtype=gguf.GGMLQuantizationType[kind])
         else:
             writer.add_tensor(tensor.name, tensor.data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return target
+    for writer in writers:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return names[0]
