@@ -39,6 +39,7 @@ from tests.kit.llama_cpp import llama_cpp
 from tests.kit.parity import TOKENS, our_model
 from tests.kit.plans import planned_and_measured
 from tests.kit.raft_runs import WEIGHTS
+from tests.kit.tiny import write_yaml
 from tests.model.test_quantized import gradients, whole
 from tests.sampling.test_transformers_engine import raft_config
 
@@ -131,10 +132,14 @@ def test_gradients_are_those_over_unpacked_weights(files, lora):
 def test_a_killed_run_is_resumed_and_names_the_way_to_llama_cpp(files, rows, tmp_path):
     path = files("qwen2", ("Q4_K",))
     cfg = parity.whole_run(path, rows, tmp_path / "whole")
+    write_yaml(tmp_path / "whole.yaml", {**cfg, "output_dir": str(tmp_path / "merging")})
     parity.check_resumes(cfg, "killed")
     code, said = forked(main, tmp_path / "killed" / "config.yaml", "resume_from_checkpoint=True")
     assert code == 0, said
     assert f"llama-server -m {shlex.quote(str(path.resolve()))} --lora" in said
+    code, said = forked(main, tmp_path / "whole.yaml", "save_adapter_weights_only=False")
+    assert code == 1
+    assert one_line_has(said, "save_adapter_weights_only: True", str(path))
 
 
 @pytest.mark.wide
@@ -175,6 +180,9 @@ def test_llama_cpp_adds_the_adapter_to_the_same_file(files, rows, tmp_path, caps
     ours = parity.finetune(folder_config(path, rows, run, max_steps_per_epoch=3, optimizer=optimizer))
     adapter = tmp_path / "lora.gguf"
     assert export(run, "--gguf-adapter", adapter) == 0
+    shutil.rmtree(folder_of(str(path)))  # as who clears the cache
+    assert export(run, "--gguf-adapter", tmp_path / "again.gguf") == 0
+    assert (tmp_path / "again.gguf").read_bytes() == adapter.read_bytes()
     assert f"FROM {path.resolve()}" in adapter.with_suffix(".Modelfile").read_text()
     prompt = TOKENS[0, :12].tolist()
     ours.learner.model.eval()
