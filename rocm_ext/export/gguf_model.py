@@ -11,10 +11,11 @@ from torch import Tensor
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
 from rocm_ext.export.gguf_file import Entry, write
-from rocm_ext.export.source import Source, refuse_blocks
+from rocm_ext.export.source import UNMERGED, Source
 from rocm_ext.export.vocabulary import add_vocabulary
 from rocm_ext.model.adapters.merge import MergedWeights, base_tensors, check_base
 from rocm_ext.model.checkpointer import on_meta
+from rocm_ext.model.gguf_files import refuse_merging
 from rocm_ext.model.llama_cpp import GgufNames, Layout, Part, library, read_layout
 from rocm_ext.model.lora import dense, expert_factors
 
@@ -37,7 +38,7 @@ def write_model(source: Source, out: Path, kind: str) -> None:
     Raises:
         UserError: the family or its tokenizer cannot be written, or the disk is full.
     """
-    refuse_blocks(source.base)
+    refuse_merging(source.base, UNMERGED)
     layout = read_layout(source.base)
     if layout.differs:
         log.warning("%s", layout.differs)

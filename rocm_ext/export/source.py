@@ -26,9 +26,10 @@ from rocm_ext.model.adapters.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, 
 from rocm_ext.model.build import build_model
 from rocm_ext.model.download import use_downloaded, use_weights
 from rocm_ext.model.families import CONFIG
-from rocm_ext.model.gguf_files import SUFFIX, files_in
+from rocm_ext.model.gguf_files import SUFFIX, refuse_merging
 from rocm_ext.runs.folder import RunFolder
 
+UNMERGED = "write --gguf-adapter, which llama.cpp adds as it computes, or name the model in 16 bits by --base"
 _RUN_CONFIG, _TOKENIZER = "config.yaml", "${checkpointer.checkpoint_dir}/" + TOKENIZER
 _HERE = Ranks(torch.device("cpu"))
 OF_ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, TEMPLATE)  # the files of an adapter that others get
@@ -147,19 +148,6 @@ def _adapted(adapter: Path, run: RunFolder | None, base: Path | None, trusted: b
     return Source(folder, adapter, run, cfg)
 
 
-def refuse_blocks(base: Path) -> None:
-    """Refuse to merge into the blocks of a GGUF file.
-
-    Raises:
-        UserError: ``base`` stands for such a file.
-    """
-    if files := files_in(base):
-        raise UserError(
-            f"{files[0]} is a GGUF file, and an adapter merged into its blocks would be rounded away; write "
-            "--gguf-adapter, which llama.cpp adds as it computes, or name the model in 16 bits by --base"
-        )
-
-
 def write_merged(source: Source, out: Path, card: Callable[[], str]) -> None:
     """Write the base model with the adapter added to its weights, tokenizer and chat template included.
 
@@ -176,7 +164,7 @@ def write_merged(source: Source, out: Path, card: Callable[[], str]) -> None:
     """
     if source.adapter is None:
         raise UserError(f"{source.base} has no adapter to merge")
-    refuse_blocks(source.base)
+    refuse_merging(source.base, UNMERGED)
     if out.exists() and (not out.name or not out.is_dir() or any(out.iterdir())):  # "." has no name to write beside
         raise UserError(f"{out} exists; choose a new folder")
     text, stops = card(), ids_in(source.base, EOS)  # before anything is written

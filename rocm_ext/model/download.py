@@ -20,6 +20,7 @@ from rocm_ext.data.encoder import TOKENIZER
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.checkpointer import weight_files
 from rocm_ext.model.families import CONFIG
+from rocm_ext.model.gguf_files import refuse_merging
 from rocm_ext.model.gguf_folder import folder_of
 
 _TEXT = ["*.json", "*.jinja", "*.txt", "*.model", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*"]
@@ -48,12 +49,9 @@ def use_downloaded(cfg: DictConfig, ranks: Ranks) -> None:
         log.info("model %s: %s", name, folder)
         _put(cfg, name, folder)
     elif isinstance(name, str) and ranks.on_main(lambda: folder_of(name)) is not None:
-        if cfg.get("save_adapter_weights_only") is False:
-            raise UserError(
-                f"save_adapter_weights_only is False, but an adapter merged into the blocks of {name} would be rounded "
-                "away; set save_adapter_weights_only: True"
-            )
         _put(cfg, name, folder_of(name))  # type: ignore[arg-type]
+    if isinstance(name, str) and cfg.get("save_adapter_weights_only") is False:
+        refuse_merging(Path(cfg.model.checkpoint_dir), "set save_adapter_weights_only: True")
 
 
 def use_weights(folder: Path, ranks: Ranks) -> None:

