@@ -16,7 +16,7 @@ from rocm_ext.export.vocabulary import add_vocabulary
 from rocm_ext.model.adapters.merge import MergedWeights, base_tensors, check_base
 from rocm_ext.model.checkpointer import on_meta
 from rocm_ext.model.gguf_files import refuse_merging
-from rocm_ext.model.llama_cpp import GgufNames, Layout, Part, library, read_layout
+from rocm_ext.model.llama_cpp import GgufNames, Layout, Part, add_keys, library, read_layout
 from rocm_ext.model.lora import dense, expert_factors
 
 _TABLES = ("rotary_emb.inv_freq", ".position_ids")
@@ -63,8 +63,7 @@ def write_model(source: Source, out: Path, kind: str) -> None:
     writer = gguf.GGUFWriter(None, names.arch)
     writer.add_type(gguf.GGUFType.MODEL)
     add_general(writer, source)
-    for key, value in layout.keys.items():
-        getattr(writer, f"add_{key}")(gguf.RopeScalingType(value) if key == "rope_scaling_type" else value)
+    add_keys(writer, layout.keys)
     writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if kind == 'f32' else 'MOSTLY'}_{kind.upper()}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_vocabulary(writer, source, layout)
@@ -144,6 +143,6 @@ def _of_adapter(layout: Layout, names: GgufNames, updates: Mapping[str, tuple[Te
         if name.endswith(layout.merged_only):
             raise UserError(f"llama.cpp computes the LoRA of {name} in another way; set --gguf, which merges it")
         for part in layout.parts(name):
-            for end, tensor in (("lora_a", a[..., part.columns]), ("lora_b", b[..., part.rows, :])):
+            for end, tensor in (("lora_a", part.columns_of(a)), ("lora_b", b[..., part.rows, :])):
                 place = f"{names.name(part.name)}.{end}"
                 yield Entry(place, list(tensor.shape), "f32", partial(Tensor.contiguous, tensor))

@@ -23,7 +23,7 @@ from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.layers import use_fused_norms
 from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, dense, init_adapters, is_plain, plain
 from rocm_ext.model.native import native
-from rocm_ext.model.quantized import Quantized, fp8_rows, scaled_products
+from rocm_ext.model.quantized import Quantized, fp8_rows, scaled_products, unpacked_once
 
 
 class CausalLM(nn.Module):
@@ -45,7 +45,8 @@ class CausalLM(nn.Module):
         hidden = self.decoder.hidden_states(batch).flatten(0, 1)[batch.index]
         if batch.routes is not None and (tally := self.objective.tally) is not None:
             tally.mean("routing_mismatch", *self.decoder.replay.differing())
-        return self.objective(self.decoder.output, hidden, batch.targets, batch.columns, batch.sequence)
+        with unpacked_once():
+            return self.objective(self.decoder.output, hidden, batch.targets, batch.columns, batch.sequence)
 
 
 def build_model(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) -> Decoder:

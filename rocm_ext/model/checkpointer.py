@@ -23,8 +23,9 @@ from rocm_ext.base.hub import how_to_download
 from rocm_ext.base.supervised import beat
 from rocm_ext.model import llama_cpp
 from rocm_ext.model.families import foreign_config, from_hf, read_architecture, stored_format
-from rocm_ext.model.gguf_files import SUFFIX, GgufFile, files_in
-from rocm_ext.model.quantized import of_blocks, stored
+from rocm_ext.model.gguf_files import SHAPES, SUFFIX, GgufFile, files_in
+from rocm_ext.model.quantized import Quantized, stored
+from rocm_ext.model.unpack import unpack
 
 HF = "HF"  # the model_type of weights in Hugging Face's row order
 _OUTPUT, _EMBEDDINGS = "output.weight", "tok_embeddings.weight"
@@ -115,13 +116,13 @@ def _drop_copy(state: "StoredWeights") -> None:
 def weight_files(folder: Path) -> list[str]:
     """Return the names of a folder's weight files: safetensors by their index or the single file, else ``.bin``.
 
-    A folder that stands for GGUF files names these, with their paths.
+    A folder that stands for GGUF files names the first of these, with its path.
 
     Raises:
         UserError: the folder has none, or lacks some that the index names.
     """
     if (files := files_in(folder)) is not None:
-        return files
+        return files[:1]
     for stem, suffix in _STEMS:
         index = folder / f"{stem}{suffix}.index.json"
         if index.is_file():
@@ -137,17 +138,14 @@ def weight_files(folder: Path) -> list[str]:
     raise UserError(f"{folder} has no weights (model.safetensors or its index); {how_to_download(folder)}")
 
 
-def kinds_of_blocks(folder: Path) -> dict[str, str]:
-    """Return the kinds of blocks in the GGUF files of a folder, by Hugging Face's names of weights; {}: it has none."""
-    kinds = {}
-    for path in files_in(folder) or ():
-        file = GgufFile(Path(path))
-        with torch.device("cpu"):  # models are built on the meta device
-            places = llama_cpp.places(folder, file)
-        for name, part in places.items():
-            if kind := file.places[part.name].kind:
-                kinds[name] = kind
-    return kinds
+def blocks_in(folder: Path) -> dict[str, Quantized]:
+    """Return the weights that GGUF files hold in blocks, on the meta device; {}: the folder stands for none."""
+    if not files_in(folder):
+        return {}
+    with torch.device("cpu"):  # models are built on the meta device
+        stored = _Gguf(folder)
+    found = {name: stored.on_meta(name) for name in stored.names}
+    return {name: weight for name, weight in found.items() if isinstance(weight, Quantized)}
 
 
 def _indexed(index: Path) -> list[str]:
@@ -397,35 +395,44 @@ class _Safetensors(_Raw):
 
 
 class _Gguf:
-    """A GGUF file, by Hugging Face's names and in their order of rows.
+    """The GGUF files of a model, by Hugging Face's names and in their shapes and orders.
 
     Args:
-        path: the file.
         folder: of the model; ``config.json`` there says what is where.
     """
 
-    def __init__(self, path: Path, folder: Path) -> None:
-        self.path = path
-        file = GgufFile(path)
-        self._raw = _Blocks(file)
-        self._own = llama_cpp.places(folder, file)
-        self.names = sorted(self._own)
+    def __init__(self, folder: Path) -> None:
+        files = [_Blocks(GgufFile(Path(path))) for path in files_in(folder) or ()]
+        self.path = files[0].path
+        self._files = {name: file for file in files for name in file.names}
+        self._parts = llama_cpp.places(folder, self._files)
+        self._shapes = (json_object(path.read_bytes()) or {}) if (path := folder / SHAPES).is_file() else {}
+        self.names = sorted(self._parts)
 
     def on_meta(self, name: str) -> Tensor:
-        return self._whole(name, self._raw.on_meta(self._own[name].name))
+        return self._whole(name, [self._files[part.name].on_meta(part.name) for part in self._parts[name]])
 
     def read(self, name: str) -> Tensor:
-        return self._whole(name, self._raw.read(self._own[name].name))
+        tensors = []
+        for part in self._parts[name]:
+            file = self._files[part.name]
+            with _readable(file.path):
+                tensors.append(file.read(part.name))
+        return self._whole(name, tensors)
 
     def sample(self, name: str) -> Tensor:
-        return self._raw.sample(self._own[name].name)
+        return torch.cat([self._files[part.name].sample(part.name) for part in self._parts[name]])
 
-    def _whole(self, name: str, stored: Tensor) -> Tensor:
-        part = self._own[name]
-        if isinstance(part.rows, Tensor) and not stored.is_meta:
-            stored = stored[part.rows.argsort()]
-        kind = self._raw.places[part.name].kind
-        return of_blocks(stored, kind) if kind else stored
+    def _whole(self, name: str, tensors: list[Tensor]) -> Tensor:
+        parts = self._parts[name]
+        kinds = [self._files[part.name].places[part.name].kind for part in parts]
+        if len({*kinds}) > 1:  # as one weight they are numbers
+            pairs = zip(tensors, kinds, strict=True)
+            tensors = [unpack(tensor, kind) if kind else tensor.float() for tensor, kind in pairs]
+            kinds = [""]
+        made = llama_cpp.joined(parts, tensors, kinds[0])
+        shape = self._shapes.get(name, made.shape)  # llama.cpp's have no sides of 1
+        return made.view(shape) if [*made.shape] == [side for side in shape if side != 1] else made
 
 
 class _Blocks(_Raw):
@@ -445,7 +452,7 @@ class _Blocks(_Raw):
 
 def _opened(path: Path, folder: Path) -> "_Raw | _Gguf | _Pickled":
     if path.suffix.lower() == SUFFIX:
-        return _Gguf(path, folder)
+        return _Gguf(folder)
     return _Safetensors(path) if path.suffix == ".safetensors" else _Pickled(path)
 
 

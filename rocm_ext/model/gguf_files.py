@@ -18,7 +18,8 @@ from rocm_ext.base.files import json_object
 from rocm_ext.model.unpack import BLOCKS
 
 SUFFIX = ".gguf"
-LINKS = "gguf.json"  # in a folder that stands for such files: where they are
+# in a folder that stands for such files: where they are, and the shapes of transformers' weights by name
+LINKS, SHAPES = "gguf.json", "shapes.json"
 _AGAIN = "download the file again"
 _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's types of numbers
 # ggml's numbers of the types with blocks

@@ -22,12 +22,12 @@ from rocm_ext.data import words
 from rocm_ext.data.encoder import TOKENIZER
 from rocm_ext.machine.bench_file import cache_folder
 from rocm_ext.model import llama_cpp
-from rocm_ext.model.families import CONFIG
-from rocm_ext.model.gguf_files import LINKS, SUFFIX, GgufFile, parts_of
+from rocm_ext.model.families import CONFIG, foreign_config
+from rocm_ext.model.gguf_files import LINKS, SHAPES, SUFFIX, GgufFile, parts_of
 
 _SETTINGS, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _BESIDE = (CONFIG, TOKENIZER, _SETTINGS, "generation_config.json", _TEMPLATE)
-_VERSION = 2  # of what is written
+_VERSION = 3  # of what is written
 _UNKNOWN, _CONTROL, _USER, _UNUSED = 2, 3, 4, 5  # llama.cpp's types of tokens
 
 
@@ -88,11 +88,16 @@ def _write(folder: Path, files: list[GgufFile], beside: list[Path]) -> None:
             )
     try:
         (folder / CONFIG).write_text(json.dumps(llama_cpp.config_of(files), indent=2) + "\n")
+        llama_cpp.check_config(folder, first)
     except UserError as error:
         if CONFIG not in own:
             raise
         log.warning("%s; %s is used instead", error, own[CONFIG])
         shutil.copy(own[CONFIG], folder)
+    if foreign_config(folder) is not None:
+        from rocm_ext.model.transformers.decoder import shapes_of
+
+        (folder / SHAPES).write_text(json.dumps(shapes_of(folder)) + "\n")
     for name, make in (("generation_config.json", _generation), (TOKENIZER, _tokenizer), (_SETTINGS, _settings)):
         if name in own:
             shutil.copy(own[name], folder)

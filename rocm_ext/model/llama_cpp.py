@@ -4,17 +4,19 @@ Keys, names and orders are those of llama.cpp's ``convert_hf_to_gguf.py``.
 """
 
 import math
+import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.files import json_object
 from rocm_ext.model.families import (
     CONFIG,
     Architecture,
@@ -24,8 +26,9 @@ from rocm_ext.model.families import (
     read_rope,
     stored_names,
 )
-from rocm_ext.model.gguf_files import GgufFile, files_in
+from rocm_ext.model.gguf_files import SHAPES, GgufFile, files_in
 from rocm_ext.model.layers import HalvesRoPE
+from rocm_ext.model.quantized import of_blocks
 
 _SCRIPT = "convert_hf_to_gguf.py, of llama.cpp's own sources"
 CONVERTER = f"try python {_SCRIPT}, on the model's folder, or on the DIR of --merged if there is an adapter"
@@ -33,7 +36,8 @@ CONVERTER = f"try python {_SCRIPT}, on the model's folder, or on the DIR of --me
 # applies YaRN to sliding layers, too; its Gemma 4 opens no file without factors.
 _FACTORS = "rope_freqs.weight"
 # keys that say nothing of the function, or what others say
-_OPTIONAL = {"vocab_size", "head_count_kv", "key_length", "value_length"}  # of _COMMON
+_OPTIONAL = {"vocab_size", "head_count_kv", "key_length", "value_length", "final_logit_softcapping",
+             "sliding_window_pattern", "rope_freq_base_swa", "rope_dimension_sections"}  # fmt: skip
 _IDLE = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.value_length"}
 _YARN = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow",
          "attention_factor": "rope.scaling.attn_factor"}  # fmt: skip
@@ -44,27 +48,66 @@ _KINDS = {
 }
 
 
+Change = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]  # of values, and back
+
+
 @dataclass(frozen=True)
 class Part:
-    """A weight, or some of its rows and columns, as a tensor of llama.cpp.
+    """A weight, or some of its rows, as a tensor of llama.cpp.
 
     Attributes:
         name: Hugging Face's, as the package ``gguf`` knows it.
-        rows, columns: of the weight, of each expert's where it has experts. They are cut after ``change``.
-        change: of the values; None: they stay.
+        rows: of the weight, of each expert's where it has experts; after ``change``.
+        heads: shape [a, b, width] of the columns after ``change``, which llama.cpp orders as [b, a, width]; None: as
+            they are.
+        change: of the weight's values, and back; None: they stay.
     """
 
     name: str
     rows: slice | Tensor = field(default_factory=lambda: slice(None))
-    columns: slice | Tensor = field(default_factory=lambda: slice(None))
-    change: Callable[[Tensor], Tensor] | None = None
+    heads: tuple[int, int, int] | None = None
+    change: Change | None = None
 
     def of(self, weight: Tensor) -> Tensor:
         """Return the part of a weight, [..., rows, columns] or, of a vector or biases, [..., rows]."""
-        weight = weight if self.change is None else self.change(weight)
-        if weight.dim() < 2 or self.name.endswith("bias"):
+        weight = weight if self.change is None else self.change[0](weight)
+        if self.is_vector(weight):
             return weight[..., self.rows]
-        return weight[..., self.rows, :][..., self.columns]
+        return self.columns_of(weight[..., self.rows, :])
+
+    def columns_of(self, weight: Tensor) -> Tensor:
+        """Return all rows of a weight with the columns in llama.cpp's order."""
+        return weight if self.heads is None else weight.unflatten(-1, self.heads).transpose(-3, -2).flatten(-3)
+
+    def is_vector(self, tensor: Tensor) -> bool:
+        """Return whether a tensor with this name has no columns."""
+        return tensor.dim() < 2 or self.name.endswith("bias")
+
+
+def joined(parts: Sequence[Part], tensors: Sequence[Tensor], kind: str) -> Tensor:
+    """Return the weight that :meth:`Part.of` has taken apart.
+
+    Args:
+        parts: of the weight.
+        tensors: of llama.cpp, one for each part; bytes where they have blocks.
+        kind: of their blocks, a key of :data:`rocm_ext.model.unpack.BLOCKS`; empty: they have numbers.
+    """
+    (first, *others), found = parts, tensors[0]
+    dim = -1 if first.is_vector(found) else -2
+    if others:
+        shape = list(found.shape)
+        shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+        found = found.new_empty(shape)
+        for part, tensor in zip(parts, tensors, strict=True):
+            found[(..., part.rows) if dim == -1 else (..., part.rows, slice(None))] = tensor
+    elif isinstance(first.rows, Tensor):
+        found = found.index_select(dim, first.rows.argsort().to(found.device))
+    swapped = first.heads and (first.heads[1], first.heads[0], first.heads[2])
+    if kind:
+        found = of_blocks(found, kind, heads=swapped)
+    elif swapped:
+        found = replace(first, heads=swapped).columns_of(found)
+    return found if first.change is None else first.change[1](found)
 
 
 @dataclass(frozen=True)
@@ -180,7 +223,6 @@ _NATIVE = {  # llama.cpp's Mistral is its Llama
     "Qwen2ForCausalLM": "QWEN2",
     "Qwen3ForCausalLM": "QWEN3",
 }
-_READ = "llama, qwen2 and qwen3"
 _MODEL_TYPE = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 
 
@@ -223,30 +265,43 @@ def _of_native(folder: Path, a: Architecture) -> Layout:
     return Layout(arch, a.layers, a.vocabulary, keys, parts, factors)
 
 
-def places(folder: Path, file: GgufFile) -> dict[str, Part]:
-    """Return the weights that a GGUF file holds: by Hugging Face's names, llama.cpp's and the order of rows.
+def places(folder: Path, stored: Collection[str]) -> dict[str, list[Part]]:
+    """Return the parts of each weight that a model's GGUF files hold, with llama.cpp's names.
 
     Args:
         folder: with the model's ``config.json``.
-        file: one of its files.
+        stored: llama.cpp's names of the files' tensors.
 
     Raises:
-        UserError: the file has a tensor that the model has not.
+        UserError: the files have a tensor that the model has not.
     """
-    if foreign_config(folder) is not None:
-        raise UserError(f"{file.path} is llama.cpp's {file.architecture}; {_READ} are read from GGUF files")
-    architecture = read_architecture(folder)
-    layout = _of_native(folder, architecture)
+    layout = read_layout(folder)
     names = GgufNames(layout)
-    found = {}
-    for name in stored_names(architecture.layers):
-        for part in layout.parts(name):
-            if (own := names.find(part.name)) in file.places:
-                found[name] = replace(part, name=own)
-    others = file.places.keys() - {part.name for part in found.values()} - {_FACTORS}
-    if others:
-        raise UserError(f"{file.path} has {min(others)}, which no layer of {architecture.name} has")
+    found: dict[str, list[Part]] = {}
+    for name in _names_in(folder):
+        ways = [layout.parts(name), [Part(f"{name}.weight")] if name.endswith("gate_up_proj") else []]
+        for parts in ways:
+            own = [replace(part, name=names.find(part.name) or "") for part in parts]
+            if own and all(part.name in stored for part in own):
+                found[name] = own
+                break
+    known = {part.name for parts in found.values() for part in parts} | {_FACTORS}
+    if others := sorted(name for name in {*stored} - known if not _is_ahead(name, layout.layers)):
+        raise UserError(f"{(files_in(folder) or [str(folder)])[0]} has {others[0]}, which no layer of this {names.arch} has")
     return found
+
+
+def _names_in(folder: Path) -> Iterable[str]:
+    """Hugging Face's names of the weights of the model in a folder."""
+    if (path := folder / SHAPES).is_file():
+        return json_object(path.read_bytes()) or {}
+    return stored_names(read_architecture(folder).layers)
+
+
+def _is_ahead(name: str, layers: int) -> bool:
+    """Whether a tensor belongs to a layer that predicts further tokens, which comes after the others."""
+    match = re.match(r"blk\.(\d+)\.", name)
+    return match is not None and int(match[1]) >= layers
 
 
 def config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
@@ -269,37 +324,99 @@ def config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
 def _config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
     file, arch = files[0], files[0].architecture
     places = {name: place for each in files for name, place in each.places.items()}
-    name = next((name for name, known in _NATIVE.items() if known.lower() == arch), None)
-    if name is None:
-        raise UserError(f"{file.path} is llama.cpp's {arch}; {_READ} are read from GGUF files")
-    keys = {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items() if key.startswith(f"{arch}.")}
-    config: dict[str, Any] = {"architectures": [name], "model_type": _MODEL_TYPE[name]}
-    writer = library().GGUFWriter(None, arch)
-    for key, theirs in _COMMON.items():
-        getattr(writer, f"add_{key}")(1)
-        stored = list(writer.kv_data[0])[-1].removeprefix(f"{arch}.")
-        ours = theirs if isinstance(theirs, str) else "head_dim"
-        value = keys.pop(stored, None)
-        if value is None and key in _OPTIONAL:
-            continue
-        if type(value) not in (int, float):
-            raise UserError(f"{file.path}: {arch}.{stored} is {value!r}; expected a number")
-        if config.setdefault(ours, value) != value:
-            raise UserError(f"{file.path}: {arch}.{stored} is {value}, but {ours} {config[ours]}")
+    name = next((name for name, known in _NATIVE.items() if _named(known) == arch), None)
+    kind, row = next(((kind, row) for kind, row in _ROWS.items() if _named(row.arch) == arch), (None, None))
+    if name is None and (row is None or row.back is None):
+        raise UserError(f"{file.path} is llama.cpp's {arch}; {', '.join(sorted(_read()))} are read from GGUF files")
     if len(getattr(places.get("token_embd.weight"), "shape", ())) != 2:
         raise UserError(f"{file.path} lacks token_embd.weight, the embeddings")
-    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    config: dict[str, Any] = {"architectures": [name], "model_type": _MODEL_TYPE.get(str(name), kind)}
+    of_row: Mapping[str, Of] = {} if row is None else row.keys
+    if row is not None:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[str(kind)]]
+        config |= {key: value for key, value in row.only.items() if not callable(value)}
+    keys, values = _keys(file), dict[str, Any]()
+    for key, theirs in {**_COMMON, **of_row}.items():
+        value = keys.pop(stored := _stored_key(arch, key), None)
+        if value is None and (key in _OPTIONAL or (key == "feed_forward_length" and "expert_count" in of_row)):
+            continue
+        if value is None or (isinstance(theirs, str) and type(value) not in (int, float)):
+            raise UserError(f"{file.path}: {arch}.{stored} is {value!r}; expected a number")
+        values[key] = value
+        if isinstance(theirs, str) and config.setdefault(theirs, value) != value:
+            raise UserError(f"{file.path}: {arch}.{stored} is {value}, but {theirs} {config[theirs]}")
+    config["head_dim"] = values.get("key_length", config["hidden_size"] // config["num_attention_heads"])
     config["vocab_size"] = places["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in places
-    config["attention_bias"] = "blk.0.attn_output.bias" in places or (arch == "llama" and "blk.0.attn_q.bias" in places)
-    if (turned := keys.pop("rope.dimension_count", config["head_dim"])) != config["head_dim"]:
-        raise UserError(
-            f"{file.path}: {arch}.rope.dimension_count is {turned}; expected head_dim, {config['head_dim']}"
-        )
+    if row is None:
+        biased = "blk.0.attn_output.bias" in places or (arch == "llama" and "blk.0.attn_q.bias" in places)
+        config["attention_bias"] = biased
     config["rope_parameters"] = _rope_of(files, keys, config)
+    if (turned := keys.pop("rope.dimension_count", config["head_dim"])) != config["head_dim"]:
+        config["rope_parameters"]["partial_rotary_factor"] = turned / config["head_dim"]
+    if row is not None and row.back is not None:
+        config |= row.back(values, config)
     if others := sorted(keys.keys() - _IDLE):
         raise UserError(f"{file.path}: {arch}.{others[0]} is {keys[others[0]]!r}, which is not computed here")
     return config
+
+
+def check_config(folder: Path, file: GgufFile) -> None:
+    """Check that the ``config.json`` of a folder has llama.cpp's layout in the file that it was made of.
+
+    Raises:
+        UserError: a key of the metadata has another value.
+    """
+    found = _keys(file)
+    for key, value in _stored(file.architecture, read_layout(folder).keys).items():
+        if key in found and not _equal(found[key], value):
+            raise UserError(f"{file.path}: {file.architecture}.{key} is {found[key]}, but {value} is computed here")
+
+
+def _equal(stored: Any, value: Any) -> bool:
+    if isinstance(stored, list) or isinstance(value, list):
+        stored, value = (each if isinstance(each, list) else [each] for each in (stored, value))
+        size = max(len(stored), len(value))
+        both = (each * (size if len(each) == 1 else 1) for each in (stored, value))
+        return len({len(stored), len(value)} - {1}) < 2 and all(map(_equal, *both))
+    return math.isclose(stored, value, rel_tol=1e-5) if isinstance(value, float) else stored == value
+
+
+def _read() -> set[str]:
+    """llama.cpp's names of the architectures that are read."""
+    return {_named(arch) for arch in _NATIVE.values()} | {_named(row.arch) for row in _ROWS.values() if row.back}
+
+
+def _named(arch: str) -> str:
+    return arch.lower().replace("_", "-")
+
+
+def _keys(file: GgufFile) -> dict[str, Any]:
+    """Return the metadata of the architecture, without layers that predict further tokens."""
+    arch = file.architecture
+    keys = {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items() if key.startswith(f"{arch}.")}
+    if "block_count" in keys:
+        keys["block_count"] -= keys.pop("nextn_predict_layers", 0)
+    return keys
+
+
+def add_keys(writer: Any, keys: Mapping[str, Any]) -> None:
+    """Add the keys of a :class:`Layout` to a ``GGUFWriter``."""
+    for key, value in keys.items():
+        getattr(writer, f"add_{key}")(library().RopeScalingType(value) if key == "rope_scaling_type" else value)
+
+
+def _stored(arch: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keys and values as they are in the metadata."""
+    writer = library().GGUFWriter(None, arch)
+    add_keys(writer, keys)
+    return {key.removeprefix(f"{arch}."): entry.value for key, entry in writer.kv_data[0].items()}
+
+
+def _stored_key(arch: str, key: str) -> str:
+    return list(_stored(arch, {key: [1]}))[-1]
 
 
 def _rope_of(files: Sequence[GgufFile], keys: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -372,6 +489,8 @@ class _Row:
         parts: maps a weight's name and the config to the weight's parts.
         keys: what ``GGUFWriter`` adds, beside :data:`_COMMON`.
         only: keys of the config with the values that llama.cpp computes alone.
+        back: makes entries of the config of the keys' values, where these are computed, and of the entries that there
+            are; None: the architecture is not read from files.
         merged_only: see :class:`Layout`.
     """
 
@@ -379,6 +498,7 @@ class _Row:
     parts: Callable[[str, Any], list[Part]]
     keys: Mapping[str, Of]
     only: Mapping[str, Any]
+    back: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] | None = None
     merged_only: tuple[str, ...] = ()
 
 
@@ -415,6 +535,12 @@ def _of_transformers(folder: Path, row: _Row) -> Layout:
     return Layout(row.arch, config.num_hidden_layers, config.vocab_size, keys, parts, factors, row.merged_only, differs)
 
 
+_PLUS_ONE: Change = (lambda weight: weight.float() + 1, lambda stored: stored.float() - 1)
+_DECAY: Change = (lambda weight: -weight.float().exp(), lambda stored: (-stored.float()).log())
+_FLAT: Change = (lambda weight: weight.squeeze(1), lambda stored: stored.unsqueeze(1))
+_TRANSPOSED: Change = (lambda weight: weight.transpose(1, 2), lambda stored: stored.transpose(1, 2))
+
+
 def _experts(name: str, config: Any) -> list[Part]:
     """The parts of a weight that may be of all experts: [experts, gate and up, in] or [experts, out, in]."""
     stem, fused, _ = name.partition("gate_up_proj")
@@ -425,11 +551,7 @@ def _experts(name: str, config: Any) -> list[Part]:
 
 
 def _gemma_3(name: str, _: Any) -> list[Part]:
-    return [Part(name, change=_plus_one if name.endswith("norm.weight") else None)]
-
-
-def _plus_one(weight: Tensor) -> Tensor:
-    return weight.float() + 1
+    return [Part(name, change=_PLUS_ONE if name.endswith("norm.weight") else None)]
 
 
 def _gpt_oss(name: str, _: Any) -> list[Part]:
@@ -439,7 +561,7 @@ def _gpt_oss(name: str, _: Any) -> list[Part]:
     stem, experts, layer = name.partition(".experts.")
     if not experts:
         return [Part(name)]
-    end, change = ("bias", None) if layer.endswith("_bias") else ("weight", partial(Tensor.transpose, dim0=1, dim1=2))
+    end, change = ("bias", None) if layer.endswith("_bias") else ("weight", _TRANSPOSED)
     if layer.startswith("down_proj"):
         return [Part(f"{stem}.experts.down_proj.{end}", change=change)]
     halves = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
@@ -451,7 +573,7 @@ def _qwen3_5(name: str, config: Any) -> list[Part]:
     stem, delta, layer = name.partition(".linear_attn.")
     if not delta:
         parts = _experts(name, config)
-        return [replace(parts[0], change=_plus_one)] if name.endswith("norm.weight") else parts
+        return [replace(parts[0], change=_PLUS_ONE)] if name.endswith("norm.weight") else parts
     heads, keys = config.linear_num_value_heads, config.linear_num_key_heads
     by_head = torch.arange(heads).view(keys, -1).T.flatten()
     width, before = config.linear_value_head_dim, 2 * keys * config.linear_key_head_dim  # q and k
@@ -459,14 +581,14 @@ def _qwen3_5(name: str, config: Any) -> list[Part]:
     mixed = torch.cat([torch.arange(before), before + values])
     return [
         {
-            "A_log": Part(name, by_head, change=lambda weight: -weight.float().exp()),
+            "A_log": Part(name, by_head, change=_DECAY),
             "dt_bias": Part(f"{stem}{delta}dt_proj.bias", by_head),
-            "conv1d.weight": Part(name, mixed, change=partial(torch.squeeze, dim=1)),
+            "conv1d.weight": Part(name, mixed, change=_FLAT),
             "in_proj_qkv.weight": Part(name, mixed),
             "in_proj_z.weight": Part(name, values),
             "in_proj_a.weight": Part(name, by_head),
             "in_proj_b.weight": Part(name, by_head),
-            "out_proj.weight": Part(name, columns=values),
+            "out_proj.weight": Part(name, heads=(keys, heads // keys, width)),
         }.get(layer, Part(name))
     ]
 
@@ -553,6 +675,36 @@ _QWEN3_5 = {**_SILU, "layer_types": _every, "linear_value_head_dim": lambda c: c
 _GELU = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
 
 
+def _back_to_windows(every: int) -> Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]:
+    """Where the file does not say it, each n-th layer has full attention."""
+
+    def back(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        layers = range(config["num_hidden_layers"])
+        slides = values.get("sliding_window_pattern") or [(layer + 1) % every > 0 for layer in layers]
+        return {"layer_types": ["sliding_attention" if each else "full_attention" for each in slides]}
+
+    return back
+
+
+def _back_to_gemma_3(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    rope, base = config["rope_parameters"], values.get("rope_freq_base_swa", 10_000.0)
+    made = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": base}}
+    scale = _gemma_3_scale(SimpleNamespace(**config))
+    return _back_to_windows(6)(values, config) | {"rope_parameters": made, "query_pre_attn_scalar": scale}
+
+
+def _back_to_qwen3_5(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    every, rope = values["full_attention_interval"], dict(config["rope_parameters"])
+    if sections := values.get("rope_dimension_sections"):
+        rope["mrope_section"] = sections[:3]
+    layers = range(1, config["num_hidden_layers"] + 1)
+    return {
+        "rope_parameters": rope,
+        "linear_value_head_dim": values["ssm_inner_size"] // config["linear_num_value_heads"],
+        "layer_types": ["linear_attention" if layer % every else "full_attention" for layer in layers],
+    }
+
+
 def _gemma_3_scale(config: Any) -> float:
     """llama.cpp's scale of attention; it knows the 27B model by its layers."""
     return config.hidden_size // config.num_attention_heads if config.num_hidden_layers == 62 else config.head_dim
@@ -564,12 +716,14 @@ _ROWS = {  # by the model_type of the text part
         _experts,
         _EXPERTS,
         {**_SILU, "mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True, "use_sliding_window": False},
+        lambda values, config: {},
     ),
     "gemma3_text": _Row(
         "GEMMA3",
         _gemma_3,
         {**_WINDOW, "rope_freq_base_swa": _local_base, "final_logit_softcapping": "final_logit_softcapping"},
         {**_GELU, "attn_logit_softcapping": None, "query_pre_attn_scalar": _gemma_3_scale},
+        _back_to_gemma_3,
     ),
     "gpt_oss": _Row(
         "GPT_OSS",
@@ -581,13 +735,15 @@ _ROWS = {  # by the model_type of the text part
             "expert_feed_forward_length": "intermediate_size",
         },
         {"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "tie_word_embeddings": False},
+        _back_to_windows(2),
     ),
-    "qwen3_5_text": _Row("QWEN35", _qwen3_5, _DELTA, _QWEN3_5),
+    "qwen3_5_text": _Row("QWEN35", _qwen3_5, _DELTA, _QWEN3_5, _back_to_qwen3_5),
     "qwen3_5_moe_text": _Row(
         "QWEN35MOE",
         _qwen3_5,
         {**_DELTA, **_EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
         _QWEN3_5,
+        _back_to_qwen3_5,
     ),
     "gemma4_text": _Row(
         "GEMMA4",
@@ -612,6 +768,6 @@ _ROWS = {  # by the model_type of the text part
             "feed_forward_length": _mlps,
         },
         {**_GELU, "vocab_size_per_layer_input": _table},
-        ("experts.down_proj",),  # the router's scale of an expert leaves out its LoRA
+        merged_only=("experts.down_proj",),  # the router's scale of an expert leaves out its LoRA
     ),
 }

@@ -25,7 +25,7 @@ from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.base.log import log
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.model.attention import Attention, Lengths
-from rocm_ext.model.checkpointer import kinds_of_blocks
+from rocm_ext.model.checkpointer import blocks_in
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.families import (
     LINEAR,
@@ -204,7 +204,7 @@ def from_checkpoint(
     if not 1 <= lora_rank <= 2**16:
         raise UserError(f"lora_rank is {lora_rank}; expected 1 to 65,536")
     folder = Path(checkpoint_dir)
-    form, blocks = stored_format(folder), kinds_of_blocks(folder)
+    form, blocks = stored_format(folder), blocks_in(folder)
     if (form or blocks) and quantize_base:
         raise UserError(
             f"quantize_base is {quantize_base}, but the weights in {folder} are quantised "
@@ -225,7 +225,7 @@ def from_checkpoint(
             quantize_base=bool(quantize_base) and not fp8,
             trust_remote_code=trust_remote_code,
         )
-        return expect(decoder, form, quantizes=fp8)
+        return expect_blocks(decoder, blocks) if blocks else expect(decoder, form, quantizes=fp8)
     architecture = read_architecture(folder)
     if target_parameters is not None:
         raise UserError(f"target_parameters is {target_parameters}, but {architecture.name} has no experts")

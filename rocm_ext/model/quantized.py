@@ -4,7 +4,9 @@ A :class:`Quantized` goes where a weight goes. Each operation that needs its val
 alone. So does each backward pass, because what autograd keeps is the quantised weight itself.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
 
@@ -23,6 +25,21 @@ from rocm_ext.model.unpack import BLOCKS, unpack
 _E2M1 = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 _PAIRS = [[_E2M1[byte % 16], _E2M1[byte // 16]] for byte in range(256)]
 _WHAT = "the product in FP8"
+_PIECE = 1 << 23  # bytes of ggml's blocks that are checked at a time
+
+
+# unpacked weights by the identity of their blocks, which lives as long as they are kept here
+_OPEN: ContextVar[dict[int, tuple[Tensor, Tensor]] | None] = ContextVar("_OPEN", default=None)
+
+
+@contextmanager
+def unpacked_once() -> Iterator[None]:
+    """Context in which a weight's blocks are unpacked by their first use, and kept for the others."""
+    token = _OPEN.set({})
+    try:
+        yield
+    finally:
+        _OPEN.reset(token)
 
 
 @cache
@@ -44,6 +61,8 @@ class Quantized(Tensor):
         transposed: it stands for a tensor [..., in, out].
         multiplies: FP8 with scales of rows is multiplied as it is, see :func:`scaled_product`.
         kind: of ggml's blocks, a key of :data:`rocm_ext.model.unpack.BLOCKS`.
+        heads: shape [a, b, width] of its columns in ggml's blocks, which are those of the tensor in the order
+            [b, a, width]: a block may hold several heads; None: the order is the same.
     """
 
     packed: Tensor
@@ -52,6 +71,7 @@ class Quantized(Tensor):
     transposed: bool
     multiplies: bool
     kind: str
+    heads: tuple[int, int, int] | None
 
     @staticmethod
     def __new__(
@@ -63,6 +83,7 @@ class Quantized(Tensor):
         transposed: bool = False,
         multiplies: bool = False,
         kind: str = "",
+        heads: tuple[int, int, int] | None = None,
     ) -> "Quantized":
         """Make a tensor without values of its own."""
         shape = list(packed.shape)
@@ -75,7 +96,7 @@ class Quantized(Tensor):
             shape[-2:] = shape[:-3:-1]
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.device)  # type: ignore
         made.packed, made.scale, made.block = packed, scale, block
-        made.transposed, made.multiplies, made.kind = transposed, multiplies, kind
+        made.transposed, made.multiplies, made.kind, made.heads = transposed, multiplies, kind, heads
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -86,12 +107,15 @@ class Quantized(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Say of what torch.compile makes such a tensor."""
-        return ["packed", "scale"], (self.block, self.dtype, self.transposed, self.multiplies, self.kind)
+        return ["packed", "scale"], self._rest()
 
     @staticmethod
     def __tensor_unflatten__(parts: dict[str, Tensor], rest: Any, *_: Any) -> "Quantized":
         """Undo :meth:`__tensor_flatten__`."""
         return Quantized(parts["packed"], parts["scale"], *rest)
+
+    def _rest(self, dtype: torch.dtype | None = None, turned: bool = False) -> tuple[Any, ...]:
+        return self.block, dtype or self.dtype, self.transposed != turned, self.multiplies, self.kind, self.heads
 
     @property
     def stored_bytes(self) -> int:
@@ -106,8 +130,10 @@ class Quantized(Tensor):
 
     def finite_part(self) -> Tensor:
         """Return the scales, with NaN if any value is NaN: all finite if the weight is."""
-        if self.kind:
-            return self.get_original_weight()
+        if self.kind:  # a weight of experts, unpacked, has gigabytes
+            rows = self.packed.flatten(0, -2)
+            pieces = rows.split(max(_PIECE // self.packed.shape[-1], 1))
+            return torch.cat([torch.stack(unpack(piece, self.kind, self.dtype).aminmax()) for piece in pieces])
         scales = self.scales()
         if self.packed.dtype != torch.float8_e4m3fn:  # MXFP4 has no NaN
             return scales
@@ -115,8 +141,7 @@ class Quantized(Tensor):
 
     def with_parts(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "Quantized":
         """Return a copy with ``change`` applied to values and scales, for a tensor of ``dtype``."""
-        rest = self.block, dtype or self.dtype, self.transposed, self.multiplies, self.kind
-        return Quantized(change(self.packed), change(self.scale), *rest)
+        return Quantized(change(self.packed), change(self.scale), *self._rest(dtype))
 
     def get_original_weight(self) -> Tensor:
         """Dequantise; torchao's NF4 has a method of this name.
@@ -124,7 +149,15 @@ class Quantized(Tensor):
         Products of value and scale are rounded once, from fp32.
         """
         if self.kind:
-            values = unpack(self.packed, self.kind, self.dtype)
+            open_ = _OPEN.get()
+            if open_ is not None and id(self.packed) in open_:
+                values = open_[id(self.packed)][1]
+            else:
+                values = unpack(self.packed, self.kind, self.dtype)
+            if open_ is not None:
+                open_[id(self.packed)] = self.packed, values
+            if self.heads is not None:
+                values = values.unflatten(-1, self.heads).transpose(-3, -2).flatten(-3)
             return values.mT if self.transposed else values
         if self.packed.dtype == torch.uint8:
             made = _pairs.__wrapped__ if isinstance(self.packed, FakeTensor) else _pairs  # a fake table must not stay
@@ -166,8 +199,7 @@ def _to(weight: Quantized, *, dtype: Any = None, device: Any = None, **others: A
 def _swap(weight: Quantized, first: int = 0, second: int = 1) -> Quantized | None:
     if {first % weight.ndim, second % weight.ndim} != {weight.ndim - 2, weight.ndim - 1}:
         return None
-    rest = weight.block, weight.dtype, not weight.transposed, weight.multiplies, weight.kind
-    return Quantized(weight.packed, weight.scale, *rest)
+    return Quantized(weight.packed, weight.scale, *weight._rest(turned=True))
 
 
 def _select(weight: Quantized, dim: int, index: int) -> Quantized | None:
@@ -177,12 +209,11 @@ def _select(weight: Quantized, dim: int, index: int) -> Quantized | None:
 def _joined(join: Callable[..., Tensor], weights: Sequence[Any], dim: int) -> Quantized | None:
     """Join alike weights along a dimension before their columns."""
     first = weights[0]
-    alike = first.block, first.kind, False, first.dtype
-    like = [isinstance(w, Quantized) and (w.block, w.kind, w.transposed, w.dtype) == alike for w in weights]
-    if not all(like) or dim > first.ndim - 2:
+    like = [isinstance(w, Quantized) and w._rest() == first._rest() for w in weights]
+    if not all(like) or first.transposed or dim > first.ndim - 2:
         return None
     packed, scale = (join([getattr(w, part) for w in weights], dim) for part in ("packed", "scale"))
-    return Quantized(packed, scale, first.block, first.dtype, kind=first.kind)
+    return Quantized(packed, scale, *first._rest())
 
 
 def _stack(weights: Sequence[Any], dim: int = 0) -> Quantized | None:
@@ -204,6 +235,13 @@ def _mm(x: Tensor, weight: Any) -> Tensor | None:
     return scaled_product(x, weight) if takes else None
 
 
+def _embedding(weight: Any, tokens: Tensor, *_: Any, **__: Any) -> Tensor | None:
+    """Unpack the rows of ``tokens`` alone."""
+    if not isinstance(weight, Quantized) or not weight.kind or weight.transposed:
+        return None
+    return weight.with_parts(lambda part: part[tokens]).get_original_weight()
+
+
 def _addmm(bias: Tensor, x: Tensor, weight: Any, *, beta: float = 1, alpha: float = 1) -> Tensor | None:
     out = _mm(x, weight) if beta == alpha == 1 else None
     return None if out is None else out.add_(bias)
@@ -222,6 +260,7 @@ _KEPT: dict[Any, Callable[..., Tensor | None]] = {
     _aten.cat.default: _cat,
     _aten.mm.default: _mm,
     _aten.addmm.default: _addmm,
+    _aten.embedding.default: _embedding,
 }
 
 
@@ -255,16 +294,19 @@ def stored(name: str, packed: Tensor, scale: Tensor, block: tuple[int, int] = (0
     raise ValueError(f"{name} has values {list(packed.shape)} and scales {list(scale.shape)}, {by_config}")
 
 
-def of_blocks(packed: Tensor, kind: str, dtype: torch.dtype = torch.float32) -> Quantized:
+def of_blocks(
+    packed: Tensor, kind: str, dtype: torch.dtype = torch.float32, heads: tuple[int, int, int] | None = None
+) -> Quantized:
     """Return the weight of ggml's blocks.
 
     Args:
         packed: [..., out, bytes], uint8.
         kind: a key of :data:`rocm_ext.model.unpack.BLOCKS`.
         dtype: of the tensor that it stands for.
+        heads: see :class:`Quantized`.
     """
     nothing = packed.new_empty(*packed.shape[:-1], 0)
-    return Quantized(packed, nothing, (1, BLOCKS[kind][0]), dtype, kind=kind)
+    return Quantized(packed, nothing, (1, BLOCKS[kind][0]), dtype, kind=kind, heads=heads)
 
 
 def fp8_rows(weight: Tensor, transposed: bool = False, multiplies: bool = False) -> Quantized:
@@ -318,25 +360,20 @@ def stand_in(weight: Tensor, kind: str, block: tuple[int, int], transposed: bool
     return nn.Parameter(made, requires_grad=False)
 
 
-def expect_blocks(decoder: Any, kinds: Mapping[str, str]) -> Any:
-    """Put blocks without values where the GGUF file of ``decoder`` has such in its layers; return ``decoder``.
+def expect_blocks(decoder: Any, blocks: Mapping[str, Quantized]) -> Any:
+    """Put blocks without values where the GGUF files of ``decoder`` have such; return ``decoder``.
 
     Args:
         decoder: its parameters are on the meta device.
-        kinds: of blocks, by Hugging Face's names of weights.
+        blocks: on the meta device, by Hugging Face's names of weights.
     """
     rename = decoder.renames[0]
-    inside = next(f"{name}." for name, module in decoder.named_modules() if module is decoder.layers)
     for name, parameter in list(decoder.named_parameters()):
         owner, _, leaf = name.rpartition(".")
-        if not name.startswith(inside) or owner.endswith((".lora_a", ".lora_b")) or leaf != "weight":
-            continue
-        if (kind := kinds.get(rename(name))) is not None:
-            values, size = BLOCKS[kind]
-            *rows, columns = parameter.shape
-            packed = torch.empty(*rows, columns // values * size, dtype=torch.uint8, device="meta")
-            made = nn.Parameter(of_blocks(packed, kind, parameter.dtype), requires_grad=False)
-            setattr(decoder.get_submodule(owner), leaf, made)
+        made = None if owner.endswith((".lora_a", ".lora_b")) else blocks.get(rename(name))
+        if made is not None and made.shape == parameter.shape:  # loading refuses others
+            weight = made.with_parts(torch.clone, parameter.dtype)
+            setattr(decoder.get_submodule(owner), leaf, nn.Parameter(weight, requires_grad=False))
     return decoder
 
 

@@ -33,7 +33,7 @@ from rocm_ext.losses import Objective
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.layers import HAS_KERNEL, FusedRMSNorm
 from rocm_ext.model.lora import ExpertLora, adapters
-from rocm_ext.model.quantized import Quantized
+from rocm_ext.model.quantized import Quantized, unpacked_once
 from rocm_ext.model.remembered import remembered
 from rocm_ext.model.sampler import MIN_ROWS, one_step
 from rocm_ext.model.transformers.products import ALIKE
@@ -344,7 +344,8 @@ def simulate(
             run.tally = tally
             batch = _batch(lengths, targets, objective, decoder.packs, shared)
             hidden = fake.hidden_states(batch).flatten(0, 1)[batch.index]
-            objective(fake.output, hidden, batch.targets, batch.columns, batch.sequence).backward()
+            with unpacked_once():
+                objective(fake.output, hidden, batch.targets, batch.columns, batch.sequence).backward()
             loss = LossCosts(tally.peak - run.held, tally.operations)
         return _to_json(run.costs, loss, run.shared)
 

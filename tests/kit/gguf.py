@@ -1,5 +1,6 @@
 """GGUF files with blocks of every kind, for small models with random weights."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ _SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6
            "Q5_1": (0, 2)}  # fmt: skip
 _SIZES = {"Q2_K": 5e-3, "Q3_K": 2e-3, "Q4_K": 2e-4, "Q5_K": 1e-4, "Q6_K": 5e-5, "Q8_0": 1e-3, "IQ2_XXS": 1e-3,
           "IQ2_XS": 1e-3, "IQ2_S": 1e-3, "IQ3_XXS": 1e-3, "IQ3_S": 5e-4, "IQ4_NL": 1e-3, "IQ4_XS": 5e-5}  # fmt: skip
+_PLAIN = ("ffn_gate_inp", "ssm_conv1d", ".bias")  # llama.cpp takes these in fp32 alone
 
 
 def random_blocks(kind: str, rows: int, blocks: int, rng: np.random.Generator) -> np.ndarray:
@@ -39,7 +41,8 @@ def write_gguf(
     Args:
         folder: in Hugging Face's format.
         target: the file.
-        kinds: of blocks with random values that the layers' weights get in turn; none: all weights stay, in fp32.
+        kinds: of blocks with random values that the weights get in turn, and experts' gate and up alike; none: all
+            weights stay, in fp32.
         parts: files; the first of two holds the layers.
         metadata: values by key that differ; None: the key is left out.
 
@@ -68,12 +71,12 @@ def write_gguf(
         writer.add_int32("split.tensors.count", len(reader.tensors))
     number = 0
     for tensor in reader.tensors:
-        of_layer = tensor.name.startswith("blk.")
-        writer = writers[0 if of_layer else -1]
-        if of_layer and tensor.data.ndim == 2 and kinds:
-            kind = kinds[number % len(kinds)]
-            number += 1
-            made = random_blocks(kind, len(tensor.data), tensor.data.shape[1] // BLOCKS[kind][0], rng)
+        writer = writers[0 if tensor.name.startswith("blk.") else -1]
+        if tensor.data.ndim > 1 and kinds and not any(name in tensor.name for name in _PLAIN):
+            kind = kinds[(number - ("ffn_up_exps" in tensor.name)) % len(kinds)]
+            number += "ffn_up_exps" not in tensor.name
+            *before, width = tensor.data.shape
+            made = random_blocks(kind, math.prod(before), width // BLOCKS[kind][0], rng).reshape(*before, -1)
             writer.add_tensor(tensor.name, made, raw_dtype=gguf.GGMLQuantizationType[kind])
         else:
             writer.add_tensor(tensor.name, tensor.data)

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.bench.probes import RandomWeights
-from rocm_ext.model.checkpointer import kinds_of_blocks
+from rocm_ext.model.checkpointer import blocks_in
 from rocm_ext.model.families import read_architecture
 from rocm_ext.model.gguf_files import GgufFile, parts_of
 from rocm_ext.model.gguf_folder import folder_of
@@ -230,7 +230,7 @@ def test_damage_of_a_header_is_an_error_of_the_user_or_none(files, data):
     damaged.write_bytes(content)
     with contextlib.suppress(UserError):
         folder = folder_of(str(damaged))
-        kinds_of_blocks(folder)
+        blocks_in(folder)
         shutil.rmtree(folder)
 
 

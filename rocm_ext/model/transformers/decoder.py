@@ -386,6 +386,17 @@ def build(
     return decoder
 
 
+def shapes_of(folder: Path) -> dict[str, list[int]]:
+    """Return the shapes of all weights of transformers' model of a folder, by name.
+
+    Raises:
+        UserError: transformers does not know the model.
+    """
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    _check_known(config, folder)
+    return {name: list(weight.shape) for name, weight in _on_meta(config, None, False).state_dict().items()}
+
+
 def _check_known(config: Any, folder: Path) -> None:
     """Check that transformers, or code of the folder, has a language model for ``config``."""
     known = MODEL_FOR_MULTIMODAL_LM_MAPPING if is_multimodal(config) else MODEL_FOR_CAUSAL_LM_MAPPING
