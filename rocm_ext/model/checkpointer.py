@@ -431,8 +431,8 @@ class _Gguf:
             tensors = [unpack(tensor, kind) if kind else tensor.float() for tensor, kind in pairs]
             kinds = [""]
         made = llama_cpp.joined(parts, tensors, kinds[0])
-        shape = self._shapes.get(name, made.shape)  # llama.cpp's have no sides of 1
-        return made.view(shape) if [*made.shape] == [side for side in shape if side != 1] else made
+        shape = self._shapes.get(name, [])  # llama.cpp's have no sides of 1
+        return made.view(shape) if 1 in shape and [*made.shape] == [side for side in shape if side != 1] else made
 
 
 class _Blocks(_Raw):

@@ -12,9 +12,10 @@ from rocm_ext.export import open_source
 from rocm_ext.export.gguf_model import write_model
 from rocm_ext.model.unpack import BLOCKS
 
-# where the scales of a block are, in fp16, and which size gives weights of about 0.1
-_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q4_1": (0, 2),
-           "Q5_1": (0, 2)}  # fmt: skip
+# where a block's scales are, in fp16, and the second one's times the first for a mean of 0
+_SCALES = {"Q2_K": (80, 82, 1.5), "Q3_K": (108,), "Q4_K": (0, 2, 7.5), "Q5_K": (0, 2, 15.5), "Q6_K": (208,),
+           "Q4_1": (0, 2, -7.5), "Q5_1": (0, 2, -15.5)}  # fmt: skip
+# the size of scales that gives weights of about 0.1
 _SIZES = {"Q2_K": 5e-3, "Q3_K": 2e-3, "Q4_K": 2e-4, "Q5_K": 1e-4, "Q6_K": 5e-5, "Q8_0": 1e-3, "IQ2_XXS": 1e-3,
           "IQ2_XS": 1e-3, "IQ2_S": 1e-3, "IQ3_XXS": 1e-3, "IQ3_S": 5e-4, "IQ4_NL": 1e-3, "IQ4_XS": 5e-5}  # fmt: skip
 _PLAIN = ("ffn_gate_inp", "ssm_conv1d", ".bias")  # llama.cpp takes these in fp32 alone
@@ -27,9 +28,11 @@ def random_blocks(kind: str, rows: int, blocks: int, rng: np.random.Generator) -
     if kind == "MXFP4":
         made[:, :, 0] = rng.integers(120, 124, (rows, blocks))
     else:
-        for at in _SCALES.get(kind, (0,)):
-            scale = (_SIZES.get(kind, 1e-2) * rng.uniform(0.5, 1.5, (rows, blocks, 1))).astype(np.float16)
-            made[:, :, at : at + 2] = scale.view(np.uint8)
+        at, *other = _SCALES.get(kind, (0,))
+        scale = _SIZES.get(kind, 1e-2) * rng.uniform(0.5, 1.5, (rows, blocks, 1))
+        made[:, :, at : at + 2] = scale.astype(np.float16).view(np.uint8)
+        if other:
+            made[:, :, other[0] : other[0] + 2] = (other[1] * scale).astype(np.float16).view(np.uint8)
     return made.reshape(rows, -1)
 
 
