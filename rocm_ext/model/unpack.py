@@ -1,14 +1,18 @@
 """Unpack the blocks of ggml's types into numbers, by transformers' functions where it has them.
 
-Values equal those of llama.cpp's package ``gguf`` bit for bit in fp32.
+Values equal those of llama.cpp's package ``gguf`` bit for bit in fp32. On a GPU, torch.compile makes one kernel of each
+function, which reads blocks and writes values, where the function itself reads and writes some 40 bytes for each value.
 """
 
 from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.log import log
+from rocm_ext.machine import trials
 
 # values and bytes of a block
 BLOCKS = {
@@ -21,6 +25,7 @@ BLOCKS = {
 # beside a GPU's memory
 _PIECE = {"cpu": 1 << 18}
 _LARGE_PIECE = 1 << 24
+_WHAT = "the compiled unpacking of GGUF blocks"
 _E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)  # twice the values, as ggml has them; its scales are half
 
 
@@ -42,7 +47,9 @@ def unpack(packed: Tensor, kind: str, dtype: torch.dtype = torch.float32) -> Ten
 @torch.library.custom_op("rocm_ext::unpack", mutates_args=())
 def _unpack(packed: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     values, size = BLOCKS[kind]
-    blocks, function = packed.reshape(-1, size), _OURS[kind] if kind in _OURS else _theirs(kind)
+    blocks, function = packed.reshape(-1, size), _function(kind)
+    if packed.is_cuda and (kernel := _kernel(kind, dtype)):
+        return kernel(blocks).view(_shape(packed, kind))
     out = torch.empty(len(blocks), values, dtype=dtype, device=packed.device)
     count = _PIECE.get(packed.device.type, _LARGE_PIECE) // values
     for made, piece in zip(out.split(count), blocks.split(count), strict=True):
@@ -58,6 +65,44 @@ def _(packed: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
 def _shape(packed: Tensor, kind: str) -> tuple[int, ...]:
     values, size = BLOCKS[kind]
     return *packed.shape[:-1], packed.shape[-1] // size * values
+
+
+def _function(kind: str) -> Callable[[Tensor], Tensor]:
+    return _OURS[kind] if kind in _OURS else _theirs(kind)
+
+
+@cache
+def _kernel(kind: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+    """Return a compiled function; None: this machine does not compile it rightly."""
+    return compiled(kind, dtype) if _compiles() else None
+
+
+def compiled(kind: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Return a compiled function that unpacks blocks of a kind: [n, bytes] to [n, values] of ``dtype``."""
+    function = _function(kind)
+    # the tables of some kinds are made anew, and looked up, outside of what is compiled
+    return torch.compile(lambda blocks: function(blocks).reshape(-1, BLOCKS[kind][0]).to(dtype), dynamic=True)
+
+
+@cache
+def _compiles() -> bool:
+    """Ask a child process; a line in the log says what it answers."""
+    failure = trials.failure_of("unpack", _WHAT, __name__)
+    log.info("GGUF: %s", f"blocks are unpacked step by step, because {failure}" if failure else "compiled unpacking")
+    return not failure
+
+
+def trial(device: torch.device) -> str:
+    """Compare compiled functions with what they are made of: return what is wrong, or ""."""
+    rng, pairs = torch.Generator().manual_seed(0), []
+    for kind, (_, size) in BLOCKS.items():
+        blocks = torch.randint(0, 120, (4096, size), generator=rng, dtype=torch.uint8).to(device)  # no infinite scales
+        pairs.append((partial(compiled(kind, torch.bfloat16), blocks), partial(_plain, kind, blocks)))
+    return trials.compare(_WHAT, pairs, 1e-3)
+
+
+def _plain(kind: str, blocks: Tensor) -> Tensor:
+    return _function(kind)(blocks).reshape(-1, BLOCKS[kind][0]).bfloat16()
 
 
 def _theirs(kind: str) -> Callable[[Tensor], Tensor]:
@@ -103,3 +148,7 @@ def _mxfp4(blocks: Tensor) -> Tensor:
 
 
 _OURS: dict[str, Callable[[Tensor], Tensor]] = {"Q5_0": _q5_0, "Q5_1": _q5_1, "MXFP4": _mxfp4}
+
+
+if __name__ == "__main__":
+    trials.main(trial)

@@ -38,7 +38,7 @@ from rocm_ext.model.remembered import remembered
 from rocm_ext.model.sampler import MIN_ROWS, one_step
 from rocm_ext.model.transformers.products import ALIKE
 
-_BYTES_TO_UNPACK = 40  # for each value, measured on a CPU
+_BYTES_TO_UNPACK = 40  # for each value, measured on a CPU; a GPU compiles one kernel of all operations
 _ATTENTION: dict[str, Any] = {
     "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: sdpa_flop_count(q, k, v),
     "_scaled_dot_product_flash_attention_for_cpu_backward": lambda g, q, k, v, *_: sdpa_backward_flop_count(g, q, k, v),
@@ -73,14 +73,18 @@ class CostCounter(TorchDispatchMode):
     It does not see a kernel's own workspace. Tensors that existed before count once an operation returns
     them; :meth:`ignore` excludes them. Tensors on the meta device have no bytes; fake ones stand for some.
 
+    Args:
+        to_unpack: further bytes for each value of ggml's blocks.
+
     Attributes:
         now: bytes of live tensors.
         peak: maximum of ``now`` since the last :meth:`restart`.
         operations: kernels since the last :meth:`restart`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, to_unpack: int = 0) -> None:
         super().__init__()
+        self._to_unpack = to_unpack
         self._sizes: dict[int, int] = {}
         self.now = self.peak = 0
         self.operations: list[Operation] = []
@@ -112,8 +116,8 @@ class CostCounter(TorchDispatchMode):
         view = not func._schema.is_mutable and all(t.untyped_storage()._cdata in known for t in results)
         if not view and "empty" not in func._schema.name:
             moved = sum(map(_bytes, (*inputs, *results)))
-            if func is torch.ops.rocm_ext.unpack.default:  # many small operations
-                moved += _BYTES_TO_UNPACK * results[0].numel()
+            if func is torch.ops.rocm_ext.unpack.default:
+                moved += self._to_unpack * results[0].numel()
             self.operations.append(Operation(_flops(func, args, kwargs, out), moved, _name(func) in _ATTENTION))
         for tensor in results:
             self._add(tensor)
@@ -282,7 +286,7 @@ def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, 
         trainable = [p for p in fake.parameters() if p.requires_grad]
         for parameter in trainable:
             parameter.grad = torch.zeros_like(parameter)
-        tally = CostCounter()
+        tally = CostCounter(_BYTES_TO_UNPACK if kernels.together else 0)
         stored = [getattr(p, part, p) for p in fake.parameters() for part in ("packed", "scale")]
         tally.ignore([*stored, *fake.buffers(), *(p.grad for p in trainable if p.grad is not None)])
         token = ALIKE.set(tally.once)
