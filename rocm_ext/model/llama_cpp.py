@@ -287,7 +287,9 @@ def places(folder: Path, stored: Collection[str]) -> dict[str, list[Part]]:
                 break
     known = {part.name for parts in found.values() for part in parts} | {_FACTORS}
     if others := sorted(name for name in {*stored} - known if not _is_ahead(name, layout.layers)):
-        raise UserError(f"{(files_in(folder) or [str(folder)])[0]} has {others[0]}, which no layer of this {names.arch} has")
+        raise UserError(
+            f"{(files_in(folder) or [str(folder)])[0]} has {others[0]}, which no layer of this {names.arch} has"
+        )
     return found
 
 

@@ -94,7 +94,8 @@ def _compiles() -> bool:
 
 def trial(device: torch.device) -> str:
     """Compare compiled functions with what they are made of: return what is wrong, or ""."""
-    rng, pairs = torch.Generator().manual_seed(0), []
+    rng = torch.Generator().manual_seed(0)
+    pairs: list[tuple[Callable[[], Tensor], Callable[[], Tensor]]] = []
     for kind, (_, size) in BLOCKS.items():
         blocks = torch.randint(0, 120, (4096, size), generator=rng, dtype=torch.uint8).to(device)  # no infinite scales
         pairs.append((partial(compiled(kind, torch.bfloat16), blocks), partial(_plain, kind, blocks)))

@@ -42,17 +42,24 @@ def random_blocks(kind: str, rows: int, blocks: int, rng: np.random.Generator) -
 
 
 def write_gguf(
-    folder: Path, target: Path, kinds: Sequence[str] = (), parts: int = 1, metadata: Mapping[str, Any] | None = None
+    folder: Path,
+    target: Path,
+    kinds: Sequence[str] = (),
+    parts: int = 1,
+    metadata: Mapping[str, Any] | None = None,
+    experts: str = "alike",
+    more: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
-    """Write the model of a folder as a GGUF file.
+    """Write the model of a folder as a GGUF file, without sides of 1, as llama.cpp's converter.
 
     Args:
         folder: in Hugging Face's format.
         target: the file.
-        kinds: of blocks with random values that the weights get in turn, and experts' gate and up alike; none: all
-            weights stay, in fp32.
+        kinds: of blocks with random values that the weights get in turn; none: all weights stay, in fp32.
         parts: files; the first of two holds the layers.
         metadata: values by key that differ; None: the key is left out.
+        experts: gate and up have blocks of one kind (``alike``) or of two (``apart``), or are one tensor (``joined``).
+        more: further tensors.
 
     Returns:
         The first file.
@@ -77,25 +84,27 @@ def write_gguf(
         writer.add_uint16("split.no", number)
         writer.add_uint16("split.count", parts)
         writer.add_int32("split.tensors.count", len(reader.tensors))
-    number = 0
-    for tensor in reader.tensors:
-        writer = writers[0 if tensor.name.startswith("blk.") else -1]
-        if tensor.data.ndim > 1 and kinds and not any(name in tensor.name for name in _PLAIN):
-            kind = kinds[(number - ("ffn_up_exps" in tensor.name)) % len(kinds)]
-            number += "ffn_up_exps" not in tensor.name
-            *before, width = tensor.data.shape
+    number, tensors = 0, {tensor.name: tensor.data.squeeze() for tensor in reader.tensors}
+    tensors |= more or {}
+    for gate in [name for name in tensors if "ffn_gate_exps" in name] if experts == "joined" else ():
+        pair = tensors.pop(gate), tensors.pop(gate.replace("gate", "up"))
+        tensors[gate.replace("gate", "gate_up")] = np.concatenate(pair, axis=1)
+    for name, data in tensors.items():
+        writer = writers[0 if name.startswith("blk.") else -1]
+        if data.ndim > 1 and kinds and not any(part in name for part in _PLAIN):
+            number -= experts == "alike" and "ffn_up_exps" in name  # it follows the gate
+            kind, (*before, width) = kinds[number % len(kinds)], data.shape
             made = random_blocks(kind, math.prod(before), width // BLOCKS[kind][0], rng).reshape(*before, -1)
-            writer.add_tensor(tensor.name, made, raw_dtype=gguf.GGMLQuantizationType[kind])
+            writer.add_tensor(name, made, raw_dtype=gguf.GGMLQuantizationType[kind])
+            number += 1
         else:
-            writer.add_tensor(tensor.name, tensor.data)
+            writer.add_tensor(name, data)
     for writer in writers:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
     return names[0]
-
-
 
 
 def write_header(config: Path, target: Path, kind_of: Callable[[str], str]) -> Path:

@@ -80,8 +80,8 @@ GGUF = ("gemma 3", "qwen3.5", "qwen3.5 moe", "gemma 4", "gemma 4 moe")  # that l
 AUDIO = ("voxtral", "qwen2 audio")
 
 
-def write_multimodal(folder: Path, name: str, shards: int = 1, **changes) -> Path:
-    """Write the random model ``name`` of :data:`MODELS` with tokenizer and chat template."""
+def write_multimodal(folder: Path, name: str, shards: int = 1, shape: dict | None = None, **changes) -> Path:
+    """Write the random model ``name`` of :data:`MODELS` with tokenizer and chat template; ``shape`` is of its text."""
     folder.mkdir(parents=True)
     size = -(-write_tokenizer(folder) // 64) * 64
     torch.manual_seed(0)
@@ -91,7 +91,7 @@ def write_multimodal(folder: Path, name: str, shards: int = 1, **changes) -> Pat
     part = "audio_config" if name in AUDIO else "vision_config"
     default = getattr(AutoConfig.for_model(kind), part)
     values = {
-        "text_config": {"model_type": text_kind, "vocab_size": size, **SHAPE, **wide, **text},
+        "text_config": {"model_type": text_kind, "vocab_size": size, **SHAPE, **wide, **text, **(shape or {})},
         part: {"model_type": default and default.model_type, **other},
         **dict.fromkeys(("image_token_index", "image_token_id", "audio_token_index", "audio_token_id"), size - 1),
         "tie_word_embeddings": text.get("tie_word_embeddings", False),

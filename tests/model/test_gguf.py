@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -17,10 +18,14 @@ from rocm_ext.recipes.lora_finetune_rocm import main
 from rocm_ext.recipes.raft_rocm import main as raft_main
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.bench.probes import RandomWeights
+from rocm_ext.data.batches import MicroBatch
+from rocm_ext.losses import CrossEntropy
+from rocm_ext.model.build import CausalLM
 from rocm_ext.model.checkpointer import blocks_in
 from rocm_ext.model.families import read_architecture
 from rocm_ext.model.gguf_files import GgufFile, parts_of
@@ -29,7 +34,7 @@ from rocm_ext.model.lora import dense
 from rocm_ext.model.quantized import Quantized, of_blocks
 from rocm_ext.model.unpack import BLOCKS, unpack
 from tests.export.test_export import export
-from tests.kit import parity
+from tests.kit import hf_models, multimodal_models, parity
 from tests.kit.families import LLAMA3, folder_config, write_family
 from tests.kit.forks import forked, several_ranks
 from tests.kit.gguf import random_blocks, write_gguf
@@ -49,7 +54,20 @@ KINDS = tuple(BLOCKS)
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 # what transformers reads from a GGUF file: of Llama no scaling of RoPE and no biases, of Qwen3 no head_dim
 READ = {"llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, "qwen3": {"head_dim": 128}}
+# widths are whole blocks of 32 values; two heads of v are in each
+OF_TRANSFORMERS = {
+    name: {"moe_intermediate_size": 64, "intermediate_size": 64, "shared_expert_intermediate_size": 32}
+    for name in ("qwen3 moe", "gpt-oss", "gemma 3", "qwen3.5", "qwen3.5 moe")
+}
+EXPERTS = {"qwen3 moe", "gpt-oss", "qwen3.5 moe"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 500.0}
+
+
+def write_theirs(folder: Path, name: str, **shape) -> Path:
+    """Write a model that transformers computes and llama.cpp, too."""
+    if name not in hf_models.GGUF:
+        return multimodal_models.write_multimodal(folder, name, shape=shape)
+    return hf_models.write_theirs(folder, name, **hf_models.GGUF[name], **shape)
 
 
 @pytest.fixture(scope="session")
@@ -58,11 +76,14 @@ def files(tmp_path_factory):
     top = tmp_path_factory.mktemp("gguf")
 
     @cache
-    def write(name: str, kinds: tuple[str, ...] = KINDS) -> Path:
+    def write(name: str, kinds: tuple[str, ...] = KINDS, experts: str = "alike") -> Path:
         base = top / name
         if not base.is_dir():
-            write_family(base, name, **SHAPE, **READ.get(name, {}))
-        return write_gguf(base, top / f"{name} {'-'.join(kinds)[:60]}.gguf", kinds)
+            if name in OF_TRANSFORMERS:
+                write_theirs(base, name, **OF_TRANSFORMERS[name])
+            else:
+                write_family(base, name, **SHAPE, **READ.get(name, {}))
+        return write_gguf(base, top / f"{name} {'-'.join(kinds)[:60]} {experts}.gguf", kinds, experts=experts)
 
     return write
 
@@ -120,7 +141,46 @@ def test_what_export_writes_is_the_same_model(tmp_path, name, shape):
     assert template == (base / "chat_template.jinja").read_text()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
+def test_what_export_writes_of_transformers_models_is_the_same_model(tmp_path, name):
+    base = write_theirs(tmp_path / "base", name)
+    folder = folder_of(str(write_gguf(base, tmp_path / "base.gguf")))
+    torch.testing.assert_close(our_model(folder)(TOKENS), our_model(base)(TOKENS), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_other_layouts_of_the_same_model(files, tmp_path):
+    """Gate and up in one tensor, or in two kinds of blocks; a layer that predicts a further token."""
+    base = files("qwen3.5 moe").with_name("qwen3.5 moe")
+    expected = our_model(base)(TOKENS)
+    joined = write_gguf(base, tmp_path / "joined.gguf", experts="joined")
+    torch.testing.assert_close(our_model(folder_of(str(joined)))(TOKENS), expected, rtol=1e-5, atol=1e-5)
+    ahead = {"qwen35moe.block_count": 3, "qwen35moe.nextn_predict_layers": 1}
+    norm = {"blk.2.nextn.enorm.weight": np.ones(64, np.float32)}
+    further = write_gguf(base, tmp_path / "further.gguf", metadata=ahead, more=norm)
+    torch.testing.assert_close(our_model(folder_of(str(further)))(TOKENS), expected, rtol=1e-5, atol=1e-5)
+    apart = our_model(folder_of(str(files("qwen3.5 moe", ("Q8_0", "Q4_0"), "apart"))))
+    assert {name: type(p.data) for name, p in apart.named_parameters()}["model.layers.0.mlp.experts.gate_up_proj"] == (
+        torch.Tensor
+    )
+    assert apart(TOKENS).isfinite().all()
+
+
 # ---- training
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
+def test_gradients_of_transformers_models_are_those_over_unpacked_weights(files, name):
+    folder = folder_of(str(files(name, ("Q8_0", "MXFP4", "Q5_0"))))
+    lora = {"target_parameters": "all-experts"} if name in EXPERTS else {}
+    ours = our_model(folder, **lora)
+    left = [name for name, p in ours.named_parameters() if not p.requires_grad and not isinstance(p, Quantized)]
+    small = ("norm.weight", "bias", "sinks", "A_log", "conv1d.weight", "gate.weight", "router.weight")
+    assert [name for name in left if not name.endswith(small)] == []
+    found, expected = gradients(ours), gradients(whole(our_model(folder, **lora)))
+    assert all(gradient.abs().max() > 0 for gradient in found)
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("lora", [{}, {"target_modules": ["q_proj"], "use_dora": True, "lora_dropout": 0.1}], ids=str)
 def test_gradients_are_those_over_unpacked_weights(files, lora):
     folder = folder_of(str(files("qwen3")))
@@ -129,8 +189,10 @@ def test_gradients_are_those_over_unpacked_weights(files, lora):
     assert all(map(torch.equal, found, expected))
 
 
-def test_a_killed_run_is_resumed_and_names_the_way_to_llama_cpp(files, rows, tmp_path):
-    path = files("qwen2", ("Q4_K",))
+@pytest.mark.wide(always=1)
+@pytest.mark.parametrize(("name", "kind"), [("qwen2", "Q4_K"), ("qwen3.5 moe", "Q8_0")])
+def test_a_killed_run_is_resumed_and_names_the_way_to_llama_cpp(files, rows, tmp_path, name, kind):
+    path = files(name, (kind,))
     cfg = parity.whole_run(path, rows, tmp_path / "whole")
     write_yaml(tmp_path / "whole.yaml", cfg)
     parity.check_resumes(cfg, "killed")
@@ -164,21 +226,26 @@ def test_a_cycle_of_raft(files, tmp_path):
 
 @pytest.mark.wide(always=1)
 @pytest.mark.usefixtures("cpu_of_known_speed")
-@pytest.mark.parametrize("kind", ["Q4_K", "IQ2_XXS"])
-def test_planned_peak_is_the_measured_one(files, tmp_path, kind):
-    planned, peak = planned_and_measured(files("qwen3", (kind,)), tmp_path / "run")
+@pytest.mark.parametrize(("name", "kind"), [("qwen3", "Q4_K"), ("qwen3", "IQ2_XXS"), ("gpt-oss", "MXFP4")])
+def test_planned_peak_is_the_measured_one(files, tmp_path, name, kind):
+    planned, peak = planned_and_measured(files(name, (kind,)), tmp_path / "run")
     assert planned == pytest.approx(peak, rel=0.1)
 
 
 # ---- the way back
+SERVED = [("qwen2", (), 1e-4), ("qwen2", ("Q8_0",), 0.1), ("qwen2", ("Q4_K",), 0.1)]
+SERVED += [(name, ("Q8_0", "Q5_0"), 0.1) for name in OF_TRANSFORMERS]
+
+
 @pytest.mark.wide(always=2)
-@pytest.mark.parametrize(("kinds", "within"), [((), 1e-3), (("Q8_0",), 0.15), (("Q4_K",), 0.15)], ids=str)
-def test_llama_cpp_adds_the_adapter_to_the_same_file(files, rows, tmp_path, capsys, kinds, within):
+@pytest.mark.parametrize(("name", "kinds", "within"), SERVED, ids=str)
+def test_llama_cpp_adds_the_adapter_to_the_same_file(files, rows, tmp_path, capsys, name, kinds, within):
     """Over blocks llama.cpp rounds activations to 8 bits."""
     pytest.importorskip("xllamacpp", reason="llama.cpp is not here: pip install xllamacpp")
-    path, run = files("qwen2", kinds), tmp_path / "run"
+    path, run = files(name, kinds), tmp_path / "run"
     optimizer = {"_component_": "torch.optim.AdamW", "lr": 2e-2}
-    ours = parity.finetune(folder_config(path, rows, run, max_steps_per_epoch=3, optimizer=optimizer))
+    lora = {"target_parameters": "all-experts"} if name in EXPERTS else None
+    ours = parity.finetune(folder_config(path, rows, run, lora, max_steps_per_epoch=3, optimizer=optimizer))
     adapter = tmp_path / "lora.gguf"
     assert export(run, "--gguf-adapter", adapter) == 0
     shutil.rmtree(folder_of(str(path)))  # as who clears the cache
@@ -196,8 +263,8 @@ def test_llama_cpp_adds_the_adapter_to_the_same_file(files, rows, tmp_path, caps
         # None: the most probable token ends within a character
         best = [(at, token) for at, each in enumerate(told) if each for token in sorted(each, key=each.get)[-20:]]
         assert len(best) >= 80
-        far.append(max(abs(told[at][token] - expected[at, token].item()) for at, token in best))
-    assert far[0] < within < 0.5 < far[1]
+        far.append(fmean(abs(told[at][token] - expected[at, token].item()) for at, token in best))
+    assert far[0] < within < 0.2 < far[1]
     for way in ("--merged", "--gguf"):
         assert export(run, way, tmp_path / "x.gguf") == 1
         assert one_line_has(capsys.readouterr().err, str(path.resolve()), "--gguf-adapter", "--base")
@@ -313,13 +380,36 @@ def test_blocks_are_not_quantised_again(files):
 
 
 def test_one_weight_is_unpacked_at_a_time(files):
-    """Autograd keeps the blocks."""
+    """Autograd keeps the blocks; of the embeddings, the rows of tokens alone are unpacked, and the head's once."""
     ours, kept = our_model(folder_of(str(files("qwen3")))), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         ours.train()(TOKENS).sum().backward()
     shapes = {s for p in ours.parameters() if isinstance(p, Quantized) for s in (p.shape, p.mT.shape)}
     assert not [t for t in kept if not isinstance(t, Quantized) and t.ndim == 2 and t.shape in shapes]
     assert dense(ours.layers[0].mlp.w1.weight).shape in shapes
+    index = torch.arange(11)
+    batch = MicroBatch(TOKENS, torch.arange(12)[None], (12,), index, TOKENS[0, 1:], torch.zeros_like(index), 1, 12)
+    with Unpacked() as seen:
+        CausalLM(ours, CrossEntropy(chunk_tokens=8))(batch).backward()
+    assert ours.output.weight.shape == ours.tok_embeddings.weight.shape
+    assert seen.shapes.count(ours.output.weight.shape) == 1
+    assert seen.shapes.count((1, 12, ours.tok_embeddings.weight.shape[1])) == 1
+
+
+class Unpacked(TorchDispatchMode):
+    """Keeps the shapes of weights that are unpacked while it is active."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if Quantized in types:
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.rocm_ext.unpack.default:
+            self.shapes.append(out.shape)
+        return out
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
