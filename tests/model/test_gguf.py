@@ -27,6 +27,7 @@ from rocm_ext.data.batches import MicroBatch
 from rocm_ext.losses import CrossEntropy
 from rocm_ext.model.build import CausalLM
 from rocm_ext.model.checkpointer import blocks_in
+from rocm_ext.model.download import published_models
 from rocm_ext.model.families import read_architecture
 from rocm_ext.model.gguf_files import GgufFile, parts_of
 from rocm_ext.model.gguf_folder import folder_of
@@ -37,12 +38,12 @@ from tests.export.test_export import export
 from tests.kit import hf_models, multimodal_models, parity
 from tests.kit.families import LLAMA3, folder_config, write_family
 from tests.kit.forks import forked, several_ranks
-from tests.kit.gguf import random_blocks, write_gguf
+from tests.kit.gguf import random_blocks, write_gguf, write_header
 from tests.kit.grpo_runs import check_grpo_and_dpo
 from tests.kit.lines import one_line_has
 from tests.kit.llama_cpp import llama_cpp
 from tests.kit.parity import TOKENS, our_model
-from tests.kit.plans import planned_and_measured
+from tests.kit.plans import plan, planned_and_measured
 from tests.kit.raft_runs import WEIGHTS
 from tests.kit.tiny import write_yaml
 from tests.model.test_quantized import gradients, whole
@@ -230,6 +231,44 @@ def test_a_cycle_of_raft(files, tmp_path):
 def test_planned_peak_is_the_measured_one(files, tmp_path, name, kind):
     planned, peak = planned_and_measured(files(name, (kind,)), tmp_path / "run")
     assert planned == pytest.approx(peak, rel=0.1)
+
+
+def some_of(most: str, **others: str):
+    """Return a function for the types of weights: ``most``, but for names with certain parts."""
+    return lambda name: next((kind for part, kind in others.items() if part in name), most)
+
+
+IQ4_XS = some_of("IQ4_XS", output="Q6_K", attn_v="Q5_K", attn_output="IQ4_XS")
+Q4_K_M = some_of("Q4_K", output="Q6_K", attn_output="Q4_K", attn_v="Q6_K", ffn_down="Q6_K")  # half of these are Q4_K
+LARGER = {"hidden_size": 3072, "num_hidden_layers": 48, "moe_intermediate_size": 1024, "linear_num_value_heads": 64,
+          "shared_expert_intermediate_size": 1024, "num_attention_heads": 32}  # fmt: skip
+QWEN35 = "strix_halo_qwen3_6_35b_a3b"
+# published shape, what differs, types of weights, millions of weights, config and arguments, GiB
+FITTING = {
+    "35B-A3B on a card of 24 GB": ("Qwen/Qwen3.6-35B-A3B", {}, IQ4_XS, 34_661,
+                                   (QWEN35, "--machine", "7900 XTX", "loss.chunk_tokens=256"), 21.6),
+    "122B-A10B in 80 GiB": ("Qwen/Qwen3.6-35B-A3B", LARGER, some_of("Q4_K"), 122_000,
+                            (QWEN35, "enable_activation_checkpointing=True"), 80),
+    "gpt-oss-120b on Strix Halo": ("openai/gpt-oss-120b", {}, some_of("Q8_0", exps="MXFP4"), 116_829,
+                                   ("strix_halo_gpt_oss_120b",), 109),
+    "7B on a card of 16 GB": ("Qwen/Qwen2.5-7B-Instruct", {}, Q4_K_M, 7_616,
+                              ("radeon_qwen3b", "--machine", "7800 XT"), 14.4),
+}  # fmt: skip
+
+
+@pytest.mark.wide(always=1)
+@pytest.mark.parametrize("name", FITTING)
+def test_the_plans_of_large_files_fit(tmp_path, capsys, name):
+    published, differs, kind_of, millions, arguments, most = FITTING[name]
+    content = json.loads((published_models()[published] / "config.json").read_text())
+    content.get("text_config", content).update(differs)
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    path = write_header(tmp_path, tmp_path / "x.gguf", kind_of)
+    (tmp_path / "config.json").unlink()
+    found = plan(capsys, "--config", *arguments, f"model.checkpoint_dir={path}")
+    assert found["parameters"] / 1e6 == pytest.approx(millions, rel=0.01)
+    assert found["configured"]["memory"]["peak"] / 2**30 < most
+    assert found["configured"]["memory"]["weights"] == pytest.approx(path.stat().st_size, rel=0.05)
 
 
 # ---- the way back
