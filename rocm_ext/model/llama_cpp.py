@@ -34,7 +34,7 @@ _SCRIPT = "convert_hf_to_gguf.py, of llama.cpp's own sources"
 CONVERTER = f"try python {_SCRIPT}, on the model's folder, or on the DIR of --merged if there is an adapter"
 # Kinds of RoPE that llama.cpp computes, where not all but Llama 3's, whose factors its Llama alone reads. Its Gemma 3
 # applies YaRN to sliding layers, too; its Gemma 4 opens no file without factors.
-_FACTORS = "rope_freqs.weight"
+_FACTORS, _STILL = "rope_freqs.weight", 1e30
 # keys that say nothing of the function, or what others say
 _OPTIONAL = {"vocab_size", "head_count_kv", "key_length", "value_length", "final_logit_softcapping",
              "sliding_window_pattern", "rope_freq_base_swa", "rope_dimension_sections"}  # fmt: skip
@@ -342,7 +342,7 @@ def _config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
     keys, values = _keys(file), dict[str, Any]()
     for key, theirs in {**_COMMON, **of_row}.items():
         value = keys.pop(stored := _stored_key(arch, key), None)
-        if value is None and (key in _OPTIONAL or (key == "feed_forward_length" and "expert_count" in of_row)):
+        if value is None and (key in _OPTIONAL or key in of_row or "expert_count" in of_row):  # see check_config
             continue
         if value is None or (isinstance(theirs, str) and type(value) not in (int, float)):
             raise UserError(f"{file.path}: {arch}.{stored} is {value!r}; expected a number")
@@ -355,7 +355,7 @@ def _config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
     if row is None:
         biased = "blk.0.attn_output.bias" in places or (arch == "llama" and "blk.0.attn_q.bias" in places)
         config["attention_bias"] = biased
-    config["rope_parameters"] = _rope_of(files, keys, config)
+    config["rope_parameters"] = _rope_of(files, keys, config, row is not None and row.arch == "GEMMA4")
     if (turned := keys.pop("rope.dimension_count", config["head_dim"])) != config["head_dim"]:
         config["rope_parameters"]["partial_rotary_factor"] = turned / config["head_dim"]
     if row is not None and row.back is not None:
@@ -369,12 +369,16 @@ def check_config(folder: Path, file: GgufFile) -> None:
     """Check that the ``config.json`` of a folder has llama.cpp's layout in the file that it was made of.
 
     Raises:
-        UserError: a key of the metadata has another value.
+        UserError: the metadata has another value, or none.
     """
-    found = _keys(file)
-    for key, value in _stored(file.architecture, read_layout(folder).keys).items():
+    found, arch, layout = _keys(file), file.architecture, read_layout(folder)
+    asked = {key for row in _ROWS.values() if row.arch == layout.arch for key in row.keys} | {*_COMMON}
+    needed = {_stored_key(arch, key) for key in layout.keys.keys() & asked - _OPTIONAL}
+    for key, value in _stored(arch, layout.keys).items():
+        if key in needed - found.keys():
+            raise UserError(f"{file.path} lacks {arch}.{key}")
         if key in found and not _equal(found[key], value):
-            raise UserError(f"{file.path}: {file.architecture}.{key} is {found[key]}, but {value} is computed here")
+            raise UserError(f"{file.path}: {arch}.{key} is {found[key]}, but {value} is computed here")
 
 
 def _equal(stored: Any, value: Any) -> bool:
@@ -421,8 +425,10 @@ def _stored_key(arch: str, key: str) -> str:
     return list(_stored(arch, {key: [1]}))[-1]
 
 
-def _rope_of(files: Sequence[GgufFile], keys: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Take RoPE's keys out of ``keys``."""
+def _rope_of(
+    files: Sequence[GgufFile], keys: dict[str, Any], config: Mapping[str, Any], proportional: bool = False
+) -> dict[str, Any]:
+    """Take RoPE's keys out of ``keys``; ``proportional``: its first dimensions alone rotate."""
     path = files[0].path
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.pop("rope.freq_base", 10_000.0)}
     kind = keys.pop("rope.scaling.type", "none")
@@ -441,6 +447,11 @@ def _rope_of(files: Sequence[GgufFile], keys: dict[str, Any], config: Mapping[st
     base, width, place = rope["rope_theta"], config["head_dim"], holder.places[_FACTORS]
     fits = kind == "none" and not place.kind and place.shape == (width // 2,)
     factors = holder.numbers(_FACTORS) if fits else torch.ones(1)
+    if proportional:
+        turned, factor = int((factors < _STILL).sum()), float(factors[0])
+        if not fits or not torch.equal(factors, _first_dimensions(width, turned, factor)):
+            raise UserError(f"{path}: {_FACTORS} are not Gemma 4's; put the model's config.json beside the file")
+        return rope | {"rope_type": "proportional", "factor": factor, "partial_rotary_factor": 2 * turned / width}
     scaled = {"rope_type": "llama3", "rope_theta": base, "factor": round(float(factors.max()), 3)}
     scaled |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     if not fits or not torch.allclose(_factors(width, read_rope({"rope_parameters": scaled}, 1)), factors, 1e-4):
@@ -451,6 +462,11 @@ def _rope_of(files: Sequence[GgufFile], keys: dict[str, Any], config: Mapping[st
 def _factors(width: int, rope: Rope) -> Tensor:
     """What divides RoPE's frequencies."""
     return HalvesRoPE(width, 1, Rope(rope.base)).theta / HalvesRoPE(width, 1, rope).theta
+
+
+def _first_dimensions(width: int, turned: int, factor: float) -> Tensor:
+    """Factors with which the first dimensions rotate alone."""
+    return torch.where(torch.arange(width // 2) < turned, factor, _STILL)
 
 
 def _check_rope(folder: Path, arch: str, kind: str) -> None:
@@ -524,7 +540,7 @@ def _of_transformers(folder: Path, row: _Row) -> Layout:
     if rope["rope_type"] == "proportional":  # the first dimensions rotate, the others stay
         rope["rope_type"], width = "default", keys["key_length"]
         factor = rope.get("factor", 1.0)
-        factors = torch.where(torch.arange(width // 2) < int(width * part) // 2, factor, 1e30)
+        factors = _first_dimensions(width, int(width * part) // 2, factor)
         part = 1.0
     read = read_rope({"rope_parameters": rope}, config.max_position_embeddings)
     keys |= {"rope_dimension_count": int(keys["key_length"] * part), **_rope_keys(read)}
@@ -707,6 +723,30 @@ def _back_to_qwen3_5(values: Mapping[str, Any], config: Mapping[str, Any]) -> di
     }
 
 
+def _back_to_gemma_4(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    widths = values["feed_forward_length"]
+    widths = widths if isinstance(widths, list) else [widths]
+    layers = _back_to_windows(6)(values, config)
+    heads = values["head_count_kv"]
+    heads = heads if isinstance(heads, list) else [heads] * len(layers["layer_types"])
+    of_kind = dict(zip(layers["layer_types"], heads, strict=True))
+    few, many = (of_kind.get(kind, heads[0]) for kind in ("full_attention", "sliding_attention"))
+    sliding = {"rope_type": "default", "rope_theta": values["rope_freq_base_swa"]}
+    return layers | {
+        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": sliding},
+        "head_dim": values["key_length_swa"],
+        "global_head_dim": values["key_length"],
+        "num_key_value_heads": many,
+        "num_global_key_value_heads": few,
+        "attention_k_eq_v": few != many,  # as in all that are published; loading refuses others
+        "intermediate_size": min(widths),
+        "use_double_wide_mlp": min(widths) < max(widths),
+        "vocab_size_per_layer_input": config["vocab_size"],
+        "enable_moe_block": "num_experts" in config,
+        "final_logit_softcapping": values.get("final_logit_softcapping", 30.0) or None,
+    }
+
+
 def _gemma_3_scale(config: Any) -> float:
     """llama.cpp's scale of attention; it knows the 27B model by its layers."""
     return config.hidden_size // config.num_attention_heads if config.num_hidden_layers == 62 else config.head_dim
@@ -770,6 +810,7 @@ _ROWS = {  # by the model_type of the text part
             "feed_forward_length": _mlps,
         },
         {**_GELU, "vocab_size_per_layer_input": _table},
+        back=_back_to_gemma_4,
         merged_only=("experts.down_proj",),  # the router's scale of an expert leaves out its LoRA
     ),
 }

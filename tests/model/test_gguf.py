@@ -56,11 +56,14 @@ SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
 # what transformers reads from a GGUF file: of Llama no scaling of RoPE and no biases, of Qwen3 no head_dim
 READ = {"llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, "qwen3": {"head_dim": 128}}
 # widths are whole blocks of 32 values; two heads of v are in each
-OF_TRANSFORMERS = {
-    name: {"moe_intermediate_size": 64, "intermediate_size": 64, "shared_expert_intermediate_size": 32}
-    for name in ("qwen3 moe", "gpt-oss", "gemma 3", "qwen3.5", "qwen3.5 moe")
+WIDTHS = {"moe_intermediate_size": 64, "intermediate_size": 64}
+OF_TRANSFORMERS = dict.fromkeys(("qwen3 moe", "gpt-oss", "gemma 3", "qwen3.5", "gemma 4 moe"), WIDTHS) | {
+    "qwen3.5 moe": {**WIDTHS, "shared_expert_intermediate_size": 32},
+    "gemma 4": {**WIDTHS, "hidden_size_per_layer_input": 32},
 }
-EXPERTS = {"qwen3 moe", "gpt-oss", "qwen3.5 moe"}
+EXPERTS = {key: {"target_parameters": "all-experts"} for key in ("qwen3 moe", "gpt-oss", "qwen3.5 moe")} | {
+    "gemma 4 moe": {"target_parameters": ["experts.gate_up_proj"]}
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 500.0}
 
 
@@ -172,11 +175,11 @@ def test_other_layouts_of_the_same_model(files, tmp_path):
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
 def test_gradients_of_transformers_models_are_those_over_unpacked_weights(files, name):
     folder = folder_of(str(files(name, ("Q8_0", "MXFP4", "Q5_0"))))
-    lora = {"target_parameters": "all-experts"} if name in EXPERTS else {}
+    lora = EXPERTS.get(name, {})
     ours = our_model(folder, **lora)
-    left = [name for name, p in ours.named_parameters() if not p.requires_grad and not isinstance(p, Quantized)]
-    small = ("norm.weight", "bias", "sinks", "A_log", "conv1d.weight", "gate.weight", "router.weight")
-    assert [name for name in left if not name.endswith(small)] == []
+    small = ("bias", "conv1d.weight", "gate.weight", "router.weight", "router.proj.weight")
+    tables = {name: p for name, p in ours.named_parameters() if p.ndim > 1 and ".lora_" not in name}
+    assert [name for name, p in tables.items() if not isinstance(p, Quantized) and not name.endswith(small)] == []
     found, expected = gradients(ours), gradients(whole(our_model(folder, **lora)))
     assert all(gradient.abs().max() > 0 for gradient in found)
     assert all(map(torch.equal, found, expected))
@@ -283,7 +286,7 @@ def test_llama_cpp_adds_the_adapter_to_the_same_file(files, rows, tmp_path, caps
     pytest.importorskip("xllamacpp", reason="llama.cpp is not here: pip install xllamacpp")
     path, run = files(name, kinds), tmp_path / "run"
     optimizer = {"_component_": "torch.optim.AdamW", "lr": 2e-2}
-    lora = {"target_parameters": "all-experts"} if name in EXPERTS else None
+    lora = EXPERTS.get(name)
     ours = parity.finetune(folder_config(path, rows, run, lora, max_steps_per_epoch=3, optimizer=optimizer))
     adapter = tmp_path / "lora.gguf"
     assert export(run, "--gguf-adapter", adapter) == 0
