@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from rocm_ext.model.gguf_files import LINKS, SHAPES, SUFFIX, GgufFile, parts_of
 _SETTINGS, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _BESIDE = (CONFIG, TOKENIZER, _SETTINGS, "generation_config.json", _TEMPLATE)
 _VERSION = 3  # of what is written
-_UNKNOWN, _CONTROL, _USER, _UNUSED = 2, 3, 4, 5  # llama.cpp's types of tokens
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5  # llama.cpp's types of tokens
+_PIECES, _SPACE = ("llama", "gemma4"), "\u2581"  # tokenizers from SentencePiece, and its space
 
 
 def folder_of(name: str) -> Path | None:
@@ -117,8 +118,8 @@ def _tokenizer(file: GgufFile) -> dict[str, Any]:
     """
     of, where = file.metadata, f"put the model's own {TOKENIZER} and {_SETTINGS} beside {file.path}"
     kind, pre = of.get("tokenizer.ggml.model"), words.known_as(str(of.get("tokenizer.ggml.pre")))
-    rules = words.of_name(pre)
-    if kind != "gpt2" or rules is None:
+    rules, pieces = words.of_name(pre), kind in _PIECES
+    if not pieces and (kind != "gpt2" or rules is None):
         raise UserError(f"{file.path} has the tokenizer {kind} with the rules {pre}, which are not known; {where}")
     tokens, types, merges = (of.get(f"tokenizer.ggml.{key}") or [] for key in ("tokens", "token_type", "merges"))
     lists = all(isinstance(part, list) for part in (tokens, types, merges))
@@ -131,29 +132,63 @@ def _tokenizer(file: GgufFile) -> dict[str, Any]:
         if type_ in (_UNKNOWN, _CONTROL, _USER)
     ]
     vocabulary = {text: number for number, text in enumerate(tokens) if types[number] != _UNUSED}
-    pairs = [merge.split(" ") for merge in map(str, merges)]
+    if kind == "llama":
+        pairs = _merges_of(vocabulary, types, of.get("tokenizer.ggml.scores"))
+    else:
+        pairs = [merge.split(" ") for merge in map(str, merges)]
     usable = [pair for pair in pairs if len(pair) == 2 and {*pair, "".join(pair)} <= vocabulary.keys()]
+    if not usable:
+        raise UserError(f"{file.path} describes no merges of its tokenizer; {where}")
+    begins = pieces or pre in words.BEGINS
+    bos = _id(of, "bos") if of.get("tokenizer.ggml.add_bos_token", begins) is True else None
+    unknown = next((text for text, type_ in zip(tokens, types, strict=True) if type_ == _UNKNOWN), None)
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    bos = _id(of, "bos") if of.get("tokenizer.ggml.add_bos_token", pre in words.BEGINS) is True else None
+    prefix = kind == "llama" and of.get("tokenizer.ggml.add_space_prefix", True) is True
+    last = None if pieces else level
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": rules,
-        "post_processor": level if bos is None else _begins(tokens[bos], bos),
-        "decoder": level,
+        "normalizer": _spaces(prefix) if pieces else None,
+        "pre_tokenizer": rules if not pieces else None,
+        "post_processor": last if bos is None else _begins(tokens[bos], bos),
+        "decoder": _from_pieces(prefix) if pieces else level,
         "model": {
             "type": "BPE",
-            "unk_token": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": pre in words.TAKES_WORDS,
+            "unk_token": unknown if pieces else None,
+            "fuse_unk": pieces,
+            "byte_fallback": pieces,
+            "ignore_merges": pre in words.TAKES_WORDS and not pieces,
             "vocab": vocabulary,
             "merges": usable,
         },
     }
+
+
+def _merges_of(vocabulary: Mapping[str, int], types: Sequence[int], scores: Any) -> list[list[str]]:
+    """Return the merges of SentencePiece's pieces, the highest score first: llama.cpp merges by these."""
+    if not isinstance(scores, list) or len(scores) != len(types):
+        return []
+    pieces = {text: number for text, number in vocabulary.items() if types[number] in (_NORMAL, _USER)}
+    ranked = sorted(pieces, key=lambda text: (-scores[pieces[text]], pieces[text]))
+    splits = ([text[:at], text[at:]] for text in ranked for at in range(1, len(text)))
+    return [pair for pair in splits if pieces.keys() >= {*pair}]
+
+
+def _spaces(prefix: bool) -> dict[str, Any]:
+    """Return SentencePiece's normaliser; ``prefix``: a space comes before the text."""
+    replaced = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    before = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
+    return {"type": "Sequence", "normalizers": [*before, replaced]}
+
+
+def _from_pieces(prefix: bool) -> dict[str, Any]:
+    spaces = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+    steps: list[dict[str, Any]] = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if prefix:
+        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {"type": "Sequence", "decoders": steps}
 
 
 def _settings(file: GgufFile) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from rocm_ext.model.lora import dense
 from rocm_ext.model.quantized import Quantized, of_blocks
 from rocm_ext.model.unpack import BLOCKS, unpack
 from tests.export.test_export import export
+from tests.export.test_export_gguf import ODD, write_sentencepiece
 from tests.kit import hf_models, multimodal_models, parity
 from tests.kit.families import LLAMA3, folder_config, write_family
 from tests.kit.forks import forked, several_ranks
@@ -402,6 +403,17 @@ def test_text_is_split_as_in_llama_cpp(tmp_path, pre):
         ):
             assert read.encode(text).ids == server.tokens(text, special=True)
             assert read.encode(text, add_special_tokens=False).ids == server.tokens(text)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma 3", "gemma 4"])
+def test_a_tokenizer_from_sentencepiece(tmp_path, name):
+    write = write_family if name == "mistral" else write_theirs
+    base = write(tmp_path / "base", name)
+    theirs = write_sentencepiece(base, gemma=name != "mistral")
+    ours = Tokenizer.from_file(str(folder_of(str(write_gguf(base, tmp_path / "x.gguf"))) / "tokenizer.json"))
+    for text in [*ODD, "a<end_of_turn>\nb", "<start_of_turn>user\n  a   b"]:
+        assert ours.encode(text).ids == theirs.encode(text).ids, text
+    assert ours.decode(ours.encode(ODD[0]).ids) == ODD[0]
 
 
 def test_the_models_own_small_files_come_first(files, tmp_path):
