@@ -65,7 +65,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add ``MODEL key=value …``, for :func:`rocm_ext.config.chosen_model.find_target`; ``--config`` names it, too."""
-    what = "output_dir of a run, folder of a model, model's name on the hub, or config of any recipe"
+    what = "output_dir of a run, folder or GGUF file of a model, its name on the hub, or config of any recipe"
     parser.add_argument("--config", dest="model", metavar="MODEL", help="the same as MODEL")
     parser.add_argument("overrides", nargs="*", metavar="MODEL key=value", help=f"{what}; and changes to its config")
 

@@ -92,7 +92,7 @@ def find_target(
 
     Args:
         name: a config of this library or a file; the ``output_dir`` of a run, which stands for its adapter; a folder
-            with a model in Hugging Face's format; or a model's name on the hub.
+            with a model in Hugging Face's format; a GGUF file; or a model's name on the hub.
         adapter: PEFT folder that takes the place of the run's.
         trusted: whether a run's config may name any component, see :func:`rocm_ext.config.check_from_folder`.
         unused: keys of a run's config that the command does not need, beside those that only training needs.
@@ -111,10 +111,12 @@ def find_target(
             raise UserError(f"{folder} is an adapter; name its model, too: {base} --adapter {folder}")
         if (folder / "config.yaml").is_file():
             return _run(folder, adapter, trusted, unused)
+        if any(folder.glob("*.gguf")):
+            return _model(name, adapter)
         raise UserError(
             f"{folder} holds neither a model (config.json) nor a run (config.yaml); name one of these or a config"
         )
-    if is_hub_name(name):
+    if is_hub_name(name) or (folder.suffix.lower() == ".gguf" and folder.is_file()):
         return _model(name, adapter)
     try:
         find(name)

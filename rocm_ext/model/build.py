@@ -20,6 +20,7 @@ from rocm_ext.losses import Objective
 from rocm_ext.machine.profile import Profile, check_locked
 from rocm_ext.model.checkpointer import StoredWeights, on_meta, sample
 from rocm_ext.model.decoder import Decoder
+from rocm_ext.model.gguf_files import SUFFIX
 from rocm_ext.model.layers import use_fused_norms
 from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, dense, init_adapters, is_plain, plain
 from rocm_ext.model.native import native
@@ -168,8 +169,7 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
         state, shapes = converted, converted.on_meta()
     owned = isinstance(state, StoredWeights)  # each access allocates; others may be maps or parts of a larger tensor
     if misfits := _misfits({plain(name): p for name, p in (frozen | buffers).items()}, shapes, "the checkpoint"):
-        hint = _OTHER_BUILDER if decoder.renames is None else _DOWNLOAD_AGAIN
-        raise UserError(f"the checkpoint does not fit model: {misfits}. {hint}")
+        raise UserError(f"the checkpoint does not fit model: {misfits}. {_way_out(decoder, weights.state)}")
     for name, buffer in buffers.items():
         buffer.copy_(state[plain(name)])
     extremes: dict[str, Tensor] = {}
@@ -225,6 +225,13 @@ def _joined(decoder: Decoder, frozen: Mapping[str, Tensor], device: torch.device
             tensor = torch.empty(sum(sizes), *first.shape[1:], dtype=first.dtype, device=device)
             rows.update(zip(group, tensor.split(sizes), strict=True))
     return rows
+
+
+def _way_out(decoder: Decoder, state: Mapping[str, Tensor]) -> str:
+    if decoder.renames is None:
+        return _OTHER_BUILDER
+    gguf = [file for file in state.files if file.endswith(SUFFIX)] if isinstance(state, StoredWeights) else []
+    return f"Download {gguf[0]} again" if gguf else _DOWNLOAD_AGAIN
 
 
 _OTHER_BUILDER = "Set model._component_ to the builder of these weights (size, base or instruct)"

@@ -227,6 +227,11 @@ class StoredWeights(Mapping[str, Tensor]):
             file: [weights.get(name, name) for name in names if name not in left] for file, names in self._names.items()
         }
 
+    @property
+    def files(self) -> list[str]:
+        """Names of the files."""
+        return list(self._names)
+
     def of_file(self, file: str) -> list[str]:
         """Return the names of the tensors that ``file`` holds."""
         return self._names[file]

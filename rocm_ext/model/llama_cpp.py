@@ -273,23 +273,25 @@ def places(folder: Path, stored: Collection[str]) -> dict[str, list[Part]]:
         stored: llama.cpp's names of the files' tensors.
 
     Raises:
-        UserError: the files have a tensor that the model has not.
+        UserError: the files have a tensor that the model has not, or lack a part of a weight.
     """
     layout = read_layout(folder)
     names = GgufNames(layout)
+    file = (files_in(folder) or [str(folder)])[0]
     found: dict[str, list[Part]] = {}
     for name in _names_in(folder):
         ways = [layout.parts(name), [Part(f"{name}.weight")] if name.endswith("gate_up_proj") else []]
         for parts in ways:
             own = [replace(part, name=names.find(part.name) or "") for part in parts]
-            if own and all(part.name in stored for part in own):
+            there = [part.name in stored for part in own]
+            if any(there) and not all(there):
+                raise UserError(f"{file} lacks {own[there.index(False)].name}")
+            if any(there):
                 found[name] = own
                 break
     known = {part.name for parts in found.values() for part in parts} | {_FACTORS}
     if others := sorted(name for name in {*stored} - known if not _is_ahead(name, layout.layers)):
-        raise UserError(
-            f"{(files_in(folder) or [str(folder)])[0]} has {others[0]}, which no layer of this {names.arch} has"
-        )
+        raise UserError(f"{file} has {others[0]}, which no layer of this {names.arch} has")
     return found
 
 

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.bench.probes import RandomWeights
+from rocm_ext.cli import main as cli
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.losses import CrossEntropy
 from rocm_ext.model.build import CausalLM
@@ -426,6 +427,26 @@ def test_the_models_own_small_files_come_first(files, tmp_path):
     for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
         assert (folder / name).read_bytes() == (own / name).read_bytes()
     assert torch.equal(our_model(folder)(TOKENS), our_model(folder_of(str(path)))(TOKENS))
+
+
+def test_chat_answers_from_a_file(files, capsys):
+    path = files("qwen2", ("Q8_0",))
+    assert cli(["chat", str(path), "-p", "hi", "--max-new-tokens", "3", "hardware=cpu"]) == 0
+    assert "3 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gone", "named"),
+    [
+        (b"blk.1.ffn_up_exps", r"x\.gguf lacks blk\.1\.ffn_up_exps\.weight"),
+        (b"blk.1.attn_norm", r"missing model\.layers\.1\.input_layernorm\.weight\. Download .*x\.gguf again"),
+    ],
+)
+def test_a_file_without_a_weight_is_named(files, tmp_path, gone, named):
+    path = files("qwen3.5 moe", ("Q8_0",))
+    other = changed(path, tmp_path / "x.gguf", lambda content: content.replace(gone, gone.replace(b".1.", b".2.")))
+    with pytest.raises(UserError, match=named):
+        our_model(folder_of(str(other)))
 
 
 def test_blocks_are_not_quantised_again(files):
