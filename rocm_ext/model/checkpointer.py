@@ -20,10 +20,11 @@ from torchtune.training import MODEL_KEY
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
+from rocm_ext.base.log import log
 from rocm_ext.base.supervised import beat
 from rocm_ext.model import llama_cpp
 from rocm_ext.model.families import foreign_config, from_hf, read_architecture, stored_format
-from rocm_ext.model.gguf_files import SHAPES, SUFFIX, GgufFile, files_in
+from rocm_ext.model.gguf_files import SHAPES, SUFFIX, GgufFile, files_in, links_in
 from rocm_ext.model.quantized import Quantized, stored
 from rocm_ext.model.unpack import unpack
 
@@ -145,6 +146,11 @@ def blocks_in(folder: Path) -> dict[str, Quantized]:
     with torch.device("cpu"):  # models are built on the meta device
         stored = _Gguf(folder)
     found = {name: stored.on_meta(name) for name in stored.names}
+    if apart := [name for name in found if len(stored.kinds(name)) > 1]:
+        log.warning(
+            "%d weights, first %s, are stored as %s; they are unpacked as they are loaded",
+            len(apart), apart[0], " and ".join(sorted(stored.kinds(apart[0]))),
+        )  # fmt: skip
     return {name: weight for name, weight in found.items() if isinstance(weight, Quantized)}
 
 
@@ -407,12 +413,23 @@ class _Gguf:
     """
 
     def __init__(self, folder: Path) -> None:
-        files = [_Blocks(GgufFile(Path(path))) for path in files_in(folder) or ()]
-        self.path = files[0].path
+        opened = [GgufFile(Path(path)) for path in files_in(folder) or ()]
+        files, self.path = [_Blocks(file) for file in opened], opened[0].path
         self._files = {name: file for file in files for name in file.names}
-        self._parts = llama_cpp.places(folder, self._files)
+        if len(self._files) < sum(len(file.names) for file in files):
+            raise UserError(f"the parts of {self.path} have tensors of one name; {_AGAIN}")
+        if links_in(folder).get("made"):
+            try:
+                llama_cpp.check_config(folder, opened[0])
+            except UserError as error:
+                raise UserError(f"{error}: it has changed; set model.checkpoint_dir={self.path}") from error
+        self._parts = llama_cpp.places(folder, opened[0], self._files)
         self._shapes = (json_object(path.read_bytes()) or {}) if (path := folder / SHAPES).is_file() else {}
         self.names = sorted(self._parts)
+
+    def kinds(self, name: str) -> set[str]:
+        """Return the kinds of blocks of a weight's parts; empty: numbers."""
+        return {self._files[part.name].places[part.name].kind for part in self._parts[name]}
 
     def on_meta(self, name: str) -> Tensor:
         return self._whole(name, [self._files[part.name].on_meta(part.name) for part in self._parts[name]])
@@ -430,12 +447,17 @@ class _Gguf:
 
     def _whole(self, name: str, tensors: list[Tensor]) -> Tensor:
         parts = self._parts[name]
-        kinds = [self._files[part.name].places[part.name].kind for part in parts]
-        if len({*kinds}) > 1:  # as one weight they are numbers
-            pairs = zip(tensors, kinds, strict=True)
-            tensors = [unpack(tensor, kind) if kind else tensor.float() for tensor, kind in pairs]
-            kinds = [""]
-        made = llama_cpp.joined(parts, tensors, kinds[0])
+        kind, *others = self.kinds(name)
+        if others:  # as one weight they are numbers
+            pairs = [
+                (tensor, self._files[part.name].places[part.name].kind)
+                for tensor, part in zip(tensors, parts, strict=True)
+            ]
+            tensors, kind = [unpack(tensor, kind) if kind else tensor.float() for tensor, kind in pairs], ""
+        try:
+            made = llama_cpp.joined(parts, tensors, kind)
+        except ValueError as error:
+            raise UserError(f"{self.path}: {error}; {_AGAIN}") from error
         shape = self._shapes.get(name, [])  # llama.cpp's have no sides of 1
         return made.view(shape) if 1 in shape and [*made.shape] == [side for side in shape if side != 1] else made
 

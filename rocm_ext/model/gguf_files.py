@@ -121,6 +121,8 @@ class _Header:
             key = self._text()
             metadata[key] = self._value(*self._numbers("<I"))
         entries = [self._entry() for _ in range(tensors)]
+        if len({name for name, *_ in entries}) < tensors:
+            raise self._damaged()
         step = metadata.get("general.alignment", 32)
         if type(step) is not int or step < 1 or step > _MOST:
             raise self._damaged()
@@ -200,12 +202,17 @@ def parts_of(path: Path) -> list[Path]:
     return files
 
 
+def links_in(folder: Path) -> dict[str, Any]:
+    """Return the content of :data:`LINKS`: ``files``, and ``made``, whether ``config.json`` was made of metadata."""
+    path = folder / LINKS
+    return (json_object(path.read_bytes()) or {"files": []}) if path.is_file() else {}
+
+
 def files_in(folder: Path) -> list[str] | None:
     """Return the paths of the GGUF files whose folder this is; None: it is another."""
-    path = folder / LINKS
-    if not path.is_file():
+    files = links_in(folder).get("files")
+    if files is None:
         return None
-    files = (json_object(path.read_bytes()) or {}).get("files") or []
     if missing := [file for file in files if not Path(file).is_file()]:
         raise UserError(f"{missing[0]} is gone; it holds the model's weights")
     return files

@@ -57,7 +57,10 @@ def folder_of(name: str) -> Path | None:
             with tempfile.TemporaryDirectory(prefix=".new-", dir=folder.parent) as aside:
                 made = Path(aside) / folder.name
                 made.mkdir()
-                _write(made, opened, beside)
+                try:
+                    _write(made, opened, beside)
+                except UserError as error:  # about a file that is gone when the user reads of it
+                    raise UserError(str(error).replace(str(made / CONFIG), f"the model in {path}")) from error
                 try:
                     made.rename(folder)
                 except OSError:
@@ -87,6 +90,7 @@ def _write(folder: Path, files: list[GgufFile], beside: list[Path]) -> None:
             raise UserError(
                 f"{file.path} is part {at} of {count} of a split model, and the names of the parts have changed"
             )
+    made = True
     try:
         (folder / CONFIG).write_text(json.dumps(llama_cpp.config_of(files), indent=2) + "\n")
         llama_cpp.check_config(folder, first)
@@ -95,6 +99,7 @@ def _write(folder: Path, files: list[GgufFile], beside: list[Path]) -> None:
             raise
         log.warning("%s; %s is used instead", error, own[CONFIG])
         shutil.copy(own[CONFIG], folder)
+        made = False
     if foreign_config(folder) is not None:
         from rocm_ext.model.transformers.decoder import shapes_of
 
@@ -106,7 +111,7 @@ def _write(folder: Path, files: list[GgufFile], beside: list[Path]) -> None:
             (folder / name).write_text(json.dumps(make(first), ensure_ascii=False) + "\n", encoding="utf-8")
     if _TEMPLATE in own:
         shutil.copy(own[_TEMPLATE], folder)
-    (folder / LINKS).write_text(json.dumps({"files": [str(file.path) for file in files]}) + "\n")
+    (folder / LINKS).write_text(json.dumps({"files": [str(file.path) for file in files], "made": made}) + "\n")
     (folder / REPO_ID).write_text(json.dumps({"repo_id": str(first.path)}) + "\n")
 
 

@@ -4,9 +4,9 @@ Keys, names and orders are those of llama.cpp's ``convert_hf_to_gguf.py``.
 """
 
 import math
-import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +38,10 @@ _FACTORS, _STILL = "rope_freqs.weight", 1e30
 # keys that say nothing of the function, or what others say
 _OPTIONAL = {"vocab_size", "head_count_kv", "key_length", "value_length", "final_logit_softcapping",
              "sliding_window_pattern", "rope_freq_base_swa", "rope_dimension_sections"}  # fmt: skip
+_LAYERS, _LARGEST = 1000, 2**28  # of a size; the largest are positions
+# what a model may have none of
+_OR_NONE = {"shared_kv_layers", "embedding_length_per_layer_input", "feed_forward_length", "final_logit_softcapping",
+            "rope_dimension_sections"}  # fmt: skip
 _IDLE = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.value_length"}
 _YARN = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow",
          "attention_factor": "rope.scaling.attn_factor"}  # fmt: skip
@@ -91,9 +95,18 @@ def joined(parts: Sequence[Part], tensors: Sequence[Tensor], kind: str) -> Tenso
         parts: of the weight.
         tensors: of llama.cpp, one for each part; bytes where they have blocks.
         kind: of their blocks, a key of :data:`rocm_ext.model.unpack.BLOCKS`; empty: they have numbers.
+
+    Raises:
+        ValueError: their shapes do not fit, or a vector has blocks.
     """
     (first, *others), found = parts, tensors[0]
     dim = -1 if first.is_vector(found) else -2
+    if kind and dim == -1:
+        raise ValueError(f"{first.name} has blocks of {kind}; expected numbers")
+    if any(tensor.shape != found.shape for tensor in tensors):
+        raise ValueError(f"{first.name} and {others[-1].name} have different shapes")
+    if isinstance(first.rows, Tensor) and found.shape[dim] != len(first.rows):
+        raise ValueError(f"{first.name} has {found.shape[dim]} rows instead of {len(first.rows)}")
     if others:
         shape = list(found.shape)
         shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
@@ -265,19 +278,19 @@ def _of_native(folder: Path, a: Architecture) -> Layout:
     return Layout(arch, a.layers, a.vocabulary, keys, parts, factors)
 
 
-def places(folder: Path, stored: Collection[str]) -> dict[str, list[Part]]:
+def places(folder: Path, first: GgufFile, stored: Collection[str]) -> dict[str, list[Part]]:
     """Return the parts of each weight that a model's GGUF files hold, with llama.cpp's names.
 
     Args:
         folder: with the model's ``config.json``.
-        stored: llama.cpp's names of the files' tensors.
+        first: the first of the files.
+        stored: llama.cpp's names of the tensors of all.
 
     Raises:
         UserError: the files have a tensor that the model has not, or lack a part of a weight.
     """
     layout = read_layout(folder)
     names = GgufNames(layout)
-    file = (files_in(folder) or [str(folder)])[0]
     found: dict[str, list[Part]] = {}
     for name in _names_in(folder):
         ways = [layout.parts(name), [Part(f"{name}.weight")] if name.endswith("gate_up_proj") else []]
@@ -285,13 +298,14 @@ def places(folder: Path, stored: Collection[str]) -> dict[str, list[Part]]:
             own = [replace(part, name=names.find(part.name) or "") for part in parts]
             there = [part.name in stored for part in own]
             if any(there) and not all(there):
-                raise UserError(f"{file} lacks {own[there.index(False)].name}")
+                raise UserError(f"{first.path} lacks {own[there.index(False)].name}")
             if any(there):
                 found[name] = own
                 break
     known = {part.name for parts in found.values() for part in parts} | {_FACTORS}
-    if others := sorted(name for name in {*stored} - known if not _is_ahead(name, layout.layers)):
-        raise UserError(f"{file} has {others[0]}, which no layer of this {names.arch} has")
+    ahead = tuple(f"blk.{layout.layers + number}." for number in range(_ahead(first)))
+    if others := sorted(name for name in {*stored} - known if not name.startswith(ahead)):
+        raise UserError(f"{first.path} has {others[0]}, which no layer of this {names.arch} has")
     return found
 
 
@@ -302,10 +316,12 @@ def _names_in(folder: Path) -> Iterable[str]:
     return stored_names(read_architecture(folder).layers)
 
 
-def _is_ahead(name: str, layers: int) -> bool:
-    """Whether a tensor belongs to a layer that predicts further tokens, which comes after the others."""
-    match = re.match(r"blk\.(\d+)\.", name)
-    return match is not None and int(match[1]) >= layers
+def _ahead(file: GgufFile) -> int:
+    """The number of layers after the others that predict further tokens, which are left out."""
+    if not file.architecture.startswith("qwen35"):
+        return 0
+    found = file.metadata.get(f"{file.architecture}.nextn_predict_layers", 0)
+    return found if type(found) is int and 0 <= found <= _LAYERS else 0
 
 
 def config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
@@ -337,17 +353,15 @@ def _config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
     config: dict[str, Any] = {"architectures": [name], "model_type": _MODEL_TYPE.get(str(name), kind)}
     of_row: Mapping[str, Of] = {} if row is None else row.keys
     if row is not None:
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-        config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[str(kind)]]
+        config["architectures"] = [_class_of(str(kind), file)]
         config |= {key: value for key, value in row.only.items() if not callable(value)}
     keys, values = _keys(file), dict[str, Any]()
     for key, theirs in {**_COMMON, **of_row}.items():
         value = keys.pop(stored := _stored_key(arch, key), None)
         if value is None and (key in _OPTIONAL or key in of_row or "expert_count" in of_row):  # see check_config
             continue
-        if value is None or (isinstance(theirs, str) and type(value) not in (int, float)):
-            raise UserError(f"{file.path}: {arch}.{stored} is {value!r}; expected a number")
+        if problem := _problem_of(key, value):
+            raise UserError(f"{file.path}: {arch}.{stored} is {value!r}; {problem}")
         values[key] = value
         if isinstance(theirs, str) and config.setdefault(theirs, value) != value:
             raise UserError(f"{file.path}: {arch}.{stored} is {value}, but {theirs} {config[theirs]}")
@@ -358,13 +372,41 @@ def _config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
         biased = "blk.0.attn_output.bias" in places or (arch == "llama" and "blk.0.attn_q.bias" in places)
         config["attention_bias"] = biased
     config["rope_parameters"] = _rope_of(files, keys, config, row is not None and row.arch == "GEMMA4")
-    if (turned := keys.pop("rope.dimension_count", config["head_dim"])) != config["head_dim"]:
-        config["rope_parameters"]["partial_rotary_factor"] = turned / config["head_dim"]
+    turned, width = keys.pop("rope.dimension_count", config["head_dim"]), config["head_dim"]
+    if turned != width and (not arch.startswith("qwen35") or turned not in range(2, width, 2)):
+        raise UserError(f"{file.path}: {arch}.rope.dimension_count is {turned}; expected head_dim, {width}")
+    if turned != width:
+        config["rope_parameters"]["partial_rotary_factor"] = turned / width
+    if values.get("expert_used_count", 0) > values.get("expert_count", _LARGEST):
+        raise UserError(f"{file.path}: {arch}.expert_used_count is more than expert_count, {values['expert_count']}")
     if row is not None and row.back is not None:
         config |= row.back(values, config)
     if others := sorted(keys.keys() - _IDLE):
         raise UserError(f"{file.path}: {arch}.{others[0]} is {keys[others[0]]!r}, which is not computed here")
     return config
+
+
+def _class_of(kind: str, file: GgufFile) -> str:
+    """Return transformers' name of the class of a model_type."""
+    with suppress(ImportError):
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        if (name := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)) is not None:
+            return name
+    raise UserError(f"{file.path} needs a transformers that knows {kind}: pip install 'torchtune-rocm[transformers]'")
+
+
+def _problem_of(key: str, value: Any) -> str:
+    """What is wrong with a number, or the numbers, of the metadata; "": nothing."""
+    if not isinstance(value, list):
+        value = [value]
+    if key == "sliding_window_pattern":
+        return "" if all(type(each) is bool for each in value) else "expected booleans"
+    most = _LAYERS if key == "block_count" else _LARGEST
+    if any(type(each) not in (int, float) for each in value):
+        return "expected a number"
+    least = 0 if key in _OR_NONE else 1e-12 if any(type(each) is float for each in value) else 1
+    return "" if all(least <= each <= most for each in value) else f"expected {least} to {most}"
 
 
 def check_config(folder: Path, file: GgufFile) -> None:
@@ -405,8 +447,12 @@ def _keys(file: GgufFile) -> dict[str, Any]:
     """Return the metadata of the architecture, without layers that predict further tokens."""
     arch = file.architecture
     keys = {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items() if key.startswith(f"{arch}.")}
-    if "block_count" in keys:
-        keys["block_count"] -= keys.pop("nextn_predict_layers", 0)
+    if ahead := _ahead(file):
+        del keys["nextn_predict_layers"]
+        keys["block_count"] -= ahead
+    every, layers = keys.get(pattern := "attention.sliding_window_pattern"), keys.get("block_count", 0)
+    if type(every) is int and layers in range(_LAYERS):  # a period
+        keys[pattern] = [(layer + 1) % max(every, 1) > 0 for layer in range(layers)]
     return keys
 
 
@@ -439,7 +485,8 @@ def _rope_of(
     if kind != "none":
         rope |= {"rope_type": kind, "factor": keys.pop("rope.scaling.factor", None)}
     if kind == "yarn":
-        rope["original_max_position_embeddings"] = keys.pop("rope.scaling.original_context_length", None)
+        trained = keys.pop("rope.scaling.original_context_length", config["max_position_embeddings"])
+        rope["original_max_position_embeddings"] = trained
         rope |= {key: keys.pop(of) for key, of in _YARN.items() if of in keys}
         if "attention_factor" in rope:
             rope["attention_factor"] *= 0.1 * math.log(rope["factor"]) + 1.0  # llama.cpp multiplies by this one
@@ -710,7 +757,8 @@ def _back_to_gemma_3(values: Mapping[str, Any], config: Mapping[str, Any]) -> di
     rope, base = config["rope_parameters"], values.get("rope_freq_base_swa", 10_000.0)
     made = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": base}}
     scale = _gemma_3_scale(SimpleNamespace(**config))
-    return _back_to_windows(6)(values, config) | {"rope_parameters": made, "query_pre_attn_scalar": scale}
+    capped = {"final_logit_softcapping": config.get("final_logit_softcapping") or None}
+    return _back_to_windows(6)(values, config) | {"rope_parameters": made, "query_pre_attn_scalar": scale} | capped
 
 
 def _back_to_qwen3_5(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,8 +28,8 @@ _WHAT = "the product in FP8"
 _PIECE = 1 << 23  # bytes of ggml's blocks that are checked at a time
 
 
-# unpacked weights by the identity of their blocks, which lives as long as they are kept here
-_OPEN: ContextVar[dict[int, tuple[Tensor, Tensor]] | None] = ContextVar("_OPEN", default=None)
+# unpacked weights by dtype and the identity of their blocks, which lives as long as they are kept here
+_OPEN: ContextVar[dict[Any, tuple[Tensor, Tensor]] | None] = ContextVar("_OPEN", default=None)
 
 
 @contextmanager
@@ -131,7 +131,7 @@ class Quantized(Tensor):
     def finite_part(self) -> Tensor:
         """Return the scales, with NaN if any value is NaN: all finite if the weight is."""
         if self.kind:  # a weight of experts, unpacked, has gigabytes
-            rows = self.packed.flatten(0, -2)
+            rows = self.packed.reshape(-1, self.packed.shape[-1])
             pieces = rows.split(max(_PIECE // self.packed.shape[-1], 1))
             return torch.cat([torch.stack(unpack(piece, self.kind, self.dtype).aminmax()) for piece in pieces])
         scales = self.scales()
@@ -149,13 +149,13 @@ class Quantized(Tensor):
         Products of value and scale are rounded once, from fp32.
         """
         if self.kind:
-            open_ = _OPEN.get()
-            if open_ is not None and id(self.packed) in open_:
-                values = open_[id(self.packed)][1]
+            kept, key = _OPEN.get(), (id(self.packed), self.dtype)
+            if kept is not None and key in kept:
+                values = kept[key][1]
             else:
                 values = unpack(self.packed, self.kind, self.dtype)
-            if open_ is not None:
-                open_[id(self.packed)] = self.packed, values
+                if kept is not None:
+                    kept[key] = self.packed, values
             if self.heads is not None:
                 values = values.unflatten(-1, self.heads).transpose(-3, -2).flatten(-3)
             return values.mT if self.transposed else values
@@ -194,6 +194,10 @@ def _to(weight: Quantized, *, dtype: Any = None, device: Any = None, **others: A
     if dtype not in (None, weight.dtype):
         return None
     return weight.with_parts(lambda part: part.to(device or part.device, copy=True))
+
+
+def _like(weight: Quantized, *, dtype: Any = None, device: Any = None, **_: Any) -> Quantized:
+    return weight.with_parts(lambda part: torch.empty_like(part, device=device), dtype)
 
 
 def _swap(weight: Quantized, first: int = 0, second: int = 1) -> Quantized | None:
@@ -252,6 +256,7 @@ _KEPT: dict[Any, Callable[..., Tensor | None]] = {
     _aten.detach.default: lambda weight: weight.with_parts(torch.detach),
     _aten.alias.default: lambda weight: weight.with_parts(torch.detach),
     _aten.clone.default: lambda weight, **_: weight.with_parts(torch.clone),
+    _aten.empty_like.default: _like,
     _aten._to_copy.default: _to,
     _aten.t.default: _swap,
     _aten.transpose.int: _swap,

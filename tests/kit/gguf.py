@@ -48,7 +48,7 @@ def write_gguf(
     parts: int = 1,
     metadata: Mapping[str, Any] | None = None,
     experts: str = "alike",
-    more: Mapping[str, np.ndarray] | None = None,
+    more: Mapping[str, np.ndarray | None] | None = None,
 ) -> Path:
     """Write the model of a folder as a GGUF file, without sides of 1, as llama.cpp's converter.
 
@@ -59,7 +59,7 @@ def write_gguf(
         parts: files; the first of two holds the layers.
         metadata: values by key that differ; None: the key is left out.
         experts: gate and up have blocks of one kind (``alike``) or of two (``apart``), or are one tensor (``joined``).
-        more: further tensors.
+        more: further tensors; None: it is left out.
 
     Returns:
         The first file.
@@ -75,7 +75,11 @@ def write_gguf(
         key: (field.contents(), field.types) for key, field in reader.fields.items() if not key.startswith("GGUF.")
     }
     for key, value in (metadata or {}).items():
-        values[key] = value, values.get(key, (None, [gguf.GGUFValueType.UINT32]))[1]
+        like, types = values.get(key, (0, [gguf.GGUFValueType.UINT32]))
+        values[key] = (
+            value,
+            types if value is None or type(value) is type(like) else [gguf.GGUFValueType.get_type(value)],
+        )
     for key, (value, types) in values.items():
         if key != "general.architecture" and value is not None:
             sub = types[-1] if types[0] == gguf.GGUFValueType.ARRAY else None
@@ -85,7 +89,7 @@ def write_gguf(
         writer.add_uint16("split.count", parts)
         writer.add_int32("split.tensors.count", len(reader.tensors))
     number, tensors = 0, {tensor.name: tensor.data.squeeze() for tensor in reader.tensors}
-    tensors |= more or {}
+    tensors = {name: data for name, data in (tensors | dict(more or {})).items() if data is not None}
     for gate in [name for name in tensors if "ffn_gate_exps" in name] if experts == "joined" else ():
         pair = tensors.pop(gate), tensors.pop(gate.replace("gate", "up"))
         tensors[gate.replace("gate", "gate_up")] = np.concatenate(pair, axis=1)

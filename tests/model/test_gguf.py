@@ -429,24 +429,72 @@ def test_the_models_own_small_files_come_first(files, tmp_path):
     assert torch.equal(our_model(folder)(TOKENS), our_model(folder_of(str(path)))(TOKENS))
 
 
+def test_metadata_that_changed_behind_a_run_is_refused(files, tmp_path):
+    base = files("qwen2", ("Q4_K",)).with_name("qwen2")
+    folder = folder_of(str(write_gguf(base, tmp_path / "x.gguf", ("Q4_K",))))
+    write_gguf(base, tmp_path / "x.gguf", ("Q4_K",), metadata={"qwen2.rope.freq_base": 77.0})
+    with pytest.raises(UserError, match=r"freq_base is 77.0, .* has changed; set model\.checkpoint_dir=.*x\.gguf"):
+        our_model(folder)
+
+
 def test_chat_answers_from_a_file(files, capsys):
     path = files("qwen2", ("Q8_0",))
     assert cli(["chat", str(path), "-p", "hi", "--max-new-tokens", "3", "hardware=cpu"]) == 0
     assert "3 tokens" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("gone", "named"),
-    [
-        (b"blk.1.ffn_up_exps", r"x\.gguf lacks blk\.1\.ffn_up_exps\.weight"),
-        (b"blk.1.attn_norm", r"missing model\.layers\.1\.input_layernorm\.weight\. Download .*x\.gguf again"),
-    ],
-)
-def test_a_file_without_a_weight_is_named(files, tmp_path, gone, named):
-    path = files("qwen3.5 moe", ("Q8_0",))
-    other = changed(path, tmp_path / "x.gguf", lambda content: content.replace(gone, gone.replace(b".1.", b".2.")))
+TENSORS = [
+    ({"blk.1.ffn_up_exps.weight": None}, r"x\.gguf lacks blk\.1\.ffn_up_exps\.weight"),
+    ({"blk.1.attn_norm.weight": None}, r"missing model\.layers\.1\.input_layernorm\.weight\. Download .*x\.gguf again"),
+    ({"blk.2.attn_norm.weight": np.ones(64)}, r"has blk\.2\.attn_norm\.weight, which no layer"),
+    ({"blk.0.ffn_up_exps.weight": np.ones((1, 64, 64))}, "ffn_up_exps.weight have different shapes"),
+    ({"blk.0.ssm_a": np.ones(5)}, "ssm_a has 5 rows instead of 4"),
+    ({"blk.0.attn_norm.weight": np.ones(65)}, r"input_layernorm\.weight is \[65\]"),
+]
+
+
+@pytest.mark.parametrize(("more", "named"), TENSORS, ids=[str(named)[-30:] for _, named in TENSORS])
+def test_a_tensor_that_does_not_fit_is_named(files, tmp_path, more, named):
+    base = files("qwen3.5 moe").with_name("qwen3.5 moe")
+    more = {name: data if data is None else data.astype(np.float32) for name, data in more.items()}
+    path = write_gguf(base, tmp_path / "x.gguf", more=more)
     with pytest.raises(UserError, match=named):
-        our_model(folder_of(str(other)))
+        our_model(folder_of(str(path)))
+
+
+KEYS = [
+    ("qwen2", "block_count", 1, r"has blk\.1\.[a-z_.]*, which no layer"),
+    ("qwen3 moe", "block_count", 2**32 - 1, "block_count is 4294967295; expected 1 to 1000"),
+    ("qwen3 moe", "nextn_predict_layers", 1, "nextn_predict_layers is 1, which is not computed"),
+    ("qwen3 moe", "rope.dimension_count", 8, "expected head_dim, 16"),
+    ("qwen3 moe", "expert_used_count", 5, "more than expert_count, 4"),
+    ("qwen3 moe", "expert_count", None, "lacks qwen3moe.expert_count"),
+    ("qwen3 moe", "expert_count", 8, r"gate_up_proj is \[4, 128, 64\]"),
+    ("qwen3.5 moe", "rope.dimension_count", 5, "expected head_dim, 16"),
+    ("qwen3.5 moe", "full_attention_interval", 0, "full_attention_interval is 0; expected 1"),
+    ("qwen3.5 moe", "ssm.inner_size", 63, "linear_value_head_dim is 15; llama.cpp computes 16"),
+    ("qwen3.5 moe", "ssm.group_count", 4, "rows instead of|is .* in the checkpoint"),
+    ("qwen3.5 moe", "nextn_predict_layers", 2, "block_count is 0; expected 1"),
+    ("gemma 3", "attention.layer_norm_rms_epsilon", -1.0, "epsilon is -1.0; expected"),
+    ("gpt-oss", "attention.head_count_kv", 0, "head_count_kv is 0; expected 1"),
+    ("gpt-oss", "expert_feed_forward_length", "x", "length is 'x'; expected a number"),
+    ("gpt-oss", "attention.sliding_window_pattern", [True], r"x\.gguf: .*layer_types"),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "value", "named"), KEYS, ids=[f"{name} {key} {v}" for name, key, v, _ in KEYS])
+def test_metadata_that_says_something_else_is_refused(files, tmp_path, name, key, value, named):
+    base = files(name, ("Q8_0",)).with_name(name)
+    arch = GgufFile(files(name, ("Q8_0",))).architecture
+    with pytest.raises(UserError, match=named):
+        our_model(folder_of(str(write_gguf(base, tmp_path / "x.gguf", metadata={f"{arch}.{key}": value}))))
+
+
+@torch.no_grad()
+def test_a_period_of_windows_is_what_it_is_in_llama_cpp(files, tmp_path):
+    base = files("gemma 3").with_name("gemma 3")
+    period = write_gguf(base, tmp_path / "x.gguf", metadata={"gemma3.attention.sliding_window_pattern": 2})
+    torch.testing.assert_close(our_model(folder_of(str(period)))(TOKENS), our_model(base)(TOKENS), rtol=1e-5, atol=1e-5)
 
 
 def test_blocks_are_not_quantised_again(files):

@@ -392,9 +392,17 @@ def shapes_of(folder: Path) -> dict[str, list[int]]:
     Raises:
         UserError: transformers does not know the model.
     """
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    _check_known(config, folder)
-    return {name: list(weight.shape) for name, weight in _on_meta(config, None, False).state_dict().items()}
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        _check_known(config, folder)
+        kind = AutoModelForMultimodalLM if is_multimodal(config) else AutoModelForCausalLM
+        with torch.device("meta"):
+            state = kind.from_config(config).state_dict()
+    except UserError:
+        raise
+    except Exception as error:  # a config's values may raise anything in the model's code
+        raise UserError(f"{folder / CONFIG}: transformers cannot build this model: {one_line(error)}") from error
+    return {name: list(weight.shape) for name, weight in state.items()}
 
 
 def _check_known(config: Any, folder: Path) -> None:
