@@ -264,7 +264,7 @@ class RandomWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         like = self._shapes[name]
         if isinstance(like, Quantized) and not self._quantizes:
-            return like.with_parts(lambda part: self._part(part, 4 if like.kind else 116))
+            return like.with_parts(lambda part: self._part(part, 116 if like.kind in ("", "MXFP4") else 4))
         return torch.empty(like.shape, dtype=like.dtype, device=self._device).normal_(std=0.02)
 
     def _part(self, like: Tensor, least: int) -> Tensor:
