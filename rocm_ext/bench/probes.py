@@ -1,4 +1,4 @@
-"""What a child process of ``rocm-ext bench`` measures: matrix products, copies, loading, decoding and training."""
+"""What a child process of ``rocm-ext bench`` measures, from matrix products to training."""
 
 import gc
 import time
@@ -32,8 +32,9 @@ from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.download import use_shape
 from rocm_ext.model.lora import plain
-from rocm_ext.model.quantized import Quantized
+from rocm_ext.model.quantized import Quantized, of_blocks
 from rocm_ext.model.sampler import copied_bytes, sampler_of
+from rocm_ext.model.unpack import BLOCKS
 from rocm_ext.plan import workload
 from rocm_ext.plan.costs import CostCounter
 from rocm_ext.plan.memory import frozen_bytes, readable
@@ -136,7 +137,13 @@ class Times:
         return {"value": amount / self.median, "low": amount / self.high, "high": amount / self.low}
 
 
-def timed(work: Callable[[], Any], device: torch.device, seconds: float, least: int = 5) -> Times:
+def timed(
+    work: Callable[[], Any],
+    device: torch.device,
+    seconds: float,
+    least: int = 5,
+    beside: Callable[[], Any] | None = None,
+) -> Times:
     """Time calls of ``work``, after two that are not timed.
 
     On a GPU it waits for each call: ``work`` should last longer than the launch of its kernels.
@@ -146,17 +153,24 @@ def timed(work: Callable[[], Any], device: torch.device, seconds: float, least: 
         device: device that runs it.
         seconds: time for which it is called again and again.
         least: number of calls that are made in any case.
+        beside: another function, called in turn. Times are then those of ``work`` divided by its own.
     """
+
+    def lap(call: Callable[[], Any]) -> float:
+        began = time.perf_counter()
+        call()
+        wait(device)
+        return time.perf_counter() - began
+
+    def turn() -> float:
+        return lap(work) / (1.0 if beside is None else lap(beside))
+
     for _ in range(2):
-        work()
-    wait(device)
+        turn()
     times: list[float] = []
     end = time.perf_counter() + seconds
     while len(times) < least or time.perf_counter() < end:
-        began = time.perf_counter()
-        work()
-        wait(device)
-        times.append(time.perf_counter() - began)
+        times.append(turn())
     return Times(*quantiles(times, n=4, method="inclusive"))
 
 
@@ -181,6 +195,35 @@ def gemm(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
     work = {"forward": lambda: x @ w.T, "dgrad": lambda: g @ w}[values["direction"]]
     times = timed(work, bench.device, bench.spec.seconds)
     return {**times.rate(2 * tokens * wide * width), "unit": "FLOP/s", "shape": [tokens, width, wide]}
+
+
+def unpacking(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values per second that are unpacked from ggml's blocks of ``kind`` into the model's dtype, as training does it.
+
+    With ``rows``: how long a product of so many rows takes over the feed-forward layer's weight in blocks, divided by
+    the time of the same product over a plain weight.
+    """
+    mlp: Any = bench.shape.layers[0].mlp  # type: ignore[union-attr, index]
+    wide, width = mlp.w1.weight.shape
+    count, size = BLOCKS[values["kind"]]
+    rows, dtype, blocks = values.get("rows", 0), bench.dtype, -(-width // count)
+    width = blocks * count
+    if not rows:
+        wide = _COPIED[bench.device.type] // (width * dtype.itemsize)
+    bench.require((rows * (width + wide) + wide * width) * dtype.itemsize * 2)
+    # bytes whose scales are moderate in every kind; among random ones are infinite scales
+    packed = torch.randint(40, 46, (wide, blocks * size), dtype=torch.uint8, device=bench.device)
+    weight, x = of_blocks(packed, values["kind"], dtype), torch.randn(rows, width, device=bench.device).to(dtype)
+    try:
+        plain = weight.get_original_weight()
+    except UserError as error:  # transformers is missing
+        raise Skipped(str(error)) from error
+    found = {"shape": [rows, width, wide], "dtype": dtype_name(dtype)}
+    if not rows:
+        times = timed(weight.get_original_weight, bench.device, bench.spec.seconds)
+        return {**times.rate(wide * width), "unit": "values/s", **found}
+    times = timed(lambda: x @ weight.T, bench.device, bench.spec.seconds, beside=lambda: x @ plain.T)
+    return {"value": times.median, "low": times.low, "high": times.high, "unit": "x", **found}
 
 
 def bandwidth(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -400,6 +443,7 @@ def _peak(trainer: Trainer, update: Update) -> int:
 
 PROBES: dict[str, Callable[[Bench, Mapping[str, Any]], dict[str, Any]]] = {
     "gemm": gemm,
+    "unpacking": unpacking,
     "bandwidth": bandwidth,
     "loader": loader,
     "decoding": decoding,

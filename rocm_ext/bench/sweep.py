@@ -16,7 +16,7 @@ from rocm_ext import config
 from rocm_ext.machine.detect import Machine
 from rocm_ext.machine.profile import ATTENTION, Lock
 
-PROBES = ("gemm", "bandwidth", "loader", "decoding", "training")  # in the order of the table
+PROBES = ("gemm", "unpacking", "bandwidth", "loader", "decoding", "training")  # in the order of the table
 COPIES = {  # by name: from where to where
     "device copy": ("device", "device"),
     "to the GPU": ("host", "device"),
@@ -131,10 +131,16 @@ class Sweep:
     ) -> None:
         self._cfg, self._locked, cpu = cfg, locked, machine.backend == "cpu"
         decoding = [Item("decoding", {"slots": slots}) for slots in ((16, 64) if quick else (16, 32, 64, 128, 256))]
+        blocks = [
+            Item("unpacking", {"kind": kind, **rows})
+            for kind in (("Q4_K",) if quick else ("Q4_K", "Q6_K", "Q8_0"))
+            for rows in ({}, *({"rows": count} for count in ((2048,) if quick else (256, 2048))))
+        ]
         copies = list(COPIES)[: 1 if cpu else 4 + (machine.gpu_count > 1)]
         workers = (0,) if "num_workers" in locked else (0, 2)
         loading = [Item("loader", {"num_workers": count}) for count in workers]
-        device = (*_gemm(machine, quick), *(Item("bandwidth", {"what": what}) for what in copies), *loading, *decoding)
+        copying = [Item("bandwidth", {"what": what}) for what in copies]
+        device = (*_gemm(machine, quick), *blocks, *copying, *loading, *decoding)
         self._device = [item for item in device if item.probe in probes]
         self._rows = sorted({*((1, 4) if quick else (1, 2, 4, 8, 16)), cfg.batch_size}) if "training" in probes else []
         four_bits = not (quick or cpu) and config.takes(cfg.model, "quantize_base", key="model")

@@ -63,14 +63,26 @@ def test_nothing_is_measured_that_does_not_fit(monkeypatch):
     monkeypatch.setattr(log, "disabled", False)  # a child's logger is silent, and this is no child
     items = [
         Item("gemm", {"direction": "forward", "dtype": "fp32", "library": "default"}),
+        Item("unpacking", {"kind": "Q4_K", "rows": 2048}),
         Item("bandwidth", {"what": "device copy"}),
         Item("training", {"rows": 4, "compile": False}),
         Item("decoding", {"slots": 64}),
     ]
     bench = Bench(job(budget=2**20))
     rows = [probes.measure(bench, asdict(item)) for item in items]
-    assert [row["status"] for row in rows] == ["skipped"] * 4
+    assert [row["status"] for row in rows] == ["skipped"] * 5
     assert all("budget" in row["detail"] for row in rows)
+
+
+def test_what_blocks_cost_is_measured_in_whole_blocks(monkeypatch):
+    def measured() -> dict:
+        return probes.measure(Bench(job()), asdict(Item("unpacking", {"kind": "Q4_K", "rows": 3})))
+
+    found = measured()["result"]
+    assert (found["shape"], found["unit"]) == ([3, 256, SHAPE["intermediate_dim"]], "x")
+    assert 0 < found["low"] <= found["value"] <= found["high"]
+    monkeypatch.setitem(sys.modules, "transformers.integrations.gguf", None)
+    assert (measured()["status"], "transformers" in measured()["detail"]) == ("skipped", True)
 
 
 @pytest.fixture
