@@ -24,7 +24,7 @@ from rocm_ext.model.native import NativeDecoder
 from rocm_ext.model.transformers.decoder import TransformersDecoder
 from tests.kit.parity import our_model
 from tools.benchmarks import __main__ as command
-from tools.benchmarks import beside, experts, peers, protocol, sampling, sft, startup, work
+from tools.benchmarks import beside, experts, peers, protocol, sampling, sft, startup, unpacking, work
 from tools.benchmarks.protocol import ROOT, Failed, Ratio, Side, in_turn
 from tools.benchmarks.table import table
 
@@ -328,3 +328,24 @@ def test_experts_give_the_same_before_they_are_timed(monkeypatch, capsys):
     monkeypatch.setattr(experts, "build", heavier)
     with pytest.raises(Failed, match="eager differs from ours"):
         experts.main()
+
+
+def test_blocks_give_the_same_before_they_are_timed(monkeypatch, capsys):
+    monkeypatch.setattr(unpacking, "SHAPE", {**unpacking.SHAPE, "hidden_size": 256, "intermediate_size": 256,
+                                             "num_attention_heads": 2, "num_key_value_heads": 1})  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", "")  # which the benchmark sets
+    monkeypatch.setattr(sys, "argv", ["x", "--rounds", "1", "--kinds", "Q6_K", "--tokens", "5", "300"])
+    unpacking.main()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| Q6_K | ")]
+    assert len(lines) == 2
+    assert all(re.search(r"( \| [\d.]+ × \([\d.]+-[\d.]+\)){2} \|$", line) for line in lines)
+    sides = unpacking.sides
+
+    def heavier(*args):
+        packed, plain = sides(*args)
+        plain.decoder.layers[1].mlp.w2.weight.data *= 1.1
+        return packed, plain
+
+    monkeypatch.setattr(unpacking, "sides", heavier)
+    with pytest.raises(Failed, match="Q6_K in bf16: logits, loss or gradients are off"):
+        unpacking.main()

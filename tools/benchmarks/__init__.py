@@ -15,5 +15,6 @@ One run prints one table. The method:
 ``python -m tools.benchmarks.monitor`` measures the cost of the recorder separately; ``python -m
 tools.benchmarks.startup`` compares the time that a run takes to start; ``python -m tools.benchmarks.overhead`` measures
 what a GRPO step spends beside its work; ``python -m tools.benchmarks.beside`` measures ours beside busy programs;
-``python -m tools.benchmarks.learning`` compares what methods learn.
+``python -m tools.benchmarks.unpacking`` measures what training over a GGUF file's blocks costs; ``python -m
+tools.benchmarks.learning`` compares what methods learn.
 """
