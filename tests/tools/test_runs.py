@@ -114,8 +114,9 @@ def test_synthetic_steps_are_timed():
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "name", ["machine", "numerics", "attention", "dtypes", "checkpointing", "four-bit", "run-sft", "grpo-0.5b"]
-)
+    "name", ["machine", "numerics", "attention", "dtypes", "checkpointing", "four-bit", "gguf", "gguf-0.5b", "run-sft",
+             "grpo-0.5b"]
+)  # fmt: skip
 def test_parts_for_gpus_run_on_a_cpu(tmp_path, monkeypatch, name):
     runner = Runner("cpu", True, tmp_path, 10)
     monkeypatch.setattr(runner, "_processes", multiprocessing.get_context("fork"))

@@ -10,6 +10,7 @@ STOCK, STOCK_8, STOCK_COMPILED = "torchtune as shipped", "torchtune batch 8", "t
 TRL, TRL_FIRST = "TRL + PEFT", "TRL + PEFT, reference first"
 CONTINUOUS, GENERATE = "transformers continuous batching", "transformers generate"
 ENGINE, VLLM = "transformers' modules", "vLLM"
+BLOCKS = "gguf", "transformers"  # packages that write and unpack them
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,9 @@ PARTS = (
     Part("checkpointing", "check", "training:checkpointing", 90),
     Part("offloading", "check", "training:offloading", 90, cpu=False),
     Part("four-bit", "check", "training:four_bit", 90),
+    Part("gguf", "check", "training:blocks", 60, needs=BLOCKS),
+    Part("gguf-0.5b", "speed", "training:gguf", 120, {"size": "0.5b"}, BLOCKS),
+    Part("gguf-7b", "speed", "training:gguf", 180, {"size": "7b"}, BLOCKS, tiny=False),
     _sample("sampling-0.5b-engine", "0.5b", ENGINE, 150),
     Part("decode-0.5b", "speed", "checks:decode_speed", 60, {"size": "0.5b"}, tiny=False),
     _train("dpo-0.5b", "dpo", "0.5b", None, 150),

@@ -1,25 +1,36 @@
-"""Checks of training steps: dtypes, compile, memory plan, checkpointing, offloading and 4-bit weights.
+"""Checks of training steps: dtypes, compile, memory plan, checkpointing, offloading, 4-bit weights and GGUF's blocks.
 
 Each trains the same model with the same random weights on the same rows, and compares the losses.
 """
 
 import gc
 import json
+import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from rocm_ext.bench import probes
 from rocm_ext.bench.probes import Bench, ProbeLearner, RandomWeights, probe_config, random_rows
-from rocm_ext.model.build import Weights
+from rocm_ext.machine.detect import detect
+from rocm_ext.model.build import Weights, read_weights
+from rocm_ext.model.unpack import BLOCKS, unpack
 from rocm_ext.plan import workload
+from rocm_ext.plan.planner import dtype_name
 from rocm_ext.train.lifecycle import Runtime
 from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.trainer import Trainer
+from tools.benchmarks.protocol import Ratio
 from tools.gpu.here import GIB, Here, Row, Skipped, check, speed
 
 STEPS = 6
@@ -49,16 +60,30 @@ class SeededLearner(ProbeLearner):
         return Weights(SeededWeights(self.decoder, self.runtime.device), "random")
 
 
+class StoredLearner(ProbeLearner):
+    """A learner over the weights in ``folder``, which the config's model may have in another form."""
+
+    def __init__(self, *args: Any, folder: str) -> None:
+        super().__init__(*args)
+        self._folder = folder
+
+    def read_weights(self) -> Weights:
+        super().read_weights()  # which says if a step does not fit
+        return read_weights(OmegaConf.merge(self.cfg.checkpointer, {"checkpoint_dir": self._folder}))
+
+
 @dataclass(frozen=True)
 class Trained:
-    """Losses of the steps, the allocator's peak in bytes (0 on a CPU), and the planned peak."""
+    """Losses and seconds of the steps, tokens of each, the allocator's peak in bytes (0 on a CPU), the planned peak."""
 
     losses: list[float]
+    seconds: list[float]
+    tokens: int
     peak: int
     planned: int
 
 
-def train(bench: Bench, rows: int, compiled: bool = False, **changes: Any) -> Trained:
+def train(bench: Bench, rows: int, learner_of: Any = SeededLearner, compiled: bool = False, **changes: Any) -> Trained:
     """Train :data:`STEPS` steps on the same ``rows`` rows; ``changes`` are those of a probe."""
     cfg = probe_config(bench.cfg, {"rows": rows, "compile": compiled, **changes}, list(bench.profile.locked))
     runtime = Runtime.open(cfg)
@@ -67,7 +92,7 @@ def train(bench: Bench, rows: int, compiled: bool = False, **changes: Any) -> Tr
     try:
         with TemporaryDirectory() as folder:
             cfg.output_dir = folder
-            learner = SeededLearner(cfg, runtime, bench.spec.budget)
+            learner = learner_of(cfg, runtime, bench.spec.budget)
             learner.setup(workload.describe(data, rows, "random"))
             trainer = Trainer(learner, data, cfg, OutputDir.open(cfg, runtime.ranks))
             trainer.open()
@@ -76,8 +101,13 @@ def train(bench: Bench, rows: int, compiled: bool = False, **changes: Any) -> Tr
             gpu = runtime.device.type == "cuda"
             if gpu:
                 torch.cuda.reset_peak_memory_stats()
-            losses = [trainer.train_step(update).loss for _ in range(STEPS)]
-            return Trained(losses, torch.cuda.max_memory_allocated() if gpu else 0, learner.planned_peak)
+            losses, ends = [], [time.perf_counter()]
+            for _ in range(STEPS):
+                losses.append(trainer.train_step(update).loss)
+                probes.wait(runtime.device)
+                ends.append(time.perf_counter())
+            tokens, peak = sum(map(len, data.tokens)), torch.cuda.max_memory_allocated() if gpu else 0
+            return Trained(losses, np.diff(ends).tolist(), tokens, peak, learner.planned_peak)
     finally:
         runtime.ranks.close()
         gc.collect()
@@ -123,15 +153,66 @@ def offloading(here: Here) -> Iterator[Row]:
 
 def four_bit(here: Here) -> Iterator[Row]:
     """Losses over a 4-bit base (NF4) are about those of the whole one, in less memory."""
-    wider = here.folder / "wider"
-    wider.mkdir(exist_ok=True)
-    (wider / "config.json").write_text(json.dumps(WIDER))
-    bench = here.bench("0.5b", *([f"model.checkpoint_dir={wider}"] if here.tiny else []))
+    bench = _wider(here, "0.5b")
     plain, small = train(bench, 2), train(bench, 2, **{"model.quantize_base": True})
     yield compare("training over a 4-bit base", small, plain, 0.03)
     if here.gpu:
         note = f"{small.peak / GIB:.2f} instead of {plain.peak / GIB:.2f} GiB"
         yield check("a 4-bit base takes less memory", small.peak < 0.95 * plain.peak, note)
+
+
+def _wider(here: Here, size: str) -> Bench:
+    folder = here.folder / "wider"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(WIDER))
+    return here.bench(size, *([f"model.checkpoint_dir={folder}"] if here.tiny else []))
+
+
+def blocks(here: Here) -> Iterator[Row]:
+    """Values of all types of GGUF's blocks are those that a CPU unpacks, and what follows from them is the same."""
+    from tools.benchmarks import unpacking  # not every machine has its packages
+
+    rng, wrong = np.random.default_rng(0), []
+    for kind in BLOCKS:
+        stored = torch.from_numpy(unpacking.random_blocks(kind, 64, 8, rng))
+        for dtype in (torch.float32, torch.bfloat16):
+            found = unpack(stored.to(here.torch_device), kind, dtype).cpu()
+            wrong += [f"{kind} in {dtype}"] * (not torch.equal(found, unpack(stored, kind, dtype)))
+    yield check(f"values of {len(BLOCKS)} types of blocks are a CPU's", not wrong, ", ".join(wrong) or "bit for bit")
+    os.environ["XDG_CACHE_HOME"] = str(here.folder)  # where a file's config.json and tokenizer go
+    top, _ = here.world("gguf", lambda _: None)
+    for name in ("fp32", *["bf16"] * detect().bf16):
+        sides = unpacking.sides(top, "Q4_K", name, here.torch_device)
+        apart = unpacking.difference(*sides, unpacking.micro_batch(256, here.torch_device))
+        yield check(f"logits, loss and gradients over Q4_K are those over unpacked weights, {name}",
+                    apart <= unpacking.LIMITS[name], f"off by {apart:.1e} at most")  # fmt: skip
+
+
+def gguf(here: Here, size: str) -> Iterator[Row]:
+    """Steps over a GGUF file in Q4_K whose blocks stay packed, and whose blocks a CPU unpacks as it reads them.
+
+    Args:
+        here: the device.
+        size: of the model.
+    """
+    from tools.benchmarks import unpacking  # as above
+
+    bench, rows = _wider(here, size), 2 if here.tiny else 8
+    os.environ["XDG_CACHE_HOME"] = str(here.folder)  # as above
+    model, gib = Path(bench.cfg.model.checkpoint_dir), {"0.5b": 0.6, "7b": 6.0}[size]
+    top, _ = here.world(f"gguf-{size}", lambda to: unpacking.write_random_gguf(to / "model.gguf", model, "Q4_K"), gib)
+    packed = here.bench(size, f"model.checkpoint_dir={top / 'model.gguf'}")
+    found = []
+    for each, weights in (packed, "Q4_K"), (bench, f"the same values in {dtype_name(bench.dtype)}"):
+        found.append(train(each, rows, partial(StoredLearner, folder=packed.cfg.model.checkpoint_dir)))
+        seconds, peak = found[-1].seconds[1:], found[-1].peak  # the first step chooses kernels
+        note = f"{1e3 * min(seconds):.0f} to {1e3 * max(seconds):.0f} ms a step, peak {peak / GIB:.2f} GiB"
+        tokens = found[-1].tokens / median(seconds)
+        yield speed(f"LoRA SFT of {here.size(size)} over {weights}", tokens, "tokens/s", note, peak=peak)
+    ratio = Ratio.of(*(each.seconds[1:] for each in found))
+    yield speed(f"a step of {here.size(size)} over Q4_K, by one over the same values", ratio.median, "x",
+                f"{ratio.low:.2f} to {ratio.high:.2f}")  # fmt: skip
+    yield compare("training over blocks", *found, 1e-3)
 
 
 def checkpointing(here: Here) -> Iterator[Row]:
