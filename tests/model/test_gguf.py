@@ -544,4 +544,4 @@ def test_random_weights_of_bench_are_finite_and_small(kind):
     decoder.quantizes, decoder.buffers_to_load = False, dict
     made = dense(RandomWeights(decoder, parity.CPU)["weight"])
     assert made.shape == (4, 2 * values)
-    assert made.abs().max() < 1
+    assert 1e-6 < made.abs().max() < 1  # denormal numbers are slow

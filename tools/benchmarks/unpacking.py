@@ -28,7 +28,7 @@ from rocm_ext.model.build import CausalLM, build_model, load_weights, read_weigh
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.download import published_models
 from rocm_ext.model.gguf_folder import folder_of
-from rocm_ext.model.llama_cpp import GgufNames, read_layout
+from rocm_ext.model.llama_cpp import GgufNames, add_keys, read_layout
 from rocm_ext.model.unpack import BLOCKS
 from tests.kit.gguf import random_blocks
 from tools.benchmarks.protocol import Failed, Ratio
@@ -60,8 +60,7 @@ def write_random_gguf(target: Path, folder: Path, kind: str) -> None:
     layout, rng, drawn = read_layout(folder), np.random.default_rng(0), {}
     names = GgufNames(layout)
     writer = gguf.GGUFWriter(target, names.arch)
-    for key, value in layout.keys.items():
-        getattr(writer, f"add_{key}")(value)
+    add_keys(writer, layout.keys)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(["a", "b", "ab", *(f"<{number}>" for number in range(3, layout.vocabulary))])

@@ -172,13 +172,17 @@ def blocks(here: Here) -> Iterator[Row]:
     """Values of all types of GGUF's blocks are those that a CPU unpacks, and what follows from them is the same."""
     from tools.benchmarks import unpacking  # not every machine has its packages
 
-    rng, wrong = np.random.default_rng(0), []
+    rng, wrong, alike = np.random.default_rng(0), [], 0
     for kind in BLOCKS:
         stored = torch.from_numpy(unpacking.random_blocks(kind, 64, 8, rng))
         for dtype in (torch.float32, torch.bfloat16):
             found = unpack(stored.to(here.torch_device), kind, dtype).cpu()
-            wrong += [f"{kind} in {dtype}"] * (not torch.equal(found, unpack(stored, kind, dtype)))
-    yield check(f"values of {len(BLOCKS)} types of blocks are a CPU's", not wrong, ", ".join(wrong) or "bit for bit")
+            expected = unpack(stored, kind, dtype)
+            alike += torch.equal(found, expected)  # a compiled product and sum may round once
+            near = torch.allclose(found.float(), expected.float(), torch.finfo(dtype).eps, 0)
+            wrong += [f"{kind} in {dtype}"] * (not near)
+    yield check(f"values of {len(BLOCKS)} types of blocks are a CPU's", not wrong,
+                ", ".join(wrong) or f"bit for bit in {alike} of {2 * len(BLOCKS)} cases")  # fmt: skip
     os.environ["XDG_CACHE_HOME"] = str(here.folder)  # where a file's config.json and tokenizer go
     top, _ = here.world("gguf", lambda _: None)
     for name in ("fp32", *["bf16"] * detect().bf16):
