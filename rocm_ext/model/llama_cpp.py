@@ -477,13 +477,17 @@ def _rope_of(
     files: Sequence[GgufFile], keys: dict[str, Any], config: Mapping[str, Any], proportional: bool = False
 ) -> dict[str, Any]:
     """Take RoPE's keys out of ``keys``; ``proportional``: its first dimensions alone rotate."""
-    path = files[0].path
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.pop("rope.freq_base", 10_000.0)}
+    path, base = files[0].path, keys.pop("rope.freq_base", 10_000.0)
+    if problem := _problem_of("rope_freq_base", base):
+        raise UserError(f"{path}: rope.freq_base is {base!r}; {problem}")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
     kind = keys.pop("rope.scaling.type", "none")
     if kind not in ("none", "linear", "yarn"):
         raise UserError(f"{path}: rope.scaling.type is {kind!r}; expected none, linear or yarn")
     if kind != "none":
-        rope |= {"rope_type": kind, "factor": keys.pop("rope.scaling.factor", None)}
+        rope |= {"rope_type": kind, "factor": (factor := keys.pop("rope.scaling.factor", None))}
+        if problem := _problem_of("rope_scaling_factor", factor):
+            raise UserError(f"{path}: rope.scaling.factor is {factor!r}; {problem}")
     if kind == "yarn":
         trained = keys.pop("rope.scaling.original_context_length", config["max_position_embeddings"])
         rope["original_max_position_embeddings"] = trained
@@ -493,7 +497,7 @@ def _rope_of(
     holder = next((file for file in files if _FACTORS in file.places), None)
     if holder is None:
         return rope
-    base, width, place = rope["rope_theta"], config["head_dim"], holder.places[_FACTORS]
+    width, place = config["head_dim"], holder.places[_FACTORS]
     fits = kind == "none" and not place.kind and place.shape == (width // 2,)
     factors = holder.numbers(_FACTORS) if fits else torch.ones(1)
     if proportional:
