@@ -1,7 +1,7 @@
 """``rocm-ext rows``: show what a config makes of its data.
 
 Reads the data of a config of any recipe as a run does, and prints a few rows as the model gets them, with special
-tokens, and what is trained in them: in colour on a terminal, between ⟦ and ⟧ elsewhere. Then it prints lengths in
+tokens, and what is trained in them: in colour on a terminal, in double brackets elsewhere. Then it prints lengths in
 tokens, the share that is trained, how many rows are kept, cut or dropped, rows that repeat others, and validation rows
 that are also trained on. Needs the model's folder without its weights, and no GPU. Exits with 1 and one line where the
 data would end a run.
@@ -51,13 +51,12 @@ def run(args: argparse.Namespace) -> None:
     registry.check_system(recipe, platform.system())
     family, cfg = registry.extended(recipe), config.load(recipe, args.config, args.overrides)
     check_config(cfg, family)
-    ranks = Ranks(torch.device("cpu"))
-    use_downloaded(cfg, ranks)
+    use_downloaded(cfg, Ranks(torch.device("cpu")))
     tokenizer = open_tokenizer(cfg)
     check_tokenizer(tokenizer, cfg)
     decoder = build_model(cfg.model, torch.bfloat16, 0, torch.device("meta"))
     read = _prompts if family in (registry.RAFT, registry.GRPO) else _rows
-    content, lengths, show, check = read(cfg, tokenizer, decoder, ranks)
+    content, lengths, show, check = read(cfg, family, tokenizer, decoder)
     content = {"recipe": recipe.name, **content, "shown": list(map(show, _chosen(args, lengths)))}
     (print_json if args.json else print_rows)(content)
     check()
@@ -74,21 +73,25 @@ def _chosen(args: argparse.Namespace, lengths: list[int]) -> list[int]:
     return list(dict.fromkeys([0, lengths.index(min(lengths)), lengths.index(max(lengths))]))
 
 
-def _rows(cfg: Any, tokenizer: Any, decoder: Any, ranks: Any) -> Read:
+def _rows(cfg: Any, family: str, tokenizer: Any, decoder: Any) -> Read:
     """Read the rows of SFT or DPO as the recipe does."""
     from rocm_ext.data.batches import Steps, rows_per_step
     from rocm_ext.data.overview import equal, keys, lengths, numbers, prompt_keys, sequences, shared
     from rocm_ext.data.rows import Rows, open_dataset, origin_of
+    from rocm_ext.losses import objective_of
     from rocm_ext.recipes.dpo_rocm import DPO
     from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
+    from rocm_ext.train.learner import Learner
 
-    of_pairs = registry.family(registry.find(cfg.recipe)) == registry.DPO
-    recipe = cast(Any, (DPO if of_pairs else LoRAFinetune)(cfg))
-    recipe.runtime, recipe.learner = SimpleNamespace(ranks=ranks), SimpleNamespace(tokenizer=tokenizer, decoder=decoder)
+    recipe = cast(Any, (DPO if family == registry.DPO else LoRAFinetune)(cfg))
+    # what reading data needs of them: a whole runtime needs the config's device, and a learner its model there
+    recipe.runtime = SimpleNamespace(ranks=SimpleNamespace(is_main=True))
+    recipe.learner = object.__new__(Learner)
+    recipe.learner.tokenizer, recipe.learner.decoder = tokenizer, decoder
+    recipe.learner.objective = objective_of(config.instantiate(cfg.loss, key="loss"))
     rows, validation = recipe.setup_data(tokenizer)
 
     def described(rows: Rows, dataset: Any) -> tuple[dict[str, Any], dict[str, list[int]], Callable[[int], str]]:
-        rows.check_vocabulary(decoder.tok_embeddings.num_embeddings)
         found = lengths(rows)
         trained = sum(sum(values) for name, values in found.items() if name in ("trained", "chosen", "rejected"))
 
@@ -116,10 +119,14 @@ def _rows(cfg: Any, tokenizer: Any, decoder: Any, ranks: Any) -> Read:
     def show(row: int) -> dict[str, Any]:
         return {"row": row, "origin": origin(row), "sequences": sequences(rows, row, tokenizer)}
 
-    return result, next(iter(found.values())), show, lambda: None
+    def check() -> None:
+        for part in filter(None, (rows, validation)):
+            recipe.learner.check_rows(part, recipe.columns)
+
+    return result, next(iter(found.values())), show, check
 
 
-def _prompts(cfg: Any, tokenizer: Any, decoder: Any, _: Any) -> Read:
+def _prompts(cfg: Any, family: str, tokenizer: Any, decoder: Any) -> Read:
     """Read the prompts of RAFT or GRPO as the recipe does."""
     import numpy as np
 

@@ -174,6 +174,9 @@ def test_the_sides_of_pairs(rows, tmp_path):
     text = rows("--row", "0", **changes)[1]
     assert text.count("a b<|im_end|>") == 1, "the prompt is shown once"
     assert one_line_has(text, "dropped equal: 1", "pairs.jsonl:2")
+    code, out, err = rows(dataset=changes["dataset"])
+    assert (code, one_line_has(out, "dropped equal: 1")) == (1, True), "a run would end, and the rows show why"
+    assert one_line_has(err, "error: ", "the rows are pairs", "start dpo_rocm")
 
 
 @pytest.mark.parametrize("write_run", [raft_runs.write_run, grpo_runs.write_run])
