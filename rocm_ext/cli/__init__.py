@@ -22,6 +22,7 @@ _COMMANDS = {
         "plan": "estimate a run's memory, work and time before anything is downloaded",
         "bench": "measure this machine, for `rocm-ext plan` and `hardware: auto`",
         "verify": "check a verifier on a data set's right answers",
+        "rows": "show what a config makes of its data, and what of it is trained",
         "validate": "check a config on this machine: everything that needs no weights",
     },
     "during a run": {

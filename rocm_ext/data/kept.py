@@ -151,7 +151,7 @@ def _open(folder: Path) -> Rows | None:
         per_row = [tuple(lengths[start:end]) for start, end in pairwise([0, *ends])]
         columns = {name: Ragged(arrays[f"column {name}"], arrays["bounds"]) for name in meta["columns"]}
         tokens, labels = (Ragged(arrays[name], arrays["bounds"]) for name in ("tokens", "labels"))
-        rows = Rows(tokens, labels, per_row, meta["counts"], columns, meta["said"])
+        rows = Rows(tokens, labels, per_row, meta["counts"], columns, meta["said"], arrays["numbers"], meta["first"])
         rows.known[tuple(columns)] = meta["fingerprint"]
     except (FileNotFoundError, EOFError, ValueError) as error:
         log.warning("%s is damaged (%s); the rows are read anew", folder, one_line(error))
@@ -174,6 +174,7 @@ def _keep(folder: Path, rows: Rows) -> None:
         "bounds": np.cumsum([0, *map(len, rows.tokens)]),
         "lengths": np.array([n for row in rows.lengths for n in row]),
         "sequences": np.array([len(row) for row in rows.lengths]),
+        "numbers": np.array(rows.numbers),
         **{f"column {name}": flat(column) for name, column in rows.columns.items()},
     }
     try:
@@ -181,7 +182,8 @@ def _keep(folder: Path, rows: Rows) -> None:
             for name, array in arrays.items():
                 np.save(aside / f"{name}.npy", array)
             sums = {file.name: _sum(file) for file in aside.iterdir()}
-            meta = {"sums": sums, "counts": rows.counts, "said": rows.said, "columns": list(rows.columns)}
+            facts = {"counts": rows.counts, "first": rows.first, "said": rows.said}
+            meta = {**facts, "sums": sums, "columns": list(rows.columns)}
             rows.known[tuple(rows.columns)] = rows.fingerprint()
             text = json.dumps({**meta, "fingerprint": rows.fingerprint()})
             (aside / _META).write_text(f"{zlib.crc32(text.encode())}\n{text}")

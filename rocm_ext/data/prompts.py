@@ -42,6 +42,21 @@ class Prompt:
         return hashlib.sha256(_canonical(content).encode()).hexdigest()
 
 
+class Prompts(list[Prompt]):
+    """Prompts of a source.
+
+    Args:
+        prompts: the prompts.
+        read: number of rows that were read.
+        dropped: origins of the rows that were left out, by the reason: ``bad_rows``, ``dropped_by_format`` or
+            ``dropped_repeated``.
+    """
+
+    def __init__(self, prompts: Iterable[Prompt], read: int, dropped: Mapping[str, list[str]]) -> None:
+        super().__init__(prompts)
+        self.read, self.dropped = read, dropped
+
+
 def prompt_dataset(
     *,
     source: str,
@@ -53,7 +68,7 @@ def prompt_dataset(
     system_prompt: str = "",
     limit: int | None = None,
     bad_rows: str = "error",
-) -> list[Prompt]:
+) -> Prompts:
     """Read prompts; a component for YAML: ``_component_: rocm_ext.data.prompt_dataset``.
 
     A row has ``prompt``, the text of one user's turn, or ``messages``, a conversation that ends with the turn of a
@@ -97,10 +112,13 @@ def prompt_dataset(
     rows, origin, mapping = open_source(source, split, data_files, name, column_map)
     prompts: list[Prompt] = []
     bad: list[str] = []
+    unused: list[str] = []
     count = len(rows) if limit is None else min(limit, len(rows))
     for index in range(count):
         try:
-            prompts += _prompts(row_at(rows, index), mapping, format, system_prompt, origin(index))
+            found = _prompts(row_at(rows, index), mapping, format, system_prompt, origin(index))
+            prompts += found
+            unused += [] if found else [origin(index)]
         except ValueError as error:
             bad.append(f"{origin(index)}: {error}")
     if bad and (bad_rows == "error" or len(bad) == count):
@@ -108,9 +126,14 @@ def prompt_dataset(
         raise UserError(about_bad_rows(bad, count, f"correct what is bad{cure}"))
     if bad:
         log.warning("%s", about_bad_rows(bad, count, "left out (bad_rows: drop)"))
-    if left_out := count - len(bad) - len(prompts):
-        log.warning("%s: left out %d rows without usable tests", source, left_out)
-    return _distinct(prompts, source)
+    if unused:
+        log.warning("%s: left out %d rows without usable tests", source, len(unused))
+    distinct = _distinct(prompts, source)
+    kept = {prompt.origin for prompt in distinct}
+    repeated = [prompt.origin for prompt in prompts if prompt.origin not in kept]
+    of_bad = [message.partition(": ")[0] for message in bad]
+    dropped = {"bad_rows": of_bad, "dropped_by_format": unused, "dropped_repeated": repeated}
+    return Prompts(distinct, count, {reason: origins for reason, origins in dropped.items() if origins})
 
 
 def check_disjoint(train: Iterable[Prompt], held_out: Sequence[Prompt]) -> None:

@@ -126,6 +126,8 @@ class Rows:
             and the ``trained`` of them, see :class:`rocm_ext.rl.selection.Selected`.
         columns: further values per token, by name (``old_logprobs``, ``advantages``, …): ``[s]`` float32 of each row.
         said: warnings that reading them gave.
+        numbers: number of each row in its dataset, from 0, for :func:`origin_of`; empty: they come from no dataset.
+        first: origin of the first row that each count but ``rows`` has counted.
         known: :meth:`fingerprint` by the names of the columns, where it was stored with the rows.
     """
 
@@ -135,6 +137,8 @@ class Rows:
     counts: dict[str, int]
     columns: dict[str, Any] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
+    numbers: Sequence[int] | np.ndarray = field(default_factory=lambda: array("q"))
+    first: dict[str, str] = field(default_factory=dict)
     known: dict[tuple[str, ...], str] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
@@ -195,7 +199,9 @@ class Rows:
             return [parts[i] for i in chosen]
 
         columns = {name: take(column) for name, column in self.columns.items()}
-        return Rows(take(self.tokens), take(self.labels), take(self.lengths), self.counts, columns)
+        numbers = take(self.numbers) if len(self.numbers) else []
+        kept = take(self.tokens), take(self.labels), take(self.lengths)
+        return Rows(*kept, self.counts, columns, numbers=numbers, first=self.first)
 
     def joined(self, parts: Iterable[Sequence[int]]) -> "Rows":
         """Return rows that have all sequences of several of these rows.
@@ -338,7 +344,8 @@ def tokenize(
     if not hasattr(dataset, "__len__"):
         raise UserError(f"{type(dataset).__name__} has no length; only map-style datasets can be trained on")
     chosen = range(0, len(dataset), every)
-    rows = Rows(Ragged(), Ragged(), [], {"rows": len(chosen)})
+    numbers = array("q")
+    rows = Rows(Ragged(), Ragged(), [], {"rows": len(chosen)}, numbers=numbers)
     foreign = not all(isinstance(part, SourceDataset) for part in getattr(dataset, "datasets", [dataset]))
     limits = _LengthLimits(max_seq_len, positions, too_long, foreign)
     reader: _Reader | None = None
@@ -354,7 +361,11 @@ def tokenize(
             if type(reader) is not kind:
                 mixed = "pairs and single answers in one dataset; train on them in separate runs"
                 raise WrongRow(f"{origin_of(dataset, index)}: {mixed}")
+            before = {**rows.counts}
             reader.add(item, partial(origin_of, dataset, index))
+            numbers.extend([index] * (len(rows) - len(numbers)))
+            for what in (what for what, count in rows.counts.items() if count != before[what]):
+                rows.first.setdefault(what, origin_of(dataset, index))
         except WrongRow:
             raise
         except UserError as error:  # its message names the row already
@@ -368,6 +379,7 @@ def tokenize(
         raise UserError(about_bad_rows(bad, len(chosen), "correct what is bad, or set bad_rows=drop to leave it out"))
     if bad:
         rows.counts["bad_rows"] = len(bad)
+        rows.first["bad_rows"] = bad[0].partition(": ")[0]
         rows.said.append(f"{name}: {about_bad_rows(bad, len(chosen), 'left out (bad_rows: drop)')}")
     for part in getattr(dataset, "datasets", [dataset]):
         rows.said.extend(part.warnings() if isinstance(part, SourceDataset) else [])

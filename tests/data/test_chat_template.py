@@ -820,7 +820,7 @@ def contents(rows):
     arrays = [[part.tolist() for part in parts] for parts in (rows.tokens, rows.labels)]
     fresh = Rows(rows.tokens, rows.labels, rows.lengths, {}, rows.columns)
     assert rows.fingerprint() == fresh.fingerprint()
-    return *arrays, rows.lengths, rows.counts, columns, rows.fingerprint()
+    return *arrays, rows.lengths, rows.counts, columns, rows.fingerprint(), list(rows.numbers), rows.first
 
 
 LONG = [user("a"), assistant("It is 42. " * 60)]

@@ -1,0 +1,174 @@
+"""Say what is in rows: their lengths, which ones repeat, and their text with what is trained."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, groupby, pairwise
+from os.path import commonprefix
+from typing import Any
+
+import numpy as np
+
+from rocm_ext.data.batches import label_counts
+from rocm_ext.data.encoder import TextEncoder
+from rocm_ext.data.render import TemplateRenderer, to_text
+from rocm_ext.data.rows import SIDE, SIDES, Rows, labelled
+
+_BARS = 10  # of a histogram whose longest row is not far from the others
+_TAIL = 16  # times the median that the longest row has where bars double in width
+
+
+def spread(values: Iterable[int]) -> dict[str, Any]:
+    """Describe lengths in tokens, at least one of them.
+
+    Returns:
+        ``min``, ``median``, ``p95``, ``max``, ``mean``, ``total``, and ``histogram``: lists of the least and the most
+        length of a bar and how many have these.
+    """
+    lengths = np.sort(np.fromiter(values, np.int64))
+    low, high = int(lengths[0]), int(lengths[-1])
+    median, p95 = (int(value) for value in np.percentile(lengths, [50, 95], method="inverted_cdf"))
+    width = (high - low) // _BARS + 1
+    if high > _TAIL * max(1, median):
+        starts = [low, *(start for start in (2**k for k in range(1, 63)) if low < start <= high)]
+    else:
+        starts = list(range(low, high + 1, width))
+    bars = [[start, end - 1] for start, end in pairwise([*starts, max(high + 1, starts[-1] + 1)])]
+    counts = np.diff(np.searchsorted(lengths, [*starts, high + 1])).tolist()
+    return {
+        "min": low,
+        "median": median,
+        "p95": p95,
+        "max": high,
+        "mean": float(lengths.mean()),
+        "total": int(lengths.sum()),
+        "histogram": [[*bar, count] for bar, count in zip(bars, counts, strict=True)],
+    }
+
+
+def numbers(lengths: Mapping[str, list[int]], hashes: Sequence[bytes], origin: Callable[[int], str]) -> dict[str, Any]:
+    """Describe rows or prompts.
+
+    Args:
+        lengths: of each row, in tokens, by what has this length.
+        hashes: of each row; equal rows have equal ones.
+        origin: returns the origin of a row.
+
+    Returns:
+        ``kept``, how many there are; ``repeated``, how many equal an earlier one, and ``first_repeated``, the origins
+        of the first of them and of that earlier one; and the :func:`spread` of each of the ``tokens``.
+    """
+    found = {"kept": len(hashes), **equal("repeated", repeats(hashes), origin, origin)}
+    return found | {"tokens": {name: spread(values) for name, values in lengths.items()}}
+
+
+def equal(
+    name: str, pairs: Sequence[tuple[int, int]], origin: Callable[[int], str], other: Callable[[int], str]
+) -> dict[str, Any]:
+    """Return how many pairs of equal rows there are as ``name``, and the origins of the first pair."""
+    return {name: len(pairs), f"first_{name}": [(origin(i), other(j)) for i, j in pairs[:1]]}
+
+
+def lengths(rows: Rows) -> dict[str, list[int]]:
+    """Return lengths of each row in tokens.
+
+    Returns:
+        Of single answers ``row`` and ``trained``, the tokens that are predicted. Of pairs ``longer side``, which limits
+        of length are for, ``shared prompt``, and ``chosen`` and ``rejected``, the trained tokens of each side.
+    """
+    if SIDE not in rows.columns:
+        return {"row": list(map(len, rows.tokens)), "trained": [labels for labels, _ in label_counts(rows)]}
+    chosen = [int(labelled(labels, row)[: row[0]].sum()) for labels, row in zip(rows.labels, rows.lengths, strict=True)]
+    rejected = [labels - first for (labels, _), first in zip(label_counts(rows), chosen, strict=True)]
+    prompt = list(map(_asked, rows.labels, rows.lengths))
+    sides = dict(zip(SIDES, (chosen, rejected), strict=True))
+    return {"longer side": list(map(max, rows.lengths)), "shared prompt": prompt, **sides}
+
+
+def keys(rows: Rows) -> list[bytes]:
+    """Return a hash of each row; rows with equal tokens have equal ones."""
+    return [key(tokens, row) for tokens, row in zip(rows.tokens, rows.lengths, strict=True)]
+
+
+def prompt_keys(rows: Rows) -> list[bytes | None]:
+    """Return a hash of what comes before the first trained token of each row; None: nothing does, or it is a pack."""
+    packs = [len(row) > 1 and SIDE not in rows.columns for row in rows.lengths]
+    asked = map(_asked, rows.labels, rows.lengths)
+    parts = zip(rows.tokens, asked, packs, strict=True)
+    return [None if pack or count < 2 else key(tokens[:count]) for tokens, count, pack in parts]
+
+
+def key(tokens: Sequence[int] | np.ndarray, lengths: Sequence[int] = ()) -> bytes:
+    """Return a hash of tokens ``[s]`` and of the lengths of the sequences in them."""
+    parts = np.asarray(lengths, np.int64).tobytes(), np.asarray(tokens, np.int32).tobytes()
+    return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
+
+
+def repeats(found: Iterable[bytes]) -> list[tuple[int, int]]:
+    """Return the number of each key that an earlier one equals, and that one's number."""
+    first: dict[bytes, int] = {}
+    return [(i, first[key]) for i, key in enumerate(found) if first.setdefault(key, i) != i]
+
+
+def shared(found: Iterable[bytes | None], others: Iterable[bytes | None]) -> list[tuple[int, int]]:
+    """Return the number of each key that is among ``others``, and the first such other's number."""
+    first: dict[bytes | None, int] = {}
+    for i, other in enumerate(others):
+        first.setdefault(other, i)
+    return [(i, first[key]) for i, key in enumerate(found) if key is not None and key in first]
+
+
+def sequences(rows: Rows, number: int, tokenizer: Any) -> list[dict[str, Any]]:
+    """Return each sequence of a row, see :func:`sequence`; those of a pair have a ``side``, too."""
+    ends = list(accumulate(rows.lengths[number]))[:-1]
+    mask = labelled(rows.labels[number], rows.lengths[number])
+    parts = zip(np.split(rows.tokens[number], ends), np.split(mask, ends), strict=True)
+    found = [sequence(tokenizer, tokens.tolist(), trained) for tokens, trained in parts]
+    if SIDE in rows.columns:
+        found = [{"side": side, **part} for side, part in zip(SIDES, found, strict=True)]
+    return found
+
+
+def sequence(tokenizer: Any, tokens: Sequence[int], trained: np.ndarray) -> dict[str, Any]:
+    """Return the text of a sequence of tokens, and what of it is trained.
+
+    Args:
+        tokenizer: from :func:`rocm_ext.data.tokenizer.open_tokenizer`.
+        tokens: [s] token ids.
+        trained: [s] booleans.
+
+    Returns:
+        ``tokens`` and ``trained_tokens``, how many there are; ``text``, with special tokens; and ``trained``, the
+        beginnings and ends of the trained parts, in characters. A character of which only some tokens are trained
+        belongs to the later part.
+    """
+    decode, edges = _decoder(tokenizer), np.flatnonzero(np.diff(trained, prepend=False, append=False)).tolist()
+    text = decode(tokens)
+    parts = [decode(tokens[start:end]) for start, end in pairwise([0, *edges, len(tokens)])]
+    if "".join(parts) == text:
+        places = list(accumulate(map(len, parts)))[:-1]
+    else:  # a decoder that changes what begins a text, or a character across an edge
+        places = [len(commonprefix([decode(tokens[:edge]), text])) for edge in edges]  # noqa: RUF071 - of characters
+    spans = [list(pair) for pair in zip(places[::2], places[1::2], strict=True)]
+    return {"tokens": len(tokens), "trained_tokens": int(trained.sum()), "text": text, "trained": spans}
+
+
+def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    """Return a function that decodes tokens, and shows special ones."""
+    renderer, encoder = getattr(tokenizer, "renderer", None), getattr(tokenizer, "encoder", None)
+    if isinstance(renderer, TemplateRenderer):
+        return renderer.text
+    if isinstance(encoder, TextEncoder):
+        return lambda tokens: encoder.decode(tokens, special=True)
+    names = {getattr(tokenizer, f"{what}_id", None): f"<{what}>" for what in ("bos", "eos")}
+    names |= {number: name for name, number in getattr(tokenizer, "special_tokens", {}).items()}
+
+    def decode(tokens: Sequence[int]) -> str:
+        runs = ((name, list(run)) for name, run in groupby(tokens, names.get))
+        return "".join(name * len(run) if name else to_text(tokenizer, run) for name, run in runs)
+
+    return decode
+
+
+def _asked(labels: np.ndarray, lengths: Sequence[int]) -> int:
+    """Return how many tokens come before the first trained one."""
+    return int(np.argmax(labelled(labels, lengths)))
