@@ -145,11 +145,11 @@ class Rows:
         return len(self.tokens)
 
     def split(self, fraction: float, seed: int) -> tuple["Rows", "Rows"]:
-        """Split the rows at random into two disjoint parts. Pairs of one prompt stay together.
+        """Split the rows at random into two disjoint parts. Equal rows, and pairs of one prompt, stay together.
 
         Args:
-            fraction: share of the rows in the second part, which gets at least one. Where prompts have several pairs,
-                it gets the rows of as many whole prompts as fit into this share, but at least one prompt.
+            fraction: share of the rows in the second part, which gets at least one. Where several rows stay together,
+                it gets as many groups of them as fit into this share, but at least one.
             seed: seed of the random choice.
 
         Returns:
@@ -169,27 +169,26 @@ class Rows:
                 drawn.update(together[row])
         drawn = drawn or set(together[min(order, key=lambda row: len(together[row]))])
         if len(drawn) == len(self):
-            raise UserError(
-                f"validation_fraction {fraction}: all {len(self)} pairs have one prompt, and pairs of one prompt stay "
-                "together; set dataset_val"
+            what = (
+                "pairs have one prompt, and pairs of one prompt" if SIDE in self.columns else "rows are equal, and such"
             )
+            raise UserError(f"validation_fraction {fraction}: all {len(self)} {what} stay together; set dataset_val")
         return self.part(i for i in range(len(self)) if i not in drawn), self.part(sorted(drawn))
 
     def _together(self) -> list[list[int]]:
-        """Return for each row the rows that a split keeps together: the pairs of its prompt, or the row alone.
+        """Return for each row the rows that a split keeps together: the pairs of its prompt, or equal rows.
 
         The prompt of a pair is what comes before its first label.
         """
-        if SIDE not in self.columns:
-            return [[i] for i in range(len(self))]
-        by_prompt: dict[bytes, list[int]] = {}
-        prompts = [
-            tokens[: int(np.argmax(labels != IGNORE))].tobytes()
+        pairs = SIDE in self.columns
+        by_text: dict[bytes, list[int]] = {}
+        texts = [
+            hashlib.blake2b(tokens[: int(np.argmax(labels != IGNORE)) if pairs else None].tobytes(), digest_size=16)
             for tokens, labels in zip(self.tokens, self.labels, strict=True)
         ]
-        for i, prompt in enumerate(prompts):
-            by_prompt.setdefault(prompt, []).append(i)
-        return [by_prompt[prompt] for prompt in prompts]
+        for i, text in enumerate(keys := [text.digest() for text in texts]):
+            by_text.setdefault(text, []).append(i)
+        return [by_text[text] for text in keys]
 
     def part(self, indices: Iterable[int]) -> "Rows":
         """Return the rows with these indices."""

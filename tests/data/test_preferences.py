@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from rocm_ext.base.errors import UserError
 from rocm_ext.data.batches import Layout, StepLoader, Steps, collate
 from rocm_ext.data.render import IGNORE, render_conversation
-from rocm_ext.data.rows import open_dataset, tokenize
+from rocm_ext.data.rows import Rows, open_dataset, tokenize
 from rocm_ext.data.tokenizer import open_tokenizer
 from tests.kit.chats import Foreign, assistant, labelled_text, user
 from tests.kit.families import CHATML, id_of
@@ -299,6 +299,20 @@ def test_pairs_of_different_prompts_split_as_rows_of_sft_do(read):
     rows = read(*({"prompt": f"{i}+1?", "chosen": f"It is {i}.", "rejected": "No."} for i in range(20)))
     drawn = sorted(np.random.default_rng(3).permutation(20)[:5].tolist())
     assert rows.split(0.25, 3)[1].fingerprint() == rows.part(drawn).fingerprint()
+
+
+def test_equal_rows_stay_on_one_side():
+    def rows_of(tokens):
+        texts = [np.array(each) for each in tokens]
+        return Rows(texts, texts, [(len(each),) for each in texts], {})
+
+    rows = rows_of([[1, 2, 3], [4, 5], [1, 2, 3], [6, 7], [4, 5], [1, 2, 3]])
+    for seed in range(8):
+        training, validation = ({tuple(each.tolist()) for each in part.tokens} for part in rows.split(0.5, seed))
+        assert not training & validation
+        assert len(training | validation) == 3
+    with pytest.raises(UserError, match="all 2 rows are equal"):
+        rows_of([[1, 2], [1, 2]]).split(0.5, 0)
 
 
 def test_pairs_of_a_single_prompt_cannot_be_split(read):
