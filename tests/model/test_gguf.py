@@ -148,6 +148,7 @@ def test_what_export_writes_is_the_same_model(tmp_path, name, shape):
 
 
 @torch.no_grad()
+@pytest.mark.wide(always=2)
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
 def test_what_export_writes_of_transformers_models_is_the_same_model(tmp_path, name):
     base = write_theirs(tmp_path / "base", name)
@@ -174,6 +175,7 @@ def test_other_layouts_of_the_same_model(files, tmp_path):
 
 
 # ---- training
+@pytest.mark.wide(always=2)
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
 def test_gradients_of_transformers_models_are_those_over_unpacked_weights(files, name):
     folder = folder_of(str(files(name, ("Q8_0", "MXFP4", "Q5_0"))))
@@ -261,7 +263,7 @@ FITTING = {
 }  # fmt: skip
 
 
-@pytest.mark.wide(always=1)
+@pytest.mark.wide
 @pytest.mark.parametrize("name", FITTING)
 def test_the_plans_of_large_files_fit(tmp_path, capsys, name):
     published, differs, kind_of, millions, arguments, most = FITTING[name]
@@ -482,6 +484,7 @@ KEYS = [
 ]
 
 
+@pytest.mark.wide(always=5)
 @pytest.mark.parametrize(("name", "key", "value", "named"), KEYS, ids=[f"{name} {key} {v}" for name, key, v, _ in KEYS])
 def test_metadata_that_says_something_else_is_refused(files, tmp_path, name, key, value, named):
     base = files(name, ("Q8_0",)).with_name(name)
