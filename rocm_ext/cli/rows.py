@@ -130,8 +130,9 @@ def _prompts(cfg: Any, family: str, tokenizer: Any, decoder: Any) -> Read:
     """Read the prompts of RAFT or GRPO as the recipe does."""
     import numpy as np
 
-    from rocm_ext.data.overview import equal, key, numbers, sequence, shared
+    from rocm_ext.data.overview import equal, numbers, sequence, shared
     from rocm_ext.data.prompts import Prompt
+    from rocm_ext.data.rows import key
     from rocm_ext.plan.workload import longest_answer
     from rocm_ext.rl.prompts import PromptSet
 

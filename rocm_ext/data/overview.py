@@ -1,6 +1,5 @@
 """Say what is in rows: their lengths, which ones repeat, and their text with what is trained."""
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
 from os.path import commonprefix
@@ -11,7 +10,7 @@ import numpy as np
 from rocm_ext.data.batches import label_counts
 from rocm_ext.data.encoder import TextEncoder
 from rocm_ext.data.render import TemplateRenderer, to_text
-from rocm_ext.data.rows import SIDE, SIDES, Rows, labelled
+from rocm_ext.data.rows import SIDE, SIDES, Rows, key, labelled
 
 _BARS = 10  # of a histogram whose longest row is not far from the others
 _TAIL = 16  # times the median that the longest row has where bars double in width
@@ -95,12 +94,6 @@ def prompt_keys(rows: Rows) -> list[bytes | None]:
     asked = map(_asked, rows.labels, rows.lengths)
     parts = zip(rows.tokens, asked, packs, strict=True)
     return [None if pack or count < 2 else key(tokens[:count]) for tokens, count, pack in parts]
-
-
-def key(tokens: Sequence[int] | np.ndarray, lengths: Sequence[int] = ()) -> bytes:
-    """Return a hash of tokens ``[s]`` and of the lengths of the sequences in them."""
-    parts = np.asarray(lengths, np.int64).tobytes(), np.asarray(tokens, np.int32).tobytes()
-    return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
 
 
 def repeats(found: Iterable[bytes]) -> list[tuple[int, int]]:

@@ -113,6 +113,12 @@ def flat(arrays: Arrays) -> np.ndarray:
     return arrays.whole if isinstance(arrays, Ragged) else np.concatenate(arrays)
 
 
+def key(tokens: Sequence[int] | np.ndarray, lengths: Sequence[int] = ()) -> bytes:
+    """Return a hash of tokens ``[s]`` and of the lengths of the sequences in them."""
+    parts = np.asarray(lengths, np.int64).tobytes(), np.asarray(tokens, np.int32).tobytes()
+    return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
+
+
 @dataclass(frozen=True)
 class Rows:
     """Tokenised rows; a row is one sequence or a pack of several.
@@ -181,12 +187,10 @@ class Rows:
         The prompt of a pair is what comes before its first label.
         """
         pairs = SIDE in self.columns
+        texts = zip(self.tokens, self.labels, strict=True)
+        keys = [key(tokens[: int(np.argmax(labels != IGNORE)) if pairs else None]) for tokens, labels in texts]
         by_text: dict[bytes, list[int]] = {}
-        texts = [
-            hashlib.blake2b(tokens[: int(np.argmax(labels != IGNORE)) if pairs else None].tobytes(), digest_size=16)
-            for tokens, labels in zip(self.tokens, self.labels, strict=True)
-        ]
-        for i, text in enumerate(keys := [text.digest() for text in texts]):
+        for i, text in enumerate(keys):
             by_text.setdefault(text, []).append(i)
         return [by_text[text] for text in keys]
 

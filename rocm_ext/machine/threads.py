@@ -1,8 +1,8 @@
 """How many threads torch computes with on a CPU: as many as have a core beside other programs, chosen once.
 
 A parallel loop ends with its last thread. A thread without a core makes all others wait, and beside busy programs two
-threads on two cores compute a sixth of what one thread computes (docs/hardware.md has the measurements). The number
-does not change during a run, because the sums of another number of threads differ in their last bits.
+threads on two cores compute a sixth of what one thread computes, measured beside one busy program. The number does not
+change during a run, because the sums of another number of threads differ in their last bits.
 """
 
 import math

@@ -146,29 +146,19 @@ def _tokenizer(file: GgufFile) -> dict[str, Any]:
         raise UserError(f"{file.path} describes no merges of its tokenizer; {where}")
     begins = pieces or pre in words.BEGINS
     bos = _id(of, "bos") if of.get("tokenizer.ggml.add_bos_token", begins) is True else None
-    unknown = next((text for text, type_ in zip(tokens, types, strict=True) if type_ == _UNKNOWN), None)
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    prefix = kind == "llama" and of.get("tokenizer.ggml.add_space_prefix", True) is True
-    last = None if pieces else level
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": _spaces(prefix) if pieces else None,
-        "pre_tokenizer": rules if not pieces else None,
-        "post_processor": last if bos is None else _begins(tokens[bos], bos),
-        "decoder": _from_pieces(prefix) if pieces else level,
-        "model": {
-            "type": "BPE",
-            "unk_token": unknown if pieces else None,
-            "fuse_unk": pieces,
-            "byte_fallback": pieces,
-            "ignore_merges": pre in words.TAKES_WORDS and not pieces,
-            "vocab": vocabulary,
-            "merges": usable,
-        },
-    }
+    if pieces:
+        unknown = next((text for text, type_ in zip(tokens, types, strict=True) if type_ == _UNKNOWN), None)
+        steps = _of_pieces(kind == "llama" and of.get("tokenizer.ggml.add_space_prefix", True) is True)
+        model = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False}
+    else:
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        steps = {"normalizer": None, "pre_tokenizer": rules, "post_processor": level, "decoder": level}
+        takes_words = pre in words.TAKES_WORDS
+        model = {"unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": takes_words}
+    if bos is not None:
+        steps["post_processor"] = _begins(tokens[bos], bos)
+    head = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
+    return {**head, **steps, "model": {"type": "BPE", **model, "vocab": vocabulary, "merges": usable}}
 
 
 def _merges_of(vocabulary: Mapping[str, int], types: Sequence[int], scores: Any) -> list[list[str]]:
@@ -181,19 +171,19 @@ def _merges_of(vocabulary: Mapping[str, int], types: Sequence[int], scores: Any)
     return [pair for pair in splits if pieces.keys() >= {*pair}]
 
 
-def _spaces(prefix: bool) -> dict[str, Any]:
-    """Return SentencePiece's normaliser; ``prefix``: a space comes before the text."""
-    replaced = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+def _of_pieces(prefix: bool) -> dict[str, Any]:
+    """Return the steps before and after SentencePiece's merges; ``prefix``: a space comes before the text."""
+    into = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
     before = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
-    return {"type": "Sequence", "normalizers": [*before, replaced]}
-
-
-def _from_pieces(prefix: bool) -> dict[str, Any]:
-    spaces = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
-    steps: list[dict[str, Any]] = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]
-    if prefix:
-        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    return {"type": "Sequence", "decoders": steps}
+    after = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *after]
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*before, into]},
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+    }
 
 
 def _settings(file: GgufFile) -> dict[str, Any]:

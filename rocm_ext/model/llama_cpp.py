@@ -535,7 +535,7 @@ def _rope_keys(rope: Rope) -> dict[str, Any]:
     if rope.kind in ("linear", "yarn"):
         keys |= {"rope_scaling_type": rope.kind, "rope_scaling_factor": rope.factor}
     if rope.yarn:
-        usual = 0.1 * float(torch.tensor(rope.factor).log()) + 1.0
+        usual = 0.1 * math.log(rope.factor) + 1.0  # whatever torch's default dtype is
         keys |= {
             "rope_scaling_orig_ctx_len": int(rope.original),
             "rope_scaling_yarn_beta_fast": rope.yarn.fast,

@@ -19,6 +19,7 @@ from rocm_ext.recipes.raft_rocm import main as raft_main
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchtune.training import set_default_dtype
 from transformers import AutoModelForCausalLM
 
 from rocm_ext.base.errors import UserError
@@ -140,6 +141,8 @@ def test_what_export_writes_is_the_same_model(tmp_path, name, shape):
         assert replace(rope.yarn, attention=0) == replace(wanted.yarn, attention=0)
         assert rope.yarn.attention == pytest.approx(wanted.yarn.attention, rel=1e-6)
     torch.testing.assert_close(our_model(folder)(TOKENS), our_model(base)(TOKENS), rtol=1e-5, atol=1e-5)
+    with set_default_dtype(torch.bfloat16):  # as a run builds its model
+        assert blocks_in(folder) == {}
     read, own = (Tokenizer.from_file(str(each / "tokenizer.json")) for each in (folder, base))
     for text in ("system hello\n\n 12345 it's 3.5  \u4f60\u597d <|im_start|>user\n<tool_call> x<|im_end|>", "  a"):
         assert read.encode(text).ids == own.encode(text).ids
@@ -245,8 +248,8 @@ def some_of(most: str, **others: str):
     return lambda name: next((kind for part, kind in others.items() if part in name), most)
 
 
-IQ4_XS = some_of("IQ4_XS", output="Q6_K", attn_v="Q5_K", attn_output="IQ4_XS")
-Q4_K_M = some_of("Q4_K", output="Q6_K", attn_output="Q4_K", attn_v="Q6_K", ffn_down="Q6_K")  # half of these are Q4_K
+IQ4_XS = some_of("IQ4_XS", attn_output="IQ4_XS", output="Q6_K", attn_v="Q5_K")
+Q4_K_M = some_of("Q4_K", attn_output="Q4_K", output="Q6_K", attn_v="Q6_K", ffn_down="Q6_K")  # half of these are Q4_K
 LARGER = {"hidden_size": 3072, "num_hidden_layers": 48, "moe_intermediate_size": 1024, "linear_num_value_heads": 64,
           "shared_expert_intermediate_size": 1024, "num_attention_heads": 32}  # fmt: skip
 QWEN35 = "strix_halo_qwen3_6_35b_a3b"
