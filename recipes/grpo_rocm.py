@@ -136,21 +136,6 @@ class GRPO(Loop):
         if self.ranks.is_main and (warning := evaluation.untrained_warning(self.trainer.lines)):
             log.warning("%s", warning)
 
-    def finish_sampling(self, step: int, selected: Selected) -> None:
-        """Drop old samples."""
-        self.drop_old_samples(step)
-
-    def drop_old_samples(self, step: int, last: bool = False) -> None:
-        """Remove the samples that neither ``keep_samples`` nor a resumed run needs, where many are old.
-
-        Args:
-            step: the newest step with samples.
-            last: whether the run ends here; then all old ones go.
-        """
-        keep = self.cfg.keep_samples
-        if keep != "all" and (last or step % keep == 0):
-            self.records.keep_samples_from(min(step - keep, self.trainer.saved) + 1, at_once=last)
-
     def choose(self, step: int, count: int, exclude: Collection[str] = ()) -> list[Prompt]:
         """Choose the prompts of a step.
 

@@ -25,7 +25,11 @@ from typing import Any
 from rocm_ext.base.errors import UserError, nearest
 
 SFT, RAFT, GRPO, DPO = "lora_finetune_rocm", "raft_rocm", "grpo_rocm", "dpo_rocm"
-TITLES = {SFT: "LoRA fine-tuning", RAFT: "RAFT", GRPO: "GRPO", DPO: "DPO"}  # of this library's recipes
+DISTIL = "distil_rocm"
+BY_STEP = (GRPO, DISTIL)  # whose runs sample answers in each step
+SAMPLED = (RAFT, *BY_STEP)  # whose runs learn from sampled answers
+# of this library's recipes
+TITLES = {SFT: "LoRA fine-tuning", RAFT: "RAFT", GRPO: "GRPO", DPO: "DPO", DISTIL: "distillation"}
 GROUP = "rocm_ext.recipes"  # of entry points
 _CALL = re.compile(
     r"""^[^#\n]*\brecipe_main\(\s*(recipe=)?["'](?P<name>[^"'\n]+)["'],?\s*"""
@@ -191,7 +195,7 @@ def check_system(recipe: Recipe, system: str) -> None:
     Raises:
         UserError: saying what to do.
     """
-    if system == "Windows" and family(recipe) in (RAFT, GRPO):
+    if system == "Windows" and family(recipe) in SAMPLED:
         raise UserError(
             f"{recipe.name} does not run on Windows, because its verifiers limit processes in ways that Windows does "
             "not have; run it in WSL2, with a config for Linux"

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = open_tokenizer(cfg)
     check_tokenizer(tokenizer, cfg)
     decoder = build_model(cfg.model, torch.bfloat16, 0, torch.device("meta"))
-    read = _prompts if family in (registry.RAFT, registry.GRPO) else _rows
+    read = _prompts if family in registry.SAMPLED else _rows
     content, lengths, show, check = read(cfg, family, tokenizer, decoder)
     content = {"recipe": recipe.name, **content, "shown": list(map(show, _chosen(args, lengths)))}
     (print_json if args.json else print_rows)(content)

@@ -417,7 +417,8 @@ def _check_complete(cfg: DictConfig, defaults: Mapping[str, Any], name: str) -> 
     missing = set(OmegaConf.missing_keys(cfg))
     missing |= {key for key, default in defaults.items() if default == "???" and cfg._get_node(key)._is_none()}  # type: ignore
     # a missing key of the recipe explains the missing values that refer to it
-    if defaults.get("prompts") == "???" and cfg.verifier is None and cfg.environment is None:
+    judged = "teacher" not in defaults  # which takes a verifier's place
+    if judged and defaults.get("prompts") == "???" and cfg.verifier is None and cfg.environment is None:
         missing.add("verifier")  # or environment, whose default is null, too
     if missing := {key for key in missing if key in defaults} or missing:
         raise UserError(f"config {name}: {', '.join(sorted(missing))} must be set")

@@ -15,7 +15,7 @@ from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import files_of, is_hub_name
 from rocm_ext.base.log import log
-from rocm_ext.base.registry import GRPO, RAFT
+from rocm_ext.base.registry import SAMPLED
 from rocm_ext.data.loading import LOADERS
 from rocm_ext.export.source import OF_ADAPTER, Source
 from rocm_ext.model.adapters.merge import BESIDE_WEIGHTS, MERGED_WEIGHTS
@@ -108,7 +108,7 @@ def _results(run: RunFolder) -> dict[str, str]:
     """Return what the run measured, with held-out values where it has them."""
     rows: dict[str, str] = {}
     scores: dict[str, Mapping[str, Any]] = {}
-    if run.family in (RAFT, GRPO):
+    if run.family in SAMPLED:
         scores = {f"pass@1, {scored.after}": scored.scores for scored in held_out(run)}
     else:
         for name, column in (("validation", run.validations["val_loss"]), ("training", run.steps["loss"])):

@@ -5,11 +5,12 @@ from typing import Any
 from torch import nn
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.losses.distillation import Distillation
 from rocm_ext.losses.objective import CrossEntropy, Objective, Tally
 from rocm_ext.losses.policy_gradient import PolicyGradient
 from rocm_ext.losses.preference import Preference
 
-__all__ = ["CrossEntropy", "Objective", "PolicyGradient", "Preference", "Tally", "objective_of"]
+__all__ = ["CrossEntropy", "Distillation", "Objective", "PolicyGradient", "Preference", "Tally", "objective_of"]
 
 
 def objective_of(loss: Any) -> Objective:

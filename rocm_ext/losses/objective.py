@@ -93,6 +93,7 @@ class Objective(ABC):
       ``early_stopping_metric`` may name these with ``val_`` before them.
     - ``entropy_coef``: this times the entropy of the labels' distributions, in nats, is subtracted. It is a mean over
       the step's labels, whatever ``normalize`` is.
+    - ``over_vocabulary``: the value of a label is a function of its logits, see :meth:`compare`, and not of its NLL.
     - ``entropy_weight``: what :meth:`denominator` returned, divided by the step's labels; a training step sets it; 0 in
       validation.
 
@@ -112,6 +113,7 @@ class Objective(ABC):
 
     columns: tuple[str, ...] = ()
     whole_sequences: bool = False
+    over_vocabulary: bool = False
     temperature: float = 1.0
     entropy_coef: float = 0.0
     entropy_weight: float = 1.0
@@ -147,6 +149,27 @@ class Objective(ABC):
         Returns:
             Value [n] and derivative [n], both fp32. None instead of a derivative means 1 everywhere.
         """
+
+    def columns_of(self, batch: Any) -> Mapping[str, Tensor]:
+        """Compute further columns, [n, …] by name, from a micro-batch, before the model computes it."""
+        return {}
+
+    def chunk(self, columns: Mapping[str, Tensor]) -> Any:
+        """Prepare what :meth:`compare` needs of a chunk's columns, before the chunk's logits exist."""
+        return None
+
+    def compare(self, logits: Tensor, other: Any, gradient: bool) -> tuple[Tensor, Tensor | None]:
+        """Compute the values of a chunk, with ``over_vocabulary``.
+
+        Args:
+            logits: [n, v], divided by the temperature.
+            other: what :meth:`chunk` returned.
+            gradient: whether to compute the gradient.
+
+        Returns:
+            Value [n] and its gradient by ``logits`` [n, v] or None, both fp32.
+        """
+        raise NotImplementedError
 
     @contextmanager
     def measuring(self) -> Iterator[Tally]:
@@ -248,11 +271,27 @@ class _Labels:
             ]
         self._whole = self.objective.terms(torch.cat(nll), self.columns, self.sequence)
 
-    def terms(self, nll: Tensor, rows: slice) -> Terms:
+    def other(self, rows: slice) -> Any:
+        """Return what :meth:`Objective.chunk` prepares for a chunk."""
+        return self.objective.chunk(self._columns(rows)) if self.objective.over_vocabulary else None
+
+    def values(self, logits: Tensor, other: Any, rows: slice, gradient: bool) -> tuple[Tensor, Any]:
+        """Return the values [n] of one chunk without its entropy, and their gradient [n, v] or None."""
+        if self.objective.over_vocabulary:
+            return self.objective.compare(logits, other, gradient)
+        nll, grad_logits = _nll(logits, self.targets[rows], gradient)
+        value, derivative = self._terms(nll, rows)
+        if gradient and derivative is not None:
+            grad_logits *= derivative[:, None]
+        return value, grad_logits
+
+    def _columns(self, rows: slice) -> dict[str, Tensor]:
+        return {name: column[rows] for name, column in self.columns.items()}
+
+    def _terms(self, nll: Tensor, rows: slice) -> Terms:
         """Return the weighted value and derivative of one chunk, without its entropy."""
         if self._whole is None:
-            columns = {name: column[rows] for name, column in self.columns.items()}
-            value, derivative = self.objective.terms(nll, columns, self.sequence[rows])
+            value, derivative = self.objective.terms(nll, self._columns(rows), self.sequence[rows])
         else:
             value, derivative = (None if part is None else part[rows] for part in self._whole)  # type: ignore[assignment]
         if self._weights is None:
@@ -282,14 +321,12 @@ class _Summed(torch.autograd.Function):
         if labels.objective.whole_sequences:
             labels.look_ahead(head, hidden)
         for rows in labels.chunks():
+            other = labels.other(rows)
             with torch.set_grad_enabled(train):
                 h = hidden[rows].detach().requires_grad_(train)
                 logits = labels.logits(head, h)
-            nll, grad_logits = _nll(logits.detach(), labels.targets[rows], gradient=train)
-            value, derivative = labels.terms(nll, rows)
+            value, grad_logits = labels.values(logits.detach(), other, rows, train)
             total += value.sum()
-            if train and derivative is not None:
-                grad_logits *= derivative[:, None]
             if labels.objective.entropy_coef:
                 total += labels.add_negative_entropy(logits.detach(), rows, grad_logits)
             if not train:
@@ -298,7 +335,7 @@ class _Summed(torch.autograd.Function):
             grad_hidden[rows] = first
             for sum_, grad in zip(grads, rest, strict=True):
                 sum_ += grad
-            del logits, grad_logits  # frees them before the next chunk's logits exist
+            del logits, grad_logits, other  # frees them before the next chunk's logits exist
         ctx.scale = labels.scale
         if train:
             ctx.save_for_backward(grad_hidden, *(g.to(p.dtype) for g, p in zip(grads, parameters, strict=True)))

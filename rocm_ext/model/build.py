@@ -43,11 +43,12 @@ class CausalLM(nn.Module):
     def forward(self, batch: MicroBatch) -> Tensor:
         """Return the objective summed over ``batch.targets``: a scalar in fp32."""
         beat()
+        columns = {**batch.columns, **self.objective.columns_of(batch)}
         hidden = self.decoder.hidden_states(batch).flatten(0, 1)[batch.index]
         if batch.routes is not None and (tally := self.objective.tally) is not None:
             tally.mean("routing_mismatch", *self.decoder.replay.differing())
         with unpacked_once():
-            return self.objective(self.decoder.output, hidden, batch.targets, batch.columns, batch.sequence)
+            return self.objective(self.decoder.output, hidden, batch.targets, columns, batch.sequence)
 
 
 def build_model(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) -> Decoder:

@@ -21,7 +21,7 @@ from markupsafe import Markup, escape
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_text
-from rocm_ext.base.registry import DPO, GRPO, RAFT
+from rocm_ext.base.registry import BY_STEP, DPO, RAFT
 from rocm_ext.report import cards, curves, hardware, rollouts, samples
 from rocm_ext.report.charts import Chart, library, style
 from rocm_ext.report.text import visible
@@ -137,19 +137,19 @@ def content(runs: Sequence[RunFolder]) -> dict[str, Any]:
 
 
 def _sections(runs: Sequence[RunFolder]) -> list[_Section]:
-    def bars(family: str) -> list[Chart]:
-        suffixes = [(run, f", {run.name}" if len(runs) > 1 else "") for run in runs if run.family == family]
+    def bars(*families: str) -> list[Chart]:
+        suffixes = [(run, f", {run.name}" if len(runs) > 1 else "") for run in runs if run.family in families]
         return [chart for run, suffix in suffixes for chart in rollouts.bar_charts(run, suffix)]
 
-    def tables(family: str) -> list[tuple[RunFolder, list[list[str]]]]:
-        rows = [(run, rollouts.evaluation_table(run)) for run in runs if run.family == family]
+    def tables(*families: str) -> list[tuple[RunFolder, list[list[str]]]]:
+        rows = [(run, rollouts.evaluation_table(run)) for run in runs if run.family in families]
         return [(run, table) for run, table in rows if table]
 
     cycles = [*rollouts.score_charts(runs, RAFT), *bars(RAFT), *rollouts.cycle_charts(runs)]
-    rewards = [*rollouts.score_charts(runs, GRPO), *curves.charts(curves.POLICY, runs, GRPO), *bars(GRPO)]
+    rewards = [*rollouts.score_charts(runs, *BY_STEP), *curves.charts(curves.POLICY, runs, *BY_STEP), *bars(*BY_STEP)]
     return [
         _Section("Cycles", cycles, [run for run in runs if run.cycles], tables(RAFT)),
-        _Section("Rewards", rewards, [run for run in runs if run.family == GRPO], tables(GRPO)),
+        _Section("Rewards", rewards, [run for run in runs if run.family in BY_STEP], tables(*BY_STEP)),
         _Section("Preferences", curves.charts(curves.PREFERENCES, runs, DPO), [r for r in runs if r.family == DPO]),
         _Section("Training", curves.charts(curves.TRAINING, runs), [run for run in runs if len(run.steps)]),
         _Section("Hardware", hardware.charts([(r.name, r.hardware) for r in runs]), [r for r in runs if r.hardware]),

@@ -9,7 +9,7 @@ import numpy as np
 
 from rocm_ext.base.hub import hub_name
 from rocm_ext.base.log import duration
-from rocm_ext.base.registry import DPO, GRPO, RAFT, SFT, TITLES
+from rocm_ext.base.registry import BY_STEP, DPO, RAFT, SFT, TITLES
 from rocm_ext.report.charts import memory_unit, short_number
 from rocm_ext.runs.folder import RunFolder, running_time
 from rocm_ext.runs.held_out import held_out
@@ -18,7 +18,7 @@ from rocm_ext.runs.records import number
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:
     """Names and values of the facts that are known."""
-    special = {RAFT: _raft, GRPO: _grpo, DPO: _dpo}.get(run.family, _sft)
+    special = {RAFT: _raft, **dict.fromkeys(BY_STEP, _by_step), DPO: _dpo}.get(run.family, _sft)
     known = [*_setup(run), *_progress(run), *special(run)]
     path = run.path / "adapter"
     if path.exists():
@@ -47,7 +47,7 @@ def _progress(run: RunFolder) -> Iterator[tuple[str, str]]:
     steps, epochs = run.steps["step"], run.steps["epoch"]
     if len(steps):
         epoch = f", epoch {epochs[-1]:.0f}" if run.family in (SFT, DPO) and math.isfinite(epochs[-1]) else ""
-        planned = number(run.setting("steps")) if run.family == GRPO else math.nan
+        planned = number(run.setting("steps")) if run.family in BY_STEP else math.nan
         of = f" of {planned:,.0f}" if planned != len(steps) and math.isfinite(planned) else ""
         yield "Steps", f"{len(steps):,}{of}{epoch}"
     tokens = float(np.nansum(run.steps["tokens"]))
@@ -120,7 +120,7 @@ def _raft(run: RunFolder) -> Iterator[tuple[str, str]]:
     yield "Held-out pass@1", _passes(run)
 
 
-def _grpo(run: RunFolder) -> Iterator[tuple[str, str]]:
+def _by_step(run: RunFolder) -> Iterator[tuple[str, str]]:
     steps = run.steps
     yield "Reward", _ends(steps["reward"])
     yield "Held-out pass@1", _passes(run)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rocm_ext.base.registry import DPO, GRPO, RAFT
+from rocm_ext.base.registry import BY_STEP, DPO, RAFT
 from rocm_ext.report.charts import Chart, Line, line_chart, smooth
 from rocm_ext.runs.folder import RunFolder
 
@@ -83,6 +83,7 @@ POLICY = (
     _share("Length", "% of the rewards' variance by it; below 0: short ones earn more", length_share="share"),
     Curve("Entropy", "nats per token", {"entropy": "entropy"}),
     Curve("KL divergence", "from the first adapter, nats per token", {"kl": "KL"}),
+    _share("Agreement with the teacher", "% of the tokens, most probable word", agreement="agreement"),
     Curve("Mismatch", "trainer − sampler, nats, mean", {"mismatch_mean": "mismatch"}),
     Curve("Largest mismatch", "trainer − sampler, nats", {"mismatch_max": "mismatch"}),
     Curve("Mismatch KL", "nats per token", {"mismatch_kl": "mismatch KL"}),
@@ -97,15 +98,15 @@ POLICY = (
 )
 
 
-def charts(curves: Sequence[Curve], runs: Sequence[RunFolder], family: str | None = None) -> list[Chart]:
+def charts(curves: Sequence[Curve], runs: Sequence[RunFolder], *families: str) -> list[Chart]:
     """The charts in which some run has values.
 
     Args:
         curves: :data:`TRAINING`, :data:`PREFERENCES` or :data:`POLICY`.
         runs: all runs of the page.
-        family: draw those of this recipe alone; None: all.
+        families: draw those of these recipes alone; none: all.
     """
-    shown = [(colour, run) for colour, run in enumerate(runs) if family in (None, run.family)]
+    shown = [(colour, run) for colour, run in enumerate(runs) if not families or run.family in families]
     marks = _cycle_marks(runs[0]) if len(runs) == 1 else []
     drawn = [_chart(curve, shown, len(runs) > 1, marks) for curve in curves]
     return [chart for chart in drawn if chart is not None]
@@ -132,8 +133,8 @@ def _chart(
                 lines.append(replace(line, y=np.where(np.isfinite(y) | (not curve.lost), smoothed, y)))
     if not lines:
         return None
-    # the losses of GRPO and DPO are no cross-entropies
-    unit = "" if curve.title.endswith("oss") and any(run.family in (GRPO, DPO) for _, run in runs) else curve.unit
+    # the losses of GRPO, DPO and distillation are no cross-entropies
+    unit = "" if curve.title.endswith("oss") and any(run.family in (*BY_STEP, DPO) for _, run in runs) else curve.unit
     unit += ", smoothed" if width > 1 else ""
     legend = len(columns) > 1 or columns != curve.columns
     return line_chart(curve.title, unit, lines, zero=curve.zero, marks=marks, legend=legend)

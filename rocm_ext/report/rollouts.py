@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rocm_ext.base.registry import GRPO
+from rocm_ext.base.registry import BY_STEP
 from rocm_ext.report.charts import Chart, Line, bar_chart, line_chart, time_unit
 from rocm_ext.runs.folder import CycleFolder, RunFolder
 from rocm_ext.runs.held_out import HeldOut, held_out
@@ -24,9 +24,9 @@ _EVALUATIONS, _ROWS = 60, 40  # most evaluations of a chart, most rows of a tabl
 # ---- held-out scores
 
 
-def score_charts(runs: Sequence[RunFolder], family: str) -> list[Chart]:
-    """Held-out scores of the runs of RAFT or of GRPO; of GRPO beside other runs also by answers sampled."""
-    several, x_title = len(runs) > 1, "step" if family == GRPO else "cycle"
+def score_charts(runs: Sequence[RunFolder], *families: str) -> list[Chart]:
+    """Held-out scores of the runs of ``families``; of those by step beside other runs also by answers sampled."""
+    several, x_title = len(runs) > 1, "step" if families == BY_STEP else "cycle"
     greedy, by_answers, drawn = [], [], []
     for colour, run in enumerate(runs):
         if not (shown := _few(held_out(run), _EVALUATIONS)):
@@ -34,7 +34,7 @@ def score_charts(runs: Sequence[RunFolder], family: str) -> list[Chart]:
         passed = 100 * np.array([scored.scores["pass"] for scored in shown])
         sampled = np.array([scored.answers for scored in shown], dtype=np.float64)
         by_answers.append(Line(run.name, sampled, passed[:, 0], colour))
-        if run.family != family:
+        if run.family not in families:
             continue
         at = np.array([scored.number for scored in shown], dtype=np.float64)
         greedy.append(Line(run.name, at, passed[:, 0], colour, ends=passed[:, 1:].T))
@@ -47,7 +47,7 @@ def score_charts(runs: Sequence[RunFolder], family: str) -> list[Chart]:
     charts = []
     if greedy:
         charts.append(line_chart("Held-out pass@1", "%, greedy, with 95 % intervals", greedy, x_title=x_title))
-    if greedy and several and family == GRPO:
+    if greedy and several and families == BY_STEP:
         charts.append(line_chart("Held-out pass@1 by answers", "%, greedy", by_answers, x_title="answers sampled"))
     if drawn:
         charts.append(line_chart("Held-out pass@k", "%, drawn answers", drawn, x_title=x_title, legend=True))
@@ -107,9 +107,9 @@ def cycle_charts(runs: Sequence[RunFolder]) -> list[Chart]:
 def bar_charts(run: RunFolder, suffix: str) -> list[Chart]:
     """Verdicts and times of a run, of RAFT also rewards and what the filter kept; ``suffix`` ends the titles."""
     asked, counts = run.answers.verdicts.counts()
-    x_title = "step" if run.family == GRPO else "cycle"
+    x_title = "step" if run.family in BY_STEP else "cycle"
     charts = [bar_chart("Verdicts" + suffix, "% of answers", asked, counts, VERDICTS, x_title)]
-    if run.family == GRPO:
+    if run.family in BY_STEP:
         seconds = {name: np.clip(np.nan_to_num(run.steps[key], posinf=0.0), 0, None) for name, key in _TIMES.items()}
         in_all = np.nan_to_num(run.steps["seconds"], posinf=0.0)
         seconds["other"] = np.clip(in_all - sum(seconds.values()), 0, None)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rocm_ext.base.registry import GRPO
+from rocm_ext.base.registry import BY_STEP
 from rocm_ext.runs.answers import Verdicts, said
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.records import Judged
@@ -53,7 +53,7 @@ def groups(run: RunFolder) -> tuple[str, list[Group]]:
 
     Both are empty without answers.
     """
-    if run.family == GRPO:
+    if run.family in BY_STEP:
         unit, last = "step", max(run.steps["step"], default=0)
     else:
         unit, last = "cycle", max((cycle.number for cycle in run.cycles if cycle.kept is not None), default=0)

@@ -152,7 +152,7 @@ def policy_stop_reason(lines: Lines, cfg: DictConfig) -> str | None:
     limits = {"min_entropy": cfg.min_entropy, "stop_after": cfg.stop_after_no_gain}
     if reason := stop_reason(_newest(lines, "entropy", ENTROPY_STEPS), without_gain, "evaluation", **limits):
         return reason
-    shares, most = _newest(lines, "length_share", LENGTH_STEPS), cfg.max_length_share
+    shares, most = _newest(lines, "length_share", LENGTH_STEPS), cfg.get("max_length_share")
     if most is not None and shares and abs(share := fmean(shares)) > most:
         return (
             f"the length of answers explains {abs(share):.0%} of the differences between rewards over the last "

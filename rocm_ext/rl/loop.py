@@ -1,4 +1,7 @@
-"""Recipes that learn from sampled answers: what they share, and their loop. RAFT and GRPO are two presets of it."""
+"""Recipes that learn from sampled answers: what they share, and their loop.
+
+RAFT, GRPO and distillation are presets of it.
+"""
 
 import time
 from abc import ABC, abstractmethod
@@ -52,6 +55,7 @@ class RLRecipe:
     Attributes:
         logs_long_rollouts_only: whether short rollouts log no progress.
         sessions_stay_open: whether sessions of engines in this process stay open during training.
+        judges: whether answers need a verifier or an environment.
         samples_new_adapters: whether the run samples answers to train on with adapters that it has written.
 
     Raises:
@@ -61,6 +65,7 @@ class RLRecipe:
     logs_long_rollouts_only = False
     sessions_stay_open = False
     samples_new_adapters = False
+    judges = True
 
     def __init__(self, cfg: DictConfig, learner: type[Learner] = Learner) -> None:
         self.cfg, self._learner_class = cfg, learner
@@ -116,7 +121,7 @@ class RLRecipe:
         """
         cfg = self.cfg
         self.prompts = PromptSet(cfg)
-        self.verifier_config = self.prompts.check_verifier()
+        self.verifier_config = self.prompts.check_verifier(required=self.judges)
         tokenizer = self._open_tokenizer()
         self.prompts.render(tokenizer)
         parts = {"prompts": self.prompts.training, "eval_prompts": self.prompts.held_out}
@@ -128,7 +133,11 @@ class RLRecipe:
             cfg, self.learner, self.stopped, self.sampling, self.logprobs_for(), self.samples_new_adapters
         )
         self.prompts.check_length(self.engines.max_seq_len)
-        self.learner.plan(self.expected_work(), self.engines.layout_bytes if self.sessions_stay_open else 0)
+        self.plan_memory(self.expected_work())
+
+    def plan_memory(self, work: workload.Workload, beside: int = 0) -> None:
+        """Plan the memory of training on ``work``, beside so many bytes and what the sampler keeps."""
+        self.learner.plan(work, beside + (self.engines.layout_bytes if self.sessions_stay_open else 0))
 
     def open_model(self) -> None:
         """Prepare model and engines alone, to sample outside of phases.
@@ -160,7 +169,10 @@ class RLRecipe:
     def verification(self) -> Iterator[None]:
         """Run the processes that verify while the model samples, or environments'; rollouts happen inside."""
         cfg, settings = self.cfg, (self.ranks, self.interrupt, self.cfg.max_error_share, self.logs_long_rollouts_only)
-        if cfg.environment is None:
+        if self.verifier_config is None:
+            self.workers = Workers(None, *settings)
+            yield
+        elif cfg.environment is None:
             with Pool(self.verifier_config, verify_workers(cfg), cfg.verify_timeout) as pool:
                 self.workers = Workers(pool, *settings)
                 yield
@@ -261,7 +273,8 @@ class Loop(RLRecipe, ABC):
         """
 
     def finish_sampling(self, step: int, selected: Selected) -> None:
-        """Do what is due between a step's sampling and its updates."""
+        """Do what is due between a step's sampling and its updates: drop old samples."""
+        self.drop_old_samples(step)
 
     @abstractmethod
     def rows(self, selected: Selected) -> tuple[Rows, list[str]]:
@@ -306,10 +319,7 @@ class Loop(RLRecipe, ABC):
             self.learner,
             self.cfg,
             self.folder,
-            inputs={
-                "prompts": self.prompts.fingerprint(self.prompts.training),
-                "eval prompts": self.prompts.fingerprint(self.prompts.held_out),
-            },
+            inputs=self.inputs(),
             metric_logger=self.metric_logger,
             interrupt=self.interrupt,
         )
@@ -319,6 +329,13 @@ class Loop(RLRecipe, ABC):
         self.policy = Policy(self.engines, self.learner, self.server_check, self.out, self.unit, adapter_folder)
         self.ahead: Ahead | None = None  # answers of coming steps
         log_config(self.metric_logger, self.cfg)
+
+    def inputs(self) -> dict[str, str]:
+        """Return hashes of what a resumed run must have in common with the one before."""
+        return {
+            "prompts": self.prompts.fingerprint(self.prompts.training),
+            "eval prompts": self.prompts.fingerprint(self.prompts.held_out),
+        }
 
     # ---- the run
 
@@ -382,12 +399,15 @@ class Loop(RLRecipe, ABC):
             raise Interrupted(f"at {self.unit} {number}", signum)
 
     def drop_old_samples(self, step: int, last: bool = False) -> None:
-        """Remove samples that neither the user nor a resumed run needs.
+        """Remove the samples that neither ``keep_samples`` nor a resumed run needs, where many are old.
 
         Args:
             step: the newest step with samples.
             last: whether the run ends here; then all old ones go.
         """
+        keep = self.cfg.get("keep_samples", "all")
+        if keep != "all" and (last or step % keep == 0):
+            self.records.keep_samples_from(min(step - keep, self.trainer.saved) + 1, at_once=last)
 
     # ---- sampling
 

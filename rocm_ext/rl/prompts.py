@@ -23,14 +23,16 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import import_component
 from rocm_ext.base.log import warn
 from rocm_ext.data.prompts import Prompt, check_disjoint
-from rocm_ext.data.render import render_prompt
+from rocm_ext.data.render import render_conversation, render_prompt
 from rocm_ext.data.rows import check_vocabulary
 from rocm_ext.data.tokenizer import special_token_lines, special_tokens_in
 from rocm_ext.distributed.ranks import rank
 from rocm_ext.environments import Environments
 from rocm_ext.plan import workload
+from rocm_ext.rl.records import Sample
 from rocm_ext.runs.folder import GREEDY
 from rocm_ext.sampling import Request, Sampling, sample_seed
+from rocm_ext.train.learner import Learner
 from rocm_ext.verifiers import Result, build
 from rocm_ext.verifiers.selfcheck import try_out
 
@@ -93,13 +95,16 @@ class PromptSet:
     def __getitem__(self, prompt_id: str) -> Prompt:
         return self._by_id[prompt_id]
 
-    def check_verifier(self) -> dict[str, Any]:
+    def check_verifier(self, required: bool = True) -> dict[str, Any] | None:
         """Check that the verifier can run here and can verify every prompt's row, and try it on an answer.
 
         The main rank tries it, unless ``max_error_share`` allows every answer to fail.
 
+        Args:
+            required: whether there must be one.
+
         Returns:
-            The verifier's component in the config; worker processes build the verifier from it.
+            The verifier's component in the config; worker processes build the verifier from it. None: there is none.
 
         Raises:
             UserError: the verifier cannot run, rejects a row (the message then names the row and the field), or fails
@@ -107,6 +112,8 @@ class PromptSet:
         """
         if self._cfg.environment is not None:
             return self._check_environment(OmegaConf.to_container(self._cfg.environment, resolve=True))
+        if self._cfg.verifier is None and not required:
+            return None
         component: Any = OmegaConf.to_container(self._cfg.verifier, resolve=True)
         verifier = build(component)
         verifier.check()
@@ -206,6 +213,33 @@ class PromptSet:
         """Hash the ids, tokens and rows of ``prompts`` with SHA-256, in hex; their order does not matter."""
         rows = sorted(json.dumps([p.id, self.tokens[p.id], p.row], sort_keys=True, default=str) for p in prompts)
         return hashlib.sha256("\n".join(rows).encode()).hexdigest()
+
+
+def given_samples(prompts: PromptSet, column: str, learner: Learner) -> dict[str, Sample]:
+    """Return the answer that the row of each training prompt gives, by the prompt's id.
+
+    Args:
+        prompts: the prompts, rendered.
+        column: name of the rows' column with the answer as text.
+        learner: the model that learns it.
+
+    Raises:
+        UserError: a row has no text there, or the model cannot take it; the message names the row.
+    """
+    samples, tokenizer, most = {}, learner.tokenizer, learner.decoder.max_seq_len
+    for prompt in prompts.training:
+        text, begun = prompt.row.get(column), prompts.tokens[prompt.id]
+        if not isinstance(text, str) or not text.strip():
+            raise UserError(f"{prompt.origin}: given_answers is {column}, and it is {text!r} here; expected a text")
+        turns, tools = [*prompt.messages, {"role": "assistant", "content": text}], [*prompt.tools, *prompts.tools]
+        tokens, labels = render_conversation(tokenizer, turns, tools=tools or None, last_turn=True)
+        end = max((i + 1 for i, label in enumerate(labels) if label >= 0), default=0)
+        if tokens[: len(begun)] != begun or end <= len(begun):
+            raise UserError(f"{prompt.origin}: the chat template renders the prompt otherwise where an answer follows")
+        if end > most:
+            raise UserError(f"{prompt.origin}: prompt and answer have {end} tokens, and the model takes {most}")
+        samples[prompt.id] = Sample(prompt.id, 0, 0, "stop", text, tokens[len(begun) : end], [])
+    return samples
 
 
 def _read(cfg: DictConfig, key: str) -> list[Prompt]:

@@ -82,7 +82,7 @@ class Workers:
     """The processes of a run's rollouts.
 
     Attributes:
-        pool: processes that verify while the model samples; None: environments judge.
+        pool: processes that verify while the model samples; None: environments judge, or nothing does.
         conversations: makes the queue of a rollout's conversations of its requests and settings, with the rows of its
             prompts and the records of their turns; None: an answer ends with its verdict.
         ranks: all processes of the run; each takes the next prompt as soon as it has room for one.
@@ -143,9 +143,9 @@ class Rollout:
         """
         # a resumed run may ask for fewer answers
         keys = {request.key for request, _ in job.requests}
-        if workers.pool is None:  # a conversation whose verdict is missing begins again
+        if workers.conversations:  # one whose verdict is missing begins again
             job.samples.drop(lambda record: key_of(record) not in job.verdicts.records)
-        elif workers.pool.groups:  # judged in part, or with other answers than this process asks for
+        elif workers.pool and workers.pool.groups:  # judged in part, or with other answers than this process asks for
             groups, judged = _by_group(keys), _by_group(job.verdicts.records)
             complete = {group for group in groups if judged.get(group) == groups[group]}
             job.verdicts.drop(lambda record: _group(key_of(record)) not in complete)
@@ -153,7 +153,7 @@ class Rollout:
             records.drop(lambda record: key_of(record) not in keys)
         rollout = cls(job, workers, open_session)
         for key, record in job.samples.records.items():
-            if key not in job.verdicts.records and rollout._owners[key[0]] == workers.ranks.rank:
+            if workers.pool and key not in job.verdicts.records and rollout._owners[key[0]] == workers.ranks.rank:
                 rollout._judge.submit(key, record["text"], rollout._rows[key[0]])
         rollout._start(bool(rollout._missing))
         return rollout
@@ -220,10 +220,10 @@ class Rollout:
         """
         self._need_logprobs(sample)
         self.job.samples.append({**sample.record(), **more})
-        if result is None:
-            self._judge.submit(sample.key, sample.text, self._rows[sample.prompt_id])
-        else:
+        if result is not None:
             self._judge.record(sample.key, result)
+        elif self.workers.pool:
+            self._judge.submit(sample.key, sample.text, self._rows[sample.prompt_id])
         self._judge.record_finished()
         self._stats |= stats
         finished = self._recorded + self._count() - self._progress.done

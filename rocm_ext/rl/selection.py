@@ -195,7 +195,7 @@ class Selected:
             "hidden_seconds": self.stats.get("hidden", 0.0),
             "reward": fmean(rewards) if rewards else None,
             "reward_std": pstdev(rewards) if rewards else None,
-            "right": verdicts[Verdict.CORRECT] / max(1, len(self.results)),
+            "right": verdicts[Verdict.CORRECT] / len(self.results) if self.results else None,
             "errors": verdicts[Verdict.ERROR],
             "flat": len(self.flat) / max(1, groups),
             "groups": groups,

@@ -223,8 +223,8 @@ class PolicyTrainer(Training):
         for line in evaluation.advice(self.lines) if self.ranks.is_main else ():
             log.warning("%s", line)
         reward = f"reward {values['reward']:.3f}  " if values["reward"] is not None else ""
-        flat = f"{values['flat']:.0%} of {values['groups']} groups flat  {values['mean_tokens']:.0f} tokens  "
-        self._progress.update(f"{reward}{flat}{seconds:.1f} s")
+        flat = f"{values['flat']:.0%} of {values['groups']} groups flat  " if reward else f"loss {values['loss']:.4f}  "
+        self._progress.update(f"{reward}{flat}{values['mean_tokens']:.0f} tokens  {seconds:.1f} s")
 
     def finish_evaluation(self, step: int, scores: dict[str, Any], stats: Mapping[str, float]) -> None:
         """Log an evaluation of the present adapter, and remember the adapter if it is the best so far.

@@ -16,7 +16,7 @@ import numpy as np
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import hub_name
-from rocm_ext.base.registry import DPO, GRPO, RAFT
+from rocm_ext.base.registry import BY_STEP, DPO, RAFT, SAMPLED
 from rocm_ext.runs.folder import RunFolder, running_time
 from rocm_ext.runs.held_out import held_out
 from rocm_ext.runs.intervals import (
@@ -131,7 +131,7 @@ def compare(a: RunFolder, b: RunFolder, tolerance: float, score_tolerance: float
         "losses not finite": (lost[0], lost[1]),
         "times resumed": (len(running_time(a.hardware)[1]), len(running_time(b.hardware)[1])),
     }
-    if a.family in (RAFT, GRPO):
+    if a.family in SAMPLED:
         quality = _by_scores(a, b, settings, score_tolerance)
     else:
         quality = _by_losses(a, b, settings, tolerance)
@@ -226,7 +226,7 @@ def _speed(a: RunFolder, b: RunFolder) -> tuple[Interval, dict[str, Pair]]:
     first = min(_WARM_UP, len(common.steps) // 4)
     seconds, name = [values[first:] for values in common["seconds"]], "tokens/s"
     fast = [values[first:] for values in common["tokens_per_second"]]
-    if a.family in (RAFT, GRPO):
+    if a.family in SAMPLED:
         sampled, name = [values[first:] for values in common["sampled_tokens"]], "sampled tokens/s"
         fast = [sampled[0] / seconds[0], sampled[1] / seconds[1]]
     finite = np.isfinite(fast).all(axis=0)
@@ -413,7 +413,7 @@ def _by_scores(a: RunFolder, b: RunFolder, settings: Mapping[str, Any], toleranc
     last = both[-1]
     right_a, right_b = (scored.greedy() for scored in last)
     judges = [key for key in settings if key.startswith("verifier.")]
-    sizes = [key for key in settings if a.family == GRPO and key in _ROLLOUT_SIZE]
+    sizes = [key for key in settings if a.family in BY_STEP and key in _ROLLOUT_SIZE]
     why = f"different verifiers judged (different {', '.join(judges)})" if judges else ""
     if sizes:
         why = why or f"their steps have different numbers of answers (different {', '.join(sizes)})"

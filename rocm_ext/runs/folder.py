@@ -18,7 +18,7 @@ import numpy as np
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import read_lines
 from rocm_ext.base.nested import flatten
-from rocm_ext.base.registry import DPO, GRPO, RAFT, SFT, TITLES
+from rocm_ext.base.registry import BY_STEP, DPO, GRPO, RAFT, SFT, TITLES
 from rocm_ext.machine.counters import HARDWARE_LOG
 from rocm_ext.runs.answers import AnswerLog
 from rocm_ext.runs.records import GREEDY as GREEDY
@@ -86,11 +86,11 @@ class RunFolder:
         self.evaluations: dict[int, dict[str, Any]] = {}
         self.validations = Columns([])
         self.answers = AnswerLog(path, self.problems, tails)
-        if self.family == GRPO and folders:  # rocm-ext eval with a config of GRPO: its records are those of a cycle
+        if self.family in BY_STEP and folders:  # rocm-ext eval with a config of GRPO: its records are those of a cycle
             self.family = RAFT
         if self.family == RAFT:
             self._read_cycles(sorted(folders, key=lambda p: int(p.name[6:])))
-        elif self.family == GRPO:
+        elif self.family in BY_STEP:
             self.steps, self.evaluations = read_policy_steps(path / "metrics.jsonl", self.problems, tails)
         else:
             self.steps, self.validations = read_steps(path / "metrics.jsonl", self.problems, tails)
@@ -135,7 +135,7 @@ class RunFolder:
             last = self.cycles[-1].number if self.cycles else 0
             complete = all(state in ("complete", "skipped") for state in states)
             return complete and raft_finished(self.path, self.config, last, states[-1:] == ["skipped"])
-        if self.family == GRPO:
+        if self.family in BY_STEP:
             return steps_finished(self.summary, self.config, self.steps["step"][-1] if len(self.steps) else 0.0)
         return number(self.summary.get("steps")) == len(self.steps)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.registry import GRPO, RAFT
+from rocm_ext.base.registry import SAMPLED
 from rocm_ext.runs.folder import RunFolder
 
 _RIGHT, _WRONG = "CORRECT", ("WRONG", "UNPARSED", "TIMEOUT")  # an ERROR says nothing about the answer
@@ -45,8 +45,9 @@ def read_answers(run: RunFolder, last: int | None = None) -> tuple[list[Answer],
     Raises:
         UserError: the run samples no answers.
     """
-    if run.family not in (RAFT, GRPO):
-        raise UserError(f"{run.path} is a run of {run.recipe}, which samples no answers; pairs needs {RAFT} or {GRPO}")
+    if run.family not in SAMPLED:
+        recipes = ", ".join(SAMPLED)
+        raise UserError(f"{run.path} is a run of {run.recipe}, which samples no answers; pairs needs one of {recipes}")
     answers: dict[tuple[str, str], Answer] = {}
     left_out: Counter[str] = Counter()
     verdicts = run.answers.verdicts

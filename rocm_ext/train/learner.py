@@ -177,8 +177,9 @@ class Learner:
     def plan(self, work: Workload, beside: int = 0) -> None:
         """Plan memory, and apply the planned activation checkpointing. This needs no weights.
 
-        It sets four more attributes: ``tokens_per_micro_batch``; ``planned_peak``, the planned peak of memory in
-        bytes, and ``planned_budget``, how many there are for it; ``offloading``, the context of a forward pass.
+        It sets five more attributes: ``tokens_per_micro_batch``; ``planned_peak``, the planned peak of memory in
+        bytes, ``planned_fixed``, those of them that are allocated all the time, and ``planned_budget``, how many there
+        are for it; ``offloading``, the context of a forward pass.
 
         Args:
             work: description of the rows; it determines micro-batches and checkpointed layers.
@@ -277,7 +278,9 @@ class Learner:
         else:
             tokens = micro_batch_budget(work.longest, cfg.batch_size, cfg.tokens_per_micro_batch)
         self.planned_budget = budget
-        layers, peak = self._checkpoint(planner.memory(tokens), budget)
+        memory = planner.memory(tokens)
+        self.planned_fixed = memory.fixed
+        layers, peak = self._checkpoint(memory, budget)
         self._planned = planner, tokens, layers
         return tokens, peak
 

@@ -3,11 +3,18 @@
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.base import registry
-from rocm_ext.config.checks.rollouts import check_grpo_values, check_raft_values
+from rocm_ext.config.checks.rollouts import check_distil_values, check_grpo_values, check_raft_values
 from rocm_ext.config.checks.training import check_max_seq_len, check_values
 from rocm_ext.config.layers import trainer_config
 
-__all__ = ["check_config", "check_grpo_values", "check_max_seq_len", "check_raft_values", "check_values"]
+__all__ = [
+    "check_config",
+    "check_distil_values",
+    "check_grpo_values",
+    "check_max_seq_len",
+    "check_raft_values",
+    "check_values",
+]
 
 
 def check_config(cfg: DictConfig, family: str) -> None:
@@ -26,3 +33,5 @@ def check_config(cfg: DictConfig, family: str) -> None:
         check_raft_values(cfg)
     if family == registry.GRPO:
         check_grpo_values(cfg)
+    if family == registry.DISTIL:
+        check_distil_values(cfg)

@@ -1,4 +1,4 @@
-"""What the keys of RAFT and GRPO may hold."""
+"""What the keys of RAFT, GRPO and distillation may hold."""
 
 import inspect
 from collections.abc import Callable
@@ -26,6 +26,7 @@ from rocm_ext.config.checks.kinds import (
     list_of_texts,
     number,
     one_of,
+    text,
 )
 from rocm_ext.config.layers import defaults
 
@@ -101,6 +102,16 @@ _GRPO: dict[str, Kind] = {
     "save_every_n_steps": integer(1),
     "keep_samples": one_of("all") | integer(1),
 }
+_DISTIL: dict[str, Kind] = {
+    "teacher": text("base, a model's folder, its name on the hub or a GGUF file"),
+    "teacher_adapter": text("an adapter's folder") | NULL,
+    "teacher_quantize_base": one_of(False, True, "nf4", "fp8"),
+    "given_answers": text("the name of a column") | NULL,
+    "loss": one_of("jsd", "reverse_kl"),
+    "beta": number(lambda x: 0 <= x <= 1, "a number from 0 to 1"),
+    **{key: _GRPO[key] for key in ("steps", "prompts_per_step", "updates_per_step", "groups_per_update",
+                                   "eval_every_n_steps", "save_every_n_steps", "keep_samples")},
+}  # fmt: skip
 
 _UNREAD: tuple[tuple[str, Callable[[DictConfig], bool], tuple[str, ...]], ...] = (  # when nothing reads some keys
     ("without an environment", lambda cfg: cfg.environment is None, ("max_turns", "max_environment_tokens")),
@@ -110,6 +121,8 @@ _UNREAD: tuple[tuple[str, Callable[[DictConfig], bool], tuple[str, ...]], ...] =
     ("with refill=False", lambda cfg: cfg.get("refill") is False, ("max_refills",)),
     ("unless truncated=penalize", lambda cfg: cfg.get("truncated", "penalize") != "penalize",
      ("truncation_penalty", "truncation_margin")),
+    ("with loss=reverse_kl", lambda cfg: cfg.get("loss") == "reverse_kl", ("beta",)),
+    ("with given_answers", lambda cfg: cfg.get("given_answers") is not None, ("samples_per_prompt", "temperature")),
     ("with mismatch=none", lambda cfg: cfg.get("mismatch") == "none", ("mismatch_level",)),
 )  # fmt: skip
 
@@ -145,6 +158,38 @@ def check_grpo_values(cfg: DictConfig) -> None:
     _check_staleness(cfg)
     if cfg.router_replay and cfg.compile:
         raise UserError("router_replay does not work in compiled layers; set compile=False, or router_replay=False")
+    _check_records(cfg)
+
+
+def check_distil_values(cfg: DictConfig) -> None:
+    """Refuse values of the keys that distillation has and SFT lacks. ``Sampling`` checks its own.
+
+    Raises:
+        UserError: naming the key, what was found and what was expected.
+    """
+    check(cfg, _SHARED | _DISTIL)
+    _check_shared(cfg, registry.DISTIL)
+    _check_records(cfg)
+    _check_update(cfg)
+    if cfg.teacher == "base" and cfg.teacher_quantize_base:
+        raise UserError("teacher is base, whose weights are those of the model: set model.quantize_base instead")
+    if cfg.teacher == "base" and cfg.teacher_adapter is None and not cfg.checkpointer.get("adapter_checkpoint"):
+        raise UserError(
+            "teacher is base, and the model in training begins as it: there is nothing to learn; set teacher_adapter, "
+            "or checkpointer.adapter_checkpoint to the adapter that forgot something"
+        )
+    if cfg.loss == "reverse_kl" and (cfg.given_answers is not None or updates_of_step(cfg) > 1):
+        raise UserError(
+            "loss=reverse_kl estimates a divergence from answers that the present model sampled; with given_answers or "
+            "several updates in a step (updates_per_step, groups_per_update) they are not: set loss=jsd"
+        )
+    if cfg.eval_prompts is not None and cfg.verifier is None and cfg.environment is None:
+        raise UserError("eval_prompts has prompts, and nothing judges the answers: set verifier, or eval_prompts=null")
+    if cfg.temperature == 0 and cfg.samples_per_prompt > 1:
+        raise _same_answers(cfg, "samples_per_prompt", 1)
+
+
+def _check_records(cfg: DictConfig) -> None:
     if cfg.keep_samples != "all" and cfg.keep_samples < cfg.save_every_n_steps:
         raise UserError(
             f"keep_samples is {cfg.keep_samples}, less than save_every_n_steps, {cfg.save_every_n_steps}: a resumed "
@@ -163,14 +208,18 @@ def _check_groups(cfg: DictConfig) -> None:
             f"center={cfg.center} gives advantages to groups of equal rewards, which scale={cfg.scale} would divide by "
             "0; set scale=none, or center to mean or leave_one_out"
         )
+    _check_update(cfg)
+    if cfg.truncation_margin > cfg.max_new_tokens:
+        raise UserError(
+            f"truncation_margin is {cfg.truncation_margin}; expected at most max_new_tokens, {cfg.max_new_tokens}"
+        )
+
+
+def _check_update(cfg: DictConfig) -> None:
     if (cfg.groups_per_update or 1) > cfg.prompts_per_step:
         raise UserError(
             f"groups_per_update is {cfg.groups_per_update}, more than the {cfg.prompts_per_step} groups of a step "
             "(prompts_per_step); null takes all of them"
-        )
-    if cfg.truncation_margin > cfg.max_new_tokens:
-        raise UserError(
-            f"truncation_margin is {cfg.truncation_margin}; expected at most max_new_tokens, {cfg.max_new_tokens}"
         )
 
 
@@ -217,7 +266,7 @@ def _check_staleness(cfg: DictConfig) -> None:
 
 
 def _check_shared(cfg: DictConfig, recipe: str) -> None:
-    """Check the keys of both recipes, and name those that are set and not read."""
+    """Check the keys of all three recipes, and name those that are set and not read."""
     usual = defaults(recipe)
     for when, unread, keys in _UNREAD:
         if unread(cfg) and (changed := [f"{key}={cfg[key]}" for key in keys if cfg[key] != usual[key]]):

@@ -1,0 +1,143 @@
+"""Distillation on 1…N ranks: a model learns the distributions of a teacher on its own answers (arXiv:2306.13649).
+
+    tune run distil_rocm --config strix_halo_qwen3_4b_from_32b
+
+A step of :class:`rocm_ext.rl.loop.Loop` asks the next prompts, samples answers, and lowers the divergence between model
+and teacher at each of their tokens. It needs no verifier: one that is there measures, and judges held-out prompts. With
+``given_answers`` the answers are those of the data.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rocm_ext import config
+from rocm_ext.config.algorithms import updates_of_step
+from rocm_ext.config.checks import check_distil_values, check_values
+from rocm_ext.data.batches import Steps
+from rocm_ext.data.prompts import Prompt
+from rocm_ext.data.rows import Rows
+from rocm_ext.losses.distillation import LOGPROBS, loss_config
+from rocm_ext.plan.workload import Workload, rows_of_update
+from rocm_ext.rl import evaluation
+from rocm_ext.rl.loop import Loop
+from rocm_ext.rl.prompts import given_samples
+from rocm_ext.rl.rollout import Answers
+from rocm_ext.rl.selection import Selected, to_rows
+from rocm_ext.rl.trainer import PolicyTrainer
+from rocm_ext.train.learner import Learner
+from rocm_ext.train.lifecycle import run
+from rocm_ext.train.teacher import Teacher
+from rocm_ext.verifiers import Verdict
+
+
+class Distil(Loop):
+    """Trains an adapter to answer as a teacher does.
+
+    Args:
+        cfg: config of ``distil_rocm`` or of a recipe that extends it, from :func:`rocm_ext.config.load`.
+        learner: class that builds the model.
+        trainer: class that updates the adapter.
+
+    Raises:
+        UserError: a value in ``cfg`` is out of range.
+    """
+
+    samples_new_adapters = True
+    logs_long_rollouts_only = True
+    sessions_stay_open = True
+    judges = False
+
+    def __init__(
+        self, cfg: DictConfig, learner: type[Learner] = Learner, trainer: type[PolicyTrainer] = PolicyTrainer
+    ) -> None:
+        check_distil_values(cfg)
+        super().__init__(cfg, learner, trainer)
+        check_values(self.training_config())
+        self.steps, self.evaluate_every, self.prompts_of_step = cfg.steps, cfg.eval_every_n_steps, cfg.prompts_per_step
+
+    # ---- set-up
+
+    def training_config(self) -> DictConfig:
+        """Return the config of the learner; its ``loss`` is the divergence that the config's keys describe."""
+        rows = rows_of_update(self.cfg, self.cfg.prompts_per_step * self.cfg.samples_per_prompt)
+        return OmegaConf.create(
+            config.trainer_config(self.cfg) | {"loss": loss_config(self.cfg), "sequences_per_step": rows}
+        )
+
+    def logprobs_for(self) -> list[str]:
+        """Return the settings that need the log-probs of sampling."""
+        return ["min_entropy"] * (self.cfg.min_entropy is not None)
+
+    def check_training(self) -> None:
+        """Build the teacher, and check what it learns on, before weights are read.
+
+        Raises:
+            UserError: the teacher or a given answer does not fit the model.
+        """
+        self.teacher = Teacher(self.cfg, self.learner)
+        if self.cfg.given_answers is not None:
+            self._given = given_samples(self.prompts, self.cfg.given_answers, self.learner)
+        self.trainer_cls.try_out(self.learner.cfg, self.learner, self.cfg.steps * updates_of_step(self.cfg))
+
+    def plan_memory(self, work: Workload, beside: int = 0) -> None:
+        """Plan the memory of training beside the teacher's weights, and of the teacher's forward pass."""
+        super().plan_memory(work, beside + self.teacher.frozen)
+        self.learner.planned_peak = self.teacher.peak(self.learner, work.longest)
+
+    def open(self) -> None:
+        """Prepare prompts, model, engines and teacher; see :meth:`RLRecipe.open`."""
+        super().open()
+        self.teacher.load()
+        objective: Any = self.learner.objective
+        objective.teacher = self.teacher
+
+    def inputs(self) -> dict[str, str]:
+        """Return hashes of what a resumed run must have in common with the one before."""
+        return super().inputs() | {"teacher": self.teacher.fingerprint}
+
+    # ---- a step
+
+    def choose(self, step: int, count: int, exclude: Collection[str] = ()) -> list[Prompt]:
+        """Choose the prompts of a step: the next ones, in a new order in each pass over all."""
+        asked = Steps(len(self.prompts.training), self.prompts_of_step, data_seed=self.cfg.seed)[step - 1]
+        return [self.prompts.training[i] for i in asked]
+
+    def sample(self, step: int) -> Selected:
+        """Sample the answers of a step, or take the given ones."""
+        if self.cfg.given_answers is None:
+            return super().sample(step)
+        asked = [prompt.id for prompt in self.choose(step, self.prompts_of_step)]
+        samples = {(prompt, 0): self._given[prompt] for prompt in sorted(asked)}
+        return self.select([Answers(samples, {}, {"policy": len(samples) * (step - 1)})], asked)
+
+    def select(self, rounds: Sequence[Answers], asked: Sequence[str]) -> Selected:
+        """Take all answers but empty ones, and those of environments and verifiers that failed."""
+        (answers,) = rounds
+        failed = {key for key, result in answers.results.items() if result.verdict is Verdict.ERROR}
+        keys = sorted(key for key, sample in answers.samples.items() if sample.tokens and key not in failed)
+        samples = {key: answers.samples[key] for key in sorted(answers.samples)}
+        return Selected(samples, answers.results, dict.fromkeys(keys, 1.0), set(), asked, answers.stats)
+
+    def rows(self, selected: Selected) -> tuple[Rows, list[str]]:
+        """Convert the answers to rows, for ``reverse_kl`` with the teacher's log-probs."""
+        samples = selected.trained
+        rows, pieces = to_rows(samples, self.prompts.tokens)
+        if LOGPROBS in self.learner.objective.columns:
+            rows.add_labels_column(LOGPROBS, self.teacher.logprobs(rows, self.learner.objective.temperature))
+        return rows, [samples[i].prompt_id for i, _ in pieces]
+
+    def stop_reason(self) -> str | None:
+        """Return why the run ends before its last step; None to continue."""
+        return evaluation.policy_stop_reason(self.trainer.lines, self.cfg)
+
+
+@config.recipe_main("distil_rocm")
+def main(cfg: DictConfig) -> None:
+    """Distillation: `tune run distil_rocm --config NAME [key=value ...]`."""
+    run(Distil(cfg))
+
+
+if __name__ == "__main__":
+    main()

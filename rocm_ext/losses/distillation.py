@@ -1,0 +1,145 @@
+"""The loss of distillation: how far a model's distribution of the next token is from that of a teacher."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from omegaconf import DictConfig
+from torch import Tensor
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.config import COMPONENT
+from rocm_ext.losses.objective import Objective, Terms
+
+HIDDEN, LOGPROBS = "teacher_hidden", "teacher_logprobs"  # columns
+
+
+class Teacher(Protocol):
+    """A model whose distributions are learned."""
+
+    def hidden(self, batch: Any) -> Tensor:
+        """Return the hidden states [n, d] that predict the labels of a micro-batch."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [n, v] of hidden states [n, d]."""
+
+
+class Distillation(Objective):
+    """The divergence between the distributions of a model and of its teacher, in nats per label.
+
+    ``jsd`` is the generalised Jensen-Shannon divergence over the whole vocabulary (GKD, arXiv:2306.13649), with
+    M = beta teacher + (1 - beta) model::
+
+        beta KL(teacher || M) + (1 - beta) KL(model || M)
+
+    As in GKD and TRL, 0 stands for the forward divergence KL(teacher || model), and 1 for the reverse one
+    KL(model || teacher). It is exact: the teacher's logits of a chunk exist beside the model's. A vocabulary that is
+    padded to another size is cut to the smaller one.
+
+    ``reverse_kl`` estimates KL(model || teacher) from the labels alone, which the model must have sampled: the
+    log-prob of each minus the teacher's, as the reward of a policy gradient
+    (thinkingmachines.ai/blog/on-policy-distillation). It needs the column ``teacher_logprobs``, at ``temperature``.
+
+    ``jsd`` also measures ``agreement``, the share of labels where the most probable word is the same in both.
+
+    Args:
+        loss: ``jsd`` or ``reverse_kl``.
+        beta: of ``jsd``, from 0 to 1.
+        temperature: divides the logits of both.
+        chunk_tokens: see :class:`Objective`.
+
+    Attributes:
+        teacher: whose distributions ``jsd`` learns; None, in a memory plan: one with the model's vocabulary.
+
+    Raises:
+        UserError: an argument is out of range.
+    """
+
+    def __init__(
+        self, loss: str = "jsd", *, beta: float = 1.0, temperature: float = 1.0, chunk_tokens: int | None = None
+    ) -> None:
+        super().__init__(chunk_tokens=chunk_tokens)
+        if loss not in ("jsd", "reverse_kl"):
+            raise UserError(f"loss.loss is {loss!r}; expected jsd or reverse_kl")
+        for name, value, fits, expected in (
+            ("beta", beta, lambda x: 0 <= x <= 1, "a number from 0 to 1"),
+            ("temperature", temperature, lambda x: 0 < x < math.inf, "a number above 0"),
+        ):
+            if not isinstance(value, int | float) or isinstance(value, bool) or not fits(value):
+                raise UserError(f"loss.{name} is {value!r}; expected {expected}")
+        self.beta, self.temperature = float(beta), temperature
+        self.over_vocabulary = loss == "jsd"
+        self.columns = () if self.over_vocabulary else (LOGPROBS,)
+        self.better = {"agreement": "higher"}
+        self.teacher: Teacher | None = None
+
+    def columns_of(self, batch: Any) -> Mapping[str, Tensor]:
+        """Return the teacher's hidden states of the labels of a micro-batch, [n, d]."""
+        return {HIDDEN: self.teacher.hidden(batch)} if self.over_vocabulary and self.teacher else {}
+
+    def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
+        """Return the terms of ``reverse_kl`` as :meth:`Objective.terms` does."""
+        divergence = -nll - columns[LOGPROBS]
+        return divergence, -divergence
+
+    def chunk(self, columns: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the teacher's logits [n, v] of a chunk, divided by the temperature."""
+        if self.teacher is None:
+            return None
+        logits = self.teacher.logits(columns[HIDDEN])
+        return logits if self.temperature == 1 else logits / self.temperature
+
+    def compare(self, logits: Tensor, other: Tensor | None, gradient: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the divergence [n] between the model's ``logits`` and ``other``, and its gradient [n, v], in fp32."""
+        other = torch.zeros_like(logits) if other is None else other
+        words = min(logits.shape[-1], other.shape[-1])
+        ours, theirs = logits[:, :words], other[:, :words]
+        if self.tally is not None:
+            self.tally.mean("agreement", ours.argmax(-1) == theirs.argmax(-1))
+        value, grad = divergence(
+            ours.log_softmax(-1, dtype=torch.float32), theirs.log_softmax(-1, dtype=torch.float32), self.beta, gradient
+        )
+        if grad is not None and words < logits.shape[-1]:
+            grad = F.pad(grad, (0, logits.shape[-1] - words))
+        return value, grad
+
+
+def loss_config(cfg: DictConfig) -> dict[str, Any]:
+    """Return the component that the keys of a config of ``distil_rocm`` describe."""
+    temperature = cfg.temperature or 1.0  # greedy answers are learned on the distributions as they are
+    return {
+        COMPONENT: "rocm_ext.losses.Distillation",
+        "loss": cfg.loss,
+        "beta": cfg.beta,
+        "temperature": temperature,
+    }
+
+
+def divergence(model: Tensor, teacher: Tensor, beta: float, gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the generalised Jensen-Shannon divergence of two distributions, and its gradient by the model's logits.
+
+    Args:
+        model, teacher: log-probs [n, v] fp32; both are used as buffers.
+        beta: see :class:`Distillation`.
+        gradient: whether to compute the gradient.
+
+    Returns:
+        Divergence [n] and gradient [n, v], or None.
+    """
+    if beta == 0:
+        q = teacher.exp()
+        value = (q * teacher.sub_(model)).sum(-1)
+        return value, model.exp_().sub_(q) if gradient else None
+    rest: Any = 0.0
+    if beta == 1:
+        ratio = teacher.neg_().add_(model)
+    else:
+        mixture = torch.logaddexp(model + math.log(1 - beta), teacher + math.log(beta))
+        ratio = model - mixture
+        rest = beta * (teacher.exp() * mixture.neg_().add_(teacher)).sum(-1)
+    # the derivative by a logit is p (g - sum(p g)), where g, the derivative by a probability, is the weighted log-ratio
+    p, weight = model.exp_(), 1.0 if beta == 1 else 1 - beta
+    kl = (p * ratio).sum(-1)
+    return weight * kl + rest, p.mul_(ratio.sub_(kl[:, None])).mul_(weight) if gradient else None

@@ -1,0 +1,202 @@
+"""The teacher of a distillation: a model beside the one that is trained, or this model with another adapter."""
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig, OmegaConf
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from rocm_ext import config
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.log import log
+from rocm_ext.config.chosen_model import find_target
+from rocm_ext.config.model_folder import complete
+from rocm_ext.data.batches import MicroBatch
+from rocm_ext.data.encoder import TOKENIZER
+from rocm_ext.data.rows import Rows
+from rocm_ext.losses import CrossEntropy, Objective
+from rocm_ext.model.adapters import peft_files
+from rocm_ext.model.download import use_downloaded, use_shape
+from rocm_ext.model.lora import adapters
+from rocm_ext.plan.costs import Kernels
+from rocm_ext.plan.memory import frozen_bytes, plan_memory, worst_rows
+from rocm_ext.train.learner import Learner
+from rocm_ext.train.scoring import reference, score
+
+BASE = "base"  # the value of ``teacher`` that stands for the model in training without its adapter
+
+
+class Teacher:
+    """A model whose distributions are learned; see :class:`rocm_ext.losses.Distillation`.
+
+    Its forward pass runs in the training step, before that of the model in training, so nothing of it is stored.
+
+    Args:
+        cfg: config of ``distil_rocm``.
+        student: the model in training, before its weights are read.
+
+    Attributes:
+        frozen: bytes of its weights on this rank, beside those of the student.
+
+    Raises:
+        UserError: it cannot be built, has other tokens than the student, or cannot compute the student's rows.
+    """
+
+    def __init__(self, cfg: DictConfig, student: Learner) -> None:
+        self._student, self._adapter, self._source = student, None, str(cfg.teacher_adapter or cfg.teacher)
+        self.learner = student
+        self.frozen = 0
+        if cfg.teacher != BASE:
+            made = teacher_config(cfg, student.cfg)
+            use_downloaded(made, student.runtime.ranks)
+            _check_tokens(made, student.cfg)
+            self.learner = Learner(made, student.runtime, student.tokenizer)
+            self.learner.model.objective = _Hidden()
+            self.frozen = frozen_bytes(self.learner.decoder, student.runtime.ranks.world)
+            if student.packed and not self.learner.packed:
+                raise UserError(
+                    f"teacher {cfg.teacher} computes no packed rows, and the model in training does; choose another one"
+                )
+        elif any("output" in name.split(".") for name in student.adapter):
+            raise UserError("teacher is base, and the output layer has an adapter; leave lm_head out of target_modules")
+        elif cfg.teacher_adapter:
+            self._adapter = student.read_adapter(Path(cfg.teacher_adapter))
+
+    def peak(self, student: Learner, longest: int) -> int:
+        """Return the planned peak of the student's training in bytes, raised to that of the teacher's forward pass.
+
+        Args:
+            student: the model in training, whose memory is planned.
+            longest: tokens of the longest row.
+        """
+        learner, runtime, tokens = self.learner, self.learner.runtime, student.tokens_per_micro_batch
+        plan = plan_memory(
+            learner.decoder,
+            CrossEntropy(),
+            worst_rows(longest, max(tokens, longest)),
+            runtime.dtype,
+            runtime.device,
+            optimizer=learner.cfg.optimizer,
+            ranks=runtime.ranks.world,
+            targets=1,
+            kernels=Kernels.on(runtime.device, runtime.machine.bf16, learner.cfg.attention),
+        )
+        forward = max(layer.entry + layer.kept for layer in plan.layer_costs)
+        return max(student.planned_peak, student.planned_fixed + forward)
+
+    def load(self) -> None:
+        """Read the weights.
+
+        Raises:
+            UserError: they are missing, damaged or of another model.
+        """
+        if self.learner is self._student:
+            return
+        log.info("teacher: %s", self._source)
+        self.learner.load()
+        self.learner.model.requires_grad_(False).eval()
+        if not self.learner.cfg.checkpointer.get("adapter_checkpoint"):
+            for _, layer in adapters(self.learner.decoder):
+                layer.disabled = True
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of what it computes, once its weights are read."""
+        mine = self.learner is not self._student
+        state = self.learner.adapter_state() if mine else self._adapter
+        return f"{self.learner.base_fingerprint} {peft_files.fingerprint(state) if state else 'no adapter'}"
+
+    def _instead(self) -> AbstractContextManager[None]:
+        """Context in which its learner computes as the teacher does."""
+        return reference(self.learner, self._adapter, self._source) if self.learner is self._student else nullcontext()
+
+    @torch.no_grad()
+    def hidden(self, batch: MicroBatch) -> Tensor:
+        """Return the hidden states [n, d] that predict the labels of a micro-batch, without dropout."""
+        if self.learner is not self._student:
+            return self.learner.model(batch)
+        decoder, training = self.learner.decoder, self.learner.decoder.training
+        with self._instead():
+            decoder.eval()
+            hidden = decoder.hidden_states(batch).flatten(0, 1)[batch.index]
+        decoder.train(training)
+        return hidden
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [n, v] of hidden states [n, d]."""
+        return self.learner.decoder.output(hidden)
+
+    def logprobs(self, rows: Rows, temperature: float) -> list[np.ndarray]:
+        """Return the log-prob of each label, as :func:`rocm_ext.train.scoring.score`; all ranks call this."""
+        if self.learner is not self._student:
+            self.learner.tokens_per_micro_batch = self._student.tokens_per_micro_batch
+        with self._instead():
+            return score(self.learner, rows, temperature)
+
+
+class _Hidden(Objective):
+    """Returns the hidden states of the labels in place of a loss."""
+
+    def __call__(self, head: Any, hidden: Tensor, *_: Any) -> Tensor:
+        return hidden
+
+    terms: Any = None
+
+
+def teacher_config(cfg: DictConfig, training: DictConfig) -> DictConfig:
+    """Return the config of a teacher that is another model.
+
+    Args:
+        cfg: config of ``distil_rocm``.
+        training: config of the learner in training; it gives the machine's settings.
+
+    Raises:
+        UserError: ``teacher`` is no model, or ``teacher_adapter`` no adapter.
+    """
+    adapter = Path(cfg.teacher_adapter) if cfg.teacher_adapter else None
+    target = find_target(cfg.teacher, adapter)
+    if target.run or target.content is None:
+        raise UserError(
+            f"teacher is {cfg.teacher}, which is no model; expected {BASE}, a model's folder, its name on the hub or a "
+            "GGUF file; of a run name the model, and its adapter as teacher_adapter"
+        )
+    content: Any = OmegaConf.to_container(training)
+    content |= {"model": dict(target.content["model"]), "checkpointer": {}, "tokenizer": {}}
+    content["model"] |= {"quantize_base": cfg.teacher_quantize_base}
+    content |= {"loss": {config.COMPONENT: "rocm_ext.losses.CrossEntropy"}, "startup_checks": False, "use_rslora": None}
+    content |= {"compile": False, "enable_activation_offloading": False, "save_adapter_weights_only": True}
+    complete(content, {})
+    made = OmegaConf.create(content)
+    made.checkpointer.adapter_checkpoint = None if adapter is None else str(adapter)
+    OmegaConf.resolve(made)
+    return made
+
+
+def shape_of_teacher(cfg: DictConfig, training: DictConfig) -> DictConfig:
+    """Return the config of a teacher for a plan, which downloads nothing; see :func:`teacher_config`."""
+    made = teacher_config(cfg, training)
+    use_shape(made)
+    return made
+
+
+def _check_tokens(cfg: DictConfig, training: DictConfig) -> None:
+    """Refuse a teacher whose tokenizer gives one of the student's ids to another token."""
+    teacher, student = (Path(part.checkpointer.checkpoint_dir) / TOKENIZER for part in (cfg, training))
+    if not (teacher.is_file() and student.is_file()):
+        log.warning("the teacher's tokens are not compared with the model's: %s or %s is missing", teacher, student)
+        return
+    theirs, ours = (Tokenizer.from_file(str(path)).get_vocab() for path in (teacher, student))
+    padding = {f"[PAD{number}]": number for number in ours.values()}  # of GGUF files
+    if differ := [token for token, number in (ours.items() - padding.items()) if theirs.get(token) != number]:
+        token = min(differ, key=ours.__getitem__)
+        found = f"it is {theirs[token]}" if token in theirs else "there is no such token"
+        raise UserError(
+            f"teacher {cfg.model.checkpoint_dir} has another tokenizer: token {ours[token]} of the model in training "
+            f"is {token!r}, and in the teacher's {found} ({len(differ):,} of {len(ours):,} tokens differ); choose a "
+            "teacher of the same family"
+        )

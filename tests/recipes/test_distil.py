@@ -1,0 +1,259 @@
+"""Distillation end to end: steps equal TRL's, and runs are the same after kills, on any ranks and from any teacher."""
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from peft import get_peft_model_state_dict
+from rocm_ext.recipes.distil_rocm import Distil, main
+from safetensors.torch import load_file
+
+from rocm_ext import config
+from rocm_ext.base.errors import UserError
+from rocm_ext.report import content
+from rocm_ext.rl.trainer import PolicyTrainer
+from rocm_ext.runs.folder import RunFolder
+from tests.kit import forks
+from tests.kit.forks import forked, several_ranks
+from tests.kit.grpo_runs import assert_equal, lines, outcome, write_run
+from tests.kit.parity import their_model
+from tests.kit.raft_runs import WEIGHTS
+from tests.kit.tiny import metrics, write_model, write_yaml
+from tests.recipes.test_raft import kill_at_record
+
+pytest.importorskip("resource", reason="forks, POSIX signals and limits")
+RESUME = "resume_from_checkpoint=True"
+OF_GRPO = ("truncated", "loss")
+succeed = partial(forks.succeed, main)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A model with the tokens of the world's, and other layers and sizes."""
+    shape = {"hidden_size": 96, "num_hidden_layers": 3, "initializer_range": 0.2}
+    return write_model(tmp_path_factory.mktemp("teacher") / "teacher", **shape)
+
+
+@pytest.fixture(scope="module")
+def make(folder, teacher):
+    """Write the YAML of a run: 4 steps of 4 prompts with an answer each."""
+
+    def write(out: Path, **changes: object) -> Path:
+        given = {"recipe": "distil_rocm", "teacher": str(teacher), "samples_per_prompt": 1} | changes
+        path = write_run(folder, out, **given)
+        cfg = {key: value for key, value in json_of(path).items() if key not in OF_GRPO or key in changes}
+        return write_yaml(path, cfg)
+
+    return write
+
+
+def json_of(path: Path) -> dict:
+    import yaml
+
+    return yaml.safe_load(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def reference(make, folder):
+    """An undisturbed run."""
+    out = folder / "distil_reference"
+    succeed(make(out))
+    return out
+
+
+def load(path: Path, *overrides: str) -> Distil:
+    return Distil(config.load("distil_rocm", str(path), list(overrides)))
+
+
+def trained(path: Path, *overrides: str) -> Distil:
+    """A run in this process, after its end."""
+    made = load(path, *overrides)
+    made.setup()
+    made.train()
+    made.cleanup()
+    return made
+
+
+def test_every_step_is_in_the_records(reference):
+    samples = lines(reference / "samples.jsonl")
+    steps = [line for line in lines(reference / "metrics.jsonl") if "eval" not in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    for step in steps:
+        assert step["answers"] == 4
+        assert step["updates"] == 1
+        assert step["loss"] > 0
+        assert 0 <= step["agreement"] <= 1
+        assert 0 <= step["reward"] <= 1, "the verifier measures"
+    asked = [line["prompt_id"] for line in samples if line["phase"] == "sample"]
+    assert len(asked) == 16
+    assert len(set(asked[:12])) == 12, "in turn"
+    run = RunFolder(reference)
+    assert (run.recipe, run.finished, len(run.steps), len(run.evaluations)) == ("distil_rocm", True, 4, 3)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_a_step_equals_trl(make, folder, teacher, tmp_path, beta):
+    """An SGD step at rate 1 changes the adapter by minus the gradient of TRL's loss on the same answers."""
+    trl = pytest.importorskip("trl.trainer.distillation_trainer")
+    sgd = {"_component_": "torch.optim.SGD", "lr": 1.0}
+    keys = {"beta": beta, "steps": 1, "optimizer": sgd, "clip_grad_norm": None, "eval_prompts": None, "dtype": "fp32"}
+    made = load(make(tmp_path / "out", **keys))
+    made.setup()
+    with torch.no_grad():
+        for parameter in made.learner.adapter.values():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    first = tmp_path / "first"
+    first.mkdir()
+    made.learner.write_adapter(first)
+    made.train()
+    made.cleanup()
+    model, theirs = their_model(folder / "base", first, trainable=True), their_model(teacher)
+    before = {name: value.detach().clone() for name, value in get_peft_model_state_dict(model).items()}
+    samples = [line for line in lines(tmp_path / "out" / "samples.jsonl") if line["phase"] == "sample"]
+    count = sum(len(line["tokens"]) for line in samples)
+    loss = 0.0
+    for line in samples:
+        ids = torch.tensor([*made.prompts.tokens[line["prompt_id"]], *line["tokens"]])[None]
+        n = len(line["tokens"])
+        with torch.no_grad():
+            seen = theirs.model(ids).last_hidden_state[:, -n - 1 : -1]
+        states = model.base_model.model.model(ids).last_hidden_state[:, -n - 1 : -1]
+        heads = model.base_model.model.lm_head.weight, theirs.lm_head.weight
+        part, *_ = trl._chunked_divergence_loss(states, seen, *heads, torch.ones(1, n), beta, num_items_in_batch=count)
+        part.backward()
+        loss += part.item()
+    assert metrics(tmp_path / "out")[0] == pytest.approx(loss, rel=1e-5)
+    named = model.named_parameters()
+    gradients = {name.replace(".default", ""): p.grad for name, p in named if p.requires_grad}
+    after = load_file(tmp_path / "out" / WEIGHTS)
+    assert {*after} == {*before} == {*gradients}
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(before[name] - after[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.wide(always=1)
+@pytest.mark.parametrize(("name", "count"), [("samples", 3), ("samples", 12), ("verdicts", 5)])
+def test_killed_while_sampling(make, reference, tmp_path, name, count):
+    out = tmp_path / "out"
+    assert forked(main, make(out), prepare=kill_at_record(f"{name}.jsonl", count))[0] == -signal.SIGKILL
+    succeed(make(out), RESUME)
+    assert_equal(out, reference)
+
+
+@pytest.mark.wide(always=1)
+@pytest.mark.parametrize("method", ["train_on", "finish_step", "save_checkpoint"])
+def test_killed_between_the_parts_of_a_step(make, reference, tmp_path, method):
+    def prepare() -> None:
+        original = getattr(PolicyTrainer, method)
+
+        def call(self, *args):
+            if self.step >= 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(self, *args)
+
+        setattr(PolicyTrainer, method, call)
+
+    out = tmp_path / "out"
+    assert forked(main, make(out), prepare=prepare)[0] == -signal.SIGKILL
+    succeed(make(out), RESUME)
+    assert_equal(out, reference)
+
+
+@pytest.mark.wide
+@several_ranks
+@pytest.mark.parametrize("loss", ["jsd", "reverse_kl"])
+def test_two_ranks_equal_one(make, tmp_path, loss):
+    changes = {"loss": loss, "steps": 2}
+    succeed(make(tmp_path / "one", **changes))
+    forks.succeed_on_ranks(main, make(tmp_path / "two", **changes))
+    assert len(outcome(tmp_path / "two")["samples"]) == len(outcome(tmp_path / "one")["samples"])
+    for key in ("loss", "grad_norm"):
+        found, expected = (metrics(tmp_path / out, key) for out in ("two", "one"))
+        assert len(expected) == 2
+        assert found == pytest.approx(expected, rel=1e-4)
+    found, expected = (load_file(tmp_path / out / WEIGHTS) for out in ("two", "one"))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_without_a_verifier(make, tmp_path):
+    changes = {"verifier": None, "eval_prompts": None, "steps": 2}
+    trained(make(tmp_path / "whole", **changes))
+    path = make(tmp_path / "killed", **changes)
+    assert forked(main, path, prepare=kill_at_record("samples.jsonl", 6))[0] == -signal.SIGKILL
+    succeed(path, RESUME)
+    for out in (tmp_path / "whole", tmp_path / "killed"):
+        steps = lines(out / "metrics.jsonl")
+        assert [line["reward"] for line in steps] == [line["right"] for line in steps] == [None, None]
+        assert content([RunFolder(out)])["problems"] == []
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+    assert (tmp_path / "killed" / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
+
+
+@pytest.mark.parametrize("loss", ["jsd", "reverse_kl"])
+def test_an_adapter_teaches_its_own_base(make, reference, folder, tmp_path, loss):
+    """The teacher is the base with an adapter: the same as that model as a folder, and a model of its own adapter."""
+    changes = {"steps": 2, "eval_prompts": None, "loss": loss, "teacher_adapter": str(reference / "adapter")}
+    for name, teacher in (("shared", "base"), ("apart", str(folder / "base"))):
+        trained(make(tmp_path / name, teacher=teacher, **changes))
+    found, expected = (metrics(tmp_path / out) for out in ("shared", "apart"))
+    assert found[0] > 0
+    assert found == pytest.approx(expected, rel=1e-5)
+    found, expected = (load_file(tmp_path / out / WEIGHTS) for out in ("shared", "apart"))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_base_brings_back_what_an_adapter_changed(make, reference, tmp_path):
+    path = make(tmp_path / "out", teacher="base", steps=12, lr_scheduler=None, eval_prompts=None)
+    cfg = json_of(path)
+    cfg["checkpointer"]["adapter_checkpoint"] = str(reference / "adapter")
+    trained(write_yaml(path, cfg))
+    losses = metrics(tmp_path / "out")
+    assert losses[-1] < losses[0] / 2
+
+
+def test_given_answers_are_learned_without_sampling(make, tmp_path):
+    trained(make(tmp_path / "out", given_answers="answer", steps=12, eval_prompts=None, beta=0.0))
+    losses = metrics(tmp_path / "out")
+    assert losses[-1] < losses[0]
+    assert not (tmp_path / "out" / "samples.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"teacher": "base"}, "teacher is base"),
+        ({"teacher": "nowhere/at/all"}, "nowhere/at/all"),
+        ({"teacher": "cpu_pocket"}, "teacher is cpu_pocket"),
+        ({"teacher_adapter": "nowhere"}, "nowhere"),
+        ({"teacher": "base", "teacher_adapter": "nowhere"}, "nowhere"),
+        ({"beta": 2}, "beta is 2"),
+        ({"loss": "kl"}, "loss is 'kl'"),
+        ({"loss": "reverse_kl", "updates_per_step": 2}, "loss=reverse_kl"),
+        ({"loss": "reverse_kl", "given_answers": "answer"}, "loss=reverse_kl"),
+        ({"given_answers": "reply"}, "given_answers is reply"),
+        ({"verifier": None}, "set verifier"),
+        ({"groups_per_update": 5}, "groups_per_update is 5"),
+        ({"samples_per_prompt": 2, "temperature": 0}, "samples_per_prompt=1"),
+        ({"center": "mean"}, "center"),
+    ],
+)
+def test_bad_input_is_a_line(make, tmp_path, changes, key):
+    with pytest.raises(UserError) as raised:
+        load(make(tmp_path / "out", **changes)).setup()
+    assert key in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_another_tokenizer_is_refused_by_name(make, tmp_path):
+    other = write_model(tmp_path / "other", text=["Totally different words make other merges, of course."])
+    with pytest.raises(UserError, match=f"teacher {other} has another tokenizer: token"):
+        load(make(tmp_path / "out", teacher=str(other))).setup()
+
+
+def test_another_teacher_is_another_run(make, folder, reference):
+    with pytest.raises(UserError, match="belongs to another run"):
+        load(make(reference), RESUME, f"teacher={folder / 'base'}").setup()
