@@ -26,6 +26,10 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 
+class AtLimit(ValueError):
+    """The conversation takes no more requests."""
+
+
 class Exchange:
     """A request, and the response that waits for the model's message.
 
@@ -66,18 +70,18 @@ class Exchange:
         self._response.put(message)
 
     def refuse(self, why: str) -> None:
-        """Respond with an error that clients do not try again."""
+        """Respond that the context is full: clients do not try again, and some end their run with what they have."""
         self._response.put(why)
 
     def completion(self) -> dict[str, Any]:
         """Wait for the response, and return it in OpenAI's form.
 
         Raises:
-            ValueError: the request was refused.
+            AtLimit: the request was refused.
         """
         said = self._response.get()
         if isinstance(said, str):
-            raise ValueError(said)
+            raise AtLimit(said)
         text, ends = said["content"], said["finish_reason"]
         for stop in self._stop:
             text, found, _ = text.partition(stop)
@@ -171,7 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.asked.put(exchange)
             completion = exchange.completion()
         except (ValueError, RecursionError) as problem:
-            self._fail(400, one_line(problem))
+            self._fail(400, one_line(problem), "context_length_exceeded" if isinstance(problem, AtLimit) else None)
             return
         if exchange.streams:
             self._send(_events(completion, exchange.sizes), "text/event-stream")
@@ -184,8 +188,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._fail(401, "the key is not that of OPENAI_API_KEY")
         return False
 
-    def _fail(self, status: int, why: str) -> None:
-        self._send({"error": {"message": why, "type": "invalid_request_error", "code": None}}, status=status)
+    def _fail(self, status: int, why: str, code: str | None = None) -> None:
+        self._send({"error": {"message": why, "type": "invalid_request_error", "code": code}}, status=status)
 
     def _send(self, content: Any, kind: str = "application/json", status: int = 200) -> None:
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
