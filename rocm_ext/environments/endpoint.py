@@ -35,13 +35,14 @@ class Exchange:
 
     Args:
         body: of the HTTP request.
+        client: the socket of who asks.
 
     Raises:
         ValueError: it is no request for a chat completion, or asks for what is not supported.
     """
 
-    def __init__(self, body: bytes) -> None:
-        asked = json.loads(body)
+    def __init__(self, body: bytes, client: socket.socket | None = None) -> None:
+        asked, self._client = json.loads(body), client
         if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list) or not asked["messages"]:
             raise ValueError("expected an object with a list of messages")
         if not all(isinstance(message, dict) for message in asked["messages"]):
@@ -64,6 +65,13 @@ class Exchange:
         self.streams, options = bool(asked.get("stream")), asked.get("stream_options")
         self.sizes = isinstance(options, dict) and bool(options.get("include_usage"))
         self._response: SimpleQueue[Mapping[str, Any] | str] = SimpleQueue()
+
+    def gone(self) -> bool:
+        """Whether the client has hung up, as one does that waits no longer."""
+        try:
+            return self._client is not None and not self._client.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except OSError as problem:
+            return not isinstance(problem, BlockingIOError)
 
     def answer(self, message: Mapping[str, Any]) -> None:
         """Respond with the model's message."""
@@ -171,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(404, f"{self.path} is not served; only chat completions are")
             return
         try:
-            exchange = Exchange(body)
+            exchange = Exchange(body, self.connection)
             self.server.asked.put(exchange)
             completion = exchange.completion()
         except (ValueError, RecursionError) as problem:

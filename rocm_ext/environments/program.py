@@ -205,8 +205,8 @@ class Program(Environment):
     def _next(self) -> Ask | Result:
         """Wait for the program's next request, or its end."""
         self._exchange = self._asked.get()
-        while self._exchange is not None and self._running.child.returncode is not None:  # nobody waits for it
-            self._exchange = self._asked.get()
+        while self._exchange and (self._exchange.gone() or self._running.child.returncode is not None):
+            self._exchange = self._asked.get()  # nobody waits for the response
         if self._exchange is None:
             return self._result()
         self._heard = True
