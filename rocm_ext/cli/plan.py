@@ -263,6 +263,8 @@ def _rollout_rows(plan: "RunPlan", rollout: "RolloutPlan") -> Rows:
         rows.append(("weights that sampling copies", [readable(sampling.layout)]))
         rows.append(("keys and values", [readable(sampling.cache)]))
         rows.append(("peak while sampling", [readable(rollout.peak)]))
+    if plan.programs:
+        rows.append(("programs of conversations, beside it", [f"at most {readable(plan.programs)}"]))
     if sampling.launches:
         rows.append(("kernels of a decoding step, without graphs", [f"{sampling.launches:,}"]))
     rows.append(("answer tokens/s", [_speed(plan, sampling.tokens_per_second, 1)]))
@@ -354,6 +356,7 @@ def _content(plan: "RunPlan") -> dict[str, Any]:
         "steps": plan.steps,
         "training_seconds": plan.training_seconds,
         "reference_seconds": plan.reference,
+        "programs": plan.programs,
         "rollout": plan.rollout
         and {
             **vars(plan.rollout),

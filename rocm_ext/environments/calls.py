@@ -16,6 +16,10 @@ from typing import Any
 from rocm_ext.base.errors import one_line
 
 _MOST = 32  # calls in a message; models repeat themselves, and each call costs a process's time
+# of JSON schemas: what Python's values are, and how many of several schemas must hold
+_KINDS = {bool: ["boolean"], int: ["integer", "number"], float: ["number"], list: ["array"], dict: ["object"],
+          type(None): ["null"]}  # fmt: skip
+_PARTS: dict[str, Callable[[Any], bool]] = {"anyOf": any, "oneOf": any, "allOf": all}
 
 
 @dataclass(frozen=True)
@@ -105,27 +109,45 @@ def _typed(name: str, pairs: Sequence[tuple[str, str]], schemas: Sequence[Mappin
     """Read arguments that came as text: JSON where the tool takes what it says, else the text."""
     functions = (schema.get("function", schema) for schema in schemas)
     wanted: Mapping[str, Any] = next((f.get("parameters", {}) for f in functions if f.get("name") == name), {})
-    shared = {key: wanted[key] for key in ("$defs", "definitions") if key in wanted}
     arguments: dict[str, Any] = {}
     for key, text in pairs:
         arguments[key] = text
-        with suppress(ValueError):
+        with suppress(Exception):  # a program sends the schema, which may be anything
             value = json.loads(text)
             schema = wanted.get("properties", {}).get(key, {})
-            if not isinstance(value, str) and _takes({**shared, "allOf": [schema]}, value):
+            if not isinstance(value, str) and _takes(schema, value, wanted, {}):
                 arguments[key] = value
     return Call(name, arguments)
 
 
-def _takes(schema: Mapping[str, Any], value: Any) -> bool:
-    """Whether a JSON schema allows a value; one that cannot be read, as a program may send it, allows none."""
-    from jsonschema import Draft202012Validator  # here, because it takes a third of a second
-    from referencing import Registry
+def _takes(schema: Any, value: Any, whole: Any, known: dict[str, bool]) -> bool:
+    """Whether a JSON schema allows values of a value's type; ``known`` has the answers for references into ``whole``.
 
-    try:
-        return Draft202012Validator(schema, registry=Registry()).is_valid(value)  # its own registry asks the network
-    except Exception:
+    It reads types and choices alone, and each reference once: a program that sends a slow pattern, or references that
+    multiply, must not stop the run.
+
+    Raises:
+        Exception: the schema cannot be read.
+    """
+    if not isinstance(schema, Mapping):
+        return schema is True
+    if (ref := schema.get("$ref")) is not None:
+        if ref not in known:
+            known[ref] = False  # it may refer to itself
+            target = whole
+            for part in ref.removeprefix("#/").split("/"):
+                target = target[part]
+            known[ref] = _takes(target, value, whole, known)
+        if not known[ref]:
+            return False
+    if (kinds := schema.get("type")) is not None:
+        own = {*_KINDS[type(value)], *(["integer"] if isinstance(value, float) and value.is_integer() else [])}
+        if own.isdisjoint([kinds] if isinstance(kinds, str) else kinds):
+            return False
+    if value not in schema.get("enum", [value]) or value != schema.get("const", value):
         return False
+    parts = ((enough, schema[key]) for key, enough in _PARTS.items() if key in schema)
+    return all(enough(_takes(part, value, whole, known) for part in several) for enough, several in parts)
 
 
 def _listed(body: str, _: Sequence[Mapping[str, Any]]) -> Iterator[Call]:

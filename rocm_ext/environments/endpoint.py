@@ -26,18 +26,23 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 
+class AtLimit(ValueError):
+    """The conversation takes no more requests."""
+
+
 class Exchange:
     """A request, and the response that waits for the model's message.
 
     Args:
         body: of the HTTP request.
+        client: the socket of who asks.
 
     Raises:
         ValueError: it is no request for a chat completion, or asks for what is not supported.
     """
 
-    def __init__(self, body: bytes) -> None:
-        asked = json.loads(body)
+    def __init__(self, body: bytes, client: socket.socket | None = None) -> None:
+        asked, self._client = json.loads(body), client
         if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list) or not asked["messages"]:
             raise ValueError("expected an object with a list of messages")
         if not all(isinstance(message, dict) for message in asked["messages"]):
@@ -61,23 +66,30 @@ class Exchange:
         self.sizes = isinstance(options, dict) and bool(options.get("include_usage"))
         self._response: SimpleQueue[Mapping[str, Any] | str] = SimpleQueue()
 
+    def gone(self) -> bool:
+        """Whether the client has hung up, as one does that waits no longer."""
+        try:
+            return self._client is not None and not self._client.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except OSError as problem:
+            return not isinstance(problem, BlockingIOError)
+
     def answer(self, message: Mapping[str, Any]) -> None:
         """Respond with the model's message."""
         self._response.put(message)
 
     def refuse(self, why: str) -> None:
-        """Respond with an error that clients do not try again."""
+        """Respond that the context is full: clients do not try again, and some end their run with what they have."""
         self._response.put(why)
 
     def completion(self) -> dict[str, Any]:
         """Wait for the response, and return it in OpenAI's form.
 
         Raises:
-            ValueError: the request was refused.
+            AtLimit: the request was refused.
         """
         said = self._response.get()
         if isinstance(said, str):
-            raise ValueError(said)
+            raise AtLimit(said)
         text, ends = said["content"], said["finish_reason"]
         for stop in self._stop:
             text, found, _ = text.partition(stop)
@@ -167,11 +179,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(404, f"{self.path} is not served; only chat completions are")
             return
         try:
-            exchange = Exchange(body)
+            exchange = Exchange(body, self.connection)
             self.server.asked.put(exchange)
             completion = exchange.completion()
         except (ValueError, RecursionError) as problem:
-            self._fail(400, one_line(problem))
+            self._fail(400, one_line(problem), "context_length_exceeded" if isinstance(problem, AtLimit) else None)
             return
         if exchange.streams:
             self._send(_events(completion, exchange.sizes), "text/event-stream")
@@ -184,8 +196,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._fail(401, "the key is not that of OPENAI_API_KEY")
         return False
 
-    def _fail(self, status: int, why: str) -> None:
-        self._send({"error": {"message": why, "type": "invalid_request_error", "code": None}}, status=status)
+    def _fail(self, status: int, why: str, code: str | None = None) -> None:
+        self._send({"error": {"message": why, "type": "invalid_request_error", "code": code}}, status=status)
 
     def _send(self, content: Any, kind: str = "application/json", status: int = 200) -> None:
         data = content if isinstance(content, bytes) else json.dumps(content).encode()

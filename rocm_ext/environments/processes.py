@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from rocm_ext.base.process import adopt_orphans, signal_at_parents_end
 from rocm_ext.environments.base import Ask, Reply, check_class, checked_reply, now, tools_of
 from rocm_ext.verifiers.base import Result, error
 from rocm_ext.verifiers.sandbox.children import descendants
+from rocm_ext.verifiers.sandbox.sandbox import FOLDER, folder_of_runs
 from rocm_ext.verifiers.workers import worker
 
 _START = 60.0  # seconds that the environment's module may take to import
@@ -60,7 +62,7 @@ class Environments:
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = os.pipe()
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._closed = False
+        self._closed, self._folder = False, folder_of_runs()
         self.tools: list[dict[str, Any]] = []
 
     def __enter__(self) -> "Environments":
@@ -70,7 +72,8 @@ class Environments:
         with theirs:
             command = [sys.executable, "-c", boot, str(theirs.fileno()), json.dumps(sys.path)]
             self._host = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-                                          stdout=2, start_new_session=True)  # fmt: skip
+                                          stdout=2, start_new_session=True,
+                                          env=os.environ | {FOLDER: self._folder})  # fmt: skip
         self._thread = threading.Thread(target=self._listen, name="environments", daemon=True)
         self._thread.start()
         try:
@@ -106,6 +109,7 @@ class Environments:
         self._selector.close()
         for fd in (self._woken, self._wake):
             os.close(fd)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def begin(self, key: Key, row: Mapping[str, Any]) -> "Future[Reply]":
         """Begin a conversation: a future for the messages that follow the prompt's."""

@@ -21,6 +21,7 @@ from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.sandbox import BOX, Limits, RunningProgram, Sandbox, interpreter
 from rocm_ext.verifiers.sandbox.children import readable, supervise
 
+MOST_AT_ONCE, MEMORY_MB = 64, 1024  # by default
 _START = 60.0  # seconds that the sandbox may take to start
 _AT_LIMIT = "the conversation is at a limit of the run"
 _FOREVER = 1e9  # seconds; `verify_timeout` limits each wait for the program
@@ -77,7 +78,7 @@ class Program(Environment):
         command: Sequence[str],
         folder: str | None = None,
         verifier: Any = None,
-        memory_mb: int = 1024,
+        memory_mb: int = MEMORY_MB,
         at_once: int | None = None,
         sandbox: str = "bubblewrap",
         python: str | None = None,
@@ -87,7 +88,7 @@ class Program(Environment):
             raise UserError(f"command: found {command!r}; expected a list such as [python, my_agent.py]")
         if memory_mb < 128 or (at_once is not None and at_once < 1):
             raise UserError(f"Program needs memory_mb >= 128 and at_once >= 1, found {memory_mb} and {at_once}")
-        self.at_once = at_once or min(64, 4 * len(os.sched_getaffinity(0)))
+        self.at_once = at_once or min(MOST_AT_ONCE, 4 * len(os.sched_getaffinity(0)))
         self._limits = Limits(_FOREVER, 0, memory_mb, processes=128, open_files=512)
         self.verifier = None if verifier is None else build(verifier)
         if self.verifier is not None:
@@ -205,8 +206,8 @@ class Program(Environment):
     def _next(self) -> Ask | Result:
         """Wait for the program's next request, or its end."""
         self._exchange = self._asked.get()
-        while self._exchange is not None and self._running.child.returncode is not None:  # nobody waits for it
-            self._exchange = self._asked.get()
+        while self._exchange and (self._exchange.gone() or self._running.child.returncode is not None):
+            self._exchange = self._asked.get()  # nobody waits for the response
         if self._exchange is None:
             return self._result()
         self._heard = True

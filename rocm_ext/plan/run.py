@@ -21,6 +21,7 @@ from rocm_ext.config.algorithms import updates_of_pass, updates_of_step
 from rocm_ext.config.checks import check_max_seq_len
 from rocm_ext.data.batches import micro_batch_budget
 from rocm_ext.data.rows import SIDE
+from rocm_ext.environments.program import MEMORY_MB, MOST_AT_ONCE
 from rocm_ext.losses import objective_of
 from rocm_ext.machine.detect import Machine
 from rocm_ext.machine.profile import check_locked
@@ -199,6 +200,7 @@ class RunPlan:
         rollout: the plan of a cycle of RAFT or a step of GRPO; None for other recipes.
         reference: seconds to score all rows once under DPO's reference; None without one, or if the number of rows is
             unknown.
+        programs: bytes that programs of conversations may take of a memory that the GPU shares; 0: it shares none.
     """
 
     family: str
@@ -212,6 +214,7 @@ class RunPlan:
     steps: int | None
     rollout: RolloutPlan | None
     reference: float | None = None
+    programs: int = 0
 
     @property
     def round(self) -> str:
@@ -319,6 +322,7 @@ def plan_run(
         steps=steps,
         rollout=rollout,
         reference=_reference(planner, now),
+        programs=ranks * _programs(cfg, target),
     )
 
 
@@ -372,6 +376,15 @@ def _reference(planner: TrainingPlanner, choice: Choice) -> float | None:
     if not {SIDE, "reference_logprobs"} <= {*planner.objective.columns} or planner.rows.count is None:
         return None
     return planner.rows.count / planner.rows_per_step * choice.step.forward_seconds
+
+
+def _programs(cfg: DictConfig, target: Target) -> int:
+    """Bytes at most that a rank's programs take of memory that the GPU shares."""
+    environment = cfg.get("environment")
+    if target.profile.memory["of"] != "unified" or not environment or not environment[COMPONENT].endswith(".Program"):
+        return 0
+    at_once, memory_mb = environment.get("at_once") or MOST_AT_ONCE, environment.get("memory_mb") or MEMORY_MB
+    return int(at_once * memory_mb * 2**20)
 
 
 def _configured(cfg: DictConfig, planner: TrainingPlanner, best: Choice, budget: int) -> Choice:

@@ -2,10 +2,12 @@
 
 import contextlib
 import math
+import os
 import random
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from fractions import Fraction
 from pathlib import Path
@@ -510,8 +512,9 @@ def test_a_mistake_in_the_config_is_one_line(tools, verifier, problem):
 
 
 @pytest.mark.wide
-def test_conversations_use_them_in_their_own_processes(kind):
-    """State belongs to a conversation, and its interpreter ends with it."""
+def test_conversations_use_them_in_their_own_processes(kind, tmp_path, monkeypatch):
+    """State belongs to a conversation, and its interpreter ends with it; its files end with the run."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     tools = [*TOOLS, {"_component_": "rocm_ext.environments.Python", "sandbox": kind, "timeout": 5}]
     node = {"_component_": "rocm_ext.environments.ToolEnvironment", "tools": tools, "verifier": MATHS}
 
@@ -537,3 +540,4 @@ def test_conversations_use_them_in_their_own_processes(kind):
         while (left := set(descendants(environments._host.pid)) - before) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not left
+    assert not os.listdir(tmp_path)

