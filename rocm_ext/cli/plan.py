@@ -90,10 +90,10 @@ def _plan(args: argparse.Namespace, recipe: registry.Recipe, chip: str | None, c
     from rocm_ext.plan.run import plan_run
     from rocm_ext.plan.workload import Known
 
-    if (family := registry.extended(recipe)) == registry.GRPO:
-        from rocm_ext.losses.policy_gradient import loss_config
+    if (family := registry.extended(recipe)) in registry.BY_STEP:
+        from rocm_ext.losses import distillation, policy_gradient
 
-        cfg.loss = loss_config(cfg)
+        cfg.loss = (distillation if family == registry.DISTIL else policy_gradient).loss_config(cfg)
     known = Known(args.rows, args.row_tokens, args.answer_tokens)
     ranks = times * args.ranks
     return plan_run(cfg, detect(), family=family, bench=args.bench, ranks=ranks, known=known, chip=chip)
@@ -111,6 +111,7 @@ def _ways_to_fit(
         *[(f"dtype={'bf16' if 'bf16' in plan.target.figures.flops else 'fp16'}", 1)]
         * (dtype_name(plan.target.dtype) == "fp32"),
         *[("model.quantize_base=nf4", 1)] * ("quantize_base" not in cfg.model),
+        *[("teacher_quantize_base=nf4", 1)] * (cfg.get("teacher_quantize_base") is False and bool(plan.teacher)),
         *[(f"{key}={value // 2}", 1) for key, value in half.items() if isinstance(value, int)],
         *[("", ranks) for ranks in (2, 4, 8)],
     ]
@@ -168,6 +169,8 @@ def _print(name: str, plan: "RunPlan", ways: Sequence[tuple[str, int]]) -> None:
     if plan.shape:
         out.print(escape(plan.shape))
     rows = f"rows of {plan.rows.mean:,.0f} tokens, at most {plan.rows.longest:,} ({escape(plan.rows.source)})"
+    if plan.teacher:
+        out.print(f"a teacher of {plan.teacher.parameters / 1e6:,.1f} million parameters")
     out.print(f"{plan.ranks} rank(s); {rows}\n")
     choices = {"as configured": plan.now} | ({} if plan.best == plan.now else {"best fit": plan.best})
     columns = list(choices)
@@ -184,8 +187,8 @@ def _print(name: str, plan: "RunPlan", ways: Sequence[tuple[str, int]]) -> None:
         out.print("[yellow]To measure: `rocm-ext bench` on that machine[/]")
     out.print()
     if plan.rollout:
-        titles = {"cycle": "A RAFT cycle", "step": "A GRPO step, if no group has equal rewards"}
-        _print_table(out, titles[plan.round], [" "], _rollout_rows(plan, plan.rollout))
+        titles = {registry.RAFT: "A RAFT cycle", registry.GRPO: "A GRPO step, if no group has equal rewards"}
+        _print_table(out, titles.get(plan.family, "A step"), [" "], _rollout_rows(plan, plan.rollout))
     _print_verdict(out, plan, ways)
 
 
@@ -211,6 +214,7 @@ def _memory(plan: "RunPlan", choice: "Choice") -> dict[str, int]:
         "activations_with_checkpointing": memory.activations(range(memory.layers)),
         "loss": memory.loss.working,
         "kept_for_sampling": plan.kept(choice),
+        "teacher": plan.beside,
         "peak": plan.peak(choice),
     }
 
@@ -262,7 +266,7 @@ def _rollout_rows(plan: "RunPlan", rollout: "RolloutPlan") -> Rows:
     if not rollout.servers:
         rows.append(("weights that sampling copies", [readable(sampling.layout)]))
         rows.append(("keys and values", [readable(sampling.cache)]))
-        rows.append(("peak while sampling", [readable(rollout.peak)]))
+        rows.append(("peak while sampling", [readable(plan.beside + rollout.peak)]))
     if plan.programs:
         rows.append(("programs of conversations, beside it", [f"at most {readable(plan.programs)}"]))
     if sampling.launches:
@@ -278,6 +282,8 @@ def _rollout_rows(plan: "RunPlan", rollout: "RolloutPlan") -> Rows:
     if rollout.scoring_seconds:
         add("log-probs before the updates", "scoring_seconds")
     add("1 update" if plan.steps == 1 else f"{plan.steps or ''} updates".strip(), "updates_seconds")
+    if plan.teacher:
+        rows.append(("the teacher's part of an update", [_told(plan, _training_time(plan.teacher.seconds))]))
     if rollout.waiting:
         side, ahead = rollout.waiting
         rows.append((f"{side} wait", [_duration(ahead)]))
@@ -356,6 +362,7 @@ def _content(plan: "RunPlan") -> dict[str, Any]:
         "steps": plan.steps,
         "training_seconds": plan.training_seconds,
         "reference_seconds": plan.reference,
+        "teacher": plan.teacher and vars(plan.teacher),
         "programs": plan.programs,
         "rollout": plan.rollout
         and {

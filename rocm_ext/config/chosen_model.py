@@ -13,8 +13,9 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import is_hub_name
 from rocm_ext.config.components import COMPONENT, check_from_folder
 from rocm_ext.config.layers import defaults, find, load, read, recipe_of, requested_hardware
-from rocm_ext.config.model_folder import FROM_CHECKPOINT, check_model_folder
+from rocm_ext.config.model_folder import FROM_CHECKPOINT, check_model_folder, complete
 
+BASE = "base"  # the value of ``teacher`` that stands for the model in training without its adapter
 _LOCAL = ("rocm_ext.sampling.LocalEngine",)
 _OF_TRAINING = ("lr_scheduler", "metric_logger", "profiler")
 # Keys of adapter_config.json and those of from_checkpoint
@@ -179,3 +180,27 @@ def sample_here(cfg: DictConfig) -> None:
     """Let ``cfg``, a config of RAFT, sample in this process and not on servers."""
     if cfg.engine[COMPONENT] not in _LOCAL:
         cfg.engine = {COMPONENT: _LOCAL[0]}
+
+
+def teacher_config(cfg: DictConfig, training: DictConfig) -> DictConfig:
+    """Return the config of a teacher that is another model.
+
+    Args:
+        cfg: config of ``distil_rocm``.
+        training: config of the learner in training; it gives the machine's settings.
+
+    Raises:
+        UserError: ``teacher_adapter`` is no adapter.
+    """
+    adapter = Path(cfg.teacher_adapter) if cfg.teacher_adapter else None
+    model: Any = _model(cfg.teacher, adapter).content
+    content: Any = OmegaConf.to_container(training)
+    content |= {"model": dict(model["model"]), "checkpointer": {}, "tokenizer": {}}
+    content["model"] |= {"quantize_base": cfg.teacher_quantize_base}
+    content |= {"loss": {COMPONENT: "rocm_ext.losses.CrossEntropy"}, "startup_checks": False, "use_rslora": None}
+    content |= {"compile": False, "enable_activation_offloading": False, "save_adapter_weights_only": True}
+    complete(content, {})
+    made = OmegaConf.create(content)
+    made.checkpointer.adapter_checkpoint = None if adapter is None else str(adapter)
+    OmegaConf.resolve(made)
+    return made

@@ -1,6 +1,7 @@
 """Plan one config on one machine; ``rocm-ext plan`` prints the result.
 
-In a cycle of RAFT or a step of GRPO, sampling and training share this process, or servers sample elsewhere.
+In a cycle of RAFT, or a step of GRPO or distillation, sampling and training share this process, or servers sample
+elsewhere.
 """
 
 import inspect
@@ -19,10 +20,11 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.config.algorithms import updates_of_pass, updates_of_step
 from rocm_ext.config.checks import check_max_seq_len
+from rocm_ext.config.chosen_model import BASE, teacher_config
 from rocm_ext.data.batches import micro_batch_budget
 from rocm_ext.data.rows import SIDE
 from rocm_ext.environments.program import MEMORY_MB, MOST_AT_ONCE
-from rocm_ext.losses import objective_of
+from rocm_ext.losses import CrossEntropy, objective_of
 from rocm_ext.machine.detect import Machine
 from rocm_ext.machine.profile import check_locked
 from rocm_ext.model.adapters import peft_files
@@ -30,7 +32,7 @@ from rocm_ext.model.attention import choose_attention, shares_beginnings
 from rocm_ext.model.build import build_model, check_quantized
 from rocm_ext.model.download import use_shape
 from rocm_ext.plan.costs import Kernels
-from rocm_ext.plan.memory import checkpointed_layers
+from rocm_ext.plan.memory import checkpointed_layers, frozen_bytes
 from rocm_ext.plan.planner import Choice, SamplingPlan, SamplingPlanner, TrainingPlanner
 from rocm_ext.plan.speeds import Target
 from rocm_ext.plan.workload import (
@@ -141,7 +143,7 @@ def plan_rollout(
 
     Args:
         cfg: config of the family.
-        family: RAFT, whose sampler frees its memory before training, or GRPO, whose sampler keeps what it can.
+        family: RAFT, whose sampler frees its memory before training, or another, whose sampler keeps what it can.
         asked: prompts and answers.
         sampler: planner of sampling, in this process or on one server.
         training: planner of the updates.
@@ -150,7 +152,7 @@ def plan_rollout(
         servers: number of servers that sample; 0: this process samples.
         updates_seconds: time of a round's updates; None: unknown.
     """
-    grpo = family == registry.GRPO
+    grpo = family in registry.BY_STEP
     fixed = now.memory.weights if servers else now.memory.fixed
     keeps = grpo and not servers
     sampling = sampler.plan(budget - fixed, now.peak - now.memory.weights if keeps else 0)
@@ -165,21 +167,38 @@ def plan_rollout(
     )
     rounds, every = (cfg.steps, cfg.eval_every_n_steps) if grpo else (cfg.cycles, cfg.eval_every_n_cycles)
     held_out = asked.held_out
-    prompts = asked.prompts or (cfg.prompts_per_step if grpo else None)
+    asks = 0 if cfg.get("given_answers") else asked.prompts or (cfg.prompts_per_step if grpo else None)
     return RolloutPlan(
         asked=asked,
         sampling=sampling,
         servers=servers,
-        beside=bool(grpo and servers and cfg.max_staleness),
+        beside=bool(grpo and servers and cfg.get("max_staleness")),
         peak=0 if servers else fixed + sampling.peak,
         keeps=(sampling.layout + sampling.cache, sampling.layout) if keeps else (),
         rounds=rounds,
         evaluations=0 if held_out == 0 else 1 + math.ceil(rounds / every),
-        sampling_seconds=prompts and sampler.seconds(prompts / workers, cfg.samples_per_prompt, slots),
+        sampling_seconds=asks and sampler.seconds(asks / workers, cfg.samples_per_prompt, slots),
         evaluation_seconds=held_out and sampler.seconds(held_out / workers, 1 + cfg.eval_samples, slots),
         scoring_seconds=passes * updates_of_pass(cfg) * now.step.forward_seconds if grpo else 0.0,
         updates_seconds=updates_seconds,
     )
+
+
+@dataclass(frozen=True)
+class TeacherPlan:
+    """What the teacher of a distillation takes beside the model in training.
+
+    Attributes:
+        parameters: their number.
+        weights: bytes of its weights on a rank.
+        forward: further bytes of its forward pass over a micro-batch.
+        seconds: of its forward passes over the rows of an update.
+    """
+
+    parameters: int
+    weights: int
+    forward: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -200,6 +219,7 @@ class RunPlan:
         rollout: the plan of a cycle of RAFT or a step of GRPO; None for other recipes.
         reference: seconds to score all rows once under DPO's reference; None without one, or if the number of rows is
             unknown.
+        teacher: the teacher of a distillation that is another model; None: there is none.
         programs: bytes that programs of conversations may take of a memory that the GPU shares; 0: it shares none.
     """
 
@@ -214,6 +234,7 @@ class RunPlan:
     steps: int | None
     rollout: RolloutPlan | None
     reference: float | None = None
+    teacher: TeacherPlan | None = None
     programs: int = 0
 
     @property
@@ -228,20 +249,30 @@ class RunPlan:
 
     def highest(self, choice: Choice) -> int:
         """Return the peak bytes of the whole run: of training or, if that takes more, of sampling."""
-        return max(self.peak(choice), self.rollout.peak if self.rollout else 0)
+        return max(self.peak(choice), self.beside + self.rollout.peak if self.rollout else 0)
+
+    @property
+    def beside(self) -> int:
+        """Bytes of the teacher's weights."""
+        return self.teacher.weights if self.teacher else 0
 
     def kept(self, choice: Choice) -> int:
         """Return the bytes that the sampler keeps while training."""
-        return self.rollout.kept(choice.peak, self.target.budget[0]) if self.rollout else 0
+        return self.rollout.kept(choice.peak, self.target.budget[0] - self.beside) if self.rollout else 0
 
     def peak(self, choice: Choice) -> int:
-        """Return the peak bytes of training, with what the sampler keeps."""
-        return choice.peak + self.kept(choice)
+        """Return the peak bytes of training, with what the sampler keeps and the teacher takes."""
+        forward = choice.memory.fixed + self.teacher.forward if self.teacher else 0
+        return max(choice.peak, forward) + self.kept(choice) + self.beside
 
     @property
     def training_seconds(self) -> float | None:
         """Seconds of all epochs, in RAFT of a cycle, in GRPO of a step's updates; None: number of rows unknown."""
-        return None if self.steps is None else self.steps * self.now.step.seconds
+        return None if self.steps is None else self.steps * self.update_seconds(self.now)
+
+    def update_seconds(self, choice: Choice) -> float:
+        """Return the seconds of an update, with the teacher's forward passes."""
+        return choice.step.seconds + (self.teacher.seconds if self.teacher else 0.0)
 
     def changes(self) -> dict[str, Any]:
         """Return the keys that turn the config into ``best``, with their values."""
@@ -283,7 +314,7 @@ def plan_run(
     decoder = build_model(cfg.model, target.dtype, 0, torch.device("meta"))
     _check(cfg, target, machine, decoder, ranks)
     choose_attention(decoder, cfg.attention)
-    asked = questions(cfg, known) if family in (registry.RAFT, registry.GRPO) else None
+    asked = questions(cfg, known) if family in registry.SAMPLED else None
     samples_here = asked is not None and str(cfg.engine[config.COMPONENT]).endswith(".LocalEngine")
     engine = None
     if asked and samples_here:
@@ -300,16 +331,19 @@ def plan_run(
         kernels=Kernels.on(target.device, "bf16" in target.figures.flops, cfg.attention),
     )
     # as the recipe does: the weights that the sampler keeps for the next step leave less for training
-    room = target.budget[0] - (engine.layout_bytes() if engine and family == registry.GRPO else 0)
+    teacher = _Teacher.of(cfg, family, planner)
+    budget = target.budget[0] - (teacher.weights if teacher else 0)
+    room = budget - (engine.layout_bytes() if engine and family in registry.BY_STEP else 0)
     best = planner.fit(room)
     now = _configured(cfg, planner, best, room)
     steps, rollout = _steps(cfg, family, planner), None
+    taught = teacher.at(now) if teacher else None
     if asked:
         at_once = ranks if samples_here else 1
         sampler = SamplingPlanner(cfg, decoder, target.device, asked, ranks=at_once, figures=target.figures)
         servers = 0 if samples_here else max(1, len(cfg.engine.get("urls") or []))
-        updates = None if steps is None else steps * now.step.seconds
-        rollout = plan_rollout(cfg, family, asked, sampler, planner, now, target.budget[0], servers, updates)
+        updates = None if steps is None else steps * (now.step.seconds + (taught.seconds if taught else 0.0))
+        rollout = plan_rollout(cfg, family, asked, sampler, planner, now, budget, servers, updates)
     return RunPlan(
         family=family,
         target=target,
@@ -322,8 +356,43 @@ def plan_run(
         steps=steps,
         rollout=rollout,
         reference=_reference(planner, now),
+        teacher=taught,
         programs=ranks * _programs(cfg, target),
     )
+
+
+class _Teacher:
+    """The teacher of a distillation that is another model, on the rows of the model in training."""
+
+    def __init__(self, cfg: DictConfig, planner: TrainingPlanner) -> None:
+        made = teacher_config(cfg, cfg)
+        use_shape(made)
+        decoder = build_model(made.model, planner.dtype, 0, torch.device("meta"))
+        choose_attention(decoder, cfg.attention)
+        self._planner = TrainingPlanner(
+            made,
+            decoder,
+            CrossEntropy(),
+            planner.dtype,
+            planner.device,
+            rows=planner.rows,
+            ranks=planner.ranks,
+            figures=lambda: planner.figures,
+            kernels=planner.kernels,
+        )
+        self.weights = frozen_bytes(decoder, planner.ranks)
+
+    @classmethod
+    def of(cls, cfg: DictConfig, family: str, planner: TrainingPlanner) -> "_Teacher | None":
+        """Return the config's teacher; None: it has none, or this model's base teaches."""
+        return cls(cfg, planner) if family == registry.DISTIL and cfg.teacher != BASE else None
+
+    def at(self, choice: Choice) -> TeacherPlan:
+        """Plan it beside a step of the model in training."""
+        planner = self._planner
+        step = planner.choice(choice.micro_batch, (), 0)
+        forward = max(layer.entry + layer.kept for layer in step.memory.layer_costs)
+        return TeacherPlan(_parameters(planner.decoder)[0], self.weights, forward, step.step.forward_seconds)
 
 
 def _rows(cfg: DictConfig, family: str, asked: Questions | None, known: Known, share: bool) -> Workload:
@@ -363,7 +432,7 @@ def _parameters(decoder: TransformerDecoder) -> tuple[int, int]:
 
 
 def _steps(cfg: DictConfig, family: str, planner: TrainingPlanner) -> int | None:
-    if family == registry.GRPO:
+    if family in registry.BY_STEP:
         return updates_of_step(cfg)
     if planner.rows.count is None:
         return None

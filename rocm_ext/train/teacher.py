@@ -6,28 +6,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from rocm_ext import config
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.hub import how_to_download
 from rocm_ext.base.log import log
-from rocm_ext.config.chosen_model import find_target
-from rocm_ext.config.model_folder import complete
+from rocm_ext.config.chosen_model import BASE, teacher_config
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.data.encoder import TOKENIZER
 from rocm_ext.data.rows import Rows
 from rocm_ext.losses import CrossEntropy, Objective
 from rocm_ext.model.adapters import peft_files
-from rocm_ext.model.download import use_downloaded, use_shape
+from rocm_ext.model.download import use_downloaded
 from rocm_ext.model.lora import adapters
 from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.memory import frozen_bytes, plan_memory, worst_rows
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.scoring import reference, score
-
-BASE = "base"  # the value of ``teacher`` that stands for the model in training without its adapter
 
 
 class Teacher:
@@ -53,6 +50,8 @@ class Teacher:
         if cfg.teacher != BASE:
             made = teacher_config(cfg, student.cfg)
             use_downloaded(made, student.runtime.ranks)
+            if not (folder := Path(made.checkpointer.checkpoint_dir)).exists():
+                raise UserError(f"the teacher's folder {folder} does not exist; {how_to_download(folder)}")
             _check_tokens(made, student.cfg)
             self.learner = Learner(made, student.runtime, student.tokenizer)
             self.learner.model.objective = _Hidden()
@@ -146,42 +145,6 @@ class _Hidden(Objective):
         return hidden
 
     terms: Any = None
-
-
-def teacher_config(cfg: DictConfig, training: DictConfig) -> DictConfig:
-    """Return the config of a teacher that is another model.
-
-    Args:
-        cfg: config of ``distil_rocm``.
-        training: config of the learner in training; it gives the machine's settings.
-
-    Raises:
-        UserError: ``teacher`` is no model, or ``teacher_adapter`` no adapter.
-    """
-    adapter = Path(cfg.teacher_adapter) if cfg.teacher_adapter else None
-    target = find_target(cfg.teacher, adapter)
-    if target.run or target.content is None:
-        raise UserError(
-            f"teacher is {cfg.teacher}, which is no model; expected {BASE}, a model's folder, its name on the hub or a "
-            "GGUF file; of a run name the model, and its adapter as teacher_adapter"
-        )
-    content: Any = OmegaConf.to_container(training)
-    content |= {"model": dict(target.content["model"]), "checkpointer": {}, "tokenizer": {}}
-    content["model"] |= {"quantize_base": cfg.teacher_quantize_base}
-    content |= {"loss": {config.COMPONENT: "rocm_ext.losses.CrossEntropy"}, "startup_checks": False, "use_rslora": None}
-    content |= {"compile": False, "enable_activation_offloading": False, "save_adapter_weights_only": True}
-    complete(content, {})
-    made = OmegaConf.create(content)
-    made.checkpointer.adapter_checkpoint = None if adapter is None else str(adapter)
-    OmegaConf.resolve(made)
-    return made
-
-
-def shape_of_teacher(cfg: DictConfig, training: DictConfig) -> DictConfig:
-    """Return the config of a teacher for a plan, which downloads nothing; see :func:`teacher_config`."""
-    made = teacher_config(cfg, training)
-    use_shape(made)
-    return made
 
 
 def _check_tokens(cfg: DictConfig, training: DictConfig) -> None:

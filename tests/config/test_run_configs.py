@@ -63,7 +63,7 @@ def test_every_machine_has_configs():
     machines = {OmegaConf.load(CONFIGS / f"{name}.yaml").hardware for name in NAMES}
     assert machines == {"strix_halo", "strix_halo_windows", "mi300x", "mi50", "radeon", "cpu"}
     assert {name for name in ALL if name.startswith("cpu_")} == {
-        "cpu_pocket", "cpu_pocket_raft", "cpu_pocket_grpo", "cpu_pocket_dpo", "cpu_pocket_tools"
+        "cpu_pocket", "cpu_pocket_raft", "cpu_pocket_grpo", "cpu_pocket_dpo", "cpu_pocket_tools", "cpu_pocket_distil"
     }  # fmt: skip
 
 

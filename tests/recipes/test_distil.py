@@ -225,8 +225,8 @@ def test_given_answers_are_learned_without_sampling(make, tmp_path):
     ("changes", "key"),
     [
         ({"teacher": "base"}, "teacher is base"),
-        ({"teacher": "nowhere/at/all"}, "nowhere/at/all"),
-        ({"teacher": "cpu_pocket"}, "teacher is cpu_pocket"),
+        ({"teacher": "nowhere/at/all"}, "teacher's folder nowhere/at/all"),
+        ({"teacher": "cpu_pocket"}, "teacher's folder cpu_pocket"),
         ({"teacher_adapter": "nowhere"}, "nowhere"),
         ({"teacher": "base", "teacher_adapter": "nowhere"}, "nowhere"),
         ({"beta": 2}, "beta is 2"),

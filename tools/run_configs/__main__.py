@@ -54,6 +54,7 @@ def _render(recipe: str, name: str, row: dict[str, Any], table: dict[str, Any]) 
         machine=machine,
         large=machine["hardware"] == "mi300x",
         model=model,
+        teacher=table["models"].get(row.get("teacher")),
         short=short,
         title=model.get("title", short),
         where=row.get("where", machine["is"]),
@@ -70,13 +71,13 @@ def _render(recipe: str, name: str, row: dict[str, Any], table: dict[str, Any]) 
 
 def _machine_and_model(name: str, table: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     machine = next(machine for machine in table["machines"] if name.startswith(f"{machine}_"))
-    model = re.sub("_(raft|grpo|dpo|tools)(_8gpu)?$", "", name.removeprefix(f"{machine}_"))
+    model = re.sub("_(raft|grpo|dpo|tools|from_[0-9a-z_]+)(_8gpu)?$", "", name.removeprefix(f"{machine}_"))
     return table["machines"][machine], table["models"][model]
 
 
 def _planned(recipe: str, row: dict[str, Any], machine: dict[str, Any], what: str) -> str:
     """Say how much memory a run takes; ``what``: the rows that it was planned for."""
-    memory, sampler = row["memory"], recipe == "grpo_rocm"
+    memory, sampler = row["memory"], recipe in ("grpo_rocm", "distil_rocm")
     if isinstance(memory, int):
         memory = f"about {memory} GiB{' of 192' if machine['hardware'] == 'mi300x' and not sampler else ''}"
     whole = f"{memory}, planned{f' for {what}' if what else ''}"
