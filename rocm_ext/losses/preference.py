@@ -11,6 +11,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.losses.objective import Objective, Tally, Terms
 
 _HIGHEST = 20.0  # nats; measurements stay finite numbers where a loss does
+_CERTAIN = -1e-6  # nats; the odds of an answer stay finite where its probability rounds to 1
 _BETTER = {
     **dict.fromkeys(("margin", "accuracy", "reward_chosen", "logprobs_chosen"), "higher"),
     **dict.fromkeys(("reward_rejected", "logprobs_rejected"), "lower"),
@@ -30,6 +31,7 @@ class _Kind:
         smooth: whether the loss has label smoothing.
         beta: factor of the scores, unless the user says otherwise.
         gamma: target margin as a share of beta, unless the user says otherwise; None: the loss has none.
+        nll: factor of the chosen answer's mean NLL per token, which is part of the loss.
     """
 
     loss: Loss
@@ -38,6 +40,7 @@ class _Kind:
     smooth: bool = False
     beta: float = 0.1
     gamma: float | None = None
+    nll: float = 0.0
 
 
 def _logistic(
@@ -71,6 +74,16 @@ def _apo_zero(
     return 1 - up + down, -beta * up * (1 - up), beta * down * (1 - down)
 
 
+def _odds_ratio(
+    chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, gamma: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    chosen, rejected = chosen.clamp(max=_CERTAIN), rejected.clamp(max=_CERTAIN)
+    others = (-torch.expm1(chosen), -torch.expm1(rejected))  # 1 - p of each side
+    log_odds = (chosen - rejected) - (others[0].log() - others[1].log())
+    slope = beta * torch.sigmoid(-log_odds)
+    return -beta * F.logsigmoid(log_odds), -slope / others[0], slope / others[1]
+
+
 LOSSES = {
     "sigmoid": _Kind(_logistic, smooth=True),  # DPO, arXiv:2305.18290
     "ipo": _Kind(_ipo, normalized=True),  # arXiv:2310.12036
@@ -78,6 +91,7 @@ LOSSES = {
     # arXiv:2405.14734: beta from 2 to 2.5, gamma from 0.3 to 0.5 of it
     "simpo": _Kind(_logistic, reference=False, normalized=True, smooth=True, beta=2.0, gamma=0.5),
     "apo_zero": _Kind(_apo_zero),  # arXiv:2408.06266
+    "orpo": _Kind(_odds_ratio, reference=False, normalized=True, nll=1.0),  # arXiv:2403.07691
 }
 
 
@@ -86,7 +100,7 @@ class Preference(Objective):
 
     The two sequences of a pair follow each other, so sequences 2 i and 2 i + 1 of a micro-batch are pair i, and both
     have labels. Columns, per label: ``side``, 1 for the chosen answer and -1 for the rejected one, and
-    ``reference_logprobs``, which ``simpo`` does not need. A step divides by its pairs.
+    ``reference_logprobs``, which ``simpo`` and ``orpo`` do not need. A step divides by its pairs.
 
     The score of an answer is the sum of its log-probs, minus those of the reference. Its reward is ``beta`` times the
     score. A step measures, as means over its pairs: ``reward_chosen`` and ``reward_rejected``, their difference
@@ -96,13 +110,17 @@ class Preference(Objective):
     reference per token, without bias for answers that the reference wrote.
 
     Args:
-        loss: ``sigmoid`` (DPO), ``ipo``, ``hinge``, ``simpo`` or ``apo_zero``.
-        beta: factor of the scores; in ``ipo`` the regularisation, tau. None: 0.1, in ``simpo`` 2.
+        loss: ``sigmoid`` (DPO), ``ipo``, ``hinge``, ``simpo``, ``apo_zero`` or ``orpo``. The last is the chosen
+            answer's mean NLL per token plus ``beta`` times the loss of the odds ratio. Prompts bear no loss, as in the
+            paper's formula; TRL's NLL covers them.
+        beta: factor of the scores; in ``ipo`` the regularisation, tau; in ``orpo`` the paper's lambda. None: 0.1, in
+            ``simpo`` 2.
         label_smoothing: assumed share of pairs whose sides are swapped (conservative DPO); ``sigmoid`` and ``simpo``.
         gamma: target margin of ``simpo``; None: half of ``beta``.
-        rpo_alpha: factor of the chosen answer's mean NLL per token, which is added (RPO, arXiv:2404.19733).
-        length_normalized: whether a score is the mean over the answer's tokens instead of the sum; None: in ``ipo``
-            and ``simpo``.
+        rpo_alpha: factor of the chosen answer's mean NLL per token, which is added (RPO, arXiv:2404.19733), in ``orpo``
+            to the one that it has.
+        length_normalized: whether a score is the mean over the answer's tokens instead of the sum; None: in ``ipo``,
+            ``simpo`` and ``orpo``.
         chunk_tokens: see :class:`Objective`.
 
     Raises:
@@ -138,7 +156,7 @@ class Preference(Objective):
         if length_normalized not in (None, True, False):
             raise UserError(f"loss.length_normalized is {length_normalized!r}; expected True, False or null")
         super().__init__(0.5, chunk_tokens)  # a pair is two sequences
-        self.kind, self.beta, self.label_smoothing, self.rpo_alpha = kind, beta, label_smoothing, rpo_alpha
+        self.kind, self.beta, self.label_smoothing, self.nll = kind, beta, label_smoothing, kind.nll + rpo_alpha
         self.gamma = (kind.gamma or 0.0) * beta if gamma is None else gamma
         self.length_normalized = kind.normalized if length_normalized is None else length_normalized
         self.columns = ("side", *["reference_logprobs"] * kind.reference)
@@ -161,9 +179,9 @@ class Preference(Objective):
                 distance = logprobs.clamp(max=_HIGHEST)
                 self.tally.mean("kl", distance.exp() * (distance - 1) + 1)
         derivative = -(up / per[0])[pair] * chosen - (down / per[1])[pair] * rejected  # the NLL is minus the log-prob
-        if self.rpo_alpha:
-            value = value + self.rpo_alpha * _sum(nll * chosen, pair) / of_chosen
-            derivative = derivative + self.rpo_alpha * chosen / of_chosen[pair]
+        if self.nll:
+            value = value + self.nll * _sum(nll * chosen, pair) / of_chosen
+            derivative = derivative + self.nll * chosen / of_chosen[pair]
         return (value / (of_chosen + of_rejected))[pair], derivative
 
     def _measure(self, tally: Tally, scores: tuple[Tensor, Tensor], sums: tuple[Tensor, Tensor], pairs: Tensor) -> None:

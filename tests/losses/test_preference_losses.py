@@ -35,7 +35,7 @@ def each_sequence(values, mean=False):
 
 def by_autograd(loss, now, reference, *, beta=0.1, smoothing=0.0, gamma=None, rpo=0.0, mean=False):
     """Return each pair's loss [3] by the papers' formulas."""
-    chosen, rejected = each_sequence(now if loss == "simpo" else now - reference, mean)
+    chosen, rejected = each_sequence(now if loss in ("simpo", "orpo") else now - reference, mean)
     margin = chosen - rejected
     if loss in ("sigmoid", "simpo"):
         u = beta * margin - ((beta / 2 if gamma is None else gamma) if loss == "simpo" else 0)
@@ -44,6 +44,9 @@ def by_autograd(loss, now, reference, *, beta=0.1, smoothing=0.0, gamma=None, rp
         pairs = (margin - 1 / (2 * beta)) ** 2
     elif loss == "hinge":
         pairs = torch.relu(1 - beta * margin)
+    elif loss == "orpo":
+        odds = [p / (1 - p) for p in (chosen.exp(), rejected.exp())]
+        pairs, rpo = -beta * F.logsigmoid((odds[0] / odds[1]).log()), 1 + rpo
     else:
         pairs = 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected)
     return pairs - rpo * each_sequence(now, mean=True)[0]
@@ -63,20 +66,21 @@ def test_losses_equal_autograd(loss, normalized, beta, chunk):
     head, hidden, targets, columns = problem()
     objective = Preference(loss, beta=beta, length_normalized=normalized, chunk_tokens=chunk)
     now = logprobs(head, hidden, targets)
-    mean = loss in ("ipo", "simpo") if normalized is None else normalized
+    mean = loss in ("ipo", "simpo", "orpo") if normalized is None else normalized
     pairs = by_autograd(loss, now, columns["reference_logprobs"], beta=beta, mean=mean)
     check(objective, head, hidden, targets, columns, pairs.mean())
 
 
 @pytest.mark.parametrize("rpo", [0.0, 0.7])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-@pytest.mark.parametrize("loss", ["sigmoid", "simpo"])
+@pytest.mark.parametrize("loss", ["sigmoid", "simpo", "orpo"])
 def test_smoothing_margin_and_nll_equal_autograd(loss, smoothing, rpo):
     head, hidden, targets, columns = problem()
+    smoothing *= loss != "orpo"
     gamma = 1.4 if loss == "simpo" else None
     beta = 2.0 if loss == "simpo" else 0.1
     objective = Preference(loss, label_smoothing=smoothing, gamma=gamma, rpo_alpha=rpo, chunk_tokens=7)
-    now, mean = logprobs(head, hidden, targets), loss == "simpo"
+    now, mean = logprobs(head, hidden, targets), loss != "sigmoid"
     pairs = by_autograd(
         loss, now, columns["reference_logprobs"], beta=beta, smoothing=smoothing, gamma=1.4, rpo=rpo, mean=mean
     )  # fmt: skip
@@ -144,6 +148,36 @@ def test_simpo_equals_trl(smoothing):
     losses, *_ = trainer.CPOTrainer.cpo_loss(itself, *each_sequence(logprobs(head, hidden, targets), mean=True))
     objective = Preference("simpo", beta=2.0, gamma=1.0, label_smoothing=smoothing)
     check(objective, head, hidden, targets, columns, losses.mean())
+
+
+def test_orpo_equals_trl():
+    """TRL's NLL covers prompts, which are one token here, and is a mean over a batch, which is one pair here."""
+    trainer = pytest.importorskip("trl.experimental.orpo.orpo_trainer")
+    head, hidden, targets, columns = problem()
+    itself = object.__new__(trainer.ORPOTrainer)
+    itself.is_encoder_decoder = itself.aux_loss_enabled = False
+    itself.beta, itself.padding_value = 0.3, 0
+    itself.accelerator = SimpleNamespace(device="cpu", gather_for_metrics=lambda value: value)
+    losses = []
+    for pair in range(0, len(LENGTHS), 2):
+        sides = [SEQUENCE.eq(pair), SEQUENCE.eq(pair + 1)]
+        logits = [F.pad(head(hidden[side]), (0, 0, 0, max(LENGTHS) + 1 - side.sum())) for side in sides]
+        batch = {}
+        for name, side in zip(("chosen", "rejected"), sides, strict=True):
+            tokens = F.pad(targets[side], (1, 0))[None]
+            batch |= {f"{name}_input_ids": tokens, f"{name}_attention_mask": torch.ones_like(tokens),
+                      f"{name}_labels": F.pad(targets[side], (1, 0), value=-100)[None]}  # fmt: skip
+        width = 1 + max(LENGTHS[pair : pair + 2])
+        output = SimpleNamespace(logits=torch.stack(logits)[:, :width])
+        losses.append(itself.get_batch_loss_metrics(lambda *args, output=output, **kwargs: output, batch)[0])
+    check(Preference("orpo", beta=0.3), head, hidden, targets, columns, torch.stack(losses).mean())
+
+
+def test_certain_answers_have_finite_odds():
+    objective = Preference("orpo")
+    for chosen, rejected in ((0.0, 3.0), (3.0, 0.0), (0.0, 0.0)):
+        nll = torch.where(SIDE > 0, chosen, rejected)
+        assert all(part.isfinite().all() for part in objective.terms(nll, {"side": SIDE}, SEQUENCE))
 
 
 def test_measurements():

@@ -219,8 +219,9 @@ def test_a_damaged_reference_is_computed_again(top, tmp_path, damage, messages):
     assert recipe.trainer.step == whole.trainer.step == 3
 
 
-def test_simpo_needs_no_reference(top, tmp_path):
-    loss = {"_component_": "rocm_ext.losses.Preference", "loss": "simpo", "beta": 2.0}
+@pytest.mark.parametrize("name", ["simpo", "orpo"])
+def test_losses_without_a_reference_score_none(top, tmp_path, name):
+    loss = {"_component_": "rocm_ext.losses.Preference", "loss": name}
     train(dpo_config(top, tmp_path / "run", loss=loss, optimizer={"_component_": "torch.optim.AdamW", "lr": 1e-2}))
     first, *_, last = metrics(tmp_path / "run")
     assert last < first
