@@ -1,4 +1,4 @@
-"""Losses of pairs: DPO and its kin, which raise the chosen answer's probability relative to the rejected one's."""
+"""Losses of preferences: of pairs, as DPO's, and of single answers that are good or bad, as KTO's."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.losses.objective import Objective, Tally, Terms
+from rocm_ext.losses.objective import Objective, Tally, Terms, sum_over_sequences
 
 _HIGHEST = 20.0  # nats; measurements stay finite numbers where a loss does
 _CERTAIN = -1e-6  # nats; the odds of an answer stay finite where its probability rounds to 1
@@ -93,6 +93,7 @@ LOSSES = {
     "apo_zero": _Kind(_apo_zero),  # arXiv:2408.06266
     "orpo": _Kind(_odds_ratio, reference=False, normalized=True, nll=1.0),  # arXiv:2403.07691
 }
+UNPAIRED = ("kto", "apo_zero_unpaired")
 
 
 class Preference(Objective):
@@ -141,7 +142,8 @@ class Preference(Objective):
         chunk_tokens: int | None = None,
     ) -> None:
         if loss not in LOSSES:
-            raise UserError(f"loss.loss is {loss!r}; expected one of {', '.join(LOSSES)}")
+            other = ", or loss: rocm_ext.losses.UnpairedPreference for single answers" * (loss in UNPAIRED)
+            raise UserError(f"loss.loss is {loss!r}; expected one of {', '.join(LOSSES)}{other}")
         kind = LOSSES[loss]
         beta = kind.beta if beta is None else beta
         _check("beta", beta, lambda x: x > 0, "a number above 0")
@@ -176,8 +178,7 @@ class Preference(Objective):
             sums = _sum(-nll * chosen, pair), _sum(-nll * rejected, pair)
             self._measure(self.tally, scores, sums, _sum(chosen, pair) > 0)
             if self.kind.reference:
-                distance = logprobs.clamp(max=_HIGHEST)
-                self.tally.mean("kl", distance.exp() * (distance - 1) + 1)
+                self.tally.mean("kl", _divergence(logprobs))
         derivative = -(up / per[0])[pair] * chosen - (down / per[1])[pair] * rejected  # the NLL is minus the log-prob
         if self.nll:
             value = value + self.nll * _sum(nll * chosen, pair) / of_chosen
@@ -193,6 +194,86 @@ class Preference(Objective):
         tally.mean("accuracy", chosen > rejected, pairs)
         tally.mean("logprobs_chosen", sums[0], pairs)
         tally.mean("logprobs_rejected", sums[1], pairs)
+
+
+class UnpairedPreference(Objective):
+    """The loss of single answers, each of which is good or bad.
+
+    Each sequence is an answer, and a step divides by its answers. Columns, per label: ``side``, 1 for a good answer and
+    -1 for a bad one, and ``reference_logprobs``. The score of an answer is the sum of its log-probs, minus those of the
+    reference. Its loss is ``weight * sigmoid(-side * beta * (score - baseline))``.
+
+    KTO's baseline is the mean score of prompts with answers to other prompts, or 0 if that is lower. It estimates the
+    KL divergence from the reference and has no gradient. It belongs to the step, not to a micro-batch: the trainer sets
+    it before each update, see :func:`rocm_ext.train.scoring.set_baseline`.
+
+    A step measures, as means over its answers: ``reward_chosen`` of the good ones and ``reward_rejected`` of the bad
+    ones, ``beta`` times their scores; ``margin``, how far a reward is on its own side of ``beta`` times the baseline;
+    ``accuracy``, the share with a margin above 0; ``logprobs_chosen`` and ``logprobs_rejected``; ``kl``, as in
+    :class:`Preference`; and KTO's ``baseline``. A mean over no answers is 0.
+
+    Args:
+        loss: ``kto`` (arXiv:2402.01306), or ``apo_zero_unpaired`` (arXiv:2408.06266), whose baseline is 0.
+        beta: factor of the scores.
+        desirable_weight: factor of the loss of good answers.
+        undesirable_weight: factor of the loss of bad answers.
+        chunk_tokens: see :class:`Objective`.
+
+    Attributes:
+        baseline: in nats; None: the loss has none.
+
+    Raises:
+        UserError: an argument is out of range.
+    """
+
+    whole_sequences = True
+    columns = ("side", "reference_logprobs")
+    better = _BETTER | {"kl": "lower"}
+
+    def __init__(
+        self,
+        loss: str = "kto",
+        *,
+        beta: float = 0.1,
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
+        chunk_tokens: int | None = None,
+    ) -> None:
+        if loss not in UNPAIRED:
+            other = ", or loss: rocm_ext.losses.Preference for pairs" * (loss in LOSSES)
+            raise UserError(f"loss.loss is {loss!r}; expected one of {', '.join(UNPAIRED)}{other}")
+        _check("beta", beta, lambda x: x > 0, "a number above 0")
+        _check("desirable_weight", desirable_weight, lambda x: x >= 0, "a number of at least 0")
+        _check("undesirable_weight", undesirable_weight, lambda x: x >= 0, "a number of at least 0")
+        super().__init__(1.0, chunk_tokens)
+        self.beta, self.desirable_weight, self.undesirable_weight = beta, desirable_weight, undesirable_weight
+        self.baseline: float | None = 0.0 if loss == "kto" else None
+
+    def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
+        """Return the terms as :meth:`Objective.terms` does; the labels of an answer share its value equally."""
+        side, logprobs = columns["side"], -nll - columns["reference_logprobs"]
+        labels = sum_over_sequences(torch.ones_like(nll), sequence)  # of each label's answer
+        reward = self.beta * sum_over_sequences(logprobs, sequence)
+        margin = side * (reward - self.beta * (self.baseline or 0.0))
+        good, missed = side.clamp(min=0), torch.sigmoid(-margin)
+        weight = self.desirable_weight * good + self.undesirable_weight * (1 - good)
+        if self.tally is not None:
+            sums, share = sum_over_sequences(-nll, sequence), 1 / labels.double()
+            for name, of_side in (("chosen", share * good), ("rejected", share * (1 - good))):
+                self.tally.mean(f"reward_{name}", reward, of_side)
+                self.tally.mean(f"logprobs_{name}", sums, of_side)
+            self.tally.mean("margin", margin, share)
+            self.tally.mean("accuracy", margin > 0, share)
+            self.tally.mean("kl", _divergence(logprobs))
+            if self.baseline is not None:
+                self.tally.mean("baseline", torch.full_like(nll, self.baseline))
+        return weight * missed / labels, weight * side * self.beta * missed * (1 - missed)
+
+
+def _divergence(distance: Tensor) -> Tensor:
+    """Estimate the KL divergence per label from ``distance`` [n], its log-prob minus the reference's."""
+    distance = distance.clamp(max=_HIGHEST)
+    return distance.exp() * (distance - 1) + 1
 
 
 def _sum(values: Tensor, pair: Tensor) -> Tensor:

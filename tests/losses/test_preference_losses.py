@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torchtune.rlhf.loss import DPOLoss, RSOLoss
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.losses import Preference, Tally, objective_of
+from rocm_ext.losses import Preference, Tally, UnpairedPreference, objective_of
 from rocm_ext.losses.preference import LOSSES
 from tests.losses.test_policy_gradient import assert_equal, found, layer, logprobs
 
@@ -209,7 +209,8 @@ def test_measurements():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"loss": "kto"}, "loss.loss is 'kto'; expected one of sigmoid, ipo"), ({"beta": "0.1"}, "beta is '0.1'"),
+        ({"loss": "kto"}, "loss.loss is 'kto'; expected one of sigmoid, ipo.*UnpairedPreference for single answers"),
+        ({"beta": "0.1"}, "beta is '0.1'"),
         ({"beta": 0}, "beta is 0; expected a number above 0"), ({"beta": float("nan")}, "beta is nan"),
         ({"rpo_alpha": -1}, "rpo_alpha is -1; expected a number"), ({"chunk_tokens": 0}, "chunk_tokens is 0"),
         ({"label_smoothing": 0.5}, "label_smoothing is 0.5; expected a share"), ({"gamma": 1.0}, "sigmoid has no g"),
@@ -220,3 +221,89 @@ def test_measurements():
 def test_wrong_arguments_are_refused(arguments, says):
     with pytest.raises(UserError, match=says):
         Preference(**arguments)
+
+
+# ---- single answers
+
+GOOD = torch.tensor([True, False, False, True, True, False])
+THUMBS = torch.where(GOOD, 1.0, -1.0)[SEQUENCE]
+
+
+def trl_kto(loss: str, weights: tuple[float, float], scores, mismatched):
+    """Return the loss of TRL's own method for answers and for mismatched ones, given both models' sums of log-probs."""
+    trainer = pytest.importorskip("trl.trainer.kto_trainer")
+    itself = object.__new__(trainer.KTOTrainer)
+    itself.loss_type, itself.beta, itself.calculate_KL = loss, 0.3, loss == "kto"
+    itself.desirable_weight, itself.undesirable_weight = weights
+    itself.aux_loss_enabled, itself.precompute_ref_logps = False, True
+    itself._metrics, itself._total_train_tokens, itself._tp_size = defaultdict(lambda: defaultdict(list)), 0, 1
+    itself.accelerator = SimpleNamespace(device="cpu", gather_for_metrics=lambda value: value)
+
+    class Model(torch.nn.Module):
+        def forward(self, **inputs):
+            now = (mismatched if inputs["input_ids"][0, 0] else scores)[0]
+            zeros = torch.zeros(len(GOOD), 1)
+            return SimpleNamespace(log_probs=now[:, None], entropy=zeros, mean_logits=zeros)
+
+    itself.model = Model().train()
+    ids, mask = torch.zeros(len(GOOD), 2).long(), torch.ones(len(GOOD), 2).long()
+    inputs = {"label": GOOD, "input_ids": ids, "attention_mask": mask, "completion_mask": mask, "KL_input_ids": ids + 1,
+              "KL_attention_mask": mask, "KL_completion_mask": mask, "ref_logps": scores[1],
+              "ref_KL_logps": mismatched[1]}  # fmt: skip
+    return itself._compute_loss(itself.model, inputs, False)
+
+
+def each_answer(values):
+    return torch.stack([values[SEQUENCE.eq(i)].sum() for i in range(len(LENGTHS))])
+
+
+@pytest.mark.parametrize("chunk", [1, 40])
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.5, 1.3)])
+@pytest.mark.parametrize("shift", [1.5, -1.5])
+@pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
+def test_losses_of_single_answers_equal_trl(loss, shift, weights, chunk):
+    """A negative estimate of the divergence counts as 0 there, as `set_baseline` has it."""
+    head, hidden, targets, columns = problem()
+    columns["side"] = THUMBS
+    mismatched = torch.randn(2, len(GOOD)) + torch.tensor([[shift], [0.0]])
+    scores = each_answer(logprobs(head, hidden, targets)), each_answer(columns["reference_logprobs"])
+    theirs = trl_kto(loss, weights, scores, mismatched)
+    objective = UnpairedPreference(
+        loss, beta=0.3, desirable_weight=weights[0], undesirable_weight=weights[1], chunk_tokens=chunk
+    )
+    if loss == "kto":
+        objective.baseline = max(0.0, (mismatched[0] - mismatched[1]).mean().item())
+        assert (objective.baseline > 0) == (shift > 0)
+    check(objective, head, hidden, targets, columns, theirs)
+
+
+def test_measurements_of_single_answers():
+    head, hidden, targets, columns = problem()
+    columns["side"] = THUMBS
+    objective = UnpairedPreference(beta=0.3)
+    objective.baseline = 0.7
+    with objective.measuring() as tally:
+        objective(head, hidden, targets, columns, SEQUENCE)
+    measured = tally.result(SimpleNamespace(gather=lambda value: [value]))
+    now = logprobs(head, hidden, targets).detach()
+    distance = now - columns["reference_logprobs"]
+    rewards = 0.3 * each_answer(distance)
+    margins = torch.where(GOOD, 1, -1) * (rewards - 0.3 * 0.7)
+    assert measured == pytest.approx({
+        "reward_chosen": rewards[GOOD].mean().item(), "reward_rejected": rewards[~GOOD].mean().item(),
+        "margin": margins.mean().item(), "accuracy": (margins > 0).float().mean().item(),
+        "logprobs_chosen": each_answer(now)[GOOD].mean().item(), "baseline": 0.7,
+        "logprobs_rejected": each_answer(now)[~GOOD].mean().item(),
+        "kl": (distance.exp() * (distance - 1) + 1).mean().item(),
+    }, rel=1e-5)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [({"loss": "ipo"}, "'ipo'; expected one of kto, apo_zero_unpaired, or loss: .*Preference for pairs"),
+     ({"beta": 0}, "beta is 0"), ({"desirable_weight": -1}, "desirable_weight is -1; expected a number of at least 0"),
+     ({"undesirable_weight": True}, "undesirable_weight is True")],
+)  # fmt: skip
+def test_wrong_arguments_of_single_answers_are_refused(arguments, says):
+    with pytest.raises(UserError, match=says):
+        UnpairedPreference(**arguments)
