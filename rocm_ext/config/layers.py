@@ -77,7 +77,7 @@ _ELSEWHERE = {
     "warmup_steps": "lr_scheduler.num_warmup_steps",
     "weight_decay": "optimizer.weight_decay",
 }
-_LOSSES_OF_PAIRS = {"Preference", "DPOLoss", "RSOLoss"}  # ours and torchtune's
+_LOSSES_OF_PAIRS = {"Preference", "UnpairedPreference", "DPOLoss", "RSOLoss"}  # ours and torchtune's
 
 
 def load(

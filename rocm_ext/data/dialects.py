@@ -21,6 +21,7 @@ FLAGS = {  # 0 or false keeps a message out of the loss -> whether its author's 
 DETAILS = ("train_detail", "training_detail")  # axolotl: parts of a message
 _MARKS = frozenset((*FLAGS, *DETAILS))
 KTO = ("label", "kto_tag")  # TRL and ms-swift, LLaMA-Factory: whether an answer is good
+_GOOD = {**dict.fromkeys(("true", "1", "1.0"), True), **dict.fromkeys(("false", "0", "0.0"), False)}
 ALPACA = ("instruction", "input", "history")
 
 
@@ -69,8 +70,8 @@ def refuse_kto(fields: Mapping[str, Any]) -> None:
     """Raise a ValueError for a row that says whether its only answer is good."""
     if found := next((key for key in KTO if str(fields.get(key)).lower() in ("true", "false")), None):
         raise ValueError(
-            f"{found} is {fields[found]}: answers that are good or bad (KTO) are not supported, and training would "
-            f"teach the bad ones, too; keep the good ones and remove {found}, or make pairs for dpo_rocm"
+            f"{found} is {fields[found]}: training would teach the bad answers, too; for KTO start dpo_rocm with "
+            f"rocm_ext.data.preference_dataset and loss UnpairedPreference, or keep the good ones and remove {found}"
         )
 
 
@@ -114,6 +115,26 @@ def pair(fields: Mapping[str, Any], columns: Collection[str]) -> dict[str, Any]:
         elif "instruction" in row:
             row = {"prompt": asked(row), **{key: value for key, value in row.items() if key not in ALPACA}}
     return row
+
+
+def single(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of one answer with TRL's columns ``prompt``, ``completion`` and ``label``, a boolean.
+
+    The row has no nulls. One without ``prompt`` has its conversation as ``completion``.
+    """
+    row = {key: value for key, value in fields.items() if key not in KTO}
+    key = next((key for key in KTO if key in fields), KTO[0])
+    if (label := _GOOD.get(str(fields.get(key)).lower())) is None:
+        raise ValueError(f"{key} is {fields.get(key)!r}; expected true, the answer is good, or false")
+    talk = next((key for key in ("messages", "conversations") if key in row), None)
+    if "completion" not in row and talk:
+        row["completion"] = listed(row.pop(talk), talk)
+    elif "completion" not in row and {"instruction", "output"} <= row.keys():
+        row |= {"prompt": asked(row), "completion": row.pop("output")}
+        row = {key: value for key, value in row.items() if key not in ALPACA}
+    if "completion" not in row:
+        raise ValueError(f"the columns {list(fields)} have a label, but lack completion, messages or output")
+    return {**row, "label": label}
 
 
 def conversation(value: Any, tools: list[dict[str, Any]] | None = None) -> Any:

@@ -74,7 +74,7 @@ def lengths(rows: Rows) -> dict[str, list[int]]:
         Of single answers ``row`` and ``trained``, the tokens that are predicted. Of pairs ``longer side``, which limits
         of length are for, ``shared prompt``, and ``chosen`` and ``rejected``, the trained tokens of each side.
     """
-    if SIDE not in rows.columns:
+    if not rows.pairs:
         return {"row": list(map(len, rows.tokens)), "trained": [labels for labels, _ in label_counts(rows)]}
     chosen = [int(labelled(labels, row)[: row[0]].sum()) for labels, row in zip(rows.labels, rows.lengths, strict=True)]
     rejected = [labels - first for (labels, _), first in zip(label_counts(rows), chosen, strict=True)]
@@ -111,13 +111,15 @@ def shared(found: Iterable[bytes | None], others: Iterable[bytes | None]) -> lis
 
 
 def sequences(rows: Rows, number: int, tokenizer: Any) -> list[dict[str, Any]]:
-    """Return each sequence of a row, see :func:`sequence`; those of a pair have a ``side``, too."""
+    """Return each sequence of a row, see :func:`sequence`; preferences have a ``side``, too."""
     ends = list(accumulate(rows.lengths[number]))[:-1]
     mask = labelled(rows.labels[number], rows.lengths[number])
     parts = zip(np.split(rows.tokens[number], ends), np.split(mask, ends), strict=True)
     found = [sequence(tokenizer, tokens.tolist(), trained) for tokens, trained in parts]
     if SIDE in rows.columns:
-        found = [{"side": side, **part} for side, part in zip(SIDES, found, strict=True)]
+        alone = "good" if rows.columns[SIDE][number][0] > 0 else "bad"
+        sides = SIDES if rows.pairs else (alone,)
+        found = [{"side": side, **part} for side, part in zip(sides, found, strict=True)]
     return found
 
 

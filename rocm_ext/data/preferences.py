@@ -1,18 +1,19 @@
-"""Read pairs of a chosen and a rejected answer to one prompt from files or the hub."""
+"""Read preferences from files or the hub: pairs of a chosen and a rejected answer, or answers that are good or bad."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rocm_ext.data.dialects import conversation, pair, refuse_kto, role_of
+from rocm_ext.data.dialects import KTO, conversation, pair, role_of, single
 from rocm_ext.data.loading import open_source
 from rocm_ext.data.messages import REASONING, Turn, to_tools, to_turns, with_system
 from rocm_ext.data.render import Steps, render_turns
-from rocm_ext.data.rows import SIDES
+from rocm_ext.data.rows import SIDE, SIDES
 from rocm_ext.data.sources import EXTRAS, SourceDataset
 
-FIELDS = ("prompt", *SIDES, *EXTRAS)
+FIELDS = ("prompt", *SIDES, "completion", *KTO, *EXTRAS)
+_PAIRED = {*SIDES, "rejected_response", "rejected_messages", "preferred_output"}  # columns that only pairs have
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")  # of Anthropic's hh-rlhf
 
 
@@ -41,6 +42,11 @@ def preference_dataset(
     only the answers have labels. Rows may also have ``system`` and ``tools``, as in
     :func:`rocm_ext.data.sft_dataset`.
 
+    Or each row has one answer and ``label`` or ``kto_tag``, which says whether it is good, for
+    :class:`rocm_ext.losses.UnpairedPreference`. The answer is ``completion`` beside ``prompt``, both texts or lists of
+    messages; the assistant turns behind the last user's turn of ``messages`` or ``conversations``; or Alpaca's
+    ``output``.
+
     Args:
         tokenizer, source, split, data_files, name, system_prompt: see :func:`rocm_ext.data.sft_dataset`.
         column_map: our column -> yours, ``{prompt: question, chosen: response_j, rejected: response_k}``.
@@ -59,39 +65,50 @@ def preference_dataset(
 
 @dataclass(eq=False, kw_only=True)
 class PreferenceDataset(SourceDataset):
-    """Pairs that are tokenised on access, in the form of torchtune's ``PreferenceDataset``.
+    """Preferences that are tokenised on access, pairs in the form of torchtune's ``PreferenceDataset``.
 
-    An item has ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids`` and ``rejected_labels``. They are empty
-    for a side without an answer.
+    An item of a pair has ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids`` and ``rejected_labels``. An
+    item of a single answer has ``tokens``, ``labels`` and ``side``, 1 if it is good and -1 if it is bad. Tokens and
+    labels are empty without an answer.
     """
 
     def _item(self, index: int) -> Steps:
         fields = self._fields(index)
         tools = to_tools(fields.get("tools"))
-        fields |= {key: conversation(fields[key], tools) for key in ("prompt", *SIDES) if key in fields}
-        sides, shared = _conversations(fields, self.system_prompt)
-        item: dict[str, list[int]] = {}
-        for side, turns in zip(SIDES, sides, strict=True):
-            tokens: list[int] = []
-            labels: list[int] = []
-            if len(turns) > shared:
-                answers = [turn._replace(masked=turn.masked or i < shared) for i, turn in enumerate(turns)]
-                tokens, labels = yield from render_turns(self.tokenizer, answers, tools=tools)
-            item |= {f"{side}_input_ids": tokens, f"{side}_labels": labels}
+        keys = {"prompt", "completion", *SIDES} & fields.keys()
+        fields |= {key: conversation(fields[key], tools) for key in keys}
+        if "completion" in fields:
+            sides = [_turns("completion", fields, self.system_prompt)]
+            shared = max((i for i, turn in enumerate(sides[0], 1) if turn.role == "user"), default=0)
+        else:
+            sides, shared = _conversations(fields, self.system_prompt)
+        found: list[list[int]] = []  # tokens and labels of each side
+        for turns in sides:
+            answers = [turn._replace(masked=turn.masked or i < shared) for i, turn in enumerate(turns)]
+            empty = len(turns) == shared
+            found += ([], []) if empty else (yield from render_turns(self.tokenizer, answers, tools=tools))
         self._note(index, [turn for turns in sides for turn in turns])
-        return item
+        if "completion" in fields:
+            return {"tokens": found[0], "labels": found[1], SIDE: 1 if fields["label"] else -1}
+        names = [f"{side}_{what}" for side in SIDES for what in ("input_ids", "labels")]
+        return dict(zip(names, found, strict=True))
 
     def _fields(self, index: int) -> dict[str, Any]:
-        """Return the values of a row under our column names."""
+        """Return the values of a row under our column names: those of a pair, or ``completion`` and ``label``."""
         row, given = self._mapped(index)
         columns = getattr(self.rows, "column_names", row)
-        fields = pair(given, columns)
+        named = {*columns, *given}
+        if not named & _PAIRED and named & {*KTO}:
+            fields = single(given)
+            self._use({"prompt", "completion", *KTO, *EXTRAS, *(given.keys() - fields.keys())})
+            return fields
+        fields = pair({key: value for key, value in given.items() if key != "completion"}, columns)
         nulls = (side for side in SIDES if side not in fields and self.column_map.get(side, side) in columns)
         fields |= {side: [] for side in nulls}  # no answer
         if missing := [side for side in SIDES if side not in fields]:
-            refuse_kto(fields)
-            raise ValueError(f"the columns {list(row)} lack {' and '.join(missing)}; use column_map")
-        self._use({*FIELDS, *(given.keys() - fields.keys())})
+            alone = ", or label (true or false) for single answers" * (len(missing) == len(SIDES))
+            raise ValueError(f"the columns {list(row)} lack {' and '.join(missing)}{alone}; use column_map")
+        self._use({"prompt", *SIDES, *EXTRAS, *(given.keys() - fields.keys() - {"completion"})})
         return fields
 
 
@@ -106,8 +123,7 @@ def _conversations(fields: Mapping[str, Any], system_prompt: str | None) -> tupl
     sides = []
     for side in SIDES:
         try:
-            messages = with_system(_conversation(side, fields), fields.get("system"), system_prompt)
-            sides.append(to_turns(messages))
+            sides.append(_turns(side, fields, system_prompt))
         except ValueError as error:
             raise ValueError(f"{side}: {error}") from error
     chosen, rejected = sides
@@ -122,6 +138,11 @@ def _conversations(fields: Mapping[str, Any], system_prompt: str | None) -> tupl
             f"the prompts of chosen and rejected differ: message {shared} is of the {other.role}, and not the same"
         )
     return sides, shared
+
+
+def _turns(side: str, fields: Mapping[str, Any], system_prompt: str | None) -> list[Turn]:
+    """Return the turns of one answer with its prompt."""
+    return to_turns(with_system(_conversation(side, fields), fields.get("system"), system_prompt))
 
 
 def _conversation(side: str, fields: Mapping[str, Any]) -> list[Any]:

@@ -5,6 +5,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +29,7 @@ from rocm_ext.data.tokenizer import ChatTokenizer
 ROUTES = "routes"  # the column that has the experts of sampling, see `MicroBatch.routes`: [s, layers * chosen] int16
 SIDES = ("chosen", "rejected")
 _ALL_BAD = 100  # first rows after which, all being bad, the rest is not read
-SIDE = "side"  # the column that tells the sides of a pair apart: 1 in the chosen one, -1 in the rejected one
+SIDE = "side"  # the column that is 1 in the chosen side of a pair and in a good answer, -1 in the others
 
 
 def open_dataset(cfg: Any, tokenizer: Any, too_long: str) -> Dataset:
@@ -135,6 +136,7 @@ class Rows:
         numbers: number of each row in its dataset, from 0, for :func:`origin_of`; empty: they come from no dataset.
         first: origin of the first row that each count but ``rows`` has counted.
         known: :meth:`fingerprint` by the names of the columns, where it was stored with the rows.
+        beside: other rows for the same training, see :func:`rocm_ext.train.scoring.set_baseline`.
     """
 
     tokens: Arrays
@@ -146,9 +148,15 @@ class Rows:
     numbers: Sequence[int] | np.ndarray = field(default_factory=lambda: array("q"))
     first: dict[str, str] = field(default_factory=dict)
     known: dict[tuple[str, ...], str] = field(default_factory=dict, init=False)
+    beside: dict[str, "Rows"] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def pairs(self) -> bool:
+        """Whether each row is a chosen and a rejected answer."""
+        return SIDE in self.columns and len(self.lengths[0]) == len(SIDES)
 
     def split(self, fraction: float, seed: int) -> tuple["Rows", "Rows"]:
         """Split the rows at random into two disjoint parts. Equal rows, and pairs of one prompt, stay together.
@@ -175,24 +183,46 @@ class Rows:
                 drawn.update(together[row])
         drawn = drawn or set(together[min(order, key=lambda row: len(together[row]))])
         if len(drawn) == len(self):
-            what = (
-                "pairs have one prompt, and pairs of one prompt" if SIDE in self.columns else "rows are equal, and such"
-            )
+            rows = "pairs" if self.pairs else "answers"
+            one = f"{rows} have one prompt, and {rows} of one prompt"
+            what = one if SIDE in self.columns else "rows are equal, and such"
             raise UserError(f"validation_fraction {fraction}: all {len(self)} {what} stay together; set dataset_val")
         return self.part(i for i in range(len(self)) if i not in drawn), self.part(sorted(drawn))
 
     def _together(self) -> list[list[int]]:
-        """Return for each row the rows that a split keeps together: the pairs of its prompt, or equal rows.
+        """Return for each row the rows that a split keeps together: preferences of its prompt, or equal rows.
 
-        The prompt of a pair is what comes before its first label.
+        The prompt of a preference is what comes before its first label.
         """
-        pairs = SIDE in self.columns
-        texts = zip(self.tokens, self.labels, strict=True)
-        keys = [key(tokens[: int(np.argmax(labels != IGNORE)) if pairs else None]) for tokens, labels in texts]
+        keys = self._prompts() if SIDE in self.columns else [key(tokens) for tokens in self.tokens]
         by_text: dict[bytes, list[int]] = {}
         for i, text in enumerate(keys):
             by_text.setdefault(text, []).append(i)
         return [by_text[text] for text in keys]
+
+    def _prompts(self) -> list[bytes]:
+        """Return a hash of what comes before the first label of each row."""
+        texts = zip(self.tokens, self.labels, strict=True)
+        return [key(tokens[: int(np.argmax(labels != IGNORE))]) for tokens, labels in texts]
+
+    def mismatched(self) -> "Rows":
+        """Return each row's prompt with the answer to another prompt; the rows are single answers.
+
+        Each answer is used once. A prompt that more than half of the rows have also gets answers to itself. What is
+        longer than the longest of these rows is cut.
+        """
+        prompts = self._prompts()
+        number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+        order = sorted(range(len(self)), key=lambda i: number[prompts[i]])  # rows of one prompt are neighbours
+        shift = max(Counter(prompts).values()) % len(self) or 1  # past all of them, so by as many as any prompt has
+        other = {i: order[at - shift] for at, i in enumerate(order)}
+        starts, most = [int(np.argmax(labels != IGNORE)) for labels in self.labels], max(map(len, self.tokens))
+        rows = Rows([], [], [], {"rows": len(self)})
+        for i in range(len(self)):
+            for mine, parts in ((rows.tokens, self.tokens), (rows.labels, self.labels)):
+                mine.append(np.concatenate([parts[i][: starts[i]], parts[other[i]][starts[other[i]] :]])[:most])
+            rows.lengths.append((len(rows.tokens[i]),))
+        return rows
 
     def part(self, indices: Iterable[int]) -> "Rows":
         """Return the rows with these indices."""
@@ -359,11 +389,11 @@ def tokenize(
         try:
             if isinstance(item, Exception):
                 raise item
-            kind = _PairReader if _is_pair(item) else _SequenceReader
+            kind = _PairReader if _is_pair(item) else _SequenceReader if SIDE not in item else _LabelledReader
             reader = kind(rows, limits) if reader is None else reader
             if type(reader) is not kind:
-                mixed = "pairs and single answers in one dataset; train on them in separate runs"
-                raise WrongRow(f"{origin_of(dataset, index)}: {mixed}")
+                mixed = " and ".join(sorted((reader.what, kind.what)))
+                raise WrongRow(f"{origin_of(dataset, index)}: {mixed} in one dataset; train on them in separate runs")
             before = {**rows.counts}
             reader.add(item, partial(origin_of, dataset, index))
             numbers.extend([index] * (len(rows) - len(numbers)))
@@ -386,6 +416,8 @@ def tokenize(
         rows.said.append(f"{name}: {about_bad_rows(bad, len(chosen), 'left out (bad_rows: drop)')}")
     for part in getattr(dataset, "datasets", [dataset]):
         rows.said.extend(part.warnings() if isinstance(part, SourceDataset) else [])
+    if missing := [side for side in ("good", "bad") if len(rows) and rows.counts.get(side) == 0]:
+        rows.said.append(f"{name}: none of {len(rows):,} answers is {missing[0]}; add some, which the loss needs")
     warn(rows.said)
     if not len(rows):
         raise UserError(f"{name}: 0 of {len(chosen)} rows left{'' if reader is None else f': {reader.dropped()}'}")
@@ -458,6 +490,7 @@ class _Reader(ABC):
     """Adds the items of a dataset to ``rows``, or counts why one is dropped, as :func:`tokenize` says."""
 
     counted: tuple[str, ...]
+    what: str
 
     def __init__(self, rows: Rows, limits: _LengthLimits) -> None:
         self._rows, self._limits, self._counts = rows, limits, rows.counts
@@ -484,7 +517,8 @@ class _Reader(ABC):
 class _SequenceReader(_Reader):
     """Reads ``tokens``, ``labels`` and, of a pack, ``seq_lens``."""
 
-    counted = ("truncated", "dropped_too_long", "dropped_without_labels")
+    counted: tuple[str, ...] = ("truncated", "dropped_too_long", "dropped_without_labels")
+    what = "single answers"
 
     def add(self, item: Mapping[str, Any], origin: Callable[[], str]) -> None:
         tokens, labels, lengths = _read_item(item)
@@ -520,6 +554,24 @@ class _SequenceReader(_Reader):
         )
 
 
+class _LabelledReader(_SequenceReader):
+    """Reads single answers that are ``good`` or ``bad``, which it counts; their ``side`` becomes a column."""
+
+    counted = (*_SequenceReader.counted, "good", "bad")
+    what = "answers with a label"
+
+    def __init__(self, rows: Rows, limits: _LengthLimits) -> None:
+        super().__init__(rows, limits)
+        rows.columns[SIDE] = []
+
+    def add(self, item: Mapping[str, Any], origin: Callable[[], str]) -> None:
+        before = len(self._rows)
+        super().add(item, origin)
+        if len(self._rows) > before:
+            self._counts["good" if item[SIDE] > 0 else "bad"] += 1
+            self._rows.columns[SIDE].append(np.full(sum(self._rows.lengths[-1]), item[SIDE], np.float32))
+
+
 class _PairReader(_Reader):
     """Reads pairs: rows of two sequences, the chosen one and the rejected one, both with labels.
 
@@ -530,6 +582,7 @@ class _PairReader(_Reader):
     """
 
     counted = ("truncated", "dropped_too_long", "dropped_equal", "dropped_empty", "dropped_equal_when_cut")
+    what = "pairs"
 
     def __init__(self, rows: Rows, limits: _LengthLimits) -> None:
         super().__init__(rows, limits)

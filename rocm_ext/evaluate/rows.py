@@ -41,7 +41,8 @@ class Measured:
     Attributes:
         scores: ``loss``, ``perplexity``, ``rows``, ``tokens``, and what the objective measures.
         rows: one for each row: ``row``, its number among the held-out rows; of SFT ``tokens`` and ``loss``, the mean
-            NLL of its labels in nats; of pairs ``logprob_chosen`` and ``logprob_rejected`` and the tokens of each.
+            NLL of its labels in nats; of single answers with a label also ``good``; of pairs ``logprob_chosen`` and
+            ``logprob_rejected`` and the tokens of each. Bad answers do not count in the perplexity.
     """
 
     scores: dict[str, Any]
@@ -170,14 +171,15 @@ def _measure(learner: Learner, rows: Rows) -> Measured:
             progress.update("")
     progress.close()
     measured = [_row(rows, i, values) for i, values in enumerate(logprobs)]
-    nll = sum(map(_nll, measured)) / sum(map(_tokens, measured))
+    nll = sum(map(_nll, measured)) / max(1, sum(map(_tokens, measured)))
     scores = {"loss": loss, "perplexity": math.exp(min(nll, 700)), "rows": len(rows), "tokens": labels, **measurements}
     return Measured(scores, measured)
 
 
 def _row(rows: Rows, number: int, logprobs: np.ndarray) -> dict[str, Any]:
-    if SIDE not in rows.columns:
-        return {"row": number, "tokens": len(logprobs), "loss": -float(logprobs.mean(dtype=np.float64))}
+    if not rows.pairs:
+        good = {"good": bool(rows.columns[SIDE][number][0] > 0)} if SIDE in rows.columns else {}
+        return {"row": number, "tokens": len(logprobs), "loss": -float(logprobs.mean(dtype=np.float64)), **good}
     side = rows.columns[SIDE][number][labelled(rows.labels[number], rows.lengths[number])]
     sums = {name: logprobs[side * sign > 0] for name, sign in (("chosen", 1), ("rejected", -1))}
     row: dict[str, Any] = {"row": number}
@@ -187,12 +189,12 @@ def _row(rows: Rows, number: int, logprobs: np.ndarray) -> dict[str, Any]:
 
 
 def _nll(row: dict[str, Any]) -> float:
-    """Return the NLL of a row's answer, of a pair's chosen answer."""
-    return row["loss"] * row["tokens"] if "loss" in row else -row["logprob_chosen"]
+    """Return the NLL of a row's answer, of a pair's chosen answer, and 0 of a bad one."""
+    return row["loss"] * _tokens(row) if "loss" in row else -row["logprob_chosen"]
 
 
 def _tokens(row: dict[str, Any]) -> int:
-    return row["tokens"] if "tokens" in row else row["tokens_chosen"]
+    return row["tokens"] * row.get("good", True) if "tokens" in row else row["tokens_chosen"]
 
 
 def _prefers(row: dict[str, Any]) -> bool:

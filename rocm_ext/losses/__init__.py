@@ -8,9 +8,18 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.losses.distillation import Distillation
 from rocm_ext.losses.objective import CrossEntropy, Objective, Tally
 from rocm_ext.losses.policy_gradient import PolicyGradient
-from rocm_ext.losses.preference import Preference
+from rocm_ext.losses.preference import Preference, UnpairedPreference
 
-__all__ = ["CrossEntropy", "Distillation", "Objective", "PolicyGradient", "Preference", "Tally", "objective_of"]
+__all__ = [
+    "CrossEntropy",
+    "Distillation",
+    "Objective",
+    "PolicyGradient",
+    "Preference",
+    "Tally",
+    "UnpairedPreference",
+    "objective_of",
+]
 
 
 def objective_of(loss: Any) -> Objective:
@@ -43,5 +52,6 @@ def objective_of(loss: Any) -> Objective:
         f"loss {type(loss).__name__} is not supported here; use rocm_ext.losses.CrossEntropy, "
         "torchtune.modules.loss.CEWithChunkedOutputLoss or torch.nn.CrossEntropyLoss, "
         f"the latter two with ignore_index {IGNORE_INDEX} and without weights or smoothing; for pairs "
-        "rocm_ext.losses.Preference, or torchtune.rlhf.loss.DPOLoss or RSOLoss"
+        "rocm_ext.losses.Preference, or torchtune.rlhf.loss.DPOLoss or RSOLoss; for single answers that are good or "
+        "bad rocm_ext.losses.UnpairedPreference"
     )

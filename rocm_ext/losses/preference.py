@@ -1,4 +1,4 @@
-"""Losses of pairs: DPO and its kin, which raise the chosen answer's probability relative to the rejected one's."""
+"""Losses of preferences: of pairs, as DPO's, and of single answers that are good or bad, as KTO's."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.losses.objective import Objective, Tally, Terms
+from rocm_ext.losses.objective import Objective, Tally, Terms, sum_over_sequences
 
 _HIGHEST = 20.0  # nats; measurements stay finite numbers where a loss does
+_CERTAIN = -1e-6  # nats; the odds of an answer stay finite where its probability rounds to 1
 _BETTER = {
     **dict.fromkeys(("margin", "accuracy", "reward_chosen", "logprobs_chosen"), "higher"),
     **dict.fromkeys(("reward_rejected", "logprobs_rejected"), "lower"),
@@ -30,6 +31,7 @@ class _Kind:
         smooth: whether the loss has label smoothing.
         beta: factor of the scores, unless the user says otherwise.
         gamma: target margin as a share of beta, unless the user says otherwise; None: the loss has none.
+        nll: factor of the chosen answer's mean NLL per token, which is part of the loss.
     """
 
     loss: Loss
@@ -38,6 +40,7 @@ class _Kind:
     smooth: bool = False
     beta: float = 0.1
     gamma: float | None = None
+    nll: float = 0.0
 
 
 def _logistic(
@@ -71,6 +74,16 @@ def _apo_zero(
     return 1 - up + down, -beta * up * (1 - up), beta * down * (1 - down)
 
 
+def _odds_ratio(
+    chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, gamma: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    chosen, rejected = chosen.clamp(max=_CERTAIN), rejected.clamp(max=_CERTAIN)
+    others = (-torch.expm1(chosen), -torch.expm1(rejected))  # 1 - p of each side
+    log_odds = (chosen - rejected) - (others[0].log() - others[1].log())
+    slope = beta * torch.sigmoid(-log_odds)
+    return -beta * F.logsigmoid(log_odds), -slope / others[0], slope / others[1]
+
+
 LOSSES = {
     "sigmoid": _Kind(_logistic, smooth=True),  # DPO, arXiv:2305.18290
     "ipo": _Kind(_ipo, normalized=True),  # arXiv:2310.12036
@@ -78,7 +91,9 @@ LOSSES = {
     # arXiv:2405.14734: beta from 2 to 2.5, gamma from 0.3 to 0.5 of it
     "simpo": _Kind(_logistic, reference=False, normalized=True, smooth=True, beta=2.0, gamma=0.5),
     "apo_zero": _Kind(_apo_zero),  # arXiv:2408.06266
+    "orpo": _Kind(_odds_ratio, reference=False, normalized=True, nll=1.0),  # arXiv:2403.07691
 }
+UNPAIRED = ("kto", "apo_zero_unpaired")
 
 
 class Preference(Objective):
@@ -86,7 +101,7 @@ class Preference(Objective):
 
     The two sequences of a pair follow each other, so sequences 2 i and 2 i + 1 of a micro-batch are pair i, and both
     have labels. Columns, per label: ``side``, 1 for the chosen answer and -1 for the rejected one, and
-    ``reference_logprobs``, which ``simpo`` does not need. A step divides by its pairs.
+    ``reference_logprobs``, which ``simpo`` and ``orpo`` do not need. A step divides by its pairs.
 
     The score of an answer is the sum of its log-probs, minus those of the reference. Its reward is ``beta`` times the
     score. A step measures, as means over its pairs: ``reward_chosen`` and ``reward_rejected``, their difference
@@ -96,13 +111,17 @@ class Preference(Objective):
     reference per token, without bias for answers that the reference wrote.
 
     Args:
-        loss: ``sigmoid`` (DPO), ``ipo``, ``hinge``, ``simpo`` or ``apo_zero``.
-        beta: factor of the scores; in ``ipo`` the regularisation, tau. None: 0.1, in ``simpo`` 2.
+        loss: ``sigmoid`` (DPO), ``ipo``, ``hinge``, ``simpo``, ``apo_zero`` or ``orpo``. The last is the chosen
+            answer's mean NLL per token plus ``beta`` times the loss of the odds ratio. Prompts bear no loss, as in the
+            paper's formula; TRL's NLL covers them.
+        beta: factor of the scores; in ``ipo`` the regularisation, tau; in ``orpo`` the paper's lambda. None: 0.1, in
+            ``simpo`` 2.
         label_smoothing: assumed share of pairs whose sides are swapped (conservative DPO); ``sigmoid`` and ``simpo``.
         gamma: target margin of ``simpo``; None: half of ``beta``.
-        rpo_alpha: factor of the chosen answer's mean NLL per token, which is added (RPO, arXiv:2404.19733).
-        length_normalized: whether a score is the mean over the answer's tokens instead of the sum; None: in ``ipo``
-            and ``simpo``.
+        rpo_alpha: factor of the chosen answer's mean NLL per token, which is added (RPO, arXiv:2404.19733), in ``orpo``
+            to the one that it has.
+        length_normalized: whether a score is the mean over the answer's tokens instead of the sum; None: in ``ipo``,
+            ``simpo`` and ``orpo``.
         chunk_tokens: see :class:`Objective`.
 
     Raises:
@@ -123,7 +142,8 @@ class Preference(Objective):
         chunk_tokens: int | None = None,
     ) -> None:
         if loss not in LOSSES:
-            raise UserError(f"loss.loss is {loss!r}; expected one of {', '.join(LOSSES)}")
+            other = ", or loss: rocm_ext.losses.UnpairedPreference for single answers" * (loss in UNPAIRED)
+            raise UserError(f"loss.loss is {loss!r}; expected one of {', '.join(LOSSES)}{other}")
         kind = LOSSES[loss]
         beta = kind.beta if beta is None else beta
         _check("beta", beta, lambda x: x > 0, "a number above 0")
@@ -138,7 +158,7 @@ class Preference(Objective):
         if length_normalized not in (None, True, False):
             raise UserError(f"loss.length_normalized is {length_normalized!r}; expected True, False or null")
         super().__init__(0.5, chunk_tokens)  # a pair is two sequences
-        self.kind, self.beta, self.label_smoothing, self.rpo_alpha = kind, beta, label_smoothing, rpo_alpha
+        self.kind, self.beta, self.label_smoothing, self.nll = kind, beta, label_smoothing, kind.nll + rpo_alpha
         self.gamma = (kind.gamma or 0.0) * beta if gamma is None else gamma
         self.length_normalized = kind.normalized if length_normalized is None else length_normalized
         self.columns = ("side", *["reference_logprobs"] * kind.reference)
@@ -158,12 +178,11 @@ class Preference(Objective):
             sums = _sum(-nll * chosen, pair), _sum(-nll * rejected, pair)
             self._measure(self.tally, scores, sums, _sum(chosen, pair) > 0)
             if self.kind.reference:
-                distance = logprobs.clamp(max=_HIGHEST)
-                self.tally.mean("kl", distance.exp() * (distance - 1) + 1)
+                self.tally.mean("kl", _divergence(logprobs))
         derivative = -(up / per[0])[pair] * chosen - (down / per[1])[pair] * rejected  # the NLL is minus the log-prob
-        if self.rpo_alpha:
-            value = value + self.rpo_alpha * _sum(nll * chosen, pair) / of_chosen
-            derivative = derivative + self.rpo_alpha * chosen / of_chosen[pair]
+        if self.nll:
+            value = value + self.nll * _sum(nll * chosen, pair) / of_chosen
+            derivative = derivative + self.nll * chosen / of_chosen[pair]
         return (value / (of_chosen + of_rejected))[pair], derivative
 
     def _measure(self, tally: Tally, scores: tuple[Tensor, Tensor], sums: tuple[Tensor, Tensor], pairs: Tensor) -> None:
@@ -175,6 +194,86 @@ class Preference(Objective):
         tally.mean("accuracy", chosen > rejected, pairs)
         tally.mean("logprobs_chosen", sums[0], pairs)
         tally.mean("logprobs_rejected", sums[1], pairs)
+
+
+class UnpairedPreference(Objective):
+    """The loss of single answers, each of which is good or bad.
+
+    Each sequence is an answer, and a step divides by its answers. Columns, per label: ``side``, 1 for a good answer and
+    -1 for a bad one, and ``reference_logprobs``. The score of an answer is the sum of its log-probs, minus those of the
+    reference. Its loss is ``weight * sigmoid(-side * beta * (score - baseline))``.
+
+    KTO's baseline is the mean score of prompts with answers to other prompts, or 0 if that is lower. It estimates the
+    KL divergence from the reference and has no gradient. It belongs to the step, not to a micro-batch: the trainer sets
+    it before each update, see :func:`rocm_ext.train.scoring.set_baseline`.
+
+    A step measures, as means over its answers: ``reward_chosen`` of the good ones and ``reward_rejected`` of the bad
+    ones, ``beta`` times their scores; ``margin``, how far a reward is on its own side of ``beta`` times the baseline;
+    ``accuracy``, the share with a margin above 0; ``logprobs_chosen`` and ``logprobs_rejected``; ``kl``, as in
+    :class:`Preference`; and KTO's ``baseline``. A mean over no answers is 0.
+
+    Args:
+        loss: ``kto`` (arXiv:2402.01306), or ``apo_zero_unpaired`` (arXiv:2408.06266), whose baseline is 0.
+        beta: factor of the scores.
+        desirable_weight: factor of the loss of good answers.
+        undesirable_weight: factor of the loss of bad answers.
+        chunk_tokens: see :class:`Objective`.
+
+    Attributes:
+        baseline: in nats; None: the loss has none.
+
+    Raises:
+        UserError: an argument is out of range.
+    """
+
+    whole_sequences = True
+    columns = ("side", "reference_logprobs")
+    better = _BETTER | {"kl": "lower"}
+
+    def __init__(
+        self,
+        loss: str = "kto",
+        *,
+        beta: float = 0.1,
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
+        chunk_tokens: int | None = None,
+    ) -> None:
+        if loss not in UNPAIRED:
+            other = ", or loss: rocm_ext.losses.Preference for pairs" * (loss in LOSSES)
+            raise UserError(f"loss.loss is {loss!r}; expected one of {', '.join(UNPAIRED)}{other}")
+        _check("beta", beta, lambda x: x > 0, "a number above 0")
+        _check("desirable_weight", desirable_weight, lambda x: x >= 0, "a number of at least 0")
+        _check("undesirable_weight", undesirable_weight, lambda x: x >= 0, "a number of at least 0")
+        super().__init__(1.0, chunk_tokens)
+        self.beta, self.desirable_weight, self.undesirable_weight = beta, desirable_weight, undesirable_weight
+        self.baseline: float | None = 0.0 if loss == "kto" else None
+
+    def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
+        """Return the terms as :meth:`Objective.terms` does; the labels of an answer share its value equally."""
+        side, logprobs = columns["side"], -nll - columns["reference_logprobs"]
+        labels = sum_over_sequences(torch.ones_like(nll), sequence)  # of each label's answer
+        reward = self.beta * sum_over_sequences(logprobs, sequence)
+        margin = side * (reward - self.beta * (self.baseline or 0.0))
+        good, missed = side.clamp(min=0), torch.sigmoid(-margin)
+        weight = self.desirable_weight * good + self.undesirable_weight * (1 - good)
+        if self.tally is not None:
+            sums, share = sum_over_sequences(-nll, sequence), 1 / labels.double()
+            for name, of_side in (("chosen", share * good), ("rejected", share * (1 - good))):
+                self.tally.mean(f"reward_{name}", reward, of_side)
+                self.tally.mean(f"logprobs_{name}", sums, of_side)
+            self.tally.mean("margin", margin, share)
+            self.tally.mean("accuracy", margin > 0, share)
+            self.tally.mean("kl", _divergence(logprobs))
+            if self.baseline is not None:
+                self.tally.mean("baseline", torch.full_like(nll, self.baseline))
+        return weight * missed / labels, weight * side * self.beta * missed * (1 - missed)
+
+
+def _divergence(distance: Tensor) -> Tensor:
+    """Estimate the KL divergence per label from ``distance`` [n], its log-prob minus the reference's."""
+    distance = distance.clamp(max=_HIGHEST)
+    return distance.exp() * (distance - 1) + 1
 
 
 def _sum(values: Tensor, pair: Tensor) -> Tensor:

@@ -219,14 +219,17 @@ class TrainingPlanner:
             ]
             passes += [_RepeatedKernels(costs.forward, 2 * again), _RepeatedKernels(costs.backward, again)]
             forward += [_RepeatedKernels(costs.forward, kept, compiled), _RepeatedKernels(costs.forward, again)]
+        forward_seconds = count * max(self._seconds(forward), self._gathering() / 2)
+        # KTO's baseline is a forward pass of its own
+        before, waits = (forward, forward_seconds) if getattr(self.objective, "baseline", None) is not None else ([], 0)
         update = _RepeatedKernels([Operation(0, 2 * (plan.adapter + plan.optimizer) + plan.gradients)], 1.0)
         return Step(
             tokens=tokens,
             micro_batches=count,
-            flops=count * sum(kernels.total("flops") for kernels in passes),
-            bytes=count * sum(kernels.total("bytes") for kernels in passes) + update.total("bytes"),
-            seconds=count * max(self._seconds(passes), self._gathering()) + self._seconds([update]),
-            forward_seconds=count * max(self._seconds(forward), self._gathering() / 2),
+            flops=count * sum(kernels.total("flops") for kernels in passes + before),
+            bytes=count * sum(kernels.total("bytes") for kernels in passes + before) + update.total("bytes"),
+            seconds=count * max(self._seconds(passes), self._gathering()) + waits + self._seconds([update]),
+            forward_seconds=forward_seconds,
         )
 
     def _typical(self, tokens: int) -> tuple[list[int], int, list[int]]:

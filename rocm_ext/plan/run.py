@@ -441,10 +441,14 @@ def _steps(cfg: DictConfig, family: str, planner: TrainingPlanner) -> int | None
 
 
 def _reference(planner: TrainingPlanner, choice: Choice) -> float | None:
-    """Seconds of a forward pass over all pairs, if the objective needs the reference's log-probs."""
+    """Seconds of a forward pass over all preferences, if the objective needs the reference's log-probs; of two for KTO.
+
+    The second one is over the answers of its baseline.
+    """
     if not {SIDE, "reference_logprobs"} <= {*planner.objective.columns} or planner.rows.count is None:
         return None
-    return planner.rows.count / planner.rows_per_step * choice.step.forward_seconds
+    passes = 1 if getattr(planner.objective, "baseline", None) is None else 2
+    return passes * planner.rows.count / planner.rows_per_step * choice.step.forward_seconds
 
 
 def _programs(cfg: DictConfig, target: Target) -> int:

@@ -16,7 +16,7 @@ from rocm_ext.data.batches import label_counts, shared_beginnings
 from rocm_ext.data.render import render_prompt
 from rocm_ext.data.rows import SIDE, Rows, open_dataset, tokenize
 from rocm_ext.data.tokenizer import open_tokenizer
-from rocm_ext.losses import objective_of
+from rocm_ext.losses import UnpairedPreference, objective_of
 
 _LONGEST_ROW, _PROMPT = 2048, 128  # tokens assumed if neither the config nor its data tells
 _RIGHT = 0.5  # assumed share of right answers
@@ -108,7 +108,9 @@ def sft_rows(cfg: DictConfig, known: Known, share: bool = False) -> Workload:
         rows = tokenize(dataset, max_seq_len=limit, progress=False, every=every, **policies)
         workload = describe(rows, count, f"{rows.counts['rows']:,} of {count:,} rows read", share)
     else:
-        sequences = 2 if SIDE in objective_of(config.instantiate(cfg.loss, key="loss")).columns else 1  # of a row
+        objective = objective_of(config.instantiate(cfg.loss, key="loss"))
+        pairs = SIDE in objective.columns and not isinstance(objective, UnpairedPreference)
+        sequences = 2 if pairs else 1  # of a row
         longest = (limit or _LONGEST_ROW) * sequences
         lengths = "rows as given" if known.row_tokens else "rows of full length assumed"
         missing = "model" if _is_local(cfg.dataset) else "data"

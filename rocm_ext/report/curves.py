@@ -57,15 +57,16 @@ TRAINING = (
 PREFERENCES = (
     Curve(
         "Margin",
-        "reward of the chosen answer − reward of the rejected one",
+        "reward of the chosen answer − reward of the rejected one; of single answers, distance from the baseline",
         {"margin": "training", "val_margin": "validation"},
     ),
-    _share("Accuracy", "% of the pairs with a margin above 0", accuracy="training", val_accuracy="validation"),
+    _share("Accuracy", "% with a margin above 0", accuracy="training", val_accuracy="validation"),
     Curve("Rewards", "factor beta × score", _sides("reward")),
     Curve("Validation: rewards", "factor beta × score", _sides("val_reward")),
     Curve("Log-probs", "nats, sums over an answer", _sides("logprobs")),
     Curve("Validation: log-probs", "nats, sums over an answer", _sides("val_logprobs")),
     Curve("KL divergence", "from the reference, nats per token", {"kl": "training", "val_kl": "validation"}),
+    Curve("Baseline", "nats, KTO's", {"baseline": "training", "val_baseline": "validation"}),
 )
 POLICY = (
     Curve("Reward", "mean of the answers", {"reward": "reward"}),

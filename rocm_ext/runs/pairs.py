@@ -1,4 +1,4 @@
-"""Pairs of a right and a wrong answer to one prompt, from the records of a run that sampled and verified answers."""
+"""Right and wrong answers for training on preferences, from the records of a run that sampled and verified answers."""
 
 import hashlib
 from collections import Counter, defaultdict
@@ -90,8 +90,7 @@ def choose_pairs(
         by_prompt[answer.prompt_id][not answer.right].append(answer)
 
     def drawn(pair: tuple[Answer, Answer]) -> bytes:
-        key = "\0".join((str(seed), pair[0].prompt_id, pair[0].text, pair[1].text))
-        return hashlib.sha256(key.encode(errors="backslashreplace")).digest()
+        return _drawn(seed, *pair)
 
     pairs: list[tuple[Answer, Answer]] = []
     for right, wrong in by_prompt.values():
@@ -108,3 +107,31 @@ def choose_pairs(
         kept = set(sorted(pairs, key=drawn)[:limit])
         pairs = [pair for pair in pairs if pair in kept]
     return pairs
+
+
+def choose_single(
+    answers: Sequence[Answer], *, per_prompt: int, limit: int | None = None, seed: int = 0
+) -> list[Answer]:
+    """Draw right and wrong answers at random, also of prompts with only one kind.
+
+    Args:
+        answers: the answers, each text of a prompt once.
+        per_prompt: maximum number of right answers to a prompt, and of wrong ones.
+        limit: maximum number of all answers; None: no limit.
+        seed: seed of the draw.
+
+    Returns:
+        The drawn ones of ``answers``, in their order.
+    """
+    of_prompt: dict[tuple[str, bool], list[Answer]] = defaultdict(list)
+    for answer in sorted(answers, key=lambda answer: _drawn(seed, answer)):
+        of_prompt[answer.prompt_id, answer.right].append(answer)
+    some = [answer for part in of_prompt.values() for answer in part[:per_prompt]]
+    kept = set(sorted(some, key=lambda answer: _drawn(seed, answer))[:limit])
+    return [answer for answer in answers if answer in kept]
+
+
+def _drawn(seed: int, *answers: Answer) -> bytes:
+    """Return what answers to one prompt are drawn by: the least ones."""
+    key = "\0".join((str(seed), answers[0].prompt_id, *(answer.text for answer in answers)))
+    return hashlib.sha256(key.encode(errors="backslashreplace")).digest()

@@ -18,7 +18,7 @@ from rocm_ext.base.log import log, warn
 from rocm_ext.data.batches import Layout, micro_batch_budget, width_multiple
 from rocm_ext.data.rows import SIDE, Rows
 from rocm_ext.data.tokenizer import ChatTokenizer
-from rocm_ext.losses import Objective, objective_of
+from rocm_ext.losses import Objective, UnpairedPreference, objective_of
 from rocm_ext.machine import numerics
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.adapters.merge import check_mergeable
@@ -44,6 +44,8 @@ from rocm_ext.plan.speeds import figures_for
 from rocm_ext.plan.workload import Workload
 from rocm_ext.train.lifecycle import Runtime
 from rocm_ext.train.machines import check_same
+
+_SINGLE = ("single answers with a label", "bad", "UnpairedPreference")
 
 
 class Learner:
@@ -147,16 +149,21 @@ class Learner:
 
         Raises:
             UserError: a token id is outside the vocabulary, the rows lack a column that the objective needs, or they
-                are pairs and the objective is not one of pairs.
+                are preferences of a kind that the objective is not for.
         """
         rows.check_vocabulary(self.decoder.tok_embeddings.num_embeddings)
         self.check_columns({*rows.columns, *coming})
-        if SIDE in rows.columns and SIDE not in self.objective.columns:
-            loss = type(self.objective).__name__
+        if SIDE not in rows.columns:
+            return
+        loss, unpaired = type(self.objective).__name__, isinstance(self.objective, UnpairedPreference)
+        found, bad, fits = ("pairs", "rejected", "Preference") if rows.pairs else _SINGLE
+        if SIDE not in self.objective.columns:
             raise UserError(
-                f"the rows are pairs, and loss {loss} would train on the rejected answers, too; "
-                "start dpo_rocm, or set loss to rocm_ext.losses.Preference"
+                f"the rows are {found}, and loss {loss} would train on the {bad} answers, too; "
+                f"start dpo_rocm, or set loss to rocm_ext.losses.{fits}"
             )
+        if rows.pairs == unpaired:
+            raise UserError(f"the rows are {found}, and loss {loss} is not for them; use rocm_ext.losses.{fits}")
 
     def check_columns(self, available: Collection[str]) -> None:
         """Check that rows with the columns ``available`` have those that the objective needs.
@@ -166,7 +173,7 @@ class Learner:
         """
         if missing := [name for name in self.objective.columns if name not in available]:
             loss = type(self.objective).__name__
-            cure = "; start dpo_rocm on pairs" if SIDE in self.objective.columns else ""
+            cure = "; start dpo_rocm on preferences" if SIDE in self.objective.columns else ""
             raise UserError(f"loss {loss} needs the columns {', '.join(missing)}, which the rows do not have{cure}")
 
     def setup(self, work: Workload) -> None:

@@ -108,7 +108,8 @@ def falling_likelihood(lines: Sequence[Mapping[str, Any]]) -> str | None:
         return None
     return (
         f"the {what} fell all the way, from {values[0]:.2f} to {values[-1]:.2f}: the model moves away from the chosen "
-        "answers, too. Set loss.rpo_alpha=1, raise loss.beta or lower the learning rate"
+        "answers, too. Raise loss.beta, lower the learning rate, or set loss.rpo_alpha=1; for single answers, raise "
+        "loss.desirable_weight"
     )
 
 

@@ -1,10 +1,11 @@
 """A learner on rows without training: log-probs under any of its weights, stored ones, and the held-out objective."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -26,13 +27,14 @@ from rocm_ext.data.batches import (
     rows_per_step,
 )
 from rocm_ext.data.rows import ROUTES, Rows
-from rocm_ext.losses import Objective
+from rocm_ext.losses import Objective, UnpairedPreference
 from rocm_ext.losses.objective import Terms
 from rocm_ext.model.lora import Dora, adapters
 from rocm_ext.train.learner import Learner
 
 FILE = "reference.safetensors"
 COLUMN = "reference_logprobs"
+MISMATCHED = "mismatched"
 PARTS = "reference.parts"  # folder of the blocks that are scored, until all are
 _BLOCK = 512  # rows that are scored before they are saved
 
@@ -161,6 +163,7 @@ def validation_loss(learner: Learner, rows: Rows) -> tuple[float, int, dict[str,
         it, by name.
     """
     objective, ranks, cfg = learner.objective, learner.runtime.ranks, learner.cfg
+    set_baseline(learner, rows, range(len(rows)))
     steps = Steps(len(rows), rows_per_step(cfg, ranks.world), shuffle=False)
     loader = StepLoader(rows, steps, learner.layout, cfg.num_workers, cfg.pin_memory)
     learner.model.eval()
@@ -178,11 +181,33 @@ def validation_loss(learner: Learner, rows: Rows) -> tuple[float, int, dict[str,
     return total / objective.denominator(labels, sequences), labels, measurements
 
 
+def set_baseline(learner: Learner, rows: Rows, numbers: Iterable[int]) -> None:
+    """Set the baseline of KTO for an update or a validation; other objectives have none. All ranks call this.
+
+    It is the mean over prompts with answers to other prompts, see :meth:`Rows.mismatched`, of the log-prob under the
+    present weights minus that of the reference, and at least 0.
+
+    Args:
+        learner: the model.
+        rows: rows with the reference's log-probs.
+        numbers: numbers of the rows of the update.
+    """
+    objective = learner.objective
+    if not isinstance(objective, UnpairedPreference) or objective.baseline is None:
+        return
+    others = rows.beside[MISMATCHED].part(numbers)
+    before = (column.sum(dtype=np.float64) for column in others.columns[COLUMN])
+    now = (logprobs.sum(dtype=np.float64) for logprobs in score(learner, others))
+    objective.baseline = max(0.0, fmean(a - b for a, b in zip(now, before, strict=True)))
+
+
 # ---- log-probs of the reference, stored in the output folder
 
 
 def add_reference_logprobs(learner: Learner, sets: Mapping[str, Rows], folder: Path) -> None:
     """Add the column ``reference_logprobs``: each label's log-prob under the learner's present weights.
+
+    Where the objective has a baseline, mismatched rows get it, too, and are put beside their rows.
 
     The log-probs are read from ``reference.safetensors`` where that file has them for the same rows, base model,
     adapter and dtype. Otherwise the learner scores the rows, and the main rank writes the file. Many rows are scored in
@@ -197,6 +222,10 @@ def add_reference_logprobs(learner: Learner, sets: Mapping[str, Rows], folder: P
         UserError: a log-prob is not finite, or the file cannot be written.
     """
     ranks, path = learner.runtime.ranks, folder / FILE
+    if isinstance(learner.objective, UnpairedPreference) and learner.objective.baseline is not None:
+        for rows in sets.values():
+            rows.beside[MISMATCHED] = rows.mismatched()
+        sets = {**sets, **{f"{name}_{MISMATCHED}": rows.beside[MISMATCHED] for name, rows in sets.items()}}
     model = _fingerprint(learner)
     fingerprints = {name: f"{model} {rows.fingerprint()}" for name, rows in sets.items()}
     logprobs = ranks.agree(_read(path, fingerprints) if ranks.is_main else None)

@@ -13,15 +13,15 @@ from omegaconf import DictConfig
 from rocm_ext.base import supervised
 from rocm_ext.base.errors import UserError, nearest
 from rocm_ext.base.log import Progress, log
-from rocm_ext.data.batches import StepLoader, Steps, rows_per_step
+from rocm_ext.data.batches import StepLoader, Steps, Update, rows_per_step
 from rocm_ext.data.rows import Rows
 from rocm_ext.train.checkpoint import FREE_KEYS
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupt, Interrupted
-from rocm_ext.train.loop import Training
+from rocm_ext.train.loop import StepStats, Training
 from rocm_ext.train.metrics import summarize
 from rocm_ext.train.output_dir import OutputDir
-from rocm_ext.train.scoring import validation_loss
+from rocm_ext.train.scoring import set_baseline, validation_loss
 
 
 class Trainer(Training):
@@ -152,6 +152,11 @@ class Trainer(Training):
         return super().check_length(path, state)
 
     # ---- the run
+
+    def train_step(self, update: Update) -> StepStats:
+        """Do an update as :meth:`Training.train_step` does, after setting the baseline of an objective that has one."""
+        set_baseline(self.learner, self.rows, update.rows)
+        return super().train_step(update)
 
     def train(self) -> None:
         """Train to the last step, then write the outputs.

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.data.batches import Layout, StepLoader, Steps, collate
+from rocm_ext.data.overview import sequences
 from rocm_ext.data.render import IGNORE, render_conversation
 from rocm_ext.data.rows import Rows, open_dataset, tokenize
 from rocm_ext.data.tokenizer import open_tokenizer
@@ -111,6 +112,61 @@ def test_every_form_is_rendered_as_a_row_of_sft_would_be(read, open_one, message
     dropped = ("dropped_too_long", "dropped_equal", "dropped_empty", "dropped_equal_when_cut")
     assert rows.counts == {"rows": 1, "truncated": 0, **dict.fromkeys(dropped, 0)}
     assert not [text for text in messages if "not used" in text and "prompt_id" not in text]
+
+
+BEFORE = [user("a"), assistant("one"), user("6*7?")]
+SINGLE = {
+    "texts (TRL)": {"prompt": "6*7?", "completion": GOOD, "label": True},
+    "messages (TRL)": {"prompt": [user("6*7?")], "completion": [assistant(GOOD)], "label": True},
+    "messages (ms-swift)": {"messages": said(GOOD), "label": True},
+    "sharegpt (LLaMA-Factory)": {"conversations": [HUMAN, gpt(GOOD)], "kto_tag": True},
+    "alpaca (LLaMA-Factory)": {"instruction": "6*7?", "input": "", "output": GOOD, "kto_tag": "true"},
+    "numbers": {"prompt": "6*7?", "completion": GOOD, "label": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", SINGLE)
+def test_every_form_of_single_answers_is_rendered_as_a_row_of_sft_would_be(read, open_one, messages, form):
+    row, key = SINGLE[form], "kto_tag" if "kto_tag" in SINGLE[form] else "label"
+    rows = read(row, {**row, key: False})
+    for i, side in enumerate((1, -1)):
+        assert (rows.tokens[i].tolist(), rows.labels[i].tolist()) == render_conversation(open_one(), said(GOOD))
+        assert rows.columns["side"][i].tolist() == [side] * len(rows.tokens[i])
+        (shown,) = sequences(rows, i, open_one())
+        assert shown["side"] == ("good" if side > 0 else "bad")
+    assert not rows.pairs
+    assert not messages
+
+
+def test_single_answers_are_told_from_what_comes_before(read, open_one, messages):
+    """Columns of other names, earlier answers, and a warning where all answers are of one kind."""
+    columns = {"completion": "reply", "label": "thumb"}
+    rows = read({"prompt": BEFORE, "reply": GOOD, "thumb": False}, column_map=columns)
+    assert labelled_text(rows.labels[0].tolist(), open_one().decode) == [f"{GOOD}<|im_end|>"]
+    assert any("dataset: none of 1 answers is good; add some" in text for text in messages)
+    assert counted(read({**SINGLE["texts (TRL)"], "completion": ""}, SINGLE["texts (TRL)"])) == {
+        "rows": 2, "dropped_without_labels": 1, "good": 1,
+    }  # fmt: skip
+
+
+def test_mismatched_answers_are_to_other_prompts(read):
+    """Each answer once, to another prompt unless too many rows have the same one; cut at the longest row."""
+
+    def parts(rows):
+        starts = [int(np.argmax(labels != IGNORE)) for labels in rows.labels]
+        pairs = zip(rows.tokens, starts, strict=True)
+        return [(tuple(tokens[:start]), tuple(tokens[start:])) for tokens, start in pairs]
+
+    rows = read(*({"prompt": f"{i % 5}+1?", "completion": f"It is {i:02}.", "label": i % 2} for i in range(12)))
+    before, after = parts(rows), parts(rows.mismatched())
+    assert [prompt for prompt, _ in after] == [prompt for prompt, _ in before]
+    assert sorted(answer for _, answer in after) == sorted(answer for _, answer in before)
+    own = {answer: prompt for prompt, answer in before}
+    assert all(own[answer] != prompt for prompt, answer in after)
+    long = read(*({"prompt": "6*7? " * (10 - 9 * i), "completion": "No. " * (1 + 9 * i), "label": i} for i in range(2)))
+    assert max(map(len, long.mismatched().tokens)) == max(map(len, long.tokens))
+    alike = read(*({"prompt": "a", "completion": f"{i}", "label": i} for i in range(2)))
+    assert parts(alike.mismatched()) == parts(alike)[::-1]
 
 
 def test_turns_before_the_difference_have_no_labels(read, open_one):
@@ -215,8 +271,10 @@ def test_what_torchtunes_tokenizer_cuts_is_counted(open_one, tmp_path):
     ("row", "says"),
     [
         ({"prompt": "a", "chosen": "b"}, "lack rejected; use column_map"), ({**PAIR, "chosen": 7}, "a text or a list"),
-        ({"prompt": "a", "completion": "b"}, "lack chosen and rejected; use"), ({**PAIR, "prompt": 7}, "found 7"),
-        ({"prompt": "a", "completion": "b", "label": True}, r"label is True: answers that are good or bad \(KTO\)"),
+        ({"prompt": "a", "completion": "b"}, "lack chosen and rejected, or label"), ({**PAIR, "prompt": 7}, "found 7"),
+        ({"prompt": "a", "completion": "b", "label": "up"}, "label is 'up'; expected true, the answer is good, or f"),
+        ({"prompt": "a", "completion": "b", "label": None}, "label is None; expected true"),
+        ({"prompt": "a", "label": True}, "have a label, but lack completion, messages or output"),
         ({"messages": 7, "rejected_response": "b"}, "messages must be a list of messages, found int"),
         ({"chosen": "b", "rejected": "c"}, "chosen: it is a text, so the row needs a prompt"),
         ({**PAIR, "rejected": [{"role": "robot", "content": "x"}]}, "unknown role 'robot'"),
@@ -247,6 +305,7 @@ def test_foreign_pairs_are_checked():
         ([{k: v for k, v in good.items() if "rejected" not in k}], "needs rejected_input_ids and rejected_labels"),
         ([good, single], "pairs and single answers in one dataset"),
         ([single, good], "pairs and single answers in one dataset"),
+        ([single, {**single, "side": 1}], "answers with a label and single answers in one dataset"),
     ]:
         with pytest.raises(UserError, match=says):
             read(*items)
@@ -316,6 +375,9 @@ def test_equal_rows_stay_on_one_side():
 
 
 def test_pairs_of_a_single_prompt_cannot_be_split(read):
+    answers = read(*({"prompt": "1+1?", "completion": f"It is {i}.", "label": i % 2} for i in range(8)))
+    with pytest.raises(UserError, match=r"all 8 answers have one prompt, and answers of one prompt stay together"):
+        answers.split(0.25, 0)
     rows = read(*({"prompt": "1+1?", "chosen": f"It is {i}.", "rejected": "No."} for i in range(8)))
     with pytest.raises(UserError, match=r"validation_fraction 0\.25: all 8 pairs have one prompt, .* set dataset_val"):
         rows.split(0.25, 0)

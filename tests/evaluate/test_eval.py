@@ -92,6 +92,29 @@ def test_the_loss_is_the_recipes_own(run, tmp_path, capsys):
     assert low < said["paired"]["difference"] < high
 
 
+@pytest.mark.wide
+def test_single_answers_are_measured_as_validations_are(tmp_path, capsys):
+    """The perplexity is that of the good answers."""
+    cfg = run_config(write_model(tmp_path / "base"), tmp_path / "rows.jsonl", tmp_path / "out", recipe="dpo_rocm",
+                     loss={"_component_": "rocm_ext.losses.UnpairedPreference"}, validation_fraction=0.3)  # fmt: skip
+    rows = [{"prompt": f"{i}?", "completion": f"It is {i * 37}.", "label": i % 3 == 0} for i in range(24)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg["dataset"] = {"_component_": "rocm_ext.data.preference_dataset", "source": str(tmp_path / "rows.jsonl")}
+    cfg["optimizer"]["lr"] = 1e-2
+    recipe = DPO(config.load("dpo_rocm", str(write_yaml(tmp_path / "run.yaml", cfg))))
+    recipe.setup()
+    recipe.train()
+    recipe.cleanup()
+    said = evaluate(capsys, tmp_path / "out", "--base", "--output", tmp_path / "kept")
+    for name in ("loss", "accuracy", "margin", "baseline", "kl"):
+        assert said[name] == pytest.approx(metrics(tmp_path / "out", f"val_{name}")[-1], rel=1e-5), name
+    rows = lines(tmp_path / "kept" / "rows.jsonl")
+    good = [row for row in rows if row["good"]]
+    assert 0 < len(good) < len(rows)
+    nll = sum(row["loss"] * row["tokens"] for row in good) / sum(row["tokens"] for row in good)
+    assert said["perplexity"] == pytest.approx(math.exp(nll), rel=1e-5)
+
+
 @pytest.mark.wide(always=1)
 def test_files_of_the_user_stay(run, tmp_path, capsys):
     (mine := tmp_path / "rows.jsonl").write_text("{}\n")

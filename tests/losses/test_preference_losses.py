@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torchtune.rlhf.loss import DPOLoss, RSOLoss
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.losses import Preference, Tally, objective_of
+from rocm_ext.losses import Preference, Tally, UnpairedPreference, objective_of
 from rocm_ext.losses.preference import LOSSES
 from tests.losses.test_policy_gradient import assert_equal, found, layer, logprobs
 
@@ -35,7 +35,7 @@ def each_sequence(values, mean=False):
 
 def by_autograd(loss, now, reference, *, beta=0.1, smoothing=0.0, gamma=None, rpo=0.0, mean=False):
     """Return each pair's loss [3] by the papers' formulas."""
-    chosen, rejected = each_sequence(now if loss == "simpo" else now - reference, mean)
+    chosen, rejected = each_sequence(now if loss in ("simpo", "orpo") else now - reference, mean)
     margin = chosen - rejected
     if loss in ("sigmoid", "simpo"):
         u = beta * margin - ((beta / 2 if gamma is None else gamma) if loss == "simpo" else 0)
@@ -44,6 +44,9 @@ def by_autograd(loss, now, reference, *, beta=0.1, smoothing=0.0, gamma=None, rp
         pairs = (margin - 1 / (2 * beta)) ** 2
     elif loss == "hinge":
         pairs = torch.relu(1 - beta * margin)
+    elif loss == "orpo":
+        odds = [p / (1 - p) for p in (chosen.exp(), rejected.exp())]
+        pairs, rpo = -beta * F.logsigmoid((odds[0] / odds[1]).log()), 1 + rpo
     else:
         pairs = 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected)
     return pairs - rpo * each_sequence(now, mean=True)[0]
@@ -63,20 +66,21 @@ def test_losses_equal_autograd(loss, normalized, beta, chunk):
     head, hidden, targets, columns = problem()
     objective = Preference(loss, beta=beta, length_normalized=normalized, chunk_tokens=chunk)
     now = logprobs(head, hidden, targets)
-    mean = loss in ("ipo", "simpo") if normalized is None else normalized
+    mean = loss in ("ipo", "simpo", "orpo") if normalized is None else normalized
     pairs = by_autograd(loss, now, columns["reference_logprobs"], beta=beta, mean=mean)
     check(objective, head, hidden, targets, columns, pairs.mean())
 
 
 @pytest.mark.parametrize("rpo", [0.0, 0.7])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-@pytest.mark.parametrize("loss", ["sigmoid", "simpo"])
+@pytest.mark.parametrize("loss", ["sigmoid", "simpo", "orpo"])
 def test_smoothing_margin_and_nll_equal_autograd(loss, smoothing, rpo):
     head, hidden, targets, columns = problem()
+    smoothing *= loss != "orpo"
     gamma = 1.4 if loss == "simpo" else None
     beta = 2.0 if loss == "simpo" else 0.1
     objective = Preference(loss, label_smoothing=smoothing, gamma=gamma, rpo_alpha=rpo, chunk_tokens=7)
-    now, mean = logprobs(head, hidden, targets), loss == "simpo"
+    now, mean = logprobs(head, hidden, targets), loss != "sigmoid"
     pairs = by_autograd(
         loss, now, columns["reference_logprobs"], beta=beta, smoothing=smoothing, gamma=1.4, rpo=rpo, mean=mean
     )  # fmt: skip
@@ -146,6 +150,36 @@ def test_simpo_equals_trl(smoothing):
     check(objective, head, hidden, targets, columns, losses.mean())
 
 
+def test_orpo_equals_trl():
+    """TRL's NLL covers prompts, which are one token here, and is a mean over a batch, which is one pair here."""
+    trainer = pytest.importorskip("trl.experimental.orpo.orpo_trainer")
+    head, hidden, targets, columns = problem()
+    itself = object.__new__(trainer.ORPOTrainer)
+    itself.is_encoder_decoder = itself.aux_loss_enabled = False
+    itself.beta, itself.padding_value = 0.3, 0
+    itself.accelerator = SimpleNamespace(device="cpu", gather_for_metrics=lambda value: value)
+    losses = []
+    for pair in range(0, len(LENGTHS), 2):
+        sides = [SEQUENCE.eq(pair), SEQUENCE.eq(pair + 1)]
+        logits = [F.pad(head(hidden[side]), (0, 0, 0, max(LENGTHS) + 1 - side.sum())) for side in sides]
+        batch = {}
+        for name, side in zip(("chosen", "rejected"), sides, strict=True):
+            tokens = F.pad(targets[side], (1, 0))[None]
+            batch |= {f"{name}_input_ids": tokens, f"{name}_attention_mask": torch.ones_like(tokens),
+                      f"{name}_labels": F.pad(targets[side], (1, 0), value=-100)[None]}  # fmt: skip
+        width = 1 + max(LENGTHS[pair : pair + 2])
+        output = SimpleNamespace(logits=torch.stack(logits)[:, :width])
+        losses.append(itself.get_batch_loss_metrics(lambda *args, output=output, **kwargs: output, batch)[0])
+    check(Preference("orpo", beta=0.3), head, hidden, targets, columns, torch.stack(losses).mean())
+
+
+def test_certain_answers_have_finite_odds():
+    objective = Preference("orpo")
+    for chosen, rejected in ((0.0, 3.0), (3.0, 0.0), (0.0, 0.0)):
+        nll = torch.where(SIDE > 0, chosen, rejected)
+        assert all(part.isfinite().all() for part in objective.terms(nll, {"side": SIDE}, SEQUENCE))
+
+
 def test_measurements():
     """The divergence's estimate is that of the exact one for answers that the reference wrote, in the mean."""
     head, hidden, targets, columns = problem()
@@ -175,7 +209,8 @@ def test_measurements():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"loss": "kto"}, "loss.loss is 'kto'; expected one of sigmoid, ipo"), ({"beta": "0.1"}, "beta is '0.1'"),
+        ({"loss": "kto"}, "loss.loss is 'kto'; expected one of sigmoid, ipo.*UnpairedPreference for single answers"),
+        ({"beta": "0.1"}, "beta is '0.1'"),
         ({"beta": 0}, "beta is 0; expected a number above 0"), ({"beta": float("nan")}, "beta is nan"),
         ({"rpo_alpha": -1}, "rpo_alpha is -1; expected a number"), ({"chunk_tokens": 0}, "chunk_tokens is 0"),
         ({"label_smoothing": 0.5}, "label_smoothing is 0.5; expected a share"), ({"gamma": 1.0}, "sigmoid has no g"),
@@ -186,3 +221,89 @@ def test_measurements():
 def test_wrong_arguments_are_refused(arguments, says):
     with pytest.raises(UserError, match=says):
         Preference(**arguments)
+
+
+# ---- single answers
+
+GOOD = torch.tensor([True, False, False, True, True, False])
+THUMBS = torch.where(GOOD, 1.0, -1.0)[SEQUENCE]
+
+
+def trl_kto(loss: str, weights: tuple[float, float], scores, mismatched):
+    """Return the loss of TRL's own method for answers and for mismatched ones, given both models' sums of log-probs."""
+    trainer = pytest.importorskip("trl.trainer.kto_trainer")
+    itself = object.__new__(trainer.KTOTrainer)
+    itself.loss_type, itself.beta, itself.calculate_KL = loss, 0.3, loss == "kto"
+    itself.desirable_weight, itself.undesirable_weight = weights
+    itself.aux_loss_enabled, itself.precompute_ref_logps = False, True
+    itself._metrics, itself._total_train_tokens, itself._tp_size = defaultdict(lambda: defaultdict(list)), 0, 1
+    itself.accelerator = SimpleNamespace(device="cpu", gather_for_metrics=lambda value: value)
+
+    class Model(torch.nn.Module):
+        def forward(self, **inputs):
+            now = (mismatched if inputs["input_ids"][0, 0] else scores)[0]
+            zeros = torch.zeros(len(GOOD), 1)
+            return SimpleNamespace(log_probs=now[:, None], entropy=zeros, mean_logits=zeros)
+
+    itself.model = Model().train()
+    ids, mask = torch.zeros(len(GOOD), 2).long(), torch.ones(len(GOOD), 2).long()
+    inputs = {"label": GOOD, "input_ids": ids, "attention_mask": mask, "completion_mask": mask, "KL_input_ids": ids + 1,
+              "KL_attention_mask": mask, "KL_completion_mask": mask, "ref_logps": scores[1],
+              "ref_KL_logps": mismatched[1]}  # fmt: skip
+    return itself._compute_loss(itself.model, inputs, False)
+
+
+def each_answer(values):
+    return torch.stack([values[SEQUENCE.eq(i)].sum() for i in range(len(LENGTHS))])
+
+
+@pytest.mark.parametrize("chunk", [1, 40])
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.5, 1.3)])
+@pytest.mark.parametrize("shift", [1.5, -1.5])
+@pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
+def test_losses_of_single_answers_equal_trl(loss, shift, weights, chunk):
+    """A negative estimate of the divergence counts as 0 there, as `set_baseline` has it."""
+    head, hidden, targets, columns = problem()
+    columns["side"] = THUMBS
+    mismatched = torch.randn(2, len(GOOD)) + torch.tensor([[shift], [0.0]])
+    scores = each_answer(logprobs(head, hidden, targets)), each_answer(columns["reference_logprobs"])
+    theirs = trl_kto(loss, weights, scores, mismatched)
+    objective = UnpairedPreference(
+        loss, beta=0.3, desirable_weight=weights[0], undesirable_weight=weights[1], chunk_tokens=chunk
+    )
+    if loss == "kto":
+        objective.baseline = max(0.0, (mismatched[0] - mismatched[1]).mean().item())
+        assert (objective.baseline > 0) == (shift > 0)
+    check(objective, head, hidden, targets, columns, theirs)
+
+
+def test_measurements_of_single_answers():
+    head, hidden, targets, columns = problem()
+    columns["side"] = THUMBS
+    objective = UnpairedPreference(beta=0.3)
+    objective.baseline = 0.7
+    with objective.measuring() as tally:
+        objective(head, hidden, targets, columns, SEQUENCE)
+    measured = tally.result(SimpleNamespace(gather=lambda value: [value]))
+    now = logprobs(head, hidden, targets).detach()
+    distance = now - columns["reference_logprobs"]
+    rewards = 0.3 * each_answer(distance)
+    margins = torch.where(GOOD, 1, -1) * (rewards - 0.3 * 0.7)
+    assert measured == pytest.approx({
+        "reward_chosen": rewards[GOOD].mean().item(), "reward_rejected": rewards[~GOOD].mean().item(),
+        "margin": margins.mean().item(), "accuracy": (margins > 0).float().mean().item(),
+        "logprobs_chosen": each_answer(now)[GOOD].mean().item(), "baseline": 0.7,
+        "logprobs_rejected": each_answer(now)[~GOOD].mean().item(),
+        "kl": (distance.exp() * (distance - 1) + 1).mean().item(),
+    }, rel=1e-5)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [({"loss": "ipo"}, "'ipo'; expected one of kto, apo_zero_unpaired, or loss: .*Preference for pairs"),
+     ({"beta": 0}, "beta is 0"), ({"desirable_weight": -1}, "desirable_weight is -1; expected a number of at least 0"),
+     ({"undesirable_weight": True}, "undesirable_weight is True")],
+)  # fmt: skip
+def test_wrong_arguments_of_single_answers_are_refused(arguments, says):
+    with pytest.raises(UserError, match=says):
+        UnpairedPreference(**arguments)

@@ -6,18 +6,20 @@ import math
 from functools import partial
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from omegaconf import OmegaConf
 from rocm_ext.recipes.dpo_rocm import DPO, main
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.data.batches import row_sizes
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.train.metrics import falling_likelihood
-from rocm_ext.train.scoring import FILE, PARTS, score
+from rocm_ext.train.scoring import FILE, PARTS, reference, score, set_baseline
 from tests.kit import parity
 from tests.kit.forks import forked, kill_before, several_ranks, succeed, succeed_on_ranks
 from tests.kit.lines import one_line_has
@@ -26,12 +28,14 @@ from tests.kit.tiny import TEXT, metrics, run_config, write_model, write_rows, w
 
 pytest.importorskip("resource", reason="forks and POSIX signals")
 DPO_LOSS = {"_component_": "torchtune.rlhf.loss.DPOLoss"}
+WIDE = pytest.mark.wide
+KTO = {"_component_": "rocm_ext.losses.UnpairedPreference", "beta": 0.3}
 prepare, train = partial(parity.prepare, recipe=DPO), partial(parity.finetune, recipe=DPO)
 
 
 @pytest.fixture(scope="module")
 def top(tmp_path_factory) -> Path:
-    """Two base models, 24 pairs, and an adapter with random weights."""
+    """Two base models, 24 pairs, as many good or bad answers, and an adapter with random weights."""
     top = tmp_path_factory.mktemp("dpo")
     write_model(top / "base", initializer_range=0.1)
     write_model(top / "llama", "llama", initializer_range=0.1)
@@ -43,6 +47,8 @@ def top(tmp_path_factory) -> Path:
         sides = [[asked, {"role": "assistant", "content": text}] for text in (good, bad)]
         rows.append(dict(zip(("chosen", "rejected"), sides, strict=True)))
     (top / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    single = [{"messages": row["chosen" if i % 3 else "rejected"], "label": i % 3 > 0} for i, row in enumerate(rows)]
+    (top / "single.jsonl").write_text("".join(json.dumps(row) + "\n" for row in single))
     recipe = prepare(dpo_config(top, top / "first"))
     generator = torch.Generator().manual_seed(3)
     state = peft_files.adapter_state(recipe.learner.decoder)
@@ -51,9 +57,13 @@ def top(tmp_path_factory) -> Path:
 
 
 def dpo_config(top: Path, out: Path, base: str = "base", **changes) -> dict:
-    """Return the config of a run over the pairs, from the random adapter if there is one: 3 steps of an epoch."""
-    cfg = run_config(top / base, top / "pairs.jsonl", out)
-    cfg["dataset"] = {"_component_": "rocm_ext.data.preference_dataset", "source": str(top / "pairs.jsonl")}
+    """Return the config of a run over the pairs, from the random adapter if there is one: 3 steps of an epoch.
+
+    With KTO it is over the single answers.
+    """
+    rows = top / ("single.jsonl" if "Unpaired" in str(changes.get("loss")) else "pairs.jsonl")
+    cfg = run_config(top / base, rows, out)
+    cfg["dataset"] = {"_component_": "rocm_ext.data.preference_dataset", "source": str(rows)}
     if (top / "start.pt").exists() and base == "base":
         cfg["checkpointer"]["adapter_checkpoint"] = str(top / "start.pt")
     return {**cfg, **changes}
@@ -88,6 +98,51 @@ def test_every_step_equals_stock_torchtune(top, tmp_path, loss):
     for name, theirs in names.items():
         expected = pytest.approx([step[theirs] for step in stock], rel=1e-4, abs=1e-5)
         assert beyond_rounding(tmp_path / "run", name) == expected
+
+
+@pytest.mark.wide
+def test_every_step_of_kto_equals_trl(top, tmp_path, monkeypatch):
+    """Steps in several micro-batches equal those in one of TRL's, which holds all rows, so that it pairs them alike."""
+    trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
+    rows = (top / "single.jsonl").read_text().splitlines()[:8]
+    (tmp_path / "single.jsonl").write_text("\n".join(rows))
+    cfg = dpo_config(
+        top, tmp_path / "run", loss={**KTO, "undesirable_weight": 0.7}, epochs=5, sequences_per_step=8, batch_size=2,
+        shuffle=False, clip_grad_norm=None, lr_scheduler=None, validation_fraction=0.0,
+        optimizer={"_component_": "torch.optim.AdamW", "lr": 5e-3, "weight_decay": 0.0},
+    )  # fmt: skip
+    cfg["dataset"]["source"], cfg["checkpointer"]["adapter_checkpoint"] = str(tmp_path / "single.jsonl"), None
+    recipe = prepare(cfg)
+    (tmp_path / "first").mkdir()
+    recipe.learner.write_adapter(tmp_path / "first")
+    recipe.train()
+    ours = recipe.trainer.rows
+    texts = []
+    for tokens, labels, side in zip(ours.tokens, ours.labels, ours.columns["side"], strict=True):
+        start = int((labels != -100).argmax())
+        prompt, answer = tokens[:start].tolist(), tokens[start:].tolist()
+        texts.append({"prompt_ids": prompt, "completion_ids": answer, "label": bool(side[0] > 0)})
+    before = [texts[i - 1]["completion_ids"] for i in range(8)]  # as TRL rotates them
+    data = datasets.Dataset.from_list(texts).add_column("KL_completion_ids", before)
+    monkeypatch.setattr(trl.KTOTrainer, "_prepare_dataset", lambda self, dataset, *args: dataset)
+    model = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(top / "base", dtype=torch.float32), tmp_path / "first", is_trainable=True
+    )
+    tokenizer = AutoTokenizer.from_pretrained(top / "base")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    arguments = trl.KTOConfig(
+        output_dir=str(tmp_path / "trl"), per_device_train_batch_size=8, num_train_epochs=5, learning_rate=5e-3,
+        lr_scheduler_type="constant", logging_steps=1, report_to=[], save_strategy="no", beta=0.3, max_grad_norm=0.0,
+        undesirable_weight=0.7, use_cpu=True, gradient_checkpointing=False, bf16=False, max_length=None,
+        train_sampling_strategy="sequential", optim="adamw_torch",
+    )  # fmt: skip
+    trainer = trl.KTOTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer)
+    trainer.train()
+    stock = [step for step in trainer.state.log_history if "loss" in step]
+    assert metrics(tmp_path / "run") == pytest.approx([step["loss"] for step in stock], rel=1e-5)
+    baselines = metrics(tmp_path / "run", "baseline")
+    assert baselines == pytest.approx([step["kl"] for step in stock], rel=1e-4, abs=1e-4)
+    assert max(baselines) > 1
 
 
 def beyond_rounding(out: Path, name: str) -> list[float]:
@@ -219,8 +274,9 @@ def test_a_damaged_reference_is_computed_again(top, tmp_path, damage, messages):
     assert recipe.trainer.step == whole.trainer.step == 3
 
 
-def test_simpo_needs_no_reference(top, tmp_path):
-    loss = {"_component_": "rocm_ext.losses.Preference", "loss": "simpo", "beta": 2.0}
+@pytest.mark.parametrize("name", ["simpo", "orpo"])
+def test_losses_without_a_reference_score_none(top, tmp_path, name):
+    loss = {"_component_": "rocm_ext.losses.Preference", "loss": name}
     train(dpo_config(top, tmp_path / "run", loss=loss, optimizer={"_component_": "torch.optim.AdamW", "lr": 1e-2}))
     first, *_, last = metrics(tmp_path / "run")
     assert last < first
@@ -229,42 +285,67 @@ def test_simpo_needs_no_reference(top, tmp_path):
 
 MEASURED = ("loss", "grad_norm", "margin", "accuracy", "logprobs_chosen", "kl", "val_loss", "val_margin",
             "val_accuracy")  # fmt: skip
+LONG = {"epochs": 2, "validation_fraction": 0.2}
 
 
-@pytest.fixture(scope="module")
-def whole(top) -> Path:
-    """A run of 6 steps with one micro-batch per step."""
-    train(dpo_config(top, top / "whole", tokens_per_micro_batch=100_000, epochs=2, validation_fraction=0.2))
-    return top / "whole"
+@pytest.fixture(scope="module", params=["sigmoid", "kto"])
+def whole(request, top) -> tuple[Path, dict]:
+    """A run of 6 steps with one micro-batch per step, and its loss."""
+    loss = KTO if request.param == "kto" else {"_component_": "rocm_ext.losses.Preference"}
+    train(dpo_config(top, top / request.param, tokens_per_micro_batch=100_000, loss=loss, **LONG))
+    return top / request.param, loss
 
 
 def assert_same(out: Path, whole: Path) -> None:
-    for key in MEASURED:
+    for key in (*MEASURED, "baseline", "val_baseline"):
         assert beyond_rounding(out, key) == pytest.approx(beyond_rounding(whole, key), rel=2e-5, abs=1e-6), key
     torch.testing.assert_close(load_file(out / WEIGHTS), load_file(whole / WEIGHTS), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.wide
 def test_results_do_not_depend_on_the_cut(top, whole, tmp_path):
-    chunks = {"_component_": "rocm_ext.losses.Preference", "chunk_tokens": 5}
-    changes = {"batch_size": 1, "loss": chunks, "enable_activation_checkpointing": True}
-    train(dpo_config(top, tmp_path / "run", epochs=2, validation_fraction=0.2, **changes))
-    assert_same(tmp_path / "run", whole)
+    out, loss = whole
+    changes = {"batch_size": 1, "loss": {**loss, "chunk_tokens": 5}, "enable_activation_checkpointing": True}
+    train(dpo_config(top, tmp_path / "run", **changes, **LONG))
+    assert_same(tmp_path / "run", out)
 
 
 @pytest.mark.wide
 @several_ranks
 def test_two_ranks_equal_one(top, whole, tmp_path):
-    path = write_yaml(tmp_path / "two.yaml", dpo_config(top, tmp_path / "two", epochs=2, validation_fraction=0.2))
+    out, loss = whole
+    path = write_yaml(tmp_path / "two.yaml", dpo_config(top, tmp_path / "two", loss=loss, **LONG))
     succeed_on_ranks(main, path)
-    assert_same(tmp_path / "two", whole)
+    assert_same(tmp_path / "two", out)
 
 
-def test_a_killed_run_goes_on_bit_for_bit(top, tmp_path):
+def test_the_baseline_is_that_of_the_whole_step(top, tmp_path):
+    """It is the mean over the step's prompts with other answers, of this model's log-probs minus the reference's."""
+    cfg = dpo_config(top, tmp_path / "run", loss=KTO, optimizer={"_component_": "torch.optim.AdamW", "lr": 1e-2})
+    recipe = prepare(cfg)
+    first = recipe.learner.adapter_state()
+    recipe.train()
+    rows, learner = recipe.trainer.rows, recipe.learner
+    others = rows.mismatched().part([7, 3, 12])
+    now = score(learner, others)
+    with reference(learner, first):
+        before = score(learner, others)
+    distances = [float(a.sum() - b.sum()) for a, b in zip(now, before, strict=True)]
+    set_baseline(learner, rows, [7, 3, 12])
+    assert learner.objective.baseline == pytest.approx(max(0, sum(distances) / 3), rel=1e-4)
+    assert (learner.objective.baseline > 0) == (sum(distances) > 0)
+    baselines = metrics(tmp_path / "run", "baseline")
+    assert baselines[0] == pytest.approx(0, abs=1e-5)
+    assert max(baselines) > 0.01, "it counts"
+    assert {"dataset", "dataset_mismatched"} == load_file(tmp_path / "run" / FILE).keys()
+
+
+@pytest.mark.parametrize("loss", [{"_component_": "rocm_ext.losses.Preference"}, pytest.param(KTO, marks=WIDE)])
+def test_a_killed_run_goes_on_bit_for_bit(top, tmp_path, loss):
     """Kills land in the reference's file, in checkpoints and in the outputs; each start goes on where it can."""
 
     def run(out: str, *overrides: str, prepare=None):
-        cfg = dpo_config(top, tmp_path / out, save_every_n_steps=1, epochs=2, batch_size=2, validation_fraction=0.2)
+        cfg = dpo_config(top, tmp_path / out, save_every_n_steps=1, batch_size=2, loss=loss, **LONG)
         cfg["model"]["lora_dropout"] = 0.1
         return forked(main, write_yaml(tmp_path / f"{out}.yaml", cfg), *overrides, prepare=prepare)
 
@@ -333,9 +414,14 @@ def answers(folder: Path) -> dict:
 
 
 def test_validation_measures_what_a_step_does(whole):
-    *_, last = map(json.loads, (whole / "metrics.jsonl").read_text().splitlines())
+    out, loss = whole
+    *_, last = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     assert {"val_loss", "val_accuracy", "val_kl"} <= last.keys()
-    assert last["val_margin"] == pytest.approx(last["val_reward_chosen"] - last["val_reward_rejected"])
+    assert ("val_baseline" in last) == (loss is KTO)
+    if loss is KTO:
+        assert max(metrics(out, "baseline")) > 0.01, "it counts in the tests above"
+    else:
+        assert last["val_margin"] == pytest.approx(last["val_reward_chosen"] - last["val_reward_rejected"])
 
 
 def test_a_run_warns_of_falling_likelihood(top, tmp_path, messages, monkeypatch):
@@ -371,5 +457,11 @@ def test_the_wrong_rows_are_refused(top, tmp_path):
     cfg = dpo_config(top, tmp_path / "run", loss=DPO_LOSS, recipe="lora_finetune_rocm")
     with pytest.raises(UserError, match=r"columns reference_logprobs, .* dpo_rocm"):
         parity.prepare(cfg)
+    with pytest.raises(UserError, match=r"single answers with a label, and loss Preference is not .*Unpaired"):
+        prepare(dpo_config(top, tmp_path / "run", dataset=dpo_config(top, tmp_path, loss=KTO)["dataset"]))
+    with pytest.raises(UserError, match=r"rows are pairs, and loss UnpairedPreference is not .*losses.Prefer"):
+        prepare({**dpo_config(top, tmp_path / "run"), "loss": KTO})
+    with pytest.raises(UserError, match=r"single answers with a label, and loss CrossEntropy .* bad answers"):
+        parity.prepare(dpo_config(top, tmp_path / "run", dataset=dpo_config(top, tmp_path, loss=KTO)["dataset"]))
     with pytest.raises(UserError, match=r"loss\.loss is 'kto'"):
         prepare(dpo_config(top, tmp_path / "run", loss={"_component_": "rocm_ext.losses.Preference", "loss": "kto"}))

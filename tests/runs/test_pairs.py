@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rocm_ext.cli import main
-from rocm_ext.runs.pairs import Answer, choose_pairs
+from rocm_ext.runs.pairs import Answer, choose_pairs, choose_single
 from tests.kit.lines import one_line_has
 from tests.kit.tiny import write_rows, write_yaml
 
@@ -48,6 +48,14 @@ def test_pairs_are_right_and_wrong_answers_of_one_prompt(answers, per_prompt, li
     some = choose_pairs(answers, per_prompt=per_prompt, limit=limit, seed=seed)
     assert len(some) == min(limit, len(pairs))
     assert set(some) <= set(pairs)
+    single = choose_single(answers, per_prompt=per_prompt, seed=seed)
+    for prompt in "abc":
+        for side in (True, False):
+            kept = sum(a.prompt_id == prompt and a.right is side for a in single)
+            assert kept == min(per_prompt, sum(a.right is side for a in answers if a.prompt_id == prompt))
+    some = choose_single(answers, per_prompt=per_prompt, limit=limit, seed=seed)
+    assert len(some) == min(limit, len(single))
+    assert [a for a in single if a in some] == some
 
 
 @pytest.fixture
@@ -110,6 +118,22 @@ def test_records_become_rows_of_the_dataset(runs, kind, capsys):
     ]
     assert main(["pairs", str(runs / kind), "--limit", "1", "-o", str(runs / "one.jsonl")]) == 0
     assert len((runs / "one.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", ["raft", "grpo"])
+def test_records_become_rows_of_single_answers(runs, kind, capsys):
+    assert main(["pairs", str(runs / kind), "--single"]) == 0
+    assert one_line_has(
+        capsys.readouterr().out, "single.jsonl: 6 answers of 2 prompts", "3 right", "3 wrong", "1 ERROR"
+    )
+    rows = [json.loads(line) for line in (runs / kind / "single.jsonl").read_text().splitlines()]
+    assert {row["prompt"][0]["role"] for row in rows} == {"user"}
+    assert [(row["completion"], row["label"]) for row in rows] == [
+        ("right", True), ("wrong", False), ("good!", True), ("no parse", False), ("late", False), ("right, too", True),
+    ]  # fmt: skip
+    one = ["--single", "--per-prompt", "1", "-o", str(runs / "one.jsonl")]
+    assert main(["pairs", str(runs / kind), *one]) == 0
+    assert len((runs / "one.jsonl").read_text().splitlines()) == 4
 
 
 @pytest.mark.parametrize("kind", ["raft", "grpo"])
