@@ -152,7 +152,7 @@ def test_what_has_no_pairs_is_refused(runs, tmp_path, capsys):
         sft / "config.yaml", {"recipe": "lora_finetune_rocm", "model": {}, "checkpointer": {}, "output_dir": "x"}
     )
     assert main(["pairs", str(sft)]) == 1
-    assert "samples no answers; pairs needs raft_rocm or grpo_rocm" in capsys.readouterr().err
+    assert "samples no answers; pairs needs one of raft_rocm, grpo_rocm" in capsys.readouterr().err
     assert main(["pairs", str(tmp_path / "nothing")]) == 1
 
 
