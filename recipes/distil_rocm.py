@@ -28,7 +28,7 @@ from rocm_ext.rl.selection import Selected, to_rows
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import run
-from rocm_ext.train.teacher import Teacher
+from rocm_ext.train.teacher import open_teacher
 from rocm_ext.verifiers import Verdict
 
 
@@ -76,7 +76,7 @@ class Distil(Loop):
         Raises:
             UserError: the teacher or a given answer does not fit the model.
         """
-        self.teacher = Teacher(self.cfg, self.learner)
+        self.teacher = open_teacher(self.cfg, self.learner)
         if self.cfg.given_answers is not None:
             self._given = given_samples(self.prompts, self.cfg.given_answers, self.learner)
         self.trainer_cls.try_out(self.learner.cfg, self.learner, self.cfg.steps * updates_of_step(self.cfg))

@@ -182,6 +182,11 @@ def sample_here(cfg: DictConfig) -> None:
         cfg.engine = {COMPONENT: _LOCAL[0]}
 
 
+def is_server(teacher: str) -> bool:
+    """Return whether the key ``teacher`` names a server."""
+    return teacher.startswith(("http://", "https://"))
+
+
 def teacher_config(cfg: DictConfig, training: DictConfig) -> DictConfig:
     """Return the config of a teacher that is another model.
 

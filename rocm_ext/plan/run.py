@@ -20,7 +20,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.config.algorithms import updates_of_pass, updates_of_step
 from rocm_ext.config.checks import check_max_seq_len
-from rocm_ext.config.chosen_model import BASE, teacher_config
+from rocm_ext.config.chosen_model import BASE, is_server, teacher_config
 from rocm_ext.data.batches import micro_batch_budget
 from rocm_ext.data.rows import SIDE
 from rocm_ext.environments.program import MEMORY_MB, MOST_AT_ONCE
@@ -384,8 +384,10 @@ class _Teacher:
 
     @classmethod
     def of(cls, cfg: DictConfig, family: str, planner: TrainingPlanner) -> "_Teacher | None":
-        """Return the config's teacher; None: it has none, or this model's base teaches."""
-        return cls(cfg, planner) if family == registry.DISTIL and cfg.teacher != BASE else None
+        """Return the config's teacher; None: it has none, or a server or this model's base teaches."""
+        if family != registry.DISTIL or cfg.teacher == BASE or is_server(cfg.teacher):
+            return None
+        return cls(cfg, planner)
 
     def at(self, choice: Choice) -> TeacherPlan:
         """Plan it beside a step of the model in training."""

@@ -1,4 +1,4 @@
-"""The teacher of a distillation: a model beside the one that is trained, or this model with another adapter."""
+"""The teacher of a distillation: a model beside the one in training, this one with another adapter, or a server."""
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -13,10 +13,10 @@ from torch import Tensor
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import how_to_download
 from rocm_ext.base.log import log
-from rocm_ext.config.chosen_model import BASE, teacher_config
+from rocm_ext.config.chosen_model import BASE, is_server, teacher_config
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.data.encoder import TOKENIZER
-from rocm_ext.data.rows import Rows
+from rocm_ext.data.rows import Rows, labelled
 from rocm_ext.losses import CrossEntropy, Objective
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.download import use_downloaded
@@ -136,6 +136,46 @@ class Teacher:
             self.learner.tokens_per_micro_batch = self._student.tokens_per_micro_batch
         with self._instead():
             return score(self.learner, rows, temperature)
+
+
+class TeacherServer:
+    """A teacher that a server computes; it gives the log-probs of tokens alone.
+
+    Args:
+        cfg: config of ``distil_rocm``; ``teacher`` is the server's address.
+        student: the model in training.
+
+    Raises:
+        UserError: the server cannot be reached, or serves no such model.
+    """
+
+    frozen = 0
+
+    def __init__(self, cfg: DictConfig, student: Learner) -> None:
+        from rocm_ext.sampling.server.scorer import Scorer  # needs an HTTP client
+
+        self._ranks = student.runtime.ranks
+        self._scorer = Scorer(cfg.teacher, cfg.teacher_model, cfg.teacher_api_key_env) if self._ranks.is_main else None
+        self.fingerprint = self._ranks.on_main(lambda: str(self._scorer and self._scorer.model))
+
+    def peak(self, student: Learner, longest: int) -> int:
+        """Return the planned peak of the student's training in bytes."""
+        return student.planned_peak
+
+    def load(self) -> None:
+        """Ask for the log-probs of two tokens, before a run begins to sample."""
+        self._ranks.on_main(lambda: self._scorer and self._scorer.logprobs([[0, 0]]))
+
+    def logprobs(self, rows: Rows, temperature: float) -> list[np.ndarray]:
+        """Return the log-prob of each label, as :func:`rocm_ext.train.scoring.score`; all ranks call this."""
+        found = self._ranks.on_main(lambda: self._scorer and self._scorer.logprobs(rows.tokens))
+        parts = zip(found, rows.labels, rows.lengths, strict=True)
+        return [values[labelled(labels, lengths)[1:]] for values, labels, lengths in parts]
+
+
+def open_teacher(cfg: DictConfig, student: Learner) -> Teacher | TeacherServer:
+    """Return the teacher of a config of ``distil_rocm``, without its weights; see the classes."""
+    return (TeacherServer if is_server(cfg.teacher) else Teacher)(cfg, student)
 
 
 class _Hidden(Objective):

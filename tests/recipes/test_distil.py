@@ -21,6 +21,7 @@ from tests.kit.forks import forked, several_ranks
 from tests.kit.grpo_runs import assert_equal, lines, outcome, write_run
 from tests.kit.parity import their_model
 from tests.kit.raft_runs import WEIGHTS
+from tests.kit.servers import MODELS, Fake
 from tests.kit.tiny import metrics, write_model, write_yaml
 from tests.recipes.test_raft import kill_at_record
 
@@ -205,6 +206,30 @@ def test_an_adapter_teaches_its_own_base(make, reference, folder, tmp_path, loss
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_a_server_teaches_as_the_model_that_it_serves(make, teacher, tmp_path):
+    theirs, failures = their_model(teacher), [503]
+
+    def reply(path, body):
+        if path == MODELS:
+            return {"data": [{"id": "large"}, {"id": "old", "parent": "large"}]}
+        if len(body["prompt"]) > 2 and failures:
+            return failures.pop(), {}, {}
+        ids = torch.tensor([body["prompt"]])
+        with torch.no_grad():
+            logprobs = theirs(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        return {"choices": [{"text": "", "logprobs": {"token_logprobs": [None, *logprobs.tolist(), -1.0]}}]}
+
+    fake, changes = Fake(reply), {"loss": "reverse_kl", "steps": 2, "eval_prompts": None}
+    trained(make(tmp_path / "server", teacher=f"{fake.url}/v1", **changes))
+    trained(make(tmp_path / "here", **changes))
+    assert {body["model"] for path, body, _ in fake.asked if body} == {"large"}
+    assert not failures
+    found, expected = (metrics(tmp_path / out) for out in ("server", "here"))
+    assert found == pytest.approx(expected, rel=1e-5)
+    found, expected = (load_file(tmp_path / out / WEIGHTS) for out in ("server", "here"))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+
+
 def test_the_base_brings_back_what_an_adapter_changed(make, reference, tmp_path):
     path = make(tmp_path / "out", teacher="base", steps=12, lr_scheduler=None, eval_prompts=None)
     cfg = json_of(path)
@@ -235,6 +260,10 @@ def test_given_answers_are_learned_without_sampling(make, tmp_path):
         ({"loss": "reverse_kl", "given_answers": "answer"}, "loss=reverse_kl"),
         ({"given_answers": "reply"}, "given_answers is reply"),
         ({"verifier": None}, "set verifier"),
+        ({"teacher": "http://127.0.0.1:9"}, "loss=reverse_kl"),
+        ({"teacher": "http://127.0.0.1:9", "loss": "reverse_kl"}, "127.0.0.1:9 cannot be reached"),
+        ({"teacher": "http://127.0.0.1:9", "loss": "reverse_kl", "teacher_adapter": "x"}, "teacher_adapter is 'x'"),
+        ({"teacher_model": "large"}, "teacher_model is 'large'"),
         ({"groups_per_update": 5}, "groups_per_update is 5"),
         ({"samples_per_prompt": 2, "temperature": 0}, "samples_per_prompt=1"),
         ({"center": "mean"}, "center"),

@@ -104,6 +104,8 @@ _GRPO: dict[str, Kind] = {
 }
 _DISTIL: dict[str, Kind] = {
     "teacher": text("base, a model's folder, its name on the hub or a GGUF file"),
+    "teacher_model": text("a name") | NULL,
+    "teacher_api_key_env": text("the name of a variable") | NULL,
     "teacher_adapter": text("an adapter's folder") | NULL,
     "teacher_quantize_base": one_of(False, True, "nf4", "fp8"),
     "given_answers": text("the name of a column") | NULL,
@@ -171,6 +173,18 @@ def check_distil_values(cfg: DictConfig) -> None:
     _check_shared(cfg, registry.DISTIL)
     _check_records(cfg)
     _check_update(cfg)
+    if not cfg.teacher.startswith(("http://", "https://")):
+        unread = ("teacher_model", "teacher_api_key_env")
+    elif cfg.loss == "reverse_kl" and cfg.temperature in (0, 1):
+        unread = ("teacher_adapter", "teacher_quantize_base")
+    else:
+        raise UserError(
+            "teacher is a server, which gives log-probs of tokens at temperature 1: set loss=reverse_kl and "
+            f"temperature=1, found {cfg.loss} and {cfg.temperature:g}"
+        )
+    if given := [key for key in unread if cfg[key]]:
+        found = f"{given[0]} is {cfg[given[0]]!r}"
+        raise UserError(f"{found}, which teacher {cfg.teacher} does not read; set {given[0]}=null")
     if cfg.teacher == "base" and cfg.teacher_quantize_base:
         raise UserError("teacher is base, whose weights are those of the model: set model.quantize_base instead")
     if cfg.teacher == "base" and cfg.teacher_adapter is None and not cfg.checkpointer.get("adapter_checkpoint"):

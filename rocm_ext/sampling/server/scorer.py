@@ -1,0 +1,103 @@
+"""Log-probs of given tokens from a server, as vLLM and SGLang return them for a prompt."""
+
+import asyncio
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.openai_http import (
+    CHECK_TIMEOUT,
+    Transient,
+    authorization,
+    checked_urls,
+    exchange,
+    httpx,
+    in_words,
+    json_object,
+    new_client,
+    pause_after,
+)
+from rocm_ext.base.supervised import RETRY, beat
+
+_AT_ONCE = 16  # requests; a server computes the tokens of a prompt all at once
+_SECONDS, _TRIES = 600.0, 8  # of a request; the pauses between add up to a minute
+
+
+class Scorer:
+    """Asks a server for the log-prob of each token of a text, at temperature 1.
+
+    A request has the text's token ids as the prompt, and ``echo`` and ``logprobs``, which return those of the prompt.
+
+    Args:
+        url: the server's address, ``http://host:8000`` or ``http://host:8000/v1``.
+        model: the server's name of the model; None: the only one that it lists.
+        api_key_env: name of the environment variable with the API key; None: the server needs none.
+
+    Raises:
+        UserError: an argument is invalid, the server cannot be reached, or returns no such log-probs.
+    """
+
+    def __init__(self, url: str, model: str | None = None, api_key_env: str | None = None) -> None:
+        (self.url,) = checked_urls([url])
+        self._headers = authorization(api_key_env)
+        self.model = model or self._only_model()
+
+    def _only_model(self) -> str:
+        async def ask() -> Any:
+            async with new_client(self._headers) as client:
+                return await exchange(client, "GET", f"{self.url}/v1/models", CHECK_TIMEOUT)
+
+        try:
+            cards = json_object(self.url, asyncio.run(ask())).get("data")
+        except (httpx.RequestError, Transient) as error:
+            raise UserError(f"{self.url} cannot be reached: {in_words(error)}; is it running?", RETRY) from error
+        listed = [card for card in cards or () if isinstance(card, dict)]
+        names = [card["id"] for card in listed if "id" in card and not card.get("parent")]  # an adapter has a parent
+        if len(names) != 1:
+            raise UserError(f"{self.url} serves {', '.join(map(str, names)) or 'no model'}; set teacher_model to one")
+        return str(names[0])
+
+    def logprobs(self, texts: Iterable[Iterable[int]]) -> list[np.ndarray]:
+        """Return the log-prob of each token of ``texts`` but the first: [s - 1] fp32 each.
+
+        Raises:
+            UserError: the server refuses a request or fails for longer than a minute.
+        """
+
+        async def all_of_them() -> list[np.ndarray]:
+            room = asyncio.Semaphore(_AT_ONCE)
+            async with new_client(self._headers) as client:
+                return await asyncio.gather(*(self._ask(client, room, text) for text in texts))
+
+        return asyncio.run(all_of_them())
+
+    async def _ask(self, client: Any, room: asyncio.Semaphore, text: Iterable[int]) -> np.ndarray:
+        prompt = [int(token) for token in text]
+        body = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 1.0,
+                "echo": True, "logprobs": 1}  # fmt: skip
+        async with room:
+            for failures in range(_TRIES):
+                try:
+                    answer = await exchange(client, "POST", f"{self.url}/v1/completions", _SECONDS, body)
+                    beat()
+                    return self._read(json_object(self.url, answer), len(prompt))
+                except (httpx.RequestError, Transient) as error:
+                    if failures + 1 == _TRIES:
+                        raise UserError(f"{self.url}: {in_words(error)}, {_TRIES} times", RETRY) from error
+                    await asyncio.sleep(pause_after(error, failures))
+        raise AssertionError("the last try returns or raises")
+
+    def _read(self, answer: dict[str, Any], tokens: int) -> np.ndarray:
+        choices = answer.get("choices")
+        choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+        values = (choice.get("logprobs") or {}).get("token_logprobs")
+        found = values[1:tokens] if isinstance(values, list) else []
+        if len(found) < tokens - 1 or not all(isinstance(v, int | float) and math.isfinite(v) for v in found):
+            raise UserError(
+                f"{self.url} does not return the log-probs of a prompt of {tokens} tokens (echo and logprobs in "
+                "/v1/completions); vLLM and SGLang do"
+            )
+        return np.array(found, dtype=np.float32)
