@@ -53,7 +53,10 @@ class Teacher:
             if not (folder := Path(made.checkpointer.checkpoint_dir)).exists():
                 raise UserError(f"the teacher's folder {folder} does not exist; {how_to_download(folder)}")
             _check_tokens(made, student.cfg)
-            self.learner = Learner(made, student.runtime, student.tokenizer)
+            try:
+                self.learner = Learner(made, student.runtime, student.tokenizer)
+            except UserError as error:  # whose keys are those of the model in training
+                raise UserError(f"teacher {cfg.teacher}: {error}") from error
             self.learner.model.objective = _Hidden()
             self.frozen = frozen_bytes(self.learner.decoder, student.runtime.ranks.world)
             if student.packed and not self.learner.packed:

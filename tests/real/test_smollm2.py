@@ -60,6 +60,7 @@ def top(tmp_path_factory) -> Path:
     write_yaml(top / "sft.yaml", sft_config())
     write_yaml(top / "raft.yaml", raft_config())
     write_yaml(top / "grpo.yaml", grpo_config())
+    write_yaml(top / "distil.yaml", distil_config())
     write_rows(top / "chats.jsonl", [{"id": str(i), "messages": chat, "answer": "-"} for i, chat in enumerate(CHATS)])
     nouns = random.Random(0).sample(NOUNS, len(NOUNS))
     write_rows(top / "copy.jsonl", copying(nouns[:40], 40))
@@ -118,6 +119,18 @@ def grpo_config() -> dict[str, Any]:
         "steps": 8,
         "prompts_per_step": 8,
         "samples_per_prompt": 6,
+    }
+
+
+def distil_config() -> dict[str, Any]:
+    dropped = ("verifier", "samples_per_prompt")
+    return {key: value for key, value in grpo_config().items() if key not in dropped} | {
+        "recipe": "distil_rocm",
+        "output_dir": "outputs/distil",
+        "teacher": "models/SmolLM2",
+        "teacher_adapter": "outputs/raft/adapter",
+        "prompts_per_step": 16,
+        "verifier": None,
     }
 
 
@@ -248,8 +261,9 @@ def evaluated(top: Path, name: str, *arguments: Any) -> dict[str, Any]:
     return json.loads(rocm_ext(top, "eval", "--config", "raft.yaml", *held_out, *arguments))
 
 
-@pytest.mark.parametrize("name", ["raft", "grpo"])
-def test_verified_answers_raise_the_rate_of_right_ones(top, before, name):
+@pytest.mark.parametrize("name", ["raft", "grpo", "distil"])
+def test_verified_answers_and_a_teacher_raise_the_rate_of_right_ones(top, before, name):
+    """The teacher is the model that RAFT tuned, in the run before."""
     adapter = run(top, f"{name}_rocm", name) / "adapter"
     after = evaluated(top, f"after_{name}", "--adapter", adapter)
     assert 0.2 < before["correct"] / before["prompts"] < 0.7

@@ -17,7 +17,7 @@ from typing import Any
 
 import rocm_ext
 from rocm_ext.bench.runner import OtherPrograms
-from tools.benchmarks import cycle, dpo, grpo, peers, sampling, sft, verify
+from tools.benchmarks import cycle, distil, dpo, grpo, peers, sampling, sft, verify
 from tools.benchmarks.protocol import Failed
 from tools.benchmarks.table import NAMES as WORKS
 from tools.benchmarks.table import key, table
@@ -62,7 +62,7 @@ GPU_SET = (
 )
 PEERS = {"sft": sft.PEERS, "dpo": dpo.PEERS, "sampling": sampling.PEERS}
 NAMES = list(dict.fromkeys(chain(*PEERS.values())))
-ALONE = ["grpo", "grpo-40m", "cycle", "verify"]  # they take no shape
+ALONE = ["grpo", "grpo-40m", "distil", "distil-40m", "cycle", "verify"]  # they take no shape
 WORK = [*PEERS, *ALONE]
 COMPARE = {"sft": sft.compare, "dpo": dpo.compare, "sampling": sampling.compare}
 
@@ -118,6 +118,10 @@ def comparisons(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path]
         if work in args.work:
             said = f"GRPO on the pocket model{' of 40 million parameters' * wide}: TRL + PEFT"
             yield said, partial(grpo.measure, rounds=args.rounds, installed=args.installed, wide=wide)
+    for work, wide in (("distil", False), ("distil-40m", True)):
+        if work in args.work:
+            said = f"distillation on the pocket model{', teacher of 40 million parameters' * wide}: TRL + PEFT"
+            yield said, partial(distil.measure, rounds=args.rounds, installed=args.installed, wide=wide)
     if "cycle" in args.work:
         yield "RAFT's cycle", partial(cycle.measure, runs=2)
     if "verify" in args.work:

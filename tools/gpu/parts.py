@@ -78,6 +78,7 @@ PARTS = (
     _run("run-raft", "raft_rocm"),
     _run("run-grpo", "grpo_rocm"),
     _run("run-dpo", "dpo_rocm"),
+    _run("run-distil", "distil_rocm"),
     Part("grpo-0.5b", "speed", "speeds:grpo_step", 150, {"size": "0.5b"}, ("transformers",)),
     Part("merge-7b", "check", "checks:merging", 120, {"size": "7b"}),
     Part("checkpointing", "check", "training:checkpointing", 90),

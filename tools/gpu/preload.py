@@ -1,6 +1,6 @@
 """What parts import, loaded once on a CPU, where parts are forks."""
 
-from rocm_ext.recipes import dpo_rocm, grpo_rocm, lora_finetune_rocm, raft_rocm  # noqa: F401
+from rocm_ext.recipes import distil_rocm, dpo_rocm, grpo_rocm, lora_finetune_rocm, raft_rocm  # noqa: F401
 
 import tools.gpu.checks
 import tools.gpu.runs

@@ -1,4 +1,4 @@
-"""Runs of the pocket model on the device: SFT, DPO, RAFT and GRPO, each killed and resumed."""
+"""Runs of the pocket model on the device: SFT, DPO, RAFT, GRPO and distillation, each killed and resumed."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from typing import Any
 from tools.gpu.here import Failed, Here, Row, check
 
 CONFIGS = {"lora_finetune_rocm": "cpu_pocket", "dpo_rocm": "cpu_pocket_dpo", "raft_rocm": "cpu_pocket_raft",
-           "grpo_rocm": "cpu_pocket_grpo"}  # fmt: skip
+           "grpo_rocm": "cpu_pocket_grpo", "distil_rocm": "cpu_pocket_distil"}  # fmt: skip
 WEIGHTS = "adapter/adapter_model.safetensors"
 COMMON = ["dtype=fp32", "compile=False", "save_every_n_steps=3", "save_adapter_weights_only=True", "metric_logger=null"]
 SAMPLED = ["verifier._component_=tests.kit.judges.Coin", "verify_workers=1", "eval_prompts=null", "max_new_tokens=16"]
@@ -27,6 +27,9 @@ CHANGES = {
                   "sequences_per_step=8"],
     "grpo_rocm": [*SAMPLED, "prompts_per_step=8", "steps=8", "groups_per_update=4", "truncated=keep",
                   "eval_every_n_steps=100"],
+    # the model in 8 bits differs from itself, so there is something to learn
+    "distil_rocm": [*SAMPLED, "prompts_per_step=32", "steps=8", "updates_per_step=1", "groups_per_update=null",
+                    "eval_every_n_steps=100", "teacher_adapter=null", "teacher_quantize_base=fp8"],
 }  # fmt: skip
 PAIRS = 100
 CLOSE = 1e-3  # relative, of a step's loss; kernels that add in any order do not repeat their sums bit for bit

@@ -1,11 +1,12 @@
-"""Run our GRPO recipe: ``… grpo_ours GIVEN --config …``; the answers of the first steps are given, for the gate."""
+"""Run GRPO or distillation: ``… grpo_ours GIVEN --config …``; answers of the first steps are given, for the gate."""
 
 import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from rocm_ext.recipes import grpo_rocm
+import yaml
+from rocm_ext.recipes import distil_rocm, grpo_rocm
 
 from rocm_ext.sampling import Completion, Request, Sampling
 from rocm_ext.sampling.local import LocalSession
@@ -30,7 +31,8 @@ def generate(self: LocalSession, requests: Iterable[Request], sampling: Sampling
 if __name__ == "__main__":
     LocalSession.generate = generate  # type: ignore[method-assign]
     try:
-        grpo_rocm.main()
+        recipe = yaml.safe_load(Path(sys.argv[-1]).read_text())["recipe"]
+        {"grpo_rocm": grpo_rocm, "distil_rocm": distil_rocm}[recipe].main()
     except SystemExit as left:
         if left.code:
             raise
