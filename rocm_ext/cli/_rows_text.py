@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rocm_ext.cli._common import console, printable, table
+from rocm_ext.data.mixture import lines
 
 _LONG, _ENDS = 900, 300  # characters of a part of a row that is shown whole, and of each end of a longer one
 _PARTS = 24  # of a sequence that are shown
@@ -35,6 +36,8 @@ def print_rows(content: Mapping[str, Any]) -> None:
             print(_text(parts, colour))
         print()
     _print_numbers("dataset", content["dataset"])
+    for line in lines(content.get("data_sets", ())):
+        print(printable(line))
     if "steps_per_epoch" in content:
         print(
             f"steps of an epoch: {content['steps_per_epoch']:,}, each of {content['rows_per_step']:,} rows on one rank"

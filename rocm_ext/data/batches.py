@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.data.mixture import Mixture, mixed_order
 from rocm_ext.data.render import IGNORE
 from rocm_ext.data.rows import ROUTES, Rows, flat, labelled
 
@@ -83,6 +84,7 @@ class Steps:
         limit: maximum number of steps per epoch; None: no limit.
         data_seed: together with the epoch, determines the order of rows.
         shuffle: whether to shuffle the rows; False keeps their order.
+        mixture: data sets that the rows come from, whose weights an epoch follows.
     """
 
     rows: int
@@ -90,6 +92,7 @@ class Steps:
     limit: int | None = None
     data_seed: int = 0
     shuffle: bool = True
+    mixture: Mixture | None = None
 
     @property
     def per_epoch(self) -> int:
@@ -98,7 +101,13 @@ class Steps:
         return min(steps, self.limit) if self.limit else steps
 
     def order(self, epoch: int) -> list[int]:
-        """Return the order of rows in an epoch; it equals that of torch's ``DistributedSampler`` with one replica."""
+        """Return the order of rows in an epoch.
+
+        Without weights it equals that of torch's ``DistributedSampler`` with one replica.
+        """
+        if self.mixture is not None and self.mixture.weights:
+            length = min(self.rows, self.per_epoch * self.per_step)
+            return mixed_order(self.mixture, epoch, length, self.data_seed if self.shuffle else None)
         return _order(self.rows, self.data_seed + epoch) if self.shuffle else list(range(self.rows))
 
     def __getitem__(self, step: int) -> list[int]:

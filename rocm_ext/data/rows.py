@@ -21,6 +21,7 @@ from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.base.log import log, warn
 from rocm_ext.base.supervised import beat
+from rocm_ext.config.components import WEIGHT, without
 from rocm_ext.data.loading import about_bad_rows
 from rocm_ext.data.render import IGNORE, unlimited
 from rocm_ext.data.sources import SourceDataset
@@ -47,7 +48,8 @@ def open_dataset(cfg: Any, tokenizer: Any, too_long: str) -> Dataset:
         UserError: the component does not exist, or rejects its arguments.
     """
     if OmegaConf.is_list(cfg) and cfg:
-        return ConcatDataset([open_dataset(part, tokenizer, too_long) for part in cfg])
+        parts = [without(part, WEIGHT) if OmegaConf.is_dict(part) else part for part in cfg]
+        return ConcatDataset([open_dataset(part, tokenizer, too_long) for part in parts])
     component = cfg.get(COMPONENT) if OmegaConf.is_dict(cfg) else None
     if component is None:
         raise UserError("dataset needs a _component_, such as rocm_ext.data.sft_dataset, or a list of them")
@@ -135,6 +137,7 @@ class Rows:
         said: warnings that reading them gave.
         numbers: number of each row in its dataset, from 0, for :func:`origin_of`; empty: they come from no dataset.
         first: origin of the first row that each count but ``rows`` has counted.
+        ends: of each data set that they come from, the number behind that of its last row.
         known: :meth:`fingerprint` by the names of the columns, where it was stored with the rows.
         beside: other rows for the same training, see :func:`rocm_ext.train.scoring.set_baseline`.
     """
@@ -147,6 +150,7 @@ class Rows:
     said: list[str] = field(default_factory=list)
     numbers: Sequence[int] | np.ndarray = field(default_factory=lambda: array("q"))
     first: dict[str, str] = field(default_factory=dict)
+    ends: Sequence[int] = ()
     known: dict[tuple[str, ...], str] = field(default_factory=dict, init=False)
     beside: dict[str, "Rows"] = field(default_factory=dict, init=False)
 
@@ -157,6 +161,10 @@ class Rows:
     def pairs(self) -> bool:
         """Whether each row is a chosen and a rejected answer."""
         return SIDE in self.columns and len(self.lengths[0]) == len(SIDES)
+
+    def of_sets(self) -> list[int]:
+        """Count these rows, which are in the order of their numbers, by data set."""
+        return np.diff(np.searchsorted(np.asarray(self.numbers), self.ends), prepend=0).tolist()
 
     def split(self, fraction: float, seed: int) -> tuple["Rows", "Rows"]:
         """Split the rows at random into two disjoint parts. Equal rows, and pairs of one prompt, stay together.
@@ -234,7 +242,7 @@ class Rows:
         columns = {name: take(column) for name, column in self.columns.items()}
         numbers = take(self.numbers) if len(self.numbers) else []
         kept = take(self.tokens), take(self.labels), take(self.lengths)
-        return Rows(*kept, self.counts, columns, numbers=numbers, first=self.first)
+        return Rows(*kept, self.counts, columns, numbers=numbers, first=self.first, ends=self.ends)
 
     def joined(self, parts: Iterable[Sequence[int]]) -> "Rows":
         """Return rows that have all sequences of several of these rows.
@@ -378,7 +386,8 @@ def tokenize(
         raise UserError(f"{type(dataset).__name__} has no length; only map-style datasets can be trained on")
     chosen = range(0, len(dataset), every)
     numbers = array("q")
-    rows = Rows(Ragged(), Ragged(), [], {"rows": len(chosen)}, numbers=numbers)
+    ends = list(getattr(dataset, "cumulative_sizes", [len(dataset)]))
+    rows = Rows(Ragged(), Ragged(), [], {"rows": len(chosen)}, numbers=numbers, ends=ends)
     foreign = not all(isinstance(part, SourceDataset) for part in getattr(dataset, "datasets", [dataset]))
     limits = _LengthLimits(max_seq_len, positions, too_long, foreign)
     reader: _Reader | None = None

@@ -21,8 +21,9 @@ from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS
 from rocm_ext.base.errors import UserError
 from rocm_ext.data import loading, sft_dataset
 from rocm_ext.data.dialects import FLAGS, ROLES
+from rocm_ext.data.mixture import Mixture
 from rocm_ext.data.render import IGNORE, render_conversation, render_prompt
-from rocm_ext.data.rows import open_dataset, origin_of, tokenize
+from rocm_ext.data.rows import Rows, open_dataset, origin_of, tokenize
 from tests.kit.chats import Foreign, assistant, labelled_text, user
 from tests.kit.lines import one_line_has
 
@@ -574,6 +575,32 @@ def test_open_one_and_several(qwen, rows):
     both = open_dataset(OmegaConf.create([node(source=a), second]), qwen, "truncate")
     assert [origin_of(both, i) for i in range(len(both))] == [f"{a}:1", f"{a}:2", f"{b}:1"]
     assert len(read(both)) == 3
+    mixed = OmegaConf.create([node(source=a, weight=1), {**second, "weight": 2.0}])
+    found = read(open_dataset(mixed, qwen, "truncate"))
+    assert found.of_sets() == [2, 1]
+    assert found.fingerprint() == read(both).fingerprint()
+    mixture = Mixture.of(mixed, found)
+    assert (mixture.names, mixture.rows, mixture.weights, mixture.shares) == ((a, b), (2, 1), (1.0, 2.0), [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ((1, 0), "dataset.1.weight is 0; expected a number above 0"), ((-1, 1), "dataset.0.weight is -1"),
+        (("2", 1), "dataset.0.weight is '2'"), ((True, 1), "dataset.0.weight is True"),
+        ((1, float("nan")), "weight is nan"), ((1, None), "1 of 2 entries of dataset have a weight"),
+        ((1, 1e-6), r"dataset b.jsonl: its weight is too small for an epoch of 4 rows"),
+        ((1, 1), r"dataset b.jsonl: no row of it is left"),
+    ],
+)  # fmt: skip
+def test_bad_weights(weights, says):
+    rows = Rows([[1]] * 4, [[1]] * 4, [(1,)] * 4, {}, numbers=[0, 1, 2, 5], ends=[3, 6])
+    if "is left" in says:
+        rows = rows.part(range(3))
+    nodes = [node(source=name, weight=w) for name, w in zip(("a.jsonl", "b.jsonl"), weights, strict=True)]
+    with pytest.raises(UserError, match=says) as error:
+        Mixture.of(OmegaConf.create(nodes), rows).check()
+    assert "\n" not in str(error.value)
 
 
 def test_rows_of_stock_datasets_are_cut_and_counted_by_us(tmp_path, rows, hf_cache):
