@@ -25,7 +25,8 @@ def print_rows(content: Mapping[str, Any]) -> None:
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack characters of rows
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     for row in content["shown"]:
-        print(f"row {row['row']}, {printable(row['origin'])}")
+        weight = f", weight {row['weight']:g}" if "weight" in row else ""
+        print(f"row {row['row']}, {printable(row['origin'])}{weight}")
         for sequence in row["sequences"]:
             side = f"{sequence['side']}: " if "side" in sequence else ""
             trained = f", {sequence['trained_tokens']:,} trained" if sequence["trained"] else ""

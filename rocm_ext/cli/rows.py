@@ -120,7 +120,8 @@ def _rows(cfg: Any, family: str, tokenizer: Any, decoder: Any) -> Read:
         result["validation"] = held_out
 
     def show(row: int) -> dict[str, Any]:
-        return {"row": row, "origin": origin(row), "sequences": sequences(rows, row, tokenizer)}
+        weight = {"weight": float(rows.columns["weight"][row][0])} if "weight" in rows.columns else {}
+        return {"row": row, "origin": origin(row), **weight, "sequences": sequences(rows, row, tokenizer)}
 
     def check() -> None:
         mixture.check()

@@ -22,6 +22,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.data.mixture import Mixture, mixed_order
 from rocm_ext.data.render import IGNORE
 from rocm_ext.data.rows import ROUTES, Rows, flat, labelled
+from rocm_ext.data.sources import ROW_WEIGHT
 
 _WORTH_SHARING = 16  # tokens
 
@@ -327,13 +328,14 @@ class Update:
 
     Attributes:
         batches: this rank's micro-batches.
-        labels: number of labels, over all ranks.
-        sequences: number of sequences that have a label, over all ranks; GRPO's also counts those that teach nothing.
+        labels: number of labels, over all ranks, each counted with the weight of its row.
+        sequences: number of sequences that have a label, over all ranks, with the weights of their rows; GRPO's also
+            counts those that teach nothing.
         rows: numbers of the rows, over all ranks, for messages.
     """
 
     batches: list[MicroBatch]
-    labels: int
+    labels: float
     sequences: float
     rows: Sequence[int]
 
@@ -386,7 +388,11 @@ class StepLoader(Dataset):
     ) -> None:
         self._rows, self._steps, self._layout = rows, steps, layout
         self._num_workers, self._pin_memory = num_workers, pin_memory
-        self._sizes, self._counts = row_sizes(rows, layout.share and not count_shared), label_counts(rows)
+        self._sizes = row_sizes(rows, layout.share and not count_shared)
+        self._counts: list[tuple[float, float]] = [*label_counts(rows)]
+        if ROW_WEIGHT in rows.columns:
+            weights = (float(row[0]) for row in rows.columns[ROW_WEIGHT])
+            self._counts = [(n * w, count * w) for (n, count), w in zip(self._counts, weights, strict=True)]
 
     def __getitem__(self, step: int) -> Update:
         indices, layout = self._steps[step], self._layout

@@ -49,7 +49,8 @@ class Mixture:
                 raise UserError("dataset has weights, but its rows do not say from which data set they come")
             return cls(("dataset",), (len(rows),))
         names = (node.get("source") or node.get(COMPONENT) if OmegaConf.is_dict(node) else "list" for node in nodes)
-        return cls(tuple(map(str, names)), tuple(rows.of_sets()), weights)
+        of_sets = np.diff(np.searchsorted(np.asarray(rows.numbers), rows.ends), prepend=0)
+        return cls(tuple(map(str, names)), tuple(of_sets.tolist()), weights)
 
     def check(self) -> None:
         """Check that each data set with a weight gives rows to an epoch.

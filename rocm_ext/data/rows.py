@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -24,11 +25,13 @@ from rocm_ext.base.supervised import beat
 from rocm_ext.config.components import WEIGHT, without
 from rocm_ext.data.loading import about_bad_rows
 from rocm_ext.data.render import IGNORE, unlimited
-from rocm_ext.data.sources import SourceDataset
+from rocm_ext.data.sources import ROW_WEIGHT, SourceDataset
 from rocm_ext.data.tokenizer import ChatTokenizer
 
 ROUTES = "routes"  # the column that has the experts of sampling, see `MicroBatch.routes`: [s, layers * chosen] int16
 SIDES = ("chosen", "rejected")
+_NO_WEIGHT = "dropped_weight_0"
+_LEAST_WEIGHT = 1e-30  # above 0; fp32 has it and its reciprocal
 _ALL_BAD = 100  # first rows after which, all being bad, the rest is not read
 SIDE = "side"  # the column that is 1 in the chosen side of a pair and in a good answer, -1 in the others
 
@@ -161,10 +164,6 @@ class Rows:
     def pairs(self) -> bool:
         """Whether each row is a chosen and a rejected answer."""
         return SIDE in self.columns and len(self.lengths[0]) == len(SIDES)
-
-    def of_sets(self) -> list[int]:
-        """Count these rows, which are in the order of their numbers, by data set."""
-        return np.diff(np.searchsorted(np.asarray(self.numbers), self.ends), prepend=0).tolist()
 
     def split(self, fraction: float, seed: int) -> tuple["Rows", "Rows"]:
         """Split the rows at random into two disjoint parts. Equal rows, and pairs of one prompt, stay together.
@@ -365,11 +364,12 @@ def tokenize(
 ) -> Rows:
     """Read the rows of a map-style dataset into memory.
 
-    Rows without a label that the loss can use are dropped and counted, including those that lose it when truncated.
+    Rows without a label that the loss can use are dropped and counted, including those that lose it when truncated, and
+    those of weight 0. Where a weight is not 1, rows get the column ``weight``, the same value at each token of a row.
 
     Args:
         dataset: dataset in torchtune's form, whose items have ``tokens`` and ``labels``; ``PackedDataset`` works too,
-            and ``PreferenceDataset``, whose pairs :class:`_PairReader` reads.
+            and ``PreferenceDataset``, whose pairs :class:`_PairReader` reads. An item may have a ``weight``.
         max_seq_len: maximum length of a row in tokens; None: no limit.
         too_long: policy for longer rows: ``truncate`` (cut at the end), ``drop`` or ``error``.
         progress: whether to show a progress bar.
@@ -385,7 +385,7 @@ def tokenize(
     if not hasattr(dataset, "__len__"):
         raise UserError(f"{type(dataset).__name__} has no length; only map-style datasets can be trained on")
     chosen = range(0, len(dataset), every)
-    numbers = array("q")
+    numbers, weights = array("q"), array("f")
     ends = list(getattr(dataset, "cumulative_sizes", [len(dataset)]))
     rows = Rows(Ragged(), Ragged(), [], {"rows": len(chosen)}, numbers=numbers, ends=ends)
     foreign = not all(isinstance(part, SourceDataset) for part in getattr(dataset, "datasets", [dataset]))
@@ -404,9 +404,14 @@ def tokenize(
                 mixed = " and ".join(sorted((reader.what, kind.what)))
                 raise WrongRow(f"{origin_of(dataset, index)}: {mixed} in one dataset; train on them in separate runs")
             before = {**rows.counts}
-            reader.add(item, partial(origin_of, dataset, index))
-            numbers.extend([index] * (len(rows) - len(numbers)))
-            for what in (what for what, count in rows.counts.items() if count != before[what]):
+            if weight := _weight(item):
+                reader.add(item, partial(origin_of, dataset, index))
+            else:
+                rows.counts[_NO_WEIGHT] = rows.counts.get(_NO_WEIGHT, 0) + 1
+            added = len(rows) - len(numbers)
+            numbers.extend([index] * added)
+            weights.extend([weight] * added)
+            for what in (what for what, count in rows.counts.items() if count != before.get(what, 0)):
                 rows.first.setdefault(what, origin_of(dataset, index))
         except WrongRow:
             raise
@@ -429,7 +434,13 @@ def tokenize(
         rows.said.append(f"{name}: none of {len(rows):,} answers is {missing[0]}; add some, which the loss needs")
     warn(rows.said)
     if not len(rows):
-        raise UserError(f"{name}: 0 of {len(chosen)} rows left{'' if reader is None else f': {reader.dropped()}'}")
+        why = "" if reader is None else f": {reader.dropped()}"
+        why += f", {rows.counts[_NO_WEIGHT]} have weight 0" if _NO_WEIGHT in rows.counts else ""
+        raise UserError(f"{name}: 0 of {len(chosen)} rows left{why}")
+    if any(weight != 1 for weight in weights):
+        # views of one number each
+        column = [np.broadcast_to(np.float32(w), len(row)) for w, row in zip(weights, rows.tokens, strict=True)]
+        rows.columns[ROW_WEIGHT] = column
     if foreign and max_seq_len and all(labels[-1] == IGNORE for labels in rows.labels):
         log.warning(
             "the last token of every row is masked, so the model will not learn to stop: torchtune's tokenizers mask "
@@ -627,6 +638,16 @@ class _PairReader(_Reader):
     def dropped(self) -> str:
         dropped = {what: count for what, count in self._counts.items() if what.startswith("dropped")}
         return ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in dropped.items()) + f" ({self._limits})"
+
+
+def _weight(item: Mapping[str, Any]) -> float:
+    """Return the weight of a dataset's item, 1 where it has none; a cell of a table is text."""
+    value = item.get(ROW_WEIGHT, 1.0)
+    with suppress(TypeError, ValueError):
+        weight = math.nan if isinstance(value, bool) else float(value)
+        if weight == 0 or _LEAST_WEIGHT < weight < 1 / _LEAST_WEIGHT:
+            return weight
+    raise ValueError(f"weight is {value!r}; expected a number of at least 0")
 
 
 def _is_pair(item: Mapping[str, Any]) -> bool:

@@ -140,24 +140,21 @@ def describe(rows: Rows, count: int, source: str, share: bool = False, mixture: 
         shared = shared_beginnings(tokens, lengths) if share else [0] * len(lengths)
         unshared = tuple(length - common for length, common in zip(lengths, shared, strict=True))
         per_row.append((unshared, tuple(shared), labels))
-    sizes = [sum(unshared) for unshared, _, _ in per_row]
+    sums = np.array([(sum(unshared), targets, len(unshared), sum(shared)) for unshared, shared, targets in per_row])
     often = None  # of each row: how many times an epoch has it
     if mixture is not None and mixture.weights:
         of_sets = [given / max(1, rows) for given, rows in zip(mixture.shares, mixture.rows, strict=True)]
         often = np.repeat(of_sets, mixture.rows)
-
-    def total(values: list[int]) -> float:
-        return sum(values) if often is None else float(np.dot(values, often))
-
+    mean, targets, sequences, shared = np.average(sums, 0, often).tolist()
     return Workload(
-        longest=max(sizes),
-        mean=total(sizes) / len(sizes),
-        supervised=total([targets for _, _, targets in per_row]) / total(sizes),
+        longest=int(sums[:, 0].max()),
+        mean=mean,
+        supervised=targets / mean,
         count=count,
         source=source,
         per_row=tuple(per_row),
-        sequences=total([*map(len, rows.lengths)]) / len(sizes),
-        shared=total([sum(shared) for _, shared, _ in per_row]) / len(sizes),
+        sequences=sequences,
+        shared=shared,
         mixture=mixture,
     )
 
