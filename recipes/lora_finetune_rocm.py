@@ -19,6 +19,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
 from rocm_ext.config.checks import check_values
 from rocm_ext.data.kept import kept_rows, what_makes
+from rocm_ext.data.mixture import Mixture, lines
 from rocm_ext.data.rows import Rows, open_dataset, tokenize
 from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.model.adapters import peft_files
@@ -76,7 +77,11 @@ class LoRAFinetune:
         for part in filter(None, parts.values()):
             self.learner.check_rows(part, self.columns)
         self.trainer_cls.check(cfg, self.learner, len(rows))
-        self.learner.plan(workload.describe(rows, len(rows), "the run's rows", self.learner.shares))
+        mixture = Mixture.of(cfg.dataset, rows)
+        mixture.check()
+        for line in lines(mixture.table()):
+            log.info("%s", line)
+        self.learner.plan(workload.describe(rows, len(rows), "the run's rows", self.learner.shares, mixture))
         if self.folder.resumed is None:  # a run that has begun has shown that it fits
             self.learner.check_budget()
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rocm_ext.cli._common import console, printable, table
+from rocm_ext.data.mixture import lines
 
 _LONG, _ENDS = 900, 300  # characters of a part of a row that is shown whole, and of each end of a longer one
 _PARTS = 24  # of a sequence that are shown
@@ -24,7 +25,8 @@ def print_rows(content: Mapping[str, Any]) -> None:
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack characters of rows
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     for row in content["shown"]:
-        print(f"row {row['row']}, {printable(row['origin'])}")
+        weight = f", weight {row['weight']:g}" if "weight" in row else ""
+        print(f"row {row['row']}, {printable(row['origin'])}{weight}")
         for sequence in row["sequences"]:
             side = f"{sequence['side']}: " if "side" in sequence else ""
             trained = f", {sequence['trained_tokens']:,} trained" if sequence["trained"] else ""
@@ -35,6 +37,8 @@ def print_rows(content: Mapping[str, Any]) -> None:
             print(_text(parts, colour))
         print()
     _print_numbers("dataset", content["dataset"])
+    for line in lines(content.get("data_sets", ())):
+        print(printable(line))
     if "steps_per_epoch" in content:
         print(
             f"steps of an epoch: {content['steps_per_epoch']:,}, each of {content['rows_per_step']:,} rows on one rank"

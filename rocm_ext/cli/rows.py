@@ -76,6 +76,7 @@ def _chosen(args: argparse.Namespace, lengths: list[int]) -> list[int]:
 def _rows(cfg: Any, family: str, tokenizer: Any, decoder: Any) -> Read:
     """Read the rows of SFT or DPO as the recipe does."""
     from rocm_ext.data.batches import Steps, rows_per_step
+    from rocm_ext.data.mixture import Mixture
     from rocm_ext.data.overview import equal, keys, lengths, numbers, prompt_keys, sequences, shared
     from rocm_ext.data.rows import Rows, open_dataset, origin_of
     from rocm_ext.losses import objective_of
@@ -104,8 +105,10 @@ def _rows(cfg: Any, family: str, tokenizer: Any, decoder: Any) -> Read:
 
     dataset = open_dataset(cfg.dataset, tokenizer, cfg.too_long)
     content, found, origin = described(rows, dataset)
+    mixture = Mixture.of(cfg.dataset, rows)
     steps = Steps(len(rows), rows_per_step(cfg, 1), cfg.max_steps_per_epoch)
     result = {"dataset": content, "steps_per_epoch": steps.per_epoch, "rows_per_step": steps.per_step}
+    result["data_sets"] = mixture.table()
     if validation is not None:
         if cfg.dataset_val is not None:
             dataset = open_dataset(cfg.dataset_val, tokenizer, cfg.too_long)
@@ -117,9 +120,11 @@ def _rows(cfg: Any, family: str, tokenizer: Any, decoder: Any) -> Read:
         result["validation"] = held_out
 
     def show(row: int) -> dict[str, Any]:
-        return {"row": row, "origin": origin(row), "sequences": sequences(rows, row, tokenizer)}
+        weight = {"weight": float(rows.columns["weight"][row][0])} if "weight" in rows.columns else {}
+        return {"row": row, "origin": origin(row), **weight, "sequences": sequences(rows, row, tokenizer)}
 
     def check() -> None:
+        mixture.check()
         for part in filter(None, (rows, validation)):
             recipe.learner.check_rows(part, recipe.columns)
 

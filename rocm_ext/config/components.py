@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from rocm_ext.machine.profile import profile_names
 _COMPONENTS = {"model", "checkpointer", "tokenizer", "dataset", "dataset_val", "optimizer", "lr_scheduler"}
 _COMPONENTS |= {"loss", "metric_logger", "prompts", "eval_prompts", "engine", "verifier", "environment"}
 _LISTS = {"dataset", "dataset_val"}  # these may be lists of components
+WEIGHT = "weight"  # key of the entries of a list in `dataset`, which no component gets
 
 # What the config in a run's folder may name: builders that read the files they are given, and do nothing else.
 # A star stands for the rest of one name.
@@ -84,6 +85,25 @@ def without(node: DictConfig, *keys: str) -> DictConfig:
     return OmegaConf.create({k: v for k, v in node.items() if k not in keys})
 
 
+def data_weights(dataset: Any) -> tuple[float, ...]:
+    """Return the weights of the entries of ``dataset``; () where they have none, or it is no list.
+
+    Raises:
+        UserError: a weight is no number above 0, or some of the entries have none.
+    """
+    nodes = dataset if isinstance(dataset, ListConfig) else []
+    weights = [node.get(WEIGHT) if isinstance(node, DictConfig) else None for node in nodes]
+    given = {i: weight for i, weight in enumerate(weights) if weight is not None}
+    for i, weight in given.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            raise UserError(f"dataset.{i}.weight is {weight!r}; expected a number above 0")
+    if given and len(given) < len(nodes):
+        raise UserError(
+            f"{len(given)} of {len(nodes)} entries of dataset have a weight; give one to all of them or none"
+        )
+    return tuple(map(float, given.values()))
+
+
 def check_components(cfg: DictConfig, defaults: Mapping[str, Any]) -> None:
     """Refuse keys without the component that they need, and arguments that a component does not take.
 
@@ -98,9 +118,12 @@ def check_components(cfg: DictConfig, defaults: Mapping[str, Any]) -> None:
     for key, node in cfg.items():
         if isinstance(node, ListConfig) and key in _COMPONENTS - _LISTS:
             raise UserError(f"{key} is {node!r}; expected one _component_ and its arguments")
+        mixed = key == "dataset" and isinstance(node, ListConfig)
+        if mixed:
+            data_weights(node)
         for part in node if isinstance(node, ListConfig) else [node]:
             if isinstance(part, DictConfig) and COMPONENT in part:
-                _check_arguments(str(key), part)
+                _check_arguments(str(key), part, (COMPONENT, WEIGHT) if mixed else (COMPONENT,))
             elif key in _COMPONENTS and part is not None and not (key in names and isinstance(part, str)):
                 raise UserError(f"{key} must name a _component_ and its arguments, found {part!r}")
 
@@ -147,7 +170,8 @@ def _values(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
         yield path, node
 
 
-def _check_arguments(key: str, node: DictConfig) -> None:
+def _check_arguments(key: str, node: DictConfig, others: Sequence[str]) -> None:
+    """Check the arguments of a component: the keys of ``node`` but for ``others``."""
     try:
         parameters = inspect.signature(_component(node, key)).parameters
     except ValueError:
@@ -155,10 +179,11 @@ def _check_arguments(key: str, node: DictConfig) -> None:
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     for name in map(str, node):
-        if name == COMPONENT:
+        if name in others:
             continue
         if name not in parameters:
-            raise UserError(f"unknown key {key}.{name} for {node[COMPONENT]}{nearest(name, parameters)}")
+            hint = "; it is for a list of data sets to train on" if key in _LISTS and name == WEIGHT else ""
+            raise UserError(f"unknown key {key}.{name} for {node[COMPONENT]}{hint or nearest(name, parameters)}")
         kinds = str(getattr(parameters[name].annotation, "__name__", parameters[name].annotation)).split(" | ")
         value = None if OmegaConf.is_interpolation(node, name) else node[name]
         if isinstance(value, str) and set(kinds) - {"None"} in ({"int"}, {"float"}, {"int", "float"}):

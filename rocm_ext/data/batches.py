@@ -19,8 +19,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.data.mixture import Mixture, mixed_order
 from rocm_ext.data.render import IGNORE
 from rocm_ext.data.rows import ROUTES, Rows, flat, labelled
+from rocm_ext.data.sources import ROW_WEIGHT
 
 _WORTH_SHARING = 16  # tokens
 
@@ -83,6 +85,7 @@ class Steps:
         limit: maximum number of steps per epoch; None: no limit.
         data_seed: together with the epoch, determines the order of rows.
         shuffle: whether to shuffle the rows; False keeps their order.
+        mixture: data sets that the rows come from, whose weights an epoch follows.
     """
 
     rows: int
@@ -90,6 +93,7 @@ class Steps:
     limit: int | None = None
     data_seed: int = 0
     shuffle: bool = True
+    mixture: Mixture | None = None
 
     @property
     def per_epoch(self) -> int:
@@ -98,7 +102,13 @@ class Steps:
         return min(steps, self.limit) if self.limit else steps
 
     def order(self, epoch: int) -> list[int]:
-        """Return the order of rows in an epoch; it equals that of torch's ``DistributedSampler`` with one replica."""
+        """Return the order of rows in an epoch.
+
+        Without weights it equals that of torch's ``DistributedSampler`` with one replica.
+        """
+        if self.mixture is not None and self.mixture.weights:
+            length = min(self.rows, self.per_epoch * self.per_step)
+            return mixed_order(self.mixture, epoch, length, self.data_seed if self.shuffle else None)
         return _order(self.rows, self.data_seed + epoch) if self.shuffle else list(range(self.rows))
 
     def __getitem__(self, step: int) -> list[int]:
@@ -318,13 +328,14 @@ class Update:
 
     Attributes:
         batches: this rank's micro-batches.
-        labels: number of labels, over all ranks.
-        sequences: number of sequences that have a label, over all ranks; GRPO's also counts those that teach nothing.
+        labels: number of labels, over all ranks, each counted with the weight of its row.
+        sequences: number of sequences that have a label, over all ranks, with the weights of their rows; GRPO's also
+            counts those that teach nothing.
         rows: numbers of the rows, over all ranks, for messages.
     """
 
     batches: list[MicroBatch]
-    labels: int
+    labels: float
     sequences: float
     rows: Sequence[int]
 
@@ -377,7 +388,11 @@ class StepLoader(Dataset):
     ) -> None:
         self._rows, self._steps, self._layout = rows, steps, layout
         self._num_workers, self._pin_memory = num_workers, pin_memory
-        self._sizes, self._counts = row_sizes(rows, layout.share and not count_shared), label_counts(rows)
+        self._sizes = row_sizes(rows, layout.share and not count_shared)
+        self._counts: list[tuple[float, float]] = [*label_counts(rows)]
+        if ROW_WEIGHT in rows.columns:
+            weights = (float(row[0]) for row in rows.columns[ROW_WEIGHT])
+            self._counts = [(n * w, count * w) for (n, count), w in zip(self._counts, weights, strict=True)]
 
     def __getitem__(self, step: int) -> Update:
         indices, layout = self._steps[step], self._layout

@@ -23,6 +23,7 @@ from rocm_ext.base.files import replace_folder
 from rocm_ext.base.importing import COMPONENT
 from rocm_ext.base.log import log, warn
 from rocm_ext.base.supervised import beating
+from rocm_ext.config.components import WEIGHT
 from rocm_ext.data.loading import local_files
 from rocm_ext.data.rows import Ragged, Rows, flat
 from rocm_ext.machine.bench_file import cache_folder
@@ -95,6 +96,7 @@ def what_makes(cfg: DictConfig, dataset: Any, **policies: Any) -> dict[str, Any]
         return None
     if not all(isinstance(node, dict) and node.get(COMPONENT) in _KNOWN for node in nodes):
         return None
+    nodes = [{key: value for key, value in node.items() if key != WEIGHT} for node in nodes]  # decides no row
     chat = [cfg.chat_template, cfg.chat_template_args, str(cfg.chat_template_date)]
     template, folder = os.path.expanduser(str(cfg.chat_template)), cfg.checkpointer.get("checkpoint_dir")
     named = [Path(value) for value in tokenizer.values() if isinstance(value, str) and os.path.isfile(value)]
@@ -151,7 +153,8 @@ def _open(folder: Path) -> Rows | None:
         per_row = [tuple(lengths[start:end]) for start, end in pairwise([0, *ends])]
         columns = {name: Ragged(arrays[f"column {name}"], arrays["bounds"]) for name in meta["columns"]}
         tokens, labels = (Ragged(arrays[name], arrays["bounds"]) for name in ("tokens", "labels"))
-        rows = Rows(tokens, labels, per_row, meta["counts"], columns, meta["said"], arrays["numbers"], meta["first"])
+        facts = meta["counts"], columns, meta["said"], arrays["numbers"], meta["first"], meta["ends"]
+        rows = Rows(tokens, labels, per_row, *facts)
         rows.known[tuple(columns)] = meta["fingerprint"]
     except (FileNotFoundError, EOFError, ValueError) as error:
         log.warning("%s is damaged (%s); the rows are read anew", folder, one_line(error))
@@ -182,7 +185,7 @@ def _keep(folder: Path, rows: Rows) -> None:
             for name, array in arrays.items():
                 np.save(aside / f"{name}.npy", array)
             sums = {file.name: _sum(file) for file in aside.iterdir()}
-            facts = {"counts": rows.counts, "first": rows.first, "said": rows.said}
+            facts = {"counts": rows.counts, "first": rows.first, "said": rows.said, "ends": list(rows.ends)}
             meta = {**facts, "sums": sums, "columns": list(rows.columns)}
             rows.known[tuple(rows.columns)] = rows.fingerprint()
             text = json.dumps({**meta, "fingerprint": rows.fingerprint()})

@@ -10,7 +10,7 @@ from rocm_ext.data.loading import open_source
 from rocm_ext.data.messages import REASONING, Turn, to_tools, to_turns, with_system
 from rocm_ext.data.render import Steps, render_turns
 from rocm_ext.data.rows import SIDE, SIDES
-from rocm_ext.data.sources import EXTRAS, SourceDataset
+from rocm_ext.data.sources import EXTRAS, SourceDataset, weight_in
 
 FIELDS = ("prompt", *SIDES, "completion", *KTO, *EXTRAS)
 _PAIRED = {*SIDES, "rejected_response", "rejected_messages", "preferred_output"}  # columns that only pairs have
@@ -39,7 +39,7 @@ def preference_dataset(
     - texts without ``prompt``, written as in Anthropic's hh-rlhf: ``\\n\\nHuman: …\\n\\nAssistant: …``
 
     What both conversations begin with is the prompt. The answer of a side is every assistant turn after that, and
-    only the answers have labels. Rows may also have ``system`` and ``tools``, as in
+    only the answers have labels. Rows may also have ``system``, ``tools`` and ``weight``, as in
     :func:`rocm_ext.data.sft_dataset`.
 
     Or each row has one answer and ``label`` or ``kto_tag``, which says whether it is good, for
@@ -89,9 +89,9 @@ class PreferenceDataset(SourceDataset):
             found += ([], []) if empty else (yield from render_turns(self.tokenizer, answers, tools=tools))
         self._note(index, [turn for turns in sides for turn in turns])
         if "completion" in fields:
-            return {"tokens": found[0], "labels": found[1], SIDE: 1 if fields["label"] else -1}
+            return {"tokens": found[0], "labels": found[1], SIDE: 1 if fields["label"] else -1, **weight_in(fields)}
         names = [f"{side}_{what}" for side in SIDES for what in ("input_ids", "labels")]
-        return dict(zip(names, found, strict=True))
+        return {**dict(zip(names, found, strict=True)), **weight_in(fields)}
 
     def _fields(self, index: int) -> dict[str, Any]:
         """Return the values of a row under our column names: those of a pair, or ``completion`` and ``label``."""

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -21,13 +22,16 @@ from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.base.log import log, warn
 from rocm_ext.base.supervised import beat
+from rocm_ext.config.components import WEIGHT, without
 from rocm_ext.data.loading import about_bad_rows
 from rocm_ext.data.render import IGNORE, unlimited
-from rocm_ext.data.sources import SourceDataset
+from rocm_ext.data.sources import ROW_WEIGHT, SourceDataset
 from rocm_ext.data.tokenizer import ChatTokenizer
 
 ROUTES = "routes"  # the column that has the experts of sampling, see `MicroBatch.routes`: [s, layers * chosen] int16
 SIDES = ("chosen", "rejected")
+_NO_WEIGHT = "dropped_weight_0"
+_LEAST_WEIGHT = 1e-30  # above 0; fp32 has it and its reciprocal
 _ALL_BAD = 100  # first rows after which, all being bad, the rest is not read
 SIDE = "side"  # the column that is 1 in the chosen side of a pair and in a good answer, -1 in the others
 
@@ -47,7 +51,8 @@ def open_dataset(cfg: Any, tokenizer: Any, too_long: str) -> Dataset:
         UserError: the component does not exist, or rejects its arguments.
     """
     if OmegaConf.is_list(cfg) and cfg:
-        return ConcatDataset([open_dataset(part, tokenizer, too_long) for part in cfg])
+        parts = [without(part, WEIGHT) if OmegaConf.is_dict(part) else part for part in cfg]
+        return ConcatDataset([open_dataset(part, tokenizer, too_long) for part in parts])
     component = cfg.get(COMPONENT) if OmegaConf.is_dict(cfg) else None
     if component is None:
         raise UserError("dataset needs a _component_, such as rocm_ext.data.sft_dataset, or a list of them")
@@ -135,6 +140,7 @@ class Rows:
         said: warnings that reading them gave.
         numbers: number of each row in its dataset, from 0, for :func:`origin_of`; empty: they come from no dataset.
         first: origin of the first row that each count but ``rows`` has counted.
+        ends: of each data set that they come from, the number behind that of its last row.
         known: :meth:`fingerprint` by the names of the columns, where it was stored with the rows.
         beside: other rows for the same training, see :func:`rocm_ext.train.scoring.set_baseline`.
     """
@@ -147,6 +153,7 @@ class Rows:
     said: list[str] = field(default_factory=list)
     numbers: Sequence[int] | np.ndarray = field(default_factory=lambda: array("q"))
     first: dict[str, str] = field(default_factory=dict)
+    ends: Sequence[int] = ()
     known: dict[tuple[str, ...], str] = field(default_factory=dict, init=False)
     beside: dict[str, "Rows"] = field(default_factory=dict, init=False)
 
@@ -234,7 +241,7 @@ class Rows:
         columns = {name: take(column) for name, column in self.columns.items()}
         numbers = take(self.numbers) if len(self.numbers) else []
         kept = take(self.tokens), take(self.labels), take(self.lengths)
-        return Rows(*kept, self.counts, columns, numbers=numbers, first=self.first)
+        return Rows(*kept, self.counts, columns, numbers=numbers, first=self.first, ends=self.ends)
 
     def joined(self, parts: Iterable[Sequence[int]]) -> "Rows":
         """Return rows that have all sequences of several of these rows.
@@ -357,11 +364,12 @@ def tokenize(
 ) -> Rows:
     """Read the rows of a map-style dataset into memory.
 
-    Rows without a label that the loss can use are dropped and counted, including those that lose it when truncated.
+    Rows without a label that the loss can use are dropped and counted, including those that lose it when truncated, and
+    those of weight 0. Where a weight is not 1, rows get the column ``weight``, the same value at each token of a row.
 
     Args:
         dataset: dataset in torchtune's form, whose items have ``tokens`` and ``labels``; ``PackedDataset`` works too,
-            and ``PreferenceDataset``, whose pairs :class:`_PairReader` reads.
+            and ``PreferenceDataset``, whose pairs :class:`_PairReader` reads. An item may have a ``weight``.
         max_seq_len: maximum length of a row in tokens; None: no limit.
         too_long: policy for longer rows: ``truncate`` (cut at the end), ``drop`` or ``error``.
         progress: whether to show a progress bar.
@@ -377,8 +385,9 @@ def tokenize(
     if not hasattr(dataset, "__len__"):
         raise UserError(f"{type(dataset).__name__} has no length; only map-style datasets can be trained on")
     chosen = range(0, len(dataset), every)
-    numbers = array("q")
-    rows = Rows(Ragged(), Ragged(), [], {"rows": len(chosen)}, numbers=numbers)
+    numbers, weights = array("q"), array("f")
+    ends = list(getattr(dataset, "cumulative_sizes", [len(dataset)]))
+    rows = Rows(Ragged(), Ragged(), [], {"rows": len(chosen)}, numbers=numbers, ends=ends)
     foreign = not all(isinstance(part, SourceDataset) for part in getattr(dataset, "datasets", [dataset]))
     limits = _LengthLimits(max_seq_len, positions, too_long, foreign)
     reader: _Reader | None = None
@@ -395,9 +404,14 @@ def tokenize(
                 mixed = " and ".join(sorted((reader.what, kind.what)))
                 raise WrongRow(f"{origin_of(dataset, index)}: {mixed} in one dataset; train on them in separate runs")
             before = {**rows.counts}
-            reader.add(item, partial(origin_of, dataset, index))
-            numbers.extend([index] * (len(rows) - len(numbers)))
-            for what in (what for what, count in rows.counts.items() if count != before[what]):
+            if weight := _weight(item):
+                reader.add(item, partial(origin_of, dataset, index))
+            else:
+                rows.counts[_NO_WEIGHT] = rows.counts.get(_NO_WEIGHT, 0) + 1
+            added = len(rows) - len(numbers)
+            numbers.extend([index] * added)
+            weights.extend([weight] * added)
+            for what in (what for what, count in rows.counts.items() if count != before.get(what, 0)):
                 rows.first.setdefault(what, origin_of(dataset, index))
         except WrongRow:
             raise
@@ -420,7 +434,13 @@ def tokenize(
         rows.said.append(f"{name}: none of {len(rows):,} answers is {missing[0]}; add some, which the loss needs")
     warn(rows.said)
     if not len(rows):
-        raise UserError(f"{name}: 0 of {len(chosen)} rows left{'' if reader is None else f': {reader.dropped()}'}")
+        why = "" if reader is None else f": {reader.dropped()}"
+        why += f", {rows.counts[_NO_WEIGHT]} have weight 0" if _NO_WEIGHT in rows.counts else ""
+        raise UserError(f"{name}: 0 of {len(chosen)} rows left{why}")
+    if any(weight != 1 for weight in weights):
+        # views of one number each
+        column = [np.broadcast_to(np.float32(w), len(row)) for w, row in zip(weights, rows.tokens, strict=True)]
+        rows.columns[ROW_WEIGHT] = column
     if foreign and max_seq_len and all(labels[-1] == IGNORE for labels in rows.labels):
         log.warning(
             "the last token of every row is masked, so the model will not learn to stop: torchtune's tokenizers mask "
@@ -618,6 +638,16 @@ class _PairReader(_Reader):
     def dropped(self) -> str:
         dropped = {what: count for what, count in self._counts.items() if what.startswith("dropped")}
         return ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in dropped.items()) + f" ({self._limits})"
+
+
+def _weight(item: Mapping[str, Any]) -> float:
+    """Return the weight of a dataset's item, 1 where it has none; a cell of a table is text."""
+    value = item.get(ROW_WEIGHT, 1.0)
+    with suppress(TypeError, ValueError):
+        weight = math.nan if isinstance(value, bool) else float(value)
+        if weight == 0 or _LEAST_WEIGHT < weight < 1 / _LEAST_WEIGHT:
+            return weight
+    raise ValueError(f"weight is {value!r}; expected a number of at least 0")
 
 
 def _is_pair(item: Mapping[str, Any]) -> bool:

@@ -22,7 +22,8 @@ SCHEMAS = {  # the columns that a row needs; alpaca's ALPACA are optional
     "alpaca": ("instruction", "output"),
     "text": ("text",),
 }
-EXTRAS = ("system", "tools")  # columns that every schema but text may have
+ROW_WEIGHT = "weight"  # column of any schema
+EXTRAS = ("system", "tools", ROW_WEIGHT)  # columns that every schema may have; text has the last one only
 FIELDS = (*ALPACA, *EXTRAS, *(field for fields in SCHEMAS.values() for field in fields))
 _TOGETHER = 128  # rows that are tokenised at once
 NEEDS = ", ".join(f"{name} ({' + '.join(fields)})" for name, fields in SCHEMAS.items())
@@ -56,6 +57,9 @@ def sft_dataset(
     Rows of the first four may also have ``system``, the text of the system message, and ``tools``, the JSON schemas
     of functions that the assistant may call (a list, or JSON text). ``chat_template: none`` takes prompt_completion
     with strings, and text.
+
+    A row of any schema may have ``weight``, a number that multiplies its value in the loss; rows without it have 1. A
+    row of weight 0 is left out. The flag ``weight`` of a message, 0 or 1, says whether the loss covers it.
 
     Args:
         tokenizer: a torchtune model tokenizer.
@@ -94,6 +98,11 @@ def sft_dataset(
         train_on_input=train_on_input,
         source=source,
     )
+
+
+def weight_in(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the weight in a row's values, for an item of a dataset; empty: it has none."""
+    return {ROW_WEIGHT: fields[ROW_WEIGHT]} if ROW_WEIGHT in fields else {}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -206,7 +215,7 @@ class ConversationDataset(SourceDataset):
             end = getattr(self.tokenizer, "end_of_text", self.tokenizer.eos_id)
             tokens = self.tokenizer.encode(text, add_bos=True, add_eos=False)
             tokens = [*tokens, *end_of(tokens, self.tokenizer, end)]
-            return {"tokens": tokens, "labels": list(tokens)}
+            return {"tokens": tokens, "labels": list(tokens), **weight_in(fields)}
         plain = isinstance(getattr(self.tokenizer, "renderer", None), PlainRenderer)
         tools = to_tools(fields.get("tools"))
         messages = self._messages(schema, fields, tools)
@@ -215,7 +224,7 @@ class ConversationDataset(SourceDataset):
         turns = to_turns(messages)
         tokens, labels = yield from render_turns(self.tokenizer, turns, self.train_on_input, tools, self.last_turn)
         self._note(index, turns)
-        return {"tokens": tokens, "labels": labels}
+        return {"tokens": tokens, "labels": labels, **weight_in(fields)}
 
     def _fields(self, index: int) -> tuple[str, dict[str, Any]]:
         """Return the schema that matches a row, and the row's values under our column names.
@@ -244,7 +253,11 @@ class ConversationDataset(SourceDataset):
             )
         if fits[0] != "text":
             refuse_kto(fields)
-        used = {*SCHEMAS[fits[0]], *(EXTRAS if fits[0] != "text" else ()), *(ALPACA if fits[0] == "alpaca" else ())}
+        used = {
+            *SCHEMAS[fits[0]],
+            *(EXTRAS if fits[0] != "text" else (ROW_WEIGHT,)),
+            *(ALPACA if fits[0] == "alpaca" else ()),
+        }
         self._use(used)
         return fits[0], fields
 

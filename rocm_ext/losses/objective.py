@@ -97,6 +97,10 @@ class Objective(ABC):
     - ``entropy_weight``: what :meth:`denominator` returned, divided by the step's labels; a training step sets it; 0 in
       validation.
 
+    Where the rows have a column ``weight``, the same for all labels of a row, it multiplies value and derivative that
+    :meth:`terms` returns, and labels and sequences count with it in :meth:`denominator`. So only ratios of weights
+    within a step matter: if all are 2, the loss is the same as if all are 1. Measurements have no weights.
+
     Inside :meth:`measuring`, ``tally`` takes what :meth:`terms` measures beside the loss; otherwise it is None. The
     trainer writes these means and maxima to ``metrics.jsonl``.
 
@@ -197,8 +201,8 @@ class Objective(ABC):
         """Compute the divisor of the sum over a step.
 
         Args:
-            labels: number of labels in the whole step.
-            sequences: number of sequences in the whole step that have a label.
+            labels: number of labels in the whole step, each counted with its weight.
+            sequences: number of sequences in the whole step that have a label, each counted with its weight.
         """
         if self.normalize == "tokens":
             return labels
@@ -241,7 +245,9 @@ class _Labels:
 
     def __init__(self, objective: Objective, targets: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> None:
         self.objective, self.targets, self.columns, self.sequence = objective, targets, columns, sequence
-        self._weights = objective.weights(sequence)
+        self._weights, of_rows = objective.weights(sequence), columns.get("weight")
+        if of_rows is not None:
+            self._weights = of_rows if self._weights is None else self._weights * of_rows
         self._whole: Terms | None = None
         # Weights of 1/length would push gradients of 16-bit logits below the smallest fp16. So weights are at least 1
         # while gradients are 16 bits wide, and `scale` is multiplied in afterwards, together with the loss scale.

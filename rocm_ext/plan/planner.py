@@ -150,7 +150,8 @@ class TrainingPlanner:
         One has the most tokens. Where sequences share some, another one may have the most tokens for attention.
         """
         cfg, per_row = self.cfg, self.rows.per_row
-        steps = Steps(len(per_row), self.rows_per_step, cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle)
+        order = cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle, self.rows.mixture
+        steps = Steps(len(per_row), self.rows_per_step, *order)
         packed = self.decoder.packs
         # rows that are not packed are padded to the longest
         sizes = [lambda piece: sum(piece[0]) if packed else len(piece[0]) * max(piece[0], default=0)]

@@ -7,12 +7,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
 from rocm_ext.config.algorithms import updates_of_pass
 from rocm_ext.data.batches import label_counts, shared_beginnings
+from rocm_ext.data.mixture import Mixture
 from rocm_ext.data.render import render_prompt
 from rocm_ext.data.rows import SIDE, Rows, open_dataset, tokenize
 from rocm_ext.data.tokenizer import open_tokenizer
@@ -54,6 +56,7 @@ class Workload:
         shared: mean number of tokens of a row that its second sequence shares with the first, and that only attention
             computes twice; not part of ``mean``.
         most: the most rows of an optimiser step, where steps differ; None: they are alike.
+        mixture: data sets that the rows come from; means are those of an epoch that follows their weights.
     """
 
     longest: int
@@ -65,6 +68,7 @@ class Workload:
     sequences: float = 1.0
     shared: float = 0.0
     most: int | None = None
+    mixture: Mixture | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,8 @@ def sft_rows(cfg: DictConfig, known: Known, share: bool = False) -> Workload:
         every = max(1, -(-count // _LOOKED_AT))
         policies = {"too_long": cfg.too_long, "bad_rows": cfg.bad_rows}
         rows = tokenize(dataset, max_seq_len=limit, progress=False, every=every, **policies)
-        workload = describe(rows, count, f"{rows.counts['rows']:,} of {count:,} rows read", share)
+        read = f"{rows.counts['rows']:,} of {count:,} rows read"
+        workload = describe(rows, count, read, share, Mixture.of(cfg.dataset, rows))
     else:
         objective = objective_of(config.instantiate(cfg.loss, key="loss"))
         pairs = SIDE in objective.columns and not isinstance(objective, UnpairedPreference)
@@ -120,7 +125,7 @@ def sft_rows(cfg: DictConfig, known: Known, share: bool = False) -> Workload:
     return replace(workload, mean=mean, count=known.rows or workload.count)
 
 
-def describe(rows: Rows, count: int, source: str, share: bool = False) -> Workload:
+def describe(rows: Rows, count: int, source: str, share: bool = False, mixture: Mixture | None = None) -> Workload:
     """Summarise tokenised ``rows``, a sample of ``count`` rows.
 
     Args:
@@ -128,22 +133,29 @@ def describe(rows: Rows, count: int, source: str, share: bool = False) -> Worklo
         count: number of rows that the run has.
         source: origin of the rows, for the user.
         share: whether sequences of a row share their beginnings, see :func:`rocm_ext.data.batches.collate`.
+        mixture: data sets that the rows come from.
     """
     per_row = []
     for tokens, lengths, (labels, _) in zip(rows.tokens, rows.lengths, label_counts(rows), strict=True):
         shared = shared_beginnings(tokens, lengths) if share else [0] * len(lengths)
         unshared = tuple(length - common for length, common in zip(lengths, shared, strict=True))
         per_row.append((unshared, tuple(shared), labels))
-    sizes = [sum(unshared) for unshared, _, _ in per_row]
+    sums = np.array([(sum(unshared), targets, len(unshared), sum(shared)) for unshared, shared, targets in per_row])
+    often = None  # of each row: how many times an epoch has it
+    if mixture is not None and mixture.weights:
+        of_sets = [given / max(1, rows) for given, rows in zip(mixture.shares, mixture.rows, strict=True)]
+        often = np.repeat(of_sets, mixture.rows)
+    mean, targets, sequences, shared = np.average(sums, 0, often).tolist()
     return Workload(
-        longest=max(sizes),
-        mean=fmean(sizes),
-        supervised=sum(targets for _, _, targets in per_row) / sum(sizes),
+        longest=int(sums[:, 0].max()),
+        mean=mean,
+        supervised=targets / mean,
         count=count,
         source=source,
         per_row=tuple(per_row),
-        sequences=fmean(map(len, rows.lengths)),
-        shared=fmean(sum(shared) for _, shared, _ in per_row),
+        sequences=sequences,
+        shared=shared,
+        mixture=mixture,
     )
 
 

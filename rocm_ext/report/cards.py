@@ -84,6 +84,10 @@ def _last_sign(run: RunFolder) -> str:
 
 
 def _sft(run: RunFolder) -> Iterator[tuple[str, str]]:
+    sets = run.summary.get("data_sets")
+    sets = [part for part in sets if isinstance(part, dict)] if isinstance(sets, list) else []
+    given = (f"{part.get('name')}: {number(part.get('rows_given')):,.0f} rows" for part in sets)
+    yield "Rows given by", " · ".join(given)
     yield "Loss", _ends(run.steps["loss"])
     validation = run.validations["val_loss"]
     if np.isfinite(validation).any():

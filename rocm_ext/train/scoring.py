@@ -168,7 +168,7 @@ def validation_loss(learner: Learner, rows: Rows) -> tuple[float, int, dict[str,
     loader = StepLoader(rows, steps, learner.layout, cfg.num_workers, cfg.pin_memory)
     learner.model.eval()
     objective.entropy_weight = 0.0  # a training step sets it
-    labels, sequences = 0, 0.0
+    labels = sequences = 0.0  # with the weights of their rows
     summed = torch.zeros((), dtype=torch.float64, device=learner.runtime.device)  # read once, at the end
     with objective.measuring() as tally:
         for update in loader.range(0, steps.per_epoch):
@@ -178,7 +178,8 @@ def validation_loss(learner: Learner, rows: Rows) -> tuple[float, int, dict[str,
     learner.model.train()
     total, measured = ranks.sum([summed.item(), len(tally)])
     measurements = tally.result(ranks) if measured else {}
-    return total / objective.denominator(labels, sequences), labels, measurements
+    count = sum(of_row for of_row, _ in label_counts(rows))
+    return total / objective.denominator(labels, sequences), count, measurements
 
 
 def set_baseline(learner: Learner, rows: Rows, numbers: Iterable[int]) -> None:

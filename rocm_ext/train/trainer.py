@@ -14,6 +14,7 @@ from rocm_ext.base import supervised
 from rocm_ext.base.errors import UserError, nearest
 from rocm_ext.base.log import Progress, log
 from rocm_ext.data.batches import StepLoader, Steps, Update, rows_per_step
+from rocm_ext.data.mixture import Mixture
 from rocm_ext.data.rows import Rows
 from rocm_ext.train.checkpoint import FREE_KEYS
 from rocm_ext.train.learner import Learner
@@ -40,6 +41,7 @@ class Trainer(Training):
 
     Attributes:
         steps: the rows of each step.
+        mixture: the data sets that the rows come from.
         step: optimiser steps done; it determines all other progress.
         total_steps: optimiser steps of all epochs.
         best: loss, step and adapter of the best validation by ``early_stopping_metric`` so far, with the metric and its
@@ -70,7 +72,9 @@ class Trainer(Training):
         for part in filter(None, (rows, validation_rows)):
             learner.check_rows(part)
         per_step = rows_per_step(cfg, self.ranks.world)
-        self.steps = Steps(len(rows), per_step, cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle)
+        self.mixture = Mixture.of(cfg.dataset, rows)
+        order = cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle, self.mixture
+        self.steps = Steps(len(rows), per_step, *order)
         self.loader = StepLoader(rows, self.steps, learner.layout, cfg.num_workers, cfg.pin_memory)
 
     def open(self) -> None:
@@ -111,11 +115,13 @@ class Trainer(Training):
 
     def identity(self) -> dict[str, Any]:
         """Return what a run must share with the one it resumes, beside the config."""
+        mixture = self.mixture
         return {
             **super().identity(),
             "data": self.rows.fingerprint(),
             "validation data": self.validation_rows.fingerprint() if self.validation_rows else None,
             "rows per step": self.steps.per_step,
+            "rows and weights of the data sets": str(mixture.rows + mixture.weights) if mixture.weights else None,
         }
 
     def keeps_line(self, line: dict[str, Any]) -> bool:
@@ -281,6 +287,7 @@ class Trainer(Training):
         return {
             **summarize(self.folder.path / "metrics.jsonl"),
             "rows": self.rows.counts,
+            "data_sets": self.mixture.table(self.steps[step] for step in range(self.step)),
             "best_validation": best,
             "adapter_is": f"best by {self._metric_name}" if self.takes_best else "last",
             **super().summary(),

@@ -11,8 +11,10 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 
 from rocm_ext import cli, config
 from rocm_ext.base import registry
+from rocm_ext.data.mixture import Mixture
 from rocm_ext.data.rows import labelled
 from rocm_ext.data.tokenizer import open_tokenizer
+from rocm_ext.plan import workload
 from rocm_ext.rl.prompts import PromptSet
 from tests.kit import grpo_runs, raft_runs
 from tests.kit.families import CHATML
@@ -124,6 +126,30 @@ def test_numbers_and_spans_are_those_of_the_recipe(rows, folder, tmp_path):
     assert (validation["kept"], validation["trained_on"], validation["prompt_trained_on"]) == (3, 1, 2)
     assert validation["first_trained_on"] == [[f"{held_out['source']}:1", f"{data['source']}:4"]]
     assert (found["steps_per_epoch"], found["rows_per_step"]) == (1, 8)
+
+
+def test_data_sets_and_their_weights(rows, tmp_path):
+    """The memory plan's means are those of an epoch."""
+    one = write(tmp_path / "one.jsonl", [chat("a", "b " * i) for i in range(1, 8)])
+    two = write(tmp_path / "two.jsonl", [chat("q", "r " * 60)])
+    changes = {"dataset": [{**one, "weight": 1}, {**two, "weight": 3}]}
+    code, out, err = rows(**changes)
+    assert code == 0, err
+    assert f"{one['source']}: 7 rows, 25.0% of an epoch (2 rows, weight 1)\n{two['source']}: 1 rows, 75.0%" in out
+    parts = as_json(rows("--json", **changes))["data_sets"]
+    assert [(part["rows"], part["weight"], part["rows_of_epoch"]) for part in parts] == [(7, 1, 2), (1, 3, 6)]
+    parts = as_json(rows("--json", dataset=[one, two]))["data_sets"]
+    assert [(part["weight"], part["rows_of_epoch"]) for part in parts] == [(None, 7), (None, 1)]
+    assert as_json(rows("--json", dataset=one))["data_sets"] == []
+    rows(**changes)
+    recipe = of_recipe(LoRAFinetune, tmp_path / "run.yaml")
+    mixture = Mixture.of(recipe.cfg.dataset, recipe.rows)
+    work = workload.describe(recipe.rows, 8, "test", mixture=mixture)
+    sizes = np.array([len(tokens) for tokens in recipe.rows.tokens])
+    assert work.mean == pytest.approx((2 * sizes[:7].mean() + 6 * sizes[7]) / 8)
+    code, _, err = rows(dataset=[{**one, "weight": 1}, {**two, "weight": 1e-3}])
+    assert code == 1
+    assert f"dataset {two['source']}: its weight is too small for an epoch of 8 rows" in err
 
 
 @pytest.mark.parametrize("template", ["auto", "torchtune"])

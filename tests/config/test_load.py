@@ -112,6 +112,8 @@ def test_auto_on_a_machine_without_a_gpu(run, monkeypatch):
         ("", ["device.index=4"], "unknown key device.index: device is 'cuda'"),
         ("loss: {_component_: rocm_ext.losses.CrossEntropy, chunks: 4}", [], "unknown key loss.chunks"),
         ("dataset_val: [{_component_: rocm_ext.data.sft_dataset, sorce: a}]", [], "dataset_val.sorce"),
+        ("", ["dataset.weight=4"], "unknown key dataset.weight .*; it is for a list of data sets to train on"),
+        ("dataset_val: [{_component_: rocm_ext.data.sft_dataset, weight: 1}]", [], "dataset_val.weight .*list"),
         ("", ["hardware=mi300"], "hardware=mi300 is unknown.*did you mean mi300x"),
     ],
 )

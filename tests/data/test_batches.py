@@ -1,13 +1,16 @@
 """Micro-batches: however rows are cut, each label is computed once, from the token before it."""
 
 import multiprocessing
-from itertools import chain
+from collections import Counter
+from dataclasses import replace
+from itertools import chain, pairwise
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rocm_ext.data.batches import Layout, StepLoader, Steps, collate, count_labels, cut
+from rocm_ext.data.mixture import Mixture
 from rocm_ext.data.render import IGNORE
 from rocm_ext.data.rows import Rows, labelled
 
@@ -70,6 +73,37 @@ def test_each_label_is_computed_once(drawn, packed, ranks, budget, multiple):
         assert batch.columns["half"].tolist() == [label / 2 for label in batch.targets]
         assert batch.sequence.tolist() == [n for n, labels in enumerate(found) for _ in labels]
         assert batch.sequences == len(found)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    parts=st.lists(st.tuples(st.integers(1, 30), st.floats(0.05, 20)), min_size=1, max_size=4),
+    per_step=st.integers(1, 9),
+    seed=st.integers(0, 3) | st.none(),
+)
+def test_weights_decide_shares_of_epochs_and_steps(parts, per_step, seed):
+    sizes, weights = zip(*parts, strict=True)
+    mixture, total = Mixture(tuple(map(str, sizes)), sizes, weights), sum(sizes)
+    steps = Steps(total, per_step, None, seed or 0, seed is not None, mixture)
+    exact = [total * weight / sum(weights) for weight in weights]
+    ends, seen = np.cumsum(sizes), Counter[int]()
+    for epoch in range(3):
+        rows = list(chain(*(steps[epoch * steps.per_epoch + i] for i in range(steps.per_epoch))))
+        assert len(rows) == total
+        sets = np.searchsorted(ends, rows, side="right")
+        assert np.bincount(sets, minlength=len(sizes)).tolist() == mixture.shares
+        for number, share in enumerate(exact):
+            assert abs(mixture.shares[number] - share) < 1
+            even = np.arange(1, total + 1) * mixture.shares[number] / total
+            assert np.abs(np.cumsum(sets == number) - even).max() <= 1 + len(sizes) / 2
+        seen.update(rows)
+    for start, end in pairwise([0, *ends.tolist()]):  # of a data set, no row comes again before all others have come
+        counts = [seen[row] for row in range(start, end)]
+        assert max(counts) - min(counts) <= 1
+    short = replace(steps, limit=max(1, steps.per_epoch // 2))  # goes through all rows, too, in more epochs
+    assert [short[i] for i in range(short.per_epoch)] == [steps[i] for i in range(short.per_epoch)]
+    in_order = Steps(total, per_step, mixture=replace(mixture, weights=()), data_seed=seed or 0)
+    assert in_order[0] == Steps(total, per_step, data_seed=seed or 0)[0]
 
 
 def test_workers_are_forks():

@@ -21,8 +21,9 @@ from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS
 from rocm_ext.base.errors import UserError
 from rocm_ext.data import loading, sft_dataset
 from rocm_ext.data.dialects import FLAGS, ROLES
+from rocm_ext.data.mixture import Mixture
 from rocm_ext.data.render import IGNORE, render_conversation, render_prompt
-from rocm_ext.data.rows import open_dataset, origin_of, tokenize
+from rocm_ext.data.rows import Rows, open_dataset, origin_of, tokenize
 from tests.kit.chats import Foreign, assistant, labelled_text, user
 from tests.kit.lines import one_line_has
 
@@ -251,6 +252,24 @@ BAD_ROWS = [({"messages": messages}, says) for messages, says in BAD_MESSAGES] +
     ({**ALPACA, "kto_tag": "true"}, "kto_tag is true.*KTO"), ({**ALPACA, "text": "x"}, "alpaca and text.*set schema"),
     ({**ALPACA, "history": [["q"]]}, r"history must be a list of pairs.*\[\['q'\]\]"),
 ]  # fmt: skip
+
+
+def test_weights_of_rows(qwen, rows, messages):
+    four = {"text": "x", "weight": 2}, PAIR, {"messages": QA, "weight": "0.5"}, {**ALPACA, "weight": 0}
+    found = read(sft_dataset(qwen, source=(source := rows(*four))))
+    weights = [set(column.tolist()) for column in found.columns["weight"]]
+    assert weights == [{2.0}, {1.0}, {0.5}]
+    assert (found.counts["dropped_weight_0"], found.first["dropped_weight_0"]) == (1, f"{source}:4")
+    assert [set(column.tolist()) for column in found.part([2]).columns["weight"]] == [{0.5}]
+    assert not [text for text in messages if "not used" in text]
+    assert read(sft_dataset(qwen, source=rows({**PAIR, "weight": 1}, PAIR))).columns == {}
+    with pytest.raises(UserError, match=r"0 of 2 rows left: .*, 2 have weight 0$"):
+        read(sft_dataset(qwen, source=rows({**PAIR, "weight": 0}, {**PAIR, "weight": "0.0"})))
+    wrong = [-1, "much", float("nan"), float("inf"), True, [1], 1e-40]
+    with pytest.raises(UserError, match=r"^7 of 8 rows are bad: ") as error:
+        read(sft_dataset(qwen, source=rows(PAIR, *({**PAIR, "weight": weight} for weight in wrong))))
+    for i, weight in enumerate(wrong, 2):
+        assert f"rows.jsonl:{i}: weight is {weight!r}; expected a number of at least 0" in str(error.value)
 
 
 @pytest.mark.parametrize(("row", "says"), BAD_ROWS, ids=str)
@@ -574,6 +593,31 @@ def test_open_one_and_several(qwen, rows):
     both = open_dataset(OmegaConf.create([node(source=a), second]), qwen, "truncate")
     assert [origin_of(both, i) for i in range(len(both))] == [f"{a}:1", f"{a}:2", f"{b}:1"]
     assert len(read(both)) == 3
+    mixed = OmegaConf.create([node(source=a, weight=1), {**second, "weight": 2.0}])
+    found = read(open_dataset(mixed, qwen, "truncate"))
+    assert found.fingerprint() == read(both).fingerprint()
+    mixture = Mixture.of(mixed, found)
+    assert (mixture.names, mixture.rows, mixture.weights, mixture.shares) == ((a, b), (2, 1), (1.0, 2.0), [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ((1, 0), "dataset.1.weight is 0; expected a number above 0"), ((-1, 1), "dataset.0.weight is -1"),
+        (("2", 1), "dataset.0.weight is '2'"), ((True, 1), "dataset.0.weight is True"),
+        ((1, float("nan")), "weight is nan"), ((1, None), "1 of 2 entries of dataset have a weight"),
+        ((1, 1e-6), r"dataset b.jsonl: its weight is too small for an epoch of 4 rows"),
+        ((1, 1), r"dataset b.jsonl: no row of it is left"),
+    ],
+)  # fmt: skip
+def test_bad_weights(weights, says):
+    rows = Rows([[1]] * 4, [[1]] * 4, [(1,)] * 4, {}, numbers=[0, 1, 2, 5], ends=[3, 6])
+    if "is left" in says:
+        rows = rows.part(range(3))
+    nodes = [node(source=name, weight=w) for name, w in zip(("a.jsonl", "b.jsonl"), weights, strict=True)]
+    with pytest.raises(UserError, match=says) as error:
+        Mixture.of(OmegaConf.create(nodes), rows).check()
+    assert "\n" not in str(error.value)
 
 
 def test_rows_of_stock_datasets_are_cut_and_counted_by_us(tmp_path, rows, hf_cache):

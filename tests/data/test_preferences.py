@@ -149,6 +149,14 @@ def test_single_answers_are_told_from_what_comes_before(read, open_one, messages
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("row", [PAIR, {"prompt": "a", "completion": "b", "label": True}])
+def test_weights(read, row, messages):
+    rows = read({**row, "weight": 3}, row, {**row, "weight": 0})
+    assert [set(column.tolist()) for column in rows.columns["weight"]] == [{3.0}, {1.0}]
+    assert rows.counts["dropped_weight_0"] == 1
+    assert not [text for text in messages if "weight" in text and "not used" in text]
+
+
 def test_mismatched_answers_are_to_other_prompts(read):
     """Each answer once, to another prompt unless too many rows have the same one; cut at the longest row."""
 

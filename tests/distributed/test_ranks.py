@@ -32,6 +32,11 @@ def test_two_ranks_equal_one(tmp_path, family, start, lora, changes):
     cfg = run_config(base, rows, tmp_path / "one", epochs=2, **changes)
     cfg["model"] |= lora
     cfg["dataset_val"] = cfg["dataset"]
+    if lora:
+        second = write_rows(tmp_path / "second.jsonl", 4, start=13)
+        second.write_text(second.read_text().replace("{", '{"weight": 0.25, ', 2))
+        one = {**cfg["dataset"], "split": "train[:13]", "weight": 1}
+        cfg["dataset"] = [one, {**cfg["dataset"], "source": str(second), "weight": 2.5}]
     one = LoRAFinetune(config.load("lora_finetune_rocm", str(write_yaml(tmp_path / "one.yaml", cfg))))
     one.setup()
     one.train()

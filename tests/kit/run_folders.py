@@ -118,6 +118,7 @@ def sft(
             "machine": MACHINE,
             "dtype": "bfloat16",
             "ranks": 1,
+            "data_sets": [{"name": name, "rows_given": rows} for name, rows in (("a.jsonl", 3000), ("b.jsonl", 12))],
         }
         (folder / "summary.json").write_text(json.dumps(summary, indent=2))
         (folder / "adapter").mkdir()

@@ -16,9 +16,10 @@ from rocm_ext.data.render import IGNORE
 from rocm_ext.data.rows import Rows
 from rocm_ext.losses import CrossEntropy, Objective, PolicyGradient
 from rocm_ext.losses.objective import sum_over_sequences
-from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
+from tests.kit.tiny import metrics, run_config, write_model, write_rows, write_yaml
 
 WORDS, WIDTH = 50, 16
+WEIGHTS = {"two": [2], "different": [0.5, None, "3", 2.5, 1e-3]}  # a cell of a table is text
 
 
 class SequenceRatio(Objective):
@@ -66,21 +67,25 @@ OBJECTIVES = {
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("chunk", [1, 7, None])
 @pytest.mark.parametrize("normalize", ["tokens", "sequences", 64])
-def test_value_and_gradients_equal_autograd(name, chunk, normalize):
+@pytest.mark.parametrize("weights", [None, (0.5, 2, 1e-3, 7, 1), (2,) * 5])
+def test_value_and_gradients_equal_autograd(name, chunk, normalize, weights):
     hidden, targets, columns, sequence = problem()
     head = torch.nn.Linear(WIDTH, WORDS)
     each = expected(name, head(hidden), targets, columns, sequence)
+    w = torch.tensor(weights or (1,) * 5, dtype=torch.float32)
+    if weights:
+        columns["weight"] = w[sequence]
     if normalize == "tokens":
-        whole = each.mean()
+        whole = (each * w[sequence]).sum() / w[sequence].sum()
     elif normalize == "sequences":
-        whole = torch.stack([each[sequence == s].mean() for s in range(5)]).mean()
+        whole = (torch.stack([each[sequence == s].mean() for s in range(5)]) * w).sum() / w.sum()
     else:
-        whole = each.sum() / 64 / 5
+        whole = (each * w[sequence]).sum() / 64 / w.sum()
     parameters = [hidden, head.weight, head.bias]
     gradients = torch.autograd.grad(whole, parameters)
     objective = OBJECTIVES[name](normalize=normalize, chunk_tokens=chunk)
     summed = objective(head, hidden, targets, columns, sequence)
-    found = summed / objective.denominator(40, 5)
+    found = summed / objective.denominator(w[sequence].sum().item(), w.sum().item())
     torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(torch.autograd.grad(found, parameters), gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
@@ -202,13 +207,17 @@ def test_a_split_carries_columns(lengths, fraction, seed):
 def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("objectives")
     write_model(root / "base")
-    write_rows(root / "rows.jsonl", 24)
+    rows = [json.loads(line) for line in write_rows(root / "rows.jsonl", 24).read_text().splitlines()]
+    table = [row | {f"weight_{name}": w[i % len(w)] for name, w in WEIGHTS.items()} for i, row in enumerate(rows)]
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
     return root
 
 
-def finetune(folder, out, loss: dict, **changes) -> LoRAFinetune:
+def finetune(folder, out, loss: dict, weights: str = "", **changes) -> LoRAFinetune:
     """Run the recipe for two steps over 24 rows and return it."""
     cfg = run_config(folder / "base", folder / "rows.jsonl", out, loss=loss, sequences_per_step=12, **changes)
+    if weights:
+        cfg["dataset"]["column_map"]["weight"] = f"weight_{weights}"
     recipe = LoRAFinetune(config.load("lora_finetune_rocm", str(write_yaml(out.with_suffix(".yaml"), cfg))))
     recipe.setup()
     recipe.train()
@@ -217,20 +226,22 @@ def finetune(folder, out, loss: dict, **changes) -> LoRAFinetune:
 
 
 @pytest.mark.wide(always=1)
-@pytest.mark.parametrize("normalize", ["sequences", 50.0])
-def test_normalisation_is_exact_over_micro_batches(folder, tmp_path, normalize):
+@pytest.mark.parametrize(
+    ("normalize", "weights"), [("sequences", ""), (50.0, ""), ("tokens", "different"), ("sequences", "different")]
+)
+def test_normalisation_is_exact_over_micro_batches(folder, tmp_path, normalize, weights):
     loss = {"_component_": "rocm_ext.losses.CrossEntropy", "normalize": normalize}
     curves = []
     for batch_size in (1, 3, 12):
         out = tmp_path / str(batch_size)
-        recipe = finetune(folder, out, loss, batch_size=batch_size, validation_fraction=0.25)
+        recipe = finetune(folder, out, loss, weights, batch_size=batch_size, validation_fraction=0.25)
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         curves.append([line[key] for line in lines for key in ("loss", "grad_norm", "val_loss") if key in line])
         assert any("val_loss" in line for line in lines)
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
     assert curves[2] == pytest.approx(curves[0], rel=1e-5)
     # the validation loss from its definition; validation takes one step
-    model, sums, sequences = recipe.learner.model.eval(), [], 0
+    model, sums, divisor = recipe.learner.model.eval(), [], 0.0
     trainer = recipe.trainer
     rows = trainer.validation_rows
     (update,) = StepLoader(rows, Steps(len(rows), len(rows)), trainer.learner.layout).range(0, 1)
@@ -244,10 +255,20 @@ def test_normalisation_is_exact_over_micro_batches(folder, tmp_path, normalize):
                     **vars(batch) | {"index": batch.index[chosen], "targets": batch.targets[chosen],
                                      "sequence": batch.sequence[chosen], "columns": {}}
                 )  # fmt: skip
-                total = model(part).item()
-                sums.append(total / int(chosen.sum()) if normalize == "sequences" else total / normalize)
-        sequences += batch.sequences
-    assert sum(sums) / sequences == pytest.approx(curves[2][-1], rel=1e-5)
+                weight = batch.columns["weight"][chosen][0].item() if weights else 1.0
+                labels = int(chosen.sum())
+                sums.append(weight * model(part).item() / {"tokens": 1, "sequences": labels}.get(normalize, normalize))
+                divisor += weight * (labels if normalize == "tokens" else 1)
+    assert sum(sums) / divisor == pytest.approx(curves[2][-1], rel=1e-5)
+
+
+def test_only_ratios_of_weights_matter(folder, tmp_path):
+    loss = {"_component_": "rocm_ext.losses.CrossEntropy"}
+    plain, twos, different = (finetune(folder, tmp_path / (w or "plain"), loss, w) for w in ("", "two", "different"))
+    of_plain, of_twos, others = (metrics(recipe.trainer.folder.path) for recipe in (plain, twos, different))
+    assert of_twos == of_plain
+    assert metrics(tmp_path / "two", "grad_norm") == metrics(tmp_path / "plain", "grad_norm")
+    assert others[0] != of_plain[0]
 
 
 def test_missing_columns_are_named(folder, tmp_path):

@@ -71,6 +71,20 @@ def test_losses_equal_autograd(loss, normalized, beta, chunk):
     check(objective, head, hidden, targets, columns, pairs.mean())
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_weights_of_pairs(loss):
+    """Their mean is 1, so the divisor is the number of pairs."""
+    head, hidden, targets, columns = problem()
+    weights = torch.tensor([0.5, 1.0, 1.5])
+    pairs = by_autograd(
+        loss, logprobs(head, hidden, targets), columns["reference_logprobs"],
+        beta=0.3, gamma=0.0, mean=loss in ("ipo", "simpo", "orpo"),
+    )  # fmt: skip
+    objective = Preference(loss, beta=0.3, gamma=0.0 if loss == "simpo" else None)
+    columns["weight"], objective.columns = weights[SEQUENCE // 2], (*objective.columns, "weight")
+    check(objective, head, hidden, targets, columns, (pairs * weights).mean())
+
+
 @pytest.mark.parametrize("rpo", [0.0, 0.7])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("loss", ["sigmoid", "simpo", "orpo"])

@@ -321,6 +321,29 @@ def test_resume_of_a_finished_run_changes_nothing(make, reference, tmp_path):
     assert json.loads(after["summary.json"])["steps"] == 10
 
 
+@pytest.mark.wide(always=1)
+def test_a_mixture_of_data_sets(make, folder, tmp_path):
+    """It is killed in the second epoch, in which the smaller set has repeated its rows twice."""
+    small = write_rows(folder / "small.jsonl", 9, start=41)
+    first = yaml.safe_load(make(tmp_path / "out").read_text())["dataset"]
+    sets = [{**first, "weight": 1}, {**first, "source": str(small), "weight": 2}]
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    code, messages = run(make(whole, dataset=sets))
+    assert code == 0, messages
+    found = json.loads((whole / "summary.json").read_text())["data_sets"]
+    assert [part["rows_of_epoch"] for part in found] == [15, 30]  # of 45; 5 are set aside
+    assert [part["rows_given"] for part in found] == [30, 60]
+    assert sum(part["rows"] for part in found) == 45
+    assert "rows, 66.7% of an epoch (30 rows, weight 2)" in messages
+    assert run(make(out, dataset=sets, metric_logger=at(9, signal.SIGKILL)))[0] == -signal.SIGKILL
+    other = [sets[0], {**sets[1], "weight": 3}]
+    code, messages = resume(make(out, dataset=other))
+    assert code == 1
+    assert_one_line(messages, "another run: rows and weights of the data sets: was (", "2.0), is (", "3.0)")
+    assert resume(make(out, dataset=sets))[0] == 0
+    assert_equal(out, whole)
+
+
 @pytest.mark.wide
 def test_seed_that_was_drawn_is_kept(make, tmp_path):
     out, again = tmp_path / "out", tmp_path / "again"

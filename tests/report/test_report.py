@@ -71,7 +71,7 @@ def test_a_run_of_sft(run, capsys):
     text = words(html)
     for fact in (
         "Qwen2.5-7B-Instruct · lora_qwen2_5_7b_base", "Radeon 8060S", "bfloat16", "Steps 120, epoch 1", "40.0 GiB",
-        "1.1 at step 120", "State finished", "optimizer.lr 0.0002",
+        "1.1 at step 120", "State finished", "a.jsonl: 3,000 rows · b.jsonl: 12 rows", "optimizer.lr 0.0002",
     ):  # fmt: skip
         assert fact in text, fact
     assert str(run / "adapter") in text
