@@ -233,6 +233,8 @@ def test_given_answers_are_learned_without_sampling(make, tmp_path):
         ({"loss": "kl"}, "loss is 'kl'"),
         ({"loss": "reverse_kl", "updates_per_step": 2}, "loss=reverse_kl"),
         ({"loss": "reverse_kl", "given_answers": "answer"}, "loss=reverse_kl"),
+        ({"loss": "reverse_kl", "temperature": 0}, "loss=reverse_kl"),
+        ({"loss": "reverse_kl", "top_p": 0.9}, "top_p is 0.9, and loss=reverse_kl"),
         ({"given_answers": "reply"}, "given_answers is reply"),
         ({"verifier": None}, "set verifier"),
         ({"groups_per_update": 5}, "groups_per_update is 5"),
