@@ -32,7 +32,7 @@ from rocm_ext.model.attention import choose_attention, shares_beginnings
 from rocm_ext.model.build import build_model, check_quantized
 from rocm_ext.model.download import use_shape
 from rocm_ext.plan.costs import Kernels
-from rocm_ext.plan.memory import checkpointed_layers, frozen_bytes
+from rocm_ext.plan.memory import checkpointed_layers, held_bytes
 from rocm_ext.plan.planner import Choice, SamplingPlan, SamplingPlanner, TrainingPlanner
 from rocm_ext.plan.speeds import Target
 from rocm_ext.plan.workload import (
@@ -190,7 +190,7 @@ class TeacherPlan:
 
     Attributes:
         parameters: their number.
-        weights: bytes of its weights on a rank.
+        weights: bytes of its weights on a rank, with those gathered from other ranks.
         forward: further bytes of its forward pass over a micro-batch.
         seconds: of its forward passes over the rows of an update.
     """
@@ -380,7 +380,7 @@ class _Teacher:
             figures=lambda: planner.figures,
             kernels=planner.kernels,
         )
-        self.weights = frozen_bytes(decoder, planner.ranks)
+        self.weights = held_bytes(decoder, planner.ranks)
 
     @classmethod
     def of(cls, cfg: DictConfig, family: str, planner: TrainingPlanner) -> "_Teacher | None":

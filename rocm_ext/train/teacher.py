@@ -22,7 +22,7 @@ from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.download import use_downloaded
 from rocm_ext.model.lora import adapters
 from rocm_ext.plan.costs import Kernels
-from rocm_ext.plan.memory import frozen_bytes, plan_memory, worst_rows
+from rocm_ext.plan.memory import held_bytes, plan_memory, worst_rows
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.scoring import reference, score
 
@@ -37,7 +37,7 @@ class Teacher:
         student: the model in training, before its weights are read.
 
     Attributes:
-        frozen: bytes of its weights on this rank, beside those of the student.
+        frozen: bytes of its weights on this rank, with those gathered from others, beside those of the student.
 
     Raises:
         UserError: it cannot be built, has other tokens than the student, or cannot compute the student's rows.
@@ -55,7 +55,7 @@ class Teacher:
             _check_tokens(made, student.cfg)
             self.learner = Learner(made, student.runtime, student.tokenizer)
             self.learner.model.objective = _Hidden()
-            self.frozen = frozen_bytes(self.learner.decoder, student.runtime.ranks.world)
+            self.frozen = held_bytes(self.learner.decoder, student.runtime.ranks.world)
             if student.packed and not self.learner.packed:
                 raise UserError(
                     f"teacher {cfg.teacher} computes no packed rows, and the model in training does; choose another one"
@@ -73,6 +73,8 @@ class Teacher:
             longest: tokens of the longest row.
         """
         learner, runtime, tokens = self.learner, self.learner.runtime, student.tokens_per_micro_batch
+        if learner is student:  # whose training takes more than its forward pass
+            return student.planned_peak
         plan = plan_memory(
             learner.decoder,
             CrossEntropy(),
