@@ -8,6 +8,7 @@ and teacher at each of their tokens. It needs no verifier: one that is there mea
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -19,7 +20,7 @@ from rocm_ext.data.batches import Steps
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
 from rocm_ext.losses.distillation import LOGPROBS, loss_config
-from rocm_ext.plan.workload import Workload, rows_of_update
+from rocm_ext.plan.workload import Workload, describe, rows_of_update
 from rocm_ext.rl import evaluation
 from rocm_ext.rl.loop import Loop
 from rocm_ext.rl.prompts import given_samples
@@ -77,9 +78,20 @@ class Distil(Loop):
             UserError: the teacher or a given answer does not fit the model.
         """
         self.teacher = Teacher(self.cfg, self.learner)
+        decoder = self.teacher.learner.decoder
+        self.prompts.check_model(decoder, "teacher")
         if self.cfg.given_answers is not None:
-            self._given = given_samples(self.prompts, self.cfg.given_answers, self.learner)
+            most = min(self.learner.decoder.max_seq_len, decoder.max_seq_len)
+            self._given = given_samples(self.prompts, self.cfg.given_answers, self.learner, most)
         self.trainer_cls.try_out(self.learner.cfg, self.learner, self.cfg.steps * updates_of_step(self.cfg))
+
+    def expected_work(self) -> Workload:
+        """Describe the rows of a step: those of given answers, or an estimate before any sampling."""
+        work = super().expected_work()
+        if self.cfg.given_answers is None:
+            return work
+        rows, _ = to_rows([*self._given.values()], self.prompts.tokens)
+        return replace(describe(rows, work.count or len(rows), "the given answers"), most=work.most)
 
     def plan_memory(self, work: Workload, beside: int = 0) -> None:
         """Plan the memory of training beside the teacher's weights, and of the teacher's forward pass."""

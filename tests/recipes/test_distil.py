@@ -256,6 +256,27 @@ def test_another_tokenizer_is_refused_by_name(make, tmp_path):
         load(make(tmp_path / "out", teacher=str(other))).setup()
 
 
+def test_a_teacher_that_takes_fewer_tokens_is_refused(make, tmp_path):
+    short = write_model(tmp_path / "short", max_position_embeddings=32)
+    for changes in ({"max_new_tokens": 30}, {"max_new_tokens": 1, "given_answers": "answer"}):
+        with pytest.raises(UserError, match=r"jsonl:\d+: .* 32 that the teacher takes"):
+            load(make(tmp_path / "out", teacher=str(short), eval_prompts=None, **changes)).setup()
+
+
+def test_the_longest_given_answer_is_planned(make, tmp_path):
+    made = load(make(tmp_path / "out", given_answers="answer", max_new_tokens=1, eval_prompts=None))
+    made.setup()
+    rows, _ = made.rows(made.sample(1))
+    assert made.learner.tokens_per_micro_batch >= 4 * max(map(len, rows.tokens))  # the batch size
+    made.cleanup()
+
+
+def test_a_step_whose_verifier_fails_learns_nothing(make, tmp_path):
+    verifier = {"_component_": "tests.kit.judges.Tired", "fails": list(range(1, 100))}
+    trained(make(tmp_path / "out", verifier=verifier, max_error_share=1.0, steps=2, eval_prompts=None))
+    assert [line["updates"] for line in lines(tmp_path / "out" / "metrics.jsonl")] == [0, 0]
+
+
 def test_another_teacher_is_another_run(make, folder, reference):
     with pytest.raises(UserError, match="belongs to another run"):
         load(make(reference), RESUME, f"teacher={folder / 'base'}").setup()
