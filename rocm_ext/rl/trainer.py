@@ -31,6 +31,7 @@ GRPO_FREE_KEYS = FREE_KEYS | frozenset(
     steps prompts eval_prompts verify_workers verify_timeout max_error_share max_flat_steps stop_after_no_gain
     min_entropy max_length_share eval_every_n_steps keep_samples max_staleness
     engine.slots engine.graphs engine.urls engine.concurrency engine.timeout engine.patience engine.api_key_env
+    teacher teacher_adapter
     """.split()  # noqa: SIM905
 )
 NO_UPDATES = {"updates": 0, "train_seconds": 0.0}

@@ -107,8 +107,9 @@ class Teacher:
     @property
     def fingerprint(self) -> str:
         """A hash of what it computes, once its weights are read."""
-        mine = self.learner is not self._student
-        state = self.learner.adapter_state() if mine else self._adapter
+        state = self._adapter
+        if self.learner.cfg.checkpointer.get("adapter_checkpoint") and self.learner is not self._student:
+            state = self.learner.adapter_state()
         return f"{self.learner.base_fingerprint} {peft_files.fingerprint(state) if state else 'no adapter'}"
 
     def _instead(self) -> AbstractContextManager[None]:
