@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
+from rocm_ext.base.log import log
 from rocm_ext.config.algorithms import updates_of_step
 from rocm_ext.config.checks import check_distil_values, check_values
 from rocm_ext.data.batches import Steps
@@ -125,10 +126,13 @@ class Distil(Loop):
         return self.select([Answers(samples, {}, {"policy": len(samples) * (step - 1)})], asked)
 
     def select(self, rounds: Sequence[Answers], asked: Sequence[str]) -> Selected:
-        """Take all answers but empty ones, and those of environments and verifiers that failed."""
+        """Take all answers but empty ones, those of environments and verifiers that failed, and those with a token that
+        pads the model's vocabulary, where the teacher's has less padding."""
         (answers,) = rounds
         failed = {key for key, result in answers.results.items() if result.verdict is Verdict.ERROR}
-        keys = sorted(key for key, sample in answers.samples.items() if sample.tokens and key not in failed)
+        words = range(self.teacher.learner.decoder.tok_embeddings.num_embeddings)
+        known = (key for key, sample in answers.samples.items() if max(sample.tokens, default=-1) in words)
+        keys = sorted(key for key in known if key not in failed)
         samples = {key: answers.samples[key] for key in sorted(answers.samples)}
         return Selected(samples, answers.results, dict.fromkeys(keys, 1.0), set(), asked, answers.stats)
 
@@ -143,6 +147,12 @@ class Distil(Loop):
     def stop_reason(self) -> str | None:
         """Return why the run ends before its last step; None to continue."""
         return evaluation.policy_stop_reason(self.trainer.lines, self.cfg)
+
+    def report_gain(self) -> None:
+        """Log the gain on the held-out prompts, and warn if nothing was trained."""
+        super().report_gain()
+        if self.ranks.is_main and not any(line.get("updates") for line in self.trainer.lines):
+            log.warning("no step had an update: each answer was empty, an ERROR or has tokens that the teacher lacks")
 
 
 @config.recipe_main("distil_rocm")

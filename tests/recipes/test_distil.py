@@ -1,6 +1,8 @@
 """Distillation end to end: steps equal TRL's, and runs are the same after kills, on any ranks and from any teacher."""
 
+import json
 import os
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -16,12 +18,12 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.report import content
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.runs.folder import RunFolder
-from tests.kit import forks
+from tests.kit import forks, parity
 from tests.kit.forks import forked, several_ranks
 from tests.kit.grpo_runs import assert_equal, lines, outcome, write_run
 from tests.kit.parity import their_model
 from tests.kit.raft_runs import WEIGHTS
-from tests.kit.tiny import metrics, write_model, write_yaml
+from tests.kit.tiny import metrics, run_config, write_model, write_yaml
 from tests.recipes.test_raft import kill_at_record
 
 pytest.importorskip("resource", reason="forks, POSIX signals and limits")
@@ -227,6 +229,7 @@ def test_given_answers_are_learned_without_sampling(make, tmp_path):
         ({"teacher": "base"}, "teacher is base"),
         ({"teacher": "nowhere/at/all"}, "teacher's folder nowhere/at/all"),
         ({"teacher": "cpu_pocket"}, "teacher's folder cpu_pocket"),
+        ({"teacher": "ADAPTER"}, "is an adapter; set teacher_adapter"),
         ({"teacher_adapter": "nowhere"}, "nowhere"),
         ({"teacher": "base", "teacher_adapter": "nowhere"}, "nowhere"),
         ({"beta": 2}, "beta is 2"),
@@ -242,7 +245,9 @@ def test_given_answers_are_learned_without_sampling(make, tmp_path):
         ({"center": "mean"}, "center"),
     ],
 )
-def test_bad_input_is_a_line(make, tmp_path, changes, key):
+def test_bad_input_is_a_line(make, reference, tmp_path, changes, key):
+    if changes.get("teacher") == "ADAPTER":
+        changes = {"teacher": str(reference / "adapter")}
     with pytest.raises(UserError) as raised:
         load(make(tmp_path / "out", **changes)).setup()
     assert key in str(raised.value)
@@ -271,12 +276,36 @@ def test_the_longest_given_answer_is_planned(make, tmp_path):
     made.cleanup()
 
 
-def test_a_step_whose_verifier_fails_learns_nothing(make, tmp_path):
+def test_a_step_whose_verifier_fails_learns_nothing(make, tmp_path, caplog):
     verifier = {"_component_": "tests.kit.judges.Tired", "fails": list(range(1, 100))}
     trained(make(tmp_path / "out", verifier=verifier, max_error_share=1.0, steps=2, eval_prompts=None))
     assert [line["updates"] for line in lines(tmp_path / "out" / "metrics.jsonl")] == [0, 0]
+    assert "no step had an update" in caplog.text
 
 
-def test_another_teacher_is_another_run(make, folder, reference):
-    with pytest.raises(UserError, match="belongs to another run"):
+def test_answers_with_tokens_that_the_teacher_lacks_are_not_learned(make, folder, tmp_path):
+    """The model's vocabulary has more padding than the teacher's, and random weights sample it."""
+    wide, path = write_model(tmp_path / "wide", vocab=1024, initializer_range=0.1), make(tmp_path / "out", steps=1)
+    cfg = json_of(path)
+    cfg["checkpointer"]["checkpoint_dir"], cfg["model"]["vocab_size"] = str(wide), 1024
+    trained(write_yaml(path, cfg), "teacher=" + str(folder / "base"), "max_new_tokens=1", "prompts_per_step=12")
+    sampled = [line for line in lines(tmp_path / "out" / "samples.jsonl") if line["phase"] == "sample"]
+    words = json.loads((folder / "base" / "config.json").read_text())["vocab_size"]
+    known = sum(max(line["tokens"]) < words for line in sampled)
+    assert 0 < known < len(sampled)
+    assert metrics(tmp_path / "out", "trained_groups") == [known]
+
+
+def test_another_teacher_is_another_run(make, folder, reference, teacher, tmp_path):
+    shutil.copytree(teacher, tmp_path / "moved")
+    load(make(reference), RESUME, f"teacher={tmp_path / 'moved'}").setup()
+    with pytest.raises(UserError, match="belongs to another run: teacher"):
         load(make(reference), RESUME, f"teacher={folder / 'base'}").setup()
+
+
+@pytest.mark.parametrize("loss", ["jsd", "reverse_kl"])
+def test_the_loss_alone_has_no_teacher(folder, tmp_path, loss):
+    component = {"_component_": "rocm_ext.losses.Distillation", "loss": loss}
+    cfg = run_config(folder / "base", folder / "prompts.jsonl", tmp_path / "out", loss=component)
+    with pytest.raises(UserError, match=f"teacher_{'hidden' if loss == 'jsd' else 'logprobs'}.*start distil_rocm"):
+        parity.prepare(cfg)
