@@ -48,7 +48,6 @@ class Distil(Loop):
 
     samples_new_adapters = True
     logs_long_rollouts_only = True
-    sessions_stay_open = True
     judges = False
 
     def __init__(
@@ -57,6 +56,7 @@ class Distil(Loop):
         check_distil_values(cfg)
         super().__init__(cfg, learner, trainer)
         check_values(self.training_config())
+        self.sessions_stay_open = cfg.given_answers is None  # otherwise evaluations alone sample
         self.steps, self.evaluate_every, self.prompts_of_step = cfg.steps, cfg.eval_every_n_steps, cfg.prompts_per_step
 
     # ---- set-up

@@ -154,7 +154,7 @@ def plan_rollout(
     """
     grpo = family in registry.BY_STEP
     fixed = now.memory.weights if servers else now.memory.fixed
-    keeps = grpo and not servers
+    keeps = _keeps(cfg, family) and not servers
     sampling = sampler.plan(budget - fixed, now.peak - now.memory.weights if keeps else 0)
     slots, workers = sampling.slots, servers or training.ranks
     if servers:
@@ -333,7 +333,7 @@ def plan_run(
     # as the recipe does: the weights that the sampler keeps for the next step leave less for training
     teacher = _Teacher.of(cfg, family, planner)
     budget = target.budget[0] - (teacher.weights if teacher else 0)
-    room = budget - (engine.layout_bytes() if engine and family in registry.BY_STEP else 0)
+    room = budget - (engine.layout_bytes() if engine and _keeps(cfg, family) else 0)
     best = planner.fit(room)
     now = _configured(cfg, planner, best, room)
     steps, rollout = _steps(cfg, family, planner), None
@@ -359,6 +359,11 @@ def plan_run(
         teacher=taught,
         programs=ranks * _programs(cfg, target),
     )
+
+
+def _keeps(cfg: DictConfig, family: str) -> bool:
+    """Whether a sampler in this process keeps its copy of the weights while training."""
+    return family in registry.BY_STEP and not cfg.get("given_answers")
 
 
 class _Teacher:

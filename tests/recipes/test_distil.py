@@ -272,6 +272,7 @@ def test_the_longest_given_answer_is_planned(make, tmp_path):
     made = load(make(tmp_path / "out", given_answers="answer", max_new_tokens=1, eval_prompts=None))
     made.setup()
     rows, _ = made.rows(made.sample(1))
+    assert not made.sessions_stay_open
     assert made.learner.tokens_per_micro_batch >= 4 * max(map(len, rows.tokens))  # the batch size
     made.cleanup()
 
