@@ -19,6 +19,7 @@ from rocm_ext.data.encoder import TOKENIZER
 from rocm_ext.data.rows import Rows
 from rocm_ext.losses import CrossEntropy, Objective
 from rocm_ext.model.adapters import peft_files
+from rocm_ext.model.build import check_adapter
 from rocm_ext.model.download import use_downloaded
 from rocm_ext.model.lora import adapters
 from rocm_ext.plan.costs import Kernels
@@ -53,7 +54,10 @@ class Teacher:
             if not (folder := Path(made.checkpointer.checkpoint_dir)).exists():
                 raise UserError(f"the teacher's folder {folder} does not exist; {how_to_download(folder)}")
             _check_tokens(made, student.cfg)
-            self.learner = Learner(made, student.runtime, student.tokenizer)
+            try:
+                self.learner = Learner(made, student.runtime, student.tokenizer)
+            except UserError as error:
+                raise UserError(f"teacher: {error}", error.code) from error
             self.learner.model.objective = _Hidden()
             self.frozen = held_bytes(self.learner.decoder, student.runtime.ranks.world)
             if student.packed and not self.learner.packed:
@@ -64,6 +68,7 @@ class Teacher:
             raise UserError("teacher is base, and the output layer has an adapter; leave lm_head out of target_modules")
         elif cfg.teacher_adapter:
             self._adapter = student.read_adapter(Path(cfg.teacher_adapter))
+            check_adapter(student.decoder, self._adapter, cfg.teacher_adapter)
 
     def peak(self, student: Learner, longest: int) -> int:
         """Return the planned peak of the student's training in bytes, raised to that of the teacher's forward pass.

@@ -166,9 +166,10 @@ def test_killed_between_the_parts_of_a_step(make, reference, tmp_path, method):
 
 @pytest.mark.wide
 @several_ranks
-@pytest.mark.parametrize("loss", ["jsd", "reverse_kl"])
-def test_two_ranks_equal_one(make, tmp_path, loss):
-    changes = {"loss": loss, "steps": 2}
+@pytest.mark.parametrize(("loss", "base"), [("jsd", False), ("reverse_kl", False), ("jsd", True)])
+def test_two_ranks_equal_one(make, reference, tmp_path, loss, base):
+    own = {"teacher": "base", "teacher_adapter": str(reference / "adapter")} if base else {}
+    changes = {"loss": loss, "steps": 2, **own}
     succeed(make(tmp_path / "one", **changes))
     forks.succeed_on_ranks(main, make(tmp_path / "two", **changes))
     assert len(outcome(tmp_path / "two")["samples"]) == len(outcome(tmp_path / "one")["samples"])
@@ -253,6 +254,17 @@ def test_bad_input_is_a_line(make, reference, tmp_path, changes, key):
     assert key in str(raised.value)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_an_adapter_of_other_layers_is_refused_before_the_run(make, reference, tmp_path):
+    path = make(tmp_path / "out", teacher="base", teacher_adapter=str(reference / "adapter"))
+    with pytest.raises(UserError, match="adapter does not fit model"):
+        load(path, "model.apply_lora_to_mlp=False").setup()
+
+
+def test_what_the_teacher_cannot_do_names_the_teacher(make, tmp_path):
+    with pytest.raises(UserError, match=r"^teacher: quantize_base"):  # rows of 96 weights make no blocks of 4 bits
+        load(make(tmp_path / "out", teacher_quantize_base="nf4")).setup()
 
 
 def test_another_tokenizer_is_refused_by_name(make, tmp_path):
