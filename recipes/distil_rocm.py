@@ -8,18 +8,20 @@ and teacher at each of their tokens. It needs no verifier: one that is there mea
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
+from rocm_ext.base.log import log
 from rocm_ext.config.algorithms import updates_of_step
 from rocm_ext.config.checks import check_distil_values, check_values
 from rocm_ext.data.batches import Steps
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
 from rocm_ext.losses.distillation import LOGPROBS, loss_config
-from rocm_ext.plan.workload import Workload, rows_of_update
+from rocm_ext.plan.workload import Workload, describe, rows_of_update
 from rocm_ext.rl import evaluation
 from rocm_ext.rl.loop import Loop
 from rocm_ext.rl.prompts import given_samples
@@ -46,7 +48,6 @@ class Distil(Loop):
 
     samples_new_adapters = True
     logs_long_rollouts_only = True
-    sessions_stay_open = True
     judges = False
 
     def __init__(
@@ -55,6 +56,7 @@ class Distil(Loop):
         check_distil_values(cfg)
         super().__init__(cfg, learner, trainer)
         check_values(self.training_config())
+        self.sessions_stay_open = cfg.given_answers is None  # otherwise evaluations alone sample
         self.steps, self.evaluate_every, self.prompts_of_step = cfg.steps, cfg.eval_every_n_steps, cfg.prompts_per_step
 
     # ---- set-up
@@ -77,9 +79,20 @@ class Distil(Loop):
             UserError: the teacher or a given answer does not fit the model.
         """
         self.teacher = open_teacher(self.cfg, self.learner)
+        decoder = self.teacher.learner.decoder
+        self.prompts.check_model(decoder, "teacher")
         if self.cfg.given_answers is not None:
-            self._given = given_samples(self.prompts, self.cfg.given_answers, self.learner)
+            most = min(self.learner.decoder.max_seq_len, decoder.max_seq_len)
+            self._given = given_samples(self.prompts, self.cfg.given_answers, self.learner, most)
         self.trainer_cls.try_out(self.learner.cfg, self.learner, self.cfg.steps * updates_of_step(self.cfg))
+
+    def expected_work(self) -> Workload:
+        """Describe the rows of a step: those of given answers, or an estimate before any sampling."""
+        work = super().expected_work()
+        if self.cfg.given_answers is None:
+            return work
+        rows, _ = to_rows([*self._given.values()], self.prompts.tokens)
+        return replace(describe(rows, work.count or len(rows), "the given answers"), most=work.most)
 
     def plan_memory(self, work: Workload, beside: int = 0) -> None:
         """Plan the memory of training beside the teacher's weights, and of the teacher's forward pass."""
@@ -113,10 +126,13 @@ class Distil(Loop):
         return self.select([Answers(samples, {}, {"policy": len(samples) * (step - 1)})], asked)
 
     def select(self, rounds: Sequence[Answers], asked: Sequence[str]) -> Selected:
-        """Take all answers but empty ones, and those of environments and verifiers that failed."""
+        """Take all answers but empty ones, those of environments and verifiers that failed, and those with a token that
+        pads the model's vocabulary, where the teacher's has less padding."""
         (answers,) = rounds
         failed = {key for key, result in answers.results.items() if result.verdict is Verdict.ERROR}
-        keys = sorted(key for key, sample in answers.samples.items() if sample.tokens and key not in failed)
+        words = range(self.teacher.learner.decoder.tok_embeddings.num_embeddings)
+        known = (key for key, sample in answers.samples.items() if max(sample.tokens, default=-1) in words)
+        keys = sorted(key for key in known if key not in failed)
         samples = {key: answers.samples[key] for key in sorted(answers.samples)}
         return Selected(samples, answers.results, dict.fromkeys(keys, 1.0), set(), asked, answers.stats)
 
@@ -131,6 +147,12 @@ class Distil(Loop):
     def stop_reason(self) -> str | None:
         """Return why the run ends before its last step; None to continue."""
         return evaluation.policy_stop_reason(self.trainer.lines, self.cfg)
+
+    def report_gain(self) -> None:
+        """Log the gain on the held-out prompts, and warn if nothing was trained."""
+        super().report_gain()
+        if self.ranks.is_main and not any(line.get("updates") for line in self.trainer.lines):
+            log.warning("no step had an update: each answer was empty, an ERROR or has tokens that the teacher lacks")
 
 
 @config.recipe_main("distil_rocm")

@@ -195,8 +195,10 @@ def teacher_config(cfg: DictConfig, training: DictConfig) -> DictConfig:
         training: config of the learner in training; it gives the machine's settings.
 
     Raises:
-        UserError: ``teacher_adapter`` is no adapter.
+        UserError: ``teacher_adapter`` is no adapter, or ``teacher`` is one.
     """
+    if (Path(cfg.teacher) / "adapter_config.json").is_file() and not (Path(cfg.teacher) / "config.json").is_file():
+        raise UserError(f"teacher {cfg.teacher} is an adapter; set teacher_adapter to it, and teacher to its base")
     adapter = Path(cfg.teacher_adapter) if cfg.teacher_adapter else None
     model: Any = _model(cfg.teacher, adapter).content
     content: Any = OmegaConf.to_container(training)

@@ -40,7 +40,8 @@ class Distillation(Objective):
 
     ``reverse_kl`` estimates KL(model || teacher) from the labels alone, which the model must have sampled: the
     log-prob of each minus the teacher's, as the reward of a policy gradient
-    (thinkingmachines.ai/blog/on-policy-distillation). It needs the column ``teacher_logprobs``, at ``temperature``.
+    (thinkingmachines.ai/blog/on-policy-distillation). It needs the column ``teacher_logprobs``, at ``temperature``;
+    ``jsd`` computes ``teacher_hidden``.
 
     ``jsd`` also measures ``agreement``, the share of labels where the most probable word is the same in both.
 
@@ -71,7 +72,7 @@ class Distillation(Objective):
                 raise UserError(f"loss.{name} is {value!r}; expected {expected}")
         self.beta, self.temperature = float(beta), temperature
         self.over_vocabulary = loss == "jsd"
-        self.columns = () if self.over_vocabulary else (LOGPROBS,)
+        self.columns = (HIDDEN,) if self.over_vocabulary else (LOGPROBS,)
         self.better = {"agreement": "higher"}
         self.teacher: Teacher | None = None
 

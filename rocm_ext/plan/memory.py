@@ -140,6 +140,11 @@ def frozen_bytes(module: nn.Module, ranks: int = 1) -> int:
     return int(whole) + shared_bytes(module) // ranks
 
 
+def held_bytes(decoder: Decoder, ranks: int = 1) -> int:
+    """Bytes of the frozen parameters on each of ``ranks`` while the model computes: with those that FSDP2 gathers."""
+    return frozen_bytes(decoder, ranks) + (0 if ranks == 1 else _gathered(decoder))
+
+
 def shared_bytes(module: nn.Module) -> int:
     """Bytes of the frozen parameters that ranks share."""
     whole = set(map(id, quantized(module)))

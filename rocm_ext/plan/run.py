@@ -32,7 +32,7 @@ from rocm_ext.model.attention import choose_attention, shares_beginnings
 from rocm_ext.model.build import build_model, check_quantized
 from rocm_ext.model.download import use_shape
 from rocm_ext.plan.costs import Kernels
-from rocm_ext.plan.memory import checkpointed_layers, frozen_bytes
+from rocm_ext.plan.memory import checkpointed_layers, held_bytes
 from rocm_ext.plan.planner import Choice, SamplingPlan, SamplingPlanner, TrainingPlanner
 from rocm_ext.plan.speeds import Target
 from rocm_ext.plan.workload import (
@@ -154,7 +154,7 @@ def plan_rollout(
     """
     grpo = family in registry.BY_STEP
     fixed = now.memory.weights if servers else now.memory.fixed
-    keeps = grpo and not servers
+    keeps = _keeps(cfg, family) and not servers
     sampling = sampler.plan(budget - fixed, now.peak - now.memory.weights if keeps else 0)
     slots, workers = sampling.slots, servers or training.ranks
     if servers:
@@ -190,7 +190,7 @@ class TeacherPlan:
 
     Attributes:
         parameters: their number.
-        weights: bytes of its weights on a rank.
+        weights: bytes of its weights on a rank, with those gathered from other ranks.
         forward: further bytes of its forward pass over a micro-batch.
         seconds: of its forward passes over the rows of an update.
     """
@@ -333,7 +333,7 @@ def plan_run(
     # as the recipe does: the weights that the sampler keeps for the next step leave less for training
     teacher = _Teacher.of(cfg, family, planner)
     budget = target.budget[0] - (teacher.weights if teacher else 0)
-    room = budget - (engine.layout_bytes() if engine and family in registry.BY_STEP else 0)
+    room = budget - (engine.layout_bytes() if engine and _keeps(cfg, family) else 0)
     best = planner.fit(room)
     now = _configured(cfg, planner, best, room)
     steps, rollout = _steps(cfg, family, planner), None
@@ -361,6 +361,11 @@ def plan_run(
     )
 
 
+def _keeps(cfg: DictConfig, family: str) -> bool:
+    """Whether a sampler in this process keeps its copy of the weights while training."""
+    return family in registry.BY_STEP and not cfg.get("given_answers")
+
+
 class _Teacher:
     """The teacher of a distillation that is another model, on the rows of the model in training."""
 
@@ -380,7 +385,7 @@ class _Teacher:
             figures=lambda: planner.figures,
             kernels=planner.kernels,
         )
-        self.weights = frozen_bytes(decoder, planner.ranks)
+        self.weights = held_bytes(decoder, planner.ranks)
 
     @classmethod
     def of(cls, cfg: DictConfig, family: str, planner: TrainingPlanner) -> "_Teacher | None":

@@ -143,17 +143,17 @@ class PromptSet:
                 raise UserError(f"environment {component[config.COMPONENT]} fails to begin: {begun.detail}")
         return component
 
-    def check_model(self, decoder: TransformerDecoder) -> None:
-        """Check that the model can answer every prompt.
+    def check_model(self, decoder: TransformerDecoder, name: str = "model") -> None:
+        """Check that the model, or another of this ``name``, can answer every prompt.
 
         Raises:
             UserError: prompt and answer exceed the model's context, or the tokenizer belongs to another model.
         """
-        self.check_length(decoder.max_seq_len)
+        self.check_length(decoder.max_seq_len, name)
         check_vocabulary(max(map(max, self.tokens.values())), decoder.tok_embeddings.num_embeddings)
 
-    def check_length(self, context: float) -> None:
-        """Check that every prompt and its answer have at most ``context`` tokens.
+    def check_length(self, context: float, name: str = "model") -> None:
+        """Check that every prompt and its answer have at most ``context`` tokens, which the model ``name`` takes.
 
         Raises:
             UserError: naming a prompt that is too long.
@@ -163,7 +163,7 @@ class PromptSet:
         for prompt in self:
             if (length := len(self.tokens[prompt.id])) + new > context:
                 raise UserError(
-                    f"{prompt.origin}: {length} tokens and {what} {new} are more than the {context} that the model "
+                    f"{prompt.origin}: {length} tokens and {what} {new} are more than the {context} that the {name} "
                     f"takes; lower {what} or remove the prompt"
                 )
 
@@ -215,18 +215,19 @@ class PromptSet:
         return hashlib.sha256("\n".join(rows).encode()).hexdigest()
 
 
-def given_samples(prompts: PromptSet, column: str, learner: Learner) -> dict[str, Sample]:
+def given_samples(prompts: PromptSet, column: str, learner: Learner, most: int) -> dict[str, Sample]:
     """Return the answer that the row of each training prompt gives, by the prompt's id.
 
     Args:
         prompts: the prompts, rendered.
         column: name of the rows' column with the answer as text.
         learner: the model that learns it.
+        most: tokens of a prompt with its answer that model and teacher take.
 
     Raises:
-        UserError: a row has no text there, or the model cannot take it; the message names the row.
+        UserError: a row has no text there, or the models cannot take it; the message names the row.
     """
-    samples, tokenizer, most = {}, learner.tokenizer, learner.decoder.max_seq_len
+    samples, tokenizer = {}, learner.tokenizer
     for prompt in prompts.training:
         text, begun = prompt.row.get(column), prompts.tokens[prompt.id]
         if not isinstance(text, str) or not text.strip():
@@ -237,7 +238,7 @@ def given_samples(prompts: PromptSet, column: str, learner: Learner) -> dict[str
         if tokens[: len(begun)] != begun or end <= len(begun):
             raise UserError(f"{prompt.origin}: the chat template renders the prompt otherwise where an answer follows")
         if end > most:
-            raise UserError(f"{prompt.origin}: prompt and answer have {end} tokens, and the model takes {most}")
+            raise UserError(f"{prompt.origin}: prompt and answer have {end} tokens, and model and teacher take {most}")
         samples[prompt.id] = Sample(prompt.id, 0, 0, "stop", text, tokens[len(begun) : end], [])
     return samples
 

@@ -31,6 +31,7 @@ GRPO_FREE_KEYS = FREE_KEYS | frozenset(
     steps prompts eval_prompts verify_workers verify_timeout max_error_share max_flat_steps stop_after_no_gain
     min_entropy max_length_share eval_every_n_steps keep_samples max_staleness
     engine.slots engine.graphs engine.urls engine.concurrency engine.timeout engine.patience engine.api_key_env
+    teacher teacher_adapter
     """.split()  # noqa: SIM905
 )
 NO_UPDATES = {"updates": 0, "train_seconds": 0.0}
@@ -222,9 +223,10 @@ class PolicyTrainer(Training):
         self.log(self.step % self.cfg.log_every_n_steps == 0, **values)
         for line in evaluation.advice(self.lines) if self.ranks.is_main else ():
             log.warning("%s", line)
-        reward = f"reward {values['reward']:.3f}  " if values["reward"] is not None else ""
-        flat = f"{values['flat']:.0%} of {values['groups']} groups flat  " if reward else f"loss {values['loss']:.4f}  "
-        self._progress.update(f"{reward}{flat}{values['mean_tokens']:.0f} tokens  {seconds:.1f} s")
+        shown = f"loss {values['loss']:.4f}" if values["updates"] else "no updates"
+        if values["reward"] is not None:
+            shown = f"reward {values['reward']:.3f}  {values['flat']:.0%} of {values['groups']} groups flat"
+        self._progress.update(f"{shown}  {values['mean_tokens']:.0f} tokens  {seconds:.1f} s")
 
     def finish_evaluation(self, step: int, scores: dict[str, Any], stats: Mapping[str, float]) -> None:
         """Log an evaluation of the present adapter, and remember the adapter if it is the best so far.

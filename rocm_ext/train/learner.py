@@ -19,6 +19,7 @@ from rocm_ext.data.batches import Layout, micro_batch_budget, width_multiple
 from rocm_ext.data.rows import SIDE, Rows
 from rocm_ext.data.tokenizer import ChatTokenizer
 from rocm_ext.losses import Objective, UnpairedPreference, objective_of
+from rocm_ext.losses.distillation import HIDDEN, LOGPROBS
 from rocm_ext.machine import numerics
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.adapters.merge import check_mergeable
@@ -45,6 +46,8 @@ from rocm_ext.plan.workload import Workload
 from rocm_ext.train.lifecycle import Runtime
 from rocm_ext.train.machines import check_same
 
+_TEACH = "; start distil_rocm, which has a teacher"
+_CURES = {SIDE: "; start dpo_rocm on preferences", HIDDEN: _TEACH, LOGPROBS: _TEACH}
 _SINGLE = ("single answers with a label", "bad", "UnpairedPreference")
 
 
@@ -173,7 +176,7 @@ class Learner:
         """
         if missing := [name for name in self.objective.columns if name not in available]:
             loss = type(self.objective).__name__
-            cure = "; start dpo_rocm on preferences" if SIDE in self.objective.columns else ""
+            cure = next((cure for name, cure in _CURES.items() if name in self.objective.columns), "")
             raise UserError(f"loss {loss} needs the columns {', '.join(missing)}, which the rows do not have{cure}")
 
     def setup(self, work: Workload) -> None:

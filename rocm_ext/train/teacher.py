@@ -19,10 +19,11 @@ from rocm_ext.data.encoder import TOKENIZER
 from rocm_ext.data.rows import Rows, labelled
 from rocm_ext.losses import CrossEntropy, Objective
 from rocm_ext.model.adapters import peft_files
+from rocm_ext.model.build import check_adapter
 from rocm_ext.model.download import use_downloaded
 from rocm_ext.model.lora import adapters
 from rocm_ext.plan.costs import Kernels
-from rocm_ext.plan.memory import frozen_bytes, plan_memory, worst_rows
+from rocm_ext.plan.memory import held_bytes, plan_memory, worst_rows
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.scoring import reference, score
 
@@ -37,7 +38,7 @@ class Teacher:
         student: the model in training, before its weights are read.
 
     Attributes:
-        frozen: bytes of its weights on this rank, beside those of the student.
+        frozen: bytes of its weights on this rank, with those gathered from others, beside those of the student.
 
     Raises:
         UserError: it cannot be built, has other tokens than the student, or cannot compute the student's rows.
@@ -55,10 +56,10 @@ class Teacher:
             _check_tokens(made, student.cfg)
             try:
                 self.learner = Learner(made, student.runtime, student.tokenizer)
-            except UserError as error:  # whose keys are those of the model in training
-                raise UserError(f"teacher {cfg.teacher}: {error}") from error
+            except UserError as error:
+                raise UserError(f"teacher: {error}", error.code) from error
             self.learner.model.objective = _Hidden()
-            self.frozen = frozen_bytes(self.learner.decoder, student.runtime.ranks.world)
+            self.frozen = held_bytes(self.learner.decoder, student.runtime.ranks.world)
             if student.packed and not self.learner.packed:
                 raise UserError(
                     f"teacher {cfg.teacher} computes no packed rows, and the model in training does; choose another one"
@@ -67,6 +68,7 @@ class Teacher:
             raise UserError("teacher is base, and the output layer has an adapter; leave lm_head out of target_modules")
         elif cfg.teacher_adapter:
             self._adapter = student.read_adapter(Path(cfg.teacher_adapter))
+            check_adapter(student.decoder, self._adapter, cfg.teacher_adapter)
 
     def peak(self, student: Learner, longest: int) -> int:
         """Return the planned peak of the student's training in bytes, raised to that of the teacher's forward pass.
@@ -76,6 +78,8 @@ class Teacher:
             longest: tokens of the longest row.
         """
         learner, runtime, tokens = self.learner, self.learner.runtime, student.tokens_per_micro_batch
+        if learner is student:  # whose training takes more than its forward pass
+            return student.planned_peak
         plan = plan_memory(
             learner.decoder,
             CrossEntropy(),
@@ -108,8 +112,9 @@ class Teacher:
     @property
     def fingerprint(self) -> str:
         """A hash of what it computes, once its weights are read."""
-        mine = self.learner is not self._student
-        state = self.learner.adapter_state() if mine else self._adapter
+        state = self._adapter
+        if self.learner.cfg.checkpointer.get("adapter_checkpoint") and self.learner is not self._student:
+            state = self.learner.adapter_state()
         return f"{self.learner.base_fingerprint} {peft_files.fingerprint(state) if state else 'no adapter'}"
 
     def _instead(self) -> AbstractContextManager[None]:
@@ -146,20 +151,25 @@ class TeacherServer:
 
     Args:
         cfg: config of ``distil_rocm``; ``teacher`` is the server's address.
-        student: the model in training.
+        student: the model in training; its vocabulary and context stand for the server's, which are not known.
 
     Raises:
         UserError: the server cannot be reached, or serves no such model.
     """
 
     frozen = 0
+    _scorer: Any
 
     def __init__(self, cfg: DictConfig, student: Learner) -> None:
-        from rocm_ext.sampling.server.scorer import Scorer  # needs an HTTP client
+        self.learner, self._ranks = student, student.runtime.ranks
 
-        self._ranks = student.runtime.ranks
-        self._scorer = Scorer(cfg.teacher, cfg.teacher_model, cfg.teacher_api_key_env) if self._ranks.is_main else None
-        self.fingerprint = self._ranks.on_main(lambda: str(self._scorer and self._scorer.model))
+        def connect() -> str:
+            from rocm_ext.sampling.server.scorer import Scorer  # needs an HTTP client
+
+            self._scorer = Scorer(cfg.teacher, cfg.teacher_model, cfg.teacher_api_key_env)
+            return self._scorer.model
+
+        self.fingerprint = self._ranks.on_main(connect)
 
     def peak(self, student: Learner, longest: int) -> int:
         """Return the planned peak of the student's training in bytes."""
@@ -167,11 +177,11 @@ class TeacherServer:
 
     def load(self) -> None:
         """Ask for the log-probs of two tokens, before a run begins to sample."""
-        self._ranks.on_main(lambda: self._scorer and self._scorer.logprobs([[0, 0]]))
+        self._ranks.on_main(lambda: self._scorer.logprobs([[0, 0]]))
 
     def logprobs(self, rows: Rows, temperature: float) -> list[np.ndarray]:
         """Return the log-prob of each label, as :func:`rocm_ext.train.scoring.score`; all ranks call this."""
-        found = self._ranks.on_main(lambda: self._scorer and self._scorer.logprobs(rows.tokens))
+        found = self._ranks.on_main(lambda: self._scorer.logprobs(rows.tokens))
         parts = zip(found, rows.labels, rows.lengths, strict=True)
         return [values[labelled(labels, lengths)[1:]] for values, labels, lengths in parts]
 

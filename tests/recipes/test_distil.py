@@ -1,6 +1,8 @@
 """Distillation end to end: steps equal TRL's, and runs are the same after kills, on any ranks and from any teacher."""
 
+import json
 import os
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -16,13 +18,13 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.report import content
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.runs.folder import RunFolder
-from tests.kit import forks
+from tests.kit import forks, parity
 from tests.kit.forks import forked, several_ranks
 from tests.kit.grpo_runs import assert_equal, lines, outcome, write_run
 from tests.kit.parity import their_model
 from tests.kit.raft_runs import WEIGHTS
 from tests.kit.servers import MODELS, Fake
-from tests.kit.tiny import metrics, write_model, write_yaml
+from tests.kit.tiny import metrics, run_config, write_model, write_yaml
 from tests.recipes.test_raft import kill_at_record
 
 pytest.importorskip("resource", reason="forks, POSIX signals and limits")
@@ -165,9 +167,10 @@ def test_killed_between_the_parts_of_a_step(make, reference, tmp_path, method):
 
 @pytest.mark.wide
 @several_ranks
-@pytest.mark.parametrize("loss", ["jsd", "reverse_kl"])
-def test_two_ranks_equal_one(make, tmp_path, loss):
-    changes = {"loss": loss, "steps": 2}
+@pytest.mark.parametrize(("loss", "base"), [("jsd", False), ("reverse_kl", False), ("jsd", True)])
+def test_two_ranks_equal_one(make, reference, tmp_path, loss, base):
+    own = {"teacher": "base", "teacher_adapter": str(reference / "adapter")} if base else {}
+    changes = {"loss": loss, "steps": 2, **own}
     succeed(make(tmp_path / "one", **changes))
     forks.succeed_on_ranks(main, make(tmp_path / "two", **changes))
     assert len(outcome(tmp_path / "two")["samples"]) == len(outcome(tmp_path / "one")["samples"])
@@ -252,12 +255,15 @@ def test_given_answers_are_learned_without_sampling(make, tmp_path):
         ({"teacher": "base"}, "teacher is base"),
         ({"teacher": "nowhere/at/all"}, "teacher's folder nowhere/at/all"),
         ({"teacher": "cpu_pocket"}, "teacher's folder cpu_pocket"),
+        ({"teacher": "ADAPTER"}, "is an adapter; set teacher_adapter"),
         ({"teacher_adapter": "nowhere"}, "nowhere"),
         ({"teacher": "base", "teacher_adapter": "nowhere"}, "nowhere"),
         ({"beta": 2}, "beta is 2"),
         ({"loss": "kl"}, "loss is 'kl'"),
         ({"loss": "reverse_kl", "updates_per_step": 2}, "loss=reverse_kl"),
         ({"loss": "reverse_kl", "given_answers": "answer"}, "loss=reverse_kl"),
+        ({"loss": "reverse_kl", "temperature": 0}, "loss=reverse_kl"),
+        ({"loss": "reverse_kl", "top_p": 0.9}, "top_p is 0.9, and loss=reverse_kl"),
         ({"given_answers": "reply"}, "given_answers is reply"),
         ({"verifier": None}, "set verifier"),
         ({"teacher": "http://127.0.0.1:9"}, "loss=reverse_kl"),
@@ -269,12 +275,25 @@ def test_given_answers_are_learned_without_sampling(make, tmp_path):
         ({"center": "mean"}, "center"),
     ],
 )
-def test_bad_input_is_a_line(make, tmp_path, changes, key):
+def test_bad_input_is_a_line(make, reference, tmp_path, changes, key):
+    if changes.get("teacher") == "ADAPTER":
+        changes = {"teacher": str(reference / "adapter")}
     with pytest.raises(UserError) as raised:
         load(make(tmp_path / "out", **changes)).setup()
     assert key in str(raised.value)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_an_adapter_of_other_layers_is_refused_before_the_run(make, reference, tmp_path):
+    path = make(tmp_path / "out", teacher="base", teacher_adapter=str(reference / "adapter"))
+    with pytest.raises(UserError, match="adapter does not fit model"):
+        load(path, "model.apply_lora_to_mlp=False").setup()
+
+
+def test_what_the_teacher_cannot_do_names_the_teacher(make, tmp_path):
+    with pytest.raises(UserError, match=r"^teacher: quantize_base"):  # rows of 96 weights make no blocks of 4 bits
+        load(make(tmp_path / "out", teacher_quantize_base="nf4")).setup()
 
 
 def test_another_tokenizer_is_refused_by_name(make, tmp_path):
@@ -283,6 +302,52 @@ def test_another_tokenizer_is_refused_by_name(make, tmp_path):
         load(make(tmp_path / "out", teacher=str(other))).setup()
 
 
-def test_another_teacher_is_another_run(make, folder, reference):
-    with pytest.raises(UserError, match="belongs to another run"):
+def test_a_teacher_that_takes_fewer_tokens_is_refused(make, tmp_path):
+    short = write_model(tmp_path / "short", max_position_embeddings=32)
+    for changes in ({"max_new_tokens": 30}, {"max_new_tokens": 1, "given_answers": "answer"}):
+        with pytest.raises(UserError, match=r"jsonl:\d+: .* 32 that the teacher takes"):
+            load(make(tmp_path / "out", teacher=str(short), eval_prompts=None, **changes)).setup()
+
+
+def test_the_longest_given_answer_is_planned(make, tmp_path):
+    made = load(make(tmp_path / "out", given_answers="answer", max_new_tokens=1, eval_prompts=None))
+    made.setup()
+    rows, _ = made.rows(made.sample(1))
+    assert not made.sessions_stay_open
+    assert made.learner.tokens_per_micro_batch >= 4 * max(map(len, rows.tokens))  # the batch size
+    made.cleanup()
+
+
+def test_a_step_whose_verifier_fails_learns_nothing(make, tmp_path, caplog):
+    verifier = {"_component_": "tests.kit.judges.Tired", "fails": list(range(1, 100))}
+    trained(make(tmp_path / "out", verifier=verifier, max_error_share=1.0, steps=2, eval_prompts=None))
+    assert [line["updates"] for line in lines(tmp_path / "out" / "metrics.jsonl")] == [0, 0]
+    assert "no step had an update" in caplog.text
+
+
+def test_answers_with_tokens_that_the_teacher_lacks_are_not_learned(make, folder, tmp_path):
+    """The model's vocabulary has more padding than the teacher's, and random weights sample it."""
+    wide, path = write_model(tmp_path / "wide", vocab=1024, initializer_range=0.1), make(tmp_path / "out", steps=1)
+    cfg = json_of(path)
+    cfg["checkpointer"]["checkpoint_dir"], cfg["model"]["vocab_size"] = str(wide), 1024
+    trained(write_yaml(path, cfg), "teacher=" + str(folder / "base"), "max_new_tokens=1", "prompts_per_step=12")
+    sampled = [line for line in lines(tmp_path / "out" / "samples.jsonl") if line["phase"] == "sample"]
+    words = json.loads((folder / "base" / "config.json").read_text())["vocab_size"]
+    known = sum(max(line["tokens"]) < words for line in sampled)
+    assert 0 < known < len(sampled)
+    assert metrics(tmp_path / "out", "trained_groups") == [known]
+
+
+def test_another_teacher_is_another_run(make, folder, reference, teacher, tmp_path):
+    shutil.copytree(teacher, tmp_path / "moved")
+    load(make(reference), RESUME, f"teacher={tmp_path / 'moved'}").setup()
+    with pytest.raises(UserError, match="belongs to another run: teacher"):
         load(make(reference), RESUME, f"teacher={folder / 'base'}").setup()
+
+
+@pytest.mark.parametrize("loss", ["jsd", "reverse_kl"])
+def test_the_loss_alone_has_no_teacher(folder, tmp_path, loss):
+    component = {"_component_": "rocm_ext.losses.Distillation", "loss": loss}
+    cfg = run_config(folder / "base", folder / "prompts.jsonl", tmp_path / "out", loss=component)
+    with pytest.raises(UserError, match=f"teacher_{'hidden' if loss == 'jsd' else 'logprobs'}.*start distil_rocm"):
+        parity.prepare(cfg)

@@ -124,7 +124,7 @@ _UNREAD: tuple[tuple[str, Callable[[DictConfig], bool], tuple[str, ...]], ...] =
     ("unless truncated=penalize", lambda cfg: cfg.get("truncated", "penalize") != "penalize",
      ("truncation_penalty", "truncation_margin")),
     ("with loss=reverse_kl", lambda cfg: cfg.get("loss") == "reverse_kl", ("beta",)),
-    ("with given_answers", lambda cfg: cfg.get("given_answers") is not None, ("samples_per_prompt", "temperature")),
+    ("with given_answers", lambda cfg: cfg.get("given_answers") is not None, ("samples_per_prompt", "min_entropy")),
     ("with mismatch=none", lambda cfg: cfg.get("mismatch") == "none", ("mismatch_level",)),
 )  # fmt: skip
 
@@ -156,7 +156,7 @@ def check_grpo_values(cfg: DictConfig) -> None:
     _check_shared(cfg, registry.GRPO)
     _check_loss(cfg)
     _check_groups(algorithms.filled(cfg))
-    _check_sampling(cfg)
+    _check_sampling(cfg, "GRPO", "filter answers with raft_rocm")
     _check_staleness(cfg)
     if cfg.router_replay and cfg.compile:
         raise UserError("router_replay does not work in compiled layers; set compile=False, or router_replay=False")
@@ -192,11 +192,14 @@ def check_distil_values(cfg: DictConfig) -> None:
             "teacher is base, and the model in training begins as it: there is nothing to learn; set teacher_adapter, "
             "or checkpointer.adapter_checkpoint to the adapter that forgot something"
         )
-    if cfg.loss == "reverse_kl" and (cfg.given_answers is not None or updates_of_step(cfg) > 1):
-        raise UserError(
-            "loss=reverse_kl estimates a divergence from answers that the present model sampled; with given_answers or "
-            "several updates in a step (updates_per_step, groups_per_update) they are not: set loss=jsd"
-        )
+    if cfg.loss == "reverse_kl":
+        _check_sampling(cfg, "loss=reverse_kl", "loss=jsd")
+        if cfg.given_answers is not None or cfg.temperature == 0 or updates_of_step(cfg) > 1:
+            raise UserError(
+                "loss=reverse_kl estimates a divergence from answers that the present model drew; with given_answers, "
+                "temperature=0 or several updates in a step (updates_per_step, groups_per_update) they are not: set "
+                "loss=jsd"
+            )
     if cfg.eval_prompts is not None and cfg.verifier is None and cfg.environment is None:
         raise UserError("eval_prompts has prompts, and nothing judges the answers: set verifier, or eval_prompts=null")
     if cfg.temperature == 0 and cfg.samples_per_prompt > 1:
@@ -237,12 +240,12 @@ def _check_update(cfg: DictConfig) -> None:
         )
 
 
-def _check_sampling(cfg: DictConfig) -> None:
+def _check_sampling(cfg: DictConfig, what: str, cure: str) -> None:
     for key in ("top_k", "top_p", "min_p"):
         if cfg[key] is not None:
             raise UserError(
-                f"{key} is {cfg[key]!r}, and GRPO samples from the whole distribution: log-probs that know nothing of "
-                f"{key} bias the gradient; set {key}=null, or filter answers with raft_rocm"
+                f"{key} is {cfg[key]!r}, and {what} samples from the whole distribution: log-probs that know nothing "
+                f"of {key} bias the gradient; set {key}=null, or {cure}"
             )
 
 
