@@ -370,7 +370,10 @@ class _Teacher:
     """The teacher of a distillation that is another model, on the rows of the model in training."""
 
     def __init__(self, cfg: DictConfig, planner: TrainingPlanner) -> None:
-        made = teacher_config(cfg, cfg)
+        given = OmegaConf.create(cfg)
+        if cfg.teacher_adapter and not Path(cfg.teacher_adapter).exists():  # a run before this one may write it
+            given.teacher_adapter = None
+        made = teacher_config(given, given)
         use_shape(made)
         decoder = build_model(made.model, planner.dtype, 0, torch.device("meta"))
         choose_attention(decoder, cfg.attention)
