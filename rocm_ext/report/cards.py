@@ -85,6 +85,7 @@ def _last_sign(run: RunFolder) -> str:
 
 def _sft(run: RunFolder) -> Iterator[tuple[str, str]]:
     yield "Loss", _ends(run.steps["loss"])
+    yield "Held-out pass@1", _passes(run)
     validation = run.validations["val_loss"]
     if np.isfinite(validation).any():
         best = int(np.nanargmin(validation))
