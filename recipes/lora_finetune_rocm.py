@@ -18,6 +18,7 @@ from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
 from rocm_ext.config.checks import check_values
+from rocm_ext.config.checks.training import EVAL_METRIC
 from rocm_ext.data.kept import kept_rows, what_makes
 from rocm_ext.data.mixture import Mixture, lines
 from rocm_ext.data.rows import Rows, open_dataset, tokenize
@@ -69,6 +70,7 @@ class LoRAFinetune:
         tokenizer = open_tokenizer(cfg)
         check_tokenizer(tokenizer, cfg)
         self.learner = self.learner_cls(cfg, self.runtime, tokenizer)
+        self.evaluation = self.setup_evaluation()
         self.rows, self.validation_rows = rows, validation_rows = self.setup_data(tokenizer)
         parts = {"dataset": rows, "dataset_val": validation_rows}
         check_same(
@@ -103,10 +105,28 @@ class LoRAFinetune:
             self.folder,
             validation_rows=self.validation_rows,
             metric_logger=self.metric_logger,
-            interrupt=Interrupt(),
+            interrupt=self.evaluation.interrupt if self.evaluation else Interrupt(),
+            evaluation=self.evaluation,
         )
         self.trainer.open()
         log_config(self.metric_logger, self.cfg)
+
+    def setup_evaluation(self) -> Any:
+        """Prepare evaluations by answers to ``eval_prompts``.
+
+        Returns:
+            A :class:`rocm_ext.rl.evaluator.Evaluator`; None without ``eval_prompts``.
+
+        Raises:
+            UserError: prompts, verifier or engine cannot be used.
+        """
+        if self.cfg.eval_prompts is None:
+            return None
+        from rocm_ext.rl.evaluator import Evaluator  # here: importing it takes time, which most runs save
+
+        evaluation = Evaluator(self.cfg, self.learner)
+        evaluation.check()
+        return evaluation
 
     def setup_data(self, tokenizer: Any) -> tuple[Rows, Rows | None]:
         """Read and tokenise the rows.
@@ -128,8 +148,11 @@ class LoRAFinetune:
         if cfg.validation_fraction:
             rows, validation = rows.split(cfg.validation_fraction, cfg.data_seed)
             log.info("validation_fraction: %s rows are set aside", f"{len(validation):,}")
-        if cfg.early_stopping_patience and validation is None:
-            raise UserError("early_stopping_patience needs validation rows: set dataset_val or validation_fraction")
+        if cfg.early_stopping_patience and validation is None and cfg.early_stopping_metric != EVAL_METRIC:
+            raise UserError(
+                "early_stopping_patience needs validation rows: set dataset_val or validation_fraction; or set "
+                f"eval_prompts and early_stopping_metric={EVAL_METRIC}"
+            )
         return rows, validation
 
     def add_columns(self, folder: Path, rows: Mapping[str, Rows | None]) -> None:
@@ -171,6 +194,8 @@ class LoRAFinetune:
         self.trainer.train()
         if peft_files.fingerprint(self.learner.adapter_state()) == self._first:
             log.warning("%s", nothing_changed(self.trainer.step, "the run"))
+        if self.evaluation is not None:
+            self.evaluation.report_gain_at(*self.trainer.chosen())
 
     def cleanup(self) -> None:
         """Close files and leave the process group."""

@@ -270,7 +270,7 @@ def open_chat(
     Raises:
         UserError: the config, the weights or the machine do not allow it.
     """
-    cfg = cfg if "engine" in cfg else sampling_config(cfg)
+    cfg = cfg if "prompts" in cfg else sampling_config(cfg)
     sample_here(cfg)
     cfg.prompts = cfg.eval_prompts = cfg.metric_logger = None
     cfg.seed = seed  # a run's config names the seed of its training

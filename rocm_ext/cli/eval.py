@@ -84,8 +84,6 @@ def _check(args: argparse.Namespace, adapter: Path | None, target: ChosenModel, 
         raise UserError("--base compares an adapter with the model that the config starts from; name one: --adapter")
     if answers and target.content is not None and not target.run and not (args.verifier and args.data):
         raise UserError("a model alone has no prompts and no verifier; set --data and --verifier")
-    if args.verifier and not args.data and "eval_prompts" not in _keys(target, args.overrides):
-        raise UserError("--verifier needs prompts; name them with --data")
     if not answers and (args.format or args.samples):
         raise UserError("--format and --samples are for answers that a verifier judges; set --verifier")
     if lone := next((name for name in ("format", "split", "name") if getattr(args, name) and not args.data), None):
@@ -151,7 +149,7 @@ def _sampling(args: argparse.Namespace, target: ChosenModel) -> DictConfig:
     more = config.defaults(registry.RAFT).keys() - known.keys()
     later = [item for item in args.overrides if item.partition("=")[0].split(".")[0] in more]
     cfg = target.load([*(item for item in args.overrides if item not in later), "output_dir=eval"])
-    cfg = cfg if "eval_prompts" in cfg else sampling_config(cfg)
+    cfg = cfg if "prompts" in cfg else sampling_config(cfg)
     if args.verifier:
         path = args.verifier if "." in args.verifier else f"rocm_ext.verifiers.{args.verifier}"
         cfg.verifier, cfg.environment = {config.COMPONENT: path}, None

@@ -143,7 +143,8 @@ def _take_machine(args: argparse.Namespace) -> str | None:
 
 def _check_sizes(args: argparse.Namespace, cfg: Any) -> None:
     """Refuse sizes that the run could not have."""
-    limits = {"answer_tokens": cfg.get("max_new_tokens"), "row_tokens": cfg.tokenizer.get("max_seq_len")}
+    answers = cfg.max_new_tokens if "prompts" in cfg else None  # evaluations of SFT and DPO are not planned
+    limits = {"answer_tokens": answers, "row_tokens": cfg.tokenizer.get("max_seq_len")}
     if args.answer_tokens and not limits["answer_tokens"]:
         raise UserError(f"--answer-tokens is for RAFT and GRPO; {args.config} samples no answers", code=2)
     for name, most in limits.items():

@@ -144,7 +144,7 @@ def defaults(recipe: str | registry.Recipe) -> dict[str, Any]:
     """Every key of a recipe, with its default.
 
     ``extends`` in a defaults file names a recipe whose keys it has, too; ``include`` names files beside it whose keys
-    it has, without ``.yaml``.
+    it has, without ``.yaml``. An included file may include others.
 
     Raises:
         UserError: a defaults file cannot be read, or there is no key `hardware`.
@@ -152,16 +152,21 @@ def defaults(recipe: str | registry.Recipe) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     recipe = registry.find(recipe) if isinstance(recipe, str) else recipe
     for part in reversed(registry.chain(recipe)):
-        content = read(part.defaults)
-        if not isinstance(include := content.pop("include", []), list):
-            raise UserError(f"{part.defaults}: include is {include!r}; expected a list of names, such as [common]")
-        for name in include:
-            merged |= read(part.defaults.with_name(f"{name}.yaml"))
-        content.pop("extends", None)
-        merged |= content
+        merged |= _with_included(part.defaults)
+        merged.pop("extends", None)
     if "hardware" not in merged:
         raise UserError(f"{recipe.defaults}: the defaults lack the key hardware; add `extends: {registry.SFT}` or it")
     return merged
+
+
+def _with_included(path: Path) -> dict[str, Any]:
+    content = read(path)
+    if not isinstance(include := content.pop("include", []), list):
+        raise UserError(f"{path}: include is {include!r}; expected a list of names, such as [common]")
+    merged: dict[str, Any] = {}
+    for name in include:
+        merged |= _with_included(path.with_name(f"{name}.yaml"))
+    return merged | content
 
 
 def trainer_config(cfg: DictConfig) -> dict[str, Any]:
@@ -171,7 +176,8 @@ def trainer_config(cfg: DictConfig) -> dict[str, Any]:
     known = {key: settings.get(key, default) for key, default in defaults(registry.SFT).items()}
     ours = set().union(*map(defaults, registry.TITLES))
     known |= {key: value for key, value in settings.items() if key not in ours}
-    return known | {"recipe": registry.SFT, "dataset": None, "dataset_val": None}
+    data = ("dataset", "dataset_val", "eval_prompts", "verifier")
+    return known | {"recipe": registry.SFT, "early_stopping_metric": "val_loss", **dict.fromkeys(data)}
 
 
 def recipe_of(name: str, overrides: Iterable[str] = ()) -> registry.Recipe:
@@ -348,7 +354,7 @@ def _resolve_hardware(requested: Any) -> tuple[str, dict[str, Any]]:
 def _unset_rivals(merged: dict[str, Any], layer: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     layer = {str(key).split(".")[0]: value for key, value in layer.items()}  # the command line's keys have parts
     for key, rival in _RIVALS.items():
-        if key in defaults and layer.get(key) not in (None, "null", "None") and layer.get(rival) is None:
+        if rival in defaults and layer.get(key) not in (None, "null", "None") and layer.get(rival) is None:
             merged[rival] = defaults[rival]
 
 

@@ -16,7 +16,7 @@ from rocm_ext.base.files import read_json, replace_text
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl import evaluation
 from rocm_ext.rl.loop import RLRecipe
-from rocm_ext.rl.records import Records, remove_records
+from rocm_ext.rl.records import Records
 from rocm_ext.rl.rollout import Answers, Job
 from rocm_ext.runs.folder import GREEDY
 from rocm_ext.runs.intervals import mcnemar, paired_gain
@@ -121,7 +121,6 @@ def _evaluate(recipe: RLRecipe, cfg: DictConfig, output: OutputDir, name: str) -
     if ranks.is_main:
         output.create()
         output.take(OmegaConf.to_yaml(cfg), None, lambda line: False)
-        remove_records(out)
         (out / "cycle_0").mkdir(exist_ok=True)
     ranks.barrier()
     first, requests = cfg.checkpointer.get("adapter_checkpoint"), recipe.prompts.evaluation_requests(recipe.sampling)

@@ -107,10 +107,8 @@ def _is_data_set(source: str) -> bool:
 def _results(run: RunFolder) -> dict[str, str]:
     """Return what the run measured, with held-out values where it has them."""
     rows: dict[str, str] = {}
-    scores: dict[str, Mapping[str, Any]] = {}
-    if run.family in SAMPLED:
-        scores = {f"pass@1, {scored.after}": scored.scores for scored in held_out(run)}
-    else:
+    scores = {f"pass@1, {scored.after}": scored.scores for scored in held_out(run)}
+    if run.family not in SAMPLED:
         for name, column in (("validation", run.validations["val_loss"]), ("training", run.steps["loss"])):
             values = column[~np.isnan(column)]
             if len(values):

@@ -21,7 +21,7 @@ from markupsafe import Markup, escape
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_text
-from rocm_ext.base.registry import BY_STEP, DPO, RAFT
+from rocm_ext.base.registry import BY_STEP, DPO, RAFT, SFT
 from rocm_ext.report import cards, curves, hardware, rollouts, samples
 from rocm_ext.report.charts import Chart, library, style
 from rocm_ext.report.text import visible
@@ -147,11 +147,12 @@ def _sections(runs: Sequence[RunFolder]) -> list[_Section]:
 
     cycles = [*rollouts.score_charts(runs, RAFT), *bars(RAFT), *rollouts.cycle_charts(runs)]
     rewards = [*rollouts.score_charts(runs, *BY_STEP), *curves.charts(curves.POLICY, runs, *BY_STEP), *bars(*BY_STEP)]
+    training = [*rollouts.score_charts(runs, SFT, DPO), *curves.charts(curves.TRAINING, runs)]
     return [
         _Section("Cycles", cycles, [run for run in runs if run.cycles], tables(RAFT)),
         _Section("Rewards", rewards, [run for run in runs if run.family in BY_STEP], tables(*BY_STEP)),
         _Section("Preferences", curves.charts(curves.PREFERENCES, runs, DPO), [r for r in runs if r.family == DPO]),
-        _Section("Training", curves.charts(curves.TRAINING, runs), [run for run in runs if len(run.steps)]),
+        _Section("Training", training, [run for run in runs if len(run.steps)], tables(SFT, DPO)),
         _Section("Hardware", hardware.charts([(r.name, r.hardware) for r in runs]), [r for r in runs if r.hardware]),
     ]
 

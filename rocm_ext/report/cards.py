@@ -89,6 +89,7 @@ def _sft(run: RunFolder) -> Iterator[tuple[str, str]]:
     given = (f"{part.get('name')}: {number(part.get('rows_given')):,.0f} rows" for part in sets)
     yield "Rows given by", " · ".join(given)
     yield "Loss", _ends(run.steps["loss"])
+    yield "Held-out pass@1", _passes(run)
     validation = run.validations["val_loss"]
     if np.isfinite(validation).any():
         best = int(np.nanargmin(validation))

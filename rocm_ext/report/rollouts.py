@@ -1,11 +1,11 @@
-"""Charts of runs that learn from sampled answers, and tables of their evaluations: RAFT by cycle, GRPO by step."""
+"""Charts of runs that learn from sampled answers, and of evaluations, with tables: RAFT by cycle, others by step."""
 
 import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rocm_ext.base.registry import BY_STEP
+from rocm_ext.base.registry import BY_STEP, RAFT
 from rocm_ext.report.charts import Chart, Line, bar_chart, line_chart, time_unit
 from rocm_ext.runs.folder import CycleFolder, RunFolder
 from rocm_ext.runs.held_out import HeldOut, held_out
@@ -26,7 +26,7 @@ _EVALUATIONS, _ROWS = 60, 40  # most evaluations of a chart, most rows of a tabl
 
 def score_charts(runs: Sequence[RunFolder], *families: str) -> list[Chart]:
     """Held-out scores of the runs of ``families``; of those by step beside other runs also by answers sampled."""
-    several, x_title = len(runs) > 1, "step" if families == BY_STEP else "cycle"
+    several, x_title = len(runs) > 1, "cycle" if RAFT in families else "step"
     greedy, by_answers, drawn = [], [], []
     for colour, run in enumerate(runs):
         if not (shown := _few(held_out(run), _EVALUATIONS)):

@@ -1,4 +1,7 @@
-"""Some answers of a run of RAFT or GRPO: prompts with all answers that one step sampled. A step of RAFT is a cycle."""
+"""Some answers of a run: prompts with all answers that one step sampled; of SFT and DPO, that an evaluation did.
+
+A step of RAFT is a cycle.
+"""
 
 import hashlib
 import json
@@ -10,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rocm_ext.base.registry import BY_STEP
+from rocm_ext.base.registry import RAFT, SAMPLED
 from rocm_ext.runs.answers import Verdicts, said
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.records import Judged
@@ -53,24 +56,28 @@ def groups(run: RunFolder) -> tuple[str, list[Group]]:
 
     Both are empty without answers.
     """
-    if run.family in BY_STEP:
-        unit, last = "step", max(run.steps["step"], default=0)
-    else:
+    if run.family == RAFT:
         unit, last = "cycle", max((cycle.number for cycle in run.cycles if cycle.kept is not None), default=0)
-    kept = run.answers.steps
+    else:
+        unit, last = "step", max(run.steps["step"], default=0)
+    held_out = run.family not in SAMPLED
+    kept = run.answers.steps(held_out)
     done = [step for step in kept if step <= last] or kept
     steps = list(dict.fromkeys(done[:1] + done[-1:]))
     shown = [group for step in steps for group in _of_step(run, step, f"{unit.capitalize()} {step}")]
     which = f"{unit} {steps[0]}" if len(steps) == 1 else f"{unit}s {' and '.join(map(str, steps))}"
     about = f"{len(shown)} groups of {which}, one of each kind: all answers that a {unit} sampled to a prompt."
+    if held_out:
+        about = f"{len(shown)} answers of the evaluations after {which}, one of each kind."
     return (about, shown) if shown else ("", [])
 
 
 def _of_step(run: RunFolder, step: int, name: str) -> list[Group]:
-    verdicts = run.answers.verdicts
-    read = {key: (position, record.get("finish_reason")) for key, position, record in run.answers.answers(step)}
+    verdicts, held_out = run.answers.verdicts, run.family not in SAMPLED
+    answers = run.answers.answers(step, held_out)
+    read = {key: (position, record.get("finish_reason")) for key, position, record in answers}
     cut = {prompt for (prompt, _), (_, reason) in read.items() if reason == "length"}
-    rows = {verdicts.prompts[int(verdicts.prompt[group[0]])]: group for group in verdicts.groups(step)}
+    rows = {verdicts.prompts[int(verdicts.prompt[group[0]])]: group for group in verdicts.groups(step, held_out)}
     # by a hash: an order by chance, but equal in every report
     free = sorted(rows.keys() & {prompt for prompt, _ in read}, key=lambda prompt: _hash(prompt, step))
     chosen = {}
@@ -83,8 +90,8 @@ def _of_step(run: RunFolder, step: int, name: str) -> list[Group]:
     shown = []
     for kind, prompt in chosen.items():
         positions = {sample: position for (of, sample), (position, _) in read.items() if of == prompt}
-        answers = _answers(run, rows[prompt], positions)
-        shown.append(Group(f"{name}: {kind}", prompt, texts.get(prompt), answers, len(rows[prompt])))
+        group = _answers(run, rows[prompt], positions)
+        shown.append(Group(f"{name}: {kind}", prompt, texts.get(prompt), group, len(rows[prompt])))
     return shown
 
 
@@ -136,7 +143,7 @@ def prompt_texts(run: RunFolder, ids: Collection[str]) -> dict[str, str]:
 
     A report downloads nothing and runs no component of the user's.
     """
-    setting: Any = run.setting("prompts")
+    setting: Any = run.setting("prompts" if run.family in SAMPLED else "eval_prompts")
     if not isinstance(setting, dict) or setting.get("_component_") != _PROMPTS:
         return {}
     source = setting.get("source")

@@ -62,12 +62,9 @@ class CycleTrainer(PolicyTrainer):
         self.trained: list[int] = []
         self.kept: dict[int, list[SampleKey]] = {}
         self.begin(self.folder.resumed[1]["total_steps"] if self.folder.resumed else 0)
-
-    def remove_outputs(self) -> None:
-        """Remove the records and the cycles that an earlier run left."""
-        super().remove_outputs()
-        for folder in self.folder.path.glob("cycle_*"):
-            shutil.rmtree(folder, ignore_errors=True)
+        if self.fresh and self.ranks.is_main:  # of another run, or of one killed before its first checkpoint
+            for folder in self.folder.path.glob("cycle_*"):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def cycle_folder(self, cycle: int) -> Path:
         """Create and return the folder of a cycle."""

@@ -94,7 +94,7 @@ def report_gain(before: Mapping[str, bool], after: Mapping[str, bool], chosen: s
         chosen, gained, len(after), lost, p, best_of,
     )  # fmt: skip
     if gained <= lost:
-        log.warning("no adapter scores higher on the held-out prompts than the initial model")
+        log.warning("%s scores no higher on the held-out prompts than the initial model", chosen)
 
 
 def greedy(results: Mapping[SampleKey, Result]) -> dict[str, bool]:

@@ -5,8 +5,8 @@ RAFT, GRPO and distillation are presets of it.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,12 @@ from rocm_ext.rl.conversations import ConversationQueue, Limits
 from rocm_ext.rl.engines import Policy, open_engines, verify_workers
 from rocm_ext.rl.prompts import PromptSet
 from rocm_ext.rl.records import Records, is_correct, key_of
-from rocm_ext.rl.rollout import Answers, Job, OpenSession, Rollout, Workers
+from rocm_ext.rl.rollout import Answers, Job, OpenSession, Requests, Rollout, Workers
 from rocm_ext.rl.selection import Selected
 from rocm_ext.rl.server_check import ServerCheck
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.runs.scores import Score
-from rocm_ext.sampling import Sampling
+from rocm_ext.sampling import Sampling, Session
 from rocm_ext.train.builders import check_tokenizer
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupt, Interrupted, Runtime
@@ -67,7 +67,10 @@ class RLRecipe:
     samples_new_adapters = False
     judges = True
 
-    def __init__(self, cfg: DictConfig, learner: type[Learner] = Learner) -> None:
+    unit = "step"  # what messages and ``metrics.jsonl`` call a step
+    records: Records
+
+    def __init__(self, cfg: DictConfig, learner: Callable[[DictConfig, Runtime, Any], Learner] = Learner) -> None:
         self.cfg, self._learner_class = cfg, learner
         self.sampling = Sampling(
             max_new_tokens=cfg.max_new_tokens,
@@ -195,6 +198,25 @@ class RLRecipe:
         with self.interrupt:
             return kind.begin(job, self.workers, open_session)
 
+    def answer_held_out(
+        self, step: int, open_session: Callable[[Requests], AbstractContextManager[Session]]
+    ) -> Answers:
+        """Answer the held-out prompts with the present adapter, which is that of ``step``, inside :meth:`verification`.
+
+        Args:
+            step: steps done.
+            open_session: opens a session for the requests.
+        """
+        requests, name = self.prompts.evaluation_requests(self.sampling), f"evaluation at {self.unit} {step}"
+        job = Job(name, requests, self.prompts.held_out, *self.records.phase(step, "eval"))
+        return self.rollout(job, lambda: open_session(requests)).finish()
+
+    def report_gain_at(self, step: int, looks: int) -> None:
+        """Log how the adapter of ``step``, the best of so many ``looks``, does against the initial model."""
+        if self.ranks.is_main:
+            before, after = (evaluation.greedy(self.records.verdicts(at, "eval")) for at in (0, step))
+            evaluation.report_gain(before, after, f"{self.unit} {step}", looks)
+
     def cleanup(self) -> None:
         """Close files and leave the process group."""
         if self.metric_logger is not None:
@@ -225,7 +247,6 @@ class Loop(RLRecipe, ABC):
         max_staleness: steps by which the adapter that sampled an answer may be older than the one that it trains.
     """
 
-    unit = "step"  # what messages and ``metrics.jsonl`` call a step
     steps: int
     prompts_of_step: int
     evaluate_every: int
@@ -463,12 +484,10 @@ class Loop(RLRecipe, ABC):
         """Return whether ``step`` trains on answers of the adapter of step ``policy``."""
         return policy >= step - 1 - self.max_staleness
 
-    def rollout_of(
-        self, job: Job, kind: type[Rollout] = Rollout, phase: str = "sample", step: int | None = None
-    ) -> Any:
-        """Begin a rollout with the present adapter, which is that of ``step``; None: of the last step."""
-        step = self.trainer.adapter_step if step is None else step
-        return self.rollout(job, lambda: self.policy.session(step, job.requests, phase), kind)
+    def rollout_of(self, job: Job, kind: type[Rollout] = Rollout) -> Any:
+        """Begin a rollout with the present adapter."""
+        step = self.trainer.adapter_step
+        return self.rollout(job, lambda: self.policy.session(step, job.requests), kind)
 
     def stop_sampling(self) -> None:
         """Stop sampling in the background, on all ranks together; a resumed run uses the answers so far."""
@@ -506,18 +525,13 @@ class Loop(RLRecipe, ABC):
 
     def evaluate(self, step: int) -> None:
         """Evaluate the present adapter, which is that of ``step``, on the held-out prompts."""
-        requests, name = self.prompts.evaluation_requests(self.sampling), f"evaluation at {self.unit} {step}"
-        job = Job(name, requests, self.prompts.held_out, *self.records.phase(step, "eval"))
-        answers = self.rollout_of(job, phase="eval", step=step).finish()
+        answers = self.answer_held_out(step, lambda requests: self.policy.session(step, requests, "eval"))
         scores = evaluation.score(answers, self.cfg.eval_samples)
         self.trainer.finish_evaluation(step, scores, answers.stats)
         log.info("%s %d: held-out %s", self.unit, step, Score(scores["correct"], scores["prompts"]))
 
     def report_gain(self) -> None:
         """Log how the best adapter does on the held-out prompts against the initial model."""
-        best = self.trainer.best
-        if best is None or not self.ranks.is_main:
-            return
-        before, after = (evaluation.greedy(self.records.verdicts(step, "eval")) for step in (0, best["step"]))
-        looks = sum("eval" in line and line[self.unit] > 0 for line in self.trainer.lines)
-        evaluation.report_gain(before, after, f"{self.unit} {best['step']}", looks)
+        if (best := self.trainer.best) is not None:
+            looks = sum("eval" in line and line[self.unit] > 0 for line in self.trainer.lines)
+            self.report_gain_at(best["step"], looks)

@@ -216,13 +216,6 @@ def pass_rates(
     return {prompt: fmean(of_prompt) if of_prompt else None for prompt, of_prompt in passed.items()}
 
 
-def remove_records(out: Path) -> None:
-    """Remove the samples and verdicts of an earlier run, on all ranks together or on the main one alone."""
-    for name in ("samples", "verdicts", "turns"):
-        for file in (out / f"{name}.jsonl", *out.glob(f"{name}.rank*.jsonl")):
-            file.unlink(missing_ok=True)
-
-
 class Records:
     """The samples and verdicts of a run; :meth:`open` opens them.
 

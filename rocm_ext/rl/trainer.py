@@ -15,7 +15,6 @@ from rocm_ext.data.batches import StepLoader, label_counts
 from rocm_ext.data.rows import Rows
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.rl import evaluation
-from rocm_ext.rl.records import remove_records
 from rocm_ext.rl.selection import Selected
 from rocm_ext.sampling import sample_seed
 from rocm_ext.train.checkpoint import FREE_KEYS
@@ -83,8 +82,6 @@ class PolicyTrainer(Training):
             UserError: a component cannot be built, or the checkpoint belongs to another run.
         """
         self.begin_run()
-        if self.fresh and self.ranks.is_main:  # files of another run, or of one killed before its first checkpoint
-            self.remove_outputs()
         if self.ranks.is_main:
             (self.folder.path / "samples.jsonl").touch()  # tells monitor that this is a run of GRPO
         self.ranks.barrier()
@@ -97,10 +94,6 @@ class PolicyTrainer(Training):
         """Build what the run has one of, and continue the checkpoint."""
         self.begin(self.cfg.steps * self.updates_of_step)
         self._progress = Progress(self.cfg.steps, self.step, self.ranks.is_main)
-
-    def remove_outputs(self) -> None:
-        """Remove the records that an earlier run left."""
-        remove_records(self.folder.path)
 
     @property
     def adapter_step(self) -> int:

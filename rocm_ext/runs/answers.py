@@ -128,10 +128,9 @@ class AnswerLog:
                 positions[scope].extend(position + (index << _FILE_BITS) for position in of_file)
         return positions
 
-    @property
-    def steps(self) -> list[int]:
-        """The steps with sampled answers in the file."""
-        return sorted(step for step, phase in self._positions if phase == "sample")
+    def steps(self, held_out: bool = False) -> list[int]:
+        """The steps with answers in the file, of their sampling or of the evaluation after them."""
+        return sorted(step for step, phase in self._positions if phase == ("eval" if held_out else "sample"))
 
     def has(self, step: int, held_out: bool = False) -> bool:
         """Whether there are answers of a step's sampling, or of the evaluation after it."""
@@ -203,9 +202,9 @@ class Verdicts:
         """[n] rows of a step's sampling, or of the evaluation after it."""
         return np.flatnonzero((self.step == step) & (self.held_out == held_out))
 
-    def groups(self, step: int) -> list[np.ndarray]:
-        """The rows of each prompt that a step asked."""
-        rows = self.rows(step)
+    def groups(self, step: int, held_out: bool = False) -> list[np.ndarray]:
+        """The rows of each prompt that a step, or the evaluation after it, asked."""
+        rows = self.rows(step, held_out)
         return np.split(rows, np.flatnonzero(np.diff(self.prompt[rows])) + 1) if len(rows) else []
 
     def name(self, row: int) -> str:

@@ -8,7 +8,7 @@ difference exceeds the tolerance. In all other cases the answer is how many more
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -135,6 +135,9 @@ def compare(a: RunFolder, b: RunFolder, tolerance: float, score_tolerance: float
         quality = _by_scores(a, b, settings, score_tolerance)
     else:
         quality = _by_losses(a, b, settings, tolerance)
+        if quality.state == "unknown" and a.evaluations and b.evaluations:  # of runs whose losses say nothing
+            scored = _by_scores(a, b, settings, score_tolerance)
+            quality = replace(scored, measured=quality.measured | scored.measured, notes=quality.notes)
     if lost[1] > lost[0]:
         quality.state, quality.text = "worse", f"{lost[1]} losses of B are not finite"
     saved = memory[1] / memory[0] if memory[0] > 0 else math.nan

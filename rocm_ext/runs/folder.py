@@ -26,12 +26,13 @@ from rocm_ext.runs.records import (
     MOST,
     Columns,
     Lines,
+    MetricLines,
+    PolicyLines,
     Readings,
     is_rows,
     number,
     parse_scores,
     read_json,
-    read_policy_steps,
     read_steps,
     read_yaml,
 )
@@ -60,8 +61,8 @@ class RunFolder:
             GRPO may have several updates, or none and no loss.
         validations: ``step``, ``val_loss``.
         cycles: cycles of a RAFT run, in order.
-        evaluations: scores of a GRPO run by step, in order, as of :func:`rocm_ext.runs.records.parse_scores`.
-        answers: answers of a run of RAFT or GRPO; a step of RAFT is a cycle.
+        evaluations: scores by step, in order, as of :func:`rocm_ext.runs.records.parse_scores`; none of RAFT.
+        answers: answers that the run sampled, of SFT and DPO in evaluations alone; a step of RAFT is a cycle.
         hardware: lines of ``hardware.jsonl``, by time.
         problems: messages about files that could not be read.
 
@@ -90,10 +91,11 @@ class RunFolder:
             self.family = RAFT
         if self.family == RAFT:
             self._read_cycles(sorted(folders, key=lambda p: int(p.name[6:])))
-        elif self.family in BY_STEP:
-            self.steps, self.evaluations = read_policy_steps(path / "metrics.jsonl", self.problems, tails)
         else:
-            self.steps, self.validations = read_steps(path / "metrics.jsonl", self.problems, tails)
+            kind = PolicyLines if self.family in BY_STEP else MetricLines
+            self.steps, self.validations, self.evaluations = read_steps(
+                path / "metrics.jsonl", self.problems, tails, kind
+            )
         known = {"model", "checkpointer", "output_dir"} <= self.config.keys()
         if not (known or self.cycles or len(self.steps) or len(self.validations) or self.evaluations):
             *others, last = TITLES
@@ -108,7 +110,7 @@ class RunFolder:
         if cycles or "cycles" in self.config:
             return RAFT
         lines = list(islice(read_lines(self.path / "metrics.jsonl", problems=[]), 2))
-        if (self.path / "samples.jsonl").exists() or any({"reward", "eval"} & line.keys() for line in lines):
+        if of_policy(self.config, lines, (self.path / "samples.jsonl").exists()):
             return GRPO
         if any("reward_chosen" in line for line in lines):
             return DPO
@@ -205,7 +207,7 @@ class CycleFolder:
     ) -> None:
         self.folder, self.number, self.row = folder, int(folder.name[6:]), row
         self._answers, self._problems = answers, problems
-        self.steps, _ = read_steps(folder / "metrics.jsonl", problems, tails)
+        self.steps, *_ = read_steps(folder / "metrics.jsonl", problems, tails)
         self.summary = read_json(folder / "summary.json", problems)
         self.phases: dict[str, Mapping[str, Any]] = {}
         self.seconds: dict[str, float] = {}
@@ -253,6 +255,13 @@ class CycleFolder:
             return path.read_bytes().count(b"\n") if path.exists() else None
         except OSError:
             return None
+
+
+def of_policy(config: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], sampled: bool) -> bool:
+    """Whether records are those of GRPO, by some ``lines`` of ``metrics.jsonl``. SFT, too, may have ``sampled``."""
+    if config.get("dataset") or any("loss" in line and "reward" not in line for line in lines):
+        return False
+    return sampled or any({"reward", "eval"} & line.keys() for line in lines)
 
 
 def raft_finished(path: Path, config: Mapping[str, Any], last: int, skipped: bool = False) -> bool:

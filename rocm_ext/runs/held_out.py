@@ -1,4 +1,4 @@
-"""The held-out scores of a run, of RAFT's cycles or of GRPO's steps."""
+"""The held-out scores of a run, of RAFT's cycles or of the steps of others."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rocm_ext.base.registry import BY_STEP
+from rocm_ext.base.registry import RAFT
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.records import GREEDY, MOST, number
 
@@ -32,9 +32,9 @@ class HeldOut:
 
 
 def held_out(run: RunFolder) -> list[HeldOut]:
-    """The evaluations of a run, in order; none of SFT."""
+    """The evaluations of a run, in order; of SFT and DPO those with ``eval_prompts``."""
     scored: list[tuple[int, int, Mapping[str, Any]]] = []
-    if run.family in BY_STEP:
+    if run.family != RAFT:
         counts = np.clip(np.nan_to_num(run.steps["answers"]), 0, MOST)
         before = np.concatenate([[0.0], np.cumsum(counts)])
         for step, scores in run.evaluations.items():
@@ -46,7 +46,7 @@ def held_out(run: RunFolder) -> list[HeldOut]:
             answers += int(counted) if 0 <= counted < MOST else len(cycle.rewards)
             if cycle.scores is not None:
                 scored.append((cycle.number, answers, cycle.scores))
-    unit = "step" if run.family in BY_STEP else "cycle"
+    unit = "cycle" if run.family == RAFT else "step"
 
     def greedy(at: int) -> dict[str, bool]:  # the verdicts are read when somebody asks
         return run.answers.verdicts.greedy(at, GREEDY)

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from rocm_ext.base.files import json_object
-from rocm_ext.runs.folder import raft_finished, steps_finished
+from rocm_ext.runs.folder import of_policy, raft_finished, steps_finished
 from rocm_ext.runs.records import MOST, is_rows, number, parse_scores, read_json, read_yaml
 
 _TAIL = 1 << 16  # bytes read from the end of a metrics.jsonl: some hundred lines
@@ -22,7 +22,7 @@ def progress(out: Path) -> dict[str, Any]:
 
     Returns:
         ``cycle`` and ``phase`` of a RAFT run; ``step``, ``epoch``, ``loss``, ``tokens_per_second`` and ``val_loss`` of
-        the current or last training, of DPO also margin and accuracy; those of a GRPO run, see
+        the current or last training, of DPO also margin and accuracy, and ``held_out``; those of a GRPO run, see
         :func:`_policy_progress`; ``seconds_ago``, since the last write; ``finished``; or ``problem``, why there is no
         run to show.
     """
@@ -48,13 +48,14 @@ def progress(out: Path) -> dict[str, Any]:
         ended = cycle and is_rows(listed) and any(entry.get("cycle") == cycle for entry in listed)
         complete = (folder / "eval.json").exists() or ended
         finished = complete and raft_finished(out, read_yaml(out / "config.yaml", []), cycle, skipped)
-    elif samples.exists() or any({"reward", "eval"} & line.keys() for line in lines):
+    elif of_policy(config := read_yaml(out / "config.yaml", []), lines, samples.exists()):
         written = max(_stat(metrics), _stat(samples), _stat(verdicts))[0]
-        config = read_yaml(out / "config.yaml", [])
         values = _policy_progress(out, lines, config)
         finished = steps_finished(summary, config, values.get("step", 0))
     else:
-        written, values = _stat(metrics)[0], _last_values(lines)
+        answered, written = (max(map(_stat, paths))[0] for paths in ((samples, verdicts), (samples, verdicts, metrics)))
+        values = {"phase": "evaluating"} if answered > _stat(metrics)[0] else {}
+        values |= _last_values(lines) | _held_out(lines)
         finished = number(summary.get("steps")) == values.get("step")
     if written:
         values |= {"seconds_ago": round(max(0.0, time.time() - written), 1), "finished": bool(finished)}
@@ -88,7 +89,6 @@ def _policy_progress(out: Path, lines: list[dict[str, Any]], config: Mapping[str
     """
     steps = [line for line in lines if "reward" in line and _is_number(line.get("step"))]
     evaluations = [line for line in lines if isinstance(line.get("eval"), dict)]
-    scores = [parsed for line in evaluations if (parsed := parse_scores(line["eval"])) is not None]
     values: dict[str, Any] = {}
     if phase := _policy_phase(out, config):
         values["phase"] = phase
@@ -98,8 +98,7 @@ def _policy_progress(out: Path, lines: list[dict[str, Any]], config: Mapping[str
         }
     if 0 < (planned := number(config.get("steps"))) < 1e9:
         values["steps"] = planned
-    if scores:
-        values["held_out"] = scores[-1]["pass"][0]
+    values |= _held_out(evaluations)
     if times := _times(steps[-_RECENT:]):
         step, every = values["step"], number(config.get("eval_every_n_steps"))
         values["seconds"] = median(times)
@@ -132,6 +131,13 @@ def _policy_phase(out: Path, config: Mapping[str, Any]) -> str:
 def _last_values(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """The newest of each value in lines of a ``metrics.jsonl``."""
     return {key: line[key] for line in lines for key in _SHOWN if _is_number(line.get(key))}
+
+
+def _held_out(lines: list[dict[str, Any]]) -> dict[str, float]:
+    """The last held-out score in lines of a ``metrics.jsonl``."""
+    read = [scores for line in lines if isinstance(scores := line.get("eval"), dict)]
+    parsed = [scores for each in read if (scores := parse_scores(each)) is not None]
+    return {"held_out": parsed[-1]["pass"][0]} if parsed else {}
 
 
 def _times(lines: list[dict[str, Any]]) -> list[float]:

@@ -78,10 +78,11 @@ class Latest:
 
 
 class MetricLines:
-    """The training steps and validations in a ``metrics.jsonl``."""
+    """The training steps, validations and evaluations in a ``metrics.jsonl``."""
 
     def __init__(self) -> None:
         self.steps, self.validations = Latest(), Latest()
+        self.evaluations: dict[int, dict[str, Any]] = {}
 
     def add(self, content: bytes, position: int) -> bool:
         """Take a line."""
@@ -91,25 +92,25 @@ class MetricLines:
                 self.steps.add(step, line)
             if "val_loss" in line:
                 self.validations.add(step, line)
+            self._add_scores(step, line)
         return line is not None
 
+    def _add_scores(self, step: float, line: Mapping[str, Any]) -> None:
+        scores = parse_scores(read) if isinstance(read := line.get("eval"), dict) else None
+        if scores is not None and 0 <= step < MOST_STEPS:
+            self.evaluations[int(step)] = scores
 
-class PolicyLines:
+
+class PolicyLines(MetricLines):
     """The steps and the evaluations in GRPO's ``metrics.jsonl``."""
-
-    def __init__(self) -> None:
-        self.steps = Latest()
-        self.evaluations: dict[int, dict[str, Any]] = {}
 
     def add(self, content: bytes, position: int) -> bool:
         """Take a line."""
         line = json_object(content)
         if line is None or not 0 <= (step := number(line.get("step"))) < MOST_STEPS:
             return line is not None
-        if isinstance(read := line.get("eval"), dict):
-            if (scores := parse_scores(read)) is not None:
-                self.evaluations[int(step)] = scores
-        elif "reward" in line:
+        self._add_scores(step, line)
+        if "reward" in line:
             self.steps.add(step, {key: value for key, value in line.items() if value is not None})
         return True
 
@@ -209,16 +210,12 @@ def is_rows(value: Any) -> TypeGuard[list[dict[str, Any]]]:
     return isinstance(value, list) and all(isinstance(row, dict) for row in value)
 
 
-def read_steps(path: Path, problems: list[str], tails: Tails) -> tuple[Columns, Columns]:
-    """Training steps and validations in a ``metrics.jsonl``, each in order; the last line of a step counts."""
-    lines = tails.lines(path, MetricLines, problems)
-    return lines.steps.columns, lines.validations.columns
-
-
-def read_policy_steps(path: Path, problems: list[str], tails: Tails) -> tuple[Columns, dict[int, dict[str, Any]]]:
-    """Steps in GRPO's ``metrics.jsonl`` and scores by step, each in order; the last line of a step counts."""
-    lines = tails.lines(path, PolicyLines, problems)
-    return lines.steps.columns, dict(sorted(lines.evaluations.items()))
+def read_steps(
+    path: Path, problems: list[str], tails: Tails, kind: type[MetricLines] = MetricLines
+) -> tuple[Columns, Columns, dict[int, dict[str, Any]]]:
+    """Steps, validations and scores by step in a ``metrics.jsonl``, in order; the last line of a step counts."""
+    lines = tails.lines(path, kind, problems)
+    return lines.steps.columns, lines.validations.columns, dict(sorted(lines.evaluations.items()))
 
 
 def read_json(path: Path, problems: list[str]) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class OutputDir:
         Args:
             config: text of ``config.yaml``.
             step: number of the checkpoint that the run resumes. None: a fresh run, for which ``metrics.jsonl`` loses
-                all lines, and ``hardware.jsonl`` goes.
+                all lines, and ``hardware.jsonl`` and the records of answers go.
             keeps: whether a resumed run keeps a line of ``metrics.jsonl``.
 
         Returns:
@@ -126,6 +126,9 @@ class OutputDir:
         if step is None:
             with disk_errors(self.path / HARDWARE_LOG):
                 remove_logs(self.path)
+                for name in ("samples", "verdicts", "turns"):
+                    for file in (self.path / f"{name}.jsonl", *self.path.glob(f"{name}.rank*.jsonl")):
+                        file.unlink(missing_ok=True)
         replace_text(self.path / "config.yaml", config)
         return Metrics(self.path / "metrics.jsonl", lambda line: step is not None and keeps(line))
 

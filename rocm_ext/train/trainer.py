@@ -1,4 +1,4 @@
-"""One training run over rows: epochs and validation."""
+"""One training run over rows: epochs, validation, and evaluation by answers."""
 
 import contextlib
 import math
@@ -6,23 +6,44 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from omegaconf import DictConfig
 
 from rocm_ext.base import supervised
 from rocm_ext.base.errors import UserError, nearest
 from rocm_ext.base.log import Progress, log
+from rocm_ext.config.checks.training import EVAL_METRIC
 from rocm_ext.data.batches import StepLoader, Steps, Update, rows_per_step
 from rocm_ext.data.mixture import Mixture
 from rocm_ext.data.rows import Rows
+from rocm_ext.runs.scores import Score
 from rocm_ext.train.checkpoint import FREE_KEYS
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupt, Interrupted
 from rocm_ext.train.loop import StepStats, Training
-from rocm_ext.train.metrics import summarize
+from rocm_ext.train.metrics import read_metrics, summarize
 from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.scoring import set_baseline, validation_loss
+
+# Keys that a resumed run may change, in addition to FREE_KEYS; `fingerprint` has the prompts
+_FREE = """
+    epochs max_steps_per_epoch eval_prompts eval_every_n_steps verify_workers verify_timeout max_error_share
+    engine.slots engine.graphs
+"""
+
+
+class Evaluation(Protocol):
+    """Measures a model in training by its answers; :class:`rocm_ext.rl.evaluator.Evaluator` does."""
+
+    def fingerprint(self) -> str:
+        """Return a hash of what a run must share with the one it resumes."""
+
+    def open_records(self, step: int, evaluated: int) -> None:
+        """Open the records of a run that goes on after ``step``, whose last finished evaluation was ``evaluated``."""
+
+    def evaluate(self, step: int) -> tuple[dict[str, Any], float]:
+        """Evaluate the present adapter, that of ``step``; return the scores, and the seconds that it took."""
 
 
 class Trainer(Training):
@@ -38,20 +59,21 @@ class Trainer(Training):
         validation_rows: validation rows; None disables validation.
         metric_logger: a torchtune metric logger in addition to ``metrics.jsonl``; the caller closes it.
         interrupt: receives the user's signals to stop.
+        evaluation: evaluates the model before the first step, between steps, and after the last; None: nothing does.
 
     Attributes:
         steps: the rows of each step.
         mixture: the data sets that the rows come from.
         step: optimiser steps done; it determines all other progress.
         total_steps: optimiser steps of all epochs.
-        best: loss, step and adapter of the best validation by ``early_stopping_metric`` so far, with the metric and its
-            value; None before the first.
+        best: loss, step and adapter of the best validation or evaluation by ``early_stopping_metric`` so far, with the
+            metric and its value; None before the first. An evaluation has no loss.
 
     Raises:
         UserError: the rows do not fit the model.
     """
 
-    free_keys = FREE_KEYS | {"epochs", "max_steps_per_epoch"}
+    free_keys = FREE_KEYS | set(_FREE.split())
 
     def __init__(
         self,
@@ -63,11 +85,12 @@ class Trainer(Training):
         validation_rows: Rows | None = None,
         metric_logger: Any = None,
         interrupt: Interrupt | None = None,
+        evaluation: Evaluation | None = None,
     ) -> None:
         super().__init__(learner, cfg, folder, metric_logger=metric_logger, interrupt=interrupt)
-        self.rows, self.validation_rows = rows, validation_rows
-        self.worse = 0  # number of validations since the best one
-        self.validated = 0  # step of the last validation
+        self.rows, self.validation_rows, self.evaluation = rows, validation_rows, evaluation
+        self.worse = 0  # number of validations, or evaluations, since the best one
+        self.validated, self.evaluated = 0, -1  # steps of the last validation and of the last evaluation
         self._computed = False  # whether this process has done a step
         for part in filter(None, (rows, validation_rows)):
             learner.check_rows(part)
@@ -85,7 +108,12 @@ class Trainer(Training):
         """
         steps = self.steps
         log.info("%s rows, %d per step, %d steps per epoch", f"{len(self.rows):,}", steps.per_step, steps.per_epoch)
+        fresh = self.folder.resumed is None
         self.begin(steps.per_epoch * self.cfg.epochs)
+        if self.evaluation is not None:
+            self.evaluation.open_records(self.step, self.evaluated)
+            if fresh:  # a run that is killed before its next checkpoint then finds the answers recorded by then
+                self.save_checkpoint()
 
     @classmethod
     def check(cls, cfg: DictConfig, learner: Learner, rows: int) -> None:
@@ -106,7 +134,7 @@ class Trainer(Training):
 
     @property
     def takes_best(self) -> bool:
-        """Whether ``adapter/`` gets the best adapter by validation: with ``early_stopping_patience``."""
+        """Whether ``adapter/`` gets the best adapter by ``early_stopping_metric``: with ``early_stopping_patience``."""
         return bool(self.cfg.early_stopping_patience) and self.best is not None
 
     def position(self) -> dict[str, int]:
@@ -122,19 +150,22 @@ class Trainer(Training):
             "validation data": self.validation_rows.fingerprint() if self.validation_rows else None,
             "rows per step": self.steps.per_step,
             "rows and weights of the data sets": str(mixture.rows + mixture.weights) if mixture.weights else None,
+            "eval prompts": self.evaluation.fingerprint() if self.evaluation is not None else None,
         }
 
     def keeps_line(self, line: dict[str, Any]) -> bool:
         """Return whether a line of ``metrics.jsonl`` stays when the run resumes."""
-        return line["step"] <= (self.validated if "val_loss" in line else self.step)
+        return line["step"] <= (
+            self.validated if "val_loss" in line else self.evaluated if "eval" in line else self.step
+        )
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the step of the last validation, and the number of validations since the best one."""
-        return {"worse": self.worse, "validated": self.validated}
+        """Return the steps of the last validation and evaluation, and the number of them since the best one."""
+        return {"worse": self.worse, "validated": self.validated, "evaluated": self.evaluated}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`extra_state` returned; after a change of the metric, look for the best anew."""
-        self.validated = state["validated"]
+        self.validated, self.evaluated = state["validated"], state.get("evaluated", -1)
         metric = self.cfg.early_stopping_metric
         if self.best is None or self.best["metric"] == metric:
             self.worse = state["worse"]
@@ -177,7 +208,7 @@ class Trainer(Training):
         if self.step == self.total_steps:
             log.info("all %d steps are done already; raise epochs to train further", self.step)
         with contextlib.closing(progress), self.interrupt:
-            self._validate_if_due()  # after a process that ended for it
+            self._measure_if_due()  # before the first step, or after a process that ended for it
             while self.step < self.total_steps and not self.stopped_early:
                 end = (self.step // per_epoch + 1) * per_epoch
                 began = time.perf_counter()
@@ -188,7 +219,7 @@ class Trainer(Training):
                     values = stats.line(seconds) | self.memory()
                     self.write_metrics(self.step % self.cfg.log_every_n_steps == 0, **values)
                     progress.update(f"loss {stats.loss:.4f}  {stats.tokens / seconds:,.0f} tok/s")
-                    self._validate_if_due()
+                    self._measure_if_due()
                     leaving = self.step == end or stats.interrupted or self.stopped_early
                     if self._due(self.cfg.save_every_n_steps, False) or leaving:
                         self.save_checkpoint()
@@ -198,37 +229,50 @@ class Trainer(Training):
                         break
                     began = time.perf_counter()
         if self.stopped_early:
-            log.info(
-                "stopped early at step %d: %d validations without a better %s", self.step, self.worse, self._metric_name
-            )
+            without = f"{self.worse} {'evaluations' if self._by_answers else 'validations'}"
+            log.info("stopped early at step %d: %s without a better %s", self.step, without, self._metric_name)
         self.write_outputs()
 
     def _due(self, every: int | None, epoch_end: bool) -> bool:
         return self.step % every == 0 if every else epoch_end
 
-    def _validate_if_due(self) -> None:
-        """Validate this step if it is due and not done yet; where processes validate or train, perhaps in another one.
+    def _measure_if_due(self) -> None:
+        """Validate and evaluate this step where due and not done yet; in another process if the two are apart.
 
         Raises:
-            Interrupted: another process goes on; all is saved.
+            Interrupted: the user asked to stop, or another process goes on; all is saved.
         """
-        epoch_end = self.step % self.steps.per_epoch == 0
-        due = self.step > self.validated and self._due(self.cfg.run_val_every_n_steps, epoch_end)
-        if not due or self.validation_rows is None:
+        if not (self._validation_is_due or self._evaluation_is_due):
             return
         if supervised.apart() and self._computed:
             self.save_checkpoint()
             raise Interrupted(f"before the validation of step {self.step}", self.interrupt.agree(self.ranks))
-        self.validate()
-        self.validated = self.step
+        if self._validation_is_due:
+            self.validate()
+            self.validated = self.step
+        if self._evaluation_is_due:  # also after a validation that ends the run
+            self.evaluate()
+            self.evaluated = self.step
         if supervised.apart():
             self.save_checkpoint()
             if self.step < self.total_steps and not self.stopped_early:
                 raise Interrupted(f"after the validation of step {self.step}", self.interrupt.agree(self.ranks))
 
     @property
+    def _validation_is_due(self) -> bool:
+        epoch_end = self.step % self.steps.per_epoch == 0
+        due = self.step > self.validated and self._due(self.cfg.run_val_every_n_steps, epoch_end)
+        return due and self.validation_rows is not None
+
+    @property
+    def _evaluation_is_due(self) -> bool:
+        last = self.step == self.total_steps or self.stopped_early
+        due = self._due(self.cfg.eval_every_n_steps, self.step % self.steps.per_epoch == 0) or last
+        return due and self.evaluation is not None and self.step > self.evaluated
+
+    @property
     def stopped_early(self) -> bool:
-        """Whether the last ``early_stopping_patience`` validations brought no improvement."""
+        """Whether the last ``early_stopping_patience`` validations, or evaluations, brought no improvement."""
         patience = self.cfg.early_stopping_patience
         return bool(patience) and self.worse >= patience
 
@@ -247,17 +291,44 @@ class Trainer(Training):
         if not math.isfinite(loss):
             raise UserError(f"step {self.step}: the validation loss is {loss}; lower the learning rate")
         also = {f"val_{name}": value for name, value in measurements.items()}
-        self._compare({"val_loss": loss, **also})
+        so_far = "" if self._by_answers else self._compare({"val_loss": loss, **also})
+        log.info("step %d: validation loss %.4f%s", self.step, loss, so_far)
         self.write_metrics(True, val_loss=loss, val_tokens=labels, **also)
         return loss
 
-    def _compare(self, values: Mapping[str, float]) -> None:
-        """Compare a validation with the best one so far, by ``early_stopping_metric``, and log it.
+    def evaluate(self) -> None:
+        """Evaluate the model by its answers, log that, and remember the best adapter.
+
+        Raises:
+            Interrupted: the user asked to stop; the step and the answers so far are saved.
+            UserError: the verifier failed on too many answers.
+        """
+        assert self.evaluation is not None, "_evaluation_is_due says so"
+        try:
+            scores, seconds = self.evaluation.evaluate(self.step)
+        except Interrupted:
+            self.save_checkpoint()
+            raise
+        self.learner.model.train()
+        share = scores["pass_at_1"]
+        so_far = self._compare({EVAL_METRIC: share}) if self._by_answers and self.step else ""
+        log.info("step %d: held-out %s%s", self.step, Score(scores["correct"], scores["prompts"]), so_far)
+        self.write_metrics(False, eval=scores, seconds=seconds)
+        if self.metric_logger is not None:
+            self.metric_logger.log_dict({EVAL_METRIC: share}, step=self.step)
+
+    @property
+    def _by_answers(self) -> bool:
+        """Whether evaluations, and not validations, tell the best adapter."""
+        return self.cfg.early_stopping_metric == EVAL_METRIC
+
+    def _compare(self, values: Mapping[str, float]) -> str:
+        """Compare what was measured with the best so far, by ``early_stopping_metric``, and return what the log says.
 
         Raises:
             UserError: its value is not finite.
         """
-        metric, loss = self.cfg.early_stopping_metric, values["val_loss"]
+        metric, loss = self.cfg.early_stopping_metric, values.get("val_loss")
         value = values.get(metric, math.nan)
         if not math.isfinite(value):
             raise UserError(f"step {self.step}: {metric} is {value}; set early_stopping_metric=val_loss")
@@ -269,21 +340,27 @@ class Trainer(Training):
             self.worse = 0
         else:
             self.worse += 1
-        also = "" if metric == "val_loss" else f", {metric} {value:.4f}"
-        so_far = f"best {best['value']:.4f} at step {best['step']}"
-        log.info("step %d: validation loss %.4f%s (%s)", self.step, loss, also, so_far)
+        also = "" if metric in ("val_loss", EVAL_METRIC) else f", {metric} {value:.4f}"
+        return f"{also} (best {best['value']:.4f} at step {best['step']})"
+
+    def chosen(self) -> tuple[int, int]:
+        """Return the step of the adapter in ``adapter/``, and the number of evaluations that chose it."""
+        if self.best is None or not self.takes_best:
+            return self.step, 1
+        lines = read_metrics(self.folder.path / "metrics.jsonl") if self._by_answers else []
+        return self.best["step"], max(1, sum("eval" in line and line["step"] > 0 for line in lines))
 
     @property
     def _metric_name(self) -> str:
         metric = self.cfg.early_stopping_metric
-        return "validation loss" if metric == "val_loss" else metric
+        return {"val_loss": "validation loss", EVAL_METRIC: "held-out score"}.get(metric, metric)
 
     def summary(self) -> dict[str, Any]:
         """Return the content of ``summary.json``."""
         best, metric = None, self.cfg.early_stopping_metric
         if self.best is not None:
-            chosen_by = {} if metric == "val_loss" else {metric: self.best["value"]}
-            best = {"loss": self.best["loss"], "step": self.best["step"], **chosen_by}
+            named = {"loss": self.best["loss"], "step": self.best["step"], metric: self.best["value"]}
+            best = {name: value for name, value in named.items() if value is not None and name != "val_loss"}
         return {
             **summarize(self.folder.path / "metrics.jsonl"),
             "rows": self.rows.counts,
@@ -301,7 +378,8 @@ def _metric_direction(cfg: DictConfig, learner: Learner) -> str:
         UserError: the objective does not say.
     """
     objective = learner.objective
-    ways = {"val_loss": "lower", **{f"val_{name}": way for name, way in objective.better.items()}}
+    ways = {f"val_{name}": way for name, way in objective.better.items()}
+    ways |= {"val_loss": "lower", EVAL_METRIC: "higher"}
     if (metric := cfg.early_stopping_metric) not in ways:
         loss = type(objective).__name__
         raise UserError(f"early_stopping_metric {metric} is unknown for loss {loss}{nearest(metric, ways)}")

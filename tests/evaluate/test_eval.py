@@ -260,7 +260,7 @@ def right_rows(model: Path, rows: Path, folder: Path, capsys) -> Path:
 
 @pytest.mark.parametrize(("arguments", "said"), [
     (["--config", "cpu_pocket", "--base"], "--base compares an adapter"),
-    (["--config", "cpu_pocket", "--verifier", "MathAnswer"], "--verifier needs prompts"),
+    (["--config", "cpu_pocket", "--verifier", "MathAnswer"], "eval_prompts is not set"),
     (["seed=3", "--samples", "2", "cpu_pocket"], "set --verifier"),
     (["--config", "cpu_pocket"], "the config has no held-out rows"),
     (["--config", "cpu_pocket_raft", "eval_prompts=null"], "eval_prompts is not set"),

@@ -95,15 +95,21 @@ def sft(
     validation: Mapping[int, float] | None = None,
     finished: bool = True,
     lines: list[dict[str, Any]] | None = None,
+    right: Mapping[int, Sequence[bool]] | None = None,
     **settings: Any,
 ) -> Path:
-    """Write the folder of a run of ``lora_finetune_rocm``."""
+    """Write the folder of a run of ``lora_finetune_rocm``; ``right`` is that of :func:`grpo`."""
     folder.mkdir(parents=True)
     config = _config(folder, **settings)
     write_yaml(folder / "config.yaml", config)
     lines = step_lines(losses, speed, memory) if lines is None else lines
     held_out = [{"step": s, "epoch": 1, "val_loss": v, "val_tokens": 5000} for s, v in (validation or {}).items()]
+    answers, verdicts = [], []
+    held_out += [_evaluated(step, passed, answers, verdicts) for step, passed in (right or {}).items()]
     write_jsonl(folder / "metrics.jsonl", [*lines, *held_out])
+    if right:
+        write_jsonl(folder / "samples.jsonl", answers)
+        write_jsonl(folder / "verdicts.jsonl", verdicts)
     if finished:
         summary = {
             "steps": len(lines),
@@ -277,10 +283,7 @@ def grpo(
                 verdicts.append({"step": step, "phase": "sample", **own[1], "seconds": 0.1})
             lines.append(policy_line(step, prompts * samples, prompts, seconds))
         if (passed := right.get(step)) is not None:
-            _evaluated(step, passed, answers, verdicts)
-            share = sum(passed) / len(passed)
-            scores = {"prompts": len(passed), "correct": sum(passed), "pass_at_1": share, "interval": [0, 1]}
-            lines.append({"step": step, "eval": {**scores, "pass_at_k": {}, "truncated": 1}, "seconds": 3.0})
+            lines.append(_evaluated(step, passed, answers, verdicts))
     write_jsonl(folder / "metrics.jsonl", lines)
     write_jsonl(folder / "samples.jsonl", answers)
     write_jsonl(folder / "verdicts.jsonl", verdicts)
@@ -356,12 +359,16 @@ def policy_answers(step: int, prompts: int, samples: int) -> list[tuple[dict[str
     return found
 
 
-def _evaluated(step: int, passed: Sequence[bool], answers: list, verdicts: list) -> None:
+def _evaluated(step: int, passed: Sequence[bool], answers: list, verdicts: list) -> dict[str, Any]:
+    """Add the records of an evaluation, and return its line of ``metrics.jsonl``."""
     for i, ok in enumerate(passed):
         head = {"step": step, "phase": "eval"}
         answers.append({**head, **_sample(f"held{i}", -1, f"held-out answer {i}", 20), "seconds": 0.5})
         verdict = {"verdict": "CORRECT" if ok else "WRONG", "reward": float(ok), "detail": "", "seconds": 0.1}
         verdicts.append({**head, "prompt_id": f"held{i}", "sample": -1, **verdict})
+    share = sum(passed) / len(passed)
+    scores = {"prompts": len(passed), "correct": sum(passed), "pass_at_1": share, "interval": [0, 1]}
+    return {"step": step, "eval": {**scores, "pass_at_k": {}, "truncated": 1}, "seconds": 3.0}
 
 
 def hardware(folder: Path, gpus: int = 1, lines: int = 120, pause_at: int | None = None) -> Path:

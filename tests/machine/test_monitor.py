@@ -472,6 +472,21 @@ def test_progress_of_sft(tmp_path, capsys):
     assert told(capsys, tmp_path)["finished"] is True
 
 
+def test_progress_of_sft_with_evaluations(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("dataset: {source: rows.jsonl}")
+    (tmp_path / "samples.jsonl").touch()
+    (tmp_path / "metrics.jsonl").touch()
+    os.utime(tmp_path / "metrics.jsonl", (1e9, 1e9))
+    assert told(capsys, tmp_path)["phase"] == "evaluating"
+    lines = [{"step": 0, "epoch": 0, "eval": {"prompts": 4, "correct": 3}}, {"step": 1, "epoch": 1, "loss": 2.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    os.utime(tmp_path / "samples.jsonl", (1e9, 1e9))
+    run = told(capsys, tmp_path)
+    assert {key: run[key] for key in run if key != "seconds_ago"} == {
+        "step": 1, "epoch": 1, "loss": 2.5, "held_out": 0.75, "finished": False,
+    }  # fmt: skip
+
+
 def test_progress_of_raft(tmp_path, capsys):
     now = time.time()
 

@@ -135,8 +135,8 @@ def test_a_value_is_refused_before_any_file_is_read(folder, tmp_path, override, 
 
 ELSEWHERE = {  # components, and what is refused where it is read
     "chat_template", "chat_template_args", "chat_template_date", "checkpointer", "dataset", "dataset_val", "hardware",
-    "enable_activation_checkpointing", "loss", "lr_scheduler", "metric_logger", "model", "optimizer", "recipe",
-    "tokenizer",
+    "enable_activation_checkpointing", "engine", "eval_prompts", "loss", "lr_scheduler", "metric_logger", "model",
+    "optimizer", "recipe", "tokenizer", "verifier",
 }  # fmt: skip
 LORA = [f"model.{key}" for key in ("lora_rank", "lora_alpha", "lora_dropout", "use_dora", "apply_lora_to_mlp")]
 

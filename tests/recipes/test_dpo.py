@@ -403,7 +403,7 @@ def test_unknown_metrics_of_early_stopping_are_refused(top, tmp_path):
     with pytest.raises(UserError, match="val_kl is unknown for loss Preference"):  # without a reference
         prepare(dpo_config(top, tmp_path / "run", early_stopping_metric="val_kl", loss=simpo))
     plain = {"dataset": answers(tmp_path), "loss": {"_component_": "rocm_ext.losses.CrossEntropy"}}
-    with pytest.raises(UserError, match=r"val_margin .* CrossEntropy; known: val_loss"):
+    with pytest.raises(UserError, match=r"val_margin .* CrossEntropy; known: eval_correct, val_loss"):
         parity.prepare(dpo_config(top, tmp_path / "run", early_stopping_metric="val_margin", **plain))
 
 

@@ -173,7 +173,8 @@ def test_a_trainer_inside_raft_sees_its_keys():
     training = RAFT(cfg).training_config()
     assert training.lora_plus_ratio == 8
     assert (training.recipe, training.dataset) == ("lora_finetune_rocm", None)
-    assert not {"cycles", "verifier", "prompts"} & set(training)
+    assert (training.eval_prompts, training.verifier) == (None, None)
+    assert not {"cycles", "prompts"} & set(training)
 
 
 @pytest.mark.wide(always=1)

@@ -77,6 +77,21 @@ def test_a_run_of_sft(run, capsys):
     assert str(run / "adapter") in text
 
 
+@pytest.mark.parametrize("recipe", ["lora_finetune_rocm", "dpo_rocm", "of_my_own"])
+def test_a_run_of_sft_with_evaluations(tmp_path, recipe):
+    out = sft(tmp_path / "run", curve(20), right=dict(zip((0, 10, 20), RIGHT, strict=True)), recipe=recipe)
+    html = report(out)
+    assert [title for title in figures(html) if title != "Validation loss"] == ["Held-out pass@1", *CHARTS]
+    assert figure(html, "Held-out pass@1")["data"][0]["x"] == [0, 10, 20]
+    text = words(html)
+    assert "30.0 % (10.8 – 60.3) → 80.0 % (49.0 – 94.3)" in text
+    assert "step 10 0 5 of 10 50.0 % 23.7 – 76.3" in text
+    assert "4 answers of the evaluations after steps 0 and 20, one of each kind" in text
+    assert "Step 20: all wrong" in text
+    both = report(out, raft(tmp_path / "raft", RIGHT), output=tmp_path / "both.html")
+    assert both.count("<b>Held-out pass@1</b>") == 2  # by cycle and by step
+
+
 def test_a_run_of_raft(raft_run):
     html = report(raft_run)
     assert figures(html) == [*RAFT_CHARTS, *CHARTS]

@@ -16,7 +16,7 @@ from rocm_ext.runs.compare import compare
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.intervals import mcnemar, paired_gain, relative_difference
 from tests.kit.lines import one_line_has
-from tests.kit.run_folders import curve, raft, remove_lines, sft, step_lines, write_jsonl
+from tests.kit.run_folders import CONFIG, curve, raft, remove_lines, sft, step_lines, write_jsonl
 
 
 def wander(steps: int, seed: int, phi: float = 0.8) -> np.ndarray:
@@ -253,6 +253,18 @@ def test_raft_by_held_out_scores(tmp_path, capsys, worse, better, code, says):
     assert found["p"] == pytest.approx(mcnemar(worse, better))
     of_a, of_b = found["measured"]["held-out pass@1, cycle 1"]
     assert of_b - of_a == pytest.approx((better - worse) / 400)
+
+
+@pytest.mark.parametrize(("worse", "code", "says"), [(5, 0, "held-out pass@1 after step 120"), (60, 1, "is worse")])
+def test_sft_on_other_rows_by_held_out_scores(tmp_path, capsys, worse, code, says):
+    before, after = passing(0.3, 1), passing(0.5, 2)
+    a = sft(tmp_path / "a", curve(120), right={0: before, 120: after})
+    rows = {**CONFIG["dataset"], "train_on_input": True}
+    b = sft(tmp_path / "b", curve(120), speed=2000, right={0: before, 120: flip(after, worse, 6)}, dataset=rows)
+    assert run(a, b) == code
+    out = capsys.readouterr().out
+    assert says in out.splitlines()[-1]
+    assert "training losses cannot be compared: the runs see different rows" in out
 
 
 FIRST, LAST = passing(0.3, 1), passing(0.5, 2)

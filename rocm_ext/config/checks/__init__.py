@@ -28,7 +28,7 @@ def check_config(cfg: DictConfig, family: str) -> None:
         UserError: naming the key, what was found and what was expected.
     """
     if family:
-        check_values(OmegaConf.create(trainer_config(cfg)))
+        check_values(OmegaConf.create(trainer_config(cfg)) if family in registry.SAMPLED else cfg)
     if family == registry.RAFT:
         check_raft_values(cfg)
     if family == registry.GRPO:

@@ -23,25 +23,19 @@ from rocm_ext.config.checks.kinds import (
     Kind,
     check,
     integer,
-    list_of_texts,
     number,
     one_of,
     text,
 )
+from rocm_ext.config.checks.training import ANSWERS, UNJUDGED
 from rocm_ext.config.layers import defaults
 
 _SHARED: dict[str, Kind] = {
-    "engine": COMPONENT,
-    "verifier": COMPONENT | NULL,
+    **ANSWERS,
     "environment": COMPONENT | NULL,
     "max_turns": integer(1),
     "max_environment_tokens": integer(0),
     "samples_per_prompt": integer(1),
-    "max_new_tokens": integer(1),
-    "stop_strings": list_of_texts("a list of texts"),
-    "verify_workers": integer(1, 1024) | NULL,
-    "verify_timeout": number(lambda x: x > 0, "seconds above 0"),
-    "max_error_share": number(lambda x: 0 <= x <= 1, "a share from 0 to 1"),
     "clip_high": POSITIVE,
     "min_entropy": POSITIVE | NULL,
     "stop_after_no_gain": integer(1) | NULL,
@@ -201,7 +195,7 @@ def check_distil_values(cfg: DictConfig) -> None:
                 "loss=jsd"
             )
     if cfg.eval_prompts is not None and cfg.verifier is None and cfg.environment is None:
-        raise UserError("eval_prompts has prompts, and nothing judges the answers: set verifier, or eval_prompts=null")
+        raise UserError(UNJUDGED)
     if cfg.temperature == 0 and cfg.samples_per_prompt > 1:
         raise _same_answers(cfg, "samples_per_prompt", 1)
 

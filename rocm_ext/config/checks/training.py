@@ -25,6 +25,8 @@ from rocm_ext.config.checks.kinds import (
 )
 from rocm_ext.machine.profile import ATTENTION, COMPILE
 
+EVAL_METRIC = "eval_correct"  # share of right answers to eval_prompts
+UNJUDGED = "eval_prompts has prompts, and nothing judges the answers: set verifier, or eval_prompts=null"
 _MOST_PROCESSES = 1024  # or threads; the largest servers have 512 hardware threads
 _MOST_PROFILED = 100  # steps; their events are in memory until the trace is written
 _KINDS: dict[str, Kind] = {
@@ -57,6 +59,7 @@ _KINDS: dict[str, Kind] = {
     "epochs": integer(1),
     "max_steps_per_epoch": integer(1) | NULL,
     "run_val_every_n_steps": integer(1) | NULL,
+    "eval_every_n_steps": integer(1) | NULL,
     "early_stopping_patience": integer(1) | NULL,
     "early_stopping_metric": text("a name, such as val_loss"),
     "seed": integer(0, 2**32 - 1) | NULL,  # NumPy's limit
@@ -71,6 +74,15 @@ _KINDS: dict[str, Kind] = {
     "log_peak_memory_stats": SWITCH,
     "hardware_log_seconds": number(lambda x: 0.1 <= x <= 86400, "seconds from 0.1 to 86400") | NULL,
     "profile_steps": integer(0, _MOST_PROFILED) | NULL,
+}
+ANSWERS: dict[str, Kind] = {  # keys of all recipes, in answers.yaml
+    "engine": COMPONENT,
+    "verifier": COMPONENT | NULL,
+    "max_new_tokens": integer(1),
+    "stop_strings": list_of_texts("a list of texts"),
+    "verify_workers": integer(1, 1024) | NULL,
+    "verify_timeout": number(lambda x: x > 0, "seconds above 0"),
+    "max_error_share": number(lambda x: 0 <= x <= 1, "a share from 0 to 1"),
 }
 _MODEL: dict[str, Kind] = {
     "lora_rank": integer(1, 8192),  # as wide as layers of large models
@@ -97,7 +109,7 @@ def check_values(cfg: DictConfig) -> None:
     Raises:
         UserError: naming the key, what was found and what was expected.
     """
-    check(cfg, _KINDS)
+    check(cfg, _KINDS | ANSWERS)
     check(cfg.model, _MODEL, "model.")
     check(cfg.optimizer, _OPTIMIZER, "optimizer.")
     check({"checkpoint_dir": None, "model_type": None, **cfg.checkpointer}, _CHECKPOINTER, "checkpointer.")
@@ -105,6 +117,10 @@ def check_values(cfg: DictConfig) -> None:
     _check_profiler(cfg.profiler)
     if cfg.sequences_per_step and cfg.gradient_accumulation_steps:
         raise UserError("sequences_per_step and gradient_accumulation_steps are both set; keep one of them")
+    if cfg.eval_prompts is not None and cfg.verifier is None:
+        raise UserError(UNJUDGED)
+    if cfg.eval_prompts is None and cfg.early_stopping_metric == EVAL_METRIC:
+        raise UserError(f"early_stopping_metric {EVAL_METRIC} needs held-out prompts: set eval_prompts and a verifier")
 
 
 def _check_profiler(theirs: Any) -> None:
