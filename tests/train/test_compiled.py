@@ -25,12 +25,12 @@ def test_layers_are_compiled_once_and_learn_as_plain_ones(path, monkeypatch, tmp
         return compiles(layer, **options, backend="aot_eager")  # Inductor takes a minute
 
     monkeypatch.setattr(torch.nn.Module, "compile", compile_layer)
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
     torch._dynamo.reset()  # forks inherit what other tests have compiled
     found = {}
     for compiled in (False, True):
         changes = [f"compile={compiled}", "dtype=bf16", f"output_dir={tmp_path / str(compiled)}"]
-        succeed(sft.main, path, *changes)
+        with torch._dynamo.config.patch(error_on_recompile=True):  # monkeypatch would leave the key missing
+            succeed(sft.main, path, *changes)
         found[compiled] = load_file(tmp_path / str(compiled) / "adapter" / "adapter_model.safetensors")
     assert found[True].keys() == found[False].keys()
     for name, plain in found[False].items():
