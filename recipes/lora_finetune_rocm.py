@@ -19,6 +19,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
 from rocm_ext.config.checks import check_values
 from rocm_ext.config.checks.training import EVAL_METRIC
+from rocm_ext.data import overview
 from rocm_ext.data.kept import kept_rows, what_makes
 from rocm_ext.data.mixture import Mixture, lines
 from rocm_ext.data.rows import Rows, open_dataset, tokenize
@@ -26,6 +27,7 @@ from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.download import use_downloaded
 from rocm_ext.plan import workload
+from rocm_ext.runs.records import ROWS
 from rocm_ext.train.builders import check_tokenizer, nothing_changed
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupt, Runtime, run
@@ -109,6 +111,9 @@ class LoRAFinetune:
             evaluation=self.evaluation,
         )
         self.trainer.open()
+        if self.folder.resumed is None and (ranks := self.runtime.ranks).is_main:
+            parts = (self.learner.tokenizer, self.rows, self.validation_rows)
+            overview.write(self.folder.path / ROWS, lambda: overview.of_rows(self.cfg, *parts, ranks=ranks.world))
         log_config(self.metric_logger, self.cfg)
 
     def setup_evaluation(self) -> Any:
@@ -182,6 +187,8 @@ class LoRAFinetune:
             ),
         )
         log.info("%s: %s", key, ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in rows.counts.items()))
+        if weights := rows.weights():
+            log.info("%s: its column weight weighs rows, from %g to %g", key, *weights)
         return rows
 
     def train(self) -> None:

@@ -30,11 +30,11 @@ _COMMANDS = {
         "monitor": "watch the GPUs and the host: load, memory, power, temperature, clocks",
     },
     "after a run": {
-        "report": "show runs in one HTML file: curves, hardware, and scores and samples of RAFT and GRPO",
+        "report": "show runs in one HTML file: curves, hardware, data, and scores and samples of answers",
         "compare": "compare a safe run with a faster one: is it faster, and does it train as well?",
         "eval": "measure a model: loss on held-out rows, or how often its answers are right",
         "chat": "talk with a model in the terminal, with or without an adapter",
-        "pairs": "make DPO's pairs from the verified answers of a run of RAFT or GRPO",
+        "pairs": "make DPO's pairs from the verified answers of a run",
         "export": "write a merged model for transformers and vLLM, or GGUF files for llama.cpp and Ollama",
     },
 }

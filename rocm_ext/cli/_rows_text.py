@@ -3,20 +3,15 @@
 import io
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rocm_ext.cli._common import console, printable, table
 from rocm_ext.data.mixture import lines
+from rocm_ext.report import rows as words
 
 _LONG, _ENDS = 900, 300  # characters of a part of a row that is shown whole, and of each end of a longer one
-_PARTS = 24  # of a sequence that are shown
 _BAR = 40  # characters
-_EQUAL = {
-    "repeated": "equal an earlier row",
-    "trained_on": "are training rows, too",
-    "prompt_trained_on": "have a prompt that is trained on",
-}
 
 
 def print_rows(content: Mapping[str, Any]) -> None:
@@ -25,45 +20,23 @@ def print_rows(content: Mapping[str, Any]) -> None:
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack characters of rows
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     for row in content["shown"]:
-        weight = f", weight {row['weight']:g}" if "weight" in row else ""
-        print(f"row {row['row']}, {printable(row['origin'])}{weight}")
+        print(printable(words.title(row)))
         for sequence in row["sequences"]:
-            side = f"{sequence['side']}: " if "side" in sequence else ""
-            trained = f", {sequence['trained_tokens']:,} trained" if sequence["trained"] else ""
-            print(f"--- {side}{sequence['tokens']:,} tokens{trained}")
-            parts = list(_parts(sequence["text"], sequence["trained"]))
-            if side.startswith("rejected") and not parts[0][1]:
-                parts = parts[1:]  # the prompt, which the chosen side has shown
-            print(_text(parts, colour))
+            print(f"--- {words.heading(sequence)}")
+            print(_text(words.shown_parts(sequence), colour))
         print()
     _print_numbers("dataset", content["dataset"])
     for line in lines(content.get("data_sets", ())):
         print(printable(line))
-    if "steps_per_epoch" in content:
-        print(
-            f"steps of an epoch: {content['steps_per_epoch']:,}, each of {content['rows_per_step']:,} rows on one rank"
-        )
-    else:
-        print(f"answers have up to {content['longest_answer']:,} tokens; the model takes {content['window']:,}")
+    print(words.ends(content))
     if "validation" in content:
         print()
         _print_numbers("validation", content["validation"])
 
 
-def _parts(text: str, spans: Sequence[Sequence[int]]) -> Iterator[tuple[str, bool]]:
-    """Yield the parts of a text, and whether each is trained."""
-    done = 0
-    for start, end in [*spans, (len(text), len(text))]:
-        yield from ((part, trained) for part, trained in ((text[done:start], False), (text[start:end], True)) if part)
-        done = end
-
-
 def _text(parts: Sequence[tuple[str, bool]], colour: bool) -> str:
-    """Return the parts of a sequence with what is trained marked; of many, the first and the last ones."""
-    marked = [_marked(_shortened(text), colour) if trained else _shortened(text) for text, trained in parts]
-    if len(marked) > _PARTS:
-        half = _PARTS // 2
-        marked = [*marked[:half], f"\n… {len(marked) - _PARTS:,} parts …\n", *marked[-half:]]
+    """Return the parts of a sequence with what is trained marked."""
+    marked = (_marked(_shortened(text), colour) if trained else _shortened(text) for text, trained in parts)
     return "".join(marked).removesuffix("\n")
 
 
@@ -85,20 +58,16 @@ def _escaped(text: str) -> str:
 
 
 def _print_numbers(key: str, of: Mapping[str, Any]) -> None:
-    print(f"{key}: {of['kept']:,} of {of['rows']:,} rows")
-    for what, origin in of["first"].items():
-        print(f"  {what.replace('_', ' ')}: {of['counts'][what]:,}, first {printable(origin)}")
-    for what, said in _EQUAL.items():
-        for this, other in of.get(f"first_{what}", ()):
-            print(f"  {said}: {of[what]:,}, first {printable(this)} as {printable(other)}")
-    columns = {"min": "min", "median": "median", "p95": "95 %", "max": "max", "total": "total"}
-    made = table("", "tokens of a", *columns.values(), right=tuple(columns.values()))
+    first, *others = words.facts_of(key, of)
+    print(first)
+    for line in others:
+        print(f"  {printable(line)}")
+    columns = list(words.COLUMNS.values())
+    made = table("", "tokens of a", *columns, right=tuple(columns))
     made.title = None
-    for name, found in of["tokens"].items():
-        made.add_row(name, *(f"{found[column]:,}" for column in columns))
+    for row in words.length_table(of):
+        made.add_row(*row)
     console().print(made)
-    if "trained_share" in of:
-        print(f"trained: {of['trained_share']:.1%} of all tokens")
     if key != "dataset":
         return
     found = next(iter(of["tokens"].values()))

@@ -44,10 +44,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     chip = "MI355X, W7900, RTX 4090, 'Strix Halo', gfx950 (default: the config's hardware)"
     option("--machine", metavar="NAME", help=f"plan for a machine with this chip: {chip}")
     option("--ranks", type=count, default=1, metavar="N", help="processes that share the work (default: 1)")
-    rows = "training rows (of DPO: pairs), in RAFT prompts per cycle, in GRPO per step (default: counted if on disk)"
+    rows = "training rows (of DPO: pairs), or prompts of a cycle or step (default: counted if on disk)"
     option("--rows", type=count, metavar="N", help=rows)
-    option("--row-tokens", type=count, metavar="N", help="mean tokens of a row, in RAFT and GRPO of a prompt")
-    answer = "RAFT and GRPO: mean tokens of an answer (default: max_new_tokens / 2)"
+    option("--row-tokens", type=count, metavar="N", help="mean tokens of a row or a prompt")
+    answer = "mean tokens of an answer that the model samples (default: max_new_tokens / 2)"
     option("--answer-tokens", type=count, metavar="N", help=answer)
     option("--bench", type=Path, metavar="FILE", help="bench.json with speeds (default: this machine's, if it exists)")
     add_json(parser)
@@ -146,7 +146,7 @@ def _check_sizes(args: argparse.Namespace, cfg: Any) -> None:
     answers = cfg.max_new_tokens if "prompts" in cfg else None  # evaluations of SFT and DPO are not planned
     limits = {"answer_tokens": answers, "row_tokens": cfg.tokenizer.get("max_seq_len")}
     if args.answer_tokens and not limits["answer_tokens"]:
-        raise UserError(f"--answer-tokens is for RAFT and GRPO; {args.config} samples no answers", code=2)
+        raise UserError(f"--answer-tokens is for recipes that sample; {args.config} samples no answers", code=2)
     for name, most in limits.items():
         if isinstance(most, int) and (getattr(args, name) or 0) > most:
             key = "max_new_tokens" if name == "answer_tokens" else "tokenizer.max_seq_len"

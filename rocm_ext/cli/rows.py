@@ -10,8 +10,9 @@ data would end a run.
 import argparse
 import platform
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from rocm_ext import config
 from rocm_ext.base import registry
@@ -20,8 +21,11 @@ from rocm_ext.base.log import setup_logging
 from rocm_ext.cli._common import add_json, add_overrides, count, number, print_json
 from rocm_ext.config.checks import check_config
 
-# Numbers; the tokens of each row; what to show of a row, by its number; and a check that raises as a run would
-Read = tuple[dict[str, Any], list[int], Callable[[int], dict[str, Any]], Callable[[], None]]
+if TYPE_CHECKING:
+    from rocm_ext.data.overview import Overview
+
+# What is in the data, and a check that raises as a run would
+Read = tuple["Overview", Callable[[], None]]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -56,29 +60,26 @@ def run(args: argparse.Namespace) -> None:
     check_tokenizer(tokenizer, cfg)
     decoder = build_model(cfg.model, torch.bfloat16, 0, torch.device("meta"))
     read = _prompts if family in registry.SAMPLED else _rows
-    content, lengths, show, check = read(cfg, family, tokenizer, decoder)
-    content = {"recipe": recipe.name, **content, "shown": list(map(show, _chosen(args, lengths)))}
-    (print_json if args.json else print_rows)(content)
+    overview, check = read(cfg, family, tokenizer, decoder)
+    content = overview.as_json(_chosen(args, overview.lengths))
+    (print_json if args.json else print_rows)({"recipe": recipe.name, **content})
     check()
 
 
 def _chosen(args: argparse.Namespace, lengths: list[int]) -> list[int]:
-    """Return the numbers of the rows to show, given the tokens of each row."""
+    """Return the numbers of the rows that the user wants to see; empty: the user named none."""
     if args.row and max(args.row) >= len(lengths):
         raise UserError(
             f"there is no row {max(args.row)}; the rows that are kept are 0 to {len(lengths) - 1:,}", code=2
         )
-    if args.row or args.show:
-        return [*(args.row or ()), *range(min(args.show or 0, len(lengths)))]
-    return list(dict.fromkeys([0, lengths.index(min(lengths)), lengths.index(max(lengths))]))
+    return [*(args.row or ()), *range(min(args.show or 0, len(lengths)))]
 
 
 def _rows(cfg: Any, family: str, tokenizer: Any, decoder: Any) -> Read:
     """Read the rows of SFT or DPO as the recipe does."""
-    from rocm_ext.data.batches import Steps, rows_per_step
+    from rocm_ext.data import overview
     from rocm_ext.data.mixture import Mixture
-    from rocm_ext.data.overview import equal, keys, lengths, numbers, prompt_keys, sequences, shared
-    from rocm_ext.data.rows import Rows, open_dataset, origin_of
+    from rocm_ext.data.rows import open_dataset, origin_of
     from rocm_ext.losses import objective_of
     from rocm_ext.recipes.dpo_rocm import DPO
     from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
@@ -91,82 +92,24 @@ def _rows(cfg: Any, family: str, tokenizer: Any, decoder: Any) -> Read:
     recipe.learner.tokenizer, recipe.learner.decoder = tokenizer, decoder
     recipe.learner.objective = objective_of(config.instantiate(cfg.loss, key="loss"))
     rows, validation = recipe.setup_data(tokenizer)
-
-    def described(rows: Rows, dataset: Any) -> tuple[dict[str, Any], dict[str, list[int]], Callable[[int], str]]:
-        found = lengths(rows)
-        trained = sum(sum(values) for name, values in found.items() if name in ("trained", "chosen", "rejected"))
-
-        def origin(row: int) -> str:
-            return origin_of(dataset, int(rows.numbers[row]))
-
-        content = {"rows": rows.counts["rows"], "counts": rows.counts, "first": rows.first}
-        share = {"trained_share": trained / sum(map(len, rows.tokens))}
-        return content | numbers(found, keys(rows), origin) | share, found, origin
-
-    dataset = open_dataset(cfg.dataset, tokenizer, cfg.too_long)
-    content, found, origin = described(rows, dataset)
-    mixture = Mixture.of(cfg.dataset, rows)
-    steps = Steps(len(rows), rows_per_step(cfg, 1), cfg.max_steps_per_epoch)
-    result = {"dataset": content, "steps_per_epoch": steps.per_epoch, "rows_per_step": steps.per_step}
-    result["data_sets"] = mixture.table()
-    if validation is not None:
-        if cfg.dataset_val is not None:
-            dataset = open_dataset(cfg.dataset_val, tokenizer, cfg.too_long)
-        held_out, _, held_origin = described(validation, dataset)
-        for name, hashes in (("trained_on", keys), ("prompt_trained_on", prompt_keys)):
-            held_out |= equal(name, shared(hashes(validation), hashes(rows)), held_origin, origin)
-        if cfg.dataset_val is None:  # a part of the rows that `dataset` counts
-            held_out |= {"counts": {}, "first": {}}
-        result["validation"] = held_out
-
-    def show(row: int) -> dict[str, Any]:
-        weight = {"weight": float(rows.columns["weight"][row][0])} if "weight" in rows.columns else {}
-        return {"row": row, "origin": origin(row), **weight, "sequences": sequences(rows, row, tokenizer)}
+    components = [cfg.dataset, cfg.dataset if cfg.dataset_val is None else cfg.dataset_val]
+    origins = [partial(origin_of, open_dataset(component, tokenizer, cfg.too_long)) for component in components]
 
     def check() -> None:
-        mixture.check()
+        Mixture.of(cfg.dataset, rows).check()
         for part in filter(None, (rows, validation)):
             recipe.learner.check_rows(part, recipe.columns)
 
-    return result, next(iter(found.values())), show, check
+    return overview.of_rows(cfg, tokenizer, rows, validation, origins), check
 
 
 def _prompts(cfg: Any, family: str, tokenizer: Any, decoder: Any) -> Read:
-    """Read the prompts of RAFT or GRPO as the recipe does."""
-    import numpy as np
-
-    from rocm_ext.data.overview import equal, numbers, sequence, shared
-    from rocm_ext.data.prompts import Prompt
-    from rocm_ext.data.rows import key
-    from rocm_ext.plan.workload import longest_answer
+    """Read the prompts of a recipe that samples answers as the recipe does."""
     from rocm_ext.rl.prompts import PromptSet
 
     prompts = PromptSet(cfg)
     if cfg.environment is not None:
         prompts.check_verifier()  # it learns the environment's tools, which every prompt shows
     prompts.render(tokenizer)
-    answer = longest_answer(cfg)
-
-    def described(part: list[Prompt]) -> tuple[dict[str, Any], list[int], list[bytes]]:
-        rendered = [prompts.tokens[prompt.id] for prompt in part]
-        tokens, hashes = list(map(len, rendered)), list(map(key, rendered))
-        ends_run = [p.origin for p, n in zip(part, tokens, strict=True) if n + answer > decoder.max_seq_len]
-        reasons = getattr(part, "dropped", {}) | ({"too_long_for_the_model": ends_run} if ends_run else {})
-        counts = {"rows": getattr(part, "read", len(part)), **{what: len(those) for what, those in reasons.items()}}
-        content = {"rows": counts["rows"], "counts": counts, "first": {what: r[0] for what, r in reasons.items()}}
-        return content | numbers({"prompt": tokens}, hashes, lambda i: part[i].origin), tokens, hashes
-
-    content, tokens, hashes = described(prompts.training)
-    result = {"dataset": content, "longest_answer": answer, "window": decoder.max_seq_len}
-    if prompts.held_out:
-        held_out, _, others = described(prompts.held_out)
-        pairs = shared(others, hashes)
-        at = (lambda i: prompts.held_out[i].origin), (lambda i: prompts.training[i].origin)
-        result["validation"] = held_out | equal("trained_on", pairs, *at)
-
-    def show(row: int) -> dict[str, Any]:
-        prompt = prompts.training[row]
-        shown = sequence(tokenizer, prompts.tokens[prompt.id], np.zeros(tokens[row], bool))
-        return {"row": row, "origin": prompt.origin, "sequences": [shown]}
-
-    return result, tokens, show, lambda: prompts.check_length(decoder.max_seq_len)
+    window = decoder.max_seq_len
+    return prompts.overview(tokenizer, window), lambda: prompts.check_length(window)

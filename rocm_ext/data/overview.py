@@ -1,19 +1,111 @@
 """Say what is in rows: their lengths, which ones repeat, and their text with what is trained."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from os.path import commonprefix
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from omegaconf import DictConfig
 
-from rocm_ext.data.batches import label_counts
+from rocm_ext.base.errors import one_line
+from rocm_ext.base.files import replace_text
+from rocm_ext.base.log import log
+from rocm_ext.data.batches import Steps, label_counts, rows_per_step
 from rocm_ext.data.encoder import TextEncoder
+from rocm_ext.data.mixture import Mixture
 from rocm_ext.data.render import TemplateRenderer, to_text
 from rocm_ext.data.rows import SIDE, SIDES, Rows, key, labelled
+from rocm_ext.data.sources import ROW_WEIGHT
 
 _BARS = 10  # of a histogram whose longest row is not far from the others
 _TAIL = 16  # times the median that the longest row has where bars double in width
+
+Origin = Callable[[int], str]  # of a row, by its number
+
+
+@dataclass(frozen=True)
+class Overview:
+    """What a config makes of its data.
+
+    Attributes:
+        content: numbers, for JSON.
+        lengths: tokens of each training row or prompt.
+        show: describes a training row or prompt, for JSON, by its number.
+    """
+
+    content: dict[str, Any]
+    lengths: list[int]
+    show: Callable[[int], dict[str, Any]]
+
+    def as_json(self, rows: Iterable[int] = ()) -> dict[str, Any]:
+        """Return the content, and as ``shown`` these rows; by default the first, the shortest and the longest one."""
+        ends = [0, *(self.lengths.index(end(self.lengths)) for end in (min, max))]
+        return self.content | {"shown": [self.show(row) for row in dict.fromkeys(rows or ends)]}
+
+
+def write(path: Path, make: Callable[[], Overview]) -> None:
+    """Write an overview for the report. If a tokenizer of the user's refuses to decode, this ends no run."""
+    try:
+        text = json.dumps(make().as_json())
+    except Exception as error:
+        log.warning("the report will not show the data: %s", one_line(error))
+        text = "{}"
+    replace_text(path, text)
+
+
+def of_rows(
+    cfg: DictConfig,
+    tokenizer: Any,
+    rows: Rows,
+    validation: Rows | None,
+    origins: Sequence[Origin] | None = None,
+    ranks: int = 1,
+) -> Overview:
+    """Describe the rows of SFT or DPO.
+
+    Args:
+        cfg: config of the recipe.
+        tokenizer: made the tokens.
+        rows: training rows.
+        validation: validation rows; None: there are none.
+        origins: give the origin of an item of the dataset of each of the two; None: the item's number.
+        ranks: number of processes that train.
+    """
+
+    def place(part: Rows, origin: Origin) -> Origin:
+        return lambda row: origin(int(part.numbers[row]))
+
+    def described(part: Rows, origin: Origin) -> tuple[dict[str, Any], dict[str, list[int]]]:
+        found = lengths(part)
+        trained = sum(sum(values) for name, values in found.items() if name in ("trained", "chosen", "rejected"))
+        content = {"rows": part.counts["rows"], "counts": part.counts, "first": part.first}
+        content |= numbers(found, keys(part), origin) | {"trained_share": trained / sum(map(len, part.tokens))}
+        return content | ({"weights": weights} if (weights := part.weights()) else {}), found
+
+    of_training, of_validation = origins or (lambda number: f"row {number}",) * 2
+    origin = place(rows, of_training)
+    content, found = described(rows, origin)
+    steps = Steps(len(rows), rows_per_step(cfg, ranks), cfg.max_steps_per_epoch)
+    result = {"dataset": content, "steps_per_epoch": steps.per_epoch, "rows_per_step": steps.per_step, "ranks": ranks}
+    result["data_sets"] = Mixture.of(cfg.dataset, rows).table()
+    if validation is not None:
+        held_origin = place(validation, of_validation)
+        held_out, _ = described(validation, held_origin)
+        for name, hashes in (("trained_on", keys), ("prompt_trained_on", prompt_keys)):
+            held_out |= equal(name, shared(hashes(validation), hashes(rows)), held_origin, origin)
+        if cfg.dataset_val is None:  # a part of the rows that `dataset` counts
+            held_out |= {"counts": {}, "first": {}}
+        result["validation"] = held_out
+
+    def show(row: int) -> dict[str, Any]:
+        weight = {"weight": float(rows.columns[ROW_WEIGHT][row][0])} if ROW_WEIGHT in rows.columns else {}
+        return {"row": row, "origin": origin(row), **weight, "sequences": sequences(rows, row, tokenizer)}
+
+    return Overview(result, next(iter(found.values())), show)
 
 
 def spread(values: Iterable[int]) -> dict[str, Any]:

@@ -298,6 +298,13 @@ class Rows:
             column[labelled(labels, lengths)] = row
             self.columns[name].append(column)
 
+    def weights(self) -> tuple[float, float] | None:
+        """Return the least and the greatest weight of a row; None if all are 1."""
+        if ROW_WEIGHT not in self.columns:
+            return None
+        weights = [float(column[0]) for column in self.columns[ROW_WEIGHT]]
+        return min(weights), max(weights)
+
     def check_vocabulary(self, size: int) -> None:
         """Check that a model with ``size`` embeddings has all token ids.
 

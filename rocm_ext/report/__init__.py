@@ -22,7 +22,7 @@ from markupsafe import Markup, escape
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_text
 from rocm_ext.base.registry import BY_STEP, DPO, RAFT, SFT
-from rocm_ext.report import cards, curves, hardware, rollouts, samples
+from rocm_ext.report import cards, curves, hardware, rollouts, rows, samples
 from rocm_ext.report.charts import Chart, library, style
 from rocm_ext.report.text import visible
 from rocm_ext.runs.folder import RunFolder
@@ -82,6 +82,7 @@ def render(shown: dict[str, Any], live: Any = None, with_script: bool = True) ->
         style=Markup(_STYLE),
         verdicts=rollouts.VERDICTS,
         evaluation_columns=rollouts.EVALUATION_COLUMNS,
+        length_columns=["tokens of a", *rows.COLUMNS.values()],
         policy=Markup(policy),
         script=Markup(_SCRIPT),
         library=Markup(_library()[0]) if with_script else "",
@@ -130,6 +131,7 @@ def content(runs: Sequence[RunFolder]) -> dict[str, Any]:
         "several": several,
         "sections": [section for section in _sections(runs) if section.charts],
         "groups": [choice for choice in shown if choice[2]],
+        "data": [(run, found) for run in runs if (found := rows.data(run))],
         "differences": _differences(runs) if several else [],
         "settings": [(run, sorted(run.settings().items())) for run in runs if run.config],
         "problems": [problem for run in runs for problem in dict.fromkeys(run.problems)],
@@ -142,8 +144,8 @@ def _sections(runs: Sequence[RunFolder]) -> list[_Section]:
         return [chart for run, suffix in suffixes for chart in rollouts.bar_charts(run, suffix)]
 
     def tables(*families: str) -> list[tuple[RunFolder, list[list[str]]]]:
-        rows = [(run, rollouts.evaluation_table(run)) for run in runs if run.family in families]
-        return [(run, table) for run, table in rows if table]
+        found = [(run, rollouts.evaluation_table(run)) for run in runs if run.family in families]
+        return [(run, table) for run, table in found if table]
 
     cycles = [*rollouts.score_charts(runs, RAFT), *bars(RAFT), *rollouts.cycle_charts(runs)]
     rewards = [*rollouts.score_charts(runs, *BY_STEP), *curves.charts(curves.POLICY, runs, *BY_STEP), *bars(*BY_STEP)]

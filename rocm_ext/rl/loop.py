@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from rocm_ext import config
 from rocm_ext.base import supervised
 from rocm_ext.base.log import log
+from rocm_ext.data import overview
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
 from rocm_ext.data.tokenizer import open_tokenizer
@@ -31,6 +32,7 @@ from rocm_ext.rl.rollout import Answers, Job, OpenSession, Requests, Rollout, Wo
 from rocm_ext.rl.selection import Selected
 from rocm_ext.rl.server_check import ServerCheck
 from rocm_ext.rl.trainer import PolicyTrainer
+from rocm_ext.runs.records import ROWS
 from rocm_ext.runs.scores import Score
 from rocm_ext.sampling import Sampling, Session
 from rocm_ext.train.builders import check_tokenizer
@@ -345,6 +347,9 @@ class Loop(RLRecipe, ABC):
             interrupt=self.interrupt,
         )
         self.trainer.open()
+        if self.folder.resumed is None and self.ranks.is_main:
+            data = self.learner.tokenizer, self.engines.max_seq_len
+            overview.write(self.out / ROWS, lambda: self.prompts.overview(*data))
         self.records = Records.open(self.out, self.ranks, self.trainer.step, self.trainer.evaluated, self.passes)
         adapter_folder = self.trainer.adapter_folder
         self.policy = Policy(self.engines, self.learner, self.server_check, self.out, self.unit, adapter_folder)

@@ -22,9 +22,10 @@ from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import import_component
 from rocm_ext.base.log import warn
+from rocm_ext.data.overview import Overview, equal, numbers, sequence, shared
 from rocm_ext.data.prompts import Prompt, check_disjoint
 from rocm_ext.data.render import render_conversation, render_prompt
-from rocm_ext.data.rows import check_vocabulary
+from rocm_ext.data.rows import check_vocabulary, key
 from rocm_ext.data.tokenizer import special_token_lines, special_tokens_in
 from rocm_ext.distributed.ranks import rank
 from rocm_ext.environments import Environments
@@ -88,6 +89,39 @@ class PromptSet:
         warn(special_token_lines("prompts", len(self.tokens), reserved))
         if self.tools and all(self.tokens[p.id] == render_prompt(tokenizer, p.messages) for p in islice(self, 1)):
             raise UserError("the model's chat template has no place for the environment's tools; use another template")
+
+    def overview(self, tokenizer: Any, window: int) -> Overview:
+        """Describe the rendered prompts.
+
+        Args:
+            tokenizer: rendered them.
+            window: tokens that the model takes.
+        """
+        answer = workload.longest_answer(self._cfg)
+
+        def described(part: list[Prompt]) -> tuple[dict[str, Any], list[int], list[bytes]]:
+            rendered = [self.tokens[prompt.id] for prompt in part]
+            tokens, hashes = list(map(len, rendered)), list(map(key, rendered))
+            ends_run = [p.origin for p, n in zip(part, tokens, strict=True) if n + answer > window]
+            reasons = getattr(part, "dropped", {}) | ({"too_long_for_the_model": ends_run} if ends_run else {})
+            counts = {"rows": getattr(part, "read", len(part)), **{what: len(those) for what, those in reasons.items()}}
+            content = {"rows": counts["rows"], "counts": counts, "first": {what: r[0] for what, r in reasons.items()}}
+            return content | numbers({"prompt": tokens}, hashes, lambda i: part[i].origin), tokens, hashes
+
+        content, lengths, hashes = described(self.training)
+        result = {"dataset": content, "longest_answer": answer, "window": window}
+        if self.held_out:
+            held_out, _, others = described(self.held_out)
+            pairs = shared(others, hashes)
+            at = (lambda i: self.held_out[i].origin), (lambda i: self.training[i].origin)
+            result["validation"] = held_out | equal("trained_on", pairs, *at)
+
+        def show(row: int) -> dict[str, Any]:
+            prompt = self.training[row]
+            shown = sequence(tokenizer, self.tokens[prompt.id], np.zeros(lengths[row], bool))
+            return {"row": row, "origin": prompt.origin, "sequences": [shown]}
+
+        return Overview(result, lengths, show)
 
     def __iter__(self) -> Iterator[Prompt]:
         return iter((*self.training, *self.held_out))

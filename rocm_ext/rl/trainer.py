@@ -217,8 +217,10 @@ class PolicyTrainer(Training):
         for line in evaluation.advice(self.lines) if self.ranks.is_main else ():
             log.warning("%s", line)
         shown = f"loss {values['loss']:.4f}" if values["updates"] else "no updates"
-        if values["reward"] is not None:
+        if values["reward"] is not None and "advantages" in self.learner.objective.columns:
             shown = f"reward {values['reward']:.3f}  {values['flat']:.0%} of {values['groups']} groups flat"
+        elif values["reward"] is not None:
+            shown += f"  reward {values['reward']:.3f}"
         self._progress.update(f"{shown}  {values['mean_tokens']:.0f} tokens  {seconds:.1f} s")
 
     def finish_evaluation(self, step: int, scores: dict[str, Any], stats: Mapping[str, float]) -> None:

@@ -24,6 +24,7 @@ from rocm_ext.runs.answers import AnswerLog
 from rocm_ext.runs.records import GREEDY as GREEDY
 from rocm_ext.runs.records import (
     MOST,
+    ROWS,
     Columns,
     Lines,
     MetricLines,
@@ -57,6 +58,7 @@ class RunFolder:
         family: the recipe of this library that it is or extends; its records are of that kind.
         config: content of ``config.yaml``.
         summary: content of ``summary.json``; empty before the end of SFT and DPO, or of RAFT's first cycle.
+        rows: content of ``rows.json``.
         steps: optimiser steps in order: ``step``, ``loss``, ``lr`` … A RAFT run counts them across its cycles. Those of
             GRPO may have several updates, or none and no loss.
         validations: ``step``, ``val_loss``.
@@ -79,6 +81,7 @@ class RunFolder:
         self._tails = tails = tails or Tails()
         self.config = deepcopy(tails.content(path / "config.yaml", read_yaml, self.problems))
         self.summary = read_json(path / "summary.json", self.problems)
+        self.rows = tails.content(path / ROWS, read_json, self.problems)
         folders = [p for p in path.glob("cycle_*") if re.fullmatch(r"cycle_(0|[1-9]\d{0,8})", p.name) and p.is_dir()]
         shape = self._shape(bool(folders))
         self.recipe = str(self.config.get("recipe", shape))

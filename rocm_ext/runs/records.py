@@ -18,6 +18,7 @@ from rocm_ext.runs.tails import Tails
 GREEDY = -1  # index of a held-out prompt's greedy answer; those drawn at random count from 0
 MOST = 1e12  # seconds or prompts; a file with more is damaged
 MOST_STEPS = 2**31
+ROWS = "rows.json"  # what a run's data is, see rocm_ext.data.overview
 SampleKey = tuple[str, int]  # prompt id, index of the sample
 
 

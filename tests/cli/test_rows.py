@@ -7,6 +7,7 @@ from statistics import median_low
 import numpy as np
 import pytest
 from rocm_ext.recipes.dpo_rocm import DPO
+from rocm_ext.recipes.grpo_rocm import GRPO
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 
 from rocm_ext import cli, config
@@ -203,6 +204,32 @@ def test_the_sides_of_pairs(rows, tmp_path):
     code, out, err = rows(dataset=changes["dataset"])
     assert (code, one_line_has(out, "dropped equal: 1")) == (1, True), "a run would end, and the rows show why"
     assert one_line_has(err, "error: ", "the rows are pairs", "start dpo_rocm")
+
+
+def test_a_run_writes_them_and_its_report_shows_them(rows, folder, tmp_path, capsys, messages):
+    data = write(tmp_path / "rows.jsonl", [chat("<b>a", "b & c") | {"weight": 2.5}, chat("a", "b " * 40), {"prompt": "q"}])
+    found = as_json(rows("--json", dataset=data, bad_rows="drop"))
+    recipe = LoRAFinetune(config.load(registry.find("lora_finetune_rocm"), str(tmp_path / "run.yaml"), []))
+    recipe.setup()
+    recipe.cleanup()
+    written = json.loads((tmp_path / "out/rows.json").read_text())
+    assert [row.pop("origin") for row in written["shown"]] == ["row 0", "row 1"]
+    assert [row.pop("origin").rpartition(":")[2] for row in found["shown"]] == ["1", "2"]
+    assert {"recipe": "lora_finetune_rocm", **written} == found
+    assert written["dataset"]["weights"] == [1, 2.5]
+    assert [said for said in messages if said.startswith("dataset: its column weight") and said.endswith("1 to 2.5")]
+    grpo = grpo_runs.write_run(folder, tmp_path / "grpo")
+    found = as_json((cli.main(["rows", "--json", "--config", str(grpo)]), *capsys.readouterr()))
+    recipe = GRPO(config.load(registry.find("grpo_rocm"), str(grpo), []))
+    recipe.setup()
+    recipe.cleanup()
+    assert {"recipe": "grpo_rocm", **json.loads((tmp_path / "grpo/rows.json").read_text())} == found
+    assert cli.main(["report", str(tmp_path / "out"), str(tmp_path / "grpo"), "-o", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "&lt;b&gt;a" in page
+    assert "<mark>b &amp; c&lt;|im_end|&gt;</mark>" in page
+    assert "bad rows: 1, first" in page
+    assert page.count("<b>Lengths</b>") == 2
 
 
 @pytest.mark.parametrize("write_run", [raft_runs.write_run, grpo_runs.write_run])

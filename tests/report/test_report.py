@@ -289,6 +289,28 @@ def test_any_values_in_its_files(tmp_path_factory, recipe, data):
     assert main(["monitor", "--count", "1", "--root", str(folder), "--run", str(run)]) == 0
 
 
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_values_in_what_it_says_of_the_data(run, data):
+    """A damaged `rows.json` leaves the rest of the page."""
+    spread = {"min": 3, "median": 4, "p95": 9, "max": 9, "mean": 5.0, "total": 16, "histogram": [[3, 5, 2], [6, 9, 1]]}
+    part = {"rows": 3, "counts": {"rows": 3, "truncated": 1}, "first": {"truncated": "a:1"}, "kept": 3, "repeated": 1}
+    part |= {"first_repeated": [["a:3", "a:2"]], "tokens": {"row": spread}, "trained_share": 0.5}
+    sequence = {"side": "rejected", "tokens": 3, "trained_tokens": 1, "text": "ask answer", "trained": [[4, 10]]}
+    content = {"dataset": part, "steps_per_epoch": 1, "rows_per_step": 3, "ranks": 1, "data_sets": []}
+    content |= {"validation": part, "shown": [{"row": 0, "origin": "a:1", "weight": 2.0, "sequences": [sequence]}]}
+    (run / "rows.json").write_text(json.dumps(content))
+    assert "<mark>answer</mark>" in report(run)
+    inner, key = json.loads(json.dumps(content)), data.draw(st.sampled_from(sorted(content)))
+    damaged = inner
+    while isinstance(inner[key], dict | list) and inner[key] and data.draw(st.booleans()):
+        inner = inner[key]
+        key = data.draw(st.sampled_from(sorted(inner) if isinstance(inner, dict) else range(len(inner))))
+    inner[key] = data.draw(JUNK)
+    (run / "rows.json").write_text(json.dumps(damaged))
+    assert {*CHARTS} <= {*figures(report(run))}
+
+
 @pytest.mark.wide
 def test_it_needs_no_torch(run, tmp_path):
     samples = raft(tmp_path / "raft", RIGHT, prompts=prompts(tmp_path))

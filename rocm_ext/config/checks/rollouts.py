@@ -28,6 +28,7 @@ from rocm_ext.config.checks.kinds import (
     text,
 )
 from rocm_ext.config.checks.training import ANSWERS, UNJUDGED
+from rocm_ext.config.chosen_model import BASE, is_server
 from rocm_ext.config.layers import defaults
 
 _SHARED: dict[str, Kind] = {
@@ -167,7 +168,7 @@ def check_distil_values(cfg: DictConfig) -> None:
     _check_shared(cfg, registry.DISTIL)
     _check_records(cfg)
     _check_update(cfg)
-    if not cfg.teacher.startswith(("http://", "https://")):
+    if not is_server(cfg.teacher):
         unread = ("teacher_model", "teacher_api_key_env")
     elif cfg.loss == "reverse_kl" and cfg.temperature in (0, 1):
         unread = ("teacher_adapter", "teacher_quantize_base")
@@ -177,11 +178,12 @@ def check_distil_values(cfg: DictConfig) -> None:
             f"temperature=1, found {cfg.loss} and {cfg.temperature:g}"
         )
     if given := [key for key in unread if cfg[key]]:
+        usual = {"teacher_quantize_base": False}.get(given[0], "null")
         found = f"{given[0]} is {cfg[given[0]]!r}"
-        raise UserError(f"{found}, which teacher {cfg.teacher} does not read; set {given[0]}=null")
-    if cfg.teacher == "base" and cfg.teacher_quantize_base:
+        raise UserError(f"{found}, which teacher {cfg.teacher} does not read; set {given[0]}={usual}")
+    if cfg.teacher == BASE and cfg.teacher_quantize_base:
         raise UserError("teacher is base, whose weights are those of the model: set model.quantize_base instead")
-    if cfg.teacher == "base" and cfg.teacher_adapter is None and not cfg.checkpointer.get("adapter_checkpoint"):
+    if cfg.teacher == BASE and cfg.teacher_adapter is None and not cfg.checkpointer.get("adapter_checkpoint"):
         raise UserError(
             "teacher is base, and the model in training begins as it: there is nothing to learn; set teacher_adapter, "
             "or checkpointer.adapter_checkpoint to the adapter that forgot something"
