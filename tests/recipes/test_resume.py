@@ -436,7 +436,7 @@ def test_used_output_dir(make, reference, tmp_path):
     fresh = make(out, overwrite_output_dir=True, metric_logger=at(1, signal.SIGKILL))
     assert run(fresh)[0] == -signal.SIGKILL
     left = set(os.listdir(out)) - {"hardware.jsonl", ".lock", ".lock.json"}
-    assert left == {"config.yaml", "metrics.jsonl", "checkpoints"}  # nothing from the earlier run
+    assert left == {"config.yaml", "rows.json", "metrics.jsonl", "checkpoints"}  # nothing from the earlier run
     assert run(make(out), "overwrite_output_dir=True")[0] == 0
     assert_equal(out, reference)
 
