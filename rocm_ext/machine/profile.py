@@ -26,6 +26,7 @@ COMPILE = (False, True, "max-autotune")
 
 _NOT_RECIPE_KEYS = {"quantize_base"}  # keys that a profile may lock although no recipe has them
 _MEMORY_KEYS = {"host": (), "device": ("fraction",), "unified": ("fraction", "host_gib", "host_fraction")}
+_REACHED = ("compute", "bandwidth", "attention", "launch")
 _MAKERS_WORDS = re.compile("(amd|nvidia|instinct|radeon|geforce|tesla|rtx|rx|ai|pro)+")
 _SAYS_NOTHING = ("", "graphics", "unknown")  # "AMD Radeon Graphics" is any Radeon
 # What torch adds to the name of a chip as sold: "H100 80GB HBM3", "MI250X/MI250", "MI300X VF"
@@ -142,6 +143,8 @@ class Profile:
             raise UserError(f"{where}.memory.of is {of!r}, expected {' or '.join(_MEMORY_KEYS)}")
         for key in _MEMORY_KEYS[of]:
             parse(float, profile.memory.get(key), f"{where}.memory.{key}")
+        if missing := [key for key in _REACHED if profile.chips and key not in profile.reached]:
+            raise UserError(f"{where}.reached lacks {', '.join(missing)}, which plans for its chips need")
         locked = {key: lock.value for key, lock in profile.locked.items() if key not in _NOT_RECIPE_KEYS}
         return replace(profile, settings={**profile.settings, **locked})
 

@@ -207,7 +207,9 @@ def test_the_sides_of_pairs(rows, tmp_path):
 
 
 def test_a_run_writes_them_and_its_report_shows_them(rows, folder, tmp_path, capsys, messages):
-    data = write(tmp_path / "rows.jsonl", [chat("<b>a", "b & c") | {"weight": 2.5}, chat("a", "b " * 40), {"prompt": "q"}])
+    data = write(
+        tmp_path / "rows.jsonl", [chat("<b>a", "b & c") | {"weight": 2.5}, chat("a", "b " * 40), {"prompt": "q"}]
+    )
     found = as_json(rows("--json", dataset=data, bad_rows="drop"))
     recipe = LoRAFinetune(config.load(registry.find("lora_finetune_rocm"), str(tmp_path / "run.yaml"), []))
     recipe.setup()

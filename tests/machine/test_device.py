@@ -176,6 +176,7 @@ def test_unknown_names_and_broken_files(tmp_path):
         (host + "locked: {compile: {value: 1}}", "locked.compile lacks 'reason'"),
         (host + "environment: {A: {value: 1, reason: r}}", "environment.A.value is 1, expected str"),
         (never, "environment.A.when is 'never', expected one of always, arch_missing"),
+        (host + "chips: {X: {arch: a, memory: 8, bandwidth: 9, fp32: 1}}\nreached: {compute: 1}", "reached lacks band"),
         ("memory: {of", "is not YAML"),
     ):
         own.write_text("title: mine\n" + broken)
