@@ -13,6 +13,7 @@ import yaml
 
 from rocm_ext import cli, config
 from rocm_ext.base import registry
+from rocm_ext.machine.profile import Profile
 from tests.kit.run_folders import curve, sft
 
 ROOT = Path(__file__).parents[1]
@@ -97,7 +98,11 @@ def test_names_can_be_imported(page):
 def test_keys_are_known(page):
     known = OF_A_USERS_RECIPE.union(*map(config.defaults, registry.TITLES))
     for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
-        assert yaml.safe_load(block).keys() <= known
+        content = yaml.safe_load(block)
+        if "title" in content:  # a hardware profile
+            assert Profile.from_dict(page.stem, content).chips
+        else:
+            assert content.keys() <= known
 
 
 # ------------------------------------------------------------------------------------------- the first screen, the site
