@@ -70,20 +70,20 @@ def by_comparison() -> dict[tuple[Any, ...], dict[str, Row]]:
 
 
 def speeds() -> str:
-    """The table of all comparisons, and what is special about some."""
-    machines, notes = list(measured()), dict[str, str]()
-    columns = ["work", "model", "against", *map(_short, machines), "of which by skipped work",
-               "peak memory, ours / theirs"]  # fmt: skip
-    lines = [columns, ["---"] * len(columns)]
+    """The table of comparisons, each by its newest figure. What has a note (a busy machine, an older version) is left
+    to the files."""
+    lines = [["work", "model", "against", "times as fast", "of which by skipped work", "peak memory, ours / theirs"]]
+    lines.append(["---"] * len(lines[0]))
+    letters = dict(zip(measured(), "abcdefgh", strict=False))
     for rows in by_comparison().values():
-        newest = next(iter(rows.values()))
-        cells = [_cell(rows[machine], notes) if machine in rows else "" for machine in machines]
-        memory = " / ".join(f"{value / GIB:.2f}" for value in newest["peak_memory"])
-        skipped = "" if newest["bound"] is None else f"{newest['bound']:.1f} ×"
-        lines.append([name_of(newest), model_of(newest), newest["peer"], *cells, skipped, f"{memory} GiB"])
+        machine, row = next(((name, row) for name, row in rows.items() if not row.get("note")), ("", None))
+        if row is not None:
+            memory = " / ".join(f"{value / GIB:.2f}" for value in row["peak_memory"])
+            skipped = "" if row["bound"] is None else f"{row['bound']:.1f} ×"
+            cell = f"{_cell(row)} ({letters[machine]})"
+            lines.append([name_of(row), model_of(row), row["peer"], cell, skipped, f"{memory} GiB"])
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    said = [f"- {machine}, {_dates(rows)}, beside {_pins(rows)}" for machine, rows in measured().items()]
-    said += [f"- ({letter}) {note}" for note, letter in notes.items()]
+    said = [f"- ({letters[name]}) {name}, {_dates(rows)}, beside {_pins(rows)}" for name, rows in measured().items()]
     return "\n".join([text, "", *said])
 
 
@@ -103,14 +103,10 @@ def _short(machine: str) -> str:
     return machine.split(",")[0]
 
 
-def _cell(row: Row, notes: dict[str, str]) -> str:
+def _cell(row: Row) -> str:
     low, high = row["range"]
-    text = f"{_speed(row)} ({_ratio(low)}-{_ratio(high)})"
-    if row["rounds"] != 6:
-        text += f", {row['rounds']} rounds"
-    if note := row.get("note"):
-        text += f" ({notes.setdefault(note, 'abcdefgh'[len(notes)])})"
-    return text
+    rounds = "" if row["rounds"] == 4 else f", {row['rounds']} rounds"
+    return f"{_speed(row)} ({_ratio(low)}-{_ratio(high)}){rounds}"
 
 
 def _speed(row: Row) -> str:
