@@ -85,6 +85,8 @@ def _settings(source: Source) -> dict[str, str]:
     if source.adapter is not None:
         peft = PeftConfig.read(source.adapter)
         rows = {"rank": str(peft.rank), "alpha": f"{peft.alpha:g}"}
+        for name, pattern in (("rank", peft.rank_pattern), ("alpha", peft.alpha_pattern)):
+            rows[name] += "".join(f", {value:g} of {key}" for key, value in pattern.items())
         rows |= {"DoRA": "yes"} if peft.dora else {}
     if source.run is not None:
         values = {key: source.run.setting(key) for key in _SETTINGS}
