@@ -239,8 +239,8 @@ class Sizes:
                     raise UserError(f"model.{pattern} has {key!r}, which matches no adapted layer{hint}")
 
     def _matched(self, name: str) -> str:
-        weight = f"{name}.weight"
-        return weight if any(f".{weight}".endswith(f".{target}") for target in self.parameters) else name
+        names = name, f"{name}.weight"  # a fused weight of experts; a linear layer
+        return next((each for each in names if any(f".{each}".endswith(f".{p}") for p in self.parameters)), name)
 
 
 def _matches(key: str, name: str) -> bool:

@@ -112,10 +112,10 @@ def run_files(out: Path) -> tuple[list[float], bytes]:
     return metrics(out), (out / WEIGHTS).read_bytes()
 
 
-def whole_run(base: Path, rows: Path, out: Path) -> dict:
+def whole_run(base: Path, rows: Path, out: Path, lora: dict | None = None, **more: Any) -> dict:
     """Run five steps with dropout; return the config."""
-    changes = {"epochs": 1, "max_steps_per_epoch": 5, "save_every_n_steps": 2}
-    cfg = folder_config(base, rows, out, {"lora_dropout": 0.1}, **changes)
+    changes = {"epochs": 1, "max_steps_per_epoch": 5, "save_every_n_steps": 2, **more}
+    cfg = folder_config(base, rows, out, {"lora_dropout": 0.1, **(lora or {})}, **changes)
     finetune(cfg)
     return cfg
 

@@ -138,7 +138,9 @@ ELSEWHERE = {  # components, and what is refused where it is read
     "enable_activation_checkpointing", "engine", "eval_prompts", "loss", "lr_scheduler", "metric_logger", "model",
     "optimizer", "recipe", "tokenizer", "verifier",
 }  # fmt: skip
-LORA = [f"model.{key}" for key in ("lora_rank", "lora_alpha", "lora_dropout", "use_dora", "apply_lora_to_mlp")]
+LORA = [
+    f"model.{key}" for key in ("lora_rank", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_dora")
+]
 
 
 @pytest.mark.parametrize("key", [*sorted(config.defaults(SFT).keys() - ELSEWHERE), *LORA])

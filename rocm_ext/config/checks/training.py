@@ -56,6 +56,7 @@ _KINDS: dict[str, Kind] = {
     "sequences_per_step": integer(1) | NULL,
     "tokens_per_micro_batch": integer(1) | one_of("auto") | NULL,
     "loss": COMPONENT,
+    "loraplus_lr_ratio": POSITIVE | NULL,
     "clip_grad_norm": POSITIVE | NULL,
     "epochs": integer(1),
     "max_steps_per_epoch": integer(1) | NULL,
