@@ -8,6 +8,9 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft.utils.other import get_pattern_key
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -15,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.model.adapters import peft_files
+from rocm_ext.model.lora import Sizes, described
 from tests.kit.families import CHATML, PATTERNS, folder_config
 from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
 
@@ -120,6 +124,29 @@ def test_rslora_is_trained_and_exported(folders, tmp_path, model):
     assert json.loads((adapter / "adapter_config.json").read_text())["use_rslora"] is True
     torch.testing.assert_close(their_logits(folders["qwen2"], adapter), expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(their_logits(tmp_path / "run" / "merged"), expected, rtol=0, atol=1e-4)
+
+
+NAMES = [f"model.layers.{i}.{end}" for i in (0, 1, 11) for end in ("self_attn.q_proj", "mlp.experts.down_proj")]
+NAMES += ["lm_head", "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj.weight"]
+KEYS = ["q_proj", "down_proj", "experts.down_proj", r"layers\.1\..*", r".*\.1\..*", "^model.layers.0.*", "lm_.*|q_proj",
+        "proj", "layers.11.self_attn.q_proj", "down_proj.weight", "model"]  # fmt: skip
+
+
+@given(pattern=st.dictionaries(st.sampled_from(KEYS), st.integers(1, 3)))
+def test_patterns_match_as_pefts(pattern):
+    sizes = Sizes(rank=9, alpha=9, rank_pattern=pattern, alpha_pattern=dict(reversed(pattern.items())))
+    for name in NAMES:
+        keys = (get_pattern_key(each.keys(), name) for each in (sizes.rank_pattern, sizes.alpha_pattern))
+        assert sizes.of(name) == tuple(pattern.get(key, 9) for key in keys)
+
+
+@given(
+    sizes=st.dictionaries(st.sampled_from(NAMES), st.tuples(st.integers(1, 3), st.sampled_from([1, 2.5])), min_size=1)
+)
+def test_what_is_written_of_layers_is_read_of_them(sizes):
+    said = described(sizes)
+    read = Sizes(rank=said.pop("r"), alpha=said.pop("lora_alpha"), **said)
+    assert {name: read.of(name) for name in sizes} == sizes
 
 
 @pytest.fixture

@@ -106,22 +106,23 @@ def test_equals_torchtunes_builder(folders, tmp_path, name):
 # ---- training
 @pytest.mark.wide(always=2)
 @pytest.mark.parametrize(
-    ("name", "lora"),
+    ("name", "lora", "ratio"),
     [
-        ("qwen3", {}),
-        ("llama", {"target_modules": ["q_proj", "o_proj", "down_proj"]}),
-        ("qwen2", {"use_dora": True}),
-        ("mistral", {"target_modules": ["k_proj", "lm_head"]}),
-        ("qwen3", PATTERNS),
-        pytest.param("llama", {"use_dora": True, **PATTERNS}, marks=pytest.mark.wide),
-        pytest.param("llama biased", {}, marks=pytest.mark.wide),
-        pytest.param("qwen2 tied", {}, marks=pytest.mark.wide),
-        pytest.param("qwen3 tied", {"use_dora": True}, marks=pytest.mark.wide),
+        ("qwen3", PATTERNS, None),
+        ("qwen2", {"use_dora": True}, 4),
+        ("llama", {"target_modules": ["q_proj", "o_proj", "down_proj"]}, 0.5),
+        ("mistral", {"target_modules": ["k_proj", "lm_head"]}, None),
+        ("llama", {"use_dora": True, **PATTERNS}, None),
+        ("qwen3", {}, None),
+        pytest.param("llama biased", {}, None, marks=pytest.mark.wide),
+        pytest.param("qwen2 tied", {}, None, marks=pytest.mark.wide),
+        pytest.param("qwen3 tied", {"use_dora": True}, None, marks=pytest.mark.wide),
     ],
     ids=str,
 )
-def test_ten_steps_equal_peft(folders, tmp_path, name, lora):
-    cfg = folder_config(folders[name], folders["rows"], tmp_path / "run", lora)
+def test_ten_steps_equal_peft(folders, tmp_path, name, lora, ratio):
+    """Also with layers of other sizes, and with LoRA+."""
+    cfg = folder_config(folders[name], folders["rows"], tmp_path / "run", lora, loraplus_lr_ratio=ratio)
     first, found, expected = parity.ten_steps(cfg, folders[name], tmp_path)
     for key, tensor in found.items():
         assert (tensor - first[key]).abs().max() > 1e-3, key
@@ -268,7 +269,7 @@ def test_a_4_bit_base_model(folders, tmp_path):
 @several_ranks
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.wide)])
 def test_two_ranks_equal_one(folders, tmp_path, name):
-    parity.check_two_ranks(folders[name], folders["rows"], tmp_path)
+    parity.check_two_ranks(folders[name], folders["rows"], tmp_path, PATTERNS, loraplus_lr_ratio=4)
 
 
 @pytest.mark.wide
