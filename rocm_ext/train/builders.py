@@ -101,9 +101,9 @@ def setup_scheduler(component: DictConfig | None, optimizer: torch.optim.Optimiz
     scheduler = config.instantiate(component, optimizer, key="lr_scheduler", **arguments)
     if len(before) > 1 and len(after := _rates(optimizer)) == 1 and any(after):
         raise UserError(
-            f"lr_scheduler: {component[config.COMPONENT]} sets one learning rate for all parameters, and "
-            "loraplus_lr_ratio needs two; choose a schedule that scales them, such as "
-            "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup, or set loraplus_lr_ratio=null"
+            f"lr_scheduler: {component[config.COMPONENT]} sets one learning rate for all parameters, and they begin "
+            "with different ones, as with loraplus_lr_ratio; choose a schedule that scales them, such as "
+            "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
         )
     return scheduler
 

@@ -208,7 +208,7 @@ SCHEDULES = "torch.optim.lr_scheduler"
     [
         ({"_component_": f"{SCHEDULES}.ReduceLROnPlateau"}, "gets neither a metric"),
         ({"_component_": f"{SCHEDULES}.OneCycleLR", "max_lr": [1, 2], "total_steps": 3}, "step 4 of 8: "),
-        ({"_component_": f"{SCHEDULES}.OneCycleLR", "max_lr": 1, "total_steps": 8}, "loraplus_lr_ratio needs two"),
+        ({"_component_": f"{SCHEDULES}.OneCycleLR", "max_lr": 1, "total_steps": 8}, "as with loraplus_lr_ratio"),
         ({"_component_": f"{SCHEDULES}.StepLR", "step_size": 2, "gamma": -1}, "the learning rate of step 3 is -0.001"),
         ({"_component_": f"{SCHEDULES}.ExponentialLR", "gamma": float("inf")}, "the learning rate of step 2 is inf"),
         ({"_component_": f"{SCHEDULES}.StepLR", "step_size": "two"}, "lr_scheduler.step_size is 'two'"),
