@@ -21,7 +21,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "exa
 NOTEBOOKS = sorted((ROOT / "examples").rglob("*.ipynb"))
 HEADS = sorted([*(ROOT / "recipe_configs").glob("*.yaml"), *(ROOT / "examples").rglob("*.yaml")])
 THEIRS = {"my_run.yaml"}  # stands for a user's own
-OF_A_USERS_RECIPE = {"recipe", "extends", "lora_plus_ratio"}
+OF_A_USERS_RECIPE = {"recipe", "extends", "layer_lr_decay"}
 
 
 def name(path: Path) -> str:

@@ -7,10 +7,10 @@ A recipe is one of this library's, one that an installed package announces, or a
 - A package announces the module of such a file in the entry point group ``rocm_ext.recipes``::
 
       [project.entry-points."rocm_ext.recipes"]
-      lora_plus = "my_package.lora_plus"
+      layer_decay = "my_package.layer_decay"
 
   The module itself is not imported, but its parent package is. YAML files beside the recipe that say
-  ``recipe: lora_plus`` are its configs.
+  ``recipe: layer_decay`` are its configs.
 
 Every program that imports torch imports this file, so what torch has not imported itself is imported in functions.
 """

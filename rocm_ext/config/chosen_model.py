@@ -22,6 +22,8 @@ _OF_TRAINING = ("lr_scheduler", "metric_logger", "profiler")
 _ADAPTER = {
     "r": "lora_rank",
     "lora_alpha": "lora_alpha",
+    "rank_pattern": "rank_pattern",
+    "alpha_pattern": "alpha_pattern",
     "use_dora": "use_dora",
     "target_modules": "target_modules",
     "target_parameters": "target_parameters",

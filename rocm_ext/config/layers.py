@@ -46,6 +46,7 @@ _RIVALS = {
 }
 # What other trainers (transformers, TRL, axolotl, LLaMA-Factory) call keys of ours
 _ELSEWHERE = {
+    "alpha_pattern": "model.alpha_pattern",
     "bf16": "dtype",
     "cutoff_len": "tokenizer.max_seq_len",
     "eval_steps": "run_val_every_n_steps",
@@ -70,6 +71,7 @@ _ELSEWHERE = {
     "num_generations": "samples_per_prompt",
     "num_train_epochs": "epochs",
     "per_device_train_batch_size": "batch_size",
+    "rank_pattern": "model.rank_pattern",
     "save_steps": "save_every_n_steps",
     "sequence_len": "tokenizer.max_seq_len",
     "target_modules": "model.target_modules",

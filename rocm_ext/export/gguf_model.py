@@ -131,10 +131,13 @@ def write_adapter(source: Source, out: Path) -> None:
     writer.add_type(gguf.GGUFType.ADAPTER)
     add_general(writer, source)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-    # llama.cpp's factor is alpha / r
-    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(config.scale * config.rank))
     both = {name: (update[".lora_A.weight"], update[".lora_B.weight"]) for name, update in merged.linear.items()}
     both |= {name: expert_factors(a, b, layer.experts) for name, (a, b, layer) in merged.experts.items()}
+    # llama.cpp's factor is alpha / r, with one alpha of the file and each weight's own r
+    alphas = {name: config.scale(name.removesuffix(".weight")) * a.shape[-2] for name, (a, _) in both.items()}
+    alpha = next(iter(alphas.values())) or 1.0
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(alpha))
+    both = {name: (a, b if alphas[name] == alpha else b * (alphas[name] / alpha)) for name, (a, b) in both.items()}
     write(out, writer, list(_of_adapter(layout, names, both)))
 
 

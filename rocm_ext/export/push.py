@@ -28,8 +28,9 @@ _TAGS = ["lora", "peft", "torchtune-rocm"]
 _LICENCE = ("license", "license_name", "license_link")
 _SETTINGS = """
     recipe epochs cycles steps max_steps_per_epoch sequences_per_step prompts_per_step samples_per_prompt optimizer.lr
-    lr_schedule objective._component_ verifier._component_ model.target_modules dtype seed
+    loraplus_lr_ratio lr_schedule objective._component_ verifier._component_ model.target_modules dtype seed
 """.split()  # noqa: SIM905
+_MOST = 8  # layers whose rank or alpha a card says
 _DATA = ("dataset", "prompts", "dataset_val", "eval_prompts")
 
 
@@ -85,6 +86,9 @@ def _settings(source: Source) -> dict[str, str]:
     if source.adapter is not None:
         peft = PeftConfig.read(source.adapter)
         rows = {"rank": str(peft.rank), "alpha": f"{peft.alpha:g}"}
+        for name, pattern in (("rank", peft.rank_pattern), ("alpha", peft.alpha_pattern)):
+            rows[name] += "".join(f", {value:g} of {key}" for key, value in list(pattern.items())[:_MOST])
+            rows[name] += ", …" if len(pattern) > _MOST else ""
         rows |= {"DoRA": "yes"} if peft.dora else {}
     if source.run is not None:
         values = {key: source.run.setting(key) for key in _SETTINGS}

@@ -6,7 +6,10 @@ and checkpoints work unchanged.
 """
 
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 from torchtune.modules.low_precision.nf4_linear import linear_nf4  # torchao's, wherever it has it
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.model.quantized import Quantized
 
 
@@ -197,14 +200,86 @@ def merged_experts(
 Adapter = Lora | Dora | ExpertLora
 
 
-def adapted_linear(kind: Callable[..., nn.Module], name: str, in_dim: int, out_dim: int, use_bias: bool) -> nn.Module:
-    """Build a layer of torchtune's class ``kind``, which has LoRA's settings.
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """LoRA's r and alpha of each layer.
+
+    A key of a pattern is a regular expression for a layer's published name or its end. The first that matches decides,
+    as in PEFT's ``get_pattern_key``.
+
+    Attributes:
+        rank, alpha: of the layers that no key matches.
+        rank_pattern, alpha_pattern: those of others, by key.
+        parameters: PEFT's ``target_parameters``. Keys match these parameters' names, those of linear layers, too.
+    """
+
+    rank: int
+    alpha: float
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    parameters: tuple[str, ...] = ()
+
+    def of(self, name: str) -> tuple[int, float]:
+        """Return r and alpha of a linear layer, or of a fused weight of experts, by its published name."""
+        name = self._matched(name)
+        rank = next((rank for key, rank in self.rank_pattern.items() if _matches(key, name)), self.rank)
+        return rank, next((alpha for key, alpha in self.alpha_pattern.items() if _matches(key, name)), self.alpha)
+
+    def check_keys(self, names: Iterable[str]) -> None:
+        """Check that each key matches one of the adapted layers ``names``.
+
+        Raises:
+            UserError: naming the key.
+        """
+        names = [self._matched(name) for name in names]
+        for pattern in ("rank_pattern", "alpha_pattern"):
+            for key in getattr(self, pattern):
+                if not any(_matches(key, name) for name in names):
+                    hint = nearest(key, {_end(name) for name in names})
+                    raise UserError(f"model.{pattern} has {key!r}, which matches no adapted layer{hint}")
+
+    def _matched(self, name: str) -> str:
+        names = name, f"{name}.weight"  # a fused weight of experts; a linear layer
+        return next((each for each in names if any(f".{each}".endswith(f".{p}") for p in self.parameters)), name)
+
+
+def _matches(key: str, name: str) -> bool:
+    return re.match(rf"(.*\.)?({key})$", name) is not None
+
+
+def _end(name: str) -> str:
+    return ".".join(name.split(".")[-2 if name.endswith(".weight") else -1 :])
+
+
+def described(sizes: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
+    """Return PEFT's settings for layers with these r and alpha, by the names that keys of patterns match.
+
+    Equal sizes give equal settings: r and alpha are those of most layers; the others' keys are the ends of their names,
+    where all layers with this end are alike.
+    """
+    (r, ranks), (alpha, alphas) = (_described({name: size[i] for name, size in sizes.items()}) for i in (0, 1))
+    return {"r": r, "lora_alpha": alpha, "rank_pattern": ranks, "alpha_pattern": alphas}
+
+
+def _described(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    usual, ends = Counter(values.values()).most_common(1)[0][0], dict[str, set[Any]]()
+    for name, value in values.items():
+        ends.setdefault(_end(name), set()).add(value)
+    others = {name: value for name, value in values.items() if value != usual}
+    return usual, {_end(name) if len(ends[_end(name)]) == 1 else name: value for name, value in others.items()}
+
+
+def adapted_linear(
+    kind: Callable[..., nn.Module], sizes: Sizes, name: str, in_dim: int, out_dim: int, use_bias: bool
+) -> nn.Module:
+    """Build the layer ``name`` of torchtune's class ``kind``, which has LoRA's settings but for its sizes.
 
     Raises:
-        UserError: the weight of the layer ``name`` cannot be stored in 4 bits.
+        UserError: the weight of the layer cannot be stored in 4 bits.
     """
+    rank, alpha = sizes.of(name)
     try:
-        return kind(in_dim, out_dim, use_bias=use_bias)
+        return kind(in_dim, out_dim, rank=rank, alpha=alpha, use_bias=use_bias)
     except (AssertionError, NotImplementedError) as error:
         raise UserError(
             f"quantize_base: {name} [{out_dim}, {in_dim}] cannot be stored in 4 bits ({one_line(error)}); leave it out "

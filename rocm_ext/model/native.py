@@ -23,6 +23,8 @@ from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.base.log import log
+from rocm_ext.config.checks.kinds import check
+from rocm_ext.config.checks.training import PATTERNS
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.model.attention import Attention, Lengths
 from rocm_ext.model.checkpointer import blocks_in
@@ -38,7 +40,7 @@ from rocm_ext.model.families import (
     to_hf,
 )
 from rocm_ext.model.layers import HalvesRoPE
-from rocm_ext.model.lora import adapted_linear, plain
+from rocm_ext.model.lora import Sizes, adapted_linear, plain
 from rocm_ext.model.quantized import FP8_ROWS, expect, expect_blocks
 from rocm_ext.model.sampler import NativeSampler, joined_kind
 
@@ -173,6 +175,8 @@ def from_checkpoint(
     lora_dropout: float = 0.0,
     target_modules: Iterable[str] | str | None = None,
     target_parameters: Iterable[str] | str | None = None,
+    rank_pattern: Mapping[str, int] | None = None,
+    alpha_pattern: Mapping[str, float] | None = None,
     use_dora: bool = False,
     quantize_base: bool | str = False,
     trust_remote_code: bool = False,
@@ -191,6 +195,8 @@ def from_checkpoint(
             ``all-linear``: all linear layers of attention and MLP.
         target_parameters: fused weights of experts to adapt, by PEFT's names (``experts.gate_up_proj``,
             ``experts.down_proj``); ``all-experts``: all of them; None: none.
+        rank_pattern, alpha_pattern: r and alpha of layers with others than ``lora_rank`` and ``lora_alpha``, by ends of
+            their names or regular expressions, as PEFT matches them; see :class:`rocm_ext.model.lora.Sizes`.
         use_dora: DoRA instead of LoRA.
         quantize_base: ``nf4`` or True: keep adapted layers' weights in 4 bits (NF4); ``fp8``: those of the layers'
             linear parts and experts in 8 bits, with a scale for each row.
@@ -198,11 +204,20 @@ def from_checkpoint(
             code may do all that you may do on this machine; read it first.
 
     Raises:
-        UserError: the folder has no such model, or ``target_modules`` or ``target_parameters`` names what it does not
-            have.
+        UserError: the folder has no such model, or ``target_modules``, ``target_parameters`` or a pattern names what it
+            does not have.
     """
     if not 1 <= lora_rank <= 2**16:
         raise UserError(f"lora_rank is {lora_rank}; expected 1 to 65,536")
+    check({"rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern}, PATTERNS, "model.")
+    named = [target_parameters] if isinstance(target_parameters, str) else target_parameters or ()
+    sizes = Sizes(
+        rank=lora_rank,
+        alpha=lora_alpha,
+        rank_pattern=rank_pattern or {},
+        alpha_pattern=alpha_pattern or {},
+        parameters=tuple(map(str, named)),
+    )
     folder = Path(checkpoint_dir)
     form, blocks = stored_format(folder), blocks_in(folder)
     if (form or blocks) and quantize_base:
@@ -216,8 +231,7 @@ def from_checkpoint(
         decoder = _by_transformers(foreign)(
             folder,
             foreign,
-            rank=lora_rank,
-            alpha=lora_alpha,
+            sizes=sizes,
             dropout=lora_dropout,
             targets=target_modules,
             parameters=target_parameters,
@@ -231,11 +245,10 @@ def from_checkpoint(
         raise UserError(f"target_parameters is {target_parameters}, but {architecture.name} has no experts")
     if architecture.window:
         log.info("%s: at most %s positions, its sliding window", checkpoint_dir, f"{architecture.positions:,}")
-    kind = DoRALinear if use_dora else LoRALinear
-    adapted = partial(kind, rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout)
+    kind = partial(DoRALinear if use_dora else LoRALinear, dropout=lora_dropout)
     targets = _targets(target_modules, architecture.tied)
     four_bits = bool(quantize_base) and not fp8
-    decoder = _Builder(architecture, targets, adapted, four_bits).decoder()
+    decoder = _Builder(architecture, targets, kind, sizes, four_bits).decoder()
     return expect_blocks(decoder, blocks) if blocks else expect(decoder, form, quantizes=fp8)
 
 
@@ -273,42 +286,45 @@ def _targets(given: Iterable[str] | str | None, tied: bool) -> frozenset[str]:
 class _Builder:
     """Builds the modules of one decoder."""
 
-    def __init__(self, architecture: Architecture, targets: frozenset[str], adapted, quantize_base: bool) -> None:
-        self.architecture, self._targets, self._adapted, self._4bit = architecture, targets, adapted, quantize_base
+    def __init__(
+        self, architecture: Architecture, targets: frozenset[str], kind, sizes: Sizes, quantize_base: bool
+    ) -> None:
+        self.architecture, self._targets, self._kind, self._sizes = architecture, targets, kind, sizes
+        self._4bit, self._adapted = quantize_base, list[str]()  # published names of the adapted layers
 
     def decoder(self) -> NativeDecoder:
         a = self.architecture
         embeddings = nn.Embedding(a.vocabulary, a.width)
         if a.tied:
             output = TiedLinear(embeddings)
-        elif _OUTPUT in self._targets:
-            output = self._adapted(a.width, a.vocabulary)  # torchtune keeps output layers in 16 bits
         else:
-            output = nn.Linear(a.width, a.vocabulary, bias=False)
+            output = self._linear(_OUTPUT, a.width, a.vocabulary)
         decoder = NativeDecoder(
             tok_embeddings=embeddings,
-            layers=nn.ModuleList(self._layer() for _ in range(a.layers)),
+            layers=nn.ModuleList(self._layer(f"model.layers.{i}") for i in range(a.layers)),
             max_seq_len=a.positions,
             num_heads=a.heads,
             head_dim=a.head_dim,
             norm=self._norm(a.width),
             output=output,
         )
+        self._sizes.check_keys(self._adapted)
         decoder.architecture, decoder.renames = a, (to_hf, from_hf)
         return decoder
 
-    def _layer(self) -> TransformerSelfAttentionLayer:
+    def _layer(self, name: str) -> TransformerSelfAttentionLayer:
         a = self.architecture
         mlp = FeedForward(
-            gate_proj=self._linear("gate_proj", a.width, a.intermediate),
-            up_proj=self._linear("up_proj", a.width, a.intermediate),
-            down_proj=self._linear("down_proj", a.intermediate, a.width),
+            gate_proj=self._linear(f"{name}.mlp.gate_proj", a.width, a.intermediate),
+            up_proj=self._linear(f"{name}.mlp.up_proj", a.width, a.intermediate),
+            down_proj=self._linear(f"{name}.mlp.down_proj", a.intermediate, a.width),
         )
+        attention = self._attention(f"{name}.self_attn")
         return TransformerSelfAttentionLayer(
-            attn=self._attention(), mlp=mlp, sa_norm=self._norm(a.width), mlp_norm=self._norm(a.width)
+            attn=attention, mlp=mlp, sa_norm=self._norm(a.width), mlp_norm=self._norm(a.width)
         )
 
-    def _attention(self) -> Attention:
+    def _attention(self, name: str) -> Attention:
         a = self.architecture
         wide, narrow = a.heads * a.head_dim, a.kv_heads * a.head_dim
         attention = Attention(
@@ -316,10 +332,10 @@ class _Builder:
             num_heads=a.heads,
             num_kv_heads=a.kv_heads,
             head_dim=a.head_dim,
-            q_proj=self._linear("q_proj", a.width, wide, a.qkv_bias),
-            k_proj=self._linear("k_proj", a.width, narrow, a.qkv_bias),
-            v_proj=self._linear("v_proj", a.width, narrow, a.qkv_bias),
-            output_proj=self._linear("o_proj", wide, a.width, a.out_bias),
+            q_proj=self._linear(f"{name}.q_proj", a.width, wide, a.qkv_bias),
+            k_proj=self._linear(f"{name}.k_proj", a.width, narrow, a.qkv_bias),
+            v_proj=self._linear(f"{name}.v_proj", a.width, narrow, a.qkv_bias),
+            output_proj=self._linear(f"{name}.o_proj", wide, a.width, a.out_bias),
             pos_embeddings=HalvesRoPE(a.head_dim, a.positions, a.rope),
             q_norm=self._norm(a.head_dim) if a.head_norms else None,
             k_norm=self._norm(a.head_dim) if a.head_norms else None,
@@ -333,6 +349,8 @@ class _Builder:
         return RMSNorm(width, eps=self.architecture.norm_eps)
 
     def _linear(self, name: str, width: int, out: int, bias: bool = False) -> nn.Module:
-        if name not in self._targets:
+        if name.rpartition(".")[2] not in self._targets:
             return nn.Linear(width, out, bias=bias)
-        return adapted_linear(partial(self._adapted, quantize_base=self._4bit), name, width, out, bias)
+        self._adapted.append(name)
+        four_bits = self._4bit and name != _OUTPUT  # torchtune keeps output layers in 16 bits
+        return adapted_linear(partial(self._kind, quantize_base=four_bits), self._sizes, name, width, out, bias)

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +71,45 @@ def check_tokenizer(tokenizer: Any, cfg: DictConfig) -> None:
 # ---- optimiser and schedule
 
 
+def setup_optimizer(cfg: DictConfig, adapter: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """Build the config's optimiser over an adapter's parameters, by name.
+
+    With ``loraplus_lr_ratio`` there are two groups (LoRA+, arXiv:2402.12354). As in PEFT's
+    ``create_loraplus_optimizer``, the fast one has B and DoRA's magnitudes.
+    """
+    if (ratio := cfg.loraplus_lr_ratio) is None:
+        return config.instantiate(cfg.optimizer, list(adapter.values()), key="optimizer")
+    fast = {name for name, parameter in adapter.items() if "lora_b" in name or parameter.ndim == 1}
+    groups = [[p for name, p in adapter.items() if (name in fast) == is_fast] for is_fast in (False, True)]
+    optimizer = config.instantiate(cfg.optimizer, [{"params": group} for group in groups], key="optimizer")
+    group = optimizer.param_groups[1]
+    group["lr"] = group["lr"] * ratio  # not in place: torchao's is a tensor, which the groups may share
+    return optimizer
+
+
 def setup_scheduler(component: DictConfig | None, optimizer: torch.optim.Optimizer, steps: int) -> Any:
-    """Build the schedule that ``component`` names for a run of ``steps`` optimiser steps; None without one."""
+    """Build the schedule that ``component`` names for a run of ``steps`` optimiser steps; None without one.
+
+    Raises:
+        UserError: it cannot be built, or gives groups of parameters with different learning rates the same one.
+    """
     if component is None:
         return None
     length = {"num_training_steps": steps}  # torchtune's schedules need it, torch's do not accept it
     arguments = length if config.takes(component, "num_training_steps", key="lr_scheduler") else {}
-    return config.instantiate(component, optimizer, key="lr_scheduler", **arguments)
+    before = _rates(optimizer)
+    scheduler = config.instantiate(component, optimizer, key="lr_scheduler", **arguments)
+    if len(before) > 1 and len(after := _rates(optimizer)) == 1 and any(after):
+        raise UserError(
+            f"lr_scheduler: {component[config.COMPONENT]} sets one learning rate for all parameters, and they begin "
+            "with different ones, as with loraplus_lr_ratio; choose a schedule that scales them, such as "
+            "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
+        )
+    return scheduler
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> set[float]:
+    return {float(group["lr"]) for group in optimizer.param_groups}
 
 
 def check_learning_rate(optimizer: torch.optim.Optimizer) -> None:
@@ -111,20 +143,20 @@ def _is_rate(value: Any) -> bool:
     return number and math.isfinite(value) and value >= 0
 
 
-def try_out(cfg: DictConfig, parameters: Sequence[nn.Parameter], steps: int) -> None:
-    """Do one step of the config's optimiser, and all steps of its schedule, on copies of ``parameters``.
+def try_out(cfg: DictConfig, adapter: Mapping[str, nn.Parameter], steps: int) -> None:
+    """Do one step of the config's optimiser, and all steps of its schedule, on copies of an adapter's parameters.
 
     Args:
         cfg: config with ``optimizer`` and ``lr_scheduler``.
-        parameters: some of those that the run trains; they do not change.
+        adapter: some of those that the run trains, by name; they do not change.
         steps: optimiser steps of the run.
 
     Raises:
         UserError: optimiser or schedule cannot be built, does not work with a plain training step, or gives a learning
             rate that is negative or not finite.
     """
-    copies = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
-    optimizer = config.instantiate(cfg.optimizer, copies, key="optimizer")
+    named = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in adapter.items()}
+    optimizer, copies = setup_optimizer(cfg, named), list(named.values())
     check_learning_rate(optimizer)
     for copy in copies:
         copy.grad = torch.zeros_like(copy)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from rocm_ext import config
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import replace_folder, replace_text
 from rocm_ext.base.log import log
@@ -156,12 +155,12 @@ class Training:
         if (cls.setup_optimizer, cls.setup_scheduler) != (Training.setup_optimizer, Training.setup_scheduler):
             return
         layer = next(iter(learner.adapter)).partition(".lora_")[0]
-        some = [p for name, p in learner.adapter.items() if name.startswith(f"{layer}.")]
+        some = {name: p for name, p in learner.adapter.items() if name.startswith(f"{layer}.")}
         builders.try_out(cfg, some, total_steps)
 
     def setup_optimizer(self) -> torch.optim.Optimizer:
         """Build the config's optimiser over the parameters in ``learner.adapter``."""
-        return config.instantiate(self.cfg.optimizer, list(self.learner.adapter.values()), key="optimizer")
+        return builders.setup_optimizer(self.cfg, self.learner.adapter)
 
     def setup_scheduler(self) -> Any:
         """Build the config's learning-rate schedule over ``self.total_steps`` for ``self.optimizer``.

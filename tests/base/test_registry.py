@@ -263,7 +263,7 @@ def test_torchtune_imports_what_torchao_has_moved(tmp_path, version, added):
 
 
 class TwoLearningRates(Trainer):
-    """Another learning rate for the B matrices, as in LoRA+."""
+    """Another learning rate for the B matrices."""
 
     def setup_optimizer(self) -> torch.optim.Optimizer:
         lr, adapter = self.cfg.optimizer.lr, self.learner.adapter

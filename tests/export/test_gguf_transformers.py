@@ -34,7 +34,7 @@ def write(kind, folder: Path, name: str) -> Path:
 
 def write_update(folder: Path, base: Path, name: str, **targets) -> Path:
     """Write a random adapter of all layers, and of all experts."""
-    lora = {"lora_rank": 3, "lora_alpha": 6}
+    lora = {"lora_rank": 3, "lora_alpha": 6, "rank_pattern": {r".*\.0\..*": 2}, "alpha_pattern": {r".*\.1\..*": 3}}
     lora |= {"target_parameters": "all-experts"} if name in EXPERTS else {}
     lora |= {"target_parameters": ["experts.gate_up_proj"]} if name == "gemma 4 moe" else {}
     lora |= targets

@@ -50,6 +50,10 @@ MODELS = {
     ),
     "mistral": ("mistral", {"head_dim": 24, "sliding_window": 256}),
 }
+PATTERNS = {  # sizes of some layers, by ends of names and regular expressions; of k, q and v each another
+    "rank_pattern": {"k_proj": 2, r"layers\.1\.(self_attn|mlp)\..*_proj": 6},
+    "alpha_pattern": {r"^model\.layers\.0\..*\.q_proj": 3.5, "down_proj": 20},
+}
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 import torchtune
 from omegaconf import DictConfig, OmegaConf
+from peft.optimizers import create_loraplus_optimizer
 from rocm_ext.recipes.dpo_rocm import DPO
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
 from safetensors.torch import load_file
@@ -112,10 +113,10 @@ def run_files(out: Path) -> tuple[list[float], bytes]:
     return metrics(out), (out / WEIGHTS).read_bytes()
 
 
-def whole_run(base: Path, rows: Path, out: Path) -> dict:
+def whole_run(base: Path, rows: Path, out: Path, lora: dict | None = None, **more: Any) -> dict:
     """Run five steps with dropout; return the config."""
-    changes = {"epochs": 1, "max_steps_per_epoch": 5, "save_every_n_steps": 2}
-    cfg = folder_config(base, rows, out, {"lora_dropout": 0.1}, **changes)
+    changes = {"epochs": 1, "max_steps_per_epoch": 5, "save_every_n_steps": 2, **more}
+    cfg = folder_config(base, rows, out, {"lora_dropout": 0.1, **(lora or {})}, **changes)
     finetune(cfg)
     return cfg
 
@@ -139,9 +140,9 @@ def check_resumes(cfg: dict, name: str, moved: Callable[[], str] | None = None) 
     assert run_files(out) == run_files(whole)
 
 
-def check_two_ranks(base: Path, rows: Path, top: Path, lora: dict | None = None) -> None:
+def check_two_ranks(base: Path, rows: Path, top: Path, lora: dict | None = None, **more: Any) -> None:
     """Compare the losses, gradients and adapter of a run on two ranks with those of a run on one."""
-    cfg = folder_config(base, rows, top / "one", lora, max_steps_per_epoch=4, clip_grad_norm=0.5)
+    cfg = folder_config(base, rows, top / "one", lora, max_steps_per_epoch=4, clip_grad_norm=0.5, **more)
     finetune(cfg)
     path = write_yaml(top / "two.yaml", {**cfg, "output_dir": str(top / "two")})
     for code, messages in forked_ranks(main, path):
@@ -185,9 +186,13 @@ def their_logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
         return their_model(folder, adapter)(TOKENS).logits
 
 
-def their_training(theirs: nn.Module, rows: Rows) -> dict[str, torch.Tensor]:
-    """Train PEFT's model on ten steps of 8 rows, one row at a time; return its adapter."""
-    optimizer = torch.optim.AdamW([p for p in theirs.parameters() if p.requires_grad], lr=1e-3)
+def their_training(theirs: nn.Module, rows: Rows, ratio: float | None = None) -> dict[str, torch.Tensor]:
+    """Train PEFT's model on ten steps of 8 rows, one row at a time; ``ratio`` is LoRA+'s. Return its adapter."""
+    if ratio is None:
+        optimizer = torch.optim.AdamW([p for p in theirs.parameters() if p.requires_grad], lr=1e-3)
+    else:
+        settings = {"lr": 1e-3, "loraplus_lr_ratio": ratio, "loraplus_weight_decay": 0.01}
+        optimizer = create_loraplus_optimizer(theirs, torch.optim.AdamW, **settings)
     for step in range(10):
         chunk = range(8 * step, 8 * step + 8)
         count = sum(int((torch.from_numpy(rows.labels[i][1:]) >= 0).sum()) for i in chunk)
@@ -223,7 +228,8 @@ def ten_steps(
     recipe.train()
     recipe.cleanup()
     ours = load_file(Path(cfg["output_dir"]) / WEIGHTS)
-    theirs = their_training(model(folder, start, trainable=True).train(), rows)
+    ratio = cfg.get("loraplus_lr_ratio")
+    theirs = their_training(model(folder, start, trainable=True).train(), rows, ratio)
     assert ours.keys() == theirs.keys()
     return load_file(start / "adapter_model.safetensors"), ours, theirs
 

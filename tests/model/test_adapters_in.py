@@ -8,6 +8,9 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft.utils.other import get_pattern_key
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -15,6 +18,8 @@ from transformers import AutoModelForCausalLM
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.model.adapters import peft_files
+from rocm_ext.model.lora import Sizes, described
+from tests.kit.families import CHATML, PATTERNS, folder_config
 from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
 
 pytestmark = pytest.mark.usefixtures("any_torchao")
@@ -25,8 +30,10 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     top = tmp_path_factory.mktemp("adapters")
+    qwen2 = write_model(top / "qwen2", initializer_range=0.1)
+    (qwen2 / "generation_config.json").write_text('{"eos_token_id": 1}')
     return {
-        "qwen2": write_model(top / "qwen2", initializer_range=0.1),
+        "qwen2": qwen2,
         "llama": write_model(top / "llama", "llama", initializer_range=0.1),
         "rows": write_rows(top / "rows.jsonl", 16),
     }
@@ -52,9 +59,13 @@ def peft_adapter(base: Path, out: Path, **options) -> torch.Tensor:
 
 
 def prepare(folders, base: str, out: Path, adapter: Path | None, **changes) -> LoRAFinetune:
-    cfg = run_config(folders[base], folders["rows"], out, max_steps_per_epoch=3, save_adapter_weights_only=False)
+    model, more = changes.pop("model", {}), {"max_steps_per_epoch": 3, "save_adapter_weights_only": False}
+    if PATTERNS.keys() & model.keys() or changes.pop("native", False):
+        cfg = folder_config(folders[base], folders["rows"], out, model, checkpointer={}, chat_template=CHATML, **more)
+    else:
+        cfg = run_config(folders[base], folders["rows"], out, **more)
+        cfg["model"] |= model
     cfg["overwrite_output_dir"] = True
-    cfg["model"] |= changes.pop("model", {})
     cfg["optimizer"]["lr"] = 2e-2
     if adapter is not None:
         cfg["checkpointer"]["adapter_checkpoint"] = str(adapter)
@@ -87,14 +98,16 @@ def their_logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
         ("qwen2", {"use_rslora": True}),
         ("llama", {"use_rslora": True, "use_dora": True}),
         ("llama", {"use_rslora": True, "r": 3, "lora_alpha": 5, "init_lora_weights": "gaussian"}),
+        ("llama", {"r": 3, "lora_alpha": 5, **PATTERNS}),
+        ("qwen2", {"use_rslora": True, "use_dora": True, **PATTERNS}),
     ],
     ids=str,
 )
 def test_adapter_of_peft_gives_its_logits(folders, tmp_path, base, options):
     expected = peft_adapter(folders[base], tmp_path / "theirs", **options)
     assert (their_logits(folders[base]) - expected).abs().max() > 0.1
-    sizes = {"r": "lora_rank", "lora_alpha": "lora_alpha", "use_dora": "use_dora"}
-    model = {ours: options[name] for name, ours in sizes.items() if name in options}
+    keys = {"r": "lora_rank", **{key: key for key in ("lora_alpha", "use_dora", *PATTERNS)}}
+    model = {ours: options[name] for name, ours in keys.items() if name in options}
     recipe = prepare(folders, base, tmp_path / "run", tmp_path / "theirs", model=model)
     assert recipe.cfg.use_rslora is options.get("use_rslora", False)
     torch.testing.assert_close(logits(recipe), expected, rtol=0, atol=1e-5)
@@ -111,6 +124,29 @@ def test_rslora_is_trained_and_exported(folders, tmp_path, model):
     assert json.loads((adapter / "adapter_config.json").read_text())["use_rslora"] is True
     torch.testing.assert_close(their_logits(folders["qwen2"], adapter), expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(their_logits(tmp_path / "run" / "merged"), expected, rtol=0, atol=1e-4)
+
+
+NAMES = [f"model.layers.{i}.{end}" for i in (0, 1, 11) for end in ("self_attn.q_proj", "mlp.experts.down_proj")]
+NAMES += ["lm_head", "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj.weight"]
+KEYS = ["q_proj", "down_proj", "experts.down_proj", r"layers\.1\..*", r".*\.1\..*", "^model.layers.0.*", "lm_.*|q_proj",
+        "proj", "layers.11.self_attn.q_proj", "down_proj.weight", "model"]  # fmt: skip
+
+
+@given(pattern=st.dictionaries(st.sampled_from(KEYS), st.integers(1, 3)))
+def test_patterns_match_as_pefts(pattern):
+    sizes = Sizes(rank=9, alpha=9, rank_pattern=pattern, alpha_pattern=dict(reversed(pattern.items())))
+    for name in NAMES:
+        keys = (get_pattern_key(each.keys(), name) for each in (sizes.rank_pattern, sizes.alpha_pattern))
+        assert sizes.of(name) == tuple(pattern.get(key, 9) for key in keys)
+
+
+@given(
+    sizes=st.dictionaries(st.sampled_from(NAMES), st.tuples(st.integers(1, 3), st.sampled_from([1, 2.5])), min_size=1)
+)
+def test_what_is_written_of_layers_is_read_of_them(sizes):
+    said = described(sizes)
+    read = Sizes(rank=said.pop("r"), alpha=said.pop("lora_alpha"), **said)
+    assert {name: read.of(name) for name in sizes} == sizes
 
 
 @pytest.fixture
@@ -133,7 +169,7 @@ def refused(folders, tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        {"peft_type": "LOHA"}, {"alpha_pattern": {"q_proj": 4}}, {"rank_pattern": {"q_proj": 4}}, {"bias": "all"},
+        {"peft_type": "LOHA"}, {"alpha_pattern": {"q_proj": 4}}, {"rank_pattern": {"q_proj": 8}}, {"bias": "all"},
         {"modules_to_save": ["lm_head"]}, {"fan_in_fan_out": True}, {"trainable_token_indices": [3]},
         {"init_lora_weights": "pissa_niter_4"}, {"target_parameters": ["mlp.experts"]}, {"a_key_of_2028": {"on": True}},
     ],
@@ -150,6 +186,11 @@ def test_what_is_not_computed_is_refused_by_name(refused, change):
     [
         ({"lora_alpha": 16}, {}, "Set model.lora_alpha=16"),
         ({"r": 8, "lora_alpha": 16}, {}, "Set model.lora_rank=8 model.lora_alpha=16"),
+        ({"rank_pattern": {"q_proj": 8}}, {"native": True}, "Set 'model.rank_pattern={\"q_proj\": 8}'"),
+        ({"r": 8, "rank_pattern": {"(k|v|o|up|gate|down)_proj": 4, "q_proj": 8}}, {"model": PATTERNS}, "=null"),
+        ({"alpha_pattern": {"layers.0.*": 4}}, {"native": True}, "Set model.lora_alpha=4"),
+        ({"alpha_pattern": {"q_proj": -1}}, {}, "has alpha_pattern={'q_proj': -1}; expected layers' names"),
+        ({"rank_pattern": {"(": 1}}, {}, "has rank_pattern={'(': 1}; expected layers' names"),
         ({"use_rslora": True}, {"use_rslora": False}, "Set use_rslora=True"),
         ({}, {"use_rslora": True}, "Set use_rslora=False"),
         ({"use_dora": True}, {}, "Set model.use_dora=True"),

@@ -32,6 +32,8 @@ from tests.kit.plans import planned_and_measured
 pytestmark = pytest.mark.usefixtures("any_torchao")
 BOTH = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 MOE = ["qwen3 moe", "mixtral", "gpt-oss", "deepseek 3", "granite moe", "qwen3 next", "granite hybrid"]
+# of one of both weights, and of a linear layer
+PATTERNS = {"rank_pattern": {"experts.down_proj": 2, "o_proj": 6}, "alpha_pattern": {r".*\.1\..*\.gate_up_proj": 20}}
 OLD, NEW = "0.18.1", "0.19.1"  # versions of PEFT with other layouts
 
 
@@ -61,7 +63,7 @@ def shapes(folder: Path) -> dict:
 @pytest.mark.parametrize("name", some("qwen3 moe"))
 def test_ten_steps_equal_peft(folder_of, rows, tmp_path, name):
     """Packed rows here, single rows there."""
-    cfg = folder_config(folder_of(name), rows, tmp_path / "run", BOTH)
+    cfg = folder_config(folder_of(name), rows, tmp_path / "run", {**BOTH, **PATTERNS})
     first, found, expected = parity.ten_steps(cfg, folder_of(name), tmp_path)
     experts = [key for key in found if ".experts." in key]
     assert len(experts) >= 4
@@ -146,7 +148,7 @@ def test_routers_are_as_precise_as_transformers(folder_of):
 # ---- files
 @pytest.mark.parametrize("name", some("qwen3 moe"))
 def test_exports_give_our_logits_and_the_adapter_comes_back(folder_of, rows, tmp_path, name):
-    parity.check_exports(folder_of(name), rows, tmp_path, BOTH)
+    parity.check_exports(folder_of(name), rows, tmp_path, {**BOTH, **PATTERNS})
     settings = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
     assert {*BOTH["target_parameters"]} <= {*settings["target_parameters"]}
     assert shapes(tmp_path / "run" / "merged") == shapes(folder_of(name))
@@ -173,7 +175,8 @@ ALSO_DENSE = {  # models with dense or shared layers beside experts, and values 
 def test_peft_opens_dense_and_shared_layers_beside_experts(tmp_path, kind):
     """PEFT takes gate_proj, up_proj and down_proj in target_modules for experts' here."""
     base = write_common(tmp_path / "base", kind, **ALSO_DENSE[kind])
-    ours = with_update(our_model(base, lora_rank=3, lora_dropout=0.1)).eval()
+    sizes = {"lora_rank": 3, "rank_pattern": {r".*\.1\..*": 2}, "alpha_pattern": {r".*\.0\..*": 50}}
+    ours = with_update(our_model(base, lora_dropout=0.1, **sizes)).eval()
     expected = ours(TOKENS)
     (adapter := tmp_path / "adapter").mkdir()
     write_adapter(adapter, ours, "HF", str(base))
@@ -182,8 +185,9 @@ def test_peft_opens_dense_and_shared_layers_beside_experts(tmp_path, kind):
     settings = json.loads((adapter / "adapter_config.json").read_text())
     assert {name.partition(".")[0] for name in settings["target_parameters"]} & {"down_proj", "w2"}
     # with the adapter's own settings, as `chat MODEL --adapter` does
-    own = {key: settings[key] for key in ("target_modules", "target_parameters")}
-    again = our_model(base, lora_rank=3, **own).eval()
+    own = {key: settings[key] for key in ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern")}
+    own |= {"lora_rank": settings["r"], "lora_alpha": settings["lora_alpha"]}
+    again = our_model(base, **own).eval()
     again.load_state_dict(read_adapter(adapter, again, "HF"), strict=False)
     torch.testing.assert_close(again(TOKENS), expected, rtol=0, atol=0)
 
@@ -193,7 +197,8 @@ def test_peft_opens_dense_and_shared_layers_beside_experts(tmp_path, kind):
 @pytest.mark.parametrize("name", some("qwen3 moe", "gpt-oss"))
 def test_an_adapter_of_pefts_opens_here(folder_of, tmp_path, name, targets, modules):
     theirs = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32)
-    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=modules, target_parameters=targets)
+    sizes = {"r": 3, "lora_alpha": 6, "rank_pattern": {"experts.down_proj": 2}, "alpha_pattern": {"down_proj": 4}}
+    config = peft.LoraConfig(**sizes, target_modules=modules, target_parameters=targets)
     torch.manual_seed(0)
     theirs = peft.get_peft_model(theirs, config)
     for key, parameter in theirs.named_parameters():

@@ -25,7 +25,7 @@ from rocm_ext.sampling import Request, Sampling
 from rocm_ext.sampling.local import LocalSession
 from tests.data.test_chat_template import CHATS, FAMILIES, config_for, model_folder  # noqa: F401 - a fixture
 from tests.kit import parity
-from tests.kit.families import LLAMA3, MODELS, folder_config, id_of, write_family
+from tests.kit.families import LLAMA3, MODELS, PATTERNS, folder_config, id_of, write_family
 from tests.kit.forks import forked, several_ranks
 from tests.kit.parity import CPU, TOKENS, finetune, load, our_model, prepare, their_logits, their_model
 from tests.kit.plans import planned_and_measured
@@ -106,20 +106,23 @@ def test_equals_torchtunes_builder(folders, tmp_path, name):
 # ---- training
 @pytest.mark.wide(always=2)
 @pytest.mark.parametrize(
-    ("name", "lora"),
+    ("name", "lora", "ratio"),
     [
-        ("qwen3", {}),
-        ("llama", {"target_modules": ["q_proj", "o_proj", "down_proj"]}),
-        ("qwen2", {"use_dora": True}),
-        ("mistral", {"target_modules": ["k_proj", "lm_head"]}),
-        pytest.param("llama biased", {}, marks=pytest.mark.wide),
-        pytest.param("qwen2 tied", {}, marks=pytest.mark.wide),
-        pytest.param("qwen3 tied", {"use_dora": True}, marks=pytest.mark.wide),
+        ("qwen3", PATTERNS, None),
+        ("qwen2", {"use_dora": True}, 4),
+        ("llama", {"target_modules": ["q_proj", "o_proj", "down_proj"]}, 0.5),
+        ("mistral", {"target_modules": ["k_proj", "lm_head"]}, None),
+        ("llama", {"use_dora": True, **PATTERNS}, None),
+        ("qwen3", {}, None),
+        pytest.param("llama biased", {}, None, marks=pytest.mark.wide),
+        pytest.param("qwen2 tied", {}, None, marks=pytest.mark.wide),
+        pytest.param("qwen3 tied", {"use_dora": True}, None, marks=pytest.mark.wide),
     ],
     ids=str,
 )
-def test_ten_steps_equal_peft(folders, tmp_path, name, lora):
-    cfg = folder_config(folders[name], folders["rows"], tmp_path / "run", lora)
+def test_ten_steps_equal_peft(folders, tmp_path, name, lora, ratio):
+    """Also with layers of other sizes, and with LoRA+."""
+    cfg = folder_config(folders[name], folders["rows"], tmp_path / "run", lora, loraplus_lr_ratio=ratio)
     first, found, expected = parity.ten_steps(cfg, folders[name], tmp_path)
     for key, tensor in found.items():
         assert (tensor - first[key]).abs().max() > 1e-3, key
@@ -152,7 +155,7 @@ def greedy(decoder, prompts, count: int, merge=None) -> list[tuple[list[int], li
 @pytest.mark.parametrize("merge", [True, False])
 @torch.no_grad()
 def test_greedy_answers_equal_transformers(folders, tmp_path, name, merge):
-    ours = our_model(folders[name], lora_rank=4, lora_alpha=8).eval()
+    ours = our_model(folders[name], lora_rank=4, lora_alpha=8, **PATTERNS).eval()
     generator = torch.Generator().manual_seed(1)
     for layer in (module for module in ours.modules() if hasattr(module, "lora_b")):
         layer.lora_b.weight.normal_(std=0.1, generator=generator)
@@ -187,9 +190,9 @@ def test_a_bf16_sampler_normalises_heads_as_training_does(folders):
     [
         ("qwen3", {"use_dora": True}),
         ("llama", {}),
-        ("mistral", {"target_modules": ["v_proj", "lm_head"]}),
+        ("mistral", {"target_modules": ["v_proj", "lm_head"], "rank_pattern": {"lm_head": 2}}),
         pytest.param("qwen2", {}, marks=pytest.mark.wide),
-        pytest.param("qwen3 tied", {}, marks=pytest.mark.wide),
+        pytest.param("qwen3 tied", PATTERNS, marks=pytest.mark.wide),
         pytest.param("llama biased", {"target_modules": "o_proj"}, marks=pytest.mark.wide),
     ],
     ids=str,
@@ -230,9 +233,9 @@ def test_a_file_of_torchtunes_adapter_is_refused(folders, tmp_path):
 # ---- whole runs
 @pytest.mark.wide
 def test_killed_and_resumed(folders, tmp_path):
-    """From the config that the run recorded, and from a folder that has moved."""
+    """From the config that the run recorded, and from a folder that has moved; with LoRA+ and layers of other sizes."""
     base = shutil.copytree(folders["qwen3"], tmp_path / "base")
-    cfg = parity.whole_run(base, folders["rows"], tmp_path / "whole")
+    cfg = parity.whole_run(base, folders["rows"], tmp_path / "whole", PATTERNS, loraplus_lr_ratio=4)
     parity.check_resumes(cfg, "recorded")
     parity.check_resumes(cfg, "moved", lambda: f"model.checkpoint_dir={base.rename(tmp_path / 'elsewhere')}")
 
@@ -266,7 +269,7 @@ def test_a_4_bit_base_model(folders, tmp_path):
 @several_ranks
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.wide)])
 def test_two_ranks_equal_one(folders, tmp_path, name):
-    parity.check_two_ranks(folders[name], folders["rows"], tmp_path)
+    parity.check_two_ranks(folders[name], folders["rows"], tmp_path, PATTERNS, loraplus_lr_ratio=4)
 
 
 @pytest.mark.wide
@@ -433,6 +436,32 @@ def changed(folders, tmp_path):
         return folder
 
     return change
+
+
+@pytest.mark.parametrize(
+    ("key", "pattern", "message"),
+    [
+        ("rank_pattern", {"q_prj": 2}, "'q_prj', which matches no adapted layer; did you mean q_proj?"),
+        ("rank_pattern", {"lm_head": 2}, "'lm_head', which matches no adapted layer; known: down_proj, "),
+        ("alpha_pattern", {"q_proj": 2, r"layers\.2\..*": 2}, "which matches no adapted layer"),
+        ("rank_pattern", {"(q_proj": 2}, "expected layers' names or regular expressions, with a whole number"),
+        ("rank_pattern", {"q_proj": 0}, "expected layers' names"),
+        ("rank_pattern", {"q_proj": 2.0}, "expected layers' names"),
+        ("rank_pattern", {"q_proj": 2**16 + 1}, "expected layers' names"),
+        ("rank_pattern", {0: 2}, "expected layers' names"),
+        ("rank_pattern", {"": 2}, "expected layers' names"),
+        ("rank_pattern", ["q_proj"], "expected layers' names"),
+        ("alpha_pattern", {"q_proj": 0}, "with a number above 0 for each, or null"),
+        ("alpha_pattern", {"q_proj": 10**400}, "with a number above 0 for each, or null"),
+        ("alpha_pattern", {"q_proj": float("nan")}, "with a number above 0 for each, or null"),
+    ],
+    ids=str,
+)
+def test_patterns_that_fit_no_layer(folders, key, pattern, message):
+    with pytest.raises(UserError, match=rf"^model\.{key} ") as caught:
+        our_model(folders["qwen3"], **{key: pattern})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def rope(kind: str, **more) -> dict:

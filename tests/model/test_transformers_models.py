@@ -211,7 +211,14 @@ def test_padding_changes_nothing(folder_of):
     ("name", "lora"),
     [
         ("gemma 3", {}),
-        ("qwen3 moe", {"target_modules": ["q_proj", "self_attn.o_proj", "lm_head"]}),
+        (
+            "qwen3 moe",
+            {
+                "target_modules": ["q_proj", "self_attn.o_proj", "lm_head"],
+                "rank_pattern": {"lm_head": 2},
+                "alpha_pattern": {r"layers\.1\..*": 3},
+            },
+        ),
         ("qwen3.5", {}),
         *(pytest.param(name, {}, marks=pytest.mark.wide) for name in MODELS if name not in ("gemma 3", "qwen3.5")),
         pytest.param("olmo 2", {"use_dora": True}, marks=pytest.mark.wide),

@@ -104,6 +104,8 @@ def fails(folder, tmp_path, capsys):
         ("shuffle=maybe", "shuffle is 'maybe'; expected True or False"),
         ("validation_fraction=1.5", "validation_fraction is 1.5; expected a share"),
         ("clip_grad_norm=0", "clip_grad_norm is 0"),
+        ("loraplus_lr_ratio=0", "loraplus_lr_ratio is 0; expected a number above 0, or null"),
+        (f"optimizer.lr={10**400}", "expected a number above 0"),
         ("compile=1", "compile is 1; expected False, True or max-autotune"),
         ("use_rslora=perhaps", "use_rslora is 'perhaps'; expected True, False or null"),
         ("hardware=strix_hallo", "did you mean strix_halo?"),
@@ -138,7 +140,9 @@ ELSEWHERE = {  # components, and what is refused where it is read
     "enable_activation_checkpointing", "engine", "eval_prompts", "loss", "lr_scheduler", "metric_logger", "model",
     "optimizer", "recipe", "tokenizer", "verifier",
 }  # fmt: skip
-LORA = [f"model.{key}" for key in ("lora_rank", "lora_alpha", "lora_dropout", "use_dora", "apply_lora_to_mlp")]
+LORA = [
+    f"model.{key}" for key in ("lora_rank", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_dora")
+]
 
 
 @pytest.mark.parametrize("key", [*sorted(config.defaults(SFT).keys() - ELSEWHERE), *LORA])
@@ -203,7 +207,8 @@ SCHEDULES = "torch.optim.lr_scheduler"
     ("schedule", "message"),
     [
         ({"_component_": f"{SCHEDULES}.ReduceLROnPlateau"}, "gets neither a metric"),
-        ({"_component_": f"{SCHEDULES}.OneCycleLR", "max_lr": 1, "total_steps": 3}, "step 4 of 8: "),
+        ({"_component_": f"{SCHEDULES}.OneCycleLR", "max_lr": [1, 2], "total_steps": 3}, "step 4 of 8: "),
+        ({"_component_": f"{SCHEDULES}.OneCycleLR", "max_lr": 1, "total_steps": 8}, "as with loraplus_lr_ratio"),
         ({"_component_": f"{SCHEDULES}.StepLR", "step_size": 2, "gamma": -1}, "the learning rate of step 3 is -0.001"),
         ({"_component_": f"{SCHEDULES}.ExponentialLR", "gamma": float("inf")}, "the learning rate of step 2 is inf"),
         ({"_component_": f"{SCHEDULES}.StepLR", "step_size": "two"}, "lr_scheduler.step_size is 'two'"),
@@ -213,7 +218,7 @@ SCHEDULES = "torch.optim.lr_scheduler"
     ids=str,
 )
 def test_schedule(fails, no_weights, schedule, message):
-    assert message in fails(epochs=8, lr_scheduler=schedule)
+    assert message in fails(epochs=8, lr_scheduler=schedule, loraplus_lr_ratio=2)
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ FROM_BASE = {"start_from": "base", "max_per_prompt": None, "epochs": 1, "prompts
 
 
 def test_base_trains_on_all_cycles(make, tmp_path):
-    out = ran(make, tmp_path / "out", lr_decay=1e-6, lr_floor=1e-9, **FROM_BASE)
+    out = ran(make, tmp_path / "out", lr_decay=1e-6, lr_floor=1e-9, loraplus_lr_ratio=4, **FROM_BASE)
     kept = [cycle_row(out, cycle)["kept"] for cycle in (1, 2)]
     assert trained_rows(out, 1) == kept[0]
     assert trained_rows(out, 2) == sum(kept)  # of other prompts, so none is a duplicate

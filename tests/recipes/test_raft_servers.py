@@ -11,7 +11,9 @@ from rocm_ext.recipes.raft_rocm import RAFT, main
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.evaluate.answers import evaluate
+from rocm_ext.model.lora import adapters
 from rocm_ext.rl.server_check import _share
+from rocm_ext.train.learner import Learner
 from tests.kit.forks import forked_ranks
 from tests.kit.raft_runs import records
 from tests.kit.servers import error, is_check
@@ -130,6 +132,22 @@ def test_a_server_without_adapters_is_found_before_sampling(serve, make, tmp_pat
         train(make(fake))
     assert fake.bodies() == []
     assert not (tmp_path / "out").exists()
+
+
+def test_layers_that_servers_would_scale_wrongly_are_refused(serve, make, monkeypatch):
+    """vLLM reads r and alpha of an adapter, and not its patterns."""
+    setup_model = Learner.setup_model
+
+    def uneven(self):
+        decoder = setup_model(self)
+        next(layer for _, layer in adapters(decoder)).alpha = 3
+        return decoder
+
+    monkeypatch.setattr(Learner, "setup_model", uneven)
+    fake = serve()
+    with pytest.raises(UserError, match=r"scale all layers of an adapter alike.*model\.alpha_pattern.*LocalEngine"):
+        train(make(fake))
+    assert not loads(fake)
 
 
 @pytest.mark.wide

@@ -105,7 +105,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def make(folder) -> Callable[..., Path]:
-    """Write the YAML of a run: 10 steps in 2 epochs, with dropout, a schedule and validation."""
+    """Write the YAML of a run: 10 steps in 2 epochs, with dropout, a schedule, LoRA+ and validation."""
 
     def make(out: Path, **changes) -> Path:
         cfg = run_config(folder / "base", folder / "rows.jsonl", out, epochs=2, save_every_n_steps=2)
@@ -114,7 +114,8 @@ def make(folder) -> Callable[..., Path]:
             "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
             "num_warmup_steps": 3,
         }
-        cfg |= {"clip_grad_norm": 1.0, "validation_fraction": 0.1, "max_steps_per_epoch": None, **changes}
+        cfg |= {"clip_grad_norm": 1.0, "validation_fraction": 0.1, "max_steps_per_epoch": None}
+        cfg |= {"loraplus_lr_ratio": 4, **changes}
         out.parent.mkdir(exist_ok=True)
         return write_yaml(out.with_suffix(f".{len(changes)}.yaml"), cfg)
 

@@ -92,12 +92,15 @@ def test_8_bit_optimiser_of_torchao_steps_and_resumes(folder, tmp_path, monkeypa
         "optimizer": {"_component_": "torchao.optim.AdamW8bit", "lr": 1e-2},
         "lr_scheduler": {"_component_": "torch.optim.lr_scheduler.ExponentialLR", "gamma": 0.5},
         "model": {"lora_rank": 64},  # it leaves tensors of fewer than 4,096 numbers in fp32
+        "loraplus_lr_ratio": 4,
         "save_every_n_steps": 1,
         "keep_last_n_checkpoints": 9,
     }
     recipe = finetune(folder, tmp_path / "whole", **options)
     states = [value for each in recipe.trainer.optimizer.state.values() for value in each.values()]
     assert any(type(value).__name__ == "OptimState8bit" for value in states)
+    slow, fast = (float(group["lr"]) for group in recipe.trainer.optimizer.param_groups)
+    assert fast == pytest.approx(4 * slow)
     assert metrics(tmp_path / "whole", "lr") == pytest.approx([1e-2 * 0.5**i for i in range(6)])
     losses = metrics(tmp_path / "whole")
     assert sum(losses[4:]) < 0.97 * sum(losses[:2])

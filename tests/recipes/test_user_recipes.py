@@ -28,7 +28,7 @@ from tests.kit.forks import several_ranks
 from tests.kit.lines import one_line_has
 from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "lora_plus"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "layer_decay"
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def tiny(tmp_path_factory) -> tuple[Path, Path]:
 @pytest.fixture
 def folder(tmp_path, tiny, monkeypatch) -> Path:
     """The example's files in a folder of the user's, with a run of a tiny model, seen from another folder."""
-    for name in ("lora_plus.py", "lora_plus.yaml"):
+    for name in ("layer_decay.py", "layer_decay.yaml"):
         shutil.copy(EXAMPLE / name, tmp_path)
     write_run(tmp_path, tiny)
     (tmp_path / "elsewhere").mkdir()
@@ -50,7 +50,7 @@ def folder(tmp_path, tiny, monkeypatch) -> Path:
 
 
 def write_run(folder: Path, tiny: tuple[Path, Path], name: str = "my_run.yaml", **changes) -> Path:
-    return write_yaml(folder / name, run_config(*tiny, folder / "out", **{"recipe": "lora_plus", **changes}))
+    return write_yaml(folder / name, run_config(*tiny, folder / "out", **{"recipe": "layer_decay", **changes}))
 
 
 def run_in_process(script: Path, *arguments: object, monkeypatch) -> int:
@@ -69,48 +69,48 @@ def fails(capsys, action) -> str:
 
 
 def test_its_key_comes_from_the_command_line_the_run_or_its_defaults(folder, tiny):
-    recipe = registry.find("lora_plus", folder)
+    recipe = registry.find("layer_decay", folder)
     run = str(folder / "my_run.yaml")
-    assert config.load(recipe, run).lora_plus_ratio == 16
-    assert config.load(recipe, run, ["lora_plus_ratio=8"]).lora_plus_ratio == 8
+    assert config.load(recipe, run).layer_lr_decay == 0.9
+    assert config.load(recipe, run, ["layer_lr_decay=0.8"]).layer_lr_decay == 0.8
     with (folder / "my_run.yaml").open("a") as file:
-        file.write("lora_plus_ratio: 4\n")
-    cfg = config.load("lora_plus", run)
-    assert (cfg.recipe, cfg.lora_plus_ratio, cfg.batch_size) == ("lora_plus", 4, 4)
-    assert set(cfg) == {*config.defaults("lora_finetune_rocm"), "lora_plus_ratio"}
+        file.write("layer_lr_decay: 0.5\n")
+    cfg = config.load("layer_decay", run)
+    assert (cfg.recipe, cfg.layer_lr_decay, cfg.batch_size) == ("layer_decay", 0.5, 4)
+    assert set(cfg) == {*config.defaults("lora_finetune_rocm"), "layer_lr_decay"}
     (folder / "configs").mkdir()  # a folder of its own
-    assert config.load(recipe, str(write_run(folder / "configs", tiny))).lora_plus_ratio == 16
-    assert config.load(recipe, "cpu_pocket").recipe == "lora_plus", "a config of the recipe that it extends"
+    assert config.load(recipe, str(write_run(folder / "configs", tiny))).layer_lr_decay == 0.9
+    assert config.load(recipe, "cpu_pocket").recipe == "layer_decay", "a config of the recipe that it extends"
 
 
 def test_its_keys_are_checked_as_ours_are(folder, tiny):
     run = str(folder / "my_run.yaml")
-    with pytest.raises(UserError, match=r"unknown key lora_plus_ration; did you mean lora_plus_ratio\?"):
-        config.load("lora_plus", run, ["lora_plus_ration=8"])
-    write_run(folder, tiny, lora_plus_ratoi=8)
-    with pytest.raises(UserError, match=r"unknown key lora_plus_ratoi; did you mean lora_plus_ratio\?"):
-        config.load("lora_plus", run)
+    with pytest.raises(UserError, match=r"unknown key layer_lr_decays; did you mean layer_lr_decay\?"):
+        config.load("layer_decay", run, ["layer_lr_decays=0.8"])
+    write_run(folder, tiny, layer_lr_deacy=0.8)
+    with pytest.raises(UserError, match=r"unknown key layer_lr_deacy; did you mean layer_lr_decay\?"):
+        config.load("layer_decay", run)
     write_run(folder, tiny)
-    defaults = folder / "lora_plus.yaml"
-    defaults.write_text(defaults.read_text().replace("16", "???"))
-    with pytest.raises(UserError, match="lora_plus_ratio must be set"):
-        config.load("lora_plus", run)
+    defaults = folder / "layer_decay.yaml"
+    defaults.write_text(defaults.read_text().replace("0.9", "???"))
+    with pytest.raises(UserError, match="layer_lr_decay must be set"):
+        config.load("layer_decay", run)
 
 
 @pytest.mark.parametrize(
     ("defaults", "message"),
     [
-        ("extends: lora_finetune_rocm\n", r"lora_plus.yaml says recipe: None; expected recipe: lora_plus"),
-        ("recipe: lora_plus\nextends: lora_finetune\n", "lora_finetune is unknown.*did you mean lora_finetune_rocm"),
-        ("recipe: lora_plus\nextends: lora_plus\n", "lora_plus extends itself"),
-        ("recipe: lora_plus\ninclude: [commn]", "commn.yaml"),
+        ("extends: lora_finetune_rocm\n", r"layer_decay.yaml says recipe: None; expected recipe: layer_decay"),
+        ("recipe: layer_decay\nextends: lora_finetune\n", "lora_finetune is unknown.*did you mean lora_finetune_rocm"),
+        ("recipe: layer_decay\nextends: layer_decay\n", "layer_decay extends itself"),
+        ("recipe: layer_decay\ninclude: [commn]", "commn.yaml"),
         ("- recipe\n", "holds a list; expected keys"),
     ],
 )  # fmt: skip
 def test_defaults_that_are_none(folder, defaults, message):
-    (folder / "lora_plus.yaml").write_text(defaults)
+    (folder / "layer_decay.yaml").write_text(defaults)
     with pytest.raises(UserError, match=message) as caught:
-        config.load("lora_plus", str(folder / "my_run.yaml"))
+        config.load("layer_decay", str(folder / "my_run.yaml"))
     assert "\n" not in str(caught.value)
 
 
@@ -121,7 +121,7 @@ def test_defaults_that_are_none(folder, defaults, message):
         ("recipe_main(NAME)(main)", "is no recipe; expected recipe_main"),
         ("recipe_main('mine')(main)", "recipe mine needs defaults=FILE.yaml"),
         ("recipe_main('mine', defaults='no.yaml')(main)", "no.yaml of recipe mine do not exist"),
-        ("recipe_main('raft_rocm', defaults='lora_plus.yaml')(main)", "raft_rocm is this library's recipe"),
+        ("recipe_main('raft_rocm', defaults='layer_decay.yaml')(main)", "raft_rocm is this library's recipe"),
         ("def (", "is no recipe"),
     ],
 )
@@ -132,28 +132,29 @@ def test_files_that_are_no_recipe(folder, script, message):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "asked"), [("lora_plus", "raft_rocm"), ("raft_rocm", "lora_plus"), ("lora_plus", "lora_finetune_rocm")]
+    ("wanted", "asked"),
+    [("layer_decay", "raft_rocm"), ("raft_rocm", "layer_decay"), ("layer_decay", "lora_finetune_rocm")],
 )
 def test_a_config_of_another_recipe_is_refused(folder, tiny, wanted, asked):
-    run = write_run(folder, tiny, name="run.yaml") if wanted == "lora_plus" else "cpu_pocket_raft"
-    start = "lora_plus.py" if wanted == "lora_plus" else wanted
+    run = write_run(folder, tiny, name="run.yaml") if wanted == "layer_decay" else "cpu_pocket_raft"
+    start = "layer_decay.py" if wanted == "layer_decay" else wanted
     with pytest.raises(UserError, match=f"is for recipe {wanted}, this is {asked}; start it with `tune run {start} --"):
         config.load(registry.find(asked, folder), str(run))
 
 
 def test_a_recipe_that_extends_none_of_ours(folder, capsys):
-    (folder / "lora_plus.yaml").write_text("recipe: lora_plus\nlora_plus_ratio: 16\n")
-    own = write_yaml(folder / "own.yaml", {"recipe": "lora_plus"})
-    with pytest.raises(UserError, match=r"lora_plus.yaml: the defaults lack the key hardware"):
+    (folder / "layer_decay.yaml").write_text("recipe: layer_decay\nlayer_lr_decay: 0.9\n")
+    own = write_yaml(folder / "own.yaml", {"recipe": "layer_decay"})
+    with pytest.raises(UserError, match=r"layer_decay.yaml: the defaults lack the key hardware"):
         config.requested_hardware(str(own))
-    with pytest.raises(UserError, match=r"lora_plus.yaml: the defaults lack the key hardware"):
-        config.load("lora_plus", str(own))
-    with (folder / "lora_plus.yaml").open("a") as file:
+    with pytest.raises(UserError, match=r"layer_decay.yaml: the defaults lack the key hardware"):
+        config.load("layer_decay", str(own))
+    with (folder / "layer_decay.yaml").open("a") as file:
         file.write("hardware: auto\n")
-    assert config.load("lora_plus", str(own)).lora_plus_ratio == 16
+    assert config.load("layer_decay", str(own)).layer_lr_decay == 0.9
     for command in ("plan", "bench"):
         line = fails(capsys, lambda command=command: rocm_ext([command, "--config", str(own)]))
-        assert one_line_has(line, "lora_plus", "extends neither", "lora_finetune_rocm", "raft_rocm")
+        assert one_line_has(line, "layer_decay", "extends neither", "lora_finetune_rocm", "raft_rocm")
 
 
 @pytest.mark.wide
@@ -162,33 +163,33 @@ def test_bench_reads_a_config_that_names_a_file(folder, tiny):
     from rocm_ext.bench.sweep import Spec
 
     (folder / "configs").mkdir()
-    run = write_run(folder, tiny, name="configs/run.yaml", recipe="../lora_plus.py")
-    bench = Bench(Spec(str(run), ("hardware=cpu", "lora_plus_ratio=2"), 2**30, seconds=0.1))
-    assert bench.cfg.lora_plus_ratio == 2
+    run = write_run(folder, tiny, name="configs/run.yaml", recipe="../layer_decay.py")
+    bench = Bench(Spec(str(run), ("hardware=cpu", "layer_lr_decay=0.7"), 2**30, seconds=0.1))
+    assert bench.cfg.layer_lr_decay == 0.7
 
 
 def test_a_trainer_inside_raft_sees_its_keys():
     cfg = config.load("raft_rocm", "cpu_pocket_raft", ["hardware=cpu"])
-    cfg.lora_plus_ratio = 8  # as the defaults of a recipe that extends raft_rocm would add it
+    cfg.layer_lr_decay = 0.8  # as the defaults of a recipe that extends raft_rocm would add it
     training = RAFT(cfg).training_config()
-    assert training.lora_plus_ratio == 8
+    assert training.layer_lr_decay == 0.8
     assert (training.recipe, training.dataset) == ("lora_finetune_rocm", None)
     assert (training.eval_prompts, training.verifier) == (None, None)
     assert not {"cycles", "prompts"} & set(training)
 
 
 @pytest.mark.wide(always=1)
-@pytest.mark.parametrize("stated", ["lora_plus", "lora_plus.py", "nothing"])
+@pytest.mark.parametrize("stated", ["layer_decay", "layer_decay.py", "nothing"])
 def test_plan_finds_its_defaults_beside_the_config(folder, tiny, stated, capsys, as_configured, cpu_of_known_speed):
     run = str(write_run(folder, tiny, recipe=None if stated == "nothing" else stated))
-    override = ["recipe=lora_plus.py"] if stated == "nothing" else []
-    assert rocm_ext(["plan", "--config", run, "--json", "lora_plus_ratio=2", *override]) == 0
+    override = ["recipe=layer_decay.py"] if stated == "nothing" else []
+    assert rocm_ext(["plan", "--config", run, "--json", "layer_lr_decay=0.7", *override]) == 0
     assert json.loads(capsys.readouterr().out)["rollout"] is None
-    line = fails(capsys, lambda: rocm_ext(["plan", "--config", run, "lora_plus_rati=2", *override]))
-    assert "did you mean lora_plus_ratio" in line
-    write_run(folder, tiny, recipe="lora_pluss")
+    line = fails(capsys, lambda: rocm_ext(["plan", "--config", run, "layer_lr_deca=0.7", *override]))
+    assert "did you mean layer_lr_decay" in line
+    write_run(folder, tiny, recipe="layer_decays")
     line = fails(capsys, lambda: rocm_ext(["plan", "--config", run]))
-    assert one_line_has(line, "recipe lora_pluss is unknown", str(folder))
+    assert one_line_has(line, "recipe layer_decays is unknown", str(folder))
 
 
 def test_a_run_keeps_every_key_of_the_optimizer_and_its_folder_tells_the_recipe(folder, tiny, monkeypatch, capsys):
@@ -202,27 +203,27 @@ def test_a_run_keeps_every_key_of_the_optimizer_and_its_folder_tells_the_recipe(
         made.append(self)
 
     monkeypatch.setattr(torch.optim.AdamW, "__init__", noted)
-    assert run_in_process(folder / "lora_plus.py", *start, "lora_plus_ratio=8", monkeypatch=monkeypatch) == 0
-    slow, fast = made[-1].param_groups  # the plan makes one, too
-    assert (slow["lr"], fast["lr"]) == (1e-3, 8e-3)
-    for group in (slow, fast):
+    assert run_in_process(folder / "layer_decay.py", *start, "layer_lr_decay=0.8", monkeypatch=monkeypatch) == 0
+    last, first = made[-1].param_groups  # the plan makes one, too
+    assert (last["lr"], first["lr"]) == (1e-3, 0.8e-3)
+    for group in (last, first):
         assert (group["weight_decay"], list(group["betas"]), group["fused"]) == (0.3, [0.8, 0.9], True)
-    assert len(slow["params"]) == len(fast["params"]) > 0
+    assert len(last["params"]) == len(first["params"]) > 0
 
     out = folder / "out"
     saved = OmegaConf.load(out / "config.yaml")
-    assert (saved.recipe, saved.lora_plus_ratio) == ("lora_plus", 8)
+    assert (saved.recipe, saved.layer_lr_decay) == ("layer_decay", 0.8)
     run = RunFolder(out)
-    assert (run.recipe, run.family) == ("lora_plus", "lora_finetune_rocm")
+    assert (run.recipe, run.family) == ("layer_decay", "lora_finetune_rocm")
     assert rocm_ext(["report", str(out), "--output", str(folder / "report.html")]) == 0
-    assert "<dd>lora_plus</dd>" in (folder / "report.html").read_text()
+    assert "<dd>layer_decay</dd>" in (folder / "report.html").read_text()
     # the saved config of a run is a config, where the recipe's file is at hand
     monkeypatch.chdir(folder)
-    assert config.load("lora_plus", str(out / "config.yaml")) == saved
+    assert config.load("layer_decay", str(out / "config.yaml")) == saved
     # and the run goes on only as what it was begun as
     start.append("resume_from_checkpoint=True")
-    line = fails(capsys, lambda: run_in_process(folder / "lora_plus.py", *start, monkeypatch=monkeypatch))
-    assert "lora_plus_ratio: was 8, is 16" in line
+    line = fails(capsys, lambda: run_in_process(folder / "layer_decay.py", *start, monkeypatch=monkeypatch))
+    assert "layer_lr_decay: was 0.8, is 0.9" in line
 
 
 @pytest.mark.wide
@@ -233,10 +234,10 @@ def test_compare_takes_recipes_of_one_family_and_names_the_difference(folder, ti
     script = Path(lora_finetune_rocm.__file__)
     assert run_in_process(script, "--config", plain, monkeypatch=monkeypatch) == 0
     run = folder / "my_run.yaml"
-    assert run_in_process(folder / "lora_plus.py", "--config", run, monkeypatch=monkeypatch) == 0
+    assert run_in_process(folder / "layer_decay.py", "--config", run, monkeypatch=monkeypatch) == 0
     rocm_ext(["compare", str(folder / "plain"), str(folder / "out"), "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert found["settings"]["recipe"] == ["lora_finetune_rocm", "lora_plus"]
+    assert found["settings"]["recipe"] == ["lora_finetune_rocm", "layer_decay"]
 
 
 @pytest.fixture
@@ -245,15 +246,15 @@ def package(tmp_path, monkeypatch) -> Path:
     home = tmp_path / "site" / "their_package"
     home.mkdir(parents=True)
     (home / "__init__.py").touch()
-    for name in ("lora_plus.py", "lora_plus.yaml", "my_run.yaml"):
+    for name in ("layer_decay.py", "layer_decay.yaml", "my_run.yaml"):
         shutil.copy(EXAMPLE / name, home)
-    (home / "my_run.yaml").rename(home / "pocket_plus.yaml")
+    (home / "my_run.yaml").rename(home / "pocket_decay.yaml")
     entries = [
-        EntryPoint("lora_plus", "their_package.lora_plus", registry.GROUP),
+        EntryPoint("layer_decay", "their_package.layer_decay", registry.GROUP),
         EntryPoint("broken", "no_such_package.recipe", registry.GROUP),
-        EntryPoint("lora_plus", "their_package.second", registry.GROUP),
+        EntryPoint("layer_decay", "their_package.second", registry.GROUP),
     ]
-    shutil.copy(home / "lora_plus.py", home / "second.py")
+    shutil.copy(home / "layer_decay.py", home / "second.py")
     monkeypatch.syspath_prepend(tmp_path / "site")
     real = importlib.metadata.entry_points
     ours = {"group": registry.GROUP}
@@ -270,24 +271,24 @@ def test_a_package_registers_recipes_and_configs(package, monkeypatch, capsys):
     hook.register()
     *ours, theirs = torchtune_registry._ALL_RECIPES
     assert [recipe.name for recipe in ours] == list(registry.TITLES)
-    assert (theirs.name, theirs.file_path) == ("lora_plus", str(package / "lora_plus.py"))
+    assert (theirs.name, theirs.file_path) == ("layer_decay", str(package / "layer_decay.py"))
     (packed,) = theirs.configs
-    assert (packed.name, packed.file_path) == ("pocket_plus", str(package / "pocket_plus.yaml"))
-    assert "their_package.lora_plus" not in sys.modules
+    assert (packed.name, packed.file_path) == ("pocket_decay", str(package / "pocket_decay.yaml"))
+    assert "their_package.layer_decay" not in sys.modules
     broken, second = capsys.readouterr().err.splitlines()
     assert "entry point broken = no_such_package.recipe is left out: " in broken
-    assert "second is left out: recipe lora_plus is already in " in second
-    cfg = config.load(config.recipe_of("pocket_plus"), "pocket_plus")
-    assert (cfg.recipe, cfg.lora_plus_ratio) == ("lora_plus", 8)
+    assert "second is left out: recipe layer_decay is already in " in second
+    cfg = config.load(config.recipe_of("pocket_decay"), "pocket_decay")
+    assert (cfg.recipe, cfg.layer_lr_decay) == ("layer_decay", 0.8)
     assert capsys.readouterr().err == "", "once is enough"
 
 
 def test_files_beside_a_packaged_recipe_that_are_no_configs(package):
     (package / "list.yaml").write_text("- recipe\n")
-    (package / "torn.yaml").write_text("recipe: [lora_plus\n")
+    (package / "torn.yaml").write_text("recipe: [layer_decay\n")
     (package / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
     (package / "folder.yaml").mkdir()
-    assert [path.name for path in registry.recipes()["lora_plus"].configs] == ["pocket_plus.yaml"]
+    assert [path.name for path in registry.recipes()["layer_decay"].configs] == ["pocket_decay.yaml"]
 
 
 # one write, which lines of other ranks cannot split
@@ -303,12 +304,12 @@ def bare() -> dict[str, str]:
 @pytest.mark.wide  # test_startup.py has it without a process
 @pytest.mark.parametrize("how", ["one process", pytest.param("two ranks", marks=several_ranks)])
 def test_tune_run_sets_the_environment_before_the_script_begins_and_runs_it_once(folder, how):
-    script = folder / "lora_plus.py"
+    script = folder / "layer_decay.py"
     script.write_text(MARK + script.read_text())
     ranks = ["--nproc_per_node", "2"] if how == "two ranks" else []
-    command = [str(Path(sys.executable).with_name("tune")), "run", *ranks, "lora_plus.py", "--config", "my_run.yaml"]
+    command = [str(Path(sys.executable).with_name("tune")), "run", *ranks, "layer_decay.py", "--config", "my_run.yaml"]
     environ = {**bare(), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([*command, "lora_plus_ratio=8"], cwd=folder, env=environ, text=True,
+    with subprocess.Popen([*command, "layer_lr_decay=0.8"], cwd=folder, env=environ, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:  # fmt: skip
         out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
@@ -319,12 +320,12 @@ def test_tune_run_sets_the_environment_before_the_script_begins_and_runs_it_once
         assert int(tops[0][1]) == process.pid, "exec keeps the process"
     assert "environment: GOMP_SPINCOUNT=20000 " in err
     assert "torchao" not in out + err
-    assert OmegaConf.load(folder / "out" / "config.yaml").lora_plus_ratio == 8
+    assert OmegaConf.load(folder / "out" / "config.yaml").layer_lr_decay == 0.8
 
 
 @pytest.mark.wide
 def test_a_script_that_is_started_without_tune_is_told_what_comes_late(folder):
-    script = folder / "lora_plus.py"
+    script = folder / "layer_decay.py"
     script.write_text(MARK + script.read_text())
     command = [sys.executable, str(script), "--config", "my_run.yaml"]
     run = subprocess.run(command, cwd=folder, env={**bare(), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)

@@ -4,6 +4,8 @@ A table says it for many keys, such as ``{"epochs": integer(1), "seed": integer(
 """
 
 import math
+import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +66,8 @@ def integer(least: int, most: int = 10**9) -> Kind:
 
 def number(fits: Callable[[float], bool], name: str) -> Kind:
     """A finite number that ``fits``."""
-    return Kind(lambda value: type(value) in (int, float) and math.isfinite(value) and fits(value), (name,))
+    most = sys.float_info.max  # a whole number may be larger
+    return Kind(lambda value: type(value) in (int, float) and -most <= value <= most and fits(value), (name,))
 
 
 def text(name: str) -> Kind:
@@ -75,6 +78,19 @@ def text(name: str) -> Kind:
 def list_of_texts(name: str) -> Kind:
     """A list that holds texts alone."""
     return Kind(lambda value: isinstance(value, ListConfig) and all(isinstance(item, str) for item in value), (name,))
+
+
+def by_pattern(kind: Kind) -> Kind:
+    """A value of this kind by each of some regular expressions."""
+
+    def fits(key: Any, value: Any) -> bool:
+        try:
+            return isinstance(key, str) and bool(key) and re.compile(f"({key})") is not None and kind.fits(value)
+        except (re.error, OverflowError, RecursionError):
+            return False
+
+    name = f"layers' names or regular expressions, with {kind} for each"
+    return Kind(lambda value: isinstance(value, Mapping) and all(fits(*item) for item in value.items()), (name,))
 
 
 def _around_one(value: Any) -> bool:

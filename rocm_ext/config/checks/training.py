@@ -16,6 +16,7 @@ from rocm_ext.config.checks.kinds import (
     SHARE,
     SWITCH,
     Kind,
+    by_pattern,
     check,
     integer,
     list_of_texts,
@@ -55,6 +56,7 @@ _KINDS: dict[str, Kind] = {
     "sequences_per_step": integer(1) | NULL,
     "tokens_per_micro_batch": integer(1) | one_of("auto") | NULL,
     "loss": COMPONENT,
+    "loraplus_lr_ratio": POSITIVE | NULL,
     "clip_grad_norm": POSITIVE | NULL,
     "epochs": integer(1),
     "max_steps_per_epoch": integer(1) | NULL,
@@ -84,7 +86,9 @@ ANSWERS: dict[str, Kind] = {  # keys of all recipes, in answers.yaml
     "verify_timeout": number(lambda x: x > 0, "seconds above 0"),
     "max_error_share": number(lambda x: 0 <= x <= 1, "a share from 0 to 1"),
 }
+PATTERNS = {"rank_pattern": by_pattern(integer(1, 2**16)) | NULL, "alpha_pattern": by_pattern(POSITIVE) | NULL}
 _MODEL: dict[str, Kind] = {
+    **PATTERNS,
     "lora_rank": integer(1, 8192),  # as wide as layers of large models
     "lora_alpha": POSITIVE,
     "lora_dropout": REST,

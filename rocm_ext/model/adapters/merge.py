@@ -136,7 +136,7 @@ class MergedWeights:
         self._decoder, self._state, self._adapter = decoder, state, adapter
         self.config, tensors = read_peft(adapter)
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
-        found, used = peft_experts.from_peft(tensors, decoder, self.config.version)
+        found, used = peft_experts.from_peft(tensors, decoder, self.config)
         self.linear = updates_by_weight({name: tensor for name, tensor in tensors.items() if name not in used})
         self.experts = {
             name: (found[f"{ours}.lora_a.weight"], found[f"{ours}.lora_b.weight"], layer)
@@ -165,7 +165,8 @@ class MergedWeights:
             raise UserError(f"adapter {self._adapter} has weights for {unknown[0]}, but {base} does not")
         for name, parts in self.linear.items():
             (rank, inputs), outputs = parts[".lora_A.weight"].shape, len(parts[".lora_B.weight"])
-            if (shape := list(shapes[name].shape)) != [outputs, inputs] or rank != self.config.rank:
+            expected, _ = self.config.of(name.removesuffix(".weight"))
+            if (shape := list(shapes[name].shape)) != [outputs, inputs] or rank != expected:
                 found = f"{[outputs, inputs]} of rank {rank}"
                 raise UserError(f"adapter {self._adapter} has weights for {name} {found}, but {base} has it {shape}")
 
@@ -178,7 +179,7 @@ class MergedWeights:
         return self._merged(name, weight, dtype) if name in self._changed() else weight
 
     def _with_update(self, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        exact = merged_weight(weight.float(), self.linear[name], self.config.scale)
+        exact = merged_weight(weight.float(), self.linear[name], self.config.scale(name.removesuffix(".weight")))
         return _round_by_chance(exact, dtype, name)
 
     def of(self, name: str) -> Tensor:
@@ -200,7 +201,7 @@ class MergedWeights:
             def rounded(exact: Tensor, expert: int) -> Tensor:
                 return _round_by_chance(exact, dtype, f"{name}.{expert}")
 
-            return merged_experts(weight, a, b, self.config.scale, layer.transposed, rounded, dtype)
+            return merged_experts(weight, a, b, self.config.scale(name), layer.transposed, rounded, dtype)
         return self._with_update(name, weight, dtype) if name in self.linear else weight.clone()
 
 

@@ -10,6 +10,7 @@ other.
 
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -95,14 +96,14 @@ def to_peft(state: Mapping[str, Tensor], decoder: nn.Module) -> dict[str, Tensor
     return result
 
 
-def from_peft(state: Mapping[str, Tensor], decoder: nn.Module, peft_version: str) -> tuple[dict[str, Tensor], set[str]]:
+def from_peft(state: Mapping[str, Tensor], decoder: nn.Module, config: Any) -> tuple[dict[str, Tensor], set[str]]:
     """Convert the experts' part of an adapter from PEFT's names and layout.
 
     Args:
         state: weights by the names of PEFT's modules, without its prefix.
         decoder: model that takes the adapter.
-        peft_version: that wrote the adapter. It decides where an expert has as many inputs as outputs, because then
-            both layouts have the same shapes.
+        config: the adapter's :class:`~rocm_ext.model.adapters.peft_files.PeftConfig`. Its version of PEFT decides where
+            an expert has as many inputs as outputs, because then both layouts have the same shapes.
 
     Returns:
         Weights by this library's names, and the names in ``state`` that they come from.
@@ -118,14 +119,14 @@ def from_peft(state: Mapping[str, Tensor], decoder: nn.Module, peft_version: str
             raise UserError(f"missing {missing[0]}")
         a, b = (state[name] for name in names)
         used.update(names)
-        inner = layer.experts * layer.rank
+        inner = layer.experts * config.of(ours.removesuffix(ExpertLora.SUFFIX))[0]
         square = layer.in_dim == layer.out_dim
         fits = a.shape == (inner, layer.in_dim) and b.shape == (layer.out_dim, inner)
         swapped = a.shape == (inner, layer.out_dim) and b.shape == (layer.in_dim, inner)
-        if swapped and not layer.transposed and (not square or is_old(peft_version)):
+        if swapped and not layer.transposed and (not square or is_old(config.version)):
             a, b = _swapped(a, b, layer.experts)
         elif not fits:
-            raise UserError(f"{names[0]} is {list(a.shape)}, the model's {[inner, layer.in_dim]}")
+            raise UserError(f"{names[0]} is {list(a.shape)}, expected {[inner, layer.in_dim]}")
         result |= {f"{ours}.lora_a.weight": a, f"{ours}.lora_b.weight": b}
     return result, used
 

@@ -17,10 +17,20 @@ from torch import Tensor
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import REPO_ID, hub_name
+from rocm_ext.config.checks.training import PATTERNS
 from rocm_ext.model.adapters import peft_experts
 from rocm_ext.model.checkpointer import HF
 from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.lora import Dora, ExpertLora, adapter_parameters, adapters, merged_linear, rank_and_alpha
+from rocm_ext.model.lora import (
+    Dora,
+    ExpertLora,
+    Sizes,
+    adapter_parameters,
+    adapters,
+    described,
+    merged_linear,
+    rank_and_alpha,
+)
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -36,7 +46,7 @@ _FREE = frozenset(
     """
     r lora_alpha use_rslora use_dora bias init_lora_weights base_model_name_or_path peft_type task_type auto_mapping
     revision peft_version inference_mode lora_dropout target_modules exclude_modules layers_to_transform layers_pattern
-    target_parameters
+    target_parameters rank_pattern alpha_pattern
     megatron_config megatron_core loftq_config eva_config corda_config qalora_group_size runtime_config
     """.split()  # noqa: SIM905
 )
@@ -55,36 +65,32 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, str) and value.isprintable() and all(len(n) <= 255 for n in value.split("/")),
         "a name on the hub or a folder",
     ),
+    **{key: (kind.fits, str(kind)) for key, kind in PATTERNS.items()},
 }
 # Other ways to initialise an adapter (PiSSA, OLoRA, CorDA, LoftQ) change the base model, too.
 _KEEP_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
-@dataclass(frozen=True)
-class PeftConfig:
+@dataclass(frozen=True, kw_only=True)
+class PeftConfig(Sizes):
     """The part of an ``adapter_config.json`` that decides what the adapter computes.
 
     Attributes:
-        rank, alpha: LoRA's r and alpha.
         rslora: whether the factor is alpha / sqrt(r) (arXiv:2312.03732) instead of alpha / r.
         dora: whether the adapter has DoRA's magnitudes.
         base_model: name or folder of the base model; empty if the file has none.
-        parameters: PEFT's ``target_parameters``, fused weights of experts.
         version: of PEFT; empty if the file has none.
     """
 
-    rank: int
-    alpha: float
     rslora: bool
     dora: bool
     base_model: str
-    parameters: tuple[str, ...] = ()
     version: str = ""
 
-    @property
-    def scale(self) -> float:
-        """Factor of B A."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+    def scale(self, name: str) -> float:
+        """Return the factor of B A of the layer ``name``, see :meth:`Sizes.of`."""
+        rank, alpha = self.of(name)
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
 
     @classmethod
     def read(cls, folder: Path) -> "PeftConfig":
@@ -112,6 +118,8 @@ class PeftConfig:
         return cls(
             rank=config["r"],
             alpha=config["lora_alpha"],
+            rank_pattern=config.get("rank_pattern") or {},
+            alpha_pattern=config.get("alpha_pattern") or {},
             rslora=bool(config.get("use_rslora")),
             dora=bool(config.get("use_dora")),
             base_model=config.get("base_model_name_or_path") or "",
@@ -119,39 +127,43 @@ class PeftConfig:
             version=config.get("peft_version") or "",
         )
 
-    def check(self, folder: Path, decoder: Any) -> None:
+    def check(self, folder: Path, decoder: Any, model_type: str) -> None:
         """Check that ``decoder`` computes the same function of the adapter's weights.
 
         Args:
             folder: source of this config, for the message.
             decoder: model with adapters.
+            model_type: torchtune's ModelType name.
 
         Raises:
-            UserError: rank, alpha, rsLoRA, DoRA or the adapted experts differ; the message says how to set the run's
-                config.
+            UserError: r or alpha of a layer, rsLoRA, DoRA or the adapted experts differ; the message says how to set
+                the run's config.
         """
         _, layer = next(adapters(decoder))
-        rank, alpha = rank_and_alpha(layer)
+        sizes = _sizes(decoder, model_type)
+        ours, theirs = described(sizes), described({name: self.of(name.removesuffix(".weight")) for name in sizes})
+        foreign = [] if decoder.renames else [_short(key, theirs[key]) for key in PATTERNS if theirs[key]]
+        if foreign:  # torchtune's builders have no such keys
+            raise _unknown(folder, foreign)
         rows = [
-            ("r", self.rank, "model.lora_rank", rank),
-            ("lora_alpha", self.alpha, "model.lora_alpha", alpha),
+            *((key, theirs[key], f"model.{'lora_rank' if key == 'r' else key}", ours[key]) for key in ours),
             ("use_rslora", self.rslora, "use_rslora", layer.rslora),
             ("use_dora", self.dora, "model.use_dora", isinstance(layer, Dora)),
         ]
         if wrong := [row for row in rows if row[1] != row[3]]:
             raise UserError(
-                f"adapter {folder} has {', '.join(f'{name}={theirs}' for name, theirs, *_ in wrong)}; "
-                f"the config has {', '.join(f'{key}={ours}' for *_, key, ours in wrong)}. "
-                f"Set {' '.join(f'{key}={theirs}' for _, theirs, key, _ in wrong)}"
+                f"adapter {folder} has {', '.join(_short(name, theirs) for name, theirs, *_ in wrong)}; "
+                f"the config has {', '.join(_short(key, ours) for *_, key, ours in wrong)}. "
+                f"Set {' '.join(_option(key, theirs) for _, theirs, key, _ in wrong)}"
             )
         if self.parameters and not decoder.published_modules:  # native models have no experts
             raise _unknown(folder, [f"target_parameters={list(self.parameters)}"])
         adapted, experts = peft_experts.matching(decoder, self.parameters), peft_experts.expert_loras(decoder).keys()
         every = experts | {f"{name}.weight" for name in peft_experts.linears(decoder)}
         if not experts <= adapted <= every or (self.parameters and not adapted):
-            ours = peft_experts.target_parameters(decoder)
+            named = peft_experts.target_parameters(decoder) or None
             raise UserError(
-                f"adapter {folder} has target_parameters={list(self.parameters)}; the config has {ours or None}. "
+                f"adapter {folder} has target_parameters={list(self.parameters)}; the config has {named}. "
                 f"Set model.target_parameters={list(self.parameters) or None}"
             )
 
@@ -196,6 +208,11 @@ def _not_computed(config: Mapping[str, Any]) -> list[str]:
 def _short(key: str, value: Any) -> str:
     text = " ".join(f"{key}={value!r}".split())
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _option(key: str, value: Any) -> str:
+    """Return ``key=value`` as a shell takes it."""
+    return f"'{key}={json.dumps(value or None)}'" if isinstance(value, dict) else f"{key}={value}"
 
 
 def _last(name: str) -> str:
@@ -257,15 +274,13 @@ def write_adapter(folder: Path, decoder: Decoder, model_type: str, base_model: s
     peft = to_peft(adapter_state(decoder), decoder, model_type)
     save_file({name: t.contiguous() for name, t in peft.items()}, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     layer = next(layer for _, layer in adapters(decoder))
-    rank, alpha = rank_and_alpha(layer)
     parameters = peft_experts.target_parameters(decoder)
     adapted = {name[len(PREFIX) :].rsplit(".lora_", 1)[0] for name in peft} - peft_experts.modules(decoder)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
-        "r": rank,
-        "lora_alpha": alpha,
+        **described(_sizes(decoder, model_type)),
         "lora_dropout": 0.0 if parameters else getattr(layer.dropout, "p", 0.0),  # PEFT opens none with parameters
         "target_modules": _targets(adapted, decoder),
         "use_dora": isinstance(layer, Dora),
@@ -277,6 +292,20 @@ def write_adapter(folder: Path, decoder: Decoder, model_type: str, base_model: s
     if parameters:
         config |= {"target_parameters": parameters, "peft_version": peft_experts.layout_version()}
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _sizes(decoder: Decoder, model_type: str) -> dict[str, tuple[int, float]]:
+    """Return r and alpha of the adapted layers by the names that PEFT matches with keys of patterns."""
+    convert, by_weight = _converter(decoder, model_type, to_files=True), peft_experts.by_parameter(decoder)
+    sizes = {}
+    for name, layer in adapters(decoder):
+        if isinstance(layer, ExpertLora):
+            theirs = name.removesuffix(ExpertLora.SUFFIX)
+        else:
+            theirs, _ = convert(f"{name}.weight", layer.lora_a.weight, False)
+            theirs = theirs if name in by_weight else theirs.removesuffix(".weight")
+        sizes[theirs] = rank_and_alpha(layer)
+    return sizes
 
 
 def _targets(adapted: set[str], decoder: Decoder) -> list[str]:
@@ -328,12 +357,12 @@ def read_adapter(source: Path, decoder: Decoder, model_type: str) -> dict[str, T
             f"in PEFT's format ({ADAPTER_CONFIG}, {ADAPTER_WEIGHTS})"
         )
     if (folder := config_folder(source)) is not None:
-        PeftConfig.read(folder).check(folder, decoder)
+        PeftConfig.read(folder).check(folder, decoder, model_type)
     if source.is_file():
         return _finite_tensors(source)
     config, state = read_peft(source)
     try:
-        return from_peft(state, decoder, model_type, config.version)
+        return from_peft(state, decoder, model_type, config)
     except UserError as error:
         raise UserError(f"adapter {source} does not fit model: {error}") from error
 
@@ -351,13 +380,16 @@ def read_peft(folder: Path) -> tuple[PeftConfig, dict[str, Tensor]]:
     if not state:
         raise UserError(f"adapter {folder} has no weights in {ADAPTER_WEIGHTS}; write it again")
     needed = [".lora_A.weight", ".lora_B.weight", *([".lora_magnitude_vector"] if config.dora else [])]
+    of_experts = {config.rank, *config.rank_pattern.values()} if config.parameters else set[int]()
     for weight, parts in updates_by_weight(state).items():
-        layer, rank = weight.removesuffix(".weight"), config.rank
+        layer = weight.removesuffix(".weight")
+        rank, _ = config.of(layer)
         if odd := {*needed} ^ parts.keys():
             kind = "unexpected" if odd & parts.keys() else "missing"
             raise UserError(f"adapter {folder} is damaged: {kind} {layer}{min(odd)}")
         a, b, *norms = (list(parts[part].shape) for part in needed)
-        inner = a[0] if config.parameters and a and a[0] and a[0] % rank == 0 else rank  # experts have r rows each
+        many = a and a[0] and any(a[0] % each == 0 for each in of_experts)  # r rows for each expert
+        inner = a[0] if many else rank
         if len(a) != 2 or len(b) != 2 or a[0] != inner or b[1] != inner or any(norm != b[:1] for norm in norms):
             raise UserError(
                 f"adapter {folder} is damaged: {layer} has weights {', '.join(map(str, [a, b, *norms]))}; with "
@@ -396,17 +428,17 @@ def to_peft(state: Mapping[str, Tensor], decoder: Decoder, model_type: str) -> d
     return {PREFIX + name: tensor for name, tensor in result.items()}
 
 
-def from_peft(state: Mapping[str, Tensor], decoder: Decoder, model_type: str, peft_version: str) -> dict[str, Tensor]:
+def from_peft(state: Mapping[str, Tensor], decoder: Decoder, model_type: str, config: PeftConfig) -> dict[str, Tensor]:
     """Convert adapter weights from PEFT's names and row order to torchtune's.
 
     Args:
         state: weights by PEFT's names.
         decoder: model that takes them.
         model_type: torchtune's ModelType name.
-        peft_version: that wrote the adapter, which decides the layout of experts' weights.
+        config: the adapter's.
     """
     bare = {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
-    result, used = peft_experts.from_peft(bare, decoder, peft_version)
+    result, used = peft_experts.from_peft(bare, decoder, config)
     others = {name: tensor for name, tensor in bare.items() if name not in used}
     return result | _converted(others, _PARTS_BACK, _converter(decoder, model_type, to_files=False))
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from rocm_ext.base.errors import UserError, nearest
-from rocm_ext.model.lora import ExpertLora, adapted_linear
+from rocm_ext.model.lora import ExpertLora, Sizes, adapted_linear
 
 ALL, ALL_EXPERTS = "all-linear", "all-experts"
 _ROUTERS = ("gate", "router", "shared_expert_gate")
@@ -18,7 +18,12 @@ _READ = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size)\b)")
 
 
 def put_in(
-    model: nn.Module, layers: str, output: str, targets: Iterable[str] | str | None, adapted: Callable[..., nn.Module]
+    model: nn.Module,
+    layers: str,
+    output: str,
+    targets: Iterable[str] | str | None,
+    adapted: Callable[..., nn.Module],
+    sizes: Sizes,
 ) -> list[str]:
     """Replace linear layers by adapted ones with the same parameters.
 
@@ -28,7 +33,8 @@ def put_in(
         output: name of its output layer.
         targets: names or ends of names, as PEFT matches them; None or ``all-linear``: every linear layer of the
             decoder's layers but routers; empty: none.
-        adapted: builds a layer from ``in_dim``, ``out_dim`` and ``use_bias``.
+        adapted: builds a layer from ``in_dim``, ``out_dim``, ``rank``, ``alpha`` and ``use_bias``.
+        sizes: LoRA's r and alpha.
 
     Returns:
         The names of the adapted layers.
@@ -43,7 +49,7 @@ def put_in(
         names = _matches(model, linears, [targets] if isinstance(targets, str) else list(map(str, targets)))
     for name in names:
         linear = linears[name]
-        layer = adapted_linear(adapted, name, linear.in_features, linear.out_features, linear.bias is not None)
+        layer = adapted_linear(adapted, sizes, name, linear.in_features, linear.out_features, linear.bias is not None)
         layer.weight, layer.bias = linear.weight, linear.bias
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, layer)
@@ -52,14 +58,14 @@ def put_in(
     return names
 
 
-def put_in_experts(model: nn.Module, targets: Any, rank: int, alpha: float, adapted: Iterable[str]) -> list[str]:
+def put_in_experts(model: nn.Module, targets: Any, sizes: Sizes, adapted: Iterable[str]) -> list[str]:
     """Put LoRA on fused weights of experts, which :mod:`rocm_ext.model.transformers.experts` multiplies.
 
     Args:
         model: transformers' model.
         targets: names or ends of names of parameters, as in PEFT's ``target_parameters``; ``all-experts``: all such
             weights.
-        rank, alpha: LoRA's r and alpha.
+        sizes: LoRA's r and alpha.
         adapted: linear layers with LoRA, whose weights may be named, too.
 
     Returns:
@@ -75,7 +81,7 @@ def put_in_experts(model: nn.Module, targets: Any, rank: int, alpha: float, adap
         raise UserError(f"target_parameters is {targets}, but {type(model).__name__} has no fused experts to adapt")
     for name in names:
         module, key = experts[name]
-        lora = ExpertLora(module.get_parameter(key).shape, bool(module.is_transposed), rank, alpha)
+        lora = ExpertLora(module.get_parameter(key).shape, bool(module.is_transposed), *sizes.of(name))
         module.add_module(f"{key}{ExpertLora.SUFFIX}", lora)
     return names
 

@@ -27,6 +27,7 @@ from rocm_ext.data.batches import MicroBatch
 from rocm_ext.model.attention import Lengths
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.families import CONFIG, own_code, refuse_code
+from rocm_ext.model.lora import Sizes
 from rocm_ext.model.sampler import Needs
 from rocm_ext.model.transformers.adapt import ALL, ALL_EXPERTS, frozen_kinds, fused_experts, put_in, put_in_experts
 from rocm_ext.model.transformers.attention import PACKED, packed, scale_each_sequence
@@ -333,8 +334,7 @@ def build(
     folder: Path,
     config: Mapping[str, Any],
     *,
-    rank: int,
-    alpha: float,
+    sizes: Sizes,
     dropout: float,
     targets: Iterable[str] | str | None,
     parameters: Iterable[str] | str | None,
@@ -347,9 +347,11 @@ def build(
     Args:
         folder: the folder.
         config: content of its ``config.json``.
+        sizes: LoRA's r and alpha.
 
     Raises:
-        UserError: transformers does not know the model, or ``targets`` names a layer that it does not have.
+        UserError: transformers does not know the model, or ``targets`` or a pattern names a layer that it does not
+            have.
     """
     trusted = _needs_code(config, trust_remote_code)
     try:
@@ -369,10 +371,11 @@ def build(
     if targets is not None and targets != ALL:  # adapters name some linear layers by their weights
         linears = [str(name).removesuffix(".weight") for name in parameters or () if str(name).endswith(".weight")]
         targets = [*([targets] if isinstance(targets, str) else targets), *linears]
-    kind = partial(DoRALinear if use_dora else LoRALinear, rank=rank, alpha=alpha, dropout=dropout)
-    names = put_in(model, decoder.layers_name, decoder.output_name, targets, partial(kind, quantize_base=quantize_base))
+    kind = partial(DoRALinear if use_dora else LoRALinear, dropout=dropout, quantize_base=quantize_base)
+    names = put_in(model, decoder.layers_name, decoder.output_name, targets, kind, sizes)
     if parameters is not None:
-        names += put_in_experts(model, parameters, rank, alpha, names)
+        names += put_in_experts(model, parameters, sizes, names)
+    sizes.check_keys(names)
     if use_dora and (odd := {name.rpartition(".")[2] for name in names} & decoder.names_of_experts):
         raise UserError(
             f"PEFT takes {', '.join(sorted(odd))} of this model for its experts', and does not open DoRA on them; set "
