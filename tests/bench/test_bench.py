@@ -24,7 +24,7 @@ from rocm_ext.plan.speeds import figures_for
 from rocm_ext.pocket import SHAPE
 from tests.kit import probes as bad_probes
 from tests.kit.lines import one_line_has
-from tests.kit.plans import as_configured
+from tests.kit.plans import as_configured, plan
 from tests.kit.programs import as_forks
 
 GIB = 2**30
@@ -183,8 +183,7 @@ def test_bench_from_end_to_end(tmp_path, monkeypatch, capsys):
     size = fastest["item"]["values"]["rows"]
     overrides = [f"batch_size={size}", f"sequences_per_step={size}", "dtype=fp32"]
     monkeypatch.chdir(tmp_path)  # where no rows are, so that the plan takes the longest
-    assert main(["plan", "--config", "cpu_pocket", "--json", *overrides]) == 0
-    step = json.loads(capsys.readouterr().out)["configured"]["step"]
+    step = plan(capsys, "--config", "cpu_pocket", *overrides)["configured"]["step"]
     assert step["tokens_per_second"] == pytest.approx(fastest["result"]["value"], rel=1e-3)
 
 
@@ -241,8 +240,7 @@ def test_plan_takes_a_file_of_such_a_machine(tmp_path, capsys):
     machine = {"backend": "rocm", "arch": "gfx1151", "name": "Radeon 8060S", "torch": "2.11.0+rocm7.2", "cores": None}
     figures = {"flops": {"bf16": 30e12, "fp32": 3e12}, "bandwidth": 200e9, "efficiency": 0.8}
     path.write_text(json.dumps({"date": "2026-11-20", "machine": machine, "figures": figures, "settings": {}}))
-    assert main(["plan", "--config", "strix_halo_qwen0_5b", "--bench", str(path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = plan(capsys, "--config", "strix_halo_qwen0_5b", "--bench", path)
     assert found["figures"]["measured"]
     assert found["figures"]["efficiency"] == 0.8
     assert found["published"] is None
@@ -303,6 +301,72 @@ def test_the_faster_library_wins():
     assert won(*rows[:2]) == {}
 
 
+# ----------------------------------------------------------------------- the sweep of training settings
+def speed_of(values: dict, four_bits: float) -> float:
+    """A machine where eager attention and fp16 are fast, compilation only together with them, and 4 rows suffice."""
+    speed = {1: 60, 2: 90, 4: 100, 8: 101, 16: 102}[values["rows"]]
+    speed *= {"fp16": 2.0, "fp32": 1.0, "bf16": 0.5}[values.get("dtype", "fp32")]
+    speed *= {"eager": 1.5, "math": 0.7}.get(values.get("attention", "auto"), 1.0)
+    speed *= {True: 0.6}.get(values.get("enable_activation_checkpointing", "auto"), 1.0)
+    speed *= four_bits if values.get(FOUR_BITS) else 1.0
+    together = values.get("attention") == "eager" and values.get("dtype") == "fp16"
+    return speed * ({True: 1.2, "max-autotune": 1.3} if together else {}).get(values["compile"], 1.0)
+
+
+def simulate(swept: Sweep, fails: tuple = (), four_bits: float = 0.5) -> list[Measurement]:
+    """The measurements of a whole sweep on this machine; the values in ``fails`` crash."""
+    done: list[Measurement] = []
+    while items := swept.following(done):
+        assert len(done) < swept.most
+        for item in items:
+            if item.skip:
+                done.append(Measurement(item, "skipped", {}, item.skip))
+            elif set(fails) & set(item.values.values()):
+                done.append(Measurement(item, "crashed", {}, "signal 11"))
+            else:
+                speed = speed_of(item.values, four_bits)
+                done.append(row("training", speed, environ=item.environ, **item.values))
+                done[-1].result["dtype"] = item.values.get("dtype", "fp32")
+    return done
+
+
+def test_each_key_is_varied_around_the_fastest_so_far():
+    mi300 = Machine("rocm", "Linux", "2.11.0", "rocm", 190 * GIB, True, arch="gfx942")
+    swept = sweep(mi300)
+    done = simulate(swept)
+    assert len(done) < 25, "all combinations would be hundreds"
+    sizes = [each.item.values["rows"] for each in simulate(sweep(mi300, quick=True, batch_size=2))]
+    assert sizes[:3] == [1, 2, 4], "the configured size is measured, too"
+    fastest = {"batch_size": 4, "dtype": "fp16", "attention": "eager", "compile": "max-autotune"}
+    assert {winner.key: winner.value for winner in swept.winners(done)} == fastest
+
+
+def test_a_sweep_goes_on_past_what_is_locked_or_crashes():
+    mi50 = Machine("rocm", "Linux", "2.9.1", "rocm", 30 * GIB, False, arch="gfx906")
+    swept = sweep(mi50, locked=load_profile("mi50").locked)
+    done = simulate(swept, fails=("flash", "efficient", 16))
+    assert {each.item.values["compile"] for each in done if each.status == "skipped"} == {True, "max-autotune"}
+    fastest = {"batch_size": 4, "dtype": "fp16", "attention": "eager"}
+    assert {winner.key: winner.value for winner in swept.winners(done)} == fastest
+    assert simulate(swept, fails=(1, 2, 4, 8, 16))[-1].item.values == {"rows": 16, "compile": False}
+
+
+@pytest.mark.parametrize(("four_bits", "won"), [(0.5, False), (1.2, True)])
+def test_four_bits_are_measured_where_they_are_locked(four_bits, won):
+    halo = Machine("rocm", "Linux", "2.11.0", "rocm", 120 * GIB, True, arch="gfx1151")
+    swept = sweep(halo, locked=load_profile("strix_halo").locked)
+    done = simulate(swept, four_bits=four_bits)
+    (measured,) = [each for each in done if FOUR_BITS in each.item.values and each.item.values["compile"] is False]
+    assert (measured.status, measured.item.values["rows"]) == ("ok", 4)
+    winners = {winner.key: winner for winner in swept.winners(done)}
+    assert (FOUR_BITS in winners) == won
+    if won:
+        assert winners[FOUR_BITS].value is True
+        reason = winners[FOUR_BITS].reason
+        assert reason.startswith("1.20 times as fast as False")
+        assert reason.endswith("hardware_overrides=[quantize_base]")
+
+
 @as_configured
 def test_a_plan_takes_as_long_as_the_measured_step(tmp_path, capsys):
     """What plans assume beside the measured speeds is fitted to the measured step, and kept in the file."""
@@ -321,8 +385,8 @@ def test_a_plan_takes_as_long_as_the_measured_step(tmp_path, capsys):
     path = tmp_path / "bench.json"
     path.write_text(json.dumps({"date": "", "machine": machine, "figures": found, "settings": {}}))
     sizes = ["batch_size=8", "sequences_per_step=8", "num_workers=0"]
-    assert main(["plan", "--json", "--config", "cpu_pocket", "--bench", str(path), *changes, *sizes]) == 0
-    assert json.loads(capsys.readouterr().out)["configured"]["step"]["seconds"] == pytest.approx(0.25, rel=0.02)
+    found = plan(capsys, "--config", "cpu_pocket", "--bench", path, *changes, *sizes)
+    assert found["configured"]["step"]["seconds"] == pytest.approx(0.25, rel=0.02)
 
 
 # --------------------------------------------------------------------------------------------------- bad input

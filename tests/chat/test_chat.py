@@ -131,18 +131,6 @@ def test_a_runs_folder_stands_for_its_adapter(pocket_dir, adapter, tmp_path, mon
     assert str(tmp_path / "run") not in sys.path, "no library finds modules in the run's folder"
 
 
-def test_a_model_that_transformers_computes_answers_as_there(tmp_path, monkeypatch, capfd):
-    model = write_theirs(tmp_path / "model", "qwen3 moe")
-    (model / "generation_config.json").write_text(json.dumps({"do_sample": False}))
-    lines = ["How many clips?", "And in May?"]
-    out, _, code = chat(monkeypatch, capfd, model, "--max-new-tokens", "12", lines=lines)
-    asked = [{"role": "user", "content": line} for line in lines]
-    first = theirs(model, asked[:1], limit=12)
-    second = theirs(model, [asked[0], {"role": "assistant", "content": first}, asked[1]], limit=12)
-    assert out == "".join(text + "\n" * (not text.endswith("\n")) for text in (first, second))
-    assert code == 0
-
-
 TOOL_TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"

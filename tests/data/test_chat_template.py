@@ -40,7 +40,7 @@ from rocm_ext.data.rows import Rows, open_dataset, tokenize
 from rocm_ext.data.tokenizer import defused, open_tokenizer
 from rocm_ext.rl.prompts import PromptSet
 from rocm_ext.train.builders import check_tokenizer
-from tests.kit import tiny
+from tests.kit import parity, tiny
 from tests.kit.chats import assistant, labelled_text, user
 from tests.kit.lines import one_line_has
 
@@ -58,6 +58,7 @@ CHATS = {
     "one turn": [user("What is 6 * 7?"), assistant("It is 42.")],
     "system": [BRIEF, user("6*7?"), assistant("42")],
     "several turns": [BRIEF, user("a"), assistant("one"), user("b"), assistant("two\n\nlines")],
+    "the assistant begins": [assistant("Hello."), user("a"), assistant("one"), user("b"), assistant("two")],
     "tool call": [user("Weather?"), assistant("", tool_calls=[CALL])],
     "tool answer": [user("Weather?"), assistant("", tool_calls=[CALL], weight=0),
                     {"role": "tool", "content": '{"temperature": 7}'}, assistant("Cold, 7 °C.")],
@@ -152,8 +153,6 @@ def labelled(folder: Path, labels) -> list[str]:
 
 
 # ---- the same tokens as transformers
-
-
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["", "tools"])
 @pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
 @pytest.mark.parametrize("name", FAMILIES)
@@ -173,8 +172,6 @@ def test_tokens_equal_those_of_transformers(model_folder, name, chat, tools):
 
 
 # ---- what follows an answer in a conversation
-
-
 ANSWERS = {
     "a call": (assistant("", tool_calls=[CALL]), {"role": "tool", "content": '{"temperature": 7}'}),
     "reasoning, then a call": (assistant("<think>\nI look it up.\n</think>\n\n", tool_calls=[CALL]),
@@ -233,26 +230,15 @@ def test_a_tools_text_speaks_for_nobody_else(model_folder, name):
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-@pytest.mark.parametrize("chat", [CHATS["one turn"], CHATS["system"]], ids=["one turn", "system"])
-def test_thinking_of_qwen3_is_an_argument(model_folder, chat, thinking):
-    folder = model_folder("qwen3")
+def test_thinking_of_qwen3_is_an_argument(model_folder, thinking):
+    folder, chat = model_folder("qwen3"), CHATS["system"]
     tokenizer = open_tokenizer(config_for(folder, chat_template_args={"enable_thinking": thinking}))
     tokens, labels = render_conversation(tokenizer, chat)
     assert tokens == theirs(folder, chat, enable_thinking=thinking)
     prompt = render_prompt(tokenizer, chat[:-1])
     assert prompt == theirs(folder, chat[:-1], prompt=True, enable_thinking=thinking)
     empty = "" if not thinking else "<think>\n\n</think>\n\n"
-    assert labelled(folder, labels) == [f"{empty}{chat[-1]['content']}<|im_end|>"]
-
-
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_instruct_2507", "llama3_1"])
-def test_every_turn_is_labelled_where_the_template_keeps_earlier_turns(model_folder, name):
-    """But for a turn that begins the conversation."""
-    folder, end = model_folder(name), "<|eot_id|>" if name.startswith("llama") else "<|im_end|>"
-    for chat in (CHATS["several turns"], [assistant("Hello."), *CHATS["several turns"][1:]]):
-        tokens, labels = render_conversation(open_tokenizer(config_for(folder)), chat)
-        assert tokens == theirs(folder, chat)
-        assert labelled(folder, labels) == [f"one{end}", f"two\n\nlines{end}"]
+    assert labelled(folder, labels) == [f"{empty}42<|im_end|>"]
 
 
 def test_a_template_that_changes_earlier_turns_is_an_error_with_a_cure(model_folder, tmp_path):
@@ -269,28 +255,20 @@ def test_a_template_that_changes_earlier_turns_is_an_error_with_a_cure(model_fol
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1"])
 def test_generation_blocks_of_a_template_mark_the_labels(model_folder, name):
-    folder = model_folder(name)
+    folder, chat = model_folder(name), CHATS["several turns"]
     template = template_of({"llama3_1": "llama3"}.get(name, name) + "_training")
     tokenizer = open_tokenizer(config_for(folder, chat_template=template))
-    chat = CHATS["several turns"]
     tokens, labels = render_conversation(tokenizer, chat)
     hf = theirs_of(folder)
     wanted = hf.apply_chat_template(chat, chat_template=template, return_assistant_tokens_mask=True, return_dict=True)
     assert tokens == list(wanted["input_ids"])
-    ours = [label for label in labels if label != IGNORE]
-    assert len(ours) > 4
-    # what is marked and not labelled is no model's answer: the header's end, and what follows the end of turn
-    marked = zip(tokens, labels, wanted["assistant_masks"], strict=True)
-    newline = hf.encode("\n", add_special_tokens=False)[0]
-    assert all(label == token if label != IGNORE or mask else True for token, label, mask in marked if token != newline)
-    assert all(mask for label, mask in zip(labels, wanted["assistant_masks"], strict=True) if label != IGNORE)
-    for turn in (1, 3):
-        prompt = render_prompt(tokenizer, chat[:turn])
-        if tokens[: len(prompt)] == prompt:
-            assert (labels[len(prompt) - 1], labels[len(prompt)]) == (IGNORE, tokens[len(prompt)])
+    newline = hf.encode("\n", add_special_tokens=False)[0]  # ends the header, and follows the end of a turn
+    for token, label, mask in zip(tokens, labels, wanted["assistant_masks"], strict=True):
+        assert label == token if mask and token != newline else label in (IGNORE, token if mask else IGNORE)
     first, second = render_conversation(tokenizer, [*chat[:2], {**chat[2], "weight": 0}, *chat[3:]])
     assert first == tokens
-    assert 0 < sum(label != IGNORE for label in second) < len(ours)
+    count = sum(label != IGNORE for label in labels)
+    assert 0 < sum(label != IGNORE for label in second) < count > 4
 
 
 ENDS = {  # what ends the assistant's turn in templates of these families
@@ -350,14 +328,6 @@ def test_every_template_teaches_to_stop(model_folder, tmp_path, named):
     assert wrong == {}
     assert not {name for name, _ in refused} & {*OTHERS, "glm4moe", "qwen2_5_training"}
     assert ("gptoss_training", 4) in refused, "its earlier turns end with <|end|>, which ends no answer"
-
-
-def test_todays_date_never_enters_a_prompt(model_folder):
-    folder = model_folder("llama3_2")
-    dated = render_prompt(open_tokenizer(config_for(folder, chat_template_date="2026-01-31")), [user("a")])
-    text = Tokenizer.from_file(str(folder / "tokenizer.json")).decode(dated, skip_special_tokens=False)
-    assert "Today Date: 31 Jan 2026\n" in text
-    assert dated == theirs(folder, [user("a")], prompt=True, date_string="31 Jan 2026")
 
 
 WILD = st.one_of(
@@ -471,8 +441,6 @@ def test_llamas_tokenizer_of_its_own_ids_is_that_of_the_folder(tmp_path):
 
 
 # ---- where the template comes from
-
-
 PLAIN = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -510,6 +478,8 @@ def test_torchtune_renders_without_a_template_or_where_asked_and_says_so(tmp_pat
     folder, rendered = _write_folder(tmp_path, "qwen2_5"), "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     assert prompt_text(folder, chat_template="torchtune") == rendered
     assert "differently from the model's own chat template" in caplog.text
+    open_tokenizer(config_for(folder, chat_template=PLAIN.replace("<|im_end|>", "END")))
+    assert "which is not among the stop tokens" in caplog.text
     (folder / "tokenizer_config.json").unlink()
     assert prompt_text(folder) == rendered
     assert "has no chat template; torchtune" in caplog.text
@@ -555,17 +525,11 @@ def test_damaged_folders(tmp_path, file, content, message):
         open_tokenizer(cfg)
 
 
-def test_a_template_whose_turns_end_otherwise_is_told(model_folder, messages):
-    open_tokenizer(config_for(model_folder("qwen2_5"), chat_template=PLAIN.replace("<|im_end|>", "END")))
-    assert any("which is not among the stop tokens" in text for text in messages)
-
-
 # ---- rows
-
-
 def test_columns_system_and_tools_are_used(model_folder, rows):
     folder, chat = model_folder("qwen2_5"), CHATS["tool call"]
-    text = [*chat[:-1], assistant(None, tool_calls=[{**CALL, "function": {"name": "weather", "arguments": "{}"}}])]
+    call = {**CALL, "function": {"name": "weather", "arguments": '{"city": null}'}}
+    text = [*chat[:-1], assistant(None, tool_calls=[call])]
     source = rows(
         {"messages": chat, "system": "Be brief.", "tools": TOOLS},
         {"messages": text, "tools": json.dumps(TOOLS)},
@@ -573,7 +537,7 @@ def test_columns_system_and_tools_are_used(model_folder, rows):
     )
     dataset = sft_dataset(open_tokenizer(config_for(folder)), source=source, system_prompt="Default.")
     assert dataset[0]["tokens"] == theirs(folder, [BRIEF, *chat], tools=TOOLS)
-    parsed = [*chat[:-1], assistant("", tool_calls=[{"function": {"name": "weather", "arguments": {}}}])]
+    parsed = [*chat[:-1], assistant("", tool_calls=[{"function": {"name": "weather", "arguments": {"city": None}}}])]
     default = {"role": "system", "content": "Default."}
     assert dataset[1]["tokens"] == theirs(folder, [default, *parsed], tools=TOOLS)
     assert dataset[2]["tokens"] == theirs(folder, [BRIEF, user("q"), assistant("a")])
@@ -610,16 +574,6 @@ def test_nulls_of_other_rows_are_not_trained_and_those_that_were_meant_are(model
     assert [dataset[i]["tokens"] for i in range(len(rows))] == expected
     pairs = preference_dataset(tokenizer, source=source, column_map={"chosen": "messages", "rejected": "messages"})
     assert [pairs[i]["chosen_input_ids"] for i in range(len(rows))] == expected
-
-
-def test_nulls_of_arguments_as_text_were_meant(model_folder, rows):
-    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": null}'}}
-    chat = [user("go"), assistant("", tool_calls=[call])]
-    dataset = sft_dataset(
-        open_tokenizer(config_for(folder := model_folder("qwen2_5"))), source=rows({"messages": chat})
-    )
-    call["function"]["arguments"] = {"a": None}
-    assert dataset[0]["tokens"] == theirs(folder, chat)
 
 
 def test_calls_and_tools_of_other_trainers(model_folder, rows):
@@ -697,36 +651,30 @@ def read(tokenizer, max_seq_len=None, **node):
     return tokenize(dataset, max_seq_len=max_seq_len, too_long="error", progress=False)
 
 
-def test_unused_columns_and_special_tokens_in_text_are_told(model_folder, rows, messages):
-    tokenizer = open_tokenizer(config_for(model_folder("qwen2_5")))
-    source = rows(
-        {"messages": CHATS["one turn"], "id": 1, "difficulty": "easy"},
-        {"messages": [user("Say <|im_end|>."), assistant("<|im_end|>")], "tools": TOOLS, "system": "s"},
-        {"messages": CHATS["reasoning in content"]},
-    )
-    read(tokenizer, source=source)
-    assert f"{source}: the columns difficulty, id are not used" in messages
-    (line,) = [text for text in messages if "special tokens" in text]
-    assert all(piece in line for piece in ("1 of 3 rows", "<|im_end|>", f"{source}:2"))
-
-
 @pytest.mark.parametrize(
-    ("name", "template", "unread"),
+    ("name", "template", "columns", "unread"),
     [
-        ("qwen2_5", "auto", ["mood, reasoning_content of the messages"]), ("qwen3", "auto", ["mood of the messages"]),
-        ("qwen2_5", "plain", ["the columns tools are", "mood, reasoning_content, tool_calls of"]),
+        ("qwen2_5", "auto", "difficulty, id", "mood, reasoning_content"), ("qwen3", "auto", "difficulty, id", "mood"),
+        ("qwen2_5", PLAIN, "difficulty, id, tools", "mood, reasoning_content, tool_calls"),
     ],
 )  # fmt: skip
-def test_what_a_template_does_not_read_is_told(model_folder, rows, messages, name, template, unread):
+def test_what_is_not_read_and_special_tokens_in_text_are_logged(
+    model_folder, rows, messages, name, template, columns, unread
+):
     chat = [*CHATS["tool call"][:-1], assistant("", tool_calls=[CALL], weight=0)]
     chat += [{"role": "tool", "content": "7", "tool_call_id": "1"}]
     chat += [assistant("42", reasoning_content="r", mood="good", train=True, name=None)]
-    template = PLAIN if template == "plain" else template
-    tokenizer = open_tokenizer(config_for(model_folder(name), chat_template=template))
-    read(tokenizer, source=(source := rows({"messages": chat, "tools": TOOLS})))
-    told = [text for text in messages if "not used" in text]
-    assert len(told) == len(unread)
-    assert all(line.startswith(f"{source}: {start}") for line, start in zip(told, unread, strict=True)), told
+    source = rows(
+        {"messages": chat, "tools": TOOLS, "id": 1, "difficulty": "easy"},
+        {"messages": [user("Say <|im_end|>."), assistant("<|im_end|>")], "system": "s"},
+        {"messages": CHATS["reasoning in content"]},
+    )
+    read(open_tokenizer(config_for(model_folder(name), chat_template=template)), source=source)
+    first, second = (text for text in messages if "not used" in text)
+    assert f"{source}: the columns {columns} are" in first
+    assert f"{source}: {unread} of the messages" in second
+    assert sum("special tokens" in text for text in messages) == 1
+    assert one_line_has(messages, "1 of 3 rows", "<|im_end|>", f"{source}:2")
 
 
 def test_base_models_need_no_template(tmp_path, rows):
@@ -785,8 +733,6 @@ def test_torchtunes_datasets_get_the_template_too(model_folder, rows):
 
 
 # ---- rows kept for the next start
-
-
 @pytest.fixture
 def kept(model_folder, rows, tmp_path, monkeypatch):
     """Return a function that reads a config's rows as a recipe does, and one that says what makes them."""
@@ -891,10 +837,25 @@ def test_rows_of_code_that_is_not_ours_are_not_kept(kept, rows, tmp_path):
         assert kept.made(node, changes) is None
 
 
-def test_damaged_rows_are_read_anew(kept, rows, messages):
-    node = {**SFT, "source": rows(*SOURCES["conversations"][1])}
-    first = contents(kept.read(node))
-    (folder,) = (kept.folder.parent / "cache/torchtune-rocm/rows").iterdir()
+def test_rows_that_are_damaged_of_another_user_or_do_not_fit_are_read_anew(kept, rows, messages, monkeypatch):
+    def fails(number):
+        def fails(file, *_):
+            raise OSError(number, os.strerror(number), str(file))
+
+        return fails
+
+    node, top = {**SFT, "source": rows(*SOURCES["conversations"][1])}, kept.folder.parent / "cache/torchtune-rocm/rows"
+    with monkeypatch.context() as patch:
+        patch.setattr(rows_kept.np, "save", fails(errno.ENOSPC))
+        first = contents(kept.read(node))
+    assert one_line_has(messages, "not kept", "No space left")
+    assert not any(top.iterdir())
+    assert contents(kept.read(node)) == first
+    with monkeypatch.context() as patch:
+        patch.setattr(rows_kept, "_sum", fails(errno.EACCES))
+        assert contents(kept.read(node)) == first
+    assert any("cannot be read" in line for line in messages)
+    (folder,) = top.iterdir()
     damages = [lambda data: data[:-1] + bytes([data[-1] ^ 1]), lambda data: data[: len(data) // 2], lambda data: b""]
     for file, damage in zip(sorted(folder.iterdir()), cycle(damages), strict=False):
         file.write_bytes(damage(file.read_bytes()))
@@ -903,28 +864,6 @@ def test_damaged_rows_are_read_anew(kept, rows, messages):
         assert f"{folder} is damaged" in messages[0], file
     file.unlink()
     assert contents(kept.read(node)) == first
-    kept.read(node, fresh=False)
-
-
-def test_rows_of_another_user_and_a_full_disk_only_keep_no_rows(kept, rows, messages, monkeypatch):
-    def fails(number):
-        def fails(file, *_):
-            raise OSError(number, os.strerror(number), str(file))
-
-        return fails
-
-    node = {**SFT, "source": rows(*SOURCES["conversations"][1])}
-    with monkeypatch.context() as patch:
-        patch.setattr(rows_kept.np, "save", fails(errno.ENOSPC))
-        first = contents(kept.read(node))
-        assert contents(kept.read(node)) == first
-    assert sum("not kept" in line and "No space left" in line for line in messages) == 2
-    assert not any((kept.folder.parent / "cache/torchtune-rocm/rows").iterdir())
-    kept.read(node)
-    with monkeypatch.context() as patch:
-        patch.setattr(rows_kept, "_sum", fails(errno.EACCES))
-        assert contents(kept.read(node)) == first
-    assert any("cannot be read" in line for line in messages)
     kept.read(node, fresh=False)
 
 
@@ -978,16 +917,9 @@ def test_ranks_that_start_together_read_once_and_what_is_quick_is_not_kept(kept,
 
 
 # ---- a run
-
-
 def finetune(folder: Path, source: str, out: Path, **changes) -> LoRAFinetune:
     cfg = tiny.run_config(folder, Path(source), out, save_adapter_weights_only=False, **changes)
-    cfg["dataset"] = {**SFT, "source": source}
-    recipe = LoRAFinetune(config.load("lora_finetune_rocm", str(tiny.write_yaml(out.with_suffix(".yaml"), cfg))))
-    recipe.setup()
-    recipe.train()
-    recipe.cleanup()
-    return recipe
+    return parity.finetune({**cfg, "dataset": {**SFT, "source": source}})
 
 
 def test_a_template_of_the_runs_own_is_exported_and_part_of_the_run(rows, tmp_path):
@@ -1005,20 +937,15 @@ def test_a_template_of_the_runs_own_is_exported_and_part_of_the_run(rows, tmp_pa
                  resume_from_checkpoint=True)  # fmt: skip
 
 
-def test_the_models_own_template_is_not_written_twice(rows, tmp_path):
-    folder = tiny.write_model(tmp_path / "base")
-    (folder / "chat_template.jinja").write_text(PLAIN)
-    recipe = finetune(folder, rows(*[{"messages": CHATS["one turn"]}] * 4), tmp_path / "run")
-    assert recipe.trainer.rows.tokens[0].tolist() == theirs(folder, CHATS["one turn"], template=PLAIN)
-    assert not (tmp_path / "run" / "adapter" / "chat_template.jinja").exists()
-    assert (tmp_path / "run" / "merged" / "chat_template.jinja").read_text() == PLAIN
-
-
-def test_a_second_run_reads_no_rows(rows, tmp_path, monkeypatch):
+def test_a_second_run_reads_no_rows_and_the_models_own_template_is_written_once(rows, tmp_path, monkeypatch):
     folder, source = tiny.write_model(tmp_path / "base"), rows(*[{"messages": CHATS["several turns"]}] * 4)
+    (folder / "chat_template.jinja").write_text(PLAIN)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(rows_kept, "WORTH", 0)
     first = finetune(folder, source, tmp_path / "first")
+    assert first.rows.tokens[0].tolist() == theirs(folder, CHATS["several turns"], template=PLAIN)
+    assert not (tmp_path / "first" / "adapter" / "chat_template.jinja").exists()
+    assert (tmp_path / "first" / "merged" / "chat_template.jinja").read_text() == PLAIN
     monkeypatch.setattr(lora_finetune_rocm, "tokenize", None)
     second = finetune(folder, source, tmp_path / "second")
     assert contents(second.rows) == contents(first.rows)

@@ -12,11 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torchtune.datasets import PackedDataset
 from torchtune.models.llama3 import Llama3Tokenizer
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
-from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.data import loading, sft_dataset
@@ -25,9 +23,7 @@ from rocm_ext.data.mixture import Mixture
 from rocm_ext.data.render import IGNORE, render_conversation, render_prompt
 from rocm_ext.data.rows import Rows, open_dataset, origin_of, tokenize
 from tests.kit.chats import Foreign, assistant, labelled_text, user
-from tests.kit.lines import one_line_has
-
-TEXT = ["Natalia sold clips to 48 of her friends.", "user system assistant tool_response\n", "7 * 6 = 42"]
+from tests.kit.tiny import write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +32,9 @@ def qwen(tmp_path_factory):
 
 
 def make_qwen(folder, **kwargs):
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = list(QWEN2_5_SPECIAL_TOKENS)
-    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
-    bpe.train_from_iterator(TEXT, trainer)
-    bpe.model.save(str(folder))
-    bpe.add_special_tokens(special)
-    bpe.save(str(folder / "tokenizer.json"))
-    paths = [str(folder / file) for file in ("vocab.json", "merges.txt", "tokenizer.json")]
-    return qwen2_5_tokenizer(*paths, **kwargs)
+    write_tokenizer(folder)
+    files = ("vocab.json", "merges.txt", "tokenizer.json")
+    return qwen2_5_tokenizer(*(str(folder / file) for file in files), **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +61,6 @@ def decode(tokenizer, tokens):
 
 
 # ---- rendering
-
-
 def test_prompts_are_the_text_that_the_models_were_trained_on(qwen, llama):
     system = {"role": "system", "content": "Be brief."}
     assert qwen.decode(render_prompt(qwen, [system, user("6*7?")])) == (
@@ -90,10 +76,14 @@ def test_prompts_are_the_text_that_the_models_were_trained_on(qwen, llama):
 
 
 def test_every_assistant_turn_is_labelled_with_its_end_and_without_its_header(tokenizer):
-    chat = [user("a"), assistant("one"), assistant("bad", weight=0), user("b"), assistant("two"), user("left out")]
-    tokens, labels = render_conversation(tokenizer, chat)
-    end = "<|im_end|>" if tokenizer.special_tokens.get("<|im_end|>") else "<|eot_id|>"
-    assert labelled(tokenizer, labels) == ["one" + end, "two" + end]
+    call = "<tool_call>\n{}\n</tool_call>"
+    chat = [user("a"), assistant(call), assistant("bad", weight=0), {"role": "tool", "content": "42"}]
+    tokens, labels = render_conversation(tokenizer, [*chat, assistant("two"), user("left out")])
+    qwen = "<|im_end|>" in tokenizer.special_tokens
+    assert ("<tool_response>\n42\n</tool_response>" in decode(tokenizer, tokens)) == qwen
+    end = "<|im_end|>" if qwen else "<|eot_id|>"
+    assert labelled(tokenizer, labels) == [call + end, "two" + end]
+    assert (tokenizer.special_tokens.get("<tool_call>") in labels) == qwen
     assert all(label in (IGNORE, token) for label, token in zip(labels, tokens, strict=True))
     assert "left out" not in decode(tokenizer, tokens)
 
@@ -106,15 +96,6 @@ def test_flags_of_other_trainers_are_weights(qwen, rows, flag, off):
     assert labelled(qwen, item["labels"]) == ["good<|im_end|>"]
     plain = [{key: value for key, value in message.items() if key != flag} for message in chat]
     assert item["tokens"] == render_conversation(qwen, plain)[0], "the template does not see it"
-
-
-def test_tool_replies_are_rendered_and_masked(qwen):
-    call = "<tool_call>\n{}\n</tool_call>"
-    chat = [user("a"), assistant(call), {"role": "tool", "content": "42"}, assistant("b")]
-    tokens, labels = render_conversation(qwen, chat)
-    assert "<tool_response>\n42\n</tool_response>" in qwen.decode(tokens)
-    assert qwen.special_tokens["<tool_call>"] in labels
-    assert labelled(qwen, labels) == [call + "<|im_end|>", "b<|im_end|>"]
 
 
 def test_max_seq_len_of_the_tokenizer_is_left_to_the_policy(qwen, tmp_path):
@@ -168,8 +149,6 @@ def test_a_row_starts_with_its_generation_prompt(tokenizer, chat, answer):
 
 
 # ---- schemas
-
-
 QA = [user("q"), assistant("a")]
 SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 SYSTEM = {"role": "system", "content": "s"}
@@ -194,25 +173,19 @@ DIALECTS = {
 
 @pytest.mark.parametrize("schema", ROWS)
 def test_schemas_agree(qwen, rows, schema):
-    """Rows of all of them may be in one file."""
+    """Rows of all of them may be in one file; a text is all trained and ended."""
     tokens, labels = render_conversation(qwen, QA)
     (item,) = sft_dataset(qwen, source=rows(ROWS[schema]), schema=schema).items([0])
     assert item == {"tokens": tokens, "labels": labels}
-    mixed = sft_dataset(qwen, source=rows({"text": "plain"}, *ROWS.values()))
-    assert [mixed[i]["tokens"] for i in range(1, 5)] == [tokens] * 4
+    text, *others = sft_dataset(qwen, source=rows({"text": "plain"}, *ROWS.values())).items(range(5))
+    assert [other["tokens"] for other in others] == [tokens] * 4
+    assert text["tokens"] == text["labels"] == [*qwen.encode("plain", add_bos=False, add_eos=False), qwen.eos_id]
 
 
 @pytest.mark.parametrize(("row", "chat"), DIALECTS.values(), ids=DIALECTS)
 def test_dialects_of_other_trainers(qwen, rows, row, chat):
     tokens, labels = render_conversation(qwen, chat)
     assert sft_dataset(qwen, source=rows(row))[0] == {"tokens": tokens, "labels": labels}
-
-
-def test_text_is_all_trained_and_ended(tokenizer, rows):
-    item = sft_dataset(tokenizer, source=rows({"text": "plain"}))[0]
-    assert item["tokens"] == item["labels"]
-    assert item["tokens"][-1] == tokenizer.eos_id
-    assert "plain" in decode(tokenizer, item["tokens"])
 
 
 def test_arguments_of_the_dataset(qwen, rows):
@@ -298,8 +271,6 @@ def test_bad_arguments(qwen, rows, arguments, says):
 
 
 # ---- files
-
-
 def write(path, content):
     """Write bytes or text, compressed where the name says so."""
     content = content if isinstance(content, bytes) else content.encode()
@@ -331,6 +302,20 @@ FORMS = [
 ]  # fmt: skip
 
 
+def test_splits_globs_and_folders(qwen, rows, tmp_path, hf_cache, monkeypatch):
+    """Splits of folders are those of datasets."""
+    rows(*[{"messages": QA}] * 8, name="a.jsonl")
+    rows(*[{"text": "x"}] * 2, name="b.jsonl")
+    assert len(sft_dataset(qwen, source=str(tmp_path / "*.jsonl"))) == 10
+    found = sft_dataset(qwen, source=str(tmp_path / "*.jsonl"), split="train[70%:]")
+    assert [found.origin(i).rsplit("/")[-1] for i in range(3)] == ["a.jsonl:8", "b.jsonl:1", "b.jsonl:2"]
+    rows(*[{"messages": QA}] * 2, name="folder/train.jsonl")
+    rows({"messages": QA}, name="folder/test.jsonl")
+    assert len(sft_dataset(qwen, source=str(tmp_path / "folder"), split="test")) == 1
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert len(sft_dataset(qwen, source="~/folder")) == 2
+
+
 @pytest.mark.parametrize(("name", "text", "where"), FORMS)
 def test_forms_of_files(qwen, tmp_path, hf_cache, name, text, where):
     found = sft_dataset(qwen, source=(source := write(tmp_path / name, text)))
@@ -338,20 +323,6 @@ def test_forms_of_files(qwen, tmp_path, hf_cache, name, text, where):
     assert found.origin(1) == f"{source}{where}"
     one = write(tmp_path / "one.json", json.dumps(PAIR, indent=1))
     assert answers(qwen, sft_dataset(qwen, source=one)) == ["a"], "one object over several lines is a row"
-
-
-def test_parquet(qwen, tmp_path, hf_cache):
-    datasets.Dataset.from_list([PAIR, {**PAIR, "completion": "b"}]).to_parquet(source := str(tmp_path / "a.parquet"))
-    found = sft_dataset(qwen, source=source)
-    assert (answers(qwen, found), found.origin(1)) == (["a", "b"], f"{source}[train] row 1")
-
-
-def test_splits_and_globs(qwen, rows, tmp_path):
-    rows(*[{"messages": QA}] * 8, name="a.jsonl")
-    rows(*[{"text": "x"}] * 2, name="b.jsonl")
-    assert len(sft_dataset(qwen, source=str(tmp_path / "*.jsonl"))) == 10
-    found = sft_dataset(qwen, source=str(tmp_path / "*.jsonl"), split="train[70%:]")
-    assert [found.origin(i).rsplit("/")[-1] for i in range(3)] == ["a.jsonl:8", "b.jsonl:1", "b.jsonl:2"]
 
 
 @pytest.mark.parametrize(
@@ -444,14 +415,6 @@ def test_folders_of_save_to_disk(qwen, tmp_path, split, expected):
         assert answers(qwen, sft_dataset(qwen, source=str(tmp_path / name), split=split)) == [*expected]
 
 
-def test_folder_splits_are_those_of_datasets(qwen, rows, tmp_path, hf_cache, monkeypatch):
-    rows(*[{"messages": QA}] * 2, name="folder/train.jsonl")
-    rows({"messages": QA}, name="folder/test.jsonl")
-    assert len(sft_dataset(qwen, source=str(tmp_path / "folder"), split="test")) == 1
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert len(sft_dataset(qwen, source="~/folder")) == 2
-
-
 def test_hub(qwen, monkeypatch):
     calls = []
 
@@ -470,8 +433,6 @@ def test_hub(qwen, monkeypatch):
 
 
 # ---- tokenize
-
-
 def item(length, masked=1):
     tokens = list(range(1, length + 1))
     return {"tokens": tokens, "labels": [IGNORE] * min(masked, length) + tokens[masked:]}
@@ -512,25 +473,6 @@ def test_counts_add_up(sizes, limit, policy):
     }
 
 
-def test_too_long_error_names_the_row(qwen, rows):
-    found = sft_dataset(qwen, source=rows({"messages": QA}, {"prompt": "q" * 50, "completion": "a"}))
-    with pytest.raises(UserError, match=r"rows.jsonl:2: \d+ tokens, but max_seq_len is 40"):
-        read(found, 40, "error")
-    assert len(read(found, 400, "error")) == 2
-
-
-@pytest.mark.parametrize(
-    ("limit", "positions", "named"),
-    [(5, 8, "2 over max_seq_len 5 were"), (8, 5, "2 over the model's window of 5 tokens")],
-)
-def test_zero_rows_left_says_why(limit, positions, named):
-    rows = Foreign(item(9), item(9), item(4, masked=4))
-    for limits in ((limit, positions), (limit, None) if limit < positions else (None, positions)):
-        with pytest.raises(UserError) as error:
-            tokenize(rows, max_seq_len=limits[0], positions=limits[1], too_long="drop", progress=False)
-        assert one_line_has(str(error.value), "0 of 3 rows", named, "1 had nothing")
-
-
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
@@ -546,26 +488,15 @@ def test_bad_items_are_named_once(bad, says):
     assert str(error.value).count("Foreign row 1") == 1
 
 
-def test_streams_are_refused():
-    with pytest.raises(UserError, match="map-style"):
-        read(iter([item(3)]))
-
-
-def test_packs_lose_their_padding_and_nothing_else():
-    source = Foreign(item(4), item(3), item(5), item(2))
-    rows = read(PackedDataset(source, max_seq_len=10, padding_idx=3))
-    assert rows.lengths == [(4, 3), (5, 2)]
-    for name, found in (("tokens", rows.tokens), ("labels", rows.labels)):
-        assert [row.tolist() for row in found] == [source[i][name] + source[i + 1][name] for i in (0, 2)]
-    split = read(PackedDataset(Foreign(item(4), item(4), item(4)), max_seq_len=6, split_across_pack=True))
-    assert split.lengths == [(4, 2), (2, 4)]
-    assert [len(row) for row in split.tokens] == [6, 6]
-
-
-@pytest.mark.parametrize(("limit", "lengths"), [(8, (4, 3, 1)), (5, (4, 1)), (4, (4,)), (3, (3,))])
-def test_packs_are_cut_within_and_between_sequences(limit, lengths):
-    rows = read(PackedDataset(Foreign(item(4), item(3), item(2)), max_seq_len=10), limit)
-    assert (rows.lengths, rows.counts["truncated"]) == ([lengths], 1)
+@pytest.mark.parametrize(("limit", "lengths"), [(None, (4, 3, 2)), (8, (4, 3, 1)), (5, (4, 1)), (4, (4,)), (3, (3,))])
+def test_packs_lose_their_padding_and_are_cut_within_and_between_sequences(limit, lengths):
+    source = Foreign(item(4), item(3), item(2))
+    rows = read(PackedDataset(source, max_seq_len=10, padding_idx=3), limit)
+    assert (rows.lengths, rows.counts["truncated"]) == ([lengths], int(limit is not None))
+    for name, (found,) in (("tokens", rows.tokens), ("labels", rows.labels)):
+        assert found.tolist() == [each for i in range(3) for each in source[i][name]][:limit]
+    split = read(PackedDataset(source, max_seq_len=6, split_across_pack=True), limit and limit + 9)
+    assert split.lengths == [(4, 2), (1, 2)]
 
 
 def test_fingerprint_sees_everything():
@@ -580,8 +511,6 @@ def test_fingerprint_sees_everything():
 
 
 # ---- open_dataset
-
-
 def node(**kwargs):
     return OmegaConf.create({"_component_": "rocm_ext.data.sft_dataset", **kwargs})
 
@@ -649,3 +578,5 @@ def test_bad_components(qwen, cfg, says):
     with pytest.raises(UserError, match=says) as error:
         open_dataset(cfg, qwen, "truncate")
     assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="map-style"):
+        read(iter([item(3)]))

@@ -105,12 +105,13 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_is_rendered_as_a_row_of_sft_would_be(read, open_one, messages, form):
-    rows = read(FORMS[form])
+    rows = read({**FORMS[form], "weight": 3}, {**FORMS[form], "weight": 0})
     assert sides(rows) == [render_conversation(open_one(), said(text)) for text in (GOOD, BAD)]
+    assert set(rows.columns["weight"][0].tolist()) == {3.0}
     column = rows.columns["side"][0].tolist()
     assert column == [1] * rows.lengths[0][0] + [-1] * rows.lengths[0][1]
     dropped = ("dropped_too_long", "dropped_equal", "dropped_empty", "dropped_equal_when_cut")
-    assert rows.counts == {"rows": 1, "truncated": 0, **dict.fromkeys(dropped, 0)}
+    assert rows.counts == {"rows": 2, "truncated": 0, **dict.fromkeys(dropped, 0), "dropped_weight_0": 1}
     assert not [text for text in messages if "not used" in text and "prompt_id" not in text]
 
 
@@ -128,7 +129,9 @@ SINGLE = {
 @pytest.mark.parametrize("form", SINGLE)
 def test_every_form_of_single_answers_is_rendered_as_a_row_of_sft_would_be(read, open_one, messages, form):
     row, key = SINGLE[form], "kto_tag" if "kto_tag" in SINGLE[form] else "label"
-    rows = read(row, {**row, key: False})
+    rows = read({**row, "weight": 3}, {**row, key: False}, {**row, "weight": 0})
+    assert [set(column.tolist()) for column in rows.columns["weight"]] == [{3.0}, {1.0}]
+    assert rows.counts["dropped_weight_0"] == 1
     for i, side in enumerate((1, -1)):
         assert (rows.tokens[i].tolist(), rows.labels[i].tolist()) == render_conversation(open_one(), said(GOOD))
         assert rows.columns["side"][i].tolist() == [side] * len(rows.tokens[i])
@@ -144,17 +147,10 @@ def test_single_answers_are_told_from_what_comes_before(read, open_one, messages
     rows = read({"prompt": BEFORE, "reply": GOOD, "thumb": False}, column_map=columns)
     assert labelled_text(rows.labels[0].tolist(), open_one().decode) == [f"{GOOD}<|im_end|>"]
     assert any("dataset: none of 1 answers is good; add some" in text for text in messages)
-    assert counted(read({**SINGLE["texts (TRL)"], "completion": ""}, SINGLE["texts (TRL)"])) == {
-        "rows": 2, "dropped_without_labels": 1, "good": 1,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("row", [PAIR, {"prompt": "a", "completion": "b", "label": True}])
-def test_weights(read, row, messages):
-    rows = read({**row, "weight": 3}, row, {**row, "weight": 0})
-    assert [set(column.tolist()) for column in rows.columns["weight"]] == [{3.0}, {1.0}]
-    assert rows.counts["dropped_weight_0"] == 1
-    assert not [text for text in messages if "weight" in text and "not used" in text]
+    good = SINGLE["texts (TRL)"]
+    assert counted(read({**good, "completion": ""}, good)) == {"rows": 2, "dropped_without_labels": 1, "good": 1}
+    with pytest.raises(UserError, match="all 8 answers have one prompt, and answers of one prompt stay together"):
+        read(*({**good, "completion": f"It is {i}."} for i in range(8))).split(0.25, 0)
 
 
 def test_mismatched_answers_are_to_other_prompts(read):
@@ -226,8 +222,6 @@ def test_torchtunes_components_get_the_models_template(open_one, tmp_path, compo
 
 
 # ---- what is left out
-
-
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -340,8 +334,6 @@ def test_a_pair_stays_in_one_micro_batch(read, packed):
 
 
 # ---- validation
-
-
 def prompts_of(rows):
     """Return the prompt of each pair: the tokens before its first label."""
     chosen = [sides(rows, i)[0] for i in range(len(rows))]
@@ -360,6 +352,9 @@ def test_pairs_of_one_prompt_stay_on_one_side(read, fraction, expected):
     again = rows.split(fraction, 0)
     assert [part.fingerprint() for part in again] == [training.fingerprint(), validation.fingerprint()]
     assert rows.split(fraction, 1)[1].fingerprint() != validation.fingerprint(), "the seed draws the prompts"
+    alike = read(*({"prompt": "1+1?", "chosen": f"It is {i}.", "rejected": "No."} for i in range(8)))
+    with pytest.raises(UserError, match=r"validation_fraction 0\.\d+: all 8 pairs have one prompt, .* set dataset_val"):
+        alike.split(fraction, 0)
 
 
 def test_pairs_of_different_prompts_split_as_rows_of_sft_do(read):
@@ -380,12 +375,3 @@ def test_equal_rows_stay_on_one_side():
         assert len(training | validation) == 3
     with pytest.raises(UserError, match="all 2 rows are equal"):
         rows_of([[1, 2], [1, 2]]).split(0.5, 0)
-
-
-def test_pairs_of_a_single_prompt_cannot_be_split(read):
-    answers = read(*({"prompt": "1+1?", "completion": f"It is {i}.", "label": i % 2} for i in range(8)))
-    with pytest.raises(UserError, match=r"all 8 answers have one prompt, and answers of one prompt stay together"):
-        answers.split(0.25, 0)
-    rows = read(*({"prompt": "1+1?", "chosen": f"It is {i}.", "rejected": "No."} for i in range(8)))
-    with pytest.raises(UserError, match=r"validation_fraction 0\.25: all 8 pairs have one prompt, .* set dataset_val"):
-        rows.split(0.25, 0)

@@ -21,8 +21,6 @@ def asks(text):
 
 
 # ---- rows
-
-
 def test_a_row_becomes_a_prompt_with_its_columns_origin_and_id(rows):
     first = {"prompt": "2 + 2?", "answer": 4, "level": None, "topic": "sums", "id": 7}
     source = rows(first, {"prompt": "a", "task_id": "HumanEval/0"}, {"prompt": "b", "task_id": 1, "id": "one"})
@@ -94,8 +92,6 @@ def test_equal_rows_are_kept_once_and_counted(rows, messages):
 
 
 # ---- formats
-
-
 def test_gsm8k(rows):
     answer = "48/2 = <<48/2=24>>24 clips.\n#### 1,024"
     expected = {"prompt": "How many?", "answer": "1,024", "solution": answer}
@@ -151,7 +147,6 @@ def test_the_real_gsm8k_and_mbpp():
 
 
 # ---- errors
-
 BAD_ROWS = [
     ({"prompt": None, "a": 1}, "the columns .* have neither prompt nor messages"), ({"prompt": " \n"}, "is empty"),
     ({"prompt": 3}, "prompt must be text, found int"), ({"prompt": [user("a")]}, "a conversation goes in messages"),
@@ -216,8 +211,6 @@ def test_rows_that_contradict_each_other_are_both_named(rows, more, says):
 
 
 # ---- overlap
-
-
 def prompts_of(*conversations):
     chats = [asks(c) if isinstance(c, str) else tuple(c) for c in conversations]
     return [Prompt(str(i), chat, {}, f"row {i}") for i, chat in enumerate(chats)]
@@ -242,8 +235,6 @@ def test_equal_last_turns_of_different_conversations_do_not_overlap():
 
 
 # ---- wild input
-
-
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),

@@ -16,11 +16,14 @@ from rocm_ext.recipes.dpo_rocm import DPO
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from transformers import AutoModelForCausalLM
 
-from rocm_ext import cli, config
+from rocm_ext import cli
 from rocm_ext.runs.intervals import paired_ratio
+from tests.kit.grpo_runs import lines
+from tests.kit.parity import finetune, prepare
+from tests.kit.run_folders import write_jsonl
 from tests.kit.tiny import TEXT, metrics, run_config, write_model, write_rows, write_yaml
 
-RECIPES = {"lora_finetune_rocm": LoRAFinetune, "dpo_rocm": DPO}
+FAST = {"_component_": "torch.optim.AdamW", "lr": 1e-2}
 
 
 def evaluate(capsys, *arguments) -> dict:
@@ -30,36 +33,25 @@ def evaluate(capsys, *arguments) -> dict:
     return json.loads(out.out)
 
 
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def write_pairs(path: Path) -> None:
-    rows = []
-    for i in range(20):
-        words = " ".join(TEXT[i % 3].split()[: 4 + i * 7 % 13])
-        chosen, rejected = f"It is {i * 37 % 101}." + " So it is." * (i % 3), f"She sold {i * 53 % 89} clips."
-        rows.append({"prompt": f"{words} {i}?", "chosen": chosen, "rejected": rejected})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-@pytest.fixture(scope="module", params=RECIPES)
+@pytest.fixture(scope="module", params=[LoRAFinetune, DPO])
 def run(request, tmp_path_factory) -> Path:
     """A run of SFT or DPO that has validated before its end."""
     top = tmp_path_factory.mktemp("eval")
-    model, out = write_model(top / "base", initializer_range=0.1), top / "out"
-    cfg = run_config(model, write_rows(top / "rows.jsonl", 24), out, recipe=request.param, validation_fraction=0.3)
-    if request.param == "dpo_rocm":
-        write_pairs(top / "rows.jsonl")
-        cfg["dataset"] = {"_component_": "rocm_ext.data.preference_dataset", "source": str(top / "rows.jsonl")}
-    cfg["optimizer"]["lr"] = 1e-2
-    recipe = RECIPES[request.param](config.load(request.param, str(write_yaml(top / "run.yaml", cfg))))
-    recipe.setup()
-    before = recipe.trainer.validate()
+    rows = write_rows(top / "rows.jsonl", 24)
+    cfg = run_config(write_model(top / "base", initializer_range=0.1), rows, top / "out", validation_fraction=0.3)
+    cfg["optimizer"] = FAST
+    if request.param is DPO:
+        pairs = []
+        for i in range(20):
+            words = " ".join(TEXT[i % 3].split()[: 4 + i * 7 % 13])
+            chosen, rejected = f"It is {i * 37 % 101}." + " So it is." * (i % 3), f"She sold {i * 53 % 89} clips."
+            pairs.append({"prompt": f"{words} {i}?", "chosen": chosen, "rejected": rejected})
+        cfg["dataset"] = {"_component_": "rocm_ext.data.preference_dataset", "source": str(write_jsonl(rows, pairs))}
+    recipe = prepare(cfg, request.param)
+    (top / "before").write_text(str(recipe.trainer.validate()))
     recipe.train()
     recipe.cleanup()
-    (top / "before").write_text(str(before))
-    return out
+    return top / "out"
 
 
 @pytest.mark.wide(always=1)
@@ -95,16 +87,12 @@ def test_the_loss_is_the_recipes_own(run, tmp_path, capsys):
 @pytest.mark.wide
 def test_single_answers_are_measured_as_validations_are(tmp_path, capsys):
     """The perplexity is that of the good answers."""
-    cfg = run_config(write_model(tmp_path / "base"), tmp_path / "rows.jsonl", tmp_path / "out", recipe="dpo_rocm",
-                     loss={"_component_": "rocm_ext.losses.UnpairedPreference"}, validation_fraction=0.3)  # fmt: skip
     rows = [{"prompt": f"{i}?", "completion": f"It is {i * 37}.", "label": i % 3 == 0} for i in range(24)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cfg["dataset"] = {"_component_": "rocm_ext.data.preference_dataset", "source": str(tmp_path / "rows.jsonl")}
-    cfg["optimizer"]["lr"] = 1e-2
-    recipe = DPO(config.load("dpo_rocm", str(write_yaml(tmp_path / "run.yaml", cfg))))
-    recipe.setup()
-    recipe.train()
-    recipe.cleanup()
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    cfg = run_config(write_model(tmp_path / "base"), path, tmp_path / "out", optimizer=FAST)
+    cfg |= {"loss": {"_component_": "rocm_ext.losses.UnpairedPreference"}, "validation_fraction": 0.3}
+    cfg["dataset"] = {"_component_": "rocm_ext.data.preference_dataset", "source": str(path)}
+    finetune(cfg, DPO)
     said = evaluate(capsys, tmp_path / "out", "--base", "--output", tmp_path / "kept")
     for name in ("loss", "accuracy", "margin", "baseline", "kl"):
         assert said[name] == pytest.approx(metrics(tmp_path / "out", f"val_{name}")[-1], rel=1e-5), name
@@ -249,13 +237,14 @@ def write_random_adapter(model: Path, folder: Path) -> None:
 
 def right_rows(model: Path, rows: Path, folder: Path, capsys) -> Path:
     """Return rows whose answers are the last numbers that the model says greedily."""
-    out, path = folder / "said", folder / "right.jsonl"
+    out = folder / "said"
     arguments = ["--config", model, "--data", rows, "--verifier", "MathAnswer", "--output", out, "hardware=cpu"]
     evaluate(capsys, *arguments, "max_new_tokens=32", "verify_workers=1")
-    said = [{"prompt": each["prompt"], "answer": re.findall(r"\d+", each["text"])[-1]}
-            for each in lines(out / "answers.jsonl")]  # fmt: skip
-    path.write_text("".join(json.dumps(each) + "\n" for each in said))
-    return path
+    said = lines(out / "answers.jsonl")
+    return write_jsonl(
+        folder / "right.jsonl",
+        [{"prompt": each["prompt"], "answer": re.findall(r"\d+", each["text"])[-1]} for each in said],
+    )
 
 
 @pytest.mark.parametrize(("arguments", "said"), [

@@ -158,12 +158,14 @@ def check_two_ranks(base: Path, rows: Path, top: Path, lora: dict | None = None,
 # ---- transformers and PEFT
 
 
-def their_model(folder: Path, adapter: Path | None = None, trainable: bool = False) -> nn.Module:
-    """Open a model in transformers, and an adapter in PEFT; neither may warn."""
+def their_model(
+    folder: Path, adapter: Path | None = None, trainable: bool = False, auto: Any = AutoModelForCausalLM
+) -> nn.Module:
+    """Open a model in transformers, by the class ``auto``, and an adapter in PEFT; neither may warn."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # PEFT warns about weights it did not use
         warnings.filterwarnings("ignore", "Unsupported layer type .*Experts")  # PEFT 0.18 says so of each it adapts
-        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        theirs = auto.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
         if adapter is not None:
             theirs = peft.PeftModel.from_pretrained(theirs, adapter, is_trainable=trainable)
     return theirs.eval()
@@ -181,9 +183,9 @@ def transformers_own() -> Iterator[None]:
         yield
 
 
-def their_logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
+def their_logits(folder: Path, adapter: Path | None = None, auto: Any = AutoModelForCausalLM) -> torch.Tensor:
     with transformers_own():
-        return their_model(folder, adapter)(TOKENS).logits
+        return their_model(folder, adapter, auto=auto)(TOKENS).logits
 
 
 def their_training(theirs: nn.Module, rows: Rows, ratio: float | None = None) -> dict[str, torch.Tensor]:

@@ -6,12 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from omegaconf import OmegaConf
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
+from torch import nn
 
 from rocm_ext import config
 from rocm_ext.cli import main
+from rocm_ext.model.build import build_model
+from rocm_ext.model.sampler import sampler_of
 from rocm_ext.plan.costs import CostCounter
+from rocm_ext.plan.planner import SamplingPlanner
+from rocm_ext.plan.speeds import Figures
+from rocm_ext.plan.workload import Questions
+from rocm_ext.sampling import Sampling
+from rocm_ext.sampling.local import LocalSession
 from tests.kit.families import folder_config
+from tests.kit.samples import Words, ask, prompts
 from tests.kit.tiny import write_yaml
 
 as_configured = pytest.mark.usefixtures("as_configured")
@@ -46,3 +57,22 @@ def planned_and_measured(base: Path, out: Path, lora: dict | None = None, **chan
     changes = {"max_steps_per_epoch": 2, "startup_checks": False, "tokenizer": {"max_seq_len": 256}, **changes}
     peak, recipe = measured_peak(write_yaml(out.with_suffix(".yaml"), folder_config(base, rows, out, lora, **changes)))
     return recipe.learner.planned_peak, peak
+
+
+def planned_and_measured_sampling(node: dict, decoder: nn.Module, slots: int, prompt: int) -> tuple[int, int]:
+    """Return the peaks that sampling in ``slots`` slots plans and has: 40 tokens to each prompt of ``prompt`` tokens.
+
+    ``node`` is the config's ``model``, of which ``decoder`` was made.
+    """
+    tally = CostCounter()
+    tally.ignore([*decoder.parameters(), *decoder.buffers()])
+    with tally, sampler_of(decoder) as made:
+        session = LocalSession(made, Words([]), lambda: 2**40, slots, graphs=False)
+        list(session.generate(ask(prompts(*[prompt] * slots)), Sampling(40)))
+    engine = {"_component_": "rocm_ext.sampling.LocalEngine", "slots": slots}
+    cfg = OmegaConf.merge(config.defaults("raft_rocm"), {"max_new_tokens": 40, "engine": engine})
+    empty = build_model(OmegaConf.create(node), next(decoder.parameters()).dtype, 0, torch.device("meta"))
+    asked = Questions(slots, 0, prompt, prompt, 40, "test")
+    figures = Figures("", True, {"fp32": 1e12, "bf16": 1e12}, 1e10)
+    planner = SamplingPlanner(cfg, empty, torch.device("cpu"), asked, ranks=1, figures=figures)
+    return planner.plan(2**40).peak, tally.peak

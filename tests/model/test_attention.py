@@ -49,26 +49,18 @@ def step(decoder, kernel: str):
     return logits, [p.grad for p in decoder.parameters() if p.grad is not None], names
 
 
-@pytest.mark.parametrize("kernel", ["flash", "math", "eager"])
-def test_a_native_model_computes_the_same_with_every_kernel(kernel):
-    expected, gradients, _ = step(decoder_pair("qwen2")[1], "auto")
-    found, theirs, names = step(decoder_pair("qwen2")[1], kernel)
-    assert names == {KERNELS[kernel]}
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    largest = max(float(gradient.abs().max()) for gradient in gradients)
-    torch.testing.assert_close(theirs, gradients, rtol=1e-4, atol=1e-6 * largest)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     top = tmp_path_factory.mktemp("models")
     return {name: write_theirs(top / name, name) for name in ("olmo 2", "gemma 2")}
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["native", "transformers"])
 @pytest.mark.parametrize("kernel", ["flash", "math", "eager"])
-def test_a_model_of_transformers_computes_the_same_with_every_kernel(folders, kernel):
-    expected, gradients, _ = step(our_model(folders["olmo 2"]), "auto")
-    found, theirs, names = step(our_model(folders["olmo 2"]), kernel)
+def test_a_model_computes_the_same_with_every_kernel(folders, kernel, own):
+    ours, same = (decoder_pair("qwen2")[1] if own else our_model(folders["olmo 2"]) for _ in range(2))
+    expected, gradients, _ = step(ours, "auto")
+    found, theirs, names = step(same, kernel)
     assert names == {KERNELS[kernel]}
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     largest = max(float(gradient.abs().max()) for gradient in gradients)

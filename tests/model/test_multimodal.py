@@ -2,11 +2,10 @@
 
 import json
 import shutil
-import warnings
 from datetime import date
+from functools import partial
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,15 +14,18 @@ from transformers import AutoModelForMultimodalLM, AutoTokenizer
 from rocm_ext.base.errors import UserError
 from rocm_ext.data.messages import Turn
 from rocm_ext.data.template import read_template
+from tests.kit import parity
 from tests.kit.families import folder_config, on_demand
 from tests.kit.grpo_runs import check_grpo_and_dpo
 from tests.kit.lines import one_line_has
 from tests.kit.multimodal_models import MODELS, write_multimodal
-from tests.kit.parity import TOKENS, check_exports, finetune, our_model, pack, random_sequences, ten_steps
+from tests.kit.parity import TOKENS, our_model, pack, random_sequences
 from tests.kit.plans import planned_and_measured
 
 pytestmark = pytest.mark.usefixtures("any_torchao")
 FAST = ("gemma 3", "mistral 3", "qwen3.5")
+whole_model = partial(parity.their_model, auto=AutoModelForMultimodalLM)
+whole_logits = partial(parity.their_logits, auto=AutoModelForMultimodalLM)
 
 
 def some(*fast: str):
@@ -34,24 +36,6 @@ def some(*fast: str):
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
     return on_demand(tmp_path_factory.mktemp("multimodal"), write_multimodal, sharded="gemma 3")
-
-
-def whole_model(folder: Path, adapter: Path | None = None, trainable: bool = False):
-    """Open the whole model in transformers, and an adapter in PEFT; neither may warn."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # PEFT warns about weights it did not use
-        theirs, found = AutoModelForMultimodalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
-        )
-        assert not any(found.values()), found
-        if adapter is not None:
-            theirs = peft.PeftModel.from_pretrained(theirs, adapter, is_trainable=trainable)
-    return theirs.eval()
-
-
-@torch.no_grad()
-def whole_logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
-    return whole_model(folder, adapter)(TOKENS).logits
 
 
 # ---- the same function
@@ -74,23 +58,19 @@ def test_logits_equal_the_whole_models(folder_of, name):
     torch.testing.assert_close(found, alone, rtol=1e-5, atol=2e-5)
 
 
-@torch.no_grad()
-def test_tokens_of_text_have_type_zero(folder_of):
-    """Gemma 3's mask for images changes nothing where token_type_ids says that all is text."""
-    theirs = whole_model(folder_of("gemma 3"))
-    expected = theirs(TOKENS, token_type_ids=torch.zeros_like(TOKENS)).logits
-    torch.testing.assert_close(our_model(folder_of("gemma 3")).eval()(TOKENS), expected, rtol=1e-5, atol=1e-5)
-
-
 def test_only_the_text_part_is_in_memory(folder_of, caplog):
+    """Gemma 3's mask for images changes nothing where token_type_ids says that all is text."""
     with caplog.at_level("INFO", "rocm_ext"):
-        ours = our_model(folder_of("gemma 3"))
+        ours = our_model(folder_of("gemma 3")).eval()
     assert one_line_has(caplog.text, "Gemma3ForConditionalGeneration", "text alone", "model.vision_tower")
     names = {name for name, _ in (*ours.named_parameters(), *ours.named_buffers()) if "lora_" not in name}
     assert all(name.startswith(("model.language_model.", "lm_head.")) for name in names)
     whole = whole_model(folder_of("gemma 3"))
     expected = sum(p.numel() for p in whole.model.language_model.parameters())
     assert sum(p.numel() for n, p in ours.named_parameters() if "lora_" not in n) == expected
+    with torch.no_grad():
+        logits = whole(TOKENS, token_type_ids=torch.zeros_like(TOKENS)).logits
+        torch.testing.assert_close(ours(TOKENS), logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "gemma 4"])
@@ -112,7 +92,7 @@ def test_tensors_that_transformers_leaves_out(folder_of, tmp_path, name):
 @pytest.mark.parametrize("name", some("gemma 3"))
 def test_ten_steps_equal_peft(folder_of, rows, tmp_path, name):
     cfg = folder_config(folder_of(name), rows, tmp_path / "run")
-    _, found, expected = ten_steps(cfg, folder_of(name), tmp_path, whole_model)
+    _, found, expected = parity.ten_steps(cfg, folder_of(name), tmp_path, whole_model)
     for key, tensor in found.items():
         torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
 
@@ -122,7 +102,7 @@ def test_ten_steps_equal_peft(folder_of, rows, tmp_path, name):
 def test_exports_open_in_the_whole_model_and_the_adapter_comes_back(folder_of, rows, tmp_path, name):
     base = shutil.copytree(folder_of(name), tmp_path / "base")
     (base / "preprocessor_config.json").write_text("{}")
-    check_exports(base, rows, tmp_path, logits=whole_logits)
+    parity.check_exports(base, rows, tmp_path, logits=whole_logits)
     whole = tmp_path / "run" / "merged"
     before, after = tensors(base), tensors(whole)
     assert before.keys() == after.keys()
@@ -145,15 +125,6 @@ def rewritten(base: Path, folder: Path, change) -> Path:
     return folder
 
 
-@torch.no_grad()
-def test_names_of_earlier_transformers(folder_of, tmp_path):
-    """As in the hub's gemma-3-4b-it: language_model.model.layers, vision_tower.vision_model."""
-    base = folder_of("gemma 3")
-    assert any(name.startswith("language_model.model.") for name in tensors(base)), "transformers saves these names"
-    new = rewritten(base, tmp_path / "new", lambda n: n.replace("language_model.model.", "model.language_model."))
-    torch.testing.assert_close(our_model(new)(TOKENS), our_model(base)(TOKENS), rtol=0, atol=0)
-
-
 @pytest.mark.wide
 @pytest.mark.usefixtures("cpu_of_known_speed")
 @pytest.mark.parametrize("name", some("gemma 3"))
@@ -170,7 +141,6 @@ def test_grpo_and_dpo(folder_of, tmp_path, name):
 
 
 # ---- chat templates
-
 STRINGS_OR_LISTS = (
     "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
     "{% if m['content'] is string %}{{ m['content'] | trim }}{% else %}"
@@ -215,7 +185,7 @@ def test_a_merged_model_has_one_template(folder_of, rows, tmp_path):
     (base / "chat_template.jinja").rename(base / "own.jinja")
     (base / "chat_template.json").write_text(json.dumps({"chat_template": LISTS}))
     cfg = folder_config(base, rows, tmp_path / "run", max_steps_per_epoch=1, save_adapter_weights_only=False)
-    finetune({**cfg, "chat_template": str(base / "own.jinja")})
+    parity.finetune({**cfg, "chat_template": str(base / "own.jinja")})
     merged = tmp_path / "run" / "merged"
     assert (merged / "chat_template.jinja").read_bytes() == (base / "own.jinja").read_bytes()
     assert not (merged / "chat_template.json").exists()
@@ -238,12 +208,18 @@ def test_a_torn_text_part(folder_of, tmp_path, old, new, message):
 
 
 @torch.no_grad()
-def test_other_parts_may_be_missing_or_of_another_version(folder_of, tmp_path):
+def test_names_of_earlier_transformers_and_other_parts_change_nothing(folder_of, tmp_path):
+    """The hub's gemma-3-4b-it has language_model.model.layers and vision_tower.vision_model."""
     base = folder_of("gemma 3")
-    renamed = rewritten(base, tmp_path / "renamed", lambda name: name.replace("encoder.layers.1.", "encoder.blocks."))
-    none = rewritten(base, tmp_path / "none", lambda name: name if name.startswith("language_model") else None)
-    for folder in (renamed, none):
-        torch.testing.assert_close(our_model(folder)(TOKENS), our_model(base)(TOKENS), rtol=0, atol=0)
+    assert any(name.startswith("language_model.model.") for name in tensors(base)), "transformers saves these names"
+    changes = {
+        "new": lambda name: name.replace("language_model.model.", "model.language_model."),
+        "another version": lambda name: name.replace("encoder.layers.1.", "encoder.blocks."),
+        "text alone": lambda name: name if name.startswith("language_model") else None,
+    }
+    for key, change in changes.items():
+        found = our_model(rewritten(base, tmp_path / key, change))
+        torch.testing.assert_close(found(TOKENS), our_model(base)(TOKENS), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -253,23 +229,16 @@ def test_other_parts_may_be_missing_or_of_another_version(folder_of, tmp_path):
         ("whisper", "WhisperForConditionalGeneration", "names WhisperForConditionalGeneration, but"),
         ("florence2", "Florence2ForConditionalGeneration", "takes images or sound, and its text part"),
         ("paligemma", "PaliGemmaForConditionalGeneration", "attends to later tokens"),
+        ("gemma3", "Gemma3ForConditionalGeneration", r"quantised \(awq\)"),
     ],
 )
 def test_models_without_such_a_text_part(tmp_path, kind, name, message):
     config = {"model_type": kind, "architectures": [name]}
     if "ForConditional" in name and kind != "whisper":
-        config |= {"text_config": {}, "vision_config": {}}
+        quantised = {"quantization_config": {"quant_method": "awq"}} if kind == "gemma3" else {}
+        config |= {"text_config": quantised, "vision_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message) as caught:
         our_model(tmp_path)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
-
-
-def test_a_quantised_one(folder_of, tmp_path):
-    base = shutil.copytree(folder_of("gemma 3"), tmp_path / "base")
-    content = json.loads((base / "config.json").read_text())
-    content["text_config"]["quantization_config"] = {"quant_method": "awq"}
-    (base / "config.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"quantised \(awq\)"):
-        our_model(base)

@@ -7,7 +7,6 @@ from functools import cache
 import pytest
 import torch
 from omegaconf import OmegaConf
-from rocm_ext.recipes.raft_rocm import main as raft_main
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
@@ -28,16 +27,15 @@ from rocm_ext.plan.workload import Questions
 from rocm_ext.sampling import Sampling
 from tests.kit import parity
 from tests.kit.families import folder_config, write_family
-from tests.kit.forks import forked, several_ranks
+from tests.kit.forks import several_ranks
 from tests.kit.grpo_runs import check_grpo_and_dpo
 from tests.kit.hf_models import write_theirs
 from tests.kit.parity import CPU, TOKENS, finetune, our_logits, our_model, their_logits
 from tests.kit.plans import planned_and_measured
 from tests.kit.quantized import BLOCK, write_quantized
-from tests.kit.raft_runs import WEIGHTS
 from tests.kit.replay import Recorded, capture
 from tests.kit.tiny import metrics
-from tests.sampling.test_transformers_engine import ask, engine, greedy, prompts, raft_config, sampled, trained
+from tests.sampling.test_transformers_engine import ask, engine, greedy, prompts, sampled, trained
 
 NAMES = {"qwen3": "fp8", "qwen3 moe": "fp8", "gpt-oss": "mxfp4"}
 
@@ -190,15 +188,6 @@ def test_greedy_answers_are_those_of_the_dequantised_model(folder, name):
 @pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
 def test_grpo_and_dpo(folder, tmp_path, name):
     check_grpo_and_dpo(folder(name), tmp_path)
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
-def test_a_cycle_of_raft(folder, tmp_path, name):
-    code, said = forked(raft_main, raft_config(folder(name), tmp_path, tmp_path / "run"))
-    assert code == 0, said
-    adapter = load_file(tmp_path / "run" / "cycle_1" / WEIGHTS)
-    assert all(tensor.any() for key, tensor in adapter.items() if "lora_B" in key)
 
 
 def test_ranks_gather_and_copy_no_quantised_weight(folder):

@@ -52,27 +52,18 @@ def test_a_file_that_became_shorter_is_named(tmp_path):
         stored["w"]
 
 
-def test_no_page_stays_in_the_cache(tmp_path):
+def test_no_page_of_a_tensor_stays_in_the_cache_and_those_of_others_do(tmp_path):
+    """Another program may use them."""
     path = tmp_path / "model.safetensors"
     save_file({f"w{i}": torch.randn(1 << 20) for i in range(4)}, path)  # 16 MiB
     os.sync()
     path.read_bytes()
-    if not pages_in_memory(path):
+    if not (before := pages_in_memory(path)):
         pytest.skip("this file system caches no pages")
     stored = StoredWeights(tmp_path, [path.name])
+    pages = stored["w1"].nbytes / mmap.PAGESIZE
+    assert before - pages_in_memory(path) == pytest.approx(pages, abs=2)
     Weights(stored, "HF").fingerprint()
     for name in stored:
         stored[name]
     assert pages_in_memory(path) <= 16  # a tensor's last pages may still be on their way
-
-
-def test_other_tensors_pages_stay(tmp_path):
-    """Another program may use them."""
-    path = tmp_path / "model.safetensors"
-    save_file({f"w{i}": torch.randn(1 << 20) for i in range(4)}, path)
-    os.sync()
-    path.read_bytes()
-    if not (before := pages_in_memory(path)):
-        pytest.skip("this file system caches no pages")
-    tensor = StoredWeights(tmp_path, [path.name])["w1"]
-    assert before - pages_in_memory(path) == pytest.approx(tensor.nbytes / mmap.PAGESIZE, abs=2)

@@ -11,18 +11,14 @@ from rocm_ext.machine.bench_file import machine_key
 from rocm_ext.machine.detect import is_unified
 from rocm_ext.machine.profile import chips_of, find_chip, load_profile, profile_names
 from rocm_ext.plan.speeds import figures_for
+from tests.kit.plans import plan
 from tests.machine.test_device import CPU, GIB, H200, MI50, MI300X, STRIX
 
 RADEON = replace(MI50, arch="gfx1100", bf16=True)
-SAMPLE = ("plan", "--json", "--config", "cpu_pocket", "tokenizer.max_seq_len=64")
+SAMPLE = ("--config", "cpu_pocket", "tokenizer.max_seq_len=64")
 
 
 pytestmark = pytest.mark.usefixtures("as_configured")
-
-
-def plan(capsys, *arguments: str) -> dict:
-    assert main([*SAMPLE, *arguments]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.wide
@@ -64,15 +60,15 @@ def test_a_chip_has_many_spellings(name, profile, chip):
 
 @pytest.mark.wide
 def test_a_plan_for_a_chip_by_name(capsys):
-    small, large = (plan(capsys, "--machine", name) for name in ("7900 XTX", "w7900"))
+    small, large = (plan(capsys, *SAMPLE, "--machine", name) for name in ("7900 XTX", "w7900"))
     assert small["machine"].startswith("RX 7900 XTX; this is another machine")
     assert "data sheet of RX 7900 XTX" in small["figures"]["source"]
     assert small["dtype"] == "bf16", "the machine's profile overrules the config's"
     assert [found["budget"] for found in (small, large)] == [int(0.9 * 24 * GIB), int(0.9 * 48 * GIB)]
     assert large["figures"]["bandwidth"] < small["figures"]["bandwidth"]
-    halo = plan(capsys, "--machine", "Strix Halo", "hardware=strix_halo_windows")
+    halo = plan(capsys, *SAMPLE, "--machine", "Strix Halo", "hardware=strix_halo_windows")
     assert "Windows" in halo["machine"]
-    first = plan(capsys, "hardware=mi300x", "dtype=fp32")
+    first = plan(capsys, *SAMPLE, "hardware=mi300x", "dtype=fp32")
     assert "data sheet of MI300X" in first["figures"]["source"], "without --machine: the first chip of the profile"
 
 
@@ -89,7 +85,7 @@ def test_a_plan_for_a_chip_by_name(capsys):
     ],
 )
 def test_wrong_machines_are_one_line(arguments, found, capsys, bench):
-    assert main([*SAMPLE, *[argument.format(bench=bench) for argument in arguments]]) == 1
+    assert main(["plan", *SAMPLE, *[argument.format(bench=bench) for argument in arguments]]) == 1
     said = capsys.readouterr().err
     assert found in said
     assert len(said.splitlines()) == 1
@@ -106,7 +102,7 @@ def bench(tmp_path):
 
 
 def test_measured_speeds_with_the_memory_of_the_chip(bench, capsys):
-    found = plan(capsys, "--machine", "gfx1100", "--bench", str(bench))
+    found = plan(capsys, *SAMPLE, "--machine", "gfx1100", "--bench", str(bench))
     assert found["figures"]["measured"]
     assert found["figures"]["bandwidth"] == 7e11
     assert found["budget"] == int(0.9 * 24 * GIB)

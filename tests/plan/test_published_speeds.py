@@ -73,11 +73,3 @@ def test_the_range_that_plans_print_is_that_of_the_published_runs(kind, tmp_path
             unit = 100 if run["unit"] == "share" else 1
             shown = float(computed.replace(",", "").strip(" %"))
             assert shown == pytest.approx(unit * run["value"] / found[run["name"]], rel=0.03), said
-
-
-def test_every_published_speed_has_its_address():
-    for _, run in ALL:
-        assert run["address"].startswith("https://")
-        assert run["software"]
-        assert run["uncertain"]
-    assert all(run["address"] and run["why"] for run in PUBLISHED["not_compared"])

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import multiprocessing
+import shutil
 from pathlib import Path
 
 import pytest
@@ -58,11 +59,18 @@ def test_what_sampling_needs_is_remembered_of_a_hybrid(kept, tmp_path, monkeypat
     assert found() == fresh
 
 
-def test_without_a_folder_nothing_is_remembered(kept):
-    kept.parent.mkdir()
-    kept.write_text("a file where the folder should be")
+def test_without_a_folder_or_room_nothing_is_remembered(kept, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     calls = []
-    assert [remembered(["x"], lambda: calls.append(1) or len(calls)) for _ in range(2)] == [1, 2]
+    with monkeypatch.context() as patch:
+        for name in ("write_text", "write_bytes"):
+            patch.setattr(Path, name, full)
+        assert [remembered(["x"], lambda: calls.append(1) or len(calls)) for _ in range(2)] == [1, 2]
+    shutil.rmtree(kept.parent)
+    kept.parent.write_text("a file where the folder should be")
+    assert [remembered(["x"], lambda: calls.append(1) or len(calls)) for _ in range(2)] == [3, 4]
 
 
 def test_ranks_that_remember_the_same_at_once_do_not_disturb_each_other(kept):
@@ -80,15 +88,6 @@ def test_ranks_that_remember_the_same_at_once_do_not_disturb_each_other(kept):
         rank.join()
     assert [rank.exitcode for rank in ranks] == [0, 0]
     assert len(list(kept.iterdir())) == 20
-
-
-def test_a_full_disk_ends_no_run(kept, monkeypatch):
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    monkeypatch.setattr(Path, "write_bytes", full)
-    assert remembered(["x"], lambda: 7) == 7
 
 
 @dataclasses.dataclass
