@@ -173,12 +173,3 @@ def test_dtype_leaks_names_the_modules_that_left_the_dtype():
     model(torch.ones(1, 4, dtype=torch.bfloat16))
     assert len(leaks) == 2
     assert not any(module._forward_hooks for module in model.modules())
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_canaries_on_the_gpu():
-    from rocm_ext.machine.detect import detect
-
-    machine = detect()
-    dtype, _ = pick_dtype("auto", machine)
-    assert require(canaries(machine, torch.device("cuda"), dtype)) == []
