@@ -241,15 +241,10 @@ def test_output_of_programs_is_shown_in_its_order(python):
 
 
 @pytest.mark.wide(always=2)
-@pytest.mark.parametrize(
-    "code",
-    [
-        "while True: pass",
-        "import time; time.sleep(9)",
-        "import os; os.fork()\nwhile True: pass",
-        "import signal\nfor s in (15, 18, 20): signal.signal(s, signal.SIG_IGN)\nwhile True: pass",
-    ],
-)
+@pytest.mark.parametrize("code", [
+    "while True: pass", "import time; time.sleep(9)", "import os; os.fork()\nwhile True: pass",
+    "import signal\nfor s in (15, 18, 20): signal.signal(s, signal.SIG_IGN)\nwhile True: pass",
+])  # fmt: skip
 def test_a_call_that_takes_too_long_loses_its_state(opened, kind, code):
     hasty = opened(timeout=2, sandbox=kind)
     hasty("x = 1")

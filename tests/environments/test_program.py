@@ -186,40 +186,29 @@ print(int(not seen))
         assert result(code, said("Seven."), tmp_path=tmp_path).reward == 1
 
 
-@pytest.mark.parametrize(
-    ("body", "problem"),
-    [
-        ("[]", "messages"),
-        ('{"messages": []}', "messages"),
-        ('{"messages": ["hello"]}', "object"),
-        ('{"messages": [{}], "n": 2}', "n is not"),
-        ('{"messages": [{}], "response_format": {"type": "json_object"}}', "response_format"),
-        ('{"messages": [{}], "tools": {}}', "tools"),
-        ('{"messages": [{}], "max_tokens": 0}', "max_tokens"),
-        ('{"messages": [{}], "stop": 5}', "stop"),
-        ('{"messages": [{}], "stop": [5]}', "stop"),
-        ('{"messages": [{}], "functions": [{}]}', "functions"),
-        ("{", "Expecting"),
-    ],
-)
+@pytest.mark.parametrize(("body", "problem"), [
+    ("[]", "messages"), ('{"messages": []}', "messages"), ('{"messages": ["hello"]}', "object"),
+    ('{"messages": [{}], "n": 2}', "n is not"),
+    ('{"messages": [{}], "response_format": {"type": "json_object"}}', "response_format"),
+    ('{"messages": [{}], "tools": {}}', "tools"), ('{"messages": [{}], "max_tokens": 0}', "max_tokens"),
+    ('{"messages": [{}], "stop": 5}', "stop"), ('{"messages": [{}], "stop": [5]}', "stop"),
+    ('{"messages": [{}], "functions": [{}]}', "functions"), ("{", "Expecting"),
+])  # fmt: skip
 def test_requests_that_cannot_be_answered(body, problem):
     with pytest.raises(ValueError, match=problem):
         Exchange(body.encode())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ({"command": "python agent.py"}, "expected a list"),
-        ({"command": ["python", "missing.py"]}, "there is no file missing.py"),
-        ({"command": ["no-such-program"]}, "no-such-program"),
-        ({"command": ["python", "-V"], "folder": "missing"}, "not a folder"),
-        ({"command": ["python", "-V"], "folder": str(Path.home())}, "home"),
-        ({"command": ["python", "-V"], "memory_mb": 1}, "memory_mb"),
-        ({"command": ["python", "-V"], "sandbox": "none"}, "sandbox"),
-        ({"command": ["python", "-V"], "verifier": {"_component_": "rocm_ext.verifiers.MajorityAnswer"}}, "group"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "problem"), [
+    ({"command": "python agent.py"}, "expected a list"),
+    ({"command": ["python", "missing.py"]}, "there is no file missing.py"),
+    ({"command": ["no-such-program"]}, "no-such-program"),
+    ({"command": ["python", "-V"], "folder": "missing"}, "not a folder"),
+    ({"command": ["python", "-V"], "folder": str(Path.home())}, "home"),
+    ({"command": ["python", "-V"], "memory_mb": 1}, "memory_mb"),
+    ({"command": ["python", "-V"], "sandbox": "none"}, "sandbox"),
+    ({"command": ["python", "-V"], "verifier": {"_component_": "rocm_ext.verifiers.MajorityAnswer"}}, "group"),
+])  # fmt: skip
 def test_mistakes(arguments, problem):
     with pytest.raises(UserError, match=problem) as raised:
         Program({}, **arguments)

@@ -227,18 +227,15 @@ def test_several_calls_and_none():
         assert calls_in(answer, TOOLS.schemas) == (answer, [])
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (Call("find"), "there is no tool 'find'; the tools are search, plain"),
-        (Call("search"), "missing a required argument: 'query'"),
-        (Call("search", {"query": "a", "z": 1}), "unexpected keyword argument 'z'"),
-        (Call("search", {"query": 1}), "query: 1 is not of type 'string'"),
-        (Call("search", {"query": "a", "order": "size"}), "order: 'size' is not one of"),
-        (Call("search", {"query": "?"}), "LookupError: no such words"),
-        (Call("", problem="it is cut"), "cannot be read: it is cut"),
-    ],
-)
+@pytest.mark.parametrize(("call", "said"), [
+    (Call("find"), "there is no tool 'find'; the tools are search, plain"),
+    (Call("search"), "missing a required argument: 'query'"),
+    (Call("search", {"query": "a", "z": 1}), "unexpected keyword argument 'z'"),
+    (Call("search", {"query": 1}), "query: 1 is not of type 'string'"),
+    (Call("search", {"query": "a", "order": "size"}), "order: 'size' is not one of"),
+    (Call("search", {"query": "?"}), "LookupError: no such words"),
+    (Call("", problem="it is cut"), "cannot be read: it is cut"),
+])  # fmt: skip
 def test_mistakes_are_answers(call, said):
     assert TOOLS(call).startswith("error: ")
     assert said in TOOLS(call)

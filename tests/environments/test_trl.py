@@ -68,16 +68,13 @@ def test_an_environment_with_a_reward_function():
         assert cut.reward == 0.0, "the function gets a conversation that ends with the tool's result"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"factory": "Timeless"}, "without a method reset"),
-        ({"factory": "Counter"}, "needs either a method get_reward or"),
-        ({"factory": "Rewarded", "reward": WORLDS + "nearness"}, "needs either a method get_reward or"),
-        ({"factory": "Counter", "reward": WORLDS + "trainers_own"}, "needs completion_ids"),
-        ({"factory": "Countr"}, "has no 'Countr'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"factory": "Timeless"}, "without a method reset"),
+    ({"factory": "Counter"}, "needs either a method get_reward or"),
+    ({"factory": "Rewarded", "reward": WORLDS + "nearness"}, "needs either a method get_reward or"),
+    ({"factory": "Counter", "reward": WORLDS + "trainers_own"}, "needs completion_ids"),
+    ({"factory": "Countr"}, "has no 'Countr'"),
+])  # fmt: skip
 def test_mistakes(arguments, message):
     with pytest.raises(UserError, match=message) as raised, opened(**arguments):
         pass

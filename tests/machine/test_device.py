@@ -73,17 +73,11 @@ def fake_torch(monkeypatch):
     return fake
 
 
-@pytest.mark.parametrize(
-    ("gcn", "node", "unified", "bf16", "profile"),
-    [
-        ("gfx1151", 110501, True, True, "strix_halo"),
-        ("gfx942:sramecc+:xnack-", 90402, False, True, "mi300x"),
-        ("gfx950:sramecc+:xnack-", 90500, False, True, "mi300x"),
-        ("gfx90a:sramecc+:xnack-", 90010, False, True, "mi200"),
-        ("gfx906:sramecc-:xnack-", 90006, False, False, "mi50"),
-        ("gfx1201", 120001, False, True, "radeon"),
-    ],
-)
+@pytest.mark.parametrize(("gcn", "node", "unified", "bf16", "profile"), [
+    ("gfx1151", 110501, True, True, "strix_halo"), ("gfx942:sramecc+:xnack-", 90402, False, True, "mi300x"),
+    ("gfx950:sramecc+:xnack-", 90500, False, True, "mi300x"), ("gfx90a:sramecc+:xnack-", 90010, False, True, "mi200"),
+    ("gfx906:sramecc-:xnack-", 90006, False, False, "mi50"), ("gfx1201", 120001, False, True, "radeon"),
+])  # fmt: skip
 def test_amd_gpus_are_found_and_get_their_profile(fake_torch, tmp_path, gcn, node, unified, bf16, profile):
     fake_torch(gcnArchName=gcn, name="a GPU", total_memory=32 * GIB)
     machine = detect(record(tmp_path, [(node, 80)]))
@@ -205,17 +199,13 @@ def test_the_nearest_profile_is_of_the_same_family(fake_torch, tmp_path, arch, u
         choose_profile(machine)
 
 
-@pytest.mark.parametrize(
-    ("profile", "machine", "world", "message"),
-    [
-        ("mi300x", CPU, 1, "MI300X.*found Linux without a GPU.*hardware=cpu"),
-        ("mi300x", STRIX, 1, "found 1 x Radeon 8060S.*hardware=strix_halo"),
-        ("cuda", STRIX, 1, "NVIDIA.*gfx1151"),
-        ("strix_halo", replace(STRIX, system="Windows"), 1, "hardware=strix_halo_windows"),
-        ("mi300x", MI300X, 9, "9 processes need 9 GPUs.*--nproc_per_node 8"),
-        ("strix_halo_windows", replace(STRIX, system="Windows"), 2, "one process only"),
-    ],
-)
+@pytest.mark.parametrize(("profile", "machine", "world", "message"), [
+    ("mi300x", CPU, 1, "MI300X.*found Linux without a GPU.*hardware=cpu"),
+    ("mi300x", STRIX, 1, "found 1 x Radeon 8060S.*hardware=strix_halo"), ("cuda", STRIX, 1, "NVIDIA.*gfx1151"),
+    ("strix_halo", replace(STRIX, system="Windows"), 1, "hardware=strix_halo_windows"),
+    ("mi300x", MI300X, 9, "9 processes need 9 GPUs.*--nproc_per_node 8"),
+    ("strix_halo_windows", replace(STRIX, system="Windows"), 2, "one process only"),
+])  # fmt: skip
 def test_profiles_that_do_not_describe_this_machine(profile, machine, world, message):
     with pytest.raises(UserError, match=message):
         check_profile(load_profile(profile), machine, world)

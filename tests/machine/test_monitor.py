@@ -299,17 +299,13 @@ def test_lines_where_there_is_no_terminal(tmp_path, capsys):
     assert re.search(r"Host: load \d+ %, memory \d+\.\d of \d+(\.\d)? GiB$", capsys.readouterr().out.strip())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message", "code"),
-    [
-        (["--log", "{}/none/log.jsonl"], "cannot write .*log.jsonl: No such file or directory", 1),
-        (["--log", "/dev/full"], "cannot write /dev/full", 1),
-        (["--root", "{}/none"], "--root .*none is not a folder", 2),
-        (["--interval", "0"], "--interval: '0' is not a number from 0.1 to 86,400", 2),
-        (["--interval", "soon"], "--interval: 'soon' is not a number from 0.1", 2),
-        (["--count", "0"], "--count: '0' is not a whole number from 1 to", 2),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message", "code"), [
+    (["--log", "{}/none/log.jsonl"], "cannot write .*log.jsonl: No such file or directory", 1),
+    (["--log", "/dev/full"], "cannot write /dev/full", 1), (["--root", "{}/none"], "--root .*none is not a folder", 2),
+    (["--interval", "0"], "--interval: '0' is not a number from 0.1 to 86,400", 2),
+    (["--interval", "soon"], "--interval: 'soon' is not a number from 0.1", 2),
+    (["--count", "0"], "--count: '0' is not a whole number from 1 to", 2),
+])  # fmt: skip
 def test_bad_arguments(tmp_path, capsys, arguments, message, code):
     argv = ["monitor", "--count", "1", *(text.format(tmp_path) for text in arguments)]
     try:

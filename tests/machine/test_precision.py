@@ -15,17 +15,12 @@ CPU = Machine("cpu", "Linux", "2.13.0+cpu", "cpu", 0, False)
 HOST = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("requested", "machine", "dtype", "reason"),
-    [
-        ("auto", STRIX, torch.bfloat16, "gfx1151 computes bf16 natively"),
-        ("auto", MI50, torch.float32, "gfx906 has no native bf16"),
-        ("auto", CPU, torch.float32, "this CPU"),
-        ("bf16", CPU, torch.bfloat16, "emulates"),
-        ("fp16", MI50, torch.float16, "loss scaling"),
-        ("fp32", STRIX, torch.float32, "as configured"),
-    ],
-)
+@pytest.mark.parametrize(("requested", "machine", "dtype", "reason"), [
+    ("auto", STRIX, torch.bfloat16, "gfx1151 computes bf16 natively"),
+    ("auto", MI50, torch.float32, "gfx906 has no native bf16"), ("auto", CPU, torch.float32, "this CPU"),
+    ("bf16", CPU, torch.bfloat16, "emulates"), ("fp16", MI50, torch.float16, "loss scaling"),
+    ("fp32", STRIX, torch.float32, "as configured"),
+])  # fmt: skip
 def test_pick_dtype(requested, machine, dtype, reason):
     found, why = pick_dtype(requested, machine)
     assert found == dtype

@@ -125,14 +125,10 @@ def test_a_run_whose_record_is_damaged_says_so_and_decides_anew(folder, begun, t
 
 
 @pytest.mark.wide(always=1)
-@pytest.mark.parametrize(
-    ("overrides", "environ", "reason"),
-    [
-        (["cpu_threads=2"], {}, "as the config says"),
-        (["cudnn_deterministic_mode=True"], {}, "one for each core"),
-        ([], {"OMP_NUM_THREADS": "2"}, "OMP_NUM_THREADS is set"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "environ", "reason"), [
+    (["cpu_threads=2"], {}, "as the config says"), (["cudnn_deterministic_mode=True"], {}, "one for each core"),
+    ([], {"OMP_NUM_THREADS": "2"}, "OMP_NUM_THREADS is set"),
+])  # fmt: skip
 def test_a_number_that_the_user_chose_stays(folder, tmp_path, overrides, environ, reason):
     code, messages = train(folder, tmp_path / "out", *overrides, others=2, environ=environ)
     assert (code, recorded(tmp_path / "out")) == (0, 2), messages
@@ -161,13 +157,9 @@ def test_a_recipe_that_samples_records_the_number_too(folder, tmp_path, monkeypa
 
 
 # ---------------------------------------------------------------------------------------------------- the choice
-@pytest.mark.parametrize(
-    ("cores", "others", "expected"),
-    [
-        *((2, 0.3, 2), (2, 1, 1), (2, 2, 1), (1, 1, 1)),
-        *((8, 0, 8), (8, 0.6, 7), (8, 2.3, 6), (8, 8, 1)),
-    ],
-)
+@pytest.mark.parametrize(("cores", "others", "expected"), [
+    *((2, 0.3, 2), (2, 1, 1), (2, 2, 1), (1, 1, 1)), *((8, 0, 8), (8, 0.6, 7), (8, 2.3, 6), (8, 8, 1)),
+])  # fmt: skip
 def test_threads_beside_busy_programs(monkeypatch, cores, others, expected):
     Machine([others], cores).install(monkeypatch.setattr)
     assert threads.choose_threads({})[0] == expected

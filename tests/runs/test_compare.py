@@ -262,15 +262,12 @@ def test_sft_on_other_rows_by_held_out_scores(tmp_path, capsys, worse, code, say
 FIRST, LAST = passing(0.3, 1), passing(0.5, 2)
 
 
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("prompts", "cannot be compared: they are of different prompts"),
-        ("verifiers", "different verifiers judged (different verifier._component_)"),
-        ("verdicts", "cannot be compared: verdicts.jsonl lacks verdicts"),
-        ("first cycle", "no trained cycle of both runs has held-out scores yet"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "says"), [
+    ("prompts", "cannot be compared: they are of different prompts"),
+    ("verifiers", "different verifiers judged (different verifier._component_)"),
+    ("verdicts", "cannot be compared: verdicts.jsonl lacks verdicts"),
+    ("first cycle", "no trained cycle of both runs has held-out scores yet"),
+])  # fmt: skip
 def test_raft_that_cannot_be_compared(tmp_path, capsys, kind, says):
     scores = [FIRST] if kind == "first cycle" else [FIRST, LAST]
     of_b = [passing(0.3, 1, 200), passing(0.5, 2, 200)] if kind == "prompts" else scores

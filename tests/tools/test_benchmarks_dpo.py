@@ -46,31 +46,21 @@ for i in range(3): pace.step(i, sum(scored))"""
         assert [values for _, *values in side.ask(steps=2)["steps"]] == [[1, 15], [2, 15]]
 
 
-@pytest.mark.parametrize(
-    ("losses", "norms", "told"),
-    [
-        ([0.7, 0.500001], [1.0, 2.0001], None),
-        ([0.7, 0.501], [1.0, 2.0], "losses of peer"),
-        ([0.7, 0.5], [1.0, 2.01], "gradient norms of peer"),
-        ([0.7, float("nan")], [1.0, 2.0], "losses of peer"),
-        ([0.7, 0.5], [1.0, float("nan")], "gradient norms of peer"),
-    ],
-)
+@pytest.mark.parametrize(("losses", "norms", "told"), [
+    ([0.7, 0.500001], [1.0, 2.0001], None), ([0.7, 0.501], [1.0, 2.0], "losses of peer"),
+    ([0.7, 0.5], [1.0, 2.01], "gradient norms of peer"), ([0.7, float("nan")], [1.0, 2.0], "losses of peer"),
+    ([0.7, 0.5], [1.0, float("nan")], "gradient norms of peer"),
+])  # fmt: skip
 def test_other_losses_or_gradients_close_the_gate(losses, norms, told):
     found = {dpo.OURS: ([0.7, 0.5], [1.0, 2.0]), "peer": (losses, norms)}
     with pytest.raises(Failed, match=told) if told else nullcontext():
         assert dpo.check(found, dpo.TOLERANCES["fp32"])["peer"] == pytest.approx(2e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "tokens", "logits", "epoch", "step"),
-    [
-        (dpo.OURS, 2 * (10 + 5 + 3 + 20 + 1 + 2), 22, 1.5, 1.0),
-        (dpo.WHOLE, 2 * (15 + 13 + 21 + 22), 22, 1.5, 1.0),
-        ("torchtune", 8 * 22, 8 * 22, 1.5, 1.5),
-        ("TRL + PEFT, reference first", 8 * 22, 8 * 22, 1.5, 1.0),
-    ],
-)
+@pytest.mark.parametrize(("name", "tokens", "logits", "epoch", "step"), [
+    (dpo.OURS, 2 * (10 + 5 + 3 + 20 + 1 + 2), 22, 1.5, 1.0), (dpo.WHOLE, 2 * (15 + 13 + 21 + 22), 22, 1.5, 1.0),
+    ("torchtune", 8 * 22, 8 * 22, 1.5, 1.5), ("TRL + PEFT, reference first", 8 * 22, 8 * 22, 1.5, 1.0),
+])  # fmt: skip
 def test_arithmetic_of_four_pairs(name, tokens, logits, epoch, step):
     """Prompts have 10 and 20 tokens, answers 5, 3, 1 and 2, all twice."""
     timed, task = [2 * [(15, 5), (13, 3), (21, 1), (22, 2)]], work.Task("dpo", "tiny", 512, "fp32", ())

@@ -8,9 +8,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -20,13 +18,10 @@ from rocm_ext import config
 from rocm_ext.base.files import read_lines
 from rocm_ext.data.prompts import prompt_dataset
 from rocm_ext.distributed.ranks import Ranks
-from rocm_ext.report.charts import Line
 from rocm_ext.rl import records
 from tests.kit.tiny import write_model
 from tools.benchmarks import grpo, learning, overhead, pretrained, sorting
-from tools.benchmarks.picture import write_picture
 from tools.benchmarks.protocol import ROOT, Failed
-from tools.benchmarks.table import table
 
 ANY = {"_component_": "rocm_ext.verifiers.Regex", "pattern": ""}
 
@@ -80,25 +75,6 @@ def test_digits_in_place_are_rewarded(answer, verdict, reward):
     assert (found.verdict, found.reward) == (verdict, pytest.approx(reward))
 
 
-@pytest.mark.nightly
-def test_the_second_task_is_a_pocket_model_to_every_recipe(tmp_path, monkeypatch):
-    monkeypatch.setattr(sorting, "STEPS", 2)
-    monkeypatch.setattr(sorting, "POOL", 100)
-    card = sorting.make(tmp_path / "model")
-    assert card == sorting.make(tmp_path / "model") == {"task": "sorting", "steps": 2, "correct": 0, "total": 400}
-    monkeypatch.setattr(sys, "argv", ["learning", "--out", str(tmp_path), "--pocket", str(tmp_path / "model")])
-    with pytest.raises(SystemExit, match="model has the model of another task than sums; choose another folder"):
-        learning.main()
-    tiny = ["steps=1", "prompts_per_step=2", "samples_per_prompt=2", "groups_per_update=null", "eval_prompts=null"]
-    changes = [*tiny, *(f"{key}={value}" for key, value in learning.METHODS["partial"].changes.items())]
-    command = [sys.executable, "-m", "rocm_ext.recipes.grpo_rocm", "--config", "cpu_pocket_grpo", *changes]
-    done = subprocess.run([*command, f"pocket={tmp_path}/model", f"output_dir={tmp_path}/out"], cwd=ROOT,
-                          capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    rows = [line for name in ("train", "heldout") for line in (tmp_path / "model" / f"{name}.jsonl").open()]
-    assert len({json.loads(line)["prompt"] for line in rows}) == len(rows) == 3400
-
-
 def test_the_third_task_holds_out_sums_that_nothing_shows(tmp_path, monkeypatch):
     model = write_model(tmp_path / "model", "llama")
     monkeypatch.setattr(pretrained, "evaluate", lambda *_: (1, 400))
@@ -133,18 +109,6 @@ def test_sorting_holds_out_digits_in_all_their_orders(tmp_path, monkeypatch):
         made = OmegaConf.load(model / f"{name}.yaml")
         assert made.verifier._component_ == "tools.benchmarks.sorting.Positions", name
     assert "optimizer" not in made
-
-
-@pytest.mark.wide
-def test_a_picture_has_all_charts_in_light_and_dark(tmp_path):
-    lines = [Line("a", np.arange(3.0), np.arange(3.0), 0), Line("b & c", np.arange(3.0), np.ones(3), 4)]
-    write_picture(tmp_path / "x.svg", dict.fromkeys(("one <", "two", "three"), lines), columns=2)
-    root = ElementTree.parse(tmp_path / "x.svg").getroot()
-    texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"one <", "two", "three", "a", "b & c"} <= set(texts)
-    styles = [each.get("style", "") for each in root.iter("{http://www.w3.org/2000/svg}path")]
-    assert sum("stroke: #0068a8" in style for style in styles) == 8  # two lines in each chart, and their keys
-    assert "prefers-color-scheme: dark" in (tmp_path / "x.svg").read_text()
 
 
 # ------------------------------------------------------------------------------------------------------- costs
@@ -195,19 +159,6 @@ def test_gradients_that_differ_close_the_gate(found, passes):
     answers = [{"steps": [(1.0, 1.0), (1.0, 1.0)]}, {"steps": [(1.0, 1.0), (1.0, found)]}]
     with nullcontext() if passes else pytest.raises(Failed, match="gradient norms differ"):
         assert grpo.check(answers) == pytest.approx(1e-5, rel=1e-3)
-
-
-def test_both_sides_are_in_the_table():
-    row = {
-        "work": "grpo", "peer": "TRL + PEFT", "vocab": 320, "dtype": "fp32", "parameters": 1e6, "speedup": 3.2,
-        "range": [3.0, 3.5], "bound": None, "answers": 512, "updates": [6, 8], "steps": 25, "step_seconds": [1.5, 4.8],
-        "before": 0.34, "accuracy": [0.6, 0.55], "gain_per_hour": [24.96, 6.3], "until_warm": [4.0, 9.0],
-        "peak_memory": [2**30, 2**31], "threads": [2, 2],
-    }  # fmt: skip
-    said = table([row]).splitlines()
-    assert said[2].startswith("| GRPO, a step | 1 M, 320 tokens, fp32 | TRL + PEFT | 3.20 x (3.00-3.50) |  |")
-    assert "with 6.0 and 8 updates: 3.20 x, at equal updates 2.40 x" in said[-1]
-    assert "from 34.0% to 60.0% (ours) and 55.0%: 2496 and 630 points an hour" in said[-1]
 
 
 @pytest.mark.wide

@@ -86,16 +86,11 @@ def test_rows_and_values_reach_the_results_and_later_parts(runner):
     assert runner.run(part("after"))["status"] == "ok"
 
 
-@pytest.mark.parametrize(
-    ("name", "status", "detail", "rows"),
-    [
-        ("wrong", "failed", "does not hold: a | second thing", 2),
-        ("raises", "failed", "ValueError: torn", 1),
-        ("skips", "skipped", "no such thing here", 0),
-        ("no_memory", "out of memory", "Tried to allocate 2 GiB", 1),
-        ("crashes", "crashed", "signal 11", 1),
-    ],
-)
+@pytest.mark.parametrize(("name", "status", "detail", "rows"), [
+    ("wrong", "failed", "does not hold: a | second thing", 2), ("raises", "failed", "ValueError: torn", 1),
+    ("skips", "skipped", "no such thing here", 0), ("no_memory", "out of memory", "Tried to allocate 2 GiB", 1),
+    ("crashes", "crashed", "signal 11", 1),
+])  # fmt: skip
 def test_a_part_that_ends_early_keeps_its_rows(runner, name, status, detail, rows):
     result = runner.run(part(name))
     assert (result["status"], len(result["rows"])) == (status, rows)
@@ -141,28 +136,18 @@ def test_without_a_gpu_the_command_says_what_it_needs(runner, tmp_path, capsys, 
     assert not (tmp_path / "found.md").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--device", "cpu"], "add --tiny"),
-        (["--parts", "sft-7b", "nothing"], "--parts nothing names none of"),
-        (["--minutes", "0"], "--minutes must be above 0"),
-        (["--output", "no/such/folder/gpu.md"], "--output: there is no folder"),
-        (["--folder", "no/such/folder"], "--folder: there is no folder"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    (["--device", "cpu"], "add --tiny"), (["--parts", "sft-7b", "nothing"], "--parts nothing names none of"),
+    (["--minutes", "0"], "--minutes must be above 0"),
+    (["--output", "no/such/folder/gpu.md"], "--output: there is no folder"),
+    (["--folder", "no/such/folder"], "--folder: there is no folder"),
+])  # fmt: skip
 def test_a_wrong_option_is_told(monkeypatch, capsys, options, message):
     monkeypatch.setattr(sys, "argv", ["gpu", *options])
     with pytest.raises(SystemExit) as left:
         command.main()
     assert left.value.code == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("given", ["found", "found.md", "found.json"])
-def test_the_table_is_markdown_whatever_the_output_is_called(monkeypatch, tmp_path, given):
-    monkeypatch.setattr(sys, "argv", ["gpu", "--output", str(tmp_path / given)])
-    assert command.parse().output == tmp_path / "found.md"
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -34,17 +34,10 @@ def base(tmp_path, pocket_dir, monkeypatch):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(
-    ("work", "peers"),
-    [
-        ("sft", ["torchtune as shipped", "TRL + PEFT"]),
-        ("dpo", ["torchtune", "TRL + PEFT, reference first"]),
-        (
-            "sampling",
-            [sampling.ENGINE, "transformers generate", "transformers continuous batching", "torchtune generate"],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("work", "peers"), [
+    ("sft", ["torchtune as shipped", "TRL + PEFT"]), ("dpo", ["torchtune", "TRL + PEFT, reference first"]),
+    ("sampling", [sampling.ENGINE, "transformers generate", "transformers continuous batching", "torchtune generate"]),
+])  # fmt: skip
 def test_sides_are_compared(base, monkeypatch, capsys, work, peers):
     monkeypatch.setattr(sft, "GATE", 2)
     monkeypatch.setattr(dpo, "GATE", 2)
