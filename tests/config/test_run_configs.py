@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torchtune
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from rocm_ext.recipes.dpo_rocm import DPO
@@ -14,7 +13,6 @@ from torchtune import config as torchtune_config
 
 from rocm_ext import config, verifiers
 from rocm_ext.base import registry
-from rocm_ext.base.nested import flatten
 from rocm_ext.config.checks import check_grpo_values
 from rocm_ext.losses import Preference, objective_of
 from rocm_ext.machine.profile import check_locked, load_profile
@@ -29,15 +27,11 @@ ALL = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 RECIPES = {name: re.search(r"^recipe: (\w+)", (CONFIGS / f"{name}.yaml").read_text(), re.M)[1] for name in ALL}
 NAMES = [name for name in ALL if RECIPES[name] == RECIPE]
 FROM_FOLDER = [name for name in NAMES if name != "cpu_pocket"]
-OF_TORCHTUNE = [name for name in NAMES if "differ from torchtune's" in (CONFIGS / f"{name}.yaml").read_text()]
-STOCK = Path(torchtune.__file__).parents[1] / "recipes/configs"
 # Run configs show these keys even if the default would do.
 EDITED = {
     "batch_size", "epochs", "max_steps_per_epoch", "recipe", "resume_from_checkpoint", "save_adapter_weights_only",
     "seed", "validation_fraction",
 }  # fmt: skip
-# Paths: torchtune's are under /tmp.
-PATHS = {"output_dir", "path", "merges_file", "checkpoint_dir"}
 
 
 def text(name: str) -> str:
@@ -50,12 +44,6 @@ def head(name: str) -> str:
 
 def load(name: str, *overrides: str) -> DictConfig:
     return config.load(RECIPES[name], name, ["hardware=cpu", *overrides])
-
-
-def stock_config(name: str):
-    """Load torchtune's own config for the same model, which the head names."""
-    named = re.search(r"differ from torchtune's (\S+)\.\n", head(name))[1]
-    return OmegaConf.load(STOCK / f"{named}.yaml")
 
 
 def test_every_machine_has_configs():
@@ -208,29 +196,6 @@ def test_the_rows_it_shows_can_be_switched_in(name, tmp_path):
     OmegaConf.save(own, tmp_path / "own.yaml")
     cfg = config.load(RECIPE, str(tmp_path / "own.yaml"), ["hardware=cpu"])
     assert cfg.dataset == keys["dataset"], "nothing of the lower layer's stays"
-
-
-@pytest.mark.parametrize("name", OF_TORCHTUNE)
-def test_departures_from_torchtune_say_so(name):
-    stock, ours = stock_config(name), OmegaConf.load(CONFIGS / f"{name}.yaml")
-    for part in ("optimizer", "lr_scheduler", "metric_logger"):
-        assert ours[part]._component_ == stock[part]._component_
-    assert ("# torchtune: without k_proj" in text(name)) == ("k_proj" not in stock.model.lora_attn_modules)
-    theirs = flatten(OmegaConf.to_container(stock))
-    lines = {line.split(":")[0].strip(): line for line in text(name).splitlines() if ":" in line and line[0] != "#"}
-    for path, value in flatten(OmegaConf.to_container(ours)).items():
-        key = path.split(".")[-1]
-        said = re.search(r"# torchtune: ([\w.-]+?)(?=[;,. ]|$)", lines.get(key, ""))
-        if key in PATHS or path not in theirs or key == "_component_":
-            continue
-        if value == theirs[path]:
-            assert said is None, f"{key} does not depart"
-        else:
-            assert said, f"{name}: {key} is {value}, torchtune's {theirs[path]}"
-            number = yaml.safe_load(said[1])
-            assert (float(number) if isinstance(theirs[path], float) else number) == theirs[path], (key, said[1])
-    dataset = stock.dataset._component_.rpartition(".")[2]
-    assert ours.dataset._component_ == stock.dataset._component_ or f"# torchtune: {dataset}," in text(name)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -102,13 +102,9 @@ def test_a_run_of_raft(raft_run):
     assert "groups of cycles 1 and 2, one of each kind" in text
     for verdict in ("CORRECT", "WRONG", "UNPARSED", "TIMEOUT", "ERROR"):
         assert f">{verdict}</span>" in html
-
-
-def test_it_is_the_same_each_time(raft_run, tmp_path):
-    first = report(raft_run, output=tmp_path / "a.html")
     lines = (raft_run / "samples.jsonl").read_text().splitlines(keepends=True)
     (raft_run / "samples.jsonl").write_text("".join(reversed(lines)))
-    assert report(raft_run, output=tmp_path / "b.html") == first
+    assert report(raft_run) == html
 
 
 def test_several_runs(run, raft_run, tmp_path, monkeypatch):
@@ -278,7 +274,7 @@ def test_any_values_in_its_files(tmp_path_factory, recipe, data):
         scores = {0: RIGHT[0], 2: RIGHT[2]}
         run, other = (hardware(grpo(folder / name, scores, steps=3, samples=2), lines=4) for name in "ab")
     files = sorted(path for path in run.rglob("*.json*") if path.is_file())
-    for path in data.draw(st.lists(st.sampled_from(files), min_size=1, max_size=3)):
+    for path in data.draw(st.lists(st.sampled_from(files), min_size=1, max_size=3, unique=True)):
         lines = path.read_text().splitlines()
         value = json.loads(data.draw(st.sampled_from(lines))) if path.suffix == ".jsonl" else {}
         value |= data.draw(st.dictionaries(st.sampled_from(KEYS), JUNK, min_size=1, max_size=4))
@@ -303,16 +299,6 @@ import rocm_ext.machine.counters
 sys.exit("torch" in sys.modules)"""
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     assert "What is 1 and 1?" in page.read_text()
-
-
-def test_a_long_run_makes_a_small_file(tmp_path):
-    losses = 1 + np.random.default_rng(0).normal(size=30000) * 0.1
-    losses[[12345, 23456]] = 0.2, 1.9
-    html = report(sft(tmp_path / "run", losses))
-    assert len(html) < 2_300_000  # 2.0 MB of them are plotly.js
-    faint = figure(html, "Loss")["data"][0]
-    assert len(faint["y"]) < 1100
-    assert (min(faint["y"]), max(faint["y"])) == (0.2, 1.9)
 
 
 def test_smoothing_ignores_what_is_not_finite():
@@ -438,43 +424,3 @@ def test_in_a_browser(open_page, pages, name, width):
     turning = "/[\\u202a-\\u202e\\u2066-\\u2069\\u0000]/.test(document.body.innerText)"
     assert page.evaluate(turning) is False
     assert page.evaluate("[...document.querySelectorAll('.plot')].every(plot => plot.ariaLabel.length > 10)")
-
-
-def test_eight_runs_are_told_apart(pages):
-    """They differ by colour, and by dashes where distinguishable colours run out."""
-    traces = figure(pages["several"].read_text(), "Learning rate")["data"]
-    assert len(traces) == len({tuple(trace["line"].values()) for trace in traces}) == 8
-
-
-def luminance(colour: str) -> float:
-    parts = [int(each) / 255 for each in re.findall(r"\d+", colour)[:3]]
-    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def contrast(a: str, b: str) -> float:
-    """Compute WCAG's contrast ratio of two colours that a browser gives."""
-    low, high = sorted((luminance(a), luminance(b)))
-    return (high + 0.05) / (low + 0.05)
-
-
-def colours(page: Any, selector: str, style: str) -> set[str]:
-    script = "([all, style]) => [...document.querySelectorAll(all)].map(each => getComputedStyle(each)[style])"
-    return set(page.evaluate(script, [selector, style]))
-
-
-@pytest.mark.wide(always=1)
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_contrast(open_page, scheme):
-    page = open_page("raft", 1280, scheme)
-    draw_all(page)
-    (paper,) = colours(page, "body", "backgroundColor")
-    assert (luminance(paper) < 0.1) == (scheme == "dark")
-    (card,) = colours(page, ".card, figure", "backgroundColor")
-    for selector, ground in (
-        ("h1, h2, td, th, .note, summary", paper), ("dt, dd, pre.answer, .unit, figcaption", card),
-    ):  # fmt: skip
-        assert all(contrast(ink, ground) >= 4.5 for ink in colours(page, selector, "color")), selector
-    assert all(contrast(ink, card) >= 4.5 for ink in colours(page, ".plot .xtick text, .plot .ytick text", "fill"))
-    lines = colours(page, ".plot .trace:not([style*='opacity: 0.3']) .js-line", "stroke")
-    assert all(contrast(line, card) >= 3 for line in lines)

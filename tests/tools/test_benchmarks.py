@@ -24,7 +24,7 @@ from rocm_ext.model.native import NativeDecoder
 from rocm_ext.model.transformers.decoder import TransformersDecoder
 from tests.kit.parity import our_model
 from tools.benchmarks import __main__ as command
-from tools.benchmarks import beside, experts, peers, protocol, sampling, sft, startup, unpacking, work
+from tools.benchmarks import beside, experts, protocol, sampling, sft, startup, unpacking, work
 from tools.benchmarks.protocol import ROOT, Failed, Ratio, Side, in_turn
 
 
@@ -209,16 +209,6 @@ def test_what_a_way_to_sample_computes(way, counted):
 
 
 # ------------------------------------------------------------------------------------- environments, the command
-@pytest.mark.wide
-def test_peers_see_this_torch_and_nothing_else_of_ours(tmp_path):
-    peers.link_torch(tmp_path / "torch")
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path / 'torch')!r}); import importlib.util as u, torch; "
-        "print(torch.__version__, [n for n in ('torchtune', 'transformers', 'datasets') if u.find_spec(n)])"
-    )
-    environ = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, env=environ)
-    assert done.stdout.split(maxsplit=1) == [torch.__version__, "[]\n"], done.stderr
 
 
 def test_the_sets_name_peers_that_there_are():
