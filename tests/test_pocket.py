@@ -84,13 +84,7 @@ def test_token_ids_equal_those_of_transformers(text, tune_tokenizer, hf_tokenize
     ids = tune_tokenizer.encode(text, add_bos=False, add_eos=False)
     assert ids == hf_tokenizer.encode(text)
     assert None not in ids
-    assert max(ids) < pocket.SHAPE["vocab_size"]
-
-
-def test_every_id_is_a_token_and_every_digit_one(tune_tokenizer, hf_tokenizer):
-    ids = list(range(pocket.SHAPE["vocab_size"]))
-    assert len(hf_tokenizer) == len(ids)
-    assert tune_tokenizer.decode(ids)
+    assert max(ids) < pocket.SHAPE["vocab_size"] == len(hf_tokenizer)
     assert [tune_tokenizer.decode([i]) for i in tune_tokenizer.encode("1985", add_eos=False)] == list("1985")
 
 

@@ -228,6 +228,8 @@ def test_prompts(folder, tmp_path, capsys, write_run):
     (first,) = found["shown"][0]["sequences"]
     assert first["text"].endswith("<|im_start|>assistant\n")
     assert first["trained"] == []
+    assert cli.main(["rows", "--config", path, "prompts=null"]) == 1
+    assert one_line_has(capsys.readouterr().err, "error: ", "prompts must be set")
 
 
 def test_what_rows_hold_does_not_reach_the_terminal_raw(rows, tmp_path, monkeypatch):
@@ -274,9 +276,3 @@ def test_bad_input_is_one_line(rows, tmp_path, options, code, facts):
     found, out, err = rows(*options)
     assert (found, out) == (code, "")
     assert one_line_has(err, "error: ", *facts)
-
-
-def test_a_config_without_prompts(folder, tmp_path, capsys):
-    path = raft_runs.write_run(folder, tmp_path / "out")
-    assert cli.main(["rows", "--config", str(path), "prompts=null"]) == 1
-    assert one_line_has(capsys.readouterr().err, "error: ", "prompts must be set")

@@ -63,7 +63,7 @@ def test_the_files_are_those_of_the_table():
 
 @pytest.mark.wide(always=16)
 @pytest.mark.parametrize("name", ALL)
-def test_runs_on_any_machine_with_hardware_cpu(name):
+def test_it_runs_on_its_own_machine_and_with_hardware_cpu_on_any(name):
     cfg = load(name)
     assert (cfg.hardware, cfg.device, cfg.dtype, cfg.compile) == ("cpu", "cpu", "fp32", False)
     if "sequences_per_step" in cfg:
@@ -77,6 +77,11 @@ def test_runs_on_any_machine_with_hardware_cpu(name):
         verifier = verifiers.build(OmegaConf.to_container(cfg.verifier or cfg.environment.verifier))
         assert type(verifier).__name__ == ("PythonTests" if "coder" in name else "MathAnswer")
     check_values(cfg)
+    torchtune_config.validate(OmegaConf.load(CONFIGS / f"{name}.yaml"))  # as `tune` does
+    own = config.load(RECIPES[name], name)
+    profile = load_profile(own.hardware)
+    assert check_locked(profile, OmegaConf.to_container(own), []) == []
+    assert [own[key] for key in ("dtype", "num_workers")] == [profile.settings[key] for key in ("dtype", "num_workers")]
 
 
 def check_values(cfg: DictConfig) -> None:
@@ -88,17 +93,6 @@ def check_values(cfg: DictConfig) -> None:
     elif cfg.recipe == "dpo_rocm":
         DPO(cfg)
         assert isinstance(objective_of(config.instantiate(cfg.loss, key="loss")), Preference)
-
-
-@pytest.mark.wide(always=16)
-@pytest.mark.parametrize("name", ALL)
-def test_its_own_hardware_profile_takes_it(name):
-    torchtune_config.validate(OmegaConf.load(CONFIGS / f"{name}.yaml"))  # as `tune` does
-    cfg = config.load(RECIPES[name], name)
-    profile = load_profile(cfg.hardware)
-    assert check_locked(profile, OmegaConf.to_container(cfg), []) == []
-    assert cfg.dtype == profile.settings["dtype"]
-    assert cfg.num_workers == profile.settings["num_workers"]
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name not in NAMES])
@@ -124,7 +118,6 @@ def test_the_head_says_how_to_run_it(name):
         check_values(load(name, *match[4].split()))  # with the overrides that the head shows
     of_several = name.endswith(("qwen32b", "qwen72b", "mi300x_qwen3_32b", "8gpu"))
     assert {match[2] for match in runs if match[2]} == ({"7" if runs[0][1] else "8"} if of_several else set())
-    assert ("bubblewrap" in head(name)) == ("PythonTests" in text(name))
     cfg = load(name)
     if name.startswith("cpu_pocket"):
         assert f"rocm-ext pocket {cfg.model.checkpoint_dir}" in " ".join(lines)
@@ -139,14 +132,6 @@ def test_the_head_says_how_to_run_it(name):
     moved = load(name, "model.checkpoint_dir=/elsewhere")
     assert moved.checkpointer.checkpoint_dir == "/elsewhere"
     assert Path(moved.tokenizer.path).is_relative_to("/elsewhere"), "one key moves the model"
-    assert re.search(r"# Memory: .*\d+ GiB", head(name))
-    if RECIPES[name] == RECIPE:
-        assert "rocm_ext.data.sft_dataset" in text(name), "how to use one's own rows"
-        assert name in str(cfg.output_dir)
-    if RECIPES[name] == "grpo_rocm":
-        assert len(runs) == 2, "the run and a first try"
-        assert cfg.max_staleness == of_several
-        assert f"{cfg.prompts_per_step * cfg.samples_per_prompt:,} answers a step" in text(name)
 
 
 @pytest.mark.parametrize("recipe", registry.TITLES)

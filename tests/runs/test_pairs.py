@@ -118,10 +118,10 @@ def test_records_become_rows_of_the_dataset(runs, kind, capsys):
     ]
     assert main(["pairs", str(runs / kind), "--limit", "1", "-o", str(runs / "one.jsonl")]) == 0
     assert len((runs / "one.jsonl").read_text().splitlines()) == 1
-
-
-@pytest.mark.parametrize("kind", ["raft", "grpo"])
-def test_records_become_rows_of_single_answers(runs, kind, capsys):
+    assert main(["pairs", str(runs / kind), "--last", "1", "--force"]) == 1
+    assert one_line_has(capsys.readouterr().err, "no prompt", "2 right", "2 wrong")
+    assert main(["pairs", str(runs / kind)]) == 2, "the file exists"
+    capsys.readouterr()
     assert main(["pairs", str(runs / kind), "--single"]) == 0
     assert one_line_has(
         capsys.readouterr().out, "single.jsonl: 6 answers of 2 prompts", "3 right", "3 wrong", "1 ERROR"
@@ -131,15 +131,9 @@ def test_records_become_rows_of_single_answers(runs, kind, capsys):
     assert [(row["completion"], row["label"]) for row in rows] == [
         ("right", True), ("wrong", False), ("good!", True), ("no parse", False), ("late", False), ("right, too", True),
     ]  # fmt: skip
-    one = ["--single", "--per-prompt", "1", "-o", str(runs / "one.jsonl")]
+    one = ["--single", "--per-prompt", "1", "--force", "-o", str(runs / "one.jsonl")]
     assert main(["pairs", str(runs / kind), *one]) == 0
     assert len((runs / "one.jsonl").read_text().splitlines()) == 4
-
-
-@pytest.mark.parametrize("kind", ["raft", "grpo"])
-def test_a_run_without_pairs_says_what_it_has(runs, kind, capsys):
-    assert main(["pairs", str(runs / kind), "--last", "1"]) == 1
-    assert one_line_has(capsys.readouterr().err, "no prompt", "2 right", "2 wrong")
 
 
 def test_what_has_no_pairs_is_refused(runs, tmp_path, capsys):
@@ -154,18 +148,6 @@ def test_what_has_no_pairs_is_refused(runs, tmp_path, capsys):
     assert main(["pairs", str(sft)]) == 1
     assert "samples no answers; pairs needs one of raft_rocm, grpo_rocm" in capsys.readouterr().err
     assert main(["pairs", str(tmp_path / "nothing")]) == 1
-
-
-def test_an_older_file_stays_without_force(runs, capsys):
-    rows = runs / "rows.jsonl"
-    before = rows.read_text()
-    assert main(["pairs", str(runs / "raft"), "-o", str(rows)]) == 2
-    assert "rows.jsonl exists; name another file, or add --force" in capsys.readouterr().err
-    assert rows.read_text() == before
-    older = runs / "older.jsonl"
-    older.write_text("old")
-    assert main(["pairs", str(runs / "raft"), "-o", str(older), "--force"]) == 0
-    assert len(older.read_text().splitlines()) == 2
 
 
 def test_prompts_of_a_downloaded_run_run_no_code(runs, tmp_path, capsys):

@@ -5,12 +5,10 @@ import os
 import re
 import subprocess
 import sys
-import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -23,8 +21,9 @@ from rocm_ext.model.build import build_model
 from rocm_ext.model.native import NativeDecoder
 from rocm_ext.model.transformers.decoder import TransformersDecoder
 from tests.kit.parity import our_model
+from tests.kit.processes import wait_for_end
 from tools.benchmarks import __main__ as command
-from tools.benchmarks import beside, experts, protocol, sampling, sft, startup, unpacking, work
+from tools.benchmarks import beside, dpo, experts, protocol, sampling, sft, unpacking, work
 from tools.benchmarks.protocol import ROOT, Failed, Ratio, Side, in_turn
 
 
@@ -76,11 +75,7 @@ def test_a_side_ends_with_the_benchmark(tmp_path, how):
     ended = subprocess.run([sys.executable, "-c", ENDED, how], capture_output=True, text=True, cwd=tmp_path,
                            env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
     assert ended.returncode
-    until = time.monotonic() + 10
-    with suppress(psutil.NoSuchProcess):  # a zombie waits for the system's first process, which may reap none
-        while psutil.Process(int(ended.stdout)).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+    wait_for_end(int(ended.stdout), seconds=10)
 
 
 def test_a_failed_comparison_loses_no_other(tmp_path, monkeypatch, capsys):
@@ -106,11 +101,6 @@ def test_sides_take_turns_and_ratios_are_of_the_same_round():
 
 
 # -------------------------------------------------------------------------------------------------------- work
-def test_lengths_are_those_of_gsm8k():
-    prompts, answers = work.gsm8k_lengths(np.random.default_rng(0), 20000)
-    assert np.median(prompts) - 34 == pytest.approx(51, rel=0.03)
-    assert np.median(answers) - 2 == pytest.approx(104, rel=0.03)
-    assert (prompts.min() >= 45, prompts.max() <= 240, answers.max() <= 438) == (True, True, True)
 
 
 def test_steps_are_written_as_they_are_described(tmp_path):
@@ -208,6 +198,54 @@ def test_what_a_way_to_sample_computes(way, counted):
     assert sampling.computed(task, prompts, trace, way) == pytest.approx(expected)
 
 
+# --------------------------------------------------------------------------------------------------------- DPO
+ARGS = SimpleNamespace(gpu=False, attention="sdpa")
+
+
+def test_pairs_are_written_as_they_are_described(tmp_path):
+    steps = work.write_pair_steps(tmp_path / "rows.jsonl", 1000, short=3, full=2)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    sides = [(len(row["prompt"]) + len(row[side]), len(row[side])) for row in rows for side in ("chosen", "rejected")]
+    assert [counts for step in steps for counts in step] == sides
+    assert len(rows) == 5 * dpo.PAIRS_PER_STEP
+    first, second, third, *_ = (rows[i : i + dpo.PAIRS_PER_STEP] for i in range(0, len(rows), dpo.PAIRS_PER_STEP))
+    assert first == second == third, "the gate repeats its pairs"
+    assert max(tokens for tokens, _ in steps[0]) <= 24 < min(tokens for tokens, _ in steps[3])
+
+
+def test_a_side_scores_between_its_steps(tmp_path):
+    code = """scored = []
+pace = Pace(lambda start, end: scored.extend(range(start, end)))
+for i in range(3): pace.step(i, sum(scored))"""
+    with side(tmp_path, code) as peer:
+        assert [values for _, *values in peer.ask(steps=1)["steps"]] == [[0, 0]]
+        assert peer.ask(score=[4, 7])["seconds"] >= 0
+        assert [values for _, *values in peer.ask(steps=2)["steps"]] == [[1, 15], [2, 15]]
+
+
+@pytest.mark.parametrize(("losses", "norms", "told"), [
+    ([0.7, 0.500001], [1.0, 2.0001], None), ([0.7, 0.501], [1.0, 2.0], "losses of peer"),
+    ([0.7, 0.5], [1.0, 2.01], "gradient norms of peer"), ([0.7, float("nan")], [1.0, 2.0], "losses of peer"),
+    ([0.7, 0.5], [1.0, float("nan")], "gradient norms of peer"),
+])  # fmt: skip
+def test_other_losses_or_gradients_close_the_gate(losses, norms, told):
+    found = {dpo.OURS: ([0.7, 0.5], [1.0, 2.0]), "peer": (losses, norms)}
+    with pytest.raises(Failed, match=told) if told else nullcontext():
+        assert dpo.check(found, dpo.TOLERANCES["fp32"])["peer"] == pytest.approx(2e-6)
+
+
+@pytest.mark.parametrize(("name", "tokens", "logits", "epoch", "step"), [
+    (dpo.OURS, 2 * (10 + 5 + 3 + 20 + 1 + 2), 22, 1.5, 1.0), (dpo.WHOLE, 2 * (15 + 13 + 21 + 22), 22, 1.5, 1.0),
+    ("torchtune", 8 * 22, 8 * 22, 1.5, 1.5), ("TRL + PEFT, reference first", 8 * 22, 8 * 22, 1.5, 1.0),
+])  # fmt: skip
+def test_arithmetic_of_four_pairs(name, tokens, logits, epoch, step):
+    """Prompts have 10 and 20 tokens, answers 5, 3, 1 and 2, all twice."""
+    timed, task = [2 * [(15, 5), (13, 3), (21, 1), (22, 2)]], work.Task("dpo", "tiny", 512, "fp32", ())
+    forward_and_back = work.flops("tiny", 512, tokens, logits)
+    for kind, factor in (("dpo", epoch), ("dpo step", step)):
+        assert dpo.arithmetic(task, timed, name, kind, ARGS) == pytest.approx(factor * forward_and_back)
+
+
 # ------------------------------------------------------------------------------------- environments, the command
 
 
@@ -257,11 +295,6 @@ def test_the_chosen_number_is_held_against_the_best_one(rates, holds, told):
     assert lines[1] == "| qwen | 4 busy loops | 2 | 5 | 0.20 (0.20-0.20) |  |"
     assert lines[2].startswith("| qwen | 4 busy loops | auto, which is 1 | ")
     assert lines[2].endswith(told)
-
-
-@pytest.mark.nightly
-def test_start_up_is_measured_on_runs_that_end_well(tmp_path):
-    assert all(len(each) == 1 and each[0] > 1 for each in startup.measure(tmp_path, rounds=1).values())
 
 
 def test_experts_give_the_same_before_they_are_timed(monkeypatch, capsys):

@@ -3,25 +3,19 @@
 import json
 import math
 import re
-import shutil
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
-from transformers import AutoModelForCausalLM
 
 from rocm_ext import config
-from rocm_ext.base.files import read_lines
 from rocm_ext.data.prompts import prompt_dataset
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl import records
 from tests.kit.tiny import write_model
 from tools.benchmarks import grpo, learning, overhead, pretrained, sorting
-from tools.benchmarks.protocol import ROOT, Failed
+from tools.benchmarks.protocol import Failed
 
 ANY = {"_component_": "rocm_ext.verifiers.Regex", "pattern": ""}
 
@@ -95,22 +89,6 @@ def test_the_third_task_holds_out_sums_that_nothing_shows(tmp_path, monkeypatch)
     assert row == {"prompt": rows[400]["prompt"], "completion": f" {rows[400]['answer']}\n"}
 
 
-def test_sorting_holds_out_digits_in_all_their_orders(tmp_path, monkeypatch):
-    model = write_model(tmp_path / "model", "llama")
-    monkeypatch.setattr(pretrained, "evaluate", lambda *_: (1, 400))
-    pretrained.make(model, None, "digits")
-    rows = {name: list(read_lines(model / f"{name}.jsonl")) for name in ("heldout", "train")}
-    assert {name: len(some) for name, some in rows.items()} == {"heldout": 400, "train": 3000}
-    answers = {name: {row["answer"] for row in some} for name, some in rows.items()}
-    assert not answers["heldout"] & answers["train"]
-    asked = [re.findall(r"\d+", row["prompt"])[-1] for some in rows.values() for row in some]
-    assert ["".join(sorted(each)) for each in asked] == [row["answer"] for some in rows.values() for row in some]
-    for name in ("raft_rocm", pretrained.DEFAULTS):
-        made = OmegaConf.load(model / f"{name}.yaml")
-        assert made.verifier._component_ == "tools.benchmarks.sorting.Positions", name
-    assert "optimizer" not in made
-
-
 # ------------------------------------------------------------------------------------------------------- costs
 def test_the_share_of_a_step_outside_of_its_work():
     timed = {"step": 1, "seconds": 10.0, "sample_seconds": 6.0, "train_seconds": 3.5}
@@ -161,37 +139,4 @@ def test_gradients_that_differ_close_the_gate(found, passes):
         assert grpo.check(answers) == pytest.approx(1e-5, rel=1e-3)
 
 
-@pytest.mark.wide
-def test_a_wider_pocket_model_computes_the_same(pocket_dir, tmp_path):
-    wide = shutil.copytree(pocket_dir, tmp_path / "wide")
-    grpo.widen(wide)
-    tokens = torch.arange(40)[None]
-    with torch.no_grad():
-        narrow, found = (AutoModelForCausalLM.from_pretrained(each)(tokens).logits for each in (pocket_dir, wide))
-    torch.testing.assert_close(found, narrow, rtol=1e-4, atol=1e-4)
-    assert grpo.parameters(wide) == pytest.approx(40e6, rel=0.03)
-
-
 # --------------------------------------------------------------------------------------------------- whole runs
-@pytest.mark.nightly
-def test_finished_runs_are_not_repeated(tmp_path):
-    command = [sys.executable, "-m", "tools.benchmarks.learning", "--out", str(tmp_path), "--rounds", "1"]
-    command += ["--seeds", "0", "--methods", "raft", "grpo", "--processes", "1"]
-    for times in (1, 2):
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
-        assert done.returncode == 0, done.stderr
-        assert done.stderr.count(": done") == (2 if times == 1 else 0)
-    found = json.loads((tmp_path / "learning.json").read_text())["curves"]
-    assert {method: sorted(seeds) for method, seeds in found.items()} == {"raft": ["0"], "grpo": ["0"]}
-    assert all(curve[-1][0] == 5120 for seeds in found.values() for curve in seeds.values())
-    assert {path.suffix for path in tmp_path.iterdir() if path.is_file()} == {".json", ".md", ".svg"}
-
-
-@pytest.mark.nightly
-def test_overhead_is_measured_on_both_models(pocket_dir, tmp_path):
-    (tmp_path / "pocket").symlink_to(pocket_dir)
-    for run in (overhead.run_pocket, overhead.run_41m):
-        out = run(tmp_path, 2, ["prompts_per_step=4", "samples_per_prompt=2", "groups_per_update=2"])
-        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        assert len(overhead.shares(lines)) == 2
-        assert all(0 < share < 1 for share in overhead.shares(lines))

@@ -11,10 +11,10 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 
+from tests.kit.processes import runs
 from tools.benchmarks import dpo, sampling, sft
 from tools.gpu import __main__ as command
 from tools.gpu.here import Skipped, check, speed
@@ -101,7 +101,7 @@ def test_a_part_that_hangs_ends_with_all_its_programs(runner):
     result = runner.run(part("hangs", seconds=1.5))
     assert result["status"] == "timeout"
     (row,) = result["rows"]
-    assert not psutil.pid_exists(row["program"]) or psutil.Process(row["program"]).status() == psutil.STATUS_ZOMBIE
+    assert not runs(row["program"])
 
 
 def test_a_part_that_cannot_run_here_is_skipped(runner, tmp_path):
@@ -173,7 +173,7 @@ def test_a_stopped_command_ends_its_part_and_removes_its_files(tmp_path, signum,
     (row,) = map(json.loads, rows.read_text().splitlines())
     os.kill(pid, signum)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
-    assert not psutil.pid_exists(row["program"]) or psutil.Process(row["program"]).status() == psutil.STATUS_ZOMBIE
+    assert not runs(row["program"])
     assert not list(tmp_path.glob("torchtune-rocm-gpu-*"))
 
 

@@ -90,12 +90,9 @@ def test_a_group_is_one_call_and_no_call_mixes_groups(calls, name):
     found = judged({"_component_": f"my_groups.{name}"}, ["a", "b", "a"], ["a"], ["a", "a", "c", "d", "e"])
     assert [[result.reward for result in group] for group in found] == [[0.5, 1, 0.5], [1], [0.5, 0.5, 1, 1, 1]]
     assert calls() == ["a b a", "a", "a a c d e"]
-
-
-def test_an_answer_alone_is_a_group_of_one(calls):
     with Pool(RARE, workers=1, timeout=30) as pool:
         assert [pool.submit(text, {}).result().detail for text in ("a", "a")] == ["1 of 1", "1 of 1"]
-    assert build(RARE)("a", {}).detail == "1 of 1"
+    assert build(RARE)("a", {}).detail == "1 of 1", "an answer alone is a group of one"
 
 
 @pytest.mark.parametrize(("bad", "says"), [
