@@ -3,7 +3,6 @@
 import importlib
 import re
 import shlex
-import shutil
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -109,40 +108,9 @@ def test_the_reference_names_what_exists(entry):
     assert found.__doc__, "the site shows its docstring"
 
 
-def test_links_to_files_become_links_to_pages(site, monkeypatch, tmp_path):
-    """Also in a notebook and to a folder; what stands in fences stays, and a link to nothing ends it."""
-    monkeypatch.setattr(site, "ROOT", tmp_path)
-    monkeypatch.setattr(site, "STAGED", tmp_path / "build" / "docs")
-    for folder in ("docs", "code", "examples/one"):
-        (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "README.md").write_text("[code](code), [a](examples/one), [n](examples/one/n.ipynb)\n")
-    (tmp_path / "docs" / "page.md").write_text("[up](../README.md#first) ![p](p.svg)\n```\n[no](no.py)\n```\n")
-    (tmp_path / "docs" / "p.svg").write_text("<svg/>")
-    (tmp_path / "code" / "a.py").write_text('"""Does it.\n\nMore."""\n')
-    (tmp_path / "code" / "b.yaml").write_text("# The machine\nkey: 1\n")
-    (tmp_path / "examples" / "one" / "README.md").write_text("[rows](rows.jsonl)\n")
-    (tmp_path / "examples" / "one" / "rows.jsonl").write_text('{"a": 1}\n')
-    shutil.copy(NOTEBOOKS[0], tmp_path / "examples" / "one" / "n.ipynb")
-    assert site.main() == 0
-    made = {str(path.relative_to(site.STAGED)): path.read_text() for path in site.STAGED.rglob("*.*")}
-    assert made["index.md"] == "[code](code/index.md), [a](examples/one/index.md), [n](examples/one/n.ipynb.md)\n"
-    assert made["docs/page.md"] == "[up](../index.md#first) ![p](p.svg)\n```\n[no](no.py)\n```\n"
-    assert "| [a.py](a.py.md) | Does it. |" in made["code/index.md"]
-    assert "| [b.yaml](b.yaml.md) | The machine |" in made["code/index.md"]
-    assert "key: 1" in made["code/b.yaml.md"]
-    assert made["examples/one/index.md"] == "[rows](rows.jsonl.md)\n"
-    assert "```sh\nrocm-ext pocket demo/pocket\n```" in made["examples/one/n.ipynb.md"]
-    (tmp_path / "docs" / "page.md").write_text("[gone](gone.py)\n")
-    assert site.main() == 1
-
-
 # ------------------------------------------------------------------------------------------- pictures
 def test_the_picture_of_the_rooms_has_them_all():
     picture = ElementTree.fromstring(tool("pictures").rooms())
     drawn = {group[2].text.split()[0] for group in picture.iter("{http://www.w3.org/2000/svg}g")}
     folders = {path.parent.name for path in ROOT.glob("rocm_ext/*/__init__.py")}
     assert drawn == folders | {"recipes", "hook", "pocket"}
-
-
-def test_pictures_are_small():
-    assert sum(path.stat().st_size for path in (ROOT / "docs" / "pictures").iterdir()) < 700_000

@@ -4,7 +4,6 @@ import builtins
 import importlib.metadata
 import logging
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ from torchtune._cli.tune import main as tune_command
 
 from rocm_ext import cli, hook
 from rocm_ext.base import pins, registry
-from tests.kit.tiny import run_config, tune, write_model, write_rows, write_yaml
 
 SHIPPED = Path(__file__).parents[2] / "recipe_configs"
 TITLES = tuple(registry.TITLES)
@@ -257,19 +255,6 @@ def test_torchtune_imports_what_torchao_has_moved(tmp_path, version, added):
         assert run.stderr.splitlines()[-1].endswith(f'{names[1]}, which is gone: pip install "torchao<0.16"')
     else:
         assert said[1] == "called"
-
-
-@pytest.mark.wide
-def test_copied_recipe_runs(tmp_path):
-    base, rows = write_model(tmp_path / "base"), write_rows(tmp_path / "rows.jsonl", 8)
-    path = write_yaml(tmp_path / "run.yaml", run_config(base, rows, tmp_path / "out"))
-    assert tune("cp", "lora_finetune_rocm", "my_recipe.py", cwd=tmp_path).returncode == 0
-    run = tune("run", "my_recipe.py", "--config", path, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    assert (tmp_path / "out" / "adapter").is_dir()
-    shutil.rmtree(tmp_path / "out")
-    ranks = tune("run", "--nnodes", "1", "--nproc_per_node", "2", "my_recipe.py", "--config", path, cwd=tmp_path)
-    assert ranks.returncode == 0, ranks.stderr
 
 
 @pytest.mark.parametrize(("name", "message", "shown"), [

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from rocm_ext.recipes.dpo_rocm import DPO
 from rocm_ext.recipes.raft_rocm import RAFT
@@ -170,17 +169,6 @@ def test_the_head_s_memory_is_what_plan_prints(name, capsys):
     if "down to" in said:
         expected.append(max(planned(capsys, name, "enable_activation_checkpointing=True")))
     assert [int(number) for number in re.findall(r"(\d+) GiB", said)] == [pytest.approx(x, abs=0.6) for x in expected]
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "cpu_pocket"])
-def test_the_rows_it_shows_can_be_switched_in(name, tmp_path):
-    example = re.search(r"# (dataset:)\n#   (_component_: \S+)\n#   (source: \S+)  # \{", text(name))
-    keys = yaml.safe_load("\n  ".join(example.groups()))
-    own = OmegaConf.load(CONFIGS / f"{name}.yaml")
-    own.dataset = keys["dataset"]
-    OmegaConf.save(own, tmp_path / "own.yaml")
-    cfg = config.load(RECIPE, str(tmp_path / "own.yaml"), ["hardware=cpu"])
-    assert cfg.dataset == keys["dataset"], "nothing of the lower layer's stays"
 
 
 @pytest.mark.parametrize("name", NAMES)

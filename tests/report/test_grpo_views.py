@@ -10,7 +10,7 @@ import pytest
 from rocm_ext.cli import main
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.intervals import mcnemar
-from tests.kit.run_folders import curve, grpo, policy_answers, raft, sft
+from tests.kit.run_folders import grpo, policy_answers, raft
 from tests.report.test_report import figure, figures, report, words
 from tests.runs.test_compare import document, flip, passing
 
@@ -102,18 +102,6 @@ def test_other_states(tmp_path):
     text = words(report(grpo(tmp_path / "long", scores, steps=60)))
     assert "Best held-out pass@1 80.0 % after step 30" in text
     assert 0 < len(re.findall(r" 3 of 10 30.0 %| 8 of 10 80.0 %", text)) < 61
-
-
-def test_beside_runs_of_other_recipes(run, tmp_path):
-    others = [raft(tmp_path / "raft", [RIGHT[0], RIGHT[20]]), sft(tmp_path / "sft", curve(20))]
-    html = report(run, *others, grpo(tmp_path / "second", RIGHT), output=tmp_path / "all.html")
-    found = figures(html)
-    assert "Held-out pass@1 by answers" in found
-    drawn = html.split("<b>Held-out pass@1 by answers</b>")[1].split("</figure>")[0]
-    assert "1 by answers, %, greedy: run goes from 30 at answers sampled 0 to 80" in drawn
-    assert "raft goes from 30 at answers sampled 0 to 80 at answers sampled 24" in drawn
-    assert [title[10:] for title in found if title.startswith("Verdicts")] == ["raft", "run", "second"]
-    assert html.count("Groups of ") == 3
 
 
 @pytest.mark.parametrize(("worse", "better", "code", "says"), [

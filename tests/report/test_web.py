@@ -20,7 +20,6 @@ from urllib.parse import urlsplit
 import pytest
 
 from rocm_ext.cli import main
-from rocm_ext.report.live import PORT
 from tests.kit import sysfs
 from tests.kit.browser import browser as browser
 from tests.kit.run_folders import curve, grpo, raft, sft, step_lines
@@ -112,15 +111,6 @@ def test_a_port_in_use(capsys):
         assert main(["monitor", "--web", "--port", str(port)]) == 1
     err = capsys.readouterr().err
     assert re.fullmatch(rf"error: --port {port}: .*; name another with --port\n", err)
-
-
-def test_without_a_port_a_free_one():
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # something else has it
-            stack.enter_context(socket.create_server(("127.0.0.1", PORT)))
-        url, _ = stack.enter_context(serving())
-        assert urlsplit(url).port not in (None, 0, PORT)
-        assert ask(url)[0].status == 200
 
 
 @pytest.mark.parametrize(

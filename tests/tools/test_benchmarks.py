@@ -257,17 +257,6 @@ def test_the_sets_name_peers_that_there_are():
     assert 10e6 <= min(small) <= max(small) <= 60e6
 
 
-def test_a_choice_replaces_the_set():
-    args = SimpleNamespace(shape="tiny", work=["sft", "sampling", "cycle"], vocab=[512, 1024], dtype=["fp32"],
-                           gpu=False, all=False, peers=["TRL + PEFT"])  # fmt: skip
-    found = [(task.work, task.vocab, task.peers) for task in command.chosen(args)]
-    assert found == [("sft", 512, ("TRL + PEFT",)), ("sft", 1024, ("TRL + PEFT",))]
-    args.shape, args.work = None, command.WORK
-    assert command.chosen(args) == list(command.SMALL_SET)
-    args.all = True
-    assert command.chosen(args) == [*command.SMALL_SET, *command.SLOW_SET]
-
-
 @pytest.mark.parametrize(("options", "told"), [
     (["--vocab", "512"], "add --shape"), (["--shape", "tiny", "--all"], "drop one of them"),
     (["--rounds", "0"], "must be at least 1"),
