@@ -34,20 +34,6 @@ def run(tmp_path, monkeypatch):
     return load_lines
 
 
-def test_layers(run, monkeypatch):
-    cfg = run()
-    assert cfg.hardware == "strix_halo", "auto is resolved"
-    assert (cfg.dtype, cfg.device) == ("bf16", "cuda"), "the profile over the defaults"
-    assert cfg.epochs == 1
-    assert cfg.loss._component_.endswith("CrossEntropy")
-    assert run("dtype: fp16\nepochs: 3").dtype == "fp16", "the run over the profile"
-    assert run("dtype: fp16\nepochs: 3", "epochs=5", "dtype=fp32").epochs == 5, "the command line over all"
-    assert run("hardware: mi300x").compile is True
-    assert run("hardware: mi300x\ncompile: False").compile is False
-    monkeypatch.setattr(layers, "detect", lambda: CPU)
-    assert run().hardware == "cpu"
-
-
 def test_a_component_replaces_the_lower_one_whole(run):
     cfg = run("loss: {_component_: torchtune.modules.loss.CEWithChunkedOutputLoss}", "optimizer.lr=5e-4")
     assert cfg.loss == {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
@@ -79,13 +65,24 @@ def test_a_component_keeps_arguments_of_a_lower_layer(tmp_path):
     assert again == load(optimizer=adamw), "a recorded config is the same config"
 
 
-def test_hardware_on_the_command_line_lifts_its_profile(run):
+def test_layers(run, monkeypatch):
     lines = "hardware: strix_halo\ndtype: fp16\ncompile: True\nepochs: 3"
     cfg = run(lines, "hardware=cpu")
     assert (cfg.hardware, cfg.device, cfg.dtype, cfg.compile, cfg.epochs) == ("cpu", "cpu", "fp32", False, 3)
     assert run(lines, "hardware=cpu", "dtype=bf16").dtype == "bf16"
     assert run(lines).dtype == "fp16"
     assert run(lines, "hardware=auto").dtype == "bf16"
+    cfg = run()
+    assert cfg.hardware == "strix_halo", "auto is resolved"
+    assert (cfg.dtype, cfg.device) == ("bf16", "cuda"), "the profile over the defaults"
+    assert cfg.epochs == 1
+    assert cfg.loss._component_.endswith("CrossEntropy")
+    assert run("dtype: fp16\nepochs: 3").dtype == "fp16", "the run over the profile"
+    assert run("dtype: fp16\nepochs: 3", "epochs=5", "dtype=fp32").epochs == 5, "the command line over all"
+    assert run("hardware: mi300x").compile is True
+    assert run("hardware: mi300x\ncompile: False").compile is False
+    monkeypatch.setattr(layers, "detect", lambda: CPU)
+    assert run().hardware == "cpu"
 
 
 @pytest.mark.parametrize(("lines", "overrides", "message"), [
@@ -153,14 +150,7 @@ def test_files_that_are_no_config(run, content, message):
     assert "\n" not in str(caught.value)
 
 
-def test_bytes_and_folders_are_no_config(tmp_path):
-    (tmp_path / "run.yaml").write_bytes(b"epochs: \xff\xfe")
-    for path, message in ((tmp_path / "run.yaml", r"cannot read config .*run\.yaml"), (tmp_path, "neither a file nor")):
-        with pytest.raises(UserError, match=message):
-            config.load(SFT, str(path), [])
-
-
-def test_names(monkeypatch, tmp_path):
+def test_names_that_are_no_config(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for typo in ("strix_halo_qwen7", "strixhalo_qwen7b", "strix_halo_qwen7b.yaml"):
         with pytest.raises(UserError, match=r"did you mean strix_halo_qwen7b\?"):
@@ -170,6 +160,10 @@ def test_names(monkeypatch, tmp_path):
     (tmp_path / "strix_halo_qwen7b").write_text("epochs: 2")
     with pytest.raises(UserError, match="must be set"):  # a file in the current folder takes precedence
         config.load(SFT, "strix_halo_qwen7b", [])
+    (tmp_path / "run.yaml").write_bytes(b"epochs: \xff\xfe")
+    for path, message in ((tmp_path / "run.yaml", r"cannot read config .*run\.yaml"), (tmp_path, "neither a file nor")):
+        with pytest.raises(UserError, match=message):
+            config.load(SFT, str(path), [])
 
 
 def test_one_of_two_keys_counts_the_rows_of_a_step(run):

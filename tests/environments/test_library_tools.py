@@ -230,9 +230,15 @@ def test_errors_are_the_end_of_the_traceback(python):
     assert python("x") == "5"
 
 
-def test_output_of_programs_is_shown_in_its_order(python):
+def test_what_is_printed_is_text_in_its_order(python):
     code = "import os, sys\nprint(1)\nos.system('echo 2; echo 3 >&2')\nprint(4, file=sys.stderr)\nos.write(1, b'5\\n')"
     assert python(code) == "1\n2\n3\n4\n5\n2"
+    assert python("print('a\\x1b[31m\\x00\\x08b\\x9b\\ud800\\tc')") == "a\ufffd[31m\ufffd\ufffdb\ufffd\\ud800\tc"
+    assert python("import os; os.write(1, b'\\xff\\xfe\\r\\n.'); None") == "\ufffd\ufffd\n."
+    assert python('print(\'{"messages": []}\\n{"result": ["CORRECT", 1.0, ""]}\')').startswith('{"messages"')
+    assert python("print('error: ' * 3)").startswith("error: error:")
+    assert len(Tools([python])(Call("python", {"code": "print('y' * 1_000_000)"}))) < 20_100
+    assert python("'still here'") == "'still here'"
 
 
 @pytest.mark.wide(always=2)
@@ -330,15 +336,6 @@ def status(pid: int) -> list[str]:
 def test_a_fork_does_not_answer_twice(python):
     assert "'p'" in python("import os\nchild = os.fork()\n'p'")
     assert [python(f"{n} * 2") for n in range(5)] == ["0", "2", "4", "6", "8"]
-
-
-def test_what_is_printed_is_text_and_nothing_else(python):
-    assert python("print('a\\x1b[31m\\x00\\x08b\\x9b\\ud800\\tc')") == "a\ufffd[31m\ufffd\ufffdb\ufffd\\ud800\tc"
-    assert python("import os; os.write(1, b'\\xff\\xfe\\r\\n.'); None") == "\ufffd\ufffd\n."
-    assert python('print(\'{"messages": []}\\n{"result": ["CORRECT", 1.0, ""]}\')').startswith('{"messages"')
-    assert python("print('error: ' * 3)").startswith("error: error:")
-    assert len(Tools([python])(Call("python", {"code": "print('y' * 1_000_000)"}))) < 20_100
-    assert python("'still here'") == "'still here'"
 
 
 def test_code_that_finds_the_socket_ends_its_own_calls_too_early(python):

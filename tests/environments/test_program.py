@@ -112,18 +112,15 @@ def test_a_verifier_does_not_hide_the_prompt():
         assert first.messages == [{"role": "user", "content": ROW["prompt"]}]
 
 
-def test_requests_of_a_program_that_has_ended_are_dropped():
-    """It may have asked in several threads."""
+def test_requests_that_nobody_waits_for_are_dropped():
+    # It may have asked in several threads.
     program = Program({}, command=["python", "-V"])
     ended = SimpleNamespace(returncode=0, killed="", stdout=b"1\n", stderr=b"")
     program._running, program._heard = SimpleNamespace(child=ended), True
     for asked in (Exchange(b'{"messages": [{}]}'), Exchange(b'{"messages": [{}]}'), None):
         program._asked.put(asked)
     assert program._next().reward == 1
-
-
-def test_requests_whose_client_has_hung_up_are_dropped():
-    """It may have waited too long while another request of the program was answered."""
+    # It may have waited too long while another request of the program was answered.
     program = Program({}, command=["python", "-V"])
     program._running = SimpleNamespace(child=SimpleNamespace(returncode=None))
     (ours, theirs), (gone, end) = socket.socketpair(), socket.socketpair()

@@ -114,15 +114,6 @@ def test_calls_in_the_notations_of_templates(written):
     assert json.loads(TOOLS(calls[0])) == ["a", "a"]
 
 
-def test_a_message_has_a_limit_of_calls():
-    call = '<tool_call>{"name": "search", "arguments": {"query": "N"}}</tool_call>'
-    said = "".join(call.replace("N", str(i)) for i in range(40))
-    content, calls = calls_in(said, TOOLS.schemas)
-    assert (content, len(calls)) == ("", 33)
-    assert calls[31] == Call("search", {"query": "31"})
-    assert TOOLS(calls[32]).endswith("at most 32 calls; the last 8 did nothing")
-
-
 def test_calls_in_reasoning_do_not_count():
     call = '<tool_call>{"name": "search", "arguments": {"query": "a"}}</tool_call>'
     for opening, closing in (("<think>", "</think>"), ("", "</think>"), ("[THINK]", "[/THINK]")):
@@ -131,10 +122,7 @@ def test_calls_in_reasoning_do_not_count():
         assert calls_in(f"{thought}\n{call}", TOOLS.schemas) == (thought, [Call("search", {"query": "a"})])
         bare = '{"name": "search", "parameters": {"query": "a"}}'
         assert calls_in(thought + bare, TOOLS.schemas) == (thought, [Call("search", {"query": "a"})])
-
-
-def test_reasoning_of_gpt_oss():
-    """Its template takes the reasoning of a call as content, and refuses marks in it."""
+    # Its template takes the reasoning of a call as content, and refuses marks in it.
     call = ' to=functions.search<|channel|>commentary json<|message|>{"query":"a"}'
     said = "<|channel|>analysis<|message|>I write to=functions.plain.<|end|><|start|>assistant"
     expected = ("I write to=functions.plain.", [Call("search", {"query": "a"})])
@@ -209,7 +197,7 @@ def test_values_that_json_lacks_are_a_problem(value):
     assert call.problem
 
 
-def test_several_calls_and_none():
+def test_a_message_may_have_several_calls_up_to_a_limit():
     text = '<tool_call>{"name": "search", "arguments": {"query": "1"}}</tool_call>'
     content, calls = calls_in(f"First {text} then\n{text}", TOOLS.schemas)
     assert content == "First  then"
@@ -217,6 +205,12 @@ def test_several_calls_and_none():
     # JSON that is an answer
     for answer in ('{"a": 1}', '{"name": "x"}', "42", "", '{"name": "x", "parameters": 3}'):
         assert calls_in(answer, TOOLS.schemas) == (answer, [])
+    call = '<tool_call>{"name": "search", "arguments": {"query": "N"}}</tool_call>'
+    said = "".join(call.replace("N", str(i)) for i in range(40))
+    content, calls = calls_in(said, TOOLS.schemas)
+    assert (content, len(calls)) == ("", 33)
+    assert calls[31] == Call("search", {"query": "31"})
+    assert TOOLS(calls[32]).endswith("at most 32 calls; the last 8 did nothing")
 
 
 @pytest.mark.parametrize(("call", "said"), [

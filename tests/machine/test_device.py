@@ -109,22 +109,19 @@ def test_the_wrong_torch_on_an_amd_machine_is_named_with_the_cure(fake_torch, tm
     assert check_profile(load_profile("cpu"), machine) == []
 
 
-def test_a_rocm_torch_without_access_to_the_gpu(fake_torch, tmp_path, monkeypatch):
-    fake_torch(count=0)
-    root = record(tmp_path, [(110501, 80)])
-    with pytest.raises(UserError, match="/dev/kfd"):
-        choose_profile(detect(root))
-    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "-1")  # hidden on purpose
-    assert choose_profile(detect(root)) == ("cpu", "HIP_VISIBLE_DEVICES hides all GPUs")
-
-
-def test_machines_without_a_gpu_to_train_on_use_the_cpu(fake_torch, tmp_path):
+def test_machines_that_get_the_cpu_s_profile(fake_torch, tmp_path, monkeypatch):
     fake_torch(version="2.13.0+cpu", hip=None, count=0)
     assert choose_profile(detect(record(tmp_path / "none", []))) == ("cpu", "no GPU found")
     name, reason = choose_profile(detect(record(tmp_path / "small", [(100306, 4)])))
     assert name == "cpu"
     assert "gfx1036" in reason
     assert choose_profile(H200)[0] == "cuda"
+    fake_torch(count=0)
+    root = record(tmp_path, [(110501, 80)])
+    with pytest.raises(UserError, match="/dev/kfd"):
+        choose_profile(detect(root))
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "-1")  # hidden on purpose
+    assert choose_profile(detect(root)) == ("cpu", "HIP_VISIBLE_DEVICES hides all GPUs")
 
 
 def test_wsl_is_recognised_and_its_kernel_not_judged(fake_torch, tmp_path):

@@ -181,7 +181,7 @@ DIGIT = {"_component_": HERE + "Regex", "pattern": r"\d"}
 FAILS = {"_component_": HERE + "Command", "command": ["false"]}
 
 
-def test_all():
+def test_verifiers_are_combined():
     verifier = build({"_component_": HERE + "All", "verifiers": [DIGIT, EXACT]})
     assert isinstance(verifier, All)
     assert verifier.needs == ("answer",)
@@ -191,9 +191,6 @@ def test_all():
     with pytest.raises(ValueError, match="answer"):
         verifier.check_row({})
     assert build({"_component_": HERE + "All", "verifiers": [DIGIT, FAILS]})("7", {}).verdict is Verdict.ERROR
-
-
-def test_weighted():
     verifier = Weighted([DIGIT, EXACT], [1, 3])
     detail = "Regex 1 (found '7'); ExactMatch 1"
     assert verifier("7", {"answer": "7"}) == Result(Verdict.CORRECT, 1.0, detail, {"Regex": 1, "ExactMatch": 1})
