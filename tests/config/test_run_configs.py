@@ -26,11 +26,6 @@ ALL = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 RECIPES = {name: re.search(r"^recipe: (\w+)", (CONFIGS / f"{name}.yaml").read_text(), re.M)[1] for name in ALL}
 NAMES = [name for name in ALL if RECIPES[name] == RECIPE]
 FROM_FOLDER = [name for name in NAMES if name != "cpu_pocket"]
-# Run configs show these keys even if the default would do.
-EDITED = {
-    "batch_size", "epochs", "max_steps_per_epoch", "recipe", "resume_from_checkpoint", "save_adapter_weights_only",
-    "seed", "validation_fraction",
-}  # fmt: skip
 
 
 def text(name: str) -> str:
@@ -169,15 +164,6 @@ def test_the_head_s_memory_is_what_plan_prints(name, capsys):
     if "down to" in said:
         expected.append(max(planned(capsys, name, "enable_activation_checkpointing=True")))
     assert [int(number) for number in re.findall(r"(\d+) GiB", said)] == [pytest.approx(x, abs=0.6) for x in expected]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_no_line_repeats_a_default(name):
-    run = OmegaConf.load(CONFIGS / f"{name}.yaml")
-    below = OmegaConf.create(config.defaults(RECIPE))
-    below.update(load_profile(run.hardware).settings)
-    repeated = {key for key in run if key in below and not OmegaConf.is_missing(below, key) and run[key] == below[key]}
-    assert repeated <= EDITED
 
 
 OLDER = {"qwen2_5_coder_": "coder", "qwen2_5_": "qwen", "llama_3_1_": "llama", "llama_3_2_": "llama3_2_"}

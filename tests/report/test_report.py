@@ -1,11 +1,10 @@
-"""`rocm-ext report`: the page's content, and its appearance in a browser."""
+"""`rocm-ext report`: the page's content; test_web.py opens one in a browser."""
 
 import json
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,8 @@ from rocm_ext.cli import main
 from rocm_ext.report import charts
 from rocm_ext.report.charts import smooth
 from rocm_ext.report.text import visible
-from tests.kit.browser import browser as browser
 from tests.kit.lines import one_line_has
-from tests.kit.run_folders import append_jsonl, curve, grpo, hardware, raft, remove_lines, sft, step_lines, write_jsonl
+from tests.kit.run_folders import append_jsonl, curve, grpo, hardware, raft, remove_lines, sft, write_jsonl
 
 RIGHT = [[True] * 3 + [False] * 7, [True] * 5 + [False] * 5, [True] * 8 + [False] * 2]
 CHARTS = ("Loss", "Learning rate", "Gradient norm", "Speed", "Peak memory")
@@ -357,70 +355,3 @@ def test_visible():
     assert visible("नि\u200dत्य é 中文 👩\u200d💻", 99) == "नि\u200dत्य é 中文 👩\u200d💻"
     clipped = visible("a" * 50 + "b" * 50, limit=40)
     assert clipped == "a" * 30 + "\n[ 60 characters left out ]\n" + "b" * 10
-
-
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("pages")
-    long = hardware(sft(folder / ("a_long_name_of_a_run_" * 4), curve(2000), validation={500: 1.2, 1000: 1.1}), gpus=8)
-    cycles = hardware(raft(folder / "raft", RIGHT * 8, drawn=4), gpus=2, pause_at=50)
-    single = sft(folder / "single", [1e-5], finished=False)
-    odd = sft(folder / "odd", 1e9 * curve(40), lines=step_lines(1e9 * curve(40), speed=2e7))
-    out = {name: folder / f"{name}.html" for name in ("sft", "raft", "single", "several", "hostile")}
-    report(long, output=out["sft"])
-    report(cycles, output=out["raft"])
-    report(single, output=out["single"])
-    report(long, cycles, odd, *(sft(folder / f"run{i}", curve(50, i)) for i in range(5)), output=out["several"])
-    report(hostile(folder), output=out["hostile"])
-    return out
-
-
-@pytest.fixture
-def open_page(browser, pages) -> Iterator[Any]:
-    contexts = []
-
-    def open_(name: str, width: int = 360, scheme: str = "light") -> Any:
-        context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
-        contexts.append(context)
-        page = context.new_page()
-        page.said, page.asked = [], []
-        page.on("console", lambda message: page.said.append(message.text))
-        page.on("pageerror", lambda error: page.said.append(str(error)))
-        page.on("request", lambda request: page.asked.append(request.url))
-        page.goto(pages[name].as_uri())
-        return page
-
-    yield open_
-    for context in contexts:
-        context.close()
-
-
-def draw_all(page: Any) -> None:
-    """Draw the charts that are out of sight, too, as a browser does when it prints."""
-    page.wait_for_function("window.Plotly")
-    page.evaluate("['beforeprint', 'afterprint'].forEach(each => dispatchEvent(new Event(each)))")
-
-
-@pytest.mark.wide(always=1)
-@pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.wide)])
-@pytest.mark.parametrize("name", ["sft", "raft", "single", "several", "hostile"])
-def test_in_a_browser(open_page, pages, name, width):
-    page = open_page(name, width)
-    draw_all(page)
-    assert page.said == []
-    assert page.asked == [pages[name].as_uri()]
-    page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    boxes = page.evaluate(
-        "[...document.querySelectorAll('figure')].map(each => each.querySelector('.main-svg').getBoundingClientRect())"
-        ".map(box => [box.left, box.right, box.width, box.height])"
-    )
-    assert len(boxes) >= 5
-    for left, right, wide, high in boxes:
-        assert 0 <= left < right <= width
-        assert wide >= 250
-        assert high >= 140
-    assert page.evaluate("window.pwned === undefined")
-    turning = "/[\\u202a-\\u202e\\u2066-\\u2069\\u0000]/.test(document.body.innerText)"
-    assert page.evaluate(turning) is False
-    assert page.evaluate("[...document.querySelectorAll('.plot')].every(plot => plot.ariaLabel.length > 10)")
