@@ -23,7 +23,7 @@ from rocm_ext.cli import main
 from rocm_ext.machine.detect import ask_torch
 from rocm_ext.machine.doctor import exit_code, judge, probe, this_machine, verdict
 from rocm_ext.machine.doctor.facts import recorded_facts
-from rocm_ext.machine.doctor.recorded import MARK
+from rocm_ext.machine.doctor.recorded import MARK, DeviceNode, User
 from rocm_ext.machine.sysfs import cpu_quota
 from tests.kit.damage import spoil_some
 
@@ -709,6 +709,15 @@ sys.exit(main(["doctor", "--json"]))
     rows = {row["check"]: row for row in json.loads(run.stdout)["rows"]}
     assert (rows["torch"]["found"], rows["torch"]["fix"]) == ("torch is not installed", STRIX_TORCH)
     assert rows["hardware profile"]["found"].startswith("strix_halo")
+
+
+def test_who_may_open_a_device():
+    node, group = DeviceNode("0660", "root", "render"), User("user", ("render",))
+    users = (None, User("user"), group, User("user", ("video",)), User("root"))
+    assert [node.allows(user) for user in users] == [None, None, True, False, True]
+    for mode in ("0640", "torn"):  # reading is not enough
+        assert DeviceNode(mode, "root", "render").allows(group) is False
+    assert DeviceNode("0666", "root", "root").allows(None) is True
 
 
 def test_both_copies_are_timed():

@@ -104,6 +104,12 @@ def test_other_states(tmp_path):
     assert 0 < len(re.findall(r" 3 of 10 30.0 %| 8 of 10 80.0 %", text)) < 61
 
 
+def test_beside_a_run_of_raft(run, tmp_path):
+    html = report(run, raft(tmp_path / "raft", [RIGHT[0], RIGHT[20]]), output=tmp_path / "both.html")
+    drawn = html.split("<b>Held-out pass@1 by answers</b>")[1].split("</figure>")[0]
+    assert "raft goes from 30 at answers sampled 0 to 80 at answers sampled 24" in drawn
+
+
 @pytest.mark.parametrize(("worse", "better", "code", "says"), [
     (5, 6, 0, "take it"), (60, 10, 1, "is worse, -12.5 points"), (40, 30, 3, "prompts are needed"),
 ])  # fmt: skip

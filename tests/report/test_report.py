@@ -276,9 +276,11 @@ def test_any_values_in_its_files(tmp_path_factory, recipe, data):
         lines = path.read_text().splitlines()
         value = json.loads(data.draw(st.sampled_from(lines))) if path.suffix == ".jsonl" else {}
         value |= data.draw(st.dictionaries(st.sampled_from(KEYS), JUNK, min_size=1, max_size=4))
-        line = data.draw(st.just(json.dumps(value).encode()) | st.binary(max_size=60) | st.just(b"[" * 9000))
+        line, junk = json.dumps(value).encode(), data.draw(st.binary(max_size=60) | st.just(b"[" * 9000))
         with path.open("ab" if path.suffix == ".jsonl" else "wb") as file:
-            file.write(line + b"\n")
+            file.write(
+                b"\n".join([line, junk, b""]) if path.suffix == ".jsonl" else data.draw(st.sampled_from([line, junk]))
+            )
     assert "</html>" in report(run)
     for how in ([], ["--json"]):
         assert main(["compare", str(other), str(run), *how]) in (0, 1, 2, 3)
@@ -297,6 +299,16 @@ import rocm_ext.machine.counters
 sys.exit("torch" in sys.modules)"""
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     assert "What is 1 and 1?" in page.read_text()
+
+
+def test_a_long_run_makes_a_small_file(tmp_path):
+    losses = 1 + np.random.default_rng(0).normal(size=30000) * 0.1
+    losses[[12345, 23456]] = 0.2, 1.9
+    html = report(sft(tmp_path / "run", losses))
+    assert len(html) < 2_300_000  # 2.0 MB of them are plotly.js
+    faint = figure(html, "Loss")["data"][0]
+    assert len(faint["y"]) < 1100
+    assert (min(faint["y"]), max(faint["y"])) == (0.2, 1.9)
 
 
 def test_smoothing_ignores_what_is_not_finite():
