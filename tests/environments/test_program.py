@@ -113,14 +113,14 @@ def test_a_verifier_does_not_hide_the_prompt():
 
 
 def test_requests_that_nobody_waits_for_are_dropped():
-    # It may have asked in several threads.
+    # the program has ended, and may have asked in several threads
     program = Program({}, command=["python", "-V"])
     ended = SimpleNamespace(returncode=0, killed="", stdout=b"1\n", stderr=b"")
     program._running, program._heard = SimpleNamespace(child=ended), True
     for asked in (Exchange(b'{"messages": [{}]}'), Exchange(b'{"messages": [{}]}'), None):
         program._asked.put(asked)
     assert program._next().reward == 1
-    # It may have waited too long while another request of the program was answered.
+    # the client has hung up, perhaps because another request of the program was answered meanwhile
     program = Program({}, command=["python", "-V"])
     program._running = SimpleNamespace(child=SimpleNamespace(returncode=None))
     (ours, theirs), (gone, end) = socket.socketpair(), socket.socketpair()

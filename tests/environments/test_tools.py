@@ -122,7 +122,7 @@ def test_calls_in_reasoning_do_not_count():
         assert calls_in(f"{thought}\n{call}", TOOLS.schemas) == (thought, [Call("search", {"query": "a"})])
         bare = '{"name": "search", "parameters": {"query": "a"}}'
         assert calls_in(thought + bare, TOOLS.schemas) == (thought, [Call("search", {"query": "a"})])
-    # Its template takes the reasoning of a call as content, and refuses marks in it.
+    # gpt-oss: the template takes the reasoning of a call as content, and refuses marks in it
     call = ' to=functions.search<|channel|>commentary json<|message|>{"query":"a"}'
     said = "<|channel|>analysis<|message|>I write to=functions.plain.<|end|><|start|>assistant"
     expected = ("I write to=functions.plain.", [Call("search", {"query": "a"})])

@@ -109,7 +109,7 @@ def test_the_wrong_torch_on_an_amd_machine_is_named_with_the_cure(fake_torch, tm
     assert check_profile(load_profile("cpu"), machine) == []
 
 
-def test_machines_that_get_the_cpu_s_profile(fake_torch, tmp_path, monkeypatch):
+def test_machines_without_a_gpu_to_train_on_use_the_cpu(fake_torch, tmp_path, monkeypatch):
     fake_torch(version="2.13.0+cpu", hip=None, count=0)
     assert choose_profile(detect(record(tmp_path / "none", []))) == ("cpu", "no GPU found")
     name, reason = choose_profile(detect(record(tmp_path / "small", [(100306, 4)])))

@@ -114,7 +114,7 @@ print(json.dumps([calls, status["CapEff"], status["CapPrm"], status["NoNewPrivs"
 
 
 def test_memory_that_no_process_shows_is_refused_and_swap_counts(box: Sandbox):
-    # Pages of a shared map leave the resident memory and stay; a map of a file is bounded by /tmp.
+    """Pages of a shared map leave the resident memory and stay; a map of a file is bounded by /tmp."""
     code = """
 import mmap, os
 file = open("/tmp/x", "wb+")

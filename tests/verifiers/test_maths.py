@@ -323,7 +323,7 @@ def test_a_tolerance_is_exact_for_huge_golds(tolerant_pool: Pool, gold: str):
     assert str(tolerant_pool.submit(rf"\boxed{{{gold.strip('$')}}}", {"answer": gold}).result().verdict) == "CORRECT"
 
 
-def test_a_tolerance_holds_inside_points_and_matrices():
+def test_a_tolerance_holds_inside_points_and_every_gold_needs_an_answer():
     with Pool(NODE | {"timeout": 30, "tolerance": 1e-2}, workers=1, timeout=60) as pool:
         for text, gold, verdict in (
             (r"(0.6,2.6667]", r"$(\frac{3}{5},\frac{8}{3}]$", "CORRECT"),
