@@ -273,7 +273,6 @@ UPGRADE = "sudo dnf upgrade --refresh  # then reboot"
 APT = "sudo apt update && sudo apt full-upgrade  # then reboot"
 AGAIN = f"pip uninstall -y torch && {STRIX_TORCH}"
 MI50_TORCH = 'pip install "torch<2.10" --index-url https://download.pytorch.org/whl/rocm6.3'
-OF_A_WHEEL = 'pip install "torchtune==0.6.1" "torchao>=0.13,<0.19"'
 SAVE_AGAIN = ("warning", "rocm-ext doctor --save DIR")
 MISSING_GPU = {"GPU count": ("warning", "sudo dmesg | grep -i amdgpu")}
 CPU_BUILD = {"version": "2.13.0+cpu", "hip": None, "gpus": [], "kernels": []}

@@ -17,8 +17,6 @@ from tests.kit.tiny import write_model
 from tools.benchmarks import grpo, learning, overhead, pretrained, sorting
 from tools.benchmarks.protocol import Failed
 
-ANY = {"_component_": "rocm_ext.verifiers.Regex", "pattern": ""}
-
 
 # ---------------------------------------------------------------------------------------------------- learning
 def test_every_method_draws_the_same_samples(tmp_path):
