@@ -84,13 +84,7 @@ def test_token_ids_equal_those_of_transformers(text, tune_tokenizer, hf_tokenize
     ids = tune_tokenizer.encode(text, add_bos=False, add_eos=False)
     assert ids == hf_tokenizer.encode(text)
     assert None not in ids
-    assert max(ids) < pocket.SHAPE["vocab_size"]
-
-
-def test_every_id_is_a_token_and_every_digit_one(tune_tokenizer, hf_tokenizer):
-    ids = list(range(pocket.SHAPE["vocab_size"]))
-    assert len(hf_tokenizer) == len(ids)
-    assert tune_tokenizer.decode(ids)
+    assert max(ids) < pocket.SHAPE["vocab_size"] == len(hf_tokenizer)
     assert [tune_tokenizer.decode([i]) for i in tune_tokenizer.encode("1985", add_eos=False)] == list("1985")
 
 
@@ -271,20 +265,6 @@ def test_the_card_says_what_eval_says(pocket_dir, capsys):
     assert said["interval"] == pytest.approx(wilson(card["correct"], card["total"]))
     assert sum(said["verdicts"].values()) == card["total"]
     assert said["pass_at_k"] == {}
-
-
-@pytest.mark.wide
-def test_eval_draws_the_same_answers_each_time(pocket_dir, held_out, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in held_out[:8]))
-    files = [path.name for path in tmp_path.iterdir()]
-    said, again = (evaluate(capsys, pocket_dir, "--data", str(rows), overrides=["eval_samples=3"]) for _ in range(2))
-    assert said == again
-    assert said["prompts"] == 8
-    assert (said["samples_per_prompt"], list(said["pass_at_k"])) == (3, ["1", "2"])
-    assert said["pass_at_k"]["1"]["pass"] <= said["pass_at_k"]["2"]["pass"]
-    assert [path.name for path in tmp_path.iterdir()] == files
 
 
 def test_eval_in_words(pocket_dir, held_out, tmp_path, capsys):

@@ -117,15 +117,6 @@ def test_weights_come_last(served, tmp_path):
     assert set(served) == {"model.safetensors"}
 
 
-@pytest.mark.wide  # the hub's library tries again for 20 s
-def test_texts_in_the_cache_do_without_the_hub(model, tmp_path, monkeypatch):
-    with hub(monkeypatch, tmp_path / "cache", {NAME: model}):
-        folder = fetch_texts(NAME)
-    assert fetch_texts(NAME) == folder  # the server is gone
-    with pytest.raises(UserError, match=f"cannot download {NAME}: "):
-        fetch_weights(folder)
-
-
 @several_ranks
 def test_one_rank_downloads(served, tmp_path):
     """The files come once; then both ranks train."""

@@ -4,21 +4,16 @@ import builtins
 import importlib.metadata
 import logging
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 import torchtune._recipe_registry as torchtune_registry
-from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from torchtune._cli.tune import main as tune_command
 
-from rocm_ext import cli, config, hook
+from rocm_ext import cli, hook
 from rocm_ext.base import pins, registry
-from rocm_ext.train.trainer import Trainer
-from tests.kit.tiny import metrics, run_config, tune, write_model, write_rows, write_yaml
 
 SHIPPED = Path(__file__).parents[2] / "recipe_configs"
 TITLES = tuple(registry.TITLES)
@@ -260,42 +255,6 @@ def test_torchtune_imports_what_torchao_has_moved(tmp_path, version, added):
         assert run.stderr.splitlines()[-1].endswith(f'{names[1]}, which is gone: pip install "torchao<0.16"')
     else:
         assert said[1] == "called"
-
-
-class TwoLearningRates(Trainer):
-    """Another learning rate for the B matrices."""
-
-    def setup_optimizer(self) -> torch.optim.Optimizer:
-        lr, adapter = self.cfg.optimizer.lr, self.learner.adapter
-        b = [p for name, p in adapter.items() if "lora_b" in name]
-        rest = [p for name, p in adapter.items() if "lora_b" not in name]
-        groups = [{"params": rest, "lr": lr}, {"params": b, "lr": 16 * lr}]
-        return config.instantiate(self.cfg.optimizer, groups, key="optimizer")
-
-
-def test_subclass_overrides_a_part(tmp_path):
-    base, rows = write_model(tmp_path / "base"), write_rows(tmp_path / "rows.jsonl", 8)
-    cfg = run_config(base, rows, tmp_path / "out", epochs=2)
-    loaded = config.load("lora_finetune_rocm", str(write_yaml(tmp_path / "run.yaml", cfg)))
-    recipe = LoRAFinetune(loaded, trainer=TwoLearningRates)
-    recipe.setup()
-    recipe.train()
-    recipe.cleanup()
-    assert [group["lr"] for group in recipe.trainer.optimizer.param_groups] == [1e-3, 16e-3]
-    assert len(metrics(tmp_path / "out")) == 2
-
-
-@pytest.mark.wide
-def test_copied_recipe_runs(tmp_path):
-    base, rows = write_model(tmp_path / "base"), write_rows(tmp_path / "rows.jsonl", 8)
-    path = write_yaml(tmp_path / "run.yaml", run_config(base, rows, tmp_path / "out"))
-    assert tune("cp", "lora_finetune_rocm", "my_recipe.py", cwd=tmp_path).returncode == 0
-    run = tune("run", "my_recipe.py", "--config", path, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    assert (tmp_path / "out" / "adapter").is_dir()
-    shutil.rmtree(tmp_path / "out")
-    ranks = tune("run", "--nnodes", "1", "--nproc_per_node", "2", "my_recipe.py", "--config", path, cwd=tmp_path)
-    assert ranks.returncode == 0, ranks.stderr
 
 
 @pytest.mark.parametrize(("name", "message", "shown"), [

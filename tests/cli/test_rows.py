@@ -257,6 +257,8 @@ def test_prompts(folder, tmp_path, capsys, write_run):
     (first,) = found["shown"][0]["sequences"]
     assert first["text"].endswith("<|im_start|>assistant\n")
     assert first["trained"] == []
+    assert cli.main(["rows", "--config", path, "prompts=null"]) == 1
+    assert one_line_has(capsys.readouterr().err, "error: ", "prompts must be set")
 
 
 def test_what_rows_hold_does_not_reach_the_terminal_raw(rows, tmp_path, monkeypatch):
@@ -288,28 +290,18 @@ def test_packs_and_many_turns(rows, tmp_path):
     assert " parts …" in rows("tokenizer.max_seq_len=null", dataset=many)[1]
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "facts"),
-    [
-        (["dataset.source=none.jsonl"], 1, ["none.jsonl: no such file"]),
-        (["dataset.column_map={prompt: nope}"], 1, ["column_map names ['nope']", "question"]),
-        (["dataset.column_map=null"], 1, ["12 rows are bad", "prompts.jsonl:1", "['question', 'answer']"]),
-        (["dataset.source={empty}"], 1, ["empty.jsonl has no rows"]),
-        (["tokenizer.max_seq_len=30", "too_long=error"], 1, ["prompts.jsonl:", "max_seq_len is 30"]),
-        (["--row", "12"], 2, ["there is no row 12", "0 to 11"]),
-        (["dataset=null"], 1, ["dataset must be set"]),
-        (["datset=x"], 1, ["unknown key datset", "did you mean dataset?"]),
-    ],
-)
+@pytest.mark.parametrize(("options", "code", "facts"), [
+    (["dataset.source=none.jsonl"], 1, ["none.jsonl: no such file"]),
+    (["dataset.column_map={prompt: nope}"], 1, ["column_map names ['nope']", "question"]),
+    (["dataset.column_map=null"], 1, ["12 rows are bad", "prompts.jsonl:1", "['question', 'answer']"]),
+    (["dataset.source={empty}"], 1, ["empty.jsonl has no rows"]),
+    (["tokenizer.max_seq_len=30", "too_long=error"], 1, ["prompts.jsonl:", "max_seq_len is 30"]),
+    (["--row", "12"], 2, ["there is no row 12", "0 to 11"]), (["dataset=null"], 1, ["dataset must be set"]),
+    (["datset=x"], 1, ["unknown key datset", "did you mean dataset?"]),
+])  # fmt: skip
 def test_bad_input_is_one_line(rows, tmp_path, options, code, facts):
     (tmp_path / "empty.jsonl").write_text("")
     options = [option.replace("{empty}", str(tmp_path / "empty.jsonl")) for option in options]
     found, out, err = rows(*options)
     assert (found, out) == (code, "")
     assert one_line_has(err, "error: ", *facts)
-
-
-def test_a_config_without_prompts(folder, tmp_path, capsys):
-    path = raft_runs.write_run(folder, tmp_path / "out")
-    assert cli.main(["rows", "--config", str(path), "prompts=null"]) == 1
-    assert one_line_has(capsys.readouterr().err, "error: ", "prompts must be set")

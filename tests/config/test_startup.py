@@ -61,33 +61,21 @@ def test_a_file_goes_on_as_the_module_that_tune_would_run(begin, tmp_path, monke
     assert begin(CPU, "mine/recipe.py", *POCKET)[4:] == ["module", "mine.recipe", *POCKET]
 
 
-@pytest.mark.parametrize(
-    ("machine", "hardware", "expected"),
-    [
-        (STRIX, "auto", "HSA_ENABLE_SDMA"),
-        (STRIX, "strix_halo", "ROCBLAS_USE_HIPBLASLT"),
-        (STRIX, "cpu", "GOMP_SPINCOUNT"),
-        (MI300X, "mi300x", None),
-        (H200, "auto", None),
-    ],
-)
+@pytest.mark.parametrize(("machine", "hardware", "expected"), [
+    (STRIX, "auto", "HSA_ENABLE_SDMA"), (STRIX, "strix_halo", "ROCBLAS_USE_HIPBLASLT"),
+    (STRIX, "cpu", "GOMP_SPINCOUNT"), (MI300X, "mi300x", None), (H200, "auto", None),
+])  # fmt: skip
 def test_the_profile_is_the_one_that_the_run_will_have(begin, machine, hardware, expected):
     command = begin(machine, "raft_rocm", "--config", "mi300x_qwen7b_raft", f"hardware={hardware}")
     assert (command is not None) == (expected is not None)
     assert expected is None or os.environ[expected]
 
 
-@pytest.mark.parametrize(
-    ("options", "several"),
-    [
-        (["--nproc_per_node", "8"], True),
-        (["--nproc-per-node=8"], True),
-        (["--nproc_per_node", "gpu"], True),
-        (["--nnodes", "2", "--node_rank", "1", "--rdzv_endpoint", "trainer:29500"], True),
-        (["--nnodes", "1:4", "--nproc_per_node", "1"], True),
-        (["--nnodes", "1", "--nproc_per_node", "1"], False),
-    ],
-)
+@pytest.mark.parametrize(("options", "several"), [
+    (["--nproc_per_node", "8"], True), (["--nproc-per-node=8"], True), (["--nproc_per_node", "gpu"], True),
+    (["--nnodes", "2", "--node_rank", "1", "--rdzv_endpoint", "trainer:29500"], True),
+    (["--nnodes", "1:4", "--nproc_per_node", "1"], True), (["--nnodes", "1", "--nproc_per_node", "1"], False),
+])  # fmt: skip
 def test_a_launcher_sets_what_its_ranks_inherit_and_goes_on(begin, options, several):
     assert begin(MI300X, *options, "lora_finetune_rocm", "--config", "mi300x_qwen72b") is None
     assert ("GPU_MAX_HW_QUEUES" in os.environ) == several
@@ -121,16 +109,11 @@ def test_a_launcher_does_not_keep_the_gpu_that_it_looked_at(begin):
     assert begin(MI300X, *arguments, initialized=True) is None, "once"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["lora_finetune_rocm"],
-        ["lora_finetune_rocm", "--config", "no_such_config"],
-        ["lora_finetune_rocm", *POCKET, "hardware=no_such"],
-        ["lora_finetune_rocm", *POCKET, "--strange"],
-        ["lora_finetune_single_device", *POCKET],
-    ],
-)
+@pytest.mark.parametrize("arguments", [
+    ["lora_finetune_rocm"], ["lora_finetune_rocm", "--config", "no_such_config"],
+    ["lora_finetune_rocm", *POCKET, "hardware=no_such"], ["lora_finetune_rocm", *POCKET, "--strange"],
+    ["lora_finetune_single_device", *POCKET],
+])  # fmt: skip
 def test_what_the_recipe_will_refuse_is_left_to_it(begin, arguments):
     assert begin(CPU, *arguments) is None
     assert registry.DECIDED not in os.environ
@@ -169,16 +152,12 @@ def test_a_recipe_whose_file_is_far_from_its_config_gets_its_hardware(begin, tmp
     assert os.environ["GOMP_SPINCOUNT"] == "20000"
 
 
-@pytest.mark.parametrize(
-    ("options", "argv", "is_tune"),
-    [
-        (["/bin/tune"], ["/bin/tune", "run"], True),
-        (["-W", "ignore", "-m", "torchtune._cli.tune"], ["-m", "run", "x"], True),
-        (["-mtorchtune._cli.tune"], ["-m"], True),
-        (["-m", "check"], ["-m", "tune"], False),
-        (["check.py"], ["check.py", "tune", "--lr", "3"], False),
-    ],
-)
+@pytest.mark.parametrize(("options", "argv", "is_tune"), [
+    (["/bin/tune"], ["/bin/tune", "run"], True),
+    (["-W", "ignore", "-m", "torchtune._cli.tune"], ["-m", "run", "x"], True),
+    (["-mtorchtune._cli.tune"], ["-m"], True), (["-m", "check"], ["-m", "tune"], False),
+    (["check.py"], ["check.py", "tune", "--lr", "3"], False),
+])  # fmt: skip
 def test_what_counts_as_tune(monkeypatch, options, argv, is_tune):
     monkeypatch.setattr(sys, "orig_argv", ["python", *options, *argv[1:]])
     monkeypatch.setattr(sys, "argv", argv)

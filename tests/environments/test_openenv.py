@@ -121,14 +121,10 @@ def test_no_server():
 
 
 @needs_openenv
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"total": "mean"}, "total is 'mean'; expected sum or last"),
-        ({"scale": [1, 0]}, "scale must be"),
-        ({"action": GAME + "last_numbr"}, "has no 'last_numbr'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"total": "mean"}, "total is 'mean'; expected sum or last"), ({"scale": [1, 0]}, "scale must be"),
+    ({"action": GAME + "last_numbr"}, "has no 'last_numbr'"),
+])  # fmt: skip
 def test_mistakes(arguments, message):
     with pytest.raises(UserError, match=message) as raised, opened("http://127.0.0.1:9", **arguments):
         pass

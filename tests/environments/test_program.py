@@ -112,18 +112,15 @@ def test_a_verifier_does_not_hide_the_prompt():
         assert first.messages == [{"role": "user", "content": ROW["prompt"]}]
 
 
-def test_requests_of_a_program_that_has_ended_are_dropped():
-    """It may have asked in several threads."""
+def test_requests_that_nobody_waits_for_are_dropped():
+    # the program has ended, and may have asked in several threads
     program = Program({}, command=["python", "-V"])
     ended = SimpleNamespace(returncode=0, killed="", stdout=b"1\n", stderr=b"")
     program._running, program._heard = SimpleNamespace(child=ended), True
     for asked in (Exchange(b'{"messages": [{}]}'), Exchange(b'{"messages": [{}]}'), None):
         program._asked.put(asked)
     assert program._next().reward == 1
-
-
-def test_requests_whose_client_has_hung_up_are_dropped():
-    """It may have waited too long while another request of the program was answered."""
+    # the client has hung up, perhaps because another request of the program was answered meanwhile
     program = Program({}, command=["python", "-V"])
     program._running = SimpleNamespace(child=SimpleNamespace(returncode=None))
     (ours, theirs), (gone, end) = socket.socketpair(), socket.socketpair()
@@ -186,40 +183,29 @@ print(int(not seen))
         assert result(code, said("Seven."), tmp_path=tmp_path).reward == 1
 
 
-@pytest.mark.parametrize(
-    ("body", "problem"),
-    [
-        ("[]", "messages"),
-        ('{"messages": []}', "messages"),
-        ('{"messages": ["hello"]}', "object"),
-        ('{"messages": [{}], "n": 2}', "n is not"),
-        ('{"messages": [{}], "response_format": {"type": "json_object"}}', "response_format"),
-        ('{"messages": [{}], "tools": {}}', "tools"),
-        ('{"messages": [{}], "max_tokens": 0}', "max_tokens"),
-        ('{"messages": [{}], "stop": 5}', "stop"),
-        ('{"messages": [{}], "stop": [5]}', "stop"),
-        ('{"messages": [{}], "functions": [{}]}', "functions"),
-        ("{", "Expecting"),
-    ],
-)
+@pytest.mark.parametrize(("body", "problem"), [
+    ("[]", "messages"), ('{"messages": []}', "messages"), ('{"messages": ["hello"]}', "object"),
+    ('{"messages": [{}], "n": 2}', "n is not"),
+    ('{"messages": [{}], "response_format": {"type": "json_object"}}', "response_format"),
+    ('{"messages": [{}], "tools": {}}', "tools"), ('{"messages": [{}], "max_tokens": 0}', "max_tokens"),
+    ('{"messages": [{}], "stop": 5}', "stop"), ('{"messages": [{}], "stop": [5]}', "stop"),
+    ('{"messages": [{}], "functions": [{}]}', "functions"), ("{", "Expecting"),
+])  # fmt: skip
 def test_requests_that_cannot_be_answered(body, problem):
     with pytest.raises(ValueError, match=problem):
         Exchange(body.encode())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ({"command": "python agent.py"}, "expected a list"),
-        ({"command": ["python", "missing.py"]}, "there is no file missing.py"),
-        ({"command": ["no-such-program"]}, "no-such-program"),
-        ({"command": ["python", "-V"], "folder": "missing"}, "not a folder"),
-        ({"command": ["python", "-V"], "folder": str(Path.home())}, "home"),
-        ({"command": ["python", "-V"], "memory_mb": 1}, "memory_mb"),
-        ({"command": ["python", "-V"], "sandbox": "none"}, "sandbox"),
-        ({"command": ["python", "-V"], "verifier": {"_component_": "rocm_ext.verifiers.MajorityAnswer"}}, "group"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "problem"), [
+    ({"command": "python agent.py"}, "expected a list"),
+    ({"command": ["python", "missing.py"]}, "there is no file missing.py"),
+    ({"command": ["no-such-program"]}, "no-such-program"),
+    ({"command": ["python", "-V"], "folder": "missing"}, "not a folder"),
+    ({"command": ["python", "-V"], "folder": str(Path.home())}, "home"),
+    ({"command": ["python", "-V"], "memory_mb": 1}, "memory_mb"),
+    ({"command": ["python", "-V"], "sandbox": "none"}, "sandbox"),
+    ({"command": ["python", "-V"], "verifier": {"_component_": "rocm_ext.verifiers.MajorityAnswer"}}, "group"),
+])  # fmt: skip
 def test_mistakes(arguments, problem):
     with pytest.raises(UserError, match=problem) as raised:
         Program({}, **arguments)

@@ -40,20 +40,6 @@ def plain(x: float, flag: bool) -> dict[str, int]:
 TOOLS = Tools([search, plain])
 
 
-def test_schemas_are_those_of_transformers():
-    ours = TOOLS.schemas[1]["function"]
-    assert ours["description"] == "Do nothing."
-    theirs = get_json_schema(described)["function"]
-    ours = Tools([described]).schemas[0]["function"]
-    assert ours["name"] == theirs["name"]
-    assert ours["parameters"]["properties"] == theirs["parameters"]["properties"]
-    assert ours["parameters"]["required"] == theirs["parameters"]["required"]
-    assert TOOLS.schemas[0]["function"]["description"] == "Search the texts of a folder."
-    properties = TOOLS.schemas[0]["function"]["parameters"]["properties"]
-    assert properties["query"]["description"] == "words to look for, in any order."
-    assert properties["order"]["enum"] == ["date", "name"]
-
-
 def described(a: int, b: str, c: bool, d: list[int], e: float = 1.0) -> int:
     """Describe.
 
@@ -65,6 +51,20 @@ def described(a: int, b: str, c: bool, d: list[int], e: float = 1.0) -> int:
         e: fifth
     """
     return a
+
+
+@pytest.mark.parametrize("function", [search, described])
+def test_schemas_are_those_of_transformers(function):
+    """TRL's trainers read its."""
+    theirs, ours = get_json_schema(function)["function"], Tools([function]).schemas[0]["function"]
+    assert (ours["name"], ours["description"]) == (theirs["name"], " ".join(theirs["description"].split()))
+    assert ours["parameters"].get("required") == theirs["parameters"].get("required")
+    assert ours["parameters"]["properties"].keys() == theirs["parameters"]["properties"].keys()
+    for name, expected in theirs["parameters"]["properties"].items():
+        found = ours["parameters"]["properties"][name]
+        assert found["description"].partition(" (choices")[0] == expected["description"]
+        assert found.get("enum") == expected.get("enum")
+        assert found.get("type") in (expected["type"], None)  # choices and alternatives say it otherwise
 
 
 @pytest.mark.parametrize(
@@ -88,14 +88,6 @@ def test_functions_that_no_model_can_read(source, message):
         Tools([space["f"]])
     with pytest.raises(UserError, match="two functions have one name"):
         Tools([search, search])
-
-
-def test_a_tool_does_not_end_the_program():
-    def leave() -> None:
-        """Leave."""
-        sys.exit(3)
-
-    assert Tools([leave])(Call("leave")) == "error: SystemExit: SystemExit: 3"
 
 
 WRITTEN = {
@@ -122,15 +114,6 @@ def test_calls_in_the_notations_of_templates(written):
     assert json.loads(TOOLS(calls[0])) == ["a", "a"]
 
 
-def test_a_message_has_a_limit_of_calls():
-    call = '<tool_call>{"name": "search", "arguments": {"query": "N"}}</tool_call>'
-    said = "".join(call.replace("N", str(i)) for i in range(40))
-    content, calls = calls_in(said, TOOLS.schemas)
-    assert (content, len(calls)) == ("", 33)
-    assert calls[31] == Call("search", {"query": "31"})
-    assert TOOLS(calls[32]).endswith("at most 32 calls; the last 8 did nothing")
-
-
 def test_calls_in_reasoning_do_not_count():
     call = '<tool_call>{"name": "search", "arguments": {"query": "a"}}</tool_call>'
     for opening, closing in (("<think>", "</think>"), ("", "</think>"), ("[THINK]", "[/THINK]")):
@@ -139,10 +122,7 @@ def test_calls_in_reasoning_do_not_count():
         assert calls_in(f"{thought}\n{call}", TOOLS.schemas) == (thought, [Call("search", {"query": "a"})])
         bare = '{"name": "search", "parameters": {"query": "a"}}'
         assert calls_in(thought + bare, TOOLS.schemas) == (thought, [Call("search", {"query": "a"})])
-
-
-def test_reasoning_of_gpt_oss():
-    """Its template takes the reasoning of a call as content, and refuses marks in it."""
+    # gpt-oss: the template takes the reasoning of a call as content, and refuses marks in it
     call = ' to=functions.search<|channel|>commentary json<|message|>{"query":"a"}'
     said = "<|channel|>analysis<|message|>I write to=functions.plain.<|end|><|start|>assistant"
     expected = ("I write to=functions.plain.", [Call("search", {"query": "a"})])
@@ -217,7 +197,7 @@ def test_values_that_json_lacks_are_a_problem(value):
     assert call.problem
 
 
-def test_several_calls_and_none():
+def test_a_message_may_have_several_calls_up_to_a_limit():
     text = '<tool_call>{"name": "search", "arguments": {"query": "1"}}</tool_call>'
     content, calls = calls_in(f"First {text} then\n{text}", TOOLS.schemas)
     assert content == "First  then"
@@ -225,26 +205,34 @@ def test_several_calls_and_none():
     # JSON that is an answer
     for answer in ('{"a": 1}', '{"name": "x"}', "42", "", '{"name": "x", "parameters": 3}'):
         assert calls_in(answer, TOOLS.schemas) == (answer, [])
+    call = '<tool_call>{"name": "search", "arguments": {"query": "N"}}</tool_call>'
+    said = "".join(call.replace("N", str(i)) for i in range(40))
+    content, calls = calls_in(said, TOOLS.schemas)
+    assert (content, len(calls)) == ("", 33)
+    assert calls[31] == Call("search", {"query": "31"})
+    assert TOOLS(calls[32]).endswith("at most 32 calls; the last 8 did nothing")
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (Call("find"), "there is no tool 'find'; the tools are search, plain"),
-        (Call("search"), "missing a required argument: 'query'"),
-        (Call("search", {"query": "a", "z": 1}), "unexpected keyword argument 'z'"),
-        (Call("search", {"query": 1}), "query: 1 is not of type 'string'"),
-        (Call("search", {"query": "a", "order": "size"}), "order: 'size' is not one of"),
-        (Call("search", {"query": "?"}), "LookupError: no such words"),
-        (Call("", problem="it is cut"), "cannot be read: it is cut"),
-    ],
-)
+@pytest.mark.parametrize(("call", "said"), [
+    (Call("find"), "there is no tool 'find'; the tools are search, plain"),
+    (Call("search"), "missing a required argument: 'query'"),
+    (Call("search", {"query": "a", "z": 1}), "unexpected keyword argument 'z'"),
+    (Call("search", {"query": 1}), "query: 1 is not of type 'string'"),
+    (Call("search", {"query": "a", "order": "size"}), "order: 'size' is not one of"),
+    (Call("search", {"query": "?"}), "LookupError: no such words"),
+    (Call("", problem="it is cut"), "cannot be read: it is cut"),
+])  # fmt: skip
 def test_mistakes_are_answers(call, said):
     assert TOOLS(call).startswith("error: ")
     assert said in TOOLS(call)
 
 
 def test_results():
+    def leave() -> None:
+        """Leave."""
+        sys.exit(3)
+
+    assert Tools([leave])(Call("leave")) == "error: SystemExit: SystemExit: 3"
     assert TOOLS(Call("plain", {"x": 1.5, "flag": True})) == '{"x": 1, "flag": true}'
     long = TOOLS(Call("search", {"query": "ab" * 40_000, "most": 1}))
     assert len(long) < 21_000

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("resource", reason="forks and POSIX signals")
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.environments import Call, Environments, Tools
+from rocm_ext.environments import Call, Environments
 from rocm_ext.verifiers import Verdict
 
 WORLDS = "tests.kit.trl_worlds."
@@ -68,16 +68,13 @@ def test_an_environment_with_a_reward_function():
         assert cut.reward == 0.0, "the function gets a conversation that ends with the tool's result"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"factory": "Timeless"}, "without a method reset"),
-        ({"factory": "Counter"}, "needs either a method get_reward or"),
-        ({"factory": "Rewarded", "reward": WORLDS + "nearness"}, "needs either a method get_reward or"),
-        ({"factory": "Counter", "reward": WORLDS + "trainers_own"}, "needs completion_ids"),
-        ({"factory": "Countr"}, "has no 'Countr'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"factory": "Timeless"}, "without a method reset"),
+    ({"factory": "Counter"}, "needs either a method get_reward or"),
+    ({"factory": "Rewarded", "reward": WORLDS + "nearness"}, "needs either a method get_reward or"),
+    ({"factory": "Counter", "reward": WORLDS + "trainers_own"}, "needs completion_ids"),
+    ({"factory": "Countr"}, "has no 'Countr'"),
+])  # fmt: skip
 def test_mistakes(arguments, message):
     with pytest.raises(UserError, match=message) as raised, opened(**arguments):
         pass
@@ -147,32 +144,3 @@ def test_rewards_equal_those_of_trls_trainer(factory, tmp_path, monkeypatch):
     results = [m["content"] for m in completion if m["role"] == "tool"]
     assert results[1] == second[0]["content"]
     assert ast.literal_eval(results[0]) == json.loads(first[0]["content"])  # Python's form there, JSON here
-
-
-def multiply(a: int, b: float = 1.0, words: list[str] | None = None) -> float:
-    """
-    Multiplies two numbers, and more
-    than that.
-
-    Args:
-        a: The first number.
-        b: The second number,
-            which may be missing.
-        words: Any words.
-
-    Returns:
-        The product.
-    """
-    return a * b
-
-
-def test_docstrings_of_trls_tools():
-    """transformers reads the same of them, as TRL's trainers do."""
-    read = pytest.importorskip("transformers.utils.chat_template_utils").get_json_schema
-    theirs, ours = read(multiply)["function"], Tools([multiply]).schemas[0]["function"]
-    assert (ours["name"], " ".join(theirs["description"].split())) == (theirs["name"], ours["description"])
-    assert ours["parameters"]["required"] == theirs["parameters"]["required"]
-    for name, theirs_is in theirs["parameters"]["properties"].items():
-        ours_is = ours["parameters"]["properties"][name]
-        assert ours_is["description"] == theirs_is["description"]
-        assert ours_is.get("type") == theirs_is["type"] or theirs_is.get("nullable")

@@ -73,17 +73,11 @@ def fake_torch(monkeypatch):
     return fake
 
 
-@pytest.mark.parametrize(
-    ("gcn", "node", "unified", "bf16", "profile"),
-    [
-        ("gfx1151", 110501, True, True, "strix_halo"),
-        ("gfx942:sramecc+:xnack-", 90402, False, True, "mi300x"),
-        ("gfx950:sramecc+:xnack-", 90500, False, True, "mi300x"),
-        ("gfx90a:sramecc+:xnack-", 90010, False, True, "mi200"),
-        ("gfx906:sramecc-:xnack-", 90006, False, False, "mi50"),
-        ("gfx1201", 120001, False, True, "radeon"),
-    ],
-)
+@pytest.mark.parametrize(("gcn", "node", "unified", "bf16", "profile"), [
+    ("gfx1151", 110501, True, True, "strix_halo"), ("gfx942:sramecc+:xnack-", 90402, False, True, "mi300x"),
+    ("gfx950:sramecc+:xnack-", 90500, False, True, "mi300x"), ("gfx90a:sramecc+:xnack-", 90010, False, True, "mi200"),
+    ("gfx906:sramecc-:xnack-", 90006, False, False, "mi50"), ("gfx1201", 120001, False, True, "radeon"),
+])  # fmt: skip
 def test_amd_gpus_are_found_and_get_their_profile(fake_torch, tmp_path, gcn, node, unified, bf16, profile):
     fake_torch(gcnArchName=gcn, name="a GPU", total_memory=32 * GIB)
     machine = detect(record(tmp_path, [(node, 80)]))
@@ -115,22 +109,19 @@ def test_the_wrong_torch_on_an_amd_machine_is_named_with_the_cure(fake_torch, tm
     assert check_profile(load_profile("cpu"), machine) == []
 
 
-def test_a_rocm_torch_without_access_to_the_gpu(fake_torch, tmp_path, monkeypatch):
-    fake_torch(count=0)
-    root = record(tmp_path, [(110501, 80)])
-    with pytest.raises(UserError, match="/dev/kfd"):
-        choose_profile(detect(root))
-    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "-1")  # hidden on purpose
-    assert choose_profile(detect(root)) == ("cpu", "HIP_VISIBLE_DEVICES hides all GPUs")
-
-
-def test_machines_without_a_gpu_to_train_on_use_the_cpu(fake_torch, tmp_path):
+def test_machines_without_a_gpu_to_train_on_use_the_cpu(fake_torch, tmp_path, monkeypatch):
     fake_torch(version="2.13.0+cpu", hip=None, count=0)
     assert choose_profile(detect(record(tmp_path / "none", []))) == ("cpu", "no GPU found")
     name, reason = choose_profile(detect(record(tmp_path / "small", [(100306, 4)])))
     assert name == "cpu"
     assert "gfx1036" in reason
     assert choose_profile(H200)[0] == "cuda"
+    fake_torch(count=0)
+    root = record(tmp_path, [(110501, 80)])
+    with pytest.raises(UserError, match="/dev/kfd"):
+        choose_profile(detect(root))
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "-1")  # hidden on purpose
+    assert choose_profile(detect(root)) == ("cpu", "HIP_VISIBLE_DEVICES hides all GPUs")
 
 
 def test_wsl_is_recognised_and_its_kernel_not_judged(fake_torch, tmp_path):
@@ -206,17 +197,13 @@ def test_the_nearest_profile_is_of_the_same_family(fake_torch, tmp_path, arch, u
         choose_profile(machine)
 
 
-@pytest.mark.parametrize(
-    ("profile", "machine", "world", "message"),
-    [
-        ("mi300x", CPU, 1, "MI300X.*found Linux without a GPU.*hardware=cpu"),
-        ("mi300x", STRIX, 1, "found 1 x Radeon 8060S.*hardware=strix_halo"),
-        ("cuda", STRIX, 1, "NVIDIA.*gfx1151"),
-        ("strix_halo", replace(STRIX, system="Windows"), 1, "hardware=strix_halo_windows"),
-        ("mi300x", MI300X, 9, "9 processes need 9 GPUs.*--nproc_per_node 8"),
-        ("strix_halo_windows", replace(STRIX, system="Windows"), 2, "one process only"),
-    ],
-)
+@pytest.mark.parametrize(("profile", "machine", "world", "message"), [
+    ("mi300x", CPU, 1, "MI300X.*found Linux without a GPU.*hardware=cpu"),
+    ("mi300x", STRIX, 1, "found 1 x Radeon 8060S.*hardware=strix_halo"), ("cuda", STRIX, 1, "NVIDIA.*gfx1151"),
+    ("strix_halo", replace(STRIX, system="Windows"), 1, "hardware=strix_halo_windows"),
+    ("mi300x", MI300X, 9, "9 processes need 9 GPUs.*--nproc_per_node 8"),
+    ("strix_halo_windows", replace(STRIX, system="Windows"), 2, "one process only"),
+])  # fmt: skip
 def test_profiles_that_do_not_describe_this_machine(profile, machine, world, message):
     with pytest.raises(UserError, match=message):
         check_profile(load_profile(profile), machine, world)
@@ -347,20 +334,6 @@ def test_programs_that_must_not_be_replaced_are_told_what_came_too_late(monkeypa
 
 
 # ----------------------------------------------------------------------------------------------------- memory
-@pytest.mark.parametrize(
-    ("total", "gtt", "budget", "reason"),
-    [
-        (128 * GIB, 128 * GIB, 108 * GIB, "MemTotal 124.0 GiB less 16.0 GiB for the host"),
-        (128 * GIB, 62 * GIB, 0.9 * 62 * GIB, "90% of GTT 62.0 GiB"),
-        (100 * GIB, None, 90 * GIB, "90% of total_memory 100.0 GiB"),  # WSL has no such file
-    ],
-)
-def test_unified_memory_budget(tmp_path, total, gtt, budget, reason):
-    root = record(tmp_path, [(110501, 80)], gtt=gtt)
-    machine = replace(STRIX, total_memory=total)
-    found, why = memory_budget(load_profile("strix_halo"), machine, root)
-    assert found == pytest.approx(budget, abs=2)
-    assert reason in why
 
 
 @pytest.mark.parametrize(
@@ -399,6 +372,8 @@ def test_a_carve_out_larger_than_gtt_is_the_budget(tmp_path):
 
 
 def test_other_memory_budgets(tmp_path):
+    wsl = memory_budget(load_profile("strix_halo"), replace(STRIX, total_memory=100 * GIB), record(tmp_path, []))
+    assert wsl[0] == pytest.approx(90 * GIB, abs=2), "there is no file that says GTT"
     root = record(tmp_path, [], gtt=128 * GIB)
     assert memory_budget(load_profile("mi50"), MI50, root)[0] == int(32 * GIB * 0.9)
     assert memory_budget(load_profile("cpu"), CPU, root)[0] == 118 * GIB

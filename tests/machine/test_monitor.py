@@ -1,8 +1,6 @@
 """Counters of recorded machines, ``rocm-ext monitor``, and ``hardware.jsonl`` of real runs."""
 
 import builtins
-import contextlib
-import errno
 import json
 import os
 import re
@@ -20,9 +18,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from rocm_ext.recipes import lora_finetune_rocm, raft_rocm
+from rocm_ext.recipes import lora_finetune_rocm
 
 from rocm_ext import cli
 from rocm_ext.machine import counters
@@ -141,38 +139,6 @@ def test_files_that_vanish_and_come_back(tmp_path):
     assert open_counters.read()["gpus"] == whole
 
 
-@pytest.mark.parametrize("number", [errno.EBUSY, errno.EPERM])
-def test_read_errors(tmp_path, monkeypatch, number):
-    root = sysfs.strix_halo(tmp_path)
-    (whole,) = gpus(root)
-
-    def failing(path, *args, **kwargs):
-        if Path(path).name in ("gpu_busy_percent", "temp1_input"):
-            file = SimpleNamespace(read=lambda size: (_ for _ in ()).throw(OSError(number, os.strerror(number))))
-            return contextlib.nullcontext(file)
-        return builtins.open(path, *args, **kwargs)
-
-    monkeypatch.setattr("rocm_ext.machine.sysfs.open", failing, raising=False)
-    assert gpus(root) == [{key: value for key, value in whole.items() if key not in ("busy", "temperature")}]
-
-
-@pytest.mark.parametrize(
-    ("file", "junk", "key"),
-    [
-        ("power1_average", "65535000000", "power"),
-        ("temp1_input", "-273100", "temperature"),
-        ("../../mem_info_vram_used", str(2**64 - 4096), "vram_used"),
-        ("../../mem_info_gtt_used", "9" * 5000, "gtt_used"),
-        ("../../mem_info_gtt_used", "", "gtt_used"),
-    ],
-)
-def test_what_no_gpu_can_have_is_left_out(tmp_path, file, junk, key):
-    root = sysfs.strix_halo(tmp_path)
-    (whole,) = gpus(root)
-    (hwmon(root) / file).write_text(junk)
-    assert gpus(root) == [{k: v for k, v in whole.items() if k != key}]
-
-
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_any_junk(data):
@@ -187,29 +153,17 @@ def test_any_junk(data):
         assert all(0 <= gpu[key] <= most for key, most in counters._MOST.items() if key in gpu)
 
 
-def test_the_host(capsys):
+def test_the_host(monkeypatch, capsys):
     (reading,) = monitor(capsys, "--count", 1)
     host = reading["host"]
     assert 0 <= host["cpu"] <= 100
     assert 0 < host["memory_used"] < host["memory_total"]
     assert host["swap_used"] >= 0
     assert "process_memory" not in host, "the monitor's own means nothing"
-
-
-def test_a_host_that_tells_nothing(monkeypatch, capsys):
     for name in ("cpu_percent", "virtual_memory", "swap_memory"):
         monkeypatch.setattr(f"psutil.{name}", lambda: (_ for _ in ()).throw(PermissionError("masked")))
     (reading,) = monitor(capsys, "--count", 1)
     assert reading["host"] == {}
-
-
-def test_a_reading_costs_little(tmp_path):
-    open_counters = Counters(sysfs.mi300x(tmp_path))
-    open_counters.read()
-    began = time.thread_time()
-    for _ in range(20):
-        json.dumps(open_counters.read())
-    assert (time.thread_time() - began) / 20 < 0.01 * 5, "1 % of a core, every 5 s"
 
 
 # ------------------------------------------------------------------------------------------------- NVIDIA
@@ -255,6 +209,7 @@ def nvidia(tmp_path, monkeypatch) -> Callable[..., None]:
 
 
 def test_nvidia(nvidia, capsys):
+    """Its GPUs, counters that one does not support, and a GPU that is lost."""
     nvidia(fake_nvml(["NVIDIA H200", b"NVIDIA H100"]))
     (reading,) = monitor(capsys, "--count", 1)
     first, second = reading["gpus"]
@@ -263,13 +218,16 @@ def test_nvidia(nvidia, capsys):
         "busy": 99, "vram_used": 70 * GIB, "vram_total": 141 * GIB, "power": 612.345, "temperature": 64,
         "clock": 1980, "memory_clock": 3201,
     }  # fmt: skip
-
-
-def test_nvidia_counters_that_are_not_supported(nvidia):
-    broken = ("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetPowerUsage")
-    nvidia(fake_nvml(broken=broken))
+    nvidia(fake_nvml(broken=("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetPowerUsage")))
     (gpu,) = gpus(Path("/"))
     assert set(gpu) == {"id", "name", "temperature", "clock", "memory_clock"}
+    nvml = fake_nvml(["NVIDIA H200"] * 3)
+    handle = nvml.nvmlDeviceGetHandleByIndex
+    nvml.nvmlDeviceGetHandleByIndex = lambda index: handle(index) if index != 1 else 1 / 0
+    nvidia(nvml)
+    open_counters = Counters()
+    assert [gpu["id"] for gpu in open_counters.read()["gpus"]] == ["0000:ee:00.0", "0000:f0:00.0"]
+    assert open_counters.notes == ["NVIDIA GPU 1 does not answer"]
 
 
 def test_nvidia_without_its_package(nvidia, capsys):
@@ -278,16 +236,6 @@ def test_nvidia_without_its_package(nvidia, capsys):
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 2
     assert err.count("pip install nvidia-ml-py") == 1
-
-
-def test_one_nvidia_gpu_that_is_lost(nvidia):
-    nvml = fake_nvml(["NVIDIA H200"] * 3)
-    handle = nvml.nvmlDeviceGetHandleByIndex
-    nvml.nvmlDeviceGetHandleByIndex = lambda index: handle(index) if index != 1 else 1 / 0
-    nvidia(nvml)
-    open_counters = Counters()
-    assert [gpu["id"] for gpu in open_counters.read()["gpus"]] == ["0000:ee:00.0", "0000:f0:00.0"]
-    assert open_counters.notes == ["NVIDIA GPU 1 does not answer"]
 
 
 def test_where_nvidia_s_driver_fails_is_missing_or_of_another_machine(nvidia, tmp_path, capsys, monkeypatch):
@@ -309,44 +257,26 @@ def test_amd_beside_nvidia(nvidia, tmp_path, monkeypatch):
 
 # ---------------------------------------------------------------------------------------------- the command
 def test_lines_where_there_is_no_terminal(tmp_path, capsys):
-    root = sysfs.strix_halo(tmp_path)
-    assert cli.main(["monitor", "--count", "2", "--interval", "0.1", "--root", str(root)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2
-    assert lines[0].endswith(
+    root, log = sysfs.strix_halo(tmp_path / "root"), tmp_path / "log.jsonl"
+    log.write_text('{"time": 1, "gpus": []}\n{"time": 2, "gp')
+    printed = monitor(capsys, "--count", 2, "--interval", 0.1, "--root", root, "--log", log)
+    assert read_lines(log) == [{"time": 1, "gpus": []}, *printed]
+    assert cli.main(["monitor", "--count", "1", "--root", str(root)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith(
         "GPU 0: load 97 %, memory 0.2 of 0.5 GiB, GTT 61.0 of 120 GiB, power 120 W, temperature 89 °C, clock 2876 MHz"
     )
     assert cli.main(["monitor", "--count", "1"]) == 0
     assert re.search(r"Host: load \d+ %, memory \d+\.\d of \d+(\.\d)? GiB$", capsys.readouterr().out.strip())
 
 
-def test_torch_is_not_imported(tmp_path):
-    program = (
-        "import sys; from rocm_ext.cli import main; main(sys.argv[1:]); import rocm_ext.machine.counters; "
-        "assert not {'torch', 'omegaconf'} & set(sys.modules)"
-    )
-    arguments = ["monitor", "--count", "1", "--root", str(tmp_path), "--run", str(tmp_path), "--log", tmp_path / "log"]
-    subprocess.run([sys.executable, "-c", program, *arguments], check=True, timeout=60)
-
-
-def test_log(tmp_path, capsys):
-    root, log = sysfs.strix_halo(tmp_path / "root"), tmp_path / "log.jsonl"
-    log.write_text('{"time": 1, "gpus": []}\n{"time": 2, "gp')
-    printed = monitor(capsys, "--count", 2, "--interval", 0.1, "--root", root, "--log", log)
-    assert read_lines(log) == [{"time": 1, "gpus": []}, *printed]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message", "code"),
-    [
-        (["--log", "{}/none/log.jsonl"], "cannot write .*log.jsonl: No such file or directory", 1),
-        (["--log", "/dev/full"], "cannot write /dev/full", 1),
-        (["--root", "{}/none"], "--root .*none is not a folder", 2),
-        (["--interval", "0"], "--interval: '0' is not a number from 0.1 to 86,400", 2),
-        (["--interval", "soon"], "--interval: 'soon' is not a number from 0.1", 2),
-        (["--count", "0"], "--count: '0' is not a whole number from 1 to", 2),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message", "code"), [
+    (["--log", "{}/none/log.jsonl"], "cannot write .*log.jsonl: No such file or directory", 1),
+    (["--log", "/dev/full"], "cannot write /dev/full", 1), (["--root", "{}/none"], "--root .*none is not a folder", 2),
+    (["--interval", "0"], "--interval: '0' is not a number from 0.1 to 86,400", 2),
+    (["--interval", "soon"], "--interval: 'soon' is not a number from 0.1", 2),
+    (["--count", "0"], "--count: '0' is not a whole number from 1 to", 2),
+])  # fmt: skip
 def test_bad_arguments(tmp_path, capsys, arguments, message, code):
     argv = ["monitor", "--count", "1", *(text.format(tmp_path) for text in arguments)]
     try:
@@ -366,14 +296,6 @@ def test_head(tmp_path):
     ) as process:
         assert json.loads(process.stdout.readline())["gpus"] is not None
         process.stdout.close()
-        assert process.wait(20) == 0
-        assert process.stderr.read() == b""
-
-
-def test_ctrl_c_where_there_is_no_terminal():
-    with subprocess.Popen([*COMMAND, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        process.stdout.readline()
-        process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
         assert process.stderr.read() == b""
 
@@ -418,27 +340,23 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def test_live_until_ctrl_c(tmp_path):
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_live_until_it_is_stopped(tmp_path, signum, code):
     (tmp_path / "metrics.jsonl").write_text('{"step": 7, "epoch": 1, "loss": 0.5, "tokens_per_second": 1234}\n')
     root = sysfs.strix_halo(tmp_path / "root")
     terminal = Terminal("--root", root, "--interval", 0.1, "--run", tmp_path)
     terminal.wait_for("GPU 0: Radeon 8060S Graphics", "97 %", "61.0 of 120", "120", "2876")
     terminal.wait_for("run: step 7, epoch 1, loss 0.5000, 1,234 tok/s, ")
-    terminal.press_ctrl_c()
-    assert terminal.end() == 0
+    if signum == signal.SIGINT:
+        terminal.press_ctrl_c()
+    else:
+        os.kill(terminal.pid, signum)
+    assert terminal.end() == code
     shown = terminal.shown.decode()
     assert "\x1b[?25l" in shown
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "the cursor is back"
     assert "Traceback" not in shown
     assert "interrupted" not in shown
-
-
-def test_live_until_sigterm():
-    terminal = Terminal("--interval", 0.1)
-    terminal.wait_for("memory")
-    os.kill(terminal.pid, signal.SIGTERM)
-    assert terminal.end() == 128 + signal.SIGTERM
-    assert terminal.shown.rindex(b"\x1b[?25h") > terminal.shown.rindex(b"\x1b[?25l")
 
 
 def test_live_on_an_old_terminal(tmp_path):
@@ -451,25 +369,25 @@ def test_live_on_an_old_terminal(tmp_path):
 
 
 # -------------------------------------------------------------------------------------------- how far a run is
-def told(capsys, out: Path) -> dict:
+def run_of(capsys, out: Path) -> dict:
     return monitor(capsys, "--count", 1, "--root", out.parent, "--run", out)[0]["run"]
 
 
 def test_progress_of_sft(tmp_path, capsys):
-    assert told(capsys, tmp_path) == {"problem": f"no run in {tmp_path}"}
-    assert told(capsys, tmp_path / "nosuch") == {"problem": f"{tmp_path / 'nosuch'} does not exist"}
+    assert run_of(capsys, tmp_path) == {"problem": f"no run in {tmp_path}"}
+    assert run_of(capsys, tmp_path / "nosuch") == {"problem": f"{tmp_path / 'nosuch'} does not exist"}
     lines = [{"step": 1, "epoch": 1, "loss": 2.5, "lr": 1e-3, "tokens_per_second": 10.0}]
     lines += [{"step": 1, "epoch": 1, "val_loss": 2.25, "val_tokens": 9}, {**lines[0], "step": 2, "loss": 2.0}]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "metrics.jsonl").write_text(text + '{"step": 3, "loss": 1.')
-    run = told(capsys, tmp_path)
+    run = run_of(capsys, tmp_path)
     assert 0 <= run.pop("seconds_ago") < 60
     speed, loss = {"tokens_per_second": 10.0}, {"loss": 2.0, "val_loss": 2.25}
     assert run == {"step": 2, "epoch": 1, **speed, **loss, "finished": False}
     (tmp_path / "adapter").mkdir()  # of an earlier, shorter run
-    assert told(capsys, tmp_path)["finished"] is False
+    assert run_of(capsys, tmp_path)["finished"] is False
     (tmp_path / "summary.json").write_text('{"steps": 2}')
-    assert told(capsys, tmp_path)["finished"] is True
+    assert run_of(capsys, tmp_path)["finished"] is True
 
 
 def test_progress_of_sft_with_evaluations(tmp_path, capsys):
@@ -477,11 +395,11 @@ def test_progress_of_sft_with_evaluations(tmp_path, capsys):
     (tmp_path / "samples.jsonl").touch()
     (tmp_path / "metrics.jsonl").touch()
     os.utime(tmp_path / "metrics.jsonl", (1e9, 1e9))
-    assert told(capsys, tmp_path)["phase"] == "evaluating"
+    assert run_of(capsys, tmp_path)["phase"] == "evaluating"
     lines = [{"step": 0, "epoch": 0, "eval": {"prompts": 4, "correct": 3}}, {"step": 1, "epoch": 1, "loss": 2.5}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     os.utime(tmp_path / "samples.jsonl", (1e9, 1e9))
-    run = told(capsys, tmp_path)
+    run = run_of(capsys, tmp_path)
     assert {key: run[key] for key in run if key != "seconds_ago"} == {
         "step": 1, "epoch": 1, "loss": 2.5, "held_out": 0.75, "finished": False,
     }  # fmt: skip
@@ -499,37 +417,25 @@ def test_progress_of_raft(tmp_path, capsys):
     touch("metrics.jsonl", 1, '{"cycle": 1, "phase": "train", "steps": 4}\n')
     (tmp_path / "cycle_0").mkdir()
     touch("samples.jsonl", 600, '{"step": 0, "phase": "eval"}\n')
-    assert told(capsys, tmp_path)["phase"] == "evaluating"
+    assert run_of(capsys, tmp_path)["phase"] == "evaluating"
     for cycle in (9, 10):
         (tmp_path / f"cycle_{cycle}").mkdir()
     touch("samples.jsonl", 300, '{"step": 10, "phase": "sample"}\n')
-    assert (told(capsys, tmp_path)["cycle"], told(capsys, tmp_path)["phase"]) == (10, "sampling")
+    assert (run_of(capsys, tmp_path)["cycle"], run_of(capsys, tmp_path)["phase"]) == (10, "sampling")
     touch("cycle_10/metrics.jsonl", 100, '{"step": 3, "epoch": 1, "loss": 0.25}\n')
-    run = told(capsys, tmp_path)
+    run = run_of(capsys, tmp_path)
     assert (run["cycle"], run["phase"], run["step"], run["loss"]) == (10, "training", 3, 0.25)
     assert 99 < run["seconds_ago"] < 200
     touch("verdicts.jsonl", 50, '{"step": 10, "phase": "eval"}\n')
-    assert told(capsys, tmp_path)["phase"] == "evaluating"
+    assert run_of(capsys, tmp_path)["phase"] == "evaluating"
     assert cli.main(["monitor", "--count", "1", "--run", str(tmp_path)]) == 0
     assert "run: cycle 10, evaluating, step 3, epoch 1, loss 0.2500, 5" in capsys.readouterr().out
     touch("cycle_10/eval.json", 900)  # file times do not matter: a copy has its own
     touch("adapter/adapter_config.json", 900)
     touch("config.yaml", 900, "cycles: 11\n")
-    assert told(capsys, tmp_path)["finished"] is False
+    assert run_of(capsys, tmp_path)["finished"] is False
     touch("config.yaml", 900, "cycles: 10\n")
-    assert told(capsys, tmp_path)["finished"] is True
-
-
-ODD_LINES = [b"[" * 100_000, b'{"step": 1e999, "loss": NaN}\n{"step": ' + b"9" * 400 + b"}\n", b'{"loss": {}}']
-
-
-@pytest.mark.wide
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.binary(max_size=100) | st.sampled_from(ODD_LINES))
-def test_any_metrics(tmp_path, capsys, junk):
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 3.0}\n' + junk)
-    assert cli.main(["monitor", "--count", "1", "--root", str(tmp_path), "--run", str(tmp_path)]) == 0
-    assert "run: " in capsys.readouterr().out
+    assert run_of(capsys, tmp_path)["finished"] is True
 
 
 # -------------------------------------------------------------------------------------------------- the recorder
@@ -545,6 +451,7 @@ def no_thread() -> bool:
 
 
 def test_recording(tmp_path):
+    """Of a machine's files, and of this process."""
     root, path = sysfs.strix_halo(tmp_path / "root"), tmp_path / "hardware.jsonl"
     path.write_text('{"time": 1}\n{"time": 2, "gpus": [')
     with recording(tmp_path, 0.1, root):
@@ -555,18 +462,13 @@ def test_recording(tmp_path):
     assert all(line["gpus"][0]["power"] == 120.021 for line in lines[1:])
     times = [line["time"] for line in lines]
     assert times == sorted(times)
-    size = path.stat().st_size
-    time.sleep(0.3)
-    assert path.stat().st_size == size
-
-
-def test_recording_of_this_process(tmp_path):
-    with recording(tmp_path, 0.1):
-        wait_for_lines(tmp_path / "hardware.jsonl", 3)
-    lines = read_lines(tmp_path / "hardware.jsonl")
-    assert all(line["host"]["process_memory"] > 1 << 20 for line in lines)
-    assert "cpu" not in lines[0]["host"], "there is nothing it could be the load since"
-    assert all(0 <= line["host"]["cpu"] <= 100 for line in lines[1:])
+    (tmp_path / "own").mkdir()
+    with recording(tmp_path / "own", 0.1):
+        wait_for_lines(tmp_path / "own/hardware.jsonl", 3)
+    own = [line["host"] for line in read_lines(tmp_path / "own/hardware.jsonl")]
+    assert all(host["process_memory"] > 1 << 20 for host in own)
+    assert "cpu" not in own[0], "there is nothing it could be the load since"
+    assert all(0 <= host["cpu"] <= 100 for host in own[1:])
 
 
 def test_recording_nothing_and_a_run_that_ends(tmp_path):
@@ -599,30 +501,6 @@ def test_a_file_that_cannot_be_written(tmp_path, messages):
         time.sleep(0.2)
     assert len(messages) == 1
     assert one_line_has(messages, "hardware.jsonl: Is a directory", "the run continues")
-
-
-def test_a_disk_that_fills_up(tmp_path):
-    """The recorder warns once; earlier lines stay complete."""
-    pytest.importorskip("resource", reason="limits of files")
-    program = f"""
-import logging, resource, time
-from pathlib import Path
-from rocm_ext.machine.counters import recording
-logging.basicConfig(format="%(message)s")
-said = []
-logging.getLogger().handlers[0].addFilter(lambda record: said.append(record) or True)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-with recording(Path({str(tmp_path)!r}), 0.1):
-    while not said: time.sleep(0.02)
-    time.sleep(0.2)
-print("went on")
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "went on\n")
-    assert done.stderr.count("\n") == 1
-    assert one_line_has(done.stderr, "hardware.jsonl: File too large", "the run continues")
-    assert 500 < (tmp_path / "hardware.jsonl").stat().st_size <= 1000
-    assert len(read_lines(tmp_path / "hardware.jsonl")) > 3
 
 
 @pytest.mark.wide
@@ -690,27 +568,6 @@ def test_a_run_writes_its_hardware_and_computes_the_same(make, tmp_path):
 @pytest.mark.parametrize("value", ["0.05", "soon"])
 def test_bad_values(make, tmp_path, value):
     code, messages = forked(lora_finetune_rocm.main, make(), f"hardware_log_seconds={value}")
-    assert code == 1
-    assert len(messages.splitlines()) == 1
+    assert (code, messages.count("\n")) == (1, 1)
     assert one_line_has(messages, "error: hardware_log_seconds is ", "from 0.1 to 86400")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.wide
-def test_raft_has_one_file_for_all_cycles(folder, tmp_path):
-    component = {"_component_": "rocm_ext.data.prompt_dataset", "source": str(folder / "rows.jsonl")}
-    cfg = run_config(folder / "base", folder / "rows.jsonl", tmp_path / "out", startup_checks=False)
-    del cfg["dataset"]
-    raft = {
-        "prompts": {**component, "column_map": {"prompt": "question"}}, "verify_workers": 1, "drop_truncated": False,
-        "verifier": {"_component_": "tests.kit.judges.Coin"}, "prompts_per_cycle": 8, "samples_per_prompt": 2,
-        "max_new_tokens": 6, "hardware_log_seconds": 0.1,
-    }  # fmt: skip
-    path, out = write_yaml(tmp_path / "raft.yaml", cfg | raft), tmp_path / "out"
-    code, messages = forked(raft_rocm.main, path, "cycles=1")
-    assert code == 0, messages
-    first = read_lines(out / "hardware.jsonl")
-    code, messages = forked(raft_rocm.main, path, "cycles=2", "resume_from_checkpoint=True")
-    assert code == 0, messages
-    assert read_lines(out / "hardware.jsonl")[: len(first)] == first
-    assert [path.relative_to(out).as_posix() for path in out.rglob("hardware.jsonl")] == ["hardware.jsonl"]

@@ -15,17 +15,12 @@ CPU = Machine("cpu", "Linux", "2.13.0+cpu", "cpu", 0, False)
 HOST = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("requested", "machine", "dtype", "reason"),
-    [
-        ("auto", STRIX, torch.bfloat16, "gfx1151 computes bf16 natively"),
-        ("auto", MI50, torch.float32, "gfx906 has no native bf16"),
-        ("auto", CPU, torch.float32, "this CPU"),
-        ("bf16", CPU, torch.bfloat16, "emulates"),
-        ("fp16", MI50, torch.float16, "loss scaling"),
-        ("fp32", STRIX, torch.float32, "as configured"),
-    ],
-)
+@pytest.mark.parametrize(("requested", "machine", "dtype", "reason"), [
+    ("auto", STRIX, torch.bfloat16, "gfx1151 computes bf16 natively"),
+    ("auto", MI50, torch.float32, "gfx906 has no native bf16"), ("auto", CPU, torch.float32, "this CPU"),
+    ("bf16", CPU, torch.bfloat16, "emulates"), ("fp16", MI50, torch.float16, "loss scaling"),
+    ("fp32", STRIX, torch.float32, "as configured"),
+])  # fmt: skip
 def test_pick_dtype(requested, machine, dtype, reason):
     found, why = pick_dtype(requested, machine)
     assert found == dtype
@@ -173,12 +168,3 @@ def test_dtype_leaks_names_the_modules_that_left_the_dtype():
     model(torch.ones(1, 4, dtype=torch.bfloat16))
     assert len(leaks) == 2
     assert not any(module._forward_hooks for module in model.modules())
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_canaries_on_the_gpu():
-    from rocm_ext.machine.detect import detect
-
-    machine = detect()
-    dtype, _ = pick_dtype("auto", machine)
-    assert require(canaries(machine, torch.device("cuda"), dtype)) == []

@@ -1,7 +1,6 @@
 """A run on a CPU takes as many threads as other programs leave cores, decides once, and resumes with that number."""
 
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,60 +78,35 @@ def train(
     return forked(lora_finetune_rocm.main, path, *overrides, prepare=prepare)
 
 
-@pytest.fixture(scope="module")
-def begun(folder) -> Path:
-    """A run on two cores that stopped after the first of two steps."""
-    out = folder / "begun"
-    assert train(folder, out, "max_steps_per_epoch=1")[0] == 0
-    return out
-
-
 def recorded(out: Path) -> int | str:
     return yaml.safe_load((out / "config.yaml").read_text())["cpu_threads"]
 
 
 @pytest.mark.wide
 def test_a_run_leaves_cores_to_other_programs_and_resumes_with_its_number(folder, tmp_path):
-    out = tmp_path / "out"
-    code, messages = train(folder, out, "max_steps_per_epoch=1", others=1)
-    assert (code, recorded(out)) == (0, 1), messages
-    assert "cpu_threads 1 (other programs leave 1.0 cores)" in messages
-    code, messages = train(folder, out, "resume_from_checkpoint=True", others=0)
-    assert (code, recorded(out)) == (0, 1), messages
-    assert "cpu_threads 1 (as the run began)" in messages
-    assert len(metrics(out)) == 2
-    code, messages = train(folder, out, "overwrite_output_dir=True", others=0)
+    out, resumed = tmp_path / "out", "resume_from_checkpoint=True"
+    for overrides, machine, number, says in (
+        (["max_steps_per_epoch=1"], {"others": 1}, 1, "cpu_threads 1 (other programs leave 1.0 cores)"),
+        ([resumed], {}, 1, "cpu_threads 1 (as the run began)"),
+        (["overwrite_output_dir=True"], {}, 2, "cpu_threads 2"),
+        ([resumed], {"cores": 1}, 2, "cpu_threads=1 is faster"),
+        ([resumed, "cpu_threads=1"], {}, 1, ""),
+    ):
+        code, messages = train(folder, out, *overrides, **machine)
+        assert (code, recorded(out)) == (0, number), messages
+        assert says in messages
+        assert len(metrics(out)) == (1 if machine == {"others": 1} else 2)
+    (out / "config.yaml").write_text("]")  # damaged: the run says so and decides anew
+    code, messages = train(folder, out, resumed)
     assert (code, recorded(out)) == (0, 2), messages
-
-
-@pytest.mark.wide
-def test_a_resumed_run_keeps_its_number_unless_the_config_says_another(folder, begun, tmp_path):
-    out = shutil.copytree(begun, tmp_path / "out")
-    code, messages = train(folder, out, "resume_from_checkpoint=True", cores=1)
-    assert (code, recorded(out)) == (0, 2), messages
-    assert one_line_has(messages, "cpu_threads is 2", "1 cores", "cpu_threads=1 is faster")
-    code, messages = train(folder, out, "resume_from_checkpoint=True", "cpu_threads=1")
-    assert (code, recorded(out)) == (0, 1), messages
-
-
-@pytest.mark.wide
-def test_a_run_whose_record_is_damaged_says_so_and_decides_anew(folder, begun, tmp_path):
-    out = shutil.copytree(begun, tmp_path / "out")
-    (out / "config.yaml").write_text("]")
-    code, messages = train(folder, out, "resume_from_checkpoint=True", others=2)
-    assert (code, recorded(out)) == (0, 1), messages
     assert "config.yaml holds no YAML mapping" in messages
 
 
 @pytest.mark.wide(always=1)
-@pytest.mark.parametrize(
-    ("overrides", "environ", "reason"),
-    [
-        (["cpu_threads=2"], {}, "as the config says"),
-        (["cudnn_deterministic_mode=True"], {}, "one for each core"),
-        ([], {"OMP_NUM_THREADS": "2"}, "OMP_NUM_THREADS is set"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "environ", "reason"), [
+    (["cpu_threads=2"], {}, "as the config says"), (["cudnn_deterministic_mode=True"], {}, "one for each core"),
+    ([], {"OMP_NUM_THREADS": "2"}, "OMP_NUM_THREADS is set"),
+])  # fmt: skip
 def test_a_number_that_the_user_chose_stays(folder, tmp_path, overrides, environ, reason):
     code, messages = train(folder, tmp_path / "out", *overrides, others=2, environ=environ)
     assert (code, recorded(tmp_path / "out")) == (0, 2), messages
@@ -161,13 +135,9 @@ def test_a_recipe_that_samples_records_the_number_too(folder, tmp_path, monkeypa
 
 
 # ---------------------------------------------------------------------------------------------------- the choice
-@pytest.mark.parametrize(
-    ("cores", "others", "expected"),
-    [
-        *((2, 0.3, 2), (2, 1, 1), (2, 2, 1), (1, 1, 1)),
-        *((8, 0, 8), (8, 0.6, 7), (8, 2.3, 6), (8, 8, 1)),
-    ],
-)
+@pytest.mark.parametrize(("cores", "others", "expected"), [
+    *((2, 0.3, 2), (2, 1, 1), (2, 2, 1), (1, 1, 1)), *((8, 0, 8), (8, 0.6, 7), (8, 2.3, 6), (8, 8, 1)),
+])  # fmt: skip
 def test_threads_beside_busy_programs(monkeypatch, cores, others, expected):
     Machine([others], cores).install(monkeypatch.setattr)
     assert threads.choose_threads({})[0] == expected

@@ -3,8 +3,6 @@
 import gzip
 import json
 import logging
-import os
-import signal
 from collections import Counter
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from rocm_ext import config
 from rocm_ext.machine import trace
 from rocm_ext.machine.trace import Trace
 from rocm_ext.train.lifecycle import run
-from rocm_ext.train.loop import Training
 from tests.kit import grpo_runs, raft_runs
 from tests.kit.lines import one_line_has
 from tests.kit.tiny import metrics, run_config, write_rows, write_yaml
@@ -101,25 +98,6 @@ def test_short_and_resumed_runs(sft, messages):
     theirs = {"_component_": "torchtune.training.setup_torch_profiler", "enabled": False, "active_steps": 2}
     sft("out", overwrite_output_dir=True, profiler=theirs)
     assert not (out / "profile").exists(), "of another run"
-
-
-@pytest.mark.wide
-def test_ctrl_c_in_a_recorded_step(sft, tmp_path, messages, monkeypatch):
-    step, calls = Training._train_step, []
-
-    def interrupted(self, batches):
-        calls.append(1)
-        if len(calls) == 4:
-            os.kill(os.getpid(), signal.SIGINT)
-        return step(self, batches)
-
-    monkeypatch.setattr(Training, "_train_step", interrupted)
-    with pytest.raises(SystemExit) as stopped:
-        sft("out", epochs=2, profile_steps=3)
-    assert stopped.value.code == 130
-    assert (tmp_path / "out/checkpoints/step_00000004").is_dir()
-    assert steps(read(tmp_path / "out", "training")[0]) == ["training 4"]
-    assert one_line_has(messages, "profile_steps", "1 of 3 steps", "the run ended")
 
 
 @pytest.mark.wide

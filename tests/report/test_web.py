@@ -20,12 +20,11 @@ from urllib.parse import urlsplit
 import pytest
 
 from rocm_ext.cli import main
-from rocm_ext.report.live import PORT
 from tests.kit import sysfs
 from tests.kit.browser import browser as browser
 from tests.kit.run_folders import curve, grpo, raft, sft, step_lines
 from tests.report.test_live import hardware
-from tests.report.test_report import NASTY, figures, hostile, words
+from tests.report.test_report import NASTY, figures, hostile, report, words
 
 
 @contextlib.contextmanager
@@ -112,15 +111,6 @@ def test_a_port_in_use(capsys):
         assert main(["monitor", "--web", "--port", str(port)]) == 1
     err = capsys.readouterr().err
     assert re.fullmatch(rf"error: --port {port}: .*; name another with --port\n", err)
-
-
-def test_without_a_port_a_free_one():
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # something else has it
-            stack.enter_context(socket.create_server(("127.0.0.1", PORT)))
-        url, _ = stack.enter_context(serving())
-        assert urlsplit(url).port not in (None, 0, PORT)
-        assert ask(url)[0].status == 200
 
 
 @pytest.mark.parametrize(
@@ -244,13 +234,23 @@ def test_in_a_browser(browser, tmp_path, width):
     page.close()
 
 
-@pytest.mark.wide
 def test_the_browser_runs_nothing_of_the_runs(browser, tmp_path):
-    with serving("--port", 0, "--run", hostile(tmp_path)) as (url, _):
-        page = browser.new_page(viewport={"width": 390, "height": 800})
-        page.goto(url)
-        page.wait_for_function("window.Plotly")
-        page.evaluate("dispatchEvent(new Event('beforeprint'))")
-        assert page.evaluate("window.pwned === undefined")
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390
-        page.close()
+    """Neither on the live page nor on a report, which asks nobody for anything."""
+    run, still = hostile(tmp_path), tmp_path / "report.html"
+    report(run, sft(tmp_path / "single", [1e-5], finished=False), output=still)
+    with serving("--port", 0, "--run", run) as (url, _):
+        for address in (url, still.as_uri()):
+            page, said, asked = browser.new_page(viewport={"width": 390, "height": 800}), [], set()
+            page.on("console", lambda message, said=said: said.append(message.text))
+            page.on("pageerror", lambda error, said=said: said.append(str(error)))
+            page.on("request", lambda request, asked=asked: asked.add(urlsplit(request.url).netloc))
+            page.goto(address)
+            page.wait_for_function("window.Plotly")
+            page.evaluate("['beforeprint', 'afterprint'].forEach(each => dispatchEvent(new Event(each)))")
+            assert (said, asked) == ([], {urlsplit(address).netloc})
+            page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+            assert page.evaluate("window.pwned === undefined")
+            turning = "/[\\u202a-\\u202e\\u2066-\\u2069\\u0000]/.test(document.body.innerText)"
+            assert page.evaluate(turning) is False
+            assert page.evaluate("document.documentElement.scrollWidth") <= 390
+            page.close()

@@ -1,15 +1,12 @@
 """`rocm-ext compare`: pairs that differ and pairs that do not."""
 
 import json
-import subprocess
-import sys
+import re
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from rocm_ext.cli import main
 from rocm_ext.runs.compare import compare
@@ -56,15 +53,16 @@ def test_faster_and_the_same(base, tmp_path, capsys):
     fast = sft(tmp_path / "fast", curve(STEPS) * EQUAL, speed=1830, memory=20 << 30, compile=True)
     assert run(base, fast) == 0
     out = capsys.readouterr().out
-    verdict = out.splitlines()[-1]
-    assert verdict.startswith("verdict: B is 1.83x as fast (1.8")
-    assert verdict.endswith("%: take it")
+    assert re.match(r"verdict: B is 1.83x as fast \(1.8.*%: take it$", out.splitlines()[-1])
     assert "compile" in out
     assert "output_dir" not in out  # folder names are not settings
+    resumed = [{"time": 1e9 + 5 * i + 9000 * (i >= 20) + 500 * (i >= 30)} for i in range(40)]
+    write_jsonl(fast / "hardware.jsonl", resumed)
     content = document(capsys, base, fast)
     assert content["answer"] == "take"
     assert content["speed"]["low"] == pytest.approx(1.83) == content["speed"]["high"]
     assert content["measured"]["peak memory, MiB"] == [40 << 10, 20 << 10]
+    assert content["measured"]["times resumed"] == [0, 2]
     assert content["difference"]["low"] < 0.002
     assert content["settings"] == {"compile": [False, True]}
 
@@ -172,12 +170,8 @@ def test_losses_that_are_not_finite(tmp_path, capsys):
     assert run(a, b) == 1
     assert "1 losses of B are not finite" in capsys.readouterr().out
     assert run(b, a) == 0  # problems of the baseline do not count against B
-
-
-def test_resumed_runs_are_told(base, tmp_path, capsys):
-    b = sft(tmp_path / "b", curve(STEPS))
-    write_jsonl(b / "hardware.jsonl", [{"time": 1e9 + 5 * i + 9000 * (i >= 20) + 500 * (i >= 30)} for i in range(40)])
-    assert document(capsys, base, b)["measured"]["times resumed"] == [0, 2]
+    assert run(sft(tmp_path / "none", [np.nan] * STEPS), a) == 2
+    assert one_line_has(capsys.readouterr().err, "losses", "not finite")
 
 
 # ---- error rates
@@ -270,15 +264,12 @@ def test_sft_on_other_rows_by_held_out_scores(tmp_path, capsys, worse, code, say
 FIRST, LAST = passing(0.3, 1), passing(0.5, 2)
 
 
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("prompts", "cannot be compared: they are of different prompts"),
-        ("verifiers", "different verifiers judged (different verifier._component_)"),
-        ("verdicts", "cannot be compared: verdicts.jsonl lacks verdicts"),
-        ("first cycle", "no trained cycle of both runs has held-out scores yet"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "says"), [
+    ("prompts", "cannot be compared: they are of different prompts"),
+    ("verifiers", "different verifiers judged (different verifier._component_)"),
+    ("verdicts", "cannot be compared: verdicts.jsonl lacks verdicts"),
+    ("first cycle", "no trained cycle of both runs has held-out scores yet"),
+])  # fmt: skip
 def test_raft_that_cannot_be_compared(tmp_path, capsys, kind, says):
     scores = [FIRST] if kind == "first cycle" else [FIRST, LAST]
     of_b = [passing(0.3, 1, 200), passing(0.5, 2, 200)] if kind == "prompts" else scores
@@ -308,20 +299,6 @@ def test_fewer_answers_are_no_speed(tmp_path, capsys):
 def test_terminal_commands_of_a_config_are_not_obeyed(tmp_path, capsys):
     run(raft(tmp_path / "a", [FIRST]), raft(tmp_path / "b", [FIRST], note="\x1b]0;mine\x07\n"))
     assert "\x1b" not in capsys.readouterr().out
-
-
-def test_a_shorter_runs_adapter_is_not_the_end(tmp_path):
-    folder = raft(tmp_path / "run", [passing(0.3, 1), passing(0.5, 2)])
-    assert RunFolder(folder).finished
-    config = folder / "config.yaml"
-    config.write_text(config.read_text().replace("cycles: 1", "cycles: 2"))
-    assert not RunFolder(folder).finished
-
-
-def test_a_baseline_without_finite_losses(tmp_path, capsys):
-    a = sft(tmp_path / "a", [np.nan] * STEPS)
-    assert run(a, sft(tmp_path / "b", curve(STEPS), speed=800)) == 2
-    assert one_line_has(capsys.readouterr().err, "losses", "not finite")
 
 
 def test_score_statistics():
@@ -370,54 +347,3 @@ def test_a_model_is_known_by_its_weights(base, tmp_path, capsys):
     assert "another one" in capsys.readouterr().err
     built = sft(tmp_path / "built", curve(STEPS), model={"_component_": "another.builder"})
     assert run(base, of_weights(built, "3f")) == 0  # each builder has its own hash of one model
-
-
-@pytest.mark.parametrize("value", ["0", "nan", "100", "much"])
-def test_tolerance_is_a_percentage(base, value, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        run(base, base, "--tolerance", value)
-
-
-def test_broken_lines_are_told_and_passed_over(base, tmp_path, capsys):
-    b = sft(tmp_path / "b", curve(STEPS))
-    content = (b / "metrics.jsonl").read_bytes()
-    junk = b'{"step": 3, "loss": "text"}\n{"step": 201, "lo'
-    (b / "metrics.jsonl").write_bytes(b"\xff\x00junk\n[1]\n" + content + junk)
-    assert run(base, b) == 1  # step 3 now has no number
-    assert "skipped 2 lines that are not JSON objects" in capsys.readouterr().out
-
-
-VALUES = st.one_of(st.none(), st.text(max_size=3), st.integers(), st.floats(), st.lists(st.integers(), max_size=2))
-KEYS = ("step", "loss", "lr", "tokens", "cycle", "phase", "seconds", "prompts", "correct", "prompt_id")
-JUNK = st.one_of(
-    st.binary(max_size=60),
-    st.sampled_from([b"", b"null", b"[]", b"{}", b'{"cycles": 3}', b'{"cycles": [{"cycle": []}]}', b"[" * 9000]),
-    st.tuples(st.sampled_from(KEYS), VALUES).map(
-        lambda pair: json.dumps({"step": 1, "loss": 1.0, pair[0]: pair[1]}).encode() + b"\n"
-    ),
-)
-OF_SFT = ("config.yaml", "metrics.jsonl", "summary.json", "hardware.jsonl")
-OF_RAFT = ("metrics.jsonl", "summary.json", "verdicts.jsonl", "cycle_1/eval.json", "cycle_1/metrics.jsonl",
-           "cycle_1/summary.json")  # fmt: skip
-
-
-@pytest.mark.wide
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(file=st.sampled_from([("sft", name) for name in OF_SFT] + [("raft", name) for name in OF_RAFT]), junk=JUNK)
-def test_junk_in_files(tmp_path_factory, capsys, file, junk):
-    folder, (recipe, name) = tmp_path_factory.mktemp("junk"), file
-    right = [passing(0.3, 1, 10), passing(0.5, 2, 10)]
-    a, b = (
-        sft(folder / each, curve(20)) if recipe == "sft" else raft(folder / each, right, answers=4) for each in "ab"
-    )
-    (b / name).write_bytes(junk)
-    assert run(a, b) in (0, 1, 2, 3)
-    run(b, a, "--json")
-
-
-def test_it_starts_without_torch(base, tmp_path):
-    """Importing torch takes ten times as long as everything else."""
-    other = sft(tmp_path / "other", curve(STEPS) * EQUAL)
-    code = "import sys; from rocm_ext.cli import main; sys.exit(main(sys.argv[1:]) or 9 * ('torch' in sys.modules))"
-    args = [sys.executable, "-c", code, "compare", str(base), str(other)]
-    assert subprocess.run(args, capture_output=True).returncode == 0

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from rocm_ext.cli import main
 from rocm_ext.runs.pairs import Answer, choose_pairs, choose_single
 from tests.kit.lines import one_line_has
+from tests.kit.run_folders import write_jsonl
 from tests.kit.tiny import write_rows, write_yaml
 
 NODE = {"_component_": "rocm_ext.data.prompt_dataset", "column_map": {"prompt": "question"}}
@@ -20,14 +21,10 @@ ANSWERS = st.builds(
 )  # fmt: skip
 
 
-def answer(prompt: str, text: str, tokens: int, right: bool) -> Answer:
-    return Answer(prompt, text, tokens, right)
-
-
 def test_closest_lengths_come_first_and_each_answer_once():
-    answers = [answer("a", "r1", 10, True), answer("a", "r2", 30, True), answer("a", "w1", 29, False),
-               answer("a", "w2", 12, False), answer("a", "w3", 90, False), answer("b", "r", 5, True),
-               answer("c", "w", 5, False)]  # fmt: skip
+    answers = [Answer("a", "r1", 10, True), Answer("a", "r2", 30, True), Answer("a", "w1", 29, False),
+               Answer("a", "w2", 12, False), Answer("a", "w3", 90, False), Answer("b", "r", 5, True),
+               Answer("c", "w", 5, False)]  # fmt: skip
     pairs = choose_pairs(answers, per_prompt=4)
     assert [(right.text, wrong.text) for right, wrong in pairs] == [("r2", "w1"), ("r1", "w2")]
     assert len(choose_pairs(answers, per_prompt=1)) == 1
@@ -58,50 +55,35 @@ def test_pairs_are_right_and_wrong_answers_of_one_prompt(answers, per_prompt, li
     assert [a for a in single if a in some] == some
 
 
+ANSWERS = [  # step, phase, prompt, number, text, verdict, why it ended
+    (1, "sample", "p0", 0, "right", "CORRECT", "stop"), (1, "sample", "p0", 1, "wrong", "WRONG", "stop"),
+    (1, "sample", "p1", 0, "good!", "CORRECT", "stop"), (1, "sample", "p1", 1, "error", "ERROR", "stop"),
+    (1, "sample", "p1", 2, "endless", "WRONG", "length"), (1, "sample", "p2", 0, "unverified", None, "stop"),
+    (2, "sample", "p1", 0, "no parse", "UNPARSED", "stop"), (2, "sample", "p1", 1, "late", "TIMEOUT", "stop"),
+    (2, "sample", "p0", 0, "right", "CORRECT", "stop"), (2, "sample", "p0", 1, "right, too", "CORRECT", "stop"),
+    (1, "eval", "p2", -1, "held out", "CORRECT", "stop"),
+]  # fmt: skip
+
+
 @pytest.fixture
 def runs(tmp_path) -> Path:
-    """A run of RAFT with two cycles and one of GRPO with two steps, over the same two prompts."""
-    source = write_rows(tmp_path / "rows.jsonl", 3)
-    ids = [json.loads(line)["question"] for line in source.read_text().splitlines()]
-    source.write_text("".join(json.dumps({"id": f"p{i}", "question": text}) + "\n" for i, text in enumerate(ids)))
-    config = {"model": {}, "checkpointer": {}, "prompts": {**NODE, "source": str(source)}}
-
-    def sample(prompt, number, text, **more):
-        tokens = [1] * len(text)
-        return {"prompt_id": prompt, "sample": number, "seed": 0, "finish_reason": "stop", "text": text,
-                "tokens": tokens, "logprobs": [], **more}  # fmt: skip
-
-    def verdict(prompt, number, verdict, **more):
-        return {"prompt_id": prompt, "sample": number, "verdict": verdict, "reward": None, "detail": "", **more}
-
-    rounds = [
-        [("p0", 0, "right", "CORRECT", "stop"), ("p0", 1, "wrong", "WRONG", "stop"),
-         ("p1", 0, "good!", "CORRECT", "stop"), ("p1", 1, "error", "ERROR", "stop"),
-         ("p1", 2, "endless", "WRONG", "length"), ("p2", 0, "unverified", None, "stop")],
-        [("p1", 0, "no parse", "UNPARSED", "stop"), ("p1", 1, "late", "TIMEOUT", "stop"),
-         ("p0", 0, "right", "CORRECT", "stop"), ("p0", 1, "right, too", "CORRECT", "stop")],
-    ]  # fmt: skip
-    raft, grpo = tmp_path / "raft", tmp_path / "grpo"
-    grpo.mkdir()
-    files: dict[Path, list] = {}
-    for number, answers in enumerate(rounds, 1):
-        (raft / f"cycle_{number}").mkdir(parents=True)
-        scope = {"step": number, "phase": "sample"}
-        for prompt, index, text, judged, reason in answers:
-            record = sample(prompt, index, text, finish_reason=reason)
-            for folder in (raft, grpo):
-                files.setdefault(folder / "samples.jsonl", []).append({**scope, **record})
-                if judged:
-                    line = {**scope, **verdict(prompt, index, judged)}
-                    files.setdefault(folder / "verdicts.jsonl", []).append(line)
-    held_out = {"step": 1, "phase": "eval"}
-    for folder in (raft, grpo):
-        files[folder / "samples.jsonl"].append({**held_out, **sample("p2", -1, "held out")})
-        files[folder / "verdicts.jsonl"].append({**held_out, **verdict("p2", -1, "CORRECT")})
-    for path, lines in files.items():
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for folder, recipe in ((raft, "raft_rocm"), (grpo, "grpo_rocm")):
-        write_yaml(folder / "config.yaml", {"recipe": recipe, "output_dir": str(folder), **config})
+    """A run of RAFT with two cycles and one of GRPO with two steps, over the same prompts."""
+    asked = [json.loads(line)["question"] for line in write_rows(tmp_path / "rows.jsonl", 3).read_text().splitlines()]
+    source = write_jsonl(tmp_path / "rows.jsonl", [{"id": f"p{i}", "question": text} for i, text in enumerate(asked)])
+    samples, verdicts = [], []
+    for step, phase, prompt, number, text, verdict, reason in ANSWERS:
+        scope = {"step": step, "phase": phase, "prompt_id": prompt, "sample": number}
+        tokens = {"tokens": [1] * len(text), "logprobs": []}
+        samples.append({**scope, "seed": 0, "finish_reason": reason, "text": text, **tokens})
+        if verdict:
+            verdicts.append({**scope, "verdict": verdict, "reward": None, "detail": ""})
+    for kind in ("raft", "grpo"):
+        (tmp_path / kind / "cycle_2").mkdir(parents=True)
+        write_jsonl(tmp_path / kind / "samples.jsonl", samples)
+        write_jsonl(tmp_path / kind / "verdicts.jsonl", verdicts)
+        config = {"model": {}, "checkpointer": {}, "prompts": {**NODE, "source": str(source)}}
+        config |= {"recipe": f"{kind}_rocm", "output_dir": str(tmp_path / kind)}
+        write_yaml(tmp_path / kind / "config.yaml", config)
     return tmp_path
 
 
@@ -118,10 +100,10 @@ def test_records_become_rows_of_the_dataset(runs, kind, capsys):
     ]
     assert main(["pairs", str(runs / kind), "--limit", "1", "-o", str(runs / "one.jsonl")]) == 0
     assert len((runs / "one.jsonl").read_text().splitlines()) == 1
-
-
-@pytest.mark.parametrize("kind", ["raft", "grpo"])
-def test_records_become_rows_of_single_answers(runs, kind, capsys):
+    assert main(["pairs", str(runs / kind), "--last", "1", "--force"]) == 1
+    assert one_line_has(capsys.readouterr().err, "no prompt", "2 right", "2 wrong")
+    assert main(["pairs", str(runs / kind)]) == 2, "the file exists"
+    capsys.readouterr()
     assert main(["pairs", str(runs / kind), "--single"]) == 0
     assert one_line_has(
         capsys.readouterr().out, "single.jsonl: 6 answers of 2 prompts", "3 right", "3 wrong", "1 ERROR"
@@ -131,15 +113,9 @@ def test_records_become_rows_of_single_answers(runs, kind, capsys):
     assert [(row["completion"], row["label"]) for row in rows] == [
         ("right", True), ("wrong", False), ("good!", True), ("no parse", False), ("late", False), ("right, too", True),
     ]  # fmt: skip
-    one = ["--single", "--per-prompt", "1", "-o", str(runs / "one.jsonl")]
+    one = ["--single", "--per-prompt", "1", "--force", "-o", str(runs / "one.jsonl")]
     assert main(["pairs", str(runs / kind), *one]) == 0
     assert len((runs / "one.jsonl").read_text().splitlines()) == 4
-
-
-@pytest.mark.parametrize("kind", ["raft", "grpo"])
-def test_a_run_without_pairs_says_what_it_has(runs, kind, capsys):
-    assert main(["pairs", str(runs / kind), "--last", "1"]) == 1
-    assert one_line_has(capsys.readouterr().err, "no prompt", "2 right", "2 wrong")
 
 
 def test_what_has_no_pairs_is_refused(runs, tmp_path, capsys):
@@ -154,18 +130,6 @@ def test_what_has_no_pairs_is_refused(runs, tmp_path, capsys):
     assert main(["pairs", str(sft)]) == 1
     assert "samples no answers; pairs needs one of raft_rocm, grpo_rocm" in capsys.readouterr().err
     assert main(["pairs", str(tmp_path / "nothing")]) == 1
-
-
-def test_an_older_file_stays_without_force(runs, capsys):
-    rows = runs / "rows.jsonl"
-    before = rows.read_text()
-    assert main(["pairs", str(runs / "raft"), "-o", str(rows)]) == 2
-    assert "rows.jsonl exists; name another file, or add --force" in capsys.readouterr().err
-    assert rows.read_text() == before
-    older = runs / "older.jsonl"
-    older.write_text("old")
-    assert main(["pairs", str(runs / "raft"), "-o", str(older), "--force"]) == 0
-    assert len(older.read_text().splitlines()) == 2
 
 
 def test_prompts_of_a_downloaded_run_run_no_code(runs, tmp_path, capsys):

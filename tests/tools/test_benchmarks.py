@@ -5,12 +5,10 @@ import os
 import re
 import subprocess
 import sys
-import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -23,10 +21,10 @@ from rocm_ext.model.build import build_model
 from rocm_ext.model.native import NativeDecoder
 from rocm_ext.model.transformers.decoder import TransformersDecoder
 from tests.kit.parity import our_model
+from tests.kit.processes import wait_for_end
 from tools.benchmarks import __main__ as command
-from tools.benchmarks import beside, experts, peers, protocol, sampling, sft, startup, unpacking, work
+from tools.benchmarks import beside, dpo, experts, protocol, sampling, sft, unpacking, work
 from tools.benchmarks.protocol import ROOT, Failed, Ratio, Side, in_turn
-from tools.benchmarks.table import table
 
 
 # ------------------------------------------------------------------------------------------------------- sides
@@ -77,11 +75,7 @@ def test_a_side_ends_with_the_benchmark(tmp_path, how):
     ended = subprocess.run([sys.executable, "-c", ENDED, how], capture_output=True, text=True, cwd=tmp_path,
                            env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
     assert ended.returncode
-    until = time.monotonic() + 10
-    with suppress(psutil.NoSuchProcess):  # a zombie waits for the system's first process, which may reap none
-        while psutil.Process(int(ended.stdout)).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+    wait_for_end(int(ended.stdout), seconds=10)
 
 
 def test_a_failed_comparison_loses_no_other(tmp_path, monkeypatch, capsys):
@@ -100,12 +94,6 @@ def test_a_failed_comparison_loses_no_other(tmp_path, monkeypatch, capsys):
     assert (left.value.code, captured.err.count("failed: closed"), "10.0%" in captured.out) == (1, 1, True)
 
 
-def test_a_side_does_not_outlive_the_harness(tmp_path):
-    with side(tmp_path, "pipe().send('here'); hear(); import time; time.sleep(600)") as peer:
-        peer.ask(steps=1)
-    assert peer._process.returncode == -9
-
-
 def test_sides_take_turns_and_ratios_are_of_the_same_round():
     assert "".join(in_turn("ABC", 3)) == "ABCCBAABC"
     found = Ratio.of([2.0, 30.0, 4.0], [1.0, 10.0, 1.0])
@@ -113,11 +101,6 @@ def test_sides_take_turns_and_ratios_are_of_the_same_round():
 
 
 # -------------------------------------------------------------------------------------------------------- work
-def test_lengths_are_those_of_gsm8k():
-    prompts, answers = work.gsm8k_lengths(np.random.default_rng(0), 20000)
-    assert np.median(prompts) - 34 == pytest.approx(51, rel=0.03)
-    assert np.median(answers) - 2 == pytest.approx(104, rel=0.03)
-    assert (prompts.min() >= 45, prompts.max() <= 240, answers.max() <= 438) == (True, True, True)
 
 
 def test_steps_are_written_as_they_are_described(tmp_path):
@@ -187,16 +170,11 @@ def test_losses_that_differ_close_the_gate(found, passes, tmp_path, monkeypatch)
         assert sft.gate(stack, tmp_path, task, 1, None)[1]["TRL + PEFT"] == pytest.approx(1e-6)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({}, None),
-        ({"greedy": [[1, 2]]}, "greedy answers of peer differ"),
-        ({"behind": 0.5}, "less probable than the best"),
-        ({"bias": 1.0}, "tokens sampled by ours are off"),
-        ({"said": 0.5}, "our log-probabilities have mean"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({}, None), ({"greedy": [[1, 2]]}, "greedy answers of peer differ"),
+    ({"behind": 0.5}, "less probable than the best"), ({"bias": 1.0}, "tokens sampled by ours are off"),
+    ({"said": 0.5}, "our log-probabilities have mean"),
+])  # fmt: skip
 def test_other_answers_close_the_gate(change, message):
     rng = np.random.default_rng(0)
     surprise = (rng.normal(change.get("bias", 0.0), 1.0, 1000)).tolist()
@@ -220,17 +198,55 @@ def test_what_a_way_to_sample_computes(way, counted):
     assert sampling.computed(task, prompts, trace, way) == pytest.approx(expected)
 
 
+# --------------------------------------------------------------------------------------------------------- DPO
+ARGS = SimpleNamespace(gpu=False, attention="sdpa")
+
+
+def test_pairs_are_written_as_they_are_described(tmp_path):
+    steps = work.write_pair_steps(tmp_path / "rows.jsonl", 1000, short=3, full=2)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    sides = [(len(row["prompt"]) + len(row[side]), len(row[side])) for row in rows for side in ("chosen", "rejected")]
+    assert [counts for step in steps for counts in step] == sides
+    assert len(rows) == 5 * dpo.PAIRS_PER_STEP
+    first, second, third, *_ = (rows[i : i + dpo.PAIRS_PER_STEP] for i in range(0, len(rows), dpo.PAIRS_PER_STEP))
+    assert first == second == third, "the gate repeats its pairs"
+    assert max(tokens for tokens, _ in steps[0]) <= 24 < min(tokens for tokens, _ in steps[3])
+
+
+def test_a_side_scores_between_its_steps(tmp_path):
+    code = """scored = []
+pace = Pace(lambda start, end: scored.extend(range(start, end)))
+for i in range(3): pace.step(i, sum(scored))"""
+    with side(tmp_path, code) as peer:
+        assert [values for _, *values in peer.ask(steps=1)["steps"]] == [[0, 0]]
+        assert peer.ask(score=[4, 7])["seconds"] >= 0
+        assert [values for _, *values in peer.ask(steps=2)["steps"]] == [[1, 15], [2, 15]]
+
+
+@pytest.mark.parametrize(("losses", "norms", "told"), [
+    ([0.7, 0.500001], [1.0, 2.0001], None), ([0.7, 0.501], [1.0, 2.0], "losses of peer"),
+    ([0.7, 0.5], [1.0, 2.01], "gradient norms of peer"), ([0.7, float("nan")], [1.0, 2.0], "losses of peer"),
+    ([0.7, 0.5], [1.0, float("nan")], "gradient norms of peer"),
+])  # fmt: skip
+def test_other_losses_or_gradients_close_the_gate(losses, norms, told):
+    found = {dpo.OURS: ([0.7, 0.5], [1.0, 2.0]), "peer": (losses, norms)}
+    with pytest.raises(Failed, match=told) if told else nullcontext():
+        assert dpo.check(found, dpo.TOLERANCES["fp32"])["peer"] == pytest.approx(2e-6)
+
+
+@pytest.mark.parametrize(("name", "tokens", "logits", "epoch", "step"), [
+    (dpo.OURS, 2 * (10 + 5 + 3 + 20 + 1 + 2), 22, 1.5, 1.0), (dpo.WHOLE, 2 * (15 + 13 + 21 + 22), 22, 1.5, 1.0),
+    ("torchtune", 8 * 22, 8 * 22, 1.5, 1.5), ("TRL + PEFT, reference first", 8 * 22, 8 * 22, 1.5, 1.0),
+])  # fmt: skip
+def test_arithmetic_of_four_pairs(name, tokens, logits, epoch, step):
+    """Prompts have 10 and 20 tokens, answers 5, 3, 1 and 2, all twice."""
+    timed, task = [2 * [(15, 5), (13, 3), (21, 1), (22, 2)]], work.Task("dpo", "tiny", 512, "fp32", ())
+    forward_and_back = work.flops("tiny", 512, tokens, logits)
+    for kind, factor in (("dpo", epoch), ("dpo step", step)):
+        assert dpo.arithmetic(task, timed, name, kind, ARGS) == pytest.approx(factor * forward_and_back)
+
+
 # ------------------------------------------------------------------------------------- environments, the command
-@pytest.mark.wide
-def test_peers_see_this_torch_and_nothing_else_of_ours(tmp_path):
-    peers.link_torch(tmp_path / "torch")
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path / 'torch')!r}); import importlib.util as u, torch; "
-        "print(torch.__version__, [n for n in ('torchtune', 'transformers', 'datasets') if u.find_spec(n)])"
-    )
-    environ = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, env=environ)
-    assert done.stdout.split(maxsplit=1) == [torch.__version__, "[]\n"], done.stderr
 
 
 def test_the_sets_name_peers_that_there_are():
@@ -241,28 +257,13 @@ def test_the_sets_name_peers_that_there_are():
     assert 10e6 <= min(small) <= max(small) <= 60e6
 
 
-def test_a_choice_replaces_the_set():
-    args = SimpleNamespace(shape="tiny", work=["sft", "sampling", "cycle"], vocab=[512, 1024], dtype=["fp32"],
-                           gpu=False, all=False, peers=["TRL + PEFT"])  # fmt: skip
-    found = [(task.work, task.vocab, task.peers) for task in command.chosen(args)]
-    assert found == [("sft", 512, ("TRL + PEFT",)), ("sft", 1024, ("TRL + PEFT",))]
-    args.shape, args.work = None, command.WORK
-    assert command.chosen(args) == list(command.SMALL_SET)
-    args.all = True
-    assert command.chosen(args) == [*command.SMALL_SET, *command.SLOW_SET]
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--vocab", "512"], "add --shape"),
-        (["--shape", "tiny", "--all"], "drop one of them"),
-        (["--rounds", "0"], "must be at least 1"),
-        (["--shape", "tiny", "--work", "sft", "--peers", "transformers generate"], "none of --peers"),
-        (["--shape", "qwen3-tiny", "--peers", "TRL + PEFT", "torchtune compiled"], "not run with torchtune compiled"),
-        (["--shape", "tiny", "--peers", sft.BACKED], "does not run with ours on"),
-    ],
-)
+@pytest.mark.parametrize(("options", "told"), [
+    (["--vocab", "512"], "add --shape"), (["--shape", "tiny", "--all"], "drop one of them"),
+    (["--rounds", "0"], "must be at least 1"),
+    (["--shape", "tiny", "--work", "sft", "--peers", "transformers generate"], "none of --peers"),
+    (["--shape", "qwen3-tiny", "--peers", "TRL + PEFT", "torchtune compiled"], "not run with torchtune compiled"),
+    (["--shape", "tiny", "--peers", sft.BACKED], "does not run with ours on"),
+])  # fmt: skip
 def test_no_option_is_ignored(options, told, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["x", *options])
     with pytest.raises(SystemExit) as left:
@@ -271,26 +272,10 @@ def test_no_option_is_ignored(options, told, monkeypatch, capsys):
     assert told in capsys.readouterr().err
 
 
-def test_the_table():
-    row = {"work": "sft", "vocab": 32768, "dtype": "fp32", "peer": "TRL + PEFT", "parameters": 11e6, "speedup": 2.345,
-           "range": [2.0, 3.0], "bound": 1.5, "peak_memory": [2**30, 2**31], "threads": [2, 1],
-           "until_warm": [4.2, 100.0]}  # fmt: skip
-    cycle = {"work": "cycle", "runs": 5, "outside": 0.0441, "range": [0.04, 0.05]}
-    assert sft.pairs([sft.BACKED, "a"]) == [("ours", sft.BACKED), ("ours", "a"), (sft.BACKED, "a")]
-    said = table([row, {**row, "ours": sft.BACKED}, cycle]).splitlines()
-    expected = "LoRA SFT | 11 M, 32,768 tokens, fp32 | TRL + PEFT | 2.35 x (2.00-3.00) | 1.50 x"
-    assert said[2] == f"| {expected} | 1.00 / 2.00 GiB | 2 / 1 | 4 / 100 s |"
-    assert said[3].startswith("| LoRA SFT on transformers' code | 11 M")
-    assert "4.4% (4.0%-5.0%, 5 runs)" in said[-1]
-
-
-@pytest.mark.parametrize(
-    ("rates", "holds", "told"),
-    [
-        ([18.0, 30.0], True, "| 0.95 (0.90-1.00) | at least 0.9: holds |"),
-        ([17.0, 26.0], False, "| 0.86 (0.85-0.87) | at least 0.9: FAILS |"),
-    ],
-)
+@pytest.mark.parametrize(("rates", "holds", "told"), [
+    ([18.0, 30.0], True, "| 0.95 (0.90-1.00) | at least 0.9: holds |"),
+    ([17.0, 26.0], False, "| 0.86 (0.85-0.87) | at least 0.9: FAILS |"),
+])  # fmt: skip
 def test_the_chosen_number_is_held_against_the_best_one(rates, holds, told):
     """Ratios are within a round, to the number whose median is best, here 1."""
     result = beside.Result("qwen", "4 busy loops", {"1": [20.0, 30.0], "2": [4.0, 6.0], "auto": rates}, threads=1)
@@ -299,16 +284,6 @@ def test_the_chosen_number_is_held_against_the_best_one(rates, holds, told):
     assert lines[1] == "| qwen | 4 busy loops | 2 | 5 | 0.20 (0.20-0.20) |  |"
     assert lines[2].startswith("| qwen | 4 busy loops | auto, which is 1 | ")
     assert lines[2].endswith(told)
-
-
-def test_start_up_is_told_as_a_ratio_within_rounds():
-    said = startup.report({startup.OURS: [2.0, 3.0, 8.0], startup.STOCK: [1.0, 2.0, 8.0]})
-    assert "ours takes 1.50 times stock torchtune's time (1.00-2.00, 3 rounds)" in said
-
-
-@pytest.mark.nightly
-def test_start_up_is_measured_on_runs_that_end_well(tmp_path):
-    assert all(len(each) == 1 and each[0] > 1 for each in startup.measure(tmp_path, rounds=1).values())
 
 
 def test_experts_give_the_same_before_they_are_timed(monkeypatch, capsys):

@@ -11,10 +11,10 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 
+from tests.kit.processes import runs
 from tools.benchmarks import dpo, sampling, sft
 from tools.gpu import __main__ as command
 from tools.gpu.here import Skipped, check, speed
@@ -86,16 +86,11 @@ def test_rows_and_values_reach_the_results_and_later_parts(runner):
     assert runner.run(part("after"))["status"] == "ok"
 
 
-@pytest.mark.parametrize(
-    ("name", "status", "detail", "rows"),
-    [
-        ("wrong", "failed", "does not hold: a | second thing", 2),
-        ("raises", "failed", "ValueError: torn", 1),
-        ("skips", "skipped", "no such thing here", 0),
-        ("no_memory", "out of memory", "Tried to allocate 2 GiB", 1),
-        ("crashes", "crashed", "signal 11", 1),
-    ],
-)
+@pytest.mark.parametrize(("name", "status", "detail", "rows"), [
+    ("wrong", "failed", "does not hold: a | second thing", 2), ("raises", "failed", "ValueError: torn", 1),
+    ("skips", "skipped", "no such thing here", 0), ("no_memory", "out of memory", "Tried to allocate 2 GiB", 1),
+    ("crashes", "crashed", "signal 11", 1),
+])  # fmt: skip
 def test_a_part_that_ends_early_keeps_its_rows(runner, name, status, detail, rows):
     result = runner.run(part(name))
     assert (result["status"], len(result["rows"])) == (status, rows)
@@ -106,7 +101,7 @@ def test_a_part_that_hangs_ends_with_all_its_programs(runner):
     result = runner.run(part("hangs", seconds=1.5))
     assert result["status"] == "timeout"
     (row,) = result["rows"]
-    assert not psutil.pid_exists(row["program"]) or psutil.Process(row["program"]).status() == psutil.STATUS_ZOMBIE
+    assert not runs(row["program"])
 
 
 def test_a_part_that_cannot_run_here_is_skipped(runner, tmp_path):
@@ -141,28 +136,18 @@ def test_without_a_gpu_the_command_says_what_it_needs(runner, tmp_path, capsys, 
     assert not (tmp_path / "found.md").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--device", "cpu"], "add --tiny"),
-        (["--parts", "sft-7b", "nothing"], "--parts nothing names none of"),
-        (["--minutes", "0"], "--minutes must be above 0"),
-        (["--output", "no/such/folder/gpu.md"], "--output: there is no folder"),
-        (["--folder", "no/such/folder"], "--folder: there is no folder"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    (["--device", "cpu"], "add --tiny"), (["--parts", "sft-7b", "nothing"], "--parts nothing names none of"),
+    (["--minutes", "0"], "--minutes must be above 0"),
+    (["--output", "no/such/folder/gpu.md"], "--output: there is no folder"),
+    (["--folder", "no/such/folder"], "--folder: there is no folder"),
+])  # fmt: skip
 def test_a_wrong_option_is_told(monkeypatch, capsys, options, message):
     monkeypatch.setattr(sys, "argv", ["gpu", *options])
     with pytest.raises(SystemExit) as left:
         command.main()
     assert left.value.code == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("given", ["found", "found.md", "found.json"])
-def test_the_table_is_markdown_whatever_the_output_is_called(monkeypatch, tmp_path, given):
-    monkeypatch.setattr(sys, "argv", ["gpu", "--output", str(tmp_path / given)])
-    assert command.parse().output == tmp_path / "found.md"
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -188,7 +173,7 @@ def test_a_stopped_command_ends_its_part_and_removes_its_files(tmp_path, signum,
     (row,) = map(json.loads, rows.read_text().splitlines())
     os.kill(pid, signum)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
-    assert not psutil.pid_exists(row["program"]) or psutil.Process(row["program"]).status() == psutil.STATUS_ZOMBIE
+    assert not runs(row["program"])
     assert not list(tmp_path.glob("torchtune-rocm-gpu-*"))
 
 

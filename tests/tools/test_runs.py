@@ -12,7 +12,7 @@ import pytest
 from tests.kit import sysfs
 from tests.kit.programs import as_forks
 from tools.benchmarks import __main__ as command
-from tools.benchmarks import beside, cycle, dpo, grpo, monitor, overhead, protocol, sampling, sft, verify
+from tools.benchmarks import beside, cycle, dpo, grpo, monitor, protocol, sampling, sft, verify
 from tools.gpu.parts import chosen
 from tools.gpu.runner import Runner
 
@@ -34,17 +34,10 @@ def base(tmp_path, pocket_dir, monkeypatch):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(
-    ("work", "peers"),
-    [
-        ("sft", ["torchtune as shipped", "TRL + PEFT"]),
-        ("dpo", ["torchtune", "TRL + PEFT, reference first"]),
-        (
-            "sampling",
-            [sampling.ENGINE, "transformers generate", "transformers continuous batching", "torchtune generate"],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("work", "peers"), [
+    ("sft", ["torchtune as shipped", "TRL + PEFT"]), ("dpo", ["torchtune", "TRL + PEFT, reference first"]),
+    ("sampling", [sampling.ENGINE, "transformers generate", "transformers continuous batching", "torchtune generate"]),
+])  # fmt: skip
 def test_sides_are_compared(base, monkeypatch, capsys, work, peers):
     monkeypatch.setattr(sft, "GATE", 2)
     monkeypatch.setattr(dpo, "GATE", 2)
@@ -104,12 +97,6 @@ def test_the_cost_of_watching_is_measured(tmp_path):
     assert 0 < share < 1
     assert lines >= 2
     assert 0 <= monitor.command(root, 1.2) < 20
-
-
-def test_synthetic_steps_are_timed():
-    seconds, resumed = overhead.bookkeeping(12, keep_samples=10)
-    assert len(seconds) == 12
-    assert min(*seconds, resumed) > 0
 
 
 @pytest.mark.nightly

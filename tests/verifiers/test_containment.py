@@ -113,7 +113,7 @@ print(json.dumps([calls, status["CapEff"], status["CapPrm"], status["NoNewPrivs"
     assert environ == ""
 
 
-def test_memory_that_no_process_shows_is_refused(box: Sandbox):
+def test_memory_that_no_process_shows_is_refused_and_swap_counts(box: Sandbox):
     """Pages of a shared map leave the resident memory and stay; a map of a file is bounded by /tmp."""
     code = """
 import mmap, os
@@ -126,9 +126,6 @@ for name, make in maps.items():
     except OSError as error: print(type(error).__name__)
 """
     assert python(box, code).stdout.split() == [b"PermissionError", b"private", b"file", b"FileNotFoundError"]
-
-
-def test_memory_in_swap_counts():
     status = b"VmSize:\t 9000 kB\nVmRSS:\t  100 kB\nVmPTE:\t 20 kB\nVmSwap:\t 3 kB\nHugetlbPages:\t4 kB\n"
     assert held(b"Name:\tVmRSS: x\n" + status) == 127 << 10
 

@@ -90,12 +90,9 @@ def test_a_group_is_one_call_and_no_call_mixes_groups(calls, name):
     found = judged({"_component_": f"my_groups.{name}"}, ["a", "b", "a"], ["a"], ["a", "a", "c", "d", "e"])
     assert [[result.reward for result in group] for group in found] == [[0.5, 1, 0.5], [1], [0.5, 0.5, 1, 1, 1]]
     assert calls() == ["a b a", "a", "a a c d e"]
-
-
-def test_an_answer_alone_is_a_group_of_one(calls):
     with Pool(RARE, workers=1, timeout=30) as pool:
         assert [pool.submit(text, {}).result().detail for text in ("a", "a")] == ["1 of 1", "1 of 1"]
-    assert build(RARE)("a", {}).detail == "1 of 1"
+    assert build(RARE)("a", {}).detail == "1 of 1", "an answer alone is a group of one"
 
 
 @pytest.mark.parametrize(("bad", "says"), [
@@ -175,6 +172,9 @@ def test_the_most_frequent_final_answer_is_right():
     assert verdicts == ["CORRECT", "CORRECT", "WRONG", "CORRECT", "UNPARSED"]
     assert voted("1", "1", "2", "3", "4", min_share=0.5) == ["WRONG"] * 5
     assert voted("I do not know", "I do not know") == ["UNPARSED", "UNPARSED"]
+    texts = [r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", r"\boxed{\frac{2}{4}}", r"\boxed{x+1}", r"\boxed{1+x}"]
+    [group] = judged({"_component_": HERE + "MajorityAnswer"}, texts)
+    assert [str(result.verdict) for result in group] == ["CORRECT"] * 3 + ["WRONG"] * 2
 
 
 def test_a_row_with_an_answer_is_judged_by_it():
@@ -190,12 +190,6 @@ def test_a_row_with_an_answer_is_judged_by_it():
     MajorityAnswer().check_row({"prompt": "q"})
     with pytest.raises(UserError, match="min_share"):
         MajorityAnswer(min_share=2)
-
-
-def test_formulas_vote_by_value():
-    texts = [r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", r"\boxed{\frac{2}{4}}", r"\boxed{x+1}", r"\boxed{1+x}"]
-    [group] = judged({"_component_": HERE + "MajorityAnswer"}, texts)
-    assert [str(result.verdict) for result in group] == ["CORRECT"] * 3 + ["WRONG"] * 2
 
 
 @pytest.mark.wide

@@ -4,14 +4,13 @@ import re
 import socket
 import sys
 import threading
-import time
-from pathlib import Path
 
 import pytest
 
 from rocm_ext.base import openai_http
 from rocm_ext.base.errors import UserError
 from rocm_ext.verifiers import LLMJudge, Pool, Verdict, build
+from tests.kit.processes import wait_for_end
 from tests.kit.servers import CHAT as CHAT_PATH
 from tests.kit.servers import Fake
 
@@ -199,9 +198,3 @@ def test_a_persistent_program_that_does_not_run_is_an_error():
     assert "cannot be run" in build({**persistent(), "command": ["/"]})("a", {}).detail
     once = build({**persistent(), "command": ["true"]})
     assert ["instead of answering" in once("a", {}).detail for _ in range(2)] == [True, True]
-
-
-def wait_for_end(pid: int) -> None:
-    """Return once the process has ended; the test's time limit ends the waiting."""
-    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]:
-        time.sleep(0.01)

@@ -27,48 +27,15 @@ def verifiers():
     return PythonTests(), PythonTests(partial_credit=True)
 
 
-HUMAN_EVAL = [
-    {
-        "prompt": "from typing import List\n\n\ndef has_close_elements(numbers: List[float], threshold: float) -> bool:\n"
-        '    """ Check if any two numbers are closer than threshold.\n'
-        '    >>> has_close_elements([1.0, 2.0], 0.5)\n    False\n    """\n',
-        "body": "    for i, a in enumerate(numbers):\n        for j, b in enumerate(numbers):\n"
-        "            if i != j and abs(a - b) < threshold:\n                return True\n    return False\n",
-        "test": "\n\nMETADATA = {'author': 'jt', 'dataset': 'test'}\n\n\ndef check(candidate):\n"
-        "    assert candidate([1.0, 2.0, 3.9, 4.0, 5.0, 2.2], 0.3) == True\n    assert candidate([1.0, 2.0], 0.05) == False\n",
-        "entry_point": "has_close_elements",
-    },
-    {
-        "prompt": "import math\n\n\ndef poly(xs: list, x: float):\n    return sum(c * math.pow(x, i) for i, c in enumerate(xs))\n\n\n"
-        'def find_zero(xs: list):\n    """ xs are coefficients; find x with poly(x) = 0. """\n',
-        "body": "    lo, hi = -1.0, 1.0\n    while poly(xs, lo) * poly(xs, hi) > 0:\n        lo, hi = lo * 2, hi * 2\n"
-        "    while hi - lo > 1e-10:\n        mid = (lo + hi) / 2\n        if poly(xs, mid) * poly(xs, lo) > 0:\n"
-        "            lo = mid\n        else:\n            hi = mid\n    return lo\n",
-        "test": "def check(candidate):\n    import copy, math, random\n    rng = random.Random(42)\n    for _ in range(20):\n"
-        "        coeffs = [-rng.randint(1, 10), rng.randint(1, 10), 0, 1]\n"
-        "        solution = candidate(copy.deepcopy(coeffs))\n"
-        "        assert math.fabs(poly(coeffs, solution)) < 1e-4\n",
-        "entry_point": "find_zero",
-    },
-    {
-        "prompt": "def mean_absolute_deviation(numbers) -> float:\n    '''around the mean'''\n",
-        "body": "    mean = sum(numbers) / len(numbers)\n    return sum(abs(x - mean) for x in numbers) / len(numbers)\n",
-        "test": "def check(candidate):\n    assert abs(candidate([1.0, 2.0, 3.0]) - 2.0/3.0) < 1e-6\n"
-        "    assert math.isclose(candidate([1.0, 2.0, 3.0, 4.0]), 1.0)\n\ncheck(mean_absolute_deviation)\n",
-        "entry_point": "mean_absolute_deviation",
-    },
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("task", HUMAN_EVAL, ids=lambda task: task["entry_point"])
-def test_human_eval_format(verifiers, task: dict):
-    row = {"tests": task["test"], "entry_point": task["entry_point"], "code_prefix": task["prompt"]}
+@pytest.mark.parametrize("number", range(3))
+def test_human_eval_format(verifiers, number: int):
+    row = prompt_dataset(source=str(ROWS / "humaneval.jsonl"), format="humaneval")[number].row
     verifiers[0].check_row(row)
-    body, whole = task["body"], task["prompt"] + task["body"]
-    function = whole[whole.index(f"def {task['entry_point']}") :]
+    prefix, body, whole = row["code_prefix"], row["solution"], row["code_prefix"] + row["solution"]
+    function = whole[whole.index(f"def {row['entry_point']}") :]
     for right in (body, f"```python\n{body}```", f"```python\n{whole}```", f"Here:\n```\n{function}\n```"):
         assert verifiers[0](right, row).verdict is Verdict.CORRECT, right
-    for wrong in ("    return None\n", f"```python\n{task['prompt']}    return -1\n```", "    return candidate\n"):
+    for wrong in ("    return None\n", f"```python\n{prefix}    return -1\n```", "    return candidate\n"):
         assert verifiers[0](wrong, row).reward == 0, wrong
 
 
@@ -319,12 +286,6 @@ def test_verdicts_say_why(completion: str, verdict: str, detail: str):
     result = PythonTests(timeout=1.0)(completion, {"tests": "assert f(1) == 1", "entry_point": "f"})
     assert str(result.verdict) == verdict
     assert detail in result.detail
-
-
-def test_the_detail_says_that_the_tests_memory_ended(verifiers):
-    result = verifiers[0](SAME, {"tests": "assert f(1) == 1 and bytearray(1200 << 20)"})
-    assert result.verdict is Verdict.WRONG
-    assert "in the tests: (they have 1024 MB)" in result.detail
 
 
 USE, DRAFT = "print(f(3))\nassert f(3) == 7", "def f(x): return x"

@@ -21,17 +21,15 @@ from rocm_ext.verifiers.base import short
 from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.extract import extract_code
 from rocm_ext.verifiers.selfcheck import self_check, try_out
+from tests.kit.processes import wait_for_end
 
 HERE = "rocm_ext.verifiers."
 
 
-@pytest.mark.parametrize("reward", [None, -0.1, 1.1, float("nan"), float("inf"), "1", True])
-def test_a_reward_is_in_the_range(reward):
-    with pytest.raises(ValueError, match="reward"):
-        Result(Verdict.CORRECT, reward)
-
-
-def test_an_error_has_no_reward_and_a_detail_is_one_short_line():
+def test_a_result_has_a_reward_in_its_range_and_one_short_line():
+    for reward in (None, -0.1, 1.1, float("nan"), float("inf"), "1", True):
+        with pytest.raises(ValueError, match="reward"):
+            Result(Verdict.CORRECT, reward)
     with pytest.raises(ValueError, match="no reward"):
         Result(Verdict.ERROR, 0.0)
     result = Result("WRONG", 0, "a\nb" + "x" * 10**6 + "\x1b[0mend")
@@ -154,13 +152,6 @@ def test_regex_is_bounded_in_time():
         Regex()
 
 
-def _runs(pid: str) -> bool:
-    try:
-        return b"sleep" in Path("/proc", pid, "cmdline").read_bytes()
-    except OSError:
-        return False
-
-
 def test_command(tmp_path: Path):
     def program(code: str, timeout: float = 20) -> Command:
         return Command([sys.executable, "-S", "-c", code], timeout=timeout)
@@ -177,9 +168,7 @@ def test_command(tmp_path: Path):
     starts = f"import subprocess as s; open({str(pid)!r}, 'w').write(str(s.Popen(['sleep', '100']).pid))"
     assert "2 s" in program(f"{starts}; import time; time.sleep(100)", timeout=2)("x", {}).detail
     assert time.monotonic() - started < 20
-    while _runs(pid.read_text()) and time.monotonic() - started < 20:
-        time.sleep(0.02)
-    assert not _runs(pid.read_text())
+    wait_for_end(int(pid.read_text()))
     with pytest.raises(UserError, match="no-such-program"):
         Command(["no-such-program"]).check()
     assert Command(["no-such-program"])("x", {}).verdict is Verdict.ERROR
@@ -192,7 +181,7 @@ DIGIT = {"_component_": HERE + "Regex", "pattern": r"\d"}
 FAILS = {"_component_": HERE + "Command", "command": ["false"]}
 
 
-def test_all():
+def test_verifiers_are_combined():
     verifier = build({"_component_": HERE + "All", "verifiers": [DIGIT, EXACT]})
     assert isinstance(verifier, All)
     assert verifier.needs == ("answer",)
@@ -202,9 +191,6 @@ def test_all():
     with pytest.raises(ValueError, match="answer"):
         verifier.check_row({})
     assert build({"_component_": HERE + "All", "verifiers": [DIGIT, FAILS]})("7", {}).verdict is Verdict.ERROR
-
-
-def test_weighted():
     verifier = Weighted([DIGIT, EXACT], [1, 3])
     detail = "Regex 1 (found '7'); ExactMatch 1"
     assert verifier("7", {"answer": "7"}) == Result(Verdict.CORRECT, 1.0, detail, {"Regex": 1, "ExactMatch": 1})
@@ -335,10 +321,7 @@ time.sleep(100)
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    deadline = time.monotonic() + 5
-    while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{worker}").exists()
+    wait_for_end(worker, seconds=5)
 
 
 def test_a_pool_that_cannot_start_says_why(mine: Path):
@@ -351,7 +334,8 @@ def test_a_pool_that_cannot_start_says_why(mine: Path):
 
 
 def test_workers_are_free_of_torch():
-    code = "import sys, rocm_ext.verifiers, rocm_ext.verifiers.workers.worker, rocm_ext.verifiers.selfcheck\n"
+    code = "import sys, rocm_ext.environments\nassert 'rocm_ext.verifiers' not in sys.modules\n"
+    code += "import rocm_ext.verifiers, rocm_ext.verifiers.workers.worker, rocm_ext.verifiers.selfcheck\n"
     code += "print([m for m in ('torch', 'torchtune', 'omegaconf', 'numpy', 'sympy', 'datasets') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

@@ -15,6 +15,7 @@ import pytest
 
 from rocm_ext.verifiers import Pool, PythonTests, Verdict
 from rocm_ext.verifiers.sandbox.children import children_of, descendants
+from tests.kit.processes import wait_for_end
 
 SQUARE = "def f(x): return x * x"
 ROW = {"tests": "assert f(3) == 9", "entry_point": "f"}
@@ -172,17 +173,8 @@ def test_nothing_outlives_a_killed_worker():
             time.sleep(0.02)
         os.kill(worker, signal.SIGKILL)
         assert hanging.result().verdict is Verdict.ERROR
-        while any(map(running, below)) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not any(map(running, below))
+        wait_for_end(*below)
         assert pool.submit(SQUARE, ROW).result().verdict is Verdict.CORRECT
-
-
-def running(pid: int) -> bool:
-    try:
-        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
 
 
 def test_a_thread_that_ends_does_not_end_the_verdicts_of_another(verifier: PythonTests):
