@@ -166,30 +166,34 @@ def kill_before(count: int) -> Callable[[], None]:
     return prepare
 
 
-def signal_at(
-    owner: type, method: str, when: Callable[..., object], signum: int = signal.SIGKILL, before: bool = False
-) -> Callable[[], None]:
-    """Patch ``method`` so that its first call for which ``when(self, ...)`` holds sends a signal to the process.
-
-    The condition is checked, and the signal sent, after the call; with ``before`` ahead of it.
-    """
+def hook(owner: type, method: str, action: Callable[..., object], before: bool = False) -> Callable[[], None]:
+    """Patch ``method`` so that each call is followed by ``action(self, ...)``, or begins with it."""
 
     def prepare() -> None:
-        original, sent = getattr(owner, method), []
-
-        def check(*args):
-            if not sent and when(*args):
-                sent.append(signum)
-                os.kill(os.getpid(), signum)
+        original = getattr(owner, method)
 
         def call(*args):
             if before:
-                check(*args)
+                action(*args)
             found = original(*args)
             if not before:
-                check(*args)
+                action(*args)
             return found
 
         setattr(owner, method, call)
 
     return prepare
+
+
+def signal_at(
+    owner: type, method: str, when: Callable[..., object], signum: int = signal.SIGKILL, before: bool = False
+) -> Callable[[], None]:
+    """Patch ``method`` as :func:`hook` does; the first call for which ``when(self, ...)`` holds sends a signal."""
+    sent: list[int] = []
+
+    def send(*args):
+        if not sent and when(*args):
+            sent.append(signum)
+            os.kill(os.getpid(), signum)
+
+    return hook(owner, method, send, before)

@@ -20,7 +20,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.rl.records import PhaseRecords, to_sample
 from rocm_ext.sampling import local
 from tests.kit import forks
-from tests.kit.forks import RESUME, forked, refused, signal_at, succeed
+from tests.kit.forks import RESUME, forked, refused, succeed
 from tests.kit.grpo_runs import assert_equal, lines
 from tests.kit.raft_runs import kill_at_record, loaded
 from tests.kit.servers import COMPLETIONS, Fake, Sampler, Vllm, is_check
@@ -197,7 +197,7 @@ def test_ctrl_c_does_not_wait_for_tools(write):
         if len(self.records) == 8:  # the first messages of all conversations
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 
-    code, said = forked(main, path, prepare=signal_at(PhaseRecords, "append", interrupt_soon))
+    code, said = forked(main, path, prepare=forks.hook(PhaseRecords, "append", interrupt_soon))
     assert code == 130, said
     assert len(lines(path.with_name("run") / "turns.jsonl")) == 8
 

@@ -1,5 +1,6 @@
 """Cycles that keep nothing, replayed answers, adapters, optimisers, evaluations."""
 
+import itertools
 import json
 import logging
 import re
@@ -199,8 +200,8 @@ def test_some_cycles_are_evaluated_some_adapters_stay_and_rates_decay(make, tmp_
 
 @pytest.mark.parametrize("stop", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.wide)])
 def test_a_stopped_phase_goes_on_with_its_answers(make, tmp_path, stop):
-    done = []
-    prepare = signal_at(PhaseRecords, "append", lambda *_: done.append(1) or len(done) == 50, stop)
+    calls = itertools.count(1)
+    prepare = signal_at(PhaseRecords, "append", lambda *_: next(calls) == 50, stop)
     out, changes = tmp_path / "out", {"cycles": 1, "eval_prompts": None, "epochs": 1}
     code, messages = forked(main, make(out, **changes), prepare=prepare)
     assert code == (130 if stop == signal.SIGINT else -signal.SIGKILL)

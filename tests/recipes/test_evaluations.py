@@ -1,5 +1,6 @@
 """SFT and DPO that evaluate by answers: the training is the same, it stops by them, and no answer is repeated."""
 
+import itertools
 import json
 import shutil
 import signal
@@ -104,8 +105,8 @@ def test_killed_in_an_evaluation(make, undisturbed, tmp_path, name, count):
 def test_stopped_in_an_evaluation(make, undisturbed, tmp_path, count):
     """The step before it is saved, though no checkpoint was due."""
 
-    done = []  # samples and verdicts
-    stop = signal_at(PhaseRecords, "append", lambda *_: done.append(1) or len(done) == 2 * count, signal.SIGTERM)
+    calls = itertools.count(1)  # of samples and verdicts
+    stop = signal_at(PhaseRecords, "append", lambda *_: next(calls) == 2 * count, signal.SIGTERM)
     out = tmp_path / "out"
     code, messages = forked(main, make(out), prepare=stop)
     step = 2 * (count // 6)
@@ -141,7 +142,7 @@ def test_the_best_adapter_is_kept(make, folder, tmp_path):
         if trainer.step == 2:
             end.touch()
 
-    prepare = signal_at(Trainer, "train_step", touch, before=True)
+    prepare = forks.hook(Trainer, "train_step", touch, before=True)
     messages = succeed(main, make(out, verifier=verifier, **changes), prepare=prepare)
     scores = {line["step"]: line["eval"]["pass_at_1"] for line in curves(out) if "eval" in line}
     best = max((1, 2), key=scores.__getitem__)

@@ -501,7 +501,7 @@ def results(path: Path) -> tuple[list, list[float], dict]:
 
 
 @pytest.mark.wide(always=1)
-def test_both_train_the_same(configs):
+def test_configs_of_torchtune_and_of_the_folder_train_the_same(configs):
     (rows, losses, theirs), (our_rows, our_losses, ours) = map(results, configs)
     assert str(rows) == str(our_rows), "the same prompts, labels and end of text"
     assert our_losses == pytest.approx(losses, rel=1e-5)
