@@ -74,6 +74,7 @@ def test_takes(changes):
     ({"max_staleness": 1}, "LocalEngine samples with the weights in training; set max_staleness=0"),
     *[({"max_staleness": 1, "engine": SERVERS, "mismatch": "none", **more}, "set mismatch=truncate or mask, or max")
       for more in ({}, {"updates_per_step": 2}, {"old_logprobs": "sampler"})],
+    ({"loss": "ppo"}, "loss is 'ppo'; expected grpo, dr_grpo"),
     ({"loss": "rloo", "groups_per_update": 16}, "loss rloo has no ratio, so it takes one update per step"),
     ({"loss": "reinforce", "updates_per_step": 2}, "set them to 1 and null, or loss to grpo, dr_grpo, dapo, gspo"),
     ({"center": "none", "scale": "batch"}, "set scale=none, or center to mean or leave_one_out"),
