@@ -19,6 +19,7 @@ import torch
 from rocm_ext.base import files
 from rocm_ext.base.log import log
 
+RESUME = "resume_from_checkpoint=True"
 several_ranks = pytest.mark.skipif(torch.__version__ < (2, 7), reason="several ranks need torch 2.7")
 
 
@@ -80,6 +81,23 @@ def succeed_on_ranks(main: Callable[[], None], path: Path, *overrides: str, **mo
     """Run :func:`forked_ranks`, which must succeed."""
     for code, messages in forked_ranks(main, path, *overrides, **more):
         assert code == 0, messages
+
+
+def refused(main: Callable[[], None], path: Path, *overrides: str, **more) -> str:
+    """Run :func:`forked`, which must end with 1 and an error in one line; return this line."""
+    code, messages = forked(main, path, *overrides, **more)
+    assert code == 1, messages
+    assert "Traceback" not in messages
+    assert "Exception ignored" not in messages
+    *_, line = messages.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def kill_and_resume(main: Callable[[], None], path: Path, prepare: Callable[[], object]) -> str:
+    """Run a recipe until ``prepare`` has it killed, and continue it; return the messages of the second start."""
+    assert forked(main, path, prepare=prepare)[0] == -signal.SIGKILL
+    return succeed(main, path, RESUME)
 
 
 def start(
@@ -146,3 +164,36 @@ def kill_before(count: int) -> Callable[[], None]:
         shutil.rmtree = counted(shutil.rmtree)  # type: ignore[assignment]
 
     return prepare
+
+
+def hook(owner: type, method: str, action: Callable[..., object], before: bool = False) -> Callable[[], None]:
+    """Patch ``method`` so that each call is followed by ``action(self, ...)``, or begins with it."""
+
+    def prepare() -> None:
+        original = getattr(owner, method)
+
+        def call(*args):
+            if before:
+                action(*args)
+            found = original(*args)
+            if not before:
+                action(*args)
+            return found
+
+        setattr(owner, method, call)
+
+    return prepare
+
+
+def signal_at(
+    owner: type, method: str, when: Callable[..., object], signum: int = signal.SIGKILL, before: bool = False
+) -> Callable[[], None]:
+    """Patch ``method`` as :func:`hook` does; the first call for which ``when(self, ...)`` holds sends a signal."""
+    sent: list[int] = []
+
+    def send(*args):
+        if not sent and when(*args):
+            sent.append(signum)
+            os.kill(os.getpid(), signum)
+
+    return hook(owner, method, send, before)

@@ -131,7 +131,12 @@ def check_resumes(cfg: dict, name: str, moved: Callable[[], str] | None = None) 
     """
     whole = Path(cfg["output_dir"])
     out = whole.with_name(name)
-    logger = {"_component_": "tests.recipes.test_resume.SendSignal", "step": 3, "signum": int(signal.SIGKILL)}
+    logger = {
+        "_component_": "tests.recipes.test_resume.Do",
+        "step": 3,
+        "function": "send",
+        "argument": int(signal.SIGKILL),
+    }
     path = write_yaml(out.with_suffix(".yaml"), {**cfg, "metric_logger": logger, "output_dir": str(out)})
     assert forked(main, path)[0] == -signal.SIGKILL
     again = (out / "config.yaml",) if moved is None else (path, moved())
@@ -237,26 +242,52 @@ def ten_steps(
 
 
 def check_exports(
-    base: Path, rows: Path, top: Path, lora: dict | None = None, logits: Callable[..., torch.Tensor] = their_logits
+    base: Path,
+    rows: Path,
+    top: Path,
+    lora: dict | None = None,
+    logits: Callable[..., torch.Tensor] = their_logits,
+    cfg: dict | None = None,
 ) -> torch.Tensor:
     """Train three steps: the adapter in PEFT, the merged model, and a run from the adapter have our logits.
+
+    Args:
+        base: folder of the base model.
+        rows: to train on, with ``lora``, where there is no ``cfg`` of a run into ``top / "run"``.
+        top: folder of the runs.
+        lora: arguments of the adapter.
+        logits: of a model's folder and an adapter's.
+        cfg: of the run.
 
     Returns:
         Our logits. The adapter and the merged model are in ``top / "run"``.
     """
-    cfg = folder_config(base, rows, top / "run", lora, max_steps_per_epoch=3)
+    cfg = {**(cfg or folder_config(base, rows, top / "run", lora)), "max_steps_per_epoch": 3}
     cfg |= {"save_adapter_weights_only": False, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-2}}
     expected = our_logits(finetune(cfg))
     adapter = top / "run" / "adapter"
     assert (logits(base) - expected).abs().max() > 0.1
     torch.testing.assert_close(logits(base, adapter), expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(logits(top / "run" / "merged"), expected, rtol=0, atol=1e-4)
-    again = prepare({**cfg, "output_dir": str(top / "again"), "checkpointer": {"adapter_checkpoint": str(adapter)}})
+    checkpointer = {**cfg.get("checkpointer", {}), "adapter_checkpoint": str(adapter)}
+    again = prepare({**cfg, "output_dir": str(top / "again"), "checkpointer": checkpointer})
+    # not bit for bit, because MKL's rounding may depend on a matrix's address in memory
     torch.testing.assert_close(our_logits(again), expected, rtol=0, atol=1e-5)
     return expected
 
 
 # ---- torchtune
+
+
+def local_overrides(cfg: dict, **more: Any) -> list[str]:
+    """Return the command line that gives torchtune's config the small model and tokenizer of ``cfg``, and ``more``."""
+    values = {"hardware": "cpu", "output_dir": cfg["output_dir"], "seed": 1, "gradient_accumulation_steps": 2}
+    values |= {"optimizer.lr": 1e-3, "lr_scheduler.num_warmup_steps": 1}
+    values["checkpointer.checkpoint_dir"] = cfg["checkpointer"]["checkpoint_dir"]
+    for part in ("model", "tokenizer"):
+        values[part] = cfg[part]["_component_"]
+        values |= {f"{part}.{key}": value for key, value in cfg[part].items() if "lora" not in key and key[0] != "_"}
+    return [f"{key}={value}" for key, value in {**values, **more}.items()]
 
 
 def stock_recipe(name: str) -> Any:

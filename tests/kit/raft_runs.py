@@ -1,9 +1,14 @@
 """Small runs of RAFT for tests: a model with random weights, its prompts, and what must be equal in equal runs."""
 
 import json
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from rocm_ext.rl.records import read_records
+from rocm_ext import config
+from rocm_ext.rl.records import PhaseRecords, read_records
 from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
 
 SFT_ONLY = ("dataset", "dataset_val", "validation_fraction")
@@ -60,6 +65,41 @@ def write_run(folder: Path, out: Path, base: str = "base", **changes) -> Path:
     }
     out.parent.mkdir(exist_ok=True, parents=True)
     return write_yaml(out.with_suffix(f".{len(changes)}.yaml"), cfg)
+
+
+def loaded(recipe: Callable[..., Any], path: Path, *overrides: str) -> Any:
+    """Return ``recipe`` for the config ``path``, before its set-up."""
+    return recipe(config.load(config.recipe_of(str(path)), str(path), list(overrides)))
+
+
+def trained(recipe: Callable[..., Any], path: Path, *overrides: str) -> Any:
+    """Run ``recipe`` on the config ``path`` in this process, and return it after its end."""
+    made = loaded(recipe, path, *overrides)
+    made.setup()
+    made.train()
+    made.cleanup()
+    return made
+
+
+def kill_at_record(name: str, count: int) -> Callable[[], None]:
+    """Patch the records so that writing record ``count`` kills the process halfway through the record."""
+
+    def prepare() -> None:
+        original, begun = PhaseRecords.append, []
+
+        def append(self, record):
+            if self.file.part.name == name:
+                begun.append(record)
+            if len(begun) == count:
+                text = json.dumps(record, ensure_ascii=False).encode()
+                with self.file.part.open("ab") as file:
+                    file.write(text[: len(text) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            original(self, record)
+
+        PhaseRecords.append = append  # type: ignore[method-assign]
+
+    return prepare
 
 
 def cycle_row(out: Path, cycle: int) -> dict:

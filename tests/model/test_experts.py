@@ -290,7 +290,7 @@ def test_what_cannot_be_merged_is_refused_at_the_start(folder_of, rows, tmp_path
 
 
 # ---- whole runs
-@pytest.mark.wide  # other models are fast, in test_ranks
+@pytest.mark.wide  # other models are fast, in test_nodes
 @several_ranks
 @pytest.mark.parametrize("name", some("qwen3 moe"))
 def test_two_ranks_equal_one(folder_of, rows, tmp_path, name):

@@ -1,4 +1,4 @@
-"""Conversations with environments in GRPO and RAFT: what is recorded, trained on and resumed."""
+"""Conversations with environments in GRPO and RAFT, also on servers: what is recorded, trained on and resumed."""
 
 import json
 import os
@@ -7,21 +7,26 @@ import threading
 from pathlib import Path
 from statistics import fmean
 
+import psutil
 import pytest
 import yaml
 from rocm_ext.recipes.grpo_rocm import GRPO, main
 from rocm_ext.recipes.raft_rocm import main as raft_main
 from tokenizers import Tokenizer
+from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 
 from rocm_ext import cli, config
 from rocm_ext.base.errors import UserError
 from rocm_ext.rl.records import PhaseRecords, to_sample
 from rocm_ext.sampling import local
-from tests.kit.forks import forked, several_ranks, succeed, succeed_on_ranks
+from tests.kit import forks
+from tests.kit.forks import RESUME, forked, refused, succeed
 from tests.kit.grpo_runs import assert_equal, lines
+from tests.kit.raft_runs import kill_at_record, loaded
+from tests.kit.servers import COMPLETIONS, Fake, Sampler, Vllm, is_check
 from tests.kit.tiny import metrics, write_yaml
-from tests.recipes.test_raft import kill_at_record
 
+AGENT = Path(__file__).parents[1] / "kit/agent.py"
 SHORT = {"prompts_per_step": 2, "samples_per_prompt": 4, "steps": 2, "groups_per_update": None, "lr_scheduler": None}
 
 
@@ -98,14 +103,6 @@ def test_a_fault_costs_its_conversation(write, fault):
     assert sum(metrics(out, "errors")) == len(errors)
 
 
-@pytest.mark.wide  # GRPO has the share of errors
-def test_too_many_faults_end_the_run(write):
-    code, said = forked(main, write(echo={"fault": "raise"}, max_error_share=0.01))
-    assert code == 1
-    assert "the environment failed on" in said
-    assert "a fault" in said
-
-
 @pytest.mark.wide(always=1)
 @pytest.mark.parametrize(("limits", "detail"), [
     ({"max_turns": 2}, "cut at max_turns"),
@@ -150,17 +147,17 @@ def test_killed_and_resumed(write, name, count):
 
         PhaseRecords.append = note
 
-    assert_equal(run(path, "resume_from_checkpoint=True", prepare=noted), whole)
+    assert_equal(run(path, RESUME, prepare=noted), whole)
     assert before
     assert not left.exists()
 
 
 @pytest.mark.wide
-@several_ranks
-def test_two_ranks_equal_one(write):
-    two = write("two", steps=1)
-    succeed_on_ranks(main, two)
-    assert answers(two.with_name("two")) == answers(run(write("one", steps=1)))
+@forks.several_ranks
+def test_ranks_and_kept_caches_change_no_answer(write):
+    one, again = run(write("one", steps=1)), run(write("again", steps=1), prepare=computed_again)
+    forks.succeed_on_ranks(main, two := write("two", steps=1))
+    assert answers(one) == answers(again) == answers(two.with_name("two"))
 
 
 def answers(out: Path) -> list[tuple]:
@@ -175,12 +172,6 @@ def test_what_an_environment_says_is_text(write, pocket_dir):
     assert all(ids.count(begins) == 2 for ids in given), "its turn and the model's"
 
 
-@pytest.mark.wide
-def test_kept_caches_change_nothing(write):
-    kept, again = run(write("kept", steps=1)), run(write("again", steps=1), prepare=computed_again)
-    assert answers(kept) == answers(again)
-
-
 @pytest.mark.parametrize(("changes", "said"), [
     ({"verifier": {"_component_": "rocm_ext.verifiers.MathAnswer"}}, "verifier and environment are both set"),
     ({"environment": None}, "verifier must be set"),
@@ -192,26 +183,161 @@ def test_kept_caches_change_nothing(write):
     ({"max_environment_tokens": 10_000}, "remove the prompt"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(write, changes, said):
-    with pytest.raises(UserError) as refused:
-        GRPO(config.load("grpo_rocm", str(write(**changes)))).check()
-    assert said in str(refused.value)
-    assert "\n" not in str(refused.value)
+    with pytest.raises(UserError) as caught:
+        loaded(GRPO, write(**changes)).check()
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.wide
 def test_ctrl_c_does_not_wait_for_tools(write):
     path = write(steps=1, echo={"pause": 900}, verify_timeout=1000)
 
-    def interrupted() -> None:
-        append = PhaseRecords.append
+    def interrupt_soon(self, record) -> None:
+        if len(self.records) == 8:  # the first messages of all conversations
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 
-        def count(self, record):
-            append(self, record)
-            if len(self.records) == 8:  # the first messages of all conversations
-                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-
-        PhaseRecords.append = count
-
-    code, said = forked(main, path, prepare=interrupted)
+    code, said = forked(main, path, prepare=forks.hook(PhaseRecords, "append", interrupt_soon))
     assert code == 130, said
     assert len(lines(path.with_name("run") / "turns.jsonl")) == 8
+
+
+# ---- on servers
+
+
+@pytest.fixture
+def fake(pocket_dir):
+    """A server of the pocket model; it calls ``fake.before(body)`` before each answer, and sends what this returns."""
+    files = ("vocab.json", "merges.txt", "tokenizer.json")
+    rules = Vllm(Sampler(pocket_dir, qwen2_5_tokenizer(*(str(pocket_dir / name) for name in files))))
+
+    def reply(path, body):
+        answer = fake.before(body) if path == COMPLETIONS and not is_check(body) else None
+        return answer or rules(path, body)
+
+    fake = Fake(reply)
+    fake.before, fake.rules = lambda body: None, rules
+    yield fake
+    fake.die()
+
+
+@pytest.fixture
+def serve(write, fake):
+    """Return a function that writes the config of a run on the server: 2 steps of 2 prompts with 4 answers each."""
+
+    def serve(name="run", concurrency=4, **changes):
+        engine = {"_component_": "rocm_ext.sampling.OpenAIEngine", "urls": [fake.url], "patience": "1 s",
+                  "concurrency": concurrency}  # fmt: skip
+        return write(name, engine=engine, **changes)
+
+    return serve
+
+
+def given(out):
+    """Return what the environment and the template gave, and how often."""
+    samples = lines(out / "samples.jsonl")
+    return {(turn, tuple(ids)) for line in samples for turn, (_, ids, _) in enumerate(line["given"])}
+
+
+@pytest.mark.wide
+def test_each_turn_is_sent_and_trained_as_its_ids(serve, write, fake):
+    out = run(serve())
+    assert max(metrics(out, "mismatch_max")) < 1e-4, "the trainer computes them behind the same tokens"
+    assert given(out) == given(run(write("local"))), "the same as in this process"
+    samples, rows = map(to_sample, lines(out / "samples.jsonl")), []
+    sent = {tuple(body["prompt"]) for body in fake.bodies()}
+    for sample in samples:
+        start = next(ids for ids in sorted(sent, key=len) if follows(sample, ids, sent))
+        ((ids, own, _),) = sample.sequences(list(start))
+        rows.append(ids)
+        ends = [end for end in range(1, len(ids)) if own[end] and not own[end - 1]]
+        assert len(ends) == 3, "turns"
+        assert all(tuple(ids[:end]) in sent for end in ends)
+    assert len(rows) == 16
+
+
+def follows(sample, start, sent) -> bool:
+    """Whether the prompt of the sample's second turn behind ``start`` was sent."""
+    first, ids, _ = sample.given[0]
+    return (*start, *sample.tokens[:first], *ids) in sent
+
+
+@pytest.mark.wide
+def test_messages_without_log_probs_are_asked_again(serve, fake):
+    def before(body):
+        answer = fake.rules(COMPLETIONS, body)
+        if len(body["prompt"]) > 40:
+            del answer["choices"][0]["logprobs"]
+        return answer
+
+    fake.before = before
+    path = serve()
+    code, said = forked(main, path)
+    assert code == 1
+    assert sum("has no token ids and log-probs" in line for line in said.splitlines()) == 1
+    fake.before = lambda body: None
+    out = run(path, RESUME)
+    for name in ("samples", "verdicts"):
+        keys = [(line["step"], line["prompt_id"], line["sample"]) for line in lines(out / f"{name}.jsonl")]
+        assert len(set(keys)) == len(keys) == 16, name
+    assert max(metrics(out, "mismatch_max")) < 1e-4
+
+
+@pytest.mark.wide
+def test_conversations_that_wait_block_no_request(serve, fake):
+    """While the first conversations' tools work, others take their places; the server is never asked too much."""
+    lengths = []
+    fake.before = lambda body: lengths.append(len(body["prompt"]))
+    run(serve(steps=1, concurrency=2, echo={"pause": 3.0}))
+    assert max(lengths[:8]) < 40 < max(lengths), "first turns, four times as many as the server takes at once"
+    assert fake.most == 2
+
+
+# ---- with an agent that is a program of the user's
+
+
+@pytest.fixture
+def program(write):
+    """Return a function that writes the config of a run with the agent of the tests, and its arguments."""
+
+    def program(name, *arguments, **changes):
+        command = ["python", str(AGENT), *arguments]
+        environment = {"_component_": "rocm_ext.environments.Program", "command": command}
+        return write(name, environment=environment, **{"verify_timeout": 60, **changes})
+
+    return program
+
+
+@pytest.mark.wide(always=1)
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_program_s_model_is_trained_on_its_tokens(program, forgets):
+    """Where the agent leaves out what was said, the history is rendered anew, and the conversation has two rows."""
+    out = run(program("run", *["forgets"] * forgets, steps=1, truncated="keep"))
+    assert max(metrics(out, "mismatch_max")) < 1e-4, "the trainer computes them behind the same tokens"
+    assert metrics(out, "rewritten") == [pytest.approx(float(forgets), abs=0.3)]
+    assert metrics(out, "reward/asked") == [2]
+    samples = [line for line in lines(out / "samples.jsonl") if line["finish_reason"] == "stop"]
+    assert samples
+    for line in samples:
+        rows = list(to_sample(line).sequences([1, 2, 3]))
+        assert len(rows) == 1 + forgets
+        own = [i for ids, mine, _ in rows for i, is_own in zip(ids, mine, strict=True) if is_own]
+        assert own == line["tokens"]
+        assert [message["role"] for message in line["messages"]] == ["assistant", "user", "assistant"]
+        assert "<|im_end|>" not in line["messages"][1]["content"], "it cannot end its turn"
+
+
+@pytest.mark.wide
+def test_killed_with_a_program_and_resumed(program):
+    whole = run(program("whole"), prepare=computed_again)
+    path, kills = program("killed"), kill_at_record("turns.jsonl", 20)
+    assert forked(main, path, prepare=lambda: (computed_again(), kills()))[0] == -9
+    left = [p for p in psutil.process_iter(["cmdline"]) if str(AGENT.name) in " ".join(p.info["cmdline"] or ())]
+    psutil.wait_procs(left, timeout=30)
+    assert not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], "the kernel ends programs"
+    assert_equal(run(path, RESUME, prepare=computed_again), whole)
+
+
+@pytest.mark.wide
+def test_a_program_that_fails_ends_the_run_with_its_last_words(program):
+    assert "ended with status 1: a fault" in refused(main, program("fails", "fails", steps=1, max_error_share=0.1))

@@ -1,36 +1,33 @@
 """Distillation end to end: steps equal TRL's, and runs are the same after kills, on any ranks and from any teacher."""
 
 import json
-import os
 import shutil
-import signal
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from peft import get_peft_model_state_dict
 from rocm_ext.recipes.distil_rocm import Distil, main
 from safetensors.torch import load_file
 
-from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.report import content
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.runs.folder import RunFolder
 from tests.kit import forks, parity
-from tests.kit.forks import forked, several_ranks
+from tests.kit.forks import RESUME, kill_and_resume, several_ranks, signal_at
 from tests.kit.grpo_runs import assert_equal, lines, outcome, write_run
 from tests.kit.parity import their_model
-from tests.kit.raft_runs import WEIGHTS
+from tests.kit.raft_runs import WEIGHTS, kill_at_record, loaded
+from tests.kit.raft_runs import trained as train
 from tests.kit.servers import MODELS, Fake
 from tests.kit.tiny import metrics, run_config, write_model, write_yaml
-from tests.recipes.test_raft import kill_at_record
 
 pytest.importorskip("resource", reason="forks, POSIX signals and limits")
-RESUME = "resume_from_checkpoint=True"
-OF_GRPO = ("truncated", "loss")
-succeed = partial(forks.succeed, main)
+OF_GRPO = {"truncated", "loss"}
+succeed, load, trained = partial(forks.succeed, main), partial(loaded, Distil), partial(train, Distil)
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +44,12 @@ def make(folder, teacher):
     def write(out: Path, **changes: object) -> Path:
         given = {"recipe": "distil_rocm", "teacher": str(teacher), "samples_per_prompt": 1} | changes
         path = write_run(folder, out, **given)
-        cfg = {key: value for key, value in json_of(path).items() if key not in OF_GRPO or key in changes}
+        cfg = yaml.safe_load(path.read_text())
+        for key in OF_GRPO - changes.keys():
+            cfg.pop(key, None)
         return write_yaml(path, cfg)
 
     return write
-
-
-def json_of(path: Path) -> dict:
-    import yaml
-
-    return yaml.safe_load(path.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -65,19 +58,6 @@ def reference(make, folder):
     out = folder / "distil_reference"
     succeed(make(out))
     return out
-
-
-def load(path: Path, *overrides: str) -> Distil:
-    return Distil(config.load("distil_rocm", str(path), list(overrides)))
-
-
-def trained(path: Path, *overrides: str) -> Distil:
-    """A run in this process, after its end."""
-    made = load(path, *overrides)
-    made.setup()
-    made.train()
-    made.cleanup()
-    return made
 
 
 def test_every_step_is_in_the_records(reference):
@@ -137,32 +117,16 @@ def test_a_step_equals_trl(make, folder, teacher, tmp_path, beta):
         torch.testing.assert_close(before[name] - after[name], gradient, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.wide(always=1)
-@pytest.mark.parametrize(("name", "count"), [("samples", 3), ("samples", 12), ("verdicts", 5)])
-def test_killed_while_sampling(make, reference, tmp_path, name, count):
-    out = tmp_path / "out"
-    assert forked(main, make(out), prepare=kill_at_record(f"{name}.jsonl", count))[0] == -signal.SIGKILL
-    succeed(make(out), RESUME)
-    assert_equal(out, reference)
+PARTS = ("train_on", "finish_step", "save_checkpoint")
+KILLS = [kill_at_record("samples.jsonl", 12), kill_at_record("verdicts.jsonl", 5)]
+KILLS += [signal_at(PolicyTrainer, name, lambda self, *_: self.step >= 2, before=True) for name in PARTS]
 
 
-@pytest.mark.wide(always=1)
-@pytest.mark.parametrize("method", ["train_on", "finish_step", "save_checkpoint"])
-def test_killed_between_the_parts_of_a_step(make, reference, tmp_path, method):
-    def prepare() -> None:
-        original = getattr(PolicyTrainer, method)
-
-        def call(self, *args):
-            if self.step >= 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(self, *args)
-
-        setattr(PolicyTrainer, method, call)
-
-    out = tmp_path / "out"
-    assert forked(main, make(out), prepare=prepare)[0] == -signal.SIGKILL
-    succeed(make(out), RESUME)
-    assert_equal(out, reference)
+@pytest.mark.wide(always=2)
+@pytest.mark.parametrize("kill", KILLS)
+def test_killed_and_resumed(make, reference, tmp_path, kill):
+    kill_and_resume(main, make(tmp_path / "out"), kill)
+    assert_equal(tmp_path / "out", reference)
 
 
 @pytest.mark.wide
@@ -185,9 +149,7 @@ def test_two_ranks_equal_one(make, reference, tmp_path, loss, base):
 def test_without_a_verifier(make, tmp_path):
     changes = {"verifier": None, "eval_prompts": None, "steps": 2}
     trained(make(tmp_path / "whole", **changes))
-    path = make(tmp_path / "killed", **changes)
-    assert forked(main, path, prepare=kill_at_record("samples.jsonl", 6))[0] == -signal.SIGKILL
-    succeed(path, RESUME)
+    kill_and_resume(main, make(tmp_path / "killed", **changes), kill_at_record("samples.jsonl", 6))
     for out in (tmp_path / "whole", tmp_path / "killed"):
         steps = lines(out / "metrics.jsonl")
         assert [line["reward"] for line in steps] == [line["right"] for line in steps] == [None, None]
@@ -235,7 +197,7 @@ def test_a_server_teaches_as_the_model_that_it_serves(make, teacher, tmp_path):
 
 def test_the_base_brings_back_what_an_adapter_changed(make, reference, tmp_path):
     path = make(tmp_path / "out", teacher="base", steps=12, lr_scheduler=None, eval_prompts=None)
-    cfg = json_of(path)
+    cfg = yaml.safe_load(path.read_text())
     cfg["checkpointer"]["adapter_checkpoint"] = str(reference / "adapter")
     trained(write_yaml(path, cfg))
     losses = metrics(tmp_path / "out")
@@ -249,64 +211,49 @@ def test_given_answers_are_learned_without_sampling(make, tmp_path):
     assert not (tmp_path / "out" / "samples.jsonl").read_text()
 
 
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"teacher": "base"}, "teacher is base"),
-        ({"teacher": "nowhere/at/all"}, "teacher's folder nowhere/at/all"),
-        ({"teacher": "cpu_pocket"}, "teacher's folder cpu_pocket"),
-        ({"teacher": "ADAPTER"}, "is an adapter; set teacher_adapter"),
-        ({"teacher_adapter": "nowhere"}, "nowhere"),
-        ({"teacher": "base", "teacher_adapter": "nowhere"}, "nowhere"),
-        ({"beta": 2}, "beta is 2"),
-        ({"loss": "kl"}, "loss is 'kl'"),
-        ({"loss": "reverse_kl", "updates_per_step": 2}, "loss=reverse_kl"),
-        ({"loss": "reverse_kl", "given_answers": "answer"}, "loss=reverse_kl"),
-        ({"loss": "reverse_kl", "temperature": 0}, "loss=reverse_kl"),
-        ({"loss": "reverse_kl", "top_p": 0.9}, "top_p is 0.9, and loss=reverse_kl"),
-        ({"given_answers": "reply"}, "given_answers is reply"),
-        ({"verifier": None}, "set verifier"),
-        ({"teacher": "http://127.0.0.1:9"}, "loss=reverse_kl"),
-        ({"teacher": "http://127.0.0.1:9", "loss": "reverse_kl"}, "127.0.0.1:9 cannot be reached"),
-        ({"teacher": "http://127.0.0.1:9", "loss": "reverse_kl", "teacher_adapter": "x"}, "teacher_adapter is 'x'"),
-        ({"teacher_model": "large"}, "teacher_model is 'large'"),
-        ({"groups_per_update": 5}, "groups_per_update is 5"),
-        ({"samples_per_prompt": 2, "temperature": 0}, "samples_per_prompt=1"),
-        ({"center": "mean"}, "center"),
-    ],
-)
-def test_bad_input_is_a_line(make, reference, tmp_path, changes, key):
-    if changes.get("teacher") == "ADAPTER":
-        changes = {"teacher": str(reference / "adapter")}
+@pytest.fixture(scope="module")
+def places(reference, tmp_path_factory) -> dict[str, Path]:
+    """An adapter, a model with another tokenizer, and one that takes 32 tokens."""
+    top = tmp_path_factory.mktemp("teachers")
+    other = write_model(top / "other", text=["Totally different words make other merges, of course."])
+    short = write_model(top / "short", max_position_embeddings=32)
+    return {"adapter": reference / "adapter", "other": other, "short": short}
+
+
+@pytest.mark.parametrize(("overrides", "key"), [
+    ("teacher=base", "teacher is base"),
+    ("teacher=nowhere/at/all", "teacher's folder nowhere/at/all"),
+    ("teacher=cpu_pocket", "teacher's folder cpu_pocket"),
+    ("teacher={adapter}", "is an adapter; set teacher_adapter"),
+    ("teacher_adapter=nowhere", "nowhere"),
+    ("teacher=base teacher_adapter=nowhere", "nowhere"),
+    ("teacher=base teacher_adapter={adapter} model.apply_lora_to_mlp=False", "adapter does not fit model"),
+    ("teacher_quantize_base=nf4", "teacher: quantize_base"),  # rows of 96 weights make no blocks of 4 bits
+    ("teacher={other}", "/other has another tokenizer: token"),
+    ("teacher={short} eval_prompts=null max_new_tokens=30", "32 that the teacher takes"),
+    ("teacher={short} eval_prompts=null max_new_tokens=1 given_answers=answer", "32 that the teacher takes"),
+    ("beta=2", "beta is 2"),
+    ("loss=kl", "loss is 'kl'"),
+    ("loss=reverse_kl updates_per_step=2", "loss=reverse_kl"),
+    ("loss=reverse_kl given_answers=answer", "loss=reverse_kl"),
+    ("loss=reverse_kl temperature=0", "loss=reverse_kl"),
+    ("loss=reverse_kl top_p=0.9", "top_p is 0.9, and loss=reverse_kl"),
+    ("given_answers=reply", "given_answers is reply"),
+    ("verifier=null", "set verifier"),
+    ("teacher=http://127.0.0.1:9", "loss=reverse_kl"),
+    ("teacher=http://127.0.0.1:9 loss=reverse_kl", "127.0.0.1:9 cannot be reached"),
+    ("teacher=http://127.0.0.1:9 loss=reverse_kl teacher_adapter=x", "teacher_adapter is 'x'"),
+    ("teacher_model=large", "teacher_model is 'large'"),
+    ("groups_per_update=5", "groups_per_update is 5"),
+    ("samples_per_prompt=2 temperature=0", "samples_per_prompt=1"),
+    ("center=mean", "center"),
+])  # fmt: skip
+def test_bad_input_is_a_line(make, places, tmp_path, overrides, key):
     with pytest.raises(UserError) as raised:
-        load(make(tmp_path / "out", **changes)).setup()
+        load(make(tmp_path / "out"), *overrides.format(**places).split()).setup()
     assert key in str(raised.value)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "out" / "checkpoints").exists()
-
-
-def test_an_adapter_of_other_layers_is_refused_before_the_run(make, reference, tmp_path):
-    path = make(tmp_path / "out", teacher="base", teacher_adapter=str(reference / "adapter"))
-    with pytest.raises(UserError, match="adapter does not fit model"):
-        load(path, "model.apply_lora_to_mlp=False").setup()
-
-
-def test_what_the_teacher_cannot_do_names_the_teacher(make, tmp_path):
-    with pytest.raises(UserError, match=r"^teacher: quantize_base"):  # rows of 96 weights make no blocks of 4 bits
-        load(make(tmp_path / "out", teacher_quantize_base="nf4")).setup()
-
-
-def test_another_tokenizer_is_refused_by_name(make, tmp_path):
-    other = write_model(tmp_path / "other", text=["Totally different words make other merges, of course."])
-    with pytest.raises(UserError, match=f"teacher {other} has another tokenizer: token"):
-        load(make(tmp_path / "out", teacher=str(other))).setup()
-
-
-def test_a_teacher_that_takes_fewer_tokens_is_refused(make, tmp_path):
-    short = write_model(tmp_path / "short", max_position_embeddings=32)
-    for changes in ({"max_new_tokens": 30}, {"max_new_tokens": 1, "given_answers": "answer"}):
-        with pytest.raises(UserError, match=r"jsonl:\d+: .* 32 that the teacher takes"):
-            load(make(tmp_path / "out", teacher=str(short), eval_prompts=None, **changes)).setup()
 
 
 def test_the_longest_given_answer_is_planned(make, tmp_path):
@@ -328,7 +275,7 @@ def test_a_step_whose_verifier_fails_learns_nothing(make, tmp_path, caplog):
 def test_answers_with_tokens_that_the_teacher_lacks_are_not_learned(make, folder, tmp_path):
     """The model's vocabulary has more padding than the teacher's, and random weights sample it."""
     wide, path = write_model(tmp_path / "wide", vocab=1024, initializer_range=0.1), make(tmp_path / "out", steps=1)
-    cfg = json_of(path)
+    cfg = yaml.safe_load(path.read_text())
     cfg["checkpointer"]["checkpoint_dir"], cfg["model"]["vocab_size"] = str(wide), 1024
     trained(write_yaml(path, cfg), "teacher=" + str(folder / "base"), "max_new_tokens=1", "prompts_per_step=12")
     sampled = [line for line in lines(tmp_path / "out" / "samples.jsonl") if line["phase"] == "sample"]

@@ -1,7 +1,7 @@
 """SFT and DPO that evaluate by answers: the training is the same, it stops by them, and no answer is repeated."""
 
+import itertools
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -13,17 +13,17 @@ import pytest
 from rocm_ext.recipes import dpo_rocm
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
 
-from rocm_ext import config
 from rocm_ext.base import supervised
 from rocm_ext.base.errors import UserError
 from rocm_ext.rl.records import PhaseRecords, read_records
-from tests.kit.forks import forked, kill_before, several_ranks, succeed, succeed_on_ranks
-from tests.kit.raft_runs import WEIGHTS, outcome, sampling_config
+from rocm_ext.train.trainer import Trainer
+from tests.kit import forks
+from tests.kit.forks import RESUME, forked, kill_and_resume, signal_at, succeed
+from tests.kit.grpo_runs import TIMING, lines
+from tests.kit.raft_runs import WEIGHTS, kill_at_record, loaded, outcome, sampling_config
 from tests.kit.tiny import metrics, run_config, write_yaml
-from tests.recipes.test_raft import kill_at_record
 
 pytest.importorskip("resource", reason="forks and POSIX signals")
-RESUME = "resume_from_checkpoint=True"
 ANSWERS = ("eval_prompts", "verifier", "verify_workers", "max_new_tokens")
 BY_ANSWERS = {"early_stopping_metric": "eval_correct", "early_stopping_patience": 2, "eval_every_n_steps": 1}
 
@@ -50,14 +50,14 @@ def undisturbed(make, folder) -> Path:
     return out
 
 
+def curves(out: Path) -> list[dict]:
+    """Return the lines of ``metrics.jsonl`` without times."""
+    return [{key: value for key, value in line.items() if key not in TIMING} for line in lines(out / "metrics.jsonl")]
+
+
 def equal(out: Path, reference: Path) -> None:
     """Compare adapter, records and curves, also the order of lines."""
-    timing = {"seconds", "tokens_per_second", "peak_memory"}
-    curves = []
-    for folder in (out, reference):
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        curves.append([{key: value for key, value in line.items() if key not in timing} for line in lines])
-    assert curves[0] == curves[1]
+    assert curves(out) == curves(reference)
     assert outcome(out) == outcome(reference)
 
 
@@ -67,8 +67,7 @@ def test_training_is_the_same(make, undisturbed, tmp_path):
     assert metrics(undisturbed) == metrics(tmp_path / "plain")
     assert (undisturbed / WEIGHTS).read_bytes() == (tmp_path / "plain" / WEIGHTS).read_bytes()
     assert not (tmp_path / "plain" / "samples.jsonl").exists()
-    lines = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
-    scores = {line["step"]: line["eval"] for line in lines if "eval" in line}
+    scores = {line["step"]: line["eval"] for line in curves(undisturbed) if "eval" in line}
     assert list(scores) == [0, 2, 4, 6]
     verdicts = read_records(undisturbed / "verdicts.jsonl")
     for step, score in scores.items():
@@ -95,20 +94,10 @@ def test_a_run_without_evaluations_imports_no_sampler(make, tmp_path):
 def test_killed_in_an_evaluation(make, undisturbed, tmp_path, name, count):
     out, log = tmp_path / "out", tmp_path / "log"
     path = make(out, verifier={"_component_": "tests.kit.judges.Coin", "log": str(log)})
-    assert forked(main, path, prepare=kill_at_record(name, count))[0] == -signal.SIGKILL
-    succeed(main, path, RESUME)
+    kill_and_resume(main, path, kill_at_record(name, count))
     equal(out, undisturbed)
     # the check of each process judges an answer; of the evaluation that was killed, verdicts may have had no record
     assert len(log.read_text().splitlines()) <= 24 + 2 + 5
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("counts", [range(1, 90, 7)])
-def test_killed_while_writing(make, undisturbed, tmp_path, counts):
-    codes = [forked(main, make(tmp_path / "out"), RESUME, prepare=kill_before(count))[0] for count in counts]
-    assert -signal.SIGKILL in codes
-    succeed(main, make(tmp_path / "out"), RESUME)
-    equal(tmp_path / "out", undisturbed)
 
 
 @pytest.mark.wide(always=1)
@@ -116,19 +105,10 @@ def test_killed_while_writing(make, undisturbed, tmp_path, counts):
 def test_stopped_in_an_evaluation(make, undisturbed, tmp_path, count):
     """The step before it is saved, though no checkpoint was due."""
 
-    def prepare() -> None:
-        original, done = PhaseRecords.append, []
-
-        def append(self, record):
-            original(self, record)
-            done.append(record)
-            if len(done) == 2 * count:  # samples and verdicts
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        PhaseRecords.append = append  # type: ignore[method-assign]
-
+    calls = itertools.count(1)  # of samples and verdicts
+    stop = signal_at(PhaseRecords, "append", lambda *_: next(calls) == 2 * count, signal.SIGTERM)
     out = tmp_path / "out"
-    code, messages = forked(main, make(out), prepare=prepare)
+    code, messages = forked(main, make(out), prepare=stop)
     step = 2 * (count // 6)
     assert (code, f"stopped in evaluation at step {step}, all saved" in messages) == (143, True), messages
     assert sorted(path.name for path in (out / "checkpoints").iterdir())[-1] == f"step_{step:08d}"
@@ -136,16 +116,16 @@ def test_stopped_in_an_evaluation(make, undisturbed, tmp_path, count):
     equal(out, undisturbed)
 
 
-@several_ranks
+@forks.several_ranks
 @pytest.mark.wide
 def test_two_ranks_equal_one(make, tmp_path):
     """Without dropout, whose masks differ; in few steps, because rounding may change an answer."""
     found = []
-    for name, start in (("one", succeed), ("two", succeed_on_ranks)):
+    for name, start in (("one", succeed), ("two", forks.succeed_on_ranks)):
         changes = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3}, "max_steps_per_epoch": 2}
         start(main, make(tmp_path / name, **changes), "model.lora_dropout=0")
-        lines = read_records(tmp_path / name / "samples.jsonl")
-        found.append({(line["step"], line["prompt_id"]): line["text"] for line in lines})
+        samples = read_records(tmp_path / name / "samples.jsonl")
+        found.append({(line["step"], line["prompt_id"]): line["text"] for line in samples})
     assert metrics(tmp_path / "two") == pytest.approx(metrics(tmp_path / "one"), rel=1e-5)
     assert found[0] == found[1]
     assert metrics(tmp_path / "two", "eval") == metrics(tmp_path / "one", "eval")
@@ -158,25 +138,13 @@ def test_the_best_adapter_is_kept(make, folder, tmp_path):
     verifier = {"_component_": "tests.kit.judges.Until", "end": str(end), "share": 0.7}
     out, changes = tmp_path / "out", {**BY_ANSWERS, "epochs": 9, "keep_last_n_checkpoints": 99, "save_every_n_steps": 1}
 
-    def prepare() -> None:
-        original = LoRAFinetune.setup
+    def touch(trainer, update) -> None:
+        if trainer.step == 2:
+            end.touch()
 
-        def setup(self):
-            original(self)
-            step = self.trainer.train_step
-
-            def train_step(update):
-                if self.trainer.step == 2:
-                    end.touch()
-                return step(update)
-
-            self.trainer.train_step = train_step
-
-        LoRAFinetune.setup = setup  # type: ignore[method-assign]
-
+    prepare = forks.hook(Trainer, "train_step", touch, before=True)
     messages = succeed(main, make(out, verifier=verifier, **changes), prepare=prepare)
-    scores = {line["step"]: line["eval"]["pass_at_1"] for line in map(json.loads, (out / "metrics.jsonl").open())
-              if "eval" in line}  # fmt: skip
+    scores = {line["step"]: line["eval"]["pass_at_1"] for line in curves(out) if "eval" in line}
     best = max((1, 2), key=scores.__getitem__)
     assert scores[best] > 0 == scores[3]
     summary = json.loads((out / "summary.json").read_text())
@@ -208,14 +176,12 @@ def test_apart(make, undisturbed, tmp_path, monkeypatch):
 
 @pytest.mark.wide
 def test_dpo(make, folder, tmp_path):
-    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
-    pairs = tmp_path / "pairs.jsonl"
-    with pairs.open("w") as file:
-        for row in rows:
-            sides = {"chosen": row["answer"], "rejected": "She sold clips."}
-            asked = {"role": "user", "content": row["question"]}
-            turns = {name: [asked, {"role": "assistant", "content": text}] for name, text in sides.items()}
-            file.write(json.dumps(turns) + "\n")
+    pairs, rejected = tmp_path / "pairs.jsonl", "She sold clips."
+    rows = [
+        {"prompt": row["question"], "chosen": row["answer"], "rejected": rejected}
+        for row in lines(folder / "prompts.jsonl")
+    ]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     changes = {
         "dataset": {"_component_": "rocm_ext.data.preference_dataset", "source": str(pairs)},
         "loss": {"_component_": "rocm_ext.losses.Preference"},
@@ -224,28 +190,23 @@ def test_dpo(make, folder, tmp_path):
     succeed(dpo_rocm.main, make(tmp_path / "plain", **changes, eval_prompts=None, verifier=None))
     assert metrics(tmp_path / "out") == metrics(tmp_path / "plain")
     assert len(metrics(tmp_path / "out", "eval")) == 4
-    path = make(tmp_path / "killed", **changes)
-    assert forked(dpo_rocm.main, path, prepare=kill_at_record("samples.jsonl", 15))[0] == -signal.SIGKILL
-    succeed(dpo_rocm.main, path, RESUME)
+    kill_and_resume(dpo_rocm.main, make(tmp_path / "killed", **changes), kill_at_record("samples.jsonl", 15))
     equal(tmp_path / "killed", tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"verifier": None}, "eval_prompts has prompts, and nothing judges the answers: set verifier"),
-        ({"eval_prompts": None, **BY_ANSWERS}, "early_stopping_metric eval_correct needs held-out prompts"),
-        ({"max_new_tokens": 600}, r"tokens and max_new_tokens 600 are more than the 512 that the model takes"),
-        ({"engine": {"_component_": "rocm_ext.sampling.OpenAIEngine", "urls": ["http://localhost:1"], "model": "base"}},
-         "engine rocm_ext.sampling.OpenAIEngine samples on servers.*set engine._component_=rocm_ext.sampling.Local"),
-        ({"eval_every_n_steps": 0}, "eval_every_n_steps is 0; expected a whole number"),
-        ({"early_stopping_patience": 1}, "early_stopping_patience needs validation rows.*eval_correct"),
-        ({"verifier": {"_component_": "rocm_ext.verifiers.PythonTests"}}, "heldout.jsonl"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"verifier": None}, "eval_prompts has prompts, and nothing judges the answers: set verifier"),
+    ({"eval_prompts": None, **BY_ANSWERS}, "early_stopping_metric eval_correct needs held-out prompts"),
+    ({"max_new_tokens": 600}, r"tokens and max_new_tokens 600 are more than the 512 that the model takes"),
+    ({"engine": {"_component_": "rocm_ext.sampling.OpenAIEngine", "urls": ["http://localhost:1"], "model": "base"}},
+     "engine rocm_ext.sampling.OpenAIEngine samples on servers.*set engine._component_=rocm_ext.sampling.Local"),
+    ({"eval_every_n_steps": 0}, "eval_every_n_steps is 0; expected a whole number"),
+    ({"early_stopping_patience": 1}, "early_stopping_patience needs validation rows.*eval_correct"),
+    ({"verifier": {"_component_": "rocm_ext.verifiers.PythonTests"}}, "heldout.jsonl"),
+])  # fmt: skip
 def test_bad_input(make, tmp_path, changes, message):
     with pytest.raises(UserError, match=message) as caught:
-        LoRAFinetune(config.load("lora_finetune_rocm", str(make(tmp_path / "out", **changes)))).check()
+        loaded(LoRAFinetune, make(tmp_path / "out", **changes)).check()
     assert "\n" not in str(caught.value)
 
 
@@ -253,10 +214,8 @@ def test_a_resumed_run_has_the_same_evaluations(make, undisturbed, tmp_path):
     out = shutil.copytree(undisturbed, tmp_path / "out")
     for change, message in (("max_new_tokens=13", "max_new_tokens: was 12, is 13"),
                             ("eval_prompts.limit=3", "eval prompts changed")):  # fmt: skip
-        code, messages = forked(main, make(out), RESUME, change)
-        assert (code, message in messages) == (1, True), messages
+        assert message in forks.refused(main, make(out), RESUME, change)
     succeed(main, make(out), RESUME, "epochs=3", "eval_every_n_steps=4")
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "eval" in line] == [0, 2, 4, 6, 8, 9]
+    assert [line["step"] for line in curves(out) if "eval" in line] == [0, 2, 4, 6, 8, 9]
     succeed(main, make(out), "overwrite_output_dir=True", "eval_prompts=null", "verifier=null")
     assert not (out / "samples.jsonl").exists()  # those of the earlier run

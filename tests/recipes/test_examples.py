@@ -84,25 +84,22 @@ OSLO = "select name from customers where city in ('Oslo')"
 
 
 @pytest.mark.wide(always=5)
-@pytest.mark.parametrize(
-    ("answer", "verdict"),
-    [
-        ("SELECT name FROM customers WHERE city = 'Oslo' ORDER BY name DESC", Verdict.CORRECT),
-        (f"First:\n```sql\nSELECT 1\n```\nNo:\n```SQL\n{OSLO}\n```", Verdict.CORRECT),
-        ("select name from customers", Verdict.WRONG),
-        ("```sql\nDROP TABLE customers\n```", Verdict.WRONG),
-        ("```sql\nATTACH DATABASE 'stolen.db' AS x\n```", Verdict.WRONG),
-        ("```sql\nUPDATE customers SET city = 'Oslo'\n```", Verdict.WRONG),
-        ("select name from customers where city = 'Oslo'; drop table customers", Verdict.WRONG),
-        ("select random()", Verdict.WRONG),
-        ("select hex(randomblob(1000000000))", Verdict.WRONG),
-        ("with recursive t(n) as (select 1 union all select n + 1 from t) select n from t", Verdict.WRONG),
-        ("with recursive t(n) as (select 1 union all select n + 1 from t) select count(*) from t", Verdict.TIMEOUT),
-        ("select '\ud800'", Verdict.WRONG),
-        ("```sql\n```", Verdict.WRONG),
-        ("It is Ben and Cleo.", Verdict.UNPARSED),
-    ],
-)
+@pytest.mark.parametrize(("answer", "verdict"), [
+    ("SELECT name FROM customers WHERE city = 'Oslo' ORDER BY name DESC", Verdict.CORRECT),
+    (f"First:\n```sql\nSELECT 1\n```\nNo:\n```SQL\n{OSLO}\n```", Verdict.CORRECT),
+    ("select name from customers", Verdict.WRONG),
+    ("```sql\nDROP TABLE customers\n```", Verdict.WRONG),
+    ("```sql\nATTACH DATABASE 'stolen.db' AS x\n```", Verdict.WRONG),
+    ("```sql\nUPDATE customers SET city = 'Oslo'\n```", Verdict.WRONG),
+    ("select name from customers where city = 'Oslo'; drop table customers", Verdict.WRONG),
+    ("select random()", Verdict.WRONG),
+    ("select hex(randomblob(1000000000))", Verdict.WRONG),
+    ("with recursive t(n) as (select 1 union all select n + 1 from t) select n from t", Verdict.WRONG),
+    ("with recursive t(n) as (select 1 union all select n + 1 from t) select count(*) from t", Verdict.TIMEOUT),
+    ("select '\ud800'", Verdict.WRONG),
+    ("```sql\n```", Verdict.WRONG),
+    ("It is Ben and Cleo.", Verdict.UNPARSED),
+])  # fmt: skip
 def test_the_sql_verifier_judges(sql, answer, verdict, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     verifier, row = sql
@@ -113,15 +110,12 @@ def test_the_sql_verifier_judges(sql, answer, verdict, tmp_path, monkeypatch):
 
 
 @pytest.mark.wide(always=1)
-@pytest.mark.parametrize(
-    ("columns", "says"),
-    [
-        ("printf('%.*c', 9999999, 'a')", "MemoryError"),  # 1 GB in 100 rows
-        (", ".join(["hex(zeroblob(999999))"] * 100), "MemoryError"),  # 20 GB
-        ("printf('%.*c', 99999, n)", "printed more than"),
-        ("sum(instr(printf('%.*c', 2000000, 'a'), printf('%.*c', 1000000, 'a') || n))", "more than 2 s"),
-    ],
-)
+@pytest.mark.parametrize(("columns", "says"), [
+    ("printf('%.*c', 9999999, 'a')", "MemoryError"),  # 1 GB in 100 rows
+    (", ".join(["hex(zeroblob(999999))"] * 100), "MemoryError"),  # 20 GB
+    ("printf('%.*c', 99999, n)", "printed more than"),
+    ("sum(instr(printf('%.*c', 2000000, 'a'), printf('%.*c', 1000000, 'a') || n))", "more than 2 s"),
+])  # fmt: skip
 def test_what_a_query_takes_is_bounded(sql, columns, says):
     """SQLite's own limits count instructions, and bound each value by itself."""
     verifier, row = sql
@@ -170,3 +164,15 @@ def test_two_machines(example, model, tmp_path):
         assert any(verb == "load" for verb, _ in server.adapter_calls())
     finally:
         server.die()
+
+
+@pytest.mark.wide
+def test_agent(example):
+    pytest.importorskip("openai")
+    small = {"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 8, "eval_prompts": None}
+    folder, run = example("agent", grpo_rocm.main, max_environment_tokens=1500, **small)
+    run()
+    for line in map(json.loads, (folder / "outputs/agent/samples.jsonl").open()):
+        system, question, *_ = line["messages"]
+        assert (system["role"], question["role"]) == ("system", "user")
+        assert question["content"] in (folder / "rows.jsonl").read_text()

@@ -1,8 +1,6 @@
 """GRPO end to end: its files, its recovery from kills, and the same results on any number of ranks."""
 
 import json
-import os
-import random
 import signal
 from functools import partial
 from pathlib import Path
@@ -13,19 +11,19 @@ from omegaconf import OmegaConf
 from rocm_ext.recipes.grpo_rocm import GRPO, main
 from safetensors.torch import load_file
 
-from rocm_ext import cli, config
+from rocm_ext import cli
 from rocm_ext.base.errors import UserError
 from rocm_ext.rl.records import PhaseRecords
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.train.learner import Learner
 from tests.kit import forks
-from tests.kit.forks import forked, several_ranks
+from tests.kit.forks import RESUME, forked, kill_and_resume, several_ranks, signal_at
 from tests.kit.grpo_runs import assert_equal, lines, outcome, write_run
-from tests.kit.raft_runs import WEIGHTS
-from tests.recipes.test_raft import kill_at_record
+from tests.kit.raft_runs import WEIGHTS, kill_at_record, loaded, trained
 
 wide = partial(pytest.param, marks=pytest.mark.wide)
 resource = pytest.importorskip("resource", reason="forks, POSIX signals and limits")
+succeed, load = partial(forks.succeed, main), partial(loaded, GRPO)
 
 
 @pytest.fixture(scope="module")
@@ -40,32 +38,6 @@ def reference(make, folder) -> Path:
     out = folder / "grpo_reference"
     succeed(make(out))
     return out
-
-
-succeed = partial(forks.succeed, main)
-
-
-RESUME = "resume_from_checkpoint=True"
-
-
-def load(path: Path, *overrides: str, recipe: type[GRPO] = GRPO) -> GRPO:
-    return recipe(config.load("grpo_rocm", str(path), list(overrides)))
-
-
-def trained(path: Path, recipe: type[GRPO]) -> GRPO:
-    """A run in this process, after its end."""
-    made = load(path, recipe=recipe)
-    made.setup()
-    made.train()
-    made.cleanup()
-    return made
-
-
-def fail(path: Path, *overrides: str) -> str:
-    code, messages = forked(main, path, *overrides)
-    assert code == 1, messages
-    assert "Traceback" not in messages
-    return messages.strip().splitlines()[-1]
 
 
 def test_every_step_is_in_the_records(reference):
@@ -97,59 +69,26 @@ def test_every_step_is_in_the_records(reference):
 @pytest.mark.wide(always=1)
 @pytest.mark.parametrize(("name", "count"), [("samples", 3), wide("verdicts", 20), wide("samples", 60)])
 def test_killed_while_sampling_and_verifying(make, reference, tmp_path, name, count):
-    out = tmp_path / "out"
-    assert forked(main, make(out), prepare=kill_at_record(f"{name}.jsonl", count))[0] == -signal.SIGKILL
-    succeed(make(out), RESUME)
-    assert_equal(out, reference)
+    kill_and_resume(main, make(tmp_path / "out"), kill_at_record(f"{name}.jsonl", count))
+    assert_equal(tmp_path / "out", reference)
 
 
 @pytest.mark.wide(always=1)
 @pytest.mark.parametrize("method", ["train_on", "finish_step", "finish_evaluation", "save_checkpoint"])
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_killed_between_the_parts_of_a_step(make, reference, tmp_path, method, when):
-    def prepare() -> None:
-        original = getattr(PolicyTrainer, method)
-
-        def call(self, *args):
-            if self.step >= 2 and when == "before":
-                os.kill(os.getpid(), signal.SIGKILL)
-            found = original(self, *args)
-            if self.step >= 2 and when == "after":
-                os.kill(os.getpid(), signal.SIGKILL)
-            return found
-
-        setattr(PolicyTrainer, method, call)
-
-    out = tmp_path / "out"
-    assert forked(main, make(out), prepare=prepare)[0] == -signal.SIGKILL
-    succeed(make(out), RESUME)
-    assert_equal(out, reference)
-
-
-@pytest.mark.nightly
-def test_killed_at_random_moments(make, reference, tmp_path):
-    rng, out = random.Random(0), tmp_path / "out"
-    for _ in range(20):
-        forked(main, make(out), RESUME, kill_after=rng.uniform(0.5, 5))
-    succeed(make(out), RESUME)
-    assert_equal(out, reference)
+@pytest.mark.parametrize("before", [True, False])
+def test_killed_between_the_parts_of_a_step(make, reference, tmp_path, method, before):
+    kill = signal_at(PolicyTrainer, method, lambda self, *_: self.step >= 2, before=before)
+    kill_and_resume(main, make(tmp_path / "out"), kill)
+    assert_equal(tmp_path / "out", reference)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("phase", ["sample", wide("eval")])
 def test_ctrl_c_saves(make, reference, tmp_path, phase):
-    def prepare() -> None:
-        original, sent = PhaseRecords.append, []
+    def third(self, record):
+        return self._scope[:2] == (3 if phase == "sample" else 2, phase) and len(self.records) == 3
 
-        def append(self, record):
-            original(self, record)
-            here = self._scope[:2] == (3 if phase == "sample" else 2, phase) and len(self.records) == 3
-            if here and not sent:  # samples, later verdicts come to 3; a second Ctrl-C ends the run at once
-                sent.append(True)
-                os.kill(os.getpid(), signal.SIGINT)
-
-        PhaseRecords.append = append
-
+    prepare = signal_at(PhaseRecords, "append", third, signal.SIGINT)
     out = tmp_path / "out"
     code, messages = forked(main, make(out, save_every_n_steps=100), prepare=prepare)
     assert code == 130, messages
@@ -184,20 +123,16 @@ def test_another_run_is_refused(make, reference):
 
 
 @pytest.mark.wide(always=1)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"updates_per_step": 2, "groups_per_update": 2, "kl_coef": 0.1, "loss": "grpo", "temperature": 0.7},
-        {"updates_per_step": 2, "groups_per_update": 2, "old_logprobs": "trainer"},
-        {"updates_per_step": 2, "old_logprobs": "sampler", "mismatch": "none"},
-        {"loss": "dr_grpo", "mismatch": "none"},
-        {"loss": "rloo", "kl_coef": 0.1},
-        {"loss": "gspo", "updates_per_step": 2, "entropy_coef": 0.01},
-        {"loss": "cispo", "groups_per_update": 2, "scale": "batch"},
-        {"loss": "reinforce", "mismatch": "mask", "mismatch_level": "sequence"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", [
+    {"updates_per_step": 2, "groups_per_update": 2, "kl_coef": 0.1, "loss": "grpo", "temperature": 0.7},
+    {"updates_per_step": 2, "groups_per_update": 2, "old_logprobs": "trainer"},
+    {"updates_per_step": 2, "old_logprobs": "sampler", "mismatch": "none"},
+    {"loss": "dr_grpo", "mismatch": "none"},
+    {"loss": "rloo", "kl_coef": 0.1},
+    {"loss": "gspo", "updates_per_step": 2, "entropy_coef": 0.01},
+    {"loss": "cispo", "groups_per_update": 2, "scale": "batch"},
+    {"loss": "reinforce", "mismatch": "mask", "mismatch_level": "sequence"},
+], ids=str)  # fmt: skip
 def test_every_loss_trains_and_resumes(make, tmp_path, changes):
     whole, out = tmp_path / "whole", tmp_path / "out"
     changes = {"steps": 2, "eval_prompts": None, "save_every_n_steps": 1, **changes}
@@ -270,7 +205,7 @@ def test_kl_in_the_reward_holds_a_policy_whose_rewards_are_all_equal(make, tmp_p
 
     always = {"_component_": "tests.kit.judges.Coin", "share": 1.0}
     path = make(tmp_path / "out", steps=2, eval_prompts=None, verifier=always, loss="rloo", kl_coef=1.0)
-    last = sorted(prompt.id for prompt in trained(path, Kept).prompts.training)[-4:]
+    last = sorted(prompt.id for prompt in trained(Kept, path).prompts.training)[-4:]
     assert {line["prompt_id"] for line in lines(tmp_path / "out" / "samples.jsonl")} == set(last)
     assert [line["updates"] for line in lines(tmp_path / "out" / "metrics.jsonl")] == [1, 1]
     assert len(chosen[0].reference) == 16
@@ -291,19 +226,6 @@ def test_refill_samples_until_the_step_is_full(make, tmp_path):
     assert len({(s["step"], s["prompt_id"], s["sample"]) for s in samples}) == len(samples)
 
 
-@pytest.mark.wide
-def test_refill_replaces_groups_whose_answers_are_all_masked(make, tmp_path):
-    """Nearly all answers are cut here."""
-    coin = {"_component_": "tests.kit.judges.Coin", "share": 0.3}
-    settings = {"refill": True, "truncated": "mask", "prompts_per_step": 3, "max_flat_steps": 9}
-    succeed(make(tmp_path / "out", verifier=coin, eval_prompts=None, **settings))
-    rounds = {}
-    for line in lines(tmp_path / "out" / "verdicts.jsonl"):
-        rounds[line["step"]] = max(rounds.get(line["step"], 0), line.get("round", 0))
-    for step in lines(tmp_path / "out" / "metrics.jsonl"):
-        assert step["trained_groups"] == 3 or rounds[step["step"]] == 3 or step["groups"] == 12
-
-
 def test_errors_of_a_refill_are_a_share_of_the_steps_answers(make, tmp_path):
     """Two errors are 17 % of the 12 answers of the refill, and 8 % of the step's 24."""
     tired = {"_component_": "tests.kit.judges.Tired", "share": 0.0, "fails": [13, 14]}
@@ -315,10 +237,9 @@ def test_errors_of_a_refill_are_a_share_of_the_steps_answers(make, tmp_path):
 
 @pytest.mark.wide
 def test_equal_rewards_end_the_run_with_a_reason(make, tmp_path):
-    never = {"_component_": "tests.kit.judges.Coin", "share": 0.0}
-    message = fail(make(tmp_path / "out", verifier=never, eval_prompts=None, max_flat_steps=2))
-    assert "all rewards are 0" in message
-    messages = succeed(make(tmp_path / "short", verifier=never, eval_prompts=None, steps=1, max_flat_steps=2))
+    changes = {"verifier": {"_component_": "tests.kit.judges.Coin", "share": 0.0}, "eval_prompts": None}
+    assert "all rewards are 0" in forks.refused(main, make(tmp_path / "out", max_flat_steps=2, **changes))
+    messages = succeed(make(tmp_path / "short", steps=1, max_flat_steps=2, **changes))
     assert "no step had an update" in messages, "fewer steps than max_flat_steps"
 
 
@@ -332,9 +253,8 @@ def test_old_samples_are_removed(make, tmp_path):
 
 
 def test_the_tools_read_a_real_run(reference, tmp_path, capsys):
-    page = tmp_path / "page.html"
-    assert cli.main(["report", str(reference), "-o", str(page)]) == 0
-    shown = page.read_text()
+    assert cli.main(["report", str(reference), "-o", str(tmp_path / "page.html")]) == 0
+    shown = (tmp_path / "page.html").read_text()
     for title in ("Held-out pass@1", "Reward", "Flat groups", "Entropy", "Mismatch", "Verdicts", "Time of a step"):
         assert f"<figcaption><b>{title}</b>" in shown, title
     assert "groups of steps 1 and 4" in shown

@@ -3,6 +3,8 @@
 import base64
 import copy
 import json
+import math
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -14,7 +16,8 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
+from rocm_ext.recipes import dpo_rocm, lora_finetune_rocm
+from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from safetensors.torch import load_file
 from torch import nn
 from torchtune.models.llama3._tokenizer import SPECIAL_TOKENS
@@ -23,25 +26,20 @@ from torchtune.models.qwen2 import qwen2
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from rocm_ext import config
+from rocm_ext.base.errors import UserError
 from rocm_ext.data.batches import collate, row_sizes
 from rocm_ext.losses import CrossEntropy
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.adapters.merge import merge
 from rocm_ext.model.lora import Dora, Lora
 from rocm_ext.model.native import native
-from tests.kit.parity import (
-    STOCK_RECIPES,
-    WEIGHTS,
-    finetune,
-    our_logits,
-    pack,
-    prepare,
-    random_sequences,
-    rows_that_begin_alike,
-    run_stock,
-    their_logits,
-)
-from tests.kit.tiny import exit_code, metrics, run_config, write_model, write_rows
+from tests.kit import parity
+from tests.kit.families import folder_config, id_of
+from tests.kit.forks import RESUME, succeed
+from tests.kit.parity import STOCK_RECIPES, WEIGHTS, finetune, our_logits, pack, prepare, their_logits
+from tests.kit.raft_runs import trained
+from tests.kit.tiny import exit_code, metrics, run_config, write_model, write_rows, write_yaml
+from tests.recipes.test_resume import tree
 
 pytestmark = pytest.mark.usefixtures("any_torchao")
 also = partial(pytest.param, marks=pytest.mark.wide)  # what other cases hold together
@@ -92,16 +90,13 @@ def instruct_dataset(rows: Path, **more) -> dict:
 
 
 @pytest.mark.wide(always=1)
-@pytest.mark.parametrize(
-    ("base", "lora", "loss"),
-    [
-        ("qwen2", {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": False}, CHUNKED_LOSS),
-        ("qwen2", {"apply_lora_to_output": True}, OUR_LOSS),
-        ("llama", {"lora_attn_modules": ["k_proj", "output_proj"]}, TORCH_LOSS),
-        ("llama", {"use_dora": True, "apply_lora_to_output": True}, CHUNKED_LOSS),
-        ("qwen2 tied", {}, OUR_LOSS),
-    ],
-)
+@pytest.mark.parametrize(("base", "lora", "loss"), [
+    ("qwen2", {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": False}, CHUNKED_LOSS),
+    ("qwen2", {"apply_lora_to_output": True}, OUR_LOSS),
+    ("llama", {"lora_attn_modules": ["k_proj", "output_proj"]}, TORCH_LOSS),
+    ("llama", {"use_dora": True, "apply_lora_to_output": True}, CHUNKED_LOSS),
+    ("qwen2 tied", {}, OUR_LOSS),
+])  # fmt: skip
 def test_every_step_equals_stock_torchtune(folders, tmp_path, base, lora, loss):
     schedule = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
     cfg = run_config(
@@ -120,7 +115,7 @@ def test_every_step_equals_stock_torchtune(folders, tmp_path, base, lora, loss):
         cfg["tokenizer"]["max_seq_len"] = None
     stock_cfg = {**cfg, "loss": TORCH_LOSS if loss is OUR_LOSS else loss}
     del stock_cfg["hardware"]
-    stock, stock_adapter = run_stock("lora_finetune", stock_cfg, tmp_path / "initial.pt")
+    stock, stock_adapter = parity.run_stock("lora_finetune", stock_cfg, tmp_path / "initial.pt")
 
     cfg["checkpointer"]["adapter_checkpoint"] = str(tmp_path / "initial.pt")
     ours = finetune(cfg)
@@ -150,47 +145,51 @@ def test_packs_of_torchtune_hold_the_same_sequences_as_rows(folders, tmp_path):
 
 
 STOCK_CONFIGS = ["qwen2_5/0.5B_lora_single_device", "qwen2_5/7B_lora", "llama3_1/8B_lora_single_device",
-                 "llama3_2/3B_lora", "llama3/8B_lora", "llama3/8B_dora_single_device"]  # fmt: skip
+                 "llama3_2/3B_lora", "llama3/8B_lora", "llama3/8B_dora_single_device",
+                 "llama3_1/8B_lora_dpo_single_device", "llama2/7B_lora_dpo_single_device"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STOCK_CONFIGS)
 def test_stock_config_is_read_as_it_is(name):
     path = STOCK_RECIPES / "configs" / f"{name}.yaml"
-    cfg = config.load("lora_finetune_rocm", str(path), ["hardware=cpu"])
-    stock = OmegaConf.load(path)
+    recipe = "dpo_rocm" if "dpo" in name else "lora_finetune_rocm"
+    cfg, stock = config.load(recipe, str(path), ["hardware=cpu"]), OmegaConf.load(path)
     assert (cfg.device, cfg.dtype) == ("cpu", "fp32")
-    for key in ("model", "optimizer", "dataset", "batch_size", "gradient_accumulation_steps", "epochs"):
+    same = ["model", "optimizer", "dataset", "batch_size", "gradient_accumulation_steps", "epochs"]
+    for key in same + ["loss"] * ("dpo" in name):
         assert cfg[key] == stock[key]
 
 
-@pytest.mark.wide(always=1)
-@pytest.mark.parametrize(
-    ("name", "base"),
-    [("qwen2_5/0.5B_lora_single_device", "qwen2 tied"), ("llama3_2/1B_lora_single_device", "llama tied")],
-)
+@pytest.mark.wide(always=3)
+@pytest.mark.parametrize(("name", "base"), [
+    ("qwen2_5/0.5B_lora_single_device", "qwen2 tied"),
+    ("llama3_1/8B_lora_dpo_single_device", "llama"),
+    ("llama3_2/1B_lora_single_device", "llama tied"),
+    ("llama2/7B_lora_dpo_single_device", "llama"),
+])  # fmt: skip
 def test_stock_config_runs_on_local_files(folders, tmp_path, name, base):
-    """The config is stock torchtune's; only the command line sets the local model and rows."""
-    rows = tmp_path / "rows.jsonl"
-    examples = [json.loads(line) for line in folders["rows"].read_text().splitlines()[:32]]
-    alpaca = [{"instruction": row["question"], "input": "", "output": row["answer"]} for row in examples]
-    rows.write_text("\n".join(map(json.dumps, alpaca)))
-    tiny = run_config(folders[base], rows, tmp_path / "run")
-    model, tokenizer = tiny["model"], tiny["tokenizer"]
-    if "llama" in base:  # this builder ties the embeddings
-        model |= {"_component_": "torchtune.models.llama3_2.lora_llama3_2", "scale_factor": 8}
-    shape = {k: v for k, v in model.items() if "lora" not in k and k != "_component_"}
-    overrides = {
-        "hardware": "cpu", "output_dir": tmp_path / "run", "model": model["_component_"],
-        **{f"model.{key}": value for key, value in shape.items()}, "tokenizer": tokenizer.pop("_component_"),
-        **{f"tokenizer.{key}": value for key, value in tokenizer.items()},
-        "checkpointer.checkpoint_dir": folders[base], "dataset.source": "json", "dataset.data_files": rows, "seed": 1,
-        "gradient_accumulation_steps": 2, "optimizer.lr": 1e-3, "lr_scheduler.num_warmup_steps": 1, "epochs": 4,
-    }  # fmt: skip
-    path = STOCK_RECIPES / "configs" / f"{name}.yaml"
-    arguments = [f"{key}={value}" for key, value in overrides.items()]
-    assert exit_code(main, "--config", path, *arguments) == 0
-    losses = metrics(tmp_path / "run")
-    assert losses[-1] < losses[0]
+    """The config is stock torchtune's; only the command line sets the local model and the rows."""
+    rows = tmp_path / "data" / "rl" / "train.jsonl"  # where Stack Exchange's pairs are
+    rows.parent.mkdir(parents=True)
+    tiny, more = run_config(folders[base], rows, tmp_path / "run"), {"epochs": 4, "dataset.data_files": rows}
+    if "dpo" in name:
+        content = [{"question": f"{i}?", "response_j": f"It is {i}.", "response_k": f"No {i * i}"} for i in range(16)]
+        files = json.dumps(tiny["checkpointer"]["checkpoint_files"])
+        more = {"checkpointer.checkpoint_files": files, "checkpointer.model_type": "LLAMA3", "epochs": 3}
+        del tiny["tokenizer"]["max_seq_len"]
+    else:
+        examples = [json.loads(line) for line in folders["rows"].read_text().splitlines()[:32]]
+        content = [{"instruction": row["question"], "input": "", "output": row["answer"]} for row in examples]
+    if base == "llama tied":  # this builder ties the embeddings
+        tiny["model"] |= {"_component_": "torchtune.models.llama3_2.lora_llama3_2", "scale_factor": 8}
+    rows.write_text("\n".join(map(json.dumps, content)))
+    overrides = parity.local_overrides(tiny, **{"dataset.source": tmp_path if "dpo" in name else "json"}, **more)
+    recipe = dpo_rocm if "dpo" in name else lora_finetune_rocm
+    assert exit_code(recipe.main, "--config", STOCK_RECIPES / "configs" / f"{name}.yaml", *overrides) == 0
+    first, *_, last = metrics(tmp_path / "run")
+    assert last < first
+    if "dpo" in name:
+        assert first == pytest.approx(math.log(2), rel=1e-5), "before the first update both sides' scores are 0"
     assert (tmp_path / "run" / WEIGHTS).is_file()
     assert list((tmp_path / "run" / "logs").iterdir())
 
@@ -220,27 +219,22 @@ def given_adapter(folders) -> Path:
 
 
 @pytest.mark.wide(always=1)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"tokens_per_micro_batch": None, "batch_size": 3, "loss": {**OUR_LOSS, "chunk_tokens": 7}},
-        {"tokens_per_micro_batch": None, "batch_size": 1},
-        {"tokens_per_micro_batch": 90},
-        {"attention": "math"},
-        {"attention": "eager"},
-        {"compile": True},
-        {"compile": "max-autotune"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", [
+    {"tokens_per_micro_batch": None, "batch_size": 3, "loss": {**OUR_LOSS, "chunk_tokens": 7}},
+    {"tokens_per_micro_batch": None, "batch_size": 1},
+    {"tokens_per_micro_batch": 90},
+    {"attention": "math"},
+    {"attention": "eager"},
+    {"compile": True},
+    {"compile": "max-autotune"},
+], ids=str)  # fmt: skip
 def test_micro_batches_and_chunks_change_no_loss(folders, tmp_path, reference, changes):
     other = finetune(invariant_config(folders, tmp_path / "run") | changes)
     expected = metrics(reference.trainer.folder.path)
     assert len(expected) == 6
     assert metrics(other.trainer.folder.path) == pytest.approx(expected, rel=1e-6)
-    assert metrics(other.trainer.folder.path, "grad_norm") == pytest.approx(
-        metrics(reference.trainer.folder.path, "grad_norm"), rel=1e-5
-    )
+    norms = [metrics(recipe.trainer.folder.path, "grad_norm") for recipe in (other, reference)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     torch.testing.assert_close(adapter(other), adapter(reference), rtol=1e-3, atol=1e-5)
 
 
@@ -279,15 +273,19 @@ lengths_strategy = st.lists(st.integers(1, 12), min_size=1, max_size=5)
 @given(lengths=lengths_strategy, seed=st.integers(0, 99), multiple=st.sampled_from([1, 8]))
 def test_a_pack_equals_its_sequences_alone(family, lengths, seed, multiple):
     plain, packed = decoder_pair(family)
-    sequences = random_sequences(lengths, seed)
+    sequences = parity.random_sequences(lengths, seed)
     batch = pack(sequences, multiple)
     logits = packed.output(packed.hidden_states(batch))[0, : sum(lengths)]
     alone = torch.cat([plain(s[None])[0] for s in sequences])
-    torch.testing.assert_close(logits, alone, rtol=1e-5, atol=1e-5)
+    assert_same_gradients(packed, logits, plain, alone, seed)
 
-    weights = torch.randn(alone.shape, generator=torch.Generator().manual_seed(seed))
-    (logits * weights).sum().backward()
-    (alone * weights).sum().backward()
+
+def assert_same_gradients(packed, found, plain, expected, seed: int) -> None:
+    """Compare two models' values, and the gradients of a random weighted sum of them."""
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(seed))
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
     for (name, ours), theirs in zip(packed.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
@@ -296,7 +294,7 @@ def test_a_pack_equals_its_sequences_alone(family, lengths, seed, multiple):
 def test_shared_beginnings_equal_sequences_alone(family):
     """Values and gradients of every label; a label that two sequences share counts for both."""
     plain, packed = decoder_pair(family, max_seq_len=64)
-    rows = rows_that_begin_alike()
+    rows = parity.rows_that_begin_alike()
     batch = collate(rows, [0, 1, 2], packed=True, pad_id=0, multiple=8, share=True)
     assert batch.shared == (0, 20, 0, 0, 0, 16, 0, 16, 0)
     assert batch.tokens.numel() % 8 == 0
@@ -307,13 +305,7 @@ def test_shared_beginnings_equal_sequences_alone(family):
     for ids, lengths in zip(rows.tokens, rows.lengths, strict=True):
         for each in torch.from_numpy(ids).long().split(lengths):
             alone.append(plain(each[None])[0, :-1].log_softmax(-1).gather(-1, each[1:, None])[:, 0])
-    expected = torch.cat(alone)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
-    (found * weights).sum().backward()
-    (expected * weights).sum().backward()
-    for (name, ours), theirs in zip(packed.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    assert_same_gradients(packed, found, plain, torch.cat(alone), 0)
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -422,31 +414,17 @@ def export_config(folders, base: str, out: Path, lora: dict) -> dict:
 
 
 @pytest.mark.wide(always=1)
-@pytest.mark.parametrize(
-    ("base", "lora"),
-    [
-        ("qwen2", {}),
-        also("qwen2", {"use_dora": True, "apply_lora_to_output": True}),
-        also("qwen2 tied", {"lora_attn_modules": ["k_proj"], "apply_lora_to_mlp": False}),
-        also("llama", {"apply_lora_to_output": True}),
-        ("llama", {"use_dora": True, "lora_rank": 3, "lora_alpha": 7}),
-        also("llama tied", {}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("base", "lora"), [
+    ("qwen2", {}),
+    also("qwen2", {"use_dora": True, "apply_lora_to_output": True}),
+    also("qwen2 tied", {"lora_attn_modules": ["k_proj"], "apply_lora_to_mlp": False}),
+    also("llama", {"apply_lora_to_output": True}),
+    ("llama", {"use_dora": True, "lora_rank": 3, "lora_alpha": 7}),
+    also("llama tied", {}),
+], ids=str)  # fmt: skip
 def test_exports_give_our_logits_and_the_adapter_comes_back(folders, tmp_path, base, lora):
     cfg = export_config(folders, base, tmp_path / "run", lora)
-    ours = finetune(cfg)
-    expected = our_logits(ours)
-    assert (their_logits(folders[base]) - expected).abs().max() > 0.1
-    torch.testing.assert_close(their_logits(folders[base], tmp_path / "run" / "adapter"), expected, rtol=0, atol=1e-4)
-    torch.testing.assert_close(their_logits(tmp_path / "run" / "merged"), expected, rtol=0, atol=1e-4)
-
-    cfg["checkpointer"]["adapter_checkpoint"] = str(tmp_path / "run" / "adapter")
-    again = prepare({**cfg, "output_dir": str(tmp_path / "again")})
-    # not bit for bit, because MKL's rounding may depend on a matrix's address in memory
-    torch.testing.assert_close(our_logits(again), expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(adapter(again), adapter(ours), rtol=0, atol=0)
+    parity.check_exports(folders[base], folders["rows"], tmp_path, cfg=cfg)
 
 
 def test_merged_model_is_laid_out_like_its_base(folders, tmp_path):
@@ -489,3 +467,58 @@ def test_small_changes_survive_in_a_merged_model(folders, tmp_path):
     checkpointer = OmegaConf.create(cfg).checkpointer
     merge(checkpointer, tmp_path / "run" / "adapter", tmp_path / "again", ours.learner.decoder)
     assert state == {shard.name: shard.read_bytes() for shard in (tmp_path / "again").glob("*.safetensors")}
+
+
+# ---- torchtune's builder, checkpointer and tokenizer train what ``from_checkpoint`` trains
+
+# as Qwen2.5's, with a default system message, which torchtune's own prompts lack
+TEMPLATE = (
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(params=["qwen2", "llama"])
+def configs(request, tmp_path) -> tuple[Path, Path]:
+    """Two configs of one run: in torchtune's terms, and from the folder."""
+    model = write_model(tmp_path / "model", request.param)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    ends = [id_of(model, "<|im_end|>"), id_of(model, "<|endoftext|>")]
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    rows = write_rows(tmp_path / "rows.jsonl", 24)
+    more = {"save_every_n_steps": 2}
+    theirs = run_config(model, rows, tmp_path / "theirs", **more)
+    ours = folder_config(model, rows, tmp_path / "ours", **more)
+    return write_yaml(tmp_path / "theirs.yaml", theirs), write_yaml(tmp_path / "ours.yaml", ours)
+
+
+def results(path: Path) -> tuple[list, list[float], dict]:
+    """Run a config; return its rows, losses and the exported adapter."""
+    recipe, out = trained(LoRAFinetune, path), path.with_suffix("")
+    rows = [[*recipe.trainer.rows.tokens], [*recipe.trainer.rows.labels], recipe.learner.tokenizer.end_of_text]
+    return rows, metrics(out), load_file(out / "adapter" / "adapter_model.safetensors")
+
+
+@pytest.mark.wide(always=1)
+def test_configs_of_torchtune_and_of_the_folder_train_the_same(configs):
+    (rows, losses, theirs), (our_rows, our_losses, ours) = map(results, configs)
+    assert str(rows) == str(our_rows), "the same prompts, labels and end of text"
+    assert our_losses == pytest.approx(losses, rel=1e-5)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("configs", ["qwen2"], indirect=True)
+def test_a_run_in_torchtune_s_terms_goes_on_with_its_own_config_alone(configs, tmp_path):
+    theirs, ours = configs
+    out = tmp_path / "theirs"
+    succeed(lora_finetune_rocm.main, theirs)
+    before = tree(out)
+    cfg = config.load("lora_finetune_rocm", str(ours), [f"output_dir={out}", RESUME])
+    message = r"belongs to another run: .*model\._component_: was torchtune\S+, is rocm_ext.model.from_checkpoint"
+    with pytest.raises(UserError, match=rf"{message}.*{re.escape(str(out / 'config.yaml'))}") as caught:
+        LoRAFinetune(cfg).setup()
+    assert "\n" not in str(caught.value)
+    assert tree(out) == before
+    succeed(lora_finetune_rocm.main, out / "config.yaml", RESUME, "epochs=2")
+    assert len(metrics(out)) == 6

@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,42 +23,26 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.data.render import IGNORE, render_prompt
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.evaluate.answers import evaluate
-from rocm_ext.losses import CrossEntropy
 from rocm_ext.model.sampler import MIN_ROWS
 from rocm_ext.rl.cycles import CycleTrainer
 from rocm_ext.rl.records import PhaseRecords, Records, read_records
+from rocm_ext.runs.intervals import mcnemar
 from rocm_ext.sampling.slots import SlotBatch
-from tests.kit.forks import forked, forked_ranks, kill_before, several_ranks, succeed, succeed_on_ranks
+from tests.kit import forks
+from tests.kit.forks import RESUME, forked, several_ranks, signal_at, succeed
 from tests.kit.lines import one_line_has
-from tests.kit.raft_runs import WEIGHTS, assert_equal, cycle_row, records
+from tests.kit.raft_runs import WEIGHTS, assert_equal, cycle_row, loaded, records, trained
 from tests.recipes.test_resume import tree
 
 resource = pytest.importorskip("resource", reason="forks, POSIX signals and limits")
-
-
-RESUME = "resume_from_checkpoint=True"
-
-
-def load(path: Path, *overrides: str) -> RAFT:
-    return RAFT(config.load("raft_rocm", str(path), list(overrides)))
-
-
-def test_metric_logger_gets_config_phases_steps_and_scores(reference):
-    rows = json.loads((reference / "summary.json").read_text())["cycles"]
-    lines = [line.partition(" | ") for line in (reference / "log").read_text().splitlines()]
-    values = [dict(item.split(":") for item in text.split()) for *_, text in lines]
-    scores = [float(line["eval_correct"]) for line in values if "eval_correct" in line]
-    assert scores == [row["held_out"]["correct"] / row["held_out"]["prompts"] for row in rows]
-    assert sum("sample_tokens" in line for line in values) == 2
-    steps = [int(head.split()[1]) for (head, *_), line in zip(lines, values, strict=True) if "loss" in line]
-    assert steps == list(range(1, len(steps) + 1))  # they count on over the cycles
-    assert OmegaConf.load(reference / "torchtune_config.yaml").samples_per_prompt == 4
+load = partial(loaded, RAFT)
 
 
 def test_every_arrow_is_a_file(reference):
     text = (reference / "summary.json").read_text()
     assert text == json.dumps(json.loads(text), indent=2) + "\n"
-    assert [row["cycle"] for row in json.loads(text)["cycles"]] == [0, 1, 2]
+    rows = json.loads(text)["cycles"]
+    assert [row["cycle"] for row in rows] == [0, 1, 2]
     assert (reference / "cycle_0" / "eval.json").exists()
     for cycle in (1, 2):
         folder = reference / f"cycle_{cycle}"
@@ -81,6 +66,15 @@ def test_every_arrow_is_a_file(reference):
         assert all(value <= 0 for value in record["logprobs"])
         seed = f"1\0{2}\0{record['prompt_id']}\0{record['sample']}".encode()
         assert record["seed"] == int.from_bytes(hashlib.sha256(seed).digest()[:8], "little") >> 1
+    # what the metric logger got: the phases, steps that count on over the cycles, and scores
+    lines = [line.partition(" | ") for line in (reference / "log").read_text().splitlines()]
+    values = [dict(item.split(":") for item in text.split()) for *_, text in lines]
+    scores = [float(line["eval_correct"]) for line in values if "eval_correct" in line]
+    assert scores == [row["held_out"]["correct"] / row["held_out"]["prompts"] for row in rows]
+    assert sum("sample_tokens" in line for line in values) == 2
+    steps = [int(head.split()[1]) for (head, *_), line in zip(lines, values, strict=True) if "loss" in line]
+    assert steps == list(range(1, len(steps) + 1))
+    assert OmegaConf.load(reference / "torchtune_config.yaml").samples_per_prompt == 4
 
 
 def test_samples_are_those_of_the_model_of_the_cycle_before(reference, make, tmp_path):
@@ -108,10 +102,7 @@ def test_what_is_trained_on_is_what_was_sampled(reference, make, tmp_path):
             seen.append(rows)
             return super().train_on(rows, groups)
 
-    raft = RAFT(config.load("raft_rocm", str(make(tmp_path / "out")), ["seed=1"]), trainer=Watched)
-    raft.setup()
-    raft.train()
-    raft.cleanup()
+    raft = trained(partial(RAFT, trainer=Watched), make(tmp_path / "out"))
     for record in kept:
         assert record["prompt_tokens"] == raft.prompts.tokens[record["prompt_id"]]
     for record, tokens, labels in zip(kept, seen[0].tokens, seen[0].labels, strict=True):
@@ -121,29 +112,22 @@ def test_what_is_trained_on_is_what_was_sampled(reference, make, tmp_path):
     assert_equal(tmp_path / "out", reference)
 
 
-@pytest.mark.wide
-def test_evaluation_of_any_adapter(reference, make, tmp_path):
-    for cycle, adapter in ((0, None), (2, reference / "cycle_2" / "adapter")):
-        cfg = config.load("raft_rocm", str(make(tmp_path / "out")), [f"output_dir={tmp_path / str(cycle)}"])
-        scores = json.loads((reference / f"cycle_{cycle}" / "eval.json").read_text())
-        assert evaluate(cfg, adapter)[0].scores == scores
-
-
-def test_an_evaluation_that_is_stopped(make, tmp_path, monkeypatch):
-    original = PhaseRecords.append
-
-    def append(self, record):
-        original(self, record)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(PhaseRecords, "append", append)
+def test_an_evaluation_has_the_scores_of_the_run_and_can_be_stopped(reference, make, tmp_path, monkeypatch):
+    whole, stopped = (config.load("raft_rocm", str(make(tmp_path / name))) for name in ("whole", "stopped"))
+    adapter = reference / "cycle_2" / "adapter"
+    assert evaluate(whole, adapter)[0].scores == json.loads((reference / "cycle_2" / "eval.json").read_text())
+    monkeypatch.setattr(PhaseRecords, "append", PhaseRecords.append)  # it comes back after the test
+    signal_at(PhaseRecords, "append", lambda *_: True, signal.SIGTERM)()
     with pytest.raises(SystemExit) as stop:
-        evaluate(config.load("raft_rocm", str(make(tmp_path / "out"))), None)
+        evaluate(stopped, adapter)
     assert stop.value.code == 128 + signal.SIGTERM
 
 
 def test_a_run_goes_on_from_an_older_checkpoint(reference, make, tmp_path):
-    """It writes the outputs of its cycles again, and reads of them the measurements in ``metrics.jsonl`` alone."""
+    """It writes the outputs of its cycles again, and reads of them the measurements in ``metrics.jsonl`` alone.
+
+    At the end it says how likely the choice of its best cycle is by chance.
+    """
     out = tmp_path / "out"
     shutil.copytree(reference, out)
     *_, last = sorted((out / "checkpoints").iterdir())
@@ -151,23 +135,17 @@ def test_a_run_goes_on_from_an_older_checkpoint(reference, make, tmp_path):
     shutil.rmtree(out / "cycle_2" / "adapter")
     for name in ("kept.jsonl", "summary.json", "eval.json"):
         (out / "cycle_2" / name).unlink()
-    succeed(main, make(out), RESUME)
+    messages = succeed(main, make(out), RESUME)
     assert_equal(out, reference)
     found, expected = (json.loads((each / "summary.json").read_text())["cycles"] for each in (out, reference))
     assert [row["cycle"] for row in found] == [0, 1, 2]
     assert [row["held_out"] for row in found] == [row["held_out"] for row in expected]
-
-
-class NeedsReference(CrossEntropy):
-    """An objective with a column that RAFT's rows do not have."""
-
-    columns = ("reference_logprobs",)
-
-
-def test_columns_that_no_sample_has_are_refused_early(make, tmp_path):
-    raft = load(make(tmp_path / "out", loss={"_component_": "tests.recipes.test_raft.NeedsReference"}))
-    with pytest.raises(UserError, match=r"NeedsReference.*columns reference_logprobs"):
-        raft.check()
+    right = [{r["prompt_id"] for r in records(out, n, "verdicts", "eval") if r["reward"]} for n in range(3)]
+    chosen = 2 if len(right[2]) >= len(right[1]) else 1
+    gained, lost = len(right[chosen] - right[0]), len(right[0] - right[chosen])
+    p = mcnemar(lost, gained)
+    facts = f"{gained} of 6 held-out", f"{lost} lost", f"p = {p:.2g} (McNemar)", f"{min(1, 2 * p):.2g} as the best of 2"
+    assert one_line_has(messages, f"cycle {chosen} against the initial model", *facts)
 
 
 def assert_same_answers(out: Path, reference: Path) -> None:
@@ -184,7 +162,7 @@ def assert_same_answers(out: Path, reference: Path) -> None:
 @several_ranks
 def test_two_ranks_sample_and_train_what_one_does(reference, make, tmp_path):
     out = tmp_path / "two"
-    succeed_on_ranks(main, make(out))
+    forks.succeed_on_ranks(main, make(out))
     assert_same_answers(out, reference)
 
 
@@ -210,14 +188,14 @@ def test_a_slow_rank_takes_fewer_prompts_and_may_die(reference, make, tmp_path):
 
         SlotBatch.step, PhaseRecords.append = paced, killed
 
-    (code, messages), killed = forked_ranks(main, make(out), slots, prepare=prepare)
+    (code, messages), killed = forks.forked_ranks(main, make(out), slots, prepare=prepare)
     assert (code > 0, killed[0]) == (True, -signal.SIGKILL), messages + killed[1]
     asked = [[line["prompt_id"] for line in read_records(out / name) if line["phase"] == "sample"]
              for name in ("samples.jsonl", part.name)]  # fmt: skip
     assert len(asked[1]) == 6
     assert len(asked[0]) >= 4 * (12 - 6)  # rank 1 had begun four prompts, and one more for each four answers
     assert not set(asked[0]) & set(asked[1])
-    succeed_on_ranks(main, make(out), slots, RESUME)
+    forks.succeed_on_ranks(main, make(out), slots, RESUME)
     assert_same_answers(out, reference)
 
 
@@ -231,55 +209,18 @@ def test_raft_plus_plus_starts_at_a_ratio_of_one(make, tmp_path):
     assert one_line_has(messages, "replayed answers", "older adapters"), "later cycles would train on them"
 
 
-@pytest.mark.parametrize(
-    "counts",
-    [
-        (2, 46),
-        pytest.param(range(4, 120, 9), marks=pytest.mark.wide),
-        pytest.param(range(1, 120, 3), marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize("counts", [
+    (2, 46),
+    pytest.param(range(4, 120, 9), marks=pytest.mark.wide),
+    pytest.param(range(1, 120, 3), marks=pytest.mark.nightly),
+])  # fmt: skip
 def test_killed_while_writing(make, reference, tmp_path, counts):
     out = tmp_path / "out"
-    codes = [forked(main, make(out), RESUME, prepare=kill_before(count))[0] for count in counts]
+    codes = [forked(main, make(out), RESUME, prepare=forks.kill_before(count))[0] for count in counts]
     assert set(codes) <= {-signal.SIGKILL, 0}
     assert -signal.SIGKILL in codes
     succeed(main, make(out), RESUME)
     assert "all 2 cycles are done already" in succeed(main, make(out), RESUME)
-    assert_equal(out, reference)
-
-
-def kill_at_record(name: str, count: int):
-    """Patch the records so that writing record ``count`` kills the process halfway through the record."""
-
-    def prepare() -> None:
-        original = PhaseRecords.append
-
-        def append(self, record):
-            if self.file.part.name == name:
-                prepare.count += 1  # type: ignore[attr-defined]
-            if prepare.count == count:  # type: ignore[attr-defined]
-                text = json.dumps(record, ensure_ascii=False).encode()
-                with self.file.part.open("ab") as file:
-                    file.write(text[: len(text) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-            original(self, record)
-
-        prepare.count = 0  # type: ignore[attr-defined]
-        PhaseRecords.append = append  # type: ignore[method-assign]
-
-    return prepare
-
-
-@pytest.mark.wide  # the loop is GRPO's, whose test is fast
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [("samples.jsonl", 3), ("verdicts.jsonl", 20), ("samples.jsonl", 58)],
-)
-def test_killed_while_sampling_and_verifying(make, reference, tmp_path, name, count):
-    out = tmp_path / "out"
-    assert forked(main, make(out), prepare=kill_at_record(name, count))[0] == -signal.SIGKILL
-    succeed(main, make(out), RESUME)
     assert_equal(out, reference)
 
 
@@ -296,22 +237,14 @@ def test_killed_at_random_moments(make, reference, tmp_path):
 @pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.wide), -1])
 def test_sigterm_while_training(make, reference, tmp_path, step):
     """This includes the last step, after which no step checks for the signal."""
-
-    def prepare() -> None:
-        original = CycleTrainer.save_checkpoint
-
-        def save_checkpoint(self):
-            original(self)
-            if self.done == step or (step < 0 and self.step == 1):
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        CycleTrainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
-
+    stop = signal_at(
+        CycleTrainer, "save_checkpoint", lambda self: self.step == 1 if step < 0 else self.done == step, signal.SIGTERM
+    )
     out = tmp_path / "out"
-    code, messages = forked(main, make(out), prepare=prepare)
+    code, messages = forked(main, make(out), prepare=stop)
     assert code == 143, messages
     assert "all saved; continue with resume_from_checkpoint=True" in messages
-    assert forked(main, make(out), RESUME)[0] == 0
+    succeed(main, make(out), RESUME)
     assert_equal(out, reference)
 
 
@@ -321,10 +254,7 @@ def test_full_disk_while_sampling(make, reference, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
 
     out = tmp_path / "out"
-    code, messages = forked(main, make(out), prepare=prepare)
-    assert code == 1
-    assert "no space left to write" in messages
-    assert "Traceback" not in messages
+    assert "no space left to write" in forks.refused(main, make(out), prepare=prepare)
     succeed(main, make(out), RESUME)
     assert_equal(out, reference)
 
@@ -341,32 +271,18 @@ def test_any_text_can_be_recorded(tmp_path_factory, text):
 
 
 @pytest.mark.wide(always=3)
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("checkpointer.adapter_checkpoint=ANOTHER", "first adapter changed"),
-        ("prompts.limit=7", "prompts changed"),
-        ("replay_cycles=1", "replay_cycles: was None, is 1"),
-        ("eval_prompts.limit=3", "eval prompts changed"),
-        ("model.lora_rank=5", "model.lora_rank: was 4, is 5"),
-        ("sequences_per_step=16", "rows per step: was 8, is 16"),
-        ("reward_threshold=0.6", "reward_threshold: was"),
-    ],
-)
+@pytest.mark.parametrize(("override", "message"), [
+    ("checkpointer.adapter_checkpoint=ANOTHER", "first adapter changed"),
+    ("prompts.limit=7", "prompts changed"),
+    ("replay_cycles=1", "replay_cycles: was None, is 1"),
+    ("eval_prompts.limit=3", "eval prompts changed"),
+    ("reward_threshold=0.6", "reward_threshold: was"),
+])  # fmt: skip
 def test_another_run_in_the_same_folder_is_refused(reference, make, override, message):
     before = tree(reference)
     override = override.replace("ANOTHER", str(reference / "cycle_1" / "adapter"))
     with pytest.raises(UserError, match=f"belongs to another run: .*{message}"):
         load(make(reference), RESUME, override).setup()
-    assert tree(reference) == before
-
-
-def test_a_used_folder_is_refused(reference, make, tmp_path):
-    before = tree(reference)
-    (tmp_path / "checkpoints").mkdir()  # all that there is of a run that was killed early
-    for folder in (reference, tmp_path):
-        with pytest.raises(UserError, match=r"holds an earlier run .*resume_from_checkpoint=True continues it"):
-            load(make(folder)).check()
     assert tree(reference) == before
 
 
@@ -379,13 +295,6 @@ def test_overwriting_starts_afresh(reference, make, tmp_path):
     succeed(main, make(out), "overwrite_output_dir=True")
     assert_equal(out, reference)
     assert not list(out.rglob("*.rank*"))
-
-
-@pytest.mark.wide
-def test_learning_rates_decay_to_their_floor(make, tmp_path):
-    out = tmp_path / "out"
-    succeed(main, make(out, cycles=3, lr_decay=0.5, lr_floor=2e-3, eval_prompts=None, epochs=1))
-    assert [cycle_row(out, cycle)["lr"] for cycle in (1, 2, 3)] == pytest.approx([5e-3, 2.5e-3, 2e-3])
 
 
 def test_pass_at_k_is_measured_and_each_answer_is_judged_once(make, tmp_path):
@@ -405,29 +314,21 @@ def test_pass_at_k_is_measured_and_each_answer_is_judged_once(make, tmp_path):
     assert judged == len(read_records(out / "verdicts.jsonl")) + trial
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"temperature": 0}, "temperature 0 gives the same answer 4 times"),
-        ({"max_per_prompt": 0}, "max_per_prompt is 0; expected a whole number from 1 to "),
-        ({"best_fraction": 0}, "best_fraction is 0; expected a share above 0"),
-        ({"objective": "grpo"}, "objective is 'grpo'; expected raft or raft++"),
-        ({"reward_threshold": 0}, "reward_threshold is 0"),
-        ({"stop_strings": "stop"}, "stop_strings is 'stop'; expected a list"),
-        ({"max_new_tokens": 500}, "more than the 512 that the model takes"),
-        ({"samples_per_promt": 3}, "unknown key samples_per_promt; did you mean samples_per_prompt?"),
-        ({"dataset": {"_component_": "rocm_ext.data.sft_dataset"}}, "unknown key dataset"),
-        ({"verifier": {"_component_": "rocm_ext.verifiers.MathAnser"}}, "MathAnser"),
-        ({"verifier": {"_component_": "tests.kit.judges.Coin", "heads": 1}}, "heads"),
-        ({"verifier": {"_component_": "rocm_ext.verifiers.PythonTests"}}, "prompts.jsonl:1"),
-        ({"verifier": {"_component_": "tests.kit.judges.Dies"}}, "exited with 3"),
-        ({"stop_after_no_gain": 1, "eval_prompts": None}, "stop_after_no_gain needs held-out prompts"),
-        ({"optimizer_state": "run", "start_from": "base"}, "optimizer_state=run keeps the moments of other weights"),
-        ({"engine": {"_component_": "rocm_ext.sampling.LocalEngine", "slots": 0}}, "engine.slots is 0"),
-        ({"engine": {"_component_": "rocm_ext.sampling.OpenAIEngine", "urls": ["http://127.0.0.1:9/v1"]}},
-         "http://127.0.0.1:9 cannot be reached"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"temperature": 0}, "temperature 0 gives the same answer 4 times"),
+    ({"max_per_prompt": 0}, "max_per_prompt is 0; expected a whole number from 1 to "),
+    ({"best_fraction": 0}, "best_fraction is 0; expected a share above 0"),
+    ({"reward_threshold": 0}, "reward_threshold is 0"),
+    ({"max_new_tokens": 500}, "more than the 512 that the model takes"),
+    ({"recipe": "raft_rocm", "loss": {"_component_": "rocm_ext.losses.Preference"}}, "reference_logprobs"),
+    ({"verifier": {"_component_": "rocm_ext.verifiers.PythonTests"}}, "prompts.jsonl:1"),
+    ({"verifier": {"_component_": "tests.kit.judges.Dies"}}, "exited with 3"),
+    ({"stop_after_no_gain": 1, "eval_prompts": None}, "stop_after_no_gain needs held-out prompts"),
+    ({"optimizer_state": "run", "start_from": "base"}, "optimizer_state=run keeps the moments of other weights"),
+    ({"engine": {"_component_": "rocm_ext.sampling.LocalEngine", "slots": 0}}, "engine.slots is 0"),
+    ({"engine": {"_component_": "rocm_ext.sampling.OpenAIEngine", "urls": ["http://127.0.0.1:9/v1"]}},
+     "http://127.0.0.1:9 cannot be reached"),
+])  # fmt: skip
 def test_bad_input_is_refused_in_one_line(make, tmp_path, changes, message):
     with pytest.raises(UserError) as refused:
         load(make(tmp_path / "out", **changes)).check()
@@ -442,9 +343,8 @@ def test_training_that_changes_nothing_is_an_error(make, tmp_path):
     changes = {"lr_scheduler": warm_up, "sequences_per_step": 64, "epochs": 1, "eval_prompts": None}
     out = tmp_path / "out"
     for resume in ("False", "True"):
-        code, messages = forked(main, make(out, **changes), f"resume_from_checkpoint={resume}")
-        assert code == 1
-        assert "cycle 1: 1 optimiser steps changed nothing, bit for bit" in messages
+        line = forks.refused(main, make(out, **changes), f"resume_from_checkpoint={resume}")
+        assert one_line_has(line, "cycle 1", "changed nothing, bit for bit")
 
 
 @pytest.mark.wide
@@ -471,14 +371,9 @@ def test_held_out_prompts_must_not_be_trained_on(make, folder, tmp_path):
 def test_a_mended_verifier_judges_again_without_sampling_again(make, tmp_path):
     out = tmp_path / "out"
     broken = {"_component_": "tests.kit.judges.Broken"}
-    code, messages = forked(main, make(out, verifier=broken, eval_prompts=None))
-    assert code == 1
-    assert "max_error_share" in messages
+    assert "max_error_share" in forks.refused(main, make(out, verifier=broken, eval_prompts=None))
     samples = (out / "samples.jsonl").read_bytes()
     assert "ERROR" not in (out / "verdicts.jsonl").read_text()
     # the resumed run has the same verifier in its config, but accepts its errors
-    code, messages = forked(
-        main, make(out, verifier=broken, eval_prompts=None), RESUME, "max_error_share=1",
-    )  # fmt: skip
-    assert code == 0, messages
+    succeed(main, make(out, verifier=broken, eval_prompts=None), RESUME, "max_error_share=1")
     assert records(out, 1, "samples") == [json.loads(line) for line in samples.splitlines()]

@@ -94,15 +94,11 @@ def test_messages_that_a_program_rewrites_are_no_turns(tokenizer):
 SAME = {"name": "add", "arguments": '{"a": 3}'}
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        assistant(None, tool_calls=[SAME]),
-        {"role": "assistant", "tool_calls": [{"id": "call00000", "type": "function", "index": 0, "function": SAME}]},
-        assistant("", tool_calls=[{"id": "call00000", "type": "function", "function": SAME}]),
-    ],
-    ids=["bare", "verifiers", "OpenEnv"],
-)
+@pytest.mark.parametrize("said", [
+    assistant(None, tool_calls=[SAME]),
+    {"role": "assistant", "tool_calls": [{"id": "call00000", "type": "function", "index": 0, "function": SAME}]},
+    assistant("", tool_calls=[{"id": "call00000", "type": "function", "function": SAME}]),
+], ids=["bare", "verifiers", "OpenEnv"])  # fmt: skip
 def test_calls_come_back_in_other_forms(tokenizer, said):
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>'

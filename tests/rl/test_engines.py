@@ -7,22 +7,15 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from rocm_ext.recipes.grpo_rocm import main
-from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.attention import Slots
 from rocm_ext.rl.engines import Engines
 from rocm_ext.sampling import LocalEngine
 from rocm_ext.sampling.slots import SlotMemory, slots_beside
-from tests.kit.forks import forked
-from tests.kit.grpo_runs import write_run
-from tests.kit.raft_runs import write_world
 from tests.kit.samples import Words, answers_of, ask, train
-from tests.kit.servers import Fake, Sampler, Vllm
 from tests.sampling.test_generation import GIB, TEXTS, WARM, assert_same, model
 
-TOKENIZER = ("vocab.json", "merges.txt", "tokenizer.json")
 RANKS = Ranks(torch.device("cpu"))
 PLENTY = RANKS, lambda: GIB, lambda: 0
 
@@ -118,19 +111,3 @@ def test_slots_leave_training_its_memory_where_that_costs_few():
     assert slots_beside(memory, 128, 200_000, 90_000) == 128  # 110 would be fewer than nine tenths
     assert slots_beside(memory, 128, 110_000, 0) == 100
     assert slots_beside(memory, 128, 110_000, 105_000) == 100
-
-
-def test_a_run_refuses_servers_with_log_probs_of_another_temperature(tmp_path):
-    folder = write_world(tmp_path)
-    tokenizer = qwen2_5_tokenizer(*(str(folder / "base" / name) for name in TOKENIZER))
-    fake = Fake(Vllm(Sampler(folder / "base", tokenizer)))
-    try:
-        engine = {"_component_": "rocm_ext.sampling.OpenAIEngine", "urls": [fake.url]}
-        path = write_run(folder, tmp_path / "out", engine=engine, temperature=0.7)
-        code, messages = forked(main, path)
-    finally:
-        fake.die()
-    assert code == 1
-    said = messages.strip().splitlines()[-1]
-    assert f"mismatch=truncate: {fake.url} returns log-probs of temperature 1, and those of temperature 0.7" in said
-    assert not fake.bodies()

@@ -1,9 +1,10 @@
-"""Advantages, the choice of prompts and the reasons to stop equal their definitions."""
+"""Advantages, updates, the choice of prompts and the reasons to stop equal their definitions."""
 
 import ast
 import importlib.util
 import itertools
 import math
+import multiprocessing
 import re
 from collections import Counter
 from pathlib import Path
@@ -15,13 +16,18 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from torch import nn
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.data.batches import Layout
+from rocm_ext.data.rows import Rows
 from rocm_ext.rl.evaluation import advice, flat_reason, mismatch_warning, policy_stop_reason, rate_warning
 from rocm_ext.rl.prompts import choose_by_curriculum as choose
 from rocm_ext.rl.prompts import pass_rate
 from rocm_ext.rl.rollout import Answers
 from rocm_ext.rl.selection import EPSILON, advantages, flat, groups, length_share, rewards, select
+from rocm_ext.rl.trainer import PolicyTrainer
+from rocm_ext.train.loop import StepStats
 from rocm_ext.verifiers import Result, Verdict
 
 CENTERS, SCALES = ("mean", "leave_one_out"), ("std", "batch", "none")
@@ -233,9 +239,9 @@ def test_length_share_is_the_r_squared_of_a_regression_with_an_intercept_per_gro
         length = rng.integers(1, 100, (6, 8))
         reward = rng.normal(size=(6, 1)) + slope * length + noise * rng.normal(size=(6, 8))
         keys = list(itertools.product("abcdef", range(8)))
-        found = length_share(
-            dict(zip(keys, reward.ravel().tolist(), strict=True)), dict(zip(keys, length.ravel().tolist(), strict=True))
-        )
+        rewarded, lengths = (dict(zip(keys, each.ravel().tolist(), strict=True)) for each in (reward, length))
+        level = {("level", i): 0.5 for i in range(8)}  # a group of equal rewards, which has no say
+        found = length_share(rewarded | level, lengths | {key: 7 * key[1] for key in level})
         intercepts = np.kron(np.eye(6), np.ones((8, 1)))
         design = np.hstack([intercepts, length.reshape(-1, 1)])
         residual = [
@@ -253,13 +259,6 @@ def test_length_share_is_a_share_or_undefined(drawn, slope):
     assert found is None or -1 <= found <= 1
     if found is not None and slope == 0:
         assert found == 0
-
-
-def test_length_alone_explains_a_reward_that_is_the_length():
-    lengths = {("a", 0): 3, ("a", 1): 9, ("b", 0): 5, ("b", 1): 4, ("c", 0): 7, ("c", 1): 1}
-    given_rewards = {key: -0.01 * length for key, length in lengths.items()} | {("c", 0): 0.5, ("c", 1): 0.5}
-    assert length_share(given_rewards, lengths) == pytest.approx(-1)  # c is flat and has no say
-    assert length_share({key: -value for key, value in given_rewards.items()}, lengths) == pytest.approx(1)
 
 
 IDS = [f"p{i}" for i in range(40)]
@@ -436,23 +435,20 @@ def test_a_reward_that_has_not_moved_at_low_rates_is_told_once(rewards, rate, wa
 RISING = {"reward": (0.2, 0.6)}
 
 
-@pytest.mark.parametrize(
-    ("ends", "found"),
-    [
-        ({"flat": (0.2, 0.7), "all_right": (0.1, 0.6)}, ["60% of the groups in the last 10 steps have right answers"]),
-        ({"flat": (0.2, 0.7), "all_wrong": (0.1, 0.6)}, ["have no right answer: choose easier"]),
-        ({"flat": (0.7, 0.8), "all_right": (0.6, 0.4), "all_wrong": (0.1, 0.4)}, []),
-        ({"flat": (0.1, 0.2), "all_wrong": (0.9, 1.0)}, []),  # partial rewards teach
-        ({"distinct": (0.9, 0.4)}, ["has fallen from 0.9 to 0.4: the policy collapses"]),
-        ({"distinct": (0.9, 0.5)}, []),
-        ({**RISING, "reward/sum": (0.3, 0.1), "reward/form": (0.1, 0.9)}, ["reward/sum has fallen from 0.3 to 0.1"]),
-        ({**RISING, "pass_at_1": (0.2, 0.1), "pass_at_8": (0.5, 0.3)}, ["pass_at_8 has fallen from 0.5 to 0.3"]),
-        ({**RISING, "right": (0.2, 0.1)}, ["the reward has risen from 0.2 to 0.6, and right has fallen"]),
-        ({"reward": (0.6, 0.2), "right": (0.2, 0.1)}, []),  # both fall
-        ({**RISING, "right": (0.2, 0.2)}, []),
-        ({**RISING, "right": (0.2, None)}, []),
-    ],
-)
+@pytest.mark.parametrize(("ends", "found"), [
+    ({"flat": (0.2, 0.7), "all_right": (0.1, 0.6)}, ["60% of the groups in the last 10 steps have right answers"]),
+    ({"flat": (0.2, 0.7), "all_wrong": (0.1, 0.6)}, ["have no right answer: choose easier"]),
+    ({"flat": (0.7, 0.8), "all_right": (0.6, 0.4), "all_wrong": (0.1, 0.4)}, []),
+    ({"flat": (0.1, 0.2), "all_wrong": (0.9, 1.0)}, []),  # partial rewards teach
+    ({"distinct": (0.9, 0.4)}, ["has fallen from 0.9 to 0.4: the policy collapses"]),
+    ({"distinct": (0.9, 0.5)}, []),
+    ({**RISING, "reward/sum": (0.3, 0.1), "reward/form": (0.1, 0.9)}, ["reward/sum has fallen from 0.3 to 0.1"]),
+    ({**RISING, "pass_at_1": (0.2, 0.1), "pass_at_8": (0.5, 0.3)}, ["pass_at_8 has fallen from 0.5 to 0.3"]),
+    ({**RISING, "right": (0.2, 0.1)}, ["the reward has risen from 0.2 to 0.6, and right has fallen"]),
+    ({"reward": (0.6, 0.2), "right": (0.2, 0.1)}, []),  # both fall
+    ({**RISING, "right": (0.2, 0.2)}, []),
+    ({**RISING, "right": (0.2, None)}, []),
+])  # fmt: skip
 def test_advice_on_hacked_rewards_and_collapse_comes_once(ends, found):
     """Each measurement has one value in the first ten steps, and another one in the ten after them and ten more."""
     lines, said = [{"step": 0, "eval": {}}], []
@@ -474,3 +470,65 @@ def test_the_mismatch_is_told_once():
     told = [bool(mismatch_warning(rows[:end])) for end in range(len(rows) + 1)]
     assert told == [False, False, False, False, False, True, False, False]
     assert "mismatch_kl is 0.5 nats per token, and was 0.0002" in mismatch_warning(rows[:5])
+
+
+class Trainer(PolicyTrainer):
+    """Records updates instead of doing them."""
+
+    def __init__(self, **changes):
+        cfg = {"seed": 0, "updates_per_step": 1, "groups_per_update": None, "num_workers": 0, "pin_memory": False}
+        self.cfg, self.step, self.seen, self.skipped = OmegaConf.create(cfg | changes), 0, [], 0
+        self.lines, self.answers = [], []
+        self.processes = set(multiprocessing.active_children())
+        self.learner = SimpleNamespace(model=nn.Module(), layout=Layout(0, 1, 64, True, pad_id=0))
+
+    def train_step(self, update):
+        assert set(multiprocessing.active_children()) <= self.processes
+        self.seen.append(set(update.rows))
+        self.answers.append(update.sequences)
+        return StepStats(0.0, 0.0, 1e-4, 1, 0.0, False, {"token_gradient": 0.25, "ratio_max": float(len(self.seen))})
+
+    def skip_updates(self, count):
+        self.skipped += count
+
+    def train(self, groups, each=2, **counts):
+        names = [f"prompt {i // each}" for i in range(groups * each)]
+        tokens = [np.arange(3)] * len(names)
+        return self.train_on(Rows(tokens, tokens, [(3,)] * len(names), counts), names)
+
+
+@pytest.mark.parametrize("groups", [1, 3, 4, 5, 7, 8, 11, 16])
+def test_an_update_keeps_its_groups_as_others_go_flat(groups):
+    # train_step holds that no process is forked for rows in memory: threads of a process with a GPU may hold locks
+    trainer = Trainer(prompts_per_step=16, groups_per_update=4, updates_per_step=2, num_workers=4)
+    trainer.train(groups)
+    assert len(trainer.seen) == 2 * max(1, groups // 4)
+    assert all(len(rows) % 2 == 0 and len(rows) // 2 in range(min(4, groups), 8) for rows in trainer.seen)
+    assert max(map(len, trainer.seen)) - min(map(len, trainer.seen)) <= 2, "spread evenly"
+    for rows in (trainer.seen[: len(trainer.seen) // 2], trainer.seen[len(trainer.seen) // 2 :]):
+        assert sorted(row for update in rows for row in update) == list(range(groups * 2)), "a pass"
+    assert len(trainer.seen) + trainer.skipped == 8, "the schedule advances by the full number"
+    trainer = Trainer(prompts_per_step=16)  # without a number of groups, an update has all
+    trainer.train(groups)
+    assert trainer.seen == [set(range(2 * groups))]
+
+
+def test_an_update_says_what_it_learns_from():
+    trainer = Trainer(prompts_per_step=16, groups_per_update=4)
+    trainer.lines = [{"lr_sum": 0.5}, {"eval": {}}, {"updates": 0}]
+    found = trainer.train(8)  # two updates, of eight answers with two labels each
+    assert found["informative_answers"] == 8
+    assert found["effective_tokens"] == 0.25 * 16
+    assert found["lr_sum"] == pytest.approx(0.5 + 2e-4)
+    assert found["ratio_max"] == 2
+    assert "token_gradient" not in found
+
+
+@pytest.mark.parametrize(
+    ("counts", "answers"), [({"answers": 40, "trained": 16}, 20), ({"answers": 8, "trained": 8}, 8), ({}, 8)]
+)
+def test_a_mean_over_answers_counts_those_that_are_not_trained_on(counts, answers):
+    """Two updates of 8 sequences each: of 40 answers, of 8 of two sequences each, of all that there are."""
+    trainer = Trainer(prompts_per_step=16, groups_per_update=4)
+    assert trainer.train(8, **counts)["informative_answers"] == 8
+    assert trainer.answers == [answers, answers]

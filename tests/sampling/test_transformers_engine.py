@@ -39,14 +39,13 @@ from tests.kit.multimodal_models import MODELS as MULTIMODAL
 from tests.kit.multimodal_models import write_multimodal
 from tests.kit.parity import our_model
 from tests.kit.plans import planned_and_measured_sampling
-from tests.kit.raft_runs import WEIGHTS, write_run
+from tests.kit.raft_runs import WEIGHTS, kill_at_record, write_run
 from tests.kit.replay import Recorded, capture
 from tests.kit.samples import Words, answers_of, train
 from tests.kit.samples import ask as any_ask
 from tests.kit.samples import prompts as any_prompts
 from tests.kit.tiny import SHAPE, write_rows, write_yaml
 from tests.model.test_transformers_models import some
-from tests.recipes.test_raft import kill_at_record
 
 pytestmark = pytest.mark.usefixtures("any_torchao")
 FAST = ("gemma 3", "qwen3.5", "gpt-oss")  # sliding windows, recurrent states, sinks and experts

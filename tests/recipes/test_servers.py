@@ -1,23 +1,34 @@
-"""GRPO on servers that follow vLLM's rules: one step after another, and sampling beside training."""
+"""GRPO and RAFT on servers that follow vLLM's rules and answer with a real model."""
 
+import json
+import logging
 import os
 import signal
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from rocm_ext.recipes.grpo_rocm import GRPO, main
+from rocm_ext.recipes.raft_rocm import RAFT
+from rocm_ext.recipes.raft_rocm import main as raft_main
 
 from rocm_ext import config
 from rocm_ext.base import files
 from rocm_ext.base.errors import UserError
+from rocm_ext.evaluate.answers import evaluate
+from rocm_ext.model.lora import adapters
 from rocm_ext.rl.records import PhaseRecords
+from rocm_ext.rl.server_check import _share
 from rocm_ext.rl.trainer import PolicyTrainer
-from tests.kit.forks import forked, forked_ranks, several_ranks, succeed, succeed_on_ranks
-from tests.kit.grpo_runs import lines, write_run
+from rocm_ext.train.learner import Learner
+from tests.kit import grpo_runs, raft_runs
+from tests.kit.forks import RESUME, forked, forked_ranks, several_ranks, signal_at, succeed, succeed_on_ranks
+from tests.kit.grpo_runs import lines
 from tests.kit.lines import one_line_has
+from tests.kit.raft_runs import loaded, records, trained
 from tests.kit.servers import COMPLETIONS, error, is_check, vllm_form
 
 OVERLAP = {"max_staleness": 1}
@@ -26,19 +37,32 @@ BOTH = pytest.mark.parametrize(
 )
 
 
+def engine(fakes, **more) -> dict:
+    urls = [fake.url for fake in fakes]
+    return {"_component_": "rocm_ext.sampling.OpenAIEngine", "urls": urls, "patience": "1 s", **more}
+
+
 @pytest.fixture
 def make(folder, tmp_path):
-    """Write the YAML of a run on servers: 4 steps of 4 prompts with 4 answers each, without evaluation."""
+    """Write the YAML of a run of GRPO on servers: 4 steps of 4 prompts with 4 answers each, without evaluation."""
 
     def make(*fakes, concurrency=None, **changes):
-        engine = {"_component_": "rocm_ext.sampling.OpenAIEngine", "urls": [fake.url for fake in fakes],
-                  "patience": "1 s", **({"concurrency": concurrency} if concurrency else {})}  # fmt: skip
-        changes = {"max_new_tokens": 6, "engine": engine, "eval_prompts": None, **changes}
+        more = {"concurrency": concurrency} if concurrency else {}
+        changes = {"max_new_tokens": 6, "engine": engine(fakes, **more), "eval_prompts": None, **changes}
         if changes["eval_prompts"] == "held out":
             del changes["eval_prompts"]
-        return write_run(folder, tmp_path / "out", **changes)
+        return grpo_runs.write_run(folder, tmp_path / "out", **changes)
 
     return make
+
+
+@pytest.fixture
+def make_raft(folder, tmp_path):
+    """Write the YAML of a run of RAFT on servers: 2 cycles of 6 prompts with 2 answers each."""
+    small = {"prompts_per_cycle": 6, "samples_per_prompt": 2, "epochs": 1}
+    return lambda *fakes, **more: raft_runs.write_run(
+        folder, tmp_path / "out", **{"engine": engine(fakes), **small, **more}
+    )
 
 
 @pytest.fixture
@@ -46,11 +70,7 @@ def out(tmp_path) -> Path:
     return tmp_path / "out"
 
 
-def train(path, recipe=GRPO, *overrides):
-    grpo = recipe(config.load("grpo_rocm", str(path), list(overrides)))
-    grpo.setup()
-    grpo.train()
-    grpo.cleanup()
+train, train_raft = partial(trained, GRPO), partial(trained, RAFT)
 
 
 def loads(fake, out) -> dict[str, int]:
@@ -97,6 +117,19 @@ def test_each_step_samples_with_its_adapter(serve, make, out, messages):
 
 
 @pytest.mark.wide
+def test_each_cycle_samples_with_its_adapter(serve, make_raft, out, messages):
+    fake = serve()
+    train_raft(make_raft(fake))
+    assert [len(records(out, cycle, "samples")) for cycle in (1, 2)] == [12, 12]
+    assert json.loads((out / "summary.json").read_text())["cycles"][-1]["cycle"] == 2
+    # the check before sampling, the evaluations, and cycle 2's sampling
+    assert loads(fake, out) == {".adapter-check": 1, "cycle_1/adapter": 2, "cycle_2/adapter": 1}
+    assert fake.rules.adapters == {}
+    assert not (out / ".adapter-check").exists()
+    assert not [line for line in messages if fake.url in line]
+
+
+@pytest.mark.wide
 def test_the_next_step_samples_while_this_one_trains(serve, make, out, messages):
     fake = serve()
 
@@ -108,7 +141,7 @@ def test_the_next_step_samples_while_this_one_trains(serve, make, out, messages)
                 time.sleep(0.01)
             return super().rows(selected)
 
-    train(make(fake, **OVERLAP), Slow)
+    trained(Slow, make(fake, **OVERLAP))
     assert loads(fake, out) == {".adapter-check": 1, "policy/step_1": 1, "policy/step_2": 1, "policy/step_3": 1}
     assert policies(out) == {1: {0}, 2: {0}, 3: {1}, 4: {2}}
     assert lags(out) == [0, 1, 1, 1]
@@ -184,7 +217,7 @@ def test_a_server_that_turns_stale_later_shows_in_the_mismatch(serve, make, out,
 
 @pytest.mark.wide
 @several_ranks
-def test_an_error_beside_training_reaches_every_rank(serve, make, out):
+def test_an_error_beside_training_reaches_every_rank(serve, make):
     fake = serve()
 
     def before(path, body):
@@ -193,11 +226,33 @@ def test_an_error_beside_training_reaches_every_rank(serve, make, out):
         return None
 
     fake.before = before
-    found = forked_ranks(main, make(fake, **OVERLAP))
-    assert [code for code, _ in found] == [1, 1]
-    for _, messages in found:
-        assert "too long" in messages
-        assert "Traceback" not in messages
+    for code, messages in forked_ranks(main, make(fake, **OVERLAP)):
+        assert (code, "too long" in messages, "Traceback" in messages) == (1, True, False)
+    assert fake.rules.adapters == {}
+
+
+@pytest.mark.wide
+@several_ranks
+def test_an_error_on_one_rank_ends_all(serve, make_raft):
+    """The server refuses one request of an evaluation; either rank may ask it."""
+    path = make_raft(fake := serve())
+    raft = loaded(RAFT, path)
+    raft.setup()
+    refused = raft.prompts.tokens[raft.prompts.held_out[1].id]
+    raft.cleanup()
+
+    def before(path, body):
+        adapter = fake.rules.adapters.get((body or {}).get("model"), "")
+        if "cycle_1" in adapter and body["temperature"] == 0 and body["prompt"] == refused and not is_check(body):
+            return error(400, "too long", "BadRequestError")
+        return None
+
+    fake.before = before
+    codes, said = zip(*forked_ranks(raft_main, path, "overwrite_output_dir=True"), strict=True)
+    assert codes == (1, 1)
+    asked = next(rank for rank in range(2) if "HTTP 400: too long; waiting for the other ranks' answers" in said[rank])
+    assert f"rank {asked}: Refused:" in said[1 - asked]
+    assert "HTTP 400: too long" in said[1 - asked]
     assert fake.rules.adapters == {}
 
 
@@ -214,7 +269,7 @@ def test_a_failed_rank_waits_for_no_other(serve, make, out):
             return super().rows(selected)
 
     with pytest.raises(RuntimeError, match="fallen off the bus"):
-        train(make(fake, **OVERLAP), Fails)
+        trained(Fails, make(fake, **OVERLAP))
     assert fake.rules.adapters == {}
 
 
@@ -238,17 +293,10 @@ def test_answers_without_tokens_are_no_update(serve, make, out, empty):
 def at_sample(step: int, count: int, signum: int):
     """Return a ``prepare`` that sends ``signum`` once a step has ``count`` samples."""
 
-    def prepare() -> None:
-        original = PhaseRecords.append
+    def when(phase, record):
+        return phase._scope[:2] == (step, "sample") and "text" in record and len(phase.records) == count
 
-        def append(self, record):
-            original(self, record)
-            if self._scope[:2] == (step, "sample") and "text" in record and len(self.records) == count:
-                os.kill(os.getpid(), signum)
-
-        PhaseRecords.append = append
-
-    return prepare
+    return signal_at(PhaseRecords, "append", when, signum)
 
 
 @pytest.mark.wide(always=1)
@@ -266,7 +314,7 @@ def test_stopped_beside_training(serve, make, out, signum, staleness):
         assert not (out / "policy").exists()
     before = [line for line in lines(out / "samples.jsonl") if line["step"] == 3]
     assert 5 <= len(before) < 16
-    succeed(main, path, "resume_from_checkpoint=True")
+    succeed(main, path, RESUME)
     assert_whole(out)
     assert before == [line for line in lines(out / "samples.jsonl") if line["step"] == 3][: len(before)]
     assert max(lags(out)) <= staleness
@@ -279,21 +327,10 @@ def test_a_resumed_run_asks_anew_what_is_too_old(serve, make, out):
     code, _ = forked(main, path, prepare=at_sample(4, 5, signal.SIGKILL))
     assert code == -signal.SIGKILL
     assert max(policies(out)) == 4
-    succeed(main, path, "resume_from_checkpoint=True", "max_staleness=1")
+    succeed(main, path, RESUME, "max_staleness=1")
     assert_whole(out)
     assert max(lags(out)) <= 1
     assert all(step - 1 - min(found) <= 1 for step, found in policies(out).items())
-
-
-@pytest.mark.wide
-def test_a_run_that_ends_early_stops_sampling(serve, make, out):
-    fake = serve()
-    never = {"_component_": "tests.kit.judges.Coin", "share": 0.0}
-    with pytest.raises(UserError, match="all rewards are 0"):
-        train(make(fake, **OVERLAP, verifier=never, max_flat_steps=2))
-    assert fake.rules.adapters == {}
-    assert len(lines(out / "metrics.jsonl")) == 2
-    assert not (out / "policy").exists()
 
 
 @pytest.mark.wide
@@ -335,7 +372,7 @@ def test_an_evaluation_keeps_the_other_ranks_lines(serve, make, out):
 
     assert [code for code, _ in forked_ranks(killed, path)] == [-signal.SIGKILL] * 2
     fake.asked.clear()
-    succeed_on_ranks(main, path, "resume_from_checkpoint=True")
+    succeed_on_ranks(main, path, RESUME)
     assert_whole(out, evaluations=3)
     seeds = {line["seed"] % 2**31 for line in lines(out / "samples.jsonl") if line["step"] == 3}
     assert len(seeds) == 16
@@ -367,7 +404,7 @@ def test_answers_of_an_older_adapter_are_weighed(serve, make, out):
             return float(torch.stack([gradient.norm() for gradient in gradients]).norm())
 
     optimizer = {"_component_": "torch.optim.AdamW", "lr": 2e-2}
-    train(make(serve(), **OVERLAP, optimizer=optimizer, mismatch_limits=[0, 1.2]), Measured)
+    trained(Measured, make(serve(), **OVERLAP, optimizer=optimizer, mismatch_limits=[0, 1.2]))
     norms = [line["grad_norm"] for line in lines(out / "metrics.jsonl")]
     assert norms == pytest.approx(expected["weighed"], rel=1e-4)
     assert norms[0] == pytest.approx(expected["unweighed"][0], rel=1e-4)
@@ -375,12 +412,30 @@ def test_answers_of_an_older_adapter_are_weighed(serve, make, out):
         assert abs(norm / unweighed - 1) > 1e-3
 
 
-def test_a_server_without_adapters_is_refused_before_sampling(serve, make, out):
+def test_a_server_without_adapters_is_refused_before_sampling(serve, make, make_raft, out):
     fake = serve(lora=False)
-    with pytest.raises(UserError, match=r"vllm serve MODEL.*set max_staleness=0 and sample in this process"):
-        train(make(fake, **OVERLAP))
+    for start, cure in ((lambda: train(make(fake, **OVERLAP)), "max_staleness=0"),
+                        (lambda: train_raft(make_raft(fake)), "cycles=1")):  # fmt: skip
+        with pytest.raises(UserError, match=f"HTTP 404: Not Found.*vllm serve MODEL.*set {cure}"):
+            start()
     assert fake.bodies() == []
     assert not out.exists()
+
+
+def test_layers_that_servers_would_scale_wrongly_are_refused(serve, make_raft, monkeypatch):
+    """vLLM reads r and alpha of an adapter, and not its patterns."""
+    setup_model = Learner.setup_model
+
+    def uneven(self):
+        decoder = setup_model(self)
+        next(layer for _, layer in adapters(decoder)).alpha = 3
+        return decoder
+
+    monkeypatch.setattr(Learner, "setup_model", uneven)
+    fake = serve()
+    with pytest.raises(UserError, match=r"scale all layers of an adapter alike.*model\.alpha_pattern.*LocalEngine"):
+        train_raft(make_raft(fake))
+    assert fake.bodies() == []
 
 
 @pytest.mark.wide
@@ -405,28 +460,16 @@ def test_a_vllm_that_mixes_adapters_up_samples_no_step_ahead(serve, make, out):
 def test_a_server_without_log_probs_is_refused_before_sampling(serve, make, changes, setting, missing):
     fake = serve()
     without(fake, missing)
-    grpo = GRPO(config.load("grpo_rocm", str(make(fake, **changes))))
     with pytest.raises(UserError, match=f"^{setting}: the engine returns no token ids and log-probs of sampling"):
-        grpo.check()
+        loaded(GRPO, make(fake, **changes)).check()
     assert fake.bodies() == []
 
 
-@pytest.mark.wide
-@BOTH
-def test_log_probs_that_go_missing_end_the_run(serve, make, out, changes):
+def test_log_probs_of_another_temperature_are_refused(serve, make):
     fake = serve()
-    path = make(fake, **changes)
-
-    class Loses(GRPO):
-        def step(self):
-            if self.trainer.step == 1:
-                without(fake, "logprobs")
-            super().step()
-
-    with pytest.raises(UserError, match=r"no token ids and log-probs .* mismatch=truncate"):
-        train(path, Loses)
-    assert fake.rules.adapters == {}
-    assert all(line["logprobs"] for line in lines(out / "samples.jsonl"))
+    with pytest.raises(UserError, match=f"mismatch=truncate: {fake.url} returns log-probs of temperature 1, .* 0.7"):
+        loaded(GRPO, make(fake, temperature=0.7)).check()
+    assert fake.bodies() == []
 
 
 def without(fake, key) -> None:
@@ -440,3 +483,48 @@ def without(fake, key) -> None:
         return answer
 
     fake.reply = reply
+
+
+@pytest.mark.wide
+def test_evaluations_sample_in_process_if_the_server_takes_no_adapters(serve, make_raft, out, messages, caplog):
+    caplog.set_level(logging.INFO, "rocm_ext")
+    fake = serve(lora=False)
+    path = make_raft(fake, profile_steps=3)
+    raft = train_raft(path, "cycles=1")
+    assert "Evaluations sample in this process instead" in "\n".join(messages)
+    assert any("profile_steps: training is recorded; sampling is not" in line for line in messages)
+    assert len(fake.bodies()) == len(records(out, 1, "samples")) == 12
+    assert len(records(out, 1, "samples", "eval")) == 6
+    # the same scores as of an evaluation with the local engine
+    cfg = config.load("raft_rocm", str(path), [f"output_dir={out}/again"])
+    cfg.engine = {"_component_": "rocm_ext.sampling.LocalEngine"}
+    scores = evaluate(cfg, out / "cycle_1" / "adapter")[0].scores
+    assert scores == json.loads((out / "cycle_1" / "eval.json").read_text())
+    assert raft.engines.sample is not raft.engines.eval
+
+
+@pytest.mark.wide
+def test_the_first_adapter_is_tried_before_sampling(serve, make_raft, out):
+    fake, once = serve(), ("cycles=1", "eval_prompts=null")
+    train_raft(make_raft(fake), *once)
+    assert not loads(fake, out)
+    first = out / "adapter"
+    again = (*once, f"checkpointer.adapter_checkpoint={first}")
+    train_raft(make_raft(fake, output_dir=str(out / "next")), *again)
+    assert loads(fake, out) == {"adapter": 2}
+    fake.rules.lora = False
+    with pytest.raises(UserError, match="start without an adapter_checkpoint and with cycles=1"):
+        train_raft(make_raft(fake, output_dir=str(out / "third")), *again)
+
+
+@pytest.mark.parametrize(("noise", "step", "told"), [(0.02, 0.05, True), (0.02, 0.002, False), (0.0, 0.0, False)])
+def test_the_share_of_the_new_adapter(noise, step, told):
+    """Its interval holds the true share, and is narrow unless rounding hides the adapters' difference."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda scale: scale * torch.randn(200, generator=generator, dtype=torch.float64)  # noqa: E731
+    old = -draw(1.0).abs()
+    new = old + draw(step)
+    for truth, served in ((1.0, new), (0.0, old)):
+        low, high = _share(served + draw(noise), new, old)
+        assert low <= truth <= high
+        assert (low > 0.5 or high < 0.5) == told
