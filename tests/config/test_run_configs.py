@@ -128,6 +128,7 @@ def test_the_head_says_how_to_run_it(name):
     assert Path(moved.tokenizer.path).is_relative_to("/elsewhere"), "one key moves the model"
 
 
+@pytest.mark.wide(always=2)
 @pytest.mark.parametrize("recipe", registry.TITLES)
 def test_every_key_of_a_recipe_is_read(recipe):
     """Code must read every key of the defaults."""
@@ -151,7 +152,7 @@ def planned(capsys, name: str, *arguments: str) -> list[float]:
 FAST = ("mi50_qwen1_5b", "strix_halo_qwen7b_raft", "mi300x_qwen3_8b_dpo")
 
 
-@pytest.mark.wide(always=3)
+@pytest.mark.wide(always=1)
 @as_configured
 @pytest.mark.parametrize("name", [*FAST, *(name for name in ALL if not name.startswith("cpu_") and name not in FAST)])
 def test_the_head_s_memory_is_what_plan_prints(name, capsys):

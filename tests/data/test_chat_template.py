@@ -338,7 +338,7 @@ WILD = st.one_of(
 ).filter(str.strip)
 
 
-@pytest.mark.wide(always=2)
+@pytest.mark.wide(always=1)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(question=WILD, answer=WILD, more=WILD)
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1"])

@@ -307,6 +307,7 @@ def test_a_rank_that_does_not_come_has_one_deadline(monkeypatch):
 DORA = {"use_dora": True, "apply_lora_to_output": True}
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(("family", "lora", "changes"), [
     ("qwen2", {}, {"tokens_per_micro_batch": 100}),
     ("llama", DORA, {"enable_activation_checkpointing": True, "clip_grad_norm": 0.5}),

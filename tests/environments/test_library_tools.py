@@ -241,7 +241,7 @@ def test_what_is_printed_is_text_in_its_order(python):
     assert python("'still here'") == "'still here'"
 
 
-@pytest.mark.wide(always=2)
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("code", [
     "while True: pass", "import time; time.sleep(9)", "import os; os.fork()\nwhile True: pass",
     "import signal\nfor s in (15, 18, 20): signal.signal(s, signal.SIG_IGN)\nwhile True: pass",

@@ -69,6 +69,7 @@ def test_openais_client_talks_with_the_model():
 ASK = 'text = ask([{"role": "user", "content": row["prompt"]}])["content"]\n'
 
 
+@pytest.mark.wide(always=3)
 @pytest.mark.parametrize(
     ("code", "verdict", "reward", "detail"),
     [

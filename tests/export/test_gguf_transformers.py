@@ -64,7 +64,7 @@ def differences(server: LlamaCpp, expected: torch.Tensor) -> torch.Tensor:
     return (found - expected[list(told)]).abs()
 
 
-@pytest.mark.wide(always=3)
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(("kind", "name"), MODELS, ids=[f"{kind.__name__[10:15]} {name}" for kind, name in MODELS])
 def test_model_and_adapter_have_transformers_and_pefts_log_probs(tmp_path, kind, name):
     base = write(kind, tmp_path / "base", name)

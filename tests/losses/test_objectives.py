@@ -105,6 +105,7 @@ def test_both_passes_draw_the_same_dropout():
     torch.testing.assert_close(torch.autograd.grad(found, hidden)[0], gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("lengths", [(1000,), (999, 1)])
 def test_long_sequences_keep_their_gradient_in_fp16(lengths):
     """Weights of 1/length are multiplied in after the gradient has left fp16."""

@@ -266,6 +266,7 @@ def test_a_4_bit_base_model(folders, tmp_path):
     assert losses != metrics(whole.trainer.folder.path)
 
 
+@pytest.mark.wide
 @several_ranks
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.wide)])
 def test_two_ranks_equal_one(folders, tmp_path, name):

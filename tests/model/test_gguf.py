@@ -195,7 +195,7 @@ def test_gradients_are_those_over_unpacked_weights(files, name, lora):
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.wide(always=1)
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "kind"), [("qwen2", "Q4_K"), ("qwen3.5 moe", "Q8_0")])
 def test_a_killed_run_is_resumed_and_names_the_way_to_llama_cpp(files, rows, tmp_path, name, kind):
     path = files(name, (kind,))

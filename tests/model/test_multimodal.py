@@ -88,7 +88,7 @@ def test_tensors_that_transformers_leaves_out(folder_of, tmp_path, name):
 
 
 # ---- training and files
-@pytest.mark.wide(always=1)
+@pytest.mark.wide
 @pytest.mark.parametrize("name", some("gemma 3"))
 def test_ten_steps_equal_peft(folder_of, rows, tmp_path, name):
     cfg = folder_config(folder_of(name), rows, tmp_path / "run")

@@ -86,7 +86,7 @@ def test_logits_of_more_architectures(tmp_path, kind):
     assert check_logits(write_common(tmp_path / kind, kind))
 
 
-@pytest.mark.wide(always=4)
+@pytest.mark.wide(always=2)
 @pytest.mark.parametrize("kind", CARE)
 def test_architectures_that_need_care(tmp_path, kind):
     """They compute transformers' logits, their steps can be planned, and each adapter gets a gradient."""
@@ -246,6 +246,7 @@ def test_killed_and_resumed(folder_of, rows, tmp_path, name):
     parity.check_resumes(parity.whole_run(folder_of(name), rows, tmp_path / "whole"), "killed")
 
 
+@pytest.mark.wide
 @several_ranks
 @pytest.mark.parametrize("name", some("gemma 3"))
 def test_two_ranks_equal_one(folder_of, rows, tmp_path, name):

@@ -52,7 +52,7 @@ def run(path: Path, *overrides: str, **more) -> Path:
     return Path(yaml.safe_load(path.read_text())["output_dir"])
 
 
-@pytest.mark.wide(always=1)
+@pytest.mark.wide
 @pytest.mark.parametrize("opening", ["Ready?", ""])
 def test_the_model_is_trained_on_the_tokens_that_it_sampled(write, opening):
     out = run(write(echo={"opening": opening}))
@@ -127,7 +127,7 @@ def computed_again() -> None:
     local.LocalSession._keeps = lambda *_: False
 
 
-@pytest.mark.wide(always=1)
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "count"), [("samples.jsonl", 7), ("verdicts.jsonl", 12), ("turns.jsonl", 30)])
 def test_killed_and_resumed(write, name, count):
     whole = run(write("whole"), prepare=computed_again)

@@ -77,6 +77,7 @@ def test_every_step_is_in_the_records(reference):
     assert (run.recipe, run.finished, len(run.steps), len(run.evaluations)) == ("distil_rocm", True, 4, 3)
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_a_step_equals_trl(make, folder, teacher, tmp_path, beta):
     """An SGD step at rate 1 changes the adapter by minus the gradient of TRL's loss on the same answers."""
@@ -158,6 +159,7 @@ def test_without_a_verifier(make, tmp_path):
     assert (tmp_path / "killed" / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("loss", ["jsd", "reverse_kl"])
 def test_an_adapter_teaches_its_own_base(make, reference, folder, tmp_path, loss):
     """The teacher is the base with an adapter: the same as that model as a folder, and a model of its own adapter."""

@@ -73,6 +73,7 @@ def dpo_config(top: Path, out: Path, **changes) -> dict:
     return {**cfg, **changes}
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("loss", [{**DPO_LOSS, "beta": 0.3, "label_smoothing": 0.1},
                                   {"_component_": "torchtune.rlhf.loss.RSOLoss", "gamma": 0.2}])  # fmt: skip
 def test_every_step_equals_stock_torchtune(top, tmp_path, loss):

@@ -100,7 +100,7 @@ def test_killed_in_an_evaluation(make, undisturbed, tmp_path, name, count):
     assert len(log.read_text().splitlines()) <= 24 + 2 + 5
 
 
-@pytest.mark.wide(always=1)
+@pytest.mark.wide
 @pytest.mark.parametrize("count", [8, 3])
 def test_stopped_in_an_evaluation(make, undisturbed, tmp_path, count):
     """The step before it is saved, though no checkpoint was due."""
@@ -210,6 +210,7 @@ def test_bad_input(make, tmp_path, changes, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.wide
 def test_a_resumed_run_has_the_same_evaluations(make, undisturbed, tmp_path):
     out = shutil.copytree(undisturbed, tmp_path / "out")
     for change, message in (("max_new_tokens=13", "max_new_tokens: was 12, is 13"),

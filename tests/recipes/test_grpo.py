@@ -66,7 +66,7 @@ def test_every_step_is_in_the_records(reference):
     assert not (reference / "policy").exists()
 
 
-@pytest.mark.wide(always=1)
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "count"), [("samples", 3), wide("verdicts", 20), wide("samples", 60)])
 def test_killed_while_sampling_and_verifying(make, reference, tmp_path, name, count):
     kill_and_resume(main, make(tmp_path / "out"), kill_at_record(f"{name}.jsonl", count))

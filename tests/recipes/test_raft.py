@@ -159,6 +159,7 @@ def assert_same_answers(out: Path, reference: Path) -> None:
     assert not list(out.rglob("*.rank*"))
 
 
+@pytest.mark.wide
 @several_ranks
 def test_two_ranks_sample_and_train_what_one_does(reference, make, tmp_path):
     out = tmp_path / "two"
@@ -209,6 +210,7 @@ def test_raft_plus_plus_starts_at_a_ratio_of_one(make, tmp_path):
     assert one_line_has(messages, "replayed answers", "older adapters"), "later cycles would train on them"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("counts", [
     (2, 46),
     pytest.param(range(4, 120, 9), marks=pytest.mark.wide),

@@ -283,7 +283,7 @@ def test_resume_of_a_finished_run_changes_nothing(make, reference, tmp_path):
     assert json.loads(after["summary.json"])["steps"] == 10
 
 
-@pytest.mark.wide(always=1)
+@pytest.mark.wide
 def test_a_mixture_of_data_sets(make, folder, tmp_path):
     """It is killed in the second epoch, in which the smaller set has repeated its rows twice."""
     small = write_rows(folder / "small.jsonl", 9, start=41)

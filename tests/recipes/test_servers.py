@@ -186,6 +186,7 @@ def test_two_ranks_share_two_servers(serve, make, out, changes):
         assert changes or fake.exchanged == []
 
 
+@pytest.mark.wide(always=1)
 @BOTH
 @pytest.mark.parametrize(
     ("stale", "other"),
@@ -273,6 +274,7 @@ def test_a_failed_rank_waits_for_no_other(serve, make, out):
     assert fake.rules.adapters == {}
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("empty", ["some groups", "all groups"])
 def test_answers_without_tokens_are_no_update(serve, make, out, empty):
     fake = serve()
@@ -299,7 +301,7 @@ def at_sample(step: int, count: int, signum: int):
     return signal_at(PhaseRecords, "append", when, signum)
 
 
-@pytest.mark.wide(always=1)
+@pytest.mark.wide
 @pytest.mark.parametrize(("signum", "staleness"), [(signal.SIGKILL, 1), (signal.SIGINT, 1), (signal.SIGKILL, 2)])
 def test_stopped_beside_training(serve, make, out, signum, staleness):
     fake = serve()
@@ -450,6 +452,7 @@ def test_a_vllm_that_mixes_adapters_up_samples_no_step_ahead(serve, make, out):
     train(make(fake, steps=1, overwrite_output_dir=True, **{"max_staleness": 1}))
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
     ("changes", "setting", "missing"),
     [({}, "mismatch=truncate", "logprobs"), ({}, "mismatch=truncate", "token_ids"),

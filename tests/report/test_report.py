@@ -261,6 +261,7 @@ KEYS += ["cycles", "filter", "prompts", "correct", "pass_at_k", "reward", "verdi
 KEYS += ["answers", "flat", "eval", "text", "stopped", "steps", "sample_seconds", "reward/form"]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("recipe", ["raft", pytest.param("grpo", marks=pytest.mark.wide)])
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())

@@ -625,6 +625,7 @@ def tensors(thing: nn.Module) -> list[torch.Tensor]:
     return [*thing.parameters(), *thing.buffers()]
 
 
+@pytest.mark.wide(always=2)
 @pytest.mark.parametrize(
     ("shape", "lengths", "sampling", "memory"),
     [

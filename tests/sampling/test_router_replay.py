@@ -246,7 +246,7 @@ def test_padded_rows(make, tmp_path):
 SERVERS = ("engine._component_=rocm_ext.sampling.OpenAIEngine", "engine.urls=[http://localhost:1/v1]")
 
 
-@pytest.mark.wide(always=2)
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
     ("kind", "overrides", "says"),
     [

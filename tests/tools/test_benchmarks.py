@@ -305,6 +305,7 @@ def test_experts_give_the_same_before_they_are_timed(monkeypatch, capsys):
         experts.main()
 
 
+@pytest.mark.wide
 def test_blocks_give_the_same_before_they_are_timed(monkeypatch, capsys):
     monkeypatch.setattr(unpacking, "SHAPE", {**unpacking.SHAPE, "hidden_size": 256, "intermediate_size": 256,
                                              "num_attention_heads": 2, "num_key_value_heads": 1})  # fmt: skip

@@ -361,6 +361,7 @@ def test_attributes_take_no_memory(box: Sandbox):
     assert outcome.stdout.split() == ([b"unsupported"] * 3 + [b"none"]) * 2, outcome
 
 
+@pytest.mark.wide(always=2)
 @pytest.mark.parametrize(
     ("folder", "kind"), [("/tmp", "symlink"), ("/tmp", "folder"), ("/tmp", "link"), ("/dev/shm", "file")]
 )

@@ -263,7 +263,7 @@ WRONG = [  # (completion, gold): nothing here may be CORRECT
 # fmt: on
 
 
-@pytest.mark.wide(always=2)
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize(("table", "verdicts"), [
     (RIGHT[::4], {"CORRECT"}), (WRONG[::8], {"WRONG", "UNPARSED"}),
     (RIGHT, {"CORRECT"}), (WRONG, {"WRONG", "UNPARSED"}),

@@ -39,6 +39,7 @@ def test_human_eval_format(verifiers, number: int):
         assert verifiers[0](wrong, row).reward == 0, wrong
 
 
+@pytest.mark.wide(always=1)
 @pytest.mark.skipif(not MBPP.exists(), reason=f"needs {MBPP}")
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize(("step", "broken"), [(9, []), pytest.param(1, ["927"], marks=pytest.mark.wide)])
