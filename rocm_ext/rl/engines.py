@@ -21,6 +21,7 @@ from rocm_ext.base.files import disk_errors
 from rocm_ext.base.log import log
 from rocm_ext.distributed.ranks import Ranks, local_world_size
 from rocm_ext.machine.detect import host_memory
+from rocm_ext.model.token_rows import trained_tokens
 from rocm_ext.plan.memory import frozen_bytes
 from rocm_ext.rl.rollout import Requests
 from rocm_ext.rl.server_check import ServerCheck
@@ -329,10 +330,14 @@ def open_engines(
 
 def _check_adapters(cfg: DictConfig, learner: Learner, engine: Any, samples_new_adapters: bool) -> None:
     """Check that the engine can load the adapters that the run will need."""
-    if first := cfg.checkpointer.get("adapter_checkpoint"):
+    first = cfg.checkpointer.get("adapter_checkpoint")
+    writes = cfg.prompts is not None and (samples_new_adapters or cfg.eval_prompts)  # adapters that it samples with
+    if (first or writes) and trained_tokens(learner.decoder):
+        raise UserError("model.trainable_tokens: no server is known to load an adapter with rows of tokens")
+    if first:
         engine.check_adapter(Path(first))
-    if cfg.prompts is None or not (samples_new_adapters or cfg.eval_prompts):
-        return  # the run writes no adapter that it samples with
+    if not writes:
+        return
     # in the run's folder, because the server must see this path
     folder = Path(cfg.output_dir) / ".adapter-check"
     ranks = learner.runtime.ranks

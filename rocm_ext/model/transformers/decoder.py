@@ -139,6 +139,11 @@ class TransformersDecoder(Decoder):
         return self.get_submodule(self._body).get_input_embeddings()  # type: ignore[operator]
 
     @property
+    def head(self) -> nn.Module:
+        """The output layer itself."""
+        return self.get_submodule(self.output_name)
+
+    @property
     def body(self) -> nn.Module:
         """The model without its output layer."""
         return self.get_submodule(self._body)
