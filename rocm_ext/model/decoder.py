@@ -86,7 +86,7 @@ class Decoder(nn.Module, ABC):
         """
 
     @property
-    def head(self) -> Any:
+    def output_layer(self) -> Any:
         """The output layer itself, without what the model does to its logits."""
         return self.output
 

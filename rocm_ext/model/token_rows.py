@@ -86,16 +86,19 @@ class TokenRows(nn.Module):
         self.weight.copy_(layers[0].weight)
 
 
-def attach(layer: Any, rows: TokenRows) -> None:
-    """Let a layer, embeddings or an output layer, compute with ``rows``."""
-    setattr(layer, TokenRows.NAME, rows)
-    kind: Any = type(layer)
-    layer.__class__ = _with_rows(kind)  # keeps parameters, names and hooks
+def attach(rows: TokenRows, layer: nn.Module, tied: Any = None) -> None:
+    """Let the embeddings or the output layer, and one that is ``tied`` to it, compute with ``rows``."""
+    layer.add_module(TokenRows.NAME, rows)
+    if tied is not None:
+        vars(tied)[TokenRows.NAME] = rows  # no part of it, so that torch finds the rows in one place
+    for each in (layer, *([] if tied is None else [tied])):
+        each.__class__ = _with_rows(type(each))  # keeps parameters, names and hooks
 
 
 @cache
 def _with_rows(kind: Any) -> type:
-    compute = getattr(kind, "forward", kind.__call__)
+    name = "forward" if issubclass(kind, nn.Module) else "__call__"  # torchtune's TiedLinear is no module
+    compute = getattr(kind, name)
 
     def embed(self: Any, tokens: Tensor) -> Tensor:
         return self.token_rows.embedded(tokens, compute(self, tokens), getattr(self, "embed_scale", None))
@@ -103,10 +106,9 @@ def _with_rows(kind: Any) -> type:
     def output(self: Any, hidden: Tensor) -> Tensor:
         return self.token_rows.logits(hidden, compute(self, hidden))
 
-    if issubclass(kind, nn.Module):
-        parts: dict[str, Any] = {"forward": embed if issubclass(kind, nn.Embedding) else output}
-    else:  # torchtune's TiedLinear is no module
-        parts = {"__call__": output, "parameters": lambda self: self.token_rows.parameters()}
+    parts: dict[str, Any] = {name: embed if issubclass(kind, nn.Embedding) else output}
+    if name == "__call__":  # the objective asks a head for them
+        parts["parameters"] = lambda self: self.token_rows.parameters()
     return type(kind.__name__, (kind,), parts)
 
 
@@ -132,12 +134,10 @@ def train_tokens(decoder: Any, wanted: Any, folder: Path) -> None:
         wanted = dict.fromkeys((EMBEDDINGS, OUTPUT), wanted)
     numbers = {str(name): _numbers(tokens, folder, decoder) for name, tokens in wanted.items()}
     for name, tokens in by_layer(decoder, numbers).items():
-        layers = [_layers(decoder)[name]] + [decoder.head] * is_tied(decoder)
-        for layer in layers:
-            _check(layer, tokens)
-        rows = TokenRows(tokens, layers[0])
-        for layer in layers:
-            attach(layer, rows)
+        layer, tied = _layers(decoder)[name], decoder.output_layer if is_tied(decoder) else None
+        _check(layer, tokens)
+        _check(tied, tokens)
+        attach(TokenRows(tokens, layer), layer, tied)
 
 
 def _check(layer: Any, tokens: list[int]) -> None:
@@ -182,18 +182,18 @@ def trained_tokens(decoder: Any) -> dict[str, list[int]]:
 def layer_names(decoder: Any) -> dict[str, str]:
     """Return the published names of :data:`EMBEDDINGS` and :data:`OUTPUT`."""
     names = {module: name for name, module in decoder.named_modules()}
-    both = {EMBEDDINGS: names[decoder.tok_embeddings], OUTPUT: names.get(decoder.head, "output")}
+    both = {EMBEDDINGS: names[decoder.tok_embeddings], OUTPUT: names.get(decoder.output_layer, "output")}
     return {layer: decoder.renames[0](f"{name}.weight").removesuffix(".weight") for layer, name in both.items()}
 
 
 def is_tied(decoder: Any) -> bool:
     """Return whether the output layer of ``decoder`` is its embeddings."""
-    head = getattr(decoder.head, "tied_module", decoder.head)
+    head = getattr(decoder.output_layer, "tied_module", decoder.output_layer)
     return getattr(head, "weight", None) is decoder.tok_embeddings.weight
 
 
 def _layers(decoder: Any) -> dict[str, Any]:
-    return {EMBEDDINGS: decoder.tok_embeddings, **({} if is_tied(decoder) else {OUTPUT: decoder.head})}
+    return {EMBEDDINGS: decoder.tok_embeddings, **({} if is_tied(decoder) else {OUTPUT: decoder.output_layer})}
 
 
 def _numbers(tokens: Any, folder: Path, decoder: Any) -> list[int]:

@@ -38,6 +38,7 @@ from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters
 from rocm_ext.model.native import native
 from rocm_ext.model.sampler import NativeSampler, copied_bytes, sampler_of
+from rocm_ext.model.token_rows import TokenRows, attach, is_tied
 from rocm_ext.sampling import LocalEngine, RequestQueue, Sampling, sample_seed
 from rocm_ext.sampling.draw import draw, uniforms
 from rocm_ext.sampling.local import LocalSession
@@ -75,6 +76,16 @@ def model(family: str = "qwen2", lora: str | None = None, adapted=tuple(ALL_PROJ
                 layer.initialize_dora_magnitude()
                 layer.magnitude.mul_(1 + 0.2 * torch.randn_like(layer.magnitude))
     return native(decoder).eval()
+
+
+def with_rows(decoder):
+    """Put rows of two tokens into ``decoder``, which differ from its own."""
+    tied = decoder.output if is_tied(decoder) else None
+    for layer in (decoder.tok_embeddings, *([] if tied else [decoder.output])):
+        rows = TokenRows([3, 60], layer).float()
+        rows.weight.data.normal_(std=0.1)
+        attach(rows, layer, tied)
+    return decoder
 
 
 def twin(decoder, family: str, tied: bool = False):
@@ -210,7 +221,7 @@ WARM = Sampling(24, temperature=0.9, top_p=0.97)
 
 @pytest.fixture(scope="module")
 def small():
-    return model("qwen2", "lora")
+    return with_rows(model("qwen2", "lora"))
 
 
 @pytest.fixture(scope="module")
@@ -787,7 +798,7 @@ def test_a_refreshed_layout_equals_a_new_one_in_place(family, lora, changes, mer
     for name, parameter in decoder.named_parameters():
         if ".lora_" not in name and "magnitude" not in name:
             parameter.data = parameter.data.to(dtype)
-    with sampler_of(decoder, merge) as kept:
+    with sampler_of(with_rows(decoder), merge) as kept:
         parts = tensors(kept.decoder)
         before, places = [part.clone() for part in parts], [part.data_ptr() for part in parts]
         train(decoder, 1)

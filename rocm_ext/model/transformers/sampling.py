@@ -271,8 +271,7 @@ class TransformersSampler(Sampler):
         for name, rows in token_rows(source):
             copied = rows.copy()
             adapted.append((copied, [rows]))
-            for each in (decoder.get_submodule(name), *([decoder.head] if decoder.tied else [])):
-                attach(each, copied)
+            attach(copied, decoder.get_submodule(name), decoder.output_layer if decoder.tied else None)
         super().__init__(decoder, adapted, source.needs, source.num_heads, bool(decoder.tied))
 
     @property
