@@ -113,10 +113,10 @@ def run_files(out: Path) -> tuple[list[float], bytes]:
     return metrics(out), (out / WEIGHTS).read_bytes()
 
 
-def whole_run(base: Path, rows: Path, out: Path) -> dict:
+def whole_run(base: Path, rows: Path, out: Path, **lora: Any) -> dict:
     """Run five steps with dropout; return the config."""
     changes = {"epochs": 1, "max_steps_per_epoch": 5, "save_every_n_steps": 2}
-    cfg = folder_config(base, rows, out, {"lora_dropout": 0.1, "trainable_tokens": [17, "<|im_end|>"]}, **changes)
+    cfg = folder_config(base, rows, out, {"lora_dropout": 0.1, **lora}, **changes)
     finetune(cfg)
     return cfg
 

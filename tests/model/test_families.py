@@ -236,7 +236,7 @@ def test_a_file_of_torchtunes_adapter_is_refused(folders, tmp_path):
 def test_killed_and_resumed(folders, tmp_path):
     """From the config that the run recorded, and from a folder that has moved."""
     base = shutil.copytree(folders["qwen3"], tmp_path / "base")
-    cfg = parity.whole_run(base, folders["rows"], tmp_path / "whole")
+    cfg = parity.whole_run(base, folders["rows"], tmp_path / "whole", trainable_tokens=[17, "<|im_end|>"])
     parity.check_resumes(cfg, "recorded")
     parity.check_resumes(cfg, "moved", lambda: f"model.checkpoint_dir={base.rename(tmp_path / 'elsewhere')}")
 
@@ -284,7 +284,7 @@ def test_two_ranks_equal_one(folders, tmp_path, name):
 def test_planned_peak_is_the_measured_one(tmp_path, changes, capsys):
     wide = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "head_dim": 64}
     base = write_family(tmp_path / "base", "qwen3", **wide)
-    at_start, peak = planned_and_measured(base, tmp_path / "run", **changes)
+    at_start, peak = planned_and_measured(base, tmp_path / "run", {"trainable_tokens": list(range(50))}, **changes)
     for file in base.glob("*.safetensors"):
         file.unlink()  # a plan reads config.json alone
     assert cli.main(["plan", "--json", "--config", str(tmp_path / "run.yaml")]) == 0

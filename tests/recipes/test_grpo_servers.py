@@ -375,12 +375,18 @@ def test_answers_of_an_older_adapter_are_weighed(serve, make, out):
         assert abs(norm / unweighed - 1) > 1e-3
 
 
-def test_a_server_without_adapters_is_refused_before_sampling(serve, make, out):
+def test_a_server_without_adapters_is_refused_before_sampling(serve, make, folder, out):
     fake = serve(lora=False)
     with pytest.raises(UserError, match=r"vllm serve MODEL.*set max_staleness=0 and sample in this process"):
         train(make(fake, **OVERLAP))
     assert fake.bodies() == []
     assert not out.exists()
+    fake = serve()
+    model = {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder / "base")}
+    rows = {"model": {**model, "trainable_tokens": [3]}, "checkpointer": None}
+    with pytest.raises(UserError, match=r"no server is known to load .* rows of tokens.*sample in this process"):
+        train(make(fake, **rows))
+    assert fake.adapter_calls() == fake.bodies() == []
 
 
 @pytest.mark.wide
