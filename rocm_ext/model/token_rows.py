@@ -91,8 +91,9 @@ def attach(rows: TokenRows, layer: nn.Module, tied: Any = None) -> None:
     layer.add_module(TokenRows.NAME, rows)
     if tied is not None:
         vars(tied)[TokenRows.NAME] = rows  # no part of it, so that torch finds the rows in one place
-    for each in (layer, *([] if tied is None else [tied])):
-        each.__class__ = _with_rows(type(each))  # keeps parameters, names and hooks
+    for each in (layer, tied) if tied is not None else (layer,):
+        kind: Any = type(each)
+        each.__class__ = _with_rows(kind)  # keeps parameters, names and hooks
 
 
 @cache

@@ -301,7 +301,8 @@ def test_raft_and_eval(folders, tmp_path, capsys):
         write_rows(tmp_path / f"{name}.jsonl", count, start)
     path = write_run(tmp_path, tmp_path / "run", cycles=1, epochs=1)
     cfg = yaml.safe_load(path.read_text())
-    cfg |= {key: folder_config(tmp_path / "base", path, tmp_path / "run")[key] for key in ("model", "tokenizer")}
+    ours = folder_config(tmp_path / "base", path, tmp_path / "run", {"trainable_tokens": [*range(100), "<|im_end|>"]})
+    cfg |= {key: ours[key] for key in ("model", "tokenizer")}
     del cfg["checkpointer"]
     path = write_yaml(path, cfg)
     code, said = forked(raft_main, path)

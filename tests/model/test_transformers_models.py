@@ -264,7 +264,7 @@ def test_planned_peak_is_the_measured_one(tmp_path, name, changes):
 
 @pytest.mark.parametrize("name", some())
 def test_grpo_and_dpo(folder_of, tmp_path, name):
-    check_grpo_and_dpo(folder_of(name), tmp_path)
+    check_grpo_and_dpo(folder_of(name), tmp_path, trainable_tokens=list(range(100, 200)))
 
 
 @pytest.mark.wide

@@ -848,7 +848,7 @@ def test_a_session_that_stays_open_may_be_trained_beside():
 @pytest.mark.parametrize("merge", [True, False])
 def test_two_ranks_refresh_the_layout_of_sharded_weights(tmp_path, merge):
     def compare() -> None:
-        whole, sharded = model("qwen2", "dora"), model("qwen2", "dora")
+        whole, sharded = with_rows(model("qwen2", "dora")), with_rows(model("qwen2", "dora"))
         ranks = Ranks.from_env(CPU)
         ranks.shard(sharded.layers, sharded, set(adapter_parameters(sharded).values()))
         assert hasattr(sharded.layers[0].attn.q_proj.weight, "full_tensor")

@@ -157,15 +157,15 @@ class PeftConfig:
         rank, alpha = rank_and_alpha(layer)
         if self.tokens and decoder.renames is None:
             raise _unknown(folder, [f"trainable_token_indices={dict(self.tokens)}"])
-        theirs, ours = by_layer(decoder, self.tokens), trained_tokens(decoder)
-        compared: list[tuple[str, Any, str, Any]] = [
+        tokens, trained = by_layer(decoder, self.tokens), trained_tokens(decoder)
+        rows: list[tuple[str, Any, str, Any]] = [
             ("r", self.rank, "model.lora_rank", rank),
             ("lora_alpha", self.alpha, "model.lora_alpha", alpha),
             ("use_rslora", self.rslora, "use_rslora", layer.rslora),
             ("use_dora", self.dora, "model.use_dora", isinstance(layer, Dora)),
-            ("trainable_token_indices", theirs or None, "model.trainable_tokens", ours or None),
+            ("trainable_token_indices", tokens or None, "model.trainable_tokens", trained or None),
         ]
-        if wrong := [row for row in compared if row[1] != row[3]]:
+        if wrong := [row for row in rows if row[1] != row[3]]:
             raise UserError(
                 f"adapter {folder} has {', '.join(f'{name}={theirs}' for name, theirs, *_ in wrong)}; "
                 f"the config has {', '.join(f'{key}={ours}' for *_, key, ours in wrong)}. "
