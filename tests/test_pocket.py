@@ -3,27 +3,32 @@
 import json
 import random
 import re
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 import torch
 from rocm_ext.recipes.grpo_rocm import main
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torchtune.models.qwen2 import qwen2
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rocm_ext import cli, pocket
+from rocm_ext.data.encoder import TextEncoder
 from rocm_ext.data.prompts import check_disjoint, prompt_dataset
 from rocm_ext.data.render import render_conversation, render_prompt
 from rocm_ext.environments import Tools, calculator, calls_in
 from rocm_ext.model.native import native
 from rocm_ext.runs.scores import Score, wilson
 from rocm_ext.sampling import LocalEngine, Request, Sampling
+from tests.kit.families import folder_config
 from tests.kit.forks import forked
 from tests.kit.grpo_runs import lines
+from tests.kit.parity import finetune
+from tests.kit.samples import answers_of, ask
 from tests.kit.tiny import metrics
 
 TEXTS = [
@@ -285,3 +290,32 @@ def test_eval_in_words(pocket_dir, held_out, tmp_path, capsys):
 def test_wilson(k, n, low, high):
     # 81/263 is Newcombe's (1998) first example; the others follow from the formula
     assert wilson(k, n) == pytest.approx((low, high), abs=1e-4)
+
+
+# ---- new tokens
+@pytest.mark.wide
+def test_it_learns_tokens_whose_rows_are_alike(pocket_dir, tmp_path):
+    """Untrained rows often are all equal. LoRA alone cannot tell such tokens apart; with rows that train it can."""
+    tokens = ["<|box_start|>", "<|box_end|>"]
+    base = shutil.copytree(pocket_dir, tmp_path / "base")
+    encoder = TextEncoder(base / "tokenizer.json")
+    state, ids = load_file(base / "model.safetensors"), [encoder.ids[token] for token in tokens]
+    state["model.embed_tokens.weight"][ids] = 0.02 * torch.randn(128, generator=torch.Generator().manual_seed(0))
+    save_file(state, base / "model.safetensors", metadata={"format": "pt"})
+    talks = [[f"What is {i} {'+-'[i % 2]} 3?", tokens[i % 2]] for i in range(320)]
+    roles = ("user", "assistant")
+    rows = [{"messages": [{"role": r, "content": c} for r, c in zip(roles, talk, strict=True)]} for talk in talks]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    right = {}
+    for name, lora in (("alone", {}), ("rows", {"trainable_tokens": tokens})):
+        cfg = folder_config(base, tmp_path / "rows.jsonl", tmp_path / name, lora, epochs=3)
+        cfg["dataset"] = {"_component_": "rocm_ext.data.sft_dataset", "source": str(tmp_path / "rows.jsonl")}
+        cfg["optimizer"]["lr"] = 3e-3
+        learner = finetune(cfg).learner
+        requests = ask([tuple(render_prompt(learner.tokenizer, row["messages"][:1])) for row in rows[:20]])
+        session = LocalEngine(decoder=learner.decoder, tokenizer=learner.tokenizer, free_memory=lambda: 2**30).session
+        with session(None) as opened:
+            found = answers_of(opened, requests, Sampling(1, temperature=0))
+        right[name] = sum(found[str(i), 0].tokens == [ids[i % 2]] for i in range(20))
+    assert right["rows"] == 20
+    assert right["alone"] <= 10

@@ -27,6 +27,7 @@ _ADAPTER = {
     "use_dora": "use_dora",
     "target_modules": "target_modules",
     "target_parameters": "target_parameters",
+    "trainable_token_indices": "trainable_tokens",
 }
 
 
@@ -148,6 +149,8 @@ def _model(name: str, adapter: Path | None) -> ChosenModel:
         given = {ours: settings.get(theirs) for theirs, ours in _ADAPTER.items()}
         # experts alone may have LoRA, with no module
         model |= {ours: value for ours, value in given.items() if value or (ours, value) == ("target_modules", [])}
+        if isinstance(tokens := model.get("trainable_tokens"), list):  # PEFT's lists are of the embeddings alone
+            model["trainable_tokens"] = {"embed_tokens": tokens}
     optimizer = {COMPONENT: "torch.optim.AdamW"}  # the memory plan counts one
     return ChosenModel(name, adapter, {"recipe": registry.RAFT, "model": model, "optimizer": optimizer})
 

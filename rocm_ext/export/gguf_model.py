@@ -126,6 +126,10 @@ def write_adapter(source: Source, out: Path) -> None:
     config = merged.config
     if config.dora:
         raise UserError(f"{source.adapter} is DoRA, which llama.cpp does not compute; set --gguf, which merges it")
+    if merged.rows:
+        raise UserError(
+            f"{source.adapter} has rows of new tokens, which llama.cpp's adapters cannot; set --gguf, which merges them"
+        )
     gguf = library()
     writer = gguf.GGUFWriter(None, names.arch)
     writer.add_type(gguf.GGUFType.ADAPTER)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.distributed.ranks import Ranks
@@ -227,7 +227,7 @@ class Objective(ABC):
             Scalar in fp32, differentiable with respect to ``hidden`` and the head's parameters. Divide the sum over
             a step by :meth:`denominator`.
         """
-        parameters = [p for p in head.parameters() if p.requires_grad] if isinstance(head, nn.Module) else []
+        parameters = [p for p in getattr(head, "parameters", tuple)() if p.requires_grad]
         labels = _Labels(self, targets, columns, sequence)
         return _Summed.apply(head, labels, torch.is_grad_enabled(), hidden, *parameters)
 

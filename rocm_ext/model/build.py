@@ -22,7 +22,17 @@ from rocm_ext.model.checkpointer import StoredWeights, on_meta, sample
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.gguf_files import SUFFIX
 from rocm_ext.model.layers import use_fused_norms
-from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, dense, init_adapters, is_plain, plain
+from rocm_ext.model.lora import (
+    adapter_parameters,
+    adapters,
+    adopt,
+    dense,
+    init_adapters,
+    is_plain,
+    plain,
+    reset,
+    trained,
+)
 from rocm_ext.model.native import native
 from rocm_ext.model.quantized import Quantized, fp8_rows, scaled_products, unpacked_once
 
@@ -207,9 +217,8 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
             "%d weights, such as %s, take more memory than planned: config.json says that they are quantised, and the "
             "files have them otherwise", len(larger), larger[0]
         )  # fmt: skip
-    for _, layer in adapters(decoder):
-        if isinstance(layer, Dora):
-            layer.initialize_dora_magnitude()
+    for _, layer in trained(decoder):
+        reset(layer)
 
 
 def _joined(decoder: Decoder, frozen: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -85,6 +85,11 @@ class Decoder(nn.Module, ABC):
             [b, s, d], the output layer's input.
         """
 
+    @property
+    def output_layer(self) -> Any:
+        """The output layer itself, without what the model does to its logits."""
+        return self.output
+
     @abstractmethod
     def place_buffers(self, device: torch.device) -> None:
         """Put the buffers of a model that is built on the meta device on ``device``."""

@@ -20,6 +20,7 @@ from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.model.quantized import Quantized
+from rocm_ext.model.token_rows import TokenRows, token_rows
 
 
 class Lora(LoRALinear):
@@ -384,6 +385,24 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
             yield plain(name), module
 
 
+def trained(model: nn.Module) -> Iterator[tuple[str, Adapter | TokenRows]]:
+    """Yield all parts of ``model`` that train, with their names: adapted layers, and rows of tokens."""
+    yield from adapters(model)
+    for name, rows in token_rows(model):
+        yield f"{plain(name)}.{TokenRows.NAME}", rows
+
+
+@torch.no_grad()
+def reset(layer: Adapter | TokenRows) -> None:
+    """Give a part that trains the values with which the model computes as the base model does."""
+    if isinstance(layer, TokenRows):
+        layer.reset()
+        return
+    layer.lora_b.weight.zero_()
+    if isinstance(layer, Dora):
+        layer.initialize_dora_magnitude()
+
+
 def plain(name: str) -> str:
     """Return the name of a part of a model without wrappers' prefixes."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
@@ -392,7 +411,7 @@ def plain(name: str) -> str:
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trainable parameters by name, e.g. ``layers.0.attn.q_proj.lora_a.weight``."""
     return {
-        f"{name}.{key}": layer.get_parameter(key) for name, layer in adapters(model) for key in layer.adapter_params()
+        f"{name}.{key}": layer.get_parameter(key) for name, layer in trained(model) for key in layer.adapter_params()
     }
 
 
@@ -400,12 +419,12 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def init_adapters(model: nn.Module, seed: int, device: torch.device) -> None:
     """Create fresh fp32 adapters on ``device``: A is Kaiming-uniform, B is zero.
 
-    DoRA's m is zero here; :meth:`Dora.initialize_dora_magnitude` sets it once the weights are loaded. The
+    DoRA's m and rows of tokens are zero here; :func:`reset` sets them once the weights are loaded. The
     values depend only on ``seed`` and the order of layers; they are the same on every device and rank. On the meta
     device there are none to draw.
     """
     generator, meta = torch.Generator().manual_seed(seed), device.type == "meta"
-    for _, layer in adapters(model):
+    for _, layer in trained(model):
         for key in layer.adapter_params():
             shape = layer.get_parameter(key).shape
             value = torch.zeros(shape, dtype=torch.float32, device=device if meta else "cpu")

@@ -43,6 +43,7 @@ from rocm_ext.model.layers import HalvesRoPE
 from rocm_ext.model.lora import Sizes, adapted_linear, plain
 from rocm_ext.model.quantized import FP8_ROWS, expect, expect_blocks
 from rocm_ext.model.sampler import NativeSampler, joined_kind
+from rocm_ext.model.token_rows import token_rows, train_tokens
 
 _OUTPUT, _ALL = "lm_head", "all-linear"
 
@@ -120,6 +121,8 @@ class NativeDecoder(TransformerDecoder, Decoder):
         with torch.device("cpu") if device.type == "meta" else device:
             for rope in shared.values():
                 rope.rope_init()  # type: ignore[operator]
+        for _, rows in token_rows(self):
+            rows.ids = rows.ids.to(device)
 
     def converted(self, state: Mapping[str, Tensor]) -> None:
         """Return None: the checkpointer gives tensors by this model's names."""
@@ -177,6 +180,7 @@ def from_checkpoint(
     target_parameters: Iterable[str] | str | None = None,
     rank_pattern: Mapping[str, int] | None = None,
     alpha_pattern: Mapping[str, float] | None = None,
+    trainable_tokens: Any = None,
     use_dora: bool = False,
     quantize_base: bool | str = False,
     trust_remote_code: bool = False,
@@ -197,6 +201,9 @@ def from_checkpoint(
             ``experts.down_proj``); ``all-experts``: all of them; None: none.
         rank_pattern, alpha_pattern: r and alpha of layers with others than ``lora_rank`` and ``lora_alpha``, by ends of
             their names or regular expressions, as PEFT matches them; see :class:`rocm_ext.model.lora.Sizes`.
+        trainable_tokens: tokens, by their texts in the folder's tokenizer or by their ids, whose rows train beside LoRA
+            in the embeddings and the output layer; ``{embed_tokens: […], lm_head: […]}`` names the tokens of each.
+            PEFT has them as ``trainable_token_indices``.
         use_dora: DoRA instead of LoRA.
         quantize_base: ``nf4`` or True: keep adapted layers' weights in 4 bits (NF4); ``fp8``: those of the layers'
             linear parts and experts in 8 bits, with a scale for each row.
@@ -204,8 +211,8 @@ def from_checkpoint(
             code may do all that you may do on this machine; read it first.
 
     Raises:
-        UserError: the folder has no such model, or ``target_modules``, ``target_parameters`` or a pattern names what it
-            does not have.
+        UserError: the folder has no such model, or ``target_modules``, ``target_parameters``, a pattern or
+            ``trainable_tokens`` names what it does not have.
     """
     if not 1 <= lora_rank <= 2**16:
         raise UserError(f"lora_rank is {lora_rank}; expected 1 to 65,536")
@@ -225,6 +232,11 @@ def from_checkpoint(
             f"quantize_base is {quantize_base}, but the weights in {folder} are quantised "
             f"({form.kind if form else 'GGUF'}) and stay so; set quantize_base: False"
         )
+    if blocks and trainable_tokens is not None:
+        raise UserError(
+            f"trainable_tokens is set, but the weights in {folder} are a GGUF file's, into which no rows are merged; "
+            "train from the model's weights in 16 bits"
+        )
     fp8 = quantize_base == "fp8"
     form = FP8_ROWS if fp8 else form
     if (foreign := foreign_config(folder, trust_remote_code)) is not None:
@@ -239,6 +251,8 @@ def from_checkpoint(
             quantize_base=bool(quantize_base) and not fp8,
             trust_remote_code=trust_remote_code,
         )
+        if trainable_tokens is not None:
+            train_tokens(decoder, trainable_tokens, folder)
         return expect_blocks(decoder, blocks) if blocks else expect(decoder, form, quantizes=fp8)
     architecture = read_architecture(folder)
     if target_parameters is not None:
@@ -249,6 +263,8 @@ def from_checkpoint(
     targets = _targets(target_modules, architecture.tied)
     four_bits = bool(quantize_base) and not fp8
     decoder = _Builder(architecture, targets, kind, sizes, four_bits).decoder()
+    if trainable_tokens is not None:
+        train_tokens(decoder, trainable_tokens, folder)
     return expect_blocks(decoder, blocks) if blocks else expect(decoder, form, quantizes=fp8)
 
 

@@ -22,6 +22,7 @@ from rocm_ext.model.attention import Attention, PrefixCache, Prompts, SlotCache
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.lora import Dora, Lora, adapters, dense, factors, is_plain, merged_layer, plain, quantized
 from rocm_ext.model.quantized import Quantized
+from rocm_ext.model.token_rows import TokenRows, token_rows
 
 # On CPUs, matrix products with fewer or more rows use other kernels, which round differently (measured with MKL on
 # several threads). Without these bounds a sample would depend on the number of samples in its batch.
@@ -56,7 +57,7 @@ class Sampler(ABC):
 
     Args:
         decoder: the copy.
-        adapted: its linear layers that have an adapter, and those of the model under training.
+        adapted: its layers that have an adapter and rows of tokens, and those of the model under training.
         needs: what the model keeps of a sequence.
         heads: queries of attention.
         tied: whether the output layer is the embeddings.
@@ -78,7 +79,7 @@ class Sampler(ABC):
     fixed_shapes = False
 
     def __init__(
-        self, decoder: Any, adapted: list[tuple["SamplingLinear", list[Any]]], needs: Needs, heads: int, tied: bool
+        self, decoder: Any, adapted: list[tuple[Any, list[Any]]], needs: Needs, heads: int, tied: bool
     ) -> None:
         self.decoder, self._adapted, self.needs, self._heads = decoder, adapted, needs, heads
         embeddings = decoder.tok_embeddings.weight
@@ -236,7 +237,7 @@ def copied_bytes(source: Decoder, merge: bool | None = None) -> int:
     copied = {name for name, p in weights.items() if (p in small or not is_plain(p)) and not stays_quantized(p)}
     adapted = {f"{name}.weight": layer for name, layer in adapters(source) if isinstance(layer, Lora | Dora)}
     groups = source.joined_weights()
-    beside = 0
+    beside = sum(2 * rows.weight.numel() for _, rows in token_rows(source))  # in fp32
     if merges(source, merge):
         copied.update(adapted)
     else:
@@ -277,19 +278,23 @@ class SamplingLinear(nn.Module):
     Args:
         layers: of the model, which may be under training.
         merge: add the adapters' updates to W.
+
+    Attributes:
+        rows: of tokens, whose logits take the place of W's.
     """
 
     a: Any
     b: Any
     factor: Any
     bias: Any
+    rows: Any
 
     def __init__(self, layers: Sequence[Any], merge: bool) -> None:
         super().__init__()
         weights = [dense(layer.weight.detach()) for layer in layers]
         biases = [getattr(layer, "bias", None) for layer in layers]
         adapted = [isinstance(layer, Lora | Dora) for layer in layers]
-        self.a = self.b = self.factor = self.bias = None
+        self.a = self.b = self.factor = self.bias = self.rows = None
         if merge:
             parts = zip(layers, weights, adapted, strict=True)
             weights = [merged_layer(layer, weight) if changed else weight for layer, weight, changed in parts]
@@ -325,6 +330,10 @@ class SamplingLinear(nn.Module):
     __call__ = forward
 
     def _product(self, x: Tensor) -> Tensor:
+        out = self._of_weights(x)
+        return out if self.rows is None else self.rows.logits(x, out)
+
+    def _of_weights(self, x: Tensor) -> Tensor:
         if self.factor is None:
             out = F.linear(x, self.weight, self.bias)
             return out if self.a is None else out.addmm_(F.linear(x, self.a), self.b.T)
@@ -471,12 +480,12 @@ class _Copies:
         merge: add the adapters' updates to the weights.
 
     Attributes:
-        adapted: the copies of layers with adapters, and these layers.
+        adapted: the copies of layers with adapters and of rows of tokens, and these layers.
     """
 
     def __init__(self, merge: bool) -> None:
         self._merge, self._made = merge, dict[Any, Any]()
-        self.adapted: list[tuple[SamplingLinear, list[Any]]] = []
+        self.adapted: list[tuple[Any, list[Any]]] = []
 
     def of(self, module: Any) -> Any:
         """Return the one copy of ``module``, with copies of its parts."""
@@ -486,15 +495,22 @@ class _Copies:
         return self._made[module]
 
     def _new(self, module: Any) -> Any:
-        if isinstance(module, TiedLinear):
-            return SamplingLinear([self.of(module.tied_module)], False)
-        if isinstance(module, nn.Linear | LoRALinear | DoRALinear):
-            return self._linear([module])
+        made: Any
+        if isinstance(module, TiedLinear | nn.Linear | LoRALinear | DoRALinear):
+            tied = isinstance(module, TiedLinear)
+            made = SamplingLinear([self.of(module.tied_module)], False) if tied else self._linear([module])
+            if hasattr(module, TokenRows.NAME):
+                made.rows = self.of(module.token_rows)
+            return made
+        if isinstance(module, TokenRows):
+            made = module.copy()
+            self.adapted.append((made, [module]))
+            return _quick(made, made._parameters, made._buffers)
         if type(module) is nn.SiLU:
             return _SteadySiLU()
         # without calling the constructor; hooks of FSDP and others are left out
         kind = joined_kind(module)
-        made: Any = object.__new__(_without_hooks(kind or type(module)))  # type: ignore[arg-type]
+        made = object.__new__(_without_hooks(kind or type(module)))  # type: ignore[arg-type]
         vars(made).update({**vars(module), **vars(nn.Module()), "training": False})
         made._buffers = dict(module._buffers)
         made._parameters = {k: p if p is None else frozen(dense(p.detach())) for k, p in module._parameters.items()}

@@ -22,6 +22,7 @@ from rocm_ext.base.log import log
 from rocm_ext.distributed.ranks import Ranks, local_world_size
 from rocm_ext.machine.detect import host_memory
 from rocm_ext.model.lora import adapters
+from rocm_ext.model.token_rows import trained_tokens
 from rocm_ext.plan.memory import frozen_bytes
 from rocm_ext.rl.rollout import Requests
 from rocm_ext.rl.server_check import ServerCheck
@@ -337,6 +338,8 @@ def _check_adapters(cfg: DictConfig, learner: Learner, engine: Any, samples_new_
             "servers such as vLLM scale all layers of an adapter alike, and alpha / r differs between layers; set "
             "model.alpha_pattern so that it does not"
         )
+    if (first or writes) and trained_tokens(learner.decoder):
+        raise UserError("model.trainable_tokens: no server is known to load an adapter with rows of tokens")
     if first:
         engine.check_adapter(Path(first))
     if not writes:

@@ -29,7 +29,7 @@ from rocm_ext.data.batches import (
 from rocm_ext.data.rows import ROUTES, Rows
 from rocm_ext.losses import Objective, UnpairedPreference
 from rocm_ext.losses.objective import Terms
-from rocm_ext.model.lora import Dora, adapters
+from rocm_ext.model.lora import reset, trained
 from rocm_ext.train.learner import Learner
 
 FILE = "reference.safetensors"
@@ -92,7 +92,7 @@ def reference(learner: Learner, state: Mapping[str, Tensor] | None = None, sourc
         UserError: ``state`` does not fit the model.
     """
     if state is None:
-        layers = [layer for _, layer in adapters(learner.decoder)]
+        layers = [layer for _, layer in trained(learner.decoder)]
         try:
             for layer in layers:
                 layer.disabled = True
@@ -113,11 +113,8 @@ def without_adapter(learner: Learner) -> Iterator[None]:
     Afterwards the learner has the same weights as before, bit for bit.
     """
     with _restoring(learner):
-        with torch.no_grad():
-            for _, layer in adapters(learner.decoder):
-                layer.lora_b.weight.zero_()
-                if isinstance(layer, Dora):
-                    layer.initialize_dora_magnitude()
+        for _, layer in trained(learner.decoder):
+            reset(layer)
         yield
 
 

@@ -21,7 +21,7 @@ from rocm_ext.losses import CrossEntropy, Objective
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.build import check_adapter
 from rocm_ext.model.download import use_downloaded
-from rocm_ext.model.lora import adapters
+from rocm_ext.model.lora import trained
 from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.memory import held_bytes, plan_memory, worst_rows
 from rocm_ext.train.learner import Learner
@@ -106,7 +106,7 @@ class Teacher:
         self.learner.load()
         self.learner.model.requires_grad_(False).eval()
         if not self.learner.cfg.checkpointer.get("adapter_checkpoint"):
-            for _, layer in adapters(self.learner.decoder):
+            for _, layer in trained(self.learner.decoder):
                 layer.disabled = True
 
     @property

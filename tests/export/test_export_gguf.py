@@ -26,6 +26,7 @@ from tests.kit.tiny import TEXT as WORDS
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp", reason="llama.cpp is not here: pip install xllamacpp")
+WEIGHTS = "adapter_model.safetensors"
 PROMPT = [5, 17, 99, 3, 250, 42, 8, 8, 120, 61, 33, 7]
 GEMMA = (
     "{{ bos_token }}{% for message in messages %}"
@@ -72,9 +73,25 @@ def test_greedy_answers_equal_transformers(bases, tmp_path, name):  # noqa: F811
         assert server.tokens(server.rendered(chat), special=True) == render_prompt(open_source(base).tokenizer, chat)
 
 
+def with_rows(trained: Path, top: Path) -> Path:  # noqa: F811
+    """Return an adapter like the one of ``trained``, with rows of every seventh token."""
+    folder = shutil.copytree(trained / "adapter", top / "rows")
+    config, state = (json.loads((folder / "adapter_config.json").read_text()), load_file(folder / WEIGHTS))
+    ids = list(range(5, 300, 7))
+    name = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+    state[name] = 0.3 * torch.randn(len(ids), 64, generator=torch.Generator().manual_seed(0))
+    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"trainable_token_indices": ids}))
+    return folder
+
+
 def test_the_merged_file_and_the_adapters_answer_as_the_trained_model(bases, trained, tmp_path):  # noqa: F811
     base = bases("llama")
     f32 = ("--type", "f32")
+    rows = with_rows(trained, tmp_path)
+    assert export(rows, "--base", base, "--gguf", tmp_path / "rows.gguf", *f32) == 0
+    with llama_cpp(tmp_path / "rows.gguf") as server:
+        check_answers(server, base, rows)
     assert export(trained, "--gguf", tmp_path / "merged.gguf", "--gguf-adapter", tmp_path / "adapter.gguf", *f32) == 0
     assert export(base, "--gguf", tmp_path / "base.gguf", *f32) == 0
     most: list[list[float]] = []  # log-probs of the most probable token behind each beginning
@@ -160,6 +177,9 @@ def test_what_llama_cpp_does_not_compute_is_refused(bases, trained, tmp_path, ca
     save_file(state, adapter / "adapter_model.safetensors")
     said = fails(adapter, "--base", bases("llama"), "--gguf-adapter", out)
     assert "is DoRA, which llama.cpp does not compute" in said
+    assert "set --gguf, which merges them" in fails(
+        with_rows(trained, tmp_path), "--base", bases("llama"), "--gguf-adapter", out
+    )
     assert "qwen2 has no adapter" in fails(bases("qwen2"), "--gguf-adapter", out)
     (tmp_path / "there.gguf").write_text("mine")
     assert "there.gguf exists; name another file" in fails(bases("qwen2"), "--gguf", tmp_path / "there.gguf")

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -63,15 +64,16 @@ def assert_equal(out: Path, reference: Path) -> None:
         assert found[name] == expected[name], name
 
 
-def check_grpo_and_dpo(folder: Path, tmp_path: Path) -> None:
+def check_grpo_and_dpo(folder: Path, tmp_path: Path, **lora: Any) -> None:
     """Check that sampled log-probs are those of training, and that the loss of pairs falls from ln 2.
 
     Args:
         folder: of a model.
         tmp_path: where the runs write.
+        lora: further arguments of its builder.
     """
     write_world(tmp_path)
-    ours = folder_config(folder, tmp_path / "prompts.jsonl", tmp_path / "grpo")
+    ours = folder_config(folder, tmp_path / "prompts.jsonl", tmp_path / "grpo", lora)
     path = write_run(tmp_path, tmp_path / "grpo", steps=2, model=ours["model"])
     cfg = yaml.safe_load(path.read_text())
     own = {key: value for key, value in cfg.items() if key not in ("checkpointer", "tokenizer")}

@@ -30,6 +30,7 @@ from rocm_ext.data.rows import Rows
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.build import build_model, load_weights, read_weights
 from rocm_ext.model.transformers.states import ROWS
+from rocm_ext.train.scoring import reference, without_adapter
 from tests.kit.families import folder_config
 from tests.kit.forks import forked, forked_ranks
 from tests.kit.tiny import metrics, write_yaml
@@ -259,12 +260,19 @@ def check_exports(
         logits: of a model's folder and an adapter's.
         cfg: of the run.
 
+    Without the adapter ours are the base model's.
+
     Returns:
         Our logits. The adapter and the merged model are in ``top / "run"``.
     """
     cfg = {**(cfg or folder_config(base, rows, top / "run", lora)), "max_steps_per_epoch": 3}
     cfg |= {"save_adapter_weights_only": False, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-2}}
-    expected = our_logits(finetune(cfg))
+    ours = finetune(cfg)
+    expected = our_logits(ours)
+    for without in (reference(ours.learner), without_adapter(ours.learner)):
+        with without:
+            torch.testing.assert_close(our_logits(ours), logits(base), rtol=0, atol=1e-4)
+    assert torch.equal(our_logits(ours), expected)
     adapter = top / "run" / "adapter"
     assert (logits(base) - expected).abs().max() > 0.1
     torch.testing.assert_close(logits(base, adapter), expected, rtol=0, atol=1e-4)

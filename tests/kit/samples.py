@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from rocm_ext.model.lora import adapters
+from rocm_ext.model.lora import trained
 from rocm_ext.sampling import Request, Sampling, sample_seed
 
 STOPS = tuple(range(5, 331, 16))  # enough stop tokens that answers have many lengths
@@ -43,7 +43,7 @@ def answers_of(session: Any, requests: Iterable[Request], sampling: Sampling) ->
 def train(decoder: torch.nn.Module, seed: int) -> None:
     """Change every adapter value, as a step of training does."""
     torch.manual_seed(seed)
-    for _, layer in adapters(decoder):
+    for _, layer in trained(decoder):
         for key in layer.adapter_params():
             parameter = layer.get_parameter(key)
             parameter.mul_(1 + 0.5 * torch.randn_like(parameter))

@@ -13,15 +13,18 @@ from peft.utils.other import get_pattern_key
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from safetensors.torch import load_file, save_file
 
-from rocm_ext import config
+from rocm_ext import cli, config
 from rocm_ext.base.errors import UserError
+from rocm_ext.config.chosen_model import find_target
 from rocm_ext.model.adapters import peft_files
+from rocm_ext.model.build import load_adapter
 from rocm_ext.model.lora import Sizes, described
 from tests.kit.families import CHATML, PATTERNS, folder_config
-from tests.kit.parity import TOKENS, our_logits, their_logits, their_model
+from tests.kit.parity import TOKENS, our_logits, our_model, their_logits, their_model
 from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
 
 pytestmark = pytest.mark.usefixtures("any_torchao")
+TAKEN = ("lora_rank", "lora_alpha", "target_modules", "trainable_tokens")
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -46,6 +49,8 @@ def peft_adapter(base: Path, out: Path, **options) -> torch.Tensor:
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.normal_(std=0.1)
+        elif "trainable_tokens_delta" in name:
+            parameter.normal_(std=0.3)
         elif "magnitude" in name:
             parameter.mul_(torch.empty_like(parameter).uniform_(0.7, 1.3))
     model.save_pretrained(out)
@@ -127,6 +132,36 @@ def test_what_is_written_of_layers_is_read_of_them(sizes):
     assert {name: read.of(name) for name in sizes} == sizes
 
 
+@pytest.mark.parametrize(
+    ("tied", "tokens"),
+    [(False, [99, 5, 17]), (True, [99, 5, 17]), (False, {"embed_tokens": [99, 5], "lm_head": [61, 8, 5]})],
+    ids=str,
+)
+@torch.no_grad()
+def test_rows_of_tokens(tmp_path, tied, tokens):
+    """PEFT's order of tokens is free. Its list trains the embeddings, which may be the output layer, too."""
+    base, theirs = write_model(tmp_path / "base", initializer_range=0.1, tie_word_embeddings=tied), tmp_path / "theirs"
+    expected = peft_adapter(base, theirs, trainable_token_indices=tokens)
+    chosen = find_target(str(base), theirs).content["model"]
+    decoder = our_model(base, **{key: chosen[key] for key in TAKEN})
+    load_adapter(decoder, peft_files.read_adapter(theirs, decoder, "HF"), "theirs")
+    torch.testing.assert_close(decoder.eval()(TOKENS), expected, rtol=0, atol=1e-5)
+    state = load_file(base / "model.safetensors")
+    if tied:  # old files have the layer twice
+        state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+        save_file(state, base / "model.safetensors", metadata={"format": "pt"})
+    assert cli.main(["export", str(theirs), "--base", str(base), "--merged", str(tmp_path / "merged")]) == 0
+    torch.testing.assert_close(their_logits(tmp_path / "merged"), expected, rtol=0, atol=1e-4)
+    with pytest.raises(UserError, match=r"Set 'model.trainable_tokens=\{.embed_tokens.: \[5, "):
+        peft_files.read_adapter(theirs, our_model(base, lora_rank=4, lora_alpha=8), "HF")
+    weights = theirs / "adapter_model.safetensors"
+    state = load_file(weights)
+    name = next(name for name in state if name.endswith(peft_files.ROWS))
+    for rows in ([], state[name][1:]):
+        save_file({**{k: v for k, v in state.items() if k != name}, **({name: rows} if len(rows) else {})}, weights)
+        assert cli.main(["export", str(theirs), "--base", str(base), "--merged", str(tmp_path / "never")]) == 1
+
+
 @pytest.fixture
 def refused(folders, tmp_path, monkeypatch):
     """Change an adapter, start from it, and return the error, which comes before the base weights are read."""
@@ -179,6 +214,7 @@ def test_what_is_not_computed_is_refused_by_name(refused, change):
         ({"base_model_name_or_path": "a\nb"}, {}, "base_model_name_or_path='a"),
         ({"base_model_name_or_path": "a" * 300}, {}, "has base_model_name_or_path='aaa"),
         ({"use_dora": "no"}, {}, "has use_dora='no'"),
+        ({"trainable_token_indices": {"embed_tokens": [3, 3]}}, {}, "expected different ids of tokens"),
         ({"use_rslora": 1}, {}, "has use_rslora=1"),
         ("[1, 2]", {}, "must hold a JSON object"),
         ("{torn", {}, "cannot read the adapter"),

@@ -21,6 +21,7 @@ from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.build import build_model, load_weights, read_weights
 from rocm_ext.model.sampler import sampler_of
+from rocm_ext.model.token_rows import token_rows
 from rocm_ext.sampling import Request, Sampling
 from rocm_ext.sampling.local import LocalSession
 from tests.data.test_chat_template import CHATS, FAMILIES, config_for, model_folder  # noqa: F401 - a fixture
@@ -108,10 +109,14 @@ def test_equals_torchtunes_builder(folders, tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "lora", "ratio"),
     [
-        ("qwen3", PATTERNS, None),
+        ("qwen3", {**PATTERNS, "trainable_tokens": ["<|im_end|>", 17]}, None),
         ("qwen2", {"use_dora": True}, 4),
-        ("llama", {"target_modules": ["q_proj", "o_proj", "down_proj"]}, 0.5),
-        ("mistral", {"target_modules": ["k_proj", "lm_head"]}, None),
+        ("llama", {"target_modules": ["q_proj", "down_proj"], "trainable_tokens": ["<|im_start|>", "e"]}, 0.5),
+        (
+            "mistral",
+            {"target_modules": ["k_proj", "lm_head"], "trainable_tokens": {"embed_tokens": ["<|im_end|>"]}},
+            None,
+        ),
         ("llama", {"use_dora": True, **PATTERNS}, None),
         ("qwen3", {}, None),
         pytest.param("llama biased", {}, None, marks=pytest.mark.wide),
@@ -155,10 +160,12 @@ def greedy(decoder, prompts, count: int, merge=None) -> list[tuple[list[int], li
 @pytest.mark.parametrize("merge", [True, False])
 @torch.no_grad()
 def test_greedy_answers_equal_transformers(folders, tmp_path, name, merge):
-    ours = our_model(folders[name], lora_rank=4, lora_alpha=8, **PATTERNS).eval()
+    ours = our_model(folders[name], lora_rank=4, lora_alpha=8, trainable_tokens=[3, 60, 200], **PATTERNS).eval()
     generator = torch.Generator().manual_seed(1)
     for layer in (module for module in ours.modules() if hasattr(module, "lora_b")):
         layer.lora_b.weight.normal_(std=0.1, generator=generator)
+    for _, rows in token_rows(ours):
+        rows.weight.normal_(std=0.3, generator=generator)
     peft_files.write_adapter(tmp_path, ours, "HF", str(folders[name]))
     theirs = their_model(folders[name], tmp_path)
     prompts = [s.tolist() for s in parity.random_sequences([3, 20, 9], 5)]
@@ -188,8 +195,8 @@ def test_a_bf16_sampler_normalises_heads_as_training_does(folders):
 @pytest.mark.parametrize(
     ("name", "lora"),
     [
-        ("qwen3", {"use_dora": True}),
-        ("llama", {}),
+        ("qwen3", {"use_dora": True, "trainable_tokens": [99, 17]}),
+        ("llama", {"trainable_tokens": {"embed_tokens": [99, 17]}}),
         ("mistral", {"target_modules": ["v_proj", "lm_head"], "rank_pattern": {"lm_head": 2}}),
         pytest.param("qwen2", {}, marks=pytest.mark.wide),
         pytest.param("qwen3 tied", PATTERNS, marks=pytest.mark.wide),
@@ -235,7 +242,13 @@ def test_a_file_of_torchtunes_adapter_is_refused(folders, tmp_path):
 def test_killed_and_resumed(folders, tmp_path):
     """From the config that the run recorded, and from a folder that has moved; with LoRA+ and layers of other sizes."""
     base = shutil.copytree(folders["qwen3"], tmp_path / "base")
-    cfg = parity.whole_run(base, folders["rows"], tmp_path / "whole", PATTERNS, loraplus_lr_ratio=4)
+    cfg = parity.whole_run(
+        base,
+        folders["rows"],
+        tmp_path / "whole",
+        {**PATTERNS, "trainable_tokens": [17, "<|im_end|>"]},
+        loraplus_lr_ratio=4,
+    )
     parity.check_resumes(cfg, "recorded")
     parity.check_resumes(cfg, "moved", lambda: f"model.checkpoint_dir={base.rename(tmp_path / 'elsewhere')}")
 
@@ -270,7 +283,13 @@ def test_a_4_bit_base_model(folders, tmp_path):
 @several_ranks
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.wide)])
 def test_two_ranks_equal_one(folders, tmp_path, name):
-    parity.check_two_ranks(folders[name], folders["rows"], tmp_path, PATTERNS, loraplus_lr_ratio=4)
+    parity.check_two_ranks(
+        folders[name],
+        folders["rows"],
+        tmp_path,
+        {**PATTERNS, "trainable_tokens": ["<|im_end|>", "e"]},
+        loraplus_lr_ratio=4,
+    )
 
 
 @pytest.mark.wide
@@ -284,7 +303,7 @@ def test_two_ranks_equal_one(folders, tmp_path, name):
 def test_planned_peak_is_the_measured_one(tmp_path, changes, capsys):
     wide = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "head_dim": 64}
     base = write_family(tmp_path / "base", "qwen3", **wide)
-    at_start, peak = planned_and_measured(base, tmp_path / "run", **changes)
+    at_start, peak = planned_and_measured(base, tmp_path / "run", {"trainable_tokens": list(range(50))}, **changes)
     for file in base.glob("*.safetensors"):
         file.unlink()  # a plan reads config.json alone
     assert cli.main(["plan", "--json", "--config", str(tmp_path / "run.yaml")]) == 0
@@ -301,7 +320,8 @@ def test_raft_and_eval(folders, tmp_path, capsys):
         write_rows(tmp_path / f"{name}.jsonl", count, start)
     path = write_run(tmp_path, tmp_path / "run", cycles=1, epochs=1)
     cfg = yaml.safe_load(path.read_text())
-    cfg |= {key: folder_config(tmp_path / "base", path, tmp_path / "run")[key] for key in ("model", "tokenizer")}
+    ours = folder_config(tmp_path / "base", path, tmp_path / "run", {"trainable_tokens": [*range(100), "<|im_end|>"]})
+    cfg |= {key: ours[key] for key in ("model", "tokenizer")}
     del cfg["checkpointer"]
     path = write_yaml(path, cfg)
     code, said = forked(raft_main, path)
@@ -611,6 +631,26 @@ def test_weights_that_another_config_describes(changed):
 def test_target_modules(folders, name, targets, message):
     with pytest.raises(UserError, match=message):
         our_model(folders[name], target_modules=targets)
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "message"),
+    [
+        ("qwen3", {"trainable_tokens": ["<think>"]}, "'<think>', which is 6 tokens of .*tokenizer.json"),
+        ("qwen3", {"trainable_tokens": [10_000]}, "id 10000, but the model's embeddings have 384 rows; add rows"),
+        ("qwen3", {"trainable_tokens": [True]}, "has True; expected a token's text or its id"),
+        ("qwen3", {"trainable_tokens": [-1]}, "has -1; expected"),
+        ("qwen3", {"trainable_tokens": []}, "trainable_tokens is empty"),
+        ("qwen3", {"trainable_tokens": {"q_proj": [3]}}, "has 'q_proj'; expected embed_tokens or lm_head"),
+        ("qwen3", {"trainable_tokens": [3], "target_modules": ["lm_head"]}, r"or set .*=\{embed_tokens: \[3\]\}"),
+        ("qwen3 tied", {"trainable_tokens": {"lm_head": [3]}}, "lm_head is embed_tokens in this model"),
+    ],
+    ids=str,
+)
+def test_trainable_tokens(folders, name, lora, message):
+    with pytest.raises(UserError, match=message) as caught:
+        our_model(folders[name], **lora)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_missing_folder_is_one_line(folders, tmp_path, capsys):

@@ -492,6 +492,8 @@ def test_a_period_of_windows_is_what_it_is_in_llama_cpp(files, tmp_path):
 def test_blocks_are_not_quantised_again(files):
     with pytest.raises(UserError, match=r"quantize_base is fp8, .* are quantised \(GGUF\)"):
         our_model(folder_of(str(files("qwen2", ("Q4_K",)))), quantize_base="fp8")
+    with pytest.raises(UserError, match=r"trainable_tokens is set, but .* GGUF file's, into which no rows"):
+        our_model(folder_of(str(files("qwen2", ("Q4_K",)))), trainable_tokens=[3])
 
 
 def test_one_weight_is_unpacked_at_a_time(files):

@@ -210,7 +210,7 @@ def test_padding_changes_nothing(folder_of):
 @pytest.mark.parametrize(
     ("name", "lora"),
     [
-        ("gemma 3", {}),
+        ("gemma 3", {"trainable_tokens": ["<|im_end|>", 17]}),
         (
             "qwen3 moe",
             {
@@ -219,6 +219,9 @@ def test_padding_changes_nothing(folder_of):
                 "alpha_pattern": {r"layers\.1\..*": 3},
             },
         ),
+        pytest.param("granite", {"trainable_tokens": ["<|im_end|>", 17]}, marks=pytest.mark.wide),
+        pytest.param("phi 3", {"trainable_tokens": ["<|im_end|>", 17]}, marks=pytest.mark.wide),
+        pytest.param("gpt-oss", {"trainable_tokens": {"lm_head": ["<|im_end|>", 17]}}, marks=pytest.mark.wide),
         ("qwen3.5", {}),
         *(pytest.param(name, {}, marks=pytest.mark.wide) for name in MODELS if name not in ("gemma 3", "qwen3.5")),
         pytest.param("olmo 2", {"use_dora": True}, marks=pytest.mark.wide),
@@ -236,21 +239,22 @@ def test_ten_steps_equal_peft(folder_of, rows, tmp_path, name, lora):
 # ---- files and whole runs
 @pytest.mark.parametrize("name", some("qwen3 moe"))
 def test_exports_give_our_logits_and_the_adapter_comes_back(folder_of, rows, tmp_path, name):
-    expected = parity.check_exports(folder_of(name), rows, tmp_path)
+    expected = parity.check_exports(folder_of(name), rows, tmp_path, {"trainable_tokens": [17, 99]})
     torch.testing.assert_close(our_model(tmp_path / "run" / "merged").eval()(TOKENS), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", some("gpt-oss"))
 def test_killed_and_resumed(folder_of, rows, tmp_path, name):
-    parity.check_resumes(parity.whole_run(folder_of(name), rows, tmp_path / "whole"), "killed")
+    cfg = parity.whole_run(folder_of(name), rows, tmp_path / "whole", {"trainable_tokens": [17, "<|im_end|>"]})
+    parity.check_resumes(cfg, "killed")
 
 
 @pytest.mark.wide
 @several_ranks
 @pytest.mark.parametrize("name", some("gemma 3"))
 def test_two_ranks_equal_one(folder_of, rows, tmp_path, name):
-    parity.check_two_ranks(folder_of(name), rows, tmp_path)
+    parity.check_two_ranks(folder_of(name), rows, tmp_path, {"trainable_tokens": ["<|im_end|>", 17]})
 
 
 @pytest.mark.wide
@@ -268,7 +272,7 @@ def test_planned_peak_is_the_measured_one(tmp_path, name, changes):
 
 @pytest.mark.parametrize("name", some())
 def test_grpo_and_dpo(folder_of, tmp_path, name):
-    check_grpo_and_dpo(folder_of(name), tmp_path)
+    check_grpo_and_dpo(folder_of(name), tmp_path, trainable_tokens=list(range(100, 200)))
 
 
 @pytest.mark.wide

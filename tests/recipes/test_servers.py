@@ -414,7 +414,7 @@ def test_answers_of_an_older_adapter_are_weighed(serve, make, out):
         assert abs(norm / unweighed - 1) > 1e-3
 
 
-def test_a_server_without_adapters_is_refused_before_sampling(serve, make, make_raft, out):
+def test_a_server_without_adapters_is_refused_before_sampling(serve, make, make_raft, folder, out):
     fake = serve(lora=False)
     for start, cure in ((lambda: train(make(fake, **OVERLAP)), "max_staleness=0"),
                         (lambda: train_raft(make_raft(fake)), "cycles=1")):  # fmt: skip
@@ -422,6 +422,12 @@ def test_a_server_without_adapters_is_refused_before_sampling(serve, make, make_
             start()
     assert fake.bodies() == []
     assert not out.exists()
+    fake = serve()
+    model = {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder / "base")}
+    rows = {"model": {**model, "trainable_tokens": [3]}, "checkpointer": None}
+    with pytest.raises(UserError, match=r"no server is known to load .* rows of tokens.*sample in this process"):
+        train(make(fake, **rows))
+    assert fake.adapter_calls() == fake.bodies() == []
 
 
 def test_layers_that_servers_would_scale_wrongly_are_refused(serve, make_raft, monkeypatch):

@@ -32,6 +32,7 @@ from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters
 from rocm_ext.model.native import native
 from rocm_ext.model.sampler import NativeSampler, copied_bytes, sampler_of
+from rocm_ext.model.token_rows import TokenRows, attach, is_tied
 from rocm_ext.plan.costs import CostCounter
 from rocm_ext.sampling import LocalEngine, RequestQueue, Sampling, sample_seed
 from rocm_ext.sampling.draw import draw, uniforms
@@ -70,6 +71,16 @@ def model(family: str = "qwen2", lora: str | None = None, adapted=tuple(ALL_PROJ
                 layer.initialize_dora_magnitude()
                 layer.magnitude.mul_(1 + 0.2 * torch.randn_like(layer.magnitude))
     return native(decoder).eval()
+
+
+def with_rows(decoder):
+    """Put rows of two tokens into ``decoder``, which differ from its own."""
+    tied = decoder.output if is_tied(decoder) else None
+    for layer in (decoder.tok_embeddings, *([] if tied else [decoder.output])):
+        rows = TokenRows([3, 60], layer).float()
+        rows.weight.data.normal_(std=0.1)
+        attach(rows, layer, tied)
+    return decoder
 
 
 def sample(decoder, requests, sampling, tokenizer=None, slots=None, memory=GIB, merge=None, **options):
@@ -148,7 +159,7 @@ WARM = Sampling(24, temperature=0.9, top_p=0.97)
 
 @pytest.fixture(scope="module")
 def small():
-    return model("qwen2", "lora")
+    return with_rows(model("qwen2", "lora"))
 
 
 @pytest.fixture(scope="module")
@@ -691,7 +702,7 @@ def test_a_refreshed_layout_equals_a_new_one_in_place(family, lora, changes, mer
     for name, parameter in decoder.named_parameters():
         if ".lora_" not in name and "magnitude" not in name:
             parameter.data = parameter.data.to(dtype)
-    with sampler_of(decoder, merge) as kept:
+    with sampler_of(with_rows(decoder), merge) as kept:
         parts = tensors(kept.decoder)
         before, places = [part.clone() for part in parts], [part.data_ptr() for part in parts]
         train(decoder, 1)
@@ -741,7 +752,7 @@ def test_a_session_that_stays_open_may_be_trained_beside():
 @pytest.mark.parametrize("merge", [True, False])
 def test_two_ranks_refresh_the_layout_of_sharded_weights(tmp_path, merge):
     def compare() -> None:
-        whole, sharded = model("qwen2", "dora"), model("qwen2", "dora")
+        whole, sharded = with_rows(model("qwen2", "dora")), with_rows(model("qwen2", "dora"))
         ranks = Ranks.from_env(CPU)
         ranks.shard(sharded.layers, sharded, set(adapter_parameters(sharded).values()))
         assert hasattr(sharded.layers[0].attn.q_proj.weight, "full_tensor")

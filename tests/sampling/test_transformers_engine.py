@@ -23,6 +23,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.model.build import build_model
 from rocm_ext.model.lora import adapters
 from rocm_ext.model.sampler import copied_bytes, sampler_of
+from rocm_ext.model.token_rows import token_rows
 from rocm_ext.model.transformers.decoder import TransformersDecoder
 from rocm_ext.model.transformers.sampling import TransformersSlots
 from rocm_ext.plan.planner import SamplingPlanner
@@ -76,6 +77,8 @@ def trained(folder: Path, **lora):
     torch.manual_seed(7)
     for _, layer in adapters(decoder):
         layer.lora_b.weight.normal_(std=0.1)
+    for _, rows in token_rows(decoder):
+        rows.weight.normal_(std=0.3)
     return decoder
 
 
@@ -134,7 +137,12 @@ def test_longrope_is_that_of_short_rows(tmp_path):
 @pytest.mark.wide(always=3)
 @pytest.mark.parametrize(
     "lora",
-    [{"use_dora": True}, {"target_modules": ["o_proj", "lm_head"]}, {"target_parameters": "all-experts"}, {}],
+    [
+        {"use_dora": True, "trainable_tokens": list(range(100, 200))},
+        {"target_modules": ["o_proj", "lm_head"], "trainable_tokens": {"embed_tokens": list(range(100, 200))}},
+        {"target_parameters": "all-experts", "trainable_tokens": list(range(100, 200))},
+        {},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("merge", [None, False])
@@ -425,7 +433,7 @@ def test_without_graphs_a_plan_counts_kernels(folder_of):
     ("name", "lora", "merge"),
     [
         ("gemma 3", {"use_dora": True}, None),
-        ("gemma 3", {"use_dora": True}, False),
+        ("gemma 3", {"use_dora": True, "trainable_tokens": list(range(100, 200))}, False),
         ("qwen3.5", {}, None),
         ("gpt-oss", {"target_modules": ["o_proj", "lm_head"]}, None),
         ("gpt-oss", {"target_parameters": "all-experts"}, False),

@@ -23,11 +23,12 @@ from rocm_ext.base.hub import files_of
 from rocm_ext.base.log import log
 from rocm_ext.data.template import OF_PROCESSORS, TEMPLATE
 from rocm_ext.model.adapters import peft_experts
-from rocm_ext.model.adapters.peft_files import PREFIX, merged_weight, read_peft, updates_by_weight
+from rocm_ext.model.adapters.peft_files import PREFIX, ROWS, merged_weight, read_peft, updates_by_weight
 from rocm_ext.model.checkpointer import StoredWeights, on_meta, weight_files
 from rocm_ext.model.decoder import ConvertedWeights, Decoder
 from rocm_ext.model.families import CONFIG, QUANTISED
 from rocm_ext.model.lora import ExpertLora, adapters, dense, merged_experts, plain
+from rocm_ext.model.token_rows import by_layer, is_tied, layer_names, token_rows
 
 # What a merged model takes along from the folder of its base model
 BESIDE_WEIGHTS = (
@@ -137,7 +138,9 @@ class MergedWeights:
         self.config, tensors = read_peft(adapter)
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
         found, used = peft_experts.from_peft(tensors, decoder, self.config)
-        self.linear = updates_by_weight({name: tensor for name, tensor in tensors.items() if name not in used})
+        updates = updates_by_weight({name: tensor for name, tensor in tensors.items() if name not in used})
+        self.linear = {name: parts for name, parts in updates.items() if ROWS not in parts}
+        self.rows = {name: parts[ROWS] for name, parts in updates.items() if ROWS in parts}
         self.experts = {
             name: (found[f"{ours}.lora_a.weight"], found[f"{ours}.lora_b.weight"], layer)
             for name, layer in peft_experts.expert_loras(decoder).items()
@@ -146,9 +149,15 @@ class MergedWeights:
         self._converted = decoder.converted(state)
         self._ready: dict[str, Tensor] = {}  # pieces of merged weights that wait for their place in a file
         self._groups = {} if self._converted is None else _groups(self._converted, self._changed())
+        self._same: dict[str, str] = {}  # a tied layer that the files hold twice
+        if self.rows and is_tied(decoder):
+            embeddings, output = (f"{name}.weight" for name in layer_names(decoder).values())
+            if output in state:
+                stored = embeddings if self._converted is None else self._converted.group(embeddings)[1][0]
+                self._same[output] = stored
 
     def _changed(self) -> list[str]:
-        return [*self.linear, *self.experts]
+        return [*self.linear, *self.experts, *self.rows]
 
     def check(self, base: Path) -> None:
         """Check that the base model has every weight that the adapter changes, in the shape that it takes.
@@ -163,6 +172,12 @@ class MergedWeights:
         check_base(self._decoder, shapes, base)
         if unknown := [name for name in self._changed() if name not in shapes]:
             raise UserError(f"adapter {self._adapter} has weights for {unknown[0]}, but {base} does not")
+        if len(self.rows) < len(by_layer(self._decoder, self.config.tokens)):
+            raise UserError(f"adapter {self._adapter} is damaged: it lacks rows of {dict(self.config.tokens)}")
+        for name, rows in self.rows.items():
+            if rows.shape[1:] != shapes[name].shape[1:] or self._ids(name)[-1] >= len(shapes[name]):
+                found = f"rows {self._ids(name)} of {rows.shape[1]} values"
+                raise UserError(f"adapter {self._adapter} has {found} for {name}, which is {list(shapes[name].shape)}")
         for name, parts in self.linear.items():
             (rank, inputs), outputs = parts[".lora_A.weight"].shape, len(parts[".lora_B.weight"])
             expected, _ = self.config.of(name.removesuffix(".weight"))
@@ -175,6 +190,7 @@ class MergedWeights:
 
         16 bits are rounded as in a merged model, so fp32 alone is exact.
         """
+        name = self._same.get(name, name)
         weight = dense((self._state if self._converted is None else self._converted)[name])
         return self._merged(name, weight, dtype) if name in self._changed() else weight
 
@@ -184,6 +200,7 @@ class MergedWeights:
 
     def of(self, name: str) -> Tensor:
         """Return the tensor ``name`` of a file, in memory of its own; each tensor once."""
+        name = self._same.get(name, name)
         if self._converted is None:
             return self._merged(name, dense(self._state[name]))
         if name not in self._groups:
@@ -202,7 +219,14 @@ class MergedWeights:
                 return _round_by_chance(exact, dtype, f"{name}.{expert}")
 
             return merged_experts(weight, a, b, self.config.scale(name), layer.transposed, rounded, dtype)
+        if name in self.rows:
+            _check_finite(self.rows[name], dtype, name)
+            ids = torch.tensor(self._ids(name))
+            return weight.to(dtype).index_copy(0, ids, self.rows[name].to(dtype))
         return self._with_update(name, weight, dtype) if name in self.linear else weight.clone()
+
+    def _ids(self, name: str) -> list[int]:
+        return sorted(self.config.ids(name.removesuffix(".weight")))
 
 
 def check_base(decoder: Decoder, shapes: Mapping[str, Tensor], base: Path) -> None:
@@ -243,14 +267,18 @@ def _round_by_chance(exact: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     Raises:
         UserError: a value is not finite, or ``dtype`` does not have it.
     """
-    if not torch.stack(exact.aminmax()).abs().max() <= torch.finfo(dtype).max:
-        raise UserError(f"the merged {name} has values that are not finite in {dtype}; the adapter is damaged")
+    _check_finite(exact, dtype, name)
     dropped = {torch.bfloat16: 16, torch.float16: 13}.get(dtype)  # bits of the fraction that fp32 has in addition
     if dropped is None:
         return exact.to(dtype)
     chance = np.random.default_rng(crc32(name.encode())).integers(0, 1 << dropped, tuple(exact.shape), np.uint16)
     bits = exact.contiguous().view(torch.int32) + torch.from_numpy(chance.astype(np.int32))
     return (bits & -(1 << dropped)).view(torch.float32).to(dtype)
+
+
+def _check_finite(exact: Tensor, dtype: torch.dtype, name: str) -> None:
+    if not torch.stack(exact.aminmax()).abs().max() <= torch.finfo(dtype).max:
+        raise UserError(f"the merged {name} has values that are not finite in {dtype}; the adapter is damaged")
 
 
 def _groups(converted: ConvertedWeights, changed: Iterable[str]) -> dict[str, list[str]]:
@@ -280,6 +308,7 @@ def check_mergeable(decoder: Decoder, state: Mapping[str, Tensor]) -> None:
         name.removesuffix(ExpertLora.SUFFIX) for name, layer in adapters(decoder) if isinstance(layer, ExpertLora)
     ]
     changed += [f"{name}.weight" for name, layer in adapters(decoder) if not isinstance(layer, ExpertLora)]
+    changed += [f"{plain(name)}.weight" for name, _ in token_rows(decoder)]
     checked: set[str] = set()
     for name in changed:
         if name in checked or name not in shapes:  # what is missing is said when the weights are loaded

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path, PurePath
 from pickle import UnpicklingError
@@ -31,13 +31,16 @@ from rocm_ext.model.lora import (
     merged_linear,
     rank_and_alpha,
 )
+from rocm_ext.model.token_rows import EMBEDDINGS, TokenRows, by_layer, layer_names, trained_tokens
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+ROWS = ".token_adapter.trainable_tokens_delta"  # the rows themselves, in spite of the name
 _PARTS = {
     ".lora_a.weight": ".lora_A.weight",
     ".lora_b.weight": ".lora_B.weight",
     ".magnitude": ".lora_magnitude_vector",
+    f".{TokenRows.NAME}.weight": ROWS,
 }
 _PARTS_BACK = {theirs: ours for ours, theirs in _PARTS.items()}
 _NO_PEFT = ("PHI3_MINI", "PHI4", "LLAMA3_VISION", "REWARD", "CLIP_TEXT", "T5_ENCODER")
@@ -46,7 +49,7 @@ _FREE = frozenset(
     """
     r lora_alpha use_rslora use_dora bias init_lora_weights base_model_name_or_path peft_type task_type auto_mapping
     revision peft_version inference_mode lora_dropout target_modules exclude_modules layers_to_transform layers_pattern
-    target_parameters rank_pattern alpha_pattern
+    target_parameters rank_pattern alpha_pattern trainable_token_indices ensure_weight_tying
     megatron_config megatron_core loftq_config eva_config corda_config qalora_group_size runtime_config
     """.split()  # noqa: SIM905
 )
@@ -60,6 +63,10 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "use_dora": _SWITCH,
     "target_modules": (lambda value: isinstance(value, str) or _NAMES[0](value), "a list of names or a pattern"),
     "target_parameters": _NAMES,
+    "trainable_token_indices": (
+        lambda value: all(map(_are_ids, value.values() if isinstance(value, dict) else [value])),
+        "different ids of tokens, or a list of such for each layer",
+    ),
     "peft_version": (lambda value: isinstance(value, str) and len(value) <= 100, "a version"),
     "base_model_name_or_path": (
         lambda value: isinstance(value, str) and value.isprintable() and all(len(n) <= 255 for n in value.split("/")),
@@ -67,6 +74,13 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     **{key: (kind.fits, str(kind)) for key, kind in PATTERNS.items()},
 }
+
+
+def _are_ids(value: Any) -> bool:
+    ids = isinstance(value, list) and all(type(number) is int and 0 <= number < 2**31 for number in value)
+    return ids and bool(value) and len(set(value)) == len(value)
+
+
 # Other ways to initialise an adapter (PiSSA, OLoRA, CorDA, LoftQ) change the base model, too.
 _KEEP_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 
@@ -80,12 +94,14 @@ class PeftConfig(Sizes):
         dora: whether the adapter has DoRA's magnitudes.
         base_model: name or folder of the base model; empty if the file has none.
         version: of PEFT; empty if the file has none.
+        tokens: PEFT's ``trainable_token_indices``, ids by the ends of layers' names.
     """
 
     rslora: bool
     dora: bool
     base_model: str
     version: str = ""
+    tokens: Mapping[str, list[int]] = field(default_factory=dict)
 
     def scale(self, name: str) -> float:
         """Return the factor of B A of the layer ``name``, see :meth:`Sizes.of`."""
@@ -115,6 +131,7 @@ class PeftConfig(Sizes):
             value = config.get(key)
             if not fits(value) and (value is not None or key in ("r", "lora_alpha")):
                 raise UserError(f"{path} has {_short(key, value)}; expected {expected}")
+        tokens = config.get("trainable_token_indices") or {}
         return cls(
             rank=config["r"],
             alpha=config["lora_alpha"],
@@ -125,7 +142,13 @@ class PeftConfig(Sizes):
             base_model=config.get("base_model_name_or_path") or "",
             parameters=tuple(config.get("target_parameters") or ()),
             version=config.get("peft_version") or "",
+            tokens=tokens if isinstance(tokens, dict) else {EMBEDDINGS: tokens},
         )
+
+    def ids(self, layer: str) -> list[int]:
+        """Return the tokens of ``layer``, by the names of PEFT's tensors; []: it has none."""
+        alone = list(self.tokens.values()) if len(self.tokens) == 1 else []  # a list is of the embeddings of any name
+        return next((ids for end, ids in self.tokens.items() if layer.endswith(end)), *(alone or [[]]))
 
     def check(self, folder: Path, decoder: Any, model_type: str) -> None:
         """Check that ``decoder`` computes the same function of the adapter's weights.
@@ -136,19 +159,23 @@ class PeftConfig(Sizes):
             model_type: torchtune's ModelType name.
 
         Raises:
-            UserError: r or alpha of a layer, rsLoRA, DoRA or the adapted experts differ; the message says how to set
-                the run's config.
+            UserError: r or alpha of a layer, rsLoRA, DoRA, trained tokens or adapted experts differ; the message says
+                how to set the run's config.
         """
         _, layer = next(adapters(decoder))
         sizes = _sizes(decoder, model_type)
         ours, theirs = described(sizes), described({name: self.of(name.removesuffix(".weight")) for name in sizes})
         foreign = [] if decoder.renames else [_short(key, theirs[key]) for key in PATTERNS if theirs[key]]
+        if self.tokens and decoder.renames is None:
+            foreign.append(_short("trainable_token_indices", dict(self.tokens)))
         if foreign:  # torchtune's builders have no such keys
             raise _unknown(folder, foreign)
-        rows = [
+        tokens, trained = by_layer(decoder, self.tokens), trained_tokens(decoder)
+        rows: list[tuple[str, Any, str, Any]] = [
             *((key, theirs[key], f"model.{'lora_rank' if key == 'r' else key}", ours[key]) for key in ours),
             ("use_rslora", self.rslora, "use_rslora", layer.rslora),
             ("use_dora", self.dora, "model.use_dora", isinstance(layer, Dora)),
+            ("trainable_token_indices", tokens or None, "model.trainable_tokens", trained or None),
         ]
         if wrong := [row for row in rows if row[1] != row[3]]:
             raise UserError(
@@ -275,7 +302,8 @@ def write_adapter(folder: Path, decoder: Decoder, model_type: str, base_model: s
     save_file({name: t.contiguous() for name, t in peft.items()}, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     layer = next(layer for _, layer in adapters(decoder))
     parameters = peft_experts.target_parameters(decoder)
-    adapted = {name[len(PREFIX) :].rsplit(".lora_", 1)[0] for name in peft} - peft_experts.modules(decoder)
+    adapted = {name[len(PREFIX) :].rsplit(".lora_", 1)[0] for name in peft if not name.endswith(ROWS)}
+    adapted -= peft_experts.modules(decoder)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -291,6 +319,9 @@ def write_adapter(folder: Path, decoder: Decoder, model_type: str, base_model: s
     }
     if parameters:
         config |= {"target_parameters": parameters, "peft_version": peft_experts.layout_version()}
+    if tokens := trained_tokens(decoder):
+        by_end = {layer_names(decoder)[name].rpartition(".")[2]: ids for name, ids in tokens.items()}
+        config["trainable_token_indices"] = tokens[EMBEDDINGS] if tokens.keys() == {EMBEDDINGS} else by_end
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -371,17 +402,26 @@ def read_peft(folder: Path) -> tuple[PeftConfig, dict[str, Tensor]]:
     """Read the two files of a PEFT folder, which must fit each other.
 
     Returns:
-        The config, and the weights by PEFT's names.
+        The config, and the weights by PEFT's names, with rows of tokens in the order of their ids.
 
     Raises:
-        UserError: a file is missing or damaged, weights are not finite, or their shapes are not of the config's rank.
+        UserError: a file is missing or damaged, weights are not finite, or their shapes are not those that the config
+            says.
     """
     config, state = PeftConfig.read(folder), _finite_tensors(folder)
     if not state:
         raise UserError(f"adapter {folder} has no weights in {ADAPTER_WEIGHTS}; write it again")
+    rows = [name for name in state if name.endswith(ROWS)]
+    for name in rows or [ROWS] * bool(config.tokens):
+        ids, found = config.ids(name.removesuffix(ROWS)), list(state[name].shape) if name in state else "missing"
+        if found == "missing" or len(found) != 2 or found[0] != len(ids):
+            raise UserError(f"adapter {folder} is damaged: {name} is {found}; expected a row for each of {ids}")
+        state[name] = state[name][sorted(range(len(ids)), key=ids.__getitem__)]
     needed = [".lora_A.weight", ".lora_B.weight", *([".lora_magnitude_vector"] if config.dora else [])]
     of_experts = {config.rank, *config.rank_pattern.values()} if config.parameters else set[int]()
     for weight, parts in updates_by_weight(state).items():
+        if parts.keys() == {ROWS}:
+            continue
         layer = weight.removesuffix(".weight")
         rank, _ = config.of(layer)
         if odd := {*needed} ^ parts.keys():

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.families import CONFIG, own_code, refuse_code
 from rocm_ext.model.lora import Sizes
 from rocm_ext.model.sampler import Needs
+from rocm_ext.model.token_rows import TokenRows
 from rocm_ext.model.transformers.adapt import ALL, ALL_EXPERTS, frozen_kinds, fused_experts, put_in, put_in_experts
 from rocm_ext.model.transformers.attention import PACKED, packed, scale_each_sequence
 from rocm_ext.model.transformers.experts import SORTED
@@ -138,6 +140,11 @@ class TransformersDecoder(Decoder):
     def tok_embeddings(self) -> nn.Embedding:  # type: ignore[override]
         """The embeddings."""
         return self.get_submodule(self._body).get_input_embeddings()  # type: ignore[operator]
+
+    @property
+    def output_layer(self) -> nn.Module:
+        """The output layer itself."""
+        return self.get_submodule(self.output_name)
 
     @property
     def body(self) -> nn.Module:
@@ -250,6 +257,11 @@ class _Head(nn.Module):
         causal = copy.copy(model)
         causal._modules = {**model._modules, body: _Given(model.get_submodule(body))}
         self.causal = causal
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return its parameters, and those of rows that are the embeddings', too."""
+        rows = [vars(part)[TokenRows.NAME] for part in self.causal.children() if TokenRows.NAME in vars(part)]
+        return chain(super().parameters(recurse), *(part.parameters() for part in rows))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[n, d] -> [n, v]."""

@@ -28,6 +28,7 @@ from rocm_ext.model.attention import SlotCache, Slots, span_for
 from rocm_ext.model.lora import Dora, ExpertLora, Lora, adapters, dense, plain
 from rocm_ext.model.remembered import remembered
 from rocm_ext.model.sampler import MIN_ROWS, Needs, Sampler, SamplingLinear, frozen, merges, one_step, stays_quantized
+from rocm_ext.model.token_rows import TokenRows, attach, token_rows
 from rocm_ext.model.transformers.attention import SLOTS, AttentionUse, forward_pass
 from rocm_ext.model.transformers.experts import ROUTES
 from rocm_ext.model.transformers.routing import Replay, experts_of
@@ -266,7 +267,11 @@ class TransformersSampler(Sampler):
             decoder.place_buffers(placed)
         self._config = model.config
         layers = _adapted(source)
-        adapted = [(layer, [layers[name]]) for name, layer in linear.items()]
+        adapted: list[Any] = [(layer, [layers[name]]) for name, layer in linear.items()]
+        for name, rows in token_rows(source):
+            copied = rows.copy()
+            adapted.append((copied, [rows]))
+            attach(copied, decoder.get_submodule(name), decoder.output_layer if decoder.tied else None)
         super().__init__(decoder, adapted, source.needs, source.num_heads, bool(decoder.tied))
 
     @property
@@ -506,7 +511,7 @@ def _weights(source: "TransformersDecoder", merge: bool) -> tuple[dict[str, Tens
     state = {f"{name}.{key}": p.detach() for name, layer in linear.items() for key, p in layer.named_parameters()}
     for key, parameter in source.named_parameters():
         owner = plain(key).rpartition(".")[0]
-        if owner not in linear and owner.rpartition(".")[2] not in ("lora_a", "lora_b"):
+        if owner not in linear and owner.rpartition(".")[2] not in ("lora_a", "lora_b", TokenRows.NAME):
             state[plain(key)] = parameter.detach() if stays_quantized(parameter) else dense(parameter.detach())
     state.update({plain(name): buffer for name, buffer in persistent_buffers(source).items()})
     return state, linear

@@ -1,0 +1,223 @@
+"""Rows of the embeddings and of the output layer that train beside LoRA: PEFT's ``trainable_token_indices``.
+
+New tokens, such as ``<tool_call>``, have rows that no training has seen, and LoRA on the layers between cannot change
+them. Like PEFT, this keeps the rows themselves and not their difference to the base model's, in fp32.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.data.encoder import TOKENIZER, TextEncoder
+
+EMBEDDINGS, OUTPUT = "embed_tokens", "lm_head"  # PEFT's names of the two layers
+
+
+class TokenRows(nn.Module):
+    """Rows that take the place of some of a layer's: of the embeddings, the output layer, or both where they are tied.
+
+    Args:
+        tokens: ids of the rows, in order, without repetition.
+        layer: has the base model's rows.
+
+    Attributes:
+        tokens: see above.
+        disabled: whether the layers compute with the base model's rows.
+    """
+
+    NAME = "token_rows"  # of this part in its layers
+    ids: Tensor
+
+    def __init__(self, tokens: list[int], layer: Any) -> None:
+        super().__init__()
+        self.tokens, self.disabled = tokens, False
+        self._layer = (layer,)  # a tuple keeps it out of torch's list of parts
+        self.weight = nn.Parameter(layer.weight.new_empty(len(tokens), layer.weight.shape[1]))
+        self.register_buffer("ids", torch.tensor(tokens, device="cpu"), persistent=False)
+
+    def adapter_params(self) -> list[str]:
+        """Return the names of the trainable parameters."""
+        return ["weight"]
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Take the base model's rows. With sharded weights every rank calls this."""
+        weight: Any = self._layer[0].weight
+        whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        self.weight.copy_(F.embedding(self.ids, whole))
+
+    def embedded(self, tokens: Tensor, found: Tensor, scale: Any = None) -> Tensor:
+        """Put the rows of ``tokens`` [...] into what the embeddings gave, [..., d].
+
+        Args:
+            tokens: token ids.
+            found: the base model's rows.
+            scale: that the embeddings multiply by (Gemma 3).
+        """
+        if self.disabled:
+            return found
+        same = tokens[..., None].eq(self.ids)
+        rows = F.embedding(same.int().argmax(-1), self.weight).to(found.dtype)  # any row where none is the same
+        if scale is not None:
+            rows = rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
+        return torch.where(same.any(-1, keepdim=True), rows, found)
+
+    def logits(self, hidden: Tensor, found: Tensor) -> Tensor:
+        """Put the rows' logits of ``hidden`` [..., d] into what the output layer gave, [..., v], in place."""
+        if self.disabled:
+            return found
+        return found.index_copy_(-1, self.ids, F.linear(hidden, self.weight.to(hidden.dtype)))
+
+    @torch.no_grad()
+    def copy(self) -> "TokenRows":
+        """Return a copy for sampling, which stays as it is until :meth:`refresh`."""
+        made = TokenRows(self.tokens, self._layer[0])
+        made.weight, made.ids = nn.Parameter(self.weight.detach().clone(), requires_grad=False), self.ids
+        return made
+
+    def refresh(self, layers: list["TokenRows"]) -> None:
+        """Copy the present values of the one under training, in place."""
+        self.weight.copy_(layers[0].weight)
+
+
+def attach(rows: TokenRows, layer: nn.Module, tied: Any = None) -> None:
+    """Let the embeddings or the output layer, and one that is ``tied`` to it, compute with ``rows``."""
+    layer.add_module(TokenRows.NAME, rows)
+    if tied is not None:
+        vars(tied)[TokenRows.NAME] = rows  # no part of it, so that torch finds the rows in one place
+    for each in (layer, tied) if tied is not None else (layer,):
+        kind: Any = type(each)
+        each.__class__ = _with_rows(kind)  # keeps parameters, names and hooks
+
+
+@cache
+def _with_rows(kind: Any) -> type:
+    name = "forward" if issubclass(kind, nn.Module) else "__call__"  # torchtune's TiedLinear is no module
+    compute = getattr(kind, name)
+
+    def embed(self: Any, tokens: Tensor) -> Tensor:
+        return self.token_rows.embedded(tokens, compute(self, tokens), getattr(self, "embed_scale", None))
+
+    def output(self: Any, hidden: Tensor) -> Tensor:
+        return self.token_rows.logits(hidden, compute(self, hidden))
+
+    parts: dict[str, Any] = {name: embed if issubclass(kind, nn.Embedding) else output}
+    if name == "__call__":  # the objective asks a head for them
+        parts["parameters"] = lambda self: self.token_rows.parameters()
+    return type(kind.__name__, (kind,), parts)
+
+
+def token_rows(model: nn.Module) -> Iterator[tuple[str, TokenRows]]:
+    """Yield the trained rows of ``model``, each once, with the name of the first layer that has them."""
+    for name, module in model.named_modules():
+        if isinstance(module, TokenRows):
+            yield name.removesuffix(f".{TokenRows.NAME}"), module
+
+
+def train_tokens(decoder: Any, wanted: Any, folder: Path) -> None:
+    """Put :class:`TokenRows` into a decoder that has no weights yet.
+
+    Args:
+        decoder: the model.
+        wanted: ``trainable_tokens`` of :func:`rocm_ext.model.from_checkpoint`.
+        folder: the model's, with its ``tokenizer.json``.
+
+    Raises:
+        UserError: a token is not one of the tokenizer's or has no row, or a layer cannot have such rows.
+    """
+    if not isinstance(wanted, Mapping):
+        wanted = dict.fromkeys((EMBEDDINGS, OUTPUT), wanted)
+    numbers = {str(name): _numbers(tokens, folder, decoder) for name, tokens in wanted.items()}
+    for name, tokens in by_layer(decoder, numbers).items():
+        layer, tied = _layers(decoder)[name], decoder.output_layer if is_tied(decoder) else None
+        _check(layer, tokens)
+        _check(tied, tokens)
+        attach(TokenRows(tokens, layer), layer, tied)
+
+
+def _check(layer: Any, tokens: list[int]) -> None:
+    """Refuse layers that PEFT does not compute with such rows."""
+    if hasattr(layer, "lora_a"):
+        raise UserError(
+            f"trainable_tokens trains rows of {OUTPUT}, which target_modules adapts, and PEFT does not combine them; "
+            f"leave it out of target_modules, or set trainable_tokens={{{EMBEDDINGS}: {tokens}}}"
+        )
+    if getattr(layer, "bias", None) is not None:
+        raise UserError("trainable_tokens: the output layer has a bias, which PEFT leaves out with such rows")
+    own_code = isinstance(layer, nn.Embedding) and type(layer).forward is not nn.Embedding.forward
+    if own_code and not hasattr(layer, "embed_scale"):
+        raise UserError(f"trainable_tokens: embeddings of the class {type(layer).__name__} are not supported")
+
+
+def by_layer(decoder: Any, given: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """Return ids in order, by :data:`EMBEDDINGS` and :data:`OUTPUT`; tied layers are the former.
+
+    Args:
+        decoder: the model.
+        given: ids by the ends of layers' names, as in PEFT's dictionaries.
+
+    Raises:
+        UserError: another layer is named, or tied layers have different tokens.
+    """
+    known = {EMBEDDINGS: EMBEDDINGS, OUTPUT: OUTPUT}
+    known |= {name.rpartition(".")[2]: layer for layer, name in (layer_names(decoder) if given else {}).items()}
+    if strange := [name for name in given if name.rpartition(".")[2] not in known]:
+        raise UserError(f"trainable_tokens has {strange[0]!r}; expected {EMBEDDINGS} or {OUTPUT}")
+    found = {known[name.rpartition(".")[2]]: sorted(tokens) for name, tokens in given.items()}
+    if is_tied(decoder) and OUTPUT in found and found.pop(OUTPUT) != found.get(EMBEDDINGS):
+        raise UserError(f"trainable_tokens: {OUTPUT} is {EMBEDDINGS} in this model; give both the same tokens")
+    return found
+
+
+def trained_tokens(decoder: Any) -> dict[str, list[int]]:
+    """Return the ids whose rows ``decoder`` trains, as :func:`by_layer`."""
+    return {name: layer.token_rows.tokens for name, layer in _layers(decoder).items() if hasattr(layer, TokenRows.NAME)}
+
+
+def layer_names(decoder: Any) -> dict[str, str]:
+    """Return the published names of :data:`EMBEDDINGS` and :data:`OUTPUT`."""
+    names = {module: name for name, module in decoder.named_modules()}
+    both = {EMBEDDINGS: names[decoder.tok_embeddings], OUTPUT: names.get(decoder.output_layer, "output")}
+    return {layer: decoder.renames[0](f"{name}.weight").removesuffix(".weight") for layer, name in both.items()}
+
+
+def is_tied(decoder: Any) -> bool:
+    """Return whether the output layer of ``decoder`` is its embeddings."""
+    head = getattr(decoder.output_layer, "tied_module", decoder.output_layer)
+    return getattr(head, "weight", None) is decoder.tok_embeddings.weight
+
+
+def _layers(decoder: Any) -> dict[str, Any]:
+    return {EMBEDDINGS: decoder.tok_embeddings, **({} if is_tied(decoder) else {OUTPUT: decoder.output_layer})}
+
+
+def _numbers(tokens: Any, folder: Path, decoder: Any) -> list[int]:
+    """Return the ids of tokens, which are texts or ids."""
+    given = [tokens] if isinstance(tokens, str | int) else list(tokens or ())
+    encoder = TextEncoder(folder / TOKENIZER) if any(isinstance(token, str) for token in given) else None
+    rows, numbers = decoder.tok_embeddings.num_embeddings, set()
+    for token in given:
+        pieces = encoder.encode(token) if encoder is not None and isinstance(token, str) else [token]
+        if len(pieces) != 1:
+            raise UserError(
+                f"trainable_tokens has {token!r}, which is {len(pieces)} tokens of {folder / TOKENIZER}; add it once "
+                "with transformers (add_tokens, resize_token_embeddings), or name one of the tokenizer's"
+            )
+        number = pieces[0]
+        if type(number) is not int or number < 0:
+            raise UserError(f"trainable_tokens has {token!r}; expected a token's text or its id")
+        if number >= rows:
+            raise UserError(
+                f"trainable_tokens has {token!r}, id {number}, but the model's embeddings have {rows} rows; add rows "
+                "once with transformers (resize_token_embeddings), or use one of the spare ids"
+            )
+        numbers.add(number)
+    if not numbers:
+        raise UserError("trainable_tokens is empty; expected null or some tokens")
+    return sorted(numbers)
