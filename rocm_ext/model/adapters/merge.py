@@ -153,8 +153,7 @@ class MergedWeights:
         if self.rows and is_tied(decoder):
             embeddings, output = (f"{name}.weight" for name in layer_names(decoder).values())
             if output in state:
-                stored = embeddings if self._converted is None else self._converted.group(embeddings)[1][0]
-                self._same[output] = stored
+                self._same[output] = next((name for name, of in self._groups.items() if embeddings in of), embeddings)
 
     def _changed(self) -> list[str]:
         return [*self.linear, *self.experts, *self.rows]
