@@ -126,7 +126,7 @@ def test_two_machines_equal_one(make, alone, tmp_path):
     assert seen.read_text() == "127.0.0.1\n"
     assert_same_curves(out, alone)
     names = ["adapter", "checkpoints", "config.yaml", "hardware.jsonl", "hardware.machine1.jsonl", "metrics.jsonl"]
-    assert sorted(os.listdir(out)) == [*names, "summary.json"]
+    assert sorted(os.listdir(out)) == [*names, "rows.json", "summary.json"]
     assert "earlier" not in (out / "hardware.machine1.jsonl").read_text()
     assert sorted(os.listdir(alone)) == sorted({*os.listdir(out)} - {"hardware.machine1.jsonl"})
 

@@ -90,7 +90,7 @@ def test_raft_keeps_conversations(write):
     assert (out / "adapter").is_dir()
 
 
-@pytest.mark.wide(always=1)
+@pytest.mark.wide
 @pytest.mark.parametrize("fault", ["raise", "exit", "hang"])
 def test_a_fault_costs_its_conversation(write, fault):
     out = run(write(echo={"fault": fault}, verify_timeout=2 if fault == "hang" else 60))

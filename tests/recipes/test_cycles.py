@@ -198,6 +198,7 @@ def test_some_cycles_are_evaluated_some_adapters_stay_and_rates_decay(make, tmp_
     assert outcome(out) == before
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("stop", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.wide)])
 def test_a_stopped_phase_goes_on_with_its_answers(make, tmp_path, stop):
     calls = itertools.count(1)

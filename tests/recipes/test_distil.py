@@ -123,7 +123,7 @@ KILLS = [kill_at_record("samples.jsonl", 12), kill_at_record("verdicts.jsonl", 5
 KILLS += [signal_at(PolicyTrainer, name, lambda self, *_: self.step >= 2, before=True) for name in PARTS]
 
 
-@pytest.mark.wide(always=2)
+@pytest.mark.wide(always=1)
 @pytest.mark.parametrize("kill", KILLS)
 def test_killed_and_resumed(make, reference, tmp_path, kill):
     kill_and_resume(main, make(tmp_path / "out"), kill)
