@@ -110,8 +110,9 @@ class LoRAFinetune:
             interrupt=self.evaluation.interrupt if self.evaluation else Interrupt(),
             evaluation=self.evaluation,
         )
+        fresh = self.folder.resumed is None
         self.trainer.open()
-        if self.folder.resumed is None and (ranks := self.runtime.ranks).is_main:
+        if fresh and (ranks := self.runtime.ranks).is_main:
             parts = (self.learner.tokenizer, self.rows, self.validation_rows)
             overview.write(self.folder.path / ROWS, lambda: overview.of_rows(self.cfg, *parts, ranks=ranks.world))
         log_config(self.metric_logger, self.cfg)

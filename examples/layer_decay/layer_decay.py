@@ -21,8 +21,6 @@ class LayerDecayTrainer(Trainer):
         decay = self.cfg.layer_lr_decay
         if not isinstance(decay, int | float) or not 0 < decay <= 1:
             raise UserError(f"layer_lr_decay is {decay!r}; expected a number above 0, at most 1")
-        if self.cfg.loraplus_lr_ratio is not None:
-            raise UserError("layer_decay sets the groups of parameters itself; set loraplus_lr_ratio=null")
         adapter, layers = self.learner.adapter.values(), self.learner.decoder.layers
         distance = {p: len(layers) - 1 - i for i, layer in enumerate(layers) for p in layer.parameters()}  # to the last
         groups = [{"params": [p for p in adapter if distance.get(p, 0) == n]} for n in range(len(layers))]

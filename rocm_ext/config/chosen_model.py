@@ -1,12 +1,14 @@
 """What a command opens to sample from or to measure: a config, a run's output folder, or a folder with a model."""
 
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from safetensors import safe_open
 
 from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
@@ -18,6 +20,7 @@ from rocm_ext.config.model_folder import FROM_CHECKPOINT, check_model_folder, co
 BASE = "base"  # the value of ``teacher`` that stands for the model in training without its adapter
 _LOCAL = ("rocm_ext.sampling.LocalEngine",)
 _OF_TRAINING = ("lr_scheduler", "metric_logger", "profiler")
+_PATTERNS = ("rank_pattern", "alpha_pattern")
 # Keys of adapter_config.json and those of from_checkpoint
 _ADAPTER = {
     "r": "lora_rank",
@@ -142,11 +145,23 @@ def _run(folder: Path, adapter: Path | None, trusted: bool, unused: Collection[s
     return ChosenModel(str(file), adapter or folder / "adapter", content, run=True)
 
 
+def _matching(pattern: Any, adapter: Path) -> Any:
+    """Return a pattern without the keys that match none of the adapter's layers: PEFT reads no such key."""
+    try:
+        with safe_open(adapter / "adapter_model.safetensors", "np") as file:
+            names = [name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in file.keys()]  # noqa: SIM118
+        found = {key: re.compile(rf"(.*\.)?({key})$") for key in pattern or ()}
+        return pattern and {key: pattern[key] for key, fits in found.items() if any(map(fits.match, names))}
+    except Exception:  # whatever is wrong with the adapter is said where it is read
+        return pattern
+
+
 def _model(name: str, adapter: Path | None) -> ChosenModel:
     model: dict[str, Any] = {COMPONENT: FROM_CHECKPOINT, "checkpoint_dir": name, "lora_rank": 1}
     if adapter is not None:
         settings = _read_adapter(adapter)
         given = {ours: settings.get(theirs) for theirs, ours in _ADAPTER.items()}
+        given |= {key: _matching(given[key], adapter) for key in _PATTERNS if not settings.get("target_parameters")}
         # experts alone may have LoRA, with no module
         model |= {ours: value for ours, value in given.items() if value or (ours, value) == ("target_modules", [])}
         if isinstance(tokens := model.get("trainable_tokens"), list):  # PEFT's lists are of the embeddings alone

@@ -44,6 +44,8 @@ _RIVALS = {
     "verifier": "environment",
     "environment": "verifier",
 }
+# Keys of model whose mappings an override replaces: merging would keep keys of the YAML's
+_REPLACED = ("model.rank_pattern", "model.alpha_pattern", "model.trainable_tokens")
 # What other trainers (transformers, TRL, axolotl, LLaMA-Factory) call keys of ours
 _ELSEWHERE = {
     "alpha_pattern": "model.alpha_pattern",
@@ -385,7 +387,10 @@ def _replace_components(merged: dict[str, Any], overrides: list[str]) -> list[st
             if not isinstance(parsed, str):
                 merged[key] = parsed
                 continue
-        root, dot, _ = key.lstrip("~").partition(".")
+        root, dot, leaf = key.lstrip("~").partition(".")
+        if key in _REPLACED and isinstance(merged.get(root), Mapping):
+            merged[root] = {**merged[root], leaf: OmegaConf.select(OmegaConf.from_dotlist([item]), key)}
+            continue
         if dot and not isinstance(merged.get(root), Mapping | list | None):
             raise UserError(f"unknown key {key}: {root} is {merged[root]!r} and has no keys of its own")
         rest.append(item)

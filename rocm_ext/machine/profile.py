@@ -143,8 +143,9 @@ class Profile:
             raise UserError(f"{where}.memory.of is {of!r}, expected {' or '.join(_MEMORY_KEYS)}")
         for key in _MEMORY_KEYS[of]:
             parse(float, profile.memory.get(key), f"{where}.memory.{key}")
-        if missing := [key for key in _REACHED if profile.chips and key not in profile.reached]:
-            raise UserError(f"{where}.reached lacks {', '.join(missing)}, which plans for its chips need")
+        for chip, sheet in profile.chips.items():
+            if missing := [key for key in _REACHED if key not in profile.reached | sheet.reached]:
+                raise UserError(f"{where}.reached lacks {', '.join(missing)}, which plans for {chip} need")
         locked = {key: lock.value for key, lock in profile.locked.items() if key not in _NOT_RECIPE_KEYS}
         return replace(profile, settings={**profile.settings, **locked})
 

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -245,7 +246,12 @@ class Sizes:
 
 
 def _matches(key: str, name: str) -> bool:
-    return re.match(rf"(.*\.)?({key})$", name) is not None
+    return _compiled(key).match(name) is not None
+
+
+@cache  # re's own cache holds 512, fewer than a pattern with a key for each layer
+def _compiled(key: str) -> re.Pattern[str]:
+    return re.compile(rf"(.*\.)?({key})$")
 
 
 def _end(name: str) -> str:

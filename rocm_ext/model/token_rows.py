@@ -62,11 +62,13 @@ class TokenRows(nn.Module):
         """
         if self.disabled:
             return found
-        same = tokens[..., None].eq(self.ids)
-        rows = F.embedding(same.int().argmax(-1), self.weight).to(found.dtype)  # any row where none is the same
+        tokens = tokens.to(self.ids.dtype).contiguous()
+        at = torch.searchsorted(self.ids, tokens).clamp_(max=len(self.tokens) - 1)
+        same = self.ids[at] == tokens
+        rows = F.embedding(at, self.weight).to(found.dtype)  # any row where none is the same
         if scale is not None:
             rows = rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
-        return torch.where(same.any(-1, keepdim=True), rows, found)
+        return torch.where(same[..., None], rows, found)
 
     def logits(self, hidden: Tensor, found: Tensor) -> Tensor:
         """Put the rows' logits of ``hidden`` [..., d] into what the output layer gave, [..., v], in place."""
@@ -133,6 +135,8 @@ def train_tokens(decoder: Any, wanted: Any, folder: Path) -> None:
     """
     if not isinstance(wanted, Mapping):
         wanted = dict.fromkeys((EMBEDDINGS, OUTPUT), wanted)
+    if not wanted:
+        raise UserError("trainable_tokens is empty; expected null or some tokens")
     numbers = {str(name): _numbers(tokens, folder, decoder) for name, tokens in wanted.items()}
     for name, tokens in by_layer(decoder, numbers).items():
         layer, tied = _layers(decoder)[name], decoder.output_layer if is_tied(decoder) else None
@@ -150,6 +154,9 @@ def _check(layer: Any, tokens: list[int]) -> None:
         )
     if getattr(layer, "bias", None) is not None:
         raise UserError("trainable_tokens: the output layer has a bias, which PEFT leaves out with such rows")
+    head = not isinstance(layer, nn.Embedding) and "weight" in getattr(layer, "_parameters", ())
+    if head and type(layer).forward is not nn.Linear.forward:
+        raise UserError(f"trainable_tokens: output layers of the class {type(layer).__name__} are not supported")
     own_code = isinstance(layer, nn.Embedding) and type(layer).forward is not nn.Embedding.forward
     if own_code and not hasattr(layer, "embed_scale"):
         raise UserError(f"trainable_tokens: embeddings of the class {type(layer).__name__} are not supported")
@@ -200,7 +207,12 @@ def _layers(decoder: Any) -> dict[str, Any]:
 def _numbers(tokens: Any, folder: Path, decoder: Any) -> list[int]:
     """Return the ids of tokens, which are texts or ids."""
     given = [tokens] if isinstance(tokens, str | int) else list(tokens or ())
-    encoder = TextEncoder(folder / TOKENIZER) if any(isinstance(token, str) for token in given) else None
+    texts = [token for token in given if isinstance(token, str)]
+    if texts and not (folder / TOKENIZER).is_file():
+        raise UserError(
+            f"trainable_tokens has {texts[0]!r}, and {folder} has no {TOKENIZER}; give ids, or download the model"
+        )
+    encoder = TextEncoder(folder / TOKENIZER) if texts else None
     rows, numbers = decoder.tok_embeddings.num_embeddings, set()
     for token in given:
         pieces = encoder.encode(token) if encoder is not None and isinstance(token, str) else [token]

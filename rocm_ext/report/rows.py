@@ -53,7 +53,7 @@ def data(run: RunFolder) -> Data | None:
         return None
     try:
         return _data(run.rows)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+    except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError):
         run.problems.append(f"{run.path / ROWS} is damaged and is skipped")
         return None
 

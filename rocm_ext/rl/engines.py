@@ -333,7 +333,8 @@ def _check_adapters(cfg: DictConfig, learner: Learner, engine: Any, samples_new_
     """Check that the engine can load the adapters that the run will need."""
     first = cfg.checkpointer.get("adapter_checkpoint")
     writes = cfg.prompts is not None and (samples_new_adapters or cfg.eval_prompts)
-    if (first or writes) and len({layer.scale for _, layer in adapters(learner.decoder)}) > 1:
+    scales = [layer.scale for _, layer in adapters(learner.decoder)]
+    if (first or writes) and max(scales) > min(scales) * (1 + 1e-4):  # roots of ranks are not exact
         raise UserError(
             "servers such as vLLM scale all layers of an adapter alike, and alpha / r differs between layers; set "
             "model.alpha_pattern so that it does not"

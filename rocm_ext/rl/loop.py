@@ -347,7 +347,7 @@ class Loop(RLRecipe, ABC):
             interrupt=self.interrupt,
         )
         self.trainer.open()
-        if self.folder.resumed is None and self.ranks.is_main:
+        if self.trainer.fresh and self.ranks.is_main:
             data = self.learner.tokenizer, self.learner.decoder.max_seq_len
             overview.write(self.out / ROWS, lambda: self.prompts.overview(*data))
         self.records = Records.open(self.out, self.ranks, self.trainer.step, self.trainer.evaluated, self.passes)

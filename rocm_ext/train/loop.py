@@ -150,8 +150,11 @@ class Training:
             total_steps: optimiser updates of the whole run, or an estimate.
 
         Raises:
-            UserError: optimiser or schedule cannot be built, or does not work.
+            UserError: optimiser or schedule cannot be built, or does not work; or ``loraplus_lr_ratio`` is set, which a
+                subclass's own optimiser does not read.
         """
+        if cfg.loraplus_lr_ratio is not None and cls.setup_optimizer is not Training.setup_optimizer:
+            raise UserError(f"{cls.__name__} makes its own optimiser; set loraplus_lr_ratio=null")
         if (cls.setup_optimizer, cls.setup_scheduler) != (Training.setup_optimizer, Training.setup_scheduler):
             return
         layer = next(iter(learner.adapter)).partition(".lora_")[0]

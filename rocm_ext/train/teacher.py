@@ -64,8 +64,11 @@ class Teacher:
                 raise UserError(
                     f"teacher {cfg.teacher} computes no packed rows, and the model in training does; choose another one"
                 )
-        elif any("output" in name.split(".") for name in student.adapter):
-            raise UserError("teacher is base, and the output layer has an adapter; leave lm_head out of target_modules")
+        elif set(getattr(student.decoder.output_layer, "parameters", tuple)()) & set(student.adapter.values()):
+            raise UserError(
+                "teacher is base, whose output layer is that of the model, and it trains; leave lm_head out of "
+                "target_modules, and out of trainable_tokens (of tied layers: embed_tokens, too)"
+            )
         elif cfg.teacher_adapter:
             self._adapter = student.read_adapter(Path(cfg.teacher_adapter))
             check_adapter(student.decoder, self._adapter, cfg.teacher_adapter)

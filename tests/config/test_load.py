@@ -65,6 +65,18 @@ def test_a_component_keeps_arguments_of_a_lower_layer(tmp_path):
     assert again == load(optimizer=adamw), "a recorded config is the same config"
 
 
+def test_a_pattern_replaces_the_runs(run):
+    """The cure for an adapter of other patterns is such an override."""
+    base = "model: {_component_: rocm_ext.model.from_checkpoint, checkpoint_dir: m, rank_pattern: {down_proj: 8}}\n"
+    base += (
+        "dataset: {_component_: rocm_ext.data.sft_dataset, source: a}\noptimizer: {_component_: torch.optim.AdamW}\n"
+    )
+    base += "output_dir: out\nhardware: cpu\n"
+    assert run("", 'model.rank_pattern={"q_proj": 4}', base=base).model.rank_pattern == {"q_proj": 4}
+    assert run("", "model.rank_pattern.q_proj=4", base=base).model.rank_pattern == {"down_proj": 8, "q_proj": 4}
+    assert run("", "model.rank_pattern=null", base=base).model.rank_pattern is None
+
+
 def test_layers(run, monkeypatch):
     lines = "hardware: strix_halo\ndtype: fp16\ncompile: True\nepochs: 3"
     cfg = run(lines, "hardware=cpu")

@@ -94,6 +94,12 @@ def test_adapter_of_peft_gives_its_logits(folders, tmp_path, base, options):
     recipe = prepare(folders, base, tmp_path / "run", tmp_path / "theirs", model=model)
     assert recipe.cfg.use_rslora is options.get("use_rslora", False)
     torch.testing.assert_close(our_logits(recipe), expected, rtol=0, atol=1e-5)
+    file = tmp_path / "theirs" / "adapter_config.json"
+    written = json.loads(file.read_text())
+    pattern = written.get("rank_pattern") or {}
+    file.write_text(json.dumps(written | {"rank_pattern": {**pattern, "no_such_layer": 9}}))
+    chosen = find_target(str(folders[base]), tmp_path / "theirs").content["model"]
+    assert chosen.get("rank_pattern", {}) == pattern, "PEFT reads no key of another layer"
 
 
 @pytest.mark.wide(always=1)

@@ -641,6 +641,7 @@ def test_target_modules(folders, name, targets, message):
         ("qwen3", {"trainable_tokens": [True]}, "has True; expected a token's text or its id"),
         ("qwen3", {"trainable_tokens": [-1]}, "has -1; expected"),
         ("qwen3", {"trainable_tokens": []}, "trainable_tokens is empty"),
+        ("qwen3", {"trainable_tokens": {}}, "trainable_tokens is empty"),
         ("qwen3", {"trainable_tokens": {"q_proj": [3]}}, "has 'q_proj'; expected embed_tokens or lm_head"),
         ("qwen3", {"trainable_tokens": [3], "target_modules": ["lm_head"]}, r"or set .*=\{embed_tokens: \[3\]\}"),
         ("qwen3 tied", {"trainable_tokens": {"lm_head": [3]}}, "lm_head is embed_tokens in this model"),

@@ -258,6 +258,15 @@ def test_bad_input_is_a_line(make, places, tmp_path, overrides, key):
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_of_the_output_layer_are_not_the_base_s(make, tmp_path, tied):
+    base = write_model(tmp_path / "base", tie_word_embeddings=tied)
+    model = {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(base), "trainable_tokens": [3]}
+    changes = {"model": model, "checkpointer": None, "teacher": "base", "teacher_adapter": "x"}
+    with pytest.raises(UserError, match=r"teacher is base.* output layer .*trainable_tokens"):
+        load(make(tmp_path / "out", **changes)).setup()
+
+
 def test_the_longest_given_answer_is_planned(make, tmp_path):
     made = load(make(tmp_path / "out", given_answers="answer", max_new_tokens=1, eval_prompts=None))
     made.setup()

@@ -189,9 +189,11 @@ def test_reference_is_what_the_others_claim(reference):
 def test_killed_in_mid_epoch_and_resumed(make, reference, killed):
     assert steps(killed) == [5, 6]
     assert not (killed / "adapter").exists()
+    written = (killed / "rows.json").stat().st_mtime_ns
     messages = resumed(make(killed))
     assert "resumed from" in messages
     assert_equal(killed, reference)
+    assert (killed / "rows.json").stat().st_mtime_ns == written, "the data is described once"
 
 
 @pytest.mark.wide(always=1)

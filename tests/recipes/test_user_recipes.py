@@ -14,6 +14,7 @@ import pytest
 import torch
 import torchtune._recipe_registry as torchtune_registry
 from omegaconf import OmegaConf
+from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from rocm_ext.recipes.raft_rocm import RAFT
 
 from rocm_ext import config, hook
@@ -87,6 +88,9 @@ def test_its_keys_are_checked_as_ours_are(folder, tiny):
     run = str(folder / "my_run.yaml")
     with pytest.raises(UserError, match=r"unknown key layer_lr_decays; did you mean layer_lr_decay\?"):
         config.load("layer_decay", run, ["layer_lr_decays=0.8"])
+    trainer = runpy.run_path(str(folder / "layer_decay.py"))["LayerDecayTrainer"]
+    with pytest.raises(UserError, match="LayerDecayTrainer makes its own optimiser; set loraplus_lr_ratio=null"):
+        LoRAFinetune(config.load("layer_decay", run, ["loraplus_lr_ratio=4"]), trainer=trainer).check()
     write_run(folder, tiny, layer_lr_deacy=0.8)
     with pytest.raises(UserError, match=r"unknown key layer_lr_deacy; did you mean layer_lr_decay\?"):
         config.load("layer_decay", run)
