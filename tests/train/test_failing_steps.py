@@ -65,7 +65,7 @@ def test_a_plan_above_the_budget_is_refused_before_the_weights_are_read(run, bud
         budget(2**20)
         code, line = run()
         assert code == 1
-        assert re.match(r"error: the memory plan needs [\d.]+ MiB and has 1\.0 MiB\. Set ", line)
+        assert re.match(r"error: the memory plan needs [\d.]+ MiB and has 1\.0 MiB\. ", line)
         assert line.endswith("over_budget=try starts the run regardless")
         budget(int(0.8 * gib(line)))
         code, line = run()
