@@ -32,9 +32,9 @@ from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.download import use_shape
 from rocm_ext.model.lora import plain
-from rocm_ext.model.quantized import Quantized, of_blocks
 from rocm_ext.model.sampler import copied_bytes, sampler_of
-from rocm_ext.model.unpack import BLOCKS
+from rocm_ext.model.weights.quantized import Quantized, of_blocks
+from rocm_ext.model.weights.unpack import BLOCKS
 from rocm_ext.plan import workload
 from rocm_ext.plan.costs import CostCounter
 from rocm_ext.plan.memory import frozen_bytes, readable

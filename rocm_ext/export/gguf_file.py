@@ -14,7 +14,7 @@ from torch import Tensor
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import flush, replace_file
 from rocm_ext.base.log import Progress
-from rocm_ext.model.llama_cpp import library
+from rocm_ext.model.weights.llama_cpp import library
 
 TYPES = ("f16", "bf16", "q8_0", "f32")
 _FLUSH = 2**28  # bytes of a file that the system may cache while it is written

@@ -1,4 +1,4 @@
-"""Write a model, or an adapter alone, as a GGUF file for llama.cpp; :mod:`rocm_ext.model.llama_cpp` has the layouts."""
+"""Write a model, or an adapter alone, as a GGUF file; :mod:`rocm_ext.model.weights.llama_cpp` has the layouts."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -14,10 +14,10 @@ from rocm_ext.export.gguf_file import Entry, write
 from rocm_ext.export.source import UNMERGED, Source
 from rocm_ext.export.vocabulary import add_vocabulary
 from rocm_ext.model.adapters.merge import MergedWeights, base_tensors, check_base
-from rocm_ext.model.checkpointer import on_meta
-from rocm_ext.model.gguf_files import refuse_merging
-from rocm_ext.model.llama_cpp import GgufNames, Layout, Part, add_keys, library, read_layout
 from rocm_ext.model.lora import dense, expert_factors
+from rocm_ext.model.weights.checkpointer import on_meta
+from rocm_ext.model.weights.gguf_files import refuse_merging
+from rocm_ext.model.weights.llama_cpp import GgufNames, Layout, Part, add_keys, library, read_layout
 
 _TABLES = ("rotary_emb.inv_freq", ".position_ids")
 _ALWAYS_F32 = ("ffn_gate_inp", "ssm_conv1d")  # llama.cpp takes these, and all that are no weights, in fp32 alone

@@ -15,7 +15,7 @@ from rocm_ext.data.messages import to_turns
 from rocm_ext.data.template import ChatTemplate
 from rocm_ext.export.source import Source
 from rocm_ext.export.vocabulary import end_of_turn
-from rocm_ext.model.gguf_files import files_in
+from rocm_ext.model.weights.gguf_files import files_in
 
 _SYSTEM = {"role": "system", "content": "first-3141"}
 _TALK = [

@@ -26,7 +26,7 @@ from rocm_ext.model.adapters.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, 
 from rocm_ext.model.build import build_model
 from rocm_ext.model.download import use_downloaded, use_weights
 from rocm_ext.model.families import CONFIG
-from rocm_ext.model.gguf_files import SUFFIX, refuse_merging
+from rocm_ext.model.weights.gguf_files import SUFFIX, refuse_merging
 from rocm_ext.runs.folder import RunFolder
 
 UNMERGED = "write --gguf-adapter, which llama.cpp adds as it computes, or name the model in 16 bits by --base"

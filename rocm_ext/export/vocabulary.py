@@ -15,7 +15,7 @@ from rocm_ext.data import words
 from rocm_ext.data.encoder import TOKENIZER, TextEncoder, ids_in
 from rocm_ext.data.render import render_conversation
 from rocm_ext.export.source import Source
-from rocm_ext.model.llama_cpp import CONVERTER, Layout, library
+from rocm_ext.model.weights.llama_cpp import CONVERTER, Layout, library
 
 # llama.cpp writes out what Gemma 4 says with these, so that its parsers of tools and reasoning see it
 _SHOWN = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>')

@@ -4,7 +4,7 @@ YAML files name two components of this package: ``rocm_ext.model.from_checkpoint
 ``rocm_ext.model.HFCheckpointer``.
 """
 
-from rocm_ext.model.checkpointer import HFCheckpointer
-from rocm_ext.model.native import from_checkpoint
+from rocm_ext.model.folder import from_checkpoint
+from rocm_ext.model.weights.checkpointer import HFCheckpointer
 
 __all__ = ["HFCheckpointer", "from_checkpoint"]

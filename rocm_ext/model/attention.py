@@ -17,20 +17,16 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
-from torchtune.modules import MultiHeadAttention
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.machine.numerics import SDPA_KERNELS
 from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.layers import HalvesRoPE, rotated
 
 _NO_KERNEL = ("No available kernel", "No viable backend")  # what torch says on GPUs, and on CPUs
 
@@ -169,7 +165,7 @@ class Slots:
         self.places = cache.ring(window)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """See :meth:`_Pass.once`."""
+        """See :meth:`Pass.once`."""
         return self._cache.once(key, make)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -230,7 +226,7 @@ class Slots:
         return [tensor[:, :, :known] for tensor in (self.keys, self.values)] if self.is_initialized else []
 
 
-class _Pass:
+class Pass:
     """A forward pass of sampling."""
 
     def __init__(self) -> None:
@@ -243,7 +239,7 @@ class _Pass:
         return self._made[key]
 
 
-class SlotCache(_Pass):
+class SlotCache(Pass):
     """The cache of several sequences, one in each slot.
 
     Args:
@@ -326,20 +322,6 @@ class SlotCache(_Pass):
         """Put back what :meth:`save` returned."""
         for tensor, mine in zip(self.held(known), saved, strict=True):
             tensor[slot] = mine
-
-
-class Prefix(NamedTuple):
-    """Keys and values of one prompt, in one layer: [1, kv_heads, s, head_dim] each."""
-
-    keys: Tensor
-    values: Tensor
-
-
-@dataclass
-class PrefixCache:
-    """The cache of one prompt: a :class:`Prefix` of each layer."""
-
-    layers: list[Prefix] = field(default_factory=list)
 
 
 # ---- packed sequences
@@ -445,120 +427,6 @@ class Lengths:
 
 def _rows(values: Tensor, index: Tensor) -> Tensor:
     return F.embedding(index, values.flatten(1)).unflatten(1, values.shape[1:])
-
-
-class Prompts(_Pass):
-    """Packed prompts whose keys and values stay in caches.
-
-    Args:
-        lengths: tokens of each sequence; sequences beyond the number of ``caches`` are padding.
-        caches: of the prompts.
-    """
-
-    def __init__(self, lengths: Sequence[int], caches: Sequence[PrefixCache]) -> None:
-        super().__init__()
-        self._lengths, self._caches = Lengths(tuple(lengths)), caches
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
-        """Keep k and v of each prompt, and attend within each; shapes as of :func:`attend`."""
-        pieces = zip(*(t.transpose(1, 2).split(self._lengths.values, dim=2) for t in (k, v)), strict=True)
-        for cache, (key, value) in zip(self._caches, pieces, strict=False):
-            # copies, because views would keep those of the other prompts alive
-            cache.layers.append(Prefix(*(t.clone(memory_format=torch.contiguous_format) for t in (key, value))))
-        return attend(q, k, v, self._lengths, kernel=kernel, together=False)  # else others' lengths would change a sum
-
-
-class Attention(MultiHeadAttention):
-    """torchtune's self-attention, also for packed rows and for sampling; ``mask`` says which.
-
-    Attributes:
-        kernel: that computes packed rows and sampling; see :func:`sdpa`.
-        norms_first: whether the norms of each head of q and k come before RoPE, as in Qwen3. torchtune's come after it,
-            which is another function.
-    """
-
-    kernel = "auto"
-    norms_first = False
-
-    @classmethod
-    def of(cls, theirs: MultiHeadAttention) -> "Attention":
-        """Make one of the parts of torchtune's."""
-        numbers = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "max_seq_len", "is_causal", "attn_dropout")
-        parts = ("q_proj", "k_proj", "v_proj", "output_proj", "pos_embeddings", "q_norm", "k_norm")
-        return cls(**{name: getattr(theirs, name) for name in (*numbers, *parts)})
-
-    def forward(
-        self,
-        x: Tensor,
-        y: Tensor | None = None,
-        *,
-        mask: Lengths | Slots | Prompts | Tensor | None = None,
-        input_pos: Tensor | None = None,
-    ) -> Tensor:
-        """Attend within each sequence.
-
-        Args:
-            x: [b, s, d]; [1, s, d] of sequences end to end, unless ``mask`` is a tensor or None; [n, d] in a step of
-                sampling, one token of each slot.
-            y: same as ``x``.
-            mask: lengths of packed sequences, a cache that the sampler reads or fills, or [b, s, s], True where the
-                first attends to the second; None: each row is one sequence.
-            input_pos: [b, s] or [n], each token's position in its sequence; None: its index.
-
-        Returns:
-            As ``x``.
-        """
-        if self.kv_cache is not None:
-            raise NotImplementedError("no key-value cache; rocm_ext.sampling samples from such models")
-        sampling = mask if isinstance(mask, Slots | Prompts) else None
-        q, k, v = self.heads(x, input_pos, sampling)
-        dropout = self.attn_dropout if self.training else 0.0
-        if sampling is not None:
-            out = sampling.attend(q, k, v, self.kernel)
-        elif isinstance(mask, Lengths):
-            out = attend(q, k, v, mask, dropout, self.kernel)
-        else:
-            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-            k, v = (t.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for t in (k, v))
-            allowed, causal = mask[:, None] if isinstance(mask, Tensor) else None, mask is None
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=causal)
-            out = out.transpose(1, 2)
-        return self.output_proj(out.flatten(-2))
-
-    def project(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return q and k, with heads, in two tensors or in one, and v."""
-        q, k, v = (p(x).view(*x.shape[:-1], -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
-        return [q, k], v
-
-    def heads(
-        self, x: Tensor, input_pos: Tensor | None, sampling: Slots | Prompts | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project x, rotate and normalise its q and k.
-
-        Args:
-            x, input_pos: as in :meth:`forward`.
-            sampling: the pass whose layers share tables of rotations; None in training.
-
-        Returns:
-            q [..., heads, head_dim], k and v [..., kv_heads, head_dim].
-        """
-        qk, v = self.project(x)
-        if self.norms_first:
-            qk = [norm(t) for norm, t in zip((self.q_norm, self.k_norm), qk, strict=True)]
-        rope: Any = self.pos_embeddings
-        if isinstance(rope, HalvesRoPE) and not torch.compiler.is_compiling():
-            make = partial(rope.tables, x.dtype, x.shape[-2], input_pos)
-            tables = make() if sampling is None else sampling.once(rope, make)
-            qk = [rotated(t, tables) for t in qk]
-        elif rope is not None and x.ndim == 2:  # torchtune's take rows
-            qk = [rope(t[None], input_pos=None if input_pos is None else input_pos[None])[0] for t in qk]
-        elif rope is not None:
-            qk = [rope(t, input_pos=input_pos) for t in qk]
-        q, k = qk if len(qk) == 2 else qk[0].split_with_sizes((self.num_heads, self.num_kv_heads), dim=-2)
-        # torchtune applies these norms to [b, h, s, head_dim]. They act on head_dim alone, so the result is the same.
-        if self.q_norm is not None and not self.norms_first:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return q, k, v
 
 
 @torch.compiler.disable

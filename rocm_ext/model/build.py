@@ -18,10 +18,7 @@ from rocm_ext.data.batches import MicroBatch
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.losses import Objective
 from rocm_ext.machine.profile import Profile, check_locked
-from rocm_ext.model.checkpointer import StoredWeights, on_meta, sample
 from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.gguf_files import SUFFIX
-from rocm_ext.model.layers import use_fused_norms
 from rocm_ext.model.lora import (
     adapter_parameters,
     adapters,
@@ -33,8 +30,11 @@ from rocm_ext.model.lora import (
     reset,
     trained,
 )
-from rocm_ext.model.native import native
-from rocm_ext.model.quantized import Quantized, fp8_rows, scaled_products, unpacked_once
+from rocm_ext.model.native.decoder import native
+from rocm_ext.model.native.layers import use_fused_norms
+from rocm_ext.model.weights.checkpointer import StoredWeights, on_meta, sample
+from rocm_ext.model.weights.gguf_files import SUFFIX
+from rocm_ext.model.weights.quantized import Quantized, fp8_rows, scaled_products, unpacked_once
 
 
 class CausalLM(nn.Module):

@@ -50,8 +50,8 @@ class Decoder(nn.Module, ABC):
             unknown names. None: torchtune's converters know them.
         left_out: names of the modules that the folder's whole model has beside these, such as a vision tower's.
         kernels: of installed packages, that its layers call.
-        replay: of routers' choices, see :class:`rocm_ext.model.transformers.routing.Replay`; None: they choose anew.
-        quantizes: whether weights with a :func:`rocm_ext.model.quantized.stand_in` are quantised as they are loaded;
+        replay: of routers' choices, see :class:`rocm_ext.model.hf.routing.Replay`; None: they choose anew.
+        quantizes: whether weights with a stand-in of :mod:`rocm_ext.model.weights.quantized` are quantised as loaded;
             otherwise the files have them so.
         published_modules: names of all modules of this whole model; empty: PEFT's names of its layers are unique.
         names_of_experts: ends of names of modules that PEFT takes for experts'.

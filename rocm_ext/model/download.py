@@ -18,10 +18,10 @@ from rocm_ext.base.log import log
 from rocm_ext.base.supervised import beating
 from rocm_ext.data.encoder import TOKENIZER
 from rocm_ext.distributed.ranks import Ranks
-from rocm_ext.model.checkpointer import weight_files
 from rocm_ext.model.families import CONFIG
-from rocm_ext.model.gguf_files import refuse_merging
 from rocm_ext.model.gguf_folder import folder_of
+from rocm_ext.model.weights.checkpointer import weight_files
+from rocm_ext.model.weights.gguf_files import refuse_merging
 
 _TEXT = ["*.json", "*.jinja", "*.txt", "*.model", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*"]
 _ELSEWHERE = ["original/*", "onnx/*", "consolidated*", "*/*.safetensors", "*/*.bin"]  # the weights in other formats

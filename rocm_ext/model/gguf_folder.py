@@ -21,9 +21,9 @@ from rocm_ext.base.log import log
 from rocm_ext.data import words
 from rocm_ext.data.encoder import TOKENIZER
 from rocm_ext.machine.bench_file import cache_folder
-from rocm_ext.model import llama_cpp
 from rocm_ext.model.families import CONFIG, foreign_config
-from rocm_ext.model.gguf_files import LINKS, SHAPES, SUFFIX, GgufFile, parts_of
+from rocm_ext.model.weights import llama_cpp
+from rocm_ext.model.weights.gguf_files import LINKS, SHAPES, SUFFIX, GgufFile, parts_of
 
 _SETTINGS, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _BESIDE = (CONFIG, TOKENIZER, _SETTINGS, "generation_config.json", _TEMPLATE)
@@ -101,7 +101,7 @@ def _write(folder: Path, files: list[GgufFile], beside: list[Path]) -> None:
         shutil.copy(own[CONFIG], folder)
         made = False
     if foreign_config(folder) is not None:
-        from rocm_ext.model.transformers.decoder import shapes_of
+        from rocm_ext.model.hf.decoder import shapes_of
 
         (folder / SHAPES).write_text(json.dumps(shapes_of(folder)) + "\n")
     for name, make in (("generation_config.json", _generation), (TOKENIZER, _tokenizer), (_SETTINGS, _settings)):

@@ -20,8 +20,8 @@ from torchtune.modules.low_precision.nf4_linear import linear_nf4  # torchao's, 
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from rocm_ext.base.errors import UserError, nearest, one_line
-from rocm_ext.model.quantized import Quantized
 from rocm_ext.model.token_rows import TokenRows, token_rows
+from rocm_ext.model.weights.quantized import Quantized
 
 
 class Lora(LoRALinear):
@@ -121,7 +121,7 @@ class Dora(DoRALinear):
 class ExpertLora(nn.Module):
     """LoRA on one weight of all experts of a layer: ``W_e + scale * B_e A_e`` for each expert e.
 
-    It computes nothing itself: :mod:`rocm_ext.model.transformers.experts` reads its factors. Parameters are laid out as
+    It computes nothing itself: :mod:`rocm_ext.model.hf.experts` reads its factors. Parameters are laid out as
     in PEFT's ``target_parameters`` from version 0.19.1 on: A is [experts * r, in], where an expert's rows are next to
     each other; B is [out, r * experts], where the experts' columns of one rank are.
 

@@ -6,23 +6,20 @@ same bit for bit.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchtune.modules import FeedForward, TiedLinear
-from torchtune.modules.peft import DoRALinear, LoRALinear
 
-from rocm_ext.model.attention import Attention, PrefixCache, Prompts, SlotCache
+from rocm_ext.model.attention import SlotCache
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.lora import Dora, Lora, adapters, dense, factors, is_plain, merged_layer, plain, quantized
-from rocm_ext.model.quantized import Quantized
-from rocm_ext.model.token_rows import TokenRows, token_rows
+from rocm_ext.model.token_rows import token_rows
+from rocm_ext.model.weights.quantized import Quantized
 
 # On CPUs, matrix products with fewer or more rows use other kernels, which round differently (measured with MKL on
 # several threads). Without these bounds a sample would depend on the number of samples in its batch.
@@ -359,200 +356,3 @@ def _factors(layers: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
 def frozen(tensor: Tensor) -> nn.Parameter:
     """Return ``tensor`` as a parameter that is not trained."""
     return nn.Parameter(tensor, requires_grad=False)
-
-
-class NativeSampler(Sampler):
-    """Forward passes of a decoder of torchtune's modules.
-
-    Args:
-        source: the model, see :class:`rocm_ext.model.native.NativeDecoder`.
-        merge: see :func:`sampler_of`.
-    """
-
-    splits_rows = True
-    mask_bytes = 10
-
-    @torch.no_grad()
-    def __init__(self, source: Any, merge: bool | None) -> None:
-        copies = _Copies(merges(source, merge))
-        decoder, shape = copies.of(source), _bare(source.layers[0]).attn
-        weight = decoder.tok_embeddings.weight
-        size = 2 * shape.num_kv_heads * shape.head_dim * weight.dtype.itemsize
-        scores = source.kernel in ("math", "eager")
-        needs = Needs([(size, None)] * len(source.layers), 0, False, scores, 0, source.max_seq_len)
-        super().__init__(decoder, copies.adapted, needs, shape.num_heads, isinstance(source.output, TiedLinear))
-
-    @property
-    def bytes_per_row(self) -> int:
-        """Bytes that a pass holds at once for one token, in addition to the cache.
-
-        It is the larger of two parts. Attention holds its input, q, k and v, those of a sequence with a copy for each
-        query, and its output. The MLP holds what attention left, gate, up, the activation, and one more.
-        """
-        attention, mlp = self.decoder.layers[0].attn, self.decoder.layers[0].mlp
-        width, wide = mlp.w2.weight.shape
-        q, _, k = attention.widths
-        return max(3 * width + 5 * q + 2 * k, 4 * width + 4 * wide) * self.dtype.itemsize
-
-    def prefill_bytes(self, prompts: Sequence[int], most: int) -> int:
-        """Bytes that hold the caches of prompts of these lengths and compute them; arguments as in the base class."""
-        rows = max(min(most, sum(prompts)), max(prompts))
-        return int(rows * (self.cache_bytes(1) + self.bytes_per_row)) + max(prompts) ** 2 * self._score_bytes
-
-    def new_cache(self, slots: int, length: int) -> SlotCache:
-        """Return a cache of ``slots`` sequences of ``length`` positions."""
-        cache = SlotCache(len(self.decoder.layers), slots, length)
-        attention = self.decoder.layers[0].attn
-        row = torch.empty(1, attention.num_kv_heads, 1, attention.head_dim, dtype=self.dtype, device=self.device)
-        for layer in cache.layers:
-            layer.lazy_initialization(row, row)
-        return cache
-
-    @torch.no_grad()
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> list[PrefixCache]:
-        """Compute the keys and values of ``prompts``, packed end to end; arguments as in the base class."""
-        lengths = [len(prompt) for prompt in prompts]
-        padding = max(0, MIN_ROWS - sum(lengths))
-        spans = [*lengths, padding] if padding else lengths
-        tokens = torch.tensor([token for prompt in prompts for token in prompt] + [0] * padding, device=self.device)
-        positions = torch.cat([torch.arange(n, device=self.device) for n in spans])
-        caches = [PrefixCache() for _ in prompts]
-        self.decoder.run(tokens[None], positions[None], [Prompts(spans, caches)] * len(self.decoder.layers))
-        return caches
-
-    @torch.no_grad()
-    def step(self, tokens: Tensor, positions: Tensor, cache: SlotCache, span: int) -> Tensor:
-        """Decode one token in each of the first n slots; arguments as in the base class."""
-        cache.begin(positions, span)
-        return self.decoder.output(self.decoder.run(tokens, positions, cache.layers))
-
-
-def _bare(module: Any) -> Any:
-    """Return ``module`` without the wrappers of checkpointing and of torch.compile."""
-    for wrapper in ("_checkpoint_wrapped_module", "_orig_mod"):
-        module = getattr(module, wrapper, module)
-    return module
-
-
-class SamplingAttention(Attention):
-    """Attention with one product for q, k and v."""
-
-    parts = ("q_proj", "k_proj", "v_proj")
-    joined: SamplingLinear
-
-    @property
-    def widths(self) -> tuple[int, int, int]:
-        """Sizes of q, k and v."""
-        k = self.num_kv_heads * self.head_dim
-        return self.num_heads * self.head_dim, k, k
-
-    def project(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return q and k, with heads, in one tensor unless they have norms of their own, and v."""
-        qkv, kv_heads = self.joined(x).view(*x.shape[:-1], -1, self.head_dim), self.num_kv_heads
-        sizes = (self.num_heads + kv_heads,) if self.q_norm is None else (self.num_heads, kv_heads)
-        *qk, v = qkv.split_with_sizes((*sizes, kv_heads), dim=-2)
-        return qk, v
-
-
-class SamplingMLP(FeedForward):
-    """MLP with one product for gate and up."""
-
-    parts = ("w1", "w3")
-    joined: SamplingLinear
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., d] -> [..., d]."""
-        gate, up = self.joined(x).chunk(2, dim=-1)
-        return self.w2(self.activation(gate) * up)
-
-
-def joined_kind(module: nn.Module) -> Any:
-    """Return the class of a module's copy that has one product for several linear layers; None: it has none."""
-    if type(module) is Attention:
-        return SamplingAttention
-    return SamplingMLP if type(module) is FeedForward and module.w3 is not None else None
-
-
-class _Copies:
-    """Copies of modules that share their weights, with linear layers for sampling.
-
-    Args:
-        merge: add the adapters' updates to the weights.
-
-    Attributes:
-        adapted: the copies of layers with adapters and of rows of tokens, and these layers.
-    """
-
-    def __init__(self, merge: bool) -> None:
-        self._merge, self._made = merge, dict[Any, Any]()
-        self.adapted: list[tuple[Any, list[Any]]] = []
-
-    def of(self, module: Any) -> Any:
-        """Return the one copy of ``module``, with copies of its parts."""
-        module = _bare(module)
-        if module not in self._made:
-            self._made[module] = self._new(module)
-        return self._made[module]
-
-    def _new(self, module: Any) -> Any:
-        made: Any
-        if isinstance(module, TiedLinear | nn.Linear | LoRALinear | DoRALinear):
-            tied = isinstance(module, TiedLinear)
-            made = SamplingLinear([self.of(module.tied_module)], False) if tied else self._linear([module])
-            if hasattr(module, TokenRows.NAME):
-                made.rows = self.of(module.token_rows)
-            return made
-        if isinstance(module, TokenRows):
-            made = module.copy()
-            self.adapted.append((made, [module]))
-            return _quick(made, made._parameters, made._buffers)
-        if type(module) is nn.SiLU:
-            return _SteadySiLU()
-        # without calling the constructor; hooks of FSDP and others are left out
-        kind = joined_kind(module)
-        made = object.__new__(_without_hooks(kind or type(module)))  # type: ignore[arg-type]
-        vars(made).update({**vars(module), **vars(nn.Module()), "training": False})
-        made._buffers = dict(module._buffers)
-        made._parameters = {k: p if p is None else frozen(dense(p.detach())) for k, p in module._parameters.items()}
-        parts = getattr(kind, "parts", ())
-        made._modules = {name: self.of(child) for name, child in module._modules.items() if name not in parts}
-        if parts:
-            made._modules["joined"] = self._linear([_bare(getattr(module, part)) for part in parts])
-        for name, value in vars(module).items():
-            if isinstance(value, TiedLinear):  # it is no module
-                vars(made)[name] = self.of(value)
-        return _quick(made, made._modules, made._parameters)
-
-    def _linear(self, layers: list[Any]) -> SamplingLinear:
-        linear = SamplingLinear(layers, self._merge)
-        _quick(linear, linear._parameters)
-        if any(isinstance(layer, Lora | Dora) for layer in layers):
-            self.adapted.append((linear, layers))
-        return linear
-
-
-def _quick(module: nn.Module, *parts: Mapping[str, Any]) -> nn.Module:
-    """Return ``module`` with ``parts`` as plain attributes. nn.Module looks for parts where an object has none."""
-    for named in parts:
-        vars(module).update(named)
-    return module
-
-
-@cache
-def _without_hooks(kind: Any) -> type:
-    """Return ``kind`` with calls that go straight to ``forward``."""
-    return type(kind.__name__, (kind,), {"__call__": kind.forward})
-
-
-class _SteadySiLU(nn.Module):
-    """SiLU that rounds the same in any batch.
-
-    On CPUs torch's rounds differently at the end of each thread's share, and the shares depend on the batch. exp rounds
-    the same everywhere.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., d] -> [..., d]."""
-        return F.silu(x) if x.is_cuda or x.dtype != torch.float32 else x / (1 + torch.exp(-x))
-
-    __call__ = forward

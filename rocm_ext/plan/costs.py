@@ -31,12 +31,12 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.losses import Objective
 from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.layers import HAS_KERNEL, FusedRMSNorm
+from rocm_ext.model.hf.products import ALIKE
 from rocm_ext.model.lora import ExpertLora, adapters
-from rocm_ext.model.quantized import Quantized, unpacked_once
+from rocm_ext.model.native.layers import HAS_KERNEL, FusedRMSNorm
 from rocm_ext.model.remembered import remembered
 from rocm_ext.model.sampler import MIN_ROWS, one_step
-from rocm_ext.model.transformers.products import ALIKE
+from rocm_ext.model.weights.quantized import Quantized, unpacked_once
 
 _BYTES_TO_UNPACK = 40  # for each value, measured on a CPU; a GPU compiles one kernel of all operations
 _ATTENTION: dict[str, Any] = {

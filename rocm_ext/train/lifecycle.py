@@ -27,8 +27,8 @@ from rocm_ext.machine.profile import Profile, check_locked, check_profile, load_
 from rocm_ext.machine.threads import choose_threads, cores
 from rocm_ext.machine.trace import Trace
 from rocm_ext.model.families import CONFIG
-from rocm_ext.model.llama_cpp import way_out
 from rocm_ext.model.sampler import MIN_ROWS
+from rocm_ext.model.weights.llama_cpp import way_out
 from rocm_ext.plan.memory import readable
 from rocm_ext.runs.records import read_yaml
 from rocm_ext.train.machines import check_machines

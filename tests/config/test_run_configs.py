@@ -16,7 +16,7 @@ from rocm_ext.config.checks import check_grpo_values
 from rocm_ext.losses import Preference, objective_of
 from rocm_ext.machine.profile import check_locked, load_profile
 from rocm_ext.model.download import published, published_models
-from rocm_ext.model.native import NativeDecoder
+from rocm_ext.model.native.decoder import NativeDecoder
 from tests.kit.plans import as_configured, plan
 from tools.run_configs.__main__ import written
 

@@ -13,8 +13,8 @@ import torch
 from rocm_ext.export import open_source
 from rocm_ext.export.gguf_model import write_model
 from rocm_ext.model import from_checkpoint
-from rocm_ext.model.llama_cpp import GgufNames, add_keys, read_layout
-from rocm_ext.model.unpack import BLOCKS
+from rocm_ext.model.weights.llama_cpp import GgufNames, add_keys, read_layout
+from rocm_ext.model.weights.unpack import BLOCKS
 from tests.kit.tiny import write_tokenizer
 
 # where a block's scales are, in fp16, and the second one's times the first for a mean of 0

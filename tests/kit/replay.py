@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rocm_ext.model.quantized import Quantized
+from rocm_ext.model.weights.quantized import Quantized
 
 
 def _tensors(part: Any) -> list[Tensor]:

@@ -13,7 +13,7 @@ from rocm_ext import config
 from rocm_ext.data.batches import count_labels
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.losses import PolicyGradient, Tally
-from rocm_ext.model.native import native
+from rocm_ext.model.native.decoder import native
 from rocm_ext.plan import costs
 from rocm_ext.plan.costs import Kernels, simulate
 from rocm_ext.train.scoring import score

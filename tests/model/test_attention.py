@@ -7,7 +7,7 @@ from torchtune.models.gemma2 import gemma2
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.model.attention import choose_attention, sdpa
-from rocm_ext.model.native import native
+from rocm_ext.model.native.decoder import native
 from rocm_ext.model.sampler import sampler_of
 from rocm_ext.sampling import Request, Sampling
 from rocm_ext.sampling.local import LocalSession

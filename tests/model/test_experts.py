@@ -19,8 +19,8 @@ from rocm_ext.model.adapters import peft_experts
 from rocm_ext.model.adapters.merge import merge
 from rocm_ext.model.adapters.peft_files import PeftConfig, read_adapter, write_adapter
 from rocm_ext.model.build import build_model, load_weights, read_weights
+from rocm_ext.model.hf import products
 from rocm_ext.model.lora import merged_experts
-from rocm_ext.model.transformers import products
 from tests.kit import parity
 from tests.kit.families import folder_config
 from tests.kit.forks import several_ranks

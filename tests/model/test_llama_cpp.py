@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.model.llama_cpp import read_layout, way_out
+from rocm_ext.model.weights.llama_cpp import read_layout, way_out
 from tests.kit import hf_models, multimodal_models
 from tests.kit.families import LLAMA3
 from tests.kit.tiny import SHAPE

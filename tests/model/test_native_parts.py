@@ -14,7 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from rocm_ext.model import from_checkpoint
 from rocm_ext.model.download import published_models
 from rocm_ext.model.families import Rope, Yarn, read_architecture
-from rocm_ext.model.layers import HalvesRoPE, use_fused_norms
+from rocm_ext.model.native.layers import HalvesRoPE, use_fused_norms
 from tests.kit.families import YARN
 from tests.kit.tiny import SHAPE
 

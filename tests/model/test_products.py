@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from rocm_ext.machine import trials
-from rocm_ext.model.quantized import fp8_rows
-from rocm_ext.model.transformers import products
-from rocm_ext.model.transformers.experts import _Products, sorted_experts
-from rocm_ext.model.transformers.products import Rows
+from rocm_ext.model.hf import products
+from rocm_ext.model.hf.experts import _Products, sorted_experts
+from rocm_ext.model.hf.products import Rows
+from rocm_ext.model.weights.quantized import fp8_rows
 from tests.kit.parity import our_model
 
 EXPERTS = 6
@@ -157,7 +157,7 @@ def test_what_crashes_is_not_used_and_not_tried_again(tmp_path, monkeypatch, cap
         with caplog.at_level("INFO"):
             assert products.grouped_products() == (not said)
     products.grouped_products.cache_clear()
-    assert commands == [[sys.executable, "-m", "rocm_ext.model.transformers.products", "0"]] * tries
+    assert commands == [[sys.executable, "-m", "rocm_ext.model.hf.products", "0"]] * tries
     assert said in caplog.text
     assert ("one grouped product for all" in caplog.text) == (not said)
     file = tmp_path / "torchtune-rocm" / "grouped_mm.json"

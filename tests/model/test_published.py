@@ -15,7 +15,7 @@ from rocm_ext.bench.sweep import Spec
 from rocm_ext.cli import main
 from rocm_ext.model import from_checkpoint
 from rocm_ext.model.download import published_models
-from rocm_ext.model.llama_cpp import read_layout
+from rocm_ext.model.weights.llama_cpp import read_layout
 from rocm_ext.pocket import SHAPE
 from tests.kit.lines import one_line_has
 from tests.kit.plans import as_configured, plan

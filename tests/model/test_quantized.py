@@ -15,11 +15,12 @@ from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.bench.probes import RandomWeights
 from rocm_ext.distributed.ranks import Ranks
-from rocm_ext.model import build, quantized
+from rocm_ext.model import build
 from rocm_ext.model.build import Weights, build_model, load_weights
-from rocm_ext.model.checkpointer import StoredWeights, weight_files
 from rocm_ext.model.lora import _LoraFunction, adapters, dense
-from rocm_ext.model.quantized import Quantized, fp8_rows, stored
+from rocm_ext.model.weights import quantized
+from rocm_ext.model.weights.checkpointer import StoredWeights, weight_files
+from rocm_ext.model.weights.quantized import Quantized, fp8_rows, stored
 from rocm_ext.plan.memory import shared_bytes
 from rocm_ext.plan.planner import SamplingPlanner
 from rocm_ext.plan.speeds import Figures

@@ -20,8 +20,8 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.data.batches import collate
 from rocm_ext.losses import CrossEntropy
 from rocm_ext.model.build import build_model
+from rocm_ext.model.hf.decoder import PACKS
 from rocm_ext.model.lora import adapter_parameters
-from rocm_ext.model.transformers.decoder import PACKS
 from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.memory import plan_memory
 from tests.kit import multimodal_models, parity
@@ -306,7 +306,7 @@ def test_layers_that_cannot_be_compiled(folder_of, rows, tmp_path, monkeypatch):
 
 
 def test_without_the_extra_an_error_names_it(folder_of, rows, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rocm_ext.model.transformers.decoder", None)
+    monkeypatch.setitem(sys.modules, "rocm_ext.model.hf.decoder", None)
     with pytest.raises(UserError, match=r"Olmo2ForCausalLM has no decoder.*pip install 'torchtune-rocm\[trans"):
         prepare(folder_config(folder_of("olmo 2"), rows, tmp_path / "run"))
 

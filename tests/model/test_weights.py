@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.model.build import Weights
-from rocm_ext.model.checkpointer import StoredWeights, on_meta, sample
+from rocm_ext.model.weights.checkpointer import StoredWeights, on_meta, sample
 from tests.kit.pages import pages_in_memory
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from rocm_ext.model.build import build_model
+from rocm_ext.model.hf import sampler
 from rocm_ext.model.remembered import fingerprint, remembered
-from rocm_ext.model.transformers import sampling
 from rocm_ext.plan import costs
 from tests.kit import hf_models
 from tests.kit.plans import as_configured, plan
@@ -54,8 +54,8 @@ def test_what_sampling_needs_is_remembered_of_a_hybrid(kept, tmp_path, monkeypat
 
     fresh = found()
     assert fresh[0].states
-    monkeypatch.setattr(sampling, "_prefill", refuse)
-    monkeypatch.setattr(sampling, "one_step", refuse)
+    monkeypatch.setattr(sampler, "_prefill", refuse)
+    monkeypatch.setattr(sampler, "one_step", refuse)
     assert found() == fresh
 
 

@@ -32,7 +32,7 @@ from rocm_ext.losses import CrossEntropy
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.adapters.merge import merge
 from rocm_ext.model.lora import Dora, Lora
-from rocm_ext.model.native import native
+from rocm_ext.model.native.decoder import native
 from tests.kit import parity
 from tests.kit.families import folder_config, id_of
 from tests.kit.forks import RESUME, succeed

@@ -30,8 +30,9 @@ from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.attention import SlotCache, Slots
 from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters
-from rocm_ext.model.native import native
-from rocm_ext.model.sampler import NativeSampler, copied_bytes, sampler_of
+from rocm_ext.model.native.decoder import native
+from rocm_ext.model.native.sampler import NativeSampler
+from rocm_ext.model.sampler import copied_bytes, sampler_of
 from rocm_ext.model.token_rows import TokenRows, attach, is_tied
 from rocm_ext.plan.costs import CostCounter
 from rocm_ext.sampling import LocalEngine, RequestQueue, Sampling, sample_seed

@@ -21,11 +21,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rocm_ext import cli, config
 from rocm_ext.base.errors import UserError
 from rocm_ext.model.build import build_model
+from rocm_ext.model.hf.decoder import TransformersDecoder
+from rocm_ext.model.hf.sampler import TransformersSlots
 from rocm_ext.model.lora import adapters
 from rocm_ext.model.sampler import copied_bytes, sampler_of
 from rocm_ext.model.token_rows import token_rows
-from rocm_ext.model.transformers.decoder import TransformersDecoder
-from rocm_ext.model.transformers.sampling import TransformersSlots
 from rocm_ext.plan.planner import SamplingPlanner
 from rocm_ext.plan.speeds import Figures
 from rocm_ext.plan.workload import Questions

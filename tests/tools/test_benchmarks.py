@@ -18,8 +18,8 @@ from rocm_ext.losses import CrossEntropy
 from rocm_ext.model import build, lora
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.build import build_model
-from rocm_ext.model.native import NativeDecoder
-from rocm_ext.model.transformers.decoder import TransformersDecoder
+from rocm_ext.model.hf.decoder import TransformersDecoder
+from rocm_ext.model.native.decoder import NativeDecoder
 from tests.kit.parity import our_model
 from tests.kit.processes import wait_for_end
 from tools.benchmarks import __main__ as command

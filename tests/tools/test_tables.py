@@ -6,7 +6,7 @@ import pytest
 
 import rocm_ext
 from rocm_ext.model.families import _FAMILIES
-from rocm_ext.model.llama_cpp import _ROWS
+from rocm_ext.model.weights.llama_cpp import _ROWS
 from tests.kit import hf_models, multimodal_models
 from tools import pictures, tables
 from tools.benchmarks import __main__ as command

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from rocm_ext.model.hf.experts import SORTED
 from rocm_ext.model.lora import ExpertLora
-from rocm_ext.model.transformers.experts import SORTED
 from tools.benchmarks.protocol import Failed
 
 RANK, WEIGHTS = 16, ("gate_up_proj", "down_proj")

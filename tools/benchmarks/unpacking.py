@@ -28,8 +28,8 @@ from rocm_ext.model.build import CausalLM, build_model, load_weights, read_weigh
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.download import published_models
 from rocm_ext.model.gguf_folder import folder_of
-from rocm_ext.model.llama_cpp import GgufNames, add_keys, read_layout
-from rocm_ext.model.unpack import BLOCKS
+from rocm_ext.model.weights.llama_cpp import GgufNames, add_keys, read_layout
+from rocm_ext.model.weights.unpack import BLOCKS
 from tests.kit.gguf import random_blocks
 from tools.benchmarks.protocol import Failed, Ratio
 

@@ -24,7 +24,7 @@ from rocm_ext.bench import probes
 from rocm_ext.bench.probes import Bench, ProbeLearner, RandomWeights, probe_config, random_rows
 from rocm_ext.machine.detect import detect
 from rocm_ext.model.build import Weights, read_weights
-from rocm_ext.model.unpack import BLOCKS, unpack
+from rocm_ext.model.weights.unpack import BLOCKS, unpack
 from rocm_ext.plan import workload
 from rocm_ext.plan.planner import dtype_name
 from rocm_ext.train.lifecycle import Runtime

@@ -24,11 +24,11 @@ from rocm_ext.base.log import log
 from rocm_ext.data.template import OF_PROCESSORS, TEMPLATE
 from rocm_ext.model.adapters import peft_experts
 from rocm_ext.model.adapters.peft_files import PREFIX, ROWS, merged_weight, read_peft, updates_by_weight
-from rocm_ext.model.checkpointer import StoredWeights, on_meta, weight_files
 from rocm_ext.model.decoder import ConvertedWeights, Decoder
 from rocm_ext.model.families import CONFIG, QUANTISED
 from rocm_ext.model.lora import ExpertLora, adapters, dense, merged_experts, plain
 from rocm_ext.model.token_rows import by_layer, is_tied, layer_names, token_rows
+from rocm_ext.model.weights.checkpointer import StoredWeights, on_meta, weight_files
 
 # What a merged model takes along from the folder of its base model
 BESIDE_WEIGHTS = (

@@ -19,7 +19,6 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import REPO_ID, hub_name
 from rocm_ext.config.checks.training import PATTERNS
 from rocm_ext.model.adapters import peft_experts
-from rocm_ext.model.checkpointer import HF
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.lora import (
     Dora,
@@ -32,6 +31,7 @@ from rocm_ext.model.lora import (
     rank_and_alpha,
 )
 from rocm_ext.model.token_rows import EMBEDDINGS, TokenRows, by_layer, layer_names, trained_tokens
+from rocm_ext.model.weights.checkpointer import HF
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

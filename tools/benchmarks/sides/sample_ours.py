@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rocm_ext.model.native import native
+from rocm_ext.model.native.decoder import native
 from rocm_ext.model.sampler import sampler_of
 from rocm_ext.sampling import Request, Sampling, sample_seed
 from rocm_ext.sampling.local import LocalSession
@@ -28,8 +28,8 @@ def transformers_decoder(folder: Path, dtype: torch.dtype) -> Any:
 
     from rocm_ext.distributed.ranks import Ranks
     from rocm_ext.model.build import Weights, load_weights
+    from rocm_ext.model.hf.decoder import build
     from rocm_ext.model.lora import adopt, init_adapters
-    from rocm_ext.model.transformers.decoder import build
 
     lora = {"rank": 1, "alpha": 1, "dropout": 0.0, "targets": ["q_proj"], "use_dora": False, "quantize_base": False}
     with set_default_dtype(dtype):

@@ -59,7 +59,7 @@ def put_in(
 
 
 def put_in_experts(model: nn.Module, targets: Any, sizes: Sizes, adapted: Iterable[str]) -> list[str]:
-    """Put LoRA on fused weights of experts, which :mod:`rocm_ext.model.transformers.experts` multiplies.
+    """Put LoRA on fused weights of experts, which :mod:`rocm_ext.model.hf.experts` multiplies.
 
     Args:
         model: transformers' model.

@@ -26,9 +26,9 @@ from rocm_ext.model.families import (
     read_rope,
     stored_names,
 )
-from rocm_ext.model.gguf_files import SHAPES, GgufFile, files_in
-from rocm_ext.model.layers import HalvesRoPE
-from rocm_ext.model.quantized import of_blocks
+from rocm_ext.model.rope import frequencies
+from rocm_ext.model.weights.gguf_files import SHAPES, GgufFile, files_in
+from rocm_ext.model.weights.quantized import of_blocks
 
 _SCRIPT = "convert_hf_to_gguf.py, of llama.cpp's own sources"
 CONVERTER = f"try python {_SCRIPT}, on the model's folder, or on the DIR of --merged if there is an adapter"
@@ -94,7 +94,7 @@ def joined(parts: Sequence[Part], tensors: Sequence[Tensor], kind: str) -> Tenso
     Args:
         parts: of the weight.
         tensors: of llama.cpp, one for each part; bytes where they have blocks.
-        kind: of their blocks, a key of :data:`rocm_ext.model.unpack.BLOCKS`; empty: they have numbers.
+        kind: of their blocks, a key of :data:`rocm_ext.model.weights.unpack.BLOCKS`; empty: they have numbers.
 
     Raises:
         ValueError: their shapes do not fit, or a vector has blocks.
@@ -514,7 +514,7 @@ def _rope_of(
 
 def _factors(width: int, rope: Rope) -> Tensor:
     """What divides RoPE's frequencies."""
-    return HalvesRoPE(width, 1, Rope(rope.base)).theta / HalvesRoPE(width, 1, rope).theta
+    return frequencies(width, Rope(rope.base)) / frequencies(width, rope)
 
 
 def _first_dimensions(width: int, turned: int, factor: float) -> Tensor:

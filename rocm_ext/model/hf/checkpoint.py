@@ -20,8 +20,8 @@ from transformers.core_model_loading import (
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from rocm_ext.base.errors import UserError, one_line
-from rocm_ext.model.checkpointer import check_stored, on_meta
 from rocm_ext.model.decoder import ConvertedWeights
+from rocm_ext.model.weights.checkpointer import check_stored, on_meta
 
 _OF_TABLES = r"rotary_emb\.inv_freq$"  # in old files; config.json has what they come from
 

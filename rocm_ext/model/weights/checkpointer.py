@@ -22,11 +22,11 @@ from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
 from rocm_ext.base.log import log
 from rocm_ext.base.supervised import beat
-from rocm_ext.model import llama_cpp
 from rocm_ext.model.families import foreign_config, from_hf, read_architecture, stored_format
-from rocm_ext.model.gguf_files import SHAPES, SUFFIX, GgufFile, files_in, links_in
-from rocm_ext.model.quantized import Quantized, stored
-from rocm_ext.model.unpack import unpack
+from rocm_ext.model.weights import llama_cpp
+from rocm_ext.model.weights.gguf_files import SHAPES, SUFFIX, GgufFile, files_in, links_in
+from rocm_ext.model.weights.quantized import Quantized, stored
+from rocm_ext.model.weights.unpack import unpack
 
 HF = "HF"  # the model_type of weights in Hugging Face's row order
 _OUTPUT, _EMBEDDINGS = "output.weight", "tok_embeddings.weight"
@@ -175,7 +175,7 @@ class StoredWeights(Mapping[str, Tensor]):
     takes its size a second time (transformers issue 44756), and from mapped files some kernels copy at a second per
     piece (ROCm issues 5952 and 6523). Tensors of ``.bin`` files are mapped.
 
-    A weight that is stored in 4 or 8 bits with its scales is one :class:`rocm_ext.model.quantized.Quantized`.
+    A weight that is stored in 4 or 8 bits with its scales is one :class:`rocm_ext.model.weights.quantized.Quantized`.
 
     Args:
         folder: holds the files.

@@ -1,7 +1,5 @@
 """RMSNorm and rotary position embeddings of the native decoders, in fewer operations than torchtune's."""
 
-import math
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -11,6 +9,7 @@ from torchtune.models.qwen2._positional_embeddings import Qwen2RotaryPositionalE
 from torchtune.modules import RMSNorm
 
 from rocm_ext.model.families import Rope
+from rocm_ext.model.rope import frequencies
 
 # torch's kernel for GPUs; without it, `rms_norm` is half a dozen operations, and their backward passes a dozen more
 HAS_KERNEL = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
@@ -68,19 +67,15 @@ class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
     """
 
     def __init__(self, dim: int, max_seq_len: int, rope: Rope) -> None:
-        # plain attributes: layers with equal ones share a table
-        self.kind, self.factor = rope.kind, rope.factor
-        self.low, self.high, self.original = rope.low, rope.high, rope.original
-        self.fast, self.slow, self.rounded, self.attention = astuple(rope.yarn) if rope.yarn else (0.0, 0.0, True, 1.0)
+        self.rope = rope
         super().__init__(dim, max_seq_len, rope.base)
 
     def rope_init(self) -> None:
         """Compute the frequencies and the tables of cosines and sines."""
-        exponents = torch.arange(0, self.dim, 2).float() / self.dim
-        self.register_buffer("theta", self._scaled(1.0 / self.base**exponents), persistent=False)
+        self.register_buffer("theta", frequencies(self.dim, self.rope), persistent=False)
         self.build_rope_cache(self.max_seq_len)
-        if self.attention != 1:
-            self.cache *= self.attention
+        if self.rope.yarn and self.rope.yarn.attention != 1:
+            self.cache *= self.rope.yarn.attention
 
     def forward(self, x: Tensor, input_pos: Tensor | None = None) -> Tensor:
         """Rotate heads, bit for bit as torchtune does.
@@ -108,35 +103,6 @@ class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
         cos, sin = table.unsqueeze(-2).to(dtype).chunk(2, dim=-1)
         first, second = sin.chunk(2, dim=-1)
         return cos, torch.cat((-first, second), dim=-1)
-
-    def _scaled(self, theta: Tensor) -> Tensor:
-        if self.kind == "default":
-            return theta
-        if self.kind == "linear":
-            return theta / self.factor
-        if self.kind == "yarn":
-            return self._between(theta / self.factor, theta)
-        # Llama 3.1: low frequencies are divided, high ones stay, those between are interpolated
-        wavelength = 2 * math.pi / theta
-        share = (self.original / wavelength - self.low) / (self.high - self.low)
-        between = (1 - share) * theta / self.factor + share * theta
-        scaled = torch.where(wavelength > self.original / self.low, theta / self.factor, between)
-        return torch.where(wavelength < self.original / self.high, theta, scaled)
-
-    def _between(self, divided: Tensor, theta: Tensor) -> Tensor:
-        """Return YaRN's frequencies: whole in the first dimensions, divided in the last, interpolated between."""
-        last = self.dim - 1  # of the head, although there are half as many frequencies; transformers does the same
-        first, end = (self._dimension(rotations) for rotations in (self.fast, self.slow))
-        if self.rounded:
-            first, end = math.floor(first), math.ceil(end)
-        first, end = max(first, 0), min(end, last)
-        end += 0.001 * (first == end)
-        share = ((torch.arange(len(theta), dtype=torch.float32) - first) / (end - first)).clamp(0, 1)
-        return divided * share + theta * (1 - share)
-
-    def _dimension(self, rotations: float) -> float:
-        """Return the dimension that makes so many rotations over the original positions."""
-        return self.dim * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(self.base))
 
 
 def rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:

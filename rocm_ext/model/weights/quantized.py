@@ -19,7 +19,7 @@ from torchtune.modules.peft import DoRALinear, LoRALinear
 from rocm_ext.base.log import log
 from rocm_ext.machine import trials
 from rocm_ext.model.families import StoredFormat
-from rocm_ext.model.unpack import BLOCKS, unpack
+from rocm_ext.model.weights.unpack import BLOCKS, unpack
 
 # OCP Microscaling Formats (MX) 1.0, table 5: a sign and E2M1. The first value of a byte is in its low bits
 _E2M1 = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
@@ -60,7 +60,7 @@ class Quantized(Tensor):
         dtype: of the tensor that it stands for.
         transposed: it stands for a tensor [..., in, out].
         multiplies: FP8 with scales of rows is multiplied as it is, see :func:`scaled_product`.
-        kind: of ggml's blocks, a key of :data:`rocm_ext.model.unpack.BLOCKS`.
+        kind: of ggml's blocks, a key of :data:`rocm_ext.model.weights.unpack.BLOCKS`.
         heads: shape [a, b, width] of its columns in ggml's blocks, which are those of the tensor in the order
             [b, a, width]: a block may hold several heads; None: the order is the same.
     """
@@ -306,7 +306,7 @@ def of_blocks(
 
     Args:
         packed: [..., out, bytes], uint8.
-        kind: a key of :data:`rocm_ext.model.unpack.BLOCKS`.
+        kind: a key of :data:`rocm_ext.model.weights.unpack.BLOCKS`.
         dtype: of the tensor that it stands for.
         heads: see :class:`Quantized`.
     """

@@ -1,11 +1,10 @@
-"""Build a torchtune decoder with LoRA from a folder in Hugging Face's format.
+"""A decoder of torchtune's layers with LoRA, for Llama's and Qwen's dense models.
 
 Models of a folder keep Hugging Face's row order in every family, so weights and PEFT adapters only change their names.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,31 +18,23 @@ from torchtune.modules import (
     TransformerDecoder,
     TransformerSelfAttentionLayer,
 )
-from torchtune.modules.peft import DoRALinear, LoRALinear
 
-from rocm_ext.base.errors import UserError, nearest, one_line
-from rocm_ext.base.log import log
-from rocm_ext.config.checks.kinds import check
-from rocm_ext.config.checks.training import PATTERNS
+from rocm_ext.base.errors import UserError, nearest
 from rocm_ext.data.batches import MicroBatch
-from rocm_ext.model.attention import Attention, Lengths
-from rocm_ext.model.checkpointer import blocks_in
+from rocm_ext.model.attention import Lengths
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.families import (
     LINEAR,
     Architecture,
     Rope,
-    foreign_config,
     from_hf,
-    read_architecture,
-    stored_format,
     to_hf,
 )
-from rocm_ext.model.layers import HalvesRoPE
 from rocm_ext.model.lora import Sizes, adapted_linear, plain
-from rocm_ext.model.quantized import FP8_ROWS, expect, expect_blocks
-from rocm_ext.model.sampler import NativeSampler, joined_kind
-from rocm_ext.model.token_rows import token_rows, train_tokens
+from rocm_ext.model.native.attention import Attention
+from rocm_ext.model.native.layers import HalvesRoPE
+from rocm_ext.model.native.sampler import NativeSampler, joined_kind
+from rocm_ext.model.token_rows import token_rows
 
 _OUTPUT, _ALL = "lm_head", "all-linear"
 
@@ -94,7 +85,7 @@ class NativeDecoder(TransformerDecoder, Decoder):
         Args:
             tokens: [b, s], or [n] in a step of sampling.
             positions: of each token in its sequence, as ``tokens``.
-            masks: of each layer; see :class:`rocm_ext.model.attention.Attention`.
+            masks: of each layer; see :class:`rocm_ext.model.native.attention.Attention`.
 
         Returns:
             [b, s, d] or [n, d].
@@ -171,118 +162,22 @@ def native(theirs: TransformerDecoder) -> NativeDecoder:
     return NativeDecoder(**{name: getattr(theirs, name) for name in names}).train(theirs.training)
 
 
-def from_checkpoint(
-    checkpoint_dir: str,
-    lora_rank: int = 16,
-    lora_alpha: float = 32,
-    lora_dropout: float = 0.0,
-    target_modules: Iterable[str] | str | None = None,
-    target_parameters: Iterable[str] | str | None = None,
-    rank_pattern: Mapping[str, int] | None = None,
-    alpha_pattern: Mapping[str, float] | None = None,
-    trainable_tokens: Any = None,
-    use_dora: bool = False,
-    quantize_base: bool | str = False,
-    trust_remote_code: bool = False,
-) -> Any:
-    """Build the model of a folder with LoRA, for a config's ``model:``.
-
-    Only ``config.json`` is read. The other arguments are those of torchtune's LoRA builders. An architecture without a
-    native decoder is built by transformers.
+def build(
+    architecture: Architecture, targets: Iterable[str] | str | None, kind: Any, sizes: Sizes, quantize_base: bool
+) -> NativeDecoder:
+    """Build a decoder with LoRA on no device.
 
     Args:
-        checkpoint_dir: folder in Hugging Face's format.
-        lora_rank: r.
-        lora_alpha: alpha.
-        lora_dropout: dropout probability on the adapters' input.
-        target_modules: layers to adapt, by PEFT's names (``q_proj``, ``down_proj``, …, ``lm_head``); None or
-            ``all-linear``: all linear layers of attention and MLP.
-        target_parameters: fused weights of experts to adapt, by PEFT's names (``experts.gate_up_proj``,
-            ``experts.down_proj``); ``all-experts``: all of them; None: none.
-        rank_pattern, alpha_pattern: r and alpha of layers with others than ``lora_rank`` and ``lora_alpha``, by ends of
-            their names or regular expressions, as PEFT matches them; see :class:`rocm_ext.model.lora.Sizes`.
-        trainable_tokens: tokens, by their texts in the folder's tokenizer or by their ids, whose rows train beside LoRA
-            in the embeddings and the output layer; ``{embed_tokens: […], lm_head: […]}`` names the tokens of each.
-            PEFT has them as ``trainable_token_indices``.
-        use_dora: DoRA instead of LoRA.
-        quantize_base: ``nf4`` or True: keep adapted layers' weights in 4 bits (NF4); ``fp8``: those of the layers'
-            linear parts and experts in 8 bits, with a scale for each row.
-        trust_remote_code: run Python code of the folder where the model's architecture is not transformers' own. This
-            code may do all that you may do on this machine; read it first.
+        architecture: of the folder's ``config.json``.
+        targets: layers to adapt, by PEFT's names; None or ``all-linear``: all linear layers of attention and MLP.
+        kind: torchtune's class of adapted layers, with its dropout.
+        sizes: r and alpha of each layer.
+        quantize_base: keep adapted layers' weights in 4 bits.
 
     Raises:
-        UserError: the folder has no such model, or ``target_modules``, ``target_parameters``, a pattern or
-            ``trainable_tokens`` names what it does not have.
+        UserError: ``targets`` or a pattern of ``sizes`` names what the model does not have.
     """
-    if not 1 <= lora_rank <= 2**16:
-        raise UserError(f"lora_rank is {lora_rank}; expected 1 to 65,536")
-    check({"rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern}, PATTERNS, "model.")
-    named = [target_parameters] if isinstance(target_parameters, str) else target_parameters or ()
-    sizes = Sizes(
-        rank=lora_rank,
-        alpha=lora_alpha,
-        rank_pattern=rank_pattern or {},
-        alpha_pattern=alpha_pattern or {},
-        parameters=tuple(map(str, named)),
-    )
-    folder = Path(checkpoint_dir)
-    form, blocks = stored_format(folder), blocks_in(folder)
-    if (form or blocks) and quantize_base:
-        raise UserError(
-            f"quantize_base is {quantize_base}, but the weights in {folder} are quantised "
-            f"({form.kind if form else 'GGUF'}) and stay so; set quantize_base: False"
-        )
-    if blocks and trainable_tokens is not None:
-        raise UserError(
-            f"trainable_tokens is set, but the weights in {folder} are a GGUF file's, into which no rows are merged; "
-            "train from the model's weights in 16 bits"
-        )
-    fp8 = quantize_base == "fp8"
-    form = FP8_ROWS if fp8 else form
-    if (foreign := foreign_config(folder, trust_remote_code)) is not None:
-        decoder = _by_transformers(foreign)(
-            folder,
-            foreign,
-            sizes=sizes,
-            dropout=lora_dropout,
-            targets=target_modules,
-            parameters=target_parameters,
-            use_dora=use_dora,
-            quantize_base=bool(quantize_base) and not fp8,
-            trust_remote_code=trust_remote_code,
-        )
-        if trainable_tokens is not None:
-            train_tokens(decoder, trainable_tokens, folder)
-        return expect_blocks(decoder, blocks) if blocks else expect(decoder, form, quantizes=fp8)
-    architecture = read_architecture(folder)
-    if target_parameters is not None:
-        raise UserError(f"target_parameters is {target_parameters}, but {architecture.name} has no experts")
-    if architecture.window:
-        log.info("%s: at most %s positions, its sliding window", checkpoint_dir, f"{architecture.positions:,}")
-    kind = partial(DoRALinear if use_dora else LoRALinear, dropout=lora_dropout)
-    targets = _targets(target_modules, architecture.tied)
-    four_bits = bool(quantize_base) and not fp8
-    decoder = _Builder(architecture, targets, kind, sizes, four_bits).decoder()
-    if trainable_tokens is not None:
-        train_tokens(decoder, trainable_tokens, folder)
-    return expect_blocks(decoder, blocks) if blocks else expect(decoder, form, quantizes=fp8)
-
-
-def _by_transformers(config: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the builder of transformers' models.
-
-    Raises:
-        UserError: transformers is not installed, or another major version.
-    """
-    try:
-        from rocm_ext.model.transformers.decoder import build
-    except ImportError as error:
-        name = (config.get("architectures") or [config.get("model_type")])[0]
-        raise UserError(
-            f"{name} has no decoder of this library's own; transformers' runs with the extra: "
-            f"pip install 'torchtune-rocm[transformers]' ({one_line(error)})"
-        ) from error
-    return build
+    return _Builder(architecture, _targets(targets, architecture.tied), kind, sizes, quantize_base).decoder()
 
 
 def _targets(given: Iterable[str] | str | None, tied: bool) -> frozenset[str]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import json_object
-from rocm_ext.model.unpack import BLOCKS
+from rocm_ext.model.weights.unpack import BLOCKS
 
 SUFFIX = ".gguf"
 # in a folder that stands for such files: where they are, and the shapes of transformers' weights by name
@@ -38,7 +38,7 @@ class Place:
 
     Attributes:
         shape: as in torch.
-        kind: of blocks, a key of :data:`rocm_ext.model.unpack.BLOCKS`; empty: numbers of ``dtype``.
+        kind: of blocks, a key of :data:`rocm_ext.model.weights.unpack.BLOCKS`; empty: numbers of ``dtype``.
         dtype: of numbers.
         begin: offset of its first byte in the file.
     """

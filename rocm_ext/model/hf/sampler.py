@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,17 +25,14 @@ from transformers.cache_utils import (
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.model.adapters.peft_experts import expert_loras
 from rocm_ext.model.attention import SlotCache, Slots, span_for
+from rocm_ext.model.hf.attention import SLOTS, AttentionUse, forward_pass
+from rocm_ext.model.hf.checkpoint import persistent_buffers
+from rocm_ext.model.hf.experts import ROUTES
+from rocm_ext.model.hf.routing import Replay, experts_of
 from rocm_ext.model.lora import Dora, ExpertLora, Lora, adapters, dense, plain
 from rocm_ext.model.remembered import remembered
 from rocm_ext.model.sampler import MIN_ROWS, Needs, Sampler, SamplingLinear, frozen, merges, one_step, stays_quantized
 from rocm_ext.model.token_rows import TokenRows, attach, token_rows
-from rocm_ext.model.transformers.attention import SLOTS, AttentionUse, forward_pass
-from rocm_ext.model.transformers.experts import ROUTES
-from rocm_ext.model.transformers.routing import Replay, experts_of
-from rocm_ext.model.transformers.weights import persistent_buffers
-
-if TYPE_CHECKING:
-    from rocm_ext.model.transformers.decoder import TransformersDecoder
 
 _CHOSEN = ("num_experts_per_tok", "moe_k")
 _SLACK = 1.5  # small temporaries, and the pieces between them; measured 1.0 to 1.4 with 19 architectures
@@ -233,7 +230,7 @@ def row_of(layers: list[Any], row: int, known: int) -> Cache:
 
 
 class TransformersSampler(Sampler):
-    """Forward passes of a model of transformers; :meth:`TransformersDecoder.sampler` makes one.
+    """Forward passes of a model of transformers, which its decoder makes.
 
     Args:
         source: the model, with adapters.
@@ -248,7 +245,7 @@ class TransformersSampler(Sampler):
     splits_rows = False
     mask_bytes = 40
 
-    def __init__(self, source: "TransformersDecoder", merge: bool | None, device: torch.device | None) -> None:
+    def __init__(self, source: Any, merge: bool | None, device: torch.device | None) -> None:
         device = source.tok_embeddings.weight.device if device is None else device
         self.together = device.type != "cpu" and not source.needs.states
         self._rounded = partial(span_for, device)
@@ -377,7 +374,7 @@ def _prefill(run: Callable[..., Any], config: Any, tokens: Tensor, kernel: str) 
     return cache.layers, asked
 
 
-def _fake_prefill(decoder: "TransformersDecoder", replay: Replay | None = None) -> tuple[list[Any], AttentionUse]:
+def _fake_prefill(decoder: Any, replay: Replay | None = None) -> tuple[list[Any], AttentionUse]:
     """Compute :func:`_prefill` of two tokens on fake tensors, with their experts given if there is a ``replay``."""
     body = decoder.body
     with FakeTensorMode():
@@ -391,7 +388,7 @@ def _fake_prefill(decoder: "TransformersDecoder", replay: Replay | None = None) 
 
 
 @torch.no_grad()
-def replay_of(source: "TransformersDecoder") -> Replay:
+def replay_of(source: Any) -> Replay:
     """Prepare a model for the replay of its routers' choices.
 
     Raises:
@@ -412,7 +409,7 @@ def replay_of(source: "TransformersDecoder") -> Replay:
 
 
 @torch.no_grad()
-def needs_of(source: "TransformersDecoder") -> Needs:
+def needs_of(source: Any) -> Needs:
     """Find out what a model keeps of a sequence, from a prefill on fake tensors.
 
     Raises:
@@ -437,7 +434,7 @@ def needs_of(source: "TransformersDecoder") -> Needs:
     return Needs(keys, kept["states"], kept["windows"], scores, kept["expanded"], positions)
 
 
-def _kept_of(decoder: "TransformersDecoder") -> dict[str, Any]:
+def _kept_of(decoder: Any) -> dict[str, Any]:
     """Simulate a prefill; return what JSON can hold of what its cache keeps and its attention asks for."""
     layers, asked = _fake_prefill(decoder)
     keys, states, used, most = [], 0, 0, 0
@@ -462,7 +459,7 @@ def _kept_of(decoder: "TransformersDecoder") -> dict[str, Any]:
 
 
 @torch.no_grad()
-def obstacle_of(source: "TransformersDecoder") -> str:
+def obstacle_of(source: Any) -> str:
     """Say why no graph can replay a decoding step; empty: one can.
 
     A step on the meta device tells, whose tensors have no values: a graph copies nothing from or to the host, and its
@@ -500,12 +497,12 @@ class _NoCopies(TorchDispatchMode):
         return out
 
 
-def _adapted(source: "TransformersDecoder") -> dict[str, Lora | Dora]:
+def _adapted(source: Any) -> dict[str, Lora | Dora]:
     return {name: layer for name, layer in adapters(source) if isinstance(layer, Lora | Dora)}
 
 
 @torch.no_grad()
-def _weights(source: "TransformersDecoder", merge: bool) -> tuple[dict[str, Tensor], dict[str, SamplingLinear]]:
+def _weights(source: Any, merge: bool) -> tuple[dict[str, Tensor], dict[str, SamplingLinear]]:
     """Return the copy's weights by name, and its layers that have an adapter."""
     linear = {name: SamplingLinear([layer], merge) for name, layer in _adapted(source).items()}
     state = {f"{name}.{key}": p.detach() for name, layer in linear.items() for key, p in layer.named_parameters()}

@@ -1,4 +1,4 @@
-"""Experts of mixture-of-experts models, each over its own tokens, by :mod:`rocm_ext.model.transformers.products`.
+"""Experts of mixture-of-experts models, each over its own tokens, by :mod:`rocm_ext.model.hf.products`.
 
 transformers' plain loop waits for the device once per expert. This waits at most once per layer, and adds up in a fixed
 order. LoRA on the weights (:class:`rocm_ext.model.lora.ExpertLora`) is computed on each expert's tokens, without its
@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from rocm_ext.model.hf.attention import decodes, has_fixed_shapes
+from rocm_ext.model.hf.products import Rows
 from rocm_ext.model.lora import ExpertLora
-from rocm_ext.model.transformers.attention import decodes, has_fixed_shapes
-from rocm_ext.model.transformers.products import Rows
 
 SORTED = "rocm_ext_sorted"
 ROUTES = "routes"  # of an experts module: [slots, k] int16, which keeps the experts that a decoding step chooses

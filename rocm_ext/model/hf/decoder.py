@@ -28,16 +28,9 @@ from rocm_ext.data.batches import MicroBatch
 from rocm_ext.model.attention import Lengths
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.families import CONFIG, own_code, refuse_code
-from rocm_ext.model.lora import Sizes
-from rocm_ext.model.sampler import Needs
-from rocm_ext.model.token_rows import TokenRows
-from rocm_ext.model.transformers.adapt import ALL, ALL_EXPERTS, frozen_kinds, fused_experts, put_in, put_in_experts
-from rocm_ext.model.transformers.attention import PACKED, packed, scale_each_sequence
-from rocm_ext.model.transformers.experts import SORTED
-from rocm_ext.model.transformers.routing import Replay
-from rocm_ext.model.transformers.sampling import TransformersSampler, needs_of, obstacle_of, replay_of
-from rocm_ext.model.transformers.states import ROWS, keep_apart
-from rocm_ext.model.transformers.weights import (
+from rocm_ext.model.hf.adapt import ALL, ALL_EXPERTS, frozen_kinds, fused_experts, put_in, put_in_experts
+from rocm_ext.model.hf.attention import PACKED, packed, scale_each_sequence
+from rocm_ext.model.hf.checkpoint import (
     Converted,
     WeightNames,
     check_causal,
@@ -46,6 +39,13 @@ from rocm_ext.model.transformers.weights import (
     persistent_buffers,
     take_text,
 )
+from rocm_ext.model.hf.experts import SORTED
+from rocm_ext.model.hf.routing import Replay
+from rocm_ext.model.hf.sampler import TransformersSampler, needs_of, obstacle_of, replay_of
+from rocm_ext.model.hf.states import ROWS, keep_apart
+from rocm_ext.model.lora import Sizes
+from rocm_ext.model.sampler import Needs
+from rocm_ext.model.token_rows import TokenRows
 
 # model_types whose packed rows tests hold against transformers' own. All others get padded rows.
 PACKS = frozenset(
@@ -213,7 +213,7 @@ class TransformersDecoder(Decoder):
         self.replay = replay_of(self)
 
     def sampler(self, merge: bool | None = None, device: torch.device | None = None) -> TransformersSampler:
-        """Return a copy for sampling, see :class:`rocm_ext.model.transformers.sampling.TransformersSampler`."""
+        """Return a copy for sampling, see :class:`rocm_ext.model.hf.sampler.TransformersSampler`."""
         return TransformersSampler(self, merge, device)
 
     def empty_model(self, attention: str) -> Any:

@@ -1,0 +1,129 @@
+"""The model of a folder in Hugging Face's format, with LoRA: ``config.json`` decides which decoder builds it."""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchtune.modules.peft import DoRALinear, LoRALinear
+
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.log import log
+from rocm_ext.config.checks.kinds import check
+from rocm_ext.config.checks.training import PATTERNS
+from rocm_ext.model.families import foreign_config, read_architecture, stored_format
+from rocm_ext.model.lora import Sizes
+from rocm_ext.model.native.decoder import build
+from rocm_ext.model.token_rows import train_tokens
+from rocm_ext.model.weights.checkpointer import blocks_in
+from rocm_ext.model.weights.quantized import FP8_ROWS, expect, expect_blocks
+
+
+def from_checkpoint(
+    checkpoint_dir: str,
+    lora_rank: int = 16,
+    lora_alpha: float = 32,
+    lora_dropout: float = 0.0,
+    target_modules: Iterable[str] | str | None = None,
+    target_parameters: Iterable[str] | str | None = None,
+    rank_pattern: Mapping[str, int] | None = None,
+    alpha_pattern: Mapping[str, float] | None = None,
+    trainable_tokens: Any = None,
+    use_dora: bool = False,
+    quantize_base: bool | str = False,
+    trust_remote_code: bool = False,
+) -> Any:
+    """Build the model of a folder with LoRA, for a config's ``model:``.
+
+    Only ``config.json`` is read. The other arguments are those of torchtune's LoRA builders. An architecture without a
+    native decoder is built by transformers.
+
+    Args:
+        checkpoint_dir: folder in Hugging Face's format.
+        lora_rank: r.
+        lora_alpha: alpha.
+        lora_dropout: dropout probability on the adapters' input.
+        target_modules: layers to adapt, by PEFT's names (``q_proj``, ``down_proj``, …, ``lm_head``); None or
+            ``all-linear``: all linear layers of attention and MLP.
+        target_parameters: fused weights of experts to adapt, by PEFT's names (``experts.gate_up_proj``,
+            ``experts.down_proj``); ``all-experts``: all of them; None: none.
+        rank_pattern, alpha_pattern: r and alpha of layers with others than ``lora_rank`` and ``lora_alpha``, by ends of
+            their names or regular expressions, as PEFT matches them; see :class:`rocm_ext.model.lora.Sizes`.
+        trainable_tokens: tokens, by their texts in the folder's tokenizer or by their ids, whose rows train beside LoRA
+            in the embeddings and the output layer; ``{embed_tokens: […], lm_head: […]}`` names the tokens of each.
+            PEFT has them as ``trainable_token_indices``.
+        use_dora: DoRA instead of LoRA.
+        quantize_base: ``nf4`` or True: keep adapted layers' weights in 4 bits (NF4); ``fp8``: those of the layers'
+            linear parts and experts in 8 bits, with a scale for each row.
+        trust_remote_code: run Python code of the folder where the model's architecture is not transformers' own. This
+            code may do all that you may do on this machine; read it first.
+
+    Raises:
+        UserError: the folder has no such model, or ``target_modules``, ``target_parameters``, a pattern or
+            ``trainable_tokens`` names what it does not have.
+    """
+    if not 1 <= lora_rank <= 2**16:
+        raise UserError(f"lora_rank is {lora_rank}; expected 1 to 65,536")
+    check({"rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern}, PATTERNS, "model.")
+    named = [target_parameters] if isinstance(target_parameters, str) else target_parameters or ()
+    sizes = Sizes(
+        rank=lora_rank,
+        alpha=lora_alpha,
+        rank_pattern=rank_pattern or {},
+        alpha_pattern=alpha_pattern or {},
+        parameters=tuple(map(str, named)),
+    )
+    folder = Path(checkpoint_dir)
+    form, blocks = stored_format(folder), blocks_in(folder)
+    if (form or blocks) and quantize_base:
+        raise UserError(
+            f"quantize_base is {quantize_base}, but the weights in {folder} are quantised "
+            f"({form.kind if form else 'GGUF'}) and stay so; set quantize_base: False"
+        )
+    if blocks and trainable_tokens is not None:
+        raise UserError(
+            f"trainable_tokens is set, but the weights in {folder} are a GGUF file's, into which no rows are merged; "
+            "train from the model's weights in 16 bits"
+        )
+    fp8 = quantize_base == "fp8"
+    four_bits, form = bool(quantize_base) and not fp8, FP8_ROWS if fp8 else form
+    if (foreign := foreign_config(folder, trust_remote_code)) is not None:
+        decoder = _by_transformers(foreign)(
+            folder,
+            foreign,
+            sizes=sizes,
+            dropout=lora_dropout,
+            targets=target_modules,
+            parameters=target_parameters,
+            use_dora=use_dora,
+            quantize_base=four_bits,
+            trust_remote_code=trust_remote_code,
+        )
+    else:
+        architecture = read_architecture(folder)
+        if target_parameters is not None:
+            raise UserError(f"target_parameters is {target_parameters}, but {architecture.name} has no experts")
+        if architecture.window:
+            log.info("%s: at most %s positions, its sliding window", checkpoint_dir, f"{architecture.positions:,}")
+        kind = partial(DoRALinear if use_dora else LoRALinear, dropout=lora_dropout)
+        decoder = build(architecture, target_modules, kind, sizes, four_bits)
+    if trainable_tokens is not None:
+        train_tokens(decoder, trainable_tokens, folder)
+    return expect_blocks(decoder, blocks) if blocks else expect(decoder, form, quantizes=fp8)
+
+
+def _by_transformers(config: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the builder of transformers' models.
+
+    Raises:
+        UserError: transformers is not installed, or another major version.
+    """
+    try:
+        from rocm_ext.model.hf.decoder import build as by_transformers
+    except ImportError as error:
+        name = (config.get("architectures") or [config.get("model_type")])[0]
+        raise UserError(
+            f"{name} has no decoder of this library's own; transformers' runs with the extra: "
+            f"pip install 'torchtune-rocm[transformers]' ({one_line(error)})"
+        ) from error
+    return by_transformers
