@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from rocm_ext.cli import main as rocm_ext  # noqa: E402
 from tools import models  # noqa: E402
-from tools.benchmarks.table import GIB, NAMES, key, model_of, name_of  # noqa: E402
+from tools.benchmarks.table import GIB, NAMES, key, name_of  # noqa: E402
 
 FIGURES = ROOT / "tools" / "benchmarks" / "figures"
 HEADLINE = (("sft", "torchtune as shipped"), ("dpo", "torchtune"), ("sampling", "transformers continuous batching"),
@@ -72,7 +72,7 @@ def by_comparison() -> dict[tuple[Any, ...], dict[str, Row]]:
 def speeds() -> str:
     """The table of comparisons, each by its newest figure. What has a note (a busy machine, an older version) is left
     to the files."""
-    lines = [["work", "model", "against", "times as fast", "of which by skipped work", "peak memory, ours / theirs"]]
+    lines = [["work", "model", "against", "times as fast", "of which by skipped work", "GiB, ours / theirs"]]
     lines.append(["---"] * len(lines[0]))
     letters = dict(zip(measured(), "abcdefgh", strict=False))
     for rows in by_comparison().values():
@@ -81,7 +81,8 @@ def speeds() -> str:
             memory = " / ".join(f"{value / GIB:.2f}" for value in row["peak_memory"])
             skipped = "" if row["bound"] is None else f"{row['bound']:.1f} ×"
             cell = f"{_cell(row)} ({letters[machine]})"
-            lines.append([name_of(row), model_of(row), row["peer"], cell, skipped, f"{memory} GiB"])
+            model = f"{row['parameters'] / 1e6:.0f} M" + ", bf16" * (row["dtype"] == "bf16")
+            lines.append([name_of(row), model, row["peer"], cell, skipped, memory])
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     said = [f"- ({letters[name]}) {name}, {_dates(rows)}, beside {_pins(rows)}" for name, rows in measured().items()]
     return "\n".join([text, "", *said])

@@ -13,7 +13,6 @@ from rocm_ext.plan.speeds import PUBLISHED as RANGES
 PUBLISHED = yaml.safe_load(Path(__file__).with_name("published_speeds.yaml").read_text())
 RUNS = {"training": RANGES["training"], "decoding": RANGES["sampling"]}
 ALL = [(kind, run) for kind in RUNS for run in PUBLISHED[kind]]
-PAGE = (Path(__file__).parents[2] / "docs" / "plan-and-bench.md").read_text()
 QUICK = ("Qwen 1.8B, LoRA, Transformers, rows of 1,024 tokens", "Llama 3.1 8B, vLLM, ROCm attention")
 COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 32768,
           "tie_word_embeddings": False}  # fmt: skip
@@ -67,9 +66,3 @@ def test_the_range_that_plans_print_is_that_of_the_published_runs(kind, tmp_path
     found = {run["name"]: ratio(kind, run, tmp_path, capsys) for run in PUBLISHED[kind]}
     assert RUNS[kind][0] == math.floor(20 * min(found.values())) / 20, found
     assert RUNS[kind][1] == math.ceil(20 * max(found.values())) / 20, found
-    for run in PUBLISHED[kind]:
-        if said := run.get("docs"):
-            *_, computed, _ = next(line for line in PAGE.splitlines() if line.startswith(f"| {said} |")).split("|")
-            unit = 100 if run["unit"] == "share" else 1
-            shown = float(computed.replace(",", "").strip(" %"))
-            assert shown == pytest.approx(unit * run["value"] / found[run["name"]], rel=0.03), said
