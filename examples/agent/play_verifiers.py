@@ -1,0 +1,27 @@
+"""One conversation with an environment of verifiers 0.4, for ``Program``: ``shop`` is a module with a ``Taskset``."""
+
+import asyncio
+import json
+import os
+import sys
+
+import verifiers.v1 as vf
+
+
+async def installed(self, script, env=None, **options):  # the sandbox has no network to install a harness
+    return [sys.executable, "-c", script]
+
+
+async def play(row):
+    vf.Runtime.prepare_uv_script = installed
+    agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+    env = vf.load_environment(vf.resolve_env_config({"taskset": {"id": "shop"}, "agent": agent}))
+    model = vf.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
+    (task,) = env.taskset.include(idx=[str(row["task"])])
+    async with env.serving():
+        episode = await env.run_episode(task, vf.ModelContext("any", model))
+    assert episode.ok, episode.errors or episode.traces[-1].errors
+    print(json.dumps({"reward": episode.traces[-1].reward, "parts": episode.traces[-1].metrics}))
+
+
+asyncio.run(play(json.loads(sys.stdin.readline())))
