@@ -8,11 +8,11 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-Number = Fraction | float  # exact, but for what a root or a power may give
+Number = Fraction | float  # a root or a power may be a float; other results are exact
 
 _LONGEST = 1000  # characters of an expression
-_BITS = 10_000  # of a number: numerator and denominator together, 3,000 digits
-_PLACES = 30  # decimals of an exact result; more of them are rounded
+_BITS = 10_000  # of a number's numerator and denominator together: 3,000 digits
+_PLACES = 30  # the most decimals of an exact result; longer ones are rounded
 
 
 def calculator(expression: str) -> str:
@@ -61,10 +61,10 @@ def _decimal(text: str) -> Fraction:
 
 
 def _small(value: complex | Number) -> Number:
-    """Return a number that is not too large to compute with; an int as a fraction.
+    """Return a number, an int as a fraction.
 
     Raises:
-        ValueError: it is.
+        ValueError: it is complex, or too large to compute with.
     """
     if isinstance(value, complex):
         raise ValueError("the root of a negative number is not real")
@@ -108,15 +108,15 @@ def _round(value: Any, places: Any = 0) -> Number:
 
 
 def _text(value: Number) -> str:
-    """Write a number: all its decimals if they are few, else a fraction and its rounded value."""
+    """Write a number: exactly if it has few decimals, else as a fraction with its rounded value."""
     if isinstance(value, float):
         return f"about {value:.15g}"
     places = next((n for n in range(_PLACES + 1) if 10**n % value.denominator == 0), None)
     if places is None:
         return f"{value}, about {Decimal(value.numerator) / Decimal(value.denominator):.15g}"
     digits = f"{abs(value.numerator) * 10**places // value.denominator:0{places + 1}}"
-    whole = len(digits) - places
-    return "-" * (value < 0) + digits[:whole] + "." * (places > 0) + digits[whole:]
+    point = len(digits) - places
+    return "-" * (value < 0) + digits[:point] + "." * (places > 0) + digits[point:]
 
 
 _BINARY: dict[type, Callable] = {

@@ -1,4 +1,4 @@
-"""Environments answer the model's messages and end each conversation with a result."""
+"""Environments answer the model's messages and end conversations with a result."""
 
 import asyncio
 import functools
@@ -17,14 +17,14 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Ask:
-    """A request for the model's next message, by an environment that keeps the conversation itself.
+    """A request for the model's next message, by an environment that keeps the conversation.
 
     If ``messages`` begin with the conversation so far, sampling goes on from its ids; otherwise they are rendered anew.
 
     Attributes:
-        messages: all that the next message follows, in OpenAI's form.
-        tools: JSON schemas of the functions that it may call.
-        most: tokens of the message; None: only the run's limits hold.
+        messages: the conversation before the next message, in OpenAI's form.
+        tools: JSON schemas of the functions that the message may call.
+        most: the most tokens of the message; None: only the run's limits hold.
     """
 
     messages: list[Message]
@@ -36,20 +36,20 @@ Reply = list[Message] | Ask | Result
 
 
 class Environment:
-    """One conversation: it answers each message of the model's, until it gives a result instead.
+    """One conversation: it answers the model's messages until it gives a result.
 
-    As it is, it runs the tools that a message calls, and has the first message that calls none judged. A class of your
-    own overrides what differs. All methods but ``run`` and the checks may be asynchronous. One object serves one
-    conversation, in a process of its own, so it may keep state and start processes; what it raises is the
-    conversation's ERROR.
+    By default it runs the tools that a message calls, and judges the first message that calls none. Your class
+    overrides what differs. All methods but ``run`` and the checks may be asynchronous. An object serves one
+    conversation, in a separate process, so it may keep state and start processes; an exception is the conversation's
+    ERROR.
 
     Args:
         row: the columns of the prompt's row.
 
     Attributes:
         tools: functions that the model may call: names of methods, or functions. See :class:`Tools`.
-        needs: columns that a row must have.
-        at_once: conversations of a rank at the same time, each with a process and a descriptor, of which 1024 are
+        needs: names of the columns that a row must have.
+        at_once: the most simultaneous conversations of a rank; one takes a process and a descriptor, of which 1024 are
             usual.
     """
 
@@ -64,7 +64,7 @@ class Environment:
         """Raise UserError if this machine cannot run the environment."""
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raise UserError or ValueError, naming the field, if there can be no conversation about a row."""
+        """Raise UserError or ValueError, naming the field, if a row allows no conversation."""
         for name in self.needs:
             field(row, name)
 
@@ -73,10 +73,10 @@ class Environment:
         return ()
 
     def reply(self, message: Mapping[str, Any]) -> Any:
-        """Answer a message of the model's.
+        """Answer the model's message.
 
         Args:
-            message: ``role``, ``content``, and ``tool_calls`` in OpenAI's form where it calls tools.
+            message: ``role``, ``content``, and in OpenAI's form ``tool_calls``, if it calls tools.
 
         Returns:
             The messages that follow it, a :class:`Ask`, or the conversation's result, as :meth:`judge` returns it.
@@ -90,13 +90,10 @@ class Environment:
         return {"role": "tool", "name": function["name"], "tool_call_id": number, "content": text}
 
     def cut(self, message: Mapping[str, Any]) -> Any:
-        """Judge a conversation that ends at a limit of tokens or turns.
+        """Judge a conversation that ends at a limit of tokens or turns; by default as :meth:`judge` does.
 
         Args:
-            message: the model's last one, as in :meth:`reply`; it may lack its end.
-
-        Returns:
-            As :meth:`judge`, which gets the message's text unless a subclass overrides this.
+            message: the model's last message, as in :meth:`reply`; it may lack its end.
         """
         return self.judge(message["content"])
 
@@ -109,21 +106,17 @@ class Environment:
         raise NotImplementedError(f"{type(self).__name__} defines neither judge nor reply")
 
     def run(self, call: Call) -> str:
-        """Return what a call of a tool gives, as text."""
+        """Return the result of a tool call, as text."""
         return tools_of(self)(call)
 
 
 def tools_of(environment: Environment) -> Tools:
-    """Return an environment's tools.
-
-    Raises:
-        UserError: the model could not read one; see :class:`Tools`.
-    """
+    """Return an environment's tools; raises UserError as :class:`Tools`."""
     return Tools([getattr(environment, tool) if isinstance(tool, str) else tool for tool in environment.tools])
 
 
 def now(value: Any) -> Any:
-    """Return ``value``, or what it becomes if it can be awaited."""
+    """Return ``value``, or its result if it is awaitable."""
 
     async def awaited() -> Any:
         return await value
@@ -133,15 +126,15 @@ def now(value: Any) -> Any:
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the process's one event loop, on which connections live from one await to the next."""
+    """Return the process's only event loop, so that connections outlive an await."""
     return asyncio.new_event_loop()
 
 
 def checked_reply(environment: Environment, value: Any) -> Reply:
-    """Return what a method of an environment returned, checked.
+    """Return an environment's reply as messages, an Ask or a Result.
 
     Raises:
-        ValueError: it is neither messages nor a result.
+        ValueError: it is none of these.
     """
     name = type(environment).__name__
     if isinstance(value, (Ask, Result)):
@@ -159,11 +152,7 @@ def checked_reply(environment: Environment, value: Any) -> Reply:
 
 
 def check_class(component: Any) -> None:
-    """Check that a component is an environment.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Raise UserError unless a component is an environment's class."""
     if not (inspect.isclass(component) and issubclass(component, Environment)):
         name = getattr(component, "__name__", component)
         raise UserError(f"environment {name} is not derived from rocm_ext.environments.Environment")

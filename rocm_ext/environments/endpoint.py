@@ -1,4 +1,4 @@
-"""OpenAI's chat completions for one conversation; who owns it answers each request."""
+"""OpenAI's chat completions for one conversation, whose owner answers the requests."""
 
 import json
 import socket
@@ -13,9 +13,9 @@ from typing import Any
 from rocm_ext.base.errors import one_line
 from rocm_ext.environments.base import Ask
 
-_BYTES = 4 << 20  # of a request
-_MODEL = "model"  # its name; requests may give any
-# what would change the response and cannot: the values that ask for nothing
+_BYTES = 4 << 20  # the largest request
+_MODEL = "model"  # the listed name; requests may give any
+# unsupported keys: the values that request nothing
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "functions": (None, []),
@@ -34,11 +34,11 @@ class Exchange:
     """A request, and the response that waits for the model's message.
 
     Args:
-        body: of the HTTP request.
-        client: the socket of who asks.
+        body: the HTTP request's body.
+        client: the client's socket.
 
     Raises:
-        ValueError: it is no request for a chat completion, or asks for what is not supported.
+        ValueError: it does not request a chat completion, or is not supported.
     """
 
     def __init__(self, body: bytes, client: socket.socket | None = None) -> None:
@@ -46,7 +46,7 @@ class Exchange:
         if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list) or not asked["messages"]:
             raise ValueError("expected an object with a list of messages")
         if not all(isinstance(message, dict) for message in asked["messages"]):
-            raise ValueError("each of messages must be an object")
+            raise ValueError("messages must be objects")
         for key, values in _REFUSED.items():
             if asked.get(key) not in values:
                 raise ValueError(f"{key} is not supported")
@@ -67,7 +67,7 @@ class Exchange:
         self._response: SimpleQueue[Mapping[str, Any] | str] = SimpleQueue()
 
     def gone(self) -> bool:
-        """Whether the client has hung up, as one does that waits no longer."""
+        """Whether the client has hung up."""
         try:
             return self._client is not None and not self._client.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except OSError as problem:
@@ -78,7 +78,7 @@ class Exchange:
         self._response.put(message)
 
     def refuse(self, why: str) -> None:
-        """Respond that the context is full: clients do not try again, and some end their run with what they have."""
+        """Respond that the context is full, after which clients do not retry, and some return a partial result."""
         self._response.put(why)
 
     def completion(self) -> dict[str, Any]:
@@ -92,8 +92,8 @@ class Exchange:
             raise AtLimit(said)
         text, ends = said["content"], said["finish_reason"]
         for stop in self._stop:
-            text, found, _ = text.partition(stop)
-            ends = "stop" if found else ends
+            text, cut, _ = text.partition(stop)
+            ends = "stop" if cut else ends
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls := said.get("tool_calls"):
             message |= {"content": text or None, "tool_calls": [_call(call) for call in calls]}
@@ -130,12 +130,12 @@ def _events(completion: dict[str, Any], sizes: bool) -> bytes:
 
 
 class Endpoint(ThreadingHTTPServer):
-    """Serves a listening socket in threads of its own.
+    """Serves a listening socket in new threads.
 
     Args:
         listening: the socket.
-        key: that requests must bring.
-        asked: where requests for completions go.
+        key: the key that requests must bring.
+        asked: the queue for requests of completions.
     """
 
     def __init__(self, listening: socket.socket, key: str, asked: "SimpleQueue[Exchange | None]") -> None:
@@ -152,7 +152,7 @@ class Endpoint(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # else each body waits 40 ms behind its headers
+    disable_nagle_algorithm = True  # else a body waits 40 ms after its headers
     server: Endpoint
 
     def do_GET(self) -> None:
@@ -163,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send({"object": "list", "data": models}) if known else self._fail(404, f"{self.path} is not served")
 
     def do_POST(self) -> None:
-        """Hand a request over, and send what comes back."""
+        """Queue a request, and send its completion."""
         size = self.headers.get("Content-Length", "")
         left = int(size) if size.isdecimal() and len(size) <= 9 else -1
         if not 0 <= left <= _BYTES:

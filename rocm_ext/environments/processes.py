@@ -1,7 +1,7 @@
-"""Conversations with environments, each in a process of its own.
+"""Conversations with environments, in separate processes.
 
-One process without threads and without torch imports the environment's module, and forks a child for each
-conversation. A child that raises, hangs or dies costs its conversation alone.
+One process without threads and without torch imports the environment's module and forks a child for each conversation.
+A child that raises, hangs or dies costs only its conversation.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ Key = tuple[str, int]
 class Environments:
     """Conversations with environments; a context manager.
 
-    No environment makes a method raise: what goes wrong in it is an ERROR.
+    No environment makes a method raise: its faults are ERRORs.
 
     Args:
         environment: the component, ``{_component_: my_env.Game, ...}``; JSON data.
@@ -127,11 +127,11 @@ class Environments:
         return self._ask(key, {"row": dict(row)})
 
     def say(self, key: Key, message: Mapping[str, Any]) -> "Future[Reply]":
-        """Hand over a message of the model's: a future for the messages that follow, or for the result."""
+        """Send the model's message: a future for the messages that follow, or for the result."""
         return self._ask(key, {"message": dict(message)})
 
     def cut(self, key: Key, message: Mapping[str, Any]) -> "Future[Reply]":
-        """Have a conversation judged that a limit ends: a future for the result."""
+        """Judge a conversation that a limit ends: a future for the result."""
         return self._ask(key, {"cut": dict(message)})
 
     def end(self, key: Key) -> None:
@@ -160,7 +160,7 @@ class Environments:
         return future
 
     def _listen(self) -> None:
-        """Give answers to their futures, and end conversations that hang or die; a thread."""
+        """Resolve futures with answers, and end conversations that hang or die; a thread."""
         looked = time.monotonic()
         while not self._closed:
             for event, _ in self._selector.select(_LOOK):
@@ -189,7 +189,7 @@ class Environments:
 
 @dataclass
 class _Talk:
-    """A conversation's process, seen from ours."""
+    """The connection to a conversation's process."""
 
     socket: socket.socket
     future: Future = None  # type: ignore[assignment]
@@ -199,7 +199,7 @@ class _Talk:
     registered: bool = False
 
     def read(self) -> bool:
-        """Read what is there; False at the end."""
+        """Read without waiting; False at the end."""
         try:
             data = self.socket.recv(_CHUNK)
         except OSError:
@@ -216,10 +216,10 @@ class _Talk:
         return bool(data)
 
     def end(self, why: str, selector: selectors.BaseSelector) -> None:
-        """Kill the process and what it started, and give the future an ERROR if it waits."""
+        """Kill the process with its descendants, and resolve a waiting future with an ERROR."""
         with contextlib.suppress(KeyError, ValueError):
             selector.unregister(self.socket)
-        if self.pid:  # before the socket closes, at which the process ends and its children get another parent
+        if self.pid:  # before the socket closes: then the process ends, and its children get another parent
             below = descendants(self.pid)
             with contextlib.suppress(OSError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -279,7 +279,7 @@ def main(fd: int) -> None:
         check_class(made)
         worker.RUNNING = True  # in the children, too
         example = made({}, **arguments)
-        example.check()  # what it imports, the children have
+        example.check()  # children inherit its imports
         tools = tools_of(example).schemas
         if tools:
             import jsonschema  # noqa: F401 - once, for all children
@@ -287,7 +287,7 @@ def main(fd: int) -> None:
         link.sendall(_line({"error": str(problem) if isinstance(problem, UserError) else worker.blame(problem)}))
         return
     link.sendall(_line({"tools": tools, "at_once": example.at_once}))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children need nobody to wait for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     gc.freeze()  # shared memory stays shared
     while True:
         asked, fds, *_ = socket.recv_fds(link, 1, 1)

@@ -1,4 +1,4 @@
-"""An agent of the user's own as an environment: a program that asks for the model's messages by OpenAI's API."""
+"""A user's agent as an environment: a program that requests the model's messages by OpenAI's API."""
 
 import json
 import os
@@ -26,7 +26,7 @@ _START = 60.0  # seconds that the sandbox may take to start
 _AT_LIMIT = "the conversation is at a limit of the run"
 _FOREVER = 1e9  # seconds; `verify_timeout` limits each wait for the program
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
-# runs in the sandbox: a socket belongs to the network that it was made in, so what connects to it is in there, too
+# This runs in the sandbox: a socket belongs to the network in which it was made, so only programs there can connect.
 _LAUNCH = """
 import json, os, socket, sys
 link, (command, variables) = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2])
@@ -46,30 +46,30 @@ class Program(Environment):
     """A conversation with a program, such as an agent that you already have.
 
     The program runs in the sandbox of the verifiers, once for each conversation. Its input is a line of JSON, the
-    prompt's row. ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``, which OpenAI's client reads by itself, name an endpoint
-    that answers chat completions by the model in training, also of functions and as a stream; nothing else of the
-    network is there. The last line of its output is JSON: the reward from 0 to 1, or
-    ``{"reward": 0.5, "parts": {"tests": 3}}``. With a ``verifier``, it is the answer as a text, or
-    ``{"answer": "..."}``.
+    prompt's row. ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``, which OpenAI's client reads, name an endpoint at which the
+    model in training answers chat completions, also with functions and as a stream; the program has no other network.
+    The last line of its output is JSON: the reward from 0 to 1, or ``{"reward": 0.5, "parts": {"tests": 3}}``. With a
+    ``verifier``, it is the answer as a text, or ``{"answer": "..."}``.
 
-    The conversation is what the program asks with: the row's prompt reaches the model only if the program sends it.
-    Its requests are answered one at a time. The run's sampling settings hold, not ``temperature`` and the like of a
-    request; ``max_tokens`` does, and text from a ``stop`` on is left out of the response. A request at a limit of the
-    run gets status 400, and so does one with ``n``, ``logprobs`` or ``response_format``.
+    The program's requests are the conversation: the row's prompt reaches the model only if the program sends it.
+    Requests are answered one at a time. The run's sampling settings hold, not ``temperature`` and the like of a
+    request; ``max_tokens`` does, and the response ends before a ``stop``. A request at a limit of the run gets status
+    400, and so does one with ``n``, ``logprobs`` or ``response_format``.
 
     Args:
         row: the columns of the prompt's row.
-        command: the program and its arguments. ``python`` is the argument ``python``; an argument that names a file
-            gets its path in the sandbox. Of a program outside /usr, all of its folder is shown.
-        folder: shown to the program, read-only; Python imports from it. None: it sees the files of ``command`` alone.
-        verifier: the component that judges the answer; of the columns that it needs, the program gets ``prompt`` alone.
-        memory_mb: of the program with all that it starts, and the address space of each process: Node needs 16384.
-        at_once: programs of a rank at the same time; None: 4 for each of its CPU threads, at most 64.
-        sandbox: ``bubblewrap``, or ``rlimits`` where you trust program and model; see rocm_ext.verifiers.sandbox.
+        command: the program and its arguments. ``python`` stands for the argument ``python``; an argument that names a
+            file becomes its path in the sandbox. A program outside /usr is shown with its folder.
+        folder: a folder shown to the program, read-only; Python imports from it. None: only the files of ``command``.
+        verifier: the component that judges the answer. The program gets none of the columns that it needs but
+            ``prompt``.
+        memory_mb: memory of the program with all its processes, and address space per process: Node needs 16384.
+        at_once: the most simultaneous programs of a rank; None: 4 per CPU thread of it, at most 64.
+        sandbox: ``bubblewrap``, or ``rlimits`` if you trust program and model; see rocm_ext.verifiers.sandbox.
         python: the interpreter, whose installed packages the program can import; None: this one.
 
     Raises:
-        UserError: an argument is out of range, or the program cannot be found.
+        UserError: an argument is out of range, or the program does not exist.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Program(Environment):
         self._cut = self._heard = False
 
     def _program(self, name: str) -> tuple[str, list[str]]:
-        """Return a program's file, and the folders that it needs."""
+        """Return a program's path, and the folders that the sandbox must show."""
         if _PYTHON.fullmatch(name):
             return self._shown.path, []
         if (path := shutil.which(name)) is None:
@@ -118,7 +118,7 @@ class Program(Environment):
         return str(file), [] if file.is_relative_to("/usr") else [str(file.parent)]
 
     def _argument(self, word: str) -> str:
-        """Return an argument; of a file, its path in the sandbox."""
+        """Return an argument, or the path in the sandbox if it names a file."""
         file = Path(word)
         if not os.path.isfile(word):  # Path.is_file raises for code, which is too long for a name
             if word.endswith(".py"):
@@ -164,7 +164,7 @@ class Program(Environment):
         return self._next()
 
     def cut(self, message: Mapping[str, Any]) -> Result:
-        """Answer with what the model said up to a limit, refuse all further requests, and wait for the result."""
+        """Answer with the model's last message, refuse all further requests, and wait for the result."""
         assert self._exchange is not None
         self._cut = True
         if message == self._said:
@@ -176,7 +176,7 @@ class Program(Environment):
         return reply
 
     def _start(self) -> tuple[RunningProgram, socket.socket, str]:
-        """Start the program; return it, the socket that it connects to, and its key."""
+        """Start the program; return it, the endpoint's socket, and the key."""
         ours, theirs = socket.socketpair()
         key = secrets.token_hex(16)
         packages = [*filter(None, [self._folder]), *self._shown.packages]

@@ -1,4 +1,4 @@
-"""Python for a model: an interpreter in the sandbox, which lives as long as the conversation."""
+"""Python as a model's tool: an interpreter in the sandbox that lives as long as the conversation."""
 
 import contextlib
 import functools
@@ -26,13 +26,13 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 class Python:
     """Python as a tool, whose names and files in /tmp last from call to call.
 
-    It runs in the sandbox of the verifiers, one interpreter for each conversation, from the first call on. Between
-    calls it is stopped, and the processes that a call has started are killed. An interpreter that exceeds a limit is
-    killed, too, and the next call starts a new one; the model is told.
+    It runs in the sandbox of the verifiers, one interpreter per conversation, from the first call on. Between calls it
+    is stopped, and the processes that a call has started are killed. An interpreter that exceeds a limit is killed; the
+    model gets a message, and its next call starts a new one.
 
     Args:
         timeout: seconds of wall time for a call.
-        memory_mb: at least 128, which numpy needs.
+        memory_mb: memory limit, at least 128, which numpy needs.
         sandbox: ``bubblewrap``, or ``rlimits`` for a model that you trust; see rocm_ext.verifiers.sandbox.
         python: the interpreter, whose installed packages the code can import; None: this one.
 
@@ -45,7 +45,7 @@ class Python:
     ) -> None:
         if timeout <= 0 or memory_mb < 128:
             raise UserError(f"Python needs timeout > 0 and memory_mb >= 128, found {timeout} and {memory_mb}")
-        # the wall time limits each call; a limit on CPU time would add up over the calls
+        # the wall time limits a call; a limit on CPU time would add up over the calls
         self._limits = Limits(seconds=timeout, cpu_seconds=0, memory_mb=memory_mb)
         self._where = sandbox, python or sys.executable
         _sandbox(*self._where)
@@ -88,8 +88,7 @@ def _sandbox(kind: str, python: str) -> tuple[Sandbox, str, Sequence[str]]:
 class _Interpreter:
     """A process of ``_interpreter.py``.
 
-    Its socket carries code in and a byte out. A byte that the code itself sends ends a call of its own too early, and
-    does nothing else.
+    Its socket carries code in and a byte out. If the code sends a byte, it only ends its call too early.
 
     Raises:
         Fault: it does not start.
@@ -113,19 +112,15 @@ class _Interpreter:
             self.close()
             raise Fault(f"Python did not start in the sandbox: {short(said.decode('utf-8', 'replace'))}")
         process.stderr.close()
-        process.stderr = None  # it goes to stdout now
-        self._pids = [process.pid, *descendants(process.pid)]  # bwrap's, and last the interpreter
+        process.stderr = None  # the interpreter's stderr goes to stdout
+        self._pids = [process.pid, *descendants(process.pid)]  # bwrap's processes, and last the interpreter
         self._rest()
 
     def run(self, code: bytes) -> tuple[bytes, str]:
-        """Run code.
-
-        Returns:
-            what it has printed, and why the interpreter must be closed; empty: it can go on.
-        """
+        """Run code: its output, and why the interpreter must be closed, or "" if it can go on."""
         child, seconds = self._child, self._limits.seconds
         child.stdout.clear()
-        with contextlib.suppress(OSError):  # it has died, as reading finds
+        with contextlib.suppress(OSError):  # it has died; reading finds its end
             os.kill(self._pids[-1], signal.SIGCONT)
             self._link.send(code)
         in_time = supervise([child], seconds, self._link.fileno())
@@ -150,14 +145,14 @@ class _Interpreter:
         return False
 
     def _rest(self) -> bool:
-        """Stop the interpreter and kill what it has started; whether nothing is left of that."""
+        """Stop the interpreter and kill its child processes; False if some are left."""
         known = set(self._pids)
         with contextlib.suppress(OSError):
             os.kill(self._pids[-1], signal.SIGSTOP)
         for _ in range(_ROUNDS):
             if not (others := set(descendants(self._pids[0])) - known):
                 return True
-            known |= others  # the killed stay, as zombies, until the interpreter goes on
+            known |= others  # zombies stay until the interpreter goes on
             for pid in others:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)

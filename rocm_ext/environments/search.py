@@ -19,16 +19,16 @@ _K1, _B = 1.2, 0.75  # as in Lucene
 class Search:
     """Search in the texts of a folder, as a tool; BM25 ranks the passages (Robertson and Zaragoza, 2009).
 
-    Files ``.txt`` and ``.md`` are texts; each line of a ``.jsonl`` is an object with ``text``. The index is made once,
-    for all conversations.
+    Files ``.txt`` and ``.md`` are texts; a line of a ``.jsonl`` is an object with ``text``. The index is made once, for
+    all conversations.
 
     Args:
-        folder: with its subfolders.
-        passages: how many the model gets at most.
-        words: of a passage, about.
+        folder: the folder; its subfolders are searched, too.
+        passages: the most passages in a result.
+        words: approximate length of a passage.
 
     Raises:
-        UserError: the folder holds no text, or a line cannot be read.
+        UserError: the folder holds no text, or a line is unreadable.
     """
 
     def __init__(self, folder: str, passages: int = 3, words: int = 150) -> None:
@@ -42,20 +42,16 @@ class Search:
         Args:
             query: words to look for.
         """
-        found = self._index.best(query, self._passages)
-        return "\n\n".join(f"{name}: {text}" for name, text in found) or "nothing found; try other words"
+        best = self._index.best(query, self._passages)
+        return "\n\n".join(f"{name}: {text}" for name, text in best) or "nothing found; try other words"
 
 
 class Index:
-    """The passages of texts and where words occur in them.
-
-    Args:
-        passages: names and texts.
-    """
+    """An inverted index of passages, which are (name, text)."""
 
     def __init__(self, passages: list[tuple[str, str]]) -> None:
         self._passages, lengths = passages, array("L")
-        # of each word: the passages in which it occurs, and how often
+        # word -> the numbers of the passages with it, and its counts there
         self._postings: Mapping[str, tuple[array, array]] = defaultdict(lambda: (array("L"), array("L")))
         for number, (name, text) in enumerate(passages):
             counts = Counter(_words(f"{name} {text}"))
@@ -67,7 +63,7 @@ class Index:
         self._norms = array("d", (_K1 * (1 - _B + _B * length / mean) for length in lengths))
 
     def best(self, query: str, most: int) -> list[tuple[str, str]]:
-        """Return the names and texts of the passages that fit best, in their order; of equals, the first."""
+        """Return the (name, text) of the best passages, the best one first; of equals, the earlier."""
         scores: dict[int, float] = defaultdict(float)
         for word in dict.fromkeys(_words(query)):
             if word in self._postings:
@@ -115,7 +111,7 @@ def _text(line: str, where: str) -> str:
 
 
 def _passages(text: str, words: int) -> Iterator[str]:
-    """Cut a text where a paragraph ends, once it has ``words`` words; a long paragraph anywhere."""
+    """Cut a text at the end of a paragraph, after at least ``words`` words; inside a paragraph after twice as many."""
     passage: list[str] = []
     for paragraph in re.split(r"\n\s*\n", text):
         for word in paragraph.split():

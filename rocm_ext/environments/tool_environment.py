@@ -16,8 +16,8 @@ class ToolEnvironment(Environment):
 
     Args:
         row: the columns of the prompt's row, for the verifier.
-        tools: each a name such as ``my_module.search``, or a component with arguments. A function is a tool. A class
-            is built for each conversation, and its public methods are tools.
+        tools: names such as ``my_module.search``, or components with arguments. A function is a tool. A class is built
+            for each conversation, and its public methods are tools.
         verifier: the verifier's component.
 
     Raises:
@@ -48,7 +48,7 @@ class ToolEnvironment(Environment):
 
 
 def functions_of(tool: Any) -> list[Callable[..., Any]]:
-    """Return the functions that an item of ``tools`` stands for.
+    """Return the functions of an item of ``tools``.
 
     Raises:
         UserError: it cannot be imported or built, or has no public method.

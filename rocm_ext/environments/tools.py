@@ -1,4 +1,4 @@
-"""Functions that a model may call: how they are described to it, and what it gets back."""
+"""Functions that a model may call: their descriptions, calls and results."""
 
 import inspect
 import json
@@ -15,24 +15,24 @@ _MOST = 20_000  # characters of a result
 
 
 class Fault(Exception):
-    """What a tool raises where the model is not to blame, as for a dead server: the conversation is an ERROR."""
+    """A tool's fault, such as a dead server, for which the model is not to blame: the conversation is an ERROR."""
 
 
 class Tools:
     """Functions that a model may call.
 
-    A function's name, type hints and docstring describe it. A docstring has a summary, and under ``Args:`` a line
-    ``name: text`` for each parameter.
+    A function's name, type hints and docstring describe it. A docstring has a summary, and under ``Args:`` lines
+    ``name: text`` for the parameters.
 
     Args:
-        functions: the functions; bound methods, too.
+        functions: functions and bound methods.
 
     Attributes:
         schemas: JSON schemas of the functions in OpenAI's form, as chat templates take them.
 
     Raises:
-        UserError: something is no function, or an asynchronous one; a function has no docstring, a parameter has no
-            type hint or one that JSON cannot express, or two functions have one name.
+        UserError: an item is not a function, or is asynchronous; a function has no docstring, a parameter has no type
+            hint or one that JSON cannot express, or two functions have the same name.
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
@@ -44,10 +44,10 @@ class Tools:
             self._functions[name] = function, schema["function"]["parameters"]
 
     def __call__(self, call: Call) -> str:
-        """Return what a call gives, as text. What is wrong with it is text, too, for the model to read.
+        """Return a call's result as text; an error is a text for the model.
 
         Raises:
-            Fault: the tool does.
+            Fault: the tool raises it.
         """
         if call.problem:
             return f"error: the call cannot be read: {call.problem}"
@@ -69,18 +69,18 @@ class Tools:
 
 
 def as_text(result: Any) -> str:
-    """Return a tool's result as text: JSON unless it is text. Of a long one, the middle is left out."""
+    """Return a tool's result as text: JSON unless it is text; a long text loses its middle."""
     text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
     return shortened(text.encode("utf-8", "replace").decode(), _MOST)  # no halves of surrogate pairs
 
 
 def shortened(text: str, most: int) -> str:
-    """Return ``text``, without its middle if it has more than ``most`` characters."""
+    """Return ``text``, without its middle if it is longer than ``most`` characters."""
     return text if len(text) <= most else f"{text[: most // 2]}\n… the middle is left out …\n{text[-most // 2 :]}"
 
 
 def _misfit(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
-    """Say which argument is not of its type; empty: all are."""
+    """Name the first argument of a wrong type; empty: there is none."""
     from jsonschema import Draft202012Validator  # here, because it takes a third of a second
 
     error = next(iter(Draft202012Validator(schema).iter_errors(dict(arguments))), None)
@@ -151,7 +151,7 @@ def _kind(hint: Any) -> dict[str, Any]:
 
 
 def _described(doc: str) -> tuple[str, dict[str, str]]:
-    """Return a docstring's text before its sections, and the parameters' descriptions."""
+    """Return a docstring's summary, and the descriptions of the parameters."""
     summary, *sections = re.split(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?):\s*$", doc, flags=re.M)
     described: dict[str, str] = {}
     for title, body in zip(sections[::2], sections[1::2], strict=True):

@@ -11,7 +11,7 @@ from rocm_ext.environments.base import Environment, Message, now
 from rocm_ext.verifiers.base import Result
 from rocm_ext.verifiers.reward_function import RewardFunction
 
-_OWN = ("reset", "get_reward")  # TRL's names; all other public methods are tools
+_OWN = ("reset", "get_reward")  # TRL calls these; all other public methods are tools
 
 
 class Trl(Environment):
@@ -19,15 +19,15 @@ class Trl(Environment):
 
     Its public methods are the model's tools, but for two: ``reset(**row)`` begins a conversation and may return a text
     that follows the prompt, and ``get_reward()`` rewards it. Without ``get_reward``, a reward function does; it gets
-    ``environments``, and as ``completions`` all messages behind the prompt. The message without calls ends the
+    ``environments``, and as ``completions`` all messages after the prompt. The first message without calls ends the
     conversation. Methods and functions may be asynchronous.
 
-    What differs from TRL: ``reset``'s text is a user's message of its own, while TRL appends it to the prompt's last
-    one. A tool's result is JSON if it is no text. The object serves one conversation. One class serves all rows.
+    Differences from TRL: ``reset``'s text is a separate user's message, while TRL appends it to the prompt's last
+    message. A tool's result is JSON unless it is text. An object serves one conversation. One class serves all rows.
 
     Args:
         row: the prompt's row. ``reset`` and the reward function get ``prompt`` as messages.
-        factory: what makes the object, such as ``my_module.MyEnvironment``.
+        factory: a function that makes the object, such as the class ``my_module.MyEnvironment``.
         reward: a reward function in TRL's signature, for objects without ``get_reward``.
         threshold, scale: as for :class:`rocm_ext.verifiers.RewardFunction`.
     """
@@ -74,7 +74,7 @@ class Trl(Environment):
 
     def cut(self, message: Mapping[str, Any]) -> Result:
         answers = [said for said in self._said if said["role"] == "assistant"]
-        if not answers or answers[-1] != message:  # it was cut itself; else what follows it was
+        if not answers or answers[-1] != message:  # else the tools' results after it reached the limit
             self._said.append(dict(message))
         return self._judged()
 
@@ -86,13 +86,13 @@ class Trl(Environment):
 
 
 def _needed(reset: Callable[..., Any]) -> list[str]:
-    """Return the columns without which ``reset`` cannot be called."""
+    """Return the columns that ``reset`` requires."""
     named = inspect.signature(reset).parameters.values()
     return [p.name for p in named if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
 def _at_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that waits for an asynchronous one; others as they are."""
+    """Return a function that waits for an asynchronous one; a synchronous one unchanged."""
     if not inspect.iscoroutinefunction(function):
         return function
 

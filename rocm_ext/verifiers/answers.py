@@ -1,4 +1,4 @@
-"""Answers judged as text: by equality, by a regular expression, as JSON by a schema."""
+"""Judge answers as text: by equality, a regular expression, or a JSON Schema."""
 
 import functools
 import json
@@ -14,7 +14,7 @@ from rocm_ext.verifiers.workers.forked import Elsewhere, forked
 
 MAX_JSON = 1 << 20  # characters
 BRACKET = re.compile(r"[\[{]")
-TRIES = 2000  # brackets in prose that begin no JSON
+TRIES = 2000  # brackets that begin no JSON, after which the search ends
 
 
 class ExactMatch(Verifier):
@@ -52,8 +52,8 @@ class Regex(Verifier):
     Args:
         pattern: the pattern for all rows; or
         field: the row's field with its pattern.
-        full: the pattern must match the whole completion, apart from white space at its ends.
-        timeout: seconds for the search; a search that takes longer gives TIMEOUT.
+        full: the pattern must match all of the completion but white space at its ends.
+        timeout: seconds for the search; a longer one gives TIMEOUT.
     """
 
     def __init__(
@@ -98,15 +98,14 @@ class Regex(Verifier):
 class JsonSchema(Verifier):
     """Whether the completion holds JSON that is valid under a JSON Schema.
 
-    The JSON is the last fenced block (tagged json or untagged). In a text without fences it is the whole text or, if
-    that is no JSON, the last complete object or array in it. The verifier fetches no documents that the schema refers
-    to.
+    The JSON is the last fenced block (tagged json or untagged). In a text without fences it is all of the text or, if
+    that is not JSON, the last complete object or array in it. References of the schema to other documents are not
+    fetched.
 
     Args:
         schema: the schema for all rows; or
         field: the row's field with its schema, as an object or as JSON text.
-        timeout: seconds for parsing and validation, which run in a process of their own; beyond them the verdict is
-            TIMEOUT.
+        timeout: seconds for parsing and validation, which run in a child process; longer gives TIMEOUT.
     """
 
     def __init__(self, schema: Mapping[str, Any] | None = None, field: str | None = None, timeout: float = 5.0) -> None:
@@ -143,7 +142,7 @@ class JsonSchema(Verifier):
             return unparsed(problem)
         except (RecursionError, ArithmeticError) as problem:  # nested too deeply, or a number beyond all floats
             return wrong(one_line(problem))
-        except Exception as problem:  # of the schema: a pattern that does not compile, a reference to nowhere
+        except Exception as problem:  # the schema's fault: a bad pattern, an unresolved reference
             return error(f"the schema cannot be applied: {one_line(problem)}")
         if problem is None:
             return correct()
@@ -156,10 +155,10 @@ class _NoJson(Exception):
 
 
 def _json_in(text: str) -> Any:
-    """Return the JSON value in a completion.
+    """The JSON value in a completion.
 
     Raises:
-        _NoJson: the completion holds no JSON; the message says why.
+        _NoJson: the completion holds none; the message says why.
     """
     groups, fenced = fenced_code(text, "json")
     source = answer_text(text) if not fenced else groups[0][-1] if groups else ""
@@ -180,7 +179,7 @@ def _json_in(text: str) -> Any:
 
 
 def _last_value(text: str, decoder: json.JSONDecoder) -> Any:
-    """Return the last outermost object or array in ``text``; None if it holds neither."""
+    """The last outermost object or array in ``text``, or None."""
     value, start, failures = None, 0, 0
     while failures < TRIES and (bracket := BRACKET.search(text, start)):
         try:

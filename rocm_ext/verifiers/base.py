@@ -14,7 +14,7 @@ class Verdict(str, Enum):
     """The judgement on a completion. Each value equals its name."""
 
     CORRECT = "CORRECT"  # right
-    WRONG = "WRONG"  # wrong, in whole or in part
+    WRONG = "WRONG"  # wrong, or only partly right
     UNPARSED = "UNPARSED"  # the completion holds no answer
     TIMEOUT = "TIMEOUT"  # the completion's code exceeded a time limit
     ERROR = "ERROR"  # the verifier or the row is at fault, not the completion
@@ -31,8 +31,8 @@ class Result:
         verdict: the judgement.
         reward: in [0, 1]; None for ERROR and for nothing else.
         detail: the reason, in one line of at most 300 characters.
-        parts: named numbers that the reward is made of, or that you want to see beside it: ``metrics.jsonl`` has their
-            means as ``reward/NAME``.
+        parts: components of the reward, or other numbers to log, by name; ``metrics.jsonl`` has their means as
+            ``reward/NAME``.
 
     Raises:
         ValueError: the reward does not fit the verdict or is out of range, or a part is no number.
@@ -67,13 +67,12 @@ class Result:
 class Verifier:
     """Judges one completion of one row. It is deterministic, and no completion makes it raise.
 
-    A verifier of your own is a class with ``__call__``; all else is optional.
+    Your verifier is a class with ``__call__``; the rest is optional.
 
     Attributes:
-        needs: the fields that a row must have.
-        batch_size: how many answers :meth:`judge_batch` takes at most.
-        groups: whether the answers to a prompt are judged together, by :meth:`judge_group`; a class that defines this
-            method need not set it.
+        needs: names of the fields that a row must have.
+        batch_size: the most answers in one call of :meth:`judge_batch`.
+        groups: True: :meth:`judge_group` judges all answers to a prompt together. Defining that method sets it.
     """
 
     needs: tuple[str, ...] = ()
@@ -94,39 +93,39 @@ class Verifier:
             field(row, name)
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
-        """The judgement on ``completion``, given the prompt's ``row``; of a verifier of groups: on a group of one."""
+        """Judge one completion, given its prompt's row. A verifier of groups judges a group of one."""
         if self.groups:
             return group_results(self, [completion], row)[0]
         raise NotImplementedError
 
     def at_once(self, completion: str, row: Mapping[str, Any]) -> Result | None:
-        """The judgement if no completion can make it take long, else None.
+        """Judge if no completion can make it slow, else return None.
 
-        The pool asks the verifiers of this library for it in the run's own process.
+        For verifiers of this library, the pool calls this in the run's process.
         """
         return None
 
     def judge_batch(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
-        """The judgements on several completions, each with its prompt's row; for reward models and judges.
+        """Judge several completions with their prompts' rows; for reward models and judges.
 
-        Which answers come together depends on what waits at the moment; the result on one must not depend on the
-        others. If the call fails or takes too long, each answer is judged by ``__call__`` alone.
+        A batch holds whatever answers are waiting, so a result must not depend on the other answers. If the call fails
+        or takes too long, ``__call__`` judges the answers one by one.
         """
         return [self(completion, row) for completion, row in zip(completions, rows, strict=True)]
 
     def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
-        """The judgements on all answers to one prompt, in their order; called only if ``groups`` is True.
+        """Judge all answers to one prompt, in order; called only if ``groups`` is True.
 
-        The result on one answer may depend on the others. If the call fails or takes too long, all of them are ERROR.
+        A result may depend on the other answers. If the call fails or takes too long, all results are ERROR.
         """
         raise NotImplementedError
 
 
 def group_results(verifier: Verifier, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
-    """What a verifier's ``judge_group`` returns.
+    """Call a verifier's ``judge_group`` and check that it returns one result per answer.
 
     Raises:
-        ValueError: it is not a list with a result for each answer.
+        ValueError: it returns something else.
     """
     results = verifier.judge_group(completions, row)
     if not isinstance(results, list) or len(results) != len(completions):
@@ -135,14 +134,14 @@ def group_results(verifier: Verifier, completions: Sequence[str], row: Mapping[s
 
 
 def checked(verifier: Verifier, result: Any) -> Result:
-    """``result``, or an ERROR if a verifier of the user's returned something else."""
+    """``result``, or an ERROR if a user's verifier returned something else."""
     if isinstance(result, Result):
         return Result(*result.values())  # a subclass may have skipped the checks
     return error(f"{name_of(verifier)} returned {type(result).__name__}, not a Result")
 
 
 def name_of(verifier: Verifier) -> str:
-    """The name of a verifier's class, or of a function, as the user knows it."""
+    """The name of a verifier's class or function in messages."""
     inner = getattr(verifier, "inner", verifier)
     return getattr(inner, "__name__", type(inner).__name__)
 
@@ -160,13 +159,8 @@ def short(text: object, length: int = DETAIL) -> str:
 def field(row: Mapping[str, Any], name: str, kind: type | tuple[type, ...] = object) -> Any:
     """The value of a row's field.
 
-    Args:
-        row: the row.
-        name: the field.
-        kind: the type that the value must have.
-
     Raises:
-        ValueError: the field is missing, None or of another type.
+        ValueError: the field is missing, None or not of type ``kind``.
     """
     value = row.get(name)
     if value is None:

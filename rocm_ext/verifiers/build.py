@@ -1,4 +1,4 @@
-"""Verifiers built from nodes of a configuration."""
+"""Verifiers built from their configuration."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from rocm_ext.verifiers.base import Result, Verifier, group_results, short
 
 
 class Wrapped(Verifier):
-    """A user's object that is no :class:`Verifier`: it is callable, has ``judge_group``, or both."""
+    """A :class:`Verifier` around a user's object that is callable or has ``judge_group``."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -39,9 +39,9 @@ class Wrapped(Verifier):
 
 
 def build(node: "Mapping[str, Any] | Verifier") -> Verifier:
-    """Build the verifier that a node describes: ``{_component_: rocm_ext.verifiers.MathAnswer, ...}``.
+    """Build a verifier from its configuration: ``{_component_: rocm_ext.verifiers.MathAnswer, ...}``.
 
-    Nodes among the arguments, and in lists of them, are built too. A module may be in the current directory.
+    Components inside the arguments are built first. Modules may lie in the current directory.
 
     Raises:
         UserError: the component does not exist, does not take these arguments, or raises.

@@ -1,4 +1,4 @@
-"""Programs that read stdin and write stdout, judged by cases. The expected output never enters their sandbox."""
+"""Judge programs by the output they print for given input. The expected output never enters their sandbox."""
 
 import ast
 import json
@@ -24,15 +24,15 @@ WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 
 @dataclass
 class CaseResults:
-    """What became of a program's cases.
+    """How a program did on the cases of a row.
 
     Attributes:
-        total: cases of the row.
-        ran: those in which the program ended with status 0.
-        right: those of them in which it printed what is right; a checker's fractions count in part.
+        total: number of cases.
+        ran: number of cases in which the program ended with status 0.
+        right: number of cases with the right output; a checker may give fractions.
         detail: the first failure.
         timed_out: the program exceeded the time limit.
-        broken: the sandbox's own failure; empty if the sandbox worked.
+        broken: why sandbox or checker failed; empty: they worked.
     """
 
     total: int
@@ -43,7 +43,7 @@ class CaseResults:
     broken: str = ""
 
     def result(self, partial_credit: bool) -> Result:
-        """The result: with ``partial_credit`` the share of right cases, else 1 or 0. A timeout is worth 0."""
+        """The result; the reward is the share of right cases with ``partial_credit``, else 1 or 0."""
         if self.broken:
             return error(self.broken)
         if self.timed_out:
@@ -55,20 +55,20 @@ class CaseResults:
 
 
 class OutputRule:
-    """What counts as the right output.
+    """The rule for right output.
 
     Args:
-        tolerance: None: the lines must be equal apart from white space at their ends; a line of numbers alone is
+        tolerance: None: lines must be equal but for white space at their ends; a line that holds only numbers is
             compared word by word, so that ``5.0`` is 5 and a tab is a space. A number: all lines are compared word by
-            word, and numbers may differ by so much, absolute or relative to the expected one; whole numbers may not.
+            word, and numbers may differ by so much, absolute or relative to the expected one; integers may not differ.
             Blank lines at the beginning and the end never count, and ``007`` is not 7. A row's ``tolerance`` takes
             precedence.
-        checker: a Python file with ``def check(input, output, expected)`` that returns a bool, or a float from 0 to 1
-            as the case's share; a row's ``checker``, the source itself, takes precedence. ValueError, LookupError,
-            ArithmeticError and AssertionError in it mean that the output is wrong; any other exception is an ERROR.
-            It gets as much time as the program, for all cases together.
-        sandbox: the kind of sandbox that the checker runs in, apart from the program.
-        python: the interpreter that runs it.
+        checker: a Python file with ``def check(input, output, expected)`` that returns a bool or the case's score from
+            0 to 1; a row's ``checker``, which is source, takes precedence. ValueError, LookupError, ArithmeticError
+            and AssertionError in it mean wrong output; any other exception is an ERROR. It gets as much time as the
+            program, for all cases together.
+        sandbox: the kind of sandbox for the checker, which is not the program's.
+        python: the interpreter for the checker.
 
     Raises:
         UserError: the tolerance is negative, or the checker cannot be read or defines no ``check``.
@@ -87,7 +87,7 @@ class OutputRule:
             raise UserError(str(problem)) from problem
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raise ValueError, naming the field, if the row's own comparison is malformed."""
+        """Raise ValueError, naming the field, if the row's tolerance or checker is malformed."""
         if row.get("tolerance") is not None:
             _tolerance(row["tolerance"])
         if row.get("checker") is not None:
@@ -99,7 +99,7 @@ class OutputRule:
         return self.tolerance if tolerance is None else tolerance
 
     def checked(self, row: Mapping[str, Any], cases: Sequence[tuple[str, str, str]], limits: Limits) -> list[float]:
-        """How right each (input, output, expected output) is for the checker, from 0 to 1.
+        """The checker's score, from 0 to 1, for each (input, output, expected output).
 
         Raises:
             ValueError: the checker failed.
@@ -139,7 +139,7 @@ def _checker(source: str) -> str:
 
 
 def cases_of(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The (input, output) pairs of a row whose program reads stdin.
+    """The (input, expected output) pairs of a row.
 
     Raises:
         ValueError: ``cases`` is not a list of ``{"input": str, "output": str}``, or is empty.
@@ -154,9 +154,9 @@ def cases_of(row: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def calls_of(row: Mapping[str, Any]) -> list[tuple[list[Any], Any, bool]] | None:
-    """The (arguments, value, whether a list of one may stand for its element) of a row whose cases are calls.
+    """The (arguments, expected value, unwrap) of a row whose cases are calls; None if they are for a program.
 
-    None: the cases are texts, for a program that reads stdin.
+    ``unwrap``: an expected list of one also stands for its element.
 
     Raises:
         ValueError: a case is malformed, or the row has no ``entry_point`` to call.
@@ -181,15 +181,15 @@ def run_cases(
     go_on: bool,
     comparison: OutputRule,
 ) -> CaseResults:
-    """Run the program once per case.
+    """Run the program once per case; a checker runs once, at the end.
 
     Args:
-        sandbox: where it runs.
+        sandbox: the program's sandbox.
         argv, files: as for :meth:`Sandbox.start`.
-        row: with the cases.
-        limits: of each run, but ``seconds`` are for all cases together.
+        row: the row with the cases.
+        limits: limits of a run, but ``seconds`` are for all cases together.
         go_on: continue after a case that fails. A timeout always ends the row.
-        comparison: what counts as right. A checker runs once, after the program's runs.
+        comparison: the rule for right output.
     """
     cases, left = cases_of(row), limits.seconds
     batch = bool(row.get("checker") or comparison.source)
@@ -233,7 +233,7 @@ def run_cases(
 
 
 def failure(outcome: Outcome) -> str:
-    """How a run failed; empty if it succeeded."""
+    """Why a run failed; empty if it succeeded."""
     if outcome.killed:
         return outcome.killed
     if outcome.returncode != 0:
@@ -243,7 +243,7 @@ def failure(outcome: Outcome) -> str:
 
 
 def same_output(printed: str, expected: str, tolerance: float | None = None) -> bool:
-    """Whether a program printed the right text; see :class:`OutputRule`."""
+    """Whether a program printed the expected text; see :class:`OutputRule`."""
     ours, theirs = _lines(printed), _lines(expected)
     return len(ours) == len(theirs) and all(map(_same_line, ours, theirs, repeat(tolerance)))
 
@@ -262,7 +262,7 @@ def _same_line(mine: str, other: str, tolerance: float | None) -> bool:
 
 
 def close(word: str, expected: str, tolerance: float) -> bool:
-    """Whether two words are equal, or numbers within the tolerance; whole numbers have none."""
+    """Whether two words are equal, or numbers within the tolerance, which does not apply to integers."""
     if word == expected:
         return True
     if not (NUMBER.fullmatch(word) and NUMBER.fullmatch(expected)):

@@ -14,7 +14,7 @@ from rocm_ext.verifiers.workers.worker import blame
 class _Several(Verifier):
     """Verifiers that judge an answer in order. If one of them judges groups, all answers to a prompt come together.
 
-    The parts of a result are the rewards of the verifiers that judged the answer, by their names, and what these name.
+    A result's parts are the rewards of the verifiers that judged the answer, by name, and the parts of these.
     """
 
     def __init__(self, verifiers: Sequence[Any]) -> None:
@@ -38,7 +38,7 @@ class _Several(Verifier):
         return self.judge_group([completion], row)[0]
 
     def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
-        earlier: list[list[Result]] = [[] for _ in completions]  # of each answer, by the verifiers so far
+        earlier: list[list[Result]] = [[] for _ in completions]  # the results so far, by answer
         for verifier in self.verifiers:
             left = [i for i, results in enumerate(earlier) if not (results and self._ends(results[-1]))]
             if verifier.groups and left:
@@ -63,18 +63,18 @@ class _Several(Verifier):
         raise NotImplementedError
 
     def _combined(self, results: Sequence[Result]) -> Result:
-        """The result on one answer, from the rewards that the verifiers gave in order."""
+        """The result on one answer, from the verifiers' results in order."""
         raise NotImplementedError
 
 
 class All(_Several):
-    """CORRECT if all verifiers say so; else the verdict of the first that disagrees and the least reward so far.
+    """CORRECT if all verifiers say so; else the first other verdict, with the least reward so far.
 
-    They judge in order, and the first verdict that is not CORRECT ends it: put the cheap ones first. A verifier of
-    groups sees all answers to the prompt, also those that an earlier verifier found wrong.
+    The first verdict that is not CORRECT ends the judging: put cheap verifiers first. A verifier of groups sees all
+    answers to the prompt, also wrong ones.
 
     Args:
-        verifiers: their nodes.
+        verifiers: their configurations.
     """
 
     def _ends(self, result: Result) -> bool:
@@ -91,9 +91,9 @@ class Weighted(_Several):
     """The weighted mean of the verifiers' rewards; an ERROR of any of them is an ERROR.
 
     Args:
-        verifiers: their nodes.
-        weights: one for each verifier, not negative; they are divided by their sum.
-        threshold: the verdict is CORRECT from this reward on; below it, the first verdict that is not CORRECT.
+        verifiers: their configurations.
+        weights: a weight >= 0 per verifier; they are divided by their sum.
+        threshold: reward from which the verdict is CORRECT; below, it is the first verdict that is not CORRECT.
     """
 
     def __init__(self, verifiers: Sequence[Any], weights: Sequence[float], threshold: float = 1.0) -> None:
@@ -123,7 +123,7 @@ class Weighted(_Several):
 
 
 def _one_by_one(verifier: Verifier, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
-    """The results on answers that do not depend on each other, in batches where the verifier takes them."""
+    """Judge answers independently, in batches if the verifier takes them."""
     if len(completions) > 1 and verifier.batch_size > 1:
         results: list[Result] = []
         for start in range(0, len(completions), verifier.batch_size):

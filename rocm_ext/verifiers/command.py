@@ -1,4 +1,4 @@
-"""A program of the user's as the verifier."""
+"""A user's program as the verifier."""
 
 import contextlib
 import functools
@@ -30,17 +30,17 @@ class Command(Verifier):
     The answer may also have ``parts``, see :class:`rocm_ext.verifiers.Result`.
 
     The program is trusted: it runs as you, in the current directory, without a sandbox. If it fails, hangs or answers
-    anything else, the verdict is ERROR. In the end it is killed with all processes that it started; one that has lost
-    its parent and cleared its environment is not found.
+    anything else, the verdict is ERROR. In the end it is killed with all processes that it started, except one that has
+    lost its parent and cleared its environment.
 
-    A persistent program answers many requests. Each is one line of JSON that also has an ``id``, which the answer, one
-    line too, repeats. It must print nothing else on stdout, and flush each answer. A program that dies,
-    hangs or answers anything else is ended and started anew. It ends with the worker; each worker has one.
+    A persistent program answers many requests. A request is one line of JSON that also has an ``id``; the answer is one
+    line that repeats it. The program must print nothing else on stdout and flush its answers. If it dies, hangs or
+    answers anything else, it is ended and started anew. Each worker has one, which ends with it.
 
     Args:
         command: program and arguments, run without a shell.
         timeout: seconds of wall time for one verdict.
-        persistent: keep the program running.
+        persistent: keep the program running between verdicts.
     """
 
     def __init__(self, command: Sequence[str], timeout: float = 30.0, persistent: bool = False) -> None:
@@ -70,7 +70,7 @@ class Command(Verifier):
             return error(f"{self.command[0]} {fault}")
 
     def _run(self, request: bytes) -> Result:
-        """The answer of a process of its own."""
+        """The answer of a new process."""
         child = _started(self.command, request)
         if not supervise([child], self.timeout):
             raise _Fault(f"was still running after {self.timeout:g} s")
@@ -97,7 +97,7 @@ class Command(Verifier):
 
 
 class _Fault(Exception):
-    """What a program did wrong."""
+    """A program's fault."""
 
 
 def _started(command: Sequence[str], feed: bytes = b"", tie: Callable[[], None] | None = None) -> Child:
@@ -108,10 +108,10 @@ def _started(command: Sequence[str], feed: bytes = b"", tie: Callable[[], None] 
 
 
 def _result(said: bytes, number: int | None = None) -> Result:
-    """The result in a program's answer to the request with this number.
+    """The result in a program's answer to request ``number``.
 
     Raises:
-        _Fault: the program gave no valid answer.
+        _Fault: the answer is invalid.
     """
     text = said.decode("utf-8", "replace")
     try:
@@ -129,7 +129,7 @@ class _Program:
     """A running program that answers line by line."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        # a worker has one thread, so that Python code may run between fork and exec
+        # a worker has one thread, so Python code may run between fork and exec
         tie = functools.partial(worker.die_with, os.getpid()) if worker.RUNNING else None
         self._child = _started(command, tie=tie)
         self._process = process = self._child.process
@@ -139,10 +139,10 @@ class _Program:
         self._noise = b""
 
     def ask(self, line: bytes, seconds: float) -> bytes:
-        """Send a line and return the one that answers.
+        """Send a line and return the answer.
 
         Raises:
-            _Fault: the program sent no line in time, or more than one.
+            _Fault: the answer is late, too long or more than one line, or the program ended.
         """
         deadline, rest, said = time.monotonic() + seconds, memoryview(line), bytearray()
         with selectors.DefaultSelector() as selector:
@@ -173,12 +173,12 @@ class _Program:
 
     def _write(self, data: memoryview) -> int:
         try:
-            return os.write(self._in, data[: select.PIPE_BUF])  # a pipe that can be written takes so much
-        except OSError:  # it has closed its stdin; stdout tells more
+            return os.write(self._in, data[: select.PIPE_BUF])  # a writable pipe takes this much at once
+        except OSError:  # it has closed its stdin; reading stdout says why
             return len(data)
 
     def _listen(self) -> bool:
-        """Read what is there of stderr; False at its end."""
+        """Read stderr without waiting; False at its end."""
         data = os.read(self._err, CHUNK)
         self._noise = (self._noise + data)[-TAIL:]
         return bool(data)
@@ -190,7 +190,7 @@ class _Program:
             return "closed its stdout"
 
     def end(self) -> str:
-        """End the program with all that it started; the end of what it has printed on stderr."""
+        """Kill the program with all that it started; the end of its stderr."""
         self._child.kill()
         self._process.wait()
         with contextlib.suppress(OSError):

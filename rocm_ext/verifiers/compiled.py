@@ -25,7 +25,7 @@ class Language:
 
     Attributes:
         file: name of the source file.
-        compilers: programs to look for, in this order.
+        compilers: names of compilers, the preferred one first.
         command: shell command that compiles ``$SRC`` with ``$CC`` into ``out``.
         install: Debian package of the compiler.
     """
@@ -51,7 +51,7 @@ class Compile(Verifier):
     Args:
         language: c (C17), cpp (C++17), rust (2021) or go.
         timeout: seconds of wall time for the compiler.
-        memory_mb: for the compiler and all its processes.
+        memory_mb: memory for the compiler with all its processes.
         sandbox: ``bubblewrap``, or ``rlimits`` for code that you trust; see rocm_ext.verifiers.sandbox.
     """
 
@@ -79,7 +79,7 @@ class Compile(Verifier):
             raise UserError(f"{compiler(self.language)[0]} does not work in the sandbox: {said}")
 
     def compiled(self, code: str) -> bytes | Result:
-        """The program, or the result that says why ``code`` gave none."""
+        """Compile ``code``: the program, or the result for code that does not compile."""
         language = LANGUAGES[self.language]
         # stdout carries the program out, since the sandbox cannot write to the host
         script = f'cd "$TMPDIR" && {language.command} >/dev/null && cat out'
@@ -109,16 +109,16 @@ class Run(Compile):
     """What the completion's program prints for the row's ``cases``, a list of ``{input, output}``.
 
     The reward is graded: ``compiles`` for code that compiles; up to ``runs`` for the share of cases in which the
-    program ends with status 0; the remainder for the share in which it prints the expected output, where trailing
-    white space does not count. The verdict is CORRECT if all cases are right.
+    program ends with status 0; the remainder for the share of cases with the expected output, ignoring trailing white
+    space. The verdict is CORRECT if all cases are right.
 
     Args:
         language, sandbox: as for :class:`Compile`.
-        timeout: seconds of wall time for all cases of a row together; beyond them the verdict is TIMEOUT, reward 0.
-        memory_mb: for the program.
+        timeout: seconds of wall time for all cases of a row together; longer gives TIMEOUT with reward 0.
+        memory_mb: memory for the program.
         compiles, runs: parts of the reward.
         compile_timeout: seconds for the compiler.
-        tolerance, checker: what counts as the right output; see :class:`rocm_ext.verifiers.cases.OutputRule`.
+        tolerance, checker: the rule for right output; see :class:`rocm_ext.verifiers.cases.OutputRule`.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Run(Compile):
 
 @functools.cache
 def compiler(language: str) -> tuple[str, tuple[str, ...]]:
-    """The path of a language's compiler, and the folders outside of /usr that it needs.
+    """The path of a language's compiler, and the folders outside /usr that the sandbox must show it.
 
     Raises:
         UserError: no compiler is installed, or it does not run.

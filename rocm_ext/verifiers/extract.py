@@ -1,4 +1,4 @@
-"""Finding the code in a completion."""
+"""Extract the code from a completion."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ TAGS = {
     "go": ("go", "golang"),
     "json": ("json", "jsonc", "json5"),
 }
-SIGNS = {  # how a line of unfenced code begins; all repetitions are bounded, so that the search takes linear time
+SIGNS = {  # the beginning of a line of unfenced code; bounded repetitions keep the search linear
     "c": re.compile(
         r"^[ \t]*(#include\b|(static |unsigned |const ){0,4}(int|void|char|long|double|float)\s{1,9}\w{1,99}\s{0,9}\()",
         re.M,
@@ -34,30 +34,30 @@ MAX_PARSED = 200_000  # characters
 
 
 def answer_text(text: str) -> str:
-    """A completion without its reasoning, which ``<think>`` or the prompt opens, and with ``\\n`` at the ends of lines.
+    """A completion without its reasoning, which ``<think>`` or the prompt opens, and with ``\\n`` as line ends.
 
-    Of reasoning that does not end, nothing is left.
+    It is empty if the reasoning does not end.
     """
     text = text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
     return REASONING.sub("", text) if "think>" in text or "THINK]" in text else text
 
 
 def extract_code(text: str, language: str, fits: Callable[[str], Any] = bool) -> str | None:
-    """The code in a completion that is its answer; None if it holds no code.
+    """The code that a completion, after its reasoning, gives as the answer; None if it has none.
 
-    The answer follows the reasoning. The last block that ``fits`` counts, else the last one, in this order:
+    The last block that ``fits`` counts, else the last block, in this order:
 
     1. the closed blocks tagged for ``language`` (python: python, py, python3; ...)
     2. the last block, if it is unclosed and tagged for the language: the answer was cut off
     3. the closed blocks without a tag, then the last unclosed one without a tag
-    4. a text without any fence that is code: Python if it parses, another language if a line begins like code
+    4. a text without fences that is code: Python if it parses, another language if a line begins like code
 
     Blocks tagged for another language never count. Line ends become ``\\n``.
 
     Args:
         text: the completion.
         language: python, c, cpp, rust, go or json.
-        fits: whether a block does what the answer must, such as to define ``main``.
+        fits: a predicate for blocks, such as "defines ``main``".
     """
     groups, fenced = fenced_code(text, language)
     if fenced:
@@ -68,11 +68,11 @@ def extract_code(text: str, language: str, fits: Callable[[str], Any] = bool) ->
 
 
 def fenced_code(text: str, language: str) -> tuple[list[list[str]], bool]:
-    """The blocks that may be the answer, by the order of :func:`extract_code`, and whether the text has any fence.
+    """The blocks that may be the answer, in the order of :func:`extract_code`, and whether the text has a fence.
 
-    A fence is a line of three or more backticks or tildes with an optional tag, also in an item of a list. The closing
-    fence uses the same character, is at least as long, is indented by less than four columns more and has no tag. An
-    unclosed block ends with the text. A block's lines lose the indent of its fence.
+    A fence is a line of three or more backticks or tildes with an optional tag, also in a list item. The closing fence
+    uses the same character, is at least as long, is indented by less than four columns more and has no tag. An unclosed
+    block ends with the text. A block's lines lose the indent of its fence.
     """
     groups: dict[tuple[bool, bool], list[str]]  # by whether the blocks are closed, and tagged
     groups = {(closed, tagged): [] for tagged in (True, False) for closed in (True, False)}
@@ -94,7 +94,7 @@ def fenced_code(text: str, language: str) -> tuple[list[list[str]], bool]:
 
 
 def _block(lines: list[str], indent: str, ours: bool) -> list[str]:
-    """The code between two fences, without the first one's indent if its first line has it; nothing if not ``ours``."""
+    """The block between two fences, without the opening fence's indent; empty if it is not ``ours``."""
     first = next(filter(str.strip, lines), "")
     if indent and first.startswith(indent):
         lines = [line[len(indent) :] if line.startswith(indent) else line.lstrip() for line in lines]
@@ -102,7 +102,7 @@ def _block(lines: list[str], indent: str, ours: bool) -> list[str]:
 
 
 def _fence(line: str) -> tuple[str, str, str] | None:
-    """Indent, fence and tag of a line that is a fence, else None."""
+    """Indent, fence and tag if a line is a fence, else None."""
     match = FENCE.match(line)
     if match is None or "`" in line[match.end(1) :]:
         return None
@@ -129,5 +129,5 @@ def _is_code(text: str, language: str) -> bool:
         body = parse_python(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    # a word, or words with commas, parse as an expression
+    # prose such as a single word also parses, as an expression
     return any(not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call) for node in body)

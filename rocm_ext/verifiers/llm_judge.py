@@ -20,12 +20,12 @@ FENCED = re.compile(r"```(?:json)?\n([^`]*)```")
 class LLMJudge(Verifier):
     """Asks a language model for a score of the completion.
 
-    ``template`` is the message that the model gets. ``{completion}`` and the names of row fields in braces stand for
-    their values; ``{{`` and ``}}`` are braces. The completion is put into a fence that is longer than any in it, so it
-    cannot end its own fence. It can still try to talk the judge into a good score: a score is an opinion.
+    ``template`` is the message to the model. ``{completion}`` and the names of row fields in braces stand for their
+    values; ``{{`` and ``}}`` are braces. The completion stands in a fence that is longer than any in it, so that it
+    cannot end the fence. It can still try to talk the judge into a good score: a score is an opinion.
 
-    The model replies with a JSON object that has a number ``score``, or ends with a line like ``score: 7``. Any other
-    reply is an ERROR, as is a server that cannot be reached: neither is ever the reward 0.
+    The reply must be a JSON object with a number ``score``, or end with a line like ``score: 7``. Any other reply is an
+    ERROR, and so is an unreachable server: neither is ever the reward 0.
 
     Args:
         base_url: the server's address, such as ``http://localhost:8000/v1``.
@@ -35,9 +35,9 @@ class LLMJudge(Verifier):
         scale: the scores that become the rewards 0 and 1.
         threshold: reward, in [0, 1], from which the verdict is CORRECT.
         timeout: seconds for one verdict with all its retries; keep it below ``verify_timeout``.
-        retries: further requests after a lost connection or HTTP 408, 429 or 5xx, with growing pauses.
-        concurrency: simultaneous requests of each worker.
-        max_tokens: of the reply.
+        retries: number of further requests after a lost connection or HTTP 408, 429 or 5xx, with growing pauses.
+        concurrency: simultaneous requests per worker.
+        max_tokens: length limit of the reply.
         options: further fields of the request, such as ``response_format``; they replace ours, and null removes one.
     """
 
@@ -102,10 +102,10 @@ class LLMJudge(Verifier):
         return scaled(score, self.scale, self.threshold, "the judge")
 
     async def _ask(self, client: Any, text: str) -> dict[str, Any]:
-        """The server's answer.
+        """The server's answer; requests that fail are repeated.
 
         Raises:
-            Exception: of the last request; or the next one would be too late.
+            Exception: the last request failed, or there is no time for another.
         """
         deadline = time.monotonic() + self.timeout
         body = {"messages": [{"role": "user", "content": text}], **self.fields}
@@ -122,10 +122,10 @@ class LLMJudge(Verifier):
 
 
 def parsed_template(template: str) -> list[tuple[str, str | None]]:
-    """The parts of a template: a text, and the name of the value after it.
+    """The parts of a template: (text, name of the value that follows it or None).
 
     Raises:
-        UserError: it is malformed, has anything but names in braces, or lacks ``{completion}``.
+        UserError: it is malformed, has more than a name in braces, or lacks ``{completion}``.
     """
     try:
         parts = list(string.Formatter().parse(template))
@@ -172,7 +172,7 @@ def _reply(answer: Mapping[str, Any]) -> str:
 
 
 def score_in(reply: str) -> float:
-    """The score in a judge's reply, whose reasoning up to ``</think>`` does not count.
+    """The score in a judge's reply, after its reasoning.
 
     Raises:
         ValueError: it has none.
@@ -180,7 +180,7 @@ def score_in(reply: str) -> float:
     text = reply.rpartition("</think>")[2].strip()
     if last := SCORE.fullmatch(text.rpartition("\n")[2].strip()):
         return float(last[1])
-    fenced = FENCED.fullmatch(text)  # the whole reply: it may also quote a block from the completion
+    fenced = FENCED.fullmatch(text)  # not search: a reply may quote a block from the completion
     try:
         value = json.loads(fenced[1] if fenced else text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Tasks of the package reasoning-gym, which makes puzzles and judges their answers."""
+"""Puzzles of the package reasoning-gym, and its judges."""
 
 import json
 import subprocess
@@ -19,17 +19,17 @@ COLUMN = "reasoning_gym"
 
 
 class ReasoningGym(Verifier):
-    """What a task's own judge says to the text between the last ``<answer>`` and ``</answer>``.
+    """The task's judge on the text between the last ``<answer>`` and ``</answer>``.
 
-    The row is of :func:`rocm_ext.data.reasoning_gym_prompts`. The reward is the judge's score, from 0 to 1; CORRECT is
-    a score of 1. Some judges give a part for a wrong answer, such as 0.01.
+    Rows come from :func:`rocm_ext.data.reasoning_gym_prompts`. The reward is the judge's score, from 0 to 1; a score of
+    1 is CORRECT. Some judges give a small score, such as 0.01, for a wrong answer.
 
-    Several judges evaluate the answer as Python. They run in the sandbox, a process for each answer, and evaluate
-    nothing but values and formulas there.
+    Several judges evaluate the answer as Python. They run in the sandbox, one process per answer, and evaluate only
+    values and formulas.
 
     Args:
-        timeout: seconds of wall time for the judge of one answer.
-        memory_mb: for the package and the judge.
+        timeout: seconds of wall time to judge one answer.
+        memory_mb: memory for the package and the judge.
         sandbox: ``bubblewrap``, or ``rlimits`` for answers that you trust; see rocm_ext.verifiers.sandbox.
     """
 
@@ -96,7 +96,7 @@ class ReasoningGym(Verifier):
 
 
 def entries(task: str, options: Mapping[str, Any], seed: int, size: int) -> list[tuple[str, str | None]]:
-    """Make questions with their answers; None where the package has none. Equal arguments make equal entries.
+    """Questions with their answers; None where the package has none. Equal arguments make equal entries.
 
     Raises:
         UserError: the package is not installed, or does not know the task or an option.
@@ -118,10 +118,10 @@ def _command(task: dict[str, Any], script: str) -> tuple[list[str], bytes]:
 
 
 def _read(stdout: bytes, stderr: bytes) -> dict[str, Any]:
-    """Read what the script said.
+    """The script's answer.
 
     Raises:
-        UserError: it could not do what it was asked.
+        UserError: the script failed.
     """
     try:
         said = json.loads(stdout)

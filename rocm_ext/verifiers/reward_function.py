@@ -14,32 +14,32 @@ from rocm_ext.verifiers.base import Result, Verdict, Verifier, error, field, sho
 from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.workers import Pool
 
-LOGGERS = ("log_extra", "log_metric")  # what a trainer passes for notes to its logs
-TRAINERS = ("completion_ids", "trainer_state", "environments")  # what a trainer alone has
+LOGGERS = ("log_extra", "log_metric")  # functions with which TRL's trainers log
+TRAINERS = ("completion_ids", "trainer_state", "environments")  # arguments that only a trainer has
 NO_COLUMNS = ("prompt", "completion", *TRAINERS, *LOGGERS)  # as in GRPOTrainer._calculate_rewards
 
 
 class RewardFunction(Verifier):
     """A reward function as TRL's trainers take it: ``f(prompts, completions, **columns) -> list[float | None]``.
 
-    It runs as you, without a sandbox. It gets the columns of the rows as lists, as far as its signature names them or
-    has ``**kwargs``. It may be asynchronous. The verdict is CORRECT from ``threshold`` on, else WRONG. None (the
-    function does not apply to the row) and a number outside of ``scale`` are an ERROR.
+    It runs as you, without a sandbox. It gets the rows' columns as lists: those in its signature, or all if it has
+    ``**kwargs``. It may be asynchronous. The verdict is CORRECT from ``threshold`` on, else WRONG. None (the function
+    does not apply to the row) and a number outside ``scale`` are an ERROR.
 
-    Instead of a number it may return a mapping with ``reward`` and parts by name, see :class:`Result`. What it gives to
-    TRL's ``log_metric`` is a part of each reward of the call.
+    Instead of a number it may return a mapping with ``reward`` and parts by name, see :class:`Result`. A value given to
+    TRL's ``log_metric`` is a part of all rewards of the call.
 
-    A call has up to ``batch_size`` answers, those to one prompt together where possible. The reward of one must not
-    depend on the others, unless ``groups`` is True: then a call has all answers to one prompt and no others.
+    A call has up to ``batch_size`` answers, if possible to one prompt. A reward must not depend on other answers unless
+    ``groups`` is True: then a call has all answers to one prompt and no others.
 
     Args:
-        function: its dotted name, such as ``my_module.reward``. The module may be in the current directory.
+        function: dotted name, such as ``my_module.reward``. The module may be in the current directory.
         threshold: reward, in [0, 1], from which the verdict is CORRECT.
-        scale: two numbers of the function that become the rewards 0 and 1; those between are mapped linearly.
-        conversational: pass prompts and completions as lists of messages, else as texts; None: as lists of messages
-            for rows with ``messages``, as in TRL. The functions in ``trl.rewards`` take messages.
-        batch_size: answers in one call.
-        groups: whether the rewards of answers to one prompt depend on each other; ``batch_size`` has no effect then.
+        scale: the function's values that become the rewards 0 and 1; values between are mapped linearly.
+        conversational: True: prompts and completions are lists of messages; False: texts; None: lists of messages for
+            rows with ``messages``, as in TRL. The functions in ``trl.rewards`` take messages.
+        batch_size: the most answers in one call.
+        groups: True: rewards depend on the other answers to the prompt; ``batch_size`` has no effect then.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class RewardFunction(Verifier):
         self.needs = tuple(name for name, needed in self._named.items() if needed and name not in ours)
 
     def _signature(self) -> tuple[dict[str, bool], bool]:
-        """The columns that the function names, whether it needs them, and whether it takes all others.
+        """The function's parameters with True for required ones, and whether it has ``**kwargs``.
 
         Raises:
-            UserError: the function needs what only a trainer has.
+            UserError: it requires an argument that only a trainer has.
         """
         named, takes_all = {}, False
         for name, parameter in inspect.signature(self.function).parameters.items():
@@ -93,7 +93,7 @@ class RewardFunction(Verifier):
     def judge_batch(self, completions: Sequence[Any], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
         given: dict[str, Any] = {
             "prompts": [self.prompt(row) for row in rows],
-            "completions": [  # of a conversation, all its messages
+            "completions": [  # a conversation's completion is a list of messages
                 [{"role": "assistant", "content": text}] if isinstance(text, str) and self._talks(row) else text
                 for text, row in zip(completions, rows, strict=True)
             ],
@@ -124,14 +124,14 @@ class RewardFunction(Verifier):
         return "messages" in row if self.conversational is None else self.conversational
 
     def prompt(self, row: Mapping[str, Any]) -> Any:
-        """The row's prompt as the function gets it."""
+        """The row's prompt as the function gets it: a text or messages."""
         if not self._talks(row):
             return field(row, "prompt", str)
         if "messages" not in row:
             messages = [{"role": "user", "content": field(row, "prompt", str)}]
         else:
             messages = [dict(message) for message in field(row, "messages", (list, tuple))]
-            if messages and messages[-1].get("role") == "assistant":  # the row's own answer
+            if messages and messages[-1].get("role") == "assistant":  # the row's answer
                 messages.pop()
         system = row.get("system")
         if system and messages and messages[0].get("role") != "system":
@@ -156,20 +156,20 @@ async def _result_of(awaitable: Awaitable[Any]) -> Any:
 
 
 def _finite(parts: Mapping[Any, Any]) -> dict[str, float]:
-    """The parts as numbers, without those that are not known (None, NaN)."""
+    """The parts as numbers, without None, NaN and infinities."""
     numbers = {str(name): float(value) for name, value in parts.items() if value is not None}
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Take the notes that a function has for a trainer's logs."""
+    """Discard a function's notes for a trainer's logs."""
 
 
 def checked_scale(who: str, scale: Sequence[float], threshold: float) -> tuple[tuple[float, float], float]:
-    """The arguments ``scale`` and ``threshold`` of a verifier.
+    """A verifier's arguments ``scale`` and ``threshold`` as floats.
 
     Raises:
-        UserError: they are out of range.
+        UserError: one is out of range.
     """
     numbers = isinstance(scale, (list, tuple)) and all(type(number) in (int, float) for number in scale)
     if not numbers or len(scale) != 2 or not -math.inf < scale[0] < scale[1] < math.inf:
@@ -180,7 +180,7 @@ def checked_scale(who: str, scale: Sequence[float], threshold: float) -> tuple[t
 
 
 def scaled(value: float, scale: tuple[float, float], threshold: float, who: str) -> Result:
-    """The result for a number between those of ``scale``; ERROR for any other number."""
+    """The result for a value in ``scale``; ERROR for a value outside."""
     low, high = scale
     if not low <= value <= high:  # NaN, too
         hint = "; set scale to its least and greatest value" if math.isfinite(value) else ""
@@ -190,7 +190,7 @@ def scaled(value: float, scale: tuple[float, float], threshold: float, who: str)
 
 
 class _VerifierReward:
-    """What :func:`as_reward_function` returns. It can be pickled, since TRL may send it to another process."""
+    """The function of :func:`as_reward_function`. It can be pickled: TRL may send it to another process."""
 
     def __init__(self, node: Mapping[str, Any], workers: int, timeout: float) -> None:
         self.__name__ = str(node.get(COMPONENT)).rpartition(".")[2]
@@ -216,7 +216,7 @@ class _VerifierReward:
         if not self._pool.groups:
             futures = [self._pool.submit(text, row) for row, text in answers]
             return [future.result().reward for future in futures]
-        # trainers repeat a prompt's row for each of its answers
+        # trainers repeat a prompt's row for all its answers
         groups = [
             self._pool.submit_group([text for _, text in pairs], row)
             for row, pairs in itertools.groupby(answers, key=lambda pair: pair[0])
@@ -234,16 +234,16 @@ class _VerifierReward:
 def as_reward_function(node: Mapping[str, Any], workers: int = 1, timeout: float = 60.0) -> _VerifierReward:
     """A verifier as a reward function for TRL's trainers: ``GRPOTrainer(reward_funcs=as_reward_function(...))``.
 
-    The row of an answer is its dataset columns, with ``prompt`` as text. An ERROR has no reward and is None, which TRL
-    leaves out. The verifier runs in processes of its own.
+    The row of an answer is its dataset columns, with ``prompt`` as text. An ERROR gives None, which TRL leaves out. The
+    verifier runs in worker processes.
 
     Args:
         node: the verifier, as for :func:`rocm_ext.verifiers.build`.
-        workers: processes.
-        timeout: seconds for one verification as a whole.
+        workers: number of processes.
+        timeout: seconds for one verification.
 
     Raises:
-        UserError: the verifier cannot be built or cannot run here; or, in a call, a row lacks what it needs.
+        UserError: the verifier cannot be built or run here; or, in a call, a row lacks a field.
     """
     return _VerifierReward(node, workers, timeout)
 

@@ -1,4 +1,4 @@
-"""Whether a verifier works: on the right answers of its data, and on a trial answer before a run samples anything."""
+"""Check that a verifier works: on the gold answers of its data, and on a trial answer before a run samples."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,17 +14,17 @@ from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.workers import Pool
 
 GOLD_FIELDS = ("solution", "completion", "canonical_solution", "answer")
-MADE_UP = "42"  # an answer to a row without a right one
+MADE_UP = "42"  # an answer to a row without a gold one
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The verdicts on the rows' right answers.
+    """The verdicts on the rows' gold answers.
 
     Attributes:
-        rows: rows checked.
-        verdicts: how many answers got each verdict.
-        mean_reward: over the answers with a reward, which ERROR has not; None if there are none.
+        rows: number of rows checked.
+        verdicts: number of answers by verdict.
+        mean_reward: mean over the answers with a reward, which excludes ERROR; None if there are none.
         failures: (origin, result) of the first answers that are not CORRECT.
     """
 
@@ -43,20 +43,20 @@ def self_check(
     timeout: float = 60.0,
     show: int = 10,
 ) -> Summary:
-    """Verify each row's own right answer.
+    """Verify the gold answer of each row.
 
     Args:
         node: the verifier, as for :func:`rocm_ext.verifiers.build`.
         rows: (origin, row) pairs; messages name the origin, such as ``file:line``.
-        gold_field: the field with the right answer; None: the first of solution, completion, canonical_solution and
-            answer that a row has.
-        workers: processes.
-        limit: check the first ``limit`` rows only; None: all.
-        timeout: seconds for one verification as a whole.
-        show: keep at most this many failures.
+        gold_field: the field with the gold answer; None: the row's first of solution, completion, canonical_solution
+            and answer.
+        workers: number of processes.
+        limit: number of rows to check; None: all.
+        timeout: seconds for one verification.
+        show: the most failures to keep.
 
     Raises:
-        UserError: the verifier cannot be built or cannot run here, or a row lacks what it needs or a right answer.
+        UserError: the verifier cannot be built or run here, or a row lacks a field or a gold answer.
     """
     verifier = build(node)
     verifier.check()
@@ -81,9 +81,9 @@ def self_check(
 
 
 def try_out(node: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], timeout: float) -> None:
-    """Judge an answer to the first row, in a process of its own: the row's right answer, or one that is made up.
+    """Judge an answer to the first row in a worker: the row's gold answer, or one that is made up.
 
-    If that is an ERROR, it may be the row's fault; answers to a row in the middle and to the last one decide.
+    An ERROR may be the row's fault, so the middle and the last row are tried, too.
 
     Args:
         node: the verifier, as for :func:`rocm_ext.verifiers.build`.
@@ -91,7 +91,7 @@ def try_out(node: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], timeout:
         timeout: seconds for one call of the verifier.
 
     Raises:
-        UserError: the verifier fails on all of them; the message names the verifier and has its first reason.
+        UserError: all of these are ERROR; the message names the verifier and has the first reason.
     """
     reasons = []
     with Pool(node, workers=1, timeout=timeout) as pool:
@@ -100,7 +100,7 @@ def try_out(node: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], timeout:
             if pool.groups:
                 result = pool.submit_group([gold, MADE_UP], row).result()[0]
             else:
-                result = pool.submit(gold, row, to_worker=True).result()  # which also shows that rows can be sent
+                result = pool.submit(gold, row, to_worker=True).result()  # also proves that rows can be sent
             if result.reward is not None:
                 return
             reasons.append(result.detail)
@@ -110,5 +110,5 @@ def try_out(node: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], timeout:
 
 
 def _gold(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    """The row's right answer: the first of these fields that it has."""
+    """The row's gold answer: the first of these fields that it has."""
     return next((str(row[name]) for name in names if row.get(name) is not None), None)

@@ -1,4 +1,4 @@
-"""Starting the judge and the program: compiled code, and judges that stay warm."""
+"""Start the scripts in their sandboxes: compiled once, with judges that stay warm."""
 
 import contextlib
 import json
@@ -20,14 +20,14 @@ from rocm_ext.verifiers.sandbox.children import readable
 
 PATIENCE = 60.0  # seconds that a judge may take to start
 GRACE = 1.0  # seconds that a judge may take to end a verdict whose program was killed
-SCRIPTS = {  # their modules in the order of their imports; the last has the `main`
+SCRIPTS = {  # script -> its modules in the order of their imports; the last has the `main`
     "judge": ("_empty", "_wire", "_source", "_judge", "_run", "_warm"),
     "program": ("_wire", "_program"),
     "interpreter": ("_interpreter",),
 }
 PRELOADED = ("pytest", "numpy", "unittest")  # judges import these once, for all verdicts
 
-# runs in the sandbox; -c spares the interpreter a search for the file's importer, _exit the freeing of its memory
+# This runs in the sandbox. `-c` saves the search for a file's importer, `_exit` the freeing of memory.
 BOOT = """
 import marshal, posix, sys
 del sys.path[0]
@@ -52,7 +52,7 @@ sys.stdout.buffer.write(marshal.dumps(modules, 4))
 
 @cache
 def compiled(python: str) -> dict[str, bytes]:
-    """The modules of the scripts by their names, compiled by the interpreter that will run them.
+    """The scripts' modules by name, compiled by the interpreter that will run them.
 
     Raises:
         UserError: the interpreter does not run.
@@ -74,11 +74,11 @@ def start(script: str, sandbox: Sandbox, python: str, task: dict[str, Any], limi
 
     Args:
         script: ``judge``, ``program`` or ``interpreter``.
-        sandbox, limits: where it runs, and with what limits.
-        python: the interpreter.
-        task: for the script's ``main``.
+        sandbox, limits: the sandbox and its limits.
+        python: path of the interpreter.
+        task: the argument of the script's ``main``.
         fds: descriptors that it inherits; their numbers are the first arguments of its command line.
-        arguments: the others.
+        arguments: further arguments.
     """
     modules = [(name, compiled(python)[name]) for name in SCRIPTS[script]]
     argv = [python, "-s", "-S", "-c", BOOT, *map(str, fds), *arguments, USER]
@@ -113,7 +113,7 @@ class WarmJudge:
             raise JudgeEnded(f"the judge did not start: {short(said.decode('utf-8', 'replace'), 300)}")
 
     def alive(self) -> bool:
-        """Whether it can take a task; False in a process that did not start it, such as a fork."""
+        """Whether it can take a task; False in forks of the process that started it."""
         return self.owner == os.getpid() and self._end.alive and not readable(self._link.fileno(), 0)
 
     def fileno(self) -> int:
@@ -124,7 +124,7 @@ class WarmJudge:
         """Start a verdict.
 
         Args:
-            task: for ``_run.py``.
+            task: the task of ``_run.judge``.
             hears, asks: the judge's ends of the pipes from and to the program.
             tells: the pipe for its reports.
 
@@ -146,17 +146,14 @@ class WarmJudge:
             os.close(fd)
 
     def finish(self) -> int | None:
-        """End the verdict and return the wait status of the judge's child.
-
-        None: the judge has died, or did not come to an end and was killed.
-        """
+        """End the verdict: the wait status of the judge's child; None if the judge died or had to be killed."""
         status, _, clean = self._heard(GRACE).partition(b" ")
         if clean != b"1\n":
             self.close()
         return int(status) if clean else None
 
     def _heard(self, seconds: float) -> bytes:
-        """What the judge says; empty if it has died or says nothing for so long."""
+        """The judge's next message; empty if it has died or is silent for so long."""
         if not readable(self._link.fileno(), seconds):
             return b""
         with contextlib.suppress(OSError):
@@ -175,12 +172,12 @@ def _end(owner: int, link: socket.socket, running: RunningProgram) -> None:
 
 
 class Judges:
-    """The warm judges that wait for their next verdict: one for each thread, since bwrap ends with its thread.
+    """The warm judges that wait for their next verdict: one per thread, since bwrap ends with its thread.
 
-    A copy or a fork starts its own.
+    Copies and forks start other judges.
 
     Args:
-        memory_mb: of each.
+        memory_mb: memory of a judge.
     """
 
     def __init__(self, memory_mb: int) -> None:

@@ -1,4 +1,4 @@
-"""Judging in a child process that is killed at a time limit, for work that Python cannot interrupt."""
+"""Judge in a child process with a time limit, for work that Python cannot interrupt."""
 
 import contextlib
 import json
@@ -14,22 +14,22 @@ from typing import Any
 from rocm_ext.verifiers.base import Result, timeout
 from rocm_ext.verifiers.workers.pool import Pool
 
-MEMORY = 2 << 30  # bytes of address space that the child may use beyond the worker's own
+MEMORY = 2 << 30  # bytes of address space that the child may use beyond the worker's memory
 
 
 def forked(judge: Callable[[], Result], seconds: float, what: str) -> Result | None:
     """Call ``judge`` in a forked child that has limited time and memory.
 
-    Call it in a process with one thread and no GPU only: see ``worker.RUNNING``. A timer in the same process would not
-    do: Python cannot interrupt a regular expression, or one multiplication of huge numbers.
+    Only for a process with one thread and no GPU: see ``worker.RUNNING``. A timer in the same process would not do:
+    Python cannot interrupt a regular expression, or a multiplication of huge numbers.
 
     Args:
-        judge: gives the result.
-        seconds: after which the child is killed.
-        what: names the work in the message.
+        judge: a function that returns the result.
+        seconds: time limit, after which the child is killed.
+        what: name of the work in the message.
 
     Returns:
-        The result; TIMEOUT if the work takes too long; None if the child ended without one, as when it needed too
+        The result; TIMEOUT if the work takes too long; None if the child ended without a result, because it needed too
         much memory or ``judge`` raised.
     """
     reader, writer = os.pipe()
@@ -42,7 +42,7 @@ def forked(judge: Callable[[], Result], seconds: float, what: str) -> Result | N
             resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
             result = judge()
             said = json.dumps(result.values(), ensure_ascii=False).encode()
-            os.write(writer, said)  # whole or not at all: it is shorter than PIPE_BUF
+            os.write(writer, said)  # at once, since it is shorter than PIPE_BUF
         os._exit(0)
     os.close(writer)
     try:
@@ -62,11 +62,11 @@ def forked(judge: Callable[[], Result], seconds: float, what: str) -> Result | N
 
 
 class Elsewhere:
-    """A verifier in a worker of its own, for processes that must not fork. The worker starts on the first call.
+    """A verifier in a separate worker, for processes that must not fork. The worker starts on the first call.
 
     Args:
-        name: of the verifier in :mod:`rocm_ext.verifiers`.
-        timeout: of the verifier, in seconds.
+        name: the verifier's name in :mod:`rocm_ext.verifiers`.
+        timeout: the verifier's timeout, in seconds.
         arguments: its other arguments.
     """
 
