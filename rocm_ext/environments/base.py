@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import require
 from rocm_ext.environments.calls import Call
 from rocm_ext.environments.tools import Tools
-from rocm_ext.verifiers.base import Result, Verdict, field
+from rocm_ext.verifiers.base import Result, Verdict, Verifier, checked, field, name_of
 
 Message = dict[str, Any]
 
@@ -56,17 +56,29 @@ class Environment:
     tools: Sequence[Any] = ()
     needs: tuple[str, ...] = ()
     at_once: int = 512
+    _verifier: Verifier | None = None  # judges the answer, see _judge_by
 
     def __init__(self, row: Mapping[str, Any]) -> None:
         self.row = row
 
+    def _judge_by(self, verifier: Verifier) -> None:
+        """Let a verifier judge the answer; raises UserError if it compares the answers of a group."""
+        alone = "compares answers of a group; a conversation is judged by itself"
+        require(not verifier.groups, f"{name_of(verifier)} {alone}")
+        self._verifier, self.needs = verifier, tuple(verifier.needs)
+
     def check(self) -> None:
         """Raise UserError if this machine cannot run the environment."""
+        if self._verifier is not None:
+            self._verifier.check()
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise UserError or ValueError, naming the field, if a row allows no conversation."""
-        for name in self.needs:
-            field(row, name)
+        if self._verifier is not None:
+            self._verifier.check_row(row)
+        else:
+            for name in self.needs:
+                field(row, name)
 
     def begin(self) -> Any:
         """Return messages that follow the prompt's, such as the first state of a game, or a :class:`Ask`."""
@@ -81,13 +93,12 @@ class Environment:
         Returns:
             The messages that follow it, a :class:`Ask`, or the conversation's result, as :meth:`judge` returns it.
         """
-        if calls := message.get("tool_calls"):
-            return [self._called(call["id"], call["function"], call.get("problem", "")) for call in calls]
-        return self.judge(message["content"])
-
-    def _called(self, number: str, function: Mapping[str, Any], problem: str) -> Message:
-        text = self.run(Call(function["name"], function["arguments"], problem))
-        return {"role": "tool", "name": function["name"], "tool_call_id": number, "content": text}
+        replies: list[Message] = []
+        for call in message.get("tool_calls") or ():
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            text = self.run(Call(name, arguments, call.get("problem", "")))
+            replies.append({"role": "tool", "name": name, "tool_call_id": call["id"], "content": text})
+        return replies or self.judge(message["content"])
 
     def cut(self, message: Mapping[str, Any]) -> Any:
         """Judge a conversation that ends at a limit of tokens or turns; by default as :meth:`judge` does.
@@ -103,6 +114,8 @@ class Environment:
         Returns:
             A :class:`~rocm_ext.verifiers.Result`; or a reward from 0 to 1, which is CORRECT if it is 1.
         """
+        if self._verifier is not None:
+            return checked(self._verifier, self._verifier(answer, self.row))
         raise NotImplementedError(f"{type(self).__name__} defines neither judge nor reply")
 
     def run(self, call: Call) -> str:
@@ -143,16 +156,11 @@ def checked_reply(environment: Environment, value: Any) -> Reply:
         return Result(Verdict.CORRECT if value == 1 else Verdict.WRONG, float(value))
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
-    if not isinstance(value, (list, tuple)) or not all(isinstance(message, Mapping) for message in value):
-        raise ValueError(f"{name} returned {type(value).__name__}; expected messages, a text, a Result or a reward")
+    listed = isinstance(value, (list, tuple)) and all(isinstance(message, Mapping) for message in value)
+    expected = "messages, a text, a Result or a reward"
+    require(listed, f"{name} returned {type(value).__name__}; expected {expected}", ValueError)
     roles = {message.get("role") for message in value} - {"user", "tool", "system"}
-    if roles or not all(isinstance(message.get("content"), str) for message in value):
-        raise ValueError(f"{name} returned a message of {roles or 'no text'}; expected role user or tool, and content")
+    fits = not roles and all(isinstance(message.get("content"), str) for message in value)
+    expected = "role user or tool, and content"
+    require(fits, f"{name} returned a message of {roles or 'no text'}; expected {expected}", ValueError)
     return [dict(message) for message in value]
-
-
-def check_class(component: Any) -> None:
-    """Raise UserError unless a component is an environment's class."""
-    if not (inspect.isclass(component) and issubclass(component, Environment)):
-        name = getattr(component, "__name__", component)
-        raise UserError(f"environment {name} is not derived from rocm_ext.environments.Environment")

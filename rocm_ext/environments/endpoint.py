@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import SimpleQueue
 from typing import Any
 
-from rocm_ext.base.errors import one_line
+from rocm_ext.base.errors import one_line, require
 from rocm_ext.environments.base import Ask
 
 _BYTES = 4 << 20  # the largest request
@@ -43,24 +43,21 @@ class Exchange:
 
     def __init__(self, body: bytes, client: socket.socket | None = None) -> None:
         asked, self._client = json.loads(body), client
-        if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list) or not asked["messages"]:
-            raise ValueError("expected an object with a list of messages")
-        if not all(isinstance(message, dict) for message in asked["messages"]):
-            raise ValueError("messages must be objects")
+        listed = isinstance(asked, dict) and isinstance(asked.get("messages"), list) and asked["messages"]
+        require(listed, "expected an object with a list of messages", ValueError)
+        require(_are(dict, asked["messages"]), "messages must be objects", ValueError)
         for key, values in _REFUSED.items():
-            if asked.get(key) not in values:
-                raise ValueError(f"{key} is not supported")
+            require(asked.get(key) in values, f"{key} is not supported", ValueError)
         tools = [] if asked.get("tools") is None else asked["tools"]
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise ValueError("tools must be a list of objects")
+        require(_are(dict, tools), "tools must be a list of objects", ValueError)
         limits = (asked.get(key) for key in ("max_completion_tokens", "max_tokens"))
         most = next((limit for limit in limits if limit is not None), None)
-        if most is not None and (type(most) is not int or most < 1):
-            raise ValueError(f"max_tokens must be a positive integer, found {most!r}")
+        positive = most is None or (type(most) is int and most >= 1)
+        require(positive, f"max_tokens must be a positive integer, found {most!r}", ValueError)
         stop = asked.get("stop") or []
         self._stop = [stop] if isinstance(stop, str) else stop
-        if not isinstance(self._stop, list) or not all(isinstance(text, str) and text for text in self._stop):
-            raise ValueError(f"stop must be a text or a list of texts, found {stop!r}")
+        texts = _are(str, self._stop) and all(self._stop)
+        require(texts, f"stop must be a text or a list of texts, found {stop!r}", ValueError)
         self.ask = Ask(asked["messages"], [] if asked.get("tool_choice") == "none" else tools, most)
         self.streams, options = bool(asked.get("stream")), asked.get("stream_options")
         self.sizes = isinstance(options, dict) and bool(options.get("include_usage"))
@@ -73,13 +70,12 @@ class Exchange:
         except OSError as problem:
             return not isinstance(problem, BlockingIOError)
 
-    def answer(self, message: Mapping[str, Any]) -> None:
-        """Respond with the model's message."""
-        self._response.put(message)
+    def answer(self, message: Mapping[str, Any] | str) -> None:
+        """Respond with the model's message; a text refuses the request.
 
-    def refuse(self, why: str) -> None:
-        """Respond that the context is full, after which clients do not retry, and some return a partial result."""
-        self._response.put(why)
+        A refusal says that the context is full, after which clients do not retry, and some return a partial result.
+        """
+        self._response.put(message)
 
     def completion(self) -> dict[str, Any]:
         """Wait for the response, and return it in OpenAI's form.
@@ -96,7 +92,10 @@ class Exchange:
             ends = "stop" if cut else ends
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls := said.get("tool_calls"):
-            message |= {"content": text or None, "tool_calls": [_call(call) for call in calls]}
+            message |= {"content": text or None, "tool_calls": []}
+            for call in calls:
+                function = {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
+                message["tool_calls"].append({"id": call["id"], "type": "function", "function": function})
             ends = "tool_calls"
         sizes = said["usage"]
         return {
@@ -109,9 +108,8 @@ class Exchange:
         }
 
 
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": call["function"]["name"], "arguments": json.dumps(call["function"]["arguments"])}
-    return {"id": call["id"], "type": "function", "function": function}
+def _are(kind: type, values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
 
 
 def _events(completion: dict[str, Any], sizes: bool) -> bytes:

@@ -6,6 +6,7 @@ A child that raises, hangs or dies costs only its conversation.
 
 import contextlib
 import gc
+import inspect
 import json
 import os
 import selectors
@@ -22,10 +23,10 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, require
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.base.process import adopt_orphans, signal_at_parents_end
-from rocm_ext.environments.base import Ask, Reply, check_class, checked_reply, now, tools_of
+from rocm_ext.environments.base import Ask, Environment, Reply, checked_reply, now, tools_of
 from rocm_ext.verifiers.base import Result, error
 from rocm_ext.verifiers.sandbox.children import descendants
 from rocm_ext.verifiers.sandbox.sandbox import FOLDER, folder_of_runs
@@ -57,7 +58,7 @@ class Environments:
     def __init__(self, environment: Mapping[str, Any], timeout: float) -> None:
         self._environment, self._timeout = dict(environment), timeout
         self._open: dict[Key, _Talk] = {}
-        self._ending: deque[_Talk] = deque()
+        self._ending: deque[tuple[_Talk, str]] = deque()
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = os.pipe()
@@ -80,13 +81,11 @@ class Environments:
             self._link.sendall(_line({"environment": self._environment, "parent": os.getpid()}))
             self._link.settimeout(_START)
             said = _read_line(self._link)
-            if "tools" not in said:
-                raise UserError(f"the environment cannot be used: {said.get('error') or 'its process ended'}")
-        except (OSError, UserError) as problem:
+        except OSError:
+            said = {"error": f"its module did not import within {_START:g} s"}
+        if "tools" not in said:
             self.close()
-            if isinstance(problem, UserError):
-                raise
-            raise UserError(f"the environment's module did not import within {_START:g} s") from problem
+            raise UserError(f"the environment cannot be used: {said.get('error') or 'its process ended'}")
         self.tools, self.at_once = said["tools"], said["at_once"]
         return self
 
@@ -121,9 +120,8 @@ class Environments:
                 ours.close()
                 return _done(error("the environment's process died"))
         ours.settimeout(self._timeout)
-        talk = _Talk(ours)
         with self._lock:
-            self._open[key] = talk
+            self._open[key] = _Talk(ours)
         return self._ask(key, {"row": dict(row)})
 
     def say(self, key: Key, message: Mapping[str, Any]) -> "Future[Reply]":
@@ -134,19 +132,19 @@ class Environments:
         """Judge a conversation that a limit ends: a future for the result."""
         return self._ask(key, {"cut": dict(message)})
 
-    def end(self, key: Key) -> None:
-        """End a conversation and all processes that it started."""
+    def end(self, key: Key, why: str = "the conversation was ended") -> None:
+        """End a conversation and all processes that it started; a waiting answer is an ERROR that says why."""
         with self._lock:
             talk = self._open.pop(key, None)
         if talk is not None:
-            self._ending.append(talk)  # for the thread: ending takes as long as an answer
+            self._ending.append((talk, why))  # for the thread: ending takes as long as an answer
 
     def _ask(self, key: Key, content: dict[str, Any]) -> "Future[Reply]":
         talk = self._open.get(key)
         if talk is None:
             return _done(error("the conversation has ended"))
-        talk.future, talk.deadline = Future(), time.monotonic() + self._timeout
-        future = talk.future
+        future: Future[Reply] = Future()
+        talk.future, talk.deadline = future, time.monotonic() + self._timeout
         try:
             text = _line(content)
         except (TypeError, ValueError, RecursionError) as problem:
@@ -167,23 +165,17 @@ class Environments:
                 if event.fd == self._woken:
                     os.read(self._woken, _CHUNK)
                 elif (talk := self._open.get(event.data)) is not None and not talk.read():
-                    self._lose(event.data, "the environment's process died")
+                    self.end(event.data, "the environment's process died")
+            if (instant := time.monotonic()) >= looked + _LOOK:
+                looked = instant
+                for key, talk in list(self._open.items()):
+                    if instant > talk.deadline and talk.future is not None and not talk.future.done():
+                        self.end(key, f"the environment hung for {self._timeout:g} s")
             self._end_talks()
-            if (instant := time.monotonic()) < looked + _LOOK:
-                continue
-            looked = instant
-            for key, talk in list(self._open.items()):
-                if instant > talk.deadline and talk.future is not None and not talk.future.done():
-                    self._lose(key, f"the environment hung for {self._timeout:g} s")
 
     def _end_talks(self) -> None:
         while self._ending:
-            self._ending.popleft().end("the conversation was ended", self._selector)
-
-    def _lose(self, key: Key, why: str) -> None:
-        with self._lock:
-            talk = self._open.pop(key, None)
-        if talk is not None:
+            talk, why = self._ending.popleft()
             talk.end(why, self._selector)
 
 
@@ -276,7 +268,9 @@ def main(fd: int) -> None:
     arguments = {name: value for name, value in start["environment"].items() if name != COMPONENT}
     try:
         made = import_component(start["environment"][COMPONENT])
-        check_class(made)
+        derived = inspect.isclass(made) and issubclass(made, Environment)
+        name = getattr(made, "__name__", made)
+        require(derived, f"environment {name} is not derived from rocm_ext.environments.Environment")
         worker.RUNNING = True  # in the children, too
         example = made({}, **arguments)
         example.check()  # children inherit its imports
@@ -314,11 +308,10 @@ def _converse(ours: socket.socket, made: Any, arguments: Mapping[str, Any]) -> N
         try:
             if environment is None:
                 environment = made(said["row"], **arguments)
-                reply = checked_reply(environment, now(environment.begin()))
-            elif "cut" in said:
-                reply = checked_reply(environment, now(environment.cut(said["cut"])))
+                value = environment.begin()
             else:
-                reply = checked_reply(environment, now(environment.reply(said["message"])))
+                value = environment.cut(said["cut"]) if "cut" in said else environment.reply(said["message"])
+            reply = checked_reply(environment, now(value))
         except BaseException as problem:  # SystemExit, too
             reply = error(worker.blame(problem))
         if isinstance(reply, Result):

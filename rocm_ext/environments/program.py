@@ -13,10 +13,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, require
 from rocm_ext.environments.base import Ask, Environment
 from rocm_ext.environments.endpoint import Endpoint, Exchange
-from rocm_ext.verifiers.base import Result, Verdict, checked, error, name_of, short
+from rocm_ext.verifiers.base import Result, Verdict, error, short
 from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.sandbox import BOX, Limits, RunningProgram, Sandbox, interpreter
 from rocm_ext.verifiers.sandbox.children import readable, supervise
@@ -84,21 +84,17 @@ class Program(Environment):
         python: str | None = None,
     ) -> None:
         super().__init__(row)
-        if not isinstance(command, (list, tuple)) or not command or not all(isinstance(word, str) for word in command):
-            raise UserError(f"command: found {command!r}; expected a list such as [python, my_agent.py]")
-        if memory_mb < 128 or (at_once is not None and at_once < 1):
-            raise UserError(f"Program needs memory_mb >= 128 and at_once >= 1, found {memory_mb} and {at_once}")
+        words = isinstance(command, (list, tuple)) and command and all(isinstance(word, str) for word in command)
+        require(words, f"command: found {command!r}; expected a list such as [python, my_agent.py]")
+        fits = memory_mb >= 128 and (at_once is None or at_once >= 1)
+        require(fits, f"Program needs memory_mb >= 128 and at_once >= 1, found {memory_mb} and {at_once}")
         self.at_once = at_once or min(MOST_AT_ONCE, 4 * len(os.sched_getaffinity(0)))
         self._limits = Limits(_FOREVER, 0, memory_mb, processes=128, open_files=512)
-        self.verifier = None if verifier is None else build(verifier)
-        if self.verifier is not None:
-            self.needs = tuple(self.verifier.needs)
-            if self.verifier.groups:
-                raise UserError(f"{name_of(self.verifier)} compares answers of a group, and a program gives one")
+        if verifier is not None:
+            self._judge_by(build(verifier))
         self._shown = interpreter(python or sys.executable)
         self._folder = None if folder is None else str(Path(folder).resolve())
-        if self._folder is not None and not Path(self._folder).is_dir():
-            raise UserError(f"folder: {folder} is not a folder")
+        require(self._folder is None or os.path.isdir(self._folder), f"folder: {folder} is not a folder")
         self._files: dict[str, bytes] = {}
         program, more = self._program(command[0])
         self._command = [program, *map(self._argument, command[1:])]
@@ -121,33 +117,23 @@ class Program(Environment):
         """Return an argument, or the path in the sandbox if it names a file."""
         file = Path(word)
         if not os.path.isfile(word):  # Path.is_file raises for code, which is too long for a name
-            if word.endswith(".py"):
-                raise UserError(f"command: there is no file {word}")
+            require(not word.endswith(".py"), f"command: there is no file {word}")
             return word
         if self._folder is not None and file.resolve().is_relative_to(self._folder):
             return str(file.resolve())
         content = file.read_bytes()
-        if self._files.setdefault(file.name, content) != content:
-            raise UserError(f"command: two files are named {file.name}; rename one, or show both as a folder")
+        same = self._files.setdefault(file.name, content) == content
+        require(same, f"command: two files are named {file.name}; rename one, or show both as a folder")
         return f"{BOX}/{file.name}"
 
     def check(self) -> None:
         """Raise UserError if this machine cannot run the sandbox or the verifier, or the program sees no ``folder``."""
         self._sandbox.check()
         if self._folder is not None:
-            look = "import os, sys; os.listdir(sys.argv[1])"
-            if self._sandbox.run([self._shown.path, "-I", "-S", "-c", look, self._folder]).returncode:
-                raise UserError(
-                    f"folder: the sandbox runs as another user, who cannot read {self._folder}; allow it: "
-                    f"chmod -R o+rX {self._folder}"
-                )
-        if self.verifier is not None:
-            self.verifier.check()
-
-    def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raise UserError or ValueError, naming the field, if the row cannot be verified."""
-        if self.verifier is not None:
-            self.verifier.check_row(row)
+            look = [self._shown.path, "-I", "-S", "-c", "import os, sys; os.listdir(sys.argv[1])", self._folder]
+            unread = f"folder: the sandbox runs as another user, who cannot read {self._folder}; allow it: "
+            require(not self._sandbox.run(look).returncode, f"{unread}chmod -R o+rX {self._folder}")
+        super().check()
 
     def begin(self) -> Ask | Result:
         """Start the program; return its first request."""
@@ -167,12 +153,9 @@ class Program(Environment):
         """Answer with the model's last message, refuse all further requests, and wait for the result."""
         assert self._exchange is not None
         self._cut = True
-        if message == self._said:
-            self._exchange.refuse(_AT_LIMIT)
-        else:
-            self._exchange.answer(message)
+        self._exchange.answer(_AT_LIMIT if message == self._said else message)
         while isinstance(reply := self._next(), Ask):
-            self._exchange.refuse(_AT_LIMIT)
+            self._exchange.answer(_AT_LIMIT)
         return reply
 
     def _start(self) -> tuple[RunningProgram, socket.socket, str]:
@@ -227,12 +210,12 @@ class Program(Environment):
             value = json.loads(line)
         except (ValueError, RecursionError):
             value = None
-        if self.verifier is not None:
+        if self._verifier is not None:
             text = value if isinstance(value, str) else line
             answer = value.get("answer") if isinstance(value, dict) else text
             if not isinstance(answer, (str, int, float)):
                 return error(f"the program's last line is {short(line, 100)!r}; expected an answer")
-            return checked(self.verifier, self.verifier(str(answer), self.row))
+            return self.judge(str(answer))
         fields = value if isinstance(value, dict) else {"reward": value}
         reward = fields.get("reward")
         if not isinstance(reward, (int, float)):

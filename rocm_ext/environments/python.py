@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import require
 from rocm_ext.environments.tools import Fault
 from rocm_ext.verifiers.base import short
 from rocm_ext.verifiers.python.start import compiled, start
@@ -43,8 +43,8 @@ class Python:
     def __init__(
         self, timeout: float = 10.0, memory_mb: int = 512, sandbox: str = "bubblewrap", python: str | None = None
     ) -> None:
-        if timeout <= 0 or memory_mb < 128:
-            raise UserError(f"Python needs timeout > 0 and memory_mb >= 128, found {timeout} and {memory_mb}")
+        fits = timeout > 0 and memory_mb >= 128
+        require(fits, f"Python needs timeout > 0 and memory_mb >= 128, found {timeout} and {memory_mb}")
         # the wall time limits a call; a limit on CPU time would add up over the calls
         self._limits = Limits(seconds=timeout, cpu_seconds=0, memory_mb=memory_mb)
         self._where = sandbox, python or sys.executable
@@ -60,14 +60,12 @@ class Python:
             code: the code.
         """
         data = code.encode("utf-8", "replace") or b"\n"
-        if len(data) > _CODE:
-            raise ValueError(f"the code has {len(data)} bytes, more than {_CODE}")
+        require(len(data) <= _CODE, f"the code has {len(data)} bytes, more than {_CODE}", ValueError)
         if self._running is None:
             self._running = _Interpreter(*_sandbox(*self._where), self._limits)
         said, ended = self._running.run(data)
-        text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", said.decode("utf-8", "replace").replace("\r\n", "\n")).strip(
-            "\n"
-        )
+        text = said.decode("utf-8", "replace").replace("\r\n", "\n")
+        text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text).strip("\n")
         if ended:
             self._running.close()
             self._running = None
@@ -128,21 +126,19 @@ class _Interpreter:
         with contextlib.suppress(BlockingIOError, ValueError):  # all is read; the pipe is closed
             while len(child.stdout) < child.output_bytes and (part := os.read(self._stdout.fileno(), 1 << 16)):
                 child.stdout += part
+        answered = b""
+        with contextlib.suppress(OSError):
+            answered = self._link.recv(1) if in_time else b""
         ended = ""
         if child.killed:
             ended = f"the code {child.killed}"
         elif not in_time:
             ended = f"the code ran for more than {seconds:g} s"
-        elif not self._answered():
+        elif not answered:
             ended = "the interpreter ended"
         elif not rests or self._stdout.closed:
             ended = "the code left processes that go on" if not rests else "the code closed its output"
         return bytes(child.stdout), ended
-
-    def _answered(self) -> bool:
-        with contextlib.suppress(OSError):
-            return bool(self._link.recv(1))
-        return False
 
     def _rest(self) -> bool:
         """Stop the interpreter and kill its child processes; False if some are left."""

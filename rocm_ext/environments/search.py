@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, require
 
 _WORDS = re.compile(r"\w+")
 _K1, _B = 1.2, 0.75  # as in Lucene
@@ -32,8 +32,8 @@ class Search:
     """
 
     def __init__(self, folder: str, passages: int = 3, words: int = 150) -> None:
-        if passages < 1 or words < 1:
-            raise UserError(f"Search needs passages and words of at least 1, found {passages} and {words}")
+        fits = passages >= 1 and words >= 1
+        require(fits, f"Search needs passages and words of at least 1, found {passages} and {words}")
         self._index, self._passages = _index(str(Path(folder).resolve()), words), passages
 
     def search(self, query: str) -> str:
@@ -63,7 +63,7 @@ class Index:
         self._norms = array("d", (_K1 * (1 - _B + _B * length / mean) for length in lengths))
 
     def best(self, query: str, most: int) -> list[tuple[str, str]]:
-        """Return the (name, text) of the best passages, the best one first; of equals, the earlier."""
+        """The (name, text) of the best passages, the best one first; of equals, the earlier."""
         scores: dict[int, float] = defaultdict(float)
         for word in dict.fromkeys(_words(query)):
             if word in self._postings:
@@ -83,8 +83,7 @@ def _words(text: str) -> list[str]:
 def _index(folder: str, words: int) -> Index:
     texts = _texts(Path(folder))
     passages = [(name, passage) for name, text in texts for passage in _passages(text, words)]
-    if not passages:
-        raise UserError(f"Search found no text in {folder}; expected files .txt, .md or .jsonl")
+    require(passages, f"Search found no text in {folder}; expected files .txt, .md or .jsonl")
     return Index(passages)
 
 
@@ -97,28 +96,23 @@ def _texts(folder: Path) -> Iterator[tuple[str, str]]:
         elif path.suffix == ".jsonl" and path.is_file():
             with path.open(encoding="utf-8", errors="replace") as lines:
                 for number, line in enumerate(lines, 1):
-                    yield name, _text(line, f"{path}, line {number}")
-
-
-def _text(line: str, where: str) -> str:
-    try:
-        text = json.loads(line)["text"]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise UserError(f"{where}: expected an object with 'text'") from error
-    if not isinstance(text, str):
-        raise UserError(f"{where}: 'text' is {type(text).__name__}; expected a text")
-    return text
+                    where = f"{path}, line {number}"
+                    try:
+                        text = json.loads(line)["text"]
+                    except (ValueError, TypeError, KeyError, RecursionError) as error:
+                        raise UserError(f"{where}: expected an object with 'text'") from error
+                    require(isinstance(text, str), f"{where}: 'text' is {type(text).__name__}; expected a text")
+                    yield name, text
 
 
 def _passages(text: str, words: int) -> Iterator[str]:
     """Cut a text at the end of a paragraph, after at least ``words`` words; inside a paragraph after twice as many."""
     passage: list[str] = []
     for paragraph in re.split(r"\n\s*\n", text):
-        for word in paragraph.split():
-            passage.append(word)
-            if len(passage) >= 2 * words:
-                yield " ".join(passage)
-                passage = []
+        passage += paragraph.split()
+        while len(passage) >= 2 * words:
+            yield " ".join(passage[: 2 * words])
+            del passage[: 2 * words]
         if len(passage) >= words:
             yield " ".join(passage)
             passage = []

@@ -4,10 +4,10 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, one_line, require
 from rocm_ext.environments.calls import Call
 
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
@@ -39,12 +39,12 @@ class Tools:
         self.schemas = [schema_of(function) for function in functions]
         self._functions: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}
         for function, schema in zip(functions, self.schemas, strict=True):
-            if (name := schema["function"]["name"]) in self._functions:
-                raise UserError(f"tools: two functions have one name, {name}; rename one of them")
+            name = schema["function"]["name"]
+            require(name not in self._functions, f"tools: two functions have one name, {name}; rename one of them")
             self._functions[name] = function, schema["function"]["parameters"]
 
     def __call__(self, call: Call) -> str:
-        """Return a call's result as text; an error is a text for the model.
+        """Return a call's result as text, or as JSON; a long one loses its middle. An error is a text for the model.
 
         Raises:
             Fault: the tool raises it.
@@ -54,37 +54,27 @@ class Tools:
         if call.name not in self._functions:
             return f"error: there is no tool {call.name!r}; the tools are {', '.join(self._functions)}"
         function, parameters = self._functions[call.name]
+        from jsonschema import Draft202012Validator  # here, because it takes a third of a second
+
         try:
             inspect.signature(function).bind(**call.arguments)
         except TypeError as problem:
             return f"error: {call.name}: {one_line(problem)}"
-        if misfit := _misfit(call.arguments, parameters):
-            return f"error: {call.name}: {misfit}"
+        if (error := next(Draft202012Validator(parameters).iter_errors(dict(call.arguments)), None)) is not None:
+            return f"error: {call.name}: {'.'.join(map(str, error.path)) or 'the arguments'}: {error.message}"
         try:
-            return as_text(function(**call.arguments))
+            result = function(**call.arguments)
+            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+            return shortened(text.encode("utf-8", "replace").decode(), _MOST)  # no halves of surrogate pairs
         except Fault:
             raise
         except (Exception, SystemExit) as problem:  # whatever a tool raises
             return f"error: {type(problem).__name__}: {one_line(problem)}"
 
 
-def as_text(result: Any) -> str:
-    """Return a tool's result as text: JSON unless it is text; a long text loses its middle."""
-    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-    return shortened(text.encode("utf-8", "replace").decode(), _MOST)  # no halves of surrogate pairs
-
-
 def shortened(text: str, most: int) -> str:
     """Return ``text``, without its middle if it is longer than ``most`` characters."""
     return text if len(text) <= most else f"{text[: most // 2]}\n… the middle is left out …\n{text[-most // 2 :]}"
-
-
-def _misfit(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
-    """Name the first argument of a wrong type; empty: there is none."""
-    from jsonschema import Draft202012Validator  # here, because it takes a third of a second
-
-    error = next(iter(Draft202012Validator(schema).iter_errors(dict(arguments))), None)
-    return "" if error is None else f"{'.'.join(map(str, error.path)) or 'the arguments'}: {error.message}"
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
@@ -94,11 +84,10 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
         UserError: as :class:`Tools`.
     """
     later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-    if not inspect.isroutine(function) or any(kind(function) for kind in later):
-        raise UserError(f"tools: found {function!r}; expected a function that is neither asynchronous nor a generator")
-    name, doc = function.__name__, inspect.getdoc(function)
-    if not doc:
-        raise UserError(f"tools: {name} has no docstring; the model reads there what the function does")
+    plain = inspect.isroutine(function) and not any(kind(function) for kind in later)
+    require(plain, f"tools: found {function!r}; expected a function that is neither asynchronous nor a generator")
+    name, doc = function.__name__, inspect.getdoc(function) or ""
+    require(doc, f"tools: {name} has no docstring; the model reads there what the function does")
     summary, described = _described(doc)
     try:
         hints, signature = get_type_hints(function), inspect.signature(function)
@@ -106,17 +95,15 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
         raise UserError(f"tools: {name}'s parameters cannot be read: {one_line(error)}; write type hints") from error
     properties, required = {}, []
     for parameter in signature.parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise UserError(f"tools: {name} takes *{parameter.name}; a tool has named parameters alone")
-        if parameter.name not in hints:
-            raise UserError(f"tools: {name}'s parameter {parameter.name} has no type hint")
+        is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        require(is_named, f"tools: {name} takes *{parameter.name}; a tool has only named parameters")
+        require(parameter.name in hints, f"tools: {name}'s parameter {parameter.name} has no type hint")
         try:
             kind = _kind(hints[parameter.name])
         except (KeyError, TypeError) as error:
-            raise UserError(
-                f"tools: {name}'s parameter {parameter.name} is {hints[parameter.name]}; expected str, int, float, "
-                "bool, list, dict, Literal, or one of these | None"
-            ) from error
+            expected = "str, int, float, bool, list, dict, Literal, or one of these | None"
+            hint = f"{name}'s parameter {parameter.name} is {hints[parameter.name]}"
+            raise UserError(f"tools: {hint}; expected {expected}") from error
         if text := described.get(parameter.name):
             kind = {**kind, "description": text}
         properties[parameter.name] = kind

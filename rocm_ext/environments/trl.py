@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import require
 from rocm_ext.base.importing import import_component
 from rocm_ext.environments.base import Environment, Message, now
 from rocm_ext.verifiers.base import Result
@@ -43,23 +43,25 @@ class Trl(Environment):
         super().__init__(row)
         self.environment = made = import_component(factory)()
         methods = [name for name, _ in inspect.getmembers(type(made), inspect.isfunction) if name[0] != "_"]
-        if "reset" not in methods:
-            raise UserError(f"environment: {factory} makes a {type(made).__name__} without a method reset")
-        if ("get_reward" in methods) == (reward is not None):
-            raise UserError(f"environment: {factory} needs either a method get_reward or the argument reward")
+        named = f"environment: {factory}"
+        require("reset" in methods, f"{named} makes a {type(made).__name__} without a method reset")
+        rewarded = ("get_reward" in methods) != (reward is not None)
+        require(rewarded, f"{named} needs either a method get_reward or the argument reward")
         self.tools = [_at_once(getattr(made, name)) for name in methods if name not in _OWN]
-        function: Callable[..., Any] = self._own_reward
+        function: Callable[..., Any] = lambda **_: [now(made.get_reward())]  # noqa: E731
         if reward is not None:
             function = functools.partial(import_component(reward), environments=[made])
         self._reward = RewardFunction(function, threshold, scale, conversational=True)
-        self.needs = tuple(dict.fromkeys((*self._reward.needs, *_needed(made.reset))))
+        parameters = [p for p in inspect.signature(made.reset).parameters.values() if p.default is p.empty]
+        required = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self.needs = tuple(dict.fromkeys((*self._reward.needs, *required)))
         self._said: list[Message] = []
 
     def begin(self) -> Any:
         prompt = [dict(message) for message in self._reward.prompt(self.row)]
         text = now(self.environment.reset(**{**self.row, "prompt": prompt}))
-        if not isinstance(text, (str, type(None))):
-            raise ValueError(f"reset returned {type(text).__name__}; expected a text or None")
+        fits = isinstance(text, (str, type(None)))
+        require(fits, f"reset returned {type(text).__name__}; expected a text or None", ValueError)
         opening = [{"role": "user", "content": text}] if text else []
         self.row = {**self.row, "messages": prompt + opening}
         return opening
@@ -80,15 +82,6 @@ class Trl(Environment):
 
     def _judged(self) -> Result:
         return self._reward.judge_batch([self._said], [self.row])[0]
-
-    def _own_reward(self, **_: Any) -> list[Any]:
-        return [now(self.environment.get_reward())]
-
-
-def _needed(reset: Callable[..., Any]) -> list[str]:
-    """Return the columns that ``reset`` requires."""
-    named = inspect.signature(reset).parameters.values()
-    return [p.name for p in named if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
 def _at_once(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,6 +7,8 @@ from dataclasses import field as dataclass_field
 from enum import Enum
 from typing import Any
 
+from rocm_ext.base.errors import require
+
 DETAIL = 300  # characters
 
 
@@ -47,17 +49,15 @@ class Result:
         object.__setattr__(self, "verdict", Verdict(self.verdict))
         object.__setattr__(self, "detail", short(self.detail))
         values = self.parts.values() if isinstance(self.parts, Mapping) else [None]
-        if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
-            raise ValueError(f"the parts of a reward must be numbers by their names, found {self.parts!r}")
+        finite = all(isinstance(value, (int, float)) and math.isfinite(value) for value in values)
+        require(finite, f"the parts of a reward must be numbers by their names, found {self.parts!r}", ValueError)
+        reward: Any = self.reward
         if self.verdict is Verdict.ERROR:
-            if self.reward is not None:
-                raise ValueError(f"an ERROR has no reward, found {self.reward!r}")
+            require(reward is None, f"an ERROR has no reward, found {reward!r}", ValueError)
             return
-        if isinstance(self.reward, bool) or not isinstance(self.reward, (int, float)):
-            raise ValueError(f"the reward must be a number in [0, 1], found {self.reward!r}")
-        if not (math.isfinite(self.reward) and 0 <= self.reward <= 1):
-            raise ValueError(f"the reward must be in [0, 1], found {self.reward!r}")
-        object.__setattr__(self, "reward", float(self.reward))
+        fits = isinstance(reward, (int, float)) and not isinstance(reward, bool) and 0 <= reward <= 1
+        require(fits, f"the reward must be a number in [0, 1], found {reward!r}", ValueError)
+        object.__setattr__(self, "reward", float(reward))
 
     def values(self) -> tuple[Any, float | None, str, Mapping[str, float]]:
         """Return what JSON carries; ``Result(*values)`` is the result again."""
@@ -127,9 +127,13 @@ def group_results(verifier: Verifier, completions: Sequence[str], row: Mapping[s
     Raises:
         ValueError: it returns something else.
     """
-    results = verifier.judge_group(completions, row)
-    if not isinstance(results, list) or len(results) != len(completions):
-        raise ValueError(f"{name_of(verifier)}.judge_group must return a list of {len(completions)} results")
+    return all_checked(verifier, "judge_group", verifier.judge_group(completions, row), len(completions))
+
+
+def all_checked(verifier: Verifier, method: str, results: Any, count: int) -> list[Result]:
+    """The results of a verifier's method; raises ValueError unless they are a list of ``count``."""
+    listed = isinstance(results, list) and len(results) == count
+    require(listed, f"{name_of(verifier)}.{method} must return a list of {count} results", ValueError)
     return [checked(verifier, result) for result in results]
 
 
@@ -166,8 +170,7 @@ def field(row: Mapping[str, Any], name: str, kind: type | tuple[type, ...] = obj
     if value is None:
         raise ValueError(f"field {name!r} is missing; the row has {', '.join(map(repr, row)) or 'none'}")
     if not isinstance(value, kind):
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        names = " or ".join(k.__name__ for k in kinds)
+        names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
         raise ValueError(f"field {name!r} must be {names}, found {type(value).__name__}")
     return value
 

@@ -1,6 +1,7 @@
 """Judge programs by the output they print for given input. The expected output never enters their sandbox."""
 
 import ast
+import contextlib
 import json
 import math
 import re
@@ -12,7 +13,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, require
 from rocm_ext.verifiers.base import Result, correct, error, field, short, timeout, wrong
 from rocm_ext.verifiers.extract import parse_python
 from rocm_ext.verifiers.sandbox import BOX, Limits, Outcome, Sandbox, interpreter
@@ -110,22 +111,19 @@ class OutputRule:
         script = Path(__file__).with_name("_checker.py").read_text()
         box, apart = Sandbox(self.kind, python.folders), Limits(seconds=limits.seconds, memory_mb=CHECKER_MB)
         outcome = box.run([python.path, "-s", "-S", f"{BOX}/checker.py"], {"checker.py": script}, task, apart)
-        if outcome.timed_out:
-            raise ValueError(f"the checker is still running after {limits.seconds:g} s")
-        if outcome.killed:
-            raise ValueError(f"the checker {outcome.killed}")
-        try:
+        answer: Any = f"the checker did not answer: {outcome.stderr.decode('utf-8', 'replace')}"
+        with contextlib.suppress(ValueError):
             answer = json.loads(outcome.stdout)
-        except ValueError:
-            raise ValueError(f"the checker did not answer: {outcome.stderr.decode('utf-8', 'replace')}") from None
-        if isinstance(answer, str):
-            raise ValueError(answer)
+        if outcome.timed_out or outcome.killed:
+            answer = f"the checker {outcome.killed or f'is still running after {limits.seconds:g} s'}"
+        require(not isinstance(answer, str), str(answer), ValueError)
         return answer
 
 
 def _tolerance(value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ValueError(f"tolerance must be a number of at least 0, found {value!r}")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    fits = number and 0 <= value < math.inf
+    require(fits, f"tolerance must be a number of at least 0, found {value!r}", ValueError)
 
 
 def _checker(source: str) -> str:
@@ -133,8 +131,8 @@ def _checker(source: str) -> str:
         tree = parse_python(source)
     except (SyntaxError, ValueError) as problem:
         raise ValueError(f"the checker is not Python: {problem}") from problem
-    if not any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body):
-        raise ValueError("the checker defines no function check(input, output, expected)")
+    defined = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body)
+    require(defined, "the checker defines no function check(input, output, expected)", ValueError)
     return source
 
 
@@ -145,12 +143,18 @@ def cases_of(row: Mapping[str, Any]) -> list[tuple[str, str]]:
         ValueError: ``cases`` is not a list of ``{"input": str, "output": str}``, or is empty.
     """
     cases = field(row, "cases", (list, tuple))
-    for index, case in enumerate(cases):
-        if not isinstance(case, Mapping) or not all(isinstance(case.get(key), str) for key in ("input", "output")):
-            raise ValueError(f"field 'cases'[{index}] must be {{input: str, output: str}}, found {short(case, 80)}")
-    if not cases:
-        raise ValueError("field 'cases' is empty")
+    require(cases, "field 'cases' is empty", ValueError)
+    texts = [isinstance(case, Mapping) and all(isinstance(case.get(key), str) for key in ("input", "output"))
+             for case in cases]  # fmt: skip
+    _check_cases(cases, texts, "{input: str, output: str}")
     return [(case["input"], case["output"]) for case in cases]
+
+
+def _check_cases(cases: Sequence[Any], right: Sequence[bool], form: str) -> None:
+    """Raise ValueError, naming the first case that is not right."""
+    if not all(right):
+        index = right.index(False)
+        raise ValueError(f"field 'cases'[{index}] must be {form}, found {short(cases[index], 80)}")
 
 
 def calls_of(row: Mapping[str, Any]) -> list[tuple[list[Any], Any, bool]] | None:
@@ -162,12 +166,11 @@ def calls_of(row: Mapping[str, Any]) -> list[tuple[list[Any], Any, bool]] | None
         ValueError: a case is malformed, or the row has no ``entry_point`` to call.
     """
     cases = field(row, "cases", (list, tuple))
-    if not cases or not isinstance(cases[0], Mapping) or not isinstance(cases[0].get("input"), (list, tuple)):
+    listed = [isinstance(case, Mapping) and isinstance(case.get("input"), (list, tuple)) for case in cases]
+    if not any(listed[:1]):
         return None
-    for index, case in enumerate(cases):
-        if not isinstance(case, Mapping) or not isinstance(case.get("input"), (list, tuple)) or "output" not in case:
-            raise ValueError(f"field 'cases'[{index}] must be {{input: [arguments], output: value}}, "
-                             f"found {short(case, 80)}")  # fmt: skip
+    right = [is_list and "output" in case for is_list, case in zip(listed, cases, strict=True)]
+    _check_cases(cases, right, "{input: [arguments], output: value}")
     field(row, "entry_point", str)
     return [(list(case["input"]), case["output"], bool(case.get("unwrap"))) for case in cases]
 
@@ -244,12 +247,9 @@ def failure(outcome: Outcome) -> str:
 
 def same_output(printed: str, expected: str, tolerance: float | None = None) -> bool:
     """Whether a program printed the expected text; see :class:`OutputRule`."""
-    ours, theirs = _lines(printed), _lines(expected)
+    ours, theirs = ([line.rstrip() for line in re.sub(r"\A\s*\n", "", text.rstrip()).split("\n")]
+                    for text in (printed, expected))  # fmt: skip
     return len(ours) == len(theirs) and all(map(_same_line, ours, theirs, repeat(tolerance)))
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in re.sub(r"\A\s*\n", "", text.rstrip()).split("\n")]
 
 
 def _same_line(mine: str, other: str, tolerance: float | None) -> bool:

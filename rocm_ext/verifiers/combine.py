@@ -1,11 +1,12 @@
 """Verifiers that combine others."""
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import require
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, checked, error, group_results, name_of
 from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.workers.worker import blame
@@ -18,8 +19,8 @@ class _Several(Verifier):
     """
 
     def __init__(self, verifiers: Sequence[Any]) -> None:
-        if isinstance(verifiers, (str, Mapping)) or not verifiers:
-            raise UserError(f"{type(self).__name__}: verifiers must be a list of verifiers, found {verifiers!r}")
+        listed = verifiers and not isinstance(verifiers, (str, Mapping))
+        require(listed, f"{type(self).__name__}: verifiers must be a list of verifiers, found {verifiers!r}")
         self.verifiers = [build(node) for node in verifiers]
         names = [name_of(verifier) for verifier in self.verifiers]
         self.names = [name if names.count(name) == 1 else f"{name} {i}" for i, name in enumerate(names, 1)]
@@ -100,10 +101,9 @@ class Weighted(_Several):
         super().__init__(verifiers)
         count = len(self.verifiers)
         listed = isinstance(weights, (list, tuple)) and len(weights) == count
-        if not listed or not all(type(w) in (int, float) and 0 <= w < math.inf for w in weights) or sum(weights) <= 0:
-            raise UserError(f"Weighted needs {count} weights >= 0, not all 0; found {weights!r}")
-        if not 0 < threshold <= 1:
-            raise UserError(f"Weighted: threshold must be in (0, 1], found {threshold}")
+        fit = listed and all(type(w) in (int, float) and 0 <= w < math.inf for w in weights) and sum(weights) > 0
+        require(fit, f"Weighted needs {count} weights >= 0, not all 0; found {weights!r}")
+        require(0 < threshold <= 1, f"Weighted: threshold must be in (0, 1], found {threshold}")
         self.weights, self.threshold = list(weights), threshold
 
     def _ends(self, result: Result) -> bool:
@@ -124,21 +124,18 @@ class Weighted(_Several):
 
 def _one_by_one(verifier: Verifier, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
     """Judge answers independently, in batches if the verifier takes them."""
-    if len(completions) > 1 and verifier.batch_size > 1:
-        results: list[Result] = []
-        for start in range(0, len(completions), verifier.batch_size):
-            batch = completions[start : start + verifier.batch_size]
-            try:
+    results: list[Result] = []
+    size = max(1, verifier.batch_size)
+    for start in range(0, len(completions), size):
+        batch = completions[start : start + size]
+        if len(completions) > 1 and size > 1:
+            with contextlib.suppress(Exception):  # one answer must not spoil the others
                 judged = verifier.judge_batch(batch, [row] * len(batch))
                 results += [checked(verifier, result) for result, _ in zip(judged, batch, strict=True)]
-            except Exception:  # one answer must not spoil the others
-                results += [_alone(verifier, completion, row) for completion in batch]
-        return results
-    return [_alone(verifier, completion, row) for completion in completions]
-
-
-def _alone(verifier: Verifier, completion: str, row: Mapping[str, Any]) -> Result:
-    try:
-        return checked(verifier, verifier(completion, row))
-    except Exception as problem:
-        return error(blame(problem))
+                continue
+        for completion in batch:
+            try:
+                results.append(checked(verifier, verifier(completion, row)))
+            except Exception as problem:
+                results.append(error(blame(problem)))
+    return results

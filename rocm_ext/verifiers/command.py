@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import require
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, error, short
 from rocm_ext.verifiers.sandbox.children import CHUNK, MARK, Child, supervise
 from rocm_ext.verifiers.workers import worker
@@ -44,18 +44,17 @@ class Command(Verifier):
     """
 
     def __init__(self, command: Sequence[str], timeout: float = 30.0, persistent: bool = False) -> None:
-        if isinstance(command, str) or not command or not all(isinstance(part, str) for part in command):
-            raise UserError(f"Command: command must be a list of strings, [program, argument, ...], found {command!r}")
-        if timeout <= 0:
-            raise UserError(f"Command: timeout must be positive, found {timeout}")
+        listed = command and not isinstance(command, str) and all(isinstance(part, str) for part in command)
+        require(listed, f"Command: command must be a list of strings, [program, argument, ...], found {command!r}")
+        require(timeout > 0, f"Command: timeout must be positive, found {timeout}")
         self.command, self.timeout, self.persistent = list(command), timeout, persistent
         self._program: _Program | None = None
         self._asked = 0
         self._lock = threading.Lock()
 
     def check(self) -> None:
-        if shutil.which(self.command[0]) is None:
-            raise UserError(f"Command: there is no program {self.command[0]!r} here or in PATH (in {os.getcwd()})")
+        path = shutil.which(self.command[0])
+        require(path, f"Command: there is no program {self.command[0]!r} here or in PATH (in {os.getcwd()})")
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
         request = {"completion": completion, "row": dict(row)}
@@ -72,13 +71,11 @@ class Command(Verifier):
     def _run(self, request: bytes) -> Result:
         """The answer of a new process."""
         child = _started(self.command, request)
-        if not supervise([child], self.timeout):
-            raise _Fault(f"was still running after {self.timeout:g} s")
-        if child.killed:
-            raise _Fault(child.killed)
-        if child.returncode != 0:
-            said = bytes(child.stderr).decode("utf-8", "replace")
-            raise _Fault(f"ended with {child.returncode}: {short(said, 200)}")
+        in_time = supervise([child], self.timeout)
+        require(in_time, f"was still running after {self.timeout:g} s", _Fault)
+        said = bytes(child.stderr).decode("utf-8", "replace")
+        why = child.killed or f"ended with {child.returncode}: {short(said, 200)}"
+        require(child.returncode == 0 and not child.killed, why, _Fault)
         return _result(bytes(child.stdout))
 
     def _ask(self, request: dict[str, Any]) -> Result:
@@ -116,8 +113,8 @@ def _result(said: bytes, number: int | None = None) -> Result:
     text = said.decode("utf-8", "replace")
     try:
         answer = json.loads(text)
-        if number is not None and answer["id"] != number:
-            raise ValueError(f"the id is {answer['id']!r}")
+        same = number is None or answer["id"] == number
+        require(same, f"the id is {answer.get('id')!r}", ValueError)
         detail, parts = str(answer.get("detail", "")), answer.get("parts", {})
         return Result(Verdict(answer["verdict"]), answer["reward"], detail, parts)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as problem:
@@ -162,13 +159,13 @@ class _Program:
                             selector.unregister(self._err)
                     elif not (data := os.read(self._out, CHUNK)):
                         raise _Fault(self._end())
-                    elif len(said := said + data) > MAX_LINE:
-                        raise _Fault(f"printed more than {MAX_LINE} bytes")
+                    else:
+                        said += data
+                        require(len(said) <= MAX_LINE, f"printed more than {MAX_LINE} bytes", _Fault)
         answer, _, more = bytes(said).partition(b"\n")
-        if more:
-            raise _Fault(f"printed more than one line for a request: {short(said.decode('utf-8', 'replace'), 120)!r}")
-        if rest:
-            raise _Fault("answered before it had read the request")
+        shown = short(said.decode("utf-8", "replace"), 120)
+        require(not more, f"printed more than one line for a request: {shown!r}", _Fault)
+        require(not rest, "answered before it had read the request", _Fault)
         return answer
 
     def _write(self, data: memoryview) -> int:

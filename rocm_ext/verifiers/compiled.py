@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rocm_ext.base.errors import UserError, nearest
+from rocm_ext.base.errors import UserError, require, require_known
 from rocm_ext.verifiers.base import Result, Verifier, correct, error, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.cases import OutputRule, cases_of, run_cases
 from rocm_ext.verifiers.extract import extract_code
@@ -58,8 +58,7 @@ class Compile(Verifier):
     def __init__(
         self, language: str, timeout: float = 30.0, memory_mb: int = 2048, sandbox: str = "bubblewrap"
     ) -> None:
-        if language not in LANGUAGES:
-            raise UserError(f"language {language!r} is unknown{nearest(language, LANGUAGES)}")
+        require_known("language", language, LANGUAGES)
         self.language, self.kind = language, sandbox
         self.compile_limits = Limits(
             seconds=timeout, memory_mb=memory_mb, processes=64, file_mb=64, tmp_mb=256, output_bytes=MAX_PROGRAM
@@ -135,8 +134,8 @@ class Run(Compile):
     ) -> None:
         super().__init__(language, compile_timeout, sandbox=sandbox)
         self.comparison = OutputRule(tolerance, checker, sandbox)
-        if compiles < 0 or runs < 0 or compiles + runs >= 1:
-            raise UserError(f"Run needs compiles, runs >= 0 and a sum below 1, found {compiles} and {runs}")
+        fits = compiles >= 0 and runs >= 0 and compiles + runs < 1
+        require(fits, f"Run needs compiles, runs >= 0 and a sum below 1, found {compiles} and {runs}")
         self.limits = Limits(seconds=timeout, memory_mb=memory_mb)
         self.compiles, self.runs = compiles, runs
         self.needs = ("cases",)
@@ -179,6 +178,6 @@ def compiler(language: str) -> tuple[str, tuple[str, ...]]:
         return path, () if real.startswith("/usr/") else (os.path.dirname(os.path.dirname(real)),)
     root = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
     inside = os.path.join(root, "bin", names[0])  # rustup's wrapper reads the home, which the sandbox hides
-    if not root or not os.path.exists(inside):
-        raise UserError(f"language {language}: {path} does not run; `{' '.join(ask)}` must print its folder")
+    runs = root and os.path.exists(inside)
+    require(runs, f"language {language}: {path} does not run; `{' '.join(ask)}` must print its folder")
     return inside, () if root.startswith("/usr/") or root == "/usr" else (root,)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rocm_ext.base import openai_http as http
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, one_line, require
 from rocm_ext.verifiers.base import Result, Verifier, error, field, short
 from rocm_ext.verifiers.reward_function import checked_scale, scaled
 
@@ -63,10 +63,9 @@ class LLMJudge(Verifier):
             "max_tokens": (max_tokens, 1, 10**6),
         }
         for name, (value, least, most) in numbers.items():
-            if type(value) is not int or not least <= value <= most:
-                raise UserError(f"LLMJudge: {name} must be a whole number from {least} to {most}, found {value!r}")
-        if timeout <= 0:
-            raise UserError(f"LLMJudge: timeout must be positive, found {timeout}")
+            fits = type(value) is int and least <= value <= most
+            require(fits, f"LLMJudge: {name} must be a whole number from {least} to {most}, found {value!r}")
+        require(timeout > 0, f"LLMJudge: timeout must be positive, found {timeout}")
         self.parts = parsed_template(template)
         self.needs = tuple(dict.fromkeys(name for _, name in self.parts if name not in (None, "completion")))
         self.api_key_env, self.timeout, self.retries, self.batch_size = api_key_env, timeout, retries, concurrency
@@ -132,10 +131,9 @@ def parsed_template(template: str) -> list[tuple[str, str | None]]:
     except (ValueError, TypeError) as problem:
         raise UserError(f"LLMJudge: template is no template: {problem}") from problem
     for _, name, spec, conversion in parts:
-        if name is not None and (not re.fullmatch(r"\w+", name) or spec or conversion):
-            raise UserError(f"LLMJudge: template has {{{name}}}; expected the name of a field alone, like {{answer}}")
-    if "completion" not in (name for _, name, _, _ in parts):
-        raise UserError("LLMJudge: template lacks {completion}")
+        alone = name is None or (re.fullmatch(r"\w+", name) and not spec and not conversion)
+        require(alone, f"LLMJudge: template has {{{name}}}; expected only the name of a field, like {{answer}}")
+    require("completion" in (name for _, name, _, _ in parts), "LLMJudge: template lacks {completion}")
     return [(text, name) for text, name, _, _ in parts]
 
 
@@ -166,8 +164,7 @@ def _reply(answer: Mapping[str, Any]) -> str:
         text = reason = None
     if not isinstance(text, str):
         raise ValueError(f"its server answers without a message: {short(json.dumps(answer), 100)}")
-    if reason == "length":
-        raise ValueError("its reply was cut off; raise max_tokens")
+    require(reason != "length", "its reply was cut off; raise max_tokens", ValueError)
     return text
 
 

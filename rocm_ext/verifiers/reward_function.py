@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, one_line, require
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, error, field, short
 from rocm_ext.verifiers.build import build
@@ -52,11 +52,11 @@ class RewardFunction(Verifier):
         groups: bool = False,
     ) -> None:
         self.scale, self.threshold = checked_scale("RewardFunction", scale, threshold)
-        if type(batch_size) is not int or batch_size < 1:
-            raise UserError(f"RewardFunction: batch_size must be a whole number of at least 1, found {batch_size!r}")
+        fits = type(batch_size) is int and batch_size >= 1
+        require(fits, f"RewardFunction: batch_size must be a whole number of at least 1, found {batch_size!r}")
         self.function = import_component(function) if isinstance(function, str) else function
-        if inspect.isclass(self.function):
-            raise UserError(f"RewardFunction: {function} is a class; expected a function, or an object with __call__")
+        is_class = inspect.isclass(self.function)
+        require(not is_class, f"RewardFunction: {function} is a class; expected a function, or an object with __call__")
         self.__name__ = getattr(self.function, "__name__", type(self.function).__name__)  # for messages and parts
         self.conversational, self.batch_size, self.groups = conversational, batch_size, groups
         self._named, self._takes_all = self._signature()
@@ -74,8 +74,8 @@ class RewardFunction(Verifier):
             if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                 takes_all = takes_all or parameter.kind is parameter.VAR_KEYWORD
             elif name in TRAINERS:
-                if parameter.default is parameter.empty:
-                    raise UserError(f"RewardFunction: the function needs {name}, which only a trainer has")
+                optional = parameter.default is not parameter.empty
+                require(optional, f"RewardFunction: the function needs {name}, which only a trainer has")
             else:
                 named[name] = parameter.default is parameter.empty
         return named, takes_all
@@ -110,11 +110,12 @@ class RewardFunction(Verifier):
             import asyncio  # here, since it takes a quarter of a worker's start
 
             rewards = asyncio.run(_result_of(rewards))
-        if not isinstance(rewards, Iterable) or isinstance(rewards, (str, Mapping)):
-            raise TypeError(f"it returned {short(repr(rewards), 40)}; expected a list with a reward for each answer")
+        listed = isinstance(rewards, Iterable) and not isinstance(rewards, (str, Mapping))
+        shown = short(repr(rewards), 40)
+        require(listed, f"it returned {shown}; expected a list with a reward for each answer", TypeError)
         rewards = list(rewards)
-        if len(rewards) != len(rows):
-            raise ValueError(f"it returned {len(rewards)} rewards for {len(rows)} completions")
+        counts = f"{len(rewards)} rewards for {len(rows)} completions"
+        require(len(rewards) == len(rows), f"it returned {counts}", ValueError)
         return [self._result(reward, parts) for reward in rewards]
 
     def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
@@ -140,14 +141,14 @@ class RewardFunction(Verifier):
 
     def _result(self, reward: Any, parts: Mapping[str, float]) -> Result:
         if isinstance(reward, Mapping):
-            if "reward" not in reward:
-                raise ValueError(f"it returned {short(repr(reward), 80)}; expected 'reward' beside its parts")
+            shown = short(repr(reward), 80)
+            require("reward" in reward, f"it returned {shown}; expected 'reward' beside its parts", ValueError)
             parts = {**parts, **_finite({name: value for name, value in reward.items() if name != "reward"})}
             reward = reward["reward"]
         if reward is None:
             return error("the reward function does not apply to this row: it returned None")
-        if isinstance(reward, str):
-            raise TypeError(f"it returned the text {short(reward, 40)!r} as a reward")
+        is_text = isinstance(reward, str)
+        require(not is_text, f"it returned the text {short(reward, 40)!r} as a reward", TypeError)
         return replace(scaled(float(reward), self.scale, self.threshold, "the reward function"), parts=parts)
 
 
@@ -172,10 +173,10 @@ def checked_scale(who: str, scale: Sequence[float], threshold: float) -> tuple[t
         UserError: one is out of range.
     """
     numbers = isinstance(scale, (list, tuple)) and all(type(number) in (int, float) for number in scale)
-    if not numbers or len(scale) != 2 or not -math.inf < scale[0] < scale[1] < math.inf:
-        raise UserError(f"{who}: scale must be [low, high], two numbers with low < high, found {scale!r}")
-    if type(threshold) not in (int, float) or not 0 < threshold <= 1:
-        raise UserError(f"{who}: threshold must be in (0, 1], found {threshold!r}")
+    fits = numbers and len(scale) == 2 and -math.inf < scale[0] < scale[1] < math.inf
+    require(fits, f"{who}: scale must be [low, high], two numbers with low < high, found {scale!r}")
+    fits = type(threshold) in (int, float) and 0 < threshold <= 1
+    require(fits, f"{who}: threshold must be in (0, 1], found {threshold!r}")
     return (float(scale[0]), float(scale[1])), float(threshold)
 
 
@@ -195,10 +196,6 @@ class _VerifierReward:
     def __init__(self, node: Mapping[str, Any], workers: int, timeout: float) -> None:
         self.__name__ = str(node.get(COMPONENT)).rpartition(".")[2]
         self._arguments = node, workers, timeout
-        self._open()
-
-    def _open(self) -> None:
-        node, workers, timeout = self._arguments
         self._verifier = build(node)
         self._verifier.check()
         self._pool = Pool(node, workers, timeout).__enter__()
@@ -223,12 +220,8 @@ class _VerifierReward:
         ]
         return [result.reward for group in groups for result in group.result()]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"__name__": self.__name__, "_arguments": self._arguments}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _VerifierReward, self._arguments
 
 
 def as_reward_function(node: Mapping[str, Any], workers: int = 1, timeout: float = 60.0) -> _VerifierReward:

@@ -7,13 +7,14 @@ from itertools import islice
 from statistics import fmean
 from typing import Any
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, require
 from rocm_ext.base.importing import COMPONENT
 from rocm_ext.verifiers.base import Result, Verdict
 from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.workers import Pool
 
 GOLD_FIELDS = ("solution", "completion", "canonical_solution", "answer")
+TIMEOUT, SHOWN = 60.0, 10  # seconds for one verification; the most failures in a summary
 MADE_UP = "42"  # an answer to a row without a gold one
 
 
@@ -25,7 +26,7 @@ class Summary:
         rows: number of rows checked.
         verdicts: number of answers by verdict.
         mean_reward: mean over the answers with a reward, which excludes ERROR; None if there are none.
-        failures: (origin, result) of the first answers that are not CORRECT.
+        failures: (origin, result) of the first ten answers that are not CORRECT.
     """
 
     rows: int
@@ -40,8 +41,6 @@ def self_check(
     gold_field: str | None = None,
     workers: int = 2,
     limit: int | None = None,
-    timeout: float = 60.0,
-    show: int = 10,
 ) -> Summary:
     """Verify the gold answer of each row.
 
@@ -52,8 +51,6 @@ def self_check(
             and answer.
         workers: number of processes.
         limit: number of rows to check; None: all.
-        timeout: seconds for one verification.
-        show: the most failures to keep.
 
     Raises:
         UserError: the verifier cannot be built or run here, or a row lacks a field or a gold answer.
@@ -61,23 +58,22 @@ def self_check(
     verifier = build(node)
     verifier.check()
     names = GOLD_FIELDS if gold_field is None else (gold_field,)
-    with Pool(node, workers, timeout) as pool:
+    with Pool(node, workers, TIMEOUT) as pool:
         futures = []
         for origin, row in islice(rows, limit):
             try:
                 verifier.check_row(row)
-                if (gold := _gold(row, names)) is None:
-                    raise ValueError(f"no gold answer in {' or '.join(names)}; the row has {', '.join(row)}")
+                gold = _gold(row, names)
+                require(gold is not None, f"no gold answer in {' or '.join(names)}; the row has {', '.join(row)}")
             except (UserError, ValueError) as error:
                 raise UserError(f"{origin}: {error}") from error
-            futures.append((origin, pool.submit(gold, row)))
+            futures.append((origin, pool.submit(str(gold), row)))
         results = [(origin, future.result()) for origin, future in futures]
-    if not results:
-        raise UserError("there are no rows to check the verifier with")
+    require(results, "there are no rows to check the verifier with")
     verdicts = Counter(result.verdict for _, result in results)
     rewards = [result.reward for _, result in results if result.reward is not None]
     failures = [(origin, result) for origin, result in results if result.verdict is not Verdict.CORRECT]
-    return Summary(len(results), verdicts, fmean(rewards) if rewards else None, failures[:show])
+    return Summary(len(results), verdicts, fmean(rewards) if rewards else None, failures[:SHOWN])
 
 
 def try_out(node: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], timeout: float) -> None:

@@ -29,7 +29,7 @@ import sys
 from threading import RLock
 
 import _wire
-from _wire import BINARY, FUNCTIONS, MUTABLE, Closed, Malformed, Unsendable, Wire, mutable, number, text
+from _wire import BINARY, FUNCTIONS, MUTABLE, Closed, Malformed, Unsendable, Wire, expect, mutable, number, text
 
 VISIBLE = {"__name__", "__qualname__", "__dict__", "__members__", "__match_args__"}
 LIBRARIES = {*sys.stdlib_module_names, "numpy", "__main__"} - {"unittest", "doctest"}  # their exceptions cross
@@ -468,8 +468,7 @@ class Judge(Wire):
                 self.streams[at] = STREAMS[tag](made_handle(Handle, at))
                 self.steps[id(self.streams[at])] = at
             return self.streams[at]
-        if tag != "h":
-            raise Malformed(f"tag {tag!r}")
+        expect(tag == "h", f"tag {tag!r}")
         if at not in self.handles:
             self.handles[at], self.fresh = made_handle(self.kind(*parts[1:8]), at), at
         handle = self.handles[at]
@@ -481,8 +480,7 @@ class Judge(Wire):
         set_slot(handle, "__built__", False)  # an object that the code sends may stand for data
         if parts[8:]:
             set_slot(handle, "__value__", self._decode(parts[8]))
-            if type(handle.__value__) is not type(handle).__data__:
-                raise Malformed("no value")
+            expect(type(handle.__value__) is type(handle).__data__, "no value")
         return handle
 
     def kind(self, at, name, compares, calls, bases, data, defined):
@@ -528,8 +526,7 @@ class Judge(Wire):
 
     def greeted(self):
         """Wait until the program has started."""
-        if "hello" not in self.channel.receive():
-            raise Malformed("no greeting")
+        expect("hello" in self.channel.receive(), "no greeting")
 
     def loaded(self):
         """Wait until the code is loaded; the exception that it raised, or None."""
@@ -599,15 +596,13 @@ class Judge(Wire):
         if op == "get" and answer == ["m"]:
             return METHOD, None
         if type(answer) is list and answer[0] == "a":  # a container of the tests
-            if not mutable(both[number(answer[1])]):
-                raise Malformed("no container")
+            expect(mutable(both[number(answer[1])]), "no container")
             return both[answer[1]], None
         return self.decode(answer), None
 
     def raised(self, op, error):
         """The exception to raise for one of the code."""
-        if not isinstance(error, BaseException):
-            raise Malformed("no exception")
+        expect(isinstance(error, BaseException), "no exception")
         names = {kind.__name__ for kind in type(error).__mro__ if kind.__module__ in ("builtins", "asyncio.exceptions")}
         expected = any(name in self.source for name in names - {"object", "BaseException", "Exception"})
         if not isinstance(error, Exception) and not expected:

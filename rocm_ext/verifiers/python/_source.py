@@ -117,7 +117,8 @@ class Tests:
         given = {name for text in trusted for name in _globals(text, ast.parse(text))[0]}
         self.above = [node for text in trusted for node in _walk(ast.parse(text))]
         self._find_names(bound, (read - given | _ids(ast.walk(ast.parse(entry or "0")))) - bound)
-        self._refuse()
+        for problem in self._problems():
+            raise Broken(problem)
 
     def of(self, *kinds):
         """The nodes of some kinds."""
@@ -213,72 +214,72 @@ class Tests:
     # what would not run, could not fail, or does not reach the code
 
     def _no(self, node, reason, apart=False):
-        """Refuse a node; with ``apart``, only if the code runs in another process."""
+        """The problem of a node; with ``apart``, only if the code runs in another process."""
         if self.apart or not apart:
-            raise Broken(f"`{self.text(node)[:80]}` {reason}" + f": {APART}" * apart)
+            yield f"`{self.text(node)[:80]}` {reason}" + f": {APART}" * apart
 
-    def _refuse(self):
-        """Refuse tests that would not run, could not fail, or do not reach the code."""
+    def _problems(self):
+        """Yield why tests would not run, could not fail, or do not reach the code."""
         self.used = {getattr(n, "id", None) or getattr(n, "attr", None) or str(getattr(n, "value", ""))
                      for n in self.of(ast.Name, ast.Attribute, ast.Constant)}  # fmt: skip
         expects = {n for node in self.of(ast.With, ast.AsyncWith, ast.Try) for n in _walk(node)}  # an exception
         tasks = {f.name for f in self.of(ast.AsyncFunctionDef)}
         self.passed_on = self._modules_passed_on([*self.above, *self.nodes])
-        for node in (node for node in self.above if self._runs_text(node)):
-            raise Broken(f"`{ast.unparse(node)}` of the set-up {TEXT}")
+        for node in filter(self._runs_text, self.above):
+            yield f"`{ast.unparse(node)}` of the set-up {TEXT}"
         calls = [call for call in self.of(ast.Call) if self._runs_text(call.func) and _is_constant(call)]
         constant = {n for call in calls for n in _walk(call.func)}
         for node in (node for node in self.nodes if node not in constant and self._runs_text(node)):
-            self._no(node, f"has {ast.unparse(node)}, which {TEXT}")
+            yield from self._no(node, f"has {ast.unparse(node)}, which {TEXT}")
         for node in self.nodes:
             for block in _blocks_of(node):
                 end = next((i for i, s in enumerate(block) if isinstance(s, ENDS)), len(block))
-                if late := next(filter(self.checks, block[end + 1 :]), None):
-                    self._no(late, "comes after the end of its block and never runs")
+                for late in filter(self.checks, block[end + 1 :]):
+                    yield from self._no(late, "comes after the end of its block and never runs")
             match node:
                 case ast.Module(body=body) | ast.ClassDef(body=body):
                     names = [n.name for n in body if isinstance(n, DEFINITIONS) and n.name.lower().startswith("test")]
-                    if twice := [name for name in names if names.count(name) > 1]:
-                        raise Broken(f"{twice[0]} is defined twice, so that only the last runs: rename one")
+                    for name in (name for name in names if names.count(name) > 1):
+                        yield f"{name} is defined twice, so that only the last runs: rename one"
                 case ast.Assert(test=ast.Tuple(elts=[_, *_])):
-                    self._no(node, "is always true: remove the parentheses")
+                    yield from self._no(node, "is always true: remove the parentheses")
                 case ast.Expr(value=ast.Compare()) if node not in expects:
-                    self._no(node, "has a result that nobody looks at: write `assert`")
+                    yield from self._no(node, "has a result that nobody looks at: write `assert`")
                 case ast.Expr(value=ast.Call(func=func)):
                     name = self.name(func).removeprefix("self.")
                     if name in tasks or name.endswith((".create_task", ".ensure_future", "asyncio.gather")):
-                        self._no(node, "makes a task that nobody awaits")
+                        yield from self._no(node, "makes a task that nobody awaits")
                 case ast.Import() | ast.ImportFrom():
                     if "pandas" in {path.split(".")[0] for path in _imports([node]).values()}:
-                        self._no(node, REASONS["pandas"], apart=True)
+                        yield from self._no(node, REASONS["pandas"], apart=True)
                 case ast.Call():
-                    self._refuse_call(node)
+                    yield from self._problems_of_call(node)
                 case ast.Raise(exc=ast.Name() | ast.Attribute() as kind) if reason := REASONS.get(self.name(kind)):
-                    self._no(node, reason, apart=True)
+                    yield from self._no(node, reason, apart=True)
                 case ast.Attribute(ctx=ast.Store()) | ast.Subscript(ctx=ast.Store()):
-                    self._refuse_change(node, node)
+                    yield from self._problems_of_change(node, node)
                 case ast.FunctionDef() | ast.AsyncFunctionDef():
-                    self._refuse_function(node)
+                    yield from self._problems_of_function(node)
         for node in self.top_classes:
-            self._refuse_class(node)
+            yield from self._problems_of_class(node)
 
-    def _refuse_call(self, node):
+    def _problems_of_call(self, node):
         name, args = self.name(node.func), node.args
         reason = REASONS.get(name) or REASONS.get("." + name.split(".")[-1])
         if reason and reason != TEXT:
-            self._no(node, reason, apart=True)
+            yield from self._no(node, reason, apart=True)
         if name.endswith((".skipif", ".skipIf", ".skipUnless", ".mark.xfail")):
             known = self.imports.keys() | vars(builtins)
             if not _ids(_walk(node)) <= known or isinstance((args or [node])[0], ast.Constant):
-                self._no(node, REASONS["pytest.skip"], apart=True)
+                yield from self._no(node, REASONS["pytest.skip"], apart=True)
         if name.endswith("TextTestRunner"):
-            self._no(node, "is not needed: write the TestCase at the top level")
+            yield from self._no(node, "is not needed: write the TestCase at the top level")
         if name.endswith((".format", ".format_map")) and not isinstance(node.func.value, ast.Constant):
             sets = [n for n in self.of(ast.Assign) if self.name(node.func.value) in _ids(n.targets)]
             if not sets or not all(isinstance(n.value, ast.Constant) for n in sets):
-                self._no(node, "would read the tests as the answer's text says: use an f-string")
+                yield from self._no(node, "would read the tests as the answer's text says: use an f-string")
         if args and f"{name}.".startswith(PATCHES):
-            self._refuse_change(node, *args[:2])
+            yield from self._problems_of_change(node, *args[:2])
 
     def _modules_passed_on(self, nodes):
         """Mentions of modules without a dot after them: ``vars(sys)`` leads to everything that Python has loaded."""
@@ -310,42 +311,42 @@ class Tests:
                 module = runs or parts[0] + "." in TEXTS or "builtins" in parts or ".".join(parts[-2:]) in TEXTS
                 return module or name in TEXTS or name.startswith(("os.exec", "os.spawn", "os.posix_spawn"))
 
-    def _refuse_change(self, node, target, name=None):
-        """Refuse changes of imported modules, such as ``time.time = f``, since they do not reach the code."""
+    def _problems_of_change(self, node, target, name=None):
+        """Yield changes of imported modules, such as ``time.time = f``, since they do not reach the code."""
         imported = {path.split(".")[0] for path in self.imports.values()}
         is_text = isinstance(target, ast.Constant)
         changed = str(target.value) if is_text else f"{self.name(target)}.{getattr(name, 'value', '')}"
         if (is_text or changed.split(".")[0] in imported) and not changed.startswith(REACHES):
-            self._no(node, "does not reach the code", apart=True)
+            yield from self._no(node, "does not reach the code", apart=True)
 
-    def _refuse_function(self, node):
+    def _problems_of_function(self, node):
         name = node.name
         runs = node.decorator_list or name in self.used or is_test(name) or name.lower().startswith(HOOKS)
         if not runs and self.checks(node):
-            raise Broken(f"nothing calls {name}(), which holds asserts: call it or name it test_{name}")
+            yield f"nothing calls {name}(), which holds asserts: call it or name it test_{name}"
         kinds = {type(n) for n in _walk(node, False)}
         if isinstance(node, ast.AsyncFunctionDef) and ast.Await in kinds and kinds & {ast.Nonlocal, ast.Global}:
-            self._no(node, "counts concurrent coroutines", apart=True)
+            yield from self._no(node, "counts concurrent coroutines", apart=True)
         runs = is_test(name) and name not in self.helpers and node not in self.fixtures
         if runs and kinds & {ast.Yield, ast.YieldFrom}:
-            raise Broken(f"{name}() is a generator, which does not run: use asserts or parametrize")
+            yield f"{name}() is a generator, which does not run: use asserts or parametrize"
         chosen = self.wanted & _ids(n for d in node.decorator_list for n in _walk(d))
         if is_test(name) and chosen:
-            raise Broken(f"{chosen.pop()} of the answer decorates {name}(), and so decides what is tested")
-        if self.apart and (lacks := [arg.arg for arg in node.args.args if arg.arg in REASONS]):
-            raise Broken(f"{name}() takes {lacks[0]}, which {REASONS[lacks[0]]}: {APART}")
+            yield f"{chosen.pop()} of the answer decorates {name}(), and so decides what is tested"
+        for arg in (arg.arg for arg in node.args.args if self.apart and arg.arg in REASONS):
+            yield f"{name}() takes {arg}, which {REASONS[arg]}: {APART}"
 
-    def _refuse_class(self, node):
+    def _problems_of_class(self, node):
         tests = [n for n in node.body if isinstance(n, FUNCTIONS) and n.name.startswith("test")]
         name, bases, runs = node.name, set(map(_last, node.bases)), node in self.classes
         if tests and not runs and name not in self.used:
-            raise Broken(f"class {name} does not run: name it Test{name} or derive it from TestCase")
+            yield f"class {name} does not run: name it Test{name} or derive it from TestCase"
         if tests and runs and not bases and any(getattr(n, "name", "") == "__init__" for n in node.body):
-            raise Broken(f"class {name} has an __init__: use setup_method")
+            yield f"class {name} has an __init__: use setup_method"
         if bases == {"TestCase"} and any(isinstance(n, ast.AsyncFunctionDef) for n in tests):
-            raise Broken(f"a test of {name} is async: derive it from IsolatedAsyncioTestCase")
+            yield f"a test of {name} is async: derive it from IsolatedAsyncioTestCase"
         if self.apart and (of_answer := bases & self.wanted):
-            raise Broken(f"class {name} of the tests inherits from {of_answer.pop()} of the answer: {APART}")
+            yield f"class {name} of the tests inherits from {of_answer.pop()} of the answer: {APART}"
 
 
 class Full(ast.NodeTransformer):

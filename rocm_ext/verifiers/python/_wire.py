@@ -103,6 +103,12 @@ class Closed(Exception):
     """The other process has ended."""
 
 
+def expect(condition, problem):
+    """Raise Malformed unless a condition holds."""
+    if not condition:
+        raise Malformed(problem)
+
+
 class Channel:
     """Frames over two pipes: four bytes of length, then a message.
 
@@ -142,8 +148,7 @@ class Channel:
             Closed: the other process has ended.
         """
         size = int.from_bytes(head := self.reader.read(4), "big")
-        if size > MAX_FRAME:
-            raise Malformed(f"a message of {size} bytes")
+        expect(size <= MAX_FRAME, f"a message of {size} bytes")
         data = self.reader.read(size)
         if len(head) < 4 or len(data) < size:
             raise Closed
@@ -151,8 +156,7 @@ class Channel:
             message = self.loads(data)
         except (ValueError, RecursionError, MemoryError) as error:
             raise Malformed(str(error)) from None
-        if type(message) is not dict:
-            raise Malformed("no object")
+        expect(type(message) is dict, "no object")
         return message
 
 
@@ -223,10 +227,9 @@ class Wire:
             raise Malformed(f"{type(error).__name__}: {error}") from None
 
     def _decode(self, item):
-        if type(item) is not list:
-            if item is None or type(item) in (bool, str, float, int):
-                return item
-            raise Malformed(f"a {type(item).__name__}")
+        if item is None or type(item) in (bool, str, float, int):
+            return item
+        expect(type(item) is list, f"a {type(item).__name__}")
         tag, *parts = item
         if tag in MAKE:
             return MAKE[tag](list(map(self._decode, parts)))
@@ -265,8 +268,7 @@ def array(has_shape, dtype, data, *shape):
     import numpy
 
     dtype = numpy.dtype(dtype)
-    if dtype.kind not in DTYPES or not dtype.itemsize:
-        raise Malformed("an array of what is no data")
+    expect(dtype.kind in DTYPES and dtype.itemsize, "an array of what is no data")
     values = numpy.frombuffer(data, dtype).reshape(shape).copy()
     return values if has_shape else values[()]
 
@@ -275,13 +277,12 @@ def match(pattern, flags, string, start, end, spans):
     """The match of a pattern at a position; both processes have the same ``re``."""
     import re
 
-    if not {type(pattern), type(string)} <= {str, bytes}:
-        raise Malformed("no pattern")
+    expect({type(pattern), type(string)} <= {str, bytes}, "no pattern")
     pattern = re.compile(pattern, flags)
-    for candidate in (pattern.match(string, start, end), pattern.fullmatch(string, start, end)):
-        if candidate and candidate.regs == spans:
-            return candidate
-    raise Malformed("no match")
+    matches = (search(string, start, end) for search in (pattern.match, pattern.fullmatch))
+    fitting = next((candidate for candidate in matches if candidate and candidate.regs == spans), None)
+    expect(fitting, "no match")
+    return fitting
 
 
 def mutable(value):
@@ -291,13 +292,11 @@ def mutable(value):
 
 def text(value):
     """``value``, which must be a str."""
-    if type(value) is not str:
-        raise Malformed("no text")
+    expect(type(value) is str, "no text")
     return value
 
 
 def number(value):
     """``value``, which must be an int of at least 0."""
-    if type(value) is not int or value < 0:
-        raise Malformed("no number")
+    expect(type(value) is int and value >= 0, "no number")
     return value

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence, Set
 from functools import cached_property, lru_cache
 from typing import Any
 
-from rocm_ext.base.errors import UserError, nearest
+from rocm_ext.base.errors import require, require_known
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.cases import OutputRule, calls_of, cases_of, run_cases
 from rocm_ext.verifiers.extract import answer_text, extract_code, fenced_code, parse_python
@@ -27,10 +27,8 @@ from rocm_ext.verifiers.sandbox.children import supervise
 log = logging.getLogger("rocm_ext")
 JUDGE_MB = 1024  # the tests may need more memory than the code
 REPORTS = 1 << 16  # bytes; more than all reports of a verdict
-ISOLATIONS = ("two_processes", "same_process")
 READS = re.compile(r"\binput *[(,)]|= *input\b|\bstdin\b|\bopen\(0|\bos\.read\b|\bfileinput\b")  # stdin
 BODY = re.compile(r"(?:[ \t]*\n)*[ \t]+\S")  # the body of a function without its head
-UNJUDGED = ("wrong", "error")
 ENDS = 2.0  # seconds that a sandbox may take to report how its program ended
 
 
@@ -95,12 +93,10 @@ class PythonTests(Verifier):
         tolerance: float | None = None,
         checker: str | None = None,
     ) -> None:
-        if timeout <= 0 or memory_mb < 128:
-            raise UserError(f"PythonTests needs timeout > 0 and memory_mb >= 128, found {timeout} and {memory_mb}")
-        if isolation not in ISOLATIONS:
-            raise UserError(f"isolation {isolation!r} is unknown{nearest(isolation, ISOLATIONS)}")
-        if unjudged not in UNJUDGED:
-            raise UserError(f"unjudged {unjudged!r} is unknown{nearest(unjudged, UNJUDGED)}")
+        fits = timeout > 0 and memory_mb >= 128
+        require(fits, f"PythonTests needs timeout > 0 and memory_mb >= 128, found {timeout} and {memory_mb}")
+        require_known("isolation", isolation, ("two_processes", "same_process"))
+        require_known("unjudged", unjudged, ("wrong", "error"))
         self.isolation, self.unjudged = isolation, unjudged
         self.limits = Limits(seconds=timeout, memory_mb=memory_mb)
         self.partial_credit, self.kind, self.python = partial_credit, sandbox, python or sys.executable
@@ -115,8 +111,8 @@ class PythonTests(Verifier):
         self._sandbox.check()
         path = interpreter(self.python).path
         outcome = self._sandbox.run([path, "-s", "-S", "-c", "print(6 * 7)"], limits=Limits(seconds=20))
-        if outcome.stdout.strip() != b"42":
-            raise UserError(f"{path} does not run in the sandbox: {short(outcome.stderr.decode(), 200)}")
+        runs = outcome.stdout.strip() == b"42"
+        require(runs, f"{path} does not run in the sandbox: {short(outcome.stderr.decode('utf-8', 'replace'), 200)}")
         if self.isolation == "same_process":
             log.warning(
                 "PythonTests with isolation: same_process: code can forge its verdict; use it for code you trust"
@@ -128,8 +124,8 @@ class PythonTests(Verifier):
             if calls_of(row) is None:
                 cases_of(row)
                 return
-            if row.get("checker") is not None:
-                raise ValueError("field 'checker' judges what a program prints; these cases are calls")
+            no_checker = row.get("checker") is None
+            require(no_checker, "field 'checker' judges what a program prints; these cases are calls", ValueError)
         for name in ("entry_point", "test_setup", "code_prefix"):
             if row.get(name) is not None:
                 field(row, name, str)
@@ -277,8 +273,7 @@ def tests_of(row: Mapping[str, Any]) -> str:
     """
     tests = field(row, "tests", (str, list, tuple))
     source = tests if isinstance(tests, str) else "\n".join(map(str, tests))
-    if not source.strip():
-        raise ValueError("field 'tests' is empty")
+    require(source.strip(), "field 'tests' is empty", ValueError)
     return source.replace("\r\n", "\n")
 
 

@@ -51,17 +51,15 @@ def blame(problem: BaseException) -> str:
 
 def judged(verifier: Any, requests: dict[str, Any] | list[dict[str, Any]]) -> list[tuple]:
     """The values of the results on requests, or on the answers of a group."""
-    from rocm_ext.verifiers.base import checked, group_results
+    from rocm_ext.verifiers.base import all_checked, checked, group_results
 
     if isinstance(requests, dict):
         results = group_results(verifier, requests["completions"], requests["row"])
     elif len(requests) == 1:
-        results = [verifier(requests[0]["completion"], requests[0]["row"])]
+        results = [checked(verifier, verifier(requests[0]["completion"], requests[0]["row"]))]
     else:
-        results = verifier.judge_batch([r["completion"] for r in requests], [r["row"] for r in requests])
-        if not isinstance(results, list) or len(results) != len(requests):
-            raise ValueError(f"{type(verifier).__name__}.judge_batch must return a list of {len(requests)} results")
-    results = [checked(verifier, result) for result in results]
+        judged = verifier.judge_batch([r["completion"] for r in requests], [r["row"] for r in requests])
+        results = all_checked(verifier, "judge_batch", judged, len(requests))
     return [result.values() for result in results]
 
 
