@@ -57,11 +57,7 @@ def _decimal(text: Any) -> Fraction:
 
 
 def _small(value: complex | Number) -> Number:
-    """Return a number, an int as a fraction.
-
-    Raises:
-        ValueError: it is complex, or too large to compute with.
-    """
+    """Return a number, an int as a fraction; raises ValueError if it is complex, or too large to compute with."""
     if isinstance(value, complex):
         raise ValueError(_NOT_REAL)
     if not isinstance(value, float):

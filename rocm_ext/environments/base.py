@@ -109,11 +109,7 @@ class Environment:
         return self.judge(message["content"])
 
     def judge(self, answer: str) -> Any:
-        """Judge the message that ends the conversation.
-
-        Returns:
-            A :class:`~rocm_ext.verifiers.Result`; or a reward from 0 to 1, which is CORRECT if it is 1.
-        """
+        """Judge the last message: a :class:`~rocm_ext.verifiers.Result`, or a reward from 0 to 1, CORRECT if 1."""
         if self._verifier is not None:
             return checked(self._verifier, self._verifier(answer, self.row))
         raise NotImplementedError(f"{type(self).__name__} defines neither judge nor reply")
@@ -137,18 +133,11 @@ def now(value: Any) -> Any:
     return _loop().run_until_complete(awaited()) if inspect.isawaitable(value) else value
 
 
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """Return the process's only event loop, so that connections outlive an await."""
-    return asyncio.new_event_loop()
+_loop = functools.cache(asyncio.new_event_loop)  # one for the process, so that connections outlive an await
 
 
 def checked_reply(environment: Environment, value: Any) -> Reply:
-    """Return an environment's reply as messages, an Ask or a Result.
-
-    Raises:
-        ValueError: it is none of these.
-    """
+    """Return an environment's reply as messages, an Ask or a Result; raises ValueError if it is none of these."""
     name = type(environment).__name__
     if isinstance(value, (Ask, Result)):
         return value

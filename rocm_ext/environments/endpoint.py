@@ -33,12 +33,8 @@ class AtLimit(ValueError):
 class Exchange:
     """A request, and the response that waits for the model's message.
 
-    Args:
-        body: the HTTP request's body.
-        client: the client's socket.
-
     Raises:
-        ValueError: it does not request a chat completion, or is not supported.
+        ValueError: the body does not request a chat completion, or is not supported.
     """
 
     def __init__(self, body: bytes, client: socket.socket | None = None) -> None:
@@ -78,11 +74,7 @@ class Exchange:
         self._response.put(message)
 
     def completion(self) -> dict[str, Any]:
-        """Wait for the response, and return it in OpenAI's form.
-
-        Raises:
-            AtLimit: the request was refused.
-        """
+        """Wait for the response, and return it in OpenAI's form; raises AtLimit if the request was refused."""
         said = self._response.get()
         if isinstance(said, str):
             raise AtLimit(said)
@@ -128,13 +120,7 @@ def _events(completion: dict[str, Any], sizes: bool) -> bytes:
 
 
 class Endpoint(ThreadingHTTPServer):
-    """Serves a listening socket in new threads.
-
-    Args:
-        listening: the socket.
-        key: the key that requests must bring.
-        asked: the queue for requests of completions.
-    """
+    """Serves a listening socket in new threads: puts requests that bring the key into the queue ``asked``."""
 
     def __init__(self, listening: socket.socket, key: str, asked: "SimpleQueue[Exchange | None]") -> None:
         super().__init__(("127.0.0.1", 0), _Handler, bind_and_activate=False)

@@ -78,11 +78,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Describe a function as a JSON schema in OpenAI's form.
-
-    Raises:
-        UserError: as :class:`Tools`.
-    """
+    """Describe a function as a JSON schema in OpenAI's form; raises UserError as :class:`Tools`."""
     later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
     plain = inspect.isroutine(function) and not any(kind(function) for kind in later)
     require(plain, f"tools: found {function!r}; expected a function that is neither asynchronous nor a generator")
@@ -114,11 +110,7 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _kind(hint: Any) -> dict[str, Any]:
-    """Return the JSON schema of a type.
-
-    Raises:
-        KeyError: JSON has no such type.
-    """
+    """Return the JSON schema of a type; raises KeyError if JSON has no such type."""
     if hint is Any:
         return {}
     origin, parts = get_origin(hint), get_args(hint)

@@ -161,11 +161,7 @@ def short(text: object, length: int = DETAIL) -> str:
 
 
 def field(row: Mapping[str, Any], name: str, kind: type | tuple[type, ...] = object) -> Any:
-    """The value of a row's field.
-
-    Raises:
-        ValueError: the field is missing, None or not of type ``kind``.
-    """
+    """The value of a row's field; raises ValueError if the field is missing, None or not of type ``kind``."""
     value = row.get(name)
     if value is None:
         raise ValueError(f"field {name!r} is missing; the row has {', '.join(map(repr, row)) or 'none'}")

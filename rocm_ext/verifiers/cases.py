@@ -186,13 +186,7 @@ def run_cases(
 ) -> CaseResults:
     """Run the program once per case; a checker runs once, at the end.
 
-    Args:
-        sandbox: the program's sandbox.
-        argv, files: as for :meth:`Sandbox.start`.
-        row: the row with the cases.
-        limits: limits of a run, but ``seconds`` are for all cases together.
-        go_on: continue after a case that fails. A timeout always ends the row.
-        comparison: the rule for right output.
+    ``limits.seconds`` are for all cases together. ``go_on`` continues after a case that fails, but not after a timeout.
     """
     cases, left = cases_of(row), limits.seconds
     batch = bool(row.get("checker") or comparison.source)

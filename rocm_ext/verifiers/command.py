@@ -105,11 +105,7 @@ def _started(command: Sequence[str], feed: bytes = b"", tie: Callable[[], None] 
 
 
 def _result(said: bytes, number: int | None = None) -> Result:
-    """The result in a program's answer to request ``number``.
-
-    Raises:
-        _Fault: the answer is invalid.
-    """
+    """The result in a program's answer to request ``number``; raises _Fault if the answer is invalid."""
     text = said.decode("utf-8", "replace")
     try:
         answer = json.loads(text)

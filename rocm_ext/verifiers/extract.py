@@ -1,6 +1,7 @@
 """Extract the code from a completion."""
 
 import ast
+import contextlib
 import re
 import warnings
 from collections.abc import Callable
@@ -64,7 +65,13 @@ def extract_code(text: str, language: str, fits: Callable[[str], Any] = bool) ->
         blocks = [block for group in groups for block in reversed(group)]
         return next(filter(fits, blocks), blocks[0] if blocks else None)
     text = answer_text(text)
-    return text if _is_code(text, language) else None
+    if language != "python":
+        return text if SIGNS[language].search(text) else None
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        for node in parse_python(text).body if len(text) <= MAX_PARSED else ():
+            if not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call):  # prose can parse as an expression
+                return text
+    return None
 
 
 def fenced_code(text: str, language: str) -> tuple[list[list[str]], bool]:
@@ -81,8 +88,10 @@ def fenced_code(text: str, language: str) -> tuple[list[list[str]], bool]:
     for line in answer_text(text).split("\n"):
         bare = line.strip()
         if not fence:
-            if marker := _fence(line):
-                (indent, fence, tag), lines, fenced = marker, [], True
+            marker = FENCE.match(line)
+            if marker and "`" not in line[marker.end(1) :]:
+                indent = " " * marker.end() if marker[0].strip() else marker[0]
+                fence, tag, lines, fenced = marker[1], marker[2].lower().strip("{}.:,"), [], True
         elif bare.startswith(fence) and not bare.strip(fence[0]) and line.index(bare) < len(indent) + 4:
             groups[True, bool(tag)] += _block(lines, indent, tag in ("", *TAGS[language]))
             fence = ""
@@ -101,14 +110,6 @@ def _block(lines: list[str], indent: str, ours: bool) -> list[str]:
     return ["\n".join(lines) + "\n"] if ours and first else []
 
 
-def _fence(line: str) -> tuple[str, str, str] | None:
-    """Indent, fence and tag if a line is a fence, else None."""
-    match = FENCE.match(line)
-    if match is None or "`" in line[match.end(1) :]:
-        return None
-    return " " * match.end() if match[0].strip() else match[0], match[1], match[2].lower().strip("{}.:,")
-
-
 def parse_python(source: str) -> ast.Module:
     """The syntax tree of ``source``, without printing the parser's warnings.
 
@@ -118,16 +119,3 @@ def parse_python(source: str) -> ast.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(source)
-
-
-def _is_code(text: str, language: str) -> bool:
-    if language != "python":
-        return bool(SIGNS[language].search(text))
-    if len(text) > MAX_PARSED:
-        return False
-    try:
-        body = parse_python(text).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    # prose such as a single word also parses, as an expression
-    return any(not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call) for node in body)

@@ -101,11 +101,7 @@ class LLMJudge(Verifier):
         return scaled(score, self.scale, self.threshold, "the judge")
 
     async def _ask(self, client: Any, text: str) -> dict[str, Any]:
-        """The server's answer; requests that fail are repeated.
-
-        Raises:
-            Exception: the last request failed, or there is no time for another.
-        """
+        """The server's answer; a failed request is repeated while there is time."""
         deadline = time.monotonic() + self.timeout
         body = {"messages": [{"role": "user", "content": text}], **self.fields}
         failures = 0
@@ -138,11 +134,7 @@ def parsed_template(template: str) -> list[tuple[str, str | None]]:
 
 
 def filled(parts: Sequence[tuple[str, str | None]], completion: str, row: Mapping[str, Any]) -> str:
-    """The judge's message, with the completion in a fence.
-
-    Raises:
-        ValueError: the row lacks a field.
-    """
+    """The judge's message, with the completion in a fence; raises ValueError if the row lacks a field."""
     longest = max(map(len, re.findall("`+", completion)), default=0)
     fence = "`" * max(3, longest + 1)
     texts = []
@@ -169,11 +161,7 @@ def _reply(answer: Mapping[str, Any]) -> str:
 
 
 def score_in(reply: str) -> float:
-    """The score in a judge's reply, after its reasoning.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """The score in a judge's reply, after its reasoning; raises ValueError if it has none."""
     text = reply.rpartition("</think>")[2].strip()
     if last := SCORE.fullmatch(text.rpartition("\n")[2].strip()):
         return float(last[1])

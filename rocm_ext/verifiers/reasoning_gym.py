@@ -118,11 +118,7 @@ def _command(task: dict[str, Any], script: str) -> tuple[list[str], bytes]:
 
 
 def _read(stdout: bytes, stderr: bytes) -> dict[str, Any]:
-    """The script's answer.
-
-    Raises:
-        UserError: the script failed.
-    """
+    """The script's answer; raises UserError if the script failed."""
     try:
         said = json.loads(stdout)
     except ValueError:

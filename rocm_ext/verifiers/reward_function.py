@@ -59,26 +59,18 @@ class RewardFunction(Verifier):
         require(not is_class, f"RewardFunction: {function} is a class; expected a function, or an object with __call__")
         self.__name__ = getattr(self.function, "__name__", type(self.function).__name__)  # for messages and parts
         self.conversational, self.batch_size, self.groups = conversational, batch_size, groups
-        self._named, self._takes_all = self._signature()
-        ours = ("prompts", "completions", *LOGGERS)
-        self.needs = tuple(name for name, needed in self._named.items() if needed and name not in ours)
-
-    def _signature(self) -> tuple[dict[str, bool], bool]:
-        """The function's parameters with True for required ones, and whether it has ``**kwargs``.
-
-        Raises:
-            UserError: it requires an argument that only a trainer has.
-        """
-        named, takes_all = {}, False
+        self._named: dict[str, bool] = {}  # parameter -> whether it is required
+        self._takes_all = False  # whether the function has **kwargs
         for name, parameter in inspect.signature(self.function).parameters.items():
+            optional = parameter.default is not parameter.empty
             if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-                takes_all = takes_all or parameter.kind is parameter.VAR_KEYWORD
+                self._takes_all = self._takes_all or parameter.kind is parameter.VAR_KEYWORD
             elif name in TRAINERS:
-                optional = parameter.default is not parameter.empty
                 require(optional, f"RewardFunction: the function needs {name}, which only a trainer has")
             else:
-                named[name] = parameter.default is parameter.empty
-        return named, takes_all
+                self._named[name] = not optional
+        ours = ("prompts", "completions", *LOGGERS)
+        self.needs = tuple(name for name, needed in self._named.items() if needed and name not in ours)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         super().check_row(row)
@@ -101,7 +93,7 @@ class RewardFunction(Verifier):
         columns = dict.fromkeys(name for row in rows for name in row if name not in (*NO_COLUMNS, *given))
         given |= {name: [row.get(name) for row in rows] for name in columns}
         given = {name: value for name, value in given.items() if self._takes_all or name in self._named}
-        given |= {name: _ignore for name in LOGGERS if self._named.get(name)}
+        given |= {name: lambda *_, **__: None for name in LOGGERS if self._named.get(name)}
         parts: dict[str, float] = {}
         if "log_metric" in self._named:
             given["log_metric"] = lambda name, value: parts.update(_finite({name: value}))
@@ -162,16 +154,8 @@ def _finite(parts: Mapping[Any, Any]) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Discard a function's notes for a trainer's logs."""
-
-
 def checked_scale(who: str, scale: Sequence[float], threshold: float) -> tuple[tuple[float, float], float]:
-    """A verifier's arguments ``scale`` and ``threshold`` as floats.
-
-    Raises:
-        UserError: one is out of range.
-    """
+    """A verifier's arguments ``scale`` and ``threshold`` as floats; raises UserError if one is out of range."""
     numbers = isinstance(scale, (list, tuple)) and all(type(number) in (int, float) for number in scale)
     fits = numbers and len(scale) == 2 and -math.inf < scale[0] < scale[1] < math.inf
     require(fits, f"{who}: scale must be [low, high], two numbers with low < high, found {scale!r}")

@@ -79,15 +79,8 @@ def self_check(
 def try_out(node: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], timeout: float) -> None:
     """Judge an answer to the first row in a worker: the row's gold answer, or one that is made up.
 
-    An ERROR may be the row's fault, so the middle and the last row are tried, too.
-
-    Args:
-        node: the verifier, as for :func:`rocm_ext.verifiers.build`.
-        rows: the prompts' rows.
-        timeout: seconds for one call of the verifier.
-
-    Raises:
-        UserError: all of these are ERROR; the message names the verifier and has the first reason.
+    An ERROR may be the row's fault, so the middle and the last row are tried, too. If all are ERROR, a UserError names
+    the verifier and the first reason.
     """
     reasons = []
     with Pool(node, workers=1, timeout=timeout) as pool:

@@ -369,11 +369,6 @@ def same(a, b):
 class Judge(Wire):
     """The connection to the code's process.
 
-    Args:
-        channel: the channel to the code.
-        task: the verifier's task.
-        namespace: the tests' namespace.
-
     Attributes:
         gone: why the code no longer answers; empty: it does.
         unjudged: why there is no verdict; empty: there is one.

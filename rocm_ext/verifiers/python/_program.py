@@ -241,14 +241,10 @@ class Program(Wire):
         changed = [[index, now] for index, old in before.items() if (now := self.as_data(both[index])) != old]
         if any(now is ... for _, now in changed):
             return {"unjudged": "the code leaves what may not cross in a container of the tests"}
-        return reply | {"changed": changed, "globals": self.changed_globals(), **self.printed()}
-
-    def changed_globals(self):
-        """The plain globals that have changed since they crossed."""
-        changed = [[name, now] for name, before in self.watched.items()
-                 if (now := self.as_data(self.namespace.get(name))) is not ... and now != before]  # fmt: skip
-        self.watched.update(changed)
-        return changed
+        new = [[name, now] for name, old in self.watched.items()
+               if (now := self.as_data(self.namespace.get(name))) is not ... and now != old]  # fmt: skip
+        self.watched.update(new)
+        return reply | {"changed": changed, "globals": new, **self.printed()}
 
     # operations
 
@@ -316,11 +312,7 @@ def base_of(kind):
 
 
 def state(value):
-    """The attributes of an object.
-
-    Raises:
-        Unsendable: its class derives from a builtin type, so that it also has a value.
-    """
+    """The attributes of an object, unless its class derives from a builtin type, so that it also has a value."""
     if isinstance(value, tuple(READ)):
         raise Unsendable(f"an object of {type(value).__name__}, which is data with code")
     attributes = dict(getattr(value, "__dict__", {}))

@@ -25,12 +25,8 @@ FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all_
 class TestCounts:
     """Counts of passed and failed tests. ``with counts:`` watches an assert of the tests.
 
-    Args:
-        judge: the connection to the program.
-        source: the tests, for the details of failures.
-        go_on: whether to go on after a failure.
-
     Attributes:
+        go_on: whether to go on after a failure.
         passed, total, failures: numbers of units.
         detail: the first failure.
         ran: number of asserts that ran.
@@ -57,13 +53,7 @@ class TestCounts:
         return bool(self.judge.gone or self.judge.unjudged or (self.failures and not self.go_on))
 
     def unit(self, run, text, asserts=False):
-        """Run a unit.
-
-        Args:
-            run: a function without arguments that raises if the unit fails.
-            text: the unit's name in the detail of a failure.
-            asserts: whether it fails if none of its asserts runs.
-        """
+        """Run a unit, which raises if it fails; with ``asserts``, it also fails if none of its asserts runs."""
         self.total += 1
         if self.stopped:
             return
@@ -108,17 +98,7 @@ def said(error):
 
 
 def run(task, judge, namespace, report):
-    """Run the tests; the report for the verifier.
-
-    Args:
-        task: the verifier's task.
-        judge: the connection to the program.
-        namespace: the tests' namespace.
-        report: writes a line for the verifier.
-
-    Raises:
-        Broken: the tests do not work.
-    """
+    """Run the tests in their namespace; the report for the verifier. Raises Broken if the tests do not work."""
     builtins.exit = builtins.quit = sys.exit  # as `site` does
     calls = task["cases"] is not None
     tests = Calls(task) if calls else Tests(task["tests"], task["trusted"], task["entry_point"], False)
@@ -180,13 +160,7 @@ def prepare(source, score):
 
 
 def take(tests, namespace, score):
-    """Run the tests: the top level's statements in order, then the functions, then pytest.
-
-    Args:
-        tests: the tests.
-        namespace: the tests' namespace, with the answer's names.
-        score: the counts.
-    """
+    """Run the tests: the top level's statements in order, then the functions, then pytest."""
     called = {getattr(getattr(getattr(s, "value", None), "func", None), "id", "") for s in tests.body}
     lines = tests.watch()
     namespace[WATCH] = score
@@ -311,11 +285,7 @@ def by_pytest(tests, score, lines):
 
 
 class Calls:
-    """Cases that are calls of the answer, with the values that it must return.
-
-    Attributes:
-        required, own, wanted, live, library: names, as in :class:`_source.Tests`.
-    """
+    """Cases that are calls of the answer, with the values that it must return; names as in :class:`_source.Tests`."""
 
     def __init__(self, task):
         self.cases, self.entry, self.tolerance = task["cases"], task["entry_point"], task["tolerance"]
@@ -379,12 +349,9 @@ class Local:
 
 
 def judge(task, hears, asks, report):
-    """Judge one task.
+    """Judge the verifier's task; if it has a ``program``, the code runs in this process, too.
 
-    Args:
-        task: the verifier's task; if it has a ``program``, the code runs in this process, too.
-        hears, asks: the ends of the pipes from and to the program.
-        report: writes a line for the verifier.
+    ``hears`` and ``asks`` are the ends of the pipes from and to the program; ``report`` writes a line for the verifier.
     """
     module = sys.modules[MAIN] = types.ModuleType(MAIN)
     module.__dict__.update({"__builtins__": builtins, "__file__": "tests.py"})

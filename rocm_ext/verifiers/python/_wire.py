@@ -110,12 +110,7 @@ def expect(condition, problem):
 
 
 class Channel:
-    """Frames over two pipes: four bytes of length, then a message.
-
-    Args:
-        reader, writer: descriptors.
-        dumps, loads: functions from a message to bytes and back.
-    """
+    """Frames over two pipes: four bytes of length, then a message, which ``dumps`` and ``loads`` convert."""
 
     def __init__(self, reader, writer, dumps, loads):
         self.reader, self.writer = open(reader, "rb", closefd=False), open(writer, "wb", closefd=False)  # noqa: SIM115
@@ -214,11 +209,7 @@ class Wire:
         return [tag, *[self.encode(part, depth + 1) for part in parts]]
 
     def decode(self, item):
-        """The value of JSON.
-
-        Raises:
-            Malformed: the JSON stands for no value.
-        """
+        """The value of JSON; raises Malformed if the JSON stands for no value."""
         try:
             return self._decode(item)
         except Malformed:

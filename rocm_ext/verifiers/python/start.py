@@ -70,15 +70,9 @@ def compiled(python: str) -> dict[str, bytes]:
 
 def start(script: str, sandbox: Sandbox, python: str, task: dict[str, Any], limits: Limits,
           fds: Sequence[int], *arguments: str) -> RunningProgram:  # fmt: skip
-    """Start a script in a sandbox.
+    """Start a script, such as ``judge``, in a sandbox; ``task`` is the argument of its ``main``.
 
-    Args:
-        script: ``judge``, ``program`` or ``interpreter``.
-        sandbox, limits: the sandbox and its limits.
-        python: path of the interpreter.
-        task: the argument of the script's ``main``.
-        fds: descriptors that it inherits; their numbers are the first arguments of its command line.
-        arguments: further arguments.
+    It inherits ``fds``; their numbers and then ``arguments`` are its command line.
     """
     modules = [(name, compiled(python)[name]) for name in SCRIPTS[script]]
     argv = [python, "-s", "-S", "-c", BOOT, *map(str, fds), *arguments, USER]
@@ -90,11 +84,7 @@ class JudgeEnded(Exception):
 
 
 class WarmJudge:
-    """A judge's sandbox; see ``_warm.py``. It serves one verdict at a time.
-
-    Raises:
-        JudgeEnded: it did not start.
-    """
+    """A judge's sandbox; see ``_warm.py``. It serves one verdict at a time; raises JudgeEnded if it did not start."""
 
     def __init__(self, sandbox: Sandbox, python: str, path: Sequence[str], memory_mb: int) -> None:
         self.owner = os.getpid()
@@ -121,12 +111,7 @@ class WarmJudge:
         return self._link.fileno()
 
     def give(self, task: dict[str, Any], hears: int, asks: int, tells: int) -> None:
-        """Start a verdict.
-
-        Args:
-            task: the task of ``_run.judge``.
-            hears, asks: the judge's ends of the pipes from and to the program.
-            tells: the pipe for its reports.
+        """Start a verdict: the arguments are those of ``_run.judge``, and ``tells`` is the pipe for its reports.
 
         Raises:
             JudgeEnded: it has died.
@@ -175,9 +160,6 @@ class Judges:
     """The warm judges that wait for their next verdict: one per thread, since bwrap ends with its thread.
 
     Copies and forks start other judges.
-
-    Args:
-        memory_mb: memory of a judge.
     """
 
     def __init__(self, memory_mb: int) -> None:
@@ -188,11 +170,7 @@ class Judges:
 
     @contextlib.contextmanager
     def one(self, sandbox: Sandbox, python: str, path: Sequence[str]) -> Iterator[WarmJudge]:
-        """A judge for one verdict.
-
-        Raises:
-            JudgeEnded: none can be started.
-        """
+        """A judge for one verdict; raises JudgeEnded if none can be started."""
         judge: WarmJudge | None = self._idle.__dict__.pop("judge", None)
         if judge is None or not judge.alive():
             judge = WarmJudge(sandbox, python, path, self.memory_mb)

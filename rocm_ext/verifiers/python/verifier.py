@@ -266,11 +266,7 @@ class PythonTests(Verifier):
 
 
 def tests_of(row: Mapping[str, Any]) -> str:
-    """The source of a row's tests.
-
-    Raises:
-        ValueError: the row has none.
-    """
+    """The source of a row's tests; raises ValueError if the row has none."""
     tests = field(row, "tests", (str, list, tuple))
     source = tests if isinstance(tests, str) else "\n".join(map(str, tests))
     require(source.strip(), "field 'tests' is empty", ValueError)
@@ -290,12 +286,8 @@ def tested(tests: str, trusted: tuple[str, ...], entry: str) -> Set[str]:
 def defining(blocks: Sequence[str], names: Set[str], every: bool) -> str | None:
     """The last block that defines a name for the tests, after earlier blocks that define other names or its needs.
 
-    Other blocks, such as examples of use, are left out. None: no block defines a name.
-
-    Args:
-        blocks: the answer's blocks, in order.
-        names: the names that the tests use.
-        every: True: the tests use all of the names; False: one of them.
+    Other blocks, such as examples of use, are left out. None: no block defines a name. The tests use ``every`` name, or
+    one of them.
     """
     known = [names_in(block) for block in blocks]
     defined = {name for defines, _, _ in known for name in defines}

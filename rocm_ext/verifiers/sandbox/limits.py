@@ -89,11 +89,7 @@ def program(name: str) -> str | None:
 
 @functools.cache
 def tool(name: str) -> str:
-    """The path of a program of util-linux.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """The path of a program of util-linux; raises UserError if it is not installed."""
     if (path := program(name)) is None:
         raise UserError(f"{name} is not installed: `apt install util-linux`")
     return path

@@ -295,11 +295,7 @@ class Interpreter(NamedTuple):
 
 @functools.cache
 def interpreter(executable: str) -> Interpreter:
-    """Ask a Python interpreter for its folders.
-
-    Raises:
-        UserError: the interpreter does not run.
-    """
+    """Ask a Python interpreter for its folders; raises UserError if the interpreter does not run."""
     code = "import os,site,sys;p=[sys.prefix,sys.base_prefix,os.path.realpath(sys.base_prefix)];"
     code += "print(*p,sep='\\0',end='\\1');print(*site.getsitepackages(),sep='\\0',end='\\1');"
     code += "print(os.path.realpath(sys.executable),end='')"
