@@ -126,11 +126,7 @@ def tools_of(environment: Environment) -> Tools:
 
 def now(value: Any) -> Any:
     """Return ``value``, or its result if it is awaitable."""
-
-    async def awaited() -> Any:
-        return await value
-
-    return _loop().run_until_complete(awaited()) if inspect.isawaitable(value) else value
+    return _loop().run_until_complete(value) if inspect.isawaitable(value) else value
 
 
 _loop = functools.cache(asyncio.new_event_loop)  # one for the process, so that connections outlive an await

@@ -13,12 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from rocm_ext.base.errors import one_line
+from rocm_ext.base.errors import one_line, require
 
 _MOST = 32  # calls in a message; models repeat themselves, and a call costs a process's time
 # JSON schemas: the types of Python's values, and whether any or all of several schemas must hold
 _KINDS = {bool: ["boolean"], int: ["integer", "number"], float: ["number"], list: ["array"], dict: ["object"],
           type(None): ["null"]}  # fmt: skip
+_UNREADABLE = (ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError, MemoryError)
 _PARTS: dict[str, Callable[[Any], bool]] = {"anyOf": any, "oneOf": any, "allOf": all}
 
 
@@ -62,7 +63,12 @@ def calls_in(text: str, schemas: Sequence[Mapping[str, Any]] = ()) -> tuple[str,
     head, said = text[:behind], text[behind:]
     for mark, read in _NOTATIONS:
         if matches := list(mark.finditer(said)):
-            calls = [call for match in matches for call in _checked(read, match.group(1), schemas)]
+            calls: list[Call] = []
+            for match in matches:
+                try:
+                    calls += read(match.group(1), schemas)
+                except _UNREADABLE as error:
+                    calls.append(Call("", problem=one_line(error)))
             if (more := len(calls) - _MOST) > 0:
                 calls[_MOST:] = [Call("", problem=f"a message has at most {_MOST} calls; the last {more} did nothing")]
             content = head + mark.sub("", said)
@@ -75,21 +81,14 @@ def calls_in(text: str, schemas: Sequence[Mapping[str, Any]] = ()) -> tuple[str,
 Reader = Callable[[str, Sequence[Mapping[str, Any]]], Iterator[Call]]
 
 
-def _checked(read: Reader, body: str, schemas: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
-    try:
-        yield from read(body, schemas)
-    except (ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError, MemoryError) as problem:
-        yield Call("", problem=one_line(problem))
-
-
 def _of_json(value: Any) -> Call:
-    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-        raise ValueError('a call is {"name": ..., "arguments": {...}}')
+    named = isinstance(value, Mapping) and isinstance(value.get("name"), str)
+    require(named, 'a call is {"name": ..., "arguments": {...}}', ValueError)
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
-    if not isinstance(arguments, Mapping):
-        raise ValueError(f"arguments are an object, found {type(arguments).__name__}")
+    mapped = isinstance(arguments, Mapping)
+    require(mapped, f"arguments are an object, found {type(arguments).__name__}", ValueError)
     return Call(value["name"], arguments)
 
 

@@ -28,7 +28,7 @@ from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.base.process import adopt_orphans, signal_at_parents_end
 from rocm_ext.environments.base import Ask, Environment, Reply, checked_reply, now, tools_of
 from rocm_ext.verifiers.base import Result, error
-from rocm_ext.verifiers.sandbox.children import descendants
+from rocm_ext.verifiers.sandbox.children import descendants, kill
 from rocm_ext.verifiers.sandbox.sandbox import FOLDER, folder_of_runs
 from rocm_ext.verifiers.workers import worker
 
@@ -100,9 +100,7 @@ class Environments:
         os.write(self._wake, b".")
         self._thread.join()
         self._end_talks()
-        for pid in [*descendants(self._host.pid), self._host.pid]:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        kill([*descendants(self._host.pid), self._host.pid])
         self._host.wait()
         self._link.close()
         self._selector.close()
@@ -215,9 +213,7 @@ class _Talk:
             below = descendants(self.pid)
             with contextlib.suppress(OSError):
                 os.killpg(self.pid, signal.SIGKILL)
-            for pid in below:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
+            kill(below)
         self.socket.close()
         if self.future is not None and not self.future.done():
             self.future.set_result(error(why))

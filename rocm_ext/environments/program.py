@@ -136,14 +136,12 @@ class Program(Environment):
         super().check()
 
     def begin(self) -> Ask | Result:
-        """Start the program; return its first request."""
         self._running, server, key = self._start()
         Endpoint(server, key, self._asked)
         threading.Thread(target=self._watch, daemon=True).start()
         return self._next()
 
     def reply(self, message: Mapping[str, Any]) -> Ask | Result:
-        """Answer the program's request with the model's message; return its next one, or the result."""
         assert self._exchange is not None
         self._said = message
         self._exchange.answer(message)
@@ -175,9 +173,7 @@ class Program(Environment):
                 )
             _, fds, *_ = socket.recv_fds(ours, 1, 1) if readable(ours.fileno(), _START) else (b"", [])
         if not fds:
-            running.child.kill()
-            said = running.child.process.stderr.read() if running.child.process.stderr else b""
-            raise RuntimeError(f"the sandbox did not start: {short(said.decode('utf-8', 'replace'))}")
+            raise RuntimeError(f"the sandbox did not start: {short(running.last_words())}")
         return running, socket.socket(fileno=fds[0]), key
 
     def _watch(self) -> None:

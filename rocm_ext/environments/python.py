@@ -15,7 +15,7 @@ from rocm_ext.environments.tools import Fault
 from rocm_ext.verifiers.base import short
 from rocm_ext.verifiers.python.start import compiled, start
 from rocm_ext.verifiers.sandbox import Limits, Sandbox, interpreter
-from rocm_ext.verifiers.sandbox.children import descendants, readable, supervise
+from rocm_ext.verifiers.sandbox.children import descendants, kill, readable, supervise
 
 _START = 60.0  # seconds that the interpreter may take to start
 _CODE = 50_000  # bytes of a call: the socket takes them at once
@@ -101,14 +101,11 @@ class _Interpreter:
             running = start("interpreter", sandbox, path, task, limits, [theirs.fileno()])
         self._child, self.close = running.child, weakref.finalize(self, running.close)
         process = self._child.process
+        if not readable(self._link.fileno(), _START) or not self._link.recv(1):
+            raise Fault(f"Python did not start in the sandbox: {short(running.last_words())}")
         assert process.stdout is not None
         assert process.stderr is not None
         self._stdout = process.stdout
-        if not readable(self._link.fileno(), _START) or not self._link.recv(1):
-            self._child.kill()
-            said = process.stderr.read() or b""
-            self.close()
-            raise Fault(f"Python did not start in the sandbox: {short(said.decode('utf-8', 'replace'))}")
         process.stderr.close()
         process.stderr = None  # the interpreter's stderr goes to stdout
         self._pids = [process.pid, *descendants(process.pid)]  # bwrap's processes, and last the interpreter
@@ -149,7 +146,5 @@ class _Interpreter:
             if not (others := set(descendants(self._pids[0])) - known):
                 return True
             known |= others  # zombies stay until the interpreter goes on
-            for pid in others:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
+            kill(others)
         return False

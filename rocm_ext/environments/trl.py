@@ -85,9 +85,7 @@ class Trl(Environment):
 
 
 def _at_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that waits for an asynchronous one; a synchronous one unchanged."""
-    if not inspect.iscoroutinefunction(function):
-        return function
+    """Return a synchronous function that waits for a result if it must be awaited."""
 
     @functools.wraps(function)
     def waited(*args: Any, **kwargs: Any) -> Any:

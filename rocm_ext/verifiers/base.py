@@ -56,7 +56,7 @@ class Result:
             require(reward is None, f"an ERROR has no reward, found {reward!r}", ValueError)
             return
         fits = isinstance(reward, (int, float)) and not isinstance(reward, bool) and 0 <= reward <= 1
-        require(fits, f"the reward must be a number in [0, 1], found {reward!r}", ValueError)
+        require(fits, f"the reward must be in [0, 1], found {reward!r}", ValueError)
         object.__setattr__(self, "reward", float(reward))
 
     def values(self) -> tuple[Any, float | None, str, Mapping[str, float]]:

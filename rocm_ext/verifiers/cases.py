@@ -16,7 +16,7 @@ from typing import Any
 from rocm_ext.base.errors import UserError, require
 from rocm_ext.verifiers.base import Result, correct, error, field, short, timeout, wrong
 from rocm_ext.verifiers.extract import parse_python
-from rocm_ext.verifiers.sandbox import BOX, Limits, Outcome, Sandbox, interpreter
+from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, interpreter
 
 CHECKER_MB = 1024  # it reads all that the program printed
 NUMBER = re.compile(r"[+-]?((?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)  # 007 is a text
@@ -203,7 +203,10 @@ def run_cases(
             results.timed_out = True
             results.detail = f"case {index}: still running after {limits.seconds:g} s in all"
             return results
-        problem = failure(outcome)
+        problem = outcome.killed
+        if outcome.returncode != 0 and not problem:
+            last = outcome.stderr.decode("utf-8", "replace").strip().rsplit("\n", 1)[-1]
+            problem = f"exit status {outcome.returncode}" + (f" ({short(last, 150)})" if last else "")
         if not problem:
             results.ran += 1
             if batch:
@@ -227,16 +230,6 @@ def run_cases(
             if score < 1:
                 results.detail = results.detail or f"case {index}: printed {short(text, 80)!r}"
     return results
-
-
-def failure(outcome: Outcome) -> str:
-    """Why a run failed; empty if it succeeded."""
-    if outcome.killed:
-        return outcome.killed
-    if outcome.returncode != 0:
-        last = outcome.stderr.decode("utf-8", "replace").strip().rsplit("\n", 1)[-1]
-        return f"exit status {outcome.returncode}" + (f" ({short(last, 150)})" if last else "")
-    return ""
 
 
 def same_output(printed: str, expected: str, tolerance: float | None = None) -> bool:

@@ -61,7 +61,7 @@ class _Several(Verifier):
 
     def _ends(self, result: Result) -> bool:
         """Whether an answer with this result goes to no further verifier."""
-        raise NotImplementedError
+        return result.reward is None
 
     def _combined(self, results: Sequence[Result]) -> Result:
         """The result on one answer, from the verifiers' results in order."""
@@ -105,9 +105,6 @@ class Weighted(_Several):
         require(fit, f"Weighted needs {count} weights >= 0, not all 0; found {weights!r}")
         require(0 < threshold <= 1, f"Weighted: threshold must be in (0, 1], found {threshold}")
         self.weights, self.threshold = list(weights), threshold
-
-    def _ends(self, result: Result) -> bool:
-        return result.reward is None
 
     def _combined(self, results: Sequence[Result]) -> Result:
         parts = [result.reward or 0.0 for result in results]

@@ -147,7 +147,11 @@ class _Program:
                     raise _Fault(f"has not answered within {seconds:g} s")
                 for key, _ in selector.select(left):
                     if key.fd == self._in:
-                        rest = rest[self._write(rest) :]
+                        try:
+                            count = os.write(self._in, rest[: select.PIPE_BUF])  # a writable pipe takes this much
+                        except OSError:  # it has closed its stdin; reading stdout says why
+                            count = len(rest)
+                        rest = rest[count:]
                         if not rest:
                             selector.unregister(self._in)
                     elif key.fd == self._err:
@@ -163,12 +167,6 @@ class _Program:
         require(not more, f"printed more than one line for a request: {shown!r}", _Fault)
         require(not rest, "answered before it had read the request", _Fault)
         return answer
-
-    def _write(self, data: memoryview) -> int:
-        try:
-            return os.write(self._in, data[: select.PIPE_BUF])  # a writable pipe takes this much at once
-        except OSError:  # it has closed its stdin; reading stdout says why
-            return len(data)
 
     def _listen(self) -> bool:
         """Read stderr without waiting; False at its end."""

@@ -28,20 +28,23 @@ class Language:
         compilers: names of compilers, the preferred one first.
         command: shell command that compiles ``$SRC`` with ``$CC`` into ``out``.
         install: Debian package of the compiler.
+        hello: a program that compiles.
     """
 
     file: str
     compilers: tuple[str, ...]
     command: str
     install: str
+    hello: str
 
 
 LANGUAGES = {
-    "c": Language("main.c", ("gcc", "clang"), '"$CC" -O1 -std=c17 -o out "$SRC" -lm', "gcc"),
-    "cpp": Language("main.cpp", ("g++", "clang++"), '"$CC" -O1 -std=c++17 -o out "$SRC"', "g++"),
-    "rust": Language("main.rs", ("rustc",), '"$CC" --edition 2021 -C opt-level=1 -o out "$SRC"', "rustc"),
+    "c": Language("main.c", ("gcc", "clang"), '"$CC" -O1 -std=c17 -o out "$SRC" -lm', "gcc", "int main(void) {}"),
+    "cpp": Language("main.cpp", ("g++", "clang++"), '"$CC" -O1 -std=c++17 -o out "$SRC"', "g++", "int main() {}"),
+    "rust": Language("main.rs", ("rustc",), '"$CC" --edition 2021 -C opt-level=1 -o out "$SRC"', "rustc",
+                     "fn main() {}"),
     "go": Language("main.go", ("go",), 'GOCACHE=/tmp/cache GOPATH=/tmp/go GO111MODULE=off GOTOOLCHAIN=local '
-                   'CGO_ENABLED=0 "$CC" build -o out "$SRC"', "golang-go"),
+                   'CGO_ENABLED=0 "$CC" build -o out "$SRC"', "golang-go", "package main\nfunc main() {}"),
 }  # fmt: skip
 
 
@@ -70,15 +73,15 @@ class Compile(Verifier):
 
     def check(self) -> None:
         self._sandbox.check()
-        hello = {"c": "int main(void) { return 0; }", "cpp": "int main() {}", "rust": "fn main() {}",
-                 "go": "package main\nfunc main() {}"}  # fmt: skip
-        program = self.compiled(hello[self.language])
+        program = self.compiled(LANGUAGES[self.language].hello)
         if isinstance(program, Result):
             said = short(f"{program.verdict}: {program.detail}", 200)
             raise UserError(f"{compiler(self.language)[0]} does not work in the sandbox: {said}")
 
-    def compiled(self, code: str) -> bytes | Result:
-        """Compile ``code``: the program, or the result for code that does not compile."""
+    def compiled(self, code: str | None) -> bytes | Result:
+        """Compile ``code``: the program, or the result if there is no code or it does not compile."""
+        if code is None:
+            return unparsed(f"no {self.language} code")
         language = LANGUAGES[self.language]
         # stdout carries the program out, since the sandbox cannot write to the host
         script = f'cd "$TMPDIR" && {language.command} >/dev/null && cat out'
@@ -97,10 +100,7 @@ class Compile(Verifier):
         return outcome.stdout
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
-        code = extract_code(completion, self.language)
-        if code is None:
-            return unparsed(f"no {self.language} code")
-        program = self.compiled(code)
+        program = self.compiled(extract_code(completion, self.language))
         return program if isinstance(program, Result) else correct("compiles")
 
 
@@ -120,6 +120,8 @@ class Run(Compile):
         tolerance, checker: the rule for right output; see :class:`rocm_ext.verifiers.cases.OutputRule`.
     """
 
+    needs = ("cases",)
+
     def __init__(
         self,
         language: str,
@@ -138,17 +140,13 @@ class Run(Compile):
         require(fits, f"Run needs compiles, runs >= 0 and a sum below 1, found {compiles} and {runs}")
         self.limits = Limits(seconds=timeout, memory_mb=memory_mb)
         self.compiles, self.runs = compiles, runs
-        self.needs = ("cases",)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         cases_of(row)
         self.comparison.check_row(row)
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
-        code = extract_code(completion, self.language, MAIN.search)
-        if code is None:
-            return unparsed(f"no {self.language} code")
-        program = self.compiled(code)
+        program = self.compiled(extract_code(completion, self.language, MAIN.search))
         if isinstance(program, Result):
             return program
         box, files = Sandbox(self.kind), {"program": program}

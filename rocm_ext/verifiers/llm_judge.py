@@ -128,7 +128,7 @@ def parsed_template(template: str) -> list[tuple[str, str | None]]:
         raise UserError(f"LLMJudge: template is no template: {problem}") from problem
     for _, name, spec, conversion in parts:
         alone = name is None or (re.fullmatch(r"\w+", name) and not spec and not conversion)
-        require(alone, f"LLMJudge: template has {{{name}}}; expected only the name of a field, like {{answer}}")
+        require(alone, f"LLMJudge: template has {{{name}}}; expected the name of a field alone, like {{answer}}")
     require("completion" in (name for _, name, _, _ in parts), "LLMJudge: template lacks {completion}")
     return [(text, name) for text, name, _, _ in parts]
 

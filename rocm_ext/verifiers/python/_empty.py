@@ -52,8 +52,11 @@ def full(function, *args, **keywords):
     """
     if isinstance(function, bool):  # True: args[0] is called; False: it is mentioned, and as a type may be compared
         value = args[0]
-        called = callable(value) and (function or not isinstance(value, type))
-        return partial(full, value) if called and computes(value) else value
+        if not callable(value) or not (function or not isinstance(value, type)):
+            return value
+        kinds = value, type(value), type(owner(value))
+        computes = any(str(getattr(kind, "__module__", "")).startswith("numpy") for kind in kinds)
+        return partial(full, value) if computes or is_operator(value) else value
     in_place, numpy = False, sys.modules.get("numpy")
     if isinstance(function, str):
         in_place, function = function[0] == "i", getattr(operator, function)
@@ -71,12 +74,6 @@ def full(function, *args, **keywords):
         if not empty or result.dtype == bool or isinstance(pair[-1] if pair else 0, (list, numpy.ndarray)):
             same_emptiness(*pair)
     return guarded(result) if empty and type(result) is numpy.ndarray else result
-
-
-def computes(function):
-    """Whether a function is numpy's, or an operator."""
-    modules = [getattr(value, "__module__", "") for value in (function, type(function), type(owner(function)))]
-    return is_operator(function) or any(str(module).startswith("numpy") for module in modules)
 
 
 def is_operator(function):

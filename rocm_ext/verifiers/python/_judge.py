@@ -268,18 +268,18 @@ def ordered(op):
 def binary(op, how=""):
     """An operation with another value, perhaps reflected ("r") or in place ("i"). With data it must not give data."""
     name = op.strip("_")
-    names, asked = (name, f"r{name}", f"i{name}"), f"i{name}" if how == "i" else op
+    operation = f"i{name}" if how == "i" else op
 
     def run(self, other):
-        built, kind = self.__built__, type(self)
-        mine, theirs = value_of(self, *names), value_of(other, *names)
-        changes = how == "i" and hasattr(kind.__data__, f"__i{name}__")  # it changes the object
-        if not (changes or mine is NONE or theirs is NONE):
-            return compute(asked, *((theirs, mine) if how == "r" else (mine, theirs)))
+        built, kind = self.__built__, type(self)  # a reply to value_of may reset __built__
+        mine, theirs = (value_of(value, name, f"r{name}", f"i{name}") for value in (self, other))
+        changes = how == "i" and hasattr(kind.__data__, f"__i{name}__")  # the operation changes the object
+        if mine is not NONE and theirs is not NONE and not changes:
+            return compute(operation, *((theirs, mine) if how == "r" else (mine, theirs)))
         fits = changes or (isinstance(other, Handle) and other.__known__)
         if not (built or (self.__known__ and fits)):
             taken_for_data(self)
-        result = JUDGE.request(asked, *((other, self) if how == "r" else (self, other)))
+        result = JUDGE.request(operation, *((other, self) if how == "r" else (self, other)))
         if type(result) is kind and built:
             set_slot(result, "__built__", True)
         elif not (isinstance(result, Handle) or isinstance(other, Handle)):

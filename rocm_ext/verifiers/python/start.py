@@ -96,11 +96,9 @@ class WarmJudge:
         self.child = running.child
         self._end = weakref.finalize(self, _end, self.owner, self._link, running)
         if not self._heard(PATIENCE):
-            self.child.kill()
-            assert self.child.process.stderr is not None
-            said = self.child.process.stderr.read() or b""
+            said = running.last_words()
             self.close()
-            raise JudgeEnded(f"the judge did not start: {short(said.decode('utf-8', 'replace'), 300)}")
+            raise JudgeEnded(f"the judge did not start: {short(said)}")
 
     def alive(self) -> bool:
         """Whether it can take a task; False in forks of the process that started it."""

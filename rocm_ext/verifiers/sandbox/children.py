@@ -8,7 +8,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class Child:
             below = descendants(self.process.pid) if self.mark else []
             with contextlib.suppress(OSError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            _kill(below)
+            kill(below)
 
     def close(self) -> None:
         """Kill the process if it still runs, and close its pipes."""
@@ -72,7 +72,7 @@ class Child:
         self.process.wait()
         deadline = time.monotonic() + DYING
         while self.mark and (left := marked(self.mark)) and time.monotonic() < deadline:
-            _kill(left)
+            kill(left)
             time.sleep(0.001)
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             if stream is not None:
@@ -215,7 +215,8 @@ def _inodes(root: str) -> int:
     return 0
 
 
-def _kill(pids: Sequence[int]) -> None:
+def kill(pids: Iterable[int]) -> None:
+    """Kill processes that may have ended."""
     for pid in pids:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)

@@ -79,6 +79,13 @@ class RunningProgram:
             return b"exit-code" in os.read(self._status, 4096)
         return False
 
+    def last_words(self) -> str:
+        """End a run that did not start; the text on its stderr."""
+        self.child.kill()
+        said = self.child.process.stderr.read() if self.child.process.stderr else b""
+        self.close()
+        return said.decode("utf-8", "replace")
+
     def close(self) -> None:
         """Kill the run and all its processes, and remove its files."""
         self.child.close()

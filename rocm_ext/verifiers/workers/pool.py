@@ -20,7 +20,7 @@ from typing import Any
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.verifiers.base import Result, Verifier, error
-from rocm_ext.verifiers.sandbox.children import descendants
+from rocm_ext.verifiers.sandbox.children import descendants, kill
 from rocm_ext.verifiers.sandbox.sandbox import FOLDER, folder_of_runs
 
 START = 60.0  # seconds that a worker may take to build its verifier
@@ -273,9 +273,7 @@ class _Worker:
                 os.kill(process.pid, signal.SIGSTOP)  # so that it starts no more processes
                 below = descendants(process.pid)
                 os.killpg(process.pid, signal.SIGKILL)
-        for pid in below:  # they may be in other process groups
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        kill(below)  # they may be in other process groups
         process.wait()
         self._dead.append(process)
         if not self._closed:
