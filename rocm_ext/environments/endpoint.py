@@ -31,11 +31,7 @@ class AtLimit(ValueError):
 
 
 class Exchange:
-    """A request, and the response that waits for the model's message.
-
-    Raises:
-        ValueError: the body does not request a chat completion, or is not supported.
-    """
+    """A request, and the response that waits for the model's message; raises ValueError if it is not supported."""
 
     def __init__(self, body: bytes, client: socket.socket | None = None) -> None:
         asked, self._client = json.loads(body), client

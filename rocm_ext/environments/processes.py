@@ -25,7 +25,6 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError, require
 from rocm_ext.base.importing import COMPONENT, import_component
-from rocm_ext.base.process import adopt_orphans, signal_at_parents_end
 from rocm_ext.environments.base import Ask, Environment, Reply, checked_reply, now, tools_of
 from rocm_ext.verifiers.base import Result, error
 from rocm_ext.verifiers.sandbox.children import descendants, kill
@@ -254,11 +253,8 @@ def main(fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     link = socket.socket(fileno=fd)
     start = _read_line(link)
-    with contextlib.suppress(OSError, AttributeError):
-        signal_at_parents_end(signal.SIGKILL)
-        adopt_orphans()
-    if os.getppid() != start["parent"]:
-        return
+    worker.die_with(start["parent"])
+    worker.adopt()
     with contextlib.suppress(OSError):
         os.nice(5)
     arguments = {name: value for name, value in start["environment"].items() if name != COMPONENT}
@@ -293,11 +289,9 @@ def main(fd: int) -> None:
 
 
 def _converse(ours: socket.socket, made: Any, arguments: Mapping[str, Any]) -> None:
-    """Serve one conversation."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
-    with contextlib.suppress(OSError, AttributeError):
-        signal_at_parents_end(signal.SIGKILL)
+    worker.die_with(os.getppid())
     ours.sendall(_line({"pid": os.getpid()}))
     environment: Any = None
     while said := _read_line(ours):

@@ -13,7 +13,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from rocm_ext.base.errors import UserError, require
+from rocm_ext.base.errors import require
 from rocm_ext.environments.base import Ask, Environment
 from rocm_ext.environments.endpoint import Endpoint, Exchange
 from rocm_ext.verifiers.base import Result, Verdict, error, short
@@ -96,22 +96,19 @@ class Program(Environment):
         self._folder = None if folder is None else str(Path(folder).resolve())
         require(self._folder is None or os.path.isdir(self._folder), f"folder: {folder} is not a folder")
         self._files: dict[str, bytes] = {}
-        program, more = self._program(command[0])
+        if _PYTHON.fullmatch(command[0]):
+            program, more = self._shown.path, []
+        else:
+            path = shutil.which(command[0])
+            require(path, f"command: {command[0]} is neither a program of the PATH nor an executable file")
+            file = Path(str(path)).resolve()
+            program, more = str(file), [] if file.is_relative_to("/usr") else [str(file.parent)]
         self._command = [program, *map(self._argument, command[1:])]
         self._sandbox = Sandbox(sandbox, [*self._shown.folders, *more, *filter(None, [self._folder])])
         self._asked: SimpleQueue[Exchange | None] = SimpleQueue()
         self._exchange: Exchange | None = None
         self._said: Mapping[str, Any] = {}
         self._cut = self._heard = False
-
-    def _program(self, name: str) -> tuple[str, list[str]]:
-        """Return a program's path, and the folders that the sandbox must show."""
-        if _PYTHON.fullmatch(name):
-            return self._shown.path, []
-        if (path := shutil.which(name)) is None:
-            raise UserError(f"command: {name} is neither a program of the PATH nor an executable file")
-        file = Path(path).resolve()
-        return str(file), [] if file.is_relative_to("/usr") else [str(file.parent)]
 
     def _argument(self, word: str) -> str:
         """Return an argument, or the path in the sandbox if it names a file."""
@@ -177,13 +174,11 @@ class Program(Environment):
         return running, socket.socket(fileno=fds[0]), key
 
     def _watch(self) -> None:
-        """Read the program's output until it ends; a thread."""
         supervise([self._running.child], _FOREVER)
         self._running.close()
         self._asked.put(None)
 
     def _next(self) -> Ask | Result:
-        """Wait for the program's next request, or its end."""
         self._exchange = self._asked.get()
         while self._exchange and (self._exchange.gone() or self._running.child.returncode is not None):
             self._exchange = self._asked.get()  # nobody waits for the response
@@ -193,7 +188,6 @@ class Program(Environment):
         return self._exchange.ask
 
     def _result(self) -> Result:
-        """Return the result of a program that has ended."""
         child = self._running.child
         said = bytes(child.stderr).decode("utf-8", "replace").strip().rpartition("\n")[2]
         if child.killed or child.returncode:

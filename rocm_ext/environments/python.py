@@ -87,9 +87,6 @@ class _Interpreter:
     """A process of ``_interpreter.py``.
 
     Its socket carries code in and a byte out. If the code sends a byte, it only ends its call too early.
-
-    Raises:
-        Fault: it does not start.
     """
 
     def __init__(self, sandbox: Sandbox, path: str, packages: Sequence[str], limits: Limits) -> None:

@@ -88,7 +88,6 @@ def _index(folder: str, words: int) -> Index:
 
 
 def _texts(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield each text and the name of its file."""
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.suffix in (".txt", ".md") and path.is_file():

@@ -32,11 +32,7 @@ class ToolEnvironment(Environment):
 
 
 def functions_of(tool: Any) -> list[Callable[..., Any]]:
-    """Return the functions of an item of ``tools``.
-
-    Raises:
-        UserError: it cannot be imported or built, or has no public method.
-    """
+    """Return the functions of an item of ``tools``; UserError if it cannot be built, or has no public method."""
     config = {COMPONENT: tool} if isinstance(tool, str) else tool
     mapped = isinstance(config, Mapping) and COMPONENT in config
     require(mapped, f"tools: found {tool!r}; expected a name, or a mapping with {COMPONENT}")

@@ -44,11 +44,7 @@ class Tools:
             self._functions[name] = function, schema["function"]["parameters"]
 
     def __call__(self, call: Call) -> str:
-        """Return a call's result as text, or as JSON; a long one loses its middle. An error is a text for the model.
-
-        Raises:
-            Fault: the tool raises it.
-        """
+        """Return a call's result as text, or as JSON; a long one loses its middle. An error is a text for the model."""
         if call.problem:
             return f"error: the call cannot be read: {call.problem}"
         if call.name not in self._functions:

@@ -74,7 +74,6 @@ def apart(seconds, function, *args):
 
 
 def key(row):
-    """A key for the dataset that a row belongs to."""
     return json.dumps([row["task"], row["options"], row["seed"], row["size"]], sort_keys=True)
 
 

@@ -131,11 +131,7 @@ class _NoJson(Exception):
 
 
 def _json_in(text: str) -> Any:
-    """The JSON value in a completion.
-
-    Raises:
-        _NoJson: the completion holds none; the message says why.
-    """
+    """The JSON value in a completion; raises _NoJson, with the reason, if it holds none."""
     groups, fenced = fenced_code(text, "json")
     source = answer_text(text) if not fenced else groups[0][-1] if groups else ""
     require(source.strip(), "no JSON", _NoJson)

@@ -93,10 +93,12 @@ class Verifier:
             field(row, name)
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
-        """Judge one completion, given its prompt's row. A verifier of groups judges a group of one."""
+        """Judge one completion, given its prompt's row; by default as a batch or a group of one."""
         if self.groups:
             return group_results(self, [completion], row)[0]
-        raise NotImplementedError
+        if type(self).judge_batch is Verifier.judge_batch:
+            raise NotImplementedError
+        return self.judge_batch([completion], [row])[0]
 
     def at_once(self, completion: str, row: Mapping[str, Any]) -> Result | None:
         """Judge if no completion can make it slow, else return None.
@@ -122,11 +124,7 @@ class Verifier:
 
 
 def group_results(verifier: Verifier, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
-    """Call a verifier's ``judge_group`` and check that it returns one result per answer.
-
-    Raises:
-        ValueError: it returns something else.
-    """
+    """A verifier's results on a group; raises ValueError unless there is one per answer."""
     return all_checked(verifier, "judge_group", verifier.judge_group(completions, row), len(completions))
 
 

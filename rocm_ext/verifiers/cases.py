@@ -7,7 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from itertools import repeat
 from pathlib import Path
@@ -95,16 +95,11 @@ class OutputRule:
             _checker(field(row, "checker", str))
 
     def within(self, row: Mapping[str, Any]) -> float | None:
-        """The tolerance for a row."""
         tolerance = row.get("tolerance")
         return self.tolerance if tolerance is None else tolerance
 
     def checked(self, row: Mapping[str, Any], cases: Sequence[tuple[str, str, str]], limits: Limits) -> list[float]:
-        """The checker's score, from 0 to 1, for each (input, output, expected output).
-
-        Raises:
-            ValueError: the checker failed.
-        """
+        """The checker's scores, from 0 to 1, of (input, output, expected output); ValueError if the checker failed."""
         python = interpreter(self.python)
         source = row.get("checker") or self.source
         task = json.dumps({"checker": source, "path": python.packages, "cases": cases}).encode()
@@ -137,40 +132,31 @@ def _checker(source: str) -> str:
 
 
 def cases_of(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The (input, expected output) pairs of a row.
-
-    Raises:
-        ValueError: ``cases`` is not a list of ``{"input": str, "output": str}``, or is empty.
-    """
-    cases = field(row, "cases", (list, tuple))
+    """The (input, expected output) pairs of a row; raises ValueError, naming the case, if they are not texts."""
+    cases = _checked_cases(row, "{input: str, output: str}", str, str)
     require(cases, "field 'cases' is empty", ValueError)
-    texts = [isinstance(case, Mapping) and all(isinstance(case.get(key), str) for key in ("input", "output"))
-             for case in cases]  # fmt: skip
-    _check_cases(cases, texts, "{input: str, output: str}")
     return [(case["input"], case["output"]) for case in cases]
 
 
-def _check_cases(cases: Sequence[Any], right: Sequence[bool], form: str) -> None:
-    """Raise ValueError, naming the first case that is not right."""
-    if not all(right):
-        index = right.index(False)
-        raise ValueError(f"field 'cases'[{index}] must be {form}, found {short(cases[index], 80)}")
+def _checked_cases(row: Mapping[str, Any], form: str, given: Any, expected: type) -> Sequence[Any]:
+    cases: Sequence[Any] = field(row, "cases", (list, tuple))
+    for index, case in enumerate(cases):
+        right = isinstance(case, Mapping) and isinstance(case.get("input"), given) and "output" in case
+        right = right and isinstance(case["output"], expected)
+        require(right, f"field 'cases'[{index}] must be {form}, found {short(case, 80)}", ValueError)
+    return cases
 
 
 def calls_of(row: Mapping[str, Any]) -> list[tuple[list[Any], Any, bool]] | None:
     """The (arguments, expected value, unwrap) of a row whose cases are calls; None if they are for a program.
 
     ``unwrap``: an expected list of one also stands for its element.
-
-    Raises:
-        ValueError: a case is malformed, or the row has no ``entry_point`` to call.
     """
-    cases = field(row, "cases", (list, tuple))
-    listed = [isinstance(case, Mapping) and isinstance(case.get("input"), (list, tuple)) for case in cases]
-    if not any(listed[:1]):
+    first = next(iter(field(row, "cases", (list, tuple))), None)
+    if not isinstance(first, Mapping) or not isinstance(first.get("input"), (list, tuple)):
         return None
-    right = [is_list and "output" in case for is_list, case in zip(listed, cases, strict=True)]
-    _check_cases(cases, right, "{input: [arguments], output: value}")
+    form = "{input: [arguments], output: value}"
+    cases = _checked_cases(row, form, (list, tuple), object)
     field(row, "entry_point", str)
     return [(list(case["input"]), case["output"], bool(case.get("unwrap"))) for case in cases]
 
@@ -193,7 +179,9 @@ def run_cases(
     results = CaseResults(len(cases))
     printed: list[tuple[int, tuple[str, str, str]]] = []  # for the checker
     for index, (given, expected) in enumerate(cases):
-        outcome = sandbox.run(argv, files, given.encode("utf-8", "surrogatepass"), limits.within(left))
+        outcome = sandbox.run(
+            argv, files, given.encode("utf-8", "surrogatepass"), replace(limits, seconds=max(0.0, left))
+        )
         left -= outcome.seconds
         text = outcome.stdout.decode("utf-8", "replace")
         if not outcome.started:

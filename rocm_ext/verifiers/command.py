@@ -132,11 +132,7 @@ class _Program:
         self._noise = b""
 
     def ask(self, line: bytes, seconds: float) -> bytes:
-        """Send a line and return the answer.
-
-        Raises:
-            _Fault: the answer is late, too long or more than one line, or the program ended.
-        """
+        """Send a line and return the answer; raises _Fault if that is late or not one line, or the program ended."""
         deadline, rest, said = time.monotonic() + seconds, memoryview(line), bytearray()
         with selectors.DefaultSelector() as selector:
             selector.register(self._in, selectors.EVENT_WRITE)

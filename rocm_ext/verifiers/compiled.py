@@ -160,11 +160,7 @@ class Run(Compile):
 
 @functools.cache
 def compiler(language: str) -> tuple[str, tuple[str, ...]]:
-    """The path of a language's compiler, and the folders outside /usr that the sandbox must show it.
-
-    Raises:
-        UserError: no compiler is installed, or it does not run.
-    """
+    """The path of a language's compiler, and the folders outside /usr that the sandbox must show it."""
     names = LANGUAGES[language].compilers
     path = next(filter(None, map(shutil.which, names)), None)
     if path is None:

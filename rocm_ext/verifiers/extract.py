@@ -57,7 +57,7 @@ def extract_code(text: str, language: str, fits: Callable[[str], Any] = bool) ->
 
     Args:
         text: the completion.
-        language: python, c, cpp, rust, go or json.
+        language: a key of TAGS.
         fits: a predicate for blocks, such as "defines ``main``".
     """
     groups, fenced = fenced_code(text, language)
@@ -111,11 +111,7 @@ def _block(lines: list[str], indent: str, ours: bool) -> list[str]:
 
 
 def parse_python(source: str) -> ast.Module:
-    """The syntax tree of ``source``, without printing the parser's warnings.
-
-    Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: it is not Python, or nested too deeply.
-    """
+    """``ast.parse(source)``, without the parser's warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(source)

@@ -75,9 +75,6 @@ class LLMJudge(Verifier):
     def check(self) -> None:
         http.authorization(self.api_key_env)
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
-        return self.judge_batch([completion], [row])[0]
-
     def judge_batch(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
         return asyncio.run(self._judge_all(completions, rows))
 
@@ -117,11 +114,7 @@ class LLMJudge(Verifier):
 
 
 def parsed_template(template: str) -> list[tuple[str, str | None]]:
-    """The parts of a template: (text, name of the value that follows it or None).
-
-    Raises:
-        UserError: it is malformed, has more than a name in braces, or lacks ``{completion}``.
-    """
+    """The parts of a template: (text, name of the value that follows it or None)."""
     try:
         parts = list(string.Formatter().parse(template))
     except (ValueError, TypeError) as problem:

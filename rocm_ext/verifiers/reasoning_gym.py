@@ -55,9 +55,6 @@ class ReasoningGym(Verifier):
         for name in ("task", "options", "seed", "size", "index"):
             field(made, name)
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
-        return self.judge_batch([completion], [row])[0]
-
     def judge_batch(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
         answers = [_answer(completion) for completion in completions]
         asked = [index for index, answer in enumerate(answers) if answer is not None]

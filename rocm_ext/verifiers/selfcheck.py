@@ -99,5 +99,4 @@ def try_out(node: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], timeout:
 
 
 def _gold(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    """The row's gold answer: the first of these fields that it has."""
     return next((str(row[name]) for name in names if row.get(name) is not None), None)

@@ -82,7 +82,6 @@ def is_operator(function):
 
 
 def owner(function):
-    """The object of a bound method, or None."""
     return getattr(function, "__self__", None)
 
 

@@ -212,7 +212,6 @@ def value_of(value, *operations):
 
 
 def compute(op, *values):
-    """The result of an operation on plain data."""
     return (getattr(builtins, op, None) or getattr(_operator, op))(*values)
 
 
@@ -632,7 +631,6 @@ class Judge(Wire):
 
 
 def made_handle(kind, at):
-    """A new handle on the object of that number."""
     handle = object.__new__(kind)
     set_slot(handle, "__number__", at)
     return handle

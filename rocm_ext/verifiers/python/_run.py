@@ -294,7 +294,6 @@ class Calls:
         self.own = self.wanted = {self.lead, "Solution"}
 
     def take(self, namespace, score):
-        """Make the calls, as units."""
         if self.lead == self.entry and self.entry not in namespace and "Solution" in namespace:
             self.entry = f"Solution().{self.entry}"  # as LeetCode has it
         for args, expected, unwrap in self.cases:

@@ -121,7 +121,6 @@ class Tests:
             raise Broken(problem)
 
     def of(self, *kinds):
-        """The nodes of some kinds."""
         return [node for node in self.nodes if isinstance(node, kinds)]
 
     def text(self, node):
@@ -401,7 +400,6 @@ class Full(ast.NodeTransformer):
 
 
 def is_test(name):
-    """Whether a function of this name is a test."""
     return name == "check" or name.startswith("test")
 
 
@@ -442,7 +440,6 @@ def _walk(tree, scopes=True):
 
 
 def _blocks_of(node):
-    """The lists of statements directly in a node."""
     blocks = [getattr(node, name, None) for name in ("body", "orelse", "finalbody")]
     return [block for block in blocks if isinstance(block, list)]
 
@@ -477,13 +474,11 @@ def _is_constant(call):
 
 
 def _needs(function):
-    """Whether a function has required arguments."""
     args = function.args
     return len(args.posonlyargs + args.args) > len(args.defaults) or None in args.kw_defaults
 
 
 def _ids(nodes):
-    """The names of the variables among nodes."""
     return {n.id for n in nodes if isinstance(n, ast.Name)}
 
 

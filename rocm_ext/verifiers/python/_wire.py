@@ -117,12 +117,7 @@ class Channel:
         self.dumps, self.loads = dumps, loads
 
     def send(self, message):
-        """Send a dict.
-
-        Raises:
-            Unsendable: it is larger than MAX_FRAME, or nested too deeply.
-            Closed: the other process has ended.
-        """
+        """Send a dict; raises Unsendable if it is too large or too deep, and Closed if the other process has ended."""
         try:
             data = self.dumps(message)
         except ValueError as error:
@@ -136,12 +131,7 @@ class Channel:
             raise Closed from None
 
     def receive(self):
-        """The next dict.
-
-        Raises:
-            Malformed: the message is no object, or too large.
-            Closed: the other process has ended.
-        """
+        """The next dict; raises Malformed if it is invalid or too large, and Closed if the other process has ended."""
         size = int.from_bytes(head := self.reader.read(4), "big")
         expect(size <= MAX_FRAME, f"a message of {size} bytes")
         data = self.reader.read(size)
@@ -185,11 +175,7 @@ class Wire:
         raise Malformed(f"tag {tag!r}")
 
     def encode(self, value, depth=0):
-        """A value as JSON; ``depth`` counts the containers around it.
-
-        Raises:
-            Unsendable: it holds what may not cross.
-        """
+        """A value as JSON; ``depth`` counts the containers around it. Raises Unsendable if it must not cross."""
         kind = type(value)
         if value is None or kind is bool or kind is float:
             return value

@@ -52,11 +52,7 @@ sys.stdout.buffer.write(marshal.dumps(modules, 4))
 
 @cache
 def compiled(python: str) -> dict[str, bytes]:
-    """The scripts' modules by name, compiled by the interpreter that will run them.
-
-    Raises:
-        UserError: the interpreter does not run.
-    """
+    """The scripts' modules by name, compiled by the interpreter that will run them."""
     names = {name for script in SCRIPTS.values() for name in script}
     sources = [(name, Path(__file__).with_name(f"{name}.py").read_text()) for name in names]
     try:
@@ -89,12 +85,13 @@ class WarmJudge:
     def __init__(self, sandbox: Sandbox, python: str, path: Sequence[str], memory_mb: int) -> None:
         self.owner = os.getpid()
         self._link, theirs = socket.socketpair()
+        self.fileno = self._link.fileno  # becomes readable when the verdict is over or the judge dies
         with theirs:
             limits = Limits(cpu_seconds=0, memory_mb=memory_mb)
             boxed = "boxed" if sandbox.kind == "bubblewrap" else "unboxed"
             running = start("judge", sandbox, python, {"path": list(path)}, limits, [theirs.fileno()], boxed)
         self.child = running.child
-        self._end = weakref.finalize(self, _end, self.owner, self._link, running)
+        self.close = weakref.finalize(self, _end, self.owner, self._link, running)
         if not self._heard(PATIENCE):
             said = running.last_words()
             self.close()
@@ -102,18 +99,10 @@ class WarmJudge:
 
     def alive(self) -> bool:
         """Whether it can take a task; False in forks of the process that started it."""
-        return self.owner == os.getpid() and self._end.alive and not readable(self._link.fileno(), 0)
-
-    def fileno(self) -> int:
-        """The descriptor that becomes readable when the verdict is over or the judge dies."""
-        return self._link.fileno()
+        return self.owner == os.getpid() and self.close.alive and not readable(self._link.fileno(), 0)
 
     def give(self, task: dict[str, Any], hears: int, asks: int, tells: int) -> None:
-        """Start a verdict: the arguments are those of ``_run.judge``, and ``tells`` is the pipe for its reports.
-
-        Raises:
-            JudgeEnded: it has died.
-        """
+        """Start a verdict; arguments as for ``_run.judge``, with the pipe ``tells`` for its reports."""
         fd = os.memfd_create("task")
         try:
             with open(fd, "wb", closefd=False) as file:
@@ -142,10 +131,6 @@ class WarmJudge:
         with contextlib.suppress(OSError):
             return self._link.recv(64)
         return b""
-
-    def close(self) -> None:
-        """Kill it."""
-        self._end()
 
 
 def _end(owner: int, link: socket.socket, running: RunningProgram) -> None:

