@@ -85,7 +85,9 @@ class Trl(Environment):
 
 
 def _at_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a synchronous function that waits for a result if it must be awaited."""
+    """Return a function that waits for an asynchronous one; a synchronous one unchanged."""
+    if not inspect.iscoroutinefunction(function):
+        return function
 
     @functools.wraps(function)
     def waited(*args: Any, **kwargs: Any) -> Any:

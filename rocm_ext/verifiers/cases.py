@@ -179,9 +179,8 @@ def run_cases(
     results = CaseResults(len(cases))
     printed: list[tuple[int, tuple[str, str, str]]] = []  # for the checker
     for index, (given, expected) in enumerate(cases):
-        outcome = sandbox.run(
-            argv, files, given.encode("utf-8", "surrogatepass"), replace(limits, seconds=max(0.0, left))
-        )
+        limits_of_run = replace(limits, seconds=max(0.0, left))
+        outcome = sandbox.run(argv, files, given.encode("utf-8", "surrogatepass"), limits_of_run)
         left -= outcome.seconds
         text = outcome.stdout.decode("utf-8", "replace")
         if not outcome.started:
