@@ -113,8 +113,7 @@ def _kind(hint: Any) -> dict[str, Any]:
     if origin is Literal:
         return {"enum": list(parts)}
     if origin in (Union, types.UnionType):
-        kinds = [_kind(part) if part is not type(None) else {"type": "null"} for part in parts]
-        return {"anyOf": kinds}
+        return {"anyOf": [_kind(part) if part is not type(None) else {"type": "null"} for part in parts]}
     if (origin or hint) not in _TYPES:
         raise KeyError(hint)
     kind: dict[str, Any] = {"type": _TYPES[origin or hint]}

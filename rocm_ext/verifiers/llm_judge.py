@@ -76,13 +76,13 @@ class LLMJudge(Verifier):
         http.authorization(self.api_key_env)
 
     def judge_batch(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
-        return asyncio.run(self._judge_all(completions, rows))
+        async def judge_all() -> list[Result]:
+            headers = http.authorization(self.api_key_env)
+            async with http.httpx.AsyncClient(headers=headers, timeout=self.timeout) as client:
+                judging = (self._judge(client, text, row) for text, row in zip(completions, rows, strict=True))
+                return await asyncio.gather(*judging)
 
-    async def _judge_all(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
-        headers = http.authorization(self.api_key_env)
-        async with http.httpx.AsyncClient(headers=headers, timeout=self.timeout) as client:
-            judging = (self._judge(client, text, row) for text, row in zip(completions, rows, strict=True))
-            return await asyncio.gather(*judging)
+        return asyncio.run(judge_all())
 
     async def _judge(self, client: Any, completion: str, row: Mapping[str, Any]) -> Result:
         try:

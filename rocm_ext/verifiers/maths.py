@@ -74,7 +74,7 @@ class MathAnswer(Verifier):
         if mine is None or gold is None:
             return None
         equal = abs(Fraction(mine) - Fraction(gold)) <= abs(Fraction(gold)) * Fraction(self.tolerance)
-        return _verdict(equal, f"found {mine}")
+        return (correct if equal else wrong)(f"found {mine}")
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
         if (result := self.at_once(completion, row)) is not None:
@@ -143,7 +143,7 @@ class MajorityAnswer(MathAnswer):
         for answer, voters in votes.items():
             shown = f"{len(voters)} of {len(completions)} answers are {answer}"
             for index in voters:
-                results[index] = _verdict(agreed and len(voters) == counts[0], shown)
+                results[index] = (correct if agreed and len(voters) == counts[0] else wrong)(shown)
         return results
 
 
@@ -171,12 +171,10 @@ def _judge(completion: str, answer: str, tolerance: float) -> Result:
     if not final and choice(text := clean(completion)):
         final = text.strip()
     if _same_text(final or clean(completion), gold) or _same_text(completion, answer):
-        return _verdict(True, f"found {gold}")
-    return _verdict(_equal(gold, final, tolerance), f"found {final}") if final else unparsed("no answer found")
-
-
-def _verdict(equal: bool, detail: str) -> Result:
-    return correct(detail) if equal else wrong(detail)
+        return correct(f"found {gold}")
+    if not final:
+        return unparsed("no answer found")
+    return (correct if _equal(gold, final, tolerance) else wrong)(f"found {final}")
 
 
 def _equal(gold: str, answer: str, tolerance: float) -> bool:

@@ -16,6 +16,7 @@ from rocm_ext.verifiers.sandbox.limits import ENVIRONMENT
 INSTALL = "`pip install 'torchtune-rocm[reasoning-gym]'`"
 START = 60.0  # seconds that the package may take to import and to make a dataset
 COLUMN = "reasoning_gym"
+SCRIPT = Path(__file__).with_name("_reasoning_gym.py")
 
 
 class ReasoningGym(Verifier):
@@ -85,7 +86,7 @@ class ReasoningGym(Verifier):
     def _run(self, rows: Sequence[Mapping[str, Any]], answers: Sequence[str | None]) -> dict[str, Any]:
         limits = Limits(seconds=START + self.timeout * len(rows), memory_mb=self.memory_mb)
         argv, stdin = _command({"rows": rows, "answers": answers, "seconds": self.timeout}, f"{BOX}/judge.py")
-        outcome = self._sandbox.run(argv, {"judge.py": _script().read_text()}, stdin, limits)
+        outcome = self._sandbox.run(argv, {"judge.py": SCRIPT.read_text()}, stdin, limits)
         why = outcome.killed or outcome.stderr.decode("utf-8", "replace") or f"took over {limits.seconds:g} s"
         ended = outcome.started and not outcome.timed_out and not outcome.killed
         require(ended, f"the sandbox of reasoning-gym: {short(why, 200)}", ValueError)
@@ -99,14 +100,10 @@ def entries(task: str, options: Mapping[str, Any], seed: int, size: int) -> list
         UserError: the package is not installed, or does not know the task or an option.
     """
     row = {"task": task, "options": dict(options), "seed": seed, "size": size}
-    argv, stdin = _command({"rows": [row]}, str(_script()))
+    argv, stdin = _command({"rows": [row]}, str(SCRIPT))
     # its environment has a fixed seed of hashes, on which a few tasks depend
     process = subprocess.run(argv, input=stdin, capture_output=True, check=False, env=ENVIRONMENT)
     return [(question, answer) for question, answer in _read(process.stdout, process.stderr)["entries"]]
-
-
-def _script() -> Path:
-    return Path(__file__).with_name("_reasoning_gym.py")
 
 
 def _command(task: dict[str, Any], script: str) -> tuple[list[str], bytes]:

@@ -149,21 +149,14 @@ class PythonTests(Verifier):
             tests = tests_of(row) if row.get("cases") is None else ""
         except ValueError as problem:
             return error(problem)
-        trusted, groups = trusted_of(row), fenced_code(completion, "python")[0]
-        if sum(map(len, groups)) < 2:
-            code = extract_code(completion, "python")
-        elif tests or calls is not None:
-            names = tested(tests, tuple(trusted), entry) if tests else {re.split(r"\W", entry)[0], "Solution"}
-            code = next(filter(None, (defining(blocks, names, bool(tests)) for blocks in groups)), None)
-            code = code or extract_code(completion, "python", BODY.match if prefix else bool)
-        else:
-            code = extract_code(completion, "python", READS.search)
-        if code is None and prefix and "```" not in completion:
-            code = answer_text(completion)  # the body alone, without a fence
-        if code is None or not code.strip():
+        trusted, lead = trusted_of(row), [re.split(r"\W", entry)[0]] + ["Solution"] * (calls is not None)
+        called = None if calls is None else frozenset(lead)
+        names = tested(tests, tuple(trusted), entry) if tests else called
+        code = code_in(completion, names, bool(tests), prefix)
+        if not code.strip():
             return unparsed("no Python code")
         _, packages, path = interpreter(self.python)
-        if not tests and calls is None:
+        if names is None:  # the cases are input and output of a program
             boot = f"import builtins,runpy,sys;sys.path+={list(packages)!r};builtins.exit=builtins.quit=sys.exit;"
             boot += f"sys.argv=['solution.py'];runpy.run_path({BOX + '/solution.py'!r},run_name='__main__')"
             argv = [path, "-s", "-S", "-c", boot]
@@ -175,7 +168,6 @@ class PythonTests(Verifier):
             code = prefix + ("" if prefix.endswith("\n") else "\n") + code
         classes = [node for source in trusted for node in parse_python(source).body if isinstance(node, ast.ClassDef)
                    and not any("TestCase" in ast.unparse(base) for base in node.bases)]  # fmt: skip
-        lead = [re.split(r"\W", entry)[0]] + ["Solution"] * (calls is not None)
         forget = f"[globals().pop(name, None) for name in {lead!r}]"  # a definition in the set-up is not the answer
         program = {"setup": "\n".join([*trusted, forget]), "code": code, "path": list(packages)}
         task = {
@@ -281,6 +273,29 @@ def tested(tests: str, trusted: tuple[str, ...], entry: str) -> Set[str]:
     except (Broken, SyntaxError, RecursionError):
         return frozenset()
     return names.required | names.own | names.live or names.wanted
+
+
+def code_in(completion: str, names: Set[str] | None, every: bool, prefix: str) -> str:
+    """The code in a completion; empty if there is none.
+
+    Args:
+        completion: the answer.
+        names: names that the tests use; None: the code is a program that reads stdin.
+        every: whether the tests use all the names, or one of them.
+        prefix: the beginning of the code, which may lack the body of its function.
+    """
+    groups = fenced_code(completion, "python")[0]
+    code = None
+    if sum(map(len, groups)) < 2:
+        code = extract_code(completion, "python")
+    elif names is None:
+        code = extract_code(completion, "python", READS.search)
+    else:
+        code = next(filter(None, (defining(blocks, names, every) for blocks in groups)), None)
+        code = code or extract_code(completion, "python", BODY.match if prefix else bool)
+    if code is None and prefix and "```" not in completion:
+        code = answer_text(completion)  # the body alone, without a fence
+    return code or ""
 
 
 def defining(blocks: Sequence[str], names: Set[str], every: bool) -> str | None:
