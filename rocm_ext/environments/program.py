@@ -67,9 +67,6 @@ class Program(Environment):
         at_once: the most simultaneous programs of a rank; None: 4 per CPU thread of it, at most 64.
         sandbox: ``bubblewrap``, or ``rlimits`` if you trust program and model; see rocm_ext.verifiers.sandbox.
         python: the interpreter, whose installed packages the program can import; None: this one.
-
-    Raises:
-        UserError: an argument is out of range, or the program does not exist.
     """
 
     def __init__(

@@ -18,9 +18,6 @@ class ToolEnvironment(Environment):
         tools: names such as ``my_module.search``, or components with arguments. A function is a tool. A class is built
             for each conversation, and its public methods are tools.
         verifier: the verifier's component.
-
-    Raises:
-        UserError: a tool or the verifier cannot be built, or the verifier compares the answers of a group.
     """
 
     def __init__(self, row: Mapping[str, Any], tools: Sequence[Any], verifier: Any) -> None:

@@ -70,9 +70,6 @@ class OutputRule:
             program, for all cases together.
         sandbox: the kind of sandbox for the checker, which is not the program's.
         python: the interpreter for the checker.
-
-    Raises:
-        UserError: the tolerance is negative, or the checker cannot be read or defines no ``check``.
     """
 
     def __init__(

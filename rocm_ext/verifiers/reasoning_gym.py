@@ -94,11 +94,7 @@ class ReasoningGym(Verifier):
 
 
 def entries(task: str, options: Mapping[str, Any], seed: int, size: int) -> list[tuple[str, str | None]]:
-    """Questions with their answers; None where the package has none. Equal arguments make equal entries.
-
-    Raises:
-        UserError: the package is not installed, or does not know the task or an option.
-    """
+    """Questions with their answers; None where the package has none. Equal arguments make equal entries."""
     row = {"task": task, "options": dict(options), "seed": seed, "size": size}
     argv, stdin = _command({"rows": [row]}, str(SCRIPT))
     # its environment has a fixed seed of hashes, on which a few tasks depend

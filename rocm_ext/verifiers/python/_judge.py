@@ -400,8 +400,6 @@ class Judge(Wire):
         self.unjudged = self.unjudged or reason
         raise Unjudged(self.unjudged)
 
-    # values
-
     def opaque(self, value, depth):
         kind = type(value)
         if kind is Method:
@@ -515,8 +513,6 @@ class Judge(Wire):
         error.__dict__.update(__says__=text(says), __number__=number(at))
         error.__cause__ = self._decode(cause)
         return error
-
-    # messages
 
     def greeted(self):
         """Wait until the program has started."""

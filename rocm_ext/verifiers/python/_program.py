@@ -55,8 +55,6 @@ class Program(Wire):
                             "deepcopy": lambda o: __import__("copy").deepcopy(o)}  # fmt: skip
         self.describing = {"names": self.names, "get": self.get}  # these give JSON
 
-    # values
-
     def opaque(self, value, depth):
         kind = type(value)
         if id(value) in self.their_numbers:
@@ -178,8 +176,6 @@ class Program(Wire):
         function.__name__ = function.__qualname__ = name
         return iterator() if steps else function
 
-    # messages
-
     def request(self, op, number, args, keywords=None):
         """Ask the tests' process to call one of its functions, or to advance an iterator."""
         if not self.depth:
@@ -245,8 +241,6 @@ class Program(Wire):
                if (now := self.as_data(self.namespace.get(name))) is not ... and now != old]  # fmt: skip
         self.watched.update(new)
         return reply | {"changed": changed, "globals": new, **self.printed()}
-
-    # operations
 
     def names(self, *names):
         """[name, JSON of its value] for the names that the code defines."""

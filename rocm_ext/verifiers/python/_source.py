@@ -171,8 +171,6 @@ class Tests:
         if "numpy" in {name.split(".")[0] for name in {*self.imports.values(), *self.library}} or "np" in self.library:
             Full(self.name).visit(tree)
 
-    # names
-
     def _find_names(self, bound, free):
         """Sort the names that the tests use: the answer's, builtins', the library's."""
         lead = self.entry.split(".")[0].split("(")[0]
@@ -209,8 +207,6 @@ class Tests:
         if candidates:
             raise Broken(f"which of {', '.join(sorted(candidates))} is tested? Name it in entry_point")
         raise Broken("the tests use no name that the answer could define: add `from solution import NAME`")
-
-    # what would not run, could not fail, or does not reach the code
 
     def _no(self, node, reason, apart=False):
         """The problem of a node; with ``apart``, only if the code runs in another process."""
