@@ -139,8 +139,8 @@ def _checked_cases(row: Mapping[str, Any], form: str, given: Any, expected: type
     cases: Sequence[Any] = field(row, "cases", (list, tuple))
     for index, case in enumerate(cases):
         right = isinstance(case, Mapping) and isinstance(case.get("input"), given) and "output" in case
-        right = right and isinstance(case["output"], expected)
-        require(right, f"field 'cases'[{index}] must be {form}, found {short(case, 80)}", ValueError)
+        if not (right and isinstance(case["output"], expected)):  # no require(): a case may have megabytes to show
+            raise ValueError(f"field 'cases'[{index}] must be {form}, found {short(case, 80)}")
     return cases
 
 

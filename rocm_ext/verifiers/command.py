@@ -159,8 +159,8 @@ class _Program:
                         said += data
                         require(len(said) <= MAX_LINE, f"printed more than {MAX_LINE} bytes", _Fault)
         answer, _, more = bytes(said).partition(b"\n")
-        shown = short(said.decode("utf-8", "replace"), 120)
-        require(not more, f"printed more than one line for a request: {shown!r}", _Fault)
+        if more:
+            raise _Fault(f"printed more than one line for a request: {short(said.decode('utf-8', 'replace'), 120)!r}")
         require(not rest, "answered before it had read the request", _Fault)
         return answer
 

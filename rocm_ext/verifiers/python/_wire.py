@@ -204,9 +204,10 @@ class Wire:
             raise Malformed(f"{type(error).__name__}: {error}") from None
 
     def _decode(self, item):
-        if item is None or type(item) in (bool, str, float, int):
-            return item
-        expect(type(item) is list, f"a {type(item).__name__}")
+        if type(item) is not list:
+            if item is None or type(item) in (bool, str, float, int):
+                return item
+            raise Malformed(f"a {type(item).__name__}")
         tag, *parts = item
         if tag in MAKE:
             return MAKE[tag](list(map(self._decode, parts)))
