@@ -173,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _welcome(self) -> bool:
         if self.headers.get("Authorization") == f"Bearer {self.server.key}":
             return True
-        self._fail(401, "the key is not that of OPENAI_API_KEY")
+        self._fail(401, "the key is not OPENAI_API_KEY's")
         return False
 
     def _fail(self, status: int, why: str, code: str | None = None) -> None:

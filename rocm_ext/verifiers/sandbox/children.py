@@ -80,7 +80,7 @@ class Child:
                     stream.close()
 
 
-def supervise(children: Sequence[Child], seconds: float, end: int | None = None, beside: Sequence[Child] = ()) -> bool:
+def supervise(children: Sequence[Child], seconds: float, end: int | None = None, others: Sequence[Child] = ()) -> bool:
     """Feed, read and watch ``children`` until the first one ends; then close them all.
 
     Args:
@@ -88,7 +88,7 @@ def supervise(children: Sequence[Child], seconds: float, end: int | None = None,
         seconds: limit of wall time.
         end: a descriptor that becomes readable at the end; then the first child's end is ignored, and the caller closes
             the children.
-        beside: further processes whose limits are watched; they live on.
+        others: further processes whose limits are watched; they live on.
 
     Returns:
         Whether the end came in time.
@@ -131,7 +131,7 @@ def supervise(children: Sequence[Child], seconds: float, end: int | None = None,
                     selector.unregister(key.fileobj)
                     _close(key.fileobj)
             if time.monotonic() >= next_look:
-                for child in (*children, *beside):
+                for child in (*children, *others):
                     _look(child)
                 next_look = time.monotonic() + POLL
 
