@@ -1,6 +1,6 @@
 """Errors that the user can fix, and their messages."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 _MOST = 24  # names that a message lists
 
@@ -41,6 +41,18 @@ def nearest(name: object, known: Iterable[str], otherwise: str | None = None) ->
         return f"; the nearest of {len(names)} known names are {', '.join(near)}"
     guess = f"; did you mean {match[0]}?" if match else ""
     return guess if match and len(names) > 9 else f"{guess or ';'} known: {', '.join(names)}"
+
+
+def require(condition: object, message: str, kind: type[Exception] = UserError) -> None:
+    """Raise an error of ``kind`` with a message unless a condition holds."""
+    if not condition:
+        raise kind(message)
+
+
+def require_known(what: str, value: object, known: Collection[str]) -> None:
+    """Raise UserError, with the nearest known value, unless an argument has a known one."""
+    if value not in known:
+        raise UserError(f"{what} {value!r} is unknown{nearest(value, known)}")
 
 
 def one_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""What a model talks with: environments, their tools, and how it calls them."""
+"""A model's conversation partners: environments, their tools, and calls of tools."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,6 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:  # imported when they are used: they need the verifiers, which Windows lacks
+    if name in _LATER:  # imported on use: they need the verifiers, which Windows lacks
         return getattr(importlib.import_module(f"rocm_ext.environments.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,11 +8,15 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-Number = Fraction | float  # exact, but for what a root or a power may give
+from rocm_ext.base.errors import require
+
+Number = Fraction | float  # a root or a power may be a float; other results are exact
 
 _LONGEST = 1000  # characters of an expression
-_BITS = 10_000  # of a number: numerator and denominator together, 3,000 digits
-_PLACES = 30  # decimals of an exact result; more of them are rounded
+_BITS = 10_000  # of a number's numerator and denominator together: 3,000 digits
+_PLACES = 30  # the most decimals of an exact result; longer ones are rounded
+_TOO_LARGE, _NOT_REAL = "a number is too large", "the root of a negative number is not real"
+_PROBLEMS: dict[type, str] = {ZeroDivisionError: "division by zero", OverflowError: _TOO_LARGE}
 
 
 def calculator(expression: str) -> str:
@@ -23,58 +27,42 @@ def calculator(expression: str) -> str:
     Args:
         expression: the expression, in Python's notation.
     """
-    if len(expression) > _LONGEST:
-        raise ValueError(f"the expression has {len(expression)} characters, more than {_LONGEST}")
+    size, source = len(expression), expression.strip()
+    require(size <= _LONGEST, f"the expression has {size} characters, more than {_LONGEST}", ValueError)
     try:
-        tree = ast.parse(expression.strip(), mode="eval")
-        return _text(_value(tree.body, expression.strip()))
-    except ZeroDivisionError as error:
-        raise ValueError("division by zero") from error
-    except OverflowError as error:
-        raise ValueError("a number is too large") from error
-    except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
-        raise ValueError("this is not an expression of numbers") from error
+        return _text(_value(ast.parse(source, mode="eval").body, source))
+    except (ZeroDivisionError, OverflowError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        raise ValueError(_PROBLEMS.get(type(error), "this is not an expression of numbers")) from error
 
 
 def _value(node: ast.expr, source: str) -> Number:
     """Compute a node of ``source``."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        text = ast.get_source_segment(source, node) or ""
-        return _small(node.value if isinstance(node.value, int) else _decimal(text))
+        return _small(node.value if isinstance(node.value, int) else _decimal(ast.get_source_segment(source, node)))
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         return _small(_BINARY[type(node.op)](_value(node.left, source), _value(node.right, source)))
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
         return _UNARY[type(node.op)](_value(node.operand, source))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
-        if node.keywords or not node.args:
-            raise ValueError(f"{node.func.id} takes numbers in parentheses")
+        require(node.args and not node.keywords, f"{node.func.id} takes numbers in parentheses", ValueError)
         return _small(_FUNCTIONS[node.func.id](*[_value(part, source) for part in node.args]))
     hint = "; write ** for powers" if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitXor) else ""
     raise ValueError(f"{ast.get_source_segment(source, node)!r} is not known here{hint}")
 
 
-def _decimal(text: str) -> Fraction:
+def _decimal(text: Any) -> Fraction:
     number = Decimal(text) if len(text.lower().partition("e")[2]) < 8 else Decimal("inf")
-    if not number.is_finite() or abs(number.adjusted()) > _BITS:
-        raise ValueError("a number is too large")
+    require(number.is_finite() and abs(number.adjusted()) <= _BITS, _TOO_LARGE, ValueError)
     return Fraction(number)  # exact, where a float would round
 
 
 def _small(value: complex | Number) -> Number:
-    """Return a number that is not too large to compute with; an int as a fraction.
-
-    Raises:
-        ValueError: it is.
-    """
+    """Return a number, an int as a fraction; raises ValueError if it is complex, or too large to compute with."""
     if isinstance(value, complex):
-        raise ValueError("the root of a negative number is not real")
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise ValueError("a number is too large")
-        return value
-    value = Fraction(value)
-    if _bits(value) > _BITS:
-        raise ValueError("a number is too large")
+        raise ValueError(_NOT_REAL)
+    if not isinstance(value, float):
+        value = Fraction(value)
+    require(math.isfinite(value) if isinstance(value, float) else _bits(value) <= _BITS, _TOO_LARGE, ValueError)
     return value
 
 
@@ -85,38 +73,35 @@ def _bits(value: Fraction) -> int:
 def _power(base: Number, exponent: Number) -> Number:
     if isinstance(base, float) or isinstance(exponent, float) or exponent.denominator > 1:
         return float(base) ** float(exponent)
-    if _bits(base) * abs(exponent.numerator) > 2 * _BITS and base not in (-1, 0, 1):  # before it takes forever
-        raise ValueError("a number is too large")
+    bits = _bits(base) * abs(exponent.numerator)  # checked before a computation that takes forever
+    require(bits <= 2 * _BITS or base in (-1, 0, 1), _TOO_LARGE, ValueError)
     return base**exponent.numerator
 
 
 def _root(value: Number) -> Number:
-    if value < 0:
-        raise ValueError("the root of a negative number is not real")
-    if not isinstance(value, float):
-        exact = Fraction(math.isqrt(value.numerator), math.isqrt(value.denominator))
-        if exact**2 == value:
-            return exact
-    return math.sqrt(value)
+    require(value >= 0, _NOT_REAL, ValueError)
+    if isinstance(value, float):
+        return math.sqrt(value)
+    exact = Fraction(math.isqrt(value.numerator), math.isqrt(value.denominator))
+    return exact if exact**2 == value else math.sqrt(value)
 
 
 def _round(value: Any, places: Any = 0) -> Number:
-    if places != int(places) or abs(places) > _PLACES:
-        raise ValueError(f"round takes from {-_PLACES} to {_PLACES} decimals")
-    rounded: Number = round(value, int(places))  # a half goes to the even neighbour, as in Python
-    return rounded
+    fits = places == int(places) and abs(places) <= _PLACES
+    require(fits, f"round takes from {-_PLACES} to {_PLACES} decimals", ValueError)
+    return round(value, int(places))  # a half goes to the even neighbour, as in Python
 
 
 def _text(value: Number) -> str:
-    """Write a number: all its decimals if they are few, else a fraction and its rounded value."""
+    """Write a number: exactly if it has few decimals, else as a fraction with its rounded value."""
     if isinstance(value, float):
         return f"about {value:.15g}"
     places = next((n for n in range(_PLACES + 1) if 10**n % value.denominator == 0), None)
     if places is None:
         return f"{value}, about {Decimal(value.numerator) / Decimal(value.denominator):.15g}"
     digits = f"{abs(value.numerator) * 10**places // value.denominator:0{places + 1}}"
-    whole = len(digits) - places
-    return "-" * (value < 0) + digits[:whole] + "." * (places > 0) + digits[whole:]
+    point = len(digits) - places
+    return "-" * (value < 0) + digits[:point] + "." * (places > 0) + digits[point:]
 
 
 _BINARY: dict[type, Callable] = {

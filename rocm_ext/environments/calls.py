@@ -1,8 +1,8 @@
-"""Calls of tools in what a model says, in the notation of its own chat template.
+"""Read tool calls in a model's messages, in the notation of its chat template.
 
-Templates write calls in few notations, which their marks tell apart: JSON in ``<tool_call>`` (Hermes, Qwen2.5, Qwen3,
-SmolLM3), functions and parameters as tags (Qwen3-Coder, Qwen3.5, Nemotron), keys and values as tags (GLM), JSON alone
-or behind ``<|python_tag|>`` (Llama 3), ``[TOOL_CALLS]`` (Mistral), channels (gpt-oss) and Python calls (LFM2).
+Templates have few notations, with different marks: JSON in ``<tool_call>`` (Hermes, Qwen2.5, Qwen3, SmolLM3), functions
+and parameters as tags (Qwen3-Coder, Qwen3.5, Nemotron), keys and values as tags (GLM), JSON alone or behind
+``<|python_tag|>`` (Llama 3), ``[TOOL_CALLS]`` (Mistral), channels (gpt-oss) and Python calls (LFM2).
 """
 
 import ast
@@ -13,12 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from rocm_ext.base.errors import one_line
+from rocm_ext.base.errors import one_line, require
 
-_MOST = 32  # calls in a message; models repeat themselves, and each call costs a process's time
-# of JSON schemas: what Python's values are, and how many of several schemas must hold
+_MOST = 32  # calls in a message; models repeat themselves, and a call costs a process's time
+# JSON schemas: the types of Python's values, and whether any or all of several schemas must hold
 _KINDS = {bool: ["boolean"], int: ["integer", "number"], float: ["number"], list: ["array"], dict: ["object"],
           type(None): ["null"]}  # fmt: skip
+_UNREADABLE = (ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError, MemoryError)
 _PARTS: dict[str, Callable[[Any], bool]] = {"anyOf": any, "oneOf": any, "allOf": all}
 
 
@@ -27,9 +28,9 @@ class Call:
     """A call of a tool.
 
     Attributes:
-        name: of the tool; empty where it cannot be read.
-        arguments: by the names of the tool's parameters.
-        problem: what is wrong with the call's text; empty: it can be read.
+        name: the tool's name; empty if it is unreadable.
+        arguments: values by the names of the tool's parameters.
+        problem: the fault of the call's text; empty: there is none.
     """
 
     name: str
@@ -37,32 +38,37 @@ class Call:
     problem: str = ""
 
     def message(self, number: int) -> dict[str, Any]:
-        """Return the call as an assistant's message has it, in OpenAI's form; ``number`` makes its id."""
+        """Return the call in OpenAI's form, for an assistant's message; ``number`` makes its id."""
         function = {"name": self.name, "arguments": dict(self.arguments)}
         return {"id": call_id(number), "type": "function", "function": function}
 
 
 def call_id(number: int) -> str:
-    """Return the id of a message's call; Mistral's templates demand nine letters and digits."""
+    """Return the id of a message's call: nine letters and digits, which Mistral's templates demand."""
     return f"call{number:05d}"
 
 
 def calls_in(text: str, schemas: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[Call]]:
-    """Read the calls in an answer, behind its reasoning.
+    """Read the calls in an answer, after its reasoning.
 
     Args:
         text: the answer with its special tokens.
-        schemas: JSON schemas of the tools; their types say what untyped arguments are.
+        schemas: JSON schemas of the tools, which give the types of untyped arguments.
 
     Returns:
-        The text without calls, and the calls in their order. One that cannot be read has a problem; so has one that
-        stands for all beyond 32. Of gpt-oss, the text is the reasoning without its marks, as its template takes it.
+        The text without calls, and the calls in order. An unreadable call has a problem; so has one that stands for all
+        beyond 32. The text of gpt-oss is its reasoning without marks, as its template takes it.
     """
     behind = end.end() if (end := _REASONING.match(text)) else 0
     head, said = text[:behind], text[behind:]
     for mark, read in _NOTATIONS:
-        if found := list(mark.finditer(said)):
-            calls = [call for match in found for call in _checked(read, match.group(1), schemas)]
+        if matches := list(mark.finditer(said)):
+            calls: list[Call] = []
+            for match in matches:
+                try:
+                    calls += read(match.group(1), schemas)
+                except _UNREADABLE as error:
+                    calls.append(Call("", problem=one_line(error)))
             if (more := len(calls) - _MOST) > 0:
                 calls[_MOST:] = [Call("", problem=f"a message has at most {_MOST} calls; the last {more} did nothing")]
             content = head + mark.sub("", said)
@@ -75,21 +81,14 @@ def calls_in(text: str, schemas: Sequence[Mapping[str, Any]] = ()) -> tuple[str,
 Reader = Callable[[str, Sequence[Mapping[str, Any]]], Iterator[Call]]
 
 
-def _checked(read: Reader, body: str, schemas: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
-    try:
-        yield from read(body, schemas)
-    except (ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError, MemoryError) as problem:
-        yield Call("", problem=one_line(problem))
-
-
 def _of_json(value: Any) -> Call:
-    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-        raise ValueError('a call is {"name": ..., "arguments": {...}}')
+    named = isinstance(value, Mapping) and isinstance(value.get("name"), str)
+    require(named, 'a call is {"name": ..., "arguments": {...}}', ValueError)
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
-    if not isinstance(arguments, Mapping):
-        raise ValueError(f"arguments are an object, found {type(arguments).__name__}")
+    mapped = isinstance(arguments, Mapping)
+    require(mapped, f"arguments are an object, found {type(arguments).__name__}", ValueError)
     return Call(value["name"], arguments)
 
 
@@ -106,7 +105,7 @@ def _tagged(body: str, schemas: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
 
 
 def _typed(name: str, pairs: Sequence[tuple[str, str]], schemas: Sequence[Mapping[str, Any]]) -> Call:
-    """Read arguments that came as text: JSON where the tool takes what it says, else the text."""
+    """Read arguments that are texts: as JSON if the tool takes its type, else as the text."""
     functions = (schema.get("function", schema) for schema in schemas)
     wanted: Mapping[str, Any] = next((f.get("parameters", {}) for f in functions if f.get("name") == name), {})
     arguments: dict[str, Any] = {}
@@ -120,34 +119,31 @@ def _typed(name: str, pairs: Sequence[tuple[str, str]], schemas: Sequence[Mappin
     return Call(name, arguments)
 
 
-def _takes(schema: Any, value: Any, whole: Any, known: dict[str, bool]) -> bool:
-    """Whether a JSON schema allows values of a value's type; ``known`` has the answers for references into ``whole``.
+def _takes(schema: Any, value: Any, root: Any, known: dict[str, bool]) -> bool:
+    """Whether a JSON schema allows values of a value's type; ``known`` has the answers for references into ``root``.
 
-    It reads types and choices alone, and each reference once: a program that sends a slow pattern, or references that
-    multiply, must not stop the run.
-
-    Raises:
-        Exception: the schema cannot be read.
+    It reads only types and choices, and a reference once: a program that sends a slow pattern, or references that
+    multiply, must not stop the run. A malformed schema may raise anything.
     """
     if not isinstance(schema, Mapping):
         return schema is True
     if (ref := schema.get("$ref")) is not None:
         if ref not in known:
             known[ref] = False  # it may refer to itself
-            target = whole
+            target = root
             for part in ref.removeprefix("#/").split("/"):
                 target = target[part]
-            known[ref] = _takes(target, value, whole, known)
+            known[ref] = _takes(target, value, root, known)
         if not known[ref]:
             return False
     if (kinds := schema.get("type")) is not None:
-        own = {*_KINDS[type(value)], *(["integer"] if isinstance(value, float) and value.is_integer() else [])}
-        if own.isdisjoint([kinds] if isinstance(kinds, str) else kinds):
+        types = {*_KINDS[type(value)], *(["integer"] if isinstance(value, float) and value.is_integer() else [])}
+        if types.isdisjoint([kinds] if isinstance(kinds, str) else kinds):
             return False
     if value not in schema.get("enum", [value]) or value != schema.get("const", value):
         return False
     parts = ((enough, schema[key]) for key, enough in _PARTS.items() if key in schema)
-    return all(enough(_takes(part, value, whole, known) for part in several) for enough, several in parts)
+    return all(enough(_takes(part, value, root, known) for part in several) for enough, several in parts)
 
 
 def _listed(body: str, _: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
@@ -177,7 +173,7 @@ def _json_behind(body: str, _: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
 
 
 def _bare(text: str) -> Call | None:
-    """Read a message that is a call as a whole, as Llama 3 writes it; None: it is something else."""
+    """Read a message that is nothing but a call, as Llama 3 writes it; None: it is something else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -186,7 +182,7 @@ def _bare(text: str) -> Call | None:
     return _of_json(value) if named and isinstance(value["parameters"], dict) else None
 
 
-# What encloses calls, and who reads what is inside. An answer that was cut may lack the end.
+# The marks around calls, and the readers of the text between. An answer that was cut may lack the end.
 _NOTATIONS: list[tuple[re.Pattern, Reader]] = [
     (re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S), _tagged),
     (re.compile(r"<\|tool_call_start\|>(.*?)(?:<\|tool_call_end\|>|\Z)", re.S), _python),

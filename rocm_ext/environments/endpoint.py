@@ -1,4 +1,4 @@
-"""OpenAI's chat completions for one conversation; who owns it answers each request."""
+"""OpenAI's chat completions for one conversation, whose owner answers the requests."""
 
 import json
 import socket
@@ -10,12 +10,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import SimpleQueue
 from typing import Any
 
-from rocm_ext.base.errors import one_line
+from rocm_ext.base.errors import one_line, require
 from rocm_ext.environments.base import Ask
 
-_BYTES = 4 << 20  # of a request
-_MODEL = "model"  # its name; requests may give any
-# what would change the response and cannot: the values that ask for nothing
+_BYTES = 4 << 20  # the largest request
+_MODEL = "model"  # the listed name; requests may give any
+# unsupported keys: the values that request nothing
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "functions": (None, []),
@@ -31,72 +31,59 @@ class AtLimit(ValueError):
 
 
 class Exchange:
-    """A request, and the response that waits for the model's message.
-
-    Args:
-        body: of the HTTP request.
-        client: the socket of who asks.
-
-    Raises:
-        ValueError: it is no request for a chat completion, or asks for what is not supported.
-    """
+    """A request, and the response that waits for the model's message; raises ValueError if it is not supported."""
 
     def __init__(self, body: bytes, client: socket.socket | None = None) -> None:
         asked, self._client = json.loads(body), client
-        if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list) or not asked["messages"]:
-            raise ValueError("expected an object with a list of messages")
-        if not all(isinstance(message, dict) for message in asked["messages"]):
-            raise ValueError("each of messages must be an object")
+        listed = isinstance(asked, dict) and isinstance(asked.get("messages"), list) and asked["messages"]
+        require(listed, "expected an object with a list of messages", ValueError)
+        require(_are(dict, asked["messages"]), "messages must be objects", ValueError)
         for key, values in _REFUSED.items():
-            if asked.get(key) not in values:
-                raise ValueError(f"{key} is not supported")
+            require(asked.get(key) in values, f"{key} is not supported", ValueError)
         tools = [] if asked.get("tools") is None else asked["tools"]
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise ValueError("tools must be a list of objects")
+        require(_are(dict, tools), "tools must be a list of objects", ValueError)
         limits = (asked.get(key) for key in ("max_completion_tokens", "max_tokens"))
         most = next((limit for limit in limits if limit is not None), None)
-        if most is not None and (type(most) is not int or most < 1):
-            raise ValueError(f"max_tokens must be a positive integer, found {most!r}")
+        positive = most is None or (type(most) is int and most >= 1)
+        require(positive, f"max_tokens must be a positive integer, found {most!r}", ValueError)
         stop = asked.get("stop") or []
         self._stop = [stop] if isinstance(stop, str) else stop
-        if not isinstance(self._stop, list) or not all(isinstance(text, str) and text for text in self._stop):
-            raise ValueError(f"stop must be a text or a list of texts, found {stop!r}")
+        texts = _are(str, self._stop) and all(self._stop)
+        require(texts, f"stop must be a text or a list of texts, found {stop!r}", ValueError)
         self.ask = Ask(asked["messages"], [] if asked.get("tool_choice") == "none" else tools, most)
         self.streams, options = bool(asked.get("stream")), asked.get("stream_options")
         self.sizes = isinstance(options, dict) and bool(options.get("include_usage"))
         self._response: SimpleQueue[Mapping[str, Any] | str] = SimpleQueue()
 
     def gone(self) -> bool:
-        """Whether the client has hung up, as one does that waits no longer."""
+        """Whether the client has hung up."""
         try:
             return self._client is not None and not self._client.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except OSError as problem:
             return not isinstance(problem, BlockingIOError)
 
-    def answer(self, message: Mapping[str, Any]) -> None:
-        """Respond with the model's message."""
+    def answer(self, message: Mapping[str, Any] | str) -> None:
+        """Respond with the model's message; a text refuses the request.
+
+        A refusal says that the context is full, after which clients do not retry, and some return a partial result.
+        """
         self._response.put(message)
 
-    def refuse(self, why: str) -> None:
-        """Respond that the context is full: clients do not try again, and some end their run with what they have."""
-        self._response.put(why)
-
     def completion(self) -> dict[str, Any]:
-        """Wait for the response, and return it in OpenAI's form.
-
-        Raises:
-            AtLimit: the request was refused.
-        """
+        """Wait for the response, and return it in OpenAI's form; raises AtLimit if the request was refused."""
         said = self._response.get()
         if isinstance(said, str):
             raise AtLimit(said)
         text, ends = said["content"], said["finish_reason"]
         for stop in self._stop:
-            text, found, _ = text.partition(stop)
-            ends = "stop" if found else ends
+            text, cut, _ = text.partition(stop)
+            ends = "stop" if cut else ends
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls := said.get("tool_calls"):
-            message |= {"content": text or None, "tool_calls": [_call(call) for call in calls]}
+            message |= {"content": text or None, "tool_calls": []}
+            for call in calls:
+                function = {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
+                message["tool_calls"].append({"id": call["id"], "type": "function", "function": function})
             ends = "tool_calls"
         sizes = said["usage"]
         return {
@@ -109,9 +96,8 @@ class Exchange:
         }
 
 
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": call["function"]["name"], "arguments": json.dumps(call["function"]["arguments"])}
-    return {"id": call["id"], "type": "function", "function": function}
+def _are(kind: type, values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
 
 
 def _events(completion: dict[str, Any], sizes: bool) -> bytes:
@@ -130,13 +116,7 @@ def _events(completion: dict[str, Any], sizes: bool) -> bytes:
 
 
 class Endpoint(ThreadingHTTPServer):
-    """Serves a listening socket in threads of its own.
-
-    Args:
-        listening: the socket.
-        key: that requests must bring.
-        asked: where requests for completions go.
-    """
+    """Serves a listening socket in new threads: puts requests that bring the key into the queue ``asked``."""
 
     def __init__(self, listening: socket.socket, key: str, asked: "SimpleQueue[Exchange | None]") -> None:
         super().__init__(("127.0.0.1", 0), _Handler, bind_and_activate=False)
@@ -152,7 +132,7 @@ class Endpoint(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # else each body waits 40 ms behind its headers
+    disable_nagle_algorithm = True  # else a body waits 40 ms after its headers
     server: Endpoint
 
     def do_GET(self) -> None:
@@ -163,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send({"object": "list", "data": models}) if known else self._fail(404, f"{self.path} is not served")
 
     def do_POST(self) -> None:
-        """Hand a request over, and send what comes back."""
+        """Queue a request, and send its completion."""
         size = self.headers.get("Content-Length", "")
         left = int(size) if size.isdecimal() and len(size) <= 9 else -1
         if not 0 <= left <= _BYTES:
@@ -193,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _welcome(self) -> bool:
         if self.headers.get("Authorization") == f"Bearer {self.server.key}":
             return True
-        self._fail(401, "the key is not that of OPENAI_API_KEY")
+        self._fail(401, "the key is not OPENAI_API_KEY's")
         return False
 
     def _fail(self, status: int, why: str, code: str | None = None) -> None:

@@ -5,34 +5,34 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, one_line, require
 from rocm_ext.base.importing import import_component
 from rocm_ext.environments.base import Environment
 from rocm_ext.verifiers.base import Result
 from rocm_ext.verifiers.reward_function import checked_scale, scaled
 
-_REFUSED = re.compile(r"\(code: (VALIDATION_ERROR|INVALID_JSON)\)")  # what the server says of an action it cannot read
+_REFUSED = re.compile(r"\(code: (VALIDATION_ERROR|INVALID_JSON)\)")  # the server's error for an unreadable action
 
 
 class OpenEnv(Environment):
     """A conversation with an environment on an OpenEnv server, as of openenv 0.10.
 
-    Each message of the model's is an action, and each observation a user's message. The environment ends the
-    conversation by ``done``; the return, the sum of its rewards, is the result. An action that the server cannot read
-    is answered with what is wrong with it. Any other fault of the server is an ERROR.
+    The model's messages are actions, and observations are the user's messages. The environment ends the conversation by
+    ``done``; the return, the sum of its rewards, is the result. The model gets an error message for an action that the
+    server cannot read. Any other fault of the server is an ERROR.
 
     The server must take as many sessions as there are conversations at a time: ``max_concurrent_envs`` of its
     ``create_app``.
 
     Args:
         row: the prompt's row.
-        url: the server's, such as ``http://localhost:8000``.
-        action: the action's field that takes the message's text, such as ``message``; or, with a dot, a function of
-            yours from the text to an action. None: the text is the action as JSON.
-        observation: the observation's field with its text; or, with a dot, a function of yours from the observation
-            to a text. None: the whole observation as JSON.
+        url: the server's address, such as ``http://localhost:8000``.
+        action: the action's field that takes the message's text, such as ``message``; or, with a dot, your function
+            from the text to an action. None: the text is the action as JSON.
+        observation: the observation's field with its text; or, with a dot, your function from the observation to a
+            text. None: the observation as JSON.
         reset: columns of the row that the environment's ``reset`` gets, such as ``[seed]``.
-        client: the environment's own client class; it needs an ``action`` function. None: openenv's generic client.
+        client: the environment's client class; it needs an ``action`` function. None: openenv's generic client.
         total: ``sum`` of the rewards, or the ``last`` one.
         threshold, scale: as for :class:`rocm_ext.verifiers.RewardFunction`.
         timeout: seconds for one answer of the server.
@@ -56,8 +56,7 @@ class OpenEnv(Environment):
             from openenv.core import GenericEnvClient
         except ImportError as problem:
             raise UserError(f"environment: {one_line(problem)}; `pip install 'torchtune-rocm[openenv]'`") from problem
-        if total not in ("sum", "last"):
-            raise UserError(f"environment: total is {total!r}; expected sum or last")
+        require(total in ("sum", "last"), f"environment: total is {total!r}; expected sum or last")
         self.scale, self.threshold = checked_scale("OpenEnv", scale, threshold)
         self.total, self.needs = total, tuple(reset)
         self._action, self._observation = _reader(action), _reader(observation)
@@ -91,7 +90,7 @@ class OpenEnv(Environment):
         return self._result()
 
     def _seen(self, step: Any) -> Any:
-        """Take a step's reward, and return its observation or the result."""
+        """Record a step's reward, and return its observation or the result."""
         if step.reward is not None:
             self._rewards.append(float(step.reward))
         if step.done:

@@ -1,11 +1,12 @@
-"""Conversations with environments, each in a process of its own.
+"""Conversations with environments, in separate processes.
 
-One process without threads and without torch imports the environment's module, and forks a child for each
-conversation. A child that raises, hangs or dies costs its conversation alone.
+One process without threads and without torch imports the environment's module and forks a child for each conversation.
+A child that raises, hangs or dies costs only its conversation.
 """
 
 import contextlib
 import gc
+import inspect
 import json
 import os
 import selectors
@@ -22,12 +23,11 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, require
 from rocm_ext.base.importing import COMPONENT, import_component
-from rocm_ext.base.process import adopt_orphans, signal_at_parents_end
-from rocm_ext.environments.base import Ask, Reply, check_class, checked_reply, now, tools_of
+from rocm_ext.environments.base import Ask, Environment, Reply, checked_reply, now, tools_of
 from rocm_ext.verifiers.base import Result, error
-from rocm_ext.verifiers.sandbox.children import descendants
+from rocm_ext.verifiers.sandbox.children import descendants, kill
 from rocm_ext.verifiers.sandbox.sandbox import FOLDER, folder_of_runs
 from rocm_ext.verifiers.workers import worker
 
@@ -40,7 +40,7 @@ Key = tuple[str, int]
 class Environments:
     """Conversations with environments; a context manager.
 
-    No environment makes a method raise: what goes wrong in it is an ERROR.
+    No environment makes a method raise: its faults are ERRORs.
 
     Args:
         environment: the component, ``{_component_: my_env.Game, ...}``; JSON data.
@@ -57,7 +57,7 @@ class Environments:
     def __init__(self, environment: Mapping[str, Any], timeout: float) -> None:
         self._environment, self._timeout = dict(environment), timeout
         self._open: dict[Key, _Talk] = {}
-        self._ending: deque[_Talk] = deque()
+        self._ending: deque[tuple[_Talk, str]] = deque()
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = os.pipe()
@@ -80,13 +80,11 @@ class Environments:
             self._link.sendall(_line({"environment": self._environment, "parent": os.getpid()}))
             self._link.settimeout(_START)
             said = _read_line(self._link)
-            if "tools" not in said:
-                raise UserError(f"the environment cannot be used: {said.get('error') or 'its process ended'}")
-        except (OSError, UserError) as problem:
+        except OSError:
+            said = {"error": f"its module did not import within {_START:g} s"}
+        if "tools" not in said:
             self.close()
-            if isinstance(problem, UserError):
-                raise
-            raise UserError(f"the environment's module did not import within {_START:g} s") from problem
+            raise UserError(f"the environment cannot be used: {said.get('error') or 'its process ended'}")
         self.tools, self.at_once = said["tools"], said["at_once"]
         return self
 
@@ -101,9 +99,7 @@ class Environments:
         os.write(self._wake, b".")
         self._thread.join()
         self._end_talks()
-        for pid in [*descendants(self._host.pid), self._host.pid]:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        kill([*descendants(self._host.pid), self._host.pid])
         self._host.wait()
         self._link.close()
         self._selector.close()
@@ -121,32 +117,31 @@ class Environments:
                 ours.close()
                 return _done(error("the environment's process died"))
         ours.settimeout(self._timeout)
-        talk = _Talk(ours)
         with self._lock:
-            self._open[key] = talk
+            self._open[key] = _Talk(ours)
         return self._ask(key, {"row": dict(row)})
 
     def say(self, key: Key, message: Mapping[str, Any]) -> "Future[Reply]":
-        """Hand over a message of the model's: a future for the messages that follow, or for the result."""
+        """Send the model's message: a future for the messages that follow, or for the result."""
         return self._ask(key, {"message": dict(message)})
 
     def cut(self, key: Key, message: Mapping[str, Any]) -> "Future[Reply]":
-        """Have a conversation judged that a limit ends: a future for the result."""
+        """Judge a conversation that a limit ends: a future for the result."""
         return self._ask(key, {"cut": dict(message)})
 
-    def end(self, key: Key) -> None:
-        """End a conversation and all processes that it started."""
+    def end(self, key: Key, why: str = "the conversation was ended") -> None:
+        """End a conversation and all processes that it started; a waiting answer is an ERROR that says why."""
         with self._lock:
             talk = self._open.pop(key, None)
         if talk is not None:
-            self._ending.append(talk)  # for the thread: ending takes as long as an answer
+            self._ending.append((talk, why))  # for the thread: ending takes as long as an answer
 
     def _ask(self, key: Key, content: dict[str, Any]) -> "Future[Reply]":
         talk = self._open.get(key)
         if talk is None:
             return _done(error("the conversation has ended"))
-        talk.future, talk.deadline = Future(), time.monotonic() + self._timeout
-        future = talk.future
+        future: Future[Reply] = Future()
+        talk.future, talk.deadline = future, time.monotonic() + self._timeout
         try:
             text = _line(content)
         except (TypeError, ValueError, RecursionError) as problem:
@@ -160,36 +155,30 @@ class Environments:
         return future
 
     def _listen(self) -> None:
-        """Give answers to their futures, and end conversations that hang or die; a thread."""
+        """Resolve futures with answers, and end conversations that hang or die; a thread."""
         looked = time.monotonic()
         while not self._closed:
             for event, _ in self._selector.select(_LOOK):
                 if event.fd == self._woken:
                     os.read(self._woken, _CHUNK)
                 elif (talk := self._open.get(event.data)) is not None and not talk.read():
-                    self._lose(event.data, "the environment's process died")
+                    self.end(event.data, "the environment's process died")
+            if (instant := time.monotonic()) >= looked + _LOOK:
+                looked = instant
+                for key, talk in list(self._open.items()):
+                    if instant > talk.deadline and talk.future is not None and not talk.future.done():
+                        self.end(key, f"the environment hung for {self._timeout:g} s")
             self._end_talks()
-            if (instant := time.monotonic()) < looked + _LOOK:
-                continue
-            looked = instant
-            for key, talk in list(self._open.items()):
-                if instant > talk.deadline and talk.future is not None and not talk.future.done():
-                    self._lose(key, f"the environment hung for {self._timeout:g} s")
 
     def _end_talks(self) -> None:
         while self._ending:
-            self._ending.popleft().end("the conversation was ended", self._selector)
-
-    def _lose(self, key: Key, why: str) -> None:
-        with self._lock:
-            talk = self._open.pop(key, None)
-        if talk is not None:
+            talk, why = self._ending.popleft()
             talk.end(why, self._selector)
 
 
 @dataclass
 class _Talk:
-    """A conversation's process, seen from ours."""
+    """The connection to a conversation's process."""
 
     socket: socket.socket
     future: Future = None  # type: ignore[assignment]
@@ -199,7 +188,7 @@ class _Talk:
     registered: bool = False
 
     def read(self) -> bool:
-        """Read what is there; False at the end."""
+        """Read without waiting; False at the end."""
         try:
             data = self.socket.recv(_CHUNK)
         except OSError:
@@ -216,16 +205,14 @@ class _Talk:
         return bool(data)
 
     def end(self, why: str, selector: selectors.BaseSelector) -> None:
-        """Kill the process and what it started, and give the future an ERROR if it waits."""
+        """Kill the process with its descendants, and resolve a waiting future with an ERROR."""
         with contextlib.suppress(KeyError, ValueError):
             selector.unregister(self.socket)
-        if self.pid:  # before the socket closes, at which the process ends and its children get another parent
+        if self.pid:  # before the socket closes: then the process ends, and its children get another parent
             below = descendants(self.pid)
             with contextlib.suppress(OSError):
                 os.killpg(self.pid, signal.SIGKILL)
-            for pid in below:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
+            kill(below)
         self.socket.close()
         if self.future is not None and not self.future.done():
             self.future.set_result(error(why))
@@ -266,20 +253,19 @@ def main(fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     link = socket.socket(fileno=fd)
     start = _read_line(link)
-    with contextlib.suppress(OSError, AttributeError):
-        signal_at_parents_end(signal.SIGKILL)
-        adopt_orphans()
-    if os.getppid() != start["parent"]:
-        return
+    worker.die_with(start["parent"])
+    worker.adopt()
     with contextlib.suppress(OSError):
         os.nice(5)
     arguments = {name: value for name, value in start["environment"].items() if name != COMPONENT}
     try:
         made = import_component(start["environment"][COMPONENT])
-        check_class(made)
+        derived = inspect.isclass(made) and issubclass(made, Environment)
+        name = getattr(made, "__name__", made)
+        require(derived, f"environment {name} is not derived from rocm_ext.environments.Environment")
         worker.RUNNING = True  # in the children, too
         example = made({}, **arguments)
-        example.check()  # what it imports, the children have
+        example.check()  # children inherit its imports
         tools = tools_of(example).schemas
         if tools:
             import jsonschema  # noqa: F401 - once, for all children
@@ -287,7 +273,7 @@ def main(fd: int) -> None:
         link.sendall(_line({"error": str(problem) if isinstance(problem, UserError) else worker.blame(problem)}))
         return
     link.sendall(_line({"tools": tools, "at_once": example.at_once}))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children need nobody to wait for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     gc.freeze()  # shared memory stays shared
     while True:
         asked, fds, *_ = socket.recv_fds(link, 1, 1)
@@ -303,22 +289,19 @@ def main(fd: int) -> None:
 
 
 def _converse(ours: socket.socket, made: Any, arguments: Mapping[str, Any]) -> None:
-    """Serve one conversation."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
-    with contextlib.suppress(OSError, AttributeError):
-        signal_at_parents_end(signal.SIGKILL)
+    worker.die_with(os.getppid())
     ours.sendall(_line({"pid": os.getpid()}))
     environment: Any = None
     while said := _read_line(ours):
         try:
             if environment is None:
                 environment = made(said["row"], **arguments)
-                reply = checked_reply(environment, now(environment.begin()))
-            elif "cut" in said:
-                reply = checked_reply(environment, now(environment.cut(said["cut"])))
+                value = environment.begin()
             else:
-                reply = checked_reply(environment, now(environment.reply(said["message"])))
+                value = environment.cut(said["cut"]) if "cut" in said else environment.reply(said["message"])
+            reply = checked_reply(environment, now(value))
         except BaseException as problem:  # SystemExit, too
             reply = error(worker.blame(problem))
         if isinstance(reply, Result):

@@ -1,4 +1,4 @@
-"""An agent of the user's own as an environment: a program that asks for the model's messages by OpenAI's API."""
+"""A user's agent as an environment: a program that requests the model's messages by OpenAI's API."""
 
 import json
 import os
@@ -13,10 +13,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import require
 from rocm_ext.environments.base import Ask, Environment
 from rocm_ext.environments.endpoint import Endpoint, Exchange
-from rocm_ext.verifiers.base import Result, Verdict, checked, error, name_of, short
+from rocm_ext.verifiers.base import Result, Verdict, error, short
 from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.sandbox import BOX, Limits, RunningProgram, Sandbox, interpreter
 from rocm_ext.verifiers.sandbox.children import readable, supervise
@@ -26,7 +26,7 @@ _START = 60.0  # seconds that the sandbox may take to start
 _AT_LIMIT = "the conversation is at a limit of the run"
 _FOREVER = 1e9  # seconds; `verify_timeout` limits each wait for the program
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
-# runs in the sandbox: a socket belongs to the network that it was made in, so what connects to it is in there, too
+# This runs in the sandbox: a socket belongs to the network in which it was made, so only programs there can connect.
 _LAUNCH = """
 import json, os, socket, sys
 link, (command, variables) = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2])
@@ -46,30 +46,27 @@ class Program(Environment):
     """A conversation with a program, such as an agent that you already have.
 
     The program runs in the sandbox of the verifiers, once for each conversation. Its input is a line of JSON, the
-    prompt's row. ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``, which OpenAI's client reads by itself, name an endpoint
-    that answers chat completions by the model in training, also of functions and as a stream; nothing else of the
-    network is there. The last line of its output is JSON: the reward from 0 to 1, or
-    ``{"reward": 0.5, "parts": {"tests": 3}}``. With a ``verifier``, it is the answer as a text, or
-    ``{"answer": "..."}``.
+    prompt's row. ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``, which OpenAI's client reads, name an endpoint at which the
+    model in training answers chat completions, also with functions and as a stream; the program has no other network.
+    The last line of its output is JSON: the reward from 0 to 1, or ``{"reward": 0.5, "parts": {"tests": 3}}``. With a
+    ``verifier``, it is the answer as a text, or ``{"answer": "..."}``.
 
-    The conversation is what the program asks with: the row's prompt reaches the model only if the program sends it.
-    Its requests are answered one at a time. The run's sampling settings hold, not ``temperature`` and the like of a
-    request; ``max_tokens`` does, and text from a ``stop`` on is left out of the response. A request at a limit of the
-    run gets status 400, and so does one with ``n``, ``logprobs`` or ``response_format``.
+    The program's requests are the conversation: the row's prompt reaches the model only if the program sends it.
+    Requests are answered one at a time. The run's sampling settings hold, not ``temperature`` and the like of a
+    request; ``max_tokens`` does, and the response ends before a ``stop``. A request at a limit of the run gets status
+    400, and so does one with ``n``, ``logprobs`` or ``response_format``.
 
     Args:
         row: the columns of the prompt's row.
-        command: the program and its arguments. ``python`` is the argument ``python``; an argument that names a file
-            gets its path in the sandbox. Of a program outside /usr, all of its folder is shown.
-        folder: shown to the program, read-only; Python imports from it. None: it sees the files of ``command`` alone.
-        verifier: the component that judges the answer; of the columns that it needs, the program gets ``prompt`` alone.
-        memory_mb: of the program with all that it starts, and the address space of each process: Node needs 16384.
-        at_once: programs of a rank at the same time; None: 4 for each of its CPU threads, at most 64.
-        sandbox: ``bubblewrap``, or ``rlimits`` where you trust program and model; see rocm_ext.verifiers.sandbox.
+        command: the program and its arguments. ``python`` stands for the argument ``python``; an argument that names a
+            file becomes its path in the sandbox. A program outside /usr is shown with its folder.
+        folder: a folder shown to the program, read-only; Python imports from it. None: only the files of ``command``.
+        verifier: the component that judges the answer. The program gets none of the columns that it needs but
+            ``prompt``.
+        memory_mb: memory of the program with all its processes, and address space per process: Node needs 16384.
+        at_once: the most simultaneous programs of a rank; None: 4 per CPU thread of it, at most 64.
+        sandbox: ``bubblewrap``, or ``rlimits`` if you trust program and model; see rocm_ext.verifiers.sandbox.
         python: the interpreter, whose installed packages the program can import; None: this one.
-
-    Raises:
-        UserError: an argument is out of range, or the program cannot be found.
     """
 
     def __init__(
@@ -84,23 +81,25 @@ class Program(Environment):
         python: str | None = None,
     ) -> None:
         super().__init__(row)
-        if not isinstance(command, (list, tuple)) or not command or not all(isinstance(word, str) for word in command):
-            raise UserError(f"command: found {command!r}; expected a list such as [python, my_agent.py]")
-        if memory_mb < 128 or (at_once is not None and at_once < 1):
-            raise UserError(f"Program needs memory_mb >= 128 and at_once >= 1, found {memory_mb} and {at_once}")
+        words = isinstance(command, (list, tuple)) and command and all(isinstance(word, str) for word in command)
+        require(words, f"command: found {command!r}; expected a list such as [python, my_agent.py]")
+        fits = memory_mb >= 128 and (at_once is None or at_once >= 1)
+        require(fits, f"Program needs memory_mb >= 128 and at_once >= 1, found {memory_mb} and {at_once}")
         self.at_once = at_once or min(MOST_AT_ONCE, 4 * len(os.sched_getaffinity(0)))
         self._limits = Limits(_FOREVER, 0, memory_mb, processes=128, open_files=512)
-        self.verifier = None if verifier is None else build(verifier)
-        if self.verifier is not None:
-            self.needs = tuple(self.verifier.needs)
-            if self.verifier.groups:
-                raise UserError(f"{name_of(self.verifier)} compares answers of a group, and a program gives one")
+        if verifier is not None:
+            self._judge_by(build(verifier))
         self._shown = interpreter(python or sys.executable)
         self._folder = None if folder is None else str(Path(folder).resolve())
-        if self._folder is not None and not Path(self._folder).is_dir():
-            raise UserError(f"folder: {folder} is not a folder")
+        require(self._folder is None or os.path.isdir(self._folder), f"folder: {folder} is not a folder")
         self._files: dict[str, bytes] = {}
-        program, more = self._program(command[0])
+        if _PYTHON.fullmatch(command[0]):
+            program, more = self._shown.path, []
+        else:
+            path = shutil.which(command[0])
+            require(path, f"command: {command[0]} is neither a program of the PATH nor an executable file")
+            file = Path(str(path)).resolve()
+            program, more = str(file), [] if file.is_relative_to("/usr") else [str(file.parent)]
         self._command = [program, *map(self._argument, command[1:])]
         self._sandbox = Sandbox(sandbox, [*self._shown.folders, *more, *filter(None, [self._folder])])
         self._asked: SimpleQueue[Exchange | None] = SimpleQueue()
@@ -108,75 +107,51 @@ class Program(Environment):
         self._said: Mapping[str, Any] = {}
         self._cut = self._heard = False
 
-    def _program(self, name: str) -> tuple[str, list[str]]:
-        """Return a program's file, and the folders that it needs."""
-        if _PYTHON.fullmatch(name):
-            return self._shown.path, []
-        if (path := shutil.which(name)) is None:
-            raise UserError(f"command: {name} is neither a program of the PATH nor an executable file")
-        file = Path(path).resolve()
-        return str(file), [] if file.is_relative_to("/usr") else [str(file.parent)]
-
     def _argument(self, word: str) -> str:
-        """Return an argument; of a file, its path in the sandbox."""
+        """Return an argument, or the path in the sandbox if it names a file."""
         file = Path(word)
         if not os.path.isfile(word):  # Path.is_file raises for code, which is too long for a name
-            if word.endswith(".py"):
-                raise UserError(f"command: there is no file {word}")
+            require(not word.endswith(".py"), f"command: there is no file {word}")
             return word
         if self._folder is not None and file.resolve().is_relative_to(self._folder):
             return str(file.resolve())
         content = file.read_bytes()
-        if self._files.setdefault(file.name, content) != content:
-            raise UserError(f"command: two files are named {file.name}; rename one, or show both as a folder")
+        same = self._files.setdefault(file.name, content) == content
+        require(same, f"command: two files are named {file.name}; rename one, or show both as a folder")
         return f"{BOX}/{file.name}"
 
     def check(self) -> None:
         """Raise UserError if this machine cannot run the sandbox or the verifier, or the program sees no ``folder``."""
         self._sandbox.check()
         if self._folder is not None:
-            look = "import os, sys; os.listdir(sys.argv[1])"
-            if self._sandbox.run([self._shown.path, "-I", "-S", "-c", look, self._folder]).returncode:
-                raise UserError(
-                    f"folder: the sandbox runs as another user, who cannot read {self._folder}; allow it: "
-                    f"chmod -R o+rX {self._folder}"
-                )
-        if self.verifier is not None:
-            self.verifier.check()
-
-    def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raise UserError or ValueError, naming the field, if the row cannot be verified."""
-        if self.verifier is not None:
-            self.verifier.check_row(row)
+            look = [self._shown.path, "-I", "-S", "-c", "import os, sys; os.listdir(sys.argv[1])", self._folder]
+            unread = f"folder: the sandbox runs as another user, who cannot read {self._folder}; allow it: "
+            require(not self._sandbox.run(look).returncode, f"{unread}chmod -R o+rX {self._folder}")
+        super().check()
 
     def begin(self) -> Ask | Result:
-        """Start the program; return its first request."""
         self._running, server, key = self._start()
         Endpoint(server, key, self._asked)
         threading.Thread(target=self._watch, daemon=True).start()
         return self._next()
 
     def reply(self, message: Mapping[str, Any]) -> Ask | Result:
-        """Answer the program's request with the model's message; return its next one, or the result."""
         assert self._exchange is not None
         self._said = message
         self._exchange.answer(message)
         return self._next()
 
     def cut(self, message: Mapping[str, Any]) -> Result:
-        """Answer with what the model said up to a limit, refuse all further requests, and wait for the result."""
+        """Answer with the model's last message, refuse all further requests, and wait for the result."""
         assert self._exchange is not None
         self._cut = True
-        if message == self._said:
-            self._exchange.refuse(_AT_LIMIT)
-        else:
-            self._exchange.answer(message)
+        self._exchange.answer(_AT_LIMIT if message == self._said else message)
         while isinstance(reply := self._next(), Ask):
-            self._exchange.refuse(_AT_LIMIT)
+            self._exchange.answer(_AT_LIMIT)
         return reply
 
     def _start(self) -> tuple[RunningProgram, socket.socket, str]:
-        """Start the program; return it, the socket that it connects to, and its key."""
+        """Start the program; return it, the endpoint's socket, and the key."""
         ours, theirs = socket.socketpair()
         key = secrets.token_hex(16)
         packages = [*filter(None, [self._folder]), *self._shown.packages]
@@ -192,19 +167,15 @@ class Program(Environment):
                 )
             _, fds, *_ = socket.recv_fds(ours, 1, 1) if readable(ours.fileno(), _START) else (b"", [])
         if not fds:
-            running.child.kill()
-            said = running.child.process.stderr.read() if running.child.process.stderr else b""
-            raise RuntimeError(f"the sandbox did not start: {short(said.decode('utf-8', 'replace'))}")
+            raise RuntimeError(f"the sandbox did not start: {short(running.last_words())}")
         return running, socket.socket(fileno=fds[0]), key
 
     def _watch(self) -> None:
-        """Read the program's output until it ends; a thread."""
         supervise([self._running.child], _FOREVER)
         self._running.close()
         self._asked.put(None)
 
     def _next(self) -> Ask | Result:
-        """Wait for the program's next request, or its end."""
         self._exchange = self._asked.get()
         while self._exchange and (self._exchange.gone() or self._running.child.returncode is not None):
             self._exchange = self._asked.get()  # nobody waits for the response
@@ -214,7 +185,6 @@ class Program(Environment):
         return self._exchange.ask
 
     def _result(self) -> Result:
-        """Return the result of a program that has ended."""
         child = self._running.child
         said = bytes(child.stderr).decode("utf-8", "replace").strip().rpartition("\n")[2]
         if child.killed or child.returncode:
@@ -227,12 +197,12 @@ class Program(Environment):
             value = json.loads(line)
         except (ValueError, RecursionError):
             value = None
-        if self.verifier is not None:
+        if self._verifier is not None:
             text = value if isinstance(value, str) else line
             answer = value.get("answer") if isinstance(value, dict) else text
             if not isinstance(answer, (str, int, float)):
                 return error(f"the program's last line is {short(line, 100)!r}; expected an answer")
-            return checked(self.verifier, self.verifier(str(answer), self.row))
+            return self.judge(str(answer))
         fields = value if isinstance(value, dict) else {"reward": value}
         reward = fields.get("reward")
         if not isinstance(reward, (int, float)):

@@ -1,4 +1,4 @@
-"""Python for a model: an interpreter in the sandbox, which lives as long as the conversation."""
+"""Python as a model's tool: an interpreter in the sandbox that lives as long as the conversation."""
 
 import contextlib
 import functools
@@ -10,12 +10,12 @@ import sys
 import weakref
 from collections.abc import Sequence
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import require
 from rocm_ext.environments.tools import Fault
 from rocm_ext.verifiers.base import short
 from rocm_ext.verifiers.python.start import compiled, start
 from rocm_ext.verifiers.sandbox import Limits, Sandbox, interpreter
-from rocm_ext.verifiers.sandbox.children import descendants, readable, supervise
+from rocm_ext.verifiers.sandbox.children import descendants, kill, readable, supervise
 
 _START = 60.0  # seconds that the interpreter may take to start
 _CODE = 50_000  # bytes of a call: the socket takes them at once
@@ -26,13 +26,13 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 class Python:
     """Python as a tool, whose names and files in /tmp last from call to call.
 
-    It runs in the sandbox of the verifiers, one interpreter for each conversation, from the first call on. Between
-    calls it is stopped, and the processes that a call has started are killed. An interpreter that exceeds a limit is
-    killed, too, and the next call starts a new one; the model is told.
+    It runs in the sandbox of the verifiers, one interpreter per conversation, from the first call on. Between calls it
+    is stopped, and the processes that a call has started are killed. An interpreter that exceeds a limit is killed; the
+    model gets a message, and its next call starts a new one.
 
     Args:
         timeout: seconds of wall time for a call.
-        memory_mb: at least 128, which numpy needs.
+        memory_mb: memory limit, at least 128, which numpy needs.
         sandbox: ``bubblewrap``, or ``rlimits`` for a model that you trust; see rocm_ext.verifiers.sandbox.
         python: the interpreter, whose installed packages the code can import; None: this one.
 
@@ -43,9 +43,9 @@ class Python:
     def __init__(
         self, timeout: float = 10.0, memory_mb: int = 512, sandbox: str = "bubblewrap", python: str | None = None
     ) -> None:
-        if timeout <= 0 or memory_mb < 128:
-            raise UserError(f"Python needs timeout > 0 and memory_mb >= 128, found {timeout} and {memory_mb}")
-        # the wall time limits each call; a limit on CPU time would add up over the calls
+        fits = timeout > 0 and memory_mb >= 128
+        require(fits, f"Python needs timeout > 0 and memory_mb >= 128, found {timeout} and {memory_mb}")
+        # the wall time limits a call; a limit on CPU time would add up over the calls
         self._limits = Limits(seconds=timeout, cpu_seconds=0, memory_mb=memory_mb)
         self._where = sandbox, python or sys.executable
         _sandbox(*self._where)
@@ -60,14 +60,12 @@ class Python:
             code: the code.
         """
         data = code.encode("utf-8", "replace") or b"\n"
-        if len(data) > _CODE:
-            raise ValueError(f"the code has {len(data)} bytes, more than {_CODE}")
+        require(len(data) <= _CODE, f"the code has {len(data)} bytes, more than {_CODE}", ValueError)
         if self._running is None:
             self._running = _Interpreter(*_sandbox(*self._where), self._limits)
         said, ended = self._running.run(data)
-        text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", said.decode("utf-8", "replace").replace("\r\n", "\n")).strip(
-            "\n"
-        )
+        text = said.decode("utf-8", "replace").replace("\r\n", "\n")
+        text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text).strip("\n")
         if ended:
             self._running.close()
             self._running = None
@@ -88,11 +86,7 @@ def _sandbox(kind: str, python: str) -> tuple[Sandbox, str, Sequence[str]]:
 class _Interpreter:
     """A process of ``_interpreter.py``.
 
-    Its socket carries code in and a byte out. A byte that the code itself sends ends a call of its own too early, and
-    does nothing else.
-
-    Raises:
-        Fault: it does not start.
+    Its socket carries code in and a byte out. If the code sends a byte, it only ends its call too early.
     """
 
     def __init__(self, sandbox: Sandbox, path: str, packages: Sequence[str], limits: Limits) -> None:
@@ -104,28 +98,21 @@ class _Interpreter:
             running = start("interpreter", sandbox, path, task, limits, [theirs.fileno()])
         self._child, self.close = running.child, weakref.finalize(self, running.close)
         process = self._child.process
+        if not readable(self._link.fileno(), _START) or not self._link.recv(1):
+            raise Fault(f"Python did not start in the sandbox: {short(running.last_words())}")
         assert process.stdout is not None
         assert process.stderr is not None
         self._stdout = process.stdout
-        if not readable(self._link.fileno(), _START) or not self._link.recv(1):
-            self._child.kill()
-            said = process.stderr.read() or b""
-            self.close()
-            raise Fault(f"Python did not start in the sandbox: {short(said.decode('utf-8', 'replace'))}")
         process.stderr.close()
-        process.stderr = None  # it goes to stdout now
-        self._pids = [process.pid, *descendants(process.pid)]  # bwrap's, and last the interpreter
+        process.stderr = None  # the interpreter's stderr goes to stdout
+        self._pids = [process.pid, *descendants(process.pid)]  # bwrap's processes, and last the interpreter
         self._rest()
 
     def run(self, code: bytes) -> tuple[bytes, str]:
-        """Run code.
-
-        Returns:
-            what it has printed, and why the interpreter must be closed; empty: it can go on.
-        """
+        """Run code: its output, and why the interpreter must be closed, or "" if it can go on."""
         child, seconds = self._child, self._limits.seconds
         child.stdout.clear()
-        with contextlib.suppress(OSError):  # it has died, as reading finds
+        with contextlib.suppress(OSError):  # it has died; reading finds its end
             os.kill(self._pids[-1], signal.SIGCONT)
             self._link.send(code)
         in_time = supervise([child], seconds, self._link.fileno())
@@ -133,32 +120,28 @@ class _Interpreter:
         with contextlib.suppress(BlockingIOError, ValueError):  # all is read; the pipe is closed
             while len(child.stdout) < child.output_bytes and (part := os.read(self._stdout.fileno(), 1 << 16)):
                 child.stdout += part
+        answered = b""
+        with contextlib.suppress(OSError):
+            answered = self._link.recv(1) if in_time else b""
         ended = ""
         if child.killed:
             ended = f"the code {child.killed}"
         elif not in_time:
             ended = f"the code ran for more than {seconds:g} s"
-        elif not self._answered():
+        elif not answered:
             ended = "the interpreter ended"
         elif not rests or self._stdout.closed:
             ended = "the code left processes that go on" if not rests else "the code closed its output"
         return bytes(child.stdout), ended
 
-    def _answered(self) -> bool:
-        with contextlib.suppress(OSError):
-            return bool(self._link.recv(1))
-        return False
-
     def _rest(self) -> bool:
-        """Stop the interpreter and kill what it has started; whether nothing is left of that."""
+        """Stop the interpreter and kill its child processes; False if some are left."""
         known = set(self._pids)
         with contextlib.suppress(OSError):
             os.kill(self._pids[-1], signal.SIGSTOP)
         for _ in range(_ROUNDS):
             if not (others := set(descendants(self._pids[0])) - known):
                 return True
-            known |= others  # the killed stay, as zombies, until the interpreter goes on
-            for pid in others:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
+            known |= others  # zombies stay until the interpreter goes on
+            kill(others)
         return False

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, require
 
 _WORDS = re.compile(r"\w+")
 _K1, _B = 1.2, 0.75  # as in Lucene
@@ -19,21 +19,21 @@ _K1, _B = 1.2, 0.75  # as in Lucene
 class Search:
     """Search in the texts of a folder, as a tool; BM25 ranks the passages (Robertson and Zaragoza, 2009).
 
-    Files ``.txt`` and ``.md`` are texts; each line of a ``.jsonl`` is an object with ``text``. The index is made once,
-    for all conversations.
+    Files ``.txt`` and ``.md`` are texts; a line of a ``.jsonl`` is an object with ``text``. The index is made once, for
+    all conversations.
 
     Args:
-        folder: with its subfolders.
-        passages: how many the model gets at most.
-        words: of a passage, about.
+        folder: the folder; its subfolders are searched, too.
+        passages: the most passages in a result.
+        words: approximate length of a passage.
 
     Raises:
-        UserError: the folder holds no text, or a line cannot be read.
+        UserError: the folder holds no text, or a line is unreadable.
     """
 
     def __init__(self, folder: str, passages: int = 3, words: int = 150) -> None:
-        if passages < 1 or words < 1:
-            raise UserError(f"Search needs passages and words of at least 1, found {passages} and {words}")
+        fits = passages >= 1 and words >= 1
+        require(fits, f"Search needs passages and words of at least 1, found {passages} and {words}")
         self._index, self._passages = _index(str(Path(folder).resolve()), words), passages
 
     def search(self, query: str) -> str:
@@ -42,20 +42,16 @@ class Search:
         Args:
             query: words to look for.
         """
-        found = self._index.best(query, self._passages)
-        return "\n\n".join(f"{name}: {text}" for name, text in found) or "nothing found; try other words"
+        best = self._index.best(query, self._passages)
+        return "\n\n".join(f"{name}: {text}" for name, text in best) or "nothing found; try other words"
 
 
 class Index:
-    """The passages of texts and where words occur in them.
-
-    Args:
-        passages: names and texts.
-    """
+    """An inverted index of passages, which are (name, text)."""
 
     def __init__(self, passages: list[tuple[str, str]]) -> None:
         self._passages, lengths = passages, array("L")
-        # of each word: the passages in which it occurs, and how often
+        # word -> the numbers of the passages with it, and its counts there
         self._postings: Mapping[str, tuple[array, array]] = defaultdict(lambda: (array("L"), array("L")))
         for number, (name, text) in enumerate(passages):
             counts = Counter(_words(f"{name} {text}"))
@@ -67,7 +63,7 @@ class Index:
         self._norms = array("d", (_K1 * (1 - _B + _B * length / mean) for length in lengths))
 
     def best(self, query: str, most: int) -> list[tuple[str, str]]:
-        """Return the names and texts of the passages that fit best, in their order; of equals, the first."""
+        """The (name, text) of the best passages, the best one first; of equals, the earlier."""
         scores: dict[int, float] = defaultdict(float)
         for word in dict.fromkeys(_words(query)):
             if word in self._postings:
@@ -87,13 +83,11 @@ def _words(text: str) -> list[str]:
 def _index(folder: str, words: int) -> Index:
     texts = _texts(Path(folder))
     passages = [(name, passage) for name, text in texts for passage in _passages(text, words)]
-    if not passages:
-        raise UserError(f"Search found no text in {folder}; expected files .txt, .md or .jsonl")
+    require(passages, f"Search found no text in {folder}; expected files .txt, .md or .jsonl")
     return Index(passages)
 
 
 def _texts(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield each text and the name of its file."""
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.suffix in (".txt", ".md") and path.is_file():
@@ -101,28 +95,23 @@ def _texts(folder: Path) -> Iterator[tuple[str, str]]:
         elif path.suffix == ".jsonl" and path.is_file():
             with path.open(encoding="utf-8", errors="replace") as lines:
                 for number, line in enumerate(lines, 1):
-                    yield name, _text(line, f"{path}, line {number}")
-
-
-def _text(line: str, where: str) -> str:
-    try:
-        text = json.loads(line)["text"]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise UserError(f"{where}: expected an object with 'text'") from error
-    if not isinstance(text, str):
-        raise UserError(f"{where}: 'text' is {type(text).__name__}; expected a text")
-    return text
+                    where = f"{path}, line {number}"
+                    try:
+                        text = json.loads(line)["text"]
+                    except (ValueError, TypeError, KeyError, RecursionError) as error:
+                        raise UserError(f"{where}: expected an object with 'text'") from error
+                    require(isinstance(text, str), f"{where}: 'text' is {type(text).__name__}; expected a text")
+                    yield name, text
 
 
 def _passages(text: str, words: int) -> Iterator[str]:
-    """Cut a text where a paragraph ends, once it has ``words`` words; a long paragraph anywhere."""
+    """Cut a text at the end of a paragraph, after at least ``words`` words; inside a paragraph after twice as many."""
     passage: list[str] = []
     for paragraph in re.split(r"\n\s*\n", text):
-        for word in paragraph.split():
-            passage.append(word)
-            if len(passage) >= 2 * words:
-                yield " ".join(passage)
-                passage = []
+        passage += paragraph.split()
+        while len(passage) >= 2 * words:
+            yield " ".join(passage[: 2 * words])
+            del passage[: 2 * words]
         if len(passage) >= words:
             yield " ".join(passage)
             passage = []

@@ -4,10 +4,9 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, one_line, require
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.environments.base import Environment
-from rocm_ext.verifiers.base import Result, checked, name_of
 from rocm_ext.verifiers.build import build
 
 
@@ -16,54 +15,32 @@ class ToolEnvironment(Environment):
 
     Args:
         row: the columns of the prompt's row, for the verifier.
-        tools: each a name such as ``my_module.search``, or a component with arguments. A function is a tool. A class
-            is built for each conversation, and its public methods are tools.
+        tools: names such as ``my_module.search``, or components with arguments. A function is a tool. A class is built
+            for each conversation, and its public methods are tools.
         verifier: the verifier's component.
-
-    Raises:
-        UserError: a tool or the verifier cannot be built, or the verifier compares the answers of a group.
     """
 
     def __init__(self, row: Mapping[str, Any], tools: Sequence[Any], verifier: Any) -> None:
         super().__init__(row)
-        if not isinstance(tools, (list, tuple)) or not tools:
-            raise UserError(f"tools: found {tools!r}; expected a list of names and components")
+        listed = isinstance(tools, (list, tuple)) and tools
+        require(listed, f"tools: found {tools!r}; expected a list of names and components")
         self.tools = [function for tool in tools for function in functions_of(tool)]
-        self.verifier = build(verifier)
-        self.needs = tuple(self.verifier.needs)
-        if self.verifier.groups:
-            raise UserError(f"{name_of(self.verifier)} compares answers of a group; a conversation is judged by itself")
-
-    def check(self) -> None:
-        """Raise UserError if this machine cannot run the verifier."""
-        self.verifier.check()
-
-    def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raise UserError or ValueError, naming the field, if the row cannot be verified."""
-        self.verifier.check_row(row)
-
-    def judge(self, answer: str) -> Result:
-        """Return the verifier's result."""
-        return checked(self.verifier, self.verifier(answer, self.row))
+        self._judge_by(build(verifier))
 
 
 def functions_of(tool: Any) -> list[Callable[..., Any]]:
-    """Return the functions that an item of ``tools`` stands for.
-
-    Raises:
-        UserError: it cannot be imported or built, or has no public method.
-    """
-    node = {COMPONENT: tool} if isinstance(tool, str) else tool
-    if not isinstance(node, Mapping) or COMPONENT not in node:
-        raise UserError(f"tools: found {tool!r}; expected a name, or a mapping with {COMPONENT}")
-    path, arguments = node[COMPONENT], {str(name): value for name, value in node.items() if name != COMPONENT}
+    """Return the functions of an item of ``tools``; UserError if it cannot be built, or has no public method."""
+    config = {COMPONENT: tool} if isinstance(tool, str) else tool
+    mapped = isinstance(config, Mapping) and COMPONENT in config
+    require(mapped, f"tools: found {tool!r}; expected a name, or a mapping with {COMPONENT}")
+    path, arguments = config[COMPONENT], {str(name): value for name, value in config.items() if name != COMPONENT}
     try:
         made = import_component(path)
     except UserError as error:
         raise UserError(f"tools: {error}") from error
     if not inspect.isclass(made):
-        if arguments:
-            raise UserError(f"tools: {path} is a function, which takes no argument {next(iter(arguments))!r} here")
+        first = next(iter(arguments), None)
+        require(not arguments, f"tools: {path} is a function, which takes no argument {first!r} here")
         return [made]
     try:
         built = made(**arguments)
@@ -72,6 +49,5 @@ def functions_of(tool: Any) -> list[Callable[..., Any]]:
     except Exception as error:  # whatever a class raises
         raise UserError(f"tools: {path} cannot be built: {one_line(error)}") from error
     methods = [name for name, _ in inspect.getmembers(made, inspect.isroutine) if not name.startswith("_")]
-    if not methods:
-        raise UserError(f"tools: {path} has no public method; its public methods are the tools")
+    require(methods, f"tools: {path} has no public method; its public methods are the tools")
     return [getattr(built, name) for name in methods]

@@ -1,13 +1,13 @@
-"""Functions that a model may call: how they are described to it, and what it gets back."""
+"""Functions that a model may call: their descriptions, calls and results."""
 
 import inspect
 import json
 import re
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, one_line, require
 from rocm_ext.environments.calls import Call
 
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
@@ -15,90 +15,71 @@ _MOST = 20_000  # characters of a result
 
 
 class Fault(Exception):
-    """What a tool raises where the model is not to blame, as for a dead server: the conversation is an ERROR."""
+    """A tool's fault, such as a dead server, for which the model is not to blame: the conversation is an ERROR."""
 
 
 class Tools:
     """Functions that a model may call.
 
-    A function's name, type hints and docstring describe it. A docstring has a summary, and under ``Args:`` a line
-    ``name: text`` for each parameter.
+    A function's name, type hints and docstring describe it. A docstring has a summary, and under ``Args:`` lines
+    ``name: text`` for the parameters.
 
     Args:
-        functions: the functions; bound methods, too.
+        functions: functions and bound methods.
 
     Attributes:
         schemas: JSON schemas of the functions in OpenAI's form, as chat templates take them.
 
     Raises:
-        UserError: something is no function, or an asynchronous one; a function has no docstring, a parameter has no
-            type hint or one that JSON cannot express, or two functions have one name.
+        UserError: an item is not a function, or is asynchronous; a function has no docstring, a parameter has no type
+            hint or one that JSON cannot express, or two functions have the same name.
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
         self.schemas = [schema_of(function) for function in functions]
         self._functions: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}
         for function, schema in zip(functions, self.schemas, strict=True):
-            if (name := schema["function"]["name"]) in self._functions:
-                raise UserError(f"tools: two functions have one name, {name}; rename one of them")
+            name = schema["function"]["name"]
+            require(name not in self._functions, f"tools: two functions have one name, {name}; rename one of them")
             self._functions[name] = function, schema["function"]["parameters"]
 
     def __call__(self, call: Call) -> str:
-        """Return what a call gives, as text. What is wrong with it is text, too, for the model to read.
-
-        Raises:
-            Fault: the tool does.
-        """
+        """Return a call's result as text, or as JSON; a long one loses its middle. An error is a text for the model."""
         if call.problem:
             return f"error: the call cannot be read: {call.problem}"
         if call.name not in self._functions:
             return f"error: there is no tool {call.name!r}; the tools are {', '.join(self._functions)}"
         function, parameters = self._functions[call.name]
+        from jsonschema import Draft202012Validator  # here, because it takes a third of a second
+
         try:
             inspect.signature(function).bind(**call.arguments)
         except TypeError as problem:
             return f"error: {call.name}: {one_line(problem)}"
-        if misfit := _misfit(call.arguments, parameters):
-            return f"error: {call.name}: {misfit}"
+        if (error := next(Draft202012Validator(parameters).iter_errors(dict(call.arguments)), None)) is not None:
+            return f"error: {call.name}: {'.'.join(map(str, error.path)) or 'the arguments'}: {error.message}"
         try:
-            return as_text(function(**call.arguments))
+            result = function(**call.arguments)
+            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+            return shortened(text.encode("utf-8", "replace").decode(), _MOST)  # no halves of surrogate pairs
         except Fault:
             raise
         except (Exception, SystemExit) as problem:  # whatever a tool raises
             return f"error: {type(problem).__name__}: {one_line(problem)}"
 
 
-def as_text(result: Any) -> str:
-    """Return a tool's result as text: JSON unless it is text. Of a long one, the middle is left out."""
-    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-    return shortened(text.encode("utf-8", "replace").decode(), _MOST)  # no halves of surrogate pairs
-
-
 def shortened(text: str, most: int) -> str:
-    """Return ``text``, without its middle if it has more than ``most`` characters."""
+    """Return ``text``, without its middle if it is longer than ``most`` characters."""
     return text if len(text) <= most else f"{text[: most // 2]}\n… the middle is left out …\n{text[-most // 2 :]}"
 
 
-def _misfit(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
-    """Say which argument is not of its type; empty: all are."""
-    from jsonschema import Draft202012Validator  # here, because it takes a third of a second
-
-    error = next(iter(Draft202012Validator(schema).iter_errors(dict(arguments))), None)
-    return "" if error is None else f"{'.'.join(map(str, error.path)) or 'the arguments'}: {error.message}"
-
-
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Describe a function as a JSON schema in OpenAI's form.
-
-    Raises:
-        UserError: as :class:`Tools`.
-    """
+    """Describe a function as a JSON schema in OpenAI's form; raises UserError as :class:`Tools`."""
     later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-    if not inspect.isroutine(function) or any(kind(function) for kind in later):
-        raise UserError(f"tools: found {function!r}; expected a function that is neither asynchronous nor a generator")
-    name, doc = function.__name__, inspect.getdoc(function)
-    if not doc:
-        raise UserError(f"tools: {name} has no docstring; the model reads there what the function does")
+    plain = inspect.isroutine(function) and not any(kind(function) for kind in later)
+    require(plain, f"tools: found {function!r}; expected a function that is neither asynchronous nor a generator")
+    name, doc = function.__name__, inspect.getdoc(function) or ""
+    require(doc, f"tools: {name} has no docstring; the model reads there what the function does")
     summary, described = _described(doc)
     try:
         hints, signature = get_type_hints(function), inspect.signature(function)
@@ -106,17 +87,15 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
         raise UserError(f"tools: {name}'s parameters cannot be read: {one_line(error)}; write type hints") from error
     properties, required = {}, []
     for parameter in signature.parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise UserError(f"tools: {name} takes *{parameter.name}; a tool has named parameters alone")
-        if parameter.name not in hints:
-            raise UserError(f"tools: {name}'s parameter {parameter.name} has no type hint")
+        is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        require(is_named, f"tools: {name} takes *{parameter.name}; a tool has only named parameters")
+        require(parameter.name in hints, f"tools: {name}'s parameter {parameter.name} has no type hint")
         try:
             kind = _kind(hints[parameter.name])
         except (KeyError, TypeError) as error:
-            raise UserError(
-                f"tools: {name}'s parameter {parameter.name} is {hints[parameter.name]}; expected str, int, float, "
-                "bool, list, dict, Literal, or one of these | None"
-            ) from error
+            expected = "str, int, float, bool, list, dict, Literal, or one of these | None"
+            hint = f"{name}'s parameter {parameter.name} is {hints[parameter.name]}"
+            raise UserError(f"tools: {hint}; expected {expected}") from error
         if text := described.get(parameter.name):
             kind = {**kind, "description": text}
         properties[parameter.name] = kind
@@ -127,19 +106,14 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _kind(hint: Any) -> dict[str, Any]:
-    """Return the JSON schema of a type.
-
-    Raises:
-        KeyError: JSON has no such type.
-    """
+    """Return the JSON schema of a type; raises KeyError if JSON has no such type."""
     if hint is Any:
         return {}
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Literal:
         return {"enum": list(parts)}
     if origin in (Union, types.UnionType):
-        kinds = [_kind(part) if part is not type(None) else {"type": "null"} for part in parts]
-        return {"anyOf": kinds}
+        return {"anyOf": [_kind(part) if part is not type(None) else {"type": "null"} for part in parts]}
     if (origin or hint) not in _TYPES:
         raise KeyError(hint)
     kind: dict[str, Any] = {"type": _TYPES[origin or hint]}
@@ -151,7 +125,7 @@ def _kind(hint: Any) -> dict[str, Any]:
 
 
 def _described(doc: str) -> tuple[str, dict[str, str]]:
-    """Return a docstring's text before its sections, and the parameters' descriptions."""
+    """Return a docstring's summary, and the descriptions of the parameters."""
     summary, *sections = re.split(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?):\s*$", doc, flags=re.M)
     described: dict[str, str] = {}
     for title, body in zip(sections[::2], sections[1::2], strict=True):

@@ -5,13 +5,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import require
 from rocm_ext.base.importing import import_component
 from rocm_ext.environments.base import Environment, Message, now
 from rocm_ext.verifiers.base import Result
 from rocm_ext.verifiers.reward_function import RewardFunction
 
-_OWN = ("reset", "get_reward")  # TRL's names; all other public methods are tools
+_OWN = ("reset", "get_reward")  # TRL calls these; all other public methods are tools
 
 
 class Trl(Environment):
@@ -19,15 +19,15 @@ class Trl(Environment):
 
     Its public methods are the model's tools, but for two: ``reset(**row)`` begins a conversation and may return a text
     that follows the prompt, and ``get_reward()`` rewards it. Without ``get_reward``, a reward function does; it gets
-    ``environments``, and as ``completions`` all messages behind the prompt. The message without calls ends the
+    ``environments``, and as ``completions`` all messages after the prompt. The first message without calls ends the
     conversation. Methods and functions may be asynchronous.
 
-    What differs from TRL: ``reset``'s text is a user's message of its own, while TRL appends it to the prompt's last
-    one. A tool's result is JSON if it is no text. The object serves one conversation. One class serves all rows.
+    Differences from TRL: ``reset``'s text is a separate user's message, while TRL appends it to the prompt's last
+    message. A tool's result is JSON unless it is text. An object serves one conversation. One class serves all rows.
 
     Args:
         row: the prompt's row. ``reset`` and the reward function get ``prompt`` as messages.
-        factory: what makes the object, such as ``my_module.MyEnvironment``.
+        factory: a function that makes the object, such as the class ``my_module.MyEnvironment``.
         reward: a reward function in TRL's signature, for objects without ``get_reward``.
         threshold, scale: as for :class:`rocm_ext.verifiers.RewardFunction`.
     """
@@ -43,23 +43,25 @@ class Trl(Environment):
         super().__init__(row)
         self.environment = made = import_component(factory)()
         methods = [name for name, _ in inspect.getmembers(type(made), inspect.isfunction) if name[0] != "_"]
-        if "reset" not in methods:
-            raise UserError(f"environment: {factory} makes a {type(made).__name__} without a method reset")
-        if ("get_reward" in methods) == (reward is not None):
-            raise UserError(f"environment: {factory} needs either a method get_reward or the argument reward")
+        named = f"environment: {factory}"
+        require("reset" in methods, f"{named} makes a {type(made).__name__} without a method reset")
+        rewarded = ("get_reward" in methods) != (reward is not None)
+        require(rewarded, f"{named} needs either a method get_reward or the argument reward")
         self.tools = [_at_once(getattr(made, name)) for name in methods if name not in _OWN]
-        function: Callable[..., Any] = self._own_reward
+        function: Callable[..., Any] = lambda **_: [now(made.get_reward())]  # noqa: E731
         if reward is not None:
             function = functools.partial(import_component(reward), environments=[made])
         self._reward = RewardFunction(function, threshold, scale, conversational=True)
-        self.needs = tuple(dict.fromkeys((*self._reward.needs, *_needed(made.reset))))
+        parameters = [p for p in inspect.signature(made.reset).parameters.values() if p.default is p.empty]
+        required = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self.needs = tuple(dict.fromkeys((*self._reward.needs, *required)))
         self._said: list[Message] = []
 
     def begin(self) -> Any:
         prompt = [dict(message) for message in self._reward.prompt(self.row)]
         text = now(self.environment.reset(**{**self.row, "prompt": prompt}))
-        if not isinstance(text, (str, type(None))):
-            raise ValueError(f"reset returned {type(text).__name__}; expected a text or None")
+        fits = isinstance(text, (str, type(None)))
+        require(fits, f"reset returned {type(text).__name__}; expected a text or None", ValueError)
         opening = [{"role": "user", "content": text}] if text else []
         self.row = {**self.row, "messages": prompt + opening}
         return opening
@@ -74,25 +76,16 @@ class Trl(Environment):
 
     def cut(self, message: Mapping[str, Any]) -> Result:
         answers = [said for said in self._said if said["role"] == "assistant"]
-        if not answers or answers[-1] != message:  # it was cut itself; else what follows it was
+        if not answers or answers[-1] != message:  # else the tools' results after it reached the limit
             self._said.append(dict(message))
         return self._judged()
 
     def _judged(self) -> Result:
         return self._reward.judge_batch([self._said], [self.row])[0]
 
-    def _own_reward(self, **_: Any) -> list[Any]:
-        return [now(self.environment.get_reward())]
-
-
-def _needed(reset: Callable[..., Any]) -> list[str]:
-    """Return the columns without which ``reset`` cannot be called."""
-    named = inspect.signature(reset).parameters.values()
-    return [p.name for p in named if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-
 
 def _at_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that waits for an asynchronous one; others as they are."""
+    """Return a function that waits for an asynchronous one; a synchronous one unchanged."""
     if not inspect.iscoroutinefunction(function):
         return function
 

@@ -1,7 +1,6 @@
-"""Programs that judge what a model wrote: maths, code by tests, text, and verifiers of your own.
+"""Programs that judge what a model wrote: maths, code by tests, text, and your verifiers.
 
-Nothing here imports torch: verification runs in separate processes (:class:`Pool`), which start in a fraction of a
-second.
+No module here imports torch, so that the worker processes of :class:`Pool` start in a fraction of a second.
 """
 
 import sys
@@ -37,7 +36,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LLMJudge":  # imported when it is used: it needs an HTTP client, and others start faster without
+    if name == "LLMJudge":  # imported on use: it needs an HTTP client, which slows the start
         from rocm_ext.verifiers.llm_judge import LLMJudge
 
         return LLMJudge

@@ -1,14 +1,14 @@
-"""Runs a row's own checker of outputs. This runs in a sandbox of its own with the standard library alone."""
+"""Runs a row's checker of outputs, in a separate sandbox with only the standard library."""
 
 import json
 import os
 import sys
 
-WRONG = (ValueError, LookupError, ArithmeticError, AssertionError)  # as raised by reading output that is wrong
+WRONG = (ValueError, LookupError, ArithmeticError, AssertionError)  # a checker that parses wrong output raises these
 
 
 def scores(task):
-    """The checker's score of each case, or the text that says how it failed."""
+    """The checker's score for each case, or a message that says how the checker failed."""
     namespace = {"__name__": "checker"}
     try:
         exec(compile(task["checker"], "checker", "exec"), namespace)
@@ -33,7 +33,7 @@ def scores(task):
 
 
 def main():
-    """Read the task from stdin and write the scores to stdout, where the checker cannot print."""
+    """Read the task from stdin and write the scores to stdout; the checker's prints are discarded."""
     answer = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     task = json.load(sys.stdin)

@@ -1,7 +1,7 @@
-"""Makes entries of reasoning-gym and scores answers to them, in a process of its own with no import of ours.
+"""Makes entries of reasoning-gym and scores answers to them; a script that imports nothing of this library.
 
 Some of the package's judges evaluate an answer as Python, with ``eval`` or with sympy. The sandbox around this process
-keeps that from the machine; :func:`checked` keeps it from the score, by evaluating no more than values and formulas.
+protects the machine; :func:`checked` protects the score, since it lets only values and formulas be evaluated.
 """
 
 import ast
@@ -14,8 +14,8 @@ import sys
 
 NODES = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.BinOp, ast.UnaryOp, ast.operator,
          ast.unaryop, ast.Call, ast.Name, ast.Load)  # fmt: skip
-# What sympy's parser writes around numbers and names, and functions of formulas; all others of sympy, and Python's
-# builtins, are names there, too.
+# Sympy's parser wraps numbers and names in the first four; the others are functions of formulas. Python's builtins and
+# all other functions of sympy are in the parser's reach, too, and stay forbidden.
 CALLS = {"Symbol", "Integer", "Float", "Rational", "Abs", "sqrt", "exp", "log", "ln", "factorial"}
 CALLS |= {before + name + after for name in ("sin", "cos", "tan", "cot", "sec", "csc") for before in ("", "a")
           for after in ("", "h")}  # fmt: skip
@@ -31,17 +31,17 @@ def checked(source):
 
 
 def guard():
-    """Let ``eval`` and sympy's parser evaluate values and formulas alone."""
+    """Restrict ``eval`` and sympy's parser to values and formulas."""
     from sympy.parsing import sympy_parser
 
     evaluate, stringify = builtins.eval, sympy_parser.stringify_expr
-    # a call with names of its own is a library's: sympy's parser, whose source comes through below, and namedtuple
+    # a call that passes namespaces comes from a library: namedtuple, or sympy's parser, which is restricted below
     builtins.eval = lambda source, *names: evaluate(source, *names) if names else evaluate(checked(source), {})
     sympy_parser.stringify_expr = lambda *args, **kwargs: checked(stringify(*args, **kwargs))
 
 
 def score(datasets, row, answer):
-    """Score an answer: what the package's judge gives, or what went wrong and whose fault it is."""
+    """Score an answer: the judge's score, or an error under the key of its cause: ``row`` or ``answer``."""
     try:
         dataset = datasets[key(row)]
         entry = dataset[row["index"]]
@@ -56,7 +56,7 @@ def score(datasets, row, answer):
 
 
 def apart(seconds, function, *args):
-    """Return what a function returns in a child process; {} if that takes longer or dies."""
+    """Call a function in a child process; ``{"late": ...}`` if it takes longer (True) or dies (False)."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -74,16 +74,15 @@ def apart(seconds, function, *args):
 
 
 def key(row):
-    """Return what says which dataset a row is of."""
     return json.dumps([row["task"], row["options"], row["seed"], row["size"]], sort_keys=True)
 
 
 def main():
-    """Read a task from stdin, and write to stdout, where nothing else can print."""
+    """Read a task from stdin and write the answer to stdout; all other prints are discarded."""
     out = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     task = json.load(sys.stdin)
-    sys.path[:1] = task["path"]  # in place of this file's folder, which has another reasoning_gym
+    sys.path[:1] = task["path"]  # not this file's folder, which has another reasoning_gym
     try:
         import reasoning_gym
     except ImportError as problem:
@@ -95,7 +94,7 @@ def main():
 
 
 def run(gym, task):
-    """Return the entries of a dataset, or the scores of answers."""
+    """The entries of a dataset, or the scores of answers."""
     rows, datasets = task["rows"], {}
     for row in rows:
         if row["task"] not in gym.factory.DATASETS:

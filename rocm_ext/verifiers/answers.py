@@ -1,12 +1,12 @@
-"""Answers judged as text: by equality, by a regular expression, as JSON by a schema."""
+"""Judge answers as text: by equality, a regular expression, or a JSON Schema."""
 
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, one_line, require
 from rocm_ext.verifiers.base import Result, Verifier, correct, error, field, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.extract import answer_text, fenced_code
 from rocm_ext.verifiers.workers import worker
@@ -14,7 +14,7 @@ from rocm_ext.verifiers.workers.forked import Elsewhere, forked
 
 MAX_JSON = 1 << 20  # characters
 BRACKET = re.compile(r"[\[{]")
-TRIES = 2000  # brackets in prose that begin no JSON
+TRIES = 2000  # brackets that begin no JSON, after which the search ends
 
 
 class ExactMatch(Verifier):
@@ -52,32 +52,25 @@ class Regex(Verifier):
     Args:
         pattern: the pattern for all rows; or
         field: the row's field with its pattern.
-        full: the pattern must match the whole completion, apart from white space at its ends.
-        timeout: seconds for the search; a search that takes longer gives TIMEOUT.
+        full: the pattern must match all of the completion but white space at its ends.
+        timeout: seconds for the search; a longer one gives TIMEOUT.
     """
 
     def __init__(
         self, pattern: str | None = None, field: str | None = None, full: bool = False, timeout: float = 1.0
     ) -> None:
-        if (pattern is None) == (field is None):
-            raise UserError("Regex takes either pattern or field")
+        require((pattern is None) != (field is None), "Regex takes either pattern or field")
         self.pattern, self.field, self.full, self.timeout = pattern, field, full, timeout
         self.needs = (field,) if field else ()
         if pattern is not None:
-            try:
-                self._compiled(pattern)
-            except ValueError as error:
-                raise UserError(f"Regex: {error}") from error
+            _read(_pattern, pattern, "Regex", UserError)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         if self.field:
-            try:
-                self._compiled(field(row, self.field, str))
-            except ValueError as error:
-                raise ValueError(f"field {self.field!r}: {error}") from error
+            _read(_pattern, field(row, self.field, str), f"field {self.field!r}", ValueError)
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
-        pattern = self._compiled(row[self.field] if self.field else self.pattern)
+        pattern = _pattern(row[self.field] if self.field else self.pattern)
         try:
             search = pattern.fullmatch if self.full else pattern.search
             match = search(completion.strip() if self.full else completion, timeout=self.timeout)
@@ -85,48 +78,30 @@ class Regex(Verifier):
             return timeout(f"the search took more than {self.timeout:g} s")
         return correct(f"found {short(match[0], 80)!r}") if match else wrong("no match")
 
-    @staticmethod
-    def _compiled(pattern: Any) -> Any:
-        import regex
-
-        try:
-            return regex.compile(pattern)  # regex caches compiled patterns
-        except regex.error as error:
-            raise ValueError(f"{short(pattern, 80)!r} is not a regular expression: {error}") from error
-
 
 class JsonSchema(Verifier):
     """Whether the completion holds JSON that is valid under a JSON Schema.
 
-    The JSON is the last fenced block (tagged json or untagged). In a text without fences it is the whole text or, if
-    that is no JSON, the last complete object or array in it. The verifier fetches no documents that the schema refers
-    to.
+    The JSON is the last fenced block (tagged json or untagged). In a text without fences it is all of the text or, if
+    that is not JSON, the last complete object or array in it. References of the schema to other documents are not
+    fetched.
 
     Args:
         schema: the schema for all rows; or
         field: the row's field with its schema, as an object or as JSON text.
-        timeout: seconds for parsing and validation, which run in a process of their own; beyond them the verdict is
-            TIMEOUT.
+        timeout: seconds for parsing and validation, which run in a child process; longer gives TIMEOUT.
     """
 
     def __init__(self, schema: Mapping[str, Any] | None = None, field: str | None = None, timeout: float = 5.0) -> None:
-        if (schema is None) == (field is None):
-            raise UserError("JsonSchema takes either schema or field")
-        if timeout <= 0:
-            raise UserError(f"JsonSchema: timeout must be positive, found {timeout}")
+        require((schema is None) != (field is None), "JsonSchema takes either schema or field")
+        require(timeout > 0, f"JsonSchema: timeout must be positive, found {timeout}")
         self.field, self.needs, self.timeout = field, (field,) if field else (), timeout
-        try:
-            self._fixed = None if schema is None else _validator(schema)
-        except ValueError as problem:
-            raise UserError(f"JsonSchema: {problem}") from problem
+        self._fixed = None if schema is None else _read(_validator, schema, "JsonSchema", UserError)
         self._elsewhere = Elsewhere("JsonSchema", timeout, schema=schema, field=field)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         if self.field:
-            try:
-                _validator(field(row, self.field, (str, Mapping)))
-            except ValueError as problem:
-                raise ValueError(f"field {self.field!r}: {problem}") from problem
+            _read(_validator, field(row, self.field, (str, Mapping)), f"field {self.field!r}", ValueError)
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
         if not worker.RUNNING:
@@ -143,7 +118,7 @@ class JsonSchema(Verifier):
             return unparsed(problem)
         except (RecursionError, ArithmeticError) as problem:  # nested too deeply, or a number beyond all floats
             return wrong(one_line(problem))
-        except Exception as problem:  # of the schema: a pattern that does not compile, a reference to nowhere
+        except Exception as problem:  # the schema's fault: a bad pattern, an unresolved reference
             return error(f"the schema cannot be applied: {one_line(problem)}")
         if problem is None:
             return correct()
@@ -156,38 +131,41 @@ class _NoJson(Exception):
 
 
 def _json_in(text: str) -> Any:
-    """Return the JSON value in a completion.
-
-    Raises:
-        _NoJson: the completion holds no JSON; the message says why.
-    """
+    """The JSON value in a completion; raises _NoJson, with the reason, if it holds none."""
     groups, fenced = fenced_code(text, "json")
     source = answer_text(text) if not fenced else groups[0][-1] if groups else ""
-    if not source.strip():
-        raise _NoJson("no JSON")
-    if len(source) > MAX_JSON:
-        raise _NoJson(f"more than {MAX_JSON} characters of JSON")
+    require(source.strip(), "no JSON", _NoJson)
+    require(len(source) <= MAX_JSON, f"more than {MAX_JSON} characters of JSON", _NoJson)
     decoder = json.JSONDecoder(parse_constant=_no_constant)
     try:
         return decoder.decode(source)
     except (ValueError, RecursionError) as problem:
-        if fenced:
-            raise _NoJson(f"malformed JSON: {problem}") from None
-        value = _last_value(source, decoder)
-        if value is None:
-            raise _NoJson(f"malformed JSON: {problem}") from None
-        return value
-
-
-def _last_value(text: str, decoder: json.JSONDecoder) -> Any:
-    """Return the last outermost object or array in ``text``; None if it holds neither."""
-    value, start, failures = None, 0, 0
-    while failures < TRIES and (bracket := BRACKET.search(text, start)):
+        malformed = f"malformed JSON: {problem}"
+    value, start, failures = None, 0, 0  # the last outermost object or array
+    while not fenced and failures < TRIES and (bracket := BRACKET.search(source, start)):
         try:
-            value, start = decoder.raw_decode(text, bracket.start())
+            value, start = decoder.raw_decode(source, bracket.start())
         except (ValueError, RecursionError):
             start, failures = bracket.end(), failures + 1
+    require(value is not None, malformed, _NoJson)
     return value
+
+
+def _read(reader: Callable[[Any], Any], value: Any, where: str, kind: type[Exception]) -> Any:
+    """``reader(value)``; its ValueError becomes an error of ``kind`` that says where the value stands."""
+    try:
+        return reader(value)
+    except ValueError as problem:
+        raise kind(f"{where}: {problem}") from problem
+
+
+def _pattern(pattern: Any) -> Any:
+    import regex
+
+    try:
+        return regex.compile(pattern)  # regex caches compiled patterns
+    except regex.error as problem:
+        raise ValueError(f"{short(pattern, 80)!r} is not a regular expression: {problem}") from problem
 
 
 def _validator(schema: Any) -> Any:

@@ -7,6 +7,8 @@ from dataclasses import field as dataclass_field
 from enum import Enum
 from typing import Any
 
+from rocm_ext.base.errors import require
+
 DETAIL = 300  # characters
 
 
@@ -14,7 +16,7 @@ class Verdict(str, Enum):
     """The judgement on a completion. Each value equals its name."""
 
     CORRECT = "CORRECT"  # right
-    WRONG = "WRONG"  # wrong, in whole or in part
+    WRONG = "WRONG"  # wrong, or only partly right
     UNPARSED = "UNPARSED"  # the completion holds no answer
     TIMEOUT = "TIMEOUT"  # the completion's code exceeded a time limit
     ERROR = "ERROR"  # the verifier or the row is at fault, not the completion
@@ -31,8 +33,8 @@ class Result:
         verdict: the judgement.
         reward: in [0, 1]; None for ERROR and for nothing else.
         detail: the reason, in one line of at most 300 characters.
-        parts: named numbers that the reward is made of, or that you want to see beside it: ``metrics.jsonl`` has their
-            means as ``reward/NAME``.
+        parts: components of the reward, or other numbers to log, by name; ``metrics.jsonl`` has their means as
+            ``reward/NAME``.
 
     Raises:
         ValueError: the reward does not fit the verdict or is out of range, or a part is no number.
@@ -47,17 +49,15 @@ class Result:
         object.__setattr__(self, "verdict", Verdict(self.verdict))
         object.__setattr__(self, "detail", short(self.detail))
         values = self.parts.values() if isinstance(self.parts, Mapping) else [None]
-        if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
-            raise ValueError(f"the parts of a reward must be numbers by their names, found {self.parts!r}")
+        finite = all(isinstance(value, (int, float)) and math.isfinite(value) for value in values)
+        require(finite, f"the parts of a reward must be numbers by their names, found {self.parts!r}", ValueError)
+        reward: Any = self.reward
         if self.verdict is Verdict.ERROR:
-            if self.reward is not None:
-                raise ValueError(f"an ERROR has no reward, found {self.reward!r}")
+            require(reward is None, f"an ERROR has no reward, found {reward!r}", ValueError)
             return
-        if isinstance(self.reward, bool) or not isinstance(self.reward, (int, float)):
-            raise ValueError(f"the reward must be a number in [0, 1], found {self.reward!r}")
-        if not (math.isfinite(self.reward) and 0 <= self.reward <= 1):
-            raise ValueError(f"the reward must be in [0, 1], found {self.reward!r}")
-        object.__setattr__(self, "reward", float(self.reward))
+        fits = isinstance(reward, (int, float)) and not isinstance(reward, bool) and 0 <= reward <= 1
+        require(fits, f"the reward must be in [0, 1], found {reward!r}", ValueError)
+        object.__setattr__(self, "reward", float(reward))
 
     def values(self) -> tuple[Any, float | None, str, Mapping[str, float]]:
         """Return what JSON carries; ``Result(*values)`` is the result again."""
@@ -67,13 +67,12 @@ class Result:
 class Verifier:
     """Judges one completion of one row. It is deterministic, and no completion makes it raise.
 
-    A verifier of your own is a class with ``__call__``; all else is optional.
+    Your verifier is a class with ``__call__``; the rest is optional.
 
     Attributes:
-        needs: the fields that a row must have.
-        batch_size: how many answers :meth:`judge_batch` takes at most.
-        groups: whether the answers to a prompt are judged together, by :meth:`judge_group`; a class that defines this
-            method need not set it.
+        needs: names of the fields that a row must have.
+        batch_size: the most answers in one call of :meth:`judge_batch`.
+        groups: True: :meth:`judge_group` judges all answers to a prompt together. Defining that method sets it.
     """
 
     needs: tuple[str, ...] = ()
@@ -94,55 +93,57 @@ class Verifier:
             field(row, name)
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
-        """The judgement on ``completion``, given the prompt's ``row``; of a verifier of groups: on a group of one."""
+        """Judge one completion, given its prompt's row; by default as a batch or a group of one."""
         if self.groups:
             return group_results(self, [completion], row)[0]
-        raise NotImplementedError
+        if type(self).judge_batch is Verifier.judge_batch:
+            raise NotImplementedError
+        return self.judge_batch([completion], [row])[0]
 
     def at_once(self, completion: str, row: Mapping[str, Any]) -> Result | None:
-        """The judgement if no completion can make it take long, else None.
+        """Judge if no completion can make it slow, else return None.
 
-        The pool asks the verifiers of this library for it in the run's own process.
+        For verifiers of this library, the pool calls this in the run's process.
         """
         return None
 
     def judge_batch(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
-        """The judgements on several completions, each with its prompt's row; for reward models and judges.
+        """Judge several completions with their prompts' rows; for reward models and judges.
 
-        Which answers come together depends on what waits at the moment; the result on one must not depend on the
-        others. If the call fails or takes too long, each answer is judged by ``__call__`` alone.
+        A batch holds whatever answers are waiting, so a result must not depend on the other answers. If the call fails
+        or takes too long, ``__call__`` judges the answers one by one.
         """
         return [self(completion, row) for completion, row in zip(completions, rows, strict=True)]
 
     def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
-        """The judgements on all answers to one prompt, in their order; called only if ``groups`` is True.
+        """Judge all answers to one prompt, in order; called only if ``groups`` is True.
 
-        The result on one answer may depend on the others. If the call fails or takes too long, all of them are ERROR.
+        A result may depend on the other answers. If the call fails or takes too long, all results are ERROR.
         """
         raise NotImplementedError
 
 
 def group_results(verifier: Verifier, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
-    """What a verifier's ``judge_group`` returns.
+    """A verifier's results on a group; raises ValueError unless there is one per answer."""
+    return all_checked(verifier, "judge_group", verifier.judge_group(completions, row), len(completions))
 
-    Raises:
-        ValueError: it is not a list with a result for each answer.
-    """
-    results = verifier.judge_group(completions, row)
-    if not isinstance(results, list) or len(results) != len(completions):
-        raise ValueError(f"{name_of(verifier)}.judge_group must return a list of {len(completions)} results")
+
+def all_checked(verifier: Verifier, method: str, results: Any, count: int) -> list[Result]:
+    """The results of a verifier's method; raises ValueError unless they are a list of ``count``."""
+    listed = isinstance(results, list) and len(results) == count
+    require(listed, f"{name_of(verifier)}.{method} must return a list of {count} results", ValueError)
     return [checked(verifier, result) for result in results]
 
 
 def checked(verifier: Verifier, result: Any) -> Result:
-    """``result``, or an ERROR if a verifier of the user's returned something else."""
+    """``result``, or an ERROR if a user's verifier returned something else."""
     if isinstance(result, Result):
         return Result(*result.values())  # a subclass may have skipped the checks
     return error(f"{name_of(verifier)} returned {type(result).__name__}, not a Result")
 
 
 def name_of(verifier: Verifier) -> str:
-    """The name of a verifier's class, or of a function, as the user knows it."""
+    """The name of a verifier's class or function in messages."""
     inner = getattr(verifier, "inner", verifier)
     return getattr(inner, "__name__", type(inner).__name__)
 
@@ -158,22 +159,12 @@ def short(text: object, length: int = DETAIL) -> str:
 
 
 def field(row: Mapping[str, Any], name: str, kind: type | tuple[type, ...] = object) -> Any:
-    """The value of a row's field.
-
-    Args:
-        row: the row.
-        name: the field.
-        kind: the type that the value must have.
-
-    Raises:
-        ValueError: the field is missing, None or of another type.
-    """
+    """The value of a row's field; raises ValueError if the field is missing, None or not of type ``kind``."""
     value = row.get(name)
     if value is None:
         raise ValueError(f"field {name!r} is missing; the row has {', '.join(map(repr, row)) or 'none'}")
     if not isinstance(value, kind):
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        names = " or ".join(k.__name__ for k in kinds)
+        names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
         raise ValueError(f"field {name!r} must be {names}, found {type(value).__name__}")
     return value
 

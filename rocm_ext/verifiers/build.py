@@ -1,16 +1,16 @@
-"""Verifiers built from nodes of a configuration."""
+"""Verifiers built from their configuration."""
 
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.base.errors import UserError, nearest, one_line, require
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.verifiers.base import Result, Verifier, group_results, short
 
 
 class Wrapped(Verifier):
-    """A user's object that is no :class:`Verifier`: it is callable, has ``judge_group``, or both."""
+    """A :class:`Verifier` around a user's object that is callable or has ``judge_group``."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -19,14 +19,10 @@ class Wrapped(Verifier):
         self.groups = hasattr(inner, "judge_group")
 
     def check(self) -> None:
-        if hasattr(self.inner, "check"):
-            self.inner.check()
+        getattr(self.inner, "check", super().check)()
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        if hasattr(self.inner, "check_row"):
-            self.inner.check_row(row)
-        else:
-            super().check_row(row)
+        getattr(self.inner, "check_row", super().check_row)(row)
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
         return group_results(self, [completion], row)[0] if self.groups else self.inner(completion, row)
@@ -39,17 +35,17 @@ class Wrapped(Verifier):
 
 
 def build(node: "Mapping[str, Any] | Verifier") -> Verifier:
-    """Build the verifier that a node describes: ``{_component_: rocm_ext.verifiers.MathAnswer, ...}``.
+    """Build a verifier from its configuration: ``{_component_: rocm_ext.verifiers.MathAnswer, ...}``.
 
-    Nodes among the arguments, and in lists of them, are built too. A module may be in the current directory.
+    Components inside the arguments are built first. Modules may lie in the current directory.
 
     Raises:
         UserError: the component does not exist, does not take these arguments, or raises.
     """
     if isinstance(node, Verifier):
         return node
-    if not isinstance(node, Mapping) or not isinstance(node.get(COMPONENT), str):
-        raise UserError(f"a verifier must be a mapping with {COMPONENT}: module.Class, found {short(node, 100)}")
+    mapped = isinstance(node, Mapping) and isinstance(node.get(COMPONENT), str)
+    require(mapped, f"a verifier must be a mapping with {COMPONENT}: module.Class, found {short(node, 100)}")
     path = node[COMPONENT]
     try:
         made = import_component(path)
@@ -78,8 +74,8 @@ def build(node: "Mapping[str, Any] | Verifier") -> Verifier:
         raise UserError(f"{path} cannot be built: {one_line(error)}") from error
     if isinstance(verifier, Verifier):
         return verifier
-    if not callable(verifier) and not hasattr(verifier, "judge_group"):
-        raise UserError(f"{path} builds a {type(verifier).__name__}, which is not callable as (completion, row)")
+    judges = callable(verifier) or hasattr(verifier, "judge_group")
+    require(judges, f"{path} builds a {type(verifier).__name__}, which is not callable as (completion, row)")
     return Wrapped(verifier)
 
 

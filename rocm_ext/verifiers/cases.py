@@ -1,21 +1,22 @@
-"""Programs that read stdin and write stdout, judged by cases. The expected output never enters their sandbox."""
+"""Judge programs by the output they print for given input. The expected output never enters their sandbox."""
 
 import ast
+import contextlib
 import json
 import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, require
 from rocm_ext.verifiers.base import Result, correct, error, field, short, timeout, wrong
 from rocm_ext.verifiers.extract import parse_python
-from rocm_ext.verifiers.sandbox import BOX, Limits, Outcome, Sandbox, interpreter
+from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, interpreter
 
 CHECKER_MB = 1024  # it reads all that the program printed
 NUMBER = re.compile(r"[+-]?((?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)  # 007 is a text
@@ -24,15 +25,15 @@ WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 
 @dataclass
 class CaseResults:
-    """What became of a program's cases.
+    """How a program did on the cases of a row.
 
     Attributes:
-        total: cases of the row.
-        ran: those in which the program ended with status 0.
-        right: those of them in which it printed what is right; a checker's fractions count in part.
+        total: number of cases.
+        ran: number of cases in which the program ended with status 0.
+        right: number of cases with the right output; a checker may give fractions.
         detail: the first failure.
         timed_out: the program exceeded the time limit.
-        broken: the sandbox's own failure; empty if the sandbox worked.
+        broken: why sandbox or checker failed; empty: they worked.
     """
 
     total: int
@@ -43,7 +44,7 @@ class CaseResults:
     broken: str = ""
 
     def result(self, partial_credit: bool) -> Result:
-        """The result: with ``partial_credit`` the share of right cases, else 1 or 0. A timeout is worth 0."""
+        """The result; the reward is the share of right cases with ``partial_credit``, else 1 or 0."""
         if self.broken:
             return error(self.broken)
         if self.timed_out:
@@ -55,23 +56,20 @@ class CaseResults:
 
 
 class OutputRule:
-    """What counts as the right output.
+    """The rule for right output.
 
     Args:
-        tolerance: None: the lines must be equal apart from white space at their ends; a line of numbers alone is
+        tolerance: None: lines must be equal but for white space at their ends; a line that holds only numbers is
             compared word by word, so that ``5.0`` is 5 and a tab is a space. A number: all lines are compared word by
-            word, and numbers may differ by so much, absolute or relative to the expected one; whole numbers may not.
+            word, and numbers may differ by so much, absolute or relative to the expected one; integers may not differ.
             Blank lines at the beginning and the end never count, and ``007`` is not 7. A row's ``tolerance`` takes
             precedence.
-        checker: a Python file with ``def check(input, output, expected)`` that returns a bool, or a float from 0 to 1
-            as the case's share; a row's ``checker``, the source itself, takes precedence. ValueError, LookupError,
-            ArithmeticError and AssertionError in it mean that the output is wrong; any other exception is an ERROR.
-            It gets as much time as the program, for all cases together.
-        sandbox: the kind of sandbox that the checker runs in, apart from the program.
-        python: the interpreter that runs it.
-
-    Raises:
-        UserError: the tolerance is negative, or the checker cannot be read or defines no ``check``.
+        checker: a Python file with ``def check(input, output, expected)`` that returns a bool or the case's score from
+            0 to 1; a row's ``checker``, which is source, takes precedence. ValueError, LookupError, ArithmeticError
+            and AssertionError in it mean wrong output; any other exception is an ERROR. It gets as much time as the
+            program, for all cases together.
+        sandbox: the kind of sandbox for the checker, which is not the program's.
+        python: the interpreter for the checker.
     """
 
     def __init__(
@@ -87,45 +85,37 @@ class OutputRule:
             raise UserError(str(problem)) from problem
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raise ValueError, naming the field, if the row's own comparison is malformed."""
+        """Raise ValueError, naming the field, if the row's tolerance or checker is malformed."""
         if row.get("tolerance") is not None:
             _tolerance(row["tolerance"])
         if row.get("checker") is not None:
             _checker(field(row, "checker", str))
 
     def within(self, row: Mapping[str, Any]) -> float | None:
-        """The tolerance for a row."""
         tolerance = row.get("tolerance")
         return self.tolerance if tolerance is None else tolerance
 
     def checked(self, row: Mapping[str, Any], cases: Sequence[tuple[str, str, str]], limits: Limits) -> list[float]:
-        """How right each (input, output, expected output) is for the checker, from 0 to 1.
-
-        Raises:
-            ValueError: the checker failed.
-        """
+        """The checker's scores, from 0 to 1, of (input, output, expected output); ValueError if the checker failed."""
         python = interpreter(self.python)
         source = row.get("checker") or self.source
         task = json.dumps({"checker": source, "path": python.packages, "cases": cases}).encode()
         script = Path(__file__).with_name("_checker.py").read_text()
         box, apart = Sandbox(self.kind, python.folders), Limits(seconds=limits.seconds, memory_mb=CHECKER_MB)
         outcome = box.run([python.path, "-s", "-S", f"{BOX}/checker.py"], {"checker.py": script}, task, apart)
-        if outcome.timed_out:
-            raise ValueError(f"the checker is still running after {limits.seconds:g} s")
-        if outcome.killed:
-            raise ValueError(f"the checker {outcome.killed}")
-        try:
+        answer: Any = f"the checker did not answer: {outcome.stderr.decode('utf-8', 'replace')}"
+        with contextlib.suppress(ValueError):
             answer = json.loads(outcome.stdout)
-        except ValueError:
-            raise ValueError(f"the checker did not answer: {outcome.stderr.decode('utf-8', 'replace')}") from None
-        if isinstance(answer, str):
-            raise ValueError(answer)
+        if outcome.timed_out or outcome.killed:
+            answer = f"the checker {outcome.killed or f'is still running after {limits.seconds:g} s'}"
+        require(not isinstance(answer, str), str(answer), ValueError)
         return answer
 
 
 def _tolerance(value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ValueError(f"tolerance must be a number of at least 0, found {value!r}")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    fits = number and 0 <= value < math.inf
+    require(fits, f"tolerance must be a number of at least 0, found {value!r}", ValueError)
 
 
 def _checker(source: str) -> str:
@@ -133,41 +123,37 @@ def _checker(source: str) -> str:
         tree = parse_python(source)
     except (SyntaxError, ValueError) as problem:
         raise ValueError(f"the checker is not Python: {problem}") from problem
-    if not any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body):
-        raise ValueError("the checker defines no function check(input, output, expected)")
+    defined = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body)
+    require(defined, "the checker defines no function check(input, output, expected)", ValueError)
     return source
 
 
 def cases_of(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The (input, output) pairs of a row whose program reads stdin.
-
-    Raises:
-        ValueError: ``cases`` is not a list of ``{"input": str, "output": str}``, or is empty.
-    """
-    cases = field(row, "cases", (list, tuple))
-    for index, case in enumerate(cases):
-        if not isinstance(case, Mapping) or not all(isinstance(case.get(key), str) for key in ("input", "output")):
-            raise ValueError(f"field 'cases'[{index}] must be {{input: str, output: str}}, found {short(case, 80)}")
-    if not cases:
-        raise ValueError("field 'cases' is empty")
+    """The (input, expected output) pairs of a row; raises ValueError, naming the case, if they are not texts."""
+    cases = _checked_cases(row, "{input: str, output: str}", str, str)
+    require(cases, "field 'cases' is empty", ValueError)
     return [(case["input"], case["output"]) for case in cases]
 
 
-def calls_of(row: Mapping[str, Any]) -> list[tuple[list[Any], Any, bool]] | None:
-    """The (arguments, value, whether a list of one may stand for its element) of a row whose cases are calls.
-
-    None: the cases are texts, for a program that reads stdin.
-
-    Raises:
-        ValueError: a case is malformed, or the row has no ``entry_point`` to call.
-    """
-    cases = field(row, "cases", (list, tuple))
-    if not cases or not isinstance(cases[0], Mapping) or not isinstance(cases[0].get("input"), (list, tuple)):
-        return None
+def _checked_cases(row: Mapping[str, Any], form: str, given: Any, expected: type) -> Sequence[Any]:
+    cases: Sequence[Any] = field(row, "cases", (list, tuple))
     for index, case in enumerate(cases):
-        if not isinstance(case, Mapping) or not isinstance(case.get("input"), (list, tuple)) or "output" not in case:
-            raise ValueError(f"field 'cases'[{index}] must be {{input: [arguments], output: value}}, "
-                             f"found {short(case, 80)}")  # fmt: skip
+        right = isinstance(case, Mapping) and isinstance(case.get("input"), given) and "output" in case
+        if not (right and isinstance(case["output"], expected)):  # no require(): a case may have megabytes to show
+            raise ValueError(f"field 'cases'[{index}] must be {form}, found {short(case, 80)}")
+    return cases
+
+
+def calls_of(row: Mapping[str, Any]) -> list[tuple[list[Any], Any, bool]] | None:
+    """The (arguments, expected value, unwrap) of a row whose cases are calls; None if they are for a program.
+
+    ``unwrap``: an expected list of one also stands for its element.
+    """
+    first = next(iter(field(row, "cases", (list, tuple))), None)
+    if not isinstance(first, Mapping) or not isinstance(first.get("input"), (list, tuple)):
+        return None
+    form = "{input: [arguments], output: value}"
+    cases = _checked_cases(row, form, (list, tuple), object)
     field(row, "entry_point", str)
     return [(list(case["input"]), case["output"], bool(case.get("unwrap"))) for case in cases]
 
@@ -181,22 +167,17 @@ def run_cases(
     go_on: bool,
     comparison: OutputRule,
 ) -> CaseResults:
-    """Run the program once per case.
+    """Run the program once per case; a checker runs once, at the end.
 
-    Args:
-        sandbox: where it runs.
-        argv, files: as for :meth:`Sandbox.start`.
-        row: with the cases.
-        limits: of each run, but ``seconds`` are for all cases together.
-        go_on: continue after a case that fails. A timeout always ends the row.
-        comparison: what counts as right. A checker runs once, after the program's runs.
+    ``limits.seconds`` are for all cases together. ``go_on`` continues after a case that fails, but not after a timeout.
     """
     cases, left = cases_of(row), limits.seconds
     batch = bool(row.get("checker") or comparison.source)
     results = CaseResults(len(cases))
     printed: list[tuple[int, tuple[str, str, str]]] = []  # for the checker
     for index, (given, expected) in enumerate(cases):
-        outcome = sandbox.run(argv, files, given.encode("utf-8", "surrogatepass"), limits.within(left))
+        limits_of_run = replace(limits, seconds=max(0.0, left))
+        outcome = sandbox.run(argv, files, given.encode("utf-8", "surrogatepass"), limits_of_run)
         left -= outcome.seconds
         text = outcome.stdout.decode("utf-8", "replace")
         if not outcome.started:
@@ -206,7 +187,10 @@ def run_cases(
             results.timed_out = True
             results.detail = f"case {index}: still running after {limits.seconds:g} s in all"
             return results
-        problem = failure(outcome)
+        problem = outcome.killed
+        if outcome.returncode != 0 and not problem:
+            last = outcome.stderr.decode("utf-8", "replace").strip().rsplit("\n", 1)[-1]
+            problem = f"exit status {outcome.returncode}" + (f" ({short(last, 150)})" if last else "")
         if not problem:
             results.ran += 1
             if batch:
@@ -232,24 +216,11 @@ def run_cases(
     return results
 
 
-def failure(outcome: Outcome) -> str:
-    """How a run failed; empty if it succeeded."""
-    if outcome.killed:
-        return outcome.killed
-    if outcome.returncode != 0:
-        last = outcome.stderr.decode("utf-8", "replace").strip().rsplit("\n", 1)[-1]
-        return f"exit status {outcome.returncode}" + (f" ({short(last, 150)})" if last else "")
-    return ""
-
-
 def same_output(printed: str, expected: str, tolerance: float | None = None) -> bool:
-    """Whether a program printed the right text; see :class:`OutputRule`."""
-    ours, theirs = _lines(printed), _lines(expected)
+    """Whether a program printed the expected text; see :class:`OutputRule`."""
+    ours, theirs = ([line.rstrip() for line in re.sub(r"\A\s*\n", "", text.rstrip()).split("\n")]
+                    for text in (printed, expected))  # fmt: skip
     return len(ours) == len(theirs) and all(map(_same_line, ours, theirs, repeat(tolerance)))
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in re.sub(r"\A\s*\n", "", text.rstrip()).split("\n")]
 
 
 def _same_line(mine: str, other: str, tolerance: float | None) -> bool:
@@ -262,7 +233,7 @@ def _same_line(mine: str, other: str, tolerance: float | None) -> bool:
 
 
 def close(word: str, expected: str, tolerance: float) -> bool:
-    """Whether two words are equal, or numbers within the tolerance; whole numbers have none."""
+    """Whether two words are equal, or numbers within the tolerance, which does not apply to integers."""
     if word == expected:
         return True
     if not (NUMBER.fullmatch(word) and NUMBER.fullmatch(expected)):

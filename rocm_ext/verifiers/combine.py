@@ -1,11 +1,12 @@
 """Verifiers that combine others."""
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import require
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, checked, error, group_results, name_of
 from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.workers.worker import blame
@@ -14,12 +15,12 @@ from rocm_ext.verifiers.workers.worker import blame
 class _Several(Verifier):
     """Verifiers that judge an answer in order. If one of them judges groups, all answers to a prompt come together.
 
-    The parts of a result are the rewards of the verifiers that judged the answer, by their names, and what these name.
+    A result's parts are the rewards of the verifiers that judged the answer, by name, and the parts of these.
     """
 
     def __init__(self, verifiers: Sequence[Any]) -> None:
-        if isinstance(verifiers, (str, Mapping)) or not verifiers:
-            raise UserError(f"{type(self).__name__}: verifiers must be a list of verifiers, found {verifiers!r}")
+        listed = verifiers and not isinstance(verifiers, (str, Mapping))
+        require(listed, f"{type(self).__name__}: verifiers must be a list of verifiers, found {verifiers!r}")
         self.verifiers = [build(node) for node in verifiers]
         names = [name_of(verifier) for verifier in self.verifiers]
         self.names = [name if names.count(name) == 1 else f"{name} {i}" for i, name in enumerate(names, 1)]
@@ -38,7 +39,7 @@ class _Several(Verifier):
         return self.judge_group([completion], row)[0]
 
     def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
-        earlier: list[list[Result]] = [[] for _ in completions]  # of each answer, by the verifiers so far
+        earlier: list[list[Result]] = [[] for _ in completions]  # the results so far, by answer
         for verifier in self.verifiers:
             left = [i for i, results in enumerate(earlier) if not (results and self._ends(results[-1]))]
             if verifier.groups and left:
@@ -60,21 +61,21 @@ class _Several(Verifier):
 
     def _ends(self, result: Result) -> bool:
         """Whether an answer with this result goes to no further verifier."""
-        raise NotImplementedError
+        return result.reward is None
 
     def _combined(self, results: Sequence[Result]) -> Result:
-        """The result on one answer, from the rewards that the verifiers gave in order."""
+        """The result on one answer, from the verifiers' results in order."""
         raise NotImplementedError
 
 
 class All(_Several):
-    """CORRECT if all verifiers say so; else the verdict of the first that disagrees and the least reward so far.
+    """CORRECT if all verifiers say so; else the first other verdict, with the least reward so far.
 
-    They judge in order, and the first verdict that is not CORRECT ends it: put the cheap ones first. A verifier of
-    groups sees all answers to the prompt, also those that an earlier verifier found wrong.
+    The first verdict that is not CORRECT ends the judging: put cheap verifiers first. A verifier of groups sees all
+    answers to the prompt, also wrong ones.
 
     Args:
-        verifiers: their nodes.
+        verifiers: their configurations.
     """
 
     def _ends(self, result: Result) -> bool:
@@ -91,23 +92,19 @@ class Weighted(_Several):
     """The weighted mean of the verifiers' rewards; an ERROR of any of them is an ERROR.
 
     Args:
-        verifiers: their nodes.
-        weights: one for each verifier, not negative; they are divided by their sum.
-        threshold: the verdict is CORRECT from this reward on; below it, the first verdict that is not CORRECT.
+        verifiers: their configurations.
+        weights: a weight >= 0 per verifier; they are divided by their sum.
+        threshold: reward from which the verdict is CORRECT; below, it is the first verdict that is not CORRECT.
     """
 
     def __init__(self, verifiers: Sequence[Any], weights: Sequence[float], threshold: float = 1.0) -> None:
         super().__init__(verifiers)
         count = len(self.verifiers)
         listed = isinstance(weights, (list, tuple)) and len(weights) == count
-        if not listed or not all(type(w) in (int, float) and 0 <= w < math.inf for w in weights) or sum(weights) <= 0:
-            raise UserError(f"Weighted needs {count} weights >= 0, not all 0; found {weights!r}")
-        if not 0 < threshold <= 1:
-            raise UserError(f"Weighted: threshold must be in (0, 1], found {threshold}")
+        fit = listed and all(type(w) in (int, float) and 0 <= w < math.inf for w in weights) and sum(weights) > 0
+        require(fit, f"Weighted needs {count} weights >= 0, not all 0; found {weights!r}")
+        require(0 < threshold <= 1, f"Weighted: threshold must be in (0, 1], found {threshold}")
         self.weights, self.threshold = list(weights), threshold
-
-    def _ends(self, result: Result) -> bool:
-        return result.reward is None
 
     def _combined(self, results: Sequence[Result]) -> Result:
         parts = [result.reward or 0.0 for result in results]
@@ -123,22 +120,19 @@ class Weighted(_Several):
 
 
 def _one_by_one(verifier: Verifier, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
-    """The results on answers that do not depend on each other, in batches where the verifier takes them."""
-    if len(completions) > 1 and verifier.batch_size > 1:
-        results: list[Result] = []
-        for start in range(0, len(completions), verifier.batch_size):
-            batch = completions[start : start + verifier.batch_size]
-            try:
+    """Judge answers independently, in batches if the verifier takes them."""
+    results: list[Result] = []
+    size = max(1, verifier.batch_size)
+    for start in range(0, len(completions), size):
+        batch = completions[start : start + size]
+        if len(completions) > 1 and size > 1:
+            with contextlib.suppress(Exception):  # one answer must not spoil the others
                 judged = verifier.judge_batch(batch, [row] * len(batch))
                 results += [checked(verifier, result) for result, _ in zip(judged, batch, strict=True)]
-            except Exception:  # one answer must not spoil the others
-                results += [_alone(verifier, completion, row) for completion in batch]
-        return results
-    return [_alone(verifier, completion, row) for completion in completions]
-
-
-def _alone(verifier: Verifier, completion: str, row: Mapping[str, Any]) -> Result:
-    try:
-        return checked(verifier, verifier(completion, row))
-    except Exception as problem:
-        return error(blame(problem))
+                continue
+        for completion in batch:
+            try:
+                results.append(checked(verifier, verifier(completion, row)))
+            except Exception as problem:
+                results.append(error(blame(problem)))
+    return results

@@ -1,4 +1,4 @@
-"""A program of the user's as the verifier."""
+"""A user's program as the verifier."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import require
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, error, short
 from rocm_ext.verifiers.sandbox.children import CHUNK, MARK, Child, supervise
 from rocm_ext.verifiers.workers import worker
@@ -30,32 +30,31 @@ class Command(Verifier):
     The answer may also have ``parts``, see :class:`rocm_ext.verifiers.Result`.
 
     The program is trusted: it runs as you, in the current directory, without a sandbox. If it fails, hangs or answers
-    anything else, the verdict is ERROR. In the end it is killed with all processes that it started; one that has lost
-    its parent and cleared its environment is not found.
+    anything else, the verdict is ERROR. In the end it is killed with all processes that it started, except one that has
+    lost its parent and cleared its environment.
 
-    A persistent program answers many requests. Each is one line of JSON that also has an ``id``, which the answer, one
-    line too, repeats. It must print nothing else on stdout, and flush each answer. A program that dies,
-    hangs or answers anything else is ended and started anew. It ends with the worker; each worker has one.
+    A persistent program answers many requests. A request is one line of JSON that also has an ``id``; the answer is one
+    line that repeats it. The program must print nothing else on stdout and flush its answers. If it dies, hangs or
+    answers anything else, it is ended and started anew. Each worker has one, which ends with it.
 
     Args:
         command: program and arguments, run without a shell.
         timeout: seconds of wall time for one verdict.
-        persistent: keep the program running.
+        persistent: keep the program running between verdicts.
     """
 
     def __init__(self, command: Sequence[str], timeout: float = 30.0, persistent: bool = False) -> None:
-        if isinstance(command, str) or not command or not all(isinstance(part, str) for part in command):
-            raise UserError(f"Command: command must be a list of strings, [program, argument, ...], found {command!r}")
-        if timeout <= 0:
-            raise UserError(f"Command: timeout must be positive, found {timeout}")
+        listed = command and not isinstance(command, str) and all(isinstance(part, str) for part in command)
+        require(listed, f"Command: command must be a list of strings, [program, argument, ...], found {command!r}")
+        require(timeout > 0, f"Command: timeout must be positive, found {timeout}")
         self.command, self.timeout, self.persistent = list(command), timeout, persistent
         self._program: _Program | None = None
         self._asked = 0
         self._lock = threading.Lock()
 
     def check(self) -> None:
-        if shutil.which(self.command[0]) is None:
-            raise UserError(f"Command: there is no program {self.command[0]!r} here or in PATH (in {os.getcwd()})")
+        path = shutil.which(self.command[0])
+        require(path, f"Command: there is no program {self.command[0]!r} here or in PATH (in {os.getcwd()})")
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
         request = {"completion": completion, "row": dict(row)}
@@ -70,15 +69,13 @@ class Command(Verifier):
             return error(f"{self.command[0]} {fault}")
 
     def _run(self, request: bytes) -> Result:
-        """The answer of a process of its own."""
+        """The answer of a new process."""
         child = _started(self.command, request)
-        if not supervise([child], self.timeout):
-            raise _Fault(f"was still running after {self.timeout:g} s")
-        if child.killed:
-            raise _Fault(child.killed)
-        if child.returncode != 0:
-            said = bytes(child.stderr).decode("utf-8", "replace")
-            raise _Fault(f"ended with {child.returncode}: {short(said, 200)}")
+        in_time = supervise([child], self.timeout)
+        require(in_time, f"was still running after {self.timeout:g} s", _Fault)
+        said = bytes(child.stderr).decode("utf-8", "replace")
+        why = child.killed or f"ended with {child.returncode}: {short(said, 200)}"
+        require(child.returncode == 0 and not child.killed, why, _Fault)
         return _result(bytes(child.stdout))
 
     def _ask(self, request: dict[str, Any]) -> Result:
@@ -97,7 +94,7 @@ class Command(Verifier):
 
 
 class _Fault(Exception):
-    """What a program did wrong."""
+    """A program's fault."""
 
 
 def _started(command: Sequence[str], feed: bytes = b"", tie: Callable[[], None] | None = None) -> Child:
@@ -108,16 +105,12 @@ def _started(command: Sequence[str], feed: bytes = b"", tie: Callable[[], None] 
 
 
 def _result(said: bytes, number: int | None = None) -> Result:
-    """The result in a program's answer to the request with this number.
-
-    Raises:
-        _Fault: the program gave no valid answer.
-    """
+    """The result in a program's answer to request ``number``; raises _Fault if the answer is invalid."""
     text = said.decode("utf-8", "replace")
     try:
         answer = json.loads(text)
-        if number is not None and answer["id"] != number:
-            raise ValueError(f"the id is {answer['id']!r}")
+        same = number is None or answer["id"] == number
+        require(same, f"the id is {answer.get('id')!r}", ValueError)
         detail, parts = str(answer.get("detail", "")), answer.get("parts", {})
         return Result(Verdict(answer["verdict"]), answer["reward"], detail, parts)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as problem:
@@ -129,7 +122,7 @@ class _Program:
     """A running program that answers line by line."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        # a worker has one thread, so that Python code may run between fork and exec
+        # a worker has one thread, so Python code may run between fork and exec
         tie = functools.partial(worker.die_with, os.getpid()) if worker.RUNNING else None
         self._child = _started(command, tie=tie)
         self._process = process = self._child.process
@@ -139,11 +132,7 @@ class _Program:
         self._noise = b""
 
     def ask(self, line: bytes, seconds: float) -> bytes:
-        """Send a line and return the one that answers.
-
-        Raises:
-            _Fault: the program sent no line in time, or more than one.
-        """
+        """Send a line and return the answer; raises _Fault if that is late or not one line, or the program ended."""
         deadline, rest, said = time.monotonic() + seconds, memoryview(line), bytearray()
         with selectors.DefaultSelector() as selector:
             selector.register(self._in, selectors.EVENT_WRITE)
@@ -154,7 +143,11 @@ class _Program:
                     raise _Fault(f"has not answered within {seconds:g} s")
                 for key, _ in selector.select(left):
                     if key.fd == self._in:
-                        rest = rest[self._write(rest) :]
+                        try:
+                            count = os.write(self._in, rest[: select.PIPE_BUF])  # a writable pipe takes this much
+                        except OSError:  # it has closed its stdin; reading stdout says why
+                            count = len(rest)
+                        rest = rest[count:]
                         if not rest:
                             selector.unregister(self._in)
                     elif key.fd == self._err:
@@ -162,23 +155,17 @@ class _Program:
                             selector.unregister(self._err)
                     elif not (data := os.read(self._out, CHUNK)):
                         raise _Fault(self._end())
-                    elif len(said := said + data) > MAX_LINE:
-                        raise _Fault(f"printed more than {MAX_LINE} bytes")
+                    else:
+                        said += data
+                        require(len(said) <= MAX_LINE, f"printed more than {MAX_LINE} bytes", _Fault)
         answer, _, more = bytes(said).partition(b"\n")
         if more:
             raise _Fault(f"printed more than one line for a request: {short(said.decode('utf-8', 'replace'), 120)!r}")
-        if rest:
-            raise _Fault("answered before it had read the request")
+        require(not rest, "answered before it had read the request", _Fault)
         return answer
 
-    def _write(self, data: memoryview) -> int:
-        try:
-            return os.write(self._in, data[: select.PIPE_BUF])  # a pipe that can be written takes so much
-        except OSError:  # it has closed its stdin; stdout tells more
-            return len(data)
-
     def _listen(self) -> bool:
-        """Read what is there of stderr; False at its end."""
+        """Read stderr without waiting; False at its end."""
         data = os.read(self._err, CHUNK)
         self._noise = (self._noise + data)[-TAIL:]
         return bool(data)
@@ -190,7 +177,7 @@ class _Program:
             return "closed its stdout"
 
     def end(self) -> str:
-        """End the program with all that it started; the end of what it has printed on stderr."""
+        """Kill the program with all that it started; the end of its stderr."""
         self._child.kill()
         self._process.wait()
         with contextlib.suppress(OSError):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rocm_ext.base.errors import UserError, nearest
+from rocm_ext.base.errors import UserError, require, require_known
 from rocm_ext.verifiers.base import Result, Verifier, correct, error, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.cases import OutputRule, cases_of, run_cases
 from rocm_ext.verifiers.extract import extract_code
@@ -25,23 +25,26 @@ class Language:
 
     Attributes:
         file: name of the source file.
-        compilers: programs to look for, in this order.
+        compilers: names of compilers, the preferred one first.
         command: shell command that compiles ``$SRC`` with ``$CC`` into ``out``.
         install: Debian package of the compiler.
+        hello: a program that compiles.
     """
 
     file: str
     compilers: tuple[str, ...]
     command: str
     install: str
+    hello: str
 
 
 LANGUAGES = {
-    "c": Language("main.c", ("gcc", "clang"), '"$CC" -O1 -std=c17 -o out "$SRC" -lm', "gcc"),
-    "cpp": Language("main.cpp", ("g++", "clang++"), '"$CC" -O1 -std=c++17 -o out "$SRC"', "g++"),
-    "rust": Language("main.rs", ("rustc",), '"$CC" --edition 2021 -C opt-level=1 -o out "$SRC"', "rustc"),
+    "c": Language("main.c", ("gcc", "clang"), '"$CC" -O1 -std=c17 -o out "$SRC" -lm', "gcc", "int main(void) {}"),
+    "cpp": Language("main.cpp", ("g++", "clang++"), '"$CC" -O1 -std=c++17 -o out "$SRC"', "g++", "int main() {}"),
+    "rust": Language("main.rs", ("rustc",), '"$CC" --edition 2021 -C opt-level=1 -o out "$SRC"', "rustc",
+                     "fn main() {}"),
     "go": Language("main.go", ("go",), 'GOCACHE=/tmp/cache GOPATH=/tmp/go GO111MODULE=off GOTOOLCHAIN=local '
-                   'CGO_ENABLED=0 "$CC" build -o out "$SRC"', "golang-go"),
+                   'CGO_ENABLED=0 "$CC" build -o out "$SRC"', "golang-go", "package main\nfunc main() {}"),
 }  # fmt: skip
 
 
@@ -51,15 +54,14 @@ class Compile(Verifier):
     Args:
         language: c (C17), cpp (C++17), rust (2021) or go.
         timeout: seconds of wall time for the compiler.
-        memory_mb: for the compiler and all its processes.
+        memory_mb: memory for the compiler with all its processes.
         sandbox: ``bubblewrap``, or ``rlimits`` for code that you trust; see rocm_ext.verifiers.sandbox.
     """
 
     def __init__(
         self, language: str, timeout: float = 30.0, memory_mb: int = 2048, sandbox: str = "bubblewrap"
     ) -> None:
-        if language not in LANGUAGES:
-            raise UserError(f"language {language!r} is unknown{nearest(language, LANGUAGES)}")
+        require_known("language", language, LANGUAGES)
         self.language, self.kind = language, sandbox
         self.compile_limits = Limits(
             seconds=timeout, memory_mb=memory_mb, processes=64, file_mb=64, tmp_mb=256, output_bytes=MAX_PROGRAM
@@ -71,15 +73,15 @@ class Compile(Verifier):
 
     def check(self) -> None:
         self._sandbox.check()
-        hello = {"c": "int main(void) { return 0; }", "cpp": "int main() {}", "rust": "fn main() {}",
-                 "go": "package main\nfunc main() {}"}  # fmt: skip
-        program = self.compiled(hello[self.language])
+        program = self.compiled(LANGUAGES[self.language].hello)
         if isinstance(program, Result):
             said = short(f"{program.verdict}: {program.detail}", 200)
             raise UserError(f"{compiler(self.language)[0]} does not work in the sandbox: {said}")
 
-    def compiled(self, code: str) -> bytes | Result:
-        """The program, or the result that says why ``code`` gave none."""
+    def compiled(self, code: str | None) -> bytes | Result:
+        """Compile ``code``: the program, or the result if there is no code or it does not compile."""
+        if code is None:
+            return unparsed(f"no {self.language} code")
         language = LANGUAGES[self.language]
         # stdout carries the program out, since the sandbox cannot write to the host
         script = f'cd "$TMPDIR" && {language.command} >/dev/null && cat out'
@@ -98,10 +100,7 @@ class Compile(Verifier):
         return outcome.stdout
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
-        code = extract_code(completion, self.language)
-        if code is None:
-            return unparsed(f"no {self.language} code")
-        program = self.compiled(code)
+        program = self.compiled(extract_code(completion, self.language))
         return program if isinstance(program, Result) else correct("compiles")
 
 
@@ -109,17 +108,19 @@ class Run(Compile):
     """What the completion's program prints for the row's ``cases``, a list of ``{input, output}``.
 
     The reward is graded: ``compiles`` for code that compiles; up to ``runs`` for the share of cases in which the
-    program ends with status 0; the remainder for the share in which it prints the expected output, where trailing
-    white space does not count. The verdict is CORRECT if all cases are right.
+    program ends with status 0; the remainder for the share of cases with the expected output, ignoring trailing white
+    space. The verdict is CORRECT if all cases are right.
 
     Args:
         language, sandbox: as for :class:`Compile`.
-        timeout: seconds of wall time for all cases of a row together; beyond them the verdict is TIMEOUT, reward 0.
-        memory_mb: for the program.
+        timeout: seconds of wall time for all cases of a row together; longer gives TIMEOUT with reward 0.
+        memory_mb: memory for the program.
         compiles, runs: parts of the reward.
         compile_timeout: seconds for the compiler.
-        tolerance, checker: what counts as the right output; see :class:`rocm_ext.verifiers.cases.OutputRule`.
+        tolerance, checker: the rule for right output; see :class:`rocm_ext.verifiers.cases.OutputRule`.
     """
+
+    needs = ("cases",)
 
     def __init__(
         self,
@@ -135,21 +136,17 @@ class Run(Compile):
     ) -> None:
         super().__init__(language, compile_timeout, sandbox=sandbox)
         self.comparison = OutputRule(tolerance, checker, sandbox)
-        if compiles < 0 or runs < 0 or compiles + runs >= 1:
-            raise UserError(f"Run needs compiles, runs >= 0 and a sum below 1, found {compiles} and {runs}")
+        fits = compiles >= 0 and runs >= 0 and compiles + runs < 1
+        require(fits, f"Run needs compiles, runs >= 0 and a sum below 1, found {compiles} and {runs}")
         self.limits = Limits(seconds=timeout, memory_mb=memory_mb)
         self.compiles, self.runs = compiles, runs
-        self.needs = ("cases",)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         cases_of(row)
         self.comparison.check_row(row)
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
-        code = extract_code(completion, self.language, MAIN.search)
-        if code is None:
-            return unparsed(f"no {self.language} code")
-        program = self.compiled(code)
+        program = self.compiled(extract_code(completion, self.language, MAIN.search))
         if isinstance(program, Result):
             return program
         box, files = Sandbox(self.kind), {"program": program}
@@ -163,11 +160,7 @@ class Run(Compile):
 
 @functools.cache
 def compiler(language: str) -> tuple[str, tuple[str, ...]]:
-    """The path of a language's compiler, and the folders outside of /usr that it needs.
-
-    Raises:
-        UserError: no compiler is installed, or it does not run.
-    """
+    """The path of a language's compiler, and the folders outside /usr that the sandbox must show it."""
     names = LANGUAGES[language].compilers
     path = next(filter(None, map(shutil.which, names)), None)
     if path is None:
@@ -179,6 +172,6 @@ def compiler(language: str) -> tuple[str, tuple[str, ...]]:
         return path, () if real.startswith("/usr/") else (os.path.dirname(os.path.dirname(real)),)
     root = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
     inside = os.path.join(root, "bin", names[0])  # rustup's wrapper reads the home, which the sandbox hides
-    if not root or not os.path.exists(inside):
-        raise UserError(f"language {language}: {path} does not run; `{' '.join(ask)}` must print its folder")
+    runs = root and os.path.exists(inside)
+    require(runs, f"language {language}: {path} does not run; `{' '.join(ask)}` must print its folder")
     return inside, () if root.startswith("/usr/") or root == "/usr" else (root,)

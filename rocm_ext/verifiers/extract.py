@@ -1,6 +1,7 @@
-"""Finding the code in a completion."""
+"""Extract the code from a completion."""
 
 import ast
+import contextlib
 import re
 import warnings
 from collections.abc import Callable
@@ -14,7 +15,7 @@ TAGS = {
     "go": ("go", "golang"),
     "json": ("json", "jsonc", "json5"),
 }
-SIGNS = {  # how a line of unfenced code begins; all repetitions are bounded, so that the search takes linear time
+SIGNS = {  # the beginning of a line of unfenced code; bounded repetitions keep the search linear
     "c": re.compile(
         r"^[ \t]*(#include\b|(static |unsigned |const ){0,4}(int|void|char|long|double|float)\s{1,9}\w{1,99}\s{0,9}\()",
         re.M,
@@ -34,45 +35,51 @@ MAX_PARSED = 200_000  # characters
 
 
 def answer_text(text: str) -> str:
-    """A completion without its reasoning, which ``<think>`` or the prompt opens, and with ``\\n`` at the ends of lines.
+    """A completion without its reasoning, which ``<think>`` or the prompt opens, and with ``\\n`` as line ends.
 
-    Of reasoning that does not end, nothing is left.
+    It is empty if the reasoning does not end.
     """
     text = text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
     return REASONING.sub("", text) if "think>" in text or "THINK]" in text else text
 
 
 def extract_code(text: str, language: str, fits: Callable[[str], Any] = bool) -> str | None:
-    """The code in a completion that is its answer; None if it holds no code.
+    """The code that a completion, after its reasoning, gives as the answer; None if it has none.
 
-    The answer follows the reasoning. The last block that ``fits`` counts, else the last one, in this order:
+    The last block that ``fits`` counts, else the last block, in this order:
 
     1. the closed blocks tagged for ``language`` (python: python, py, python3; ...)
     2. the last block, if it is unclosed and tagged for the language: the answer was cut off
     3. the closed blocks without a tag, then the last unclosed one without a tag
-    4. a text without any fence that is code: Python if it parses, another language if a line begins like code
+    4. a text without fences that is code: Python if it parses, another language if a line begins like code
 
     Blocks tagged for another language never count. Line ends become ``\\n``.
 
     Args:
         text: the completion.
-        language: python, c, cpp, rust, go or json.
-        fits: whether a block does what the answer must, such as to define ``main``.
+        language: a key of TAGS.
+        fits: a predicate for blocks, such as "defines ``main``".
     """
     groups, fenced = fenced_code(text, language)
     if fenced:
         blocks = [block for group in groups for block in reversed(group)]
         return next(filter(fits, blocks), blocks[0] if blocks else None)
     text = answer_text(text)
-    return text if _is_code(text, language) else None
+    if language != "python":
+        return text if SIGNS[language].search(text) else None
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        for node in parse_python(text).body if len(text) <= MAX_PARSED else ():
+            if not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call):  # prose can parse as an expression
+                return text
+    return None
 
 
 def fenced_code(text: str, language: str) -> tuple[list[list[str]], bool]:
-    """The blocks that may be the answer, by the order of :func:`extract_code`, and whether the text has any fence.
+    """The blocks that may be the answer, in the order of :func:`extract_code`, and whether the text has a fence.
 
-    A fence is a line of three or more backticks or tildes with an optional tag, also in an item of a list. The closing
-    fence uses the same character, is at least as long, is indented by less than four columns more and has no tag. An
-    unclosed block ends with the text. A block's lines lose the indent of its fence.
+    A fence is a line of three or more backticks or tildes with an optional tag, also in a list item. The closing fence
+    uses the same character, is at least as long, is indented by less than four columns more and has no tag. An unclosed
+    block ends with the text. A block's lines lose the indent of its fence.
     """
     groups: dict[tuple[bool, bool], list[str]]  # by whether the blocks are closed, and tagged
     groups = {(closed, tagged): [] for tagged in (True, False) for closed in (True, False)}
@@ -81,8 +88,10 @@ def fenced_code(text: str, language: str) -> tuple[list[list[str]], bool]:
     for line in answer_text(text).split("\n"):
         bare = line.strip()
         if not fence:
-            if marker := _fence(line):
-                (indent, fence, tag), lines, fenced = marker, [], True
+            marker = FENCE.match(line)
+            if marker and "`" not in line[marker.end(1) :]:
+                indent = " " * marker.end() if marker[0].strip() else marker[0]
+                fence, tag, lines, fenced = marker[1], marker[2].lower().strip("{}.:,"), [], True
         elif bare.startswith(fence) and not bare.strip(fence[0]) and line.index(bare) < len(indent) + 4:
             groups[True, bool(tag)] += _block(lines, indent, tag in ("", *TAGS[language]))
             fence = ""
@@ -94,40 +103,15 @@ def fenced_code(text: str, language: str) -> tuple[list[list[str]], bool]:
 
 
 def _block(lines: list[str], indent: str, ours: bool) -> list[str]:
-    """The code between two fences, without the first one's indent if its first line has it; nothing if not ``ours``."""
+    """The block between two fences, without the opening fence's indent; empty if it is not ``ours``."""
     first = next(filter(str.strip, lines), "")
     if indent and first.startswith(indent):
         lines = [line[len(indent) :] if line.startswith(indent) else line.lstrip() for line in lines]
     return ["\n".join(lines) + "\n"] if ours and first else []
 
 
-def _fence(line: str) -> tuple[str, str, str] | None:
-    """Indent, fence and tag of a line that is a fence, else None."""
-    match = FENCE.match(line)
-    if match is None or "`" in line[match.end(1) :]:
-        return None
-    return " " * match.end() if match[0].strip() else match[0], match[1], match[2].lower().strip("{}.:,")
-
-
 def parse_python(source: str) -> ast.Module:
-    """The syntax tree of ``source``, without printing the parser's warnings.
-
-    Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: it is not Python, or nested too deeply.
-    """
+    """``ast.parse(source)``, without the parser's warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(source)
-
-
-def _is_code(text: str, language: str) -> bool:
-    if language != "python":
-        return bool(SIGNS[language].search(text))
-    if len(text) > MAX_PARSED:
-        return False
-    try:
-        body = parse_python(text).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    # a word, or words with commas, parse as an expression
-    return any(not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call) for node in body)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rocm_ext.base import openai_http as http
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, one_line, require
 from rocm_ext.verifiers.base import Result, Verifier, error, field, short
 from rocm_ext.verifiers.reward_function import checked_scale, scaled
 
@@ -20,12 +20,12 @@ FENCED = re.compile(r"```(?:json)?\n([^`]*)```")
 class LLMJudge(Verifier):
     """Asks a language model for a score of the completion.
 
-    ``template`` is the message that the model gets. ``{completion}`` and the names of row fields in braces stand for
-    their values; ``{{`` and ``}}`` are braces. The completion is put into a fence that is longer than any in it, so it
-    cannot end its own fence. It can still try to talk the judge into a good score: a score is an opinion.
+    ``template`` is the message to the model. ``{completion}`` and the names of row fields in braces stand for their
+    values; ``{{`` and ``}}`` are braces. The completion stands in a fence that is longer than any in it, so that it
+    cannot end the fence. It can still try to talk the judge into a good score: a score is an opinion.
 
-    The model replies with a JSON object that has a number ``score``, or ends with a line like ``score: 7``. Any other
-    reply is an ERROR, as is a server that cannot be reached: neither is ever the reward 0.
+    The reply must be a JSON object with a number ``score``, or end with a line like ``score: 7``. Any other reply is an
+    ERROR, and so is an unreachable server: neither is ever the reward 0.
 
     Args:
         base_url: the server's address, such as ``http://localhost:8000/v1``.
@@ -35,9 +35,9 @@ class LLMJudge(Verifier):
         scale: the scores that become the rewards 0 and 1.
         threshold: reward, in [0, 1], from which the verdict is CORRECT.
         timeout: seconds for one verdict with all its retries; keep it below ``verify_timeout``.
-        retries: further requests after a lost connection or HTTP 408, 429 or 5xx, with growing pauses.
-        concurrency: simultaneous requests of each worker.
-        max_tokens: of the reply.
+        retries: number of further requests after a lost connection or HTTP 408, 429 or 5xx, with growing pauses.
+        concurrency: simultaneous requests per worker.
+        max_tokens: length limit of the reply.
         options: further fields of the request, such as ``response_format``; they replace ours, and null removes one.
     """
 
@@ -63,10 +63,9 @@ class LLMJudge(Verifier):
             "max_tokens": (max_tokens, 1, 10**6),
         }
         for name, (value, least, most) in numbers.items():
-            if type(value) is not int or not least <= value <= most:
-                raise UserError(f"LLMJudge: {name} must be a whole number from {least} to {most}, found {value!r}")
-        if timeout <= 0:
-            raise UserError(f"LLMJudge: timeout must be positive, found {timeout}")
+            fits = type(value) is int and least <= value <= most
+            require(fits, f"LLMJudge: {name} must be a whole number from {least} to {most}, found {value!r}")
+        require(timeout > 0, f"LLMJudge: timeout must be positive, found {timeout}")
         self.parts = parsed_template(template)
         self.needs = tuple(dict.fromkeys(name for _, name in self.parts if name not in (None, "completion")))
         self.api_key_env, self.timeout, self.retries, self.batch_size = api_key_env, timeout, retries, concurrency
@@ -76,17 +75,14 @@ class LLMJudge(Verifier):
     def check(self) -> None:
         http.authorization(self.api_key_env)
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
-        return self.judge_batch([completion], [row])[0]
-
     def judge_batch(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
-        return asyncio.run(self._judge_all(completions, rows))
+        async def judge_all() -> list[Result]:
+            headers = http.authorization(self.api_key_env)
+            async with http.httpx.AsyncClient(headers=headers, timeout=self.timeout) as client:
+                judging = (self._judge(client, text, row) for text, row in zip(completions, rows, strict=True))
+                return await asyncio.gather(*judging)
 
-    async def _judge_all(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
-        headers = http.authorization(self.api_key_env)
-        async with http.httpx.AsyncClient(headers=headers, timeout=self.timeout) as client:
-            judging = (self._judge(client, text, row) for text, row in zip(completions, rows, strict=True))
-            return await asyncio.gather(*judging)
+        return asyncio.run(judge_all())
 
     async def _judge(self, client: Any, completion: str, row: Mapping[str, Any]) -> Result:
         try:
@@ -102,11 +98,7 @@ class LLMJudge(Verifier):
         return scaled(score, self.scale, self.threshold, "the judge")
 
     async def _ask(self, client: Any, text: str) -> dict[str, Any]:
-        """The server's answer.
-
-        Raises:
-            Exception: of the last request; or the next one would be too late.
-        """
+        """The server's answer; a failed request is repeated while there is time."""
         deadline = time.monotonic() + self.timeout
         body = {"messages": [{"role": "user", "content": text}], **self.fields}
         failures = 0
@@ -122,29 +114,20 @@ class LLMJudge(Verifier):
 
 
 def parsed_template(template: str) -> list[tuple[str, str | None]]:
-    """The parts of a template: a text, and the name of the value after it.
-
-    Raises:
-        UserError: it is malformed, has anything but names in braces, or lacks ``{completion}``.
-    """
+    """The parts of a template: (text, name of the value that follows it or None)."""
     try:
         parts = list(string.Formatter().parse(template))
     except (ValueError, TypeError) as problem:
         raise UserError(f"LLMJudge: template is no template: {problem}") from problem
     for _, name, spec, conversion in parts:
-        if name is not None and (not re.fullmatch(r"\w+", name) or spec or conversion):
-            raise UserError(f"LLMJudge: template has {{{name}}}; expected the name of a field alone, like {{answer}}")
-    if "completion" not in (name for _, name, _, _ in parts):
-        raise UserError("LLMJudge: template lacks {completion}")
+        alone = name is None or (re.fullmatch(r"\w+", name) and not spec and not conversion)
+        require(alone, f"LLMJudge: template has {{{name}}}; expected the name of a field alone, like {{answer}}")
+    require("completion" in (name for _, name, _, _ in parts), "LLMJudge: template lacks {completion}")
     return [(text, name) for text, name, _, _ in parts]
 
 
 def filled(parts: Sequence[tuple[str, str | None]], completion: str, row: Mapping[str, Any]) -> str:
-    """The judge's message, with the completion in a fence.
-
-    Raises:
-        ValueError: the row lacks a field.
-    """
+    """The judge's message, with the completion in a fence; raises ValueError if the row lacks a field."""
     longest = max(map(len, re.findall("`+", completion)), default=0)
     fence = "`" * max(3, longest + 1)
     texts = []
@@ -166,21 +149,16 @@ def _reply(answer: Mapping[str, Any]) -> str:
         text = reason = None
     if not isinstance(text, str):
         raise ValueError(f"its server answers without a message: {short(json.dumps(answer), 100)}")
-    if reason == "length":
-        raise ValueError("its reply was cut off; raise max_tokens")
+    require(reason != "length", "its reply was cut off; raise max_tokens", ValueError)
     return text
 
 
 def score_in(reply: str) -> float:
-    """The score in a judge's reply, whose reasoning up to ``</think>`` does not count.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """The score in a judge's reply, after its reasoning; raises ValueError if it has none."""
     text = reply.rpartition("</think>")[2].strip()
     if last := SCORE.fullmatch(text.rpartition("\n")[2].strip()):
         return float(last[1])
-    fenced = FENCED.fullmatch(text)  # the whole reply: it may also quote a block from the completion
+    fenced = FENCED.fullmatch(text)  # not search: a reply may quote a block from the completion
     try:
         value = json.loads(fenced[1] if fenced else text)
     except (ValueError, RecursionError):

@@ -9,19 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, require
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, unparsed, wrong
 from rocm_ext.verifiers.extract import answer_text
 from rocm_ext.verifiers.mathtext import LETTER, TAIL, WORD, choice, clean, final_answer, number, plain, readable
 from rocm_ext.verifiers.workers import worker
 from rocm_ext.verifiers.workers.forked import Elsewhere, forked
 
-GROUP_SECONDS = 30.0  # for all forks of a group, half of verify_timeout's default
+GROUP_SECONDS = 30.0  # time limit for all forks of a group: half of verify_timeout's default
 SET = re.compile(r"\s*(?:\\left\s*)?\\\{(?!\s*\()")
 TUPLE = re.compile(r"\s*(?:\\left\s*)?\([^()]*\)\s*")
 BASE = re.compile(r"\d_\{?(\d+)\}?$")
-ARGUMENT = re.compile(LETTER + r"[A-Za-z]\(([A-Za-z])\)\s*=")  # of a function: f(x) =
-# The left side of an equation that gives no value: 2x = 10, x^2 = 25 and x + 1 = 5 do not, f(2) = 5 does.
+ARGUMENT = re.compile(LETTER + r"[A-Za-z]\(([A-Za-z])\)\s*=")  # x of f(x) =
+# Left sides of equations that are not solved: those of 2x = 10, x^2 = 25 and x + 1 = 5, but not that of f(2) = 5.
 UNSOLVED = re.compile(r"[\d)}]\s*[A-Za-z(]|\^|[-+*]\s*\d|/\s*\d|\\(?:[dt]?frac|sqrt|cdot)|[A-Za-z]\s*[-+*/]\s*[A-Za-z]")
 
 
@@ -30,25 +30,25 @@ class MathAnswer(Verifier):
 
     The final answer is the last of: a ``\boxed{...}``, a line ``#### ...``, ``<answer>...</answer>``, and a sentence
     "final answer is ..."; else the only value in the last clause of "answer is ...", or of the mathematics. Boxes
-    joined by "and" or "or" are one list. Words that change a value ("at least 5", "17, maybe 23"), several values that
-    are no list ("3 out of 4"), and what changes a box from outside (``-\boxed{5}``) make the answer WRONG.
+    joined by "and" or "or" are one list. The answer is WRONG if words change the value ("at least 5", "17, maybe 23"),
+    if several values form no list ("3 out of 4"), or if text outside a box changes it (``-\boxed{5}``).
 
     Equal are the same texts; decimal numbers of exactly the same value, also as ``1,234.5``, ``1 234.5``, ``1.2e5`` or
     ``2,74``; 50% and both 50 and 0.5; ``x = 5`` and 5, but not ``2x = 10`` and 10; the choices ``C``, ``(C)`` and
-    ``C. 25``, ``AC`` and ``A, C``. ``1, 2`` is a set, ``(1, 2)`` a point or open interval. math-verify compares all
-    else, decimals with fractions to six digits. What it cannot read in full is WRONG. Numbers that are plain at a
-    glance are compared here, all else in a process with a time limit.
+    ``C. 25``, ``AC`` and ``A, C``. ``1, 2`` is a set, ``(1, 2)`` a point or open interval. math-verify compares the
+    rest, decimals with fractions to six digits. An answer that it cannot read completely is WRONG. Plain numbers are
+    compared at once, other answers in a process with a time limit.
 
     Args:
-        field: the row's field with the gold answer: text that ends like GSM8K's (``#### 72``), has a ``\boxed{}``,
-            or is the bare answer.
+        field: the row's field with the gold answer: a text that ends like GSM8K's (``#### 72``) or has a ``\boxed{}``,
+            or the answer alone.
         tolerance: relative error allowed between two numbers.
-        timeout: seconds for one answer; one that takes longer gives TIMEOUT.
+        timeout: seconds for one answer; longer gives TIMEOUT.
     """
 
     def __init__(self, field: str = "answer", tolerance: float = 0.0, timeout: float = 5.0) -> None:
-        if not 0 <= tolerance < 1 or timeout <= 0:
-            raise UserError(f"{type(self).__name__} needs 0 <= tolerance < 1, timeout > 0: {tolerance}, {timeout}")
+        fits = 0 <= tolerance < 1 and timeout > 0
+        require(fits, f"{type(self).__name__} needs 0 <= tolerance < 1, timeout > 0: {tolerance}, {timeout}")
         self.field, self.tolerance, self.timeout = field, tolerance, timeout
         self.needs: tuple[str, ...] = (field,)
         self._elsewhere = Elsewhere("MathAnswer", timeout, tolerance=tolerance)  # this process may be unable to fork
@@ -65,15 +65,16 @@ class MathAnswer(Verifier):
             return
         gold = final_answer(field(row, self.field, str), gold=True)
         worded = WORD.search(gold) and not re.search(r"\d", gold)
-        if number(gold) is None and not worded and not _parse(gold):
-            raise ValueError(f"field {self.field!r} holds no answer that math-verify can parse: {short(value, 80)!r}")
+        parses = number(gold) is not None or worded or _parse(gold)
+        problem = f"field {self.field!r} holds no answer that math-verify can parse: {short(value, 80)!r}"
+        require(parses, problem, ValueError)
 
     def at_once(self, completion: str, row: Mapping[str, Any]) -> Result | None:
         mine, gold = plain(answer_text(completion)), plain(str(row[self.field]), gold=True)
         if mine is None or gold is None:
             return None
         equal = abs(Fraction(mine) - Fraction(gold)) <= abs(Fraction(gold)) * Fraction(self.tolerance)
-        return _verdict(equal, f"found {mine}")
+        return (correct if equal else wrong)(f"found {mine}")
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
         if (result := self.at_once(completion, row)) is not None:
@@ -87,24 +88,23 @@ class MathAnswer(Verifier):
 class MajorityAnswer(MathAnswer):
     """Whether the completion's final answer is the most frequent one among the answers to its prompt.
 
-    Majority voting needs no right answers (TTRL, arXiv:2504.16084). A row that has one is judged by it, so held-out
-    rows can measure what the model learns. Final answers are found and compared as in :class:`MathAnswer`. An answer
-    without one is UNPARSED and has no vote. If two final answers are equally frequent, no answer is CORRECT.
+    Majority voting needs no gold answers (TTRL, arXiv:2504.16084). A row that has one is judged by it, so that held-out
+    rows can measure progress. Final answers are read and compared as in :class:`MathAnswer`. A completion without one
+    is UNPARSED and has no vote. If two final answers are equally frequent, no completion is CORRECT.
 
     A model that is mostly wrong becomes surer of its mistakes.
 
     Args:
         min_share: share of the group's answers that the most frequent final answer needs.
-        field: the row's field with the right answer, if the row has it; None: always vote.
+        field: a field with the gold answer, which rows may lack; None: always vote.
         tolerance: as in :class:`MathAnswer`.
-        timeout: seconds for one answer, at most 30 for a group; one that takes longer is TIMEOUT and has no vote.
+        timeout: seconds for one answer, at most 30 for a group; a slower one is TIMEOUT and has no vote.
     """
 
     def __init__(
         self, min_share: float = 0.0, field: str | None = "answer", tolerance: float = 0.0, timeout: float = 5.0
     ) -> None:
-        if not 0 <= min_share <= 1:
-            raise UserError(f"MajorityAnswer needs min_share in [0, 1], found {min_share}")
+        require(0 <= min_share <= 1, f"MajorityAnswer needs min_share in [0, 1], found {min_share}")
         super().__init__(field or "", tolerance, timeout)
         self.needs, self.min_share = (), min_share
         self._elsewhere = Elsewhere("MajorityAnswer", timeout, min_share=min_share, tolerance=tolerance)
@@ -126,7 +126,7 @@ class MajorityAnswer(MathAnswer):
         if not worker.RUNNING and any(plain(text) is None for text in completions):
             return self._elsewhere.judge_group([text[-TAIL:] for text in completions], {})
         results: list[Result] = []
-        votes: dict[str, list[int]] = {}  # indices of the completions with each answer
+        votes: dict[str, list[int]] = {}  # final answer -> indices of its completions
         end = time.monotonic() + GROUP_SECONDS
         for index, completion in enumerate(completions):
             seconds = min(self.timeout, max(0.01, (end - time.monotonic()) / (len(completions) - index)))
@@ -143,12 +143,12 @@ class MajorityAnswer(MathAnswer):
         for answer, voters in votes.items():
             shown = f"{len(voters)} of {len(completions)} answers are {answer}"
             for index in voters:
-                results[index] = _verdict(agreed and len(voters) == counts[0], shown)
+                results[index] = (correct if agreed and len(voters) == counts[0] else wrong)(shown)
         return results
 
 
 def _vote(completion: str, known: Sequence[str], tolerance: float) -> Result:
-    """CORRECT with the known answer that equals the completion's final one, else with that; or why it has no vote."""
+    """A vote: CORRECT with the final answer, written as its equal in ``known`` if there is one; else no vote."""
     answer = final_answer(completion)
     if not answer:
         return unparsed("no answer found")
@@ -156,27 +156,25 @@ def _vote(completion: str, known: Sequence[str], tolerance: float) -> Result:
         return wrong("the answer is too long to vote")
     if number(answer) is None and (parsed := _parse(answer)):
         with contextlib.suppress(TypeError, ValueError, AttributeError):
-            parsed[0].evalf(15)  # fails here if computing the answer takes too long
+            parsed[0].evalf(15)  # an answer that takes too long to compute reaches the time limit here
     return correct(next((other for other in known if _equal(other, answer, tolerance)), answer))
 
 
 def _child(seconds: float, judge: Callable[..., Result], *args: Any) -> Result:
-    _library()  # before the fork, so that every child has it
+    _library()  # before the fork, so that children need not import it
     return forked(functools.partial(judge, *args), seconds, "the comparison") or wrong("the answer cannot be compared")
 
 
 def _judge(completion: str, answer: str, tolerance: float) -> Result:
     """Whether the final answer equals the gold one."""
     gold, final = final_answer(answer, gold=True), final_answer(completion)
-    if not final and choice(whole := clean(completion)):
-        final = whole.strip()
+    if not final and choice(text := clean(completion)):
+        final = text.strip()
     if _same_text(final or clean(completion), gold) or _same_text(completion, answer):
-        return _verdict(True, f"found {gold}")
-    return _verdict(_equal(gold, final, tolerance), f"found {final}") if final else unparsed("no answer found")
-
-
-def _verdict(equal: bool, detail: str) -> Result:
-    return correct(detail) if equal else wrong(detail)
+        return correct(f"found {gold}")
+    if not final:
+        return unparsed("no answer found")
+    return (correct if _equal(gold, final, tolerance) else wrong)(f"found {final}")
 
 
 def _equal(gold: str, answer: str, tolerance: float) -> bool:
@@ -186,7 +184,7 @@ def _equal(gold: str, answer: str, tolerance: float) -> bool:
     golden, mine = choice(gold), choice(answer)
     if golden and mine:
         return golden[0] == mine[0] and not (golden[1] and mine[1] and not _equal(golden[1], mine[1], tolerance))
-    if (beside := golden or mine) and beside[1]:  # the one has no letter
+    if (lettered := golden or mine) and lettered[1]:  # only one has a letter
         return _equal(golden[1] if golden else gold, mine[1] if mine else answer, tolerance)
     if "." in gold + answer:  # \approx 5 is not 5, but \approx 3.33 is 3.33
         answer = answer.removeprefix(r"\approx ")
@@ -201,7 +199,7 @@ def _same_text(a: str, b: str) -> bool:
 
 
 def _by_number(gold: str, answer: str, tolerance: float) -> bool | None:
-    """Whether two decimal numbers are equal; None if one is no number. With a number, ``2,74`` is one."""
+    """Whether two decimal numbers are equal; None if one is no number. If only one is, ``2,74`` counts as 2.74."""
     golden = number(gold)
     mine = number(answer if golden is None else re.sub(r"\A[A-Za-z](?:_\w)?\s*=", "", answer))
     if (mine is None) != (golden is None):
@@ -213,7 +211,7 @@ def _by_number(gold: str, answer: str, tolerance: float) -> bool | None:
 
 
 def _compare(gold: str, answer: str, tolerance: float) -> bool:
-    """Whether two answers are equal for math-verify, made stricter. It runs in a child only."""
+    """Whether two answers are equal for a stricter math-verify. Runs in a child only."""
     from sympy import Eq
 
     golden, mine = (set(ARGUMENT.findall(side)) for side in (gold, answer))
@@ -238,7 +236,7 @@ def _compare(gold: str, answer: str, tolerance: float) -> bool:
 
 
 def _union(answer: str) -> Any:
-    """The set of numbers that intervals, or inequalities in one variable, joined by "or" give; None: no such set."""
+    """The union of intervals, or of inequalities in one variable, that "or" joins; None if the answer is none."""
     from sympy import Set, Union
 
     sets, names = [], set()
@@ -253,10 +251,10 @@ def _union(answer: str) -> Any:
 
 @functools.cache
 def _strict(tolerance: float) -> Any:
-    """A math-verify that compares small numbers by their ratio, and finds no two equations without solutions equal.
+    """math-verify, changed in this process to compare small numbers by their ratio and to solve equations strictly.
 
-    By itself it rounds differences: ``10^{-20}`` and ``1/2006!`` are zero to it. This changes it in the whole process,
-    which is a child.
+    Unchanged, it rounds differences (``10^{-20}`` and ``1/2006!`` equal zero) and takes two equations without solutions
+    for equal.
     """
     from sympy import Float, Rational, UnevaluatedExpr, solve
 
@@ -285,7 +283,7 @@ def _strict(tolerance: float) -> Any:
 
 
 def _parse(answer: str) -> list:
-    """Parse an answer with math-verify; empty if it cannot read all of it."""
+    """The answer as math-verify parses it; empty if it cannot read all of it."""
     from latex2sympy2_extended import NormalizationConfig
 
     if (text := readable(answer)) is None:

@@ -1,8 +1,8 @@
-"""Where the final answer of a mathematical text stands, and which decimal number a text is.
+"""Read the final answer of a mathematical text, and decimal numbers.
 
-A text is words and runs of mathematics between them. A mark (a box, ``####``, ``<answer>``) or else the last clause
-with mathematics gives the answer: its only run, or a list joined by "and", "or" and commas. Where it has more runs, or
-words beside it change its value ("at least 5"), the answer is all of the text: text with words equals only itself.
+A text is words with runs of mathematics between them. A mark (a box, ``####``, ``<answer>``) or else the last clause
+with mathematics gives the answer: its only run, or a list joined by "and", "or" and commas. If there are more runs, or
+words change the value ("at least 5"), the answer is all of the text: text with words equals only itself.
 """
 
 import re
@@ -10,9 +10,9 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 TAIL = 20_000  # characters at the end of a text that are searched
-LONGEST, DEEPEST = 500, 30  # characters, and brackets in each other, of an answer that is read
+LONGEST, DEEPEST = 500, 30  # limits of a readable answer: characters, and depth of brackets
 
-# What a model writes for ASCII and LaTeX's commands. latex2sympy skips some of these characters without a word.
+# Characters that models write for LaTeX's commands and ASCII. latex2sympy silently skips some of them.
 COMMANDS = (
     r"×\times ·\cdot ⋅\cdot π\pi ∞\infty ≤\le ≥\ge ≠\ne ≈\approx ±\pm °^\circ ∪\cup ∩\cap ∈\in ∅\emptyset θ\theta"
 )
@@ -27,7 +27,7 @@ SIGNS = str.maketrans(
 )
 POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻₀₁₂₃₄₅₆₇₈₉", "0123456789-0123456789")
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}  # powers of ten
-REWRITES = [  # to one way of writing, in this order; none changes a value
+REWRITES = [  # to one notation, in this order; no value changes
     (r"<<[^<>\n]{1,100}>>", ""),  # GSM8K's calculations: 48+24 = <<48+24=72>>72
     (r"(?m)^[ \t]*(?:[-+*•][ \t]+)+", ""),  # the bullet of a list, which is no minus
     (r"(?<=[\d)])\*\*(?=[\d(])", "^"),
@@ -72,7 +72,7 @@ WORD = re.compile(  # of any language; xy is a product
     r"|(?:(?![\u00b2-\u00be\u2070-\u218b])[^\W\d_\x00-\x7f\u0370-\u03ff])+))",
     re.I,
 )
-CHANGED = (  # what changes the value before or after it
+CHANGED = (  # words that change the value before or after them
     "nor|not|never|cannot|anything but|no longer|n?either|maybe|perhaps|possibly|formerly|previously|originally|minus|"
     "negative|almost|nearly|plus|times|squared|cubed|factorial|hal(?:f|ves)|thirds?|quarters?|fourths|fifths|sixths|"
     "eighths|tenths"
@@ -123,17 +123,18 @@ NUMBER = re.compile(
     r"([-+]?)\s?(\d+(?:\.\d+)?|\.\d+)(?:(?:[eE]|\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*)\{?\s*([-+]?\d{1,3})\s*\}?)?"
     r"\s?(\\?%)?(?:\^\\circ|\^\{\\circ\})?"
 )
-PLAIN = re.compile(  # a number that needs no search: the whole text, a last line ####, or a last box
+PLAIN = re.compile(  # a number that is all of the text, a last line ####, or a last box
     r"(?:\A|(?:\A|\n)####|((?:\A|\n|:|\bis|(?<![!<>])=) ?\$?\\boxed\{))[ \t]?"
     r"([-+]?(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?)(?(1)\}\$?)\.?\s*\Z"
 )
-CALCULATION = re.compile(r"[\d \n.=*+-]+", re.A)  # no sign of these reaches beyond its line
+CALCULATION = re.compile(r"[\d \n.=*+-]+", re.A)  # characters whose meaning ends with their line
 
 
 def plain(text: str, gold: bool = False) -> str | None:
-    """The decimal number that a text certainly gives, found without a search; None if it takes one. Linear.
+    """The decimal number that a text plainly gives; None if reading it takes more than a look at its end.
 
-    It is all of a ``gold`` text, or marked at its end; elsewhere also the last line of a calculation without words.
+    The number is all of the text or marked at its end. Unless the text is ``gold``, it may be the last line of a
+    calculation without words.
     """
     if not gold and not CALCULATION.sub("", text):
         text = text.rstrip().rpartition("\n")[2]
@@ -144,7 +145,7 @@ def plain(text: str, gold: bool = False) -> str | None:
 
 
 def clean(text: str) -> str:
-    """The end of a text without mark-up and formula delimiters, its signs, digits and powers in ASCII and LaTeX."""
+    """The end of a text in ASCII and LaTeX, without mark-up and formula delimiters."""
     text = text[-TAIL:]
     if not text.isascii():
         text = re.sub(r"(?<=\d) ?[ckm]?m[²³]", " ", text)
@@ -158,8 +159,8 @@ def clean(text: str) -> str:
 
 
 def final_answer(text: str, gold: bool = False) -> str:
-    """The final answer of a text, as ``MathAnswer`` defines it, empty if it has none; a gold one may be all of it."""
-    if gold:  # - 5 is no item of a list there, and \boxed{5 ends with the text
+    """The final answer of a text, as ``MathAnswer`` defines it, or empty. A gold text may be all answer."""
+    if gold:  # "- 5" is a number here and no list item, and "\boxed{5" lacks its end
         text = re.sub(r"\A\s*-\s+", "-", text) + "}" * (text.count("{") - text.count("}"))
     text = clean(text)
     marked = _marked(text)
@@ -173,7 +174,7 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def _marked(text: str) -> str | None:
-    """What the last mark holds: joined boxes, a line ``####``, ``<answer>``, or a sentence "final answer is ..."."""
+    """The content of the last mark: joined boxes, a line ``####``, ``<answer>``, or "final answer is ..."."""
     marks = _boxes(text)
     if match := _last(HASHES, text):
         marks.append((match.end(), _read(match[1], True)))
@@ -188,7 +189,7 @@ def _marked(text: str) -> str | None:
 
 
 def _boxes(text: str) -> list[tuple[int, str]]:
-    """End and content of the last box, and of those before it that it is joined to: by little text, or by and/or."""
+    """End and content of the last box, with earlier boxes that little text, "and" or "or" joins to it."""
     *boxes, last = [None, *BOX.finditer(text)]
     if last is None:
         return []
@@ -218,9 +219,9 @@ def _said(text: str) -> str:
 
 
 def _read(text: str, marked: bool = False) -> str:
-    """The value that a cleaned text gives, or all of it where words change or hide the value.
+    """The value in a cleaned text, or all of the text if words change or hide the value.
 
-    All of a ``marked`` text is the answer; else what its last clause ends in is.
+    All of a ``marked`` text is the answer, else the end of its last clause.
     """
     text = FREE.sub("", text.strip(" \t\n*_,;:")).strip(" \t\n*_,;:")
     if label := LABEL.match(text):
@@ -252,14 +253,14 @@ def _read(text: str, marked: bool = False) -> str:
 
 
 def _bare(run: str) -> str:
-    """What stands between words, without punctuation and the brackets of the sentence."""
+    """The text between two words, without punctuation and the sentence's brackets."""
     run = re.sub(r"\A(?:[\s,;:*_?/]|\.(?!\d))+", "", run).rstrip(" \t\n\r\f\v,;:.*_?")
     balanced = run.count("(") == run.count(")") or re.search(r"[\[\]]", run)  # (1, 2] is an interval
     return run if balanced else run.strip("() ,.;:")
 
 
 def _value(run: str) -> str:
-    """A run without its calculation: what stands after the last ``=``, with a variable on its left."""
+    """A run without its calculation: the part after the last ``=``, or the equation of a variable."""
     exact, *rounded = re.split(r"\\approx(?![a-z])", run)
     if len(rounded) > 1 or (rounded and number(exact)):
         return run  # 5 \approx 6 is unreadable
@@ -275,7 +276,7 @@ def _value(run: str) -> str:
 
 
 def choice(answer: str) -> tuple[str, str] | None:
-    """The letters of the choices that an answer names, in order, and what it says beside one; None: it names none."""
+    """The letters of the choices that an answer names, sorted, and the text after a single one; None: no choice."""
     if label := LABEL.match(answer):
         return label[1] or label[2], answer[label.end() :].strip()
     match = CHOICES.fullmatch(answer.strip()) if len(answer) < 60 else None
@@ -284,7 +285,7 @@ def choice(answer: str) -> tuple[str, str] | None:
 
 
 def readable(answer: str) -> str | None:
-    """An answer as math-verify reads it in full; None if it has words, or math-verify would leave a part out."""
+    """An answer that math-verify can read completely; None if it has words, or math-verify would skip a part."""
     text = re.sub(r"\\(?:boxed|fbox)\s*\{", "{", answer).strip(" \n,").removesuffix(".").removeprefix("=")
     if not text or len(text) > LONGEST or WORD.search(text) or UNREADABLE.search(text):
         return None
@@ -293,7 +294,7 @@ def readable(answer: str) -> str | None:
 
 
 def number(answer: str) -> tuple[Fraction, bool] | None:
-    """The exact value of a decimal number, also with a power of ten, and whether it is a percentage."""
+    """The exact value of a decimal number, perhaps with a power of ten, and whether it is a percentage; or None."""
     bare = " ".join(answer.split()).replace("- ", "-").removesuffix(".") if len(answer) <= LONGEST else ""
     match = NUMBER.fullmatch(bare[1:-1] if re.fullmatch(r"\([^()]*\)", bare) else bare)
     if match is None:

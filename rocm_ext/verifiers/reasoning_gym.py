@@ -1,4 +1,4 @@
-"""Tasks of the package reasoning-gym, which makes puzzles and judges their answers."""
+"""Puzzles of the package reasoning-gym, and its judges."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rocm_ext.base.errors import UserError, nearest
+from rocm_ext.base.errors import UserError, nearest, require
 from rocm_ext.verifiers.base import Result, Verifier, correct, error, field, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, interpreter
 from rocm_ext.verifiers.sandbox.limits import ENVIRONMENT
@@ -16,20 +16,21 @@ from rocm_ext.verifiers.sandbox.limits import ENVIRONMENT
 INSTALL = "`pip install 'torchtune-rocm[reasoning-gym]'`"
 START = 60.0  # seconds that the package may take to import and to make a dataset
 COLUMN = "reasoning_gym"
+SCRIPT = Path(__file__).with_name("_reasoning_gym.py")
 
 
 class ReasoningGym(Verifier):
-    """What a task's own judge says to the text between the last ``<answer>`` and ``</answer>``.
+    """The task's judge on the text between the last ``<answer>`` and ``</answer>``.
 
-    The row is of :func:`rocm_ext.data.reasoning_gym_prompts`. The reward is the judge's score, from 0 to 1; CORRECT is
-    a score of 1. Some judges give a part for a wrong answer, such as 0.01.
+    Rows come from :func:`rocm_ext.data.reasoning_gym_prompts`. The reward is the judge's score, from 0 to 1; a score of
+    1 is CORRECT. Some judges give a small score, such as 0.01, for a wrong answer.
 
-    Several judges evaluate the answer as Python. They run in the sandbox, a process for each answer, and evaluate
-    nothing but values and formulas there.
+    Several judges evaluate the answer as Python. They run in the sandbox, one process per answer, and evaluate only
+    values and formulas.
 
     Args:
-        timeout: seconds of wall time for the judge of one answer.
-        memory_mb: for the package and the judge.
+        timeout: seconds of wall time to judge one answer.
+        memory_mb: memory for the package and the judge.
         sandbox: ``bubblewrap``, or ``rlimits`` for answers that you trust; see rocm_ext.verifiers.sandbox.
     """
 
@@ -37,8 +38,8 @@ class ReasoningGym(Verifier):
     batch_size = 16  # the package takes a second to import
 
     def __init__(self, timeout: float = 10.0, memory_mb: int = 2048, sandbox: str = "bubblewrap") -> None:
-        if timeout <= 0 or memory_mb < 256:
-            raise UserError(f"ReasoningGym needs timeout > 0 and memory_mb >= 256, found {timeout} and {memory_mb}")
+        fits = timeout > 0 and memory_mb >= 256
+        require(fits, f"ReasoningGym needs timeout > 0 and memory_mb >= 256, found {timeout} and {memory_mb}")
         self.timeout, self.memory_mb, self.kind = timeout, memory_mb, sandbox
 
     @cached_property
@@ -54,9 +55,6 @@ class ReasoningGym(Verifier):
         made = field(row, COLUMN, Mapping)
         for name in ("task", "options", "seed", "size", "index"):
             field(made, name)
-
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
-        return self.judge_batch([completion], [row])[0]
 
     def judge_batch(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
         answers = [_answer(completion) for completion in completions]
@@ -88,28 +86,20 @@ class ReasoningGym(Verifier):
     def _run(self, rows: Sequence[Mapping[str, Any]], answers: Sequence[str | None]) -> dict[str, Any]:
         limits = Limits(seconds=START + self.timeout * len(rows), memory_mb=self.memory_mb)
         argv, stdin = _command({"rows": rows, "answers": answers, "seconds": self.timeout}, f"{BOX}/judge.py")
-        outcome = self._sandbox.run(argv, {"judge.py": _script().read_text()}, stdin, limits)
-        if not outcome.started or outcome.timed_out or outcome.killed:
-            why = outcome.killed or outcome.stderr.decode("utf-8", "replace") or f"took over {limits.seconds:g} s"
-            raise ValueError(f"the sandbox of reasoning-gym: {short(why, 200)}")
+        outcome = self._sandbox.run(argv, {"judge.py": SCRIPT.read_text()}, stdin, limits)
+        why = outcome.killed or outcome.stderr.decode("utf-8", "replace") or f"took over {limits.seconds:g} s"
+        ended = outcome.started and not outcome.timed_out and not outcome.killed
+        require(ended, f"the sandbox of reasoning-gym: {short(why, 200)}", ValueError)
         return _read(outcome.stdout, outcome.stderr)
 
 
 def entries(task: str, options: Mapping[str, Any], seed: int, size: int) -> list[tuple[str, str | None]]:
-    """Make questions with their answers; None where the package has none. Equal arguments make equal entries.
-
-    Raises:
-        UserError: the package is not installed, or does not know the task or an option.
-    """
+    """Questions with their answers; None where the package has none. Equal arguments make equal entries."""
     row = {"task": task, "options": dict(options), "seed": seed, "size": size}
-    argv, stdin = _command({"rows": [row]}, str(_script()))
+    argv, stdin = _command({"rows": [row]}, str(SCRIPT))
     # its environment has a fixed seed of hashes, on which a few tasks depend
     process = subprocess.run(argv, input=stdin, capture_output=True, check=False, env=ENVIRONMENT)
     return [(question, answer) for question, answer in _read(process.stdout, process.stderr)["entries"]]
-
-
-def _script() -> Path:
-    return Path(__file__).with_name("_reasoning_gym.py")
 
 
 def _command(task: dict[str, Any], script: str) -> tuple[list[str], bytes]:
@@ -118,21 +108,15 @@ def _command(task: dict[str, Any], script: str) -> tuple[list[str], bytes]:
 
 
 def _read(stdout: bytes, stderr: bytes) -> dict[str, Any]:
-    """Read what the script said.
-
-    Raises:
-        UserError: it could not do what it was asked.
-    """
+    """The script's answer; raises UserError if the script failed."""
     try:
         said = json.loads(stdout)
     except ValueError:
         raise UserError(f"reasoning-gym: {short(stderr.decode('utf-8', 'replace')[-500:], 200) or 'it died'}") from None
-    if "missing" in said:
-        raise UserError(f"reasoning-gym cannot be imported: {said['missing']}; {INSTALL}")
     if "unknown" in said:
         raise UserError(f"reasoning-gym has no task {said['unknown']!r}{nearest(said['unknown'], said['tasks'])}")
-    if "problem" in said:
-        raise UserError(f"reasoning-gym: {said['problem']}; set `options` to what the task takes")
+    require("missing" not in said, f"reasoning-gym cannot be imported: {said.get('missing')}; {INSTALL}")
+    require("problem" not in said, f"reasoning-gym: {said.get('problem')}; set `options` to arguments of the task")
     return said
 
 

@@ -8,38 +8,38 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, one_line, require
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, error, field, short
 from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.workers import Pool
 
-LOGGERS = ("log_extra", "log_metric")  # what a trainer passes for notes to its logs
-TRAINERS = ("completion_ids", "trainer_state", "environments")  # what a trainer alone has
+LOGGERS = ("log_extra", "log_metric")  # functions with which TRL's trainers log
+TRAINERS = ("completion_ids", "trainer_state", "environments")  # arguments that only a trainer has
 NO_COLUMNS = ("prompt", "completion", *TRAINERS, *LOGGERS)  # as in GRPOTrainer._calculate_rewards
 
 
 class RewardFunction(Verifier):
     """A reward function as TRL's trainers take it: ``f(prompts, completions, **columns) -> list[float | None]``.
 
-    It runs as you, without a sandbox. It gets the columns of the rows as lists, as far as its signature names them or
-    has ``**kwargs``. It may be asynchronous. The verdict is CORRECT from ``threshold`` on, else WRONG. None (the
-    function does not apply to the row) and a number outside of ``scale`` are an ERROR.
+    It runs as you, without a sandbox. It gets the rows' columns as lists: those in its signature, or all if it has
+    ``**kwargs``. It may be asynchronous. The verdict is CORRECT from ``threshold`` on, else WRONG. None (the function
+    does not apply to the row) and a number outside ``scale`` are an ERROR.
 
-    Instead of a number it may return a mapping with ``reward`` and parts by name, see :class:`Result`. What it gives to
-    TRL's ``log_metric`` is a part of each reward of the call.
+    Instead of a number it may return a mapping with ``reward`` and parts by name, see :class:`Result`. A value given to
+    TRL's ``log_metric`` is a part of all rewards of the call.
 
-    A call has up to ``batch_size`` answers, those to one prompt together where possible. The reward of one must not
-    depend on the others, unless ``groups`` is True: then a call has all answers to one prompt and no others.
+    A call has up to ``batch_size`` answers, if possible to one prompt. A reward must not depend on other answers unless
+    ``groups`` is True: then a call has all answers to one prompt and no others.
 
     Args:
-        function: its dotted name, such as ``my_module.reward``. The module may be in the current directory.
+        function: dotted name, such as ``my_module.reward``. The module may be in the current directory.
         threshold: reward, in [0, 1], from which the verdict is CORRECT.
-        scale: two numbers of the function that become the rewards 0 and 1; those between are mapped linearly.
-        conversational: pass prompts and completions as lists of messages, else as texts; None: as lists of messages
-            for rows with ``messages``, as in TRL. The functions in ``trl.rewards`` take messages.
-        batch_size: answers in one call.
-        groups: whether the rewards of answers to one prompt depend on each other; ``batch_size`` has no effect then.
+        scale: the function's values that become the rewards 0 and 1; values between are mapped linearly.
+        conversational: True: prompts and completions are lists of messages; False: texts; None: lists of messages for
+            rows with ``messages``, as in TRL. The functions in ``trl.rewards`` take messages.
+        batch_size: the most answers in one call.
+        groups: True: rewards depend on the other answers to the prompt; ``batch_size`` has no effect then.
     """
 
     def __init__(
@@ -52,33 +52,25 @@ class RewardFunction(Verifier):
         groups: bool = False,
     ) -> None:
         self.scale, self.threshold = checked_scale("RewardFunction", scale, threshold)
-        if type(batch_size) is not int or batch_size < 1:
-            raise UserError(f"RewardFunction: batch_size must be a whole number of at least 1, found {batch_size!r}")
+        fits = type(batch_size) is int and batch_size >= 1
+        require(fits, f"RewardFunction: batch_size must be a whole number of at least 1, found {batch_size!r}")
         self.function = import_component(function) if isinstance(function, str) else function
-        if inspect.isclass(self.function):
-            raise UserError(f"RewardFunction: {function} is a class; expected a function, or an object with __call__")
+        is_class = inspect.isclass(self.function)
+        require(not is_class, f"RewardFunction: {function} is a class; expected a function, or an object with __call__")
         self.__name__ = getattr(self.function, "__name__", type(self.function).__name__)  # for messages and parts
         self.conversational, self.batch_size, self.groups = conversational, batch_size, groups
-        self._named, self._takes_all = self._signature()
+        self._named: dict[str, bool] = {}  # parameter -> whether it is required
+        self._takes_all = False  # whether the function has **kwargs
+        for name, parameter in inspect.signature(self.function).parameters.items():
+            optional = parameter.default is not parameter.empty
+            if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                self._takes_all = self._takes_all or parameter.kind is parameter.VAR_KEYWORD
+            elif name in TRAINERS:
+                require(optional, f"RewardFunction: the function needs {name}, which only a trainer has")
+            else:
+                self._named[name] = not optional
         ours = ("prompts", "completions", *LOGGERS)
         self.needs = tuple(name for name, needed in self._named.items() if needed and name not in ours)
-
-    def _signature(self) -> tuple[dict[str, bool], bool]:
-        """The columns that the function names, whether it needs them, and whether it takes all others.
-
-        Raises:
-            UserError: the function needs what only a trainer has.
-        """
-        named, takes_all = {}, False
-        for name, parameter in inspect.signature(self.function).parameters.items():
-            if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-                takes_all = takes_all or parameter.kind is parameter.VAR_KEYWORD
-            elif name in TRAINERS:
-                if parameter.default is parameter.empty:
-                    raise UserError(f"RewardFunction: the function needs {name}, which only a trainer has")
-            else:
-                named[name] = parameter.default is parameter.empty
-        return named, takes_all
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         super().check_row(row)
@@ -93,7 +85,7 @@ class RewardFunction(Verifier):
     def judge_batch(self, completions: Sequence[Any], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
         given: dict[str, Any] = {
             "prompts": [self.prompt(row) for row in rows],
-            "completions": [  # of a conversation, all its messages
+            "completions": [  # a conversation's completion is a list of messages
                 [{"role": "assistant", "content": text}] if isinstance(text, str) and self._talks(row) else text
                 for text, row in zip(completions, rows, strict=True)
             ],
@@ -101,7 +93,7 @@ class RewardFunction(Verifier):
         columns = dict.fromkeys(name for row in rows for name in row if name not in (*NO_COLUMNS, *given))
         given |= {name: [row.get(name) for row in rows] for name in columns}
         given = {name: value for name, value in given.items() if self._takes_all or name in self._named}
-        given |= {name: _ignore for name in LOGGERS if self._named.get(name)}
+        given |= {name: lambda *_, **__: None for name in LOGGERS if self._named.get(name)}
         parts: dict[str, float] = {}
         if "log_metric" in self._named:
             given["log_metric"] = lambda name, value: parts.update(_finite({name: value}))
@@ -110,11 +102,12 @@ class RewardFunction(Verifier):
             import asyncio  # here, since it takes a quarter of a worker's start
 
             rewards = asyncio.run(_result_of(rewards))
-        if not isinstance(rewards, Iterable) or isinstance(rewards, (str, Mapping)):
-            raise TypeError(f"it returned {short(repr(rewards), 40)}; expected a list with a reward for each answer")
+        listed = isinstance(rewards, Iterable) and not isinstance(rewards, (str, Mapping))
+        shown = short(repr(rewards), 40)
+        require(listed, f"it returned {shown}; expected a list with a reward for each answer", TypeError)
         rewards = list(rewards)
-        if len(rewards) != len(rows):
-            raise ValueError(f"it returned {len(rewards)} rewards for {len(rows)} completions")
+        counts = f"{len(rewards)} rewards for {len(rows)} completions"
+        require(len(rewards) == len(rows), f"it returned {counts}", ValueError)
         return [self._result(reward, parts) for reward in rewards]
 
     def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
@@ -124,14 +117,14 @@ class RewardFunction(Verifier):
         return "messages" in row if self.conversational is None else self.conversational
 
     def prompt(self, row: Mapping[str, Any]) -> Any:
-        """The row's prompt as the function gets it."""
+        """The row's prompt as the function gets it: a text or messages."""
         if not self._talks(row):
             return field(row, "prompt", str)
         if "messages" not in row:
             messages = [{"role": "user", "content": field(row, "prompt", str)}]
         else:
             messages = [dict(message) for message in field(row, "messages", (list, tuple))]
-            if messages and messages[-1].get("role") == "assistant":  # the row's own answer
+            if messages and messages[-1].get("role") == "assistant":  # the row's answer
                 messages.pop()
         system = row.get("system")
         if system and messages and messages[0].get("role") != "system":
@@ -140,14 +133,14 @@ class RewardFunction(Verifier):
 
     def _result(self, reward: Any, parts: Mapping[str, float]) -> Result:
         if isinstance(reward, Mapping):
-            if "reward" not in reward:
-                raise ValueError(f"it returned {short(repr(reward), 80)}; expected 'reward' beside its parts")
+            shown = short(repr(reward), 80)
+            require("reward" in reward, f"it returned {shown}; expected 'reward' beside its parts", ValueError)
             parts = {**parts, **_finite({name: value for name, value in reward.items() if name != "reward"})}
             reward = reward["reward"]
         if reward is None:
             return error("the reward function does not apply to this row: it returned None")
-        if isinstance(reward, str):
-            raise TypeError(f"it returned the text {short(reward, 40)!r} as a reward")
+        is_text = isinstance(reward, str)
+        require(not is_text, f"it returned the text {short(reward, 40)!r} as a reward", TypeError)
         return replace(scaled(float(reward), self.scale, self.threshold, "the reward function"), parts=parts)
 
 
@@ -156,31 +149,23 @@ async def _result_of(awaitable: Awaitable[Any]) -> Any:
 
 
 def _finite(parts: Mapping[Any, Any]) -> dict[str, float]:
-    """The parts as numbers, without those that are not known (None, NaN)."""
+    """The parts as numbers, without None, NaN and infinities."""
     numbers = {str(name): float(value) for name, value in parts.items() if value is not None}
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Take the notes that a function has for a trainer's logs."""
-
-
 def checked_scale(who: str, scale: Sequence[float], threshold: float) -> tuple[tuple[float, float], float]:
-    """The arguments ``scale`` and ``threshold`` of a verifier.
-
-    Raises:
-        UserError: they are out of range.
-    """
+    """A verifier's arguments ``scale`` and ``threshold`` as floats; raises UserError if one is out of range."""
     numbers = isinstance(scale, (list, tuple)) and all(type(number) in (int, float) for number in scale)
-    if not numbers or len(scale) != 2 or not -math.inf < scale[0] < scale[1] < math.inf:
-        raise UserError(f"{who}: scale must be [low, high], two numbers with low < high, found {scale!r}")
-    if type(threshold) not in (int, float) or not 0 < threshold <= 1:
-        raise UserError(f"{who}: threshold must be in (0, 1], found {threshold!r}")
+    fits = numbers and len(scale) == 2 and -math.inf < scale[0] < scale[1] < math.inf
+    require(fits, f"{who}: scale must be [low, high], two numbers with low < high, found {scale!r}")
+    fits = type(threshold) in (int, float) and 0 < threshold <= 1
+    require(fits, f"{who}: threshold must be in (0, 1], found {threshold!r}")
     return (float(scale[0]), float(scale[1])), float(threshold)
 
 
 def scaled(value: float, scale: tuple[float, float], threshold: float, who: str) -> Result:
-    """The result for a number between those of ``scale``; ERROR for any other number."""
+    """The result for a value in ``scale``; ERROR for a value outside."""
     low, high = scale
     if not low <= value <= high:  # NaN, too
         hint = "; set scale to its least and greatest value" if math.isfinite(value) else ""
@@ -190,15 +175,11 @@ def scaled(value: float, scale: tuple[float, float], threshold: float, who: str)
 
 
 class _VerifierReward:
-    """What :func:`as_reward_function` returns. It can be pickled, since TRL may send it to another process."""
+    """The function of :func:`as_reward_function`. It can be pickled: TRL may send it to another process."""
 
     def __init__(self, node: Mapping[str, Any], workers: int, timeout: float) -> None:
         self.__name__ = str(node.get(COMPONENT)).rpartition(".")[2]
         self._arguments = node, workers, timeout
-        self._open()
-
-    def _open(self) -> None:
-        node, workers, timeout = self._arguments
         self._verifier = build(node)
         self._verifier.check()
         self._pool = Pool(node, workers, timeout).__enter__()
@@ -216,34 +197,30 @@ class _VerifierReward:
         if not self._pool.groups:
             futures = [self._pool.submit(text, row) for row, text in answers]
             return [future.result().reward for future in futures]
-        # trainers repeat a prompt's row for each of its answers
+        # trainers repeat a prompt's row for all its answers
         groups = [
             self._pool.submit_group([text for _, text in pairs], row)
             for row, pairs in itertools.groupby(answers, key=lambda pair: pair[0])
         ]
         return [result.reward for group in groups for result in group.result()]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"__name__": self.__name__, "_arguments": self._arguments}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _VerifierReward, self._arguments
 
 
 def as_reward_function(node: Mapping[str, Any], workers: int = 1, timeout: float = 60.0) -> _VerifierReward:
     """A verifier as a reward function for TRL's trainers: ``GRPOTrainer(reward_funcs=as_reward_function(...))``.
 
-    The row of an answer is its dataset columns, with ``prompt`` as text. An ERROR has no reward and is None, which TRL
-    leaves out. The verifier runs in processes of its own.
+    The row of an answer is its dataset columns, with ``prompt`` as text. An ERROR gives None, which TRL leaves out. The
+    verifier runs in worker processes.
 
     Args:
         node: the verifier, as for :func:`rocm_ext.verifiers.build`.
-        workers: processes.
-        timeout: seconds for one verification as a whole.
+        workers: number of processes.
+        timeout: seconds for one verification.
 
     Raises:
-        UserError: the verifier cannot be built or cannot run here; or, in a call, a row lacks what it needs.
+        UserError: the verifier cannot be built or run here; or, in a call, a row lacks a field.
     """
     return _VerifierReward(node, workers, timeout)
 

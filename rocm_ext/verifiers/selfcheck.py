@@ -1,4 +1,4 @@
-"""Whether a verifier works: on the right answers of its data, and on a trial answer before a run samples anything."""
+"""Check that a verifier works: on the gold answers of its data, and on a trial answer before a run samples."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,25 +7,26 @@ from itertools import islice
 from statistics import fmean
 from typing import Any
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, require
 from rocm_ext.base.importing import COMPONENT
 from rocm_ext.verifiers.base import Result, Verdict
 from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.workers import Pool
 
 GOLD_FIELDS = ("solution", "completion", "canonical_solution", "answer")
-MADE_UP = "42"  # an answer to a row without a right one
+TIMEOUT, SHOWN = 60.0, 10  # seconds for one verification; the most failures in a summary
+MADE_UP = "42"  # an answer to a row without a gold one
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The verdicts on the rows' right answers.
+    """The verdicts on the rows' gold answers.
 
     Attributes:
-        rows: rows checked.
-        verdicts: how many answers got each verdict.
-        mean_reward: over the answers with a reward, which ERROR has not; None if there are none.
-        failures: (origin, result) of the first answers that are not CORRECT.
+        rows: number of rows checked.
+        verdicts: number of answers by verdict.
+        mean_reward: mean over the answers with a reward, which excludes ERROR; None if there are none.
+        failures: (origin, result) of the first ten answers that are not CORRECT.
     """
 
     rows: int
@@ -40,58 +41,46 @@ def self_check(
     gold_field: str | None = None,
     workers: int = 2,
     limit: int | None = None,
-    timeout: float = 60.0,
-    show: int = 10,
 ) -> Summary:
-    """Verify each row's own right answer.
+    """Verify the gold answer of each row.
 
     Args:
         node: the verifier, as for :func:`rocm_ext.verifiers.build`.
         rows: (origin, row) pairs; messages name the origin, such as ``file:line``.
-        gold_field: the field with the right answer; None: the first of solution, completion, canonical_solution and
-            answer that a row has.
-        workers: processes.
-        limit: check the first ``limit`` rows only; None: all.
-        timeout: seconds for one verification as a whole.
-        show: keep at most this many failures.
+        gold_field: the field with the gold answer; None: the row's first of solution, completion, canonical_solution
+            and answer.
+        workers: number of processes.
+        limit: number of rows to check; None: all.
 
     Raises:
-        UserError: the verifier cannot be built or cannot run here, or a row lacks what it needs or a right answer.
+        UserError: the verifier cannot be built or run here, or a row lacks a field or a gold answer.
     """
     verifier = build(node)
     verifier.check()
     names = GOLD_FIELDS if gold_field is None else (gold_field,)
-    with Pool(node, workers, timeout) as pool:
+    with Pool(node, workers, TIMEOUT) as pool:
         futures = []
         for origin, row in islice(rows, limit):
             try:
                 verifier.check_row(row)
-                if (gold := _gold(row, names)) is None:
-                    raise ValueError(f"no gold answer in {' or '.join(names)}; the row has {', '.join(row)}")
+                gold = _gold(row, names)
+                require(gold is not None, f"no gold answer in {' or '.join(names)}; the row has {', '.join(row)}")
             except (UserError, ValueError) as error:
                 raise UserError(f"{origin}: {error}") from error
-            futures.append((origin, pool.submit(gold, row)))
+            futures.append((origin, pool.submit(str(gold), row)))
         results = [(origin, future.result()) for origin, future in futures]
-    if not results:
-        raise UserError("there are no rows to check the verifier with")
+    require(results, "there are no rows to check the verifier with")
     verdicts = Counter(result.verdict for _, result in results)
     rewards = [result.reward for _, result in results if result.reward is not None]
     failures = [(origin, result) for origin, result in results if result.verdict is not Verdict.CORRECT]
-    return Summary(len(results), verdicts, fmean(rewards) if rewards else None, failures[:show])
+    return Summary(len(results), verdicts, fmean(rewards) if rewards else None, failures[:SHOWN])
 
 
 def try_out(node: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], timeout: float) -> None:
-    """Judge an answer to the first row, in a process of its own: the row's right answer, or one that is made up.
+    """Judge an answer to the first row in a worker: the row's gold answer, or one that is made up.
 
-    If that is an ERROR, it may be the row's fault; answers to a row in the middle and to the last one decide.
-
-    Args:
-        node: the verifier, as for :func:`rocm_ext.verifiers.build`.
-        rows: the prompts' rows.
-        timeout: seconds for one call of the verifier.
-
-    Raises:
-        UserError: the verifier fails on all of them; the message names the verifier and has its first reason.
+    An ERROR may be the row's fault, so the middle and the last row are tried, too. If all are ERROR, a UserError names
+    the verifier and the first reason.
     """
     reasons = []
     with Pool(node, workers=1, timeout=timeout) as pool:
@@ -100,7 +89,7 @@ def try_out(node: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], timeout:
             if pool.groups:
                 result = pool.submit_group([gold, MADE_UP], row).result()[0]
             else:
-                result = pool.submit(gold, row, to_worker=True).result()  # which also shows that rows can be sent
+                result = pool.submit(gold, row, to_worker=True).result()  # also proves that rows can be sent
             if result.reward is not None:
                 return
             reasons.append(result.detail)
@@ -110,5 +99,4 @@ def try_out(node: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], timeout:
 
 
 def _gold(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    """The row's right answer: the first of these fields that it has."""
     return next((str(row[name]) for name in names if row.get(name) is not None), None)

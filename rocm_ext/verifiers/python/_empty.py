@@ -1,4 +1,4 @@
-"""Comparisons of numpy and pytest that hold for nothing at all: here they fail. This runs in the tests' process."""
+"""Make comparisons of numpy and pytest fail that hold for empty arrays. This runs in the tests' process."""
 
 import inspect
 import operator
@@ -10,9 +10,9 @@ VARIABLE = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
 def guarded(array):
-    """An array without elements that does not compute or compare with values.
+    """An empty array that refuses to compute with values or to be compared with them.
 
-    numpy broadcasts it against anything, and ``all`` of nothing is True: ``(f(x) == 3).all()`` would hold.
+    numpy broadcasts empty arrays against anything, and ``all`` of nothing is True: ``(f(x) == 3).all()`` would hold.
     """
     import numpy
 
@@ -37,7 +37,7 @@ def same_emptiness(*values):
 
 
 def guard():
-    """Have pytest's comparison of a number fail for an array without elements."""
+    """Make pytest's comparison of a number fail for an empty array."""
     if pytest := sys.modules.get("pytest"):
         scalar = type(pytest.approx(1.0))
         equal = scalar.__eq__
@@ -45,15 +45,18 @@ def guard():
 
 
 def full(function, *args, **keywords):
-    """Call a function for the tests, or an operator by its name. A bool gives what makes the calls of numpy's.
+    """Call a function, or an operator by its name, for the tests. A bool wraps a function of numpy in ``args[0]``.
 
-    A value without elements beside one with elements is a failure where numpy would broadcast it, or calls the two
-    equal. An array without elements that comes out is guarded.
+    Empty and non-empty values together are a failure where numpy would broadcast them, or calls the two equal. An
+    empty array that comes out is guarded.
     """
-    if isinstance(function, bool):  # whether args[0] is called here; types are also compared
+    if isinstance(function, bool):  # True: args[0] is called; False: it is mentioned, and as a type may be compared
         value = args[0]
-        called = callable(value) and (function or not isinstance(value, type))
-        return partial(full, value) if called and computes(value) else value
+        if not callable(value) or not (function or not isinstance(value, type)):
+            return value
+        kinds = value, type(value), type(owner(value))
+        computes = any(str(getattr(kind, "__module__", "")).startswith("numpy") for kind in kinds)
+        return partial(full, value) if computes or is_operator(value) else value
     in_place, numpy = False, sys.modules.get("numpy")
     if isinstance(function, str):
         in_place, function = function[0] == "i", getattr(operator, function)
@@ -73,24 +76,17 @@ def full(function, *args, **keywords):
     return guarded(result) if empty and type(result) is numpy.ndarray else result
 
 
-def computes(function):
-    """Whether a function is numpy's, or an operator."""
-    modules = [getattr(value, "__module__", "") for value in (function, type(function), type(owner(function)))]
-    return is_operator(function) or any(str(module).startswith("numpy") for module in modules)
-
-
 def is_operator(function):
-    """Whether a function computes with values of any kind, as those of the module operator do."""
+    """Whether a function computes with values of any kind, like the functions of the module operator."""
     return type(function) is type(len) and function in OPERATORS
 
 
 def owner(function):
-    """The object whose method a function is, or None."""
     return getattr(function, "__self__", None)
 
 
 def operands(numpy, function, args):
-    """The arguments that numpy broadcasts against each other."""
+    """The arguments that numpy broadcasts together."""
     arrays = numpy.ndarray, numpy.generic
     if isinstance(owner(function), arrays) and function.__name__.startswith("__"):
         return owner(function), *args
@@ -100,7 +96,7 @@ def operands(numpy, function, args):
 
 
 def compared(function, args, keywords):
-    """The two values that a function of numpy compares; empty if it takes another number of values."""
+    """The two values that a function of numpy compares; empty if it does not take two."""
     try:
         given = inspect.signature(function).bind(*args, **keywords)
     except (ValueError, TypeError):  # a method of a builtin type has no signature

@@ -1,7 +1,4 @@
-"""An interpreter for a model: it runs one piece of code after the other, with the same names.
-
-What the code prints goes to the process's own stdout, which is all that anybody reads of it.
-"""
+"""An interpreter for a model: it runs pieces of code that share their names. Their output goes to stdout."""
 
 import ast
 import builtins
@@ -11,15 +8,15 @@ import signal
 import sys
 import traceback
 
-LINES = 20  # of a traceback, its last
-PACKET = 1 << 17  # bytes
+LINES = 20  # at the end of a traceback that are shown
+PACKET = 1 << 17  # bytes; the most that a packet may have
 PR_SET_PDEATHSIG = 1
 
 
 def main(task):
-    """Run the packets of the socket argv[1] as code, and answer each with a byte; the first byte says "ready"."""
-    link, own = int(sys.argv[1]), os.getpid()
-    if task["alone"]:  # no PID namespace ends it
+    """Run the packets of the socket argv[1] as code, and answer with a byte; the first byte says "ready"."""
+    link, pid = int(sys.argv[1]), os.getpid()
+    if task["alone"]:  # outside a PID namespace, which would end it
         import ctypes
 
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -38,7 +35,7 @@ def main(task):
     while before and (code := os.read(link, PACKET)):
         calls += 1
         run(code.decode(), f"<call {calls}>", vars(fresh))
-        if os.getpid() != own:  # a fork that the code did not end
+        if os.getpid() != pid:  # a fork that the code did not end
             os._exit(0)
         sys.stdout, sys.stderr = streams
         sys.stdout.flush()
@@ -56,8 +53,8 @@ def run(code, name, names):
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return
-        place = error.__traceback__
-        while place and place.tb_frame.f_code.co_filename != name:  # our own frames
-            place = place.tb_next
-        lines = "".join(traceback.format_exception(type(error), error, place)).splitlines()
+        trace = error.__traceback__
+        while trace and trace.tb_frame.f_code.co_filename != name:  # skip our frames
+            trace = trace.tb_next
+        lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
         print("\n".join(lines[-LINES:]))

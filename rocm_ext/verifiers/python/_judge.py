@@ -1,23 +1,24 @@
-"""The tests' side of the boundary: handles on the code's objects, and what they may do.
+"""The tests' side of the boundary: handles on the code's objects, and the operations that handles allow.
 
-The rule: from the code come plain data of exact library types, and handles. No module is a value, and nothing that can
-be called is an attribute of data, such as a field of a named tuple. A handle stands for an object in the code's
-process; every operation on it runs there and gives plain data or a handle again. Five things follow, which this file
-keeps:
+The code's process sends plain data of exact library types, and handles. It sends no modules, and data has no callable
+attribute, such as a field of a named tuple. A handle stands for an object in the code's process; operations on it run
+there and return plain data or a handle. The danger is an answer whose objects lie: an object instead of data whose
+``__eq__`` is always true, or whose methods read the expected value. So this file keeps five rules:
 
-- A handle that the tests did not make, by calling a class, may stand in the place of data. It never answers yes or no
-  by a name that data has too: whether it starts with, contains or equals something; nor does a function inside of data
-  answer so. One whose class the tests do not know by name has no such name at all, no length, no items and no
-  arithmetic; its values can be read once, as those of a generator; and inside of data it cannot be called. A class that
-  the tests do not know by name makes objects, and nothing else.
-- A handle is never compared with the tests' data, nor computed with it: its class would get the expected value.
+- A handle that the tests did not make, by calling a class, may stand for data. Such a handle never answers yes or no
+  by a name that data has, too (``startswith``, ``isin``, ``equals``), and neither does a function inside data. If the
+  tests do not know its class by name, it has no such name, no length, no items and no arithmetic; its values can be
+  read once, like a generator's; and inside data it cannot be called. A class that the tests do not know by name only
+  makes objects.
+- A handle is never compared or computed with the tests' data: its class would see the expected value.
 - An object whose class derives from a builtin type, such as dict or int, comes with its value, which is plain data.
-  What the class leaves to that type is done here, with the value. A ``__missing__`` gets the keys that a dict lacks.
+  Operations that the class inherits from that type are done here, with the value. A ``__missing__`` gets the keys that
+  a dict lacks.
 - Two handles are equal if the code says so and their attributes are equal.
-- An assert of the tests that fails stays a failure, whatever code it passes through.
+- A failed assert of the tests stays a failure, through whatever code it passes.
 
-What does not fit is ``Unjudged``; PythonTests turns that into a verdict. Exceptions arrive as the library's, or as
-classes of this file with the name of the code's class.
+A test or an answer that breaks a rule is ``Unjudged``; PythonTests turns that into a verdict. Exceptions arrive as the
+library's, or as classes of this file with the name of the code's class.
 """
 
 import _operator
@@ -28,12 +29,12 @@ import sys
 from threading import RLock
 
 import _wire
-from _wire import BINARY, FUNCTIONS, MUTABLE, Closed, Malformed, Unsendable, Wire, mutable, number, text
+from _wire import BINARY, FUNCTIONS, MUTABLE, Closed, Malformed, Unsendable, Wire, expect, mutable, number, text
 
 VISIBLE = {"__name__", "__qualname__", "__dict__", "__members__", "__match_args__"}
-LIBRARIES = {*sys.stdlib_module_names, "numpy", "__main__"} - {"unittest", "doctest"}  # exceptions cross
+LIBRARIES = {*sys.stdlib_module_names, "numpy", "__main__"} - {"unittest", "doctest"}  # their exceptions cross
 STOPS, STEPS = {"StopIteration", "StopAsyncIteration"}, {"next", "send", "await", "anext"}
-OF_DATA = {  # types whose names data has, in modules that may not be loaded
+OF_DATA = {  # module -> types of data; their attributes are the names that data has
     "builtins": "str bytes bytearray list tuple dict set frozenset int float complex range",
     **{"collections": "deque", "datetime": "date datetime timedelta", "decimal": "Decimal", "fractions": "Fraction"},
     **{"pathlib": "PurePath", "numpy": "ndarray"},
@@ -44,13 +45,13 @@ ALWAYS = ("bool", "delattr", "delitem", "dir", "format", "next", "repr", "setatt
 KNOWN = "abs complex float index int invert iter len neg pos reversed round".split()  # noqa: SIM905
 VALUES = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
 GENERATOR = type(_ for _ in ())
-FIELDS = {"nt", "x", "slice", *_wire.LIBRARY}  # tags of values with attributes, where nothing may be called
-METHOD, NONE = object(), object()  # an attribute that is a method; no value
-JUDGE = None  # the connection of this process
+FIELDS = {"nt", "x", "slice", *_wire.LIBRARY}  # tags of values with attributes, which must not be callable
+METHOD, NONE = object(), object()  # stand for an attribute that is a method, and for no value
+JUDGE = None  # this process's Judge
 
 
 class Unjudged(BaseException):
-    """The tests or the answer do what cannot be judged. Not an Exception, so that tests do not catch it."""
+    """The tests or the answer break a rule of this file. Not an Exception, so that tests do not catch it."""
 
 
 class CodeEnded(BaseException):
@@ -60,8 +61,8 @@ class CodeEnded(BaseException):
 class CodeClass(type):
     """The type of the stand-ins for the code's classes; their instances are handles.
 
-    ``__open__``: what the class is to tests that know its name: it makes ``objects``, or only holds ``functions``. It
-    is None if they do not name it.
+    ``__open__``: None: the tests do not mention the class; "": they do, but not as a class; "objects": they make its
+    objects; "functions": they only call its functions.
     """
 
     __built__ = __known__ = property(lambda cls: bool(cls.__open__))
@@ -74,7 +75,7 @@ class CodeClass(type):
         JUDGE.fresh = None
         value = JUDGE.request("call", cls, *args, **keywords)
         if type(value) is bool and cls.__open__ is None:
-            JUDGE.refuse(f"the code's class {cls.__name__} answers a call in the place of data")
+            JUDGE.refuse(f"the code's class {cls.__name__} answers a call as data would")
         fresh = isinstance(value, Handle) and (value.__number__ in JUDGE.made or value.__number__ == JUDGE.fresh)
         if cls.__open__ and fresh:  # an object that stood for data before stays that
             set_slot(value, "__built__", True)
@@ -110,7 +111,7 @@ class ErrorClass(type):
 class Handle:
     """An object in the code's process.
 
-    ``__built__``: the tests made it by calling its class. ``__value__``: its plain value when it last came.
+    ``__built__``: whether the tests made it, by calling its class. ``__value__``: its plain value when it last came.
     """
 
     __slots__ = ("__built__", "__number__", "__value__", "__weakref__")
@@ -153,7 +154,7 @@ class Handle:
             return value[key]
         item = JUDGE.request("getitem", self, key)
         if type(item) is bool:
-            JUDGE.refuse("an object of the code answers for a key in the place of data")
+            JUDGE.refuse("an object of the code answers for a key as data would")
         if JUDGE.request("contains", self, key) is True:  # the class keeps it
             value[key] = item
         return item
@@ -193,12 +194,12 @@ class Handle:
 
 
 def set_slot(value, name, content):
-    """Set what this side knows of a handle."""
+    """Set a slot of a handle, past the handle's ``__setattr__``."""
     object.__setattr__(value, name, content)
 
 
 def value_of(value, *operations):
-    """The plain value of a handle whose class leaves these operations to a builtin type, else NONE; data as it is."""
+    """The plain value of a handle whose class inherits these operations from a builtin type, else NONE; data itself."""
     if not isinstance(value, Handle):
         return value
     kind = type(value)
@@ -211,30 +212,29 @@ def value_of(value, *operations):
 
 
 def compute(op, *values):
-    """What an operation gives for plain data."""
     return (getattr(builtins, op, None) or getattr(_operator, op))(*values)
 
 
 def taken_for_data(handle):
-    """Stop the tests, because an object or a class of the code stands in the place of data."""
+    """Stop the tests, because they take an object or a class of the code for data."""
     name = f"class {handle.__name__}" if isinstance(handle, type) else f"object of class {type(handle).__name__}"
     JUDGE.refuse(f"the code's {name} is taken for data")
 
 
 def always(op):
-    """An operation that every handle has."""
+    """An operation of all handles."""
     return lambda self, *args: JUDGE.request(op, self, *args)
 
 
 def known(op):
-    """An operation of data, which a handle of an unknown class has for its value alone."""
+    """An operation of data; a handle of an unknown class has it only through its plain value."""
 
     def run(self, *args):
         if self.__known__:
             return JUDGE.request(op, self, *args)
         if (value := value_of(self, op)) is not NONE:
             return compute(op, value, *args)
-        given = JUDGE.request(op, self, *args)  # raises what data raises, too
+        given = JUDGE.request(op, self, *args)  # before refusing: an error that data would raise counts
         if op != "iter":
             taken_for_data(self)
         given = JUDGE.revive("y", [self.__number__]) if given is self else given
@@ -265,20 +265,20 @@ def ordered(op):
 
 
 def binary(op, how=""):
-    """An operation with another value: also reflected ("r") or in place ("i"). With data alone it gives no data."""
+    """An operation with another value, perhaps reflected ("r") or in place ("i"). With data it must not give data."""
     name = op.strip("_")
-    names, asked = (name, f"r{name}", f"i{name}"), f"i{name}" if how == "i" else op
+    operation = f"i{name}" if how == "i" else op
 
     def run(self, other):
-        built, kind = self.__built__, type(self)
-        mine, theirs = value_of(self, *names), value_of(other, *names)
-        changes = how == "i" and hasattr(kind.__data__, f"__i{name}__")  # the object itself
-        if not (changes or mine is NONE or theirs is NONE):
-            return compute(asked, *((theirs, mine) if how == "r" else (mine, theirs)))
+        built, kind = self.__built__, type(self)  # a reply to value_of may reset __built__
+        mine, theirs = (value_of(value, name, f"r{name}", f"i{name}") for value in (self, other))
+        changes = how == "i" and hasattr(kind.__data__, f"__i{name}__")  # the operation changes the object
+        if mine is not NONE and theirs is not NONE and not changes:
+            return compute(operation, *((theirs, mine) if how == "r" else (mine, theirs)))
         fits = changes or (isinstance(other, Handle) and other.__known__)
         if not (built or (self.__known__ and fits)):
             taken_for_data(self)
-        result = JUDGE.request(asked, *((other, self) if how == "r" else (self, other)))
+        result = JUDGE.request(operation, *((other, self) if how == "r" else (self, other)))
         if type(result) is kind and built:
             set_slot(result, "__built__", True)
         elif not (isinstance(result, Handle) or isinstance(other, Handle)):
@@ -289,16 +289,16 @@ def binary(op, how=""):
 
 
 def called(self, *args, **keywords):
-    """The operation of objects that can be called."""
+    """A call of an object of the code."""
     value = JUDGE.request("call", self, *args, **keywords)
     of_data = type(self).__class_number__ or self.__number__ in JUDGE.inside
     if type(value) is bool and args and of_data and not self.__built__:
-        JUDGE.refuse("an object of the code answers a call in the place of data")
+        JUDGE.refuse("an object of the code answers a call as data would")
     return value
 
 
 def attribute(target, name):
-    """The operation that gives data, a handle or a method by its name."""
+    """An attribute of an object or a class of the code: data, a handle or a method."""
     if name[:2] == "__" and name[-2:] == "__" and name not in VISIBLE:
         raise AttributeError(name)  # numpy would read any address from __array_interface__
     of_data = not target.__built__ and name in JUDGE.of_data
@@ -307,7 +307,7 @@ def attribute(target, name):
         if value is not NONE and hasattr(value, name) and (name.startswith(ASKS) or not target.__known__):
             return getattr(value, name)
     if of_data and (name.startswith(ASKS) or not target.__known__):
-        JUDGE.refuse(f"an object of the code is asked .{name} in the place of data")
+        JUDGE.refuse(f"an object of the code is asked .{name} as if it were data")
     value = JUDGE.request("get", target, name)
     return Method(target, name, of_data) if value is METHOD else value
 
@@ -338,13 +338,13 @@ class Method:
     def __call__(self, *args, **keywords):
         value = JUDGE.request("method", self.__self__, self.__name__, *args, **keywords)
         if self._of_data and type(value) is bool and (args or keywords):
-            JUDGE.refuse(f"an object of the code answers .{self.__name__}() in the place of data")
+            JUDGE.refuse(f"an object of the code answers .{self.__name__}() as data would")
         return value
 
 
 def is_failure(error):
-    """Whether an exception is a failure of the tests: an AssertionError of theirs, or one inside of an assert."""
-    asserts = isinstance(error, AssertionError) or type(error).__name__ == "Failed"  # Failed is pytest's
+    """Whether an exception is a failure of the tests: their AssertionError, or any exception in an assert."""
+    asserts = isinstance(error, AssertionError) or type(error).__name__ == "Failed"  # pytest's
     return hasattr(error, "__in_assert__") or (asserts and not hasattr(error, "__number__"))
 
 
@@ -353,7 +353,7 @@ def same(a, b):
     if JUDGE.request("eq", a, b) is not True:
         return False
     pair = a.__number__, b.__number__
-    if pair in JUDGE.comparing:  # parts that refer to each other
+    if pair in JUDGE.comparing:  # a cycle
         return True
     JUDGE.comparing.append(pair)
     try:
@@ -368,15 +368,10 @@ def same(a, b):
 class Judge(Wire):
     """The connection to the code's process.
 
-    Args:
-        channel: to the code.
-        task: what the verifier sent.
-        namespace: of the tests.
-
     Attributes:
-        gone: why the code can no longer be asked.
-        unjudged: why there is no verdict.
-        live: the names whose values the tests see change.
+        gone: why the code no longer answers; empty: it does.
+        unjudged: why there is no verdict; empty: there is one.
+        live: names of the answer whose changing values the tests see.
     """
 
     def __init__(self, channel, task, namespace):
@@ -386,13 +381,13 @@ class Judge(Wire):
         self.source = "\n".join([task["tests"], *task["trusted"]])
         self.entry, self.bare = task["entry_point"], {"Solution", *task["functions"]}
         self.handles, self.kinds, self.errors = {}, {}, {}
-        self.things, self.thing_numbers = [], {}  # functions, iterators and exceptions that the code knows by number
-        self.streams, self.steps = {}, {}  # generators and coroutines of the code by number; the numbers by id
+        self.things, self.thing_numbers = [], {}  # the tests' functions, iterators and exceptions; the code has numbers
+        self.streams, self.steps = {}, {}  # the code's generators and coroutines: number -> object, id -> number
         self.comparing, self.failed, self.live = [], None, set()
-        self.inside = set()  # functions that came inside of data
-        self.iterated = {}  # objects -> the values of those whose class the tests do not know
-        self.made = {}  # objects -> the arguments of the calls that gave them
-        self.level, self.fields = 0, False  # of the value that is decoded: in how many others, in one with fields
+        self.inside = set()  # numbers of functions that came inside data
+        self.iterated = {}  # object of an unknown class -> the generator of its values
+        self.made = {}  # object -> the arguments of the calls that gave it
+        self.level, self.fields = 0, False  # around the decoded value: number of values; whether one has attributes
         self.gone = self.unjudged = ""
         self.lock = RLock()  # the tests may have threads
         used = [module for module in OF_DATA if module == "builtins" or module in self.source]
@@ -404,8 +399,6 @@ class Judge(Wire):
         """Stop the tests, because they cannot be judged."""
         self.unjudged = self.unjudged or reason
         raise Unjudged(self.unjudged)
-
-    # values
 
     def opaque(self, value, depth):
         kind = type(value)
@@ -424,7 +417,7 @@ class Judge(Wire):
         waits = getattr(getattr(value, "__code__", 0), "co_flags", 0) & 0x80
         if waits or not (steps or kind in FUNCTIONS or kind.__name__ in ("method", "partial")):
             raise Unsendable(f"a {kind.__name__} of the tests")
-        key = (id(value.__self__), name) if kind.__name__ == "method" else id(value)  # made anew for each look
+        key = (id(value.__self__), name) if kind.__name__ == "method" else id(value)  # bound methods are new objects
         if key not in self.thing_numbers:
             self.things.append(value)
             self.thing_numbers[key] = len(self.things)
@@ -434,7 +427,7 @@ class Judge(Wire):
         """The JSON of an exception of the tests: its first builtin class, and its arguments if they are plain data."""
         names = [base.__name__ for base in type(error).__mro__ if getattr(builtins, base.__name__, None) is base]
         try:
-            args = self.encode(() if isinstance(error, AssertionError) else error.args, 1)  # not what they expect
+            args = self.encode(() if isinstance(error, AssertionError) else error.args, 1)  # may hold expected values
         except Unsendable:
             args = self.encode((str(error),))
         self.things.append(error)
@@ -457,7 +450,7 @@ class Judge(Wire):
             kind = CLASSES[tag](self, *parts)
             items = type(kind) is type and hasattr(kind, "__class_getitem__")
             if self.fields or items:  # list["any"] is true, and set.union(x) is x
-                self.refuse(f"the code gives the class {kind.__name__} in the place of data")
+                self.refuse(f"the code gives the class {kind.__name__} instead of data")
             return kind
         at = number(parts[0])
         if tag == "f":
@@ -467,8 +460,7 @@ class Judge(Wire):
                 self.streams[at] = STREAMS[tag](made_handle(Handle, at))
                 self.steps[id(self.streams[at])] = at
             return self.streams[at]
-        if tag != "h":
-            raise Malformed(f"tag {tag!r}")
+        expect(tag == "h", f"tag {tag!r}")
         if at not in self.handles:
             self.handles[at], self.fresh = made_handle(self.kind(*parts[1:8]), at), at
         handle = self.handles[at]
@@ -477,11 +469,10 @@ class Judge(Wire):
             self.refuse("the code gives a container with what can be called")
         if calls and self.level > 1:
             self.inside.add(at)
-        set_slot(handle, "__built__", False)  # what comes back may stand in the place of data
+        set_slot(handle, "__built__", False)  # an object that the code sends may stand for data
         if parts[8:]:
             set_slot(handle, "__value__", self._decode(parts[8]))
-            if type(handle.__value__) is not type(handle).__data__:
-                raise Malformed("no value")
+            expect(type(handle.__value__) is type(handle).__data__, "no value")
         return handle
 
     def kind(self, at, name, compares, calls, bases, data, defined):
@@ -497,7 +488,7 @@ class Judge(Wire):
         return self.kinds[at]
 
     def exception_class(self, names):
-        """The library's exception class of that lineage, or a stand-in for the code's."""
+        """The library's exception class in a lineage, or a stand-in for the code's class."""
         module, name, at = text(names[0][0]), text(names[0][1]), number(names[0][2])
         if module.split(".")[0] in LIBRARIES:
             kind = vars(sys.modules.get(module, builtins)).get(name)
@@ -523,20 +514,17 @@ class Judge(Wire):
         error.__cause__ = self._decode(cause)
         return error
 
-    # messages
-
     def greeted(self):
         """Wait until the program has started."""
-        if "hello" not in self.channel.receive():
-            raise Malformed("no greeting")
+        expect("hello" in self.channel.receive(), "no greeting")
 
     def loaded(self):
-        """Wait until the code is loaded; the error that ended it, or None."""
+        """Wait until the code is loaded; the exception that it raised, or None."""
         reply = self.channel.receive()
         return None if reply.get("ready") is True else self.decode(reply.get("x"))
 
     def names(self, names):
-        """The values of those names that the code defines; a class with a capital letter is known by its name."""
+        """name -> value, for the names that the code defines; opens classes that the tests mention."""
         defined = self.request("names", *names)
         defined = {name: defined[name] for name in names if name in defined}
         for name, value in defined.items():
@@ -547,7 +535,7 @@ class Judge(Wire):
         return defined
 
     def is_class(self, name):
-        """Whether the tests take a name for a class: they keep, name or combine what it makes."""
+        """Whether the tests use a name as a class: they keep, combine or iterate over its objects, or use its names."""
         name = f"(?:{name}|candidate)" if name == self.entry else name
         uses = (rf"= *{name}\(|\b{name}\.|with {name}\(|, *{name}\b|raises\({name}\b|\b{name}\(\)|"
                 rf"\b{name}\([^()]*\) *\W+ *{name}\(|\bfor [\w, ()]+ in {name}\(|"
@@ -556,7 +544,7 @@ class Judge(Wire):
         return re.search(uses, self.source) or not self.of_data.issuperset(made)
 
     def request(self, op, *args, **keywords):
-        """Have the code's process do an operation: what it returns, or raises what it raises."""
+        """Have the code's process do an operation; returns or raises what that does."""
         with self.lock:
             if self.gone:
                 raise CodeEnded(self.gone)
@@ -578,11 +566,11 @@ class Judge(Wire):
                 raise CodeEnded(self.gone) from None
             failed, self.failed = self.failed, None
             if failed or error:
-                raise failed or error  # a failed assert, whatever the code made of it
+                raise failed or error  # a failed assert takes precedence over the code's reaction to it
             return returned
 
     def result(self, op, reply, both):
-        """What a reply says: a value, and the exception to raise if the code raised one."""
+        """The value and the exception in a reply; None for the one that it lacks."""
         if "unjudged" in reply:
             self.refuse(text(reply["unjudged"])[:300])
         for index, now in reply["changed"]:
@@ -598,15 +586,13 @@ class Judge(Wire):
         if op == "get" and answer == ["m"]:
             return METHOD, None
         if type(answer) is list and answer[0] == "a":  # a container of the tests
-            if not mutable(both[number(answer[1])]):
-                raise Malformed("no container")
+            expect(mutable(both[number(answer[1])]), "no container")
             return both[answer[1]], None
         return self.decode(answer), None
 
     def raised(self, op, error):
         """The exception to raise for one of the code."""
-        if not isinstance(error, BaseException):
-            raise Malformed("no exception")
+        expect(isinstance(error, BaseException), "no exception")
         names = {kind.__name__ for kind in type(error).__mro__ if kind.__module__ in ("builtins", "asyncio.exceptions")}
         expected = any(name in self.source for name in names - {"object", "BaseException", "Exception"})
         if not isinstance(error, Exception) and not expected:
@@ -619,12 +605,12 @@ class Judge(Wire):
         return error
 
     def show(self, reply):
-        """Print what the code has printed, where the tests may have redirected it."""
+        """Print the code's output here, where the tests may have redirected stdout."""
         for name in {"stdout", "stderr"} & reply.keys():
             getattr(sys, name).write(text(reply[name]))
 
     def serve(self, request):
-        """Call a function of the tests for the code, or advance an iterator of theirs; what to answer."""
+        """Call a function of the tests for the code, or advance an iterator; the answer."""
         try:
             args = [self.decode(arg) for arg in request["a"]]
             keywords = {text(name): self.decode(value) for name, value in request["k"]}
@@ -641,14 +627,13 @@ class Judge(Wire):
 
 
 def made_handle(kind, at):
-    """A new handle on the object of that number."""
     handle = object.__new__(kind)
     set_slot(handle, "__number__", at)
     return handle
 
 
 def rewrite(old, new):
-    """Give a container of the tests the content that the code left in it."""
+    """Replace the content of a container of the tests by the content of the code's copy."""
     if type(old) is not type(new):
         return
     if hasattr(old, "dtype"):
@@ -661,7 +646,7 @@ def rewrite(old, new):
 
 
 def generator(handle):
-    """The values of an iterator of the code, which runs a step when the tests ask for one."""
+    """The values of an iterator of the code, which runs on demand."""
     sent = None
     while True:
         try:
@@ -672,12 +657,12 @@ def generator(handle):
 
 
 async def coroutine(handle):
-    """The result of an awaitable of the code, which runs to its end when the tests await it."""
+    """The result of an awaitable of the code, which runs when the tests await it."""
     return JUDGE.request("await", handle)
 
 
 async def asynchronous(handle):
-    """The values of an asynchronous generator of the code, which runs a step when the tests ask for one."""
+    """The values of an asynchronous generator of the code, which runs on demand."""
     while True:
         try:
             item = JUDGE.request("anext", handle)

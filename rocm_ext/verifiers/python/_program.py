@@ -1,6 +1,6 @@
-"""The code's process: runs what the model wrote and does what the tests' process asks. It never sees the tests.
+"""The code's process: runs the model's code and the operations that the tests' process requests.
 
-Nobody trusts what it answers: an answer is data, or the number of an object in here.
+It never sees the tests. Nobody trusts its answers: data, or numbers of objects in this process.
 """
 
 import _operator
@@ -13,7 +13,7 @@ from _thread import RLock
 from _wire import BINARY, FACTORIES, FUNCTIONS, Closed, Unsendable, Wire, flat, mutable, program_channel
 
 PRINTED = 1 << 20  # characters between two messages; the rest is dropped
-CAUSES = 5  # of an exception, one of the other
+CAUSES = 5  # length of an exception's chain of causes
 WRAPPERS = {"method", "partial", "_lru_cache_wrapper", "singledispatch_wrapper", "builtin_function_or_method"}
 LEAVES = {int: int.__int__, float: float.__float__, complex: complex.__pos__, str: str.__str__}
 ITEMS = {dict: lambda value: dict(dict.items(value))} | {
@@ -22,7 +22,7 @@ ITEMS = {dict: lambda value: dict(dict.items(value))} | {
 }
 READ = LEAVES | ITEMS  # builtin type -> the plain value of an object of a class that derives from it
 OPERATORS = "lt le gt ge eq neg pos invert contains getitem setitem delitem index".split()  # noqa: SIM905
-MAY_ADD = {"__lt__", "__le__", "__gt__", "__ge__", "__annotations__"}  # to a class of the set-up, beside methods
+MAY_ADD = {"__lt__", "__le__", "__gt__", "__ge__", "__annotations__"}  # to a class of the set-up, as well as methods
 FUNCTION = type(lambda: None)
 BUILTINS = """abs bool complex delattr dir divmod float format hash int iter len next repr reversed round setattr
 str""".split()  # noqa: SIM905
@@ -35,12 +35,12 @@ class Program(Wire):
         self.channel = channel
         self.objects, self.numbers = [], {}
         self.theirs, self.their_numbers = {}, {}  # stand-ins for the tests' functions and exceptions
-        self.depth = 0  # operations under way, one in the other
-        self.reading = False  # a value that holds others
-        self.plain = False  # what an exception holds
-        self.turn = RLock()  # of the code's threads: one exchange at a time
+        self.depth = 0  # number of nested operations under way
+        self.reading = False  # while the value of a container is encoded
+        self.plain = False  # while the content of an exception is encoded
+        self.turn = RLock()  # lets one of the code's threads exchange messages at a time
         self.loop = None
-        self.set_up = []  # its classes, each with what it had before the code
+        self.set_up = []  # classes of the set-up with their attributes before the code ran
         self.watched = {}  # the plain globals that the tests read, as they last crossed
         self.module = sys.modules["solution"] = type(sys)("solution")
         self.namespace = self.module.__dict__
@@ -54,8 +54,6 @@ class Program(Wire):
                             "send": lambda o, value: o.send(value), "copy": lambda o: __import__("copy").copy(o),
                             "deepcopy": lambda o: __import__("copy").deepcopy(o)}  # fmt: skip
         self.describing = {"names": self.names, "get": self.get}  # these give JSON
-
-    # values
 
     def opaque(self, value, depth):
         kind = type(value)
@@ -79,21 +77,20 @@ class Program(Wire):
         return ["h", self.number(value), *self.describe(kind), *self.value(value, base_of(kind))]
 
     def number(self, value):
-        """The number of an object, which stays alive so that no other gets its id; 0 stands for none."""
+        """The number of an object, from 1; the object stays alive, so that no other gets its id."""
         if id(value) not in self.numbers:
             self.objects.append(value)
             self.numbers[id(value)] = len(self.objects)
         return self.numbers[id(value)]
 
     def kind(self, kind):
-        """The JSON of a class: of a builtin type its name, of an exception its lineage, of others what they are."""
+        """The JSON of a class: a builtin type's name, an exception's lineage, another class's description."""
         if FACTORIES.get(kind.__name__) is kind and not hasattr(kind, "__class_getitem__"):
             return ["T", kind.__name__]
         return ["X", self.lineage(kind)] if issubclass(kind, BaseException) else ["k", *self.describe(kind)]
 
     def describe(self, kind):
-        """Of a class: number, name, whether its objects compare by code of theirs and can be called, bases; the builtin
-        type that it derives from, and what it defines in the place of that type's methods."""
+        """A class: number, name, whether it defines ``==``, and ``()``, bases, builtin type, names beyond that type."""
         equals = next(base for base in kind.__mro__ if "__eq__" in vars(base))
         bases = [self.number(base) for base in kind.__mro__[1:-1] if base.__module__ == "solution"]
         calls = any("__call__" in vars(base) for base in kind.__mro__)
@@ -103,8 +100,8 @@ class Program(Wire):
         return [self.number(kind), kind.__name__, compares, calls, bases, data.__name__ if data else "", defined]
 
     def value(self, value, base):
-        """A list with the JSON of an object's plain value; empty if it has none, or one inside of another's value."""
-        if base is None or (base in ITEMS and self.reading):  # objects that hold each other would take forever
+        """A list with the JSON of an object's plain value; empty if it has none, or is a container inside another."""
+        if base is None or (base in ITEMS and self.reading):  # cycles of objects would take forever
             return []
         outer, self.reading = self.reading, self.reading or base in ITEMS
         data = self.as_data(READ[base](value))
@@ -112,7 +109,7 @@ class Program(Wire):
         return [] if data is ... else [data]
 
     def lineage(self, kind):
-        """Module, name and number of an exception class and of its bases, up to the first builtin."""
+        """Module, name and number of an exception class and its bases, up to the first builtin."""
         kinds = []
         for base in kind.__mro__:
             if issubclass(base, BaseException):
@@ -159,11 +156,11 @@ class Program(Wire):
         return self.theirs[parts[0]] if tag in ("f", "x") else super().revive(tag, parts)
 
     def keep(self, number, value):
-        """Let a value stand for the tests' one of that number; it stays alive, so that no other gets its id."""
+        """Let a value stand for the tests' object of that number; it stays alive, so that no other gets its id."""
         self.theirs[number], self.their_numbers[id(value)] = value, number
 
     def stand_in(self, number, name, steps):
-        """What stands here for a function of the tests, or for an iterator: it ``steps``."""
+        """A stand-in for a function of the tests, or for an iterator if it ``steps``."""
 
         def function(*args, **keywords):
             return self.request("callback", number, args, keywords)
@@ -179,17 +176,15 @@ class Program(Wire):
         function.__name__ = function.__qualname__ = name
         return iterator() if steps else function
 
-    # messages
-
     def request(self, op, number, args, keywords=None):
-        """Have the tests' process call a function of theirs, or advance an iterator."""
+        """Ask the tests' process to call one of its functions, or to advance an iterator."""
         if not self.depth:
             raise RuntimeError("the tests are called outside of their calls")
         with self.turn:
             named = [[name, self.encode(value)] for name, value in (keywords or {}).items()]
             self.channel.send({"op": op, "f": number, "a": [self.encode(arg) for arg in args], "k": named,
                                **self.printed()})  # fmt: skip
-            while "op" in (reply := self.channel.receive()):  # the function calls the code again
+            while "op" in (reply := self.channel.receive()):  # the function calls the code
                 self.channel.send(self.answer(reply))
             if "x" in reply:
                 raise self.decode(reply["x"])
@@ -214,7 +209,7 @@ class Program(Wire):
                     self.channel.send({"unjudged": f"the code gives {error}"})
 
     def answer(self, request):
-        """Do an operation; what to answer."""
+        """Do an operation and return the answer."""
         self.depth += 1
         both, before = [], {}
         try:
@@ -242,19 +237,13 @@ class Program(Wire):
         changed = [[index, now] for index, old in before.items() if (now := self.as_data(both[index])) != old]
         if any(now is ... for _, now in changed):
             return {"unjudged": "the code leaves what may not cross in a container of the tests"}
-        return reply | {"changed": changed, "globals": self.changed_globals(), **self.printed()}
-
-    def changed_globals(self):
-        """The plain globals that have changed since they crossed."""
-        changed = [[name, now] for name, before in self.watched.items()
-                 if (now := self.as_data(self.namespace.get(name))) is not ... and now != before]  # fmt: skip
-        self.watched.update(changed)
-        return changed
-
-    # operations
+        new = [[name, now] for name, old in self.watched.items()
+               if (now := self.as_data(self.namespace.get(name))) is not ... and now != old]  # fmt: skip
+        self.watched.update(new)
+        return reply | {"changed": changed, "globals": new, **self.printed()}
 
     def names(self, *names):
-        """The names of those that the code defines, each with a class, an exception's lineage or a value."""
+        """[name, JSON of its value] for the names that the code defines."""
         defined = []
         for name in names:
             if name not in self.namespace:
@@ -270,7 +259,7 @@ class Program(Wire):
         return defined
 
     def get(self, value, name):
-        """An attribute; of a method only that it is one."""
+        """The JSON of an attribute; ``["m"]`` for a method."""
         attribute = getattr(value, name)
         return ["m"] if callable(attribute) and not isinstance(attribute, type) else self.encode(attribute)
 
@@ -299,7 +288,7 @@ class Program(Wire):
     def changed_class(self):
         """The name of a class of the set-up that the code has changed; "" if none.
 
-        The tests build what they expect of these classes. So the code may add methods, and those that order objects.
+        The tests build expected values from these classes. So the code may only add methods, and comparisons by size.
         """
         for kind, before in self.set_up:
             now = vars(kind)
@@ -311,19 +300,15 @@ class Program(Wire):
 
 
 def base_of(kind):
-    """The first class that ``kind`` inherits from outside of the code and enum, if it is a builtin type; else None."""
+    """The builtin type that a class of the code derives from, if READ knows it; else None."""
     base = next((base for base in kind.__mro__ if base.__module__ not in ("solution", "enum")), None)
     return base if base in READ else None
 
 
 def state(value):
-    """The attributes of an object.
-
-    Raises:
-        Unsendable: its class derives from a builtin type, so that it has a value beside them.
-    """
+    """The attributes of an object, unless its class derives from a builtin type, so that it also has a value."""
     if isinstance(value, tuple(READ)):
-        raise Unsendable(f"an object of {type(value).__name__}, which is data with code of its own")
+        raise Unsendable(f"an object of {type(value).__name__}, which is data with code")
     attributes = dict(getattr(value, "__dict__", {}))
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
@@ -333,7 +318,7 @@ def state(value):
 
 
 def main(task):
-    """Load the task and serve the tests' process over the pipes argv[1] and argv[2]."""
+    """Run the task's code and serve the tests' process over the pipes argv[1] and argv[2]."""
     sys.path += task["path"]
     builtins.exit = builtins.quit = sys.exit
     channel = program_channel(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""Runs the tests in their process and counts what passes: statements and plain functions here, the rest by pytest."""
+"""Runs the tests in their process and counts passes: statements and plain functions directly, the rest by pytest."""
 
 import __future__
 
@@ -17,25 +17,20 @@ from _judge import CodeEnded, Judge, Unjudged
 from _source import FULL, WATCH, Broken, Tests, is_test
 from _wire import Closed, Malformed, judge_channel
 
-MAIN = "__main__"  # where unittest, dataclasses and pickle look for the tests' classes
-PLUGINS = ("cacheprovider", "terminal", "faulthandler", "warnings", "doctest", "junitxml")  # of pytest, that cost time
+MAIN = "__main__"  # unittest, dataclasses and pickle look for the tests' classes there
+PLUGINS = ("cacheprovider", "terminal", "faulthandler", "warnings", "doctest", "junitxml")  # of pytest; slow
 FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
 
 class TestCounts:
-    """What passed so far. Its ``with`` watches an assert of the tests.
-
-    Args:
-        judge: the connection to the program.
-        source: of the tests, for the details of failures.
-        go_on: after a unit that fails, too.
+    """Counts of passed and failed tests. ``with counts:`` watches an assert of the tests.
 
     Attributes:
-        passed, total: how many units passed, and ran.
-        failures: how many failed.
+        go_on: whether to go on after a failure.
+        passed, total, failures: numbers of units.
         detail: the first failure.
-        ran: how many asserts ran.
-        failed: the last assert that failed in the unit, whatever catches its error.
+        ran: number of asserts that ran.
+        failed: the unit's last AssertionError in an assert, even if something caught it.
     """
 
     def __init__(self, judge, source, go_on):
@@ -58,31 +53,24 @@ class TestCounts:
         return bool(self.judge.gone or self.judge.unjudged or (self.failures and not self.go_on))
 
     def unit(self, run, text, asserts=False):
-        """Run a unit.
-
-        Args:
-            run: a function without arguments that raises if the unit fails.
-            text: what the detail of a failure calls it.
-            asserts: it fails if none of its asserts runs.
-        """
+        """Run a unit, which raises if it fails; with ``asserts``, it also fails if none of its asserts runs."""
         self.total += 1
         if self.stopped:
             return
         failures, ran, self.failed = self.failures, self.ran, None
         try:
             run()
-            if asserts and self.ran == ran:
-                raise AssertionError("none of its asserts ran")
-            if self.failed:
-                raise self.failed
-        except BaseException as error:
+            error = AssertionError("none of its asserts ran") if asserts and self.ran == ran else self.failed
+        except BaseException as raised:
+            error = raised
+        if error is not None:
             self.note(error, text)
         if self.judge.gone and self.failures == failures:
             self.note(None, text)
         self.passed += self.failures == failures
 
     def note(self, error, text):
-        """Record a failure; raises Broken if it is the tests' own."""
+        """Record a failure; raises Broken if the tests cannot import a module."""
         if isinstance(error, ImportError) and not hasattr(error, "__number__") and error.name != "solution":
             raise Broken(f"{type(error).__name__}: {error}")
         self.failures += 1
@@ -102,7 +90,7 @@ class TestCounts:
 
 
 def said(error):
-    """The text of an exception, whatever its class does."""
+    """The text of an exception; empty if its class fails to give one."""
     try:
         return str(error)[:300]
     except BaseException:
@@ -110,17 +98,7 @@ def said(error):
 
 
 def run(task, judge, namespace, report):
-    """Run the tests; the report for the verifier.
-
-    Args:
-        task: what the verifier sent.
-        judge: the connection to the program.
-        namespace: of the tests.
-        report: writes a line for the verifier.
-
-    Raises:
-        Broken: the tests themselves do not work.
-    """
+    """Run the tests in their namespace; the report for the verifier. Raises Broken if the tests do not work."""
     builtins.exit = builtins.quit = sys.exit  # as `site` does
     calls = task["cases"] is not None
     tests = Calls(task) if calls else Tests(task["tests"], task["trusted"], task["entry_point"], False)
@@ -168,7 +146,7 @@ def run(task, judge, namespace, report):
 
 
 def prepare(source, score):
-    """Set the libraries up: the ends of test files do nothing, and comparisons with nothing at all fail."""
+    """Set the libraries up: ``pytest.main()`` does nothing, and comparisons with empty arrays fail."""
     for name in ("numpy", "pytest", "unittest", "random", "threading"):
         if name in source:
             importlib.import_module(name)
@@ -182,13 +160,7 @@ def prepare(source, score):
 
 
 def take(tests, namespace, score):
-    """Run the tests: the statements of the top level in order, then the functions, then pytest.
-
-    Args:
-        tests: the tests.
-        namespace: of the tests, with the answer's names.
-        score: counts them.
-    """
+    """Run the tests: the top level's statements in order, then the functions, then pytest."""
     called = {getattr(getattr(getattr(s, "value", None), "func", None), "id", "") for s in tests.body}
     lines = tests.watch()
     namespace[WATCH] = score
@@ -228,7 +200,7 @@ def take(tests, namespace, score):
 
 
 def execute(statement, flags, namespace):
-    """Run a statement of the tests, which may end in ``sys.exit(0)``."""
+    """Run a statement of the tests, which may call ``sys.exit(0)``."""
     try:
         exec(compile(ast.Module([statement], []), "tests", "exec", flags, dont_inherit=True), namespace)
     except SystemExit as error:
@@ -240,7 +212,7 @@ def execute(statement, flags, namespace):
 
 
 def finish(result):
-    """Await what an async test returned; a test fails that returns False."""
+    """Await an async test's coroutine; fail a test that returns False."""
     if inspect.iscoroutine(result):
         import asyncio
 
@@ -300,7 +272,7 @@ def by_pytest(tests, score, lines):
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     options = ["-c", os.devnull, "--rootdir", os.getcwd(), "--noconftest", "--assert=plain", "-s", "test_row.py"]
     options += [f"-pno:{name}" for name in PLUGINS] + ([] if score.go_on else ["-x"])
-    with open("test_row.py", "w") as file:  # pytest collects a file; what it holds is ours
+    with open("test_row.py", "w") as file:  # pytest collects a file; the plugin gives its content
         path = os.path.abspath(file.name)
         status = main(options, [Plugin()])
     os.unlink(path)
@@ -313,11 +285,7 @@ def by_pytest(tests, score, lines):
 
 
 class Calls:
-    """Cases that are calls: arguments, and the value that the answer must return. They run no code of tests.
-
-    Attributes:
-        required, own, wanted, live, library: the names that calling needs, as of :class:`_source.Tests`.
-    """
+    """Cases that are calls of the answer, with the values that it must return; names as in :class:`_source.Tests`."""
 
     def __init__(self, task):
         self.cases, self.entry, self.tolerance = task["cases"], task["entry_point"], task["tolerance"]
@@ -326,7 +294,6 @@ class Calls:
         self.own = self.wanted = {self.lead, "Solution"}
 
     def take(self, namespace, score):
-        """Make the calls; each is a unit."""
         if self.lead == self.entry and self.entry not in namespace and "Solution" in namespace:
             self.entry = f"Solution().{self.entry}"  # as LeetCode has it
         for args, expected, unwrap in self.cases:
@@ -356,7 +323,7 @@ class Calls:
 
 
 class Local:
-    """Takes the place of the connection to the program where the code runs in this process."""
+    """Replaces the connection to the program if the code runs in this process."""
 
     gone = unjudged = ""
 
@@ -376,17 +343,14 @@ class Local:
             return error
 
     def names(self, names):
-        """The values of those names that the code defines."""
+        """name -> value, for the names that the code defines."""
         return {name: vars(self.module)[name] for name in names if name in vars(self.module)}
 
 
 def judge(task, hears, asks, report):
-    """Judge one task.
+    """Judge the verifier's task; if it has a ``program``, the code runs in this process, too.
 
-    Args:
-        task: what the verifier sent; with a ``program``, the code runs in this process, too.
-        hears, asks: the ends of the pipes from and to the program.
-        report: writes a line for the verifier.
+    ``hears`` and ``asks`` are the ends of the pipes from and to the program; ``report`` writes a line for the verifier.
     """
     module = sys.modules[MAIN] = types.ModuleType(MAIN)
     module.__dict__.update({"__builtins__": builtins, "__file__": "tests.py"})
@@ -397,7 +361,7 @@ def judge(task, hears, asks, report):
         outcome = {}
     except (Closed, Malformed, CodeEnded) as error:
         outcome = {"kind": "gone", "detail": program.gone or f"the program ended while it was loaded {said(error)}"}
-    except Exception as error:  # of the tests or the set-up, or of the code that the set-up uses
+    except Exception as error:  # the tests or the set-up failed, or code that the set-up uses
         if hasattr(error, "__number__"):
             return report({"kind": "failed", "detail": f"{type(error).__name__[:100]}: {said(error)}"})
         name = "" if type(error) is Broken else f"{type(error).__name__}: "

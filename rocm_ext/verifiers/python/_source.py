@@ -1,6 +1,6 @@
-"""What the tests' source says, found without running it: what is tested, the answer's names in it, and its mistakes.
+"""Read the tests' source without running it: the tests, the names that the answer defines, and mistakes.
 
-``check_row`` uses this, and so does the judge in its sandbox, with the standard library alone.
+``check_row`` uses this, and so does the judge in its sandbox, where there is only the standard library.
 """
 
 import ast
@@ -25,12 +25,12 @@ SCOPES = (*DEFINITIONS, ast.Lambda)
 BLOCKS = (ast.For, ast.While, ast.With, ast.Try)
 BINDS = (*SCOPES, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.AugAssign)
 ENDS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
-CHECKS = {"fail", "exit", "run", "main", "raises", "warns"}  # calls that may fail, beside those like assertEqual
+CHECKS = {"fail", "exit", "run", "main", "raises", "warns"}  # calls that may fail, like assertEqual
 HOOKS = ("__", "setup", "teardown", "asyncsetup", "asyncteardown", "runtest", "assert", "_assert")  # need no caller
 PATCHES = ("patch.", "mock.patch.", "unittest.mock.patch.", "monkeypatch.")
-REACHES = ("sys.stdout", "sys.stderr", "__main__.")  # the judge shows there what the code prints
-TEXT = "would run what the answer returns beside the tests"
-REFUSED = {  # reason -> calls, modules and fixtures; a dot before a name: methods, too; one after it: all of a module
+REACHES = ("sys.stdout", "sys.stderr", "__main__.")  # the judge prints the code's output there
+TEXT = "would run what the answer returns in the tests' process"
+REFUSED = {  # reason -> calls, modules and fixtures; ".name": also methods; "name.": a module with all that it holds
     TEXT: """eval exec compile breakpoint __import__ __builtins__ __loader__ __spec__ sys.modules os.system os.popen
         numpy.load yaml.load yaml.load_all yaml.unsafe_load yaml.unsafe_load_all typing.ForwardRef typing.get_type_hints
         asyncio.create_subprocess_exec asyncio.create_subprocess_shell builtins. code. codeop. timeit. runpy. importlib.
@@ -40,7 +40,7 @@ REFUSED = {  # reason -> calls, modules and fixtures; a dot before a name: metho
         dataclasses.replace dataclasses.is_dataclass inspect.signature inspect.getsource inspect.getmembers
         inspect.iscoroutinefunction inspect.isgeneratorfunction inspect.isasyncgenfunction .assertLogs .assertNoLogs
         .assertWarns .assertWarnsRegex warnings.catch_warnings pytest.warns caplog recwarn""",
-    "needs coroutines that run beside each other": """asyncio.gather asyncio.wait asyncio.wait_for asyncio.create_task
+    "needs concurrent coroutines": """asyncio.gather asyncio.wait asyncio.wait_for asyncio.create_task
         asyncio.ensure_future asyncio.as_completed asyncio.timeout asyncio.TaskGroup .create_task""",
     "leaves tests out while they run": "pytest.skip pytest.xfail unittest.SkipTest .skipTest",
     "uses files": "tmp_path tmpdir tmp_path_factory open .mkdtemp .write_text .write_bytes",
@@ -51,7 +51,7 @@ REFUSED = {  # reason -> calls, modules and fixtures; a dot before a name: metho
 REASONS = {name: reason for reason, names in REFUSED.items() for name in names.split()}
 TEXTS, INNER = {*REFUSED[TEXT].split()}, ("__builtins__", "__globals__", "__self__", "__subclasses__")
 RISKS = {name.split(".")[0] for name in TEXTS}
-APART = "the code runs in a process of its own; `isolation: same_process` can judge it"
+APART = "the code runs in another process; `isolation: same_process` can judge it"
 WATCH, FULL = "__watch__", "__full__"
 OPERATORS = dict(
     zip("Add Sub Mult Div FloorDiv Mod Pow Eq NotEq Lt LtE Gt GtE".split(),  # noqa: SIM905
@@ -63,29 +63,29 @@ class Broken(ValueError):
 
 
 class Tests:
-    """The tests' source, split into what passes or fails by itself.
+    """The tests' source, split into units that pass or fail.
 
     Args:
         source: the tests.
         trusted: sources that run before them on both sides: the set-up, and the given beginning of the code.
-        entry: the expression that ``check`` gets; empty: the row has none.
-        apart: refuse what does not reach code in another process.
+        entry: the argument of ``check``, an expression; empty: the row has none.
+        apart: whether the code runs in another process, so that tests which do not reach it are refused.
 
     Attributes:
-        body: the statements of the top level in order. Test functions and classes run after them.
-        units: those that pass or fail by themselves: not definitions, imports and assignments.
-        simple: the test functions that need no fixture, mark or class; with ``check``.
-        runner: whether pytest must run the rest: other test functions, and classes of tests.
-        helpers: test functions that others call with arguments, which do not run by themselves.
-        defined: the functions and classes of the top level.
+        body: the top level's statements in order. Test functions and classes run after them.
+        units: top-level statements that pass or fail: not definitions, imports and assignments.
+        simple: names of test functions without fixture, mark or class; also ``check``.
+        runner: whether pytest must run the other test functions and test classes.
+        helpers: names of test functions that others call with arguments, which do not run by themselves.
+        defined: names of the top level's functions and classes.
         own: names that only the answer can define; it must define one of them.
         required: names that the answer must define.
-        wanted: names that the answer may define, with ``required``.
-        live: the answer's names whose values the tests see change.
-        library: names that the tests use without importing them -> (module, its attribute, or "" for the module).
+        wanted: ``required``, and names that the answer may define.
+        live: names of the answer whose changing values the tests see.
+        library: name used without an import -> (module, attribute, or "" for the module itself).
 
     Raises:
-        Broken: a part of the tests would not run, could not fail, or nothing says what they test.
+        Broken: a part of the tests would not run or could not fail, or the tested name is unknown.
     """
 
     def __init__(self, source, trusted=(), entry="", apart=True):
@@ -117,10 +117,10 @@ class Tests:
         given = {name for text in trusted for name in _globals(text, ast.parse(text))[0]}
         self.above = [node for text in trusted for node in _walk(ast.parse(text))]
         self._find_names(bound, (read - given | _ids(ast.walk(ast.parse(entry or "0")))) - bound)
-        self._refuse()
+        for problem in self._problems():
+            raise Broken(problem)
 
     def of(self, *kinds):
-        """The nodes of some kinds."""
         return [node for node in self.nodes if isinstance(node, kinds)]
 
     def text(self, node):
@@ -128,13 +128,13 @@ class Tests:
         return " ".join(line.strip() for line in self.lines[node.lineno - 1 : node.end_lineno])[:200]
 
     def name(self, node):
-        """The name of an expression, from its module on: ``unittest.mock.patch`` for ``patch``."""
+        """The full name of an expression: ``unittest.mock.patch`` for ``patch``."""
         if isinstance(node, (ast.Attribute, ast.Subscript)):
             return f"{self.name(node.value)}.{getattr(node, 'attr', '')}"
         return self.imports.get(node.id, node.id) if isinstance(node, ast.Name) else ""
 
     def checks(self, tree):
-        """Whether code can fail by more than an exception of the answer: it asserts, raises, or calls what does."""
+        """Whether code has a check: it asserts, raises, or calls a function that does."""
         return any(_checks(node, self.checking) for node in _walk(tree))
 
     def _is_unit(self, statement):
@@ -144,7 +144,7 @@ class Tests:
         return not isinstance(statement, BINDS) and (isinstance(statement, BLOCKS) or self.checks(statement))
 
     def watch(self):
-        """Put each assert into ``with __watch__:``; the first lines of the functions that check by assert alone."""
+        """Put all asserts into ``with __watch__:``; the first lines of the functions whose only checks are asserts."""
         lines = set()
         for node in self.of(*FUNCTIONS):
             returns = is_test(node.name) and node.name not in self.called
@@ -167,14 +167,12 @@ class Tests:
         return lines
 
     def watch_numpy(self, tree):
-        """Have ``__full__`` make the calls of numpy and compute the operators, where the tests use numpy."""
+        """If the tests use numpy, route its calls and all operators through ``__full__``."""
         if "numpy" in {name.split(".")[0] for name in {*self.imports.values(), *self.library}} or "np" in self.library:
             Full(self.name).visit(tree)
 
-    # names
-
     def _find_names(self, bound, free):
-        """Find out which names the answer defines."""
+        """Sort the names that the tests use: the answer's, builtins', the library's."""
         lead = self.entry.split(".")[0].split("(")[0]
         if lead in self.defined:
             raise Broken(f"the tests define {lead}, the entry_point: the answer's would not be tested")
@@ -199,7 +197,7 @@ class Tests:
                         for n in free - self.wanted if n in MODULES or n in COMMON}  # fmt: skip
 
     def _tested(self, called):
-        """The function under test among the names of builtins and the library."""
+        """The function under test, for tests that use only names of builtins and the library."""
         candidates = {n for n in called if not n.endswith(("Error", "Exception", "Exit", "Interrupt", "Iteration"))}
         left = [n.test.left for n in self.of(ast.Assert) if isinstance(n.test, ast.Compare)]
         plain = {_last(n.func) for n in left if isinstance(n, ast.Call) and not _ids(_walk(ast.Tuple(n.args)))}
@@ -210,78 +208,76 @@ class Tests:
             raise Broken(f"which of {', '.join(sorted(candidates))} is tested? Name it in entry_point")
         raise Broken("the tests use no name that the answer could define: add `from solution import NAME`")
 
-    # what would not run, could not fail, or does not reach the code
-
     def _no(self, node, reason, apart=False):
-        """Refuse a node; ``apart``: only where the code runs in another process."""
+        """The problem of a node; with ``apart``, only if the code runs in another process."""
         if self.apart or not apart:
-            raise Broken(f"`{self.text(node)[:80]}` {reason}" + f": {APART}" * apart)
+            yield f"`{self.text(node)[:80]}` {reason}" + f": {APART}" * apart
 
-    def _refuse(self):
-        """Hold each node against the rules for its kind."""
+    def _problems(self):
+        """Yield why tests would not run, could not fail, or do not reach the code."""
         self.used = {getattr(n, "id", None) or getattr(n, "attr", None) or str(getattr(n, "value", ""))
                      for n in self.of(ast.Name, ast.Attribute, ast.Constant)}  # fmt: skip
         expects = {n for node in self.of(ast.With, ast.AsyncWith, ast.Try) for n in _walk(node)}  # an exception
         tasks = {f.name for f in self.of(ast.AsyncFunctionDef)}
         self.passed_on = self._modules_passed_on([*self.above, *self.nodes])
-        for node in (node for node in self.above if self._runs_text(node)):
-            raise Broken(f"`{ast.unparse(node)}` of the set-up {TEXT}")
+        for node in filter(self._runs_text, self.above):
+            yield f"`{ast.unparse(node)}` of the set-up {TEXT}"
         calls = [call for call in self.of(ast.Call) if self._runs_text(call.func) and _is_constant(call)]
         constant = {n for call in calls for n in _walk(call.func)}
         for node in (node for node in self.nodes if node not in constant and self._runs_text(node)):
-            self._no(node, f"has {ast.unparse(node)}, which {TEXT}")
+            yield from self._no(node, f"has {ast.unparse(node)}, which {TEXT}")
         for node in self.nodes:
             for block in _blocks_of(node):
                 end = next((i for i, s in enumerate(block) if isinstance(s, ENDS)), len(block))
-                if late := next(filter(self.checks, block[end + 1 :]), None):
-                    self._no(late, "comes after the end of its block and never runs")
+                for late in filter(self.checks, block[end + 1 :]):
+                    yield from self._no(late, "comes after the end of its block and never runs")
             match node:
                 case ast.Module(body=body) | ast.ClassDef(body=body):
                     names = [n.name for n in body if isinstance(n, DEFINITIONS) and n.name.lower().startswith("test")]
-                    if twice := [name for name in names if names.count(name) > 1]:
-                        raise Broken(f"{twice[0]} is defined twice, so that only the last runs: rename one")
+                    for name in (name for name in names if names.count(name) > 1):
+                        yield f"{name} is defined twice, so that only the last runs: rename one"
                 case ast.Assert(test=ast.Tuple(elts=[_, *_])):
-                    self._no(node, "is always true: remove the parentheses")
+                    yield from self._no(node, "is always true: remove the parentheses")
                 case ast.Expr(value=ast.Compare()) if node not in expects:
-                    self._no(node, "has a result that nobody looks at: write `assert`")
+                    yield from self._no(node, "has a result that nobody looks at: write `assert`")
                 case ast.Expr(value=ast.Call(func=func)):
                     name = self.name(func).removeprefix("self.")
                     if name in tasks or name.endswith((".create_task", ".ensure_future", "asyncio.gather")):
-                        self._no(node, "makes a task that nobody awaits")
+                        yield from self._no(node, "makes a task that nobody awaits")
                 case ast.Import() | ast.ImportFrom():
                     if "pandas" in {path.split(".")[0] for path in _imports([node]).values()}:
-                        self._no(node, REASONS["pandas"], apart=True)
+                        yield from self._no(node, REASONS["pandas"], apart=True)
                 case ast.Call():
-                    self._refuse_call(node)
+                    yield from self._problems_of_call(node)
                 case ast.Raise(exc=ast.Name() | ast.Attribute() as kind) if reason := REASONS.get(self.name(kind)):
-                    self._no(node, reason, apart=True)
+                    yield from self._no(node, reason, apart=True)
                 case ast.Attribute(ctx=ast.Store()) | ast.Subscript(ctx=ast.Store()):
-                    self._refuse_change(node, node)
+                    yield from self._problems_of_change(node, node)
                 case ast.FunctionDef() | ast.AsyncFunctionDef():
-                    self._refuse_function(node)
+                    yield from self._problems_of_function(node)
         for node in self.top_classes:
-            self._refuse_class(node)
+            yield from self._problems_of_class(node)
 
-    def _refuse_call(self, node):
+    def _problems_of_call(self, node):
         name, args = self.name(node.func), node.args
         reason = REASONS.get(name) or REASONS.get("." + name.split(".")[-1])
         if reason and reason != TEXT:
-            self._no(node, reason, apart=True)
+            yield from self._no(node, reason, apart=True)
         if name.endswith((".skipif", ".skipIf", ".skipUnless", ".mark.xfail")):
             known = self.imports.keys() | vars(builtins)
             if not _ids(_walk(node)) <= known or isinstance((args or [node])[0], ast.Constant):
-                self._no(node, REASONS["pytest.skip"], apart=True)
+                yield from self._no(node, REASONS["pytest.skip"], apart=True)
         if name.endswith("TextTestRunner"):
-            self._no(node, "is not needed: write the TestCase at the top level")
+            yield from self._no(node, "is not needed: write the TestCase at the top level")
         if name.endswith((".format", ".format_map")) and not isinstance(node.func.value, ast.Constant):
             sets = [n for n in self.of(ast.Assign) if self.name(node.func.value) in _ids(n.targets)]
             if not sets or not all(isinstance(n.value, ast.Constant) for n in sets):
-                self._no(node, "would read the tests as the answer's text says: use an f-string")
+                yield from self._no(node, "would read the tests as the answer's text says: use an f-string")
         if args and f"{name}.".startswith(PATCHES):
-            self._refuse_change(node, *args[:2])
+            yield from self._problems_of_change(node, *args[:2])
 
     def _modules_passed_on(self, nodes):
-        """The mentions of modules but for their names with a dot: ``vars(sys)`` leads to all that Python has loaded."""
+        """Mentions of modules without a dot after them: ``vars(sys)`` leads to everything that Python has loaded."""
         paths = _imports(node for node in nodes if isinstance(node, ast.Import))
         names = {name for name, path in paths.items() if path.split(".")[0] not in ("numpy", "solution")}
         mentions = {node for node in nodes if isinstance(node, ast.Name) and node.id in names}
@@ -293,7 +289,7 @@ class Tests:
         return mentions
 
     def _runs_text(self, node):
-        """Whether a node is a name that can turn text into code, however it is used."""
+        """Whether a node is a name that can turn text into code in any use."""
         match node:
             case ast.Name() if node in self.passed_on:
                 return True
@@ -303,53 +299,53 @@ class Tests:
                 return True
             case ast.Name(ctx=ast.Load()) | ast.Attribute():
                 name, names = self.name(node), _ids(_walk(node))
-                if not names & self.imports.keys():  # not the answer's or the tests' own
+                if not names & self.imports.keys():  # a builtin, unless the answer or the tests define the name
                     return name in TEXTS and not names & (self.defined | self.required)
                 parts = [part.lstrip("_") for part in name.split(".")]
                 runs = parts[-1] in ("eval", "exec") and parts[0] != "solution"
-                whole = runs or parts[0] + "." in TEXTS or "builtins" in parts or ".".join(parts[-2:]) in TEXTS
-                return whole or name in TEXTS or name.startswith(("os.exec", "os.spawn", "os.posix_spawn"))
+                module = runs or parts[0] + "." in TEXTS or "builtins" in parts or ".".join(parts[-2:]) in TEXTS
+                return module or name in TEXTS or name.startswith(("os.exec", "os.spawn", "os.posix_spawn"))
 
-    def _refuse_change(self, node, target, name=None):
-        """Refuse to set what is imported and the code does not see, such as ``time.time``; ``name``: in the target."""
+    def _problems_of_change(self, node, target, name=None):
+        """Yield changes of imported modules, such as ``time.time = f``, since they do not reach the code."""
         imported = {path.split(".")[0] for path in self.imports.values()}
         is_text = isinstance(target, ast.Constant)
         changed = str(target.value) if is_text else f"{self.name(target)}.{getattr(name, 'value', '')}"
         if (is_text or changed.split(".")[0] in imported) and not changed.startswith(REACHES):
-            self._no(node, "does not reach the code", apart=True)
+            yield from self._no(node, "does not reach the code", apart=True)
 
-    def _refuse_function(self, node):
+    def _problems_of_function(self, node):
         name = node.name
         runs = node.decorator_list or name in self.used or is_test(name) or name.lower().startswith(HOOKS)
         if not runs and self.checks(node):
-            raise Broken(f"nothing calls {name}(), which holds asserts: call it or name it test_{name}")
+            yield f"nothing calls {name}(), which holds asserts: call it or name it test_{name}"
         kinds = {type(n) for n in _walk(node, False)}
         if isinstance(node, ast.AsyncFunctionDef) and ast.Await in kinds and kinds & {ast.Nonlocal, ast.Global}:
-            self._no(node, "counts coroutines that run beside each other", apart=True)
+            yield from self._no(node, "counts concurrent coroutines", apart=True)
         runs = is_test(name) and name not in self.helpers and node not in self.fixtures
         if runs and kinds & {ast.Yield, ast.YieldFrom}:
-            raise Broken(f"{name}() is a generator, which does not run: use asserts or parametrize")
+            yield f"{name}() is a generator, which does not run: use asserts or parametrize"
         chosen = self.wanted & _ids(n for d in node.decorator_list for n in _walk(d))
         if is_test(name) and chosen:
-            raise Broken(f"{chosen.pop()} of the answer decorates {name}(), and so decides what is tested")
-        if self.apart and (lacks := [arg.arg for arg in node.args.args if arg.arg in REASONS]):
-            raise Broken(f"{name}() takes {lacks[0]}, which {REASONS[lacks[0]]}: {APART}")
+            yield f"{chosen.pop()} of the answer decorates {name}(), and so decides what is tested"
+        for arg in (arg.arg for arg in node.args.args if self.apart and arg.arg in REASONS):
+            yield f"{name}() takes {arg}, which {REASONS[arg]}: {APART}"
 
-    def _refuse_class(self, node):
+    def _problems_of_class(self, node):
         tests = [n for n in node.body if isinstance(n, FUNCTIONS) and n.name.startswith("test")]
         name, bases, runs = node.name, set(map(_last, node.bases)), node in self.classes
         if tests and not runs and name not in self.used:
-            raise Broken(f"class {name} does not run: name it Test{name} or derive it from TestCase")
+            yield f"class {name} does not run: name it Test{name} or derive it from TestCase"
         if tests and runs and not bases and any(getattr(n, "name", "") == "__init__" for n in node.body):
-            raise Broken(f"class {name} has an __init__: use setup_method")
+            yield f"class {name} has an __init__: use setup_method"
         if bases == {"TestCase"} and any(isinstance(n, ast.AsyncFunctionDef) for n in tests):
-            raise Broken(f"a test of {name} is async: derive it from IsolatedAsyncioTestCase")
+            yield f"a test of {name} is async: derive it from IsolatedAsyncioTestCase"
         if self.apart and (of_answer := bases & self.wanted):
-            raise Broken(f"class {name} of the tests inherits from {of_answer.pop()} of the answer: {APART}")
+            yield f"class {name} of the tests inherits from {of_answer.pop()} of the answer: {APART}"
 
 
 class Full(ast.NodeTransformer):
-    """Has ``__full__`` make the calls and compute with two operands; ``name`` gives the name of an expression."""
+    """Routes calls and binary operators through ``__full__``; ``name`` is :meth:`Tests.name`."""
 
     def __init__(self, name):
         self.name, self.called = name, set()
@@ -388,7 +384,7 @@ class Full(ast.NodeTransformer):
         return self._by(node, ast.Constant(op), node.left, *node.comparators) if op and not node.ops[1:] else node
 
     def visit_List(self, node):
-        node.elts = [each if type(each) is ast.Constant else self.visit(each) for each in node.elts]  # may be millions
+        node.elts = [item if type(item) is ast.Constant else self.visit(item) for item in node.elts]  # may be millions
         return node
 
     visit_Tuple = visit_Set = visit_List
@@ -400,12 +396,11 @@ class Full(ast.NodeTransformer):
 
 
 def is_test(name):
-    """Whether a function of this name is a test."""
     return name == "check" or name.startswith("test")
 
 
 def names_in(block):
-    """The names that a part of an answer defines, those that it imports, and those that it reads besides."""
+    """The names that a part of an answer defines, imports, and only reads."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -418,7 +413,7 @@ def names_in(block):
 
 
 def _unwrapped(statement):
-    """The statements of an ``if __name__ == "__main__":`` block, which runs; or the statement itself."""
+    """The statements of an ``if __name__ == "__main__":`` block, since it runs; or the statement."""
     if isinstance(statement, ast.ImportFrom) and (statement.module, statement.names[0].name) == ("solution", "*"):
         return []  # the names that the tests use come anyway
     main = isinstance(statement, ast.If) and ast.unparse(statement.test) == "__name__ == '__main__'"
@@ -428,20 +423,19 @@ def _unwrapped(statement):
 def _walk(tree, scopes=True):
     """The nodes of a tree, without constants in lists, which may be megabytes of data.
 
-    ``scopes=False``: also without what is in a function or class below the tree itself.
+    ``scopes=False``: also without the insides of functions and classes below ``tree``.
     """
     todo = [tree]
     while todo:
         node = todo.pop()
         yield node
         if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
-            todo += [each for each in reversed(node.elts) if type(each) is not ast.Constant]
+            todo += [item for item in reversed(node.elts) if type(item) is not ast.Constant]
         elif scopes or node is tree or not isinstance(node, SCOPES):
             todo += reversed(list(ast.iter_child_nodes(node)))
 
 
 def _blocks_of(node):
-    """The lists of statements directly in a node."""
     blocks = [getattr(node, name, None) for name in ("body", "orelse", "finalbody")]
     return [block for block in blocks if isinstance(block, list)]
 
@@ -457,7 +451,7 @@ def _checks(node, checking):
 
 
 def _checking(nodes):
-    """The names of functions that hold checks, or call others that do."""
+    """The names of functions that hold checks, or call functions that do."""
     functions, checking = [f for f in nodes if isinstance(f, FUNCTIONS)], set()
     while more := {f.name for f in functions if f.name not in checking and any(
             _checks(n, checking) for s in f.body for n in _walk(s) if not isinstance(n, ast.Return))}:  # fmt: skip
@@ -466,7 +460,7 @@ def _checking(nodes):
 
 
 def _is_constant(call):
-    """Whether a call of a function by its name gets constants and lambdas alone, which name nothing that runs text."""
+    """Whether a plain name is called with constants and lambdas, and the constants mention nothing that runs text."""
     values = [*call.args, *(keyword.value for keyword in call.keywords if ast.unparse(keyword.value) != "globals()")]
     plain = all(isinstance(n, (ast.Name, ast.Attribute, ast.expr_context)) for n in _walk(call.func))
     return plain and bool(values) and _last(call.func)[:1].islower() and all(
@@ -476,13 +470,11 @@ def _is_constant(call):
 
 
 def _needs(function):
-    """Whether a function must get arguments."""
     args = function.args
     return len(args.posonlyargs + args.args) > len(args.defaults) or None in args.kw_defaults
 
 
 def _ids(nodes):
-    """The names of the variables among nodes."""
     return {n.id for n in nodes if isinstance(n, ast.Name)}
 
 
@@ -492,7 +484,7 @@ def _last(node):
 
 
 def _imports(nodes):
-    """What is imported: its name in the tests -> its name from the module on."""
+    """Imports: name in the tests -> full name."""
     paths = {}
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
@@ -504,7 +496,7 @@ def _imports(nodes):
 
 
 def _globals(source, tree):
-    """The names that a module binds, also by ``from module import *``, and those that it only reads."""
+    """The names that a module binds, also by ``from module import *``, and the names that it only reads."""
     bound, read, todo = set(), set(), [symtable.symtable(source, "tests", "exec")]
     for table in todo:
         todo += table.get_children()

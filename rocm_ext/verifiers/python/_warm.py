@@ -1,6 +1,6 @@
-"""The judge's sandbox: one process that imports what the judge needs and forks a child for each verdict.
+"""The judge's sandbox: one process that imports the judge's modules and forks a child for each verdict.
 
-Each child begins with the same state; nothing that the tests of one verdict import, change, start or write is there at
+All children begin with the same state: nothing that the tests of a verdict import, change, start or write lasts until
 the next.
 """
 
@@ -23,11 +23,11 @@ PR_SET_DUMPABLE = 4
 
 
 def main(task):
-    """Serve the verifier at the other end of the socket argv[1]; argv[2] is "boxed" in a PID namespace of its own.
+    """Serve the verifier at the other end of the socket argv[1]; argv[2] is "boxed" in a separate PID namespace.
 
-    Each request is a line of modules to import first, for all later children, with four descriptors: the judge's ends
-    of the two pipes to the program, the pipe for its reports, and a file with the task. The answer is a line: the
-    child's wait status, and 1, or 0 if this process ends because it could not clear up after the child.
+    A request is a line of modules to import, which all later children have, with four descriptors: the judge's ends of
+    the two pipes to the program, the pipe for its reports, and a file with the task. The answer is a line: the child's
+    wait status, and 1, or 0 if this process ends because it could not clear up after the child.
     """
     link = socket.socket(fileno=int(sys.argv[1]))
     boxed = sys.argv[2] == "boxed" and os.getpid() == 2  # bwrap's first process has number 1
@@ -85,7 +85,7 @@ def child(hears, asks, tells, tasks):
 
 
 def tidy(pid, boxed, folders):
-    """Kill what the child left; whether nothing is left of it, also no file."""
+    """Kill the processes that the child left; whether no process and no file of it is left."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     for _ in range(1000 if boxed else 0):

@@ -1,13 +1,12 @@
 """Plain data between the tests' process and the code's: messages over two pipes.
 
-What crosses is data of exact library types, and numbers that stand for objects of either side. Such a value is written
-as a list of a tag and its parts, which are values again. Decoding makes the types of this file's two tables, named
-tuples and numpy's arrays, and nothing else: it imports and calls no other class that a message names, and it keeps no
-class of the sender.
+Messages hold data of exact library types, and numbers that stand for objects of either side. Such a value is written as
+a list of a tag and its parts, which are values again. Decoding makes only the types of this file's two tables, named
+tuples and numpy's arrays: it imports and calls no other class that a message names, and keeps no class of the sender.
 
-The code's messages are JSON. Those to the code come from trusted code, so marshal carries them, which needs no import:
-the code's process imports nothing at its start that the interpreter has not loaded, since that time counts for every
-verdict. This runs inside both sandboxes with the standard library alone.
+The code's messages are JSON. The tests' messages are trusted, so they use marshal, which needs no import: at its start
+the code's process imports only modules that the interpreter has loaded, since that time counts for every verdict. This
+runs inside both sandboxes with only the standard library.
 """
 
 import marshal
@@ -17,7 +16,7 @@ from _collections import OrderedDict, defaultdict, deque
 MAX_FRAME = 16 << 20  # bytes
 MAX_DEPTH = 200
 BIG = 1 << 53
-DTYPES = "?biufcSUmM"  # the kinds of numpy's dtypes whose bytes are data; not objects
+DTYPES = "?biufcSUmM"  # kinds of numpy's dtypes whose bytes are data, which excludes objects
 FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set, tuple)}
 FUNCTIONS = {type(lambda: 0), type(len), type([].append), type(str.join), type(object().__str__)}
 BINARY = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift".split()  # noqa: SIM905
@@ -25,22 +24,22 @@ MUTABLE = {list, dict, set, bytearray, deque, OrderedDict, defaultdict}
 
 
 def flat(mapping):
-    """The keys and values of a mapping in turns."""
+    """A list of the keys and values of a mapping, alternating."""
     return [part for pair in list(mapping.items()) for part in pair]
 
 
 def pairs(parts):
-    """What :func:`flat` made a list of."""
+    """The inverse of :func:`flat`: pairs of key and value."""
     return zip(parts[::2], parts[1::2], strict=True)
 
 
 def factory(value):
-    """The name of a defaultdict's factory; None for none, and for one that may not cross."""
+    """The name of a defaultdict's factory; None if there is none, or it may not cross."""
     name = getattr(value.default_factory, "__name__", None)
     return name if FACTORIES.get(name) is value.default_factory else None
 
 
-BUILTIN = {  # type -> its tag, the parts of a value, and how to make a value of its parts
+BUILTIN = {  # type -> its tag, a function from a value to its parts, and the inverse function
     list: ("l", list, list),
     tuple: ("t", list, tuple),
     set: ("s", list, set),
@@ -104,26 +103,21 @@ class Closed(Exception):
     """The other process has ended."""
 
 
-class Channel:
-    """Frames over two pipes: four bytes of length, then a message.
+def expect(condition, problem):
+    """Raise Malformed unless a condition holds."""
+    if not condition:
+        raise Malformed(problem)
 
-    Args:
-        reader, writer: descriptors.
-        dumps: makes bytes of a message.
-        loads: makes a message of bytes.
-    """
+
+class Channel:
+    """Frames over two pipes: four bytes of length, then a message, which ``dumps`` and ``loads`` convert."""
 
     def __init__(self, reader, writer, dumps, loads):
         self.reader, self.writer = open(reader, "rb", closefd=False), open(writer, "wb", closefd=False)  # noqa: SIM115
         self.dumps, self.loads = dumps, loads
 
     def send(self, message):
-        """Send a dict.
-
-        Raises:
-            Unsendable: it is larger than MAX_FRAME, or nested too deeply.
-            Closed: the other process has ended.
-        """
+        """Send a dict; raises Unsendable if it is too large or too deep, and Closed if the other process has ended."""
         try:
             data = self.dumps(message)
         except ValueError as error:
@@ -137,15 +131,9 @@ class Channel:
             raise Closed from None
 
     def receive(self):
-        """The next dict.
-
-        Raises:
-            Malformed: the message is no object, or too large.
-            Closed: the other process has ended.
-        """
+        """The next dict; raises Malformed if it is invalid or too large, and Closed if the other process has ended."""
         size = int.from_bytes(head := self.reader.read(4), "big")
-        if size > MAX_FRAME:
-            raise Malformed(f"a message of {size} bytes")
+        expect(size <= MAX_FRAME, f"a message of {size} bytes")
         data = self.reader.read(size)
         if len(head) < 4 or len(data) < size:
             raise Closed
@@ -153,13 +141,12 @@ class Channel:
             message = self.loads(data)
         except (ValueError, RecursionError, MemoryError) as error:
             raise Malformed(str(error)) from None
-        if type(message) is not dict:
-            raise Malformed("no object")
+        expect(type(message) is dict, "no object")
         return message
 
 
 def judge_channel(reader, writer):
-    """The tests' end. It never gives the code's bytes to marshal, which is unsafe for them."""
+    """The tests' end. It reads JSON: marshal is unsafe for bytes from the code."""
     import json
 
     return Channel(reader, writer, marshal.dumps, json.loads)
@@ -177,22 +164,18 @@ def program_channel(reader, writer):
 
 
 class Wire:
-    """Values to JSON and back. Each side says in ``opaque`` and ``revive`` how its objects are numbered."""
+    """Values to JSON and back. The two sides define ``opaque`` and ``revive``, which number their objects."""
 
     def opaque(self, value, depth):
-        """The JSON of an object that is not plain data: a list of a tag and what the other side's revive takes."""
+        """The JSON of an object that is not plain data: a tag and the parts for the other side's ``revive``."""
         raise Unsendable(f"an object of type {type(value).__name__}")
 
     def revive(self, tag, parts):
-        """The object that :meth:`opaque` of the other side encoded."""
+        """The object that the other side's :meth:`opaque` encoded."""
         raise Malformed(f"tag {tag!r}")
 
     def encode(self, value, depth=0):
-        """A value as JSON; ``depth``: in how many containers it is.
-
-        Raises:
-            Unsendable: it holds what may not cross.
-        """
+        """A value as JSON; ``depth`` counts the containers around it. Raises Unsendable if it must not cross."""
         kind = type(value)
         if value is None or kind is bool or kind is float:
             return value
@@ -212,16 +195,12 @@ class Wire:
         return [tag, *[self.encode(part, depth + 1) for part in parts]]
 
     def decode(self, item):
-        """JSON as a value.
-
-        Raises:
-            Malformed: the JSON says nothing of this kind.
-        """
+        """The value of JSON; raises Malformed if the JSON stands for no value."""
         try:
             return self._decode(item)
         except Malformed:
             raise
-        except Exception as error:  # whatever a library makes of nonsense
+        except Exception as error:  # a library may raise anything for nonsense
             raise Malformed(f"{type(error).__name__}: {error}") from None
 
     def _decode(self, item):
@@ -246,7 +225,7 @@ class Wire:
 
 
 def library(value):
-    """The tag and the parts of a value of the standard library or numpy; None and None for others."""
+    """The tag and the parts of a value of the standard library or numpy; (None, None) for others."""
     kind = type(value)
     fields = getattr(kind, "_fields", None) if kind.__bases__ == (tuple,) else None
     if type(fields) is tuple and all(name in fields or name[0] == "_" for name in vars(kind)):  # no methods
@@ -263,43 +242,39 @@ def library(value):
 
 
 def array(has_shape, dtype, data, *shape):
-    """An array of numpy; ``whole=False``: its only element."""
+    """An array of numpy, or if not ``has_shape`` its only element."""
     import numpy
 
     dtype = numpy.dtype(dtype)
-    if dtype.kind not in DTYPES or not dtype.itemsize:
-        raise Malformed("an array of what is no data")
+    expect(dtype.kind in DTYPES and dtype.itemsize, "an array of what is no data")
     values = numpy.frombuffer(data, dtype).reshape(shape).copy()
     return values if has_shape else values[()]
 
 
 def match(pattern, flags, string, start, end, spans):
-    """The match that a pattern has there; the code's engine of regular expressions is this one."""
+    """The match of a pattern at a position; both processes have the same ``re``."""
     import re
 
-    if not {type(pattern), type(string)} <= {str, bytes}:
-        raise Malformed("no pattern")
+    expect({type(pattern), type(string)} <= {str, bytes}, "no pattern")
     pattern = re.compile(pattern, flags)
-    for found in (pattern.match(string, start, end), pattern.fullmatch(string, start, end)):
-        if found and found.regs == spans:
-            return found
-    raise Malformed("no match")
+    matches = (search(string, start, end) for search in (pattern.match, pattern.fullmatch))
+    fitting = next((candidate for candidate in matches if candidate and candidate.regs == spans), None)
+    expect(fitting, "no match")
+    return fitting
 
 
 def mutable(value):
-    """Whether a value is a container that both sides may change."""
+    """Whether a value is a container that the code may change."""
     return type(value) in MUTABLE or type(value).__name__ in ("Counter", "ndarray", "array")
 
 
 def text(value):
     """``value``, which must be a str."""
-    if type(value) is not str:
-        raise Malformed("no text")
+    expect(type(value) is str, "no text")
     return value
 
 
 def number(value):
     """``value``, which must be an int of at least 0."""
-    if type(value) is not int or value < 0:
-        raise Malformed("no number")
+    expect(type(value) is int and value >= 0, "no number")
     return value

@@ -1,4 +1,4 @@
-"""Starting the judge and the program: compiled code, and judges that stay warm."""
+"""Start the scripts in their sandboxes: compiled once, with judges that stay warm."""
 
 import contextlib
 import json
@@ -20,14 +20,14 @@ from rocm_ext.verifiers.sandbox.children import readable
 
 PATIENCE = 60.0  # seconds that a judge may take to start
 GRACE = 1.0  # seconds that a judge may take to end a verdict whose program was killed
-SCRIPTS = {  # their modules in the order of their imports; the last has the `main`
+SCRIPTS = {  # script -> its modules in the order of their imports; the last has the `main`
     "judge": ("_empty", "_wire", "_source", "_judge", "_run", "_warm"),
     "program": ("_wire", "_program"),
     "interpreter": ("_interpreter",),
 }
 PRELOADED = ("pytest", "numpy", "unittest")  # judges import these once, for all verdicts
 
-# runs in the sandbox; -c spares the interpreter a search for the file's importer, _exit the freeing of its memory
+# This runs in the sandbox. `-c` saves the search for a file's importer, `_exit` the freeing of memory.
 BOOT = """
 import marshal, posix, sys
 del sys.path[0]
@@ -52,11 +52,7 @@ sys.stdout.buffer.write(marshal.dumps(modules, 4))
 
 @cache
 def compiled(python: str) -> dict[str, bytes]:
-    """The modules of the scripts by their names, compiled by the interpreter that will run them.
-
-    Raises:
-        UserError: the interpreter does not run.
-    """
+    """The scripts' modules by name, compiled by the interpreter that will run them."""
     names = {name for script in SCRIPTS.values() for name in script}
     sources = [(name, Path(__file__).with_name(f"{name}.py").read_text()) for name in names]
     try:
@@ -70,15 +66,9 @@ def compiled(python: str) -> dict[str, bytes]:
 
 def start(script: str, sandbox: Sandbox, python: str, task: dict[str, Any], limits: Limits,
           fds: Sequence[int], *arguments: str) -> RunningProgram:  # fmt: skip
-    """Start a script in a sandbox.
+    """Start a script, such as ``judge``, in a sandbox; ``task`` is the argument of its ``main``.
 
-    Args:
-        script: ``judge``, ``program`` or ``interpreter``.
-        sandbox, limits: where it runs, and with what limits.
-        python: the interpreter.
-        task: for the script's ``main``.
-        fds: descriptors that it inherits; their numbers are the first arguments of its command line.
-        arguments: the others.
+    It inherits ``fds``; their numbers and then ``arguments`` are its command line.
     """
     modules = [(name, compiled(python)[name]) for name in SCRIPTS[script]]
     argv = [python, "-s", "-S", "-c", BOOT, *map(str, fds), *arguments, USER]
@@ -90,47 +80,29 @@ class JudgeEnded(Exception):
 
 
 class WarmJudge:
-    """A judge's sandbox; see ``_warm.py``. It serves one verdict at a time.
-
-    Raises:
-        JudgeEnded: it did not start.
-    """
+    """A judge's sandbox; see ``_warm.py``. It serves one verdict at a time; raises JudgeEnded if it did not start."""
 
     def __init__(self, sandbox: Sandbox, python: str, path: Sequence[str], memory_mb: int) -> None:
         self.owner = os.getpid()
         self._link, theirs = socket.socketpair()
+        self.fileno = self._link.fileno  # becomes readable when the verdict is over or the judge dies
         with theirs:
             limits = Limits(cpu_seconds=0, memory_mb=memory_mb)
             boxed = "boxed" if sandbox.kind == "bubblewrap" else "unboxed"
             running = start("judge", sandbox, python, {"path": list(path)}, limits, [theirs.fileno()], boxed)
         self.child = running.child
-        self._end = weakref.finalize(self, _end, self.owner, self._link, running)
+        self.close = weakref.finalize(self, _end, self.owner, self._link, running)
         if not self._heard(PATIENCE):
-            self.child.kill()
-            assert self.child.process.stderr is not None
-            said = self.child.process.stderr.read() or b""
+            said = running.last_words()
             self.close()
-            raise JudgeEnded(f"the judge did not start: {short(said.decode('utf-8', 'replace'), 300)}")
+            raise JudgeEnded(f"the judge did not start: {short(said)}")
 
     def alive(self) -> bool:
-        """Whether it can take a task; False in a process that did not start it, such as a fork."""
-        return self.owner == os.getpid() and self._end.alive and not readable(self._link.fileno(), 0)
-
-    def fileno(self) -> int:
-        """The descriptor that becomes readable when the verdict is over or the judge dies."""
-        return self._link.fileno()
+        """Whether it can take a task; False in forks of the process that started it."""
+        return self.owner == os.getpid() and self.close.alive and not readable(self._link.fileno(), 0)
 
     def give(self, task: dict[str, Any], hears: int, asks: int, tells: int) -> None:
-        """Start a verdict.
-
-        Args:
-            task: for ``_run.py``.
-            hears, asks: the judge's ends of the pipes from and to the program.
-            tells: the pipe for its reports.
-
-        Raises:
-            JudgeEnded: it has died.
-        """
+        """Start a verdict; arguments as for ``_run.judge``, with the pipe ``tells`` for its reports."""
         fd = os.memfd_create("task")
         try:
             with open(fd, "wb", closefd=False) as file:
@@ -146,26 +118,19 @@ class WarmJudge:
             os.close(fd)
 
     def finish(self) -> int | None:
-        """End the verdict and return the wait status of the judge's child.
-
-        None: the judge has died, or did not come to an end and was killed.
-        """
+        """End the verdict: the wait status of the judge's child; None if the judge died or had to be killed."""
         status, _, clean = self._heard(GRACE).partition(b" ")
         if clean != b"1\n":
             self.close()
         return int(status) if clean else None
 
     def _heard(self, seconds: float) -> bytes:
-        """What the judge says; empty if it has died or says nothing for so long."""
+        """The judge's next message; empty if it has died or is silent for so long."""
         if not readable(self._link.fileno(), seconds):
             return b""
         with contextlib.suppress(OSError):
             return self._link.recv(64)
         return b""
-
-    def close(self) -> None:
-        """Kill it."""
-        self._end()
 
 
 def _end(owner: int, link: socket.socket, running: RunningProgram) -> None:
@@ -175,12 +140,9 @@ def _end(owner: int, link: socket.socket, running: RunningProgram) -> None:
 
 
 class Judges:
-    """The warm judges that wait for their next verdict: one for each thread, since bwrap ends with its thread.
+    """The warm judges that wait for their next verdict: one per thread, since bwrap ends with its thread.
 
-    A copy or a fork starts its own.
-
-    Args:
-        memory_mb: of each.
+    Copies and forks start other judges.
     """
 
     def __init__(self, memory_mb: int) -> None:
@@ -191,11 +153,7 @@ class Judges:
 
     @contextlib.contextmanager
     def one(self, sandbox: Sandbox, python: str, path: Sequence[str]) -> Iterator[WarmJudge]:
-        """A judge for one verdict.
-
-        Raises:
-            JudgeEnded: none can be started.
-        """
+        """A judge for one verdict; raises JudgeEnded if none can be started."""
         judge: WarmJudge | None = self._idle.__dict__.pop("judge", None)
         if judge is None or not judge.alive():
             judge = WarmJudge(sandbox, python, path, self.memory_mb)

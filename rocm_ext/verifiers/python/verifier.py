@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence, Set
 from functools import cached_property, lru_cache
 from typing import Any
 
-from rocm_ext.base.errors import UserError, nearest
+from rocm_ext.base.errors import require, require_known
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.cases import OutputRule, calls_of, cases_of, run_cases
 from rocm_ext.verifiers.extract import answer_text, extract_code, fenced_code, parse_python
@@ -26,11 +26,9 @@ from rocm_ext.verifiers.sandbox.children import supervise
 
 log = logging.getLogger("rocm_ext")
 JUDGE_MB = 1024  # the tests may need more memory than the code
-REPORTS = 1 << 16  # bytes; the judge's reports are far shorter
-ISOLATIONS = ("two_processes", "same_process")
+REPORTS = 1 << 16  # bytes; more than all reports of a verdict
 READS = re.compile(r"\binput *[(,)]|= *input\b|\bstdin\b|\bopen\(0|\bos\.read\b|\bfileinput\b")  # stdin
-BODY = re.compile(r"(?:[ \t]*\n)*[ \t]+\S")  # of a function, without its head
-UNJUDGED = ("wrong", "error")
+BODY = re.compile(r"(?:[ \t]*\n)*[ \t]+\S")  # the body of a function without its head
 ENDS = 2.0  # seconds that a sandbox may take to report how its program ended
 
 
@@ -39,49 +37,48 @@ class PythonTests(Verifier):
 
     Row fields:
 
-    - ``tests``: source with asserts at the top level, ``test_*`` functions, also async, ``check(candidate)``, and
-      whatever pytest runs: fixtures, marks, ``Test*`` classes, ``TestCase`` classes of unittest; or a list of
-      statements. Tests that are skipped, or may fail by ``xfail``, do not count
-    - ``entry_point``: the name that the code must define and that ``check`` is called with; it may be an expression
-      such as ``Solution().two_sum``. Without it the answer defines the names that the tests use and do not define, as
+    - ``tests``: source with asserts at the top level, ``test_*`` functions, also async, ``check(candidate)``, and tests
+      for pytest: fixtures, marks, ``Test*`` classes, ``TestCase`` classes of unittest; or a list of statements. Tests
+      that are skipped, or may fail by ``xfail``, do not count
+    - ``entry_point``: the name that the code must define, and the argument of ``check``; it may be an expression such
+      as ``Solution().two_sum``. Without it the answer defines the names that the tests use and do not define, as
       ``from solution import f`` also says; names of builtins and of well-known modules stay the library's, unless the
       tests call just one of them and nothing else
     - ``test_setup``: imports and definitions for both sides; the model's code runs with them and can read them. Objects
       of its classes live with the code
     - ``code_prefix``: HumanEval's prompt, a signature with its docstring; it precedes code that does not define the
-      entry point itself. Its helper functions are trusted: the tests use them
+      entry point. Its helper functions are trusted: the tests use them
     - ``cases`` instead of ``tests``: a list of ``{input, output}`` for a program that reads stdin and writes stdout;
       ``tolerance`` and ``checker`` in the row take precedence over the arguments
     - ``cases`` as a list of ``{input: [arguments], output: value}`` for calls of ``entry_point``. A tuple counts as
       the list of its elements, and a number within ``tolerance`` as equal. With ``unwrap: true`` in a case, an expected
       list of one also stands for its element
 
-    The code and the tests run in two processes, each in its own sandbox. The code's process gets the arguments of the
-    calls that the tests make; it sees neither the tests' source nor the expected values. What comes back is plain data
-    of exact library types, or a handle on an object of the code, on which the tests may operate; ``_judge.py`` has the
-    rule. Containers cross as copies; after a call, the tests' own have the content that the code left in them. An
-    assert that fails is a failure, whatever catches its error.
+    The code and the tests run in two processes, in separate sandboxes. The code's process gets the arguments of the
+    calls that the tests make; it sees neither the tests' source nor the expected values. It returns plain data of exact
+    library types, or handles on objects of the code, on which the tests may operate; ``_judge.py`` has the rule.
+    Containers cross as copies; after a call, the tests' containers get the content that the code left in its copies. A
+    failed assert is a failure, even if something catches its error.
 
-    ``check_row`` refuses rows that would not run, could not fail, or need one process. docs/verifiers.md lists what
-    cannot be judged, and SECURITY.md the asserts that trust the code. A class of the set-up stays as it is: code that
-    changes it cannot be judged, but for methods and an order that it adds.
+    ``check_row`` refuses rows that would not run, could not fail, or need one process. docs/verifiers.md lists tests
+    that cannot be judged, and SECURITY.md the asserts that trust the code. Code that changes a class of the set-up
+    cannot be judged, but it may add methods and an order.
 
     Args:
         timeout: seconds of wall time for one completion, all its tests together.
-        memory_mb: for the code, at least 128, which numpy needs; the tests have 1,024 MB. With ``same_process`` both
-            share it.
-        partial_credit: the reward is the share of tests that pass; else it is 1 or 0. Each assert and each loop at the
-            top level counts as a test, and each test function, also ``check``.
+        memory_mb: memory for the code, at least 128, which numpy needs; the tests have 1,024 MB. With ``same_process``
+            both share it.
+        partial_credit: True: the reward is the share of tests that pass; else it is 1 or 0. Asserts and loops at the
+            top level count as tests, and so do test functions and ``check``.
         sandbox: ``bubblewrap``, or ``rlimits`` for code that you trust; see rocm_ext.verifiers.sandbox.
         isolation: ``two_processes``; or ``same_process``, which runs the code and the tests in one interpreter, in the
-            sandbox, and judges all that Python can. The code can then forge its verdict: it is for benchmarks of code
-            that you trust, not for training.
-        unjudged: the verdict of an answer that gives what the tests cannot judge across the two processes, such as an
-            object where they take data: ``wrong``, so that no answer escapes its verdict; or ``error``, to look for
-            rows that need ``same_process``.
+            sandbox, and judges all of Python. The code can then forge its verdict: use it for benchmarks of code that
+            you trust, not for training.
+        unjudged: the verdict of an answer that the tests cannot judge across the two processes, such as an object where
+            they expect data: ``wrong``, so that no answer escapes its verdict; or ``error``, to find rows that need
+            ``same_process``.
         python: the interpreter; the code can import its installed packages.
-        tolerance, checker: what counts as the right output of ``cases``; see
-            :class:`rocm_ext.verifiers.cases.OutputRule`.
+        tolerance, checker: the rule for right output of ``cases``; see :class:`rocm_ext.verifiers.cases.OutputRule`.
     """
 
     def __init__(
@@ -96,12 +93,10 @@ class PythonTests(Verifier):
         tolerance: float | None = None,
         checker: str | None = None,
     ) -> None:
-        if timeout <= 0 or memory_mb < 128:
-            raise UserError(f"PythonTests needs timeout > 0 and memory_mb >= 128, found {timeout} and {memory_mb}")
-        if isolation not in ISOLATIONS:
-            raise UserError(f"isolation {isolation!r} is unknown{nearest(isolation, ISOLATIONS)}")
-        if unjudged not in UNJUDGED:
-            raise UserError(f"unjudged {unjudged!r} is unknown{nearest(unjudged, UNJUDGED)}")
+        fits = timeout > 0 and memory_mb >= 128
+        require(fits, f"PythonTests needs timeout > 0 and memory_mb >= 128, found {timeout} and {memory_mb}")
+        require_known("isolation", isolation, ("two_processes", "same_process"))
+        require_known("unjudged", unjudged, ("wrong", "error"))
         self.isolation, self.unjudged = isolation, unjudged
         self.limits = Limits(seconds=timeout, memory_mb=memory_mb)
         self.partial_credit, self.kind, self.python = partial_credit, sandbox, python or sys.executable
@@ -116,8 +111,8 @@ class PythonTests(Verifier):
         self._sandbox.check()
         path = interpreter(self.python).path
         outcome = self._sandbox.run([path, "-s", "-S", "-c", "print(6 * 7)"], limits=Limits(seconds=20))
-        if outcome.stdout.strip() != b"42":
-            raise UserError(f"{path} does not run in the sandbox: {short(outcome.stderr.decode(), 200)}")
+        runs = outcome.stdout.strip() == b"42"
+        require(runs, f"{path} does not run in the sandbox: {short(outcome.stderr.decode('utf-8', 'replace'), 200)}")
         if self.isolation == "same_process":
             log.warning(
                 "PythonTests with isolation: same_process: code can forge its verdict; use it for code you trust"
@@ -129,8 +124,8 @@ class PythonTests(Verifier):
             if calls_of(row) is None:
                 cases_of(row)
                 return
-            if row.get("checker") is not None:
-                raise ValueError("field 'checker' judges what a program prints; these cases are calls")
+            no_checker = row.get("checker") is None
+            require(no_checker, "field 'checker' judges what a program prints; these cases are calls", ValueError)
         for name in ("entry_point", "test_setup", "code_prefix"):
             if row.get(name) is not None:
                 field(row, name, str)
@@ -154,21 +149,14 @@ class PythonTests(Verifier):
             tests = tests_of(row) if row.get("cases") is None else ""
         except ValueError as problem:
             return error(problem)
-        trusted, groups = trusted_of(row), fenced_code(completion, "python")[0]
-        if sum(map(len, groups)) < 2:
-            code = extract_code(completion, "python")
-        elif tests or calls is not None:
-            names = tested(tests, tuple(trusted), entry) if tests else {re.split(r"\W", entry)[0], "Solution"}
-            code = next(filter(None, (defining(blocks, names, bool(tests)) for blocks in groups)), None)
-            code = code or extract_code(completion, "python", BODY.match if prefix else bool)
-        else:
-            code = extract_code(completion, "python", READS.search)
-        if code is None and prefix and "```" not in completion:
-            code = answer_text(completion)  # the body alone, without a fence
-        if code is None or not code.strip():
+        trusted, lead = trusted_of(row), [re.split(r"\W", entry)[0]] + ["Solution"] * (calls is not None)
+        called = None if calls is None else frozenset(lead)
+        names = tested(tests, tuple(trusted), entry) if tests else called
+        code = code_in(completion, names, bool(tests), prefix)
+        if not code.strip():
             return unparsed("no Python code")
         _, packages, path = interpreter(self.python)
-        if not tests and calls is None:
+        if names is None:  # the cases are input and output of a program
             boot = f"import builtins,runpy,sys;sys.path+={list(packages)!r};builtins.exit=builtins.quit=sys.exit;"
             boot += f"sys.argv=['solution.py'];runpy.run_path({BOX + '/solution.py'!r},run_name='__main__')"
             argv = [path, "-s", "-S", "-c", boot]
@@ -180,8 +168,7 @@ class PythonTests(Verifier):
             code = prefix + ("" if prefix.endswith("\n") else "\n") + code
         classes = [node for source in trusted for node in parse_python(source).body if isinstance(node, ast.ClassDef)
                    and not any("TestCase" in ast.unparse(base) for base in node.bases)]  # fmt: skip
-        lead = [re.split(r"\W", entry)[0]] + ["Solution"] * (calls is not None)
-        forget = f"[globals().pop(name, None) for name in {lead!r}]"  # those of the set-up are not the answer's
+        forget = f"[globals().pop(name, None) for name in {lead!r}]"  # a definition in the set-up is not the answer
         program = {"setup": "\n".join([*trusted, forget]), "code": code, "path": list(packages)}
         task = {
             "trusted": trusted,
@@ -224,7 +211,7 @@ class PythonTests(Verifier):
             if running:
                 hung_up = select.poll()
                 hung_up.register(heard, 0)
-                if in_time and hung_up.poll(0):  # the code has ended by itself; the sandbox will tell how
+                if in_time and hung_up.poll(0):  # the code has ended by itself; wait for the sandbox to report how
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         child.process.wait(ENDS)
                 running.close()
@@ -243,7 +230,7 @@ class PythonTests(Verifier):
         return timeout("used up its CPU time") if spent and result.verdict is Verdict.WRONG else result
 
     def _verdict(self, said: bytes, killed: str, status: int | None, stderr: str) -> Result:
-        """The verdict in the judge's reports, which the program cannot write to: that it started, then the result."""
+        """The verdict in the judge's reports, which the program cannot write to: "started", then the result."""
         reports: list[Any] = []
         with contextlib.suppress(ValueError):  # in the same process, the code can write anything
             reports.extend(map(json.loads, said.split(b"\n")[:-1]))
@@ -271,44 +258,58 @@ class PythonTests(Verifier):
 
 
 def tests_of(row: Mapping[str, Any]) -> str:
-    """The source of a row's tests.
-
-    Raises:
-        ValueError: the row has none.
-    """
+    """The source of a row's tests; raises ValueError if the row has none."""
     tests = field(row, "tests", (str, list, tuple))
     source = tests if isinstance(tests, str) else "\n".join(map(str, tests))
-    if not source.strip():
-        raise ValueError("field 'tests' is empty")
+    require(source.strip(), "field 'tests' is empty", ValueError)
     return source.replace("\r\n", "\n")
 
 
 @lru_cache(maxsize=16)  # the answers to a prompt come one after the other
 def tested(tests: str, trusted: tuple[str, ...], entry: str) -> Set[str]:
-    """The names that an answer defines for its tests, as far as these say."""
+    """The names that an answer must or may define for its tests."""
     try:
-        found = Tests(tests, trusted, entry, False)
+        names = Tests(tests, trusted, entry, False)
     except (Broken, SyntaxError, RecursionError):
         return frozenset()
-    return found.required | found.own | found.live or found.wanted
+    return names.required | names.own | names.live or names.wanted
+
+
+def code_in(completion: str, names: Set[str] | None, every: bool, prefix: str) -> str:
+    """The code in a completion; empty if there is none.
+
+    Args:
+        completion: the answer.
+        names: names that the tests use; None: the code is a program that reads stdin.
+        every: whether the tests use all the names, or one of them.
+        prefix: the beginning of the code, which may lack the body of its function.
+    """
+    groups = fenced_code(completion, "python")[0]
+    code = None
+    if sum(map(len, groups)) < 2:
+        code = extract_code(completion, "python")
+    elif names is None:
+        code = extract_code(completion, "python", READS.search)
+    else:
+        code = next(filter(None, (defining(blocks, names, every) for blocks in groups)), None)
+        code = code or extract_code(completion, "python", BODY.match if prefix else bool)
+    if code is None and prefix and "```" not in completion:
+        code = answer_text(completion)  # the body alone, without a fence
+    return code or ""
 
 
 def defining(blocks: Sequence[str], names: Set[str], every: bool) -> str | None:
-    """The last block that defines what the tests use, joined to earlier ones that define the rest and what it reads.
+    """The last block that defines a name for the tests, after earlier blocks that define other names or its needs.
 
-    Blocks that define nothing of this, such as examples of use, are left out. None: no block defines a name.
-
-    Args:
-        blocks: of the answer, in their order.
-        names: that the tests use.
-        every: they use all that are defined, not one of them.
+    Other blocks, such as examples of use, are left out. None: no block defines a name. The tests use ``every`` name, or
+    one of them.
     """
     known = [names_in(block) for block in blocks]
-    defined = {name for own, _, _ in known for name in own}
+    defined = {name for defines, _, _ in known for name in defines}
     picked: list[str] = []
     left = names
-    for block, (own, imported, read) in zip(reversed(blocks), reversed(known), strict=True):
-        binds = own | imported - defined  # `from solution import f` is an example of use
+    for block, (defines, imported, read) in zip(reversed(blocks), reversed(known), strict=True):
+        binds = defines | imported - defined  # `from solution import f` is an example of use
         if binds & left:
             picked.insert(0, block)
             left = read | (left - (binds if every else binds | names))
@@ -316,7 +317,7 @@ def defining(blocks: Sequence[str], names: Set[str], every: bool) -> str | None:
 
 
 def trusted_of(row: Mapping[str, Any]) -> list[str]:
-    """The sources that run on both sides: the set-up, and the prefix of the code where it is whole by itself."""
+    """The sources that run on both sides: the set-up, and the code's prefix if it parses by itself."""
     sources = []
     for source in (row.get("test_setup") or "", row.get("code_prefix") or ""):
         with contextlib.suppress(SyntaxError, ValueError):

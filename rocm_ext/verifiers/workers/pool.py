@@ -17,10 +17,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, require
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.verifiers.base import Result, Verifier, error
-from rocm_ext.verifiers.sandbox.children import descendants
+from rocm_ext.verifiers.sandbox.children import descendants, kill
 from rocm_ext.verifiers.sandbox.sandbox import FOLDER, folder_of_runs
 
 START = 60.0  # seconds that a worker may take to build its verifier
@@ -29,21 +29,22 @@ START = 60.0  # seconds that a worker may take to build its verifier
 class Pool:
     """Workers that verify completions; a context manager.
 
-    The workers are new interpreters without torch, since a process that uses a GPU must not fork. Each builds the
-    verifier once. The pool replaces a worker that dies or hangs. What :meth:`Verifier.at_once` judges needs no worker.
+    The workers are new interpreters without torch, since a process that uses a GPU must not fork. A worker builds the
+    verifier once. The pool replaces a worker that dies or hangs. An answer that :meth:`Verifier.at_once` judges needs
+    no worker.
 
-    A verifier with a ``batch_size`` gets several waiting answers in one call, those to the same row first. If the call
-    fails, the pool asks for each of them alone. A verifier of groups gets all answers to a prompt in one call, from
+    A verifier with a ``batch_size`` gets several waiting answers in one call, answers to the same row first. If the
+    call fails, the pool has them judged one by one. A verifier of groups gets all answers to a prompt in one call, from
     :meth:`submit_group`; if the call fails, all of them are ERROR.
 
     Args:
         verifier_config: the verifier, as for :func:`rocm_ext.verifiers.build`; JSON data.
-        workers: how many processes.
-        timeout: seconds of wall time for one call of the verifier; an answer that takes longer gives ERROR. It stops
-            verifiers that hang; the verifier itself limits the time of a model's code.
+        workers: number of processes.
+        timeout: seconds of wall time for one call of the verifier; longer gives ERROR. It stops verifiers that hang;
+            the time of a model's code is limited by the verifier.
 
     Attributes:
-        batch_size: of the verifier; 1 for a verifier of groups.
+        batch_size: the verifier's batch size; 1 for a verifier of groups.
         groups: whether the verifier judges groups.
 
     Raises:
@@ -51,8 +52,8 @@ class Pool:
     """
 
     def __init__(self, verifier_config: Mapping[str, Any], workers: int, timeout: float) -> None:
-        if workers < 1 or timeout <= 0:
-            raise UserError(f"verification needs workers >= 1 and timeout > 0, found {workers} and {timeout}")
+        fits = workers >= 1 and timeout > 0
+        require(fits, f"verification needs workers >= 1 and timeout > 0, found {workers} and {timeout}")
         try:
             self._verifier_config = json.loads(json.dumps(verifier_config, default=_plain))
         except (TypeError, ValueError) as problem:
@@ -72,7 +73,7 @@ class Pool:
 
     def __enter__(self) -> "Pool":
         try:
-            for worker in self._all:  # together; in our threads, since a worker ends with the thread that started it
+            for worker in self._all:  # in our threads, since a worker ends with the thread that started it
                 self._threads.submit(worker.start).result()
             deadline = time.monotonic() + START
             for worker in self._all:
@@ -103,10 +104,7 @@ class Pool:
     def submit(self, completion: str, row: Mapping[str, Any], to_worker: bool = False) -> "Future[Result]":
         """A future for the result; no verifier makes it raise. A verifier of groups gets a group of one.
 
-        Args:
-            completion: the answer.
-            row: its prompt's row.
-            to_worker: whether a worker judges it even if this process could at once.
+        ``to_worker``: a worker judges the answer even if this process could at once.
         """
         with contextlib.suppress(Exception):  # a worker says what is wrong with the row
             if not (self.groups or to_worker) and (result := self._at_once(completion, row)) is not None:
@@ -127,7 +125,7 @@ class Pool:
         return request.future
 
     def _work(self) -> None:
-        """Judge what waits, as much as a batch holds; nothing if other threads have taken it all."""
+        """Judge a batch of waiting requests, or none if other threads have taken them all."""
         worker = self._idle.get()  # never waits: there are as many workers as threads
         try:
             requests = self._take()
@@ -143,7 +141,7 @@ class Pool:
             waiting = self._waiting
             if not waiting:
                 return []
-            count = min(self.batch_size, -(-len(waiting) // len(self._all)))  # leave some to the other workers
+            count = min(self.batch_size, -(-len(waiting) // len(self._all)))  # leave a share to the other workers
             first = waiting.popleft()
             window = [waiting.popleft() for _ in range(min(len(waiting), 4 * (count - 1)))]
             window.sort(key=lambda request: request.row is not first.row)
@@ -152,7 +150,7 @@ class Pool:
         return [request for request in requests if request.future.set_running_or_notify_cancel()]
 
     def _verify(self, worker: "_Worker", requests: "list[_Request]") -> list[Any]:
-        """The result of each request: a Result, or a list of them for a group."""
+        """The results of the requests: a Result, or for a group a list of Results."""
         results = self._ask(worker, requests) if requests else []
         group = requests[0].answer if requests and isinstance(requests[0].answer, list) else None
         if isinstance(results, list):
@@ -177,7 +175,7 @@ class Pool:
 
 
 def at_once(verifier_config: Mapping[str, Any]) -> Callable[..., Result | None]:
-    """Return ``at_once`` of a verifier of this library; that of others, whose code stays in workers, judges nothing."""
+    """``at_once`` of a verifier of this library; for others, whose code runs only in workers, one that returns None."""
     path = verifier_config[COMPONENT]
     kind = import_component(path) if path.startswith("rocm_ext.verifiers.") else Verifier
     if getattr(kind, "at_once", Verifier.at_once) is Verifier.at_once:
@@ -187,7 +185,7 @@ def at_once(verifier_config: Mapping[str, Any]) -> Callable[..., Result | None]:
 
 @dataclass(frozen=True)
 class _Request:
-    answer: str | list[str]  # a list: a group, which is alone in its call
+    answer: str | list[str]  # a list: a group, which has a call to itself
     row: Mapping[str, Any]
     future: Future
 
@@ -225,11 +223,7 @@ class _Worker:
             self._send(json.dumps(start), time.monotonic() + START)
 
     def ready(self, deadline: float) -> tuple[int, bool]:
-        """Wait until the verifier is built, and return its batch size and whether it judges groups.
-
-        Raises:
-            UserError: building it failed.
-        """
+        """Wait until the verifier is built: its batch size, and whether it judges groups."""
         line = self._line(deadline)
         message = json.loads(line) if line else {}
         if "ready" not in message:
@@ -272,9 +266,7 @@ class _Worker:
                 os.kill(process.pid, signal.SIGSTOP)  # so that it starts no more processes
                 below = descendants(process.pid)
                 os.killpg(process.pid, signal.SIGKILL)
-        for pid in below:  # they may be in other process groups
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        kill(below)  # they may be in other process groups
         process.wait()
         self._dead.append(process)
         if not self._closed:
@@ -305,7 +297,7 @@ class _Worker:
         return f"died of signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with {code}"
 
     def _send(self, text: str, deadline: float) -> bool:
-        """Send a line; whether the process took all of it before the deadline."""
+        """Send a line; False if the process has not read it before the deadline."""
         process = self._process
         if process is None or process.stdin is None:
             raise BrokenPipeError

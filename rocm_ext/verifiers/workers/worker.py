@@ -1,9 +1,9 @@
-"""A process that verifies: it reads one JSON object per line and answers each with one.
+"""A process that verifies: it reads JSON lines and answers a line for a line.
 
-It reads ``{"verifier": ..., "parent": pid}`` first, then a list of ``{"completion": ..., "row": ...}`` or a group
-``{"completions": [...], "row": ...}`` each time. It answers ``{"ready": batch size, "groups": ...}`` or
-``{"error": ...}``, then ``{"results": [[verdict, reward, detail, parts], ...]}`` or ``{"error": ...}`` each time.
-:class:`rocm_ext.verifiers.Pool` starts it.
+The first line is ``{"verifier": ..., "parent": pid}``; further lines are lists of ``{"completion": ..., "row": ...}``
+or groups ``{"completions": [...], "row": ...}``. The first answer is ``{"ready": batch size, "groups": ...}``; further
+answers are ``{"results": [[verdict, reward, detail, parts], ...]}``. Any answer may be ``{"error": ...}``.
+:class:`rocm_ext.verifiers.Pool` starts the process.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ RUNNING = False  # True in a worker, which has one thread and no GPU and may for
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends. Linux only."""
+    """Let the kernel kill this process when the thread that started it ends. Linux only."""
     with contextlib.suppress(OSError, AttributeError):
         signal_at_parents_end(signal.SIGKILL)
     if os.getppid() != parent:
@@ -50,18 +50,16 @@ def blame(problem: BaseException) -> str:
 
 
 def judged(verifier: Any, requests: dict[str, Any] | list[dict[str, Any]]) -> list[tuple]:
-    """The values of the result on each request, or on each answer of a group."""
-    from rocm_ext.verifiers.base import checked, group_results
+    """The values of the results on requests, or on the answers of a group."""
+    from rocm_ext.verifiers.base import all_checked, checked, group_results
 
     if isinstance(requests, dict):
         results = group_results(verifier, requests["completions"], requests["row"])
     elif len(requests) == 1:
-        results = [verifier(requests[0]["completion"], requests[0]["row"])]
+        results = [checked(verifier, verifier(requests[0]["completion"], requests[0]["row"]))]
     else:
-        results = verifier.judge_batch([r["completion"] for r in requests], [r["row"] for r in requests])
-        if not isinstance(results, list) or len(results) != len(requests):
-            raise ValueError(f"{type(verifier).__name__}.judge_batch must return a list of {len(requests)} results")
-    results = [checked(verifier, result) for result in results]
+        judged = verifier.judge_batch([r["completion"] for r in requests], [r["row"] for r in requests])
+        results = all_checked(verifier, "judge_batch", judged, len(requests))
     return [result.values() for result in results]
 
 
@@ -69,7 +67,7 @@ def main() -> None:
     """Answer requests until stdin ends."""
     global RUNNING
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
-    # the protocol has descriptors of its own; whatever a verifier or its children print goes to stderr
+    # the protocol uses copies of the descriptors; prints of a verifier or its children go to stderr
     reader = os.fdopen(os.dup(0), "r", encoding="utf-8", newline="\n")
     writer = os.fdopen(os.dup(1), "w", encoding="utf-8", newline="\n")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
