@@ -43,12 +43,6 @@ def nearest(name: object, known: Iterable[str], otherwise: str | None = None) ->
     return guess if match and len(names) > 9 else f"{guess or ';'} known: {', '.join(names)}"
 
 
-def require(condition: object, message: str, kind: type[Exception] = UserError) -> None:
-    """Raise an error of ``kind`` with a message unless a condition holds."""
-    if not condition:
-        raise kind(message)
-
-
 def require_known(what: str, value: object, known: Collection[str]) -> None:
     """Raise UserError, with the nearest known value, unless an argument has a known one."""
     if value not in known:

@@ -8,8 +8,6 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from rocm_ext.base.errors import require
-
 Number = Fraction | float  # a root or a power may be a float; other results are exact
 
 _LONGEST = 1000  # characters of an expression
@@ -28,7 +26,8 @@ def calculator(expression: str) -> str:
         expression: the expression, in Python's notation.
     """
     size, source = len(expression), expression.strip()
-    require(size <= _LONGEST, f"the expression has {size} characters, more than {_LONGEST}", ValueError)
+    if size > _LONGEST:
+        raise ValueError(f"the expression has {size} characters, more than {_LONGEST}")
     try:
         return _text(_value(ast.parse(source, mode="eval").body, source))
     except (ZeroDivisionError, OverflowError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
@@ -44,7 +43,8 @@ def _value(node: ast.expr, source: str) -> Number:
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
         return _UNARY[type(node.op)](_value(node.operand, source))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
-        require(node.args and not node.keywords, f"{node.func.id} takes numbers in parentheses", ValueError)
+        if not node.args or node.keywords:
+            raise ValueError(f"{node.func.id} takes numbers in parentheses")
         return _small(_FUNCTIONS[node.func.id](*[_value(part, source) for part in node.args]))
     hint = "; write ** for powers" if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitXor) else ""
     raise ValueError(f"{ast.get_source_segment(source, node)!r} is not known here{hint}")
@@ -52,7 +52,8 @@ def _value(node: ast.expr, source: str) -> Number:
 
 def _decimal(text: Any) -> Fraction:
     number = Decimal(text) if len(text.lower().partition("e")[2]) < 8 else Decimal("inf")
-    require(number.is_finite() and abs(number.adjusted()) <= _BITS, _TOO_LARGE, ValueError)
+    if not number.is_finite() or abs(number.adjusted()) > _BITS:
+        raise ValueError(_TOO_LARGE)
     return Fraction(number)  # exact, where a float would round
 
 
@@ -62,7 +63,8 @@ def _small(value: complex | Number) -> Number:
         raise ValueError(_NOT_REAL)
     if not isinstance(value, float):
         value = Fraction(value)
-    require(math.isfinite(value) if isinstance(value, float) else _bits(value) <= _BITS, _TOO_LARGE, ValueError)
+    if not (math.isfinite(value) if isinstance(value, float) else _bits(value) <= _BITS):
+        raise ValueError(_TOO_LARGE)
     return value
 
 
@@ -74,12 +76,14 @@ def _power(base: Number, exponent: Number) -> Number:
     if isinstance(base, float) or isinstance(exponent, float) or exponent.denominator > 1:
         return float(base) ** float(exponent)
     bits = _bits(base) * abs(exponent.numerator)  # checked before a computation that takes forever
-    require(bits <= 2 * _BITS or base in (-1, 0, 1), _TOO_LARGE, ValueError)
+    if bits > 2 * _BITS and base not in (-1, 0, 1):
+        raise ValueError(_TOO_LARGE)
     return base**exponent.numerator
 
 
 def _root(value: Number) -> Number:
-    require(value >= 0, _NOT_REAL, ValueError)
+    if value < 0:
+        raise ValueError(_NOT_REAL)
     if isinstance(value, float):
         return math.sqrt(value)
     exact = Fraction(math.isqrt(value.numerator), math.isqrt(value.denominator))
@@ -88,7 +92,8 @@ def _root(value: Number) -> Number:
 
 def _round(value: Any, places: Any = 0) -> Number:
     fits = places == int(places) and abs(places) <= _PLACES
-    require(fits, f"round takes from {-_PLACES} to {_PLACES} decimals", ValueError)
+    if not fits:
+        raise ValueError(f"round takes from {-_PLACES} to {_PLACES} decimals")
     return round(value, int(places))  # a half goes to the even neighbour, as in Python
 
 

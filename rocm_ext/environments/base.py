@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rocm_ext.base.errors import require
+from rocm_ext.base.errors import UserError
 from rocm_ext.environments.calls import Call
 from rocm_ext.environments.tools import Tools
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, checked, field, name_of
@@ -64,7 +64,8 @@ class Environment:
     def _judge_by(self, verifier: Verifier) -> None:
         """Let a verifier judge the answer; raises UserError if it compares the answers of a group."""
         alone = "compares answers of a group; a conversation is judged by itself"
-        require(not verifier.groups, f"{name_of(verifier)} {alone}")
+        if verifier.groups:
+            raise UserError(f"{name_of(verifier)} {alone}")
         self._verifier, self.needs = verifier, tuple(verifier.needs)
 
     def check(self) -> None:
@@ -143,9 +144,11 @@ def checked_reply(environment: Environment, value: Any) -> Reply:
         value = [{"role": "user", "content": value}]
     listed = isinstance(value, (list, tuple)) and all(isinstance(message, Mapping) for message in value)
     expected = "messages, a text, a Result or a reward"
-    require(listed, f"{name} returned {type(value).__name__}; expected {expected}", ValueError)
+    if not listed:
+        raise ValueError(f"{name} returned {type(value).__name__}; expected {expected}")
     roles = {message.get("role") for message in value} - {"user", "tool", "system"}
     fits = not roles and all(isinstance(message.get("content"), str) for message in value)
     expected = "role user or tool, and content"
-    require(fits, f"{name} returned a message of {roles or 'no text'}; expected {expected}", ValueError)
+    if not fits:
+        raise ValueError(f"{name} returned a message of {roles or 'no text'}; expected {expected}")
     return [dict(message) for message in value]

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from rocm_ext.base.errors import one_line, require
+from rocm_ext.base.errors import one_line
 
 _MOST = 32  # calls in a message; models repeat themselves, and a call costs a process's time
 # JSON schemas: the types of Python's values, and whether any or all of several schemas must hold
@@ -83,12 +83,14 @@ Reader = Callable[[str, Sequence[Mapping[str, Any]]], Iterator[Call]]
 
 def _of_json(value: Any) -> Call:
     named = isinstance(value, Mapping) and isinstance(value.get("name"), str)
-    require(named, 'a call is {"name": ..., "arguments": {...}}', ValueError)
+    if not named:
+        raise ValueError('a call is {"name": ..., "arguments": {...}}')
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
     mapped = isinstance(arguments, Mapping)
-    require(mapped, f"arguments are an object, found {type(arguments).__name__}", ValueError)
+    if not mapped:
+        raise ValueError(f"arguments are an object, found {type(arguments).__name__}")
     return Call(value["name"], arguments)
 
 

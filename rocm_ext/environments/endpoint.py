@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import SimpleQueue
 from typing import Any
 
-from rocm_ext.base.errors import one_line, require
+from rocm_ext.base.errors import one_line
 from rocm_ext.environments.base import Ask
 
 _BYTES = 4 << 20  # the largest request
@@ -36,20 +36,26 @@ class Exchange:
     def __init__(self, body: bytes, client: socket.socket | None = None) -> None:
         asked, self._client = json.loads(body), client
         listed = isinstance(asked, dict) and isinstance(asked.get("messages"), list) and asked["messages"]
-        require(listed, "expected an object with a list of messages", ValueError)
-        require(_are(dict, asked["messages"]), "messages must be objects", ValueError)
+        if not listed:
+            raise ValueError("expected an object with a list of messages")
+        if not _are(dict, asked["messages"]):
+            raise ValueError("messages must be objects")
         for key, values in _REFUSED.items():
-            require(asked.get(key) in values, f"{key} is not supported", ValueError)
+            if asked.get(key) not in values:
+                raise ValueError(f"{key} is not supported")
         tools = [] if asked.get("tools") is None else asked["tools"]
-        require(_are(dict, tools), "tools must be a list of objects", ValueError)
+        if not _are(dict, tools):
+            raise ValueError("tools must be a list of objects")
         limits = (asked.get(key) for key in ("max_completion_tokens", "max_tokens"))
         most = next((limit for limit in limits if limit is not None), None)
         positive = most is None or (type(most) is int and most >= 1)
-        require(positive, f"max_tokens must be a positive integer, found {most!r}", ValueError)
+        if not positive:
+            raise ValueError(f"max_tokens must be a positive integer, found {most!r}")
         stop = asked.get("stop") or []
         self._stop = [stop] if isinstance(stop, str) else stop
         texts = _are(str, self._stop) and all(self._stop)
-        require(texts, f"stop must be a text or a list of texts, found {stop!r}", ValueError)
+        if not texts:
+            raise ValueError(f"stop must be a text or a list of texts, found {stop!r}")
         self.ask = Ask(asked["messages"], [] if asked.get("tool_choice") == "none" else tools, most)
         self.streams, options = bool(asked.get("stream")), asked.get("stream_options")
         self.sizes = isinstance(options, dict) and bool(options.get("include_usage"))

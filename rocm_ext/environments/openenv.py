@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rocm_ext.base.errors import UserError, one_line, require
+from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.importing import import_component
 from rocm_ext.environments.base import Environment
 from rocm_ext.verifiers.base import Result
@@ -56,7 +56,8 @@ class OpenEnv(Environment):
             from openenv.core import GenericEnvClient
         except ImportError as problem:
             raise UserError(f"environment: {one_line(problem)}; `pip install 'torchtune-rocm[openenv]'`") from problem
-        require(total in ("sum", "last"), f"environment: total is {total!r}; expected sum or last")
+        if total not in ("sum", "last"):
+            raise UserError(f"environment: total is {total!r}; expected sum or last")
         self.scale, self.threshold = checked_scale("OpenEnv", scale, threshold)
         self.total, self.needs = total, tuple(reset)
         self._action, self._observation = _reader(action), _reader(observation)

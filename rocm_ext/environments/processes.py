@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rocm_ext.base.errors import UserError, require
+from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.environments.base import Ask, Environment, Reply, checked_reply, now, tools_of
 from rocm_ext.verifiers.base import Result, error
@@ -262,7 +262,8 @@ def main(fd: int) -> None:
         made = import_component(start["environment"][COMPONENT])
         derived = inspect.isclass(made) and issubclass(made, Environment)
         name = getattr(made, "__name__", made)
-        require(derived, f"environment {name} is not derived from rocm_ext.environments.Environment")
+        if not derived:
+            raise UserError(f"environment {name} is not derived from rocm_ext.environments.Environment")
         worker.RUNNING = True  # in the children, too
         example = made({}, **arguments)
         example.check()  # children inherit its imports

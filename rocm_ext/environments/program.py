@@ -13,7 +13,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from rocm_ext.base.errors import require
+from rocm_ext.base.errors import UserError
 from rocm_ext.environments.base import Ask, Environment
 from rocm_ext.environments.endpoint import Endpoint, Exchange
 from rocm_ext.verifiers.base import Result, Verdict, error, short
@@ -82,23 +82,27 @@ class Program(Environment):
     ) -> None:
         super().__init__(row)
         words = isinstance(command, (list, tuple)) and command and all(isinstance(word, str) for word in command)
-        require(words, f"command: found {command!r}; expected a list such as [python, my_agent.py]")
+        if not words:
+            raise UserError(f"command: found {command!r}; expected a list such as [python, my_agent.py]")
         fits = memory_mb >= 128 and (at_once is None or at_once >= 1)
-        require(fits, f"Program needs memory_mb >= 128 and at_once >= 1, found {memory_mb} and {at_once}")
+        if not fits:
+            raise UserError(f"Program needs memory_mb >= 128 and at_once >= 1, found {memory_mb} and {at_once}")
         self.at_once = at_once or min(MOST_AT_ONCE, 4 * len(os.sched_getaffinity(0)))
         self._limits = Limits(_FOREVER, 0, memory_mb, processes=128, open_files=512)
         if verifier is not None:
             self._judge_by(build(verifier))
         self._shown = interpreter(python or sys.executable)
         self._folder = None if folder is None else str(Path(folder).resolve())
-        require(self._folder is None or os.path.isdir(self._folder), f"folder: {folder} is not a folder")
+        if self._folder is not None and not os.path.isdir(self._folder):
+            raise UserError(f"folder: {folder} is not a folder")
         self._files: dict[str, bytes] = {}
         if _PYTHON.fullmatch(command[0]):
             program, more = self._shown.path, []
         else:
             path = shutil.which(command[0])
-            require(path, f"command: {command[0]} is neither a program of the PATH nor an executable file")
-            file = Path(str(path)).resolve()
+            if path is None:
+                raise UserError(f"command: {command[0]} is neither a program of the PATH nor an executable file")
+            file = Path(path).resolve()
             program, more = str(file), [] if file.is_relative_to("/usr") else [str(file.parent)]
         self._command = [program, *map(self._argument, command[1:])]
         self._sandbox = Sandbox(sandbox, [*self._shown.folders, *more, *filter(None, [self._folder])])
@@ -111,13 +115,15 @@ class Program(Environment):
         """Return an argument, or the path in the sandbox if it names a file."""
         file = Path(word)
         if not os.path.isfile(word):  # Path.is_file raises for code, which is too long for a name
-            require(not word.endswith(".py"), f"command: there is no file {word}")
+            if word.endswith(".py"):
+                raise UserError(f"command: there is no file {word}")
             return word
         if self._folder is not None and file.resolve().is_relative_to(self._folder):
             return str(file.resolve())
         content = file.read_bytes()
         same = self._files.setdefault(file.name, content) == content
-        require(same, f"command: two files are named {file.name}; rename one, or show both as a folder")
+        if not same:
+            raise UserError(f"command: two files are named {file.name}; rename one, or show both as a folder")
         return f"{BOX}/{file.name}"
 
     def check(self) -> None:
@@ -126,7 +132,8 @@ class Program(Environment):
         if self._folder is not None:
             look = [self._shown.path, "-I", "-S", "-c", "import os, sys; os.listdir(sys.argv[1])", self._folder]
             unread = f"folder: the sandbox runs as another user, who cannot read {self._folder}; allow it: "
-            require(not self._sandbox.run(look).returncode, f"{unread}chmod -R o+rX {self._folder}")
+            if self._sandbox.run(look).returncode:
+                raise UserError(f"{unread}chmod -R o+rX {self._folder}")
         super().check()
 
     def begin(self) -> Ask | Result:

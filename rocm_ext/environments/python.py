@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 
-from rocm_ext.base.errors import require
+from rocm_ext.base.errors import UserError
 from rocm_ext.environments.tools import Fault
 from rocm_ext.verifiers.base import short
 from rocm_ext.verifiers.python.start import compiled, start
@@ -44,7 +44,8 @@ class Python:
         self, timeout: float = 10.0, memory_mb: int = 512, sandbox: str = "bubblewrap", python: str | None = None
     ) -> None:
         fits = timeout > 0 and memory_mb >= 128
-        require(fits, f"Python needs timeout > 0 and memory_mb >= 128, found {timeout} and {memory_mb}")
+        if not fits:
+            raise UserError(f"Python needs timeout > 0 and memory_mb >= 128, found {timeout} and {memory_mb}")
         # the wall time limits a call; a limit on CPU time would add up over the calls
         self._limits = Limits(seconds=timeout, cpu_seconds=0, memory_mb=memory_mb)
         self._where = sandbox, python or sys.executable
@@ -60,7 +61,8 @@ class Python:
             code: the code.
         """
         data = code.encode("utf-8", "replace") or b"\n"
-        require(len(data) <= _CODE, f"the code has {len(data)} bytes, more than {_CODE}", ValueError)
+        if len(data) > _CODE:
+            raise ValueError(f"the code has {len(data)} bytes, more than {_CODE}")
         if self._running is None:
             self._running = _Interpreter(*_sandbox(*self._where), self._limits)
         said, ended = self._running.run(data)

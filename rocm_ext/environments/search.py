@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rocm_ext.base.errors import UserError, require
+from rocm_ext.base.errors import UserError
 
 _WORDS = re.compile(r"\w+")
 _K1, _B = 1.2, 0.75  # as in Lucene
@@ -33,7 +33,8 @@ class Search:
 
     def __init__(self, folder: str, passages: int = 3, words: int = 150) -> None:
         fits = passages >= 1 and words >= 1
-        require(fits, f"Search needs passages and words of at least 1, found {passages} and {words}")
+        if not fits:
+            raise UserError(f"Search needs passages and words of at least 1, found {passages} and {words}")
         self._index, self._passages = _index(str(Path(folder).resolve()), words), passages
 
     def search(self, query: str) -> str:
@@ -83,7 +84,8 @@ def _words(text: str) -> list[str]:
 def _index(folder: str, words: int) -> Index:
     texts = _texts(Path(folder))
     passages = [(name, passage) for name, text in texts for passage in _passages(text, words)]
-    require(passages, f"Search found no text in {folder}; expected files .txt, .md or .jsonl")
+    if not passages:
+        raise UserError(f"Search found no text in {folder}; expected files .txt, .md or .jsonl")
     return Index(passages)
 
 
@@ -100,7 +102,8 @@ def _texts(folder: Path) -> Iterator[tuple[str, str]]:
                         text = json.loads(line)["text"]
                     except (ValueError, TypeError, KeyError, RecursionError) as error:
                         raise UserError(f"{where}: expected an object with 'text'") from error
-                    require(isinstance(text, str), f"{where}: 'text' is {type(text).__name__}; expected a text")
+                    if not isinstance(text, str):
+                        raise UserError(f"{where}: 'text' is {type(text).__name__}; expected a text")
                     yield name, text
 
 

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rocm_ext.base.errors import UserError, one_line, require
+from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.environments.base import Environment
 from rocm_ext.verifiers.build import build
@@ -23,7 +23,8 @@ class ToolEnvironment(Environment):
     def __init__(self, row: Mapping[str, Any], tools: Sequence[Any], verifier: Any) -> None:
         super().__init__(row)
         listed = isinstance(tools, (list, tuple)) and tools
-        require(listed, f"tools: found {tools!r}; expected a list of names and components")
+        if not listed:
+            raise UserError(f"tools: found {tools!r}; expected a list of names and components")
         self.tools = [function for tool in tools for function in functions_of(tool)]
         self._judge_by(build(verifier))
 
@@ -32,7 +33,8 @@ def functions_of(tool: Any) -> list[Callable[..., Any]]:
     """Return the functions of an item of ``tools``; UserError if it cannot be built, or has no public method."""
     config = {COMPONENT: tool} if isinstance(tool, str) else tool
     mapped = isinstance(config, Mapping) and COMPONENT in config
-    require(mapped, f"tools: found {tool!r}; expected a name, or a mapping with {COMPONENT}")
+    if not mapped:
+        raise UserError(f"tools: found {tool!r}; expected a name, or a mapping with {COMPONENT}")
     path, arguments = config[COMPONENT], {str(name): value for name, value in config.items() if name != COMPONENT}
     try:
         made = import_component(path)
@@ -40,7 +42,8 @@ def functions_of(tool: Any) -> list[Callable[..., Any]]:
         raise UserError(f"tools: {error}") from error
     if not inspect.isclass(made):
         first = next(iter(arguments), None)
-        require(not arguments, f"tools: {path} is a function, which takes no argument {first!r} here")
+        if arguments:
+            raise UserError(f"tools: {path} is a function, which takes no argument {first!r} here")
         return [made]
     try:
         built = made(**arguments)
@@ -49,5 +52,6 @@ def functions_of(tool: Any) -> list[Callable[..., Any]]:
     except Exception as error:  # whatever a class raises
         raise UserError(f"tools: {path} cannot be built: {one_line(error)}") from error
     methods = [name for name, _ in inspect.getmembers(made, inspect.isroutine) if not name.startswith("_")]
-    require(methods, f"tools: {path} has no public method; its public methods are the tools")
+    if not methods:
+        raise UserError(f"tools: {path} has no public method; its public methods are the tools")
     return [getattr(built, name) for name in methods]

@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from rocm_ext.base.errors import UserError, one_line, require
+from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.environments.calls import Call
 
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
@@ -40,7 +40,8 @@ class Tools:
         self._functions: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}
         for function, schema in zip(functions, self.schemas, strict=True):
             name = schema["function"]["name"]
-            require(name not in self._functions, f"tools: two functions have one name, {name}; rename one of them")
+            if name in self._functions:
+                raise UserError(f"tools: two functions have one name, {name}; rename one of them")
             self._functions[name] = function, schema["function"]["parameters"]
 
     def __call__(self, call: Call) -> str:
@@ -77,9 +78,11 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Describe a function as a JSON schema in OpenAI's form; raises UserError as :class:`Tools`."""
     later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
     plain = inspect.isroutine(function) and not any(kind(function) for kind in later)
-    require(plain, f"tools: found {function!r}; expected a function that is neither asynchronous nor a generator")
+    if not plain:
+        raise UserError(f"tools: found {function!r}; expected a function that is neither asynchronous nor a generator")
     name, doc = function.__name__, inspect.getdoc(function) or ""
-    require(doc, f"tools: {name} has no docstring; the model reads there what the function does")
+    if not doc:
+        raise UserError(f"tools: {name} has no docstring; the model reads there what the function does")
     summary, described = _described(doc)
     try:
         hints, signature = get_type_hints(function), inspect.signature(function)
@@ -88,8 +91,10 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     properties, required = {}, []
     for parameter in signature.parameters.values():
         is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        require(is_named, f"tools: {name} takes *{parameter.name}; a tool has only named parameters")
-        require(parameter.name in hints, f"tools: {name}'s parameter {parameter.name} has no type hint")
+        if not is_named:
+            raise UserError(f"tools: {name} takes *{parameter.name}; a tool has only named parameters")
+        if parameter.name not in hints:
+            raise UserError(f"tools: {name}'s parameter {parameter.name} has no type hint")
         try:
             kind = _kind(hints[parameter.name])
         except (KeyError, TypeError) as error:

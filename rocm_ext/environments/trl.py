@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rocm_ext.base.errors import require
+from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import import_component
 from rocm_ext.environments.base import Environment, Message, now
 from rocm_ext.verifiers.base import Result
@@ -44,9 +44,11 @@ class Trl(Environment):
         self.environment = made = import_component(factory)()
         methods = [name for name, _ in inspect.getmembers(type(made), inspect.isfunction) if name[0] != "_"]
         named = f"environment: {factory}"
-        require("reset" in methods, f"{named} makes a {type(made).__name__} without a method reset")
+        if "reset" not in methods:
+            raise UserError(f"{named} makes a {type(made).__name__} without a method reset")
         rewarded = ("get_reward" in methods) != (reward is not None)
-        require(rewarded, f"{named} needs either a method get_reward or the argument reward")
+        if not rewarded:
+            raise UserError(f"{named} needs either a method get_reward or the argument reward")
         self.tools = [_at_once(getattr(made, name)) for name in methods if name not in _OWN]
         function: Callable[..., Any] = lambda **_: [now(made.get_reward())]  # noqa: E731
         if reward is not None:
@@ -61,7 +63,8 @@ class Trl(Environment):
         prompt = [dict(message) for message in self._reward.prompt(self.row)]
         text = now(self.environment.reset(**{**self.row, "prompt": prompt}))
         fits = isinstance(text, (str, type(None)))
-        require(fits, f"reset returned {type(text).__name__}; expected a text or None", ValueError)
+        if not fits:
+            raise ValueError(f"reset returned {type(text).__name__}; expected a text or None")
         opening = [{"role": "user", "content": text}] if text else []
         self.row = {**self.row, "messages": prompt + opening}
         return opening

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rocm_ext.base.errors import UserError, one_line, require
+from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.verifiers.base import Result, Verifier, correct, error, field, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.extract import answer_text, fenced_code
 from rocm_ext.verifiers.workers import worker
@@ -59,7 +59,8 @@ class Regex(Verifier):
     def __init__(
         self, pattern: str | None = None, field: str | None = None, full: bool = False, timeout: float = 1.0
     ) -> None:
-        require((pattern is None) != (field is None), "Regex takes either pattern or field")
+        if pattern is None == field is None:
+            raise UserError("Regex takes either pattern or field")
         self.pattern, self.field, self.full, self.timeout = pattern, field, full, timeout
         self.needs = (field,) if field else ()
         if pattern is not None:
@@ -93,8 +94,10 @@ class JsonSchema(Verifier):
     """
 
     def __init__(self, schema: Mapping[str, Any] | None = None, field: str | None = None, timeout: float = 5.0) -> None:
-        require((schema is None) != (field is None), "JsonSchema takes either schema or field")
-        require(timeout > 0, f"JsonSchema: timeout must be positive, found {timeout}")
+        if schema is None == field is None:
+            raise UserError("JsonSchema takes either schema or field")
+        if timeout <= 0:
+            raise UserError(f"JsonSchema: timeout must be positive, found {timeout}")
         self.field, self.needs, self.timeout = field, (field,) if field else (), timeout
         self._fixed = None if schema is None else _read(_validator, schema, "JsonSchema", UserError)
         self._elsewhere = Elsewhere("JsonSchema", timeout, schema=schema, field=field)
@@ -134,8 +137,10 @@ def _json_in(text: str) -> Any:
     """The JSON value in a completion; raises _NoJson, with the reason, if it holds none."""
     groups, fenced = fenced_code(text, "json")
     source = answer_text(text) if not fenced else groups[0][-1] if groups else ""
-    require(source.strip(), "no JSON", _NoJson)
-    require(len(source) <= MAX_JSON, f"more than {MAX_JSON} characters of JSON", _NoJson)
+    if not source.strip():
+        raise _NoJson("no JSON")
+    if len(source) > MAX_JSON:
+        raise _NoJson(f"more than {MAX_JSON} characters of JSON")
     decoder = json.JSONDecoder(parse_constant=_no_constant)
     try:
         return decoder.decode(source)
@@ -147,7 +152,8 @@ def _json_in(text: str) -> Any:
             value, start = decoder.raw_decode(source, bracket.start())
         except (ValueError, RecursionError):
             start, failures = bracket.end(), failures + 1
-    require(value is not None, malformed, _NoJson)
+    if value is None:
+        raise _NoJson(malformed)
     return value
 
 

@@ -7,8 +7,6 @@ from dataclasses import field as dataclass_field
 from enum import Enum
 from typing import Any
 
-from rocm_ext.base.errors import require
-
 DETAIL = 300  # characters
 
 
@@ -50,13 +48,16 @@ class Result:
         object.__setattr__(self, "detail", short(self.detail))
         values = self.parts.values() if isinstance(self.parts, Mapping) else [None]
         finite = all(isinstance(value, (int, float)) and math.isfinite(value) for value in values)
-        require(finite, f"the parts of a reward must be numbers by their names, found {self.parts!r}", ValueError)
+        if not finite:
+            raise ValueError(f"the parts of a reward must be numbers by their names, found {self.parts!r}")
         reward: Any = self.reward
         if self.verdict is Verdict.ERROR:
-            require(reward is None, f"an ERROR has no reward, found {reward!r}", ValueError)
+            if reward is not None:
+                raise ValueError(f"an ERROR has no reward, found {reward!r}")
             return
         fits = isinstance(reward, (int, float)) and not isinstance(reward, bool) and 0 <= reward <= 1
-        require(fits, f"the reward must be in [0, 1], found {reward!r}", ValueError)
+        if not fits:
+            raise ValueError(f"the reward must be in [0, 1], found {reward!r}")
         object.__setattr__(self, "reward", float(reward))
 
     def values(self) -> tuple[Any, float | None, str, Mapping[str, float]]:
@@ -131,7 +132,8 @@ def group_results(verifier: Verifier, completions: Sequence[str], row: Mapping[s
 def all_checked(verifier: Verifier, method: str, results: Any, count: int) -> list[Result]:
     """The results of a verifier's method; raises ValueError unless they are a list of ``count``."""
     listed = isinstance(results, list) and len(results) == count
-    require(listed, f"{name_of(verifier)}.{method} must return a list of {count} results", ValueError)
+    if not listed:
+        raise ValueError(f"{name_of(verifier)}.{method} must return a list of {count} results")
     return [checked(verifier, result) for result in results]
 
 

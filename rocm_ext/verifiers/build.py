@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rocm_ext.base.errors import UserError, nearest, one_line, require
+from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.verifiers.base import Result, Verifier, group_results, short
 
@@ -45,7 +45,8 @@ def build(node: "Mapping[str, Any] | Verifier") -> Verifier:
     if isinstance(node, Verifier):
         return node
     mapped = isinstance(node, Mapping) and isinstance(node.get(COMPONENT), str)
-    require(mapped, f"a verifier must be a mapping with {COMPONENT}: module.Class, found {short(node, 100)}")
+    if not mapped:
+        raise UserError(f"a verifier must be a mapping with {COMPONENT}: module.Class, found {short(node, 100)}")
     path = node[COMPONENT]
     try:
         made = import_component(path)
@@ -75,7 +76,8 @@ def build(node: "Mapping[str, Any] | Verifier") -> Verifier:
     if isinstance(verifier, Verifier):
         return verifier
     judges = callable(verifier) or hasattr(verifier, "judge_group")
-    require(judges, f"{path} builds a {type(verifier).__name__}, which is not callable as (completion, row)")
+    if not judges:
+        raise UserError(f"{path} builds a {type(verifier).__name__}, which is not callable as (completion, row)")
     return Wrapped(verifier)
 
 

@@ -13,7 +13,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from rocm_ext.base.errors import UserError, require
+from rocm_ext.base.errors import UserError
 from rocm_ext.verifiers.base import Result, correct, error, field, short, timeout, wrong
 from rocm_ext.verifiers.extract import parse_python
 from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, interpreter
@@ -108,14 +108,16 @@ class OutputRule:
             answer = json.loads(outcome.stdout)
         if outcome.timed_out or outcome.killed:
             answer = f"the checker {outcome.killed or f'is still running after {limits.seconds:g} s'}"
-        require(not isinstance(answer, str), str(answer), ValueError)
+        if isinstance(answer, str):
+            raise ValueError(str(answer))
         return answer
 
 
 def _tolerance(value: Any) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     fits = number and 0 <= value < math.inf
-    require(fits, f"tolerance must be a number of at least 0, found {value!r}", ValueError)
+    if not fits:
+        raise ValueError(f"tolerance must be a number of at least 0, found {value!r}")
 
 
 def _checker(source: str) -> str:
@@ -124,14 +126,16 @@ def _checker(source: str) -> str:
     except (SyntaxError, ValueError) as problem:
         raise ValueError(f"the checker is not Python: {problem}") from problem
     defined = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body)
-    require(defined, "the checker defines no function check(input, output, expected)", ValueError)
+    if not defined:
+        raise ValueError("the checker defines no function check(input, output, expected)")
     return source
 
 
 def cases_of(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The (input, expected output) pairs of a row; raises ValueError, naming the case, if they are not texts."""
     cases = _checked_cases(row, "{input: str, output: str}", str, str)
-    require(cases, "field 'cases' is empty", ValueError)
+    if not cases:
+        raise ValueError("field 'cases' is empty")
     return [(case["input"], case["output"]) for case in cases]
 
 
@@ -139,7 +143,7 @@ def _checked_cases(row: Mapping[str, Any], form: str, given: Any, expected: type
     cases: Sequence[Any] = field(row, "cases", (list, tuple))
     for index, case in enumerate(cases):
         right = isinstance(case, Mapping) and isinstance(case.get("input"), given) and "output" in case
-        if not (right and isinstance(case["output"], expected)):  # no require(): a case may have megabytes to show
+        if not (right and isinstance(case["output"], expected)):
             raise ValueError(f"field 'cases'[{index}] must be {form}, found {short(case, 80)}")
     return cases
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rocm_ext.base.errors import require
+from rocm_ext.base.errors import UserError
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, checked, error, group_results, name_of
 from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.workers.worker import blame
@@ -20,7 +20,8 @@ class _Several(Verifier):
 
     def __init__(self, verifiers: Sequence[Any]) -> None:
         listed = verifiers and not isinstance(verifiers, (str, Mapping))
-        require(listed, f"{type(self).__name__}: verifiers must be a list of verifiers, found {verifiers!r}")
+        if not listed:
+            raise UserError(f"{type(self).__name__}: verifiers must be a list of verifiers, found {verifiers!r}")
         self.verifiers = [build(node) for node in verifiers]
         names = [name_of(verifier) for verifier in self.verifiers]
         self.names = [name if names.count(name) == 1 else f"{name} {i}" for i, name in enumerate(names, 1)]
@@ -102,8 +103,10 @@ class Weighted(_Several):
         count = len(self.verifiers)
         listed = isinstance(weights, (list, tuple)) and len(weights) == count
         fit = listed and all(type(w) in (int, float) and 0 <= w < math.inf for w in weights) and sum(weights) > 0
-        require(fit, f"Weighted needs {count} weights >= 0, not all 0; found {weights!r}")
-        require(0 < threshold <= 1, f"Weighted: threshold must be in (0, 1], found {threshold}")
+        if not fit:
+            raise UserError(f"Weighted needs {count} weights >= 0, not all 0; found {weights!r}")
+        if not (0 < threshold <= 1):
+            raise UserError(f"Weighted: threshold must be in (0, 1], found {threshold}")
         self.weights, self.threshold = list(weights), threshold
 
     def _combined(self, results: Sequence[Result]) -> Result:

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rocm_ext.base.errors import require
+from rocm_ext.base.errors import UserError
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, error, short
 from rocm_ext.verifiers.sandbox.children import CHUNK, MARK, Child, supervise
 from rocm_ext.verifiers.workers import worker
@@ -45,8 +45,10 @@ class Command(Verifier):
 
     def __init__(self, command: Sequence[str], timeout: float = 30.0, persistent: bool = False) -> None:
         listed = command and not isinstance(command, str) and all(isinstance(part, str) for part in command)
-        require(listed, f"Command: command must be a list of strings, [program, argument, ...], found {command!r}")
-        require(timeout > 0, f"Command: timeout must be positive, found {timeout}")
+        if not listed:
+            raise UserError(f"Command: command must be a list of strings, [program, argument, ...], found {command!r}")
+        if timeout <= 0:
+            raise UserError(f"Command: timeout must be positive, found {timeout}")
         self.command, self.timeout, self.persistent = list(command), timeout, persistent
         self._program: _Program | None = None
         self._asked = 0
@@ -54,7 +56,8 @@ class Command(Verifier):
 
     def check(self) -> None:
         path = shutil.which(self.command[0])
-        require(path, f"Command: there is no program {self.command[0]!r} here or in PATH (in {os.getcwd()})")
+        if not path:
+            raise UserError(f"Command: there is no program {self.command[0]!r} here or in PATH (in {os.getcwd()})")
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
         request = {"completion": completion, "row": dict(row)}
@@ -72,10 +75,12 @@ class Command(Verifier):
         """The answer of a new process."""
         child = _started(self.command, request)
         in_time = supervise([child], self.timeout)
-        require(in_time, f"was still running after {self.timeout:g} s", _Fault)
+        if not in_time:
+            raise _Fault(f"was still running after {self.timeout:g} s")
         said = bytes(child.stderr).decode("utf-8", "replace")
         why = child.killed or f"ended with {child.returncode}: {short(said, 200)}"
-        require(child.returncode == 0 and not child.killed, why, _Fault)
+        if child.returncode != 0 or child.killed:
+            raise _Fault(why)
         return _result(bytes(child.stdout))
 
     def _ask(self, request: dict[str, Any]) -> Result:
@@ -110,7 +115,8 @@ def _result(said: bytes, number: int | None = None) -> Result:
     try:
         answer = json.loads(text)
         same = number is None or answer["id"] == number
-        require(same, f"the id is {answer.get('id')!r}", ValueError)
+        if not same:
+            raise ValueError(f"the id is {answer.get('id')!r}")
         detail, parts = str(answer.get("detail", "")), answer.get("parts", {})
         return Result(Verdict(answer["verdict"]), answer["reward"], detail, parts)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as problem:
@@ -157,11 +163,13 @@ class _Program:
                         raise _Fault(self._end())
                     else:
                         said += data
-                        require(len(said) <= MAX_LINE, f"printed more than {MAX_LINE} bytes", _Fault)
+                        if len(said) > MAX_LINE:
+                            raise _Fault(f"printed more than {MAX_LINE} bytes")
         answer, _, more = bytes(said).partition(b"\n")
         if more:
             raise _Fault(f"printed more than one line for a request: {short(said.decode('utf-8', 'replace'), 120)!r}")
-        require(not rest, "answered before it had read the request", _Fault)
+        if rest:
+            raise _Fault("answered before it had read the request")
         return answer
 
     def _listen(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rocm_ext.base.errors import UserError, require, require_known
+from rocm_ext.base.errors import UserError, require_known
 from rocm_ext.verifiers.base import Result, Verifier, correct, error, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.cases import OutputRule, cases_of, run_cases
 from rocm_ext.verifiers.extract import extract_code
@@ -137,7 +137,8 @@ class Run(Compile):
         super().__init__(language, compile_timeout, sandbox=sandbox)
         self.comparison = OutputRule(tolerance, checker, sandbox)
         fits = compiles >= 0 and runs >= 0 and compiles + runs < 1
-        require(fits, f"Run needs compiles, runs >= 0 and a sum below 1, found {compiles} and {runs}")
+        if not fits:
+            raise UserError(f"Run needs compiles, runs >= 0 and a sum below 1, found {compiles} and {runs}")
         self.limits = Limits(seconds=timeout, memory_mb=memory_mb)
         self.compiles, self.runs = compiles, runs
 
@@ -173,5 +174,6 @@ def compiler(language: str) -> tuple[str, tuple[str, ...]]:
     root = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
     inside = os.path.join(root, "bin", names[0])  # rustup's wrapper reads the home, which the sandbox hides
     runs = root and os.path.exists(inside)
-    require(runs, f"language {language}: {path} does not run; `{' '.join(ask)}` must print its folder")
+    if not runs:
+        raise UserError(f"language {language}: {path} does not run; `{' '.join(ask)}` must print its folder")
     return inside, () if root.startswith("/usr/") or root == "/usr" else (root,)

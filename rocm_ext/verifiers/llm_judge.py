@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rocm_ext.base import openai_http as http
-from rocm_ext.base.errors import UserError, one_line, require
+from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.verifiers.base import Result, Verifier, error, field, short
 from rocm_ext.verifiers.reward_function import checked_scale, scaled
 
@@ -64,8 +64,10 @@ class LLMJudge(Verifier):
         }
         for name, (value, least, most) in numbers.items():
             fits = type(value) is int and least <= value <= most
-            require(fits, f"LLMJudge: {name} must be a whole number from {least} to {most}, found {value!r}")
-        require(timeout > 0, f"LLMJudge: timeout must be positive, found {timeout}")
+            if not fits:
+                raise UserError(f"LLMJudge: {name} must be a whole number from {least} to {most}, found {value!r}")
+        if timeout <= 0:
+            raise UserError(f"LLMJudge: timeout must be positive, found {timeout}")
         self.parts = parsed_template(template)
         self.needs = tuple(dict.fromkeys(name for _, name in self.parts if name not in (None, "completion")))
         self.api_key_env, self.timeout, self.retries, self.batch_size = api_key_env, timeout, retries, concurrency
@@ -121,8 +123,10 @@ def parsed_template(template: str) -> list[tuple[str, str | None]]:
         raise UserError(f"LLMJudge: template is no template: {problem}") from problem
     for _, name, spec, conversion in parts:
         alone = name is None or (re.fullmatch(r"\w+", name) and not spec and not conversion)
-        require(alone, f"LLMJudge: template has {{{name}}}; expected the name of a field alone, like {{answer}}")
-    require("completion" in (name for _, name, _, _ in parts), "LLMJudge: template lacks {completion}")
+        if not alone:
+            raise UserError(f"LLMJudge: template has {{{name}}}; expected the name of a field alone, like {{answer}}")
+    if "completion" not in (name for _, name, _, _ in parts):
+        raise UserError("LLMJudge: template lacks {completion}")
     return [(text, name) for text, name, _, _ in parts]
 
 
@@ -149,7 +153,8 @@ def _reply(answer: Mapping[str, Any]) -> str:
         text = reason = None
     if not isinstance(text, str):
         raise ValueError(f"its server answers without a message: {short(json.dumps(answer), 100)}")
-    require(reason != "length", "its reply was cut off; raise max_tokens", ValueError)
+    if reason == "length":
+        raise ValueError("its reply was cut off; raise max_tokens")
     return text
 
 

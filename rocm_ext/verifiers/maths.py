@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from rocm_ext.base.errors import UserError, require
+from rocm_ext.base.errors import UserError
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, unparsed, wrong
 from rocm_ext.verifiers.extract import answer_text
 from rocm_ext.verifiers.mathtext import LETTER, TAIL, WORD, choice, clean, final_answer, number, plain, readable
@@ -48,7 +48,8 @@ class MathAnswer(Verifier):
 
     def __init__(self, field: str = "answer", tolerance: float = 0.0, timeout: float = 5.0) -> None:
         fits = 0 <= tolerance < 1 and timeout > 0
-        require(fits, f"{type(self).__name__} needs 0 <= tolerance < 1, timeout > 0: {tolerance}, {timeout}")
+        if not fits:
+            raise UserError(f"{type(self).__name__} needs 0 <= tolerance < 1, timeout > 0: {tolerance}, {timeout}")
         self.field, self.tolerance, self.timeout = field, tolerance, timeout
         self.needs: tuple[str, ...] = (field,)
         self._elsewhere = Elsewhere("MathAnswer", timeout, tolerance=tolerance)  # this process may be unable to fork
@@ -67,7 +68,8 @@ class MathAnswer(Verifier):
         worded = WORD.search(gold) and not re.search(r"\d", gold)
         parses = number(gold) is not None or worded or _parse(gold)
         problem = f"field {self.field!r} holds no answer that math-verify can parse: {short(value, 80)!r}"
-        require(parses, problem, ValueError)
+        if not parses:
+            raise ValueError(problem)
 
     def at_once(self, completion: str, row: Mapping[str, Any]) -> Result | None:
         mine, gold = plain(answer_text(completion)), plain(str(row[self.field]), gold=True)
@@ -104,7 +106,8 @@ class MajorityAnswer(MathAnswer):
     def __init__(
         self, min_share: float = 0.0, field: str | None = "answer", tolerance: float = 0.0, timeout: float = 5.0
     ) -> None:
-        require(0 <= min_share <= 1, f"MajorityAnswer needs min_share in [0, 1], found {min_share}")
+        if not (0 <= min_share <= 1):
+            raise UserError(f"MajorityAnswer needs min_share in [0, 1], found {min_share}")
         super().__init__(field or "", tolerance, timeout)
         self.needs, self.min_share = (), min_share
         self._elsewhere = Elsewhere("MajorityAnswer", timeout, min_share=min_share, tolerance=tolerance)

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rocm_ext.base.errors import UserError, nearest, require
+from rocm_ext.base.errors import UserError, nearest
 from rocm_ext.verifiers.base import Result, Verifier, correct, error, field, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, interpreter
 from rocm_ext.verifiers.sandbox.limits import ENVIRONMENT
@@ -39,7 +39,8 @@ class ReasoningGym(Verifier):
 
     def __init__(self, timeout: float = 10.0, memory_mb: int = 2048, sandbox: str = "bubblewrap") -> None:
         fits = timeout > 0 and memory_mb >= 256
-        require(fits, f"ReasoningGym needs timeout > 0 and memory_mb >= 256, found {timeout} and {memory_mb}")
+        if not fits:
+            raise UserError(f"ReasoningGym needs timeout > 0 and memory_mb >= 256, found {timeout} and {memory_mb}")
         self.timeout, self.memory_mb, self.kind = timeout, memory_mb, sandbox
 
     @cached_property
@@ -89,7 +90,8 @@ class ReasoningGym(Verifier):
         outcome = self._sandbox.run(argv, {"judge.py": SCRIPT.read_text()}, stdin, limits)
         why = outcome.killed or outcome.stderr.decode("utf-8", "replace") or f"took over {limits.seconds:g} s"
         ended = outcome.started and not outcome.timed_out and not outcome.killed
-        require(ended, f"the sandbox of reasoning-gym: {short(why, 200)}", ValueError)
+        if not ended:
+            raise ValueError(f"the sandbox of reasoning-gym: {short(why, 200)}")
         return _read(outcome.stdout, outcome.stderr)
 
 
@@ -115,8 +117,10 @@ def _read(stdout: bytes, stderr: bytes) -> dict[str, Any]:
         raise UserError(f"reasoning-gym: {short(stderr.decode('utf-8', 'replace')[-500:], 200) or 'it died'}") from None
     if "unknown" in said:
         raise UserError(f"reasoning-gym has no task {said['unknown']!r}{nearest(said['unknown'], said['tasks'])}")
-    require("missing" not in said, f"reasoning-gym cannot be imported: {said.get('missing')}; {INSTALL}")
-    require("problem" not in said, f"reasoning-gym: {said.get('problem')}; set `options` to arguments of the task")
+    if "missing" in said:
+        raise UserError(f"reasoning-gym cannot be imported: {said.get('missing')}; {INSTALL}")
+    if "problem" in said:
+        raise UserError(f"reasoning-gym: {said.get('problem')}; set `options` to arguments of the task")
     return said
 
 

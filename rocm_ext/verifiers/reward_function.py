@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rocm_ext.base.errors import UserError, one_line, require
+from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, error, field, short
 from rocm_ext.verifiers.build import build
@@ -53,10 +53,12 @@ class RewardFunction(Verifier):
     ) -> None:
         self.scale, self.threshold = checked_scale("RewardFunction", scale, threshold)
         fits = type(batch_size) is int and batch_size >= 1
-        require(fits, f"RewardFunction: batch_size must be a whole number of at least 1, found {batch_size!r}")
+        if not fits:
+            raise UserError(f"RewardFunction: batch_size must be a whole number of at least 1, found {batch_size!r}")
         self.function = import_component(function) if isinstance(function, str) else function
         is_class = inspect.isclass(self.function)
-        require(not is_class, f"RewardFunction: {function} is a class; expected a function, or an object with __call__")
+        if is_class:
+            raise UserError(f"RewardFunction: {function} is a class; expected a function, or an object with __call__")
         self.__name__ = getattr(self.function, "__name__", type(self.function).__name__)  # for messages and parts
         self.conversational, self.batch_size, self.groups = conversational, batch_size, groups
         self._named: dict[str, bool] = {}  # parameter -> whether it is required
@@ -66,7 +68,8 @@ class RewardFunction(Verifier):
             if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                 self._takes_all = self._takes_all or parameter.kind is parameter.VAR_KEYWORD
             elif name in TRAINERS:
-                require(optional, f"RewardFunction: the function needs {name}, which only a trainer has")
+                if not optional:
+                    raise UserError(f"RewardFunction: the function needs {name}, which only a trainer has")
             else:
                 self._named[name] = not optional
         ours = ("prompts", "completions", *LOGGERS)
@@ -104,10 +107,12 @@ class RewardFunction(Verifier):
             rewards = asyncio.run(_result_of(rewards))
         listed = isinstance(rewards, Iterable) and not isinstance(rewards, (str, Mapping))
         shown = short(repr(rewards), 40)
-        require(listed, f"it returned {shown}; expected a list with a reward for each answer", TypeError)
+        if not listed:
+            raise TypeError(f"it returned {shown}; expected a list with a reward for each answer")
         rewards = list(rewards)
         counts = f"{len(rewards)} rewards for {len(rows)} completions"
-        require(len(rewards) == len(rows), f"it returned {counts}", ValueError)
+        if len(rewards) != len(rows):
+            raise ValueError(f"it returned {counts}")
         return [self._result(reward, parts) for reward in rewards]
 
     def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
@@ -134,13 +139,15 @@ class RewardFunction(Verifier):
     def _result(self, reward: Any, parts: Mapping[str, float]) -> Result:
         if isinstance(reward, Mapping):
             shown = short(repr(reward), 80)
-            require("reward" in reward, f"it returned {shown}; expected 'reward' beside its parts", ValueError)
+            if "reward" not in reward:
+                raise ValueError(f"it returned {shown}; expected 'reward' beside its parts")
             parts = {**parts, **_finite({name: value for name, value in reward.items() if name != "reward"})}
             reward = reward["reward"]
         if reward is None:
             return error("the reward function does not apply to this row: it returned None")
         is_text = isinstance(reward, str)
-        require(not is_text, f"it returned the text {short(reward, 40)!r} as a reward", TypeError)
+        if is_text:
+            raise TypeError(f"it returned the text {short(reward, 40)!r} as a reward")
         return replace(scaled(float(reward), self.scale, self.threshold, "the reward function"), parts=parts)
 
 
@@ -158,9 +165,11 @@ def checked_scale(who: str, scale: Sequence[float], threshold: float) -> tuple[t
     """A verifier's arguments ``scale`` and ``threshold`` as floats; raises UserError if one is out of range."""
     numbers = isinstance(scale, (list, tuple)) and all(type(number) in (int, float) for number in scale)
     fits = numbers and len(scale) == 2 and -math.inf < scale[0] < scale[1] < math.inf
-    require(fits, f"{who}: scale must be [low, high], two numbers with low < high, found {scale!r}")
+    if not fits:
+        raise UserError(f"{who}: scale must be [low, high], two numbers with low < high, found {scale!r}")
     fits = type(threshold) in (int, float) and 0 < threshold <= 1
-    require(fits, f"{who}: threshold must be in (0, 1], found {threshold!r}")
+    if not fits:
+        raise UserError(f"{who}: threshold must be in (0, 1], found {threshold!r}")
     return (float(scale[0]), float(scale[1])), float(threshold)
 
 

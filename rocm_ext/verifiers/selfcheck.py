@@ -7,7 +7,7 @@ from itertools import islice
 from statistics import fmean
 from typing import Any
 
-from rocm_ext.base.errors import UserError, require
+from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import COMPONENT
 from rocm_ext.verifiers.base import Result, Verdict
 from rocm_ext.verifiers.build import build
@@ -64,12 +64,14 @@ def self_check(
             try:
                 verifier.check_row(row)
                 gold = _gold(row, names)
-                require(gold is not None, f"no gold answer in {' or '.join(names)}; the row has {', '.join(row)}")
+                if gold is None:
+                    raise UserError(f"no gold answer in {' or '.join(names)}; the row has {', '.join(row)}")
             except (UserError, ValueError) as error:
                 raise UserError(f"{origin}: {error}") from error
             futures.append((origin, pool.submit(str(gold), row)))
         results = [(origin, future.result()) for origin, future in futures]
-    require(results, "there are no rows to check the verifier with")
+    if not results:
+        raise UserError("there are no rows to check the verifier with")
     verdicts = Counter(result.verdict for _, result in results)
     rewards = [result.reward for _, result in results if result.reward is not None]
     failures = [(origin, result) for origin, result in results if result.verdict is not Verdict.CORRECT]

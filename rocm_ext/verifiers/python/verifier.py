@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence, Set
 from functools import cached_property, lru_cache
 from typing import Any
 
-from rocm_ext.base.errors import require, require_known
+from rocm_ext.base.errors import UserError, require_known
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.cases import OutputRule, calls_of, cases_of, run_cases
 from rocm_ext.verifiers.extract import answer_text, extract_code, fenced_code, parse_python
@@ -94,7 +94,8 @@ class PythonTests(Verifier):
         checker: str | None = None,
     ) -> None:
         fits = timeout > 0 and memory_mb >= 128
-        require(fits, f"PythonTests needs timeout > 0 and memory_mb >= 128, found {timeout} and {memory_mb}")
+        if not fits:
+            raise UserError(f"PythonTests needs timeout > 0 and memory_mb >= 128, found {timeout} and {memory_mb}")
         require_known("isolation", isolation, ("two_processes", "same_process"))
         require_known("unjudged", unjudged, ("wrong", "error"))
         self.isolation, self.unjudged = isolation, unjudged
@@ -111,8 +112,9 @@ class PythonTests(Verifier):
         self._sandbox.check()
         path = interpreter(self.python).path
         outcome = self._sandbox.run([path, "-s", "-S", "-c", "print(6 * 7)"], limits=Limits(seconds=20))
-        runs = outcome.stdout.strip() == b"42"
-        require(runs, f"{path} does not run in the sandbox: {short(outcome.stderr.decode('utf-8', 'replace'), 200)}")
+        if outcome.stdout.strip() != b"42":
+            said = short(outcome.stderr.decode("utf-8", "replace"), 200)
+            raise UserError(f"{path} does not run in the sandbox: {said}")
         if self.isolation == "same_process":
             log.warning(
                 "PythonTests with isolation: same_process: code can forge its verdict; use it for code you trust"
@@ -125,7 +127,8 @@ class PythonTests(Verifier):
                 cases_of(row)
                 return
             no_checker = row.get("checker") is None
-            require(no_checker, "field 'checker' judges what a program prints; these cases are calls", ValueError)
+            if not no_checker:
+                raise ValueError("field 'checker' judges what a program prints; these cases are calls")
         for name in ("entry_point", "test_setup", "code_prefix"):
             if row.get(name) is not None:
                 field(row, name, str)
@@ -261,7 +264,8 @@ def tests_of(row: Mapping[str, Any]) -> str:
     """The source of a row's tests; raises ValueError if the row has none."""
     tests = field(row, "tests", (str, list, tuple))
     source = tests if isinstance(tests, str) else "\n".join(map(str, tests))
-    require(source.strip(), "field 'tests' is empty", ValueError)
+    if not source.strip():
+        raise ValueError("field 'tests' is empty")
     return source.replace("\r\n", "\n")
 
 

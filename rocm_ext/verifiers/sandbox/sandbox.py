@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from rocm_ext.base.errors import UserError, require, require_known
+from rocm_ext.base.errors import UserError, require_known
 from rocm_ext.verifiers.sandbox import bubblewrap
 from rocm_ext.verifiers.sandbox.children import MARK, Child, readable, supervise
 from rocm_ext.verifiers.sandbox.limits import ENVIRONMENT, Limits, tool
@@ -109,7 +109,8 @@ class Sandbox:
         for folder in readable:
             path = Path(folder).resolve()
             hidden = f"the program needs {folder}, which holds your home; the sandbox hides that"
-            require(path != home and path not in home.parents, f"{hidden}, so install the program elsewhere")
+            if path == home or path in home.parents:
+                raise UserError(f"{hidden}, so install the program elsewhere")
         self.kind, self.readable = kind, tuple(dict.fromkeys(readable))
 
     def check(self) -> None:

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from rocm_ext.base.errors import UserError, require
+from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.verifiers.base import Result, Verifier, error
 from rocm_ext.verifiers.sandbox.children import descendants, kill
@@ -53,7 +53,8 @@ class Pool:
 
     def __init__(self, verifier_config: Mapping[str, Any], workers: int, timeout: float) -> None:
         fits = workers >= 1 and timeout > 0
-        require(fits, f"verification needs workers >= 1 and timeout > 0, found {workers} and {timeout}")
+        if not fits:
+            raise UserError(f"verification needs workers >= 1 and timeout > 0, found {workers} and {timeout}")
         try:
             self._verifier_config = json.loads(json.dumps(verifier_config, default=_plain))
         except (TypeError, ValueError) as problem:
