@@ -2,10 +2,10 @@
 
 Layers, lowest first: the recipe's defaults, the hardware profile, the run YAML, the command line.
 ``hardware=…`` on the command line lifts its profile over the run YAML, so that any config runs on
-any machine with ``hardware=cpu``. A component (a node with ``_component_``) in a higher layer
-changes arguments of the same component in a lower one, and replaces another one whole.
+any machine with ``hardware=cpu``. A component (a mapping with ``_component_``) in a higher layer
+changes arguments of the same component in a lower layer, and replaces any other component.
 
-torchtune is imported by :func:`load` alone: the start of a run reads configs before anything heavy is imported.
+Only :func:`load` imports torchtune: a run reads its config before it imports anything heavy.
 """
 
 import copy
@@ -35,18 +35,18 @@ from rocm_ext.machine.bench_file import of_this_machine
 from rocm_ext.machine.detect import detect
 from rocm_ext.machine.profile import choose_profile, load_profile
 
-# Keys of files and folders, in which ~ is the home folder
+# Keys whose values are paths, where ~ is the home folder
 _PATHS = {"adapter_checkpoint", "checkpoint_dir", "log_dir", "merges_file", "output_dir", "path", "special_tokens_path"}
-# Two ways to say the same: the higher layer's wins, and unsets the other.
+# Mutually exclusive keys: a value in a higher layer unsets the other key.
 _RIVALS = {
     "gradient_accumulation_steps": "sequences_per_step",
     "sequences_per_step": "gradient_accumulation_steps",
     "verifier": "environment",
     "environment": "verifier",
 }
-# Keys of model whose mappings an override replaces: merging would keep keys of the YAML's
+# Mappings that an override replaces: merging would keep the YAML's entries
 _REPLACED = ("model.rank_pattern", "model.alpha_pattern", "model.trainable_tokens")
-# What other trainers (transformers, TRL, axolotl, LLaMA-Factory) call keys of ours
+# Names in other trainers (transformers, TRL, axolotl, LLaMA-Factory) -> our key
 _ELSEWHERE = {
     "alpha_pattern": "model.alpha_pattern",
     "bf16": "dtype",
@@ -87,21 +87,21 @@ _LOSSES_OF_PAIRS = {"Preference", "UnpairedPreference", "DPOLoss", "RSOLoss"}  #
 def load(
     recipe: str | registry.Recipe, name: str, overrides: Iterable[str] = (), content: Mapping[str, Any] | None = None
 ) -> DictConfig:
-    """The whole config of a run.
+    """Return the config of a run.
 
     Args:
         recipe: recipe that runs the config, or its name.
         name: a YAML file, or the name of one in ``recipe_configs``.
         overrides: ``key=value`` or ``~key``, as on the command line.
-        content: content of a config that is no file; keys that a run must set may then be missing, and are null.
+        content: keys of a config without a file; keys that a run must set may then be missing, and become null.
 
     Returns:
-        every key of the recipe's defaults, with ``recipe`` and ``hardware`` resolved to names. Texts from the
+        All keys of the recipe's defaults, with ``recipe`` and ``hardware`` resolved to names. Texts from the
         environment stay references, see :mod:`rocm_ext.config.references`.
 
     Raises:
-        UserError: for an unreadable file, a config of another recipe, unknown or missing keys and values of the wrong
-            kind.
+        UserError: the file is unreadable, the config is for another recipe, a key is unknown or missing, or a value is
+            of the wrong kind.
     """
     from torchtune.config._utils import _merge_yaml_and_cli_args
 
@@ -145,13 +145,13 @@ def load(
 
 
 def defaults(recipe: str | registry.Recipe) -> dict[str, Any]:
-    """Every key of a recipe, with its default.
+    """Return every key of a recipe, with its default.
 
-    ``extends`` in a defaults file names a recipe whose keys it has, too; ``include`` names files beside it whose keys
-    it has, without ``.yaml``. An included file may include others.
+    ``extends`` in a defaults file names a recipe whose keys it inherits. ``include`` lists files in the same folder,
+    without ``.yaml``, whose keys it adds; an included file may include others.
 
     Raises:
-        UserError: a defaults file cannot be read, or there is no key `hardware`.
+        UserError: a defaults file cannot be read, or the key ``hardware`` is missing.
     """
     merged: dict[str, Any] = {}
     recipe = registry.find(recipe) if isinstance(recipe, str) else recipe
@@ -174,8 +174,8 @@ def _with_included(path: Path) -> dict[str, Any]:
 
 
 def trainer_config(cfg: DictConfig) -> dict[str, Any]:
-    """The config of a training run inside another recipe: the SFT recipe's keys, with its defaults for those that
-    ``cfg`` lacks, and the keys that a recipe of the user's own adds. It names no data: the recipe brings its own."""
+    """Return the config of a training run inside another recipe: the SFT recipe's keys, with defaults for keys that
+    ``cfg`` lacks, and keys that a user's recipe adds. Keys of data are null: the recipe brings its data."""
     settings: Any = OmegaConf.to_container(cfg)
     known = {key: settings.get(key, default) for key, default in defaults(registry.SFT).items()}
     ours = set().union(*map(defaults, registry.TITLES))
@@ -185,12 +185,13 @@ def trainer_config(cfg: DictConfig) -> dict[str, Any]:
 
 
 def recipe_of(name: str, overrides: Iterable[str] = ()) -> registry.Recipe:
-    """The recipe that a config is for: the one that ``recipe=…`` or the config names. One that names none, as
-    torchtune's own do, is for DPO if its loss is one of pairs, else for the first recipe of this library that knows the
-    most of its keys.
+    """Return the recipe that ``recipe=…`` or the config names.
+
+    torchtune's configs name none. They are for DPO if their loss compares answers, else for the first recipe of this
+    library that knows most of their keys.
 
     Raises:
-        UserError: there is no such config, or no such recipe.
+        UserError: the config or the recipe does not exist.
     """
     path = find(name)
     content = read(path)
@@ -205,15 +206,15 @@ def recipe_of(name: str, overrides: Iterable[str] = ()) -> registry.Recipe:
 
 
 def requested_hardware(name: str, overrides: Iterable[str] = (), recipe: registry.Recipe | None = None) -> str:
-    """The value of ``hardware`` that :func:`load` would resolve, found without loading the rest.
+    """Return the value of ``hardware`` that :func:`load` would resolve, without loading the rest.
 
     Args:
         name: as in :func:`load`.
         overrides: as in :func:`load`.
-        recipe: recipe that runs the config; None: the one that the config is for.
+        recipe: recipe that runs the config; None: :func:`recipe_of` it.
 
     Raises:
-        UserError: there is no such config, or no such recipe.
+        UserError: the config or the recipe does not exist.
     """
     stated = _by_key(overrides).get("hardware") or read(find(name)).get("hardware")
     return str(stated or defaults(recipe or recipe_of(name, overrides))["hardware"])
@@ -224,7 +225,7 @@ def _by_key(overrides: Iterable[str]) -> dict[str, str]:
 
 
 def _without_removed(run: dict[str, Any], name: str, overrides: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """The content of a run YAML without the keys that ``~key`` removes, and the other overrides."""
+    """Return a run YAML without the keys that ``~key`` removes, and the other overrides."""
     if strange := [item for item in overrides if "=" not in item and not item.startswith("~")]:
         raise UserError(f"cannot read override {strange[0]!r}; expected key=value or ~key", code=2)
     removed = [item for item in overrides if item.startswith("~") and "." not in item]
@@ -236,9 +237,9 @@ def _without_removed(run: dict[str, Any], name: str, overrides: list[str]) -> tu
 
 
 def _check_recipe(name: str, stated: str, recipe: registry.Recipe, folder: Path) -> None:
-    """Refuse a config of another recipe. A recipe also runs configs of those that it extends, up to this library's."""
+    """Refuse a config of another recipe, unless the running recipe extends that one."""
     fits = _fitting(recipe)
-    if stated in fits:  # the running recipe's own file may be in any folder
+    if stated in fits:  # the running recipe's file may be in any folder
         return
     asked_for = registry.find(stated, folder)
     if asked_for.name not in fits:
@@ -250,7 +251,7 @@ def _check_recipe(name: str, stated: str, recipe: registry.Recipe, folder: Path)
 def _check_guessed(
     name: str, run: Mapping[str, Any], overrides: list[str], recipe: registry.Recipe, known: Mapping[str, Any]
 ) -> None:
-    """Refuse a config that names no recipe, as torchtune's own do, where its keys or its loss show another one."""
+    """Refuse a config that names no recipe, such as torchtune's, if its keys or its loss belong to another recipe."""
     guess, fits = recipe_of(name, overrides), _fitting(recipe)
     if guess.name in fits or not registry.family(recipe):
         return
@@ -265,7 +266,7 @@ def _check_guessed(
 
 
 def _fitting(recipe: registry.Recipe) -> list[str]:
-    """The recipes whose configs ``recipe`` runs."""
+    """Return the recipes whose configs ``recipe`` runs: its chain, up to a recipe of this library."""
     chain = [part.name for part in registry.chain(recipe)]
     family = registry.family(recipe)
     return chain[: chain.index(family) + 1] if family else chain
@@ -276,7 +277,7 @@ def _start_with(recipe: registry.Recipe, config: str) -> str:
 
 
 def startable(recipe: registry.Recipe) -> str:
-    """What `tune run` calls a recipe: its name, or a user's file."""
+    """Return a recipe's name for `tune run`; for a user's recipe, its file."""
     return recipe.name if recipe.name in registry.recipes() else _from_here(recipe.file)
 
 
@@ -286,7 +287,7 @@ def _from_here(file: Path) -> str:
 
 
 def find(name: str) -> Path:
-    """The YAML file called ``name``: a path, a config of this library, or one of torchtune's.
+    """Return the YAML file called ``name``: a path, a config of this library, or a config of torchtune.
 
     Raises:
         UserError: no config has this name; the message suggests the nearest.
@@ -307,7 +308,7 @@ def find(name: str) -> Path:
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any], free: frozenset[str]) -> list[str]:
-    """``key: was A, is B`` for every value that differs, except under the keys in ``free``."""
+    """Return ``key: was A, is B`` for every value that differs, except under the keys in ``free``."""
     flat_old, flat_new = flatten(old), flatten(new)
     return [
         f"{key}: was {flat_old.get(key)}, is {flat_new.get(key)}"
@@ -317,10 +318,10 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any], free: frozenset[s
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The content of a config's file, interpolations left as they are.
+    """Read a config's file without resolving interpolations.
 
     Raises:
-        UserError: it cannot be read, or holds no mapping.
+        UserError: the file cannot be read, or holds no mapping.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -343,7 +344,7 @@ def _parsed(path: Path, text: str) -> dict[str, Any]:
 
 
 def _resolve_hardware(requested: Any) -> tuple[str, dict[str, Any]]:
-    """Name and settings of the profile; ``auto`` adds what `rocm-ext bench` measured on this machine."""
+    """Return name and settings of the profile; ``auto`` adds what `rocm-ext bench` measured on this machine."""
     if requested != "auto":
         return str(requested), load_profile(str(requested)).settings
     machine = detect()
@@ -363,17 +364,17 @@ def _unset_rivals(merged: dict[str, Any], layer: Mapping[str, Any], defaults: Ma
 
 
 def _over(lower: Any, value: Any) -> Any:
-    """Return ``value`` with the arguments that the same component has in a lower layer, and ``value`` does not name."""
+    """Return ``value`` with further arguments of the same component in a lower layer."""
     if not (isinstance(lower, Mapping) and isinstance(value, Mapping) and COMPONENT in lower):
         return value
     return {**lower, **value} if value.get(COMPONENT, lower[COMPONENT]) == lower[COMPONENT] else value
 
 
 def _replace_components(merged: dict[str, Any], overrides: list[str]) -> list[str]:
-    """Carry out overrides like ``lr_scheduler=null``, and return the others.
+    """Apply overrides like ``lr_scheduler=null``, and return the others.
 
-    torchtune reads ``key=VALUE`` as ``key._component_=VALUE`` where ``key`` is a component, even if VALUE
-    is null or a list.
+    torchtune reads ``key=VALUE`` as ``key._component_=VALUE`` if ``key`` is a component, even if VALUE is null or a
+    list.
     """
     rest = []
     for item in overrides:
@@ -392,7 +393,7 @@ def _replace_components(merged: dict[str, Any], overrides: list[str]) -> list[st
             merged[root] = {**merged[root], leaf: OmegaConf.select(OmegaConf.from_dotlist([item]), key)}
             continue
         if dot and not isinstance(merged.get(root), Mapping | list | None):
-            raise UserError(f"unknown key {key}: {root} is {merged[root]!r} and has no keys of its own")
+            raise UserError(f"unknown key {key}: {root} is {merged[root]!r} and has no keys")
         rest.append(item)
     return rest
 
@@ -430,7 +431,7 @@ def _check_complete(cfg: DictConfig, defaults: Mapping[str, Any], name: str) -> 
     missing = set(OmegaConf.missing_keys(cfg))
     missing |= {key for key, default in defaults.items() if default == "???" and cfg._get_node(key)._is_none()}  # type: ignore
     # a missing key of the recipe explains the missing values that refer to it
-    judged = "teacher" not in defaults  # which takes a verifier's place
+    judged = "teacher" not in defaults  # a teacher replaces the verifier
     if judged and defaults.get("prompts") == "???" and cfg.verifier is None and cfg.environment is None:
         missing.add("verifier")  # or environment, whose default is null, too
     if missing := {key for key in missing if key in defaults} or missing:

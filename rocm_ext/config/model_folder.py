@@ -1,4 +1,4 @@
-"""The folder that a config's model comes from: whether it is there, and the blocks that follow from it."""
+"""The folder with a config's model: check that it exists, and fill in the config's blocks that follow from it."""
 
 import os
 import re
@@ -31,10 +31,10 @@ _BLOCKS: dict[str, dict[str, Any]] = {
 def complete(merged: dict[str, Any], on_command_line: Mapping[str, str]) -> None:
     """Fill in ``checkpointer`` and ``tokenizer`` of a config whose model is :data:`FROM_CHECKPOINT`.
 
-    A block that names another component stays as it is. Of any other block, the given keys stay.
+    Given keys stay, and so does a block that names another component.
 
     Args:
-        merged: the config's content, which changes.
+        merged: the config's keys; changed in place.
         on_command_line: overrides by key.
     """
     model = merged.get("model")
@@ -50,14 +50,14 @@ def complete(merged: dict[str, Any], on_command_line: Mapping[str, str]) -> None
 
 
 def check_model_folder(cfg: DictConfig, config: Path) -> None:
-    """Refuse a config whose model is a folder that does not exist. A name on the hub is fine: the run downloads it.
+    """Refuse a config whose model folder does not exist. The run downloads a model with a name on the hub.
 
     Args:
-        cfg: the whole config.
-        config: its file, whose comments may have the command that downloads the model.
+        cfg: the run's config.
+        config: file of the config; a comment in it may give the download command.
 
     Raises:
-        UserError: with that command.
+        UserError: the folder does not exist; the message has the command.
     """
     checkpointer = cfg.get("checkpointer")
     if not isinstance(checkpointer, DictConfig) or not str(checkpointer.get(COMPONENT)).startswith(
@@ -77,7 +77,7 @@ def check_model_folder(cfg: DictConfig, config: Path) -> None:
 
 
 def _command_in(text: str, folder: Path) -> str | None:
-    """The command in a config's comments that downloads or makes the model of ``folder``."""
+    """Return the command in a config's comments that downloads or makes the model in ``folder``."""
     for command in re.findall(r"^# *((?:tune download|rocm-ext pocket) .*\S)", text, re.MULTILINE):
         name, *options = shlex.split(command)[2:]
         if command.startswith("rocm-ext"):

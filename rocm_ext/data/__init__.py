@@ -1,8 +1,4 @@
-"""Data: sources, chat rendering, rows, micro-batches, and prompts.
-
-YAML files name components of this package: ``rocm_ext.data.sft_dataset``, ``rocm_ext.data.preference_dataset``,
-``rocm_ext.data.prompt_dataset``, ``rocm_ext.data.reasoning_gym_prompts`` and ``rocm_ext.data.HFTokenizer``.
-"""
+"""Data: sources, chat rendering, rows, micro-batches, and prompts. YAML files name the components in ``__all__``."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -17,8 +17,8 @@
   ``private_test_cases``, ``metadata`` -> ``prompt``, and ``cases`` of both
 
 In the last three, words that are numbers are compared by value, as these benchmarks do: apps and taco allow a relative
-error of 1e-5, livecodebench none. Where tests of EvalPlus (mbppplus, evalplus/humanevalplus) ask whether numbers are
-close, they ask for the same shape, too.
+error of 1e-5, livecodebench none. EvalPlus's tests (mbppplus, evalplus/humanevalplus) of close numbers also compare
+shapes.
 """
 
 import ast
@@ -38,7 +38,7 @@ MAX_TESTS = 1 << 30  # bytes of a row's unpacked tests
 TEXT_OPCODES = {"PROTO", "FRAME", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
 TEXT_OPCODES |= {"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}
 CLOSE = re.compile(r"^([ \t]+)((?:assert np\.allclose|np\.testing\.assert_allclose)\(out, exp\b)", re.M)
-# what LeetCode's and LiveCodeBench's answers use without importing it
+# names that answers to LeetCode and LiveCodeBench use without an import
 LEETCODE = """import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
 from bisect import *
 from collections import *
@@ -99,7 +99,7 @@ def _mbppplus(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_shapes(tests: str) -> str:
-    """EvalPlus's tests, in which close numbers must have the same shape; numpy finds ``[]`` close to any number."""
+    """Make EvalPlus's tests of close numbers compare shapes as well: in numpy, ``[]`` is close to any number."""
     return CLOSE.sub(r"\1assert np.shape(out) == np.shape(exp)\n\1\2", tests)
 
 
@@ -177,27 +177,27 @@ FORMATS = {
 
 
 def _program(question: str, pairs: Any) -> dict[str, Any]:
-    """The fields of a task for a program that reads stdin, from (input, output) pairs."""
+    """Return the fields of a task for a program that reads stdin, from (input, output) pairs."""
     cases = [{"input": given, "output": wanted} for given, wanted in pairs]
     return {"prompt": f"{question.rstrip()}\n\n{PROGRAM}", "cases": cases}
 
 
 def _function(question: str, starter: str, name: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fields of a task for a function, or a method of LeetCode's ``class Solution``."""
+    """Return the fields of a task for a function, or for a method of LeetCode's ``class Solution``."""
     entry = f"Solution().{name}" if "class Solution" in starter else name
     asks = f"{FUNCTION}\n\n```python\n{starter.rstrip()}\n```" if starter.strip() else f"Name the function `{name}`."
     return {"prompt": f"{question.rstrip()}\n\n{asks}", "entry_point": entry, "cases": cases, "test_setup": LEETCODE}
 
 
 def _lines(text: Any) -> str:
-    """The text of an input or output, which may be a list of lines."""
+    """Return an input or output as text; it may be a list of lines."""
     if isinstance(text, list) and all(isinstance(line, str) for line in text):
         return "\n".join(text)
     return string(text, "input_output's inputs and outputs")
 
 
 def _json(row: Mapping[str, Any], column: str, default: Any) -> Any:
-    """The value of a column that holds JSON text; ``default`` if it is empty."""
+    """Return the value of a column with JSON text; ``default`` if it is empty."""
     value = row.get(column)
     if not isinstance(value, str):
         return default if value is None else value
@@ -208,9 +208,9 @@ def _json(row: Mapping[str, Any], column: str, default: Any) -> Any:
 
 
 def _private(text: Any) -> list[Any]:
-    """LiveCodeBench's private tests: JSON, or the base64 of zlib of a pickle of JSON text.
+    """Read LiveCodeBench's private tests: JSON, or the base64 of zlib of a pickle of JSON text.
 
-    The pickle is read as text; one that holds anything else is refused, since unpickling it could run code.
+    The pickle must hold one text and nothing else: unpickling could run code, so this parses its opcodes instead.
     """
     if not isinstance(text, str):
         return text if isinstance(text, list) else _refuse_private("text")
@@ -235,7 +235,7 @@ def _refuse_private(what: str) -> Any:
 
 
 def _called_functions(code: Any, tests: str) -> set[str]:
-    """The functions at the top level of ``code`` that ``tests`` call; none where one of them is no Python."""
+    """Return the top-level functions of ``code`` that ``tests`` call; none if either is not Python."""
     try:
         body, nodes = ast.parse(string(code, "code")).body, list(ast.walk(ast.parse(tests)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -30,10 +30,10 @@ def open_source(
 
     Args:
         source, split, data_files, name, column_map: see :func:`rocm_ext.data.sft_dataset`.
-        fields: our columns; None: any name may be one.
+        fields: names of our columns; None: any name.
 
     Returns:
-        The rows and the function that names their origin, as from :func:`load_rows`, and the column map.
+        Rows and origin as from :func:`load_rows`, and the column map.
 
     Raises:
         UserError: the source cannot be read, or ``column_map`` does not match it.
@@ -62,8 +62,7 @@ def load_rows(source: str, split: str, data_files: Any, name: str | None) -> tup
         source, split, data_files, name: as for :func:`rocm_ext.data.sft_dataset`.
 
     Returns:
-        The rows, and a function that names the origin of row i: ``file:line`` in JSON lines, else its index,
-        from 0.
+        The rows, and a function from a row's index to its origin: ``file:line`` in JSON lines, else the index, from 0.
 
     Raises:
         UserError: the source does not exist or cannot be read, or the split has no rows.
@@ -123,7 +122,7 @@ def _open(file: str) -> Any:
 
 
 def _table(file: str) -> dict[str, Any]:
-    """Return how `datasets` reads a table: its separator, and all cells as text."""
+    """Return options for `datasets` to read a table: its separator, and all cells as text."""
     with _open(file) as lines:
         header = lines.readline()
         sep = "\t" if _suffix(file) == ".tsv" else max(",;\t", key=header.count)
@@ -133,13 +132,13 @@ def _table(file: str) -> dict[str, Any]:
 
 
 def _text_cells(columns: Iterable[str]) -> dict[str, Any]:
-    """Return the options for text cells: else pandas takes NA for a gap and 007 for 7."""
+    """Return options for text cells; without them pandas reads NA as a gap and 007 as 7."""
     features = Features(dict.fromkeys(columns, Value("string")))
     return {"features": features, "na_values": [""], "keep_default_na": False}
 
 
 def _load(args: Any, files: Any, split: str) -> Any:
-    """Read rows with `datasets`; where it finds CSV files, again with text cells."""
+    """Read rows with `datasets`; if they are CSV, read them again with text cells."""
     rows = load_dataset(*args, data_files=files, split=split)
     if rows.info.builder_name != "csv":
         return rows
@@ -165,8 +164,8 @@ def _parts(split: str, sizes: dict[str, int]) -> Any:
 def row_at(rows: Any, index: int) -> dict[str, Any]:
     """Return a row of :func:`load_rows`.
 
-    Arrow gives every object the keys of all objects and fills the gaps with None, so those go, but for those that
-    only a function's schema can tell, see :mod:`rocm_ext.data.dialects`. JSON rows stay as they are.
+    Arrow gives every object the keys of all objects and fills the gaps with None. This removes them, except in calls
+    and schemas, see :mod:`rocm_ext.data.dialects`. JSON rows stay as they are.
 
     Raises:
         ValueError: the row is no JSON object.
@@ -184,8 +183,13 @@ def row_at(rows: Any, index: int) -> dict[str, Any]:
 
 
 def about_bad_rows(bad: Sequence[str], count: int, cure: str) -> str:
-    """Return what to say of the bad ones of ``count`` rows, given their messages ``ORIGIN: REASON``: up to ten reasons,
-    each with the first rows that have it, and ``cure``."""
+    """Return a message about bad rows: up to ten reasons with the first rows of each, and ``cure``.
+
+    Args:
+        bad: a message ``ORIGIN: REASON`` per bad row.
+        count: number of rows that were read.
+        cure: what to do.
+    """
     rows: dict[str, list[str]] = {}
     for message in bad:
         origin, _, reason = message.partition(": ")

@@ -21,10 +21,10 @@ class Prompt:
 
     Attributes:
         id: the row's ``id`` or ``task_id`` as text, else the first 16 hex digits of ``key``.
-        messages: ``{role, content}`` each, with ``tool_calls`` where the assistant calls tools; an optional system
+        messages: messages ``{role, content}``, with ``tool_calls`` if the assistant calls tools; an optional system
             message first, the turn of a user or a tool last.
-        row: all columns under our names, without nulls; the verifier gets them. ``prompt`` is the text of the
-            last user's turn as the model reads it.
+        row: the row's columns under our names, without nulls, for the verifier. ``prompt`` is the text of the last
+            message as the model reads it.
         origin: ``file:line`` in JSON lines, else the source and the row's index from 0.
         tools: JSON schemas of the functions that the assistant may call.
     """
@@ -48,8 +48,7 @@ class Prompts(list[Prompt]):
     Args:
         prompts: the prompts.
         read: number of rows that were read.
-        dropped: origins of the rows that were left out, by the reason: ``bad_rows``, ``dropped_by_format`` or
-            ``dropped_repeated``.
+        dropped: origins of dropped rows, by reason: ``bad_rows``, ``dropped_by_format`` or ``dropped_repeated``.
     """
 
     def __init__(self, prompts: Iterable[Prompt], read: int, dropped: Mapping[str, list[str]]) -> None:
@@ -78,7 +77,7 @@ def prompt_dataset(
     answer. If they differ, ``column_map`` must name one of them.
 
     Formats convert the columns of well-known datasets to ours; see :mod:`rocm_ext.data.formats`. A format may leave
-    out rows, such as those without tests; a warning counts them.
+    out rows, such as rows without tests; a warning counts them.
 
     Of several identical rows it keeps one.
 
@@ -88,18 +87,18 @@ def prompt_dataset(
             (``json``) with ``data_files``.
         split: as in `datasets`, including ``train[:10%]``; a file has one split, ``train``.
         data_files, name: passed on to `datasets`; ``name`` is the configuration of a hub dataset.
-        format: one of the above; None: the columns have our names already, or get them from ``column_map``.
+        format: name of a format; None: the columns have our names already, or get them from ``column_map``.
         column_map: our column -> yours, ``{prompt: problem}``; with a format, the format's column -> yours.
         system_prompt: added to conversations without a system message; empty adds nothing.
         limit: read only the first ``limit`` rows.
-        bad_rows: policy for malformed rows: ``error`` (of all of them together) or ``drop``.
+        bad_rows: policy for malformed rows: ``error``, which names all of them, or ``drop``.
 
     Returns:
         The prompts, in the order of their rows.
 
     Raises:
         UserError: the source cannot be read, a row is malformed, two rows share an id, or two rows have the same
-            conversation but different columns. The message has the origin of each row.
+            conversation but different columns. The message has the rows' origins.
     """
     if format is not None and format not in FORMATS:
         raise UserError(f"format {format!r} is unknown{nearest(format, FORMATS)}")
@@ -116,9 +115,9 @@ def prompt_dataset(
     count = len(rows) if limit is None else min(limit, len(rows))
     for index in range(count):
         try:
-            found = _prompts(row_at(rows, index), mapping, format, system_prompt, origin(index))
-            prompts += found
-            unused += [] if found else [origin(index)]
+            of_row = _prompts(row_at(rows, index), mapping, format, system_prompt, origin(index))
+            prompts += of_row
+            unused += [] if of_row else [origin(index)]
         except ValueError as error:
             bad.append(f"{origin(index)}: {error}")
     if bad and (bad_rows == "error" or len(bad) == count):
@@ -139,10 +138,9 @@ def prompt_dataset(
 def check_disjoint(train: Iterable[Prompt], held_out: Sequence[Prompt]) -> None:
     """Check that no held-out prompt is among the training prompts.
 
-    Two prompts overlap if their last user's turns are equal except for case and white space, and one of them
-    has no other user's turn. They also overlap if all their turns are equal. This finds overlaps despite
-    different system prompts or preceding examples. The same short last turn ("go on") after different turns
-    does not count.
+    Two prompts overlap if all their turns are equal, except for case, white space and the system message. They also
+    overlap if their last turns are, and one of them has a single user's turn: this covers examples in front of the
+    question. The same short last turn ("go on") after different turns does not count.
 
     Raises:
         UserError: prompts overlap; the message has their number and the origins of the first pair.
@@ -204,7 +202,7 @@ def _messages(fields: dict[str, Any], mapping: dict[str, str]) -> tuple[dict[str
     """Return the conversation from ``prompt`` or ``messages``; if a row has both, from the one in ``mapping``.
 
     Raises:
-        ValueError: the row has neither, both differ, or the one used is malformed.
+        ValueError: the row has neither, they differ, or the value is malformed.
     """
     columns = [column for column in ("prompt", "messages") if column in fields]
     if len(columns) == 2:

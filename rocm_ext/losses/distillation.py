@@ -1,4 +1,4 @@
-"""The loss of distillation: how far a model's distribution of the next token is from that of a teacher."""
+"""The loss of distillation: the divergence between next-token distributions of a model and its teacher."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ HIDDEN, LOGPROBS = "teacher_hidden", "teacher_logprobs"  # columns
 
 
 class Teacher(Protocol):
-    """A model whose distributions are learned."""
+    """A model that the model in training imitates."""
 
     def hidden(self, batch: Any) -> Tensor:
         """Return the hidden states [n, d] that predict the labels of a micro-batch."""
@@ -34,25 +34,25 @@ class Distillation(Objective):
 
         beta KL(teacher || M) + (1 - beta) KL(model || M)
 
-    As in GKD and TRL, 0 stands for the forward divergence KL(teacher || model), and 1 for the reverse one
-    KL(model || teacher). It is exact: the teacher's logits of a chunk exist beside the model's. A vocabulary that is
-    padded to another size is cut to the smaller one.
+    As in GKD and TRL, 0 means the forward divergence KL(teacher || model), and 1 the reverse divergence
+    KL(model || teacher). The value is exact: both logits of a chunk are in memory. If the vocabularies are padded to
+    different sizes, both are cut to the smaller size.
 
-    ``reverse_kl`` estimates KL(model || teacher) from the labels alone, which the model must have sampled: the
-    log-prob of each minus the teacher's, as the reward of a policy gradient
-    (thinkingmachines.ai/blog/on-policy-distillation). It needs the column ``teacher_logprobs``, at ``temperature``;
+    ``reverse_kl`` estimates KL(model || teacher) from the labels, which the model must have sampled: the label's
+    log-prob minus the teacher's, as the reward of a policy gradient
+    (thinkingmachines.ai/blog/on-policy-distillation). It reads the column ``teacher_logprobs``, at ``temperature``;
     ``jsd`` computes ``teacher_hidden``.
 
-    ``jsd`` also measures ``agreement``, the share of labels where the most probable word is the same in both.
+    ``jsd`` also measures ``agreement``, the share of labels for which both find the same word most probable.
 
     Args:
         loss: ``jsd`` or ``reverse_kl``.
-        beta: of ``jsd``, from 0 to 1.
-        temperature: divides the logits of both.
+        beta: weight of the teacher in M, from 0 to 1.
+        temperature: divisor of both logits.
         chunk_tokens: see :class:`Objective`.
 
     Attributes:
-        teacher: whose distributions ``jsd`` learns; None, in a memory plan: one with the model's vocabulary.
+        teacher: teacher of ``jsd``; None in a memory plan: a teacher with the model's vocabulary.
 
     Raises:
         UserError: an argument is out of range.
@@ -108,8 +108,8 @@ class Distillation(Objective):
 
 
 def loss_config(cfg: DictConfig) -> dict[str, Any]:
-    """Return the component that the keys of a config of ``distil_rocm`` describe."""
-    temperature = cfg.temperature or 1.0  # greedy answers are learned on the distributions as they are
+    """Return the loss component for a config of ``distil_rocm``."""
+    temperature = cfg.temperature or 1.0  # greedy answers: the distributions as they are
     return {
         COMPONENT: "rocm_ext.losses.Distillation",
         "loss": cfg.loss,
@@ -122,7 +122,7 @@ def divergence(model: Tensor, teacher: Tensor, beta: float, gradient: bool) -> t
     """Return the generalised Jensen-Shannon divergence of two distributions, and its gradient by the model's logits.
 
     Args:
-        model, teacher: log-probs [n, v] fp32; both are used as buffers.
+        model, teacher: log-probs [n, v] fp32, which the function overwrites.
         beta: see :class:`Distillation`.
         gradient: whether to compute the gradient.
 

@@ -1,4 +1,4 @@
-"""Losses of preferences: of pairs, as DPO's, and of single answers that are good or bad, as KTO's."""
+"""Losses of preferences: pairs, as in DPO, and single answers that are good or bad, as in KTO."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,16 +22,16 @@ Loss = Callable[[Tensor, Tensor, float, float, float], tuple[Tensor, Tensor, Ten
 
 @dataclass(frozen=True)
 class _Kind:
-    """What sets a loss apart.
+    """A loss of pairs and its defaults.
 
     Attributes:
         loss: the function.
         reference: whether an answer's score is relative to the reference model.
-        normalized: whether the score is a mean over tokens, unless the user says otherwise.
+        normalized: default of ``length_normalized``.
         smooth: whether the loss has label smoothing.
-        beta: factor of the scores, unless the user says otherwise.
-        gamma: target margin as a share of beta, unless the user says otherwise; None: the loss has none.
-        nll: factor of the chosen answer's mean NLL per token, which is part of the loss.
+        beta: default factor of the scores.
+        gamma: default target margin as a share of beta; None: the loss has no margin.
+        nll: factor of the chosen answer's mean NLL per token, which the loss adds.
     """
 
     loss: Loss
@@ -97,16 +97,16 @@ UNPAIRED = ("kto", "apo_zero_unpaired")
 
 
 class Preference(Objective):
-    """The loss of pairs of answers to one prompt, of which one is chosen and one is rejected.
+    """The loss of pairs: a chosen and a rejected answer to one prompt.
 
-    The two sequences of a pair follow each other, so sequences 2 i and 2 i + 1 of a micro-batch are pair i, and both
-    have labels. Columns, per label: ``side``, 1 for the chosen answer and -1 for the rejected one, and
-    ``reference_logprobs``, which ``simpo`` and ``orpo`` do not need. A step divides by its pairs.
+    Sequences 2 i and 2 i + 1 of a micro-batch are pair i, and both have labels. Columns, per label: ``side``, 1 for the
+    chosen answer and -1 for the rejected one, and ``reference_logprobs``, which ``simpo`` and ``orpo`` do not need. A
+    step divides by its pairs.
 
-    The score of an answer is the sum of its log-probs, minus those of the reference. Its reward is ``beta`` times the
+    The score of an answer is the sum of its log-probs, minus the reference's sum. Its reward is ``beta`` times the
     score. A step measures, as means over its pairs: ``reward_chosen`` and ``reward_rejected``, their difference
     ``margin``, the share ``accuracy`` of pairs with a margin above 0, and ``logprobs_chosen`` and
-    ``logprobs_rejected``, the sums of the log-probs of an answer. With a reference it also measures ``kl``, the mean
+    ``logprobs_rejected``, the sums of an answer's log-probs. With a reference it also measures ``kl``, the mean
     of ``exp(d) (d - 1) + 1`` with ``d = current - reference`` over all labels. It estimates the KL divergence from the
     reference per token, without bias for answers that the reference wrote.
 
@@ -116,10 +116,10 @@ class Preference(Objective):
             paper's formula; TRL's NLL covers them.
         beta: factor of the scores; in ``ipo`` the regularisation, tau; in ``orpo`` the paper's lambda. None: 0.1, in
             ``simpo`` 2.
-        label_smoothing: assumed share of pairs whose sides are swapped (conservative DPO); ``sigmoid`` and ``simpo``.
+        label_smoothing: assumed share of pairs with swapped sides (conservative DPO); ``sigmoid`` and ``simpo``.
         gamma: target margin of ``simpo``; None: half of ``beta``.
-        rpo_alpha: factor of the chosen answer's mean NLL per token, which is added (RPO, arXiv:2404.19733), in ``orpo``
-            to the one that it has.
+        rpo_alpha: factor of the chosen answer's mean NLL per token, which the loss adds (RPO, arXiv:2404.19733);
+            ``orpo`` has a factor of 1 already.
         length_normalized: whether a score is the mean over the answer's tokens instead of the sum; None: in ``ipo``,
             ``simpo`` and ``orpo``.
         chunk_tokens: see :class:`Objective`.
@@ -165,7 +165,7 @@ class Preference(Objective):
         self.better = _BETTER | ({"kl": "lower"} if kind.reference else {})
 
     def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
-        """Return the terms as :meth:`Objective.terms` does; the labels of a pair share its value equally."""
+        """Return the terms of :meth:`Objective.terms`; the labels of a pair share its value equally."""
         pair = sequence // 2
         chosen = (columns["side"] > 0).float()
         rejected = 1 - chosen
@@ -186,7 +186,7 @@ class Preference(Objective):
         return (value / (of_chosen + of_rejected))[pair], derivative
 
     def _measure(self, tally: Tally, scores: tuple[Tensor, Tensor], sums: tuple[Tensor, Tensor], pairs: Tensor) -> None:
-        """Measure scores and sums of log-probs of both sides [n], where ``pairs`` [n] says that there is a pair."""
+        """Measure scores and sums of log-probs of both sides [n]; ``pairs`` [n] marks the entries that are pairs."""
         chosen, rejected = (self.beta * score for score in scores)
         tally.mean("reward_chosen", chosen, pairs)
         tally.mean("reward_rejected", rejected, pairs)
@@ -197,20 +197,20 @@ class Preference(Objective):
 
 
 class UnpairedPreference(Objective):
-    """The loss of single answers, each of which is good or bad.
+    """The loss of single answers that are good or bad.
 
-    Each sequence is an answer, and a step divides by its answers. Columns, per label: ``side``, 1 for a good answer and
-    -1 for a bad one, and ``reference_logprobs``. The score of an answer is the sum of its log-probs, minus those of the
-    reference. Its loss is ``weight * sigmoid(-side * beta * (score - baseline))``.
+    A sequence is an answer, and a step divides by its answers. Columns, per label: ``side``, 1 for a good answer and
+    -1 for a bad one, and ``reference_logprobs``. The score of an answer is the sum of its log-probs, minus the
+    reference's sum. Its loss is ``weight * sigmoid(-side * beta * (score - baseline))``.
 
-    KTO's baseline is the mean score of prompts with answers to other prompts, or 0 if that is lower. It estimates the
-    KL divergence from the reference and has no gradient. It belongs to the step, not to a micro-batch: the trainer sets
-    it before each update, see :func:`rocm_ext.train.scoring.set_baseline`.
+    KTO's baseline is the mean score of prompts with answers to other prompts, at least 0. It estimates the KL
+    divergence from the reference and has no gradient. It is the same for all micro-batches of a step: the trainer sets
+    it before an update, see :func:`rocm_ext.train.scoring.set_baseline`.
 
     A step measures, as means over its answers: ``reward_chosen`` of the good ones and ``reward_rejected`` of the bad
-    ones, ``beta`` times their scores; ``margin``, how far a reward is on its own side of ``beta`` times the baseline;
-    ``accuracy``, the share with a margin above 0; ``logprobs_chosen`` and ``logprobs_rejected``; ``kl``, as in
-    :class:`Preference`; and KTO's ``baseline``. A mean over no answers is 0.
+    ones, ``beta`` times their scores; ``margin``, ``side`` times the distance of a reward from ``beta`` times the
+    baseline; ``accuracy``, the share with a margin above 0; ``logprobs_chosen`` and ``logprobs_rejected``; ``kl``, as
+    in :class:`Preference`; and KTO's ``baseline``. A mean over no answers is 0.
 
     Args:
         loss: ``kto`` (arXiv:2402.01306), or ``apo_zero_unpaired`` (arXiv:2408.06266), whose baseline is 0.
@@ -250,9 +250,9 @@ class UnpairedPreference(Objective):
         self.baseline: float | None = 0.0 if loss == "kto" else None
 
     def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
-        """Return the terms as :meth:`Objective.terms` does; the labels of an answer share its value equally."""
+        """Return the terms of :meth:`Objective.terms`; the labels of an answer share its value equally."""
         side, logprobs = columns["side"], -nll - columns["reference_logprobs"]
-        labels = sum_over_sequences(torch.ones_like(nll), sequence)  # of each label's answer
+        labels = sum_over_sequences(torch.ones_like(nll), sequence)  # number of labels of the label's answer
         reward = self.beta * sum_over_sequences(logprobs, sequence)
         margin = side * (reward - self.beta * (self.baseline or 0.0))
         good, missed = side.clamp(min=0), torch.sigmoid(-margin)
@@ -271,13 +271,13 @@ class UnpairedPreference(Objective):
 
 
 def _divergence(distance: Tensor) -> Tensor:
-    """Estimate the KL divergence per label from ``distance`` [n], its log-prob minus the reference's."""
+    """Estimate the KL divergence per label from ``distance`` [n], log-prob minus the reference's."""
     distance = distance.clamp(max=_HIGHEST)
     return distance.exp() * (distance - 1) + 1
 
 
 def _sum(values: Tensor, pair: Tensor) -> Tensor:
-    """Sum values [n] over pairs; entry i is that of pair i. There are fewer pairs than labels, so n entries suffice."""
+    """Sum values [n] over pairs; entry i is pair i. There are fewer pairs than labels, so n entries suffice."""
     return torch.zeros_like(values).index_add_(0, pair, values)
 
 

@@ -1,4 +1,4 @@
-"""Range checks of a recipe's keys. Components check their own arguments."""
+"""Range checks of a recipe's keys. Components check their arguments."""
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -21,11 +21,11 @@ def check_config(cfg: DictConfig, family: str) -> None:
     """Refuse values that a recipe would refuse before it reads a file.
 
     Args:
-        cfg: the whole config.
-        family: the recipe of this library that runs it, or that its recipe extends; empty: none, and nothing is known.
+        cfg: the run's config.
+        family: recipe of this library that runs it or that its recipe extends; empty: none, so nothing is checked.
 
     Raises:
-        UserError: naming the key, what was found and what was expected.
+        UserError: a value is refused; the message names key, value and what was expected.
     """
     if family:
         check_values(OmegaConf.create(trainer_config(cfg)) if family in registry.SAMPLED else cfg)

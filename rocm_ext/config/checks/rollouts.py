@@ -1,4 +1,4 @@
-"""What the keys of RAFT, GRPO and distillation may hold."""
+"""Checks of the keys of RAFT, GRPO and distillation."""
 
 import inspect
 from collections.abc import Callable
@@ -110,7 +110,7 @@ _DISTIL: dict[str, Kind] = {
                                    "eval_every_n_steps", "save_every_n_steps", "keep_samples")},
 }  # fmt: skip
 
-_UNREAD: tuple[tuple[str, Callable[[DictConfig], bool], tuple[str, ...]], ...] = (  # when nothing reads some keys
+_UNREAD: tuple[tuple[str, Callable[[DictConfig], bool], tuple[str, ...]], ...] = (  # when the run ignores some keys
     ("without an environment", lambda cfg: cfg.environment is None, ("max_turns", "max_environment_tokens")),
     ("with an environment, which has a process for each conversation", lambda cfg: cfg.environment is not None,
      ("verify_workers",)),
@@ -125,27 +125,27 @@ _UNREAD: tuple[tuple[str, Callable[[DictConfig], bool], tuple[str, ...]], ...] =
 
 
 def check_raft_values(cfg: DictConfig) -> None:
-    """Refuse values of the keys that RAFT has and SFT lacks. ``Sampling`` checks its own.
+    """Refuse values of keys that RAFT has and SFT lacks, but for the arguments of ``Sampling``.
 
     Raises:
-        UserError: naming the key, what was found and what was expected.
+        UserError: the message names key, value and what was expected.
     """
     check(cfg, _SHARED | _RAFT)
     _check_shared(cfg, registry.RAFT)
     if cfg.optimizer_state == "run" and cfg.start_from == "base":
         raise UserError(
-            "optimizer_state=run keeps the moments of other weights: with start_from=base each cycle trains the run's "
-            "initial adapter anew; set optimizer_state=cycle, or start_from=previous"
+            "optimizer_state=run keeps the moments of other weights: start_from=base trains the run's initial adapter "
+            "again in every cycle; set optimizer_state=cycle, or start_from=previous"
         )
     if cfg.temperature == 0 and cfg.samples_per_prompt > 1:
         raise _same_answers(cfg, "samples_per_prompt", 1)
 
 
 def check_grpo_values(cfg: DictConfig) -> None:
-    """Refuse values of the keys that GRPO has and SFT lacks. ``Sampling`` checks its own.
+    """Refuse values of keys that GRPO has and SFT lacks, but for the arguments of ``Sampling``.
 
     Raises:
-        UserError: naming the key, what was found and what was expected.
+        UserError: the message names key, value and what was expected.
     """
     check(cfg, _SHARED | _GRPO)
     _check_shared(cfg, registry.GRPO)
@@ -159,10 +159,10 @@ def check_grpo_values(cfg: DictConfig) -> None:
 
 
 def check_distil_values(cfg: DictConfig) -> None:
-    """Refuse values of the keys that distillation has and SFT lacks. ``Sampling`` checks its own.
+    """Refuse values of keys that distillation has and SFT lacks, but for the arguments of ``Sampling``.
 
     Raises:
-        UserError: naming the key, what was found and what was expected.
+        UserError: the message names key, value and what was expected.
     """
     check(cfg, _SHARED | _DISTIL)
     _check_shared(cfg, registry.DISTIL)
@@ -179,8 +179,8 @@ def check_distil_values(cfg: DictConfig) -> None:
         )
     if given := [key for key in unread if cfg[key]]:
         usual = {"teacher_quantize_base": False}.get(given[0], "null")
-        found = f"{given[0]} is {cfg[given[0]]!r}"
-        raise UserError(f"{found}, which teacher {cfg.teacher} does not read; set {given[0]}={usual}")
+        value = f"{given[0]} is {cfg[given[0]]!r}"
+        raise UserError(f"{value}, which teacher {cfg.teacher} does not read; set {given[0]}={usual}")
     if cfg.teacher == BASE and cfg.teacher_quantize_base:
         raise UserError("teacher is base, whose weights are those of the model: set model.quantize_base instead")
     if cfg.teacher == BASE and cfg.teacher_adapter is None and not cfg.checkpointer.get("adapter_checkpoint"):
@@ -240,8 +240,8 @@ def _check_sampling(cfg: DictConfig, what: str, cure: str) -> None:
     for key in ("top_k", "top_p", "min_p"):
         if cfg[key] is not None:
             raise UserError(
-                f"{key} is {cfg[key]!r}, and {what} samples from the whole distribution: log-probs that know nothing "
-                f"of {key} bias the gradient; set {key}=null, or {cure}"
+                f"{key} is {cfg[key]!r}, and {what} samples from the full distribution: log-probs that ignore {key} "
+                f"bias the gradient; set {key}=null, or {cure}"
             )
 
 
@@ -279,7 +279,7 @@ def _check_staleness(cfg: DictConfig) -> None:
 
 
 def _check_shared(cfg: DictConfig, recipe: str) -> None:
-    """Check the keys of all three recipes, and name those that are set and not read."""
+    """Check the keys that all three recipes have, and log the keys that are set but not read."""
     usual = defaults(recipe)
     for when, unread, keys in _UNREAD:
         if unread(cfg) and (changed := [f"{key}={cfg[key]}" for key in keys if cfg[key] != usual[key]]):
@@ -296,7 +296,7 @@ def _check_shared(cfg: DictConfig, recipe: str) -> None:
 
 def _check_environment(cfg: DictConfig) -> None:
     if cfg.verifier is not None:
-        raise UserError("verifier and environment are both set, and each judges answers; set one of them to null")
+        raise UserError("verifier and environment are both set, and both judge answers; set one of them to null")
     if cfg.stop_strings:
         raise UserError(
             f"stop_strings is {list(cfg.stop_strings)}; with an environment a message ends with its stop token; set []"

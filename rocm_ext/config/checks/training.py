@@ -1,4 +1,4 @@
-"""What the keys of training may hold."""
+"""Checks of the keys of training."""
 
 import os
 from contextlib import suppress
@@ -111,7 +111,7 @@ def check_values(cfg: DictConfig) -> None:
     """Refuse numbers out of range and values of the wrong kind.
 
     Raises:
-        UserError: naming the key, what was found and what was expected.
+        UserError: the message names key, value and what was expected.
     """
     check(cfg, _KINDS | ANSWERS)
     check(cfg.model, _MODEL, "model.")
@@ -156,9 +156,5 @@ def _check_output_dir(path: Any) -> None:
 
 
 def check_max_seq_len(value: Any) -> None:
-    """Refuse a tokenizer's ``max_seq_len`` unless it is a whole number or null.
-
-    Raises:
-        UserError: saying what was expected.
-    """
+    """Refuse a tokenizer's ``max_seq_len`` unless it is a whole number or null."""
     check({"max_seq_len": value}, {"max_seq_len": integer(1) | NULL}, "tokenizer.")
