@@ -9,11 +9,16 @@ import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor
 
-from rocm_ext.base.errors import UserError
 from rocm_ext.config import COMPONENT
+from rocm_ext.config.checks.kinds import POSITIVE, check, number, one_of
 from rocm_ext.losses.objective import Objective, Terms
 
 HIDDEN, LOGPROBS = "teacher_hidden", "teacher_logprobs"  # columns
+_KINDS = {
+    "loss": one_of("jsd", "reverse_kl"),
+    "beta": number(lambda x: 0 <= x <= 1, "a number from 0 to 1"),
+    "temperature": POSITIVE,
+}
 
 
 class Teacher(Protocol):
@@ -62,14 +67,7 @@ class Distillation(Objective):
         self, loss: str = "jsd", *, beta: float = 1.0, temperature: float = 1.0, chunk_tokens: int | None = None
     ) -> None:
         super().__init__(chunk_tokens=chunk_tokens)
-        if loss not in ("jsd", "reverse_kl"):
-            raise UserError(f"loss.loss is {loss!r}; expected jsd or reverse_kl")
-        for name, value, fits, expected in (
-            ("beta", beta, lambda x: 0 <= x <= 1, "a number from 0 to 1"),
-            ("temperature", temperature, lambda x: 0 < x < math.inf, "a number above 0"),
-        ):
-            if not isinstance(value, int | float) or isinstance(value, bool) or not fits(value):
-                raise UserError(f"loss.{name} is {value!r}; expected {expected}")
+        check({"loss": loss, "beta": beta, "temperature": temperature}, _KINDS, "loss.")
         self.beta, self.temperature = float(beta), temperature
         self.over_vocabulary = loss == "jsd"
         self.columns = (HIDDEN,) if self.over_vocabulary else (LOGPROBS,)
@@ -110,12 +108,8 @@ class Distillation(Objective):
 def loss_config(cfg: DictConfig) -> dict[str, Any]:
     """Return the loss component for a config of ``distil_rocm``."""
     temperature = cfg.temperature or 1.0  # greedy answers: the distributions as they are
-    return {
-        COMPONENT: "rocm_ext.losses.Distillation",
-        "loss": cfg.loss,
-        "beta": cfg.beta,
-        "temperature": temperature,
-    }
+    name = "rocm_ext.losses.Distillation"
+    return {COMPONENT: name, "loss": cfg.loss, "beta": cfg.beta, "temperature": temperature}
 
 
 def divergence(model: Tensor, teacher: Tensor, beta: float, gradient: bool) -> tuple[Tensor, Tensor | None]:

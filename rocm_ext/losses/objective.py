@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.config.checks.kinds import NULL, POSITIVE, check, integer, one_of
 from rocm_ext.distributed.ranks import Ranks
 
 Head = Callable[[Tensor], Tensor]
@@ -24,6 +24,7 @@ Terms = tuple[Tensor, Tensor | None]
 
 # Labels per chunk: enough to fill the device's matrix units, with logits that are small compared to the model.
 _CHUNK = {"cuda": 1024, "cpu": 256}
+_KINDS = {"normalize": one_of("tokens", "sequences") | POSITIVE, "chunk_tokens": integer(1) | NULL}
 
 
 class Tally:
@@ -42,13 +43,8 @@ class Tally:
         return len(self._sums) + len(self._maxima)
 
     def mean(self, name: str, values: Tensor, weights: Tensor | None = None) -> None:
-        """Add ``values``, of any shape, to the mean ``name``; booleans give a share.
-
-        Args:
-            name: name of the mean.
-            values: the values.
-            weights: weight per value; None: 1.
-        """
+        """Add ``values``, of any shape, to the mean ``name``, weighted if ``weights`` are given; booleans give a
+        share."""
         values = values.double()
         if weights is None:
             total, count = values.sum(), values.new_full((), values.numel())
@@ -124,11 +120,7 @@ class Objective(ABC):
     tally: Tally | None = None
 
     def __init__(self, normalize: str | float = "tokens", chunk_tokens: int | None = None) -> None:
-        if chunk_tokens is not None and not (type(chunk_tokens) is int and chunk_tokens >= 1):
-            raise UserError(f"loss.chunk_tokens is {chunk_tokens!r}; expected a whole number of at least 1")
-        number = isinstance(normalize, int | float) and not isinstance(normalize, bool) and normalize > 0
-        if not number and normalize not in ("tokens", "sequences"):
-            raise UserError(f"loss.normalize is {normalize!r}; expected tokens, sequences or a number above 0")
+        check({"normalize": normalize, "chunk_tokens": chunk_tokens}, _KINDS, "loss.")
         self.normalize, self.chunk_tokens = normalize, chunk_tokens
 
     @abstractmethod
@@ -182,22 +174,15 @@ class Objective(ABC):
             self.tally = None
 
     def weights(self, sequence: Tensor) -> Tensor | None:
-        """Return the weights [n] fp32 of values that ``normalize`` requires; None means 1 everywhere.
-
-        Args:
-            sequence: see :meth:`terms`.
-        """
+        """Return the weights [n] fp32 of values that ``normalize`` requires, by ``sequence`` [n]; None: 1
+        everywhere."""
         if self.normalize != "sequences":
             return None
         return 1.0 / sum_over_sequences(torch.ones_like(sequence, dtype=torch.float32), sequence)
 
     def denominator(self, labels: float, sequences: float) -> float:
-        """Compute the divisor of the sum over a step.
-
-        Args:
-            labels: sum of the weights of all labels in the step.
-            sequences: sum of the weights of all sequences in the step that have a label.
-        """
+        """Return the divisor of a step's sum, given the step's weighted numbers of labels and of sequences with a
+        label."""
         if self.normalize == "tokens":
             return labels
         return sequences if self.normalize == "sequences" else float(self.normalize) * sequences
@@ -349,12 +334,7 @@ class _Summed(torch.autograd.Function):
 
 
 def sum_over_sequences(values: Tensor, sequence: Tensor) -> Tensor:
-    """Return for every label the sum of ``values`` over its sequence.
-
-    Args:
-        values: [n], one value per label.
-        sequence: [n], see :meth:`Objective.terms`.
-    """
+    """Return for every label [n] the sum of ``values`` [n] over its ``sequence`` [n]."""
     # n sums suffice, because there are at most as many sequences as labels
     return torch.zeros_like(values).index_add_(0, sequence, values)[sequence]
 

@@ -10,11 +10,13 @@ from torch import Tensor
 from rocm_ext.base.errors import UserError
 from rocm_ext.config import COMPONENT
 from rocm_ext.config.algorithms import ALGORITHMS, complete, limits_of, updates_of_step
-from rocm_ext.config.checks.kinds import LIMITS, NULL, check
+from rocm_ext.config.checks.kinds import POSITIVE, check, one_of
+from rocm_ext.config.checks.rollouts import POLICY_GRADIENT
 from rocm_ext.losses.objective import Objective, Tally, Terms, sum_over_sequences
 
 _HIGHEST = 20.0  # nats; beyond, a ratio is a fault of numerics or of a server and has no gradient
-_MOST = 3.0  # of the ratio that weighs the KL divergence
+_MOST = 3.0  # maximum of the ratio that weighs the KL divergence
+_KINDS = {"loss": one_of(*ALGORITHMS), "temperature": POSITIVE, **POLICY_GRADIENT}
 
 
 class PolicyGradient(Objective):
@@ -88,22 +90,13 @@ class PolicyGradient(Objective):
         entropy_coef: float = 0.0,
         chunk_tokens: int | None = None,
     ) -> None:
-        _one_of("loss", loss, ALGORITHMS)
-        _one_of("mismatch", mismatch, ("truncate", "mask", "none"))
-        _one_of("mismatch_level", mismatch_level, ("token", "sequence", "geometric"))
-        clips = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual}
-        for name, value in clips.items():
-            if value is not None and (name, value) != ("clip_dual", "none"):
-                _at_least(name, value, int(name == "clip_dual"), above=True)
-        _at_least("kl_coef", kl_coef, 0)
-        _at_least("entropy_coef", entropy_coef, 0)
-        _at_least("temperature", temperature, 0, above=True)
+        limits = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual, "kl_in": kl_in}
+        weights = {"mismatch": mismatch, "mismatch_level": mismatch_level, "mismatch_limits": mismatch_limits}
+        numbers = {"kl_coef": kl_coef, "entropy_coef": entropy_coef, "temperature": temperature}
+        check({"loss": loss, **weights, **limits, **numbers}, _KINDS, "loss.")
         kind = ALGORITHMS[loss]
-        self.clip_low, self.clip_high, self.clip_dual, self.kl_in = complete(loss, clips | {"kl_in": kl_in}).values()
+        self.clip_low, self.clip_high, self.clip_dual, self.kl_in = complete(loss, limits).values()
         self.clip_dual = None if self.clip_dual == "none" else self.clip_dual
-        _one_of("kl_in", self.kl_in, ("loss", "reward"))
-        check({"mismatch_limits": mismatch_limits}, {"mismatch_limits": LIMITS | NULL}, "loss.")
-        limits = limits_of(mismatch, mismatch_level, mismatch_limits) or [0.0, 1.0]  # not read without a mismatch
         normalize = kind.normalize if normalize is None else normalize
         if normalize is None:
             raise UserError(f"loss {loss} divides by a constant: set normalize to the maximum length of an answer")
@@ -115,7 +108,8 @@ class PolicyGradient(Objective):
         super().__init__(normalize, chunk_tokens)
         self.kind, self.on_policy = kind, on_policy
         self.kl_coef, self.temperature, self.entropy_coef = kl_coef, temperature, entropy_coef
-        self.mismatch, self.mismatch_level, self.mismatch_limits = mismatch, mismatch_level, limits
+        self.mismatch, self.mismatch_level = mismatch, mismatch_level
+        self.mismatch_limits = limits_of(mismatch, mismatch_level, mismatch_limits) or [0.0, 1.0]  # [0, 1]: not read
         of_sequence = kind.ratio == "sequence" and (not on_policy or mismatch != "none")
         self.whole_sequences = of_sequence or (mismatch != "none" and mismatch_level != "token")
         self.columns = (
@@ -223,14 +217,3 @@ def _divergence(distance: Tensor) -> Tensor:
 
 def _mean_over_sequences(values: Tensor, sequence: Tensor) -> Tensor:
     return sum_over_sequences(values, sequence) / sum_over_sequences(torch.ones_like(values), sequence)
-
-
-def _one_of(name: str, value: Any, choices: Any) -> None:
-    if value not in choices:
-        raise UserError(f"loss.{name} is {value!r}; expected one of {', '.join(choices)}")
-
-
-def _at_least(name: str, value: Any, least: float, above: bool = False) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and least <= value < float("inf")
-    if not good or (above and value == least):
-        raise UserError(f"loss.{name} is {value!r}; expected a number {'above' if above else 'of at least'} {least}")

@@ -1,6 +1,6 @@
 """Losses of preferences: pairs, as in DPO, and single answers that are good or bad, as in KTO."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.config.checks.kinds import NOT_NEGATIVE, NULL, POSITIVE, Kind, check, number, one_of
 from rocm_ext.losses.objective import Objective, Tally, Terms, sum_over_sequences
 
 _HIGHEST = 20.0  # nats; measurements stay finite numbers where a loss does
@@ -16,8 +17,8 @@ _BETTER = {
     **dict.fromkeys(("margin", "accuracy", "reward_chosen", "logprobs_chosen"), "higher"),
     **dict.fromkeys(("reward_rejected", "logprobs_rejected"), "lower"),
 }
-# scores of both sides, beta, label smoothing, gamma -> value, derivatives with respect to both scores
-Loss = Callable[[Tensor, Tensor, float, float, float], tuple[Tensor, Tensor, Tensor]]
+Slopes = tuple[Tensor, Tensor, Tensor]  # value, derivatives with respect to both scores
+Loss = Callable[[Tensor, Tensor, float, float, float], Slopes]  # scores of both sides, beta, label smoothing, gamma
 
 
 @dataclass(frozen=True)
@@ -43,40 +44,30 @@ class _Kind:
     nll: float = 0.0
 
 
-def _logistic(
-    chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, gamma: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _logistic(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, gamma: float) -> Slopes:
     margin = beta * (chosen - rejected) - gamma
     value = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
     slope = beta * (smoothing - torch.sigmoid(-margin))
     return value, slope, -slope
 
 
-def _hinge(
-    chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, gamma: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _hinge(chosen: Tensor, rejected: Tensor, beta: float, *_: float) -> Slopes:
     value = F.relu(1 - beta * (chosen - rejected))
     slope = torch.where(value > 0, -beta, 0.0)
     return value, slope, -slope
 
 
-def _ipo(
-    chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, gamma: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _ipo(chosen: Tensor, rejected: Tensor, beta: float, *_: float) -> Slopes:
     distance = chosen - rejected - 1 / (2 * beta)
     return distance.square(), 2 * distance, -2 * distance
 
 
-def _apo_zero(
-    chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, gamma: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _apo_zero(chosen: Tensor, rejected: Tensor, beta: float, *_: float) -> Slopes:
     up, down = torch.sigmoid(beta * chosen), torch.sigmoid(beta * rejected)
     return 1 - up + down, -beta * up * (1 - up), beta * down * (1 - down)
 
 
-def _odds_ratio(
-    chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, gamma: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _odds_ratio(chosen: Tensor, rejected: Tensor, beta: float, *_: float) -> Slopes:
     chosen, rejected = chosen.clamp(max=_CERTAIN), rejected.clamp(max=_CERTAIN)
     others = (-torch.expm1(chosen), -torch.expm1(rejected))  # 1 - p of each side
     log_odds = (chosen - rejected) - (others[0].log() - others[1].log())
@@ -94,6 +85,27 @@ LOSSES = {
     "orpo": _Kind(_odds_ratio, reference=False, normalized=True, nll=1.0),  # arXiv:2403.07691
 }
 UNPAIRED = ("kto", "apo_zero_unpaired")
+
+
+def _named(losses: Iterable[str], other: str) -> Kind:
+    names = list(losses)
+    return Kind(lambda value: value in names, (f"one of {', '.join(names)}", f"loss: rocm_ext.losses.{other}"))
+
+
+_PAIRED_KINDS = {
+    "loss": _named(LOSSES, "UnpairedPreference for single answers"),
+    "beta": POSITIVE | NULL,
+    "rpo_alpha": NOT_NEGATIVE,
+    "label_smoothing": number(lambda x: 0 <= x < 0.5, "a share from 0 to under 0.5"),
+    "gamma": NOT_NEGATIVE | NULL,
+    "length_normalized": one_of(True, False, None),
+}
+_SINGLE_KINDS = {
+    "loss": _named(UNPAIRED, "Preference for pairs"),
+    "beta": POSITIVE,
+    "desirable_weight": NOT_NEGATIVE,
+    "undesirable_weight": NOT_NEGATIVE,
+}
 
 
 class Preference(Objective):
@@ -141,23 +153,15 @@ class Preference(Objective):
         length_normalized: bool | None = None,
         chunk_tokens: int | None = None,
     ) -> None:
-        if loss not in LOSSES:
-            other = ", or loss: rocm_ext.losses.UnpairedPreference for single answers" * (loss in UNPAIRED)
-            raise UserError(f"loss.loss is {loss!r}; expected one of {', '.join(LOSSES)}{other}")
+        given = {"loss": loss, "beta": beta, "label_smoothing": label_smoothing, "gamma": gamma}
+        check(given | {"rpo_alpha": rpo_alpha, "length_normalized": length_normalized}, _PAIRED_KINDS, "loss.")
         kind = LOSSES[loss]
-        beta = kind.beta if beta is None else beta
-        _check("beta", beta, lambda x: x > 0, "a number above 0")
-        _check("rpo_alpha", rpo_alpha, lambda x: x >= 0, "a number of at least 0")
-        _check("label_smoothing", label_smoothing, lambda x: 0 <= x < 0.5, "a share from 0 to under 0.5")
         if label_smoothing and not kind.smooth:
             raise UserError(f"loss {loss} has no label_smoothing; sigmoid and simpo have it")
-        if gamma is not None:
-            _check("gamma", gamma, lambda x: x >= 0, "a number of at least 0, or null")
-            if kind.gamma is None:
-                raise UserError(f"loss {loss} has no gamma; simpo has it")
-        if length_normalized not in (None, True, False):
-            raise UserError(f"loss.length_normalized is {length_normalized!r}; expected True, False or null")
+        if gamma is not None and kind.gamma is None:
+            raise UserError(f"loss {loss} has no gamma; simpo has it")
         super().__init__(0.5, chunk_tokens)  # a pair is two sequences
+        beta = kind.beta if beta is None else beta
         self.kind, self.beta, self.label_smoothing, self.nll = kind, beta, label_smoothing, kind.nll + rpo_alpha
         self.gamma = (kind.gamma or 0.0) * beta if gamma is None else gamma
         self.length_normalized = kind.normalized if length_normalized is None else length_normalized
@@ -239,12 +243,8 @@ class UnpairedPreference(Objective):
         undesirable_weight: float = 1.0,
         chunk_tokens: int | None = None,
     ) -> None:
-        if loss not in UNPAIRED:
-            other = ", or loss: rocm_ext.losses.Preference for pairs" * (loss in LOSSES)
-            raise UserError(f"loss.loss is {loss!r}; expected one of {', '.join(UNPAIRED)}{other}")
-        _check("beta", beta, lambda x: x > 0, "a number above 0")
-        _check("desirable_weight", desirable_weight, lambda x: x >= 0, "a number of at least 0")
-        _check("undesirable_weight", undesirable_weight, lambda x: x >= 0, "a number of at least 0")
+        weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
+        check({"loss": loss, "beta": beta, **weights}, _SINGLE_KINDS, "loss.")
         super().__init__(1.0, chunk_tokens)
         self.beta, self.desirable_weight, self.undesirable_weight = beta, desirable_weight, undesirable_weight
         self.baseline: float | None = 0.0 if loss == "kto" else None
@@ -279,9 +279,3 @@ def _divergence(distance: Tensor) -> Tensor:
 def _sum(values: Tensor, pair: Tensor) -> Tensor:
     """Sum values [n] over pairs; entry i is pair i. There are fewer pairs than labels, so n entries suffice."""
     return torch.zeros_like(values).index_add_(0, pair, values)
-
-
-def _check(name: str, value: float, fits: Callable[[float], bool], expected: str) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
-    if not (number and fits(value)):
-        raise UserError(f"loss.{name} is {value!r}; expected {expected}")

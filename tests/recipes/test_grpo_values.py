@@ -84,7 +84,7 @@ def test_takes(changes):
     ({"loss": OWN_LOSS, "kl_coef": 0.3}, "kl_coef is 0.3, and loss is a component: set loss.kl_coef instead"),
     ({"loss": OWN_LOSS, "mismatch_limits": [0.5, 5]}, "set loss.mismatch_limits instead"),
     ({"mismatch": "none", "mismatch_limits": [0.5, 5]}, "mismatch_limits=[0.5, 5] needs mismatch=truncate or mask"),
-    ({"loss": OWN_LOSS, "clip_dual": "none"}, "'none', and loss is a component with arguments"),
+    ({"loss": OWN_LOSS, "clip_dual": "none"}, "'none', and loss is a component, which does not read it"),
     ({"top_p": 0.9}, "top_p is 0.9, and GRPO samples from the full distribution"),
     ({"truncation_margin": 1025}, "truncation_margin is 1025; expected at most max_new_tokens, 1024"),
     ({"temperature": 0}, "temperature is 0; expected a number above 0, because a group needs different answers"),

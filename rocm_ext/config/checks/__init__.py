@@ -16,22 +16,17 @@ __all__ = [
     "check_values",
 ]
 
+_SAMPLED = {registry.RAFT: check_raft_values, registry.GRPO: check_grpo_values, registry.DISTIL: check_distil_values}
+
 
 def check_config(cfg: DictConfig, family: str) -> None:
-    """Refuse values that a recipe would refuse before it reads a file.
+    """Raise a UserError for values that a recipe would refuse before it reads a file.
 
     Args:
-        cfg: the run's config.
+        cfg: config of the run.
         family: recipe of this library that runs it or that its recipe extends; empty: none, so nothing is checked.
-
-    Raises:
-        UserError: a value is refused; the message names key, value and what was expected.
     """
     if family:
         check_values(OmegaConf.create(trainer_config(cfg)) if family in registry.SAMPLED else cfg)
-    if family == registry.RAFT:
-        check_raft_values(cfg)
-    if family == registry.GRPO:
-        check_grpo_values(cfg)
-    if family == registry.DISTIL:
-        check_distil_values(cfg)
+    if family in _SAMPLED:
+        _SAMPLED[family](cfg)

@@ -6,7 +6,7 @@ A table is a mapping such as ``{"epochs": integer(1), "seed": integer(0) | NULL}
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,19 +36,22 @@ class Kind:
 
 
 def check(config: Mapping[str, Any] | DictConfig, kinds: Mapping[str, Kind], where: str = "") -> None:
-    """Refuse values that do not fit a table.
+    """Raise a UserError for values that do not fit a table; the message names key, value and what was expected.
 
     Args:
         config: the config, or a part of it; keys may be missing.
         kinds: kind of value by key.
         where: prefix of keys in messages, such as ``model.``.
-
-    Raises:
-        UserError: a value does not fit; the message names key, value and what was expected.
     """
     for key, kind in kinds.items():
         if key in config and not kind.fits(config[key]):
             raise UserError(f"{where}{key} is {config[key]!r}; expected {kind}")
+
+
+def refuse(faults: Iterable[str]) -> None:
+    """Raise a UserError with the first of the faults, if there is one."""
+    for fault in faults:
+        raise UserError(fault)
 
 
 def one_of(*values: Any) -> Kind:
