@@ -60,14 +60,11 @@ MISMATCH_LIMITS = {
 
 
 def complete(loss: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace None by the algorithm's value.
+    """Replace None by the algorithm's value; UserError: a value is given, and the algorithm has no such limit.
 
     Args:
         loss: name of the algorithm, or a component.
         given: value of each key, a part of ``KEYS``.
-
-    Raises:
-        UserError: the algorithm has no such limit.
     """
     algorithm = ALGORITHMS[loss] if isinstance(loss, str) else _OF_COMPONENT
     filled = {}
@@ -86,13 +83,8 @@ def complete(loss: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 def filled(cfg: DictConfig) -> DictConfig:
     """Return a copy of a GRPO config with the algorithm's values in place of nulls.
 
-    The saved config keeps its nulls, so that the values follow the loss when somebody changes it.
-
-    Args:
-        cfg: config of ``grpo_rocm``; ``loss`` is the name of an algorithm or a component.
-
-    Raises:
-        UserError: the loss or the ``mismatch`` does not read a key that is set.
+    The saved config keeps its nulls, so that the values follow the loss. Raises a UserError if a key is set that the
+    loss or the ``mismatch`` does not read.
     """
     named = isinstance(cfg.loss, str)
     copy = OmegaConf.create(cfg)
@@ -109,11 +101,7 @@ def filled(cfg: DictConfig) -> DictConfig:
 
 
 def limits_of(mismatch: str, level: str, given: Sequence[float] | None) -> list[float] | None:
-    """Return the lowest and the highest weight of a mismatch; None without a mismatch.
-
-    Raises:
-        UserError: limits are given, but no mismatch.
-    """
+    """Return the lowest and highest weight; None without a mismatch. UserError: limits are given without one."""
     if mismatch != "none":
         return list(given or MISMATCH_LIMITS[mismatch, level])
     if given is not None:
@@ -129,16 +117,12 @@ def describe(cfg: DictConfig) -> str:
 
 
 def updates_of_pass(cfg: DictConfig, groups: int | None = None) -> int:
-    """Count the updates in one pass of GRPO over a step's groups; an update has at least ``groups_per_update``.
-
-    Args:
-        cfg: config of ``grpo_rocm``.
-        groups: number of groups to train on; None: ``prompts_per_step``.
-    """
+    """Count the updates in a pass of GRPO over ``groups``, by default ``prompts_per_step``: an update has
+    ``groups_per_update`` groups or more; 1 if there are fewer."""
     groups = cfg.prompts_per_step if groups is None else groups
     return max(1, groups // (cfg.groups_per_update or cfg.prompts_per_step))
 
 
 def updates_of_step(cfg: DictConfig) -> int:
-    """Return the maximum number of updates in a step: every group has an advantage."""
+    """Return the maximum number of updates in a step, in which every group trains."""
     return cfg.updates_per_step * updates_of_pass(cfg)

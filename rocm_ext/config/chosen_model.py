@@ -18,20 +18,12 @@ from rocm_ext.config.layers import defaults, find, load, read, recipe_of, reques
 from rocm_ext.config.model_folder import FROM_CHECKPOINT, check_model_folder, complete
 
 BASE = "base"  # the value of ``teacher`` that stands for the model in training without its adapter
-_LOCAL = ("rocm_ext.sampling.LocalEngine",)
+_LOCAL = "rocm_ext.sampling.LocalEngine"
 _OF_TRAINING = ("lr_scheduler", "metric_logger", "profiler")
 _PATTERNS = ("rank_pattern", "alpha_pattern")
-# Keys of adapter_config.json and those of from_checkpoint
-_ADAPTER = {
-    "r": "lora_rank",
-    "lora_alpha": "lora_alpha",
-    "rank_pattern": "rank_pattern",
-    "alpha_pattern": "alpha_pattern",
-    "use_dora": "use_dora",
-    "target_modules": "target_modules",
-    "target_parameters": "target_parameters",
-    "trainable_token_indices": "trainable_tokens",
-}
+# Keys of adapter_config.json -> arguments of from_checkpoint
+_SAME = ("lora_alpha", *_PATTERNS, "use_dora", "target_modules", "target_parameters")
+_ADAPTER = {"r": "lora_rank", "trainable_token_indices": "trainable_tokens", **{key: key for key in _SAME}}
 
 
 @dataclass(frozen=True)
@@ -50,46 +42,35 @@ class ChosenModel:
     content: Mapping[str, Any] | None = None
     run: bool = False
 
+    @property
+    def has_file(self) -> bool:
+        """Whether ``name`` is a config."""
+        return self.run or self.content is None
+
     def recipe(self, overrides: Iterable[str] = ()) -> registry.Recipe:
         """Return the config's recipe; for a model, RAFT."""
-        named = self.run or self.content is None
-        return recipe_of(self.name, overrides) if named else registry.find(registry.RAFT)
+        return recipe_of(self.name, overrides) if self.has_file else registry.find(registry.RAFT)
 
     def hardware(self, overrides: Iterable[str] = ()) -> str:
         """Return the value of ``hardware`` that :meth:`load` would resolve."""
-        if self.run or self.content is None:
+        if self.has_file:
             return requested_hardware(self.name, overrides)
         stated = [item.partition("=")[2] for item in overrides if item.startswith("hardware=")]
         return stated[-1] if stated else "auto"
 
     def load(self, overrides: Iterable[str] = ()) -> DictConfig:
-        """Return the config, which starts from :attr:`adapter` if that is set.
-
-        Raises:
-            UserError: as :func:`rocm_ext.config.load`, or the model's folder does not exist.
-        """
+        """Return the config, which starts from :attr:`adapter`, if set; errors as :func:`rocm_ext.config.load`."""
         recipe, content = self.recipe(overrides), self.content
         if self.run:  # its config also has the user's variables, which nothing refers to any more
             known = defaults(recipe)
             content = {key: value for key, value in (content or {}).items() if key in known}
         cfg = load(recipe, self.name, overrides, content)
-        if self.run:
-            _check_here(cfg)
-        elif self.content is None:
-            check_model_folder(cfg, find(self.name))
+        if self.has_file:
+            check_model_folder(cfg, None if self.run else find(self.name))
         if self.adapter is not None:
             cfg.checkpointer.adapter_checkpoint = str(self.adapter)
             cfg.use_rslora = None  # as the adapter was trained
         return cfg
-
-
-def _check_here(cfg: DictConfig) -> None:
-    """Refuse a run whose model folder does not exist; a relative path starts in the folder where the run started."""
-    folder = cfg.checkpointer.get("checkpoint_dir")
-    if not folder or Path(folder).exists() or (is_hub_name(folder) and cfg.model.get("checkpoint_dir") == folder):
-        return
-    where = "" if Path(folder).is_absolute() else "; start this command in the folder where the run started"
-    raise UserError(f"the model's folder {folder} does not exist{where}")
 
 
 def find_target(
@@ -195,8 +176,8 @@ def sampling_config(cfg: DictConfig) -> DictConfig:
 
 def sample_here(cfg: DictConfig) -> None:
     """Make a RAFT config sample in this process instead of on servers."""
-    if cfg.engine[COMPONENT] not in _LOCAL:
-        cfg.engine = {COMPONENT: _LOCAL[0]}
+    if cfg.engine[COMPONENT] != _LOCAL:
+        cfg.engine = {COMPONENT: _LOCAL}
 
 
 def is_server(teacher: str) -> bool:
@@ -210,9 +191,6 @@ def teacher_config(cfg: DictConfig, training: DictConfig) -> DictConfig:
     Args:
         cfg: config of ``distil_rocm``.
         training: config of the learner, with the machine's settings.
-
-    Raises:
-        UserError: ``teacher_adapter`` is not an adapter, or ``teacher`` is one.
     """
     if (Path(cfg.teacher) / "adapter_config.json").is_file() and not (Path(cfg.teacher) / "config.json").is_file():
         raise UserError(f"teacher {cfg.teacher} is an adapter; set teacher_adapter to it, and teacher to its base")

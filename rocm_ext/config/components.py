@@ -47,15 +47,12 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 
 
 def instantiate(block: DictConfig, *args: Any, key: str, **kwargs: Any) -> Any:
-    """Build a component as torchtune's ``config.instantiate`` does, with one line if it fails.
+    """Build a component as torchtune's ``config.instantiate`` does; a UserError in one line if it fails.
 
     Args:
         block: ``_component_`` and its arguments.
         args, kwargs: more arguments; kwargs override the block's.
         key: key of ``block`` in the config, for messages.
-
-    Raises:
-        UserError: the component does not exist, does not take the arguments, or fails.
     """
     component = _component(block, key)
     content: Any = OmegaConf.to_container(block, resolve=True)
@@ -75,10 +72,7 @@ def instantiate(block: DictConfig, *args: Any, key: str, **kwargs: Any) -> Any:
 
 def takes(block: DictConfig, argument: str, key: str) -> bool:
     """Return whether the component of ``block`` has an argument of this name."""
-    try:
-        return argument in inspect.signature(_component(block, key)).parameters
-    except ValueError:  # a builtin without a signature
-        return False
+    return argument in (_parameters(block, key) or ())
 
 
 def without(block: DictConfig, *keys: str) -> DictConfig:
@@ -89,8 +83,7 @@ def without(block: DictConfig, *keys: str) -> DictConfig:
 def data_weights(dataset: Any) -> tuple[float, ...]:
     """Return the weights of the entries of ``dataset``; () without weights, or if it is no list.
 
-    Raises:
-        UserError: a weight is no number above 0, or only some entries have one.
+    Raises a UserError if a weight is no number above 0, or only some entries have one.
     """
     blocks = dataset if isinstance(dataset, ListConfig) else []
     weights = [block.get(WEIGHT) if isinstance(block, DictConfig) else None for block in blocks]
@@ -106,14 +99,9 @@ def data_weights(dataset: Any) -> tuple[float, ...]:
 
 
 def check_components(cfg: DictConfig, defaults: Mapping[str, Any]) -> None:
-    """Refuse keys that lack their component, and arguments that a component does not take.
+    """Raise a UserError for keys that lack their component, and for arguments that a component does not take.
 
-    Args:
-        cfg: the run's config.
-        defaults: defaults of its recipe. A key whose default is a name, such as ``loss: dapo``, may hold a name.
-
-    Raises:
-        UserError: a key is refused; the message names it.
+    A key whose default is a name, such as ``loss: dapo``, may hold a name instead of a component.
     """
     names = {key for key, default in defaults.items() if isinstance(default, str) and default != "???"}
     for key, block in cfg.items():
@@ -130,16 +118,11 @@ def check_components(cfg: DictConfig, defaults: Mapping[str, Any]) -> None:
 
 
 def check_from_folder(content: Mapping[str, Any], file: Path) -> None:
-    """Refuse a config of a folder that could run code: a run or an adapter may come from anybody.
+    """Raise a UserError for a folder's config that could run code: a run or an adapter may come from anybody.
 
-    Args:
-        content: the config, or the part of it that is used.
-        file: file of the config, for the message.
-
-    Raises:
-        UserError: a value could run code; the message names it and ``--trust-config``.
+    ``content`` is the part of the config that is used, ``file`` its file, for the message.
     """
-    for path, value in _values(content):
+    for path, value in leaves(content):
         key, name = path[0], path[-1]
         if name == COMPONENT:
             harmless = isinstance(value, str) and re.fullmatch(_BUILDERS.get(key, r"(?!)"), value) is not None
@@ -158,25 +141,22 @@ def check_from_folder(content: Mapping[str, Any], file: Path) -> None:
             )
 
 
-def _values(block: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def leaves(block: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield all values in a config with their keys; the items of a list have the list's keys."""
     if isinstance(block, Mapping):
         for key, value in block.items():
-            yield from _values(value, (*path, str(key)))
+            yield from leaves(value, (*path, str(key)))
     elif isinstance(block, list):
         for value in block:
-            yield from _values(value, path)
+            yield from leaves(value, path)
     else:
         yield path, block
 
 
 def _check_arguments(key: str, block: DictConfig, others: Sequence[str]) -> None:
     """Check the arguments of a component: all keys of ``block`` except ``others``."""
-    try:
-        parameters = inspect.signature(_component(block, key)).parameters
-    except ValueError:
-        return
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    parameters = _parameters(block, key)
+    if parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     for name in map(str, block):
         if name in others:
@@ -188,6 +168,14 @@ def _check_arguments(key: str, block: DictConfig, others: Sequence[str]) -> None
         value = None if OmegaConf.is_interpolation(block, name) else block[name]
         if isinstance(value, str) and set(kinds) - {"None"} in ({"int"}, {"float"}, {"int", "float"}):
             raise UserError(f"{key}.{name} is {value!r}; expected a number")
+
+
+def _parameters(block: DictConfig, key: str) -> Mapping[str, inspect.Parameter] | None:
+    """Return the parameters of a component by name; None: it is a builtin without a signature."""
+    try:
+        return inspect.signature(_component(block, key)).parameters
+    except ValueError:
+        return None
 
 
 def _component(block: DictConfig, key: str) -> Callable:

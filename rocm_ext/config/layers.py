@@ -29,7 +29,7 @@ from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.base.log import log
 from rocm_ext.base.nested import flatten
 from rocm_ext.config import references
-from rocm_ext.config.components import COMPONENT, check_components
+from rocm_ext.config.components import COMPONENT, check_components, leaves
 from rocm_ext.config.model_folder import complete
 from rocm_ext.machine.bench_file import of_this_machine
 from rocm_ext.machine.detect import detect
@@ -38,48 +38,35 @@ from rocm_ext.machine.profile import choose_profile, load_profile
 # Keys whose values are paths, where ~ is the home folder
 _PATHS = {"adapter_checkpoint", "checkpoint_dir", "log_dir", "merges_file", "output_dir", "path", "special_tokens_path"}
 # Mutually exclusive keys: a value in a higher layer unsets the other key.
-_RIVALS = {
-    "gradient_accumulation_steps": "sequences_per_step",
-    "sequences_per_step": "gradient_accumulation_steps",
-    "verifier": "environment",
-    "environment": "verifier",
-}
+_RIVALS = {"gradient_accumulation_steps": "sequences_per_step", "verifier": "environment"}
+_RIVALS |= {rival: key for key, rival in _RIVALS.items()}
 # Mappings that an override replaces: merging would keep the YAML's entries
 _REPLACED = ("model.rank_pattern", "model.alpha_pattern", "model.trainable_tokens")
-# Names in other trainers (transformers, TRL, axolotl, LLaMA-Factory) -> our key
+# Our key -> its names in other trainers (transformers, TRL, axolotl, LLaMA-Factory)
 _ELSEWHERE = {
-    "alpha_pattern": "model.alpha_pattern",
-    "bf16": "dtype",
-    "cutoff_len": "tokenizer.max_seq_len",
-    "eval_steps": "run_val_every_n_steps",
-    "fp16": "dtype",
-    "gradient_checkpointing": "enable_activation_checkpointing",
-    "learning_rate": "optimizer.lr",
-    "logging_steps": "log_every_n_steps",
-    "lora_alpha": "model.lora_alpha",
-    "lora_dropout": "model.lora_dropout",
-    "lora_r": "model.lora_rank",
-    "lora_rank": "model.lora_rank",
-    "lora_target_modules": "model.target_modules",
-    "lr": "optimizer.lr",
-    "lr_scheduler_type": "lr_scheduler",
-    "max_completion_length": "max_new_tokens",
-    "max_grad_norm": "clip_grad_norm",
-    "max_length": "tokenizer.max_seq_len",
-    "max_seq_length": "tokenizer.max_seq_len",
-    "micro_batch_size": "batch_size",
-    "model_name_or_path": "model.checkpoint_dir",
-    "num_epochs": "epochs",
-    "num_generations": "samples_per_prompt",
-    "num_train_epochs": "epochs",
-    "per_device_train_batch_size": "batch_size",
-    "rank_pattern": "model.rank_pattern",
-    "save_steps": "save_every_n_steps",
-    "sequence_len": "tokenizer.max_seq_len",
-    "target_modules": "model.target_modules",
-    "val_set_size": "validation_fraction",
-    "warmup_steps": "lr_scheduler.num_warmup_steps",
-    "weight_decay": "optimizer.weight_decay",
+    "batch_size": "micro_batch_size per_device_train_batch_size",
+    "clip_grad_norm": "max_grad_norm",
+    "dtype": "bf16 fp16",
+    "enable_activation_checkpointing": "gradient_checkpointing",
+    "epochs": "num_epochs num_train_epochs",
+    "log_every_n_steps": "logging_steps",
+    "lr_scheduler": "lr_scheduler_type",
+    "lr_scheduler.num_warmup_steps": "warmup_steps",
+    "max_new_tokens": "max_completion_length",
+    "model.alpha_pattern": "alpha_pattern",
+    "model.checkpoint_dir": "model_name_or_path",
+    "model.lora_alpha": "lora_alpha",
+    "model.lora_dropout": "lora_dropout",
+    "model.lora_rank": "lora_r lora_rank",
+    "model.rank_pattern": "rank_pattern",
+    "model.target_modules": "lora_target_modules target_modules",
+    "optimizer.lr": "learning_rate lr",
+    "optimizer.weight_decay": "weight_decay",
+    "run_val_every_n_steps": "eval_steps",
+    "samples_per_prompt": "num_generations",
+    "save_every_n_steps": "save_steps",
+    "tokenizer.max_seq_len": "cutoff_len max_length max_seq_length sequence_len",
+    "validation_fraction": "val_set_size",
 }
 _LOSSES_OF_PAIRS = {"Preference", "UnpairedPreference", "DPOLoss", "RSOLoss"}  # ours and torchtune's
 
@@ -113,29 +100,19 @@ def load(
     run, overrides = _without_removed(given, name, list(overrides))
     on_command_line = _by_key(overrides)
     known = defaults(recipe)
-    names = [stated for stated in (run.get("recipe"), on_command_line.get("recipe")) if stated is not None]
-    for stated in names:
-        _check_recipe(name, str(stated), recipe, folder)
-    if not names and content is None:
-        _check_guessed(name, run, overrides, recipe, known)
+    _check_recipe(name, run, on_command_line, recipe, folder, guess=content is None)
     if content is not None:
         known = {key: None if default == "???" else default for key, default in known.items()}
-    requested = on_command_line.get("hardware", run.get("hardware", known["hardware"]))
-    hardware, profile = _resolve_hardware(requested)
-    _check_known({**run, **{k.lstrip("~").split(".")[0]: None for k in on_command_line}}, known, run, recipe)
-    merged: dict[str, Any] = {}
-    for layer in [known, profile, run, *([profile] if "hardware" in on_command_line else [])]:
-        _unset_rivals(merged, layer, known)
-        merged.update({key: _over(merged.get(key), value) for key, value in layer.items()})
-    _unset_rivals(merged, on_command_line, known)
-    complete(merged, on_command_line)
+    hardware, profile = _resolve_hardware(on_command_line.get("hardware", run.get("hardware", known["hardware"])))
+    _check_known(run, on_command_line, known, recipe)
+    merged = _merged(known, profile, run, on_command_line)
     try:
         overrides = _replace_components(merged, [o for o in overrides if not o.startswith(("hardware=", "recipe="))])
         cfg = _merge_yaml_and_cli_args(Namespace(**merged), overrides)
         cfg.recipe, cfg.hardware = recipe.name, hardware
         _check_complete(cfg, known, name)
         references.resolve(cfg, plain=_PATHS)
-        for variable in [key for key in cfg if key not in known]:  # nothing refers to it any more
+        for variable in set(cfg) - set(known):  # nothing refers to it any more
             del cfg[variable]
         _expand_home(cfg)
     except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:  # OmegaConf raises them, too
@@ -149,9 +126,6 @@ def defaults(recipe: str | registry.Recipe) -> dict[str, Any]:
 
     ``extends`` in a defaults file names a recipe whose keys it inherits. ``include`` lists files in the same folder,
     without ``.yaml``, whose keys it adds; an included file may include others.
-
-    Raises:
-        UserError: a defaults file cannot be read, or the key ``hardware`` is missing.
     """
     merged: dict[str, Any] = {}
     recipe = registry.find(recipe) if isinstance(recipe, str) else recipe
@@ -185,19 +159,18 @@ def trainer_config(cfg: DictConfig) -> dict[str, Any]:
 
 
 def recipe_of(name: str, overrides: Iterable[str] = ()) -> registry.Recipe:
-    """Return the recipe that ``recipe=…`` or the config names.
+    """Return the recipe that ``recipe=…`` or the config names; UserError: the config or the recipe does not exist.
 
     torchtune's configs name none. They are for DPO if their loss compares answers, else for the first recipe of this
-    library that knows most of their keys.
-
-    Raises:
-        UserError: the config or the recipe does not exist.
+    library that knows the most of their keys.
     """
     path = find(name)
-    content = read(path)
-    on_command_line = _by_key(overrides)
-    if (stated := on_command_line.get("recipe") or content.get("recipe")) is not None:
-        return registry.find(str(stated), path.parent)
+    content, on_command_line = read(path), _by_key(overrides)
+    stated = on_command_line.get("recipe") or content.get("recipe")
+    return _guessed(content, on_command_line) if stated is None else registry.find(str(stated), path.parent)
+
+
+def _guessed(content: Mapping[str, Any], on_command_line: Mapping[str, str]) -> registry.Recipe:
     loss = on_command_line.get("loss") or content.get("loss")
     component = loss.get(COMPONENT) if isinstance(loss, Mapping) else loss
     if str(component).rpartition(".")[2] in _LOSSES_OF_PAIRS:
@@ -208,13 +181,7 @@ def recipe_of(name: str, overrides: Iterable[str] = ()) -> registry.Recipe:
 def requested_hardware(name: str, overrides: Iterable[str] = (), recipe: registry.Recipe | None = None) -> str:
     """Return the value of ``hardware`` that :func:`load` would resolve, without loading the rest.
 
-    Args:
-        name: as in :func:`load`.
-        overrides: as in :func:`load`.
-        recipe: recipe that runs the config; None: :func:`recipe_of` it.
-
-    Raises:
-        UserError: the config or the recipe does not exist.
+    ``recipe`` runs the config; None: :func:`recipe_of` it.
     """
     stated = _by_key(overrides).get("hardware") or read(find(name)).get("hardware")
     return str(stated or defaults(recipe or recipe_of(name, overrides))["hardware"])
@@ -236,61 +203,50 @@ def _without_removed(run: dict[str, Any], name: str, overrides: list[str]) -> tu
     return run, [item for item in overrides if item not in removed]
 
 
-def _check_recipe(name: str, stated: str, recipe: registry.Recipe, folder: Path) -> None:
-    """Refuse a config of another recipe, unless the running recipe extends that one."""
-    fits = _fitting(recipe)
-    if stated in fits:  # the running recipe's file may be in any folder
-        return
-    asked_for = registry.find(stated, folder)
-    if asked_for.name not in fits:
-        raise UserError(
-            f"config {name} is for recipe {asked_for.name}, this is {recipe.name}; {_start_with(asked_for, name)}"
-        )
-
-
-def _check_guessed(
-    name: str, run: Mapping[str, Any], overrides: list[str], recipe: registry.Recipe, known: Mapping[str, Any]
+def _check_recipe(
+    name: str,
+    run: Mapping[str, Any],
+    on_command_line: Mapping[str, str],
+    recipe: registry.Recipe,
+    folder: Path,
+    guess: bool,
 ) -> None:
-    """Refuse a config that names no recipe, such as torchtune's, if its keys or its loss belong to another recipe."""
-    guess, fits = recipe_of(name, overrides), _fitting(recipe)
-    if guess.name in fits or not registry.family(recipe):
-        return
-    theirs = [key for key in run if key not in known and key in defaults(guess)]
-    if not theirs and isinstance(run.get("loss"), Mapping) and {guess.name, *fits} & {registry.DPO}:
-        theirs = ["loss"]
-    if theirs:
-        raise UserError(
-            f"config {name} is for {guess.name} (by its {', '.join(theirs[:3])}), this is {recipe.name}; "
-            f"{_start_with(guess, name)}"
-        )
+    """Refuse a config that names another recipe, unless the running recipe extends that one.
 
-
-def _fitting(recipe: registry.Recipe) -> list[str]:
-    """Return the recipes whose configs ``recipe`` runs: its chain, up to a recipe of this library."""
-    chain = [part.name for part in registry.chain(recipe)]
+    With ``guess``, a config that names none, such as torchtune's, is refused if keys or loss belong to another recipe.
+    """
     family = registry.family(recipe)
-    return chain[: chain.index(family) + 1] if family else chain
-
-
-def _start_with(recipe: registry.Recipe, config: str) -> str:
-    return f"start it with `tune run {startable(recipe)} --config {config}`"
+    fits = [part.name for part in registry.chain(recipe)]
+    fits = fits[: fits.index(family) + 1] if family else fits
+    stated = [str(other) for other in (run.get("recipe"), on_command_line.get("recipe")) if other is not None]
+    # the running recipe's file may be in any folder
+    others = [(registry.find(text, folder), "") for text in stated if text not in fits]
+    if guess and family and not stated:
+        other, known = _guessed(read(find(name)), on_command_line), defaults(recipe)
+        keys = [key for key in run if key not in known and key in defaults(other)]
+        if not keys and isinstance(run.get("loss"), Mapping) and registry.DPO in (other.name, *fits):
+            keys = ["loss"]
+        others += [(other, f" (by its {', '.join(keys[:3])})")] if keys else []
+    for other, why in others:
+        if other.name not in fits:
+            raise UserError(
+                f"config {name} is for recipe {other.name}{why}, this is {recipe.name}; start it with "
+                f"`tune run {startable(other)} --config {name}`"
+            )
 
 
 def startable(recipe: registry.Recipe) -> str:
     """Return a recipe's name for `tune run`; for a user's recipe, its file."""
-    return recipe.name if recipe.name in registry.recipes() else _from_here(recipe.file)
-
-
-def _from_here(file: Path) -> str:
+    if recipe.name in registry.recipes():
+        return recipe.name
     here = Path.cwd().resolve()
-    return file.relative_to(here).as_posix() if file.is_relative_to(here) else file.name
+    return recipe.file.relative_to(here).as_posix() if recipe.file.is_relative_to(here) else recipe.file.name
 
 
 def find(name: str) -> Path:
     """Return the YAML file called ``name``: a path, a config of this library, or a config of torchtune.
 
-    Raises:
-        UserError: no config has this name; the message suggests the nearest.
+    A UserError suggests the nearest name.
     """
     if Path(name).is_file():
         return Path(name)
@@ -318,11 +274,7 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any], free: frozenset[s
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a config's file without resolving interpolations.
-
-    Raises:
-        UserError: the file cannot be read, or holds no mapping.
-    """
+    """Read a config's file without resolving interpolations; UserError: it is unreadable, or holds no mapping."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -356,6 +308,19 @@ def _resolve_hardware(requested: Any) -> tuple[str, dict[str, Any]]:
     return profile.name, {**profile.settings, **measured}
 
 
+def _merged(
+    known: Mapping[str, Any], profile: Mapping[str, Any], run: Mapping[str, Any], on_command_line: Mapping[str, str]
+) -> dict[str, Any]:
+    """Merge the layers, lowest first; ``hardware=…`` on the command line lifts the profile over the run."""
+    merged: dict[str, Any] = {}
+    for layer in [known, profile, run, *([profile] if "hardware" in on_command_line else [])]:
+        _unset_rivals(merged, layer, known)
+        merged |= {key: _over(merged.get(key), value) for key, value in layer.items()}
+    _unset_rivals(merged, on_command_line, known)
+    complete(merged, on_command_line)
+    return merged
+
+
 def _unset_rivals(merged: dict[str, Any], layer: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     layer = {str(key).split(".")[0]: value for key, value in layer.items()}  # the command line's keys have parts
     for key, rival in _RIVALS.items():
@@ -380,17 +345,17 @@ def _replace_components(merged: dict[str, Any], overrides: list[str]) -> list[st
     for item in overrides:
         key, _, value = item.partition("=")
         try:
-            OmegaConf.from_dotlist([item])
+            parsed = OmegaConf.from_dotlist([item])
         except yaml.YAMLError as error:
             raise UserError(f"cannot read override {item!r}: {one_line(error)}") from error
         if isinstance(merged.get(key), Mapping) and COMPONENT in merged[key]:
-            parsed = None if value == "None" else OmegaConf.to_container(OmegaConf.from_dotlist([item]))[key]  # type: ignore
-            if not isinstance(parsed, str):
-                merged[key] = parsed
+            new = None if value == "None" else OmegaConf.to_container(parsed)[key]  # type: ignore
+            if not isinstance(new, str):
+                merged[key] = new
                 continue
         root, dot, leaf = key.lstrip("~").partition(".")
         if key in _REPLACED and isinstance(merged.get(root), Mapping):
-            merged[root] = {**merged[root], leaf: OmegaConf.select(OmegaConf.from_dotlist([item]), key)}
+            merged[root] = {**merged[root], leaf: OmegaConf.select(parsed, key)}
             continue
         if dot and not isinstance(merged.get(root), Mapping | list | None):
             raise UserError(f"unknown key {key}: {root} is {merged[root]!r} and has no keys")
@@ -410,21 +375,24 @@ def _expand_home(config: Any, prefix: str = "") -> None:
 
 
 def _check_known(
-    given: Mapping[str, Any], defaults_: Mapping[str, Any], run: Mapping[str, Any], recipe: registry.Recipe
+    run: Mapping[str, Any], on_command_line: Mapping[str, str], known: Mapping[str, Any], recipe: registry.Recipe
 ) -> None:
-    text = str(run)
-    for key in given:
-        # a key that another key refers to is a variable of the user's
-        if key in defaults_ or re.search(rf"\$\{{\.*{re.escape(str(key))}[.\[}}]", text):
+    """Refuse unknown keys. A key to which a value refers, as in ``${key}``, is a variable of the user's."""
+    texts = (value for _, value in leaves(run) if isinstance(value, str))
+    variables = {name for text in texts for name in re.findall(r"\$\{\.*([^${}.:\[\]]+)[.\[}]", text)}
+    for key in dict.fromkeys([*run, *(key.lstrip("~").split(".")[0] for key in on_command_line)]):
+        if key in known or str(key) in variables:
             continue
+        ours = (our for our, theirs in _ELSEWHERE.items() if str(key) in theirs.split())
+        named = [our for our in ours if our.split(".")[0] in known]
+        named += sorted(name for name in flatten({**known, **run}) if name.endswith(f".{key}"))
         if others := [other for other in registry.TITLES if key in defaults(other)]:
-            raise UserError(f"unknown key {key}: it is a key of {' and '.join(others)}, not of {recipe.name}")
-        ours = _ELSEWHERE.get(str(key), "")
-        named = [ours] if ours.split(".")[0] in defaults_ else []
-        named += sorted(name for name in flatten({**defaults_, **run}) if name.endswith(f".{key}"))
-        if named:
-            raise UserError(f"unknown key {key}; did you mean {' or '.join(dict.fromkeys(named))}?")
-        raise UserError(f"unknown key {key}{nearest(key, list(defaults_), f'; all keys: {recipe.defaults}')}")
+            hint = f": it is a key of {' and '.join(others)}, not of {recipe.name}"
+        elif named:
+            hint = f"; did you mean {' or '.join(dict.fromkeys(named))}?"
+        else:
+            hint = nearest(key, list(known), f"; all keys: {recipe.defaults}")
+        raise UserError(f"unknown key {key}{hint}")
 
 
 def _check_complete(cfg: DictConfig, defaults: Mapping[str, Any], name: str) -> None:

@@ -31,11 +31,7 @@ _BLOCKS: dict[str, dict[str, Any]] = {
 def complete(merged: dict[str, Any], on_command_line: Mapping[str, str]) -> None:
     """Fill in ``checkpointer`` and ``tokenizer`` of a config whose model is :data:`FROM_CHECKPOINT`.
 
-    Given keys stay, and so does a block that names another component.
-
-    Args:
-        merged: the config's keys; changed in place.
-        on_command_line: overrides by key.
+    ``merged`` changes in place. Given keys stay, and so does a block that names another component.
     """
     model = merged.get("model")
     named = model.get(COMPONENT) if isinstance(model, Mapping) else None
@@ -49,31 +45,32 @@ def complete(merged: dict[str, Any], on_command_line: Mapping[str, str]) -> None
             merged[key] = {**block, **given}
 
 
-def check_model_folder(cfg: DictConfig, config: Path) -> None:
-    """Refuse a config whose model folder does not exist. The run downloads a model with a name on the hub.
+def check_model_folder(cfg: DictConfig, config: Path | None) -> None:
+    """Raise a UserError if the model's folder does not exist; a model with a name on the hub is downloaded later.
 
     Args:
         cfg: the run's config.
-        config: file of the config; a comment in it may give the download command.
-
-    Raises:
-        UserError: the folder does not exist; the message has the command.
+        config: file of the config; a comment in it may give the download command. None: the config of a run, whose
+            relative paths start in the folder where it started.
     """
     checkpointer = cfg.get("checkpointer")
-    if not isinstance(checkpointer, DictConfig) or not str(checkpointer.get(COMPONENT)).startswith(
-        ("rocm_ext.", "torchtune.")
-    ):
+    component = str(checkpointer.get(COMPONENT)) if isinstance(checkpointer, DictConfig) else ""
+    if not component.startswith(("rocm_ext.", "torchtune.")):
         return
     folder = checkpointer.get("checkpoint_dir")
     if not (isinstance(folder, str) and folder) or os.path.exists(folder):
         return
     if is_hub_name(folder) and cfg.model.get("checkpoint_dir") == folder:
         return
-    if folder.endswith(".gguf"):
-        raise UserError(f"the model's file {folder} does not exist")
-    command = _command_in(config.read_text(), Path(folder))
-    how = f"first run {command}" if command else how_to_download(Path(folder))
-    raise UserError(f"the model's folder {folder} does not exist; {how}")
+    kind, how = "folder", ""
+    if config is None:
+        how = "" if Path(folder).is_absolute() else "; start this command in the folder where the run started"
+    elif folder.endswith(".gguf"):
+        kind = "file"
+    else:
+        command = _command_in(config.read_text(), Path(folder))
+        how = f"; first run {command}" if command else f"; {how_to_download(Path(folder))}"
+    raise UserError(f"the model's {kind} {folder} does not exist{how}")
 
 
 def _command_in(text: str, folder: Path) -> str | None:

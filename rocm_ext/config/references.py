@@ -40,15 +40,10 @@ def _text(key: str, default: Any = _UNSET) -> str:
 
 
 def resolve(cfg: DictConfig, plain: Collection[str]) -> None:
-    """Resolve all of ``cfg`` but texts from the environment. Numbers, switches and null are no secrets.
+    """Resolve ``cfg`` in place, except texts from the environment. Numbers, switches and null are no secrets.
 
-    Args:
-        cfg: the config; changed in place.
-        plain: keys whose texts are no secrets.
-
-    Raises:
-        UserError: a value is computed from the environment, so no reference can stand for it.
-        OmegaConfBaseException: a reference leads nowhere.
+    ``plain`` are keys whose texts are no secrets. Raises a UserError if a value is computed from the environment, so no
+    reference can stand for it.
     """
     values = cfg.copy()
     OmegaConf.resolve(values)
@@ -81,15 +76,9 @@ def digests(cfg: DictConfig) -> dict[str, str]:
 
 
 def begun_as(cfg: DictConfig, begun: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
-    """Flatten a recorded config to compare it with ``cfg``.
+    """Flatten a recorded config to compare it with ``cfg``, the config of this start.
 
-    Args:
-        cfg: the config of this start.
-        begun: the recorded config.
-        known: :func:`digests` of ``begun``.
-
-    Returns:
-        Values by dotted key; a text that the environment still has stands as ``cfg`` writes it.
+    ``known`` are the :func:`digests` of ``begun``. A text that the environment still has stands as ``cfg`` writes it.
     """
     was, texts, values = flatten(begun), _flat(cfg, resolve=False), _flat(cfg, resolve=True)
     for key in texts.keys() & known.keys():

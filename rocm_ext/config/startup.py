@@ -28,11 +28,8 @@ from rocm_ext.machine.profile import Profile, choose_profile, load_profile
 
 def begin(tune: bool) -> None:
     """Complete the environment of this program, which may replace its process. The recipe reports a user's mistakes
-    later, but a recipe that does not run on this system ends here with one line.
-
-    Args:
-        tune: whether this program is `tune`, with a recipe or a config of ours as an argument.
-    """
+    later, but a recipe that does not run on this system ends here with one line. ``tune``: this program is `tune`,
+    with a recipe or a config of ours as an argument."""
     with suppress(UserError):
         if tune:
             if sys.argv[1:2] == ["run"]:
@@ -45,21 +42,12 @@ def begin(tune: bool) -> None:
             ensure_environment(*_profile(recipe, sys.argv[1:]))
 
 
-def prepare(config: str, overrides: Sequence[str]) -> list[str]:
+def prepare_for(requested: str) -> list[str]:
     """Complete the environment of a command that computes as a recipe does. It may replace the process, so call it
     before importing torch.
 
-    Returns:
-        Lines for the log: each variable that was set, and why.
-
-    Raises:
-        UserError: the config does not exist, or this machine has no profile.
+    ``requested`` is a profile's name or ``auto``. Returns lines for the log: each variable that was set, and why.
     """
-    return prepare_for(requested_hardware(config, overrides))
-
-
-def prepare_for(requested: str) -> list[str]:
-    """Do as :func:`prepare` for a value of ``hardware``: the name of a profile, or ``auto``."""
     if requested != "auto":
         preset(load_profile(requested))
     machine = detect()
@@ -106,11 +94,7 @@ def _end_on_wrong_system(recipe: registry.Recipe) -> None:
 
 
 def _profile(recipe: registry.Recipe, arguments: Sequence[str]) -> tuple[Profile, Machine]:
-    """Return the profile that ``recipe`` will use with these arguments, and the machine.
-
-    Raises:
-        UserError: an argument is wrong.
-    """
+    """Return the profile that ``recipe`` will use with these arguments, and the machine."""
     name, overrides = command_line([argument for argument in arguments if argument not in ("-h", "--help")])
     requested = requested_hardware(name, overrides, recipe)
     machine = detect()

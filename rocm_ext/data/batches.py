@@ -221,12 +221,7 @@ def shared_beginnings(tokens: np.ndarray, lengths: Sequence[int]) -> list[int]:
 
 
 def row_sizes(rows: Rows, share: bool) -> list[int]:
-    """Return the rows' numbers of tokens in a micro-batch without padding.
-
-    Args:
-        rows: the rows.
-        share: whether the sequences of a row share their beginnings, see :func:`collate`.
-    """
+    """Return the rows' numbers of tokens in a micro-batch without padding; ``share`` as in :func:`collate`."""
     sizes = [sum(row) for row in rows.lengths]
     if not share:
         return sizes
@@ -427,11 +422,6 @@ def width_multiple(compiled: bool, device: torch.device, dtype: torch.dtype) -> 
     Padding limits the number of shapes. A compiled graph needs new kernels for a new shape, and so do oneDNN's 16-bit
     matrix products on a CPU, whose kernels take time to build and about 1 MB. Measured with 11 M parameters on a CPU:
     1.25 x the speed of a step in bf16, no difference beyond noise in fp32.
-
-    Args:
-        compiled: whether torch.compile compiles the layers.
-        device: the rank's device.
-        dtype: dtype of weights and activations.
     """
     if compiled:
         return 128
@@ -439,15 +429,12 @@ def width_multiple(compiled: bool, device: torch.device, dtype: torch.dtype) -> 
 
 
 def micro_batch_budget(longest: int, batch_size: int, requested: int | None) -> int:
-    """Return the budget of a micro-batch in tokens.
+    """Return the budget of a micro-batch in tokens; UserError: the longest row exceeds ``requested``.
 
     Args:
         longest: number of tokens of the longest row.
         batch_size: number of longest rows in a micro-batch if ``requested`` is None.
         requested: the config's ``tokens_per_micro_batch``, or None.
-
-    Raises:
-        UserError: the longest row exceeds ``requested``.
     """
     if requested is None:
         return batch_size * longest

@@ -32,11 +32,7 @@ def role_of(message: Any) -> str | None:
 
 
 def masked(message: Mapping[str, Any], role: str, where: str) -> bool:
-    """Return whether the loss excludes a message, by its role and its :data:`FLAGS`.
-
-    Raises:
-        ValueError: a flag is neither 0 nor 1, flags contradict each other, or a flag is not supported.
-    """
+    """Return whether the loss excludes a message, by role and :data:`FLAGS`; ValueError: the flags are wrong."""
     if message.keys().isdisjoint(_MARKS):
         return role != "assistant"
     if detail := next((key for key in DETAILS if message.get(key) is not None), None):
@@ -77,10 +73,8 @@ def refuse_kto(fields: Mapping[str, Any]) -> None:
 
 def listed(value: Any, what: str) -> list[Any]:
     """Return a list as it is, or parse it from JSON text; ValueError: it is neither."""
-    value = parsed(value, f"{what} must be a list of messages, found a text that is")
-    if not isinstance(value, list):
-        raise ValueError(f"{what} must be a list of messages, found {type(value).__name__}")
-    return value
+    rule = f"{what} must be a list of messages"
+    return expect(parsed(value, f"{rule}, found a text that is"), list, rule)
 
 
 def asked(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -97,9 +91,7 @@ def asked(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 def pair(fields: Mapping[str, Any], columns: Collection[str]) -> dict[str, Any]:
     """Rename a pair's columns to TRL's ``prompt``, ``chosen`` and ``rejected``.
 
-    Args:
-        fields: the row, without nulls.
-        columns: names of all columns of the data set.
+    ``fields`` has no nulls; ``columns`` are the names of all columns of the data set.
     """
     row = dict(fields)
     talk = next((key for key in ("messages", "conversations") if key in row), None)
@@ -204,6 +196,11 @@ def _nullable(schema: Any) -> bool:
 
 def string(value: Any, what: str) -> str:
     """Return ``value`` if it is a string, else raise a ValueError that names ``what``."""
-    if not isinstance(value, str):
-        raise ValueError(f"{what} must be a string, found {type(value).__name__}")
+    return expect(value, str, f"{what} must be a string")
+
+
+def expect(value: Any, kind: type | tuple[type, ...], rule: str) -> Any:
+    """Return ``value`` if it is an instance of ``kind``, else raise a ValueError with the rule that it breaks."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{rule}, found {type(value).__name__}")
     return value

@@ -2,7 +2,7 @@
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -48,25 +48,17 @@ class TextEncoder:
         plain = {number: t.content for number, t in added.items() if not (t.lstrip or t.rstrip or t.single_word)}
         self._splits = {number: content for number, content in plain.items() if not added[number].normalized}
         self._longest = max(map(len, self.ids), default=0)
-        longest = sorted(self._splits.values(), key=len, reverse=True)
-        self._split = re.compile("|".join(map(re.escape, longest)) if longest else r"(?!)")
+        self._split = any_of(self._splits.values())
         self._headers: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
-        """Tokenise ``text``.
-
-        Raises:
-            UserError: the text is not valid Unicode.
-        """
+        """Tokenise ``text``; UserError: it is not valid Unicode."""
         return self._encode([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenise several texts, which takes less time than one by one.
 
         A common beginning, up to its last added token, is tokenised once.
-
-        Raises:
-            UserError: a text is not valid Unicode.
         """
         if len(texts) == 1:
             return [self.encode(texts[0])]
@@ -168,7 +160,11 @@ class HFTokenizer:
             raise UserError(f"{path} does not exist; {how_to_download(folder)}")
         self.encoder, self.max_seq_len = TextEncoder(Path(path)), max_seq_len
         self.special_tokens = self.encoder.ids
-        self.stop_tokens = ids_in(folder, EOS) or self._named(folder)
+        self.stop_tokens = ids_in(folder, EOS)
+        if not self.stop_tokens:
+            token = _content(folder / "tokenizer_config.json").get("eos_token")
+            text = token.get("content") if isinstance(token, dict) else token
+            self.stop_tokens = [self.encoder.ids[text]] if text in self.encoder.ids else []
         if not self.stop_tokens:
             raise UserError(f"no file in {folder} names an EOS token (eos_token_id in generation_config.json)")
         self.eos_id = self.stop_tokens[0]
@@ -176,19 +172,11 @@ class HFTokenizer:
         self.pad_id = pads[0] if pads else self.eos_id
         self._before = self.encoder.prefix()
 
-    def _named(self, folder: Path) -> list[int]:
-        """Return the id of the ``eos_token`` in ``tokenizer_config.json``."""
-        token = _content(folder / "tokenizer_config.json").get("eos_token")
-        text = token.get("content") if isinstance(token, dict) else token
-        return [self.encoder.ids[text]] if text in self.encoder.ids else []
-
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
-        """Tokenise ``text``.
+        """Tokenise ``text``, perhaps with special tokens.
 
-        Args:
-            text: the text, perhaps with special tokens.
-            add_bos: whether to add the model's tokens before a text, unless the text begins with them.
-            add_eos: whether to add :attr:`eos_id`.
+        ``add_bos`` adds the model's tokens before a text, unless the text begins with them; ``add_eos`` adds
+        :attr:`eos_id`.
         """
         tokens = self.encoder.encode(text)
         add_bos = add_bos and tokens[: len(self._before)] != self._before
@@ -197,6 +185,12 @@ class HFTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens`` without special tokens."""
         return self.encoder.decode(tokens)
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Compile a pattern that matches any of the texts, the longest first."""
+    longest = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest)) if longest else r"(?!)")
 
 
 def ids_in(folder: Path, key: str) -> list[int]:

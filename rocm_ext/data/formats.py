@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from rocm_ext.data.dialects import string
+from rocm_ext.data.dialects import expect, string
 
 MAX_TESTS = 1 << 30  # bytes of a row's unpacked tests
 TEXT_OPCODES = {"PROTO", "FRAME", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
@@ -67,35 +67,33 @@ def _mbpp(row: dict[str, Any]) -> dict[str, Any]:
         return {**row, "prompt": f"{row['prompt'].rstrip()}\n\nName the function `{row['entry_point']}`."}
     task = "text" if "text" in row else "prompt"
     _need(row, "mbpp", task)
-    tests, imports = _texts(row, "test_list"), _texts(row, "test_imports") if "test_imports" in row else []
-    if not tests:
+    if not (tests := _texts(row, "test_list")):
         raise ValueError("test_list is empty; expected a list of asserts")
-    setup = "\n".join([*imports, row.get("test_setup_code", "")]).strip()
-    shown = "\n".join(tests)
-    rest = _without(row, "text", "code", "test_list", "test_imports", "test_setup_code")
-    rest |= {"solution": row["code"]} if "code" in row else {}
-    prompt = f"{row[task].rstrip()}\n\nYour code should pass these tests:\n\n{shown}"
-    return {**rest, "prompt": prompt, "tests": tests, "test_setup": setup}
+    setup = "\n".join([*_texts(row, "test_imports", []), row.get("test_setup_code", "")]).strip()
+    rest = _solved(row, "code", "text", "test_list", "test_imports", "test_setup_code")
+    return {**rest, "prompt": _with_tests(row[task], tests), "tests": tests, "test_setup": setup}
 
 
 def _humaneval(row: dict[str, Any]) -> dict[str, Any]:
     _need(row, "humaneval", "prompt", "test", "entry_point")
-    rest = _without(row, "test", "canonical_solution")
-    rest |= {"solution": row["canonical_solution"]} if "canonical_solution" in row else {}
+    rest = _solved(row, "canonical_solution", "test")
     task = f"Complete this Python function. Answer with all of it in one code block.\n\n```python\n{row['prompt']}"
     return {**rest, "prompt": f"{task.rstrip()}\n```", "code_prefix": row["prompt"], "tests": _with_shapes(row["test"])}
 
 
 def _mbppplus(row: dict[str, Any]) -> dict[str, Any]:
     _need(row, "mbppplus", "prompt", "test")
-    shown, imports = _texts(row, "test_list"), _texts(row, "test_imports") if "test_imports" in row else []
-    rest = _without(row, "code", "test", "test_list", "test_imports")
-    rest |= {"solution": row["code"]} if "code" in row else {}
-    examples = "\n".join(shown)
-    names = _called_functions(row.get("code", ""), examples)
+    shown, setup = _texts(row, "test_list"), "\n".join(_texts(row, "test_imports", []))
+    rest = _solved(row, "code", "test", "test_list", "test_imports")
+    names = _called_functions(row.get("code", ""), "\n".join(shown))
     rest |= {"entry_point": names.pop()} if len(names) == 1 else {}
-    prompt = f"{row['prompt'].rstrip()}\n\nYour code should pass these tests:\n\n{examples}"
-    return {**rest, "prompt": prompt, "tests": _with_shapes(row["test"]), "test_setup": "\n".join(imports)}
+    prompt = _with_tests(row["prompt"], shown)
+    return {**rest, "prompt": prompt, "tests": _with_shapes(row["test"]), "test_setup": setup}
+
+
+def _with_tests(task: str, tests: list[str]) -> str:
+    shown = "\n".join(tests)
+    return f"{task.rstrip()}\n\nYour code should pass these tests:\n\n{shown}"
 
 
 def _with_shapes(tests: str) -> str:
@@ -149,7 +147,7 @@ def _livecodebench(row: dict[str, Any]) -> dict[str, Any] | None:
         return {**rest, **_program(row["question_content"], pairs), "tolerance": 0}
     if kinds != {"functional"}:
         raise ValueError(f"testtype must be stdin or functional in all tests, found {sorted(map(str, kinds))}")
-    name = (_json(row, "metadata", {}) or {}).get("func_name")
+    name = string((_json(row, "metadata", {}) or {}).get("func_name"), "metadata's func_name")
     try:
         cases = [
             {"input": [json.loads(line) for line in test["input"].split("\n")], "output": json.loads(test["output"])}
@@ -158,11 +156,7 @@ def _livecodebench(row: dict[str, Any]) -> dict[str, Any] | None:
     except ValueError as error:
         raise ValueError(f"a test's input or output is not JSON: {error}") from error
     starter = string(row.get("starter_code") or "", "starter_code")
-    return {
-        **rest,
-        **_function(row["question_content"], starter, string(name, "metadata's func_name"), cases),
-        "tolerance": 0,
-    }
+    return {**rest, **_function(row["question_content"], starter, name, cases), "tolerance": 0}
 
 
 FORMATS = {
@@ -213,25 +207,21 @@ def _private(text: Any) -> list[Any]:
     The pickle must hold one text and nothing else: unpickling could run code, so this parses its opcodes instead.
     """
     if not isinstance(text, str):
-        return text if isinstance(text, list) else _refuse_private("text")
+        return expect(text, list, "private_test_cases must be text")
     with suppress(ValueError):  # it is packed
         return list(json.loads(text))
     try:
         unpacker = zlib.decompressobj()
         data = unpacker.decompress(base64.b64decode(text, validate=True), MAX_TESTS)
         if unpacker.unconsumed_tail:
-            _refuse_private(f"smaller than {MAX_TESTS} bytes")
+            raise ValueError(f"it has more than {MAX_TESTS} bytes")
         opcodes = list(pickletools.genops(data))
     except (ValueError, binascii.Error, zlib.error, IndexError) as error:
         raise ValueError(f"private_test_cases is neither JSON nor a packed pickle: {error}") from error
     texts = [argument for code, argument, _ in opcodes if "UNICODE" in code.name]
     if len(texts) != 1 or not {code.name for code, _, _ in opcodes} <= TEXT_OPCODES:
-        _refuse_private("a pickle of text alone; unpickling another could run code")
+        raise ValueError("private_test_cases must be a pickle of text alone; unpickling another could run code")
     return _json({"private_test_cases": texts[0]}, "private_test_cases", [])
-
-
-def _refuse_private(what: str) -> Any:
-    raise ValueError(f"private_test_cases must be {what}")
 
 
 def _called_functions(code: Any, tests: str) -> set[str]:
@@ -252,11 +242,15 @@ def _need(row: Mapping[str, Any], format: str, *columns: str) -> None:
             raise ValueError(f"{column} is empty")
 
 
-def _texts(row: Mapping[str, Any], column: str) -> list[str]:
-    if not isinstance(row[column], list):
-        raise ValueError(f"{column} must be a list of text, found {type(row[column]).__name__}")
-    return [string(text, f"{column}[{i}]") for i, text in enumerate(row[column])]
+def _texts(row: Mapping[str, Any], column: str, default: Any = None) -> list[str]:
+    texts = expect(row.get(column, default), list, f"{column} must be a list of text")
+    return [string(text, f"{column}[{i}]") for i, text in enumerate(texts)]
 
 
 def _without(row: Mapping[str, Any], *columns: str) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key not in columns}
+
+
+def _solved(row: Mapping[str, Any], solution: str, *columns: str) -> dict[str, Any]:
+    """Return a row without these columns; its column ``solution`` gets this name."""
+    return _without(row, solution, *columns) | ({"solution": row[solution]} if solution in row else {})

@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import version
 from itertools import pairwise
@@ -105,7 +105,14 @@ def what_makes(cfg: DictConfig, dataset: Any, **policies: Any) -> dict[str, Any]
         if not all(sources):
             return None
         files = [_stamp(Path(file)) for files in sources for file in files]
-        made = [*_beside(named, [Path(folder)] if folder else []), *[Path(template)] * os.path.isfile(template)]
+        folders = {path.parent for path in named} | ({Path(folder)} if folder else set())
+        beside = (
+            path
+            for folder in sorted(folders)
+            for path in sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")])
+            if path.suffix in _TOKENIZERS and path.is_file()
+        )
+        made = [*named, *beside, *[Path(template)] * os.path.isfile(template)]
         code = [_stamp(path) for path in sorted(Path(__file__).parent.glob("*.py"))]
         return {
             "nodes": parts,
@@ -118,14 +125,6 @@ def what_makes(cfg: DictConfig, dataset: Any, **policies: Any) -> dict[str, Any]
         }
     except (UserError, OSError):  # reading reports it
         return None
-
-
-def _beside(named: Sequence[Path], folders: Sequence[Path]) -> Iterator[Path]:
-    """Yield a tokenizer's files, and files in their folders or in ``folders`` that may decide templates and EOS."""
-    yield from named
-    for folder in sorted({*folders, *(path.parent for path in named)}):
-        files = [*folder.glob("*"), *folder.glob("additional_chat_templates/*")]
-        yield from sorted(path for path in files if path.suffix in _TOKENIZERS and path.is_file())
 
 
 def _stamp(path: Path) -> list[Any]:

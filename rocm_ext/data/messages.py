@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rocm_ext.data.dialects import CALLS, FLAGS, ROLES, called, masked, parsed, role_of, schema, string
+from rocm_ext.data.dialects import CALLS, FLAGS, ROLES, called, expect, masked, parsed, role_of, schema, string
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # as transformers reads them
 _READ = ("role", "from", "content", "value", *FLAGS)
@@ -30,21 +30,16 @@ class Turn(NamedTuple):
 
 
 def to_turns(turns: Any, blank: bool = False) -> list[Turn]:
-    """Check a conversation and return its turns.
+    """Check a conversation and return its turns; ValueError: a message is malformed.
 
     Args:
         turns: messages ``{"role", "content"}``, or ShareGPT's ``{"from", "value"}``; roles and flags as in
             :mod:`rocm_ext.data.dialects`. An assistant's message may have ``tool_calls`` in OpenAI's form; arguments
             may be an object or JSON text.
         blank: whether an assistant's message may be empty.
-
-    Raises:
-        ValueError: a message is malformed.
     """
-    if not isinstance(turns, (list, tuple)):
-        raise ValueError(f"a conversation must be a list of messages, found {type(turns).__name__}")
     checked: list[Turn] = []
-    for number, turn in enumerate(turns):
+    for number, turn in enumerate(expect(turns, (list, tuple), "a conversation must be a list of messages")):
         new, last = _to_turn(turn, f"message {number}", blank), checked[-1] if checked else None
         if last and _is_call(turn) and (last.role, last.masked) == (new.role, new.masked):  # one turn, in ms-swift
             calls = [*checked.pop().more.get("tool_calls", ()), *new.more["tool_calls"]]
@@ -58,8 +53,7 @@ def _is_call(turn: Mapping[str, Any]) -> bool:
 
 
 def _to_turn(turn: Any, where: str, blank: bool) -> Turn:
-    if not isinstance(turn, Mapping):
-        raise ValueError(f"{where} must be an object with role and content, found {type(turn).__name__}")
+    expect(turn, Mapping, f"{where} must be an object with role and content")
     if (role := role_of(turn)) is None:
         raise ValueError(f"{where}: unknown role {turn.get('role', turn.get('from'))!r}; known: {', '.join(ROLES)}")
     more = {key: value for key, value in turn.items() if key not in _READ and value is not None}
@@ -72,8 +66,7 @@ def _to_turn(turn: Any, where: str, blank: bool) -> Turn:
     if calls := more.pop("tool_calls", None):  # templates test for the key
         if role != "assistant":
             raise ValueError(f"{where}: tool_calls of the {role}; only the assistant calls tools")
-        if not isinstance(calls, list):
-            raise ValueError(f"{where}: tool_calls must be a list, found {type(calls).__name__}")
+        expect(calls, list, f"{where}: tool_calls must be a list")
         more["tool_calls"] = [_tool_call(call, f"{where}: tool_calls[{i}]") for i, call in enumerate(calls)]
     silent = calls or reasoning or (blank and role == "assistant")
     content = "" if content is None and silent else _text(content, where)
@@ -99,24 +92,18 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"{where} needs a function with a name, found {call!r}")
     arguments = parsed(function.get("arguments"), f"{where}: arguments are")
-    if arguments is None:
-        arguments = {}
-    if not isinstance(arguments, Mapping):
-        raise ValueError(f"{where}: arguments must be an object, found {type(arguments).__name__}")
+    arguments = {} if arguments is None else expect(arguments, Mapping, f"{where}: arguments must be an object")
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function
 
 
 def with_system(messages: Any, column: Any, system_prompt: str | None) -> Any:
-    """Add the system message of the row or of the config to messages without one.
+    """Add the system message of the row or of the config to messages without one; ValueError: the row has two.
 
     Args:
         messages: argument of :func:`to_turns`; anything but a list stays as it is.
         column: value of the row's column ``system``, or None.
         system_prompt: the config's system message, or None.
-
-    Raises:
-        ValueError: column and conversation have different system messages.
     """
     if not isinstance(messages, list):
         return messages
@@ -135,10 +122,7 @@ def to_tools(value: Any) -> list[dict[str, Any]] | None:
 
     Args:
         value: column ``tools``: a list of objects in OpenAI's form, or of their functions; or this as JSON text; or
-            nothing.
-
-    Raises:
-        ValueError: the value is something else.
+            nothing. Anything else is a ValueError.
     """
     if isinstance(value, str):
         value = parsed(value.strip() or "[]", "tools are")

@@ -37,11 +37,7 @@ class Mixture:
 
     @classmethod
     def of(cls, dataset: Any, rows: Rows) -> "Mixture":
-        """Return the mixture of a config's ``dataset``, given its training rows.
-
-        Raises:
-            UserError: the weights are wrong, or the rows do not say from which data set they come.
-        """
+        """Return the mixture of a config's ``dataset``, given its training rows; UserError: the weights are wrong."""
         weights = data_weights(dataset)
         parts = dataset if OmegaConf.is_list(dataset) else [dataset]
         if len(rows.ends) != len(parts):
@@ -76,12 +72,8 @@ class Mixture:
     def table(self, steps: Iterable[Sequence[int]] | None = None) -> list[dict[str, Any]]:
         """Describe the data sets, for JSON; [] for a single one.
 
-        Args:
-            steps: the run's rows, by step.
-
-        Returns:
-            For each data set ``name``, ``rows``, ``weight``, ``rows_of_epoch``, their ``share`` of the epoch, and with
-            ``steps`` also ``rows_given`` to the run.
+        For each data set ``name``, ``rows``, ``weight``, ``rows_of_epoch``, their ``share`` of the epoch, and, given
+        the ``steps`` of a run, ``rows_given`` to it.
         """
         if len(self.rows) == 1:
             return []
@@ -108,14 +100,7 @@ def lines(table: Iterable[Mapping[str, Any]]) -> list[str]:
 
 @lru_cache(maxsize=2)
 def mixed_order(mixture: Mixture, epoch: int, length: int, seed: int | None) -> list[int]:
-    """Return the rows of an epoch, under weights.
-
-    Args:
-        mixture: data sets with weights.
-        epoch: number of the epoch, from 0.
-        length: number of rows in an epoch, which may end early.
-        seed: seed of the data sets' orders; None: rows stay in the order of the data.
-    """
+    """Return the ``length`` rows of an epoch under weights; ``seed`` None: rows stay in the order of the data."""
     # row j of the n that a data set gives comes after (j + 1/2) / n of the epoch
     times = np.concatenate([(np.arange(share) + 0.5) / max(1, share) for share in mixture.shares])
     sets = np.repeat(np.arange(len(mixture.rows)), mixture.shares)[np.argsort(times, kind="stable")][:length]

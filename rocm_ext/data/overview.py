@@ -62,18 +62,13 @@ def of_rows(
     tokenizer: Any,
     rows: Rows,
     validation: Rows | None,
-    origins: Sequence[Origin] | None = None,
+    origins: Sequence[Origin] = (),
     ranks: int = 1,
 ) -> Overview:
-    """Describe the rows of SFT or DPO.
+    """Describe the rows of SFT or DPO, for a training by ``ranks`` processes.
 
-    Args:
-        cfg: config of the recipe.
-        tokenizer: tokenizer of the rows.
-        rows: training rows.
-        validation: validation rows; None: there are none.
-        origins: origins of items, by number in the training and in the validation dataset; None: the number.
-        ranks: number of processes that train.
+    ``origins`` are functions from an item's number to its origin, for ``dataset`` and, if it is set, ``dataset_val``;
+    without them the origin is the number.
     """
 
     def of_row(part: Rows, origin: Origin) -> Origin:
@@ -86,14 +81,14 @@ def of_rows(
         content |= numbers(tokens, keys(part), origin) | {"trained_share": trained / sum(map(len, part.tokens))}
         return content | ({"weights": weights} if (weights := part.weights()) else {}), tokens
 
-    of_training, of_validation = origins or (lambda number: f"row {number}",) * 2
-    origin = of_row(rows, of_training)
+    origins = origins or ["row {}".format]
+    origin = of_row(rows, origins[0])
     content, tokens = described(rows, origin)
     steps = Steps(len(rows), rows_per_step(cfg, ranks), cfg.max_steps_per_epoch)
     result = {"dataset": content, "steps_per_epoch": steps.per_epoch, "rows_per_step": steps.per_step, "ranks": ranks}
     result["data_sets"] = Mixture.of(cfg.dataset, rows).table()
     if validation is not None:
-        held_origin = of_row(validation, of_validation)
+        held_origin = of_row(validation, origins[-1])
         held_out, _ = described(validation, held_origin)
         for name, hashes in (("trained_on", keys), ("prompt_trained_on", prompt_keys)):
             held_out |= equal(name, shared(hashes(validation), hashes(rows)), held_origin, origin)
@@ -136,7 +131,7 @@ def spread(values: Iterable[int]) -> dict[str, Any]:
     }
 
 
-def numbers(lengths: Mapping[str, list[int]], hashes: Sequence[bytes], origin: Callable[[int], str]) -> dict[str, Any]:
+def numbers(lengths: Mapping[str, list[int]], hashes: Sequence[bytes], origin: Origin) -> dict[str, Any]:
     """Describe rows or prompts.
 
     Args:
@@ -145,17 +140,16 @@ def numbers(lengths: Mapping[str, list[int]], hashes: Sequence[bytes], origin: C
         origin: returns the origin of a row.
 
     Returns:
-        ``kept``, the number of rows; ``repeated``, the number of rows that equal an earlier one, and
-        ``first_repeated``, the origins of the first such row and the earlier one; and ``tokens``, :func:`spread` by
-        kind of length.
+        The number of rows ``kept`` and of rows ``repeated``, the origins ``first_repeated`` of the first repetition and
+        the earlier row, and :func:`spread` by kind of length as ``tokens``.
     """
-    result = {"kept": len(hashes), **equal("repeated", repeats(hashes), origin, origin)}
-    return result | {"tokens": {name: spread(values) for name, values in lengths.items()}}
+    first: dict[bytes, int] = {}
+    repeated = [(i, first[key]) for i, key in enumerate(hashes) if first.setdefault(key, i) != i]
+    tokens = {name: spread(values) for name, values in lengths.items()}
+    return {"kept": len(hashes), **equal("repeated", repeated, origin, origin), "tokens": tokens}
 
 
-def equal(
-    name: str, pairs: Sequence[tuple[int, int]], origin: Callable[[int], str], other: Callable[[int], str]
-) -> dict[str, Any]:
+def equal(name: str, pairs: Sequence[tuple[int, int]], origin: Origin, other: Origin) -> dict[str, Any]:
     """Return the number of pairs of equal rows as ``name``, and the origins of the first pair."""
     return {name: len(pairs), f"first_{name}": [(origin(i), other(j)) for i, j in pairs[:1]]}
 
@@ -187,12 +181,6 @@ def prompt_keys(rows: Rows) -> list[bytes | None]:
     asked = map(_asked, rows.labels, rows.lengths)
     parts = zip(rows.tokens, asked, packs, strict=True)
     return [None if pack or count < 2 else key(tokens[:count]) for tokens, count, pack in parts]
-
-
-def repeats(hashes: Iterable[bytes]) -> list[tuple[int, int]]:
-    """Return the index of every hash that equals an earlier one, with the index of the first equal hash."""
-    first: dict[bytes, int] = {}
-    return [(i, first[key]) for i, key in enumerate(hashes) if first.setdefault(key, i) != i]
 
 
 def shared(hashes: Iterable[bytes | None], others: Iterable[bytes | None]) -> list[tuple[int, int]]:

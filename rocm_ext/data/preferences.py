@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rocm_ext.data.dialects import KTO, conversation, pair, role_of, single
+from rocm_ext.data.dialects import KTO, conversation, expect, pair, role_of, single
 from rocm_ext.data.loading import open_source
 from rocm_ext.data.messages import REASONING, Turn, to_tools, to_turns, with_system
 from rocm_ext.data.render import Steps, render_turns
@@ -52,7 +52,7 @@ def preference_dataset(
         column_map: our column -> yours, ``{prompt: question, chosen: response_j, rejected: response_k}``.
 
     Returns:
-        A dataset that tokenises rows on access. A malformed row raises a ``UserError`` on access.
+        A dataset that tokenises rows on access, where a malformed row raises a ``UserError``.
 
     Raises:
         UserError: the source cannot be read, or an argument does not match it.
@@ -114,11 +114,7 @@ class PreferenceDataset(SourceDataset):
 
 
 def _conversations(fields: Mapping[str, Any], system_prompt: str | None) -> tuple[list[list[Turn]], int]:
-    """Return the turns of both sides, and the number of turns before the answers, which may be empty.
-
-    Raises:
-        ValueError: a message is malformed, or the prompts differ.
-    """
+    """Return the turns of both sides, and the number of turns before the answers, which may be empty."""
     sides = []
     for side in SIDES:
         try:
@@ -156,8 +152,7 @@ def _conversation(side: str, fields: Mapping[str, Any]) -> list[Any]:
         raise ValueError(f"prompt must be a text or a list of messages, found {prompt!r}")
     if isinstance(value, str):
         return [*asked, *([{"role": "assistant", "content": value}] if value.strip() else [])]
-    if not isinstance(value, list):
-        raise ValueError(f"it must be a text or a list of messages, found {type(value).__name__}")
+    expect(value, list, "it must be a text or a list of messages")
     messages = value[:-1] if value and _is_empty_answer(value[-1]) else value
     if prompt is None:
         return messages
@@ -173,19 +168,16 @@ def _dialogue(text: str) -> list[dict[str, str]]:
     before, *parts = _SPEAKER.split(text)
     if before.strip() or not parts:
         raise ValueError(
-            "it is a text, so the row also needs a prompt; or write both as \\n\\nHuman: …\\n\\nAssistant: …"
+            "it is a text, so the row needs a prompt as well; or write both as \\n\\nHuman: …\\n\\nAssistant: …"
         )
-    roles = {"Human": "user", "Assistant": "assistant"}
-    turns = [
-        {"role": roles[who], "content": content.strip()} for who, content in zip(parts[::2], parts[1::2], strict=True)
-    ]
+    texts, roles = zip(parts[::2], parts[1::2], strict=True), {"Human": "user", "Assistant": "assistant"}
+    turns = [{"role": roles[speaker], "content": content.strip()} for speaker, content in texts]
     return turns[:-1] if _is_empty_answer(turns[-1]) else turns
 
 
 def _contains(messages: list[Any], prompt: Any) -> bool:
     if isinstance(prompt, str):
-        texts = [turn.content.strip() for turn in to_turns(messages) if turn.role == "user"]
-        return prompt.strip() in texts
+        return prompt.strip() in [turn.content.strip() for turn in to_turns(messages) if turn.role == "user"]
     return to_turns(messages)[: len(prompt)] == to_turns(prompt)
 
 

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.config.checks.kinds import check, integer
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.verifiers.reasoning_gym import COLUMN, entries
 
 SYSTEM_PROMPT = "Write your final answer, and nothing else, between <answer> and </answer>."
+_KINDS = {"size": integer(1), "skip": integer(0), "seed": integer(0, 2**63)}
 
 
 def reasoning_gym_prompts(
@@ -36,9 +37,7 @@ def reasoning_gym_prompts(
     Raises:
         UserError: the package is not installed, the task or an option is unknown, or a number is out of range.
     """
-    for name, value, least in (("size", size, 1), ("skip", skip, 0), ("seed", seed, 0)):
-        if type(value) is not int or value < least:
-            raise UserError(f"{name} is {value!r}; expected a whole number of at least {least}")
+    check({"size": size, "skip": skip, "seed": seed}, _KINDS)
     made: dict[str, Any] = {"task": task, "options": dict(options or {}), "seed": seed, "size": skip + size}
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     prompts: dict[str, Prompt] = {}

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import groupby, pairwise
 from os.path import commonprefix
-from typing import Any, Protocol
+from typing import Any
 
 from torchtune.data import Message
 
@@ -23,21 +23,6 @@ IGNORE = -100
 Tools = Sequence[Mapping] | None
 Steps = Generator[str, list[int] | None, Any]  # yields texts to tokenise, and receives their tokens or None
 Rendering = Generator[str, list[int] | None, tuple[list[int], list[int]]]
-
-
-class Renderer(Protocol):
-    """A way to render conversations."""
-
-    def prompt(self, turns: Sequence[Turn], tools: Tools) -> list[int]:
-        """Render a conversation to sample from, see :func:`render_prompt`."""
-
-    def conversation(self, turns: Sequence[Turn], tools: Tools) -> Rendering:
-        """Render a conversation whose last turn is trained, see :func:`render_conversation` and :func:`together`."""
-
-    def reply(
-        self, before: Sequence[Turn], answer: Turn, sampled: str, reply: Sequence[Turn], tools: Tools
-    ) -> tuple[list[int], bool]:
-        """Render what follows an answer, see :func:`render_reply`."""
 
 
 def render_prompt(tokenizer: Any, messages: Sequence[Mapping], tools: Tools = None) -> list[int]:
@@ -55,7 +40,8 @@ def render_prompt(tokenizer: Any, messages: Sequence[Mapping], tools: Tools = No
         Token ids ``[s]``.
 
     Raises:
-        UserError: a message is malformed, or the chat template refuses the conversation.
+        UserError: the chat template refuses the conversation.
+        ValueError: a message is malformed.
     """
     return render_history(tokenizer, to_turns(messages), tools)
 
@@ -79,18 +65,17 @@ def render_conversation(
     chat template, an assistant turn that begins the conversation has no labels: nothing prompts it.
 
     Args:
-        tokenizer: as in :func:`render_prompt`.
-        messages: as in :func:`render_prompt`.
-        train_on_input: label every token.
-        tools: as in :func:`render_prompt`.
-        last_turn: label only the last assistant turn.
+        tokenizer, messages, tools: as in :func:`render_prompt`.
+        train_on_input: whether to label every token.
+        last_turn: whether to label only the last assistant turn.
 
     Returns:
         Tokens ``[s]`` and labels ``[s]``.
 
     Raises:
-        UserError: a message is malformed, the conversation has no assistant turn to train on, or the chat template
-            does not show which tokens to train on.
+        UserError: the conversation has no assistant turn to train on, or the chat template does not show which tokens
+            to train on.
+        ValueError: a message is malformed.
     """
     return alone(render_turns(tokenizer, to_turns(messages), train_on_input, tools, last_turn))
 
@@ -112,11 +97,8 @@ def render_turns(
 def together(steps: Sequence[Steps], encode: Callable[[list[str]], Sequence] | None = None) -> list:
     """Run steps to their ends, and return their results or exceptions.
 
-    The texts that they yield are tokenised at once, which takes less time and gives the same tokens.
-
-    Args:
-        steps: the steps.
-        encode: tokenises texts; None: every step tokenises its text.
+    With ``encode``, the texts that they yield are tokenised at once, which takes less time and gives the same tokens.
+    Without it, every step tokenises its text.
     """
     results: list = [None] * len(steps)
     sent = dict.fromkeys(range(len(steps)))
@@ -152,28 +134,21 @@ def render_reply(
     reasoning. Then the conversation does not begin with the sampled tokens, and is rendered anew.
 
     Args:
-        tokenizer: as in :func:`render_prompt`.
+        tokenizer, tools: as in :func:`render_prompt`.
         before: the conversation up to the answer.
         answer: the assistant's turn.
         sampled: text of the answer as it was sampled, with special tokens, but without the stop token.
         reply: the turns behind the answer.
-        tools: as in :func:`render_prompt`.
 
     Returns:
         Token ids and whether they render the full conversation anew. If not, they follow the sampled answer and its
         stop token.
-
-    Raises:
-        UserError: the chat template refuses the conversation.
     """
     return _renderer(tokenizer).reply(before, answer, sampled, reply, tools)
 
 
-def _renderer(tokenizer: Any) -> Renderer:
+def _renderer(tokenizer: Any) -> "Renderer":
     return getattr(tokenizer, "renderer", None) or TorchtuneRenderer(tokenizer)
-
-
-# ---- by the model's own template
 
 
 class TemplateRenderer:
@@ -310,15 +285,10 @@ class TemplateRenderer:
         return text, trained
 
 
-# ---- without a template
-
-
 class PlainRenderer:
     """Renders a prompt and its completion without a template, for base models.
 
-    Args:
-        tokenizer: a torchtune model tokenizer; it adds a BOS if the model has one.
-        end: id of the token that ends a completion.
+    A torchtune model tokenizer adds a BOS if the model has one; the token with id ``end`` ends a completion.
     """
 
     def __init__(self, tokenizer: Any, end: int) -> None:
@@ -349,15 +319,8 @@ class PlainRenderer:
         return [*prompt, *answer], [*[IGNORE] * len(prompt), *answer]
 
 
-# ---- by torchtune's tokenizers
-
-
 class TorchtuneRenderer:
-    """Renders with the tokenizer, as torchtune's recipes do.
-
-    Args:
-        tokenizer: a torchtune model tokenizer.
-    """
+    """Renders with a torchtune model tokenizer, as torchtune's recipes do."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = unlimited(tokenizer)
@@ -399,15 +362,10 @@ class TorchtuneRenderer:
 
     def _render(self, turns: Sequence[Turn], unmasked: Sequence[int]) -> tuple[list[int], list[bool]]:
         """Return tokens and mask; only the turns at these indices are unmasked."""
-        roles = {"tool": "ipython"}
-        out = self._tokenizer(
-            {
-                "messages": [
-                    Message(roles.get(turn.role, turn.role), turn.content, masked=i not in unmasked)
-                    for i, turn in enumerate(turns)
-                ]
-            }
-        )
+        roles = ("ipython" if turn.role == "tool" else turn.role for turn in turns)
+        parts = enumerate(zip(roles, turns, strict=True))
+        messages = [Message(role, turn.content, masked=i not in unmasked) for i, (role, turn) in parts]
+        out = self._tokenizer({"messages": messages})
         return out["tokens"], out["mask"]
 
     def _header_length(self) -> int:
@@ -426,12 +384,12 @@ class TorchtuneRenderer:
         return next((i for i, (a, b) in enumerate(zip(empty, other, strict=False)) if a != b), len(empty))
 
 
+Renderer = TemplateRenderer | PlainRenderer | TorchtuneRenderer
+
+
 def _refuse_tools(turns: Sequence[Turn], tools: Tools) -> None:
     if tools or any("tool_calls" in turn.more for turn in turns):
         raise UserError("tools and tool_calls need the model's chat template (chat_template: auto)")
-
-
-# ---- shared
 
 
 def end_of(tokens: Sequence[int], tokenizer: Any, end: int) -> list[int]:

@@ -37,7 +37,7 @@ SIDE = "side"  # column: 1 in chosen and good answers, -1 in rejected and bad on
 
 
 def open_dataset(cfg: Any, tokenizer: Any, too_long: str) -> Dataset:
-    """Build a dataset from its component; a list of components becomes one dataset.
+    """Build a dataset from its component; a list of components becomes one dataset. A UserError if that fails.
 
     Under ``truncate`` a component gets the tokenizer as it is, so that torchtune's components work as in torchtune.
     Under the other policies it gets a tokenizer without ``max_seq_len``, because it must not cut rows.
@@ -46,9 +46,6 @@ def open_dataset(cfg: Any, tokenizer: Any, too_long: str) -> Dataset:
         cfg: a component, or a list of components.
         tokenizer: the config's tokenizer.
         too_long: policy for long rows, see :func:`tokenize`.
-
-    Raises:
-        UserError: the component does not exist, or rejects its arguments.
     """
     if OmegaConf.is_list(cfg) and cfg:
         parts = [without(part, WEIGHT) if OmegaConf.is_dict(part) else part for part in cfg]
@@ -166,18 +163,12 @@ class Rows:
         return SIDE in self.columns and len(self.lengths[0]) == len(SIDES)
 
     def split(self, fraction: float, seed: int) -> tuple["Rows", "Rows"]:
-        """Split the rows at random into two disjoint parts. Equal rows, and pairs of one prompt, stay together.
+        """Split the rows at random into training and validation rows. Equal rows and pairs of one prompt stay together.
 
         Args:
-            fraction: share of the rows in the second part. It gets as many groups of rows that stay together as fit
-                into this share, but at least one.
+            fraction: share of validation rows. They are as many groups of rows that stay together as fit into it,
+                but at least one; raises a UserError if nothing would be left to train on.
             seed: seed of the random choice.
-
-        Returns:
-            The training rows and the validation rows.
-
-        Raises:
-            UserError: the first part would be empty.
         """
         second = max(1, round(len(self) * fraction))
         if second >= len(self):
@@ -252,10 +243,10 @@ class Rows:
         return Rows(join(self.tokens), join(self.labels), lengths, self.counts, columns)
 
     def join_groups(self, groups: Sequence[str], most: float) -> tuple["Rows", list[str]]:
-        """Join the rows of a group, so that a micro-batch computes their common beginning once.
+        """Join the rows of a group, such as a prompt's answers, so that a micro-batch computes their beginning once.
 
         Args:
-            groups: group by row, such as the answered prompt.
+            groups: group by row.
             most: maximum number of tokens of a joined row; a larger group becomes several rows.
 
         Returns:
@@ -278,11 +269,9 @@ class Rows:
         return self.joined(parts), of_part
 
     def add_labels_column(self, name: str, values: Sequence[np.ndarray | Sequence[float]]) -> None:
-        """Add a column with values at labels, and 0 elsewhere.
+        """Add a column with values at labels, see :func:`labelled`, and 0 elsewhere.
 
-        Args:
-            name: name of the column.
-            values: values of the labels, see :func:`labelled`, by row: [n], or [n, …] for :data:`ROUTES`.
+        ``values`` are by row: [n], or [n, …] for :data:`ROUTES`.
         """
         self.columns[name] = []
         for labels, lengths, row in zip(self.labels, self.lengths, values, strict=True):
@@ -319,9 +308,7 @@ class Rows:
 def labelled(labels: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
     """Return [s] booleans: whether a row has a label that a token of the same sequence predicts.
 
-    Args:
-        labels: [s] labels of the row; ``IGNORE``: masked.
-        lengths: lengths of the row's sequences; they add up to s.
+    ``labels`` [s] are ``IGNORE`` where masked; ``lengths`` of the row's sequences add up to s.
     """
     mask = labels != IGNORE
     mask[[0, *accumulate(lengths)][:-1]] = False  # no token predicts the first token of a sequence
@@ -335,9 +322,6 @@ def check_vocabulary(largest: int, size: int) -> None:
             f"the tokenizer produces token id {largest}, but the model's vocabulary ends at {size - 1}: "
             "use the tokenizer of this model"
         )
-
-
-# ---- from a dataset's items
 
 
 def tokenize(
@@ -485,8 +469,7 @@ class _LengthLimits:
     def drops(self, origin: Callable[[], str], length: int, limit: int) -> bool:
         """Return whether a sequence of ``length`` tokens, above ``limit``, is dropped; False: it is cut.
 
-        Raises:
-            WrongRow: ``too_long`` is ``error``.
+        Raises a WrongRow if ``too_long`` is ``error``.
         """
         if self.too_long == "error":
             of_model = limit == self.positions
@@ -507,11 +490,7 @@ class _Reader(ABC):
 
     @abstractmethod
     def add(self, item: Mapping[str, Any], origin: Callable[[], str]) -> None:
-        """Add an item, or count the reason to drop it.
-
-        Args:
-            item: item of the dataset.
-            origin: returns the item's origin, for messages.
+        """Add an item, or count the reason to drop it; ``origin`` returns the item's origin, for messages.
 
         Raises:
             UserError: a sequence is too long under ``error``, or too long for the model in a pack.

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.config.checks.kinds import check, one_of
 from rocm_ext.data.dialects import ALPACA, asked, conversation, listed, refuse_kto, string
 from rocm_ext.data.loading import open_source, row_at
 from rocm_ext.data.messages import REASONING, Turn, to_tools, to_turns, with_system
@@ -76,15 +77,14 @@ def sft_dataset(
         train_on_input: whether to label every token instead of only the assistant's.
 
     Returns:
-        A dataset that tokenises rows on access. A malformed row raises a ``UserError`` on access.
+        A dataset that tokenises rows on access, where a malformed row raises a ``UserError``.
 
     Raises:
         UserError: the source cannot be read, or an argument does not match it.
     """
     if schema not in ("auto", *SCHEMAS):
         raise UserError(f"schema {schema!r} is unknown{nearest(schema, ['auto', *SCHEMAS])}; schemas: {NEEDS}")
-    if assistant_turns not in ("all", "last"):
-        raise UserError(f"assistant_turns is {assistant_turns!r}; expected all or last")
+    check({"assistant_turns": assistant_turns}, {"assistant_turns": one_of("all", "last")})
     rows, origin, columns = open_source(source, split, data_files, name, column_map, FIELDS)
     return ConversationDataset(
         tokenizer=tokenizer,
@@ -226,11 +226,7 @@ class ConversationDataset(SourceDataset):
         return {"tokens": tokens, "labels": labels, **weight_in(fields)}
 
     def _fields(self, index: int) -> tuple[str, dict[str, Any]]:
-        """Return the matching schema of a row, and its values under our column names.
-
-        Raises:
-            ValueError: no schema matches, or several do.
-        """
+        """Return the matching schema of a row, and its values under our column names."""
         row, fields = self._mapped(index)
         names = SCHEMAS if self.schema == "auto" else [self.schema]
         fits = [name for name in names if fields.keys() >= set(SCHEMAS[name])]
@@ -252,12 +248,8 @@ class ConversationDataset(SourceDataset):
             )
         if fits[0] != "text":
             refuse_kto(fields)
-        used = {
-            *SCHEMAS[fits[0]],
-            *(EXTRAS if fits[0] != "text" else (ROW_WEIGHT,)),
-            *(ALPACA if fits[0] == "alpaca" else ()),
-        }
-        self._use(used)
+        extras = EXTRAS if fits[0] != "text" else (ROW_WEIGHT,)
+        self._use({*SCHEMAS[fits[0]], *extras, *(ALPACA if fits[0] == "alpaca" else ())})
         return fits[0], fields
 
     def _messages(self, schema: str, fields: dict[str, Any], tools: list[dict[str, Any]] | None) -> Any:

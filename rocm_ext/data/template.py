@@ -80,26 +80,19 @@ class ChatTemplate:
             return False
 
     def render(self, turns: Sequence[Turn], tools: Sequence[Mapping] | None, prompt: bool = False) -> str:
-        """Render a conversation.
+        """Render a conversation; UserError: the template refuses it.
 
         Args:
             turns: the conversation.
             tools: JSON schemas of the functions that the assistant may call.
             prompt: whether to add the header of the assistant's next turn.
-
-        Raises:
-            UserError: the template refuses the conversation.
         """
         return self._render(turns, tools, prompt).replace(_BEGIN, "").replace(_END, "")
 
     def render_marked(
         self, turns: Sequence[Turn], tools: Sequence[Mapping] | None
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Render a conversation; also return start and end of the generation blocks, in characters.
-
-        Raises:
-            UserError: the template refuses the conversation.
-        """
+        """Render a conversation; also return start and end of the generation blocks, in characters."""
         text, spans, start = "", [], 0
         for part in re.split(f"({_BEGIN}|{_END})", self._render(turns, tools, prompt=False)):
             if part == _BEGIN:
@@ -156,8 +149,7 @@ def read_template(setting: str, folder: Path, args: Mapping[str, Any], today: da
     tokens = {name: config.get(name) for name in _SPECIAL_TOKENS}  # text, or objects with ``content``
     texts = {name: token.get("content") if isinstance(token, Mapping) else token for name, token in tokens.items()}
     variables = {**{name: text for name, text in texts.items() if isinstance(text, str)}, **args}
-    named = _named_templates(folder, config)
-    origin = str(folder / _file_of(folder, config))
+    named, origin = _named_templates(folder, config)
     if setting == "auto":
         if not named:
             return None
@@ -175,14 +167,6 @@ def read_template(setting: str, folder: Path, args: Mapping[str, Any], today: da
     return ChatTemplate(_read(path), variables, today, setting)
 
 
-def _file_of(folder: Path, config: Mapping[str, Any]) -> str:
-    """Return the name of the file with the template, in transformers' order of preference."""
-    if (folder / TEMPLATE).is_file():
-        return TEMPLATE
-    in_old_file = config.get("chat_template") is None and (folder / OF_PROCESSORS).is_file()
-    return OF_PROCESSORS if in_old_file else _CONFIG
-
-
 def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
@@ -191,22 +175,25 @@ def _json(path: Path) -> dict[str, Any]:
     return config
 
 
-def _named_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the templates of a folder by name; a single one is ``default``, and one for tools is ``tool_use``."""
-    if (folder / TEMPLATE).is_file():
+def _named_templates(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+    """Return a folder's templates by name, and their file, in transformers' order of preference.
+
+    A single template is called ``default``, and one for tools ``tool_use``.
+    """
+    if (file := folder / TEMPLATE).is_file():
         more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-        return {"default": _read(folder / TEMPLATE), **{path.stem: _read(path) for path in more}}
-    file = _file_of(folder, config)
-    templates = (_json(folder / OF_PROCESSORS) if file == OF_PROCESSORS else config).get("chat_template")
-    if templates is None:
-        return {}
-    if isinstance(templates, str):
-        return {"default": templates}
+        return {"default": _read(file), **{path.stem: _read(path) for path in more}}, str(file)
+    file, templates = folder / _CONFIG, config.get("chat_template")
+    if templates is None and (folder / OF_PROCESSORS).is_file():
+        file = folder / OF_PROCESSORS
+        templates = _json(file).get("chat_template")
+    if templates is None or isinstance(templates, str):
+        return {} if templates is None else {"default": templates}, str(file)
     listed = templates if isinstance(templates, list) else [templates]
     named: Any = {entry.get("name"): entry.get("template") for entry in listed if isinstance(entry, Mapping)}
     if len(named) != len(listed) or not all(isinstance(text, str) for pair in named.items() for text in pair):
-        raise UserError(f"{folder / file}: chat_template must be text, or a list of name and template")
-    return named
+        raise UserError(f"{file}: chat_template must be text, or a list of name and template")
+    return named, str(file)
 
 
 def _read(path: Path) -> str:

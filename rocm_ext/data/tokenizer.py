@@ -1,6 +1,5 @@
 """Open a config's tokenizer together with its renderer of conversations."""
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -12,7 +11,7 @@ from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
 from rocm_ext.config.checks import check_max_seq_len
-from rocm_ext.data.encoder import EOS, TOKENIZER, HFTokenizer, TextEncoder, ids_in
+from rocm_ext.data.encoder import EOS, TOKENIZER, HFTokenizer, TextEncoder, any_of, ids_in
 from rocm_ext.data.messages import to_turns
 from rocm_ext.data.render import PlainRenderer, Renderer, TemplateRenderer, alone, render_conversation, render_prompt
 from rocm_ext.data.template import TEMPLATE, ChatTemplate, read_template
@@ -144,13 +143,8 @@ def reserved_tokens(tokenizer: Any) -> frozenset[str]:
 
 def special_tokens_in(tokenizer: Any) -> Callable[[Iterable[str]], str | None]:
     """Return a function that returns a special token in texts, or None; the model does not read it as text."""
-    names = sorted(reserved_tokens(tokenizer))
-    pattern = re.compile("|".join(map(re.escape, names)) if names else r"(?!)")
-
-    def find(texts: Iterable[str]) -> str | None:
-        return next((match[0] for text in texts if (match := pattern.search(text))), None)
-
-    return find
+    pattern = any_of(reserved_tokens(tokenizer))
+    return lambda texts: next((match[0] for text in texts if (match := pattern.search(text))), None)
 
 
 def defused(tokenizer: Any) -> Callable[[str], str]:
@@ -160,18 +154,14 @@ def defused(tokenizer: Any) -> Callable[[str], str]:
     """
     renderer = getattr(tokenizer, "renderer", None)
     added = renderer.added_tokens if isinstance(renderer, TemplateRenderer) else frozenset()
-    names = sorted(reserved_tokens(tokenizer) | added, key=len, reverse=True)
-    pattern = re.compile("|".join(map(re.escape, names)) if names else r"(?!)")
+    pattern = any_of(reserved_tokens(tokenizer) | added)
     return lambda text: pattern.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
 
 def special_token_lines(what: str, count: int, special: Sequence[tuple[str, str]]) -> list[str]:
-    """Return a warning about special tokens in texts; [] if there are none.
+    """Return a warning about special tokens in ``count`` texts; [] if there are none.
 
-    Args:
-        what: name of the texts.
-        count: number of texts.
-        special: (special token, origin), one per text with a special token.
+    ``special`` has a special token and the origin of every text with one.
     """
     if not special:
         return []
@@ -196,11 +186,6 @@ def _template_args(cfg: DictConfig) -> tuple[dict[str, Any], date]:
 
 
 def _encoder(folder: Path) -> TextEncoder:
-    """Open the folder's ``tokenizer.json``.
-
-    Raises:
-        UserError: the file is missing or damaged.
-    """
     if not (folder / TOKENIZER).is_file():
         raise UserError(
             f"the chat template needs {folder / TOKENIZER}, which does not exist; download the model's {TOKENIZER}, "
@@ -213,9 +198,6 @@ def _ends(folder: Path, base: Any) -> list[int]:
     """Return the ids of the EOS tokens in ``generation_config.json`` or ``config.json``, else torchtune's.
 
     torchtune's Qwen tokenizers know only the EOS of the instruct models, which base models do not generate.
-
-    Raises:
-        UserError: neither the folder nor the tokenizer names an EOS token.
     """
     if numbers := ids_in(folder, EOS):
         return numbers
