@@ -92,7 +92,7 @@ def _rows(cfg: Any, family: str, tokenizer: Any, decoder: Any) -> Read:
     recipe.learner.tokenizer, recipe.learner.decoder = tokenizer, decoder
     recipe.learner.objective = objective_of(config.instantiate(cfg.loss, key="loss"))
     rows, validation = recipe.setup_data(tokenizer)
-    components = [cfg.dataset, cfg.dataset if cfg.dataset_val is None else cfg.dataset_val]
+    components = filter(None, (cfg.dataset, cfg.dataset_val))
     origins = [partial(origin_of, open_dataset(component, tokenizer, cfg.too_long)) for component in components]
 
     def check() -> None:

@@ -1,4 +1,4 @@
-"""What each policy-gradient algorithm is: what a config's null keys mean, and how many updates a step has."""
+"""The policy-gradient algorithms: the values of a config's null keys, and the number of updates in a step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ KEYS = ("center", "scale", "clip_low", "clip_high", "clip_dual", "kl_in")
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An algorithm as its paper has it.
+    """The settings that an algorithm's paper gives.
 
     Attributes:
         center, scale: see :func:`rocm_ext.rl.selection.advantages`.
-        ratio: the probability ratio is that of a ``token``, or the geometric mean of its ``sequence``; ``none``: the
-            loss is the advantage times the log-prob, which is right only for answers of the current policy.
-        frozen: the ratio weighs the log-prob's gradient, instead of having the gradient.
+        ratio: probability ratio of a ``token``, or the geometric mean over its ``sequence``; ``none``: the loss is the
+            advantage times the log-prob, which is right only for answers of the current policy.
+        frozen: whether the ratio is a constant factor of the log-prob's gradient.
         normalize: see :class:`rocm_ext.losses.Objective`; None: the maximum length of an answer.
-        clip_low, clip_high, clip_dual: see :class:`rocm_ext.losses.PolicyGradient`; None: it has no such limit.
-        kl_in: where ``kl_coef`` enters, the ``loss`` or the ``reward``; None: the loss has a key of its own.
+        clip_low, clip_high, clip_dual: see :class:`rocm_ext.losses.PolicyGradient`; None: no limit.
+        kl_in: where ``kl_coef`` enters, the ``loss`` or the ``reward``; None: the loss component decides.
     """
 
     center: str = "mean"
@@ -60,39 +60,31 @@ MISMATCH_LIMITS = {
 
 
 def complete(loss: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace what is None by the algorithm's value.
+    """Replace None by the algorithm's value; UserError: a value is given, and the algorithm has no such limit.
 
     Args:
         loss: name of the algorithm, or a component.
-        given: values of some of ``KEYS``.
-
-    Raises:
-        UserError: the algorithm has no limit of the kind that is given.
+        given: value of each key, a part of ``KEYS``.
     """
     algorithm = ALGORITHMS[loss] if isinstance(loss, str) else _OF_COMPONENT
     filled = {}
     for key, value in given.items():
-        own = getattr(algorithm, key)
-        if own is None and value is not None and (value != "none" or not isinstance(loss, str)):
+        usual = getattr(algorithm, key)
+        if usual is None and value is not None and (value != "none" or not isinstance(loss, str)):
             raise UserError(
                 f"{key} is {value!r}, and loss {loss} has no such limit; set {key}=null"
                 if isinstance(loss, str)
-                else f"{key} is {value!r}, and loss is a component with arguments of its own; set {key}=null"
+                else f"{key} is {value!r}, and loss is a component, which does not read it; set {key}=null"
             )
-        filled[key] = own if value is None else value
+        filled[key] = usual if value is None else value
     return filled
 
 
 def filled(cfg: DictConfig) -> DictConfig:
-    """Return a copy of a GRPO config with the table's values where it has null.
+    """Return a copy of a GRPO config with the algorithm's values in place of nulls.
 
-    The config itself keeps its nulls, so that another loss brings its own values when the config is used again.
-
-    Args:
-        cfg: config of ``grpo_rocm``, with a loss of the table or a component.
-
-    Raises:
-        UserError: a key is set that the loss or the ``mismatch`` does not have.
+    The saved config keeps its nulls, so that the values follow the loss. Raises a UserError if a key is set that the
+    loss or the ``mismatch`` does not read.
     """
     named = isinstance(cfg.loss, str)
     copy = OmegaConf.create(cfg)
@@ -109,11 +101,7 @@ def filled(cfg: DictConfig) -> DictConfig:
 
 
 def limits_of(mismatch: str, level: str, given: Sequence[float] | None) -> list[float] | None:
-    """Return the lowest and the highest weight of a mismatch; None without a mismatch.
-
-    Raises:
-        UserError: there are limits and no mismatch.
-    """
+    """Return the lowest and highest weight; None without a mismatch. UserError: limits are given without one."""
     if mismatch != "none":
         return list(given or MISMATCH_LIMITS[mismatch, level])
     if given is not None:
@@ -122,23 +110,19 @@ def limits_of(mismatch: str, level: str, given: Sequence[float] | None) -> list[
 
 
 def describe(cfg: DictConfig) -> str:
-    """Return what the algorithm of a GRPO config is, in one line; ``cfg`` is from :func:`filled`."""
+    """Describe the algorithm of a config from :func:`filled` in one line."""
     name = cfg.loss if isinstance(cfg.loss, str) else cfg.loss[COMPONENT]
     values = [f"{key} {cfg[key]}" for key in (*KEYS, "mismatch_limits") if cfg[key] is not None]
     return f"loss {name}: {', '.join(values)}"
 
 
 def updates_of_pass(cfg: DictConfig, groups: int | None = None) -> int:
-    """Return how many updates of ``groups_per_update`` groups or more a pass of GRPO has.
-
-    Args:
-        cfg: config of ``grpo_rocm``.
-        groups: groups that a step trains on; None: as many as it asks prompts.
-    """
+    """Count the updates in a pass of GRPO over ``groups``, by default ``prompts_per_step``: an update has
+    ``groups_per_update`` groups or more; 1 if there are fewer."""
     groups = cfg.prompts_per_step if groups is None else groups
     return max(1, groups // (cfg.groups_per_update or cfg.prompts_per_step))
 
 
 def updates_of_step(cfg: DictConfig) -> int:
-    """Return the most updates of a step of GRPO, those of a step in which every group teaches."""
+    """Return the maximum number of updates in a step, in which every group trains."""
     return cfg.updates_per_step * updates_of_pass(cfg)

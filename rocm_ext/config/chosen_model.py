@@ -1,4 +1,4 @@
-"""What a command opens to sample from or to measure: a config, a run's output folder, or a folder with a model."""
+"""The model that a command samples from or measures, named by a config, a run's output folder or a model's folder."""
 
 import json
 import re
@@ -18,20 +18,12 @@ from rocm_ext.config.layers import defaults, find, load, read, recipe_of, reques
 from rocm_ext.config.model_folder import FROM_CHECKPOINT, check_model_folder, complete
 
 BASE = "base"  # the value of ``teacher`` that stands for the model in training without its adapter
-_LOCAL = ("rocm_ext.sampling.LocalEngine",)
+_LOCAL = "rocm_ext.sampling.LocalEngine"
 _OF_TRAINING = ("lr_scheduler", "metric_logger", "profiler")
 _PATTERNS = ("rank_pattern", "alpha_pattern")
-# Keys of adapter_config.json and those of from_checkpoint
-_ADAPTER = {
-    "r": "lora_rank",
-    "lora_alpha": "lora_alpha",
-    "rank_pattern": "rank_pattern",
-    "alpha_pattern": "alpha_pattern",
-    "use_dora": "use_dora",
-    "target_modules": "target_modules",
-    "target_parameters": "target_parameters",
-    "trainable_token_indices": "trainable_tokens",
-}
+# Keys of adapter_config.json -> arguments of from_checkpoint
+_SAME = ("lora_alpha", *_PATTERNS, "use_dora", "target_modules", "target_parameters")
+_ADAPTER = {"r": "lora_rank", "trainable_token_indices": "trainable_tokens", **{key: key for key in _SAME}}
 
 
 @dataclass(frozen=True)
@@ -41,8 +33,8 @@ class ChosenModel:
     Attributes:
         name: name or file of the config, or the model's folder.
         adapter: PEFT folder; None: the model as the config starts from it.
-        content: content of a run's config, or of a config that is no file; None: ``name`` is a config.
-        run: whether the user named the output folder of a run.
+        content: keys of a run's config, or of a config without a file; None: ``name`` is a config.
+        run: whether the user named a run's output folder.
     """
 
     name: str
@@ -50,62 +42,51 @@ class ChosenModel:
     content: Mapping[str, Any] | None = None
     run: bool = False
 
+    @property
+    def has_file(self) -> bool:
+        """Whether ``name`` is a config."""
+        return self.run or self.content is None
+
     def recipe(self, overrides: Iterable[str] = ()) -> registry.Recipe:
-        """Return the recipe that the config is for; for a model, RAFT."""
-        named = self.run or self.content is None
-        return recipe_of(self.name, overrides) if named else registry.find(registry.RAFT)
+        """Return the config's recipe; for a model, RAFT."""
+        return recipe_of(self.name, overrides) if self.has_file else registry.find(registry.RAFT)
 
     def hardware(self, overrides: Iterable[str] = ()) -> str:
         """Return the value of ``hardware`` that :meth:`load` would resolve."""
-        if self.run or self.content is None:
+        if self.has_file:
             return requested_hardware(self.name, overrides)
         stated = [item.partition("=")[2] for item in overrides if item.startswith("hardware=")]
         return stated[-1] if stated else "auto"
 
     def load(self, overrides: Iterable[str] = ()) -> DictConfig:
-        """Return the whole config, which starts from :attr:`adapter` if that is set.
-
-        Raises:
-            UserError: as :func:`rocm_ext.config.load`, or the model's folder does not exist.
-        """
+        """Return the config, which starts from :attr:`adapter`, if set; errors as :func:`rocm_ext.config.load`."""
         recipe, content = self.recipe(overrides), self.content
         if self.run:  # its config also has the user's variables, which nothing refers to any more
             known = defaults(recipe)
             content = {key: value for key, value in (content or {}).items() if key in known}
         cfg = load(recipe, self.name, overrides, content)
-        if self.run:
-            _check_here(cfg)
-        elif self.content is None:
-            check_model_folder(cfg, find(self.name))
+        if self.has_file:
+            check_model_folder(cfg, None if self.run else find(self.name))
         if self.adapter is not None:
             cfg.checkpointer.adapter_checkpoint = str(self.adapter)
             cfg.use_rslora = None  # as the adapter was trained
         return cfg
 
 
-def _check_here(cfg: DictConfig) -> None:
-    """Refuse a run whose model's folder does not exist; a relative one begins where the run started."""
-    folder = cfg.checkpointer.get("checkpoint_dir")
-    if not folder or Path(folder).exists() or (is_hub_name(folder) and cfg.model.get("checkpoint_dir") == folder):
-        return
-    where = "" if Path(folder).is_absolute() else "; start this command in the folder where the run started"
-    raise UserError(f"the model's folder {folder} does not exist{where}")
-
-
 def find_target(
     name: str, adapter: Path | None = None, trusted: bool = False, unused: Collection[str] = ()
 ) -> ChosenModel:
-    """Find what the user named.
+    """Find the model that the user named.
 
     Args:
         name: a config of this library or a file; the ``output_dir`` of a run, which stands for its adapter; a folder
             with a model in Hugging Face's format; a GGUF file; or a model's name on the hub.
-        adapter: PEFT folder that takes the place of the run's.
+        adapter: PEFT folder that replaces the run's adapter.
         trusted: whether a run's config may name any component, see :func:`rocm_ext.config.check_from_folder`.
-        unused: keys of a run's config that the command does not need, beside those that only training needs.
+        unused: further keys of a run's config that the command ignores, as it ignores keys that only training reads.
 
     Raises:
-        UserError: there is nothing of this name, it is another kind of folder, or its config could run code.
+        UserError: nothing has this name, the folder is of another kind, or its config could run code.
     """
     folder = Path(name)
     if adapter is not None:
@@ -146,13 +127,13 @@ def _run(folder: Path, adapter: Path | None, trusted: bool, unused: Collection[s
 
 
 def _matching(pattern: Any, adapter: Path) -> Any:
-    """Return a pattern without the keys that match none of the adapter's layers: PEFT reads no such key."""
+    """Return a pattern without the keys that match no layer of the adapter: PEFT ignores them."""
     try:
         with safe_open(adapter / "adapter_model.safetensors", "np") as file:
             names = [name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in file.keys()]  # noqa: SIM118
-        found = {key: re.compile(rf"(.*\.)?({key})$") for key in pattern or ()}
-        return pattern and {key: pattern[key] for key, fits in found.items() if any(map(fits.match, names))}
-    except Exception:  # whatever is wrong with the adapter is said where it is read
+        compiled = {key: re.compile(rf"(.*\.)?({key})$") for key in pattern or ()}
+        return pattern and {key: pattern[key] for key, fits in compiled.items() if any(map(fits.match, names))}
+    except Exception:  # reading the adapter reports what is wrong with it
         return pattern
 
 
@@ -186,10 +167,7 @@ def _read_adapter(folder: Path) -> dict[str, Any]:
 
 
 def sampling_config(cfg: DictConfig) -> DictConfig:
-    """Return a config of RAFT with the model, data keys and machine of ``cfg``, a config of any recipe.
-
-    Keys that ``cfg`` lacks have RAFT's defaults. It names no training prompts.
-    """
+    """Convert a config of any recipe to RAFT's: same model, data keys and machine, RAFT's defaults, no ``prompts``."""
     content: Any = OmegaConf.to_container(cfg)
     unset = {key: None if default == "???" else default for key, default in defaults(registry.RAFT).items()}
     known = {key: content.get(key, default) for key, default in unset.items()}
@@ -197,9 +175,9 @@ def sampling_config(cfg: DictConfig) -> DictConfig:
 
 
 def sample_here(cfg: DictConfig) -> None:
-    """Let ``cfg``, a config of RAFT, sample in this process and not on servers."""
-    if cfg.engine[COMPONENT] not in _LOCAL:
-        cfg.engine = {COMPONENT: _LOCAL[0]}
+    """Make a RAFT config sample in this process instead of on servers."""
+    if cfg.engine[COMPONENT] != _LOCAL:
+        cfg.engine = {COMPONENT: _LOCAL}
 
 
 def is_server(teacher: str) -> bool:
@@ -208,14 +186,11 @@ def is_server(teacher: str) -> bool:
 
 
 def teacher_config(cfg: DictConfig, training: DictConfig) -> DictConfig:
-    """Return the config of a teacher that is another model.
+    """Return the config of a teacher that is another model than the learner.
 
     Args:
         cfg: config of ``distil_rocm``.
-        training: config of the learner in training; it gives the machine's settings.
-
-    Raises:
-        UserError: ``teacher_adapter`` is no adapter, or ``teacher`` is one.
+        training: config of the learner, with the machine's settings.
     """
     if (Path(cfg.teacher) / "adapter_config.json").is_file() and not (Path(cfg.teacher) / "config.json").is_file():
         raise UserError(f"teacher {cfg.teacher} is an adapter; set teacher_adapter to it, and teacher to its base")

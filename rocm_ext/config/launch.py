@@ -1,4 +1,4 @@
-"""Runs a recipe's script as ``tune run`` does, without the imports of ``tune``'s other commands.
+"""Run a recipe's script as ``tune run`` does, without importing ``tune``'s other commands.
 
 python launch.py file /path/to/recipe.py --config NAME ...
 python launch.py module my_recipe --config NAME ...
@@ -12,11 +12,9 @@ from collections.abc import Sequence
 
 
 def command(recipe, arguments: Sequence[str]) -> list[str]:
-    """The command that replaces ``tune run ARGUMENTS``, with this interpreter's own options.
+    """Return the command that replaces ``tune run ARGUMENTS``, with this interpreter's options.
 
-    Args:
-        recipe: a recipe of the table; None: the first argument is a user's file.
-        arguments: the recipe, then its own.
+    ``recipe`` is a recipe of the table; None: the first argument is a user's file.
     """
     options = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv)]
     options = options[:-1] if options[-1:] == ["-m"] else options
@@ -26,13 +24,13 @@ def command(recipe, arguments: Sequence[str]) -> list[str]:
 
 
 def main() -> None:
-    """Run what the arguments name as ``__main__``."""
+    """Run the script or module that the arguments name as ``__main__``."""
     here = _slashes(__file__).rpartition("/")[0]
-    sys.path[:] = [folder for folder in sys.path if _slashes(folder) != here]  # its modules are not top-level modules
+    sys.path[:] = [folder for folder in sys.path if _slashes(folder) != here]  # Python put this file's folder there
     _, kind, what, *arguments = sys.argv
     gc.disable()  # see rocm_ext.config.startup
     sys.argv = [what, *arguments]
-    sys.path.append(os.getcwd())  # a user's own components are in the folder they start from
+    sys.path.append(os.getcwd())  # a user's components are in the folder where they start the run
     if kind == "file":
         runpy.run_path(what, run_name="__main__")
     else:

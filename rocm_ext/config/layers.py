@@ -2,10 +2,10 @@
 
 Layers, lowest first: the recipe's defaults, the hardware profile, the run YAML, the command line.
 ``hardware=…`` on the command line lifts its profile over the run YAML, so that any config runs on
-any machine with ``hardware=cpu``. A component (a node with ``_component_``) in a higher layer
-changes arguments of the same component in a lower one, and replaces another one whole.
+any machine with ``hardware=cpu``. A component (a mapping with ``_component_``) in a higher layer
+changes arguments of the same component in a lower layer, and replaces any other component.
 
-torchtune is imported by :func:`load` alone: the start of a run reads configs before anything heavy is imported.
+Only :func:`load` imports torchtune: a run reads its config before it imports anything heavy.
 """
 
 import copy
@@ -29,57 +29,44 @@ from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.base.log import log
 from rocm_ext.base.nested import flatten
 from rocm_ext.config import references
-from rocm_ext.config.components import COMPONENT, check_components
+from rocm_ext.config.components import COMPONENT, check_components, leaves
 from rocm_ext.config.model_folder import complete
 from rocm_ext.machine.bench_file import of_this_machine
 from rocm_ext.machine.detect import detect
 from rocm_ext.machine.profile import choose_profile, load_profile
 
-# Keys of files and folders, in which ~ is the home folder
+# Keys whose values are paths, where ~ is the home folder
 _PATHS = {"adapter_checkpoint", "checkpoint_dir", "log_dir", "merges_file", "output_dir", "path", "special_tokens_path"}
-# Two ways to say the same: the higher layer's wins, and unsets the other.
-_RIVALS = {
-    "gradient_accumulation_steps": "sequences_per_step",
-    "sequences_per_step": "gradient_accumulation_steps",
-    "verifier": "environment",
-    "environment": "verifier",
-}
-# Keys of model whose mappings an override replaces: merging would keep keys of the YAML's
+# Mutually exclusive keys: a value in a higher layer unsets the other key.
+_RIVALS = {"gradient_accumulation_steps": "sequences_per_step", "verifier": "environment"}
+_RIVALS |= {rival: key for key, rival in _RIVALS.items()}
+# Mappings that an override replaces: merging would keep the YAML's entries
 _REPLACED = ("model.rank_pattern", "model.alpha_pattern", "model.trainable_tokens")
-# What other trainers (transformers, TRL, axolotl, LLaMA-Factory) call keys of ours
+# Our key -> its names in other trainers (transformers, TRL, axolotl, LLaMA-Factory)
 _ELSEWHERE = {
-    "alpha_pattern": "model.alpha_pattern",
-    "bf16": "dtype",
-    "cutoff_len": "tokenizer.max_seq_len",
-    "eval_steps": "run_val_every_n_steps",
-    "fp16": "dtype",
-    "gradient_checkpointing": "enable_activation_checkpointing",
-    "learning_rate": "optimizer.lr",
-    "logging_steps": "log_every_n_steps",
-    "lora_alpha": "model.lora_alpha",
-    "lora_dropout": "model.lora_dropout",
-    "lora_r": "model.lora_rank",
-    "lora_rank": "model.lora_rank",
-    "lora_target_modules": "model.target_modules",
-    "lr": "optimizer.lr",
-    "lr_scheduler_type": "lr_scheduler",
-    "max_completion_length": "max_new_tokens",
-    "max_grad_norm": "clip_grad_norm",
-    "max_length": "tokenizer.max_seq_len",
-    "max_seq_length": "tokenizer.max_seq_len",
-    "micro_batch_size": "batch_size",
-    "model_name_or_path": "model.checkpoint_dir",
-    "num_epochs": "epochs",
-    "num_generations": "samples_per_prompt",
-    "num_train_epochs": "epochs",
-    "per_device_train_batch_size": "batch_size",
-    "rank_pattern": "model.rank_pattern",
-    "save_steps": "save_every_n_steps",
-    "sequence_len": "tokenizer.max_seq_len",
-    "target_modules": "model.target_modules",
-    "val_set_size": "validation_fraction",
-    "warmup_steps": "lr_scheduler.num_warmup_steps",
-    "weight_decay": "optimizer.weight_decay",
+    "batch_size": "micro_batch_size per_device_train_batch_size",
+    "clip_grad_norm": "max_grad_norm",
+    "dtype": "bf16 fp16",
+    "enable_activation_checkpointing": "gradient_checkpointing",
+    "epochs": "num_epochs num_train_epochs",
+    "log_every_n_steps": "logging_steps",
+    "lr_scheduler": "lr_scheduler_type",
+    "lr_scheduler.num_warmup_steps": "warmup_steps",
+    "max_new_tokens": "max_completion_length",
+    "model.alpha_pattern": "alpha_pattern",
+    "model.checkpoint_dir": "model_name_or_path",
+    "model.lora_alpha": "lora_alpha",
+    "model.lora_dropout": "lora_dropout",
+    "model.lora_rank": "lora_r lora_rank",
+    "model.rank_pattern": "rank_pattern",
+    "model.target_modules": "lora_target_modules target_modules",
+    "optimizer.lr": "learning_rate lr",
+    "optimizer.weight_decay": "weight_decay",
+    "run_val_every_n_steps": "eval_steps",
+    "samples_per_prompt": "num_generations",
+    "save_every_n_steps": "save_steps",
+    "tokenizer.max_seq_len": "cutoff_len max_length max_seq_length sequence_len",
+    "validation_fraction": "val_set_size",
 }
 _LOSSES_OF_PAIRS = {"Preference", "UnpairedPreference", "DPOLoss", "RSOLoss"}  # ours and torchtune's
 
@@ -87,21 +74,21 @@ _LOSSES_OF_PAIRS = {"Preference", "UnpairedPreference", "DPOLoss", "RSOLoss"}  #
 def load(
     recipe: str | registry.Recipe, name: str, overrides: Iterable[str] = (), content: Mapping[str, Any] | None = None
 ) -> DictConfig:
-    """The whole config of a run.
+    """Return the config of a run.
 
     Args:
         recipe: recipe that runs the config, or its name.
         name: a YAML file, or the name of one in ``recipe_configs``.
         overrides: ``key=value`` or ``~key``, as on the command line.
-        content: content of a config that is no file; keys that a run must set may then be missing, and are null.
+        content: keys of a config without a file; keys that a run must set may then be missing, and become null.
 
     Returns:
-        every key of the recipe's defaults, with ``recipe`` and ``hardware`` resolved to names. Texts from the
+        All keys of the recipe's defaults, with ``recipe`` and ``hardware`` resolved to names. Texts from the
         environment stay references, see :mod:`rocm_ext.config.references`.
 
     Raises:
-        UserError: for an unreadable file, a config of another recipe, unknown or missing keys and values of the wrong
-            kind.
+        UserError: the file is unreadable, the config is for another recipe, a key is unknown or missing, or a value is
+            of the wrong kind.
     """
     from torchtune.config._utils import _merge_yaml_and_cli_args
 
@@ -113,29 +100,19 @@ def load(
     run, overrides = _without_removed(given, name, list(overrides))
     on_command_line = _by_key(overrides)
     known = defaults(recipe)
-    names = [stated for stated in (run.get("recipe"), on_command_line.get("recipe")) if stated is not None]
-    for stated in names:
-        _check_recipe(name, str(stated), recipe, folder)
-    if not names and content is None:
-        _check_guessed(name, run, overrides, recipe, known)
+    _check_recipe(name, run, on_command_line, recipe, folder, guess=content is None)
     if content is not None:
         known = {key: None if default == "???" else default for key, default in known.items()}
-    requested = on_command_line.get("hardware", run.get("hardware", known["hardware"]))
-    hardware, profile = _resolve_hardware(requested)
-    _check_known({**run, **{k.lstrip("~").split(".")[0]: None for k in on_command_line}}, known, run, recipe)
-    merged: dict[str, Any] = {}
-    for layer in [known, profile, run, *([profile] if "hardware" in on_command_line else [])]:
-        _unset_rivals(merged, layer, known)
-        merged.update({key: _over(merged.get(key), value) for key, value in layer.items()})
-    _unset_rivals(merged, on_command_line, known)
-    complete(merged, on_command_line)
+    hardware, profile = _resolve_hardware(on_command_line.get("hardware", run.get("hardware", known["hardware"])))
+    _check_known(run, on_command_line, known, recipe)
+    merged = _merged(known, profile, run, on_command_line)
     try:
         overrides = _replace_components(merged, [o for o in overrides if not o.startswith(("hardware=", "recipe="))])
         cfg = _merge_yaml_and_cli_args(Namespace(**merged), overrides)
         cfg.recipe, cfg.hardware = recipe.name, hardware
         _check_complete(cfg, known, name)
         references.resolve(cfg, plain=_PATHS)
-        for variable in [key for key in cfg if key not in known]:  # nothing refers to it any more
+        for variable in set(cfg) - set(known):  # nothing refers to it any more
             del cfg[variable]
         _expand_home(cfg)
     except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:  # OmegaConf raises them, too
@@ -145,13 +122,10 @@ def load(
 
 
 def defaults(recipe: str | registry.Recipe) -> dict[str, Any]:
-    """Every key of a recipe, with its default.
+    """Return every key of a recipe, with its default.
 
-    ``extends`` in a defaults file names a recipe whose keys it has, too; ``include`` names files beside it whose keys
-    it has, without ``.yaml``. An included file may include others.
-
-    Raises:
-        UserError: a defaults file cannot be read, or there is no key `hardware`.
+    ``extends`` in a defaults file names a recipe whose keys it inherits. ``include`` lists files in the same folder,
+    without ``.yaml``, whose keys it adds; an included file may include others.
     """
     merged: dict[str, Any] = {}
     recipe = registry.find(recipe) if isinstance(recipe, str) else recipe
@@ -174,8 +148,8 @@ def _with_included(path: Path) -> dict[str, Any]:
 
 
 def trainer_config(cfg: DictConfig) -> dict[str, Any]:
-    """The config of a training run inside another recipe: the SFT recipe's keys, with its defaults for those that
-    ``cfg`` lacks, and the keys that a recipe of the user's own adds. It names no data: the recipe brings its own."""
+    """Return the config of a training run inside another recipe: the SFT recipe's keys, with defaults for keys that
+    ``cfg`` lacks, and keys that a user's recipe adds. Keys of data are null: the recipe brings its data."""
     settings: Any = OmegaConf.to_container(cfg)
     known = {key: settings.get(key, default) for key, default in defaults(registry.SFT).items()}
     ours = set().union(*map(defaults, registry.TITLES))
@@ -185,18 +159,18 @@ def trainer_config(cfg: DictConfig) -> dict[str, Any]:
 
 
 def recipe_of(name: str, overrides: Iterable[str] = ()) -> registry.Recipe:
-    """The recipe that a config is for: the one that ``recipe=…`` or the config names. One that names none, as
-    torchtune's own do, is for DPO if its loss is one of pairs, else for the first recipe of this library that knows the
-    most of its keys.
+    """Return the recipe that ``recipe=…`` or the config names; UserError: the config or the recipe does not exist.
 
-    Raises:
-        UserError: there is no such config, or no such recipe.
+    torchtune's configs name none. They are for DPO if their loss compares answers, else for the first recipe of this
+    library that knows the most of their keys.
     """
     path = find(name)
-    content = read(path)
-    on_command_line = _by_key(overrides)
-    if (stated := on_command_line.get("recipe") or content.get("recipe")) is not None:
-        return registry.find(str(stated), path.parent)
+    content, on_command_line = read(path), _by_key(overrides)
+    stated = on_command_line.get("recipe") or content.get("recipe")
+    return _guessed(content, on_command_line) if stated is None else registry.find(str(stated), path.parent)
+
+
+def _guessed(content: Mapping[str, Any], on_command_line: Mapping[str, str]) -> registry.Recipe:
     loss = on_command_line.get("loss") or content.get("loss")
     component = loss.get(COMPONENT) if isinstance(loss, Mapping) else loss
     if str(component).rpartition(".")[2] in _LOSSES_OF_PAIRS:
@@ -205,15 +179,9 @@ def recipe_of(name: str, overrides: Iterable[str] = ()) -> registry.Recipe:
 
 
 def requested_hardware(name: str, overrides: Iterable[str] = (), recipe: registry.Recipe | None = None) -> str:
-    """The value of ``hardware`` that :func:`load` would resolve, found without loading the rest.
+    """Return the value of ``hardware`` that :func:`load` would resolve, without loading the rest.
 
-    Args:
-        name: as in :func:`load`.
-        overrides: as in :func:`load`.
-        recipe: recipe that runs the config; None: the one that the config is for.
-
-    Raises:
-        UserError: there is no such config, or no such recipe.
+    ``recipe`` runs the config; None: :func:`recipe_of` it.
     """
     stated = _by_key(overrides).get("hardware") or read(find(name)).get("hardware")
     return str(stated or defaults(recipe or recipe_of(name, overrides))["hardware"])
@@ -224,7 +192,7 @@ def _by_key(overrides: Iterable[str]) -> dict[str, str]:
 
 
 def _without_removed(run: dict[str, Any], name: str, overrides: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """The content of a run YAML without the keys that ``~key`` removes, and the other overrides."""
+    """Return a run YAML without the keys that ``~key`` removes, and the other overrides."""
     if strange := [item for item in overrides if "=" not in item and not item.startswith("~")]:
         raise UserError(f"cannot read override {strange[0]!r}; expected key=value or ~key", code=2)
     removed = [item for item in overrides if item.startswith("~") and "." not in item]
@@ -235,61 +203,50 @@ def _without_removed(run: dict[str, Any], name: str, overrides: list[str]) -> tu
     return run, [item for item in overrides if item not in removed]
 
 
-def _check_recipe(name: str, stated: str, recipe: registry.Recipe, folder: Path) -> None:
-    """Refuse a config of another recipe. A recipe also runs configs of those that it extends, up to this library's."""
-    fits = _fitting(recipe)
-    if stated in fits:  # the running recipe's own file may be in any folder
-        return
-    asked_for = registry.find(stated, folder)
-    if asked_for.name not in fits:
-        raise UserError(
-            f"config {name} is for recipe {asked_for.name}, this is {recipe.name}; {_start_with(asked_for, name)}"
-        )
-
-
-def _check_guessed(
-    name: str, run: Mapping[str, Any], overrides: list[str], recipe: registry.Recipe, known: Mapping[str, Any]
+def _check_recipe(
+    name: str,
+    run: Mapping[str, Any],
+    on_command_line: Mapping[str, str],
+    recipe: registry.Recipe,
+    folder: Path,
+    guess: bool,
 ) -> None:
-    """Refuse a config that names no recipe, as torchtune's own do, where its keys or its loss show another one."""
-    guess, fits = recipe_of(name, overrides), _fitting(recipe)
-    if guess.name in fits or not registry.family(recipe):
-        return
-    theirs = [key for key in run if key not in known and key in defaults(guess)]
-    if not theirs and isinstance(run.get("loss"), Mapping) and {guess.name, *fits} & {registry.DPO}:
-        theirs = ["loss"]
-    if theirs:
-        raise UserError(
-            f"config {name} is for {guess.name} (by its {', '.join(theirs[:3])}), this is {recipe.name}; "
-            f"{_start_with(guess, name)}"
-        )
+    """Refuse a config that names another recipe, unless the running recipe extends that one.
 
-
-def _fitting(recipe: registry.Recipe) -> list[str]:
-    """The recipes whose configs ``recipe`` runs."""
-    chain = [part.name for part in registry.chain(recipe)]
+    With ``guess``, a config that names none, such as torchtune's, is refused if keys or loss belong to another recipe.
+    """
     family = registry.family(recipe)
-    return chain[: chain.index(family) + 1] if family else chain
-
-
-def _start_with(recipe: registry.Recipe, config: str) -> str:
-    return f"start it with `tune run {startable(recipe)} --config {config}`"
+    fits = [part.name for part in registry.chain(recipe)]
+    fits = fits[: fits.index(family) + 1] if family else fits
+    stated = [str(other) for other in (run.get("recipe"), on_command_line.get("recipe")) if other is not None]
+    # the running recipe's file may be in any folder
+    others = [(registry.find(text, folder), "") for text in stated if text not in fits]
+    if guess and family and not stated:
+        other, known = _guessed(read(find(name)), on_command_line), defaults(recipe)
+        keys = [key for key in run if key not in known and key in defaults(other)]
+        if not keys and isinstance(run.get("loss"), Mapping) and registry.DPO in (other.name, *fits):
+            keys = ["loss"]
+        others += [(other, f" (by its {', '.join(keys[:3])})")] if keys else []
+    for other, why in others:
+        if other.name not in fits:
+            raise UserError(
+                f"config {name} is for recipe {other.name}{why}, this is {recipe.name}; start it with "
+                f"`tune run {startable(other)} --config {name}`"
+            )
 
 
 def startable(recipe: registry.Recipe) -> str:
-    """What `tune run` calls a recipe: its name, or a user's file."""
-    return recipe.name if recipe.name in registry.recipes() else _from_here(recipe.file)
-
-
-def _from_here(file: Path) -> str:
+    """Return a recipe's name for `tune run`; for a user's recipe, its file."""
+    if recipe.name in registry.recipes():
+        return recipe.name
     here = Path.cwd().resolve()
-    return file.relative_to(here).as_posix() if file.is_relative_to(here) else file.name
+    return recipe.file.relative_to(here).as_posix() if recipe.file.is_relative_to(here) else recipe.file.name
 
 
 def find(name: str) -> Path:
-    """The YAML file called ``name``: a path, a config of this library, or one of torchtune's.
+    """Return the YAML file called ``name``: a path, a config of this library, or a config of torchtune.
 
-    Raises:
-        UserError: no config has this name; the message suggests the nearest.
+    A UserError suggests the nearest name.
     """
     if Path(name).is_file():
         return Path(name)
@@ -307,7 +264,7 @@ def find(name: str) -> Path:
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any], free: frozenset[str]) -> list[str]:
-    """``key: was A, is B`` for every value that differs, except under the keys in ``free``."""
+    """Return ``key: was A, is B`` for every value that differs, except under the keys in ``free``."""
     flat_old, flat_new = flatten(old), flatten(new)
     return [
         f"{key}: was {flat_old.get(key)}, is {flat_new.get(key)}"
@@ -317,11 +274,7 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any], free: frozenset[s
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The content of a config's file, interpolations left as they are.
-
-    Raises:
-        UserError: it cannot be read, or holds no mapping.
-    """
+    """Read a config's file without resolving interpolations; UserError: it is unreadable, or holds no mapping."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -343,7 +296,7 @@ def _parsed(path: Path, text: str) -> dict[str, Any]:
 
 
 def _resolve_hardware(requested: Any) -> tuple[str, dict[str, Any]]:
-    """Name and settings of the profile; ``auto`` adds what `rocm-ext bench` measured on this machine."""
+    """Return name and settings of the profile; ``auto`` adds what `rocm-ext bench` measured on this machine."""
     if requested != "auto":
         return str(requested), load_profile(str(requested)).settings
     machine = detect()
@@ -355,6 +308,19 @@ def _resolve_hardware(requested: Any) -> tuple[str, dict[str, Any]]:
     return profile.name, {**profile.settings, **measured}
 
 
+def _merged(
+    known: Mapping[str, Any], profile: Mapping[str, Any], run: Mapping[str, Any], on_command_line: Mapping[str, str]
+) -> dict[str, Any]:
+    """Merge the layers, lowest first; ``hardware=…`` on the command line lifts the profile over the run."""
+    merged: dict[str, Any] = {}
+    for layer in [known, profile, run, *([profile] if "hardware" in on_command_line else [])]:
+        _unset_rivals(merged, layer, known)
+        merged |= {key: _over(merged.get(key), value) for key, value in layer.items()}
+    _unset_rivals(merged, on_command_line, known)
+    complete(merged, on_command_line)
+    return merged
+
+
 def _unset_rivals(merged: dict[str, Any], layer: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     layer = {str(key).split(".")[0]: value for key, value in layer.items()}  # the command line's keys have parts
     for key, rival in _RIVALS.items():
@@ -363,36 +329,36 @@ def _unset_rivals(merged: dict[str, Any], layer: Mapping[str, Any], defaults: Ma
 
 
 def _over(lower: Any, value: Any) -> Any:
-    """Return ``value`` with the arguments that the same component has in a lower layer, and ``value`` does not name."""
+    """Return ``value`` with further arguments of the same component in a lower layer."""
     if not (isinstance(lower, Mapping) and isinstance(value, Mapping) and COMPONENT in lower):
         return value
     return {**lower, **value} if value.get(COMPONENT, lower[COMPONENT]) == lower[COMPONENT] else value
 
 
 def _replace_components(merged: dict[str, Any], overrides: list[str]) -> list[str]:
-    """Carry out overrides like ``lr_scheduler=null``, and return the others.
+    """Apply overrides like ``lr_scheduler=null``, and return the others.
 
-    torchtune reads ``key=VALUE`` as ``key._component_=VALUE`` where ``key`` is a component, even if VALUE
-    is null or a list.
+    torchtune reads ``key=VALUE`` as ``key._component_=VALUE`` if ``key`` is a component, even if VALUE is null or a
+    list.
     """
     rest = []
     for item in overrides:
         key, _, value = item.partition("=")
         try:
-            OmegaConf.from_dotlist([item])
+            parsed = OmegaConf.from_dotlist([item])
         except yaml.YAMLError as error:
             raise UserError(f"cannot read override {item!r}: {one_line(error)}") from error
         if isinstance(merged.get(key), Mapping) and COMPONENT in merged[key]:
-            parsed = None if value == "None" else OmegaConf.to_container(OmegaConf.from_dotlist([item]))[key]  # type: ignore
-            if not isinstance(parsed, str):
-                merged[key] = parsed
+            new = None if value == "None" else OmegaConf.to_container(parsed)[key]  # type: ignore
+            if not isinstance(new, str):
+                merged[key] = new
                 continue
         root, dot, leaf = key.lstrip("~").partition(".")
         if key in _REPLACED and isinstance(merged.get(root), Mapping):
-            merged[root] = {**merged[root], leaf: OmegaConf.select(OmegaConf.from_dotlist([item]), key)}
+            merged[root] = {**merged[root], leaf: OmegaConf.select(parsed, key)}
             continue
         if dot and not isinstance(merged.get(root), Mapping | list | None):
-            raise UserError(f"unknown key {key}: {root} is {merged[root]!r} and has no keys of its own")
+            raise UserError(f"unknown key {key}: {root} is {merged[root]!r} and has no keys")
         rest.append(item)
     return rest
 
@@ -409,28 +375,31 @@ def _expand_home(config: Any, prefix: str = "") -> None:
 
 
 def _check_known(
-    given: Mapping[str, Any], defaults_: Mapping[str, Any], run: Mapping[str, Any], recipe: registry.Recipe
+    run: Mapping[str, Any], on_command_line: Mapping[str, str], known: Mapping[str, Any], recipe: registry.Recipe
 ) -> None:
-    text = str(run)
-    for key in given:
-        # a key that another key refers to is a variable of the user's
-        if key in defaults_ or re.search(rf"\$\{{\.*{re.escape(str(key))}[.\[}}]", text):
+    """Refuse unknown keys. A key to which a value refers, as in ``${key}``, is a variable of the user's."""
+    texts = (value for _, value in leaves(run) if isinstance(value, str))
+    variables = {name for text in texts for name in re.findall(r"\$\{\.*([^${}.:\[\]]+)[.\[}]", text)}
+    for key in dict.fromkeys([*run, *(key.lstrip("~").split(".")[0] for key in on_command_line)]):
+        if key in known or str(key) in variables:
             continue
+        ours = (our for our, theirs in _ELSEWHERE.items() if str(key) in theirs.split())
+        named = [our for our in ours if our.split(".")[0] in known]
+        named += sorted(name for name in flatten({**known, **run}) if name.endswith(f".{key}"))
         if others := [other for other in registry.TITLES if key in defaults(other)]:
-            raise UserError(f"unknown key {key}: it is a key of {' and '.join(others)}, not of {recipe.name}")
-        ours = _ELSEWHERE.get(str(key), "")
-        named = [ours] if ours.split(".")[0] in defaults_ else []
-        named += sorted(name for name in flatten({**defaults_, **run}) if name.endswith(f".{key}"))
-        if named:
-            raise UserError(f"unknown key {key}; did you mean {' or '.join(dict.fromkeys(named))}?")
-        raise UserError(f"unknown key {key}{nearest(key, list(defaults_), f'; all keys: {recipe.defaults}')}")
+            hint = f": it is a key of {' and '.join(others)}, not of {recipe.name}"
+        elif named:
+            hint = f"; did you mean {' or '.join(dict.fromkeys(named))}?"
+        else:
+            hint = nearest(key, list(known), f"; all keys: {recipe.defaults}")
+        raise UserError(f"unknown key {key}{hint}")
 
 
 def _check_complete(cfg: DictConfig, defaults: Mapping[str, Any], name: str) -> None:
     missing = set(OmegaConf.missing_keys(cfg))
     missing |= {key for key, default in defaults.items() if default == "???" and cfg._get_node(key)._is_none()}  # type: ignore
     # a missing key of the recipe explains the missing values that refer to it
-    judged = "teacher" not in defaults  # which takes a verifier's place
+    judged = "teacher" not in defaults  # a teacher replaces the verifier
     if judged and defaults.get("prompts") == "???" and cfg.verifier is None and cfg.environment is None:
         missing.add("verifier")  # or environment, whose default is null, too
     if missing := {key for key in missing if key in defaults} or missing:

@@ -1,4 +1,4 @@
-"""What a recipe's script begins with: the command line, the machine's environment, an exit code."""
+"""The main function of a recipe's script: it reads the command line, sets the environment and gives an exit code."""
 
 import gc
 import inspect
@@ -27,15 +27,15 @@ from rocm_ext.machine.profile import load_profile
 def recipe_main(
     recipe: str, defaults: str | None = None
 ) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
-    """Decorator for a recipe's main function: parse, set the machine's environment, run, end with an exit code.
+    """Decorate a recipe's main function: parse, set the machine's environment, run, end with an exit code.
 
     A :class:`UserError` becomes one line and its code; Ctrl-C, SIGTERM and SIGHUP become 130, 143 and 129.
 
     Args:
-        recipe: its name. Write it out: tools read it without running the file.
+        recipe: name of the recipe, as a literal: tools read it without running the file.
         defaults: YAML of its keys, relative to the file of the decorated function. It says ``recipe: NAME``, and
-            ``extends: lora_finetune_rocm`` to have the keys of that recipe too. None: ``recipe`` is in the table
-            already, and this is another script for it.
+            ``extends: lora_finetune_rocm`` to inherit that recipe's keys. None: ``recipe`` is already in the table, and
+            this is another script for it.
     """
 
     def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
@@ -68,7 +68,7 @@ def recipe_main(
 
 
 def guarded(action: Callable[[], Any]) -> int:
-    """Run ``action``; returns the exit code, having told the user what went wrong in one line."""
+    """Run ``action``, print a user's error in one line, and return the exit code."""
     rank = os.environ.get("RANK")
     try:
         action()
@@ -79,7 +79,7 @@ def guarded(action: Callable[[], Any]) -> int:
             print(f"error: {error}" if rank is None else f"[rank {rank}] error: {error}", file=sys.stderr)
         return error.code
     except Exception as error:
-        if rank is not None:  # if another rank failed first, this one is ended before it prints what followed
+        if rank is not None:  # if another rank failed first, the launcher ends this one before it prints
             time.sleep(2)
             _tell_others(one_line(error)[:500])
         raise

@@ -1,4 +1,4 @@
-"""The folder that a config's model comes from: whether it is there, and the blocks that follow from it."""
+"""The folder with a config's model: check that it exists, and fill in the config's blocks that follow from it."""
 
 import os
 import re
@@ -31,11 +31,7 @@ _BLOCKS: dict[str, dict[str, Any]] = {
 def complete(merged: dict[str, Any], on_command_line: Mapping[str, str]) -> None:
     """Fill in ``checkpointer`` and ``tokenizer`` of a config whose model is :data:`FROM_CHECKPOINT`.
 
-    A block that names another component stays as it is. Of any other block, the given keys stay.
-
-    Args:
-        merged: the config's content, which changes.
-        on_command_line: overrides by key.
+    ``merged`` changes in place. Given keys stay, and so does a block that names another component.
     """
     model = merged.get("model")
     named = model.get(COMPONENT) if isinstance(model, Mapping) else None
@@ -49,35 +45,36 @@ def complete(merged: dict[str, Any], on_command_line: Mapping[str, str]) -> None
             merged[key] = {**block, **given}
 
 
-def check_model_folder(cfg: DictConfig, config: Path) -> None:
-    """Refuse a config whose model is a folder that does not exist. A name on the hub is fine: the run downloads it.
+def check_model_folder(cfg: DictConfig, config: Path | None) -> None:
+    """Raise a UserError if the model's folder does not exist; a model with a name on the hub is downloaded later.
 
     Args:
-        cfg: the whole config.
-        config: its file, whose comments may have the command that downloads the model.
-
-    Raises:
-        UserError: with that command.
+        cfg: the run's config.
+        config: file of the config; a comment in it may give the download command. None: the config of a run, whose
+            relative paths start in the folder where it started.
     """
     checkpointer = cfg.get("checkpointer")
-    if not isinstance(checkpointer, DictConfig) or not str(checkpointer.get(COMPONENT)).startswith(
-        ("rocm_ext.", "torchtune.")
-    ):
+    component = str(checkpointer.get(COMPONENT)) if isinstance(checkpointer, DictConfig) else ""
+    if not component.startswith(("rocm_ext.", "torchtune.")):
         return
     folder = checkpointer.get("checkpoint_dir")
     if not (isinstance(folder, str) and folder) or os.path.exists(folder):
         return
     if is_hub_name(folder) and cfg.model.get("checkpoint_dir") == folder:
         return
-    if folder.endswith(".gguf"):
-        raise UserError(f"the model's file {folder} does not exist")
-    command = _command_in(config.read_text(), Path(folder))
-    how = f"first run {command}" if command else how_to_download(Path(folder))
-    raise UserError(f"the model's folder {folder} does not exist; {how}")
+    kind, how = "folder", ""
+    if config is None:
+        how = "" if Path(folder).is_absolute() else "; start this command in the folder where the run started"
+    elif folder.endswith(".gguf"):
+        kind = "file"
+    else:
+        command = _command_in(config.read_text(), Path(folder))
+        how = f"; first run {command}" if command else f"; {how_to_download(Path(folder))}"
+    raise UserError(f"the model's {kind} {folder} does not exist{how}")
 
 
 def _command_in(text: str, folder: Path) -> str | None:
-    """The command in a config's comments that downloads or makes the model of ``folder``."""
+    """Return the command in a config's comments that downloads or makes the model in ``folder``."""
     for command in re.findall(r"^# *((?:tune download|rocm-ext pocket) .*\S)", text, re.MULTILINE):
         name, *options = shlex.split(command)[2:]
         if command.startswith("rocm-ext"):

@@ -1,6 +1,6 @@
 """Texts from the environment, such as ``${oc.env:KEY}``: they may be secrets, so a config keeps the reference.
 
-What is written of a config (``config.yaml``, ``state.pt``, metric loggers) then has the reference, too.
+Files of a run (``config.yaml``, ``state.pt``, logged metrics) then hold the reference as well.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _register: Any = OmegaConf.register_resolver if _renamed else OmegaConf.register
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Context in which ``${oc.env:KEY}`` resolves to its own text. A metric logger resolves a config by itself."""
+    """Make ``${oc.env:KEY}`` resolve to itself inside the context. A metric logger resolves the config it gets."""
     _register("oc.env", _text, replace=True)
     try:
         yield
@@ -40,15 +40,10 @@ def _text(key: str, default: Any = _UNSET) -> str:
 
 
 def resolve(cfg: DictConfig, plain: Collection[str]) -> None:
-    """Resolve all of ``cfg`` but texts from the environment. Numbers, switches and null are no secrets.
+    """Resolve ``cfg`` in place, except texts from the environment. Numbers, switches and null are no secrets.
 
-    Args:
-        cfg: the config, which changes.
-        plain: keys whose texts are no secrets either.
-
-    Raises:
-        UserError: a value depends on the environment in a way that has no reference of its own.
-        OmegaConfBaseException: a reference leads nowhere.
+    ``plain`` are keys whose texts are no secrets. Raises a UserError if a value is computed from the environment, so no
+    reference can stand for it.
     """
     values = cfg.copy()
     OmegaConf.resolve(values)
@@ -72,24 +67,18 @@ def _keep_texts(cfg: Any, values: Any, plain: Collection[str], where: str) -> No
 
 
 def digests(cfg: DictConfig) -> dict[str, str]:
-    """Hash the texts from the environment, by dotted key, so that a resumed run can tell whether they are the same.
+    """Hash the texts from the environment, by dotted key, so that a resumed run can compare them.
 
-    The hash is a slow one, because a secret may be a short word. It has 64 characters, as hashes in messages do.
+    The hash is slow to compute, because a secret may be a short word. It has 64 hex digits.
     """
     texts, values = _flat(cfg, resolve=False), _flat(cfg, resolve=True)
     return {key: _digest(key, values[key]) for key in texts if texts[key] != values[key]}
 
 
 def begun_as(cfg: DictConfig, begun: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
-    """Return a recorded config, flat, to compare with the texts of ``cfg``.
+    """Flatten a recorded config to compare it with ``cfg``, the config of this start.
 
-    Args:
-        cfg: the config of today.
-        begun: the recorded one.
-        known: its :func:`digests`.
-
-    Returns:
-        ``begun``, where a text of the environment that is still the same is written as ``cfg`` writes it.
+    ``known`` are the :func:`digests` of ``begun``. A text that the environment still has stands as ``cfg`` writes it.
     """
     was, texts, values = flatten(begun), _flat(cfg, resolve=False), _flat(cfg, resolve=True)
     for key in texts.keys() & known.keys():

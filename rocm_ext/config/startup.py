@@ -1,10 +1,9 @@
 """The start of a run, right after ``import torch`` and before anything else heavy is imported.
 
-Some variables of a hardware profile are read when torch's libraries are loaded. ``tune`` imports torch before it can
-ask anybody, so where a variable is missing, the process is replaced by one that has it. That one runs the recipe
-directly (:mod:`rocm_ext.config.launch`), without the imports of ``tune``'s other commands. Under torchrun the launcher
-sets the variables and its ranks inherit them. The script of a recipe has not begun by then, so nothing of it runs
-twice.
+torch's libraries read some variables of a hardware profile when they load, and ``tune`` imports torch first. If a
+variable is missing, a new process with it replaces this one. It runs the recipe directly
+(:mod:`rocm_ext.config.launch`), without importing ``tune``'s other commands. Under torchrun the launcher sets the
+variables and its ranks inherit them. The recipe's script has not started yet, so no part of it runs twice.
 """
 
 import gc
@@ -28,12 +27,9 @@ from rocm_ext.machine.profile import Profile, choose_profile, load_profile
 
 
 def begin(tune: bool) -> None:
-    """Complete the environment of this program, which may replace it. What a user can set wrong is left to the recipe
-    to report, but a recipe that cannot be imported on this system ends here with one line.
-
-    Args:
-        tune: this is `tune`, and its arguments name a recipe or a config of ours.
-    """
+    """Complete the environment of this program, which may replace its process. The recipe reports a user's mistakes
+    later, but a recipe that does not run on this system ends here with one line. ``tune``: this program is `tune`,
+    with a recipe or a config of ours as an argument."""
     with suppress(UserError):
         if tune:
             if sys.argv[1:2] == ["run"]:
@@ -42,25 +38,16 @@ def begin(tune: bool) -> None:
         script = Path(sys.argv[0]).resolve()
         if script.stem in registry.TITLES and (recipe := registry.find(script.stem)).file.resolve() == script:
             _end_on_wrong_system(recipe)
-            gc.disable()  # imports leave hardly any garbage to look for; recipe_main enables it
+            gc.disable()  # imports leave hardly any garbage; recipe_main enables it
             ensure_environment(*_profile(recipe, sys.argv[1:]))
 
 
-def prepare(config: str, overrides: Sequence[str]) -> list[str]:
-    """Complete the environment of one of our commands that computes as a recipe does. Call it before torch is
-    imported; it may replace the process.
-
-    Returns:
-        lines that say what was set and why.
-
-    Raises:
-        UserError: there is no such config, or no profile for this machine.
-    """
-    return prepare_for(requested_hardware(config, overrides))
-
-
 def prepare_for(requested: str) -> list[str]:
-    """Do as :func:`prepare`, for a value of ``hardware``: the name of a profile, or ``auto``."""
+    """Complete the environment of a command that computes as a recipe does. It may replace the process, so call it
+    before importing torch.
+
+    ``requested`` is a profile's name or ``auto``. Returns lines for the log: each variable that was set, and why.
+    """
     if requested != "auto":
         preset(load_profile(requested))
     machine = detect()
@@ -88,7 +75,7 @@ def _begin_tune(arguments: Sequence[str]) -> None:
     environ = {**os.environ, "WORLD_SIZE": str(ranks)} if ranks > 1 else os.environ
     missing = environment_for(profile, machine, environ)
     put({name: value for name, (value, _) in missing.items()})
-    os.environ.setdefault(registry.DECIDED, "")  # child processes are known by it
+    os.environ.setdefault(registry.DECIDED, "")  # child processes inherit it
     if at == 0 and missing:
         replace_process(launch.command(table.get(arguments[0]), arguments))
     elif at and sys.modules["torch"].cuda.is_initialized():  # a launcher must not keep a GPU's memory
@@ -96,7 +83,7 @@ def _begin_tune(arguments: Sequence[str]) -> None:
         replace_process(this_command())
 
 
-_LAUNCHER = "ROCM_EXT_LAUNCHER"  # process id of a launcher that was replaced, which keeps its id
+_LAUNCHER = "ROCM_EXT_LAUNCHER"  # process id of a launcher that was replaced; replacing keeps the id
 
 
 def _end_on_wrong_system(recipe: registry.Recipe) -> None:
@@ -107,11 +94,7 @@ def _end_on_wrong_system(recipe: registry.Recipe) -> None:
 
 
 def _profile(recipe: registry.Recipe, arguments: Sequence[str]) -> tuple[Profile, Machine]:
-    """The profile that ``recipe`` will have with these arguments.
-
-    Raises:
-        UserError: something is wrong with them.
-    """
+    """Return the profile that ``recipe`` will use with these arguments, and the machine."""
     name, overrides = command_line([argument for argument in arguments if argument not in ("-h", "--help")])
     requested = requested_hardware(name, overrides, recipe)
     machine = detect()
@@ -119,14 +102,14 @@ def _profile(recipe: registry.Recipe, arguments: Sequence[str]) -> tuple[Profile
 
 
 def _given(options: Sequence[str]) -> dict[str, str]:
-    """Values of torchrun's options by name, those of its environment variables among them."""
+    """Return torchrun's options by name, also from its environment variables."""
     parts = [part for option in options for part in option.split("=", 1)]
     variables = {name[4:].lower(): value for name, value in os.environ.items() if name.startswith("PET_")}
     return variables | {name.lstrip("-").replace("-", "_"): value for name, value in pairwise(parts)}
 
 
 def _end_on_lone_machine(options: Sequence[str]) -> None:
-    """End with one line where torchrun would wait ten minutes for machines that cannot find this one."""
+    """End with one line if torchrun would wait ten minutes for machines that cannot reach this one."""
     values = _given(options)
     nodes = values.get("nnodes", "1").partition(":")[0]
     if not (nodes.isdecimal() and int(nodes) > 1):
@@ -145,7 +128,7 @@ def _end_on_lone_machine(options: Sequence[str]) -> None:
 
 
 def _ranks(options: Sequence[str], machine: Machine) -> int:
-    """Processes that torchrun starts with these options, on all nodes; 1 where they do not say."""
+    """Return the number of processes that torchrun starts on all machines; 1 if the options do not say."""
     values = _given(options)
     a_node, nodes = values.get("nproc_per_node", "1"), values.get("nnodes", "1").rpartition(":")[2]
     return (int(a_node) if a_node.isdecimal() else max(1, machine.gpu_count)) * (int(nodes) if nodes.isdecimal() else 1)

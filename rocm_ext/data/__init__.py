@@ -1,9 +1,6 @@
-"""Data: sources, chat rendering, rows, micro-batches, and prompts.
+"""Data: sources, chat rendering, rows, micro-batches, and prompts. YAML files name the components in ``__all__``."""
 
-YAML files name components of this package: ``rocm_ext.data.sft_dataset``, ``rocm_ext.data.preference_dataset``,
-``rocm_ext.data.prompt_dataset``, ``rocm_ext.data.reasoning_gym_prompts`` and ``rocm_ext.data.HFTokenizer``.
-"""
-
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rocm_ext.data.prompts import prompt_dataset
@@ -16,23 +13,15 @@ if TYPE_CHECKING:
 
 __all__ = ["HFTokenizer", "preference_dataset", "prompt_dataset", "reasoning_gym_prompts", "sft_dataset"]
 
+_MODULES = {  # imported on access: some need torch, which `rocm-ext report` does without, or verifiers, not on Windows
+    "HFTokenizer": "encoder",
+    "preference_dataset": "preferences",
+    "reasoning_gym_prompts": "reasoning_gym",
+    "sft_dataset": "sources",
+}
+
 
 def __getattr__(name: str) -> Any:
-    # sources imports torch; `rocm-ext report` reads prompts without it
-    if name == "sft_dataset":
-        from rocm_ext.data.sources import sft_dataset
-
-        return sft_dataset
-    if name == "preference_dataset":
-        from rocm_ext.data.preferences import preference_dataset
-
-        return preference_dataset
-    if name == "reasoning_gym_prompts":  # it needs the verifiers, which Windows lacks
-        from rocm_ext.data.reasoning_gym import reasoning_gym_prompts
-
-        return reasoning_gym_prompts
-    if name == "HFTokenizer":
-        from rocm_ext.data.encoder import HFTokenizer
-
-        return HFTokenizer
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

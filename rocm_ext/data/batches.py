@@ -33,20 +33,20 @@ class MicroBatch:
 
     Attributes:
         tokens: [b, s] token ids.
-        positions: [b, s] position of each token in its own sequence.
-        lengths: tokens of each packed sequence, which fill the only row (b = 1); None if rows are padded on the
-            right instead.
-        shared: for each packed sequence the number of tokens that it shares with the beginning of the last one before
-            it that shares nothing. They are in the row once, and not part of its length. Empty: none shares any.
-        index: [n] places in the flattened [b * s] hidden states that predict a label. The last shared token predicts
-            a label of each sequence that shares it.
-        targets: [n] label at each of these places.
-        sequence: [n] number of each label's sequence, from 0 without gaps.
+        positions: [b, s] position of the token in its sequence.
+        lengths: numbers of tokens of the packed sequences, which fill the only row (b = 1); None: rows are padded on
+            the right instead.
+        shared: for each packed sequence, the number of its first tokens that it shares with the last earlier sequence
+            that shares nothing. They are in the row once, and not part of its length. Empty: nothing is shared.
+        index: [n] indices of the predicting tokens in the flattened [b * s] hidden states. The last shared token
+            predicts a label in every sequence that shares it.
+        targets: [n] the labels.
+        sequence: [n] number of the label's sequence, from 0 without gaps.
         sequences: number of sequences that have a label.
         real_tokens: number of tokens without padding.
-        columns: [n] fp32 each, by name: the rows' columns at the labels.
-        routes: [b, s, layers * chosen] int16, the experts that sampling chose for each token that predicts a label; -1
-            where the model chooses. None: it chooses everywhere.
+        columns: the rows' columns at the labels, by name, [n] fp32.
+        routes: [b, s, layers * chosen] int16, experts that sampling chose, at tokens that predict a label; -1: the
+            model chooses. None: it chooses everywhere.
     """
 
     tokens: Tensor
@@ -85,7 +85,7 @@ class Steps:
         limit: maximum number of steps per epoch; None: no limit.
         data_seed: together with the epoch, determines the order of rows.
         shuffle: whether to shuffle the rows; False keeps their order.
-        mixture: data sets that the rows come from, whose weights an epoch follows.
+        mixture: the rows' data sets and their weights in an epoch.
     """
 
     rows: int
@@ -102,10 +102,7 @@ class Steps:
         return min(steps, self.limit) if self.limit else steps
 
     def order(self, epoch: int) -> list[int]:
-        """Return the order of rows in an epoch.
-
-        Without weights it equals that of torch's ``DistributedSampler`` with one replica.
-        """
+        """Return the order of rows in an epoch; without weights it is the order of torch's ``DistributedSampler``."""
         if self.mixture is not None and self.mixture.weights:
             length = min(self.rows, self.per_epoch * self.per_step)
             return mixed_order(self.mixture, epoch, length, self.data_seed if self.shuffle else None)
@@ -123,14 +120,7 @@ def _order(rows: int, seed: int) -> list[int]:
 
 
 def count_labels(labels: np.ndarray, lengths: Sequence[int]) -> tuple[int, int]:
-    """Count the labels of a row, as :func:`labelled` finds them, and the sequences that have one.
-
-    Args:
-        labels, lengths: see :func:`labelled`.
-
-    Returns:
-        The number of labels and the number of sequences with a label.
-    """
+    """Count the labels of a row, see :func:`labelled`, and its sequences that have a label."""
     counts = _of_sequences(labels, lengths)
     return int(counts.sum()), int((counts > 0).sum())
 
@@ -140,7 +130,7 @@ def _of_sequences(labels: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
 
 
 def label_counts(rows: Rows) -> list[tuple[int, int]]:
-    """Return :func:`count_labels` of each row."""
+    """Return :func:`count_labels` of all rows."""
     if not len(rows):
         return []
     counts = _of_sequences(flat(rows.labels), [n for row in rows.lengths for n in row])
@@ -153,10 +143,10 @@ def cut(lengths: Sequence[int], ranks: int, budget: int, packed: bool) -> list[l
     """Distribute the rows of one step over micro-batches.
 
     Args:
-        lengths: number of tokens of each row.
-        ranks: number of ranks. Every rank gets the same number of micro-batches, because FSDP2 gathers weights in
+        lengths: numbers of tokens of the rows.
+        ranks: number of ranks. All ranks get the same number of micro-batches, because FSDP2 gathers weights in
             each.
-        budget: maximum number of tokens in a micro-batch, including padding. A longer row gets its own micro-batch.
+        budget: maximum number of tokens in a micro-batch, including padding. A longer row is a micro-batch alone.
         packed: whether rows are packed end to end; otherwise they are padded to the longest row of the micro-batch.
 
     Returns:
@@ -175,7 +165,7 @@ def cut(lengths: Sequence[int], ranks: int, budget: int, packed: bool) -> list[l
 
 
 def _cut_packed(lengths: Sequence[int], longest_first: list[int], ranks: int, budget: int) -> list[list[int]]:
-    # Each row, longest first, goes to the emptiest micro-batch. Their sizes become nearly equal, so ranks do not wait.
+    # Longest first, a row goes to the emptiest micro-batch. Their sizes become nearly equal, so ranks do not wait.
     count = ranks * max(1, math.ceil(sum(lengths) / (budget * ranks)))
     while True:
         pieces: list[list[int]] = [[] for _ in range(count)]
@@ -193,11 +183,11 @@ class _Sequence(NamedTuple):
     tokens: np.ndarray
     labels: np.ndarray
     columns: Sequence[np.ndarray]
-    shared: int = 0  # see Batch.shared
+    shared: int = 0  # see MicroBatch.shared
 
     @property
     def length(self) -> int:
-        """Number of tokens that are in the micro-batch for this sequence alone."""
+        """Number of tokens that this sequence adds to the micro-batch."""
         return len(self.tokens) - self.shared
 
 
@@ -214,8 +204,8 @@ def _sequences(rows: Rows, i: int, share: bool) -> list[_Sequence]:
 def shared_beginnings(tokens: np.ndarray, lengths: Sequence[int]) -> list[int]:
     """Return ``MicroBatch.shared`` for the sequences of a row, which are ``tokens`` [s] in pieces of ``lengths``.
 
-    A sequence keeps at least one token of its own. It shares none if it would share fewer than 16, which saves less
-    than the copies cost.
+    A sequence keeps at least one token unshared. It shares none if it would share fewer than 16, because the copies
+    would cost more than they save.
     """
     if len(lengths) == 1:
         return [0]
@@ -231,12 +221,7 @@ def shared_beginnings(tokens: np.ndarray, lengths: Sequence[int]) -> list[int]:
 
 
 def row_sizes(rows: Rows, share: bool) -> list[int]:
-    """Return the number of tokens that each row takes in a micro-batch without padding.
-
-    Args:
-        rows: the rows.
-        share: whether the sequences of a row share their beginnings, see :func:`collate`.
-    """
+    """Return the rows' numbers of tokens in a micro-batch without padding; ``share`` as in :func:`collate`."""
     sizes = [sum(row) for row in rows.lengths]
     if not share:
         return sizes
@@ -250,10 +235,10 @@ def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: i
     Args:
         rows: all rows.
         piece: indices of the micro-batch's rows; may be empty.
-        packed: whether rows are packed end to end; otherwise each sequence is a padded row.
+        packed: whether rows are packed end to end; otherwise sequences are padded.
         pad_id: token id of padding.
-        multiple: the width s of the micro-batch is padded to a multiple of this.
-        share: whether sequences of a row that begin alike, as the sides of a pair, have this beginning once. It needs
+        multiple: divisor of the micro-batch's width s, which is padded.
+        share: whether an equal beginning of a row's sequences, such as a pair's prompt, is computed once. It needs
             packed rows.
     """
     sequences = [sequence for i in piece for sequence in _sequences(rows, i, share)]
@@ -271,8 +256,8 @@ def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: i
     width += -width % multiple
     tokens = np.full((len(grid), width), pad_id, dtype=np.int64)
     positions = np.zeros((len(grid), width), dtype=np.int64)
-    # of each sequence: places in the grid that predict a label, and which tokens they predict
-    places, predicted = [], []
+    # per sequence: indices in the grid that predict a label, and indices in the sequence of the labels
+    predicting, predicted = [], []
     for b, row in enumerate(grid):
         at = first = 0
         for sequence in row:
@@ -280,8 +265,8 @@ def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: i
             first = first if shared else at
             tokens[b, at:end] = sequence.tokens[shared:]
             positions[b, at:end] = np.arange(shared, len(sequence.tokens))
-            before = np.flatnonzero(sequence.labels[1:] != IGNORE)  # each token predicts the next of its own sequence
-            places.append(b * width + before + np.where(before < shared, first, at - shared))
+            before = np.flatnonzero(sequence.labels[1:] != IGNORE)  # a token predicts the next one in its sequence
+            predicting.append(b * width + before + np.where(before < shared, first, at - shared))
             predicted.append(before + 1)
             at = end
     counts = [len(labels) for labels in predicted if len(labels)]
@@ -294,15 +279,15 @@ def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: i
     names = list(rows.columns)
     if ROUTES in names:
         chosen = at_labels((sequence.columns[names.index(ROUTES)] for sequence in sequences), np.int16)
-        by_place = np.full((tokens.size, chosen.shape[1]), -1, dtype=np.int16)
-        # a shared token has those of its first sequence: of equal indices numpy keeps the last one
-        by_place[np.concatenate(places)[::-1]] = chosen.numpy()[::-1]
-        routes = torch.from_numpy(by_place).view(*tokens.shape, -1)
+        by_token = np.full((tokens.size, chosen.shape[1]), -1, dtype=np.int16)
+        # a shared token gets the experts of its first sequence: of equal indices numpy keeps the last one
+        by_token[np.concatenate(predicting)[::-1]] = chosen.numpy()[::-1]
+        routes = torch.from_numpy(by_token).view(*tokens.shape, -1)
     return MicroBatch(
         tokens=torch.from_numpy(tokens),
         positions=torch.from_numpy(positions),
         lengths=tuple(sequence.length for sequence in sequences) if packed else None,
-        index=torch.from_numpy(np.concatenate(places)),
+        index=torch.from_numpy(np.concatenate(predicting)),
         targets=at_labels((sequence.labels for sequence in sequences), np.int64),
         sequence=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)),
         sequences=len(counts),
@@ -324,14 +309,14 @@ def _nothing(length: int, pad_id: int, rows: Rows) -> _Sequence:
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimiser step computes.
+    """The data of one optimiser step.
 
     Attributes:
         batches: this rank's micro-batches.
-        labels: number of labels, over all ranks, each counted with the weight of its row.
-        sequences: number of sequences that have a label, over all ranks, with the weights of their rows; GRPO's also
-            counts those that teach nothing.
-        rows: numbers of the rows, over all ranks, for messages.
+        labels: weighted number of labels over all ranks.
+        sequences: weighted number of sequences with a label over all ranks; GRPO also counts answers that do not
+            train.
+        rows: numbers of the rows over all ranks, for messages.
     """
 
     batches: list[MicroBatch]
@@ -346,12 +331,12 @@ class Update:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the rows of a step become micro-batches.
+    """Settings that turn the rows of a step into micro-batches.
 
     Attributes:
         rank: number of this rank, from 0.
         ranks: number of ranks.
-        tokens_per_micro_batch: ``budget`` of :func:`cut`, in tokens.
+        tokens_per_micro_batch: ``budget`` of :func:`cut`.
         packed: see :func:`cut`.
         pad_id, multiple, share: see :func:`collate`.
     """
@@ -366,15 +351,15 @@ class Layout:
 
 
 class StepLoader(Dataset):
-    """Loads updates, each as this rank's micro-batches.
+    """Loads updates with this rank's micro-batches.
 
     Args:
         rows: the tokenised data set.
-        steps: indices of the rows of each update.
-        layout: how rows become micro-batches.
-        num_workers: processes of torch's DataLoader; 0 loads in this process.
+        steps: indices of the rows by update.
+        layout: settings of the micro-batches.
+        num_workers: number of the DataLoader's processes; 0 loads in this process.
         pin_memory: whether to copy batches to page-locked memory.
-        count_shared: whether the budget counts shared tokens for each sequence that shares them, as attention does.
+        count_shared: whether the budget counts a shared token once per sequence that shares it, as attention does.
     """
 
     def __init__(
@@ -418,7 +403,7 @@ class StepLoader(Dataset):
                 batch_size=None,
                 sampler=range(start, end),
                 num_workers=self._num_workers,
-                # Python 3.14's own choice, a server of forks, imports everything again: 18 s a worker on a slow core
+                # Python 3.14's default, a fork server, imports everything again: 18 s per worker on a slow core
                 multiprocessing_context="fork" if self._num_workers and sys.platform == "linux" else None,
                 pin_memory=self._pin_memory,
                 generator=generator,
@@ -432,16 +417,11 @@ def rows_per_step(cfg: DictConfig, ranks: int) -> int:
 
 
 def width_multiple(compiled: bool, device: torch.device, dtype: torch.dtype) -> int:
-    """Return the number that the widths of micro-batches are a multiple of; 1 does not pad them.
+    """Return ``multiple`` of :func:`collate`; 1: no padding.
 
-    Padding limits the number of shapes where each shape needs its own kernels. This holds for compiled graphs, and
-    for oneDNN's 16-bit matrix products on a CPU, whose kernels take time to build and about 1 MB each. Measured with
-    11 M parameters on a CPU: 1.25 x the speed of a step in bf16, no difference beyond noise in fp32.
-
-    Args:
-        compiled: whether torch.compile compiles the layers.
-        device: the rank's device.
-        dtype: dtype of weights and activations.
+    Padding limits the number of shapes. A compiled graph needs new kernels for a new shape, and so do oneDNN's 16-bit
+    matrix products on a CPU, whose kernels take time to build and about 1 MB. Measured with 11 M parameters on a CPU:
+    1.25 x the speed of a step in bf16, no difference beyond noise in fp32.
     """
     if compiled:
         return 128
@@ -449,15 +429,12 @@ def width_multiple(compiled: bool, device: torch.device, dtype: torch.dtype) -> 
 
 
 def micro_batch_budget(longest: int, batch_size: int, requested: int | None) -> int:
-    """Return the budget of a micro-batch in tokens.
+    """Return the budget of a micro-batch in tokens; UserError: the longest row exceeds ``requested``.
 
     Args:
-        longest: tokens of the longest row.
-        batch_size: number of rows of this length that a micro-batch holds if ``requested`` is None.
+        longest: number of tokens of the longest row.
+        batch_size: number of longest rows in a micro-batch if ``requested`` is None.
         requested: the config's ``tokens_per_micro_batch``, or None.
-
-    Raises:
-        UserError: the longest row exceeds ``requested``.
     """
     if requested is None:
         return batch_size * longest

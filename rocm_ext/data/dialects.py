@@ -1,4 +1,4 @@
-"""What other trainers call roles, flags of messages and columns, and how such rows become ours, without torch."""
+"""Roles, flags and columns of other trainers' data, and their conversion to ours, without torch."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -8,13 +8,13 @@ CALLS = ("function_call", "tool_call")  # LLaMA-Factory, ms-swift: the text is a
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
 ROLES |= {"human": "user", "gpt": "assistant", "developer": "system", **dict.fromkeys(CALLS, "assistant")}
 ROLES |= dict.fromkeys(("function", "ipython", "observation", "tool_response"), "tool")
-FLAGS = {  # 0 or false keeps a message out of the loss -> whether its author's trainer reads it in all roles
+FLAGS = {  # 0 or false keeps a message out of the loss -> whether the author's trainer reads it in all roles
     "weight": False,  # OpenAI, mistral-finetune
     "loss": False,  # ms-swift
     "step_loss_mask": False,  # slime
     "loss_mask": True,
     "loss_weight": True,  # LLaMA-Factory
-    "train": True,  # axolotl, as is the next
+    "train": True,  # axolotl
     "training": True,
     "trainable": True,  # Tinker
 }
@@ -26,17 +26,13 @@ ALPACA = ("instruction", "input", "history")
 
 
 def role_of(message: Any) -> str | None:
-    """Return our name for the role of a row's message; None if it has none that is known."""
+    """Return our name for a message's role; None if it is missing or unknown."""
     role = message.get("role", message.get("from")) if isinstance(message, Mapping) else None
     return ROLES.get(role) if isinstance(role, str) else None
 
 
 def masked(message: Mapping[str, Any], role: str, where: str) -> bool:
-    """Return whether the loss excludes a message, by its role and its :data:`FLAGS`.
-
-    Raises:
-        ValueError: a flag is neither 0 nor 1, two contradict each other, or one asks for what is not supported.
-    """
+    """Return whether the loss excludes a message, by role and :data:`FLAGS`; ValueError: the flags are wrong."""
     if message.keys().isdisjoint(_MARKS):
         return role != "assistant"
     if detail := next((key for key in DETAILS if message.get(key) is not None), None):
@@ -53,7 +49,7 @@ def masked(message: Mapping[str, Any], role: str, where: str) -> bool:
 
 
 def parsed(value: Any, what: str) -> Any:
-    """Return what a text says in JSON; any other value as it is. ValueError: it is not JSON."""
+    """Parse a text as JSON; return any other value as it is. ValueError: the text is not JSON."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
@@ -61,30 +57,28 @@ def parsed(value: Any, what: str) -> Any:
 
 
 def called(text: Any, where: str) -> list[dict[str, Any]]:
-    """Return what an assistant's turn of :data:`CALLS` calls, in OpenAI's form."""
+    """Return the calls in an assistant's turn of :data:`CALLS`, in OpenAI's form."""
     calls = parsed(text, f"{where}: the call is")
     return [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
 
 
 def refuse_kto(fields: Mapping[str, Any]) -> None:
     """Raise a ValueError for a row that says whether its only answer is good."""
-    if found := next((key for key in KTO if str(fields.get(key)).lower() in ("true", "false")), None):
+    if label := next((key for key in KTO if str(fields.get(key)).lower() in ("true", "false")), None):
         raise ValueError(
-            f"{found} is {fields[found]}: training would teach the bad answers, too; for KTO start dpo_rocm with "
-            f"rocm_ext.data.preference_dataset and loss UnpairedPreference, or keep the good ones and remove {found}"
+            f"{label} is {fields[label]}: training would also teach the bad answers; for KTO start dpo_rocm with "
+            f"rocm_ext.data.preference_dataset and loss UnpairedPreference, or keep the good ones and remove {label}"
         )
 
 
 def listed(value: Any, what: str) -> list[Any]:
-    """Return a list, or the one that a text says in JSON; ValueError: it is neither."""
-    found = parsed(value, f"{what} must be a list of messages, found a text that is")
-    if not isinstance(found, list):
-        raise ValueError(f"{what} must be a list of messages, found {type(found).__name__}")
-    return found
+    """Return a list as it is, or parse it from JSON text; ValueError: it is neither."""
+    rule = f"{what} must be a list of messages"
+    return expect(parsed(value, f"{rule}, found a text that is"), list, rule)
 
 
 def asked(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages before the answer in a row with the columns of :data:`ALPACA`."""
+    """Return the messages before the answer in a row with columns of :data:`ALPACA`."""
     text = string(fields["instruction"], "instruction")
     text += "\n\n" + string(fields["input"], "input") if fields.get("input") else ""
     history = listed(fields.get("history") or [], "history")
@@ -95,9 +89,9 @@ def asked(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def pair(fields: Mapping[str, Any], columns: Collection[str]) -> dict[str, Any]:
-    """Return a row of pairs with TRL's columns ``prompt``, ``chosen`` and ``rejected`` in place of others' it has.
+    """Rename a pair's columns to TRL's ``prompt``, ``chosen`` and ``rejected``.
 
-    The row has no nulls; ``columns`` are the names of all columns.
+    ``fields`` has no nulls; ``columns`` are the names of all columns of the data set.
     """
     row = dict(fields)
     talk = next((key for key in ("messages", "conversations") if key in row), None)
@@ -118,9 +112,9 @@ def pair(fields: Mapping[str, Any], columns: Collection[str]) -> dict[str, Any]:
 
 
 def single(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of one answer with TRL's columns ``prompt``, ``completion`` and ``label``, a boolean.
+    """Rename the columns of a row with one answer to TRL's ``prompt``, ``completion`` and ``label``, a boolean.
 
-    The row has no nulls. One without ``prompt`` has its conversation as ``completion``.
+    ``fields`` has no nulls. Without ``prompt``, ``completion`` is the conversation.
     """
     row = {key: value for key, value in fields.items() if key not in KTO}
     key = next((key for key in KTO if key in fields), KTO[0])
@@ -138,10 +132,10 @@ def single(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def conversation(value: Any, tools: list[dict[str, Any]] | None = None) -> Any:
-    """Return a row's messages, a list or one, without the nulls that Arrow fills gaps with; text as it is.
+    """Return a row's messages as a list, without the nulls that Arrow fills gaps with; text as it is.
 
-    Arrow gives every object the keys of all rows' objects, and so does JSON that was written from its tables. A null
-    argument of a call stays where the schema in ``tools`` allows it, or where the arguments are JSON text.
+    Arrow gives every object the keys of all rows' objects, and so does JSON written from its tables. A null argument of
+    a call stays if the schema in ``tools`` allows it, or if the arguments are JSON text.
     """
     if not isinstance(value, list | Mapping):
         return value
@@ -170,7 +164,7 @@ def _present(value: Any) -> Any:
 
 
 def _arguments(value: Any, schema: Any) -> Any:
-    """Return arguments of a call without nulls that their schema does not allow."""
+    """Remove nulls from a call's arguments, unless the schema allows them."""
     schema = schema if isinstance(schema, Mapping) else {}
     if isinstance(value, list):
         return [_arguments(part, schema.get("items")) for part in value]
@@ -181,7 +175,7 @@ def _arguments(value: Any, schema: Any) -> Any:
 
 
 def schema(value: Any) -> Any:
-    """Return a JSON schema without the nulls that Arrow fills gaps with; a nullable one may have a null default."""
+    """Remove Arrow's nulls from a JSON schema; the default of a nullable value may be null."""
     if isinstance(value, list):
         return [schema(part) for part in value]
     if not isinstance(value, Mapping):
@@ -191,7 +185,7 @@ def schema(value: Any) -> Any:
 
 
 def _nullable(schema: Any) -> bool:
-    """Whether a JSON schema says that a value may be null."""
+    """Return whether a JSON schema allows null."""
     if not isinstance(schema, Mapping):
         return False
     kind, values = schema.get("type"), schema.get("enum") or ()
@@ -201,7 +195,12 @@ def _nullable(schema: Any) -> bool:
 
 
 def string(value: Any, what: str) -> str:
-    """Return ``value`` if it is a string; ValueError: it is not, and the message calls it ``what``."""
-    if not isinstance(value, str):
-        raise ValueError(f"{what} must be a string, found {type(value).__name__}")
+    """Return ``value`` if it is a string, else raise a ValueError that names ``what``."""
+    return expect(value, str, f"{what} must be a string")
+
+
+def expect(value: Any, kind: type | tuple[type, ...], rule: str) -> Any:
+    """Return ``value`` if it is an instance of ``kind``, else raise a ValueError with the rule that it breaks."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{rule}, found {type(value).__name__}")
     return value

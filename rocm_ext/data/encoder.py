@@ -2,7 +2,7 @@
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,15 @@ TOKENIZER, EOS = "tokenizer.json", "eos_token_id"
 
 
 class TextEncoder:
-    """Tokenises text; special tokens in it are parsed, and none are added.
+    """Tokenises text: parses special tokens in it, and adds none.
 
     Args:
         path: a ``tokenizer.json``.
 
     Attributes:
-        special: the texts that become special tokens.
-        ids: ids of the added tokens, by their texts.
-        byte_tokens: ids of the tokens that stand for single bytes, where the vocabulary has such (byte fallback).
+        special: texts of the special tokens.
+        ids: ids of the added tokens, by text.
+        byte_tokens: ids of single-byte tokens (byte fallback); empty: the vocabulary has none.
 
     Raises:
         UserError: the file cannot be read.
@@ -43,30 +43,22 @@ class TextEncoder:
         self.ids = {token.content: number for number, token in added.items()}
         bytes_ = (self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self.byte_tokens = frozenset(number for number in bytes_ if number is not None)
-        # Added tokens split a text before anything else happens to it, so the text behind one is tokenised as if it
-        # stood alone. Those that take white space with them, or change with the text around them, are left out.
+        # Added tokens split a text first, so the text behind one is tokenised independently. Exceptions, left out here:
+        # added tokens that absorb white space or depend on their neighbours.
         plain = {number: t.content for number, t in added.items() if not (t.lstrip or t.rstrip or t.single_word)}
         self._splits = {number: content for number, content in plain.items() if not added[number].normalized}
         self._longest = max(map(len, self.ids), default=0)
-        longest = sorted(self._splits.values(), key=len, reverse=True)
-        self._split = re.compile("|".join(map(re.escape, longest)) if longest else r"(?!)")
+        self._split = any_of(self._splits.values())
         self._headers: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
-        """Tokenise ``text``.
-
-        Raises:
-            UserError: the text is not valid Unicode.
-        """
+        """Tokenise ``text``; UserError: it is not valid Unicode."""
         return self._encode([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenise several texts, which takes less time than one by one.
 
-        What they all begin with, up to the last added token in it, is tokenised once.
-
-        Raises:
-            UserError: a text is not valid Unicode.
+        A common beginning, up to its last added token, is tokenised once.
         """
         if len(texts) == 1:
             return [self.encode(texts[0])]
@@ -79,13 +71,13 @@ class TextEncoder:
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         try:
-            # without places in the text, which cost a fifth of the time
-            return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+            # "fast" skips offsets, which cost a fifth of the time
+            return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
         except TypeError as error:  # JSON can contain half a surrogate pair
             raise UserError("the text is not valid Unicode") from error
 
     def prefix(self) -> list[int]:
-        """Return the tokens that the model's tokenizer puts before a text by itself, such as a BOS."""
+        """Return the tokens that the model's tokenizer adds before a text, such as a BOS."""
         plain, special = self.encode("a"), self._tokenizer.encode("a", add_special_tokens=True).ids
         starts = (i for i in range(len(special)) if special[i : i + len(plain)] == plain)
         return special[: next(starts, 0)]
@@ -95,7 +87,7 @@ class TextEncoder:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=not special)
 
     def _header(self, text: str) -> list[int]:
-        """Tokenise what stands between an added token and a cut: often one of few headers."""
+        """Tokenise the text between an added token and a cut, and remember it: it is often one of few headers."""
         if (known := self._headers.get(text)) is not None:
             return known
         tokens = self.encode(text)
@@ -106,18 +98,18 @@ class TextEncoder:
     def encode_apart(
         self, text: str, cuts: Sequence[int], encoded: list[int] | None = None
     ) -> tuple[list[int], list[int]]:
-        """Tokenise ``text`` so that the tokens before a cut are those of the text before it.
+        """Tokenise ``text`` so that the tokens before a cut encode the text before it.
 
         Args:
             text: the text.
-            cuts: positions in ``text``, in characters, in order.
+            cuts: positions in ``text``, in characters, ascending.
             encoded: the tokens of ``text``, if they are known.
 
         Returns:
-            The tokens, and how many of them are before each cut. They are those of :meth:`encode` unless one of its
-            tokens spans a cut; the text behind that cut is then tokenised by itself.
+            The tokens, and the number of tokens before each cut. They equal :meth:`encode`'s unless a token spans a
+            cut; the text behind that cut is then tokenised separately.
         """
-        done: list[int] = []  # tokens in front of the last cut that a token spanned; `text` begins there
+        done: list[int] = []  # tokens before the last cut that a token spanned, where `text` now begins
         begun, positions = 0, []
         tokens = self.encode(text) if encoded is None else encoded
         anchors = self._anchors(text, tokens)
@@ -134,7 +126,7 @@ class TextEncoder:
         return done + tokens, positions
 
     def _anchors(self, text: str, tokens: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Return start and end of each splitting token in ``text``, and its index in ``tokens``; [] in doubt."""
+        """Return (start, end, index in ``tokens``) of the splitting tokens in ``text``; [] in doubt."""
         indices = [index for index, token in enumerate(tokens) if token in self._splits]
         matches = list(self._split.finditer(text))
         if [match[0] for match in matches] != [self._splits[tokens[index]] for index in indices]:
@@ -149,14 +141,14 @@ class HFTokenizer:
 
     Args:
         path: a ``tokenizer.json`` in the model's folder, whose other files name the EOS tokens.
-        max_seq_len: longest row in tokens; ``too_long`` says what happens to longer ones. None: the model's limit.
+        max_seq_len: maximum length of a row in tokens, see ``too_long``. None: the model's limit.
 
     Attributes:
         encoder: tokenises text.
-        special_tokens: ids of the added tokens, by their texts.
+        special_tokens: ids of the added tokens, by text.
         stop_tokens: ids of the EOS tokens.
-        eos_id: the first of them.
-        pad_id: id that fills padded rows.
+        eos_id: the first of ``stop_tokens``.
+        pad_id: id of padding.
 
     Raises:
         UserError: a file is missing or damaged, or no file names an EOS token.
@@ -168,7 +160,11 @@ class HFTokenizer:
             raise UserError(f"{path} does not exist; {how_to_download(folder)}")
         self.encoder, self.max_seq_len = TextEncoder(Path(path)), max_seq_len
         self.special_tokens = self.encoder.ids
-        self.stop_tokens = ids_in(folder, EOS) or self._named(folder)
+        self.stop_tokens = ids_in(folder, EOS)
+        if not self.stop_tokens:
+            token = _content(folder / "tokenizer_config.json").get("eos_token")
+            text = token.get("content") if isinstance(token, dict) else token
+            self.stop_tokens = [self.encoder.ids[text]] if text in self.encoder.ids else []
         if not self.stop_tokens:
             raise UserError(f"no file in {folder} names an EOS token (eos_token_id in generation_config.json)")
         self.eos_id = self.stop_tokens[0]
@@ -176,19 +172,11 @@ class HFTokenizer:
         self.pad_id = pads[0] if pads else self.eos_id
         self._before = self.encoder.prefix()
 
-    def _named(self, folder: Path) -> list[int]:
-        """Return the id of the ``eos_token`` in ``tokenizer_config.json``."""
-        token = _content(folder / "tokenizer_config.json").get("eos_token")
-        text = token.get("content") if isinstance(token, dict) else token
-        return [self.encoder.ids[text]] if text in self.encoder.ids else []
-
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
-        """Tokenise ``text``.
+        """Tokenise ``text``, perhaps with special tokens.
 
-        Args:
-            text: the text; special tokens in it are parsed.
-            add_bos: add the tokens that the model expects before a text, if any, unless the text begins with them.
-            add_eos: add :attr:`eos_id`.
+        ``add_bos`` adds the model's tokens before a text, unless the text begins with them; ``add_eos`` adds
+        :attr:`eos_id`.
         """
         tokens = self.encoder.encode(text)
         add_bos = add_bos and tokens[: len(self._before)] != self._before
@@ -199,8 +187,14 @@ class HFTokenizer:
         return self.encoder.decode(tokens)
 
 
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Compile a pattern that matches any of the texts, the longest first."""
+    longest = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest)) if longest else r"(?!)")
+
+
 def ids_in(folder: Path, key: str) -> list[int]:
-    """Return the token ids that ``key`` has in a model's ``generation_config.json``, else in its ``config.json``."""
+    """Return the token ids under ``key`` in a model's ``generation_config.json``, else in its ``config.json``."""
     for name in ("generation_config.json", "config.json"):
         value = _content(folder / name).get(key)
         if numbers := [number for number in (value if isinstance(value, list) else [value]) if type(number) is int]:

@@ -17,8 +17,8 @@
   ``private_test_cases``, ``metadata`` -> ``prompt``, and ``cases`` of both
 
 In the last three, words that are numbers are compared by value, as these benchmarks do: apps and taco allow a relative
-error of 1e-5, livecodebench none. Where tests of EvalPlus (mbppplus, evalplus/humanevalplus) ask whether numbers are
-close, they ask for the same shape, too.
+error of 1e-5, livecodebench none. EvalPlus's tests (mbppplus, evalplus/humanevalplus) of close numbers also compare
+shapes.
 """
 
 import ast
@@ -32,13 +32,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from rocm_ext.data.dialects import string
+from rocm_ext.data.dialects import expect, string
 
 MAX_TESTS = 1 << 30  # bytes of a row's unpacked tests
 TEXT_OPCODES = {"PROTO", "FRAME", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
 TEXT_OPCODES |= {"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}
 CLOSE = re.compile(r"^([ \t]+)((?:assert np\.allclose|np\.testing\.assert_allclose)\(out, exp\b)", re.M)
-# what LeetCode's and LiveCodeBench's answers use without importing it
+# names that answers to LeetCode and LiveCodeBench use without an import
 LEETCODE = """import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
 from bisect import *
 from collections import *
@@ -67,39 +67,37 @@ def _mbpp(row: dict[str, Any]) -> dict[str, Any]:
         return {**row, "prompt": f"{row['prompt'].rstrip()}\n\nName the function `{row['entry_point']}`."}
     task = "text" if "text" in row else "prompt"
     _need(row, "mbpp", task)
-    tests, imports = _texts(row, "test_list"), _texts(row, "test_imports") if "test_imports" in row else []
-    if not tests:
+    if not (tests := _texts(row, "test_list")):
         raise ValueError("test_list is empty; expected a list of asserts")
-    setup = "\n".join([*imports, row.get("test_setup_code", "")]).strip()
-    shown = "\n".join(tests)
-    rest = _without(row, "text", "code", "test_list", "test_imports", "test_setup_code")
-    rest |= {"solution": row["code"]} if "code" in row else {}
-    prompt = f"{row[task].rstrip()}\n\nYour code should pass these tests:\n\n{shown}"
-    return {**rest, "prompt": prompt, "tests": tests, "test_setup": setup}
+    setup = "\n".join([*_texts(row, "test_imports", []), row.get("test_setup_code", "")]).strip()
+    rest = _solved(row, "code", "text", "test_list", "test_imports", "test_setup_code")
+    return {**rest, "prompt": _with_tests(row[task], tests), "tests": tests, "test_setup": setup}
 
 
 def _humaneval(row: dict[str, Any]) -> dict[str, Any]:
     _need(row, "humaneval", "prompt", "test", "entry_point")
-    rest = _without(row, "test", "canonical_solution")
-    rest |= {"solution": row["canonical_solution"]} if "canonical_solution" in row else {}
+    rest = _solved(row, "canonical_solution", "test")
     task = f"Complete this Python function. Answer with all of it in one code block.\n\n```python\n{row['prompt']}"
     return {**rest, "prompt": f"{task.rstrip()}\n```", "code_prefix": row["prompt"], "tests": _with_shapes(row["test"])}
 
 
 def _mbppplus(row: dict[str, Any]) -> dict[str, Any]:
     _need(row, "mbppplus", "prompt", "test")
-    shown, imports = _texts(row, "test_list"), _texts(row, "test_imports") if "test_imports" in row else []
-    rest = _without(row, "code", "test", "test_list", "test_imports")
-    rest |= {"solution": row["code"]} if "code" in row else {}
-    examples = "\n".join(shown)
-    names = _called_functions(row.get("code", ""), examples)
+    shown, setup = _texts(row, "test_list"), "\n".join(_texts(row, "test_imports", []))
+    rest = _solved(row, "code", "test", "test_list", "test_imports")
+    names = _called_functions(row.get("code", ""), "\n".join(shown))
     rest |= {"entry_point": names.pop()} if len(names) == 1 else {}
-    prompt = f"{row['prompt'].rstrip()}\n\nYour code should pass these tests:\n\n{examples}"
-    return {**rest, "prompt": prompt, "tests": _with_shapes(row["test"]), "test_setup": "\n".join(imports)}
+    prompt = _with_tests(row["prompt"], shown)
+    return {**rest, "prompt": prompt, "tests": _with_shapes(row["test"]), "test_setup": setup}
+
+
+def _with_tests(task: str, tests: list[str]) -> str:
+    shown = "\n".join(tests)
+    return f"{task.rstrip()}\n\nYour code should pass these tests:\n\n{shown}"
 
 
 def _with_shapes(tests: str) -> str:
-    """EvalPlus's tests, in which close numbers must have the same shape; numpy finds ``[]`` close to any number."""
+    """Make EvalPlus's tests of close numbers compare shapes as well: in numpy, ``[]`` is close to any number."""
     return CLOSE.sub(r"\1assert np.shape(out) == np.shape(exp)\n\1\2", tests)
 
 
@@ -149,7 +147,7 @@ def _livecodebench(row: dict[str, Any]) -> dict[str, Any] | None:
         return {**rest, **_program(row["question_content"], pairs), "tolerance": 0}
     if kinds != {"functional"}:
         raise ValueError(f"testtype must be stdin or functional in all tests, found {sorted(map(str, kinds))}")
-    name = (_json(row, "metadata", {}) or {}).get("func_name")
+    name = string((_json(row, "metadata", {}) or {}).get("func_name"), "metadata's func_name")
     try:
         cases = [
             {"input": [json.loads(line) for line in test["input"].split("\n")], "output": json.loads(test["output"])}
@@ -158,11 +156,7 @@ def _livecodebench(row: dict[str, Any]) -> dict[str, Any] | None:
     except ValueError as error:
         raise ValueError(f"a test's input or output is not JSON: {error}") from error
     starter = string(row.get("starter_code") or "", "starter_code")
-    return {
-        **rest,
-        **_function(row["question_content"], starter, string(name, "metadata's func_name"), cases),
-        "tolerance": 0,
-    }
+    return {**rest, **_function(row["question_content"], starter, name, cases), "tolerance": 0}
 
 
 FORMATS = {
@@ -177,27 +171,27 @@ FORMATS = {
 
 
 def _program(question: str, pairs: Any) -> dict[str, Any]:
-    """The fields of a task for a program that reads stdin, from (input, output) pairs."""
+    """Return the fields of a task for a program that reads stdin, from (input, output) pairs."""
     cases = [{"input": given, "output": wanted} for given, wanted in pairs]
     return {"prompt": f"{question.rstrip()}\n\n{PROGRAM}", "cases": cases}
 
 
 def _function(question: str, starter: str, name: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fields of a task for a function, or a method of LeetCode's ``class Solution``."""
+    """Return the fields of a task for a function, or for a method of LeetCode's ``class Solution``."""
     entry = f"Solution().{name}" if "class Solution" in starter else name
     asks = f"{FUNCTION}\n\n```python\n{starter.rstrip()}\n```" if starter.strip() else f"Name the function `{name}`."
     return {"prompt": f"{question.rstrip()}\n\n{asks}", "entry_point": entry, "cases": cases, "test_setup": LEETCODE}
 
 
 def _lines(text: Any) -> str:
-    """The text of an input or output, which may be a list of lines."""
+    """Return an input or output as text; it may be a list of lines."""
     if isinstance(text, list) and all(isinstance(line, str) for line in text):
         return "\n".join(text)
     return string(text, "input_output's inputs and outputs")
 
 
 def _json(row: Mapping[str, Any], column: str, default: Any) -> Any:
-    """The value of a column that holds JSON text; ``default`` if it is empty."""
+    """Return the value of a column with JSON text; ``default`` if it is empty."""
     value = row.get(column)
     if not isinstance(value, str):
         return default if value is None else value
@@ -208,34 +202,30 @@ def _json(row: Mapping[str, Any], column: str, default: Any) -> Any:
 
 
 def _private(text: Any) -> list[Any]:
-    """LiveCodeBench's private tests: JSON, or the base64 of zlib of a pickle of JSON text.
+    """Read LiveCodeBench's private tests: JSON, or the base64 of zlib of a pickle of JSON text.
 
-    The pickle is read as text; one that holds anything else is refused, since unpickling it could run code.
+    The pickle must hold one text and nothing else: unpickling could run code, so this parses its opcodes instead.
     """
     if not isinstance(text, str):
-        return text if isinstance(text, list) else _refuse_private("text")
+        return expect(text, list, "private_test_cases must be text")
     with suppress(ValueError):  # it is packed
         return list(json.loads(text))
     try:
         unpacker = zlib.decompressobj()
         data = unpacker.decompress(base64.b64decode(text, validate=True), MAX_TESTS)
         if unpacker.unconsumed_tail:
-            _refuse_private(f"smaller than {MAX_TESTS} bytes")
+            raise ValueError(f"it has more than {MAX_TESTS} bytes")
         opcodes = list(pickletools.genops(data))
     except (ValueError, binascii.Error, zlib.error, IndexError) as error:
         raise ValueError(f"private_test_cases is neither JSON nor a packed pickle: {error}") from error
     texts = [argument for code, argument, _ in opcodes if "UNICODE" in code.name]
     if len(texts) != 1 or not {code.name for code, _, _ in opcodes} <= TEXT_OPCODES:
-        _refuse_private("a pickle of text alone; unpickling another could run code")
+        raise ValueError("private_test_cases must be a pickle of text alone; unpickling another could run code")
     return _json({"private_test_cases": texts[0]}, "private_test_cases", [])
 
 
-def _refuse_private(what: str) -> Any:
-    raise ValueError(f"private_test_cases must be {what}")
-
-
 def _called_functions(code: Any, tests: str) -> set[str]:
-    """The functions at the top level of ``code`` that ``tests`` call; none where one of them is no Python."""
+    """Return the top-level functions of ``code`` that ``tests`` call; none if either is not Python."""
     try:
         body, nodes = ast.parse(string(code, "code")).body, list(ast.walk(ast.parse(tests)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -252,11 +242,15 @@ def _need(row: Mapping[str, Any], format: str, *columns: str) -> None:
             raise ValueError(f"{column} is empty")
 
 
-def _texts(row: Mapping[str, Any], column: str) -> list[str]:
-    if not isinstance(row[column], list):
-        raise ValueError(f"{column} must be a list of text, found {type(row[column]).__name__}")
-    return [string(text, f"{column}[{i}]") for i, text in enumerate(row[column])]
+def _texts(row: Mapping[str, Any], column: str, default: Any = None) -> list[str]:
+    texts = expect(row.get(column, default), list, f"{column} must be a list of text")
+    return [string(text, f"{column}[{i}]") for i, text in enumerate(texts)]
 
 
 def _without(row: Mapping[str, Any], *columns: str) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key not in columns}
+
+
+def _solved(row: Mapping[str, Any], solution: str, *columns: str) -> dict[str, Any]:
+    """Return a row without these columns; its column ``solution`` gets this name."""
+    return _without(row, solution, *columns) | ({"solution": row[solution]} if solution in row else {})

@@ -1,4 +1,4 @@
-"""Keep tokenised rows in the user's cache folder, and read them where all that made them is as it was."""
+"""A cache of tokenised rows in the user's cache folder, by everything that decides them."""
 
 import hashlib
 import json
@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import version
 from itertools import pairwise
@@ -28,23 +28,23 @@ from rocm_ext.data.loading import local_files
 from rocm_ext.data.rows import Ragged, Rows, flat
 from rocm_ext.machine.bench_file import cache_folder
 
-WORTH = 5.0  # seconds of reading; what takes less is not kept
-MOST = 20 * 2**30  # bytes of all kept rows; those not used for longest go
-_PATIENCE = 1800.0  # seconds that a process waits for another one's rows
+WORTH = 5.0  # seconds; rows that take less to read are not kept
+MOST = 20 * 2**30  # bytes of all kept rows; the least recently used are deleted
+_PATIENCE = 1800.0  # seconds that a process waits while another reads the rows
 _KNOWN = ("rocm_ext.data.sft_dataset", "rocm_ext.data.preference_dataset")
 _PACKAGES = ("torchtune", "tokenizers", "tiktoken", "sentencepiece", "jinja2", "datasets", "pandas", "pyarrow", "numpy")
-_BESIDE = (".json", ".jinja", ".model", ".txt", ".tiktoken")  # of a tokenizer's files and those beside them
+_TOKENIZERS = (".json", ".jinja", ".model", ".txt", ".tiktoken")  # suffixes of files that may decide tokens
 _META = "rows.json"
 
 
 def kept_rows(made_by: Callable[[], Any], read: Callable[[], Rows]) -> Rows:
-    """Return the rows that ``read`` returns, or those that it returned for an equal ``made_by``, and log its warnings.
+    """Return ``read()``, or the rows it returned earlier for an equal ``made_by()``, and log their warnings.
 
-    One process of a machine reads, the others wait for what it keeps. Damaged files are read anew.
+    One process of a machine reads; the others wait for its rows. Damaged files are replaced.
 
     Args:
-        made_by: returns all that decides the rows, as JSON; None: they cannot be kept.
-        read: reads them afresh.
+        made_by: returns everything that decides the rows, as JSON; None: the rows cannot be kept.
+        read: reads the rows.
     """
     key, root = made_by(), cache_folder()
     if key is None or root is None:
@@ -78,37 +78,44 @@ def kept_rows(made_by: Callable[[], Any], read: Callable[[], Rows]) -> Rows:
 
 
 def what_makes(cfg: DictConfig, dataset: Any, **policies: Any) -> dict[str, Any] | None:
-    """Return what decides the rows of a dataset of a config, for :func:`kept_rows`.
+    """Return ``made_by`` of :func:`kept_rows` for a dataset of a config.
 
-    Files count by path, size and time. Rows of hub datasets, folders and the user's own components are not kept, nor
-    those of the user's own tokenizers.
+    Files count by path, size and time. Rows of hub datasets, of folders, and of a user's components or tokenizer are
+    not kept.
 
     Args:
-        cfg: the config; its tokenizer and chat template count.
-        dataset: a node of ``cfg``, a component or a list of them.
-        policies: other arguments of :func:`rocm_ext.data.rows.tokenize` that decide what it reads and says.
+        cfg: the config, for its tokenizer and chat template.
+        dataset: a component of ``cfg``, or a list of components.
+        policies: further arguments of :func:`rocm_ext.data.rows.tokenize` that decide rows or warnings.
     """
-    nodes: Any = OmegaConf.to_container(dataset, resolve=True)
-    nodes = nodes if isinstance(nodes, list) else [nodes]
+    parts: Any = OmegaConf.to_container(dataset, resolve=True)
+    parts = parts if isinstance(parts, list) else [parts]
     tokenizer: Any = OmegaConf.to_container(cfg.tokenizer, resolve=True)
     foreign = not str(tokenizer.get(COMPONENT)).startswith(("torchtune.", "rocm_ext."))
-    if foreign or tokenizer.get("prompt_template") is not None:  # which may be code of the user's own
+    if foreign or tokenizer.get("prompt_template") is not None:  # it may be the user's code
         return None
-    if not all(isinstance(node, dict) and node.get(COMPONENT) in _KNOWN for node in nodes):
+    if not all(isinstance(part, dict) and part.get(COMPONENT) in _KNOWN for part in parts):
         return None
-    nodes = [{key: value for key, value in node.items() if key != WEIGHT} for node in nodes]  # decides no row
+    parts = [{key: value for key, value in part.items() if key != WEIGHT} for part in parts]  # it decides no row
     chat = [cfg.chat_template, cfg.chat_template_args, str(cfg.chat_template_date)]
     template, folder = os.path.expanduser(str(cfg.chat_template)), cfg.checkpointer.get("checkpoint_dir")
     named = [Path(value) for value in tokenizer.values() if isinstance(value, str) and os.path.isfile(value)]
     try:
-        sources = [local_files(str(node.get("source"))) for node in nodes]
+        sources = [local_files(str(part.get("source"))) for part in parts]
         if not all(sources):
             return None
         files = [_stamp(Path(file)) for files in sources for file in files]
-        made = [*_beside(named, [Path(folder)] if folder else []), *[Path(template)] * os.path.isfile(template)]
+        folders = {path.parent for path in named} | ({Path(folder)} if folder else set())
+        beside = (
+            path
+            for folder in sorted(folders)
+            for path in sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")])
+            if path.suffix in _TOKENIZERS and path.is_file()
+        )
+        made = [*named, *beside, *[Path(template)] * os.path.isfile(template)]
         code = [_stamp(path) for path in sorted(Path(__file__).parent.glob("*.py"))]
         return {
-            "nodes": nodes,
+            "nodes": parts,
             "files": files,
             "tokenizer": tokenizer,
             "chat": OmegaConf.to_container(OmegaConf.create(chat), resolve=True),
@@ -116,21 +123,13 @@ def what_makes(cfg: DictConfig, dataset: Any, **policies: Any) -> dict[str, Any]
             "policies": policies,
             "code": [sys.version, *map(version, _PACKAGES), *code],
         }
-    except (UserError, OSError):  # reading says it
+    except (UserError, OSError):  # reading reports it
         return None
 
 
-def _beside(named: Sequence[Path], folders: Sequence[Path]) -> Iterator[Path]:
-    """Yield a tokenizer's files, and those beside them or in ``folders`` that may say how it renders and ends."""
-    yield from named
-    for folder in sorted({*folders, *(path.parent for path in named)}):
-        files = [*folder.glob("*"), *folder.glob("additional_chat_templates/*")]
-        yield from sorted(path for path in files if path.suffix in _BESIDE and path.is_file())
-
-
 def _stamp(path: Path) -> list[Any]:
-    found = path.stat()
-    return [str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    stat = path.stat()
+    return [str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
 def _sum(file: Path) -> int:
@@ -138,7 +137,7 @@ def _sum(file: Path) -> int:
 
 
 def _open(folder: Path) -> Rows | None:
-    """Return the rows in a folder, mapped into memory, and log what reading them said; None: it has none."""
+    """Return the rows in a folder, mapped into memory, and log their warnings; None: it has none."""
     try:
         if not folder.is_dir():
             return None
@@ -146,7 +145,7 @@ def _open(folder: Path) -> Rows | None:
         meta = json.loads(text)
         sums = {file: (_sum(folder / file), expected) for file, expected in meta["sums"].items()}
         sums[_META] = zlib.crc32(text.encode()), int(number)
-        if wrong := [file for file, (found, expected) in sums.items() if found != expected]:
+        if wrong := [file for file, (actual, expected) in sums.items() if actual != expected]:
             raise ValueError(f"checksum of {wrong[0]}")
         arrays = {Path(file).stem: np.asarray(np.load(folder / file, mmap_mode="c")) for file in meta["sums"]}
         lengths, ends = arrays["lengths"].tolist(), np.cumsum(arrays["sequences"]).tolist()

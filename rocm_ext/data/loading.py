@@ -5,6 +5,7 @@ import json
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from datasets import Features, ReadInstruction, Value, concatenate_datasets, loa
 from pandas import read_csv
 
 from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.data.dialects import expect
 
 LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
 SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk writes into a folder
@@ -26,17 +28,10 @@ def open_source(
     column_map: Mapping[str, str] | None,
     fields: Collection[str] | None = None,
 ) -> tuple[Any, Callable[[int], str], dict[str, str]]:
-    """Read the rows of a source and check its ``column_map``.
+    """Read the rows of a source, see :func:`load_rows`, and check its ``column_map``.
 
-    Args:
-        source, split, data_files, name, column_map: see :func:`rocm_ext.data.sft_dataset`.
-        fields: our columns; None: any name may be one.
-
-    Returns:
-        The rows and the function that names their origin, as from :func:`load_rows`, and the column map.
-
-    Raises:
-        UserError: the source cannot be read, or ``column_map`` does not match it.
+    ``fields`` are the names of our columns; None: any name. Returns rows, origins and the column map; raises a
+    UserError if the source cannot be read or lacks a mapped column.
     """
     column_map = {} if column_map is None else column_map
     if not isinstance(column_map, Mapping) or not all(isinstance(x, str) for pair in column_map.items() for x in pair):
@@ -56,14 +51,10 @@ def open_source(
 
 
 def load_rows(source: str, split: str, data_files: Any, name: str | None) -> tuple[Any, Callable[[int], str]]:
-    """Read the rows of a source.
-
-    Args:
-        source, split, data_files, name: as for :func:`rocm_ext.data.sft_dataset`.
+    """Read the rows of a source; the arguments are those of :func:`rocm_ext.data.sft_dataset`.
 
     Returns:
-        The rows, and a function that names the origin of row i: ``file:line`` in JSON lines, else its index,
-        from 0.
+        The rows, and a function from a row's index to its origin: ``file:line`` in JSON lines, else the index, from 0.
 
     Raises:
         UserError: the source does not exist or cannot be read, or the split has no rows.
@@ -72,23 +63,20 @@ def load_rows(source: str, split: str, data_files: Any, name: str | None) -> tup
     kinds = {LOADERS.get(_suffix(file)) for file in files}
     if len(kinds) > 1 or None in kinds:
         raise UserError(f"{source}: expected {', '.join(LOADERS)} files, all of one kind; the first may end in .gz")
-    if files and (data_files is not None or name is not None):
-        raise UserError(f"source {source} is a file: data_files and name do not apply to it")
+    folder = Path(source).expanduser()
+    saved = any((folder / file).is_file() for file in SAVED)
+    if (files or saved) and (data_files is not None or name is not None):
+        kind = "file" if files else "saved dataset"
+        raise UserError(f"source {source} is a {kind}: data_files and name do not apply to it")
     if kinds == {"json"}:
         # `datasets` gives every row the keys of all rows, refuses columns whose type varies, and does not report
         # which line is malformed. So this module reads JSON itself.
         rows, origins = _read_json(files, split)
-
-        def origin(index: int) -> str:
-            return origins[index]
-
+        origin: Callable[[int], str] = origins.__getitem__
     else:
-        folder = Path(source).expanduser()
         args = (*kinds, None) if files else (str(folder) if folder.is_dir() else source, name)
         try:
-            if any((folder / file).is_file() for file in SAVED):
-                if data_files is not None or name is not None:
-                    raise UserError(f"source {source} is a saved dataset: data_files and name do not apply to it")
+            if saved:
                 rows = _saved(folder, split)
             elif "csv" in kinds:
                 rows = load_dataset("csv", data_files=files, split=split, **_table(files[0]))
@@ -104,10 +92,7 @@ def load_rows(source: str, split: str, data_files: Any, name: str | None) -> tup
                     f"run `hf download --repo-type dataset {source} --local-dir DIR` and set source: DIR"
                 )
             raise UserError(f"{source}: cannot load split {split!r}: {one_line(error)}{hint}") from error
-
-        def origin(index: int) -> str:
-            return f"{source}[{split}] row {index}"
-
+        origin = partial("{}[{}] row {}".format, source, split)
     if len(rows) == 0:
         raise UserError(f"{source} has no rows in split {split!r}")
     return rows, origin
@@ -123,7 +108,7 @@ def _open(file: str) -> Any:
 
 
 def _table(file: str) -> dict[str, Any]:
-    """Return how `datasets` reads a table: its separator, and all cells as text."""
+    """Return options for `datasets` to read a table: its separator, and all cells as text."""
     with _open(file) as lines:
         header = lines.readline()
         sep = "\t" if _suffix(file) == ".tsv" else max(",;\t", key=header.count)
@@ -133,13 +118,13 @@ def _table(file: str) -> dict[str, Any]:
 
 
 def _text_cells(columns: Iterable[str]) -> dict[str, Any]:
-    """Return the options for text cells: else pandas takes NA for a gap and 007 for 7."""
+    """Return options for text cells; without them pandas reads NA as a gap and 007 as 7."""
     features = Features(dict.fromkeys(columns, Value("string")))
     return {"features": features, "na_values": [""], "keep_default_na": False}
 
 
 def _load(args: Any, files: Any, split: str) -> Any:
-    """Read rows with `datasets`; where it finds CSV files, again with text cells."""
+    """Read rows with `datasets`; if they are CSV, read them again with text cells."""
     rows = load_dataset(*args, data_files=files, split=split)
     if rows.info.builder_name != "csv":
         return rows
@@ -163,13 +148,10 @@ def _parts(split: str, sizes: dict[str, int]) -> Any:
 
 
 def row_at(rows: Any, index: int) -> dict[str, Any]:
-    """Return a row of :func:`load_rows`.
+    """Return a row of :func:`load_rows`; ValueError: it is no JSON object.
 
-    Arrow gives every object the keys of all objects and fills the gaps with None, so those go, but for those that
-    only a function's schema can tell, see :mod:`rocm_ext.data.dialects`. JSON rows stay as they are.
-
-    Raises:
-        ValueError: the row is no JSON object.
+    Arrow gives every object the keys of all objects and fills the gaps with None. This removes them, except in calls
+    and schemas, see :mod:`rocm_ext.data.dialects`. JSON rows stay as they are.
     """
     if not isinstance(rows, list):
         return _without_nulls(rows[index])
@@ -178,14 +160,12 @@ def row_at(rows: Any, index: int) -> dict[str, Any]:
             row = json.loads(row.decode())
         except (ValueError, RecursionError) as error:
             raise ValueError(f"malformed JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"a row must be a JSON object, found {type(row).__name__}")
-    return row
+    return expect(row, dict, "a row must be a JSON object")
 
 
 def about_bad_rows(bad: Sequence[str], count: int, cure: str) -> str:
-    """Return what to say of the bad ones of ``count`` rows, given their messages ``ORIGIN: REASON``: up to ten reasons,
-    each with the first rows that have it, and ``cure``."""
+    """Return a message about the bad ones of ``count`` rows, whose messages are ``ORIGIN: REASON``: up to ten
+    reasons with their first rows, and ``cure``."""
     rows: dict[str, list[str]] = {}
     for message in bad:
         origin, _, reason = message.partition(": ")
@@ -207,8 +187,7 @@ def _without_nulls(value: Any) -> Any:
 def local_files(source: str) -> list[str]:
     """Return the files that a path or a glob names; [] for a folder, a hub name or a loader's name.
 
-    Raises:
-        UserError: ``source`` looks like a path, but nothing exists there.
+    Raises a UserError if ``source`` looks like a path, but nothing exists there.
     """
     path = Path(source).expanduser()
     if path.is_file():
@@ -221,11 +200,7 @@ def local_files(source: str) -> list[str]:
 
 
 def _read_json(files: list[str], split: str) -> tuple[list[dict], list[str]]:
-    """Read a split's rows and their origins from JSON lines, or from .json files with a list, also under ``data``.
-
-    Raises:
-        UserError: a file cannot be read, or ``split`` is invalid. A malformed row is one once :func:`row_at` reads it.
-    """
+    """Read a split's rows and their origins from JSON lines, which :func:`row_at` parses, or from .json files."""
     rows: list[Any] = []
     origins: list[str] = []
     for file in files:

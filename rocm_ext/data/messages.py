@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rocm_ext.data.dialects import CALLS, FLAGS, ROLES, called, masked, parsed, role_of, schema, string
+from rocm_ext.data.dialects import CALLS, FLAGS, ROLES, called, expect, masked, parsed, role_of, schema, string
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # as transformers reads them
 _READ = ("role", "from", "content", "value", *FLAGS)
@@ -14,9 +14,9 @@ class Turn(NamedTuple):
 
     Attributes:
         role: a value of :data:`rocm_ext.data.dialects.ROLES`.
-        content: text of the message; empty only where an assistant calls tools or reasons.
-        masked: whether the loss excludes the whole message.
-        more: what else a chat template may use: ``tool_calls``, ``reasoning_content``, ``name``, …
+        content: text of the message; empty only if an assistant calls tools or reasons.
+        masked: whether the loss excludes the message.
+        more: further keys for a chat template: ``tool_calls``, ``reasoning_content``, ``name``, …
     """
 
     role: str
@@ -30,27 +30,22 @@ class Turn(NamedTuple):
 
 
 def to_turns(turns: Any, blank: bool = False) -> list[Turn]:
-    """Check a conversation and return its turns.
+    """Check a conversation and return its turns; ValueError: a message is malformed.
 
     Args:
-        turns: ``{"role", "content"}`` each, or ShareGPT's ``{"from", "value"}``; roles and flags as in
+        turns: messages ``{"role", "content"}``, or ShareGPT's ``{"from", "value"}``; roles and flags as in
             :mod:`rocm_ext.data.dialects`. An assistant's message may have ``tool_calls`` in OpenAI's form; arguments
             may be an object or JSON text.
-        blank: whether an assistant's message may say nothing.
-
-    Raises:
-        ValueError: a message is malformed.
+        blank: whether an assistant's message may be empty.
     """
-    if not isinstance(turns, (list, tuple)):
-        raise ValueError(f"a conversation must be a list of messages, found {type(turns).__name__}")
-    found: list[Turn] = []
-    for number, turn in enumerate(turns):
-        new, last = _to_turn(turn, f"message {number}", blank), found[-1] if found else None
+    checked: list[Turn] = []
+    for number, turn in enumerate(expect(turns, (list, tuple), "a conversation must be a list of messages")):
+        new, last = _to_turn(turn, f"message {number}", blank), checked[-1] if checked else None
         if last and _is_call(turn) and (last.role, last.masked) == (new.role, new.masked):  # one turn, in ms-swift
-            calls = [*found.pop().more.get("tool_calls", ()), *new.more["tool_calls"]]
+            calls = [*checked.pop().more.get("tool_calls", ()), *new.more["tool_calls"]]
             new = last._replace(more={**last.more, "tool_calls": calls})
-        found.append(new)
-    return found
+        checked.append(new)
+    return checked
 
 
 def _is_call(turn: Mapping[str, Any]) -> bool:
@@ -58,8 +53,7 @@ def _is_call(turn: Mapping[str, Any]) -> bool:
 
 
 def _to_turn(turn: Any, where: str, blank: bool) -> Turn:
-    if not isinstance(turn, Mapping):
-        raise ValueError(f"{where} must be an object with role and content, found {type(turn).__name__}")
+    expect(turn, Mapping, f"{where} must be an object with role and content")
     if (role := role_of(turn)) is None:
         raise ValueError(f"{where}: unknown role {turn.get('role', turn.get('from'))!r}; known: {', '.join(ROLES)}")
     more = {key: value for key, value in turn.items() if key not in _READ and value is not None}
@@ -69,11 +63,10 @@ def _to_turn(turn: Any, where: str, blank: bool) -> Turn:
     content = turn.get("content", turn.get("value"))
     if _is_call(turn):
         more["tool_calls"], content = called(content, where), None
-    if calls := more.pop("tool_calls", None):  # templates ask whether the key is there
+    if calls := more.pop("tool_calls", None):  # templates test for the key
         if role != "assistant":
             raise ValueError(f"{where}: tool_calls of the {role}; only the assistant calls tools")
-        if not isinstance(calls, list):
-            raise ValueError(f"{where}: tool_calls must be a list, found {type(calls).__name__}")
+        expect(calls, list, f"{where}: tool_calls must be a list")
         more["tool_calls"] = [_tool_call(call, f"{where}: tool_calls[{i}]") for i, call in enumerate(calls)]
     silent = calls or reasoning or (blank and role == "assistant")
     content = "" if content is None and silent else _text(content, where)
@@ -94,29 +87,23 @@ def _text(content: Any, where: str) -> str:
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """Check a call and parse arguments that are JSON text, because templates expect objects."""
+    """Check a call and parse its arguments: templates expect objects."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"{where} needs a function with a name, found {call!r}")
     arguments = parsed(function.get("arguments"), f"{where}: arguments are")
-    if arguments is None:
-        arguments = {}
-    if not isinstance(arguments, Mapping):
-        raise ValueError(f"{where}: arguments must be an object, found {type(arguments).__name__}")
+    arguments = {} if arguments is None else expect(arguments, Mapping, f"{where}: arguments must be an object")
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function
 
 
 def with_system(messages: Any, column: Any, system_prompt: str | None) -> Any:
-    """Return messages with the system message that a row or the config has, unless they have one.
+    """Add the system message of the row or of the config to messages without one; ValueError: the row has two.
 
     Args:
-        messages: messages in the form of :func:`to_turns`; anything else stays as it is.
-        column: the row's column ``system``, or None.
+        messages: argument of :func:`to_turns`; anything but a list stays as it is.
+        column: value of the row's column ``system``, or None.
         system_prompt: the config's system message, or None.
-
-    Raises:
-        ValueError: column and conversation have different ones.
     """
     if not isinstance(messages, list):
         return messages
@@ -131,14 +118,11 @@ def with_system(messages: Any, column: Any, system_prompt: str | None) -> Any:
 
 
 def to_tools(value: Any) -> list[dict[str, Any]] | None:
-    """Return the functions that a conversation may call, as JSON schemas, without the nulls that Arrow adds.
+    """Return the JSON schemas of a conversation's functions, without the nulls that Arrow adds.
 
     Args:
-        value: the ``tools`` column: a list of objects in OpenAI's form, or of their functions alone, the same as JSON
-            text, or nothing.
-
-    Raises:
-        ValueError: it is something else.
+        value: column ``tools``: a list of objects in OpenAI's form, or of their functions; or this as JSON text; or
+            nothing. Anything else is a ValueError.
     """
     if isinstance(value, str):
         value = parsed(value.strip() or "[]", "tools are")

@@ -1,4 +1,4 @@
-"""Several data sets in one training: how many rows of an epoch each of them gives, and in which order."""
+"""Several data sets in one training: their shares of an epoch, and the order of rows."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,18 +17,18 @@ from rocm_ext.data.rows import Rows
 
 @dataclass(frozen=True)
 class Mixture:
-    """The data sets of a config's ``dataset``, and how a training mixes them.
+    """The data sets of a config's ``dataset`` and their weights.
 
-    An epoch has as many rows as all data sets together. Without weights it has each row once. With weights, each data
-    set gives a share of the rows that is proportional to its weight: it goes through its rows in one order after
-    another, and each epoch continues where the one before has ended. So a small data set with a large weight repeats
-    its rows, and an epoch may see only a part of a large one. The rows of a data set are spread evenly over an epoch,
-    so that a step has nearly the same shares.
+    An epoch has as many rows as all data sets together. Without weights it has every row once. With weights, a data
+    set's share of the epoch is proportional to its weight. A data set goes through its rows in one order after
+    another, and an epoch continues where the last one ended. So a small data set with a large weight repeats its rows,
+    and an epoch may see only a part of a large data set. The rows of a data set are spread evenly over an epoch, so
+    that a step has nearly the same shares.
 
     Attributes:
-        names: source or component of each data set.
-        rows: number of training rows of each; :class:`Rows` have those of the first data set first.
-        weights: weight of each; empty: the config has none.
+        names: source or component, by data set.
+        rows: number of training rows, by data set; :class:`Rows` has them in this order.
+        weights: weight, by data set; empty: the config has none.
     """
 
     names: tuple[str, ...]
@@ -37,27 +37,19 @@ class Mixture:
 
     @classmethod
     def of(cls, dataset: Any, rows: Rows) -> "Mixture":
-        """Return the mixture of a node of a config and the training rows that were read from it.
-
-        Raises:
-            UserError: the weights are wrong, or the rows do not say from which data set they come.
-        """
+        """Return the mixture of a config's ``dataset``, given its training rows; UserError: the weights are wrong."""
         weights = data_weights(dataset)
-        nodes = dataset if OmegaConf.is_list(dataset) else [dataset]
-        if len(rows.ends) != len(nodes):
+        parts = dataset if OmegaConf.is_list(dataset) else [dataset]
+        if len(rows.ends) != len(parts):
             if weights:
                 raise UserError("dataset has weights, but its rows do not say from which data set they come")
             return cls(("dataset",), (len(rows),))
-        names = (node.get("source") or node.get(COMPONENT) if OmegaConf.is_dict(node) else "list" for node in nodes)
+        names = (part.get("source") or part.get(COMPONENT) if OmegaConf.is_dict(part) else "list" for part in parts)
         of_sets = np.diff(np.searchsorted(np.asarray(rows.numbers), rows.ends), prepend=0)
         return cls(tuple(map(str, names)), tuple(of_sets.tolist()), weights)
 
     def check(self) -> None:
-        """Check that each data set with a weight gives rows to an epoch.
-
-        Raises:
-            UserError: one gives none.
-        """
+        """Raise a UserError if a data set has a weight but no row in an epoch."""
         for name, rows, given in zip(self.names, self.rows, self.shares, strict=True):
             if self.weights and not given:
                 why = "its weight is too small for" if rows else "no row of it is left, but it has a weight in"
@@ -65,7 +57,7 @@ class Mixture:
 
     @property
     def shares(self) -> list[int]:
-        """Rows of an epoch that each data set gives, exact to a row."""
+        """Number of rows in an epoch, by data set, exact to a row."""
         if not self.weights:
             return list(self.rows)
         # a plan from a sample of the rows may have none of a data set
@@ -78,31 +70,27 @@ class Mixture:
         return shares
 
     def table(self, steps: Iterable[Sequence[int]] | None = None) -> list[dict[str, Any]]:
-        """Describe each data set, for JSON; a single one needs no description.
+        """Describe the data sets, for JSON; [] for a single one.
 
-        Args:
-            steps: the rows of each step of a run.
-
-        Returns:
-            Of each data set ``name``, ``rows``, ``weight``, ``rows_of_epoch``, their ``share``, and ``rows_given`` to
-            the run.
+        For each data set ``name``, ``rows``, ``weight``, ``rows_of_epoch``, their ``share`` of the epoch, and, given
+        the ``steps`` of a run, ``rows_given`` to it.
         """
         if len(self.rows) == 1:
             return []
         weights, total = self.weights or [None] * len(self.rows), sum(self.rows)
         parts = zip(self.names, self.rows, weights, self.shares, strict=True)
         keys = ("name", "rows", "weight", "rows_of_epoch", "share")
-        found: list[dict[str, Any]] = [dict(zip(keys, (*part, part[-1] / total), strict=True)) for part in parts]
+        table: list[dict[str, Any]] = [dict(zip(keys, (*part, part[-1] / total), strict=True)) for part in parts]
         if steps is not None:
             counts = np.zeros(len(self.rows), np.int64)
             for numbers in steps:
                 counts += np.bincount(np.searchsorted(np.cumsum(self.rows), numbers, "right"), minlength=len(counts))
-            found = [{**part, "rows_given": count} for part, count in zip(found, counts.tolist(), strict=True)]
-        return found
+            table = [{**part, "rows_given": count} for part, count in zip(table, counts.tolist(), strict=True)]
+        return table
 
 
 def lines(table: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return what :meth:`Mixture.table` says as a line for each data set."""
+    """Return :meth:`Mixture.table` as lines of text."""
     return [
         f"{part['name']}: {part['rows']:,} rows, {part['share']:.1%} of an epoch"
         + (f" ({part['rows_of_epoch']:,} rows, weight {part['weight']:g})" if part["weight"] else "")
@@ -112,25 +100,18 @@ def lines(table: Iterable[Mapping[str, Any]]) -> list[str]:
 
 @lru_cache(maxsize=2)
 def mixed_order(mixture: Mixture, epoch: int, length: int, seed: int | None) -> list[int]:
-    """Return the rows of an epoch, under weights.
-
-    Args:
-        mixture: data sets with weights.
-        epoch: number of the epoch, from 0.
-        length: rows of every epoch, which may end early.
-        seed: of the orders of each data set; None: its rows stay in their own order.
-    """
+    """Return the ``length`` rows of an epoch under weights; ``seed`` None: rows stay in the order of the data."""
     # row j of the n that a data set gives comes after (j + 1/2) / n of the epoch
     times = np.concatenate([(np.arange(share) + 0.5) / max(1, share) for share in mixture.shares])
     sets = np.repeat(np.arange(len(mixture.rows)), mixture.shares)[np.argsort(times, kind="stable")][:length]
     order, first = np.empty(length, np.int64), 0
     for number, rows in enumerate(mixture.rows):
-        places = np.flatnonzero(sets == number)
-        if len(places):
-            start = epoch * len(places)  # as many rows of it came in the epochs before
-            passes = range(start // rows, (start + len(places) - 1) // rows + 1)
+        positions = np.flatnonzero(sets == number)
+        if len(positions):
+            start = epoch * len(positions)  # rows of this data set in earlier epochs
+            passes = range(start // rows, (start + len(positions) - 1) // rows + 1)
             seeds = [None if seed is None else (seed, number, i) for i in passes]
-            each = [np.arange(rows) if s is None else np.random.default_rng(s).permutation(rows) for s in seeds]
-            order[places] = first + np.concatenate(each)[start % rows :][: len(places)]
+            orders = [np.arange(rows) if s is None else np.random.default_rng(s).permutation(rows) for s in seeds]
+            order[positions] = first + np.concatenate(orders)[start % rows :][: len(positions)]
         first += rows
     return order.tolist()

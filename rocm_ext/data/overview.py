@@ -1,4 +1,4 @@
-"""Say what is in rows: their lengths, which ones repeat, and their text with what is trained."""
+"""Describe rows: their lengths, repetitions, and texts with the trained parts."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,19 +21,19 @@ from rocm_ext.data.render import TemplateRenderer, to_text
 from rocm_ext.data.rows import SIDE, SIDES, Rows, key, labelled
 from rocm_ext.data.sources import ROW_WEIGHT
 
-_BARS = 10  # of a histogram whose longest row is not far from the others
-_TAIL = 16  # times the median that the longest row has where bars double in width
+_BARS = 10  # of a histogram with bars of equal width
+_TAIL = 16  # a longest row above this many medians makes bars double in width
 
-Origin = Callable[[int], str]  # of a row, by its number
+Origin = Callable[[int], str]  # a row's number -> its origin
 
 
 @dataclass(frozen=True)
 class Overview:
-    """What a config makes of its data.
+    """A description of a config's data.
 
     Attributes:
         content: numbers, for JSON.
-        lengths: tokens of each training row or prompt.
+        lengths: numbers of tokens of the training rows or prompts.
         show: describes a training row or prompt, for JSON, by its number.
     """
 
@@ -42,13 +42,13 @@ class Overview:
     show: Callable[[int], dict[str, Any]]
 
     def as_json(self, rows: Iterable[int] = ()) -> dict[str, Any]:
-        """Return the content, and as ``shown`` these rows; by default the first, the shortest and the longest one."""
+        """Return the content, and under ``shown`` these rows; by default the first, the shortest and the longest."""
         ends = [0, *(self.lengths.index(end(self.lengths)) for end in (min, max))]
         return self.content | {"shown": [self.show(row) for row in dict.fromkeys(rows or ends)]}
 
 
 def write(path: Path, make: Callable[[], Overview]) -> None:
-    """Write an overview for the report. If a tokenizer of the user's refuses to decode, this ends no run."""
+    """Write an overview for the report; an error, such as a user's tokenizer that cannot decode, ends no run."""
     try:
         text = json.dumps(make().as_json())
     except Exception as error:
@@ -62,38 +62,33 @@ def of_rows(
     tokenizer: Any,
     rows: Rows,
     validation: Rows | None,
-    origins: Sequence[Origin] | None = None,
+    origins: Sequence[Origin] = (),
     ranks: int = 1,
 ) -> Overview:
-    """Describe the rows of SFT or DPO.
+    """Describe the rows of SFT or DPO, for a training by ``ranks`` processes.
 
-    Args:
-        cfg: config of the recipe.
-        tokenizer: made the tokens.
-        rows: training rows.
-        validation: validation rows; None: there are none.
-        origins: give the origin of an item of the dataset of each of the two; None: the item's number.
-        ranks: number of processes that train.
+    ``origins`` are functions from an item's number to its origin, for ``dataset`` and, if it is set, ``dataset_val``;
+    without them the origin is the number.
     """
 
-    def place(part: Rows, origin: Origin) -> Origin:
+    def of_row(part: Rows, origin: Origin) -> Origin:
         return lambda row: origin(int(part.numbers[row]))
 
     def described(part: Rows, origin: Origin) -> tuple[dict[str, Any], dict[str, list[int]]]:
-        found = lengths(part)
-        trained = sum(sum(values) for name, values in found.items() if name in ("trained", "chosen", "rejected"))
+        tokens = lengths(part)
+        trained = sum(sum(values) for name, values in tokens.items() if name in ("trained", "chosen", "rejected"))
         content = {"rows": part.counts["rows"], "counts": part.counts, "first": part.first}
-        content |= numbers(found, keys(part), origin) | {"trained_share": trained / sum(map(len, part.tokens))}
-        return content | ({"weights": weights} if (weights := part.weights()) else {}), found
+        content |= numbers(tokens, keys(part), origin) | {"trained_share": trained / sum(map(len, part.tokens))}
+        return content | ({"weights": weights} if (weights := part.weights()) else {}), tokens
 
-    of_training, of_validation = origins or (lambda number: f"row {number}",) * 2
-    origin = place(rows, of_training)
-    content, found = described(rows, origin)
+    origins = origins or ["row {}".format]
+    origin = of_row(rows, origins[0])
+    content, tokens = described(rows, origin)
     steps = Steps(len(rows), rows_per_step(cfg, ranks), cfg.max_steps_per_epoch)
     result = {"dataset": content, "steps_per_epoch": steps.per_epoch, "rows_per_step": steps.per_step, "ranks": ranks}
     result["data_sets"] = Mixture.of(cfg.dataset, rows).table()
     if validation is not None:
-        held_origin = place(validation, of_validation)
+        held_origin = of_row(validation, origins[-1])
         held_out, _ = described(validation, held_origin)
         for name, hashes in (("trained_on", keys), ("prompt_trained_on", prompt_keys)):
             held_out |= equal(name, shared(hashes(validation), hashes(rows)), held_origin, origin)
@@ -105,15 +100,15 @@ def of_rows(
         weight = {"weight": float(rows.columns[ROW_WEIGHT][row][0])} if ROW_WEIGHT in rows.columns else {}
         return {"row": row, "origin": origin(row), **weight, "sequences": sequences(rows, row, tokenizer)}
 
-    return Overview(result, next(iter(found.values())), show)
+    return Overview(result, next(iter(tokens.values())), show)
 
 
 def spread(values: Iterable[int]) -> dict[str, Any]:
-    """Describe lengths in tokens, at least one of them.
+    """Describe lengths in tokens; there must be at least one.
 
     Returns:
-        ``min``, ``median``, ``p95``, ``max``, ``mean``, ``total``, and ``histogram``: lists of the least and the most
-        length of a bar and how many have these.
+        ``min``, ``median``, ``p95``, ``max``, ``mean``, ``total``, and ``histogram``: bars
+        ``[least length, greatest length, count]``.
     """
     lengths = np.sort(np.fromiter(values, np.int64))
     low, high = int(lengths[0]), int(lengths[-1])
@@ -136,35 +131,35 @@ def spread(values: Iterable[int]) -> dict[str, Any]:
     }
 
 
-def numbers(lengths: Mapping[str, list[int]], hashes: Sequence[bytes], origin: Callable[[int], str]) -> dict[str, Any]:
+def numbers(lengths: Mapping[str, list[int]], hashes: Sequence[bytes], origin: Origin) -> dict[str, Any]:
     """Describe rows or prompts.
 
     Args:
-        lengths: of each row, in tokens, by what has this length.
-        hashes: of each row; equal rows have equal ones.
+        lengths: numbers of tokens of the rows, by kind of length.
+        hashes: hashes of the rows; equal rows have equal hashes.
         origin: returns the origin of a row.
 
     Returns:
-        ``kept``, how many there are; ``repeated``, how many equal an earlier one, and ``first_repeated``, the origins
-        of the first of them and of that earlier one; and the :func:`spread` of each of the ``tokens``.
+        The number of rows ``kept`` and of rows ``repeated``, the origins ``first_repeated`` of the first repetition and
+        the earlier row, and :func:`spread` by kind of length as ``tokens``.
     """
-    found = {"kept": len(hashes), **equal("repeated", repeats(hashes), origin, origin)}
-    return found | {"tokens": {name: spread(values) for name, values in lengths.items()}}
+    first: dict[bytes, int] = {}
+    repeated = [(i, first[key]) for i, key in enumerate(hashes) if first.setdefault(key, i) != i]
+    tokens = {name: spread(values) for name, values in lengths.items()}
+    return {"kept": len(hashes), **equal("repeated", repeated, origin, origin), "tokens": tokens}
 
 
-def equal(
-    name: str, pairs: Sequence[tuple[int, int]], origin: Callable[[int], str], other: Callable[[int], str]
-) -> dict[str, Any]:
-    """Return how many pairs of equal rows there are as ``name``, and the origins of the first pair."""
+def equal(name: str, pairs: Sequence[tuple[int, int]], origin: Origin, other: Origin) -> dict[str, Any]:
+    """Return the number of pairs of equal rows as ``name``, and the origins of the first pair."""
     return {name: len(pairs), f"first_{name}": [(origin(i), other(j)) for i, j in pairs[:1]]}
 
 
 def lengths(rows: Rows) -> dict[str, list[int]]:
-    """Return lengths of each row in tokens.
+    """Return the rows' numbers of tokens, by kind.
 
     Returns:
-        Of single answers ``row`` and ``trained``, the tokens that are predicted. Of pairs ``longer side``, which limits
-        of length are for, ``shared prompt``, and ``chosen`` and ``rejected``, the trained tokens of each side.
+        For single answers ``row`` and ``trained``, the predicted tokens. For pairs ``longer side``, which length limits
+        apply to, ``shared prompt``, and ``chosen`` and ``rejected``, the trained tokens of a side.
     """
     if not rows.pairs:
         return {"row": list(map(len, rows.tokens)), "trained": [labels for labels, _ in label_counts(rows)]}
@@ -176,71 +171,64 @@ def lengths(rows: Rows) -> dict[str, list[int]]:
 
 
 def keys(rows: Rows) -> list[bytes]:
-    """Return a hash of each row; rows with equal tokens have equal ones."""
+    """Return hashes of the rows; rows with equal tokens have equal hashes."""
     return [key(tokens, row) for tokens, row in zip(rows.tokens, rows.lengths, strict=True)]
 
 
 def prompt_keys(rows: Rows) -> list[bytes | None]:
-    """Return a hash of what comes before the first trained token of each row; None: nothing does, or it is a pack."""
+    """Return hashes of the tokens before a row's first trained token; None: there are none, or the row is a pack."""
     packs = [len(row) > 1 and SIDE not in rows.columns for row in rows.lengths]
     asked = map(_asked, rows.labels, rows.lengths)
     parts = zip(rows.tokens, asked, packs, strict=True)
     return [None if pack or count < 2 else key(tokens[:count]) for tokens, count, pack in parts]
 
 
-def repeats(found: Iterable[bytes]) -> list[tuple[int, int]]:
-    """Return the number of each key that an earlier one equals, and that one's number."""
-    first: dict[bytes, int] = {}
-    return [(i, first[key]) for i, key in enumerate(found) if first.setdefault(key, i) != i]
-
-
-def shared(found: Iterable[bytes | None], others: Iterable[bytes | None]) -> list[tuple[int, int]]:
-    """Return the number of each key that is among ``others``, and the first such other's number."""
+def shared(hashes: Iterable[bytes | None], others: Iterable[bytes | None]) -> list[tuple[int, int]]:
+    """Return the index of every hash that is among ``others``, with the index of the first equal one there."""
     first: dict[bytes | None, int] = {}
     for i, other in enumerate(others):
         first.setdefault(other, i)
-    return [(i, first[key]) for i, key in enumerate(found) if key is not None and key in first]
+    return [(i, first[key]) for i, key in enumerate(hashes) if key is not None and key in first]
 
 
 def sequences(rows: Rows, number: int, tokenizer: Any) -> list[dict[str, Any]]:
-    """Return each sequence of a row, see :func:`sequence`; preferences have a ``side``, too."""
+    """Describe the sequences of a row, see :func:`sequence`; preferences also have a ``side``."""
     ends = list(accumulate(rows.lengths[number]))[:-1]
     mask = labelled(rows.labels[number], rows.lengths[number])
     parts = zip(np.split(rows.tokens[number], ends), np.split(mask, ends), strict=True)
-    found = [sequence(tokenizer, tokens.tolist(), trained) for tokens, trained in parts]
+    described = [sequence(tokenizer, tokens.tolist(), trained) for tokens, trained in parts]
     if SIDE in rows.columns:
         alone = "good" if rows.columns[SIDE][number][0] > 0 else "bad"
         sides = SIDES if rows.pairs else (alone,)
-        found = [{"side": side, **part} for side, part in zip(sides, found, strict=True)]
-    return found
+        described = [{"side": side, **part} for side, part in zip(sides, described, strict=True)]
+    return described
 
 
 def sequence(tokenizer: Any, tokens: Sequence[int], trained: np.ndarray) -> dict[str, Any]:
-    """Return the text of a sequence of tokens, and what of it is trained.
+    """Describe a sequence of tokens: its text, and the trained parts.
 
     Args:
         tokenizer: from :func:`rocm_ext.data.tokenizer.open_tokenizer`.
         tokens: [s] token ids.
-        trained: [s] booleans.
+        trained: [s] whether a token is trained.
 
     Returns:
-        ``tokens`` and ``trained_tokens``, how many there are; ``text``, with special tokens; and ``trained``, the
-        beginnings and ends of the trained parts, in characters. A character of which only some tokens are trained
-        belongs to the later part.
+        The counts ``tokens`` and ``trained_tokens``; ``text``, with special tokens; and ``trained``, start and end of
+        the trained parts, in characters. A character across an edge belongs to the later part.
     """
     decode, edges = _decoder(tokenizer), np.flatnonzero(np.diff(trained, prepend=False, append=False)).tolist()
     text = decode(tokens)
     parts = [decode(tokens[start:end]) for start, end in pairwise([0, *edges, len(tokens)])]
     if "".join(parts) == text:
-        places = list(accumulate(map(len, parts)))[:-1]
-    else:  # a decoder that changes what begins a text, or a character across an edge
-        places = [len(commonprefix([decode(tokens[:edge]), text])) for edge in edges]  # noqa: RUF071 - of characters
-    spans = [list(pair) for pair in zip(places[::2], places[1::2], strict=True)]
+        cuts = list(accumulate(map(len, parts)))[:-1]
+    else:  # the decoder changes a text's beginning, or a character lies across an edge
+        cuts = [len(commonprefix([decode(tokens[:edge]), text])) for edge in edges]  # noqa: RUF071 - of characters
+    spans = [list(pair) for pair in zip(cuts[::2], cuts[1::2], strict=True)]
     return {"tokens": len(tokens), "trained_tokens": int(trained.sum()), "text": text, "trained": spans}
 
 
 def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """Return a function that decodes tokens, and shows special ones."""
+    """Return a function that decodes tokens, including special ones."""
     renderer, encoder = getattr(tokenizer, "renderer", None), getattr(tokenizer, "encoder", None)
     if isinstance(renderer, TemplateRenderer):
         return renderer.text
@@ -257,5 +245,5 @@ def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
 
 
 def _asked(labels: np.ndarray, lengths: Sequence[int]) -> int:
-    """Return how many tokens come before the first trained one."""
+    """Return the number of tokens before the first trained one."""
     return int(np.argmax(labelled(labels, lengths)))

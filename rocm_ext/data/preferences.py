@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rocm_ext.data.dialects import KTO, conversation, pair, role_of, single
+from rocm_ext.data.dialects import KTO, conversation, expect, pair, role_of, single
 from rocm_ext.data.loading import open_source
 from rocm_ext.data.messages import REASONING, Turn, to_tools, to_turns, with_system
 from rocm_ext.data.render import Steps, render_turns
@@ -13,7 +13,7 @@ from rocm_ext.data.rows import SIDE, SIDES
 from rocm_ext.data.sources import EXTRAS, SourceDataset, weight_in
 
 FIELDS = ("prompt", *SIDES, "completion", *KTO, *EXTRAS)
-_PAIRED = {*SIDES, "rejected_response", "rejected_messages", "preferred_output"}  # columns that only pairs have
+_PAIRED = {*SIDES, "rejected_response", "rejected_messages", "preferred_output"}  # columns of pairs
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")  # of Anthropic's hh-rlhf
 
 
@@ -31,19 +31,19 @@ def preference_dataset(
 
     A row has ``chosen`` and ``rejected`` in one of these forms:
 
-    - texts, beside ``prompt``: a text, or a list of messages ``{role, content}``
-    - lists of messages beside ``prompt``: the answers, or whole conversations that contain the prompt
+    - texts, with ``prompt``: a text, or a list of messages ``{role, content}``
+    - lists of messages with ``prompt``: the answers, or conversations that contain the prompt
     - lists of messages without ``prompt``: conversations with the same beginning
-    - texts or messages beside ``conversations``, ``messages`` or Alpaca's ``instruction``, as LLaMA-Factory's
-    - ``messages`` and ``rejected_response`` (ms-swift), or ``preferred_output`` and its opposite (OpenAI)
+    - texts or messages with ``conversations``, ``messages`` or Alpaca's ``instruction``, as in LLaMA-Factory
+    - ``messages`` and ``rejected_response`` (ms-swift), or ``preferred_output`` and ``non_preferred_output`` (OpenAI)
     - texts without ``prompt``, written as in Anthropic's hh-rlhf: ``\\n\\nHuman: …\\n\\nAssistant: …``
 
-    What both conversations begin with is the prompt. The answer of a side is every assistant turn after that, and
-    only the answers have labels. Rows may also have ``system``, ``tools`` and ``weight``, as in
+    The common beginning of both conversations is the prompt. A side's answer is every assistant turn after it; only
+    answers have labels. Rows may also have ``system``, ``tools`` and ``weight``, as in
     :func:`rocm_ext.data.sft_dataset`.
 
-    Or each row has one answer and ``label`` or ``kto_tag``, which says whether it is good, for
-    :class:`rocm_ext.losses.UnpairedPreference`. The answer is ``completion`` beside ``prompt``, both texts or lists of
+    Or a row has one answer and ``label`` or ``kto_tag``, which says whether it is good, for
+    :class:`rocm_ext.losses.UnpairedPreference`. The answer is ``completion`` with ``prompt``, both texts or lists of
     messages; the assistant turns behind the last user's turn of ``messages`` or ``conversations``; or Alpaca's
     ``output``.
 
@@ -52,7 +52,7 @@ def preference_dataset(
         column_map: our column -> yours, ``{prompt: question, chosen: response_j, rejected: response_k}``.
 
     Returns:
-        A dataset that tokenises rows on access. A malformed row raises a ``UserError`` on access.
+        A dataset that tokenises rows on access, where a malformed row raises a ``UserError``.
 
     Raises:
         UserError: the source cannot be read, or an argument does not match it.
@@ -65,11 +65,11 @@ def preference_dataset(
 
 @dataclass(eq=False, kw_only=True)
 class PreferenceDataset(SourceDataset):
-    """Preferences that are tokenised on access, pairs in the form of torchtune's ``PreferenceDataset``.
+    """Preferences that are tokenised on access.
 
-    An item of a pair has ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids`` and ``rejected_labels``. An
-    item of a single answer has ``tokens``, ``labels`` and ``side``, 1 if it is good and -1 if it is bad. Tokens and
-    labels are empty without an answer.
+    A pair has ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids`` and ``rejected_labels``, as in
+    torchtune's ``PreferenceDataset``. A single answer has ``tokens``, ``labels`` and ``side``, 1 if it is good and -1
+    if it is bad. An empty answer has no tokens and labels.
     """
 
     def _item(self, index: int) -> Steps:
@@ -82,19 +82,20 @@ class PreferenceDataset(SourceDataset):
             shared = max((i for i, turn in enumerate(sides[0], 1) if turn.role == "user"), default=0)
         else:
             sides, shared = _conversations(fields, self.system_prompt)
-        found: list[list[int]] = []  # tokens and labels of each side
+        sequences: list[list[int]] = []  # tokens and labels, by side
         for turns in sides:
             answers = [turn._replace(masked=turn.masked or i < shared) for i, turn in enumerate(turns)]
             empty = len(turns) == shared
-            found += ([], []) if empty else (yield from render_turns(self.tokenizer, answers, tools=tools))
+            sequences += ([], []) if empty else (yield from render_turns(self.tokenizer, answers, tools=tools))
         self._note(index, [turn for turns in sides for turn in turns])
         if "completion" in fields:
-            return {"tokens": found[0], "labels": found[1], SIDE: 1 if fields["label"] else -1, **weight_in(fields)}
+            tokens, labels = sequences
+            return {"tokens": tokens, "labels": labels, SIDE: 1 if fields["label"] else -1, **weight_in(fields)}
         names = [f"{side}_{what}" for side in SIDES for what in ("input_ids", "labels")]
-        return {**dict(zip(names, found, strict=True)), **weight_in(fields)}
+        return {**dict(zip(names, sequences, strict=True)), **weight_in(fields)}
 
     def _fields(self, index: int) -> dict[str, Any]:
-        """Return the values of a row under our column names: those of a pair, or ``completion`` and ``label``."""
+        """Return a row under our column names, ``chosen`` and ``rejected``, or ``completion`` and ``label``."""
         row, given = self._mapped(index)
         columns = getattr(self.rows, "column_names", row)
         named = {*columns, *given}
@@ -113,13 +114,7 @@ class PreferenceDataset(SourceDataset):
 
 
 def _conversations(fields: Mapping[str, Any], system_prompt: str | None) -> tuple[list[list[Turn]], int]:
-    """Return the turns of both sides, and the number of turns before their answers.
-
-    A side that ends there has no answer.
-
-    Raises:
-        ValueError: a message is malformed, or the prompts differ.
-    """
+    """Return the turns of both sides, and the number of turns before the answers, which may be empty."""
     sides = []
     for side in SIDES:
         try:
@@ -130,7 +125,7 @@ def _conversations(fields: Mapping[str, Any], system_prompt: str | None) -> tupl
     shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
     if shared is None:
         shared = min(map(len, sides))
-        if len(chosen) == len(rejected):  # equal; the last answer shows that they are
+        if len(chosen) == len(rejected):  # equal sides: show the last answers, so that the pair is counted as equal
             shared = max((i for i, turn in enumerate(chosen) if turn.role == "assistant"), default=shared)
         return sides, shared
     if other := next((turns[shared] for turns in sides if turns[shared].role != "assistant"), None):
@@ -157,8 +152,7 @@ def _conversation(side: str, fields: Mapping[str, Any]) -> list[Any]:
         raise ValueError(f"prompt must be a text or a list of messages, found {prompt!r}")
     if isinstance(value, str):
         return [*asked, *([{"role": "assistant", "content": value}] if value.strip() else [])]
-    if not isinstance(value, list):
-        raise ValueError(f"it must be a text or a list of messages, found {type(value).__name__}")
+    expect(value, list, "it must be a text or a list of messages")
     messages = value[:-1] if value and _is_empty_answer(value[-1]) else value
     if prompt is None:
         return messages
@@ -174,19 +168,16 @@ def _dialogue(text: str) -> list[dict[str, str]]:
     before, *parts = _SPEAKER.split(text)
     if before.strip() or not parts:
         raise ValueError(
-            "it is a text, so the row needs a prompt, too; or write both as \\n\\nHuman: …\\n\\nAssistant: …"
+            "it is a text, so the row needs a prompt as well; or write both as \\n\\nHuman: …\\n\\nAssistant: …"
         )
-    roles = {"Human": "user", "Assistant": "assistant"}
-    turns = [
-        {"role": roles[who], "content": content.strip()} for who, content in zip(parts[::2], parts[1::2], strict=True)
-    ]
+    texts, roles = zip(parts[::2], parts[1::2], strict=True), {"Human": "user", "Assistant": "assistant"}
+    turns = [{"role": roles[speaker], "content": content.strip()} for speaker, content in texts]
     return turns[:-1] if _is_empty_answer(turns[-1]) else turns
 
 
 def _contains(messages: list[Any], prompt: Any) -> bool:
     if isinstance(prompt, str):
-        texts = [turn.content.strip() for turn in to_turns(messages) if turn.role == "user"]
-        return prompt.strip() in texts
+        return prompt.strip() in [turn.content.strip() for turn in to_turns(messages) if turn.role == "user"]
     return to_turns(messages)[: len(prompt)] == to_turns(prompt)
 
 

@@ -9,10 +9,17 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.base.log import log
+from rocm_ext.config.checks.kinds import NULL, Kind, check, integer, one_of
 from rocm_ext.data.dialects import conversation, listed
 from rocm_ext.data.formats import FORMATS
 from rocm_ext.data.loading import about_bad_rows, open_source, row_at
-from rocm_ext.data.messages import to_tools, to_turns, with_system
+from rocm_ext.data.messages import Turn, to_tools, to_turns, with_system
+
+_KINDS = {
+    "limit": integer(1) | NULL,
+    "bad_rows": one_of("error", "drop"),
+    "system_prompt": Kind(lambda value: isinstance(value, str), ("a string",)),
+}
 
 
 @dataclass(frozen=True)
@@ -21,10 +28,10 @@ class Prompt:
 
     Attributes:
         id: the row's ``id`` or ``task_id`` as text, else the first 16 hex digits of ``key``.
-        messages: ``{role, content}`` each, with ``tool_calls`` where the assistant calls tools; an optional system
+        messages: messages ``{role, content}``, with ``tool_calls`` if the assistant calls tools; an optional system
             message first, the turn of a user or a tool last.
-        row: all columns under our names, without nulls; the verifier gets them. ``prompt`` is the text of the
-            last user's turn as the model reads it.
+        row: the row's columns under our names, without nulls, for the verifier. ``prompt`` is the text of the last
+            message as the model reads it.
         origin: ``file:line`` in JSON lines, else the source and the row's index from 0.
         tools: JSON schemas of the functions that the assistant may call.
     """
@@ -48,8 +55,7 @@ class Prompts(list[Prompt]):
     Args:
         prompts: the prompts.
         read: number of rows that were read.
-        dropped: origins of the rows that were left out, by the reason: ``bad_rows``, ``dropped_by_format`` or
-            ``dropped_repeated``.
+        dropped: origins of dropped rows, by reason: ``bad_rows``, ``dropped_by_format`` or ``dropped_repeated``.
     """
 
     def __init__(self, prompts: Iterable[Prompt], read: int, dropped: Mapping[str, list[str]]) -> None:
@@ -78,37 +84,26 @@ def prompt_dataset(
     answer. If they differ, ``column_map`` must name one of them.
 
     Formats convert the columns of well-known datasets to ours; see :mod:`rocm_ext.data.formats`. A format may leave
-    out rows, such as those without tests; a warning counts them.
-
-    Of several identical rows it keeps one.
+    out rows, such as rows without tests; a warning counts them. Of several identical rows it keeps one.
 
     Args:
-        source: a .jsonl, .json, .parquet, .csv or .tsv file or a glob of them, also as .gz; a folder that
-            ``save_to_disk`` wrote; or any path that ``datasets.load_dataset`` takes: a folder, a hub name, or a loader
-            (``json``) with ``data_files``.
-        split: as in `datasets`, including ``train[:10%]``; a file has one split, ``train``.
-        data_files, name: passed on to `datasets`; ``name`` is the configuration of a hub dataset.
-        format: one of the above; None: the columns have our names already, or get them from ``column_map``.
+        source, split, data_files, name: see :func:`rocm_ext.data.sft_dataset`.
+        format: name of a format; None: the columns have our names already, or get them from ``column_map``.
         column_map: our column -> yours, ``{prompt: problem}``; with a format, the format's column -> yours.
         system_prompt: added to conversations without a system message; empty adds nothing.
-        limit: read only the first ``limit`` rows.
-        bad_rows: policy for malformed rows: ``error`` (of all of them together) or ``drop``.
+        limit: maximum number of rows to read.
+        bad_rows: policy for malformed rows: ``error``, which names all of them, or ``drop``.
 
     Returns:
         The prompts, in the order of their rows.
 
     Raises:
         UserError: the source cannot be read, a row is malformed, two rows share an id, or two rows have the same
-            conversation but different columns. The message has the origin of each row.
+            conversation but different columns. The message has the rows' origins.
     """
     if format is not None and format not in FORMATS:
         raise UserError(f"format {format!r} is unknown{nearest(format, FORMATS)}")
-    if limit is not None and (type(limit) is not int or limit < 1):
-        raise UserError(f"limit is {limit!r}; expected a whole number of at least 1, or null")
-    if bad_rows not in ("error", "drop"):
-        raise UserError(f"bad_rows is {bad_rows!r}; expected error or drop")
-    if not isinstance(system_prompt, str):
-        raise UserError(f"system_prompt must be a string, found {type(system_prompt).__name__}")
+    check({"limit": limit, "bad_rows": bad_rows, "system_prompt": system_prompt}, _KINDS)
     rows, origin, mapping = open_source(source, split, data_files, name, column_map)
     prompts: list[Prompt] = []
     bad: list[str] = []
@@ -116,9 +111,11 @@ def prompt_dataset(
     count = len(rows) if limit is None else min(limit, len(rows))
     for index in range(count):
         try:
-            found = _prompts(row_at(rows, index), mapping, format, system_prompt, origin(index))
-            prompts += found
-            unused += [] if found else [origin(index)]
+            prompt = _prompt(row_at(rows, index), mapping, format, system_prompt, origin(index))
+            if prompt is None:
+                unused.append(origin(index))
+            else:
+                prompts.append(prompt)
         except ValueError as error:
             bad.append(f"{origin(index)}: {error}")
     if bad and (bad_rows == "error" or len(bad) == count):
@@ -137,15 +134,11 @@ def prompt_dataset(
 
 
 def check_disjoint(train: Iterable[Prompt], held_out: Sequence[Prompt]) -> None:
-    """Check that no held-out prompt is among the training prompts.
+    """Raise a UserError if a held-out prompt is among the training prompts.
 
-    Two prompts overlap if their last user's turns are equal except for case and white space, and one of them
-    has no other user's turn. They also overlap if all their turns are equal. This finds overlaps despite
-    different system prompts or preceding examples. The same short last turn ("go on") after different turns
-    does not count.
-
-    Raises:
-        UserError: prompts overlap; the message has their number and the origins of the first pair.
+    Two prompts overlap if all their turns are equal, except for case, white space and the system message. They also
+    overlap if their last turns are, and one of them has a single user's turn: this covers examples in front of the
+    question. The same short last turn ("go on") after different turns does not count.
     """
     trained: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in train:
@@ -173,13 +166,10 @@ def _is_single(prompt: Prompt) -> bool:
     return sum(m["role"] == "user" for m in prompt.messages) == 1
 
 
-# ---- rows
-
-
-def _prompts(
+def _prompt(
     row: Mapping[str, Any], mapping: dict[str, str], format: str | None, system: str, origin: str
-) -> list[Prompt]:
-    """Return the row's prompt, or nothing if the format leaves it out."""
+) -> Prompt | None:
+    """Return the row's prompt, or None if the format leaves it out."""
     # Arrow fills gaps with None.
     present = {key: value for key, value in row.items() if value is not None}
     taken = {*mapping, *mapping.values()}
@@ -187,25 +177,20 @@ def _prompts(
     fields |= {ours: present[yours] for ours, yours in mapping.items() if yours in present}
     tools = to_tools(fields.get("tools"))
     if format is not None:
-        formatted = FORMATS[format](fields)
-        if formatted is None:
-            return []
+        if (formatted := FORMATS[format](fields)) is None:
+            return None
         fields = formatted
-        messages = _from_text(fields["prompt"])
+        turns = _from_text(fields["prompt"])
     else:
         talk = {key: conversation(value, tools) for key, value in fields.items() if key == "messages"}
-        messages = _messages(fields | talk, mapping)
-    messages = tuple(with_system(list(messages), fields.get("system"), system or None))
+        turns = _turns_of(fields | talk, mapping)
+    messages = tuple(with_system([turn.message() for turn in turns], fields.get("system"), system or None))
     prompt = Prompt("", messages, {**fields, "prompt": messages[-1]["content"]}, origin, tuple(tools or ()))
-    return [replace(prompt, id=_id(fields) or prompt.key[:16])]
+    return replace(prompt, id=_id(fields) or prompt.key[:16])
 
 
-def _messages(fields: dict[str, Any], mapping: dict[str, str]) -> tuple[dict[str, Any], ...]:
-    """Return the conversation from ``prompt`` or ``messages``; if a row has both, from the one in ``mapping``.
-
-    Raises:
-        ValueError: the row has neither, both differ, or the one used is malformed.
-    """
+def _turns_of(fields: Mapping[str, Any], mapping: dict[str, str]) -> list[Turn]:
+    """Return the conversation from ``prompt`` or ``messages``; if a row has both, from the one in ``mapping``."""
     columns = [column for column in ("prompt", "messages") if column in fields]
     if len(columns) == 2:
         columns = [column for column in columns if column in mapping] or columns
@@ -215,50 +200,50 @@ def _messages(fields: dict[str, Any], mapping: dict[str, str]) -> tuple[dict[str
         return _from_text(fields["prompt"])
     if columns == ["messages"]:
         return _conversation(fields["messages"])
-    messages = _from_text(fields["prompt"])
-    turns = fields["messages"]
-    if isinstance(turns, list) and turns and isinstance(turns[-1], Mapping) and turns[-1].get("role") == "assistant":
-        turns = turns[:-1]
-    if _conversation(turns) != messages:
+    asked, messages = _from_text(fields["prompt"]), fields["messages"]
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if isinstance(last, Mapping) and last.get("role") == "assistant":
+        messages = messages[:-1]
+    if _conversation(messages) != asked:
         raise ValueError("prompt and messages differ; set column_map to {prompt: prompt} or {messages: messages}")
-    return messages
+    return asked
 
 
-def _from_text(text: Any) -> tuple[dict[str, Any], ...]:
+def _from_text(text: Any) -> list[Turn]:
     if not isinstance(text, str):
         hint = "; a conversation goes in messages" if isinstance(text, list) else ""
         raise ValueError(f"prompt must be text, found {type(text).__name__}{hint}")
-    return _encodable(({"role": "user", "content": text},))
+    return _encodable([Turn("user", text, masked=True)])
 
 
-def _conversation(turns: Any) -> tuple[dict[str, Any], ...]:
+def _conversation(messages: Any) -> list[Turn]:
     """Check a row's messages; the last must be the turn of a user or a tool."""
-    messages = [turn.message() for turn in to_turns(listed(turns, "a conversation"))]
-    if not messages:
+    turns = to_turns(listed(messages, "a conversation"))
+    if not turns:
         raise ValueError("messages is empty; expected a conversation that ends with a user's turn")
-    if messages[-1]["role"] not in ("user", "tool"):
-        raise ValueError(f"messages must end with a user's turn, found the {messages[-1]['role']}'s; remove it")
-    if any(m["role"] == "system" for m in messages[1:]):
+    if turns[-1].role not in ("user", "tool"):
+        raise ValueError(f"messages must end with a user's turn, found the {turns[-1].role}'s; remove it")
+    if any(turn.role == "system" for turn in turns[1:]):
         raise ValueError("a system message must be the first of its conversation")
-    return _encodable(tuple(messages))
+    return _encodable(turns)
 
 
-def _encodable(messages: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-    """Check that the last message is not empty and that every message is valid Unicode; return ``messages``."""
-    if not messages[-1]["content"].strip():
+def _encodable(turns: list[Turn]) -> list[Turn]:
+    """Check that the last turn is not empty and that every turn is valid Unicode; return ``turns``."""
+    if not turns[-1].content.strip():
         raise ValueError("prompt is empty")
     try:
-        for message in messages:
-            message["content"].encode()
+        for turn in turns:
+            turn.content.encode()
     except UnicodeEncodeError as error:  # JSON can contain half a surrogate pair
         raise ValueError(f"prompt is not valid Unicode: {one_line(error)}") from error
-    return messages
+    return turns
 
 
 def _id(fields: Mapping[str, Any]) -> str:
     """Return ``id`` or ``task_id`` as text, or "" without either."""
-    column = next((column for column in ("id", "task_id") if column in fields), None)
-    if column is None:
+    column = "id" if "id" in fields else "task_id"
+    if column not in fields:
         return ""
     value = fields[column]
     if isinstance(value, bool) or not isinstance(value, int | str) or not str(value).strip():
@@ -267,11 +252,7 @@ def _id(fields: Mapping[str, Any]) -> str:
 
 
 def _distinct(prompts: list[Prompt], source: str) -> list[Prompt]:
-    """Drop repeated rows.
-
-    Raises:
-        UserError: two different rows have the same conversation or the same id.
-    """
+    """Drop repeated rows; a UserError if different rows have the same conversation or the same id."""
     by_key: dict[str, Prompt] = {}
     by_id: dict[str, Prompt] = {}
     for prompt in prompts:

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.config.checks.kinds import check, integer
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.verifiers.reasoning_gym import COLUMN, entries
 
 SYSTEM_PROMPT = "Write your final answer, and nothing else, between <answer> and </answer>."
+_KINDS = {"size": integer(1), "skip": integer(0), "seed": integer(0, 2**63)}
 
 
 def reasoning_gym_prompts(
@@ -21,24 +22,22 @@ def reasoning_gym_prompts(
 ) -> list[Prompt]:
     """Make prompts of one task; a component for YAML, for :class:`rocm_ext.verifiers.ReasoningGym`.
 
-    Equal arguments make equal prompts, with the same version of the package. Small tasks repeat themselves; of
-    repeated questions it keeps one. For held-out prompts of the same task, take its first entries, and skip them for
-    training: ``eval_prompts: {size: 100}`` and ``prompts: {size: 1000, skip: 100}``, with one seed.
+    Equal arguments make equal prompts, with the same version of the package. Of repeated questions, which small tasks
+    make, one stays. For held-out prompts of the same task, take its first entries, and skip them for training:
+    ``eval_prompts: {size: 100}`` and ``prompts: {size: 1000, skip: 100}``, with one seed.
 
     Args:
-        task: the package's name of it, such as ``countdown`` or ``chain_sum``.
-        size: entries to make, after those that are skipped.
-        seed: what the entries depend on.
-        skip: leave out so many entries, and all later ones that repeat them.
-        options: the task's own settings, such as ``{min_terms: 2, max_terms: 4}``.
-        system_prompt: asks for the tags that the verifier reads; empty: none.
+        task: name of the task in the package, such as ``countdown`` or ``chain_sum``.
+        size: number of entries to make after the skipped ones.
+        seed: seed of the entries.
+        skip: number of first entries to leave out, together with later entries that repeat them.
+        options: settings of the task, such as ``{min_terms: 2, max_terms: 4}``.
+        system_prompt: system message, which asks for the tags that the verifier reads; empty: none.
 
     Raises:
         UserError: the package is not installed, the task or an option is unknown, or a number is out of range.
     """
-    for name, value, least in (("size", size, 1), ("skip", skip, 0), ("seed", seed, 0)):
-        if type(value) is not int or value < least:
-            raise UserError(f"{name} is {value!r}; expected a whole number of at least {least}")
+    check({"size": size, "skip": skip, "seed": seed}, _KINDS)
     made: dict[str, Any] = {"task": task, "options": dict(options or {}), "seed": seed, "size": skip + size}
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     prompts: dict[str, Prompt] = {}

@@ -1,7 +1,7 @@
 """Render conversations to tokens and labels.
 
-Only this module turns messages into tokens. A training row therefore starts with exactly the tokens that the
-sampler gets, and its labels start right behind them.
+Only this module turns messages into tokens, so a training row starts with exactly the sampler's prompt, and its labels
+start right behind it.
 
 Labels follow torchtune: ``labels[t]`` is the token at ``t`` itself, or -100 for no loss.
 """
@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import groupby, pairwise
 from os.path import commonprefix
-from typing import Any, Protocol
+from typing import Any
 
 from torchtune.data import Message
 
@@ -21,23 +21,8 @@ from rocm_ext.data.template import ChatTemplate
 
 IGNORE = -100
 Tools = Sequence[Mapping] | None
-Steps = Generator[str, list[int] | None, Any]  # yields texts to tokenise, and is sent their tokens or None
+Steps = Generator[str, list[int] | None, Any]  # yields texts to tokenise, and receives their tokens or None
 Rendering = Generator[str, list[int] | None, tuple[list[int], list[int]]]
-
-
-class Renderer(Protocol):
-    """A way to render conversations."""
-
-    def prompt(self, turns: Sequence[Turn], tools: Tools) -> list[int]:
-        """Render a conversation to sample from, with the header of the assistant's turn."""
-
-    def conversation(self, turns: Sequence[Turn], tools: Tools) -> Rendering:
-        """Render a conversation to tokens and labels, see :func:`together`; the last turn is one to train on."""
-
-    def reply(
-        self, before: Sequence[Turn], answer: Turn, sampled: str, reply: Sequence[Turn], tools: Tools
-    ) -> tuple[list[int], bool]:
-        """Render what follows an answer, see :func:`render_reply`."""
 
 
 def render_prompt(tokenizer: Any, messages: Sequence[Mapping], tools: Tools = None) -> list[int]:
@@ -48,20 +33,21 @@ def render_prompt(tokenizer: Any, messages: Sequence[Mapping], tools: Tools = No
 
     Args:
         tokenizer: from :func:`rocm_ext.data.tokenizer.open_tokenizer`, or a torchtune model tokenizer.
-        messages: ``{"role", "content"}`` each, or ShareGPT's ``{"from", "value"}``.
+        messages: messages ``{"role", "content"}``, or ShareGPT's ``{"from", "value"}``.
         tools: JSON schemas of the functions that the assistant may call.
 
     Returns:
         Token ids ``[s]``.
 
     Raises:
-        UserError: a message is malformed, or the chat template refuses the conversation.
+        UserError: the chat template refuses the conversation.
+        ValueError: a message is malformed.
     """
     return render_history(tokenizer, to_turns(messages), tools)
 
 
 def render_history(tokenizer: Any, turns: Sequence[Turn], tools: Tools = None) -> list[int]:
-    """Render turns as :func:`render_prompt` renders messages; the assistant's may be empty."""
+    """Render turns as :func:`render_prompt` renders messages; assistant turns may be empty."""
     return _renderer(tokenizer).prompt(turns, tools)
 
 
@@ -74,24 +60,22 @@ def render_conversation(
 ) -> tuple[list[int], list[int]]:
     """Render a conversation to train on.
 
-    Labels cover the content and the end-of-turn token of every assistant turn, except turns with
-    ``weight: 0``. They exclude the turn's header, which a generation prompt contains. Turns after the last
-    labelled one bear no loss and are cut. By a chat template, an assistant turn that begins the conversation bears no
-    loss either: nothing prompts it.
+    Labels cover the content and the end-of-turn token of every assistant turn, except turns with ``weight: 0``. They
+    exclude the turn's header, which a generation prompt contains. Turns after the last labelled one are cut. With a
+    chat template, an assistant turn that begins the conversation has no labels: nothing prompts it.
 
     Args:
-        tokenizer: as in :func:`render_prompt`.
-        messages: as in :func:`render_prompt`.
-        train_on_input: label every token.
-        tools: as in :func:`render_prompt`.
-        last_turn: label the last assistant turn alone.
+        tokenizer, messages, tools: as in :func:`render_prompt`.
+        train_on_input: whether to label every token.
+        last_turn: whether to label only the last assistant turn.
 
     Returns:
         Tokens ``[s]`` and labels ``[s]``.
 
     Raises:
-        UserError: a message is malformed, the conversation has no assistant turn to train on, or the chat template
-            does not show which tokens to train on.
+        UserError: the conversation has no assistant turn to train on, or the chat template does not show which tokens
+            to train on.
+        ValueError: a message is malformed.
     """
     return alone(render_turns(tokenizer, to_turns(messages), train_on_input, tools, last_turn))
 
@@ -99,7 +83,7 @@ def render_conversation(
 def render_turns(
     tokenizer: Any, turns: Sequence[Turn], train_on_input: bool = False, tools: Tools = None, last_turn: bool = False
 ) -> Rendering:
-    """Render the turns of a conversation as :func:`render_conversation` does, together with others."""
+    """Render turns as :func:`render_conversation` does, as steps for :func:`together`."""
     last = max((i for i, turn in enumerate(turns) if not turn.masked), default=None)
     if last is None:
         raise UserError("no assistant turn to train on")
@@ -111,13 +95,10 @@ def render_turns(
 
 
 def together(steps: Sequence[Steps], encode: Callable[[list[str]], Sequence] | None = None) -> list:
-    """Return what each of several steps returns, or the exception that it raises.
+    """Run steps to their ends, and return their results or exceptions.
 
-    The texts that they wait for are tokenised at once, which takes less time and gives the same tokens.
-
-    Args:
-        steps: the steps.
-        encode: tokenises texts; without it each step tokenises its own.
+    With ``encode``, the texts that they yield are tokenised at once, which takes less time and gives the same tokens.
+    Without it, every step tokenises its text.
     """
     results: list = [None] * len(steps)
     sent = dict.fromkeys(range(len(steps)))
@@ -135,47 +116,39 @@ def together(steps: Sequence[Steps], encode: Callable[[list[str]], Sequence] | N
 
 
 def alone(step: Steps) -> Any:
-    """Return what one step returns, or raise its exception."""
-    (found,) = together([step])
-    if isinstance(found, Exception):
-        raise found
-    return found
+    """Run one step to its end, and return its result or raise its exception."""
+    (result,) = together([step])
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def render_reply(
     tokenizer: Any, before: Sequence[Turn], answer: Turn, sampled: str, reply: Sequence[Turn], tools: Tools = None
 ) -> tuple[list[int], bool]:
-    """Render what follows an answer: the end of its turn, messages to it, and the header of the next answer.
+    """Render the continuation of an answer: the end of its turn, the reply, and the header of the next answer.
 
-    The tokens of a conversation up to an answer are those that were sampled from and those that were sampled. What
-    follows them comes from the template: what it adds to the answer's text, or else to its own text of the answered
-    conversation, where it writes a call of a tool in another way. A template may write earlier turns in another way
-    once there are later ones, as Qwen3's, which drops their reasoning. The conversation then has no common beginning
-    with what was sampled, and is rendered anew.
+    Up to the answer, a conversation keeps the prompt's tokens and the sampled ones. The continuation is the template's
+    text behind the sampled answer; if the template writes the answer differently, such as a tool's call, it is the text
+    behind the template's answer. Some templates rewrite earlier turns once there are later ones: Qwen3's drops their
+    reasoning. Then the conversation does not begin with the sampled tokens, and is rendered anew.
 
     Args:
-        tokenizer: as in :func:`render_prompt`.
+        tokenizer, tools: as in :func:`render_prompt`.
         before: the conversation up to the answer.
         answer: the assistant's turn.
-        sampled: its text as it was sampled, with special tokens, but without the one that ends it.
-        reply: the turns that follow it.
-        tools: as in :func:`render_prompt`.
+        sampled: text of the answer as it was sampled, with special tokens, but without the stop token.
+        reply: the turns behind the answer.
 
     Returns:
-        Token ids: those behind the sampled answer, whose own end of turn is left out; or, with True, those of the whole
-        conversation.
-
-    Raises:
-        UserError: the chat template refuses the conversation.
+        Token ids and whether they render the full conversation anew. If not, they follow the sampled answer and its
+        stop token.
     """
     return _renderer(tokenizer).reply(before, answer, sampled, reply, tools)
 
 
-def _renderer(tokenizer: Any) -> Renderer:
+def _renderer(tokenizer: Any) -> "Renderer":
     return getattr(tokenizer, "renderer", None) or TorchtuneRenderer(tokenizer)
-
-
-# ---- by the model's own template
 
 
 class TemplateRenderer:
@@ -197,12 +170,12 @@ class TemplateRenderer:
         """Tokenise the texts of several conversations for :func:`together`."""
         try:
             return self._encoder.encode_all(texts)
-        except Exception:  # of any tokenizer; the conversation that is to blame says so
+        except Exception:  # any tokenizer's; the faulty conversation raises it again
             return [None] * len(texts)
 
     @property
     def added_tokens(self) -> frozenset[str]:
-        """Texts of the tokens that were added to the vocabulary, special or not."""
+        """Texts of the vocabulary's added tokens, special or not."""
         return frozenset(self._encoder.ids)
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -210,11 +183,11 @@ class TemplateRenderer:
         return self._encoder.decode(tokens, special=True)
 
     def prompt(self, turns: Sequence[Turn], tools: Tools) -> list[int]:
-        """Render a conversation to sample from, by the template."""
+        """Implement :func:`render_prompt` with the template."""
         return self._encoder.encode(self.template.render(turns, tools, prompt=True))
 
     def conversation(self, turns: Sequence[Turn], tools: Tools) -> Rendering:
-        """Render a conversation to train on, by the template; turns that the model says have labels."""
+        """Implement :func:`render_conversation` with the template."""
         if all(turn.masked for turn in turns[1:]):  # nothing prompts a turn that begins a conversation
             raise UserError("no assistant turn to train on: the only one begins the conversation")
         text, spans = self._marked(turns, tools) if self.template.marked else self._nested(turns, tools)
@@ -236,7 +209,7 @@ class TemplateRenderer:
         return tokens, labels
 
     def _next_marker(self, text: str, turns: Sequence[Turn], tools: Tools) -> list[int]:
-        """Return what ends the last turn where the next turn's marker does, as GLM's ``<|user|>``; else nothing."""
+        """Return the next turn's marker if it ends the last turn, like GLM's ``<|user|>``; else nothing."""
         try:
             longer = self.template.render([*turns, Turn("user", "a", True)], tools)
         except UserError:
@@ -244,7 +217,7 @@ class TemplateRenderer:
         return self._up_to_stop(self._encoder.encode(longer[len(text) :])) if longer.startswith(text) else []
 
     def _up_to_stop(self, tokens: Sequence[int]) -> list[int]:
-        """Return the first tokens up to a stop token that they begin with, or white space and it; else none."""
+        """Return the tokens up to a stop token with only white space before it; [] if there is none."""
         for count, token in enumerate(tokens, 1):
             if token in self._stops:
                 return list(tokens[:count])
@@ -255,20 +228,20 @@ class TemplateRenderer:
     def reply(
         self, before: Sequence[Turn], answer: Turn, sampled: str, reply: Sequence[Turn], tools: Tools
     ) -> tuple[list[int], bool]:
-        """Render what follows an answer, by the template; see :func:`render_reply`."""
+        """Implement :func:`render_reply` with the template."""
         prompt = self.template.render(before, tools, prompt=True)
-        whole = self.template.render([*before, answer, *reply], tools, prompt=True)
-        if whole.startswith(prompt + sampled):
-            tokens, (end,) = self._encoder.encode_apart(whole, [len(prompt + sampled)])
+        replied = self.template.render([*before, answer, *reply], tools, prompt=True)
+        if replied.startswith(prompt + sampled):
+            tokens, (end,) = self._encoder.encode_apart(replied, [len(prompt + sampled)])
             return tokens[_behind_stop(tokens, end, self._stops) :], False
         answered = self.template.render([*before, answer], tools)
-        if answered.startswith(prompt) and whole.startswith(answered):
-            tokens, (start,) = self._encoder.encode_apart(whole, [len(prompt)])
+        if answered.startswith(prompt) and replied.startswith(answered):
+            tokens, (start,) = self._encoder.encode_apart(replied, [len(prompt)])
             return tokens[_behind_stop(tokens, start, self._stops) :], False
-        return self._encoder.encode(whole), True
+        return self._encoder.encode(replied), True
 
     def _nested(self, turns: Sequence[Turn], tools: Tools) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text and the span of each trained turn, from renderings of the turns up to it."""
+        """Return the text and the spans of trained turns, by rendering the conversation up to them."""
         text, spans = self.template.render(turns, tools), []
         for i, turn in enumerate(turns):
             if turn.masked or i == 0:
@@ -278,12 +251,12 @@ class TemplateRenderer:
             if not (after.startswith(before) and text.startswith(after)):
                 raise UserError(
                     f"message {i}: chat template {self.template.origin} renders this assistant turn differently "
-                    "when it is generated and in the whole conversation, so training would teach text that is never "
+                    "when it is generated and inside the conversation, so training would teach text that is never "
                     "generated; "
                     + (
                         "use a template whose prompt begins the turn, or chat_template: torchtune"
                         if after is text
-                        else "train on the last turn alone (assistant_turns: last in the dataset, or weight: 0 in the "
+                        else "train only on the last turn (assistant_turns: last in the dataset, or weight: 0 in the "
                         "message), or use a template that keeps earlier turns as they are"
                     )
                 )
@@ -291,13 +264,13 @@ class TemplateRenderer:
         return text, spans
 
     def _marked(self, turns: Sequence[Turn], tools: Tools) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text and the span of each trained turn, from the template's generation blocks."""
+        """Return the text and the spans of trained turns, from the template's generation blocks."""
         text, spans = self.template.render_marked(turns, tools)
         answered = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
         if len(answered) != len(spans):
             raise UserError(
-                f"chat template {self.template.origin} has marked {len(spans)} parts of a conversation with "
-                f"{len(answered)} assistant turns; expected one generation block for each"
+                f"chat template {self.template.origin} marked {len(spans)} parts of a conversation with "
+                f"{len(answered)} assistant turns; expected one generation block per turn"
             )
         trained = []
         for i, (start, end) in zip(answered, spans, strict=True):
@@ -305,29 +278,24 @@ class TemplateRenderer:
                 continue
             before = self.template.render(turns[:i], tools, prompt=True)  # a block may include the header
             shared = commonprefix([before, text])  # noqa: RUF071 - by characters
-            if shared != before:  # as DeepSeek's, which adds <think>: whole lines and tokens of it
+            if shared != before:  # DeepSeek's prompt adds <think>: cut the shared text behind a line or a token
                 marks = [mark for mark in ("\n", *self.added_tokens) if mark in shared]
                 shared = shared[: max((shared.rindex(mark) + len(mark) for mark in marks), default=0)]
             trained.append((max(start, len(shared)), end))
         return text, trained
 
 
-# ---- without a template
-
-
 class PlainRenderer:
-    """Renders a prompt and its completion as they are, for base models.
+    """Renders a prompt and its completion without a template, for base models.
 
-    Args:
-        tokenizer: a torchtune model tokenizer; it adds a BOS if the model has one.
-        end: id of the token that ends a completion.
+    A torchtune model tokenizer adds a BOS if the model has one; the token with id ``end`` ends a completion.
     """
 
     def __init__(self, tokenizer: Any, end: int) -> None:
         self._tokenizer, self._end = tokenizer, end
 
     def prompt(self, turns: Sequence[Turn], tools: Tools) -> list[int]:
-        """Return the tokens of the only turn, a user's."""
+        """Tokenise the only turn, a user's."""
         if tools or len(turns) != 1 or turns[0].role != "user":
             roles = ", ".join(turn.role for turn in turns)
             raise UserError(
@@ -343,7 +311,7 @@ class PlainRenderer:
         return self.prompt([*before, answer, *reply], tools), True
 
     def conversation(self, turns: Sequence[Turn], tools: Tools) -> Rendering:
-        """Return prompt and completion; the completion has labels."""
+        """Return prompt and completion; only the completion has labels."""
         yield from ()  # the tokenizer takes one text at a time
         prompt = self.prompt(turns[:-1], tools)
         answer = self._tokenizer.encode(turns[-1].content, add_bos=False, add_eos=False)
@@ -351,21 +319,14 @@ class PlainRenderer:
         return [*prompt, *answer], [*[IGNORE] * len(prompt), *answer]
 
 
-# ---- by torchtune's tokenizers
-
-
 class TorchtuneRenderer:
-    """Renders with the tokenizer itself, as torchtune's own recipes do.
-
-    Args:
-        tokenizer: a torchtune model tokenizer.
-    """
+    """Renders with a torchtune model tokenizer, as torchtune's recipes do."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = unlimited(tokenizer)
 
     def prompt(self, turns: Sequence[Turn], tools: Tools) -> list[int]:
-        """Render a conversation to sample from, by the tokenizer."""
+        """Implement :func:`render_prompt` with the tokenizer."""
         _refuse_tools(turns, tools)
         conversation = [*turns, Turn("assistant", "", False)]
         tokens, mask = self._render(conversation, unmasked=[len(turns)])
@@ -373,14 +334,14 @@ class TorchtuneRenderer:
         return tokens[: start + self._header_length()]
 
     def conversation(self, turns: Sequence[Turn], tools: Tools) -> Rendering:
-        """Render a conversation to train on, by the tokenizer; turns that the model says have labels."""
+        """Implement :func:`render_conversation` with the tokenizer."""
         yield from ()  # the tokenizer takes one conversation at a time
         _refuse_tools(turns, tools)
         trained = [i for i, turn in enumerate(turns) if not turn.masked]
         labels: list[int] = []
         header, stops = self._header_length(), frozenset(getattr(self._tokenizer, "stop_tokens", ()))
-        # A run of unmasked tokens must be one turn. Where assistant turns follow each other, render twice, each time
-        # with every other assistant turn unmasked.
+        # A run of unmasked tokens must be one turn. If assistant turns are adjacent, render twice, with every second
+        # one unmasked.
         adjacent = any(b - a == 1 for a, b in pairwise(trained))
         for group in (trained[::2], trained[1::2]) if adjacent else (trained,):
             tokens, mask = self._render(turns, unmasked=group)
@@ -393,29 +354,24 @@ class TorchtuneRenderer:
     def reply(
         self, before: Sequence[Turn], answer: Turn, sampled: str, reply: Sequence[Turn], tools: Tools
     ) -> tuple[list[int], bool]:
-        """Render what follows an answer, by the tokenizer; see :func:`render_reply`."""
-        prompt, whole = self.prompt(before, tools), self.prompt([*before, answer, *reply], tools)
-        if whole[: len(prompt)] != prompt:
-            return whole, True
-        return whole[_behind_stop(whole, len(prompt), frozenset(self._tokenizer.stop_tokens)) :], False
+        """Implement :func:`render_reply` with the tokenizer."""
+        prompt, replied = self.prompt(before, tools), self.prompt([*before, answer, *reply], tools)
+        if replied[: len(prompt)] != prompt:
+            return replied, True
+        return replied[_behind_stop(replied, len(prompt), frozenset(self._tokenizer.stop_tokens)) :], False
 
     def _render(self, turns: Sequence[Turn], unmasked: Sequence[int]) -> tuple[list[int], list[bool]]:
-        """Return tokens and mask, with only the turns at these indices unmasked."""
-        roles = {"tool": "ipython"}
-        out = self._tokenizer(
-            {
-                "messages": [
-                    Message(roles.get(turn.role, turn.role), turn.content, masked=i not in unmasked)
-                    for i, turn in enumerate(turns)
-                ]
-            }
-        )
+        """Return tokens and mask; only the turns at these indices are unmasked."""
+        roles = ("ipython" if turn.role == "tool" else turn.role for turn in turns)
+        parts = enumerate(zip(roles, turns, strict=True))
+        messages = [Message(role, turn.content, masked=i not in unmasked) for i, (role, turn) in parts]
+        out = self._tokenizer({"messages": messages})
         return out["tokens"], out["mask"]
 
     def _header_length(self) -> int:
         """Count the tokens of an assistant's turn before its content.
 
-        It compares an empty turn with another one; they differ from the first token of the content on.
+        An empty turn and another one differ from the first token of the content on.
         ``inference=True`` does not help: torchtune's Qwen, Mistral and Gemma tokenizers ignore it and end the empty
         turn, and Phi 4's tokenizer does not accept it.
         """
@@ -428,30 +384,28 @@ class TorchtuneRenderer:
         return next((i for i, (a, b) in enumerate(zip(empty, other, strict=False)) if a != b), len(empty))
 
 
+Renderer = TemplateRenderer | PlainRenderer | TorchtuneRenderer
+
+
 def _refuse_tools(turns: Sequence[Turn], tools: Tools) -> None:
     if tools or any("tool_calls" in turn.more for turn in turns):
-        raise UserError("tools and tool_calls need the model's own chat template (chat_template: auto)")
-
-
-# ---- shared
+        raise UserError("tools and tool_calls need the model's chat template (chat_template: auto)")
 
 
 def end_of(tokens: Sequence[int], tokenizer: Any, end: int) -> list[int]:
-    """Return what to add behind a text's tokens: ``end``, unless one that ends a text is there, before white space."""
+    """Return [``end``] to append to a text's tokens, or [] if they already end with a stop token and white space."""
     last = next((token for token in reversed(tokens) if not tokenizer.decode([token]).isspace()), None)
     return [] if {last} & {end, *getattr(tokenizer, "stop_tokens", ())} else [end]
 
 
 def _behind_stop(tokens: Sequence[int], start: int, stops: frozenset[int]) -> int:
-    """Return the place behind the first stop token from ``start`` on; ``start`` if there is none."""
+    """Return the index behind the first stop token from ``start`` on; ``start`` if there is none."""
     return next((i + 1 for i in range(start, len(tokens)) if tokens[i] in stops), start)
 
 
 def _label(labels: list[int], tokens: Sequence[int], indices: Sequence[int], stops: frozenset[int]) -> None:
-    """Label the tokens at the indices ``own`` of one turn.
-
-    The model does not generate what a template puts after the end of turn (``"\\n"``), so this gets no label.
-    """
+    """Label the tokens at ``indices``, one turn, up to its stop token: the model does not generate the ``"\\n"`` that
+    a template may put behind it."""
     end = next((n for n in range(len(indices), 0, -1) if tokens[indices[n - 1]] in stops), len(indices))
     for i in indices[:end]:
         labels[i] = tokens[i]
@@ -460,8 +414,8 @@ def _label(labels: list[int], tokens: Sequence[int], indices: Sequence[int], sto
 def unlimited(tokenizer: Any) -> Any:
     """Return the tokenizer without ``max_seq_len``.
 
-    With ``max_seq_len`` it silently cuts rows and ends them with an EOS, which teaches the model to stop in
-    mid-sentence. The config's ``too_long`` handles long rows instead, and counts them.
+    With ``max_seq_len`` torchtune's tokenizers silently cut rows and end them with an EOS, which teaches the model to
+    stop in mid-sentence. The config's ``too_long`` handles long rows instead, and counts them.
     """
     if getattr(tokenizer, "max_seq_len", None) is not None:
         tokenizer = copy.copy(tokenizer)
@@ -482,7 +436,7 @@ def to_text(tokenizer: Any, tokens: Sequence[int]) -> str:
 
 
 def marked_text(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """Decode an answer with its special tokens, which mark calls of tools, but for the one that ends it."""
+    """Decode an answer with special tokens, which mark calls of tools, but without the final stop token."""
     renderer, stops = getattr(tokenizer, "renderer", None), frozenset(tokenizer.stop_tokens)
     tokens = list(tokens[:-1] if tokens and tokens[-1] in stops else tokens)
     return renderer.text(tokens) if isinstance(renderer, TemplateRenderer) else to_text(tokenizer, tokens)

@@ -28,27 +28,24 @@ from rocm_ext.data.render import IGNORE, unlimited
 from rocm_ext.data.sources import ROW_WEIGHT, SourceDataset
 from rocm_ext.data.tokenizer import ChatTokenizer
 
-ROUTES = "routes"  # the column that has the experts of sampling, see `MicroBatch.routes`: [s, layers * chosen] int16
+ROUTES = "routes"  # column with the experts of sampling, see `MicroBatch.routes`: [s, layers * chosen] int16
 SIDES = ("chosen", "rejected")
 _NO_WEIGHT = "dropped_weight_0"
-_LEAST_WEIGHT = 1e-30  # above 0; fp32 has it and its reciprocal
-_ALL_BAD = 100  # first rows after which, all being bad, the rest is not read
-SIDE = "side"  # the column that is 1 in the chosen side of a pair and in a good answer, -1 in the others
+_LEAST_WEIGHT = 1e-30  # least weight above 0; fp32 can hold it and its reciprocal
+_ALL_BAD = 100  # reading ends if so many first rows are all bad
+SIDE = "side"  # column: 1 in chosen and good answers, -1 in rejected and bad ones
 
 
 def open_dataset(cfg: Any, tokenizer: Any, too_long: str) -> Dataset:
-    """Build the dataset of a config node, or concatenate those of a list of nodes.
+    """Build a dataset from its component; a list of components becomes one dataset. A UserError if that fails.
 
     Under ``truncate`` a component gets the tokenizer as it is, so that torchtune's components work as in torchtune.
-    Under the other policies it gets a tokenizer without ``max_seq_len``, because the rows must arrive whole.
+    Under the other policies it gets a tokenizer without ``max_seq_len``, because it must not cut rows.
 
     Args:
-        cfg: node with a ``_component_``, or a list of such nodes.
+        cfg: a component, or a list of components.
         tokenizer: the config's tokenizer.
         too_long: policy for long rows, see :func:`tokenize`.
-
-    Raises:
-        UserError: the component does not exist, or rejects its arguments.
     """
     if OmegaConf.is_list(cfg) and cfg:
         parts = [without(part, WEIGHT) if OmegaConf.is_dict(part) else part for part in cfg]
@@ -71,7 +68,7 @@ def open_dataset(cfg: Any, tokenizer: Any, too_long: str) -> Dataset:
 
 
 def origin_of(dataset: Any, index: int) -> str:
-    """Return the origin of a row: ``file:line`` if the dataset provides it, else the dataset's class and the index."""
+    """Return the origin of a row: the dataset's ``origin(index)``, else the dataset's class and the index."""
     if isinstance(dataset, ConcatDataset):
         start = 0
         for part, end in zip(dataset.datasets, dataset.cumulative_sizes, strict=True):
@@ -82,33 +79,33 @@ def origin_of(dataset: Any, index: int) -> str:
 
 
 class Ragged(Sequence[np.ndarray]):
-    """Arrays of different lengths end to end in one, which a million rows need in place of lists.
+    """Arrays of different lengths in one buffer, because a million arrays in a list take too much memory.
 
     Args:
-        whole: all of them; None: there are none yet, and they are int32.
-        bounds: where each begins, and where the last one ends.
+        joined: the arrays end to end; None: an empty buffer for int32.
+        bounds: starts of the arrays, and the end of the last one.
     """
 
-    def __init__(self, whole: np.ndarray | None = None, bounds: np.ndarray | None = None) -> None:
-        self._whole: Any = array("i") if whole is None else whole
+    def __init__(self, joined: np.ndarray | None = None, bounds: np.ndarray | None = None) -> None:
+        self._joined: Any = array("i") if joined is None else joined
         self._bounds: Any = array("q", [0]) if bounds is None else bounds
 
     @property
-    def whole(self) -> np.ndarray:
-        """All arrays as one; :meth:`append` has to wait until it is gone."""
-        return self._whole if isinstance(self._whole, np.ndarray) else np.frombuffer(self._whole, np.int32)
+    def joined(self) -> np.ndarray:
+        """The arrays end to end; :meth:`append` fails while a view of them exists."""
+        return self._joined if isinstance(self._joined, np.ndarray) else np.frombuffer(self._joined, np.int32)
 
     def append(self, row: np.ndarray) -> None:
         """Add an array."""
-        self._whole.frombytes(row.tobytes())
-        self._bounds.append(len(self._whole))
+        self._joined.frombytes(row.tobytes())
+        self._bounds.append(len(self._joined))
 
     def __len__(self) -> int:
         return len(self._bounds) - 1
 
     def __getitem__(self, index: Any) -> Any:
         index = range(len(self))[index]
-        return self.whole[self._bounds[index] : self._bounds[index + 1]]
+        return self.joined[self._bounds[index] : self._bounds[index + 1]]
 
 
 Arrays = list[np.ndarray] | Ragged
@@ -116,7 +113,7 @@ Arrays = list[np.ndarray] | Ragged
 
 def flat(arrays: Arrays) -> np.ndarray:
     """Return arrays end to end."""
-    return arrays.whole if isinstance(arrays, Ragged) else np.concatenate(arrays)
+    return arrays.joined if isinstance(arrays, Ragged) else np.concatenate(arrays)
 
 
 def key(tokens: Sequence[int] | np.ndarray, lengths: Sequence[int] = ()) -> bytes:
@@ -130,18 +127,18 @@ class Rows:
     """Tokenised rows; a row is one sequence or a pack of several.
 
     Attributes:
-        tokens: ``[s]`` int32 token ids of each row.
-        labels: ``[s]`` int32 labels of each row: the token itself, or -100 for no loss.
-        lengths: lengths of the sequences in each row; they add up to ``s``.
+        tokens: token ids by row, ``[s]`` int32.
+        labels: labels by row, ``[s]`` int32: the token, or -100 for no loss.
+        lengths: lengths of the sequences by row; they add up to ``s``.
         counts: number of ``rows`` read, of kept rows that were ``truncated``, of rows ``dropped_too_long`` and of
-            rows ``dropped_without_labels``; those of pairs: see :class:`_PairReader`. In GRPO ``answers``
-            and the ``trained`` of them, see :class:`rocm_ext.rl.selection.Selected`.
-        columns: further values per token, by name (``old_logprobs``, ``advantages``, …): ``[s]`` float32 of each row.
-        said: warnings that reading them gave.
-        numbers: number of each row in its dataset, from 0, for :func:`origin_of`; empty: they come from no dataset.
-        first: origin of the first row that each count but ``rows`` has counted.
-        ends: of each data set that they come from, the number behind that of its last row.
-        known: :meth:`fingerprint` by the names of the columns, where it was stored with the rows.
+            rows ``dropped_without_labels``; for pairs see :class:`_PairReader`. In GRPO ``answers`` and ``trained``,
+            see :class:`rocm_ext.rl.selection.Selected`.
+        columns: further values per token, by name (``old_logprobs``, ``advantages``, …): by row, ``[s]`` float32.
+        said: warnings from reading the rows.
+        numbers: numbers of the rows in their dataset, from 0, for :func:`origin_of`; empty: there is no dataset.
+        first: origin of the first counted row, by name of the count; not for ``rows``.
+        ends: number of the last row plus 1, by data set.
+        known: :meth:`fingerprint` by the names of the columns, if it was stored with the rows.
         beside: other rows for the same training, see :func:`rocm_ext.train.scoring.set_baseline`.
     """
 
@@ -162,22 +159,16 @@ class Rows:
 
     @property
     def pairs(self) -> bool:
-        """Whether each row is a chosen and a rejected answer."""
+        """Whether rows are pairs of a chosen and a rejected answer."""
         return SIDE in self.columns and len(self.lengths[0]) == len(SIDES)
 
     def split(self, fraction: float, seed: int) -> tuple["Rows", "Rows"]:
-        """Split the rows at random into two disjoint parts. Equal rows, and pairs of one prompt, stay together.
+        """Split the rows at random into training and validation rows. Equal rows and pairs of one prompt stay together.
 
         Args:
-            fraction: share of the rows in the second part, which gets at least one. Where several rows stay together,
-                it gets as many groups of them as fit into this share, but at least one.
+            fraction: share of validation rows. They are as many groups of rows that stay together as fit into it,
+                but at least one; raises a UserError if nothing would be left to train on.
             seed: seed of the random choice.
-
-        Returns:
-            The training rows and the validation rows.
-
-        Raises:
-            UserError: the first part would be empty.
         """
         second = max(1, round(len(self) * fraction))
         if second >= len(self):
@@ -197,10 +188,7 @@ class Rows:
         return self.part(i for i in range(len(self)) if i not in drawn), self.part(sorted(drawn))
 
     def _together(self) -> list[list[int]]:
-        """Return for each row the rows that a split keeps together: preferences of its prompt, or equal rows.
-
-        The prompt of a preference is what comes before its first label.
-        """
+        """Return by row the rows that a split keeps together: preferences of its prompt, or equal rows."""
         keys = self._prompts() if SIDE in self.columns else [key(tokens) for tokens in self.tokens]
         by_text: dict[bytes, list[int]] = {}
         for i, text in enumerate(keys):
@@ -208,15 +196,15 @@ class Rows:
         return [by_text[text] for text in keys]
 
     def _prompts(self) -> list[bytes]:
-        """Return a hash of what comes before the first label of each row."""
+        """Return hashes of the prompts: the tokens before a row's first label."""
         texts = zip(self.tokens, self.labels, strict=True)
         return [key(tokens[: int(np.argmax(labels != IGNORE))]) for tokens, labels in texts]
 
     def mismatched(self) -> "Rows":
-        """Return each row's prompt with the answer to another prompt; the rows are single answers.
+        """Return the prompts with answers to other prompts; the rows must be single answers.
 
-        Each answer is used once. A prompt that more than half of the rows have also gets answers to itself. What is
-        longer than the longest of these rows is cut.
+        Every answer is used once. A prompt of more than half of the rows also gets answers to itself. New rows are cut
+        to the length of the longest old one.
         """
         prompts = self._prompts()
         number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
@@ -244,11 +232,7 @@ class Rows:
         return Rows(*kept, self.counts, columns, numbers=numbers, first=self.first, ends=self.ends)
 
     def joined(self, parts: Iterable[Sequence[int]]) -> "Rows":
-        """Return rows that have all sequences of several of these rows.
-
-        Args:
-            parts: the indices of each new row's rows.
-        """
+        """Join rows; ``parts`` are the indices of the rows that a new row consists of."""
         parts = list(parts)
 
         def join(arrays: Arrays) -> list[np.ndarray]:
@@ -259,14 +243,14 @@ class Rows:
         return Rows(join(self.tokens), join(self.labels), lengths, self.counts, columns)
 
     def join_groups(self, groups: Sequence[str], most: float) -> tuple["Rows", list[str]]:
-        """Join the rows of each group, so that micro-batches compute what they begin with once.
+        """Join the rows of a group, such as a prompt's answers, so that a micro-batch computes their beginning once.
 
         Args:
-            groups: the group of each row, such as the prompt that it answers.
-            most: tokens of a joined row; a group with more gets several.
+            groups: group by row.
+            most: maximum number of tokens of a joined row; a larger group becomes several rows.
 
         Returns:
-            The joined rows in the order of their first rows' groups, and the group of each.
+            The joined rows, in the order in which groups first appear, and the group by joined row.
         """
         parts: list[list[int]] = []
         of_part: list[str] = []
@@ -285,11 +269,9 @@ class Rows:
         return self.joined(parts), of_part
 
     def add_labels_column(self, name: str, values: Sequence[np.ndarray | Sequence[float]]) -> None:
-        """Add a column that has a value for each label, and 0 elsewhere.
+        """Add a column with values at labels, see :func:`labelled`, and 0 elsewhere.
 
-        Args:
-            name: the column's name.
-            values: of each row: a value for each of its labels, see :func:`labelled`; of :data:`ROUTES` [n, …].
+        ``values`` are by row: [n], or [n, …] for :data:`ROUTES`.
         """
         self.columns[name] = []
         for labels, lengths, row in zip(self.labels, self.lengths, values, strict=True):
@@ -306,15 +288,11 @@ class Rows:
         return min(weights), max(weights)
 
     def check_vocabulary(self, size: int) -> None:
-        """Check that a model with ``size`` embeddings has all token ids.
-
-        Raises:
-            UserError: it does not; the message names the largest id.
-        """
+        """Raise a UserError if a token id exceeds a model with ``size`` embeddings."""
         check_vocabulary(int(flat(self.tokens).max()), size)
 
     def fingerprint(self) -> str:
-        """Hash all rows in their order with SHA-256, in hex."""
+        """Return a SHA-256 of the rows in their order, in hex."""
         if (known := self.known.get(tuple(self.columns))) is not None:
             return known
         digest = hashlib.sha256()
@@ -328,14 +306,9 @@ class Rows:
 
 
 def labelled(labels: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-    """Return where a row has labels that a token of the same sequence predicts.
+    """Return [s] booleans: whether a row has a label that a token of the same sequence predicts.
 
-    Args:
-        labels: [s] labels of the row, ``IGNORE`` where masked.
-        lengths: lengths of the row's sequences; they add up to s.
-
-    Returns:
-        [s] booleans.
+    ``labels`` [s] are ``IGNORE`` where masked; ``lengths`` of the row's sequences add up to s.
     """
     mask = labels != IGNORE
     mask[[0, *accumulate(lengths)][:-1]] = False  # no token predicts the first token of a sequence
@@ -343,19 +316,12 @@ def labelled(labels: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
 
 
 def check_vocabulary(largest: int, size: int) -> None:
-    """Check that a model with ``size`` embeddings has the token id ``largest``.
-
-    Raises:
-        UserError: it does not; the message names both numbers.
-    """
+    """Raise a UserError if token id ``largest`` exceeds a model with ``size`` embeddings."""
     if largest >= size:
         raise UserError(
             f"the tokenizer produces token id {largest}, but the model's vocabulary ends at {size - 1}: "
             "use the tokenizer of this model"
         )
-
-
-# ---- from a dataset's items
 
 
 def tokenize(
@@ -371,23 +337,23 @@ def tokenize(
 ) -> Rows:
     """Read the rows of a map-style dataset into memory.
 
-    Rows without a label that the loss can use are dropped and counted, including those that lose it when truncated, and
-    those of weight 0. Where a weight is not 1, rows get the column ``weight``, the same value at each token of a row.
+    Rows of weight 0 and rows without a label, perhaps after truncation, are dropped and counted. If a weight is not 1,
+    rows get the column ``weight``, constant in a row.
 
     Args:
-        dataset: dataset in torchtune's form, whose items have ``tokens`` and ``labels``; ``PackedDataset`` works too,
-            and ``PreferenceDataset``, whose pairs :class:`_PairReader` reads. An item may have a ``weight``.
+        dataset: dataset in torchtune's form, with items of ``tokens`` and ``labels``. ``PackedDataset`` and
+            ``PreferenceDataset`` work as well. An item may have a ``weight``.
         max_seq_len: maximum length of a row in tokens; None: no limit.
         too_long: policy for longer rows: ``truncate`` (cut at the end), ``drop`` or ``error``.
         progress: whether to show a progress bar.
-        positions: maximum length of a sequence that the model takes, in tokens; None: unknown. It limits rows as
-            ``max_seq_len`` does.
+        positions: the model's maximum length of a sequence in tokens; None: unknown. It limits rows as ``max_seq_len``
+            does.
         every: 1 reads all rows, 2 every second one, and so on.
         name: key of the dataset in the config, for messages.
-        bad_rows: policy for rows that cannot be used: ``error`` (of all of them together) or ``drop``.
+        bad_rows: policy for malformed rows: ``error``, which names all of them, or ``drop``.
 
     Raises:
-        UserError: rows cannot be tokenised or one is too long, under ``error``, or no rows are left.
+        UserError: under the policy ``error`` a row is malformed or too long; or no rows are left.
     """
     if not hasattr(dataset, "__len__"):
         raise UserError(f"{type(dataset).__name__} has no length; only map-style datasets can be trained on")
@@ -445,7 +411,7 @@ def tokenize(
         why += f", {rows.counts[_NO_WEIGHT]} have weight 0" if _NO_WEIGHT in rows.counts else ""
         raise UserError(f"{name}: 0 of {len(chosen)} rows left{why}")
     if any(weight != 1 for weight in weights):
-        # views of one number each
+        # views of one number per row
         column = [np.broadcast_to(np.float32(w), len(row)) for w, row in zip(weights, rows.tokens, strict=True)]
         rows.columns[ROW_WEIGHT] = column
     if foreign and max_seq_len and all(labels[-1] == IGNORE for labels in rows.labels):
@@ -457,7 +423,7 @@ def tokenize(
 
 
 def _items(dataset: Any, indices: Sequence[int]) -> Iterator[Any]:
-    """Yield a dataset's items, or the exceptions that it raises; those of this library tokenise many at once."""
+    """Yield a dataset's items, or its exceptions; datasets of this library tokenise many rows at once."""
     if isinstance(dataset, SourceDataset):
         yield from dataset.items(indices)
     elif isinstance(dataset, ConcatDataset):
@@ -473,16 +439,16 @@ def _items(dataset: Any, indices: Sequence[int]) -> Iterator[Any]:
 
 
 class WrongRow(UserError):
-    """A row that ends the run whatever ``bad_rows`` says."""
+    """An error that ends the run under every policy of ``bad_rows``."""
 
 
 @dataclass(frozen=True)
 class _LengthLimits:
-    """How long a sequence may be, and what happens to a longer one.
+    """The limits of a sequence's length and the policy for longer ones.
 
     Attributes:
         max_seq_len, positions, too_long: see :func:`tokenize`.
-        foreign: whether a dataset is not of this library; such a one may cut sequences itself.
+        foreign: whether a dataset is not this library's; it may then cut sequences.
     """
 
     max_seq_len: int | None
@@ -501,10 +467,9 @@ class _LengthLimits:
         return f"the model's window of {limit} tokens" if limit == self.positions else f"max_seq_len {limit}"
 
     def drops(self, origin: Callable[[], str], length: int, limit: int) -> bool:
-        """Return whether a sequence of ``length`` tokens, which exceeds ``limit``, is dropped rather than cut.
+        """Return whether a sequence of ``length`` tokens, above ``limit``, is dropped; False: it is cut.
 
-        Raises:
-            WrongRow: neither; ``too_long`` is ``error``.
+        Raises a WrongRow if ``too_long`` is ``error``.
         """
         if self.too_long == "error":
             of_model = limit == self.positions
@@ -514,7 +479,7 @@ class _LengthLimits:
 
 
 class _Reader(ABC):
-    """Adds the items of a dataset to ``rows``, or counts why one is dropped, as :func:`tokenize` says."""
+    """Adds items of a dataset to ``rows``, or counts the reasons to drop them, see :func:`tokenize`."""
 
     counted: tuple[str, ...]
     what: str
@@ -525,24 +490,20 @@ class _Reader(ABC):
 
     @abstractmethod
     def add(self, item: Mapping[str, Any], origin: Callable[[], str]) -> None:
-        """Add an item, or count why it is dropped.
-
-        Args:
-            item: of the dataset.
-            origin: returns the item's origin, for messages.
+        """Add an item, or count the reason to drop it; ``origin`` returns the item's origin, for messages.
 
         Raises:
-            UserError: a sequence is too long under ``error``, or for the model in a pack.
+            UserError: a sequence is too long under ``error``, or too long for the model in a pack.
             ValueError: the item is malformed, or the prompts of a pair's sides differ.
         """
 
     @abstractmethod
     def dropped(self) -> str:
-        """Say what became of the items."""
+        """Describe the dropped items."""
 
 
 class _SequenceReader(_Reader):
-    """Reads ``tokens``, ``labels`` and, of a pack, ``seq_lens``."""
+    """Reads ``tokens``, ``labels`` and, for packs, ``seq_lens``."""
 
     counted: tuple[str, ...] = ("truncated", "dropped_too_long", "dropped_without_labels")
     what = "single answers"
@@ -567,7 +528,7 @@ class _SequenceReader(_Reader):
         if not len(labels) or not labelled(labels, lengths).any():
             self._counts["dropped_without_labels"] += 1
             return
-        # torchtune's components truncate rows themselves, and then mask the last token
+        # torchtune's components truncate rows, and then mask the last token
         already = self._limits.foreign and len(tokens) == max_seq_len and labels[-1] == IGNORE
         self._counts["truncated"] += cut or bool(already)
         self._rows.tokens.append(tokens)
@@ -582,7 +543,7 @@ class _SequenceReader(_Reader):
 
 
 class _LabelledReader(_SequenceReader):
-    """Reads single answers that are ``good`` or ``bad``, which it counts; their ``side`` becomes a column."""
+    """Reads and counts single answers that are ``good`` or ``bad``; their ``side`` becomes a column."""
 
     counted = (*_SequenceReader.counted, "good", "bad")
     what = "answers with a label"
@@ -600,12 +561,11 @@ class _LabelledReader(_SequenceReader):
 
 
 class _PairReader(_Reader):
-    """Reads pairs: rows of two sequences, the chosen one and the rejected one, both with labels.
+    """Reads pairs: rows of a chosen and a rejected sequence, both with labels. The rows get the column ``side``.
 
-    The rows get the column ``side``. Their counts become the number of ``rows`` read, of kept pairs that were
-    ``truncated``, of pairs ``dropped_too_long``, of those with equal sides (``dropped_equal``) or without an answer on
-    a side (``dropped_empty``), and of those whose sides are equal as far as the limit reaches
-    (``dropped_equal_when_cut``).
+    It counts ``rows`` read, kept pairs that were ``truncated``, and dropped pairs: ``dropped_too_long``,
+    ``dropped_equal`` (equal sides), ``dropped_empty`` (a side without an answer) and ``dropped_equal_when_cut`` (sides
+    that are equal up to the limit).
     """
 
     counted = ("truncated", "dropped_too_long", "dropped_equal", "dropped_empty", "dropped_equal_when_cut")
@@ -618,7 +578,7 @@ class _PairReader(_Reader):
     def add(self, item: Mapping[str, Any], origin: Callable[[], str]) -> None:
         pair = [_tokens_and_labels(item, f"{side}_input_ids", f"{side}_labels") for side in SIDES]
         longest = max(len(tokens) for tokens, _ in pair)
-        # torchtune's tokenizers cut at max_seq_len themselves
+        # torchtune's tokenizers cut at max_seq_len
         cut = self._limits.foreign and longest == self._limits.max_seq_len
         if reason := _reason_to_drop(pair):
             self._counts["dropped_equal_when_cut" if cut and reason == "dropped_equal" else reason] += 1
@@ -632,7 +592,7 @@ class _PairReader(_Reader):
                 self._counts["dropped_too_long"] += 1
                 return
             pair, cut = [(tokens[:limit], labels[:limit]) for tokens, labels in pair], True
-            if _reason_to_drop(pair):  # where a side has no label left, both are the beginning of the prompt
+            if _reason_to_drop(pair):  # if a side has no label left, both sides are the beginning of the prompt
                 self._counts["dropped_equal_when_cut"] += 1
                 return
         self._counts["truncated"] += cut
@@ -648,7 +608,7 @@ class _PairReader(_Reader):
 
 
 def _weight(item: Mapping[str, Any]) -> float:
-    """Return the weight of a dataset's item, 1 where it has none; a cell of a table is text."""
+    """Return the weight of an item; by default 1. A cell of a table is text."""
     value = item.get(ROW_WEIGHT, 1.0)
     with suppress(TypeError, ValueError):
         weight = math.nan if isinstance(value, bool) else float(value)
@@ -658,7 +618,7 @@ def _weight(item: Mapping[str, Any]) -> float:
 
 
 def _is_pair(item: Mapping[str, Any]) -> bool:
-    """Whether a dataset's item is a pair, in the form of torchtune's ``PreferenceDataset``."""
+    """Return whether an item is a pair, as in torchtune's ``PreferenceDataset``."""
     return any(f"{side}_input_ids" in item for side in SIDES)
 
 
@@ -670,7 +630,7 @@ def _reason_to_drop(pair: list[tuple[np.ndarray, np.ndarray]]) -> str | None:
 
 
 def _read_item(item: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-    """Return the tokens ``[s]``, the labels ``[s]`` and the lengths of the sequences in a dataset's item."""
+    """Return the tokens ``[s]``, the labels ``[s]`` and the lengths of the sequences in an item."""
     if item.get("encoder_input") is not None:
         raise ValueError("it has images (encoder_input); only text models are supported")
     tokens, labels = _tokens_and_labels(item, "tokens", "labels")
@@ -679,8 +639,8 @@ def _read_item(item: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, tuple[i
     lengths = tuple(int(n) for n in item["seq_lens"] if n)
     if sum(lengths) != len(tokens):
         raise ValueError(f"seq_lens add up to {sum(lengths)}, but there are {len(tokens)} tokens")
-    # PackedDataset counts its padding as one last sequence. Sequences do not see each other, so it is safe to remove
-    # any last sequence without labels.
+    # PackedDataset counts its padding as a last sequence. Attention keeps sequences apart, so a last sequence without
+    # labels can go.
     end = len(tokens) - lengths[-1] if lengths else 0
     if (labels[end:] == IGNORE).all():
         tokens, labels, lengths = tokens[:end], labels[:end], lengths[:-1]

@@ -9,13 +9,14 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.config.checks.kinds import check, one_of
 from rocm_ext.data.dialects import ALPACA, asked, conversation, listed, refuse_kto, string
 from rocm_ext.data.loading import open_source, row_at
 from rocm_ext.data.messages import REASONING, Turn, to_tools, to_turns, with_system
 from rocm_ext.data.render import PlainRenderer, Steps, TemplateRenderer, end_of, render_turns, together
 from rocm_ext.data.tokenizer import special_token_lines, special_tokens_in
 
-SCHEMAS = {  # the columns that a row needs; alpaca's ALPACA are optional
+SCHEMAS = {  # required columns; the others of ALPACA are optional
     "messages": ("messages",),
     "sharegpt": ("conversations",),
     "prompt_completion": ("prompt", "completion"),
@@ -23,7 +24,7 @@ SCHEMAS = {  # the columns that a row needs; alpaca's ALPACA are optional
     "text": ("text",),
 }
 ROW_WEIGHT = "weight"  # column of any schema
-EXTRAS = ("system", "tools", ROW_WEIGHT)  # columns that every schema may have; text has the last one only
+EXTRAS = ("system", "tools", ROW_WEIGHT)  # optional columns of every schema; text has only the weight
 FIELDS = (*ALPACA, *EXTRAS, *(field for fields in SCHEMAS.values() for field in fields))
 _TOGETHER = 128  # rows that are tokenised at once
 NEEDS = ", ".join(f"{name} ({' + '.join(fields)})" for name, fields in SCHEMAS.items())
@@ -49,10 +50,9 @@ def sft_dataset(
     - messages: ``messages``, a list of ``{role, content}``
     - sharegpt: ``conversations``, a list of ``{from, value}``
     - prompt_completion: ``prompt`` and ``completion``, strings or lists of messages
-    - alpaca: ``instruction``, ``output`` and optionally ``input`` and ``history``, pairs of a question and its answer
-      that come before. The user's turn is the instruction, a blank line and the input. The model's chat template
-      formats it
-    - text: ``text``. Every token is labelled. BOS and EOS of the model are added unless they are there
+    - alpaca: ``instruction``, ``output`` and optionally ``input`` and ``history``, earlier pairs of a question and its
+      answer. The user's turn is the instruction, a blank line and the input. The model's chat template formats it
+    - text: ``text``. Every token is labelled. The model's BOS and EOS are added if they are missing
 
     Rows of the first four may also have ``system``, the text of the system message, and ``tools``, the JSON schemas
     of functions that the assistant may call (a list, or JSON text). ``chat_template: none`` takes prompt_completion
@@ -72,20 +72,19 @@ def sft_dataset(
         schema: one of the above, or ``auto``, which chooses the matching schema row by row.
         system_prompt: added to conversations without a system message. With None, the chat template may add a
             default one, as Qwen 2.5's does.
-        assistant_turns: ``all``, or ``last`` to train on the last assistant turn of each conversation alone, which
-            templates need that cut the reasoning from earlier turns, as Qwen 3's does.
-        train_on_input: label every token instead of only the assistant's.
+        assistant_turns: ``all``, or ``last`` to train only on a conversation's last assistant turn. Templates that cut
+            the reasoning from earlier turns, such as Qwen 3's, need it.
+        train_on_input: whether to label every token instead of only the assistant's.
 
     Returns:
-        A dataset that tokenises rows on access. A malformed row raises a ``UserError`` on access.
+        A dataset that tokenises rows on access, where a malformed row raises a ``UserError``.
 
     Raises:
         UserError: the source cannot be read, or an argument does not match it.
     """
     if schema not in ("auto", *SCHEMAS):
         raise UserError(f"schema {schema!r} is unknown{nearest(schema, ['auto', *SCHEMAS])}; schemas: {NEEDS}")
-    if assistant_turns not in ("all", "last"):
-        raise UserError(f"assistant_turns is {assistant_turns!r}; expected all or last")
+    check({"assistant_turns": assistant_turns}, {"assistant_turns": one_of("all", "last")})
     rows, origin, columns = open_source(source, split, data_files, name, column_map, FIELDS)
     return ConversationDataset(
         tokenizer=tokenizer,
@@ -101,7 +100,7 @@ def sft_dataset(
 
 
 def weight_in(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the weight in a row's values, for an item of a dataset; empty: it has none."""
+    """Return ``{"weight": …}`` for an item of a dataset; {} if the row has no weight."""
     return {ROW_WEIGHT: fields[ROW_WEIGHT]} if ROW_WEIGHT in fields else {}
 
 
@@ -111,7 +110,7 @@ class SourceDataset(Dataset, ABC):
 
     Attributes:
         rows: the raw rows.
-        origin: ``origin(i)`` names the source of row i: ``file:line`` in JSON lines, else its index, from 0.
+        origin: function from a row's index to its origin: ``file:line`` in JSON lines, else the index, from 0.
         tokenizer, column_map, system_prompt, source: see :func:`sft_dataset`.
     """
 
@@ -121,10 +120,10 @@ class SourceDataset(Dataset, ABC):
     column_map: dict[str, str]
     system_prompt: str | None
     source: str
-    _seen: set[str] = field(default_factory=set)  # columns of the rows read so far, and those that a row used
-    _used: set[str] = field(default_factory=set)
+    _seen: set[str] = field(default_factory=set)  # columns of the rows read so far
+    _used: set[str] = field(default_factory=set)  # columns that a row has used
     _unread: set[str] = field(default_factory=set)  # keys of messages that the template does not read
-    _reserved: dict[int, str] = field(default_factory=dict)  # a special token in the text of row i
+    _reserved: dict[int, str] = field(default_factory=dict)  # row -> a special token in its text
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -136,7 +135,7 @@ class SourceDataset(Dataset, ABC):
         return item
 
     def items(self, indices: Sequence[int]) -> Iterator[dict[str, list[int]] | Exception]:
-        """Tokenise rows; yield an exception in place of a row that cannot be used."""
+        """Tokenise rows; yield an exception instead of a malformed row."""
         renderer = getattr(self.tokenizer, "renderer", None)
         encode = renderer.encode_all if isinstance(renderer, TemplateRenderer) else None
         for start in range(0, len(indices), _TOGETHER):
@@ -151,7 +150,7 @@ class SourceDataset(Dataset, ABC):
         """Tokenise row ``index``; return the item."""
 
     def warnings(self) -> list[str]:
-        """Return what the user should know about the rows read so far, one line each."""
+        """Return warnings about the rows read so far, in one line each."""
         lines = []
         if unused := self._seen - self._used:
             lines.append(f"{self.source}: the columns {', '.join(sorted(unused))} are not used")
@@ -173,18 +172,18 @@ class SourceDataset(Dataset, ABC):
         return row, fields
 
     def _use(self, columns: Iterable[str]) -> None:
-        """Note that a row's columns are used, given our names; ``tools`` only where the template reads them."""
+        """Note used columns, given by our names; ``tools`` counts only if the template reads it."""
         self._used.update(self.column_map.get(ours, ours) for ours in columns if ours != "tools" or ours in self._read)
 
     def _note(self, index: int, turns: Sequence[Turn]) -> None:
-        """Note for :meth:`warnings` what the template does not read of a row, and special tokens in its texts."""
+        """Note a row's keys that the template does not read, and special tokens in its texts, for :meth:`warnings`."""
         self._unread.update(key for turn in turns for key in turn.more if key not in self._read)
         if special := self._special_token(turn.content for turn in turns):
             self._reserved[index] = special
 
     @cached_property
     def _read(self) -> frozenset[str]:
-        """Keys of messages that the rendering reads; all names of the reasoning if it reads one."""
+        """Keys of messages that the template reads; all names of the reasoning if it reads one."""
         renderer = getattr(self.tokenizer, "renderer", None)
         names = renderer.template.names if isinstance(renderer, TemplateRenderer) else frozenset()
         return names | {"tool_call_id"} | (set(REASONING) if names & set(REASONING) else set())
@@ -200,7 +199,7 @@ class ConversationDataset(SourceDataset):
 
     Attributes:
         schema, train_on_input: see :func:`sft_dataset`.
-        last_turn: whether to train on the last assistant turn of each conversation alone.
+        last_turn: whether to train only on a conversation's last assistant turn.
     """
 
     schema: str
@@ -227,11 +226,7 @@ class ConversationDataset(SourceDataset):
         return {"tokens": tokens, "labels": labels, **weight_in(fields)}
 
     def _fields(self, index: int) -> tuple[str, dict[str, Any]]:
-        """Return the schema that matches a row, and the row's values under our column names.
-
-        Raises:
-            ValueError: no schema matches, or several.
-        """
+        """Return the matching schema of a row, and its values under our column names."""
         row, fields = self._mapped(index)
         names = SCHEMAS if self.schema == "auto" else [self.schema]
         fits = [name for name in names if fields.keys() >= set(SCHEMAS[name])]
@@ -253,12 +248,8 @@ class ConversationDataset(SourceDataset):
             )
         if fits[0] != "text":
             refuse_kto(fields)
-        used = {
-            *SCHEMAS[fits[0]],
-            *(EXTRAS if fits[0] != "text" else (ROW_WEIGHT,)),
-            *(ALPACA if fits[0] == "alpaca" else ()),
-        }
-        self._use(used)
+        extras = EXTRAS if fits[0] != "text" else (ROW_WEIGHT,)
+        self._use({*SCHEMAS[fits[0]], *extras, *(ALPACA if fits[0] == "alpaca" else ())})
         return fits[0], fields
 
     def _messages(self, schema: str, fields: dict[str, Any], tools: list[dict[str, Any]] | None) -> Any:

@@ -1,4 +1,4 @@
-"""Chat templates of models: find them in a checkpoint's folder and render conversations with them, without torch."""
+"""Models' chat templates: find them in a checkpoint's folder and render conversations with them, without torch."""
 
 import json
 import re
@@ -21,7 +21,7 @@ TEMPLATE = "chat_template.jinja"
 OF_PROCESSORS = "chat_template.json"  # in older folders of multimodal models
 _CONFIG = "tokenizer_config.json"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# what a generation block has rendered stands between these marks; no text of a user's can contain them
+# marks around the output of a generation block; no user's text can contain them
 _BEGIN, _END = (f"\0{mark}-{uuid4().hex}\0" for mark in ("begin", "end"))
 
 
@@ -30,14 +30,14 @@ class ChatTemplate:
 
     Args:
         text: the template.
-        variables: what the template sees beside the conversation, such as ``bos_token`` or ``enable_thinking``.
-        today: the date that ``strftime_now`` gives to the template.
-        origin: where the template comes from, for messages.
-        for_tools: the template of conversations with tools; None: the same.
+        variables: further variables of the template, such as ``bos_token`` or ``enable_thinking``.
+        today: date of the template's ``strftime_now``.
+        origin: origin of the template, for messages.
+        for_tools: template of conversations with tools; None: the same template.
 
     Attributes:
-        marked: whether generation blocks in the template mark what the assistant says.
-        names: the names and texts in the template's code; what a message has beside them, it does not read.
+        marked: whether generation blocks in the template mark the assistant's text.
+        names: all names and texts in the template's code; it can read no other keys of a message.
 
     Raises:
         UserError: the template is not valid Jinja.
@@ -72,7 +72,7 @@ class ChatTemplate:
         self._listed = not self._shows_content() and self._shows_content(listed=True)
 
     def _shows_content(self, listed: bool = False) -> bool:
-        """Whether a message's text appears. Templates of some multimodal models take lists of parts alone."""
+        """Return whether a message's text appears. Templates of some multimodal models take only lists of parts."""
         self._listed = listed
         try:
             return _BEGIN in self._render([Turn("user", _BEGIN, False)], None, prompt=False)
@@ -80,26 +80,19 @@ class ChatTemplate:
             return False
 
     def render(self, turns: Sequence[Turn], tools: Sequence[Mapping] | None, prompt: bool = False) -> str:
-        """Render a conversation.
+        """Render a conversation; UserError: the template refuses it.
 
         Args:
             turns: the conversation.
             tools: JSON schemas of the functions that the assistant may call.
             prompt: whether to add the header of the assistant's next turn.
-
-        Raises:
-            UserError: the template refuses the conversation.
         """
         return self._render(turns, tools, prompt).replace(_BEGIN, "").replace(_END, "")
 
     def render_marked(
         self, turns: Sequence[Turn], tools: Sequence[Mapping] | None
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Render a conversation; also return start and end of each generation block, in characters.
-
-        Raises:
-            UserError: the template refuses the conversation.
-        """
+        """Render a conversation; also return start and end of the generation blocks, in characters."""
         text, spans, start = "", [], 0
         for part in re.split(f"({_BEGIN}|{_END})", self._render(turns, tools, prompt=False)):
             if part == _BEGIN:
@@ -124,7 +117,7 @@ class ChatTemplate:
 
 
 class _GenerationBlock(Extension):
-    """``{% generation %}…{% endgeneration %}``, transformers' marks around what the assistant says."""
+    """``{% generation %}…{% endgeneration %}``, transformers' marks around the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -141,10 +134,9 @@ def read_template(setting: str, folder: Path, args: Mapping[str, Any], today: da
     """Read a chat template.
 
     Args:
-        setting: ``auto``, the template in ``folder``; the name of one of several there; a template; or the path of a
-            file.
+        setting: ``auto``, the template in ``folder``; the name of a template there; a template; or the path of a file.
         folder: the checkpoint's folder, whose ``tokenizer_config.json`` also names the special tokens.
-        args: further variables for the template; they take precedence.
+        args: further variables of the template; they take precedence.
         today: see :class:`ChatTemplate`.
 
     Returns:
@@ -157,8 +149,7 @@ def read_template(setting: str, folder: Path, args: Mapping[str, Any], today: da
     tokens = {name: config.get(name) for name in _SPECIAL_TOKENS}  # text, or objects with ``content``
     texts = {name: token.get("content") if isinstance(token, Mapping) else token for name, token in tokens.items()}
     variables = {**{name: text for name, text in texts.items() if isinstance(text, str)}, **args}
-    named = _named_templates(folder, config)
-    origin = str(folder / _file_of(folder, config))
+    named, origin = _named_templates(folder, config)
     if setting == "auto":
         if not named:
             return None
@@ -176,14 +167,6 @@ def read_template(setting: str, folder: Path, args: Mapping[str, Any], today: da
     return ChatTemplate(_read(path), variables, today, setting)
 
 
-def _file_of(folder: Path, config: Mapping[str, Any]) -> str:
-    """Return the name of the file with a folder's template, in transformers' order."""
-    if (folder / TEMPLATE).is_file():
-        return TEMPLATE
-    in_old_file = config.get("chat_template") is None and (folder / OF_PROCESSORS).is_file()
-    return OF_PROCESSORS if in_old_file else _CONFIG
-
-
 def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
@@ -192,22 +175,25 @@ def _json(path: Path) -> dict[str, Any]:
     return config
 
 
-def _named_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the templates of a folder by name; one alone is called ``default``, and one for tools ``tool_use``."""
-    if (folder / TEMPLATE).is_file():
+def _named_templates(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+    """Return a folder's templates by name, and their file, in transformers' order of preference.
+
+    A single template is called ``default``, and one for tools ``tool_use``.
+    """
+    if (file := folder / TEMPLATE).is_file():
         more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-        return {"default": _read(folder / TEMPLATE), **{path.stem: _read(path) for path in more}}
-    file = _file_of(folder, config)
-    templates = (_json(folder / OF_PROCESSORS) if file == OF_PROCESSORS else config).get("chat_template")
-    if templates is None:
-        return {}
-    if isinstance(templates, str):
-        return {"default": templates}
+        return {"default": _read(file), **{path.stem: _read(path) for path in more}}, str(file)
+    file, templates = folder / _CONFIG, config.get("chat_template")
+    if templates is None and (folder / OF_PROCESSORS).is_file():
+        file = folder / OF_PROCESSORS
+        templates = _json(file).get("chat_template")
+    if templates is None or isinstance(templates, str):
+        return {} if templates is None else {"default": templates}, str(file)
     listed = templates if isinstance(templates, list) else [templates]
     named: Any = {entry.get("name"): entry.get("template") for entry in listed if isinstance(entry, Mapping)}
     if len(named) != len(listed) or not all(isinstance(text, str) for pair in named.items() for text in pair):
-        raise UserError(f"{folder / file}: chat_template must be text, or a list of name and template")
-    return named
+        raise UserError(f"{file}: chat_template must be text, or a list of name and template")
+    return named, str(file)
 
 
 def _read(path: Path) -> str:

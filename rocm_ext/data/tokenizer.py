@@ -1,6 +1,5 @@
-"""Open a config's tokenizer together with the way its conversations are rendered."""
+"""Open a config's tokenizer together with its renderer of conversations."""
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -12,7 +11,7 @@ from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
 from rocm_ext.config.checks import check_max_seq_len
-from rocm_ext.data.encoder import EOS, TOKENIZER, HFTokenizer, TextEncoder, ids_in
+from rocm_ext.data.encoder import EOS, TOKENIZER, HFTokenizer, TextEncoder, any_of, ids_in
 from rocm_ext.data.messages import to_turns
 from rocm_ext.data.render import PlainRenderer, Renderer, TemplateRenderer, alone, render_conversation, render_prompt
 from rocm_ext.data.template import TEMPLATE, ChatTemplate, read_template
@@ -21,17 +20,15 @@ _SAMPLE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b
 
 
 class ChatTokenizer:
-    """A torchtune model tokenizer whose conversations another renderer renders.
-
-    Every other attribute is that of the torchtune tokenizer.
+    """A torchtune model tokenizer with another renderer of conversations; further attributes are the tokenizer's.
 
     Args:
         base: a torchtune model tokenizer.
         renderer: renders conversations.
         ends: ids of the model's EOS tokens; the first ends a text without turns.
-        reserved: texts that become special tokens; None: those of ``base``.
-        template: text of a chat template that is not the model's own; None if it is.
-        template_args: the config's variables of the template, which a server needs, too.
+        reserved: texts that become special tokens; None: :func:`reserved_tokens` of ``base``.
+        template: text of a chat template from the config; None: the template is the model's.
+        template_args: the config's variables of the template, which a server also needs.
 
     Attributes:
         stop_tokens: ids that end an answer.
@@ -78,19 +75,19 @@ class ChatTokenizer:
         return tokens[:limit], [label < 0 for label in labels[:limit]]
 
     def write_template(self, folder: Path) -> None:
-        """Write the chat template into a folder with an exported model, unless it is the model's own."""
+        """Write the config's chat template, if it has one, into a folder with an exported model."""
         if self._template is not None:
             (folder / TEMPLATE).write_text(self._template, encoding="utf-8")
 
 
 def open_tokenizer(cfg: DictConfig) -> Any:
-    """Build the config's tokenizer, which renders as ``chat_template`` says.
+    """Build the config's tokenizer, which renders by ``chat_template``.
 
     Args:
-        cfg: config of a recipe; its ``checkpointer`` names the folder with the model's own template.
+        cfg: config of a recipe; its ``checkpointer`` names the folder with the model's template.
 
     Returns:
-        A :class:`ChatTokenizer`; the torchtune tokenizer itself where that renders.
+        A :class:`ChatTokenizer`, or the torchtune tokenizer if that renders.
 
     Raises:
         UserError: the tokenizer cannot be built, or the template cannot be read or does not fit the tokenizer.
@@ -131,7 +128,7 @@ def open_tokenizer(cfg: DictConfig) -> Any:
 
 
 def reserved_tokens(tokenizer: Any) -> frozenset[str]:
-    """Return the texts that a tokenizer turns into special tokens wherever they stand, such as ``<|im_end|>``."""
+    """Return the texts that a tokenizer turns into special tokens, such as ``<|im_end|>``."""
     if isinstance(tokenizer, ChatTokenizer):
         return tokenizer.reserved
     if isinstance(tokenizer, HFTokenizer):
@@ -145,35 +142,26 @@ def reserved_tokens(tokenizer: Any) -> frozenset[str]:
 
 
 def special_tokens_in(tokenizer: Any) -> Callable[[Iterable[str]], str | None]:
-    """Return a function that finds a special token in texts; the model reads it as such, not as text."""
-    names = sorted(reserved_tokens(tokenizer))
-    pattern = re.compile("|".join(map(re.escape, names)) if names else r"(?!)")
-
-    def find(texts: Iterable[str]) -> str | None:
-        return next((match[0] for text in texts if (match := pattern.search(text))), None)
-
-    return find
+    """Return a function that returns a special token in texts, or None; the model does not read it as text."""
+    pattern = any_of(reserved_tokens(tokenizer))
+    return lambda texts: next((match[0] for text in texts if (match := pattern.search(text))), None)
 
 
 def defused(tokenizer: Any) -> Callable[[str], str]:
-    """Return a function that lets the model read added tokens in a text as text: a space follows their first letter.
+    """Return a function that turns added tokens in a text into plain text, by a space after their first letter.
 
-    Without it, the output of a tool could end its own turn and speak as another.
+    Without it, a tool's output could end its turn and begin another one.
     """
     renderer = getattr(tokenizer, "renderer", None)
     added = renderer.added_tokens if isinstance(renderer, TemplateRenderer) else frozenset()
-    names = sorted(reserved_tokens(tokenizer) | added, key=len, reverse=True)
-    pattern = re.compile("|".join(map(re.escape, names)) if names else r"(?!)")
+    pattern = any_of(reserved_tokens(tokenizer) | added)
     return lambda text: pattern.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
 
 def special_token_lines(what: str, count: int, special: Sequence[tuple[str, str]]) -> list[str]:
-    """Return a warning about the special tokens in texts; none if there are none.
+    """Return a warning about special tokens in ``count`` texts; [] if there are none.
 
-    Args:
-        what: name of the texts.
-        count: number of texts.
-        special: a special token and the origin of each text that contains one.
+    ``special`` has a special token and the origin of every text with one.
     """
     if not special:
         return []
@@ -185,7 +173,7 @@ def special_token_lines(what: str, count: int, special: Sequence[tuple[str, str]
 
 
 def _template_args(cfg: DictConfig) -> tuple[dict[str, Any], date]:
-    """Return the config's variables of the template, and its date."""
+    """Return the config's variables of the template, and the template's date."""
     content: Any = OmegaConf.to_container(cfg, resolve=True)
     args, day = content["chat_template_args"], content["chat_template_date"]
     if not isinstance(args, Mapping) or not all(isinstance(key, str) for key in args):
@@ -198,11 +186,6 @@ def _template_args(cfg: DictConfig) -> tuple[dict[str, Any], date]:
 
 
 def _encoder(folder: Path) -> TextEncoder:
-    """Open the folder's ``tokenizer.json``.
-
-    Raises:
-        UserError: the file is missing or damaged.
-    """
     if not (folder / TOKENIZER).is_file():
         raise UserError(
             f"the chat template needs {folder / TOKENIZER}, which does not exist; download the model's {TOKENIZER}, "
@@ -215,9 +198,6 @@ def _ends(folder: Path, base: Any) -> list[int]:
     """Return the ids of the EOS tokens in ``generation_config.json`` or ``config.json``, else torchtune's.
 
     torchtune's Qwen tokenizers know only the EOS of the instruct models, which base models do not generate.
-
-    Raises:
-        UserError: neither the folder nor the tokenizer names an EOS token.
     """
     if numbers := ids_in(folder, EOS):
         return numbers
@@ -227,7 +207,7 @@ def _ends(folder: Path, base: Any) -> list[int]:
 
 
 def _warn_if_different(base: Any, folder: Path, args: Mapping[str, Any], today: date) -> None:
-    """Warn if torchtune's rendering differs from the model's own template, which every server uses."""
+    """Warn if torchtune's rendering differs from the model's template, which every server uses."""
     try:
         template = read_template("auto", folder, args, today)
         if template is None or not (folder / TOKENIZER).is_file():
@@ -235,7 +215,7 @@ def _warn_if_different(base: Any, folder: Path, args: Mapping[str, Any], today: 
         model = TemplateRenderer(template, TextEncoder(folder / TOKENIZER), getattr(base, "stop_tokens", ()))
         theirs = model.prompt(to_turns(_SAMPLE[:1]), None)
     except UserError as error:
-        log.info("the model's own chat template is not compared with torchtune's: %s", error)
+        log.info("the model's chat template is not compared with torchtune's: %s", error)
         return
     if theirs != render_prompt(base, _SAMPLE[:1]):
         log.warning(
@@ -246,15 +226,15 @@ def _warn_if_different(base: Any, folder: Path, args: Mapping[str, Any], today: 
 
 
 def _turn_end(template: ChatTemplate, base: HFTokenizer) -> list[int]:
-    """Return the special token that ends the assistant's turn, where the model's EOS tokens do not.
+    """Return the special token that ends the assistant's turn, unless an EOS token does.
 
-    Base models name the end of a text alone, such as Qwen's ``<|endoftext|>``, beside a template with ``<|im_end|>``.
+    Base models name only the end of a text, such as Qwen's ``<|endoftext|>``, but their template has ``<|im_end|>``.
     """
     special = {base.encoder.ids[text] for text in base.encoder.special}
     renderer = TemplateRenderer(template, base.encoder, [*base.stop_tokens, *special])
     try:
         _, labels = alone(renderer.conversation(to_turns(_SAMPLE), None))
-    except UserError:  # _check_end_of_turn tells it
+    except UserError:  # _check_end_of_turn reports it
         return []
     if set(base.stop_tokens).intersection(labels):
         return []

@@ -1,4 +1,4 @@
-"""The rules by which a BPE splits text into words: those of a ``tokenizer.json``, and llama.cpp's names for them."""
+"""Rules by which a BPE splits text into words: a ``tokenizer.json``'s ``pre_tokenizer``, and llama.cpp's names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +26,7 @@ _SPLITS = {  # expressions of tokenizer.json, and llama.cpp's names
     _O200K: "gpt-4o",
     _QWEN35: "qwen35",
 }
-# llama.cpp takes words that are tokens before it merges; for o200k it merges, and its merges lead to them
+# llama.cpp looks words up as tokens before it merges; for o200k it merges, and reaches the same tokens
 TAKES_WORDS = ("llama-bpe", "tekken")
 WHOLE_WORDS = (*TAKES_WORDS, "gpt-4o")
 BEGINS = ("llama-bpe", "tekken")  # texts begin with BOS, unless the file says otherwise
@@ -34,7 +34,7 @@ _SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qw
 
 
 def name_of(pre: Mapping[str, Any]) -> str | None:
-    """Return llama.cpp's name of a ``pre_tokenizer``; None: it has none."""
+    """Return llama.cpp's name of a ``pre_tokenizer``; None: there is none."""
     steps = pre.get("pretokenizers", [pre])
     kinds = [step.get("type") for step in steps]
     if kinds[-1:] != ["ByteLevel"] or steps[-1].get("add_prefix_space"):
@@ -51,7 +51,7 @@ def name_of(pre: Mapping[str, Any]) -> str | None:
 
 
 def of_name(name: str) -> dict[str, Any] | None:
-    """Return the ``pre_tokenizer`` that llama.cpp has by a name of :func:`known_as`; None: it is not in the table."""
+    """Return llama.cpp's ``pre_tokenizer`` by a name of :func:`known_as`; None: the name is not in the table."""
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     if name == "gpt-2":
         return level
@@ -66,5 +66,5 @@ def of_name(name: str) -> dict[str, Any] | None:
 
 
 def known_as(name: str) -> str:
-    """Return the first of llama.cpp's names of the same rules."""
+    """Return the first of llama.cpp's names for the same rules."""
     return _SAME.get(name, name)

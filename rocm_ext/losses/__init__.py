@@ -1,4 +1,4 @@
-"""The functions that a training step minimises. A YAML's ``loss`` names one of them or a subclass of ``Objective``."""
+"""Objectives of a training step. A YAML's ``loss`` names one of them, or a user's subclass of ``Objective``."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The loss of distillation: how far a model's distribution of the next token is from that of a teacher."""
+"""The loss of distillation: the divergence between next-token distributions of a model and its teacher."""
 
 import math
 from collections.abc import Mapping
@@ -9,15 +9,20 @@ import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor
 
-from rocm_ext.base.errors import UserError
 from rocm_ext.config import COMPONENT
+from rocm_ext.config.checks.kinds import POSITIVE, check, number, one_of
 from rocm_ext.losses.objective import Objective, Terms
 
 HIDDEN, LOGPROBS = "teacher_hidden", "teacher_logprobs"  # columns
+_KINDS = {
+    "loss": one_of("jsd", "reverse_kl"),
+    "beta": number(lambda x: 0 <= x <= 1, "a number from 0 to 1"),
+    "temperature": POSITIVE,
+}
 
 
 class Teacher(Protocol):
-    """A model whose distributions are learned."""
+    """A model that the model in training imitates."""
 
     def hidden(self, batch: Any) -> Tensor:
         """Return the hidden states [n, d] that predict the labels of a micro-batch."""
@@ -34,25 +39,25 @@ class Distillation(Objective):
 
         beta KL(teacher || M) + (1 - beta) KL(model || M)
 
-    As in GKD and TRL, 0 stands for the forward divergence KL(teacher || model), and 1 for the reverse one
-    KL(model || teacher). It is exact: the teacher's logits of a chunk exist beside the model's. A vocabulary that is
-    padded to another size is cut to the smaller one.
+    As in GKD and TRL, 0 means the forward divergence KL(teacher || model), and 1 the reverse divergence
+    KL(model || teacher). The value is exact: both logits of a chunk are in memory. If the vocabularies are padded to
+    different sizes, both are cut to the smaller size.
 
-    ``reverse_kl`` estimates KL(model || teacher) from the labels alone, which the model must have sampled: the
-    log-prob of each minus the teacher's, as the reward of a policy gradient
-    (thinkingmachines.ai/blog/on-policy-distillation). It needs the column ``teacher_logprobs``, at ``temperature``;
+    ``reverse_kl`` estimates KL(model || teacher) from the labels, which the model must have sampled: the label's
+    log-prob minus the teacher's, as the reward of a policy gradient
+    (thinkingmachines.ai/blog/on-policy-distillation). It reads the column ``teacher_logprobs``, at ``temperature``;
     ``jsd`` computes ``teacher_hidden``.
 
-    ``jsd`` also measures ``agreement``, the share of labels where the most probable word is the same in both.
+    ``jsd`` also measures ``agreement``, the share of labels for which both find the same word most probable.
 
     Args:
         loss: ``jsd`` or ``reverse_kl``.
-        beta: of ``jsd``, from 0 to 1.
-        temperature: divides the logits of both.
+        beta: weight of the teacher in M, from 0 to 1.
+        temperature: divisor of both logits.
         chunk_tokens: see :class:`Objective`.
 
     Attributes:
-        teacher: whose distributions ``jsd`` learns; None, in a memory plan: one with the model's vocabulary.
+        teacher: teacher of ``jsd``; None in a memory plan: a teacher with the model's vocabulary.
 
     Raises:
         UserError: an argument is out of range.
@@ -62,14 +67,7 @@ class Distillation(Objective):
         self, loss: str = "jsd", *, beta: float = 1.0, temperature: float = 1.0, chunk_tokens: int | None = None
     ) -> None:
         super().__init__(chunk_tokens=chunk_tokens)
-        if loss not in ("jsd", "reverse_kl"):
-            raise UserError(f"loss.loss is {loss!r}; expected jsd or reverse_kl")
-        for name, value, fits, expected in (
-            ("beta", beta, lambda x: 0 <= x <= 1, "a number from 0 to 1"),
-            ("temperature", temperature, lambda x: 0 < x < math.inf, "a number above 0"),
-        ):
-            if not isinstance(value, int | float) or isinstance(value, bool) or not fits(value):
-                raise UserError(f"loss.{name} is {value!r}; expected {expected}")
+        check({"loss": loss, "beta": beta, "temperature": temperature}, _KINDS, "loss.")
         self.beta, self.temperature = float(beta), temperature
         self.over_vocabulary = loss == "jsd"
         self.columns = (HIDDEN,) if self.over_vocabulary else (LOGPROBS,)
@@ -108,21 +106,17 @@ class Distillation(Objective):
 
 
 def loss_config(cfg: DictConfig) -> dict[str, Any]:
-    """Return the component that the keys of a config of ``distil_rocm`` describe."""
-    temperature = cfg.temperature or 1.0  # greedy answers are learned on the distributions as they are
-    return {
-        COMPONENT: "rocm_ext.losses.Distillation",
-        "loss": cfg.loss,
-        "beta": cfg.beta,
-        "temperature": temperature,
-    }
+    """Return the loss component for a config of ``distil_rocm``."""
+    temperature = cfg.temperature or 1.0  # greedy answers: the distributions as they are
+    name = "rocm_ext.losses.Distillation"
+    return {COMPONENT: name, "loss": cfg.loss, "beta": cfg.beta, "temperature": temperature}
 
 
 def divergence(model: Tensor, teacher: Tensor, beta: float, gradient: bool) -> tuple[Tensor, Tensor | None]:
     """Return the generalised Jensen-Shannon divergence of two distributions, and its gradient by the model's logits.
 
     Args:
-        model, teacher: log-probs [n, v] fp32; both are used as buffers.
+        model, teacher: log-probs [n, v] fp32, which the function overwrites.
         beta: see :class:`Distillation`.
         gradient: whether to compute the gradient.
 

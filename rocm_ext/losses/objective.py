@@ -1,10 +1,10 @@
 """The base class of objectives. An objective gives a step's loss as a value and a derivative per label.
 
-A usual loss builds logits of shape [tokens, vocabulary] for every token, including masked ones. It keeps them for the
-backward pass and adds their gradient, which takes 7.5 GB in fp32 at 152k words and 4,096 tokens. Here the gradient of
-each chunk is computed as soon as its logits exist, so memory holds the logits of one chunk at a time. The idea is from
-Liger Kernel's FusedLinearCrossEntropy (arXiv:2410.10989). This version is plain torch and works for any head: tied,
-with LoRA, with soft-capping.
+A usual loss builds logits [tokens, vocabulary] for all tokens, also for masked ones. It keeps them for the backward
+pass and adds their gradient, which takes 7.5 GB in fp32 at 152k words and 4,096 tokens. Here the gradient of a chunk is
+computed as soon as its logits exist, so memory holds one chunk's logits at a time. The idea is from Liger Kernel's
+FusedLinearCrossEntropy (arXiv:2410.10989). This version is plain torch and works for any head: tied, with LoRA, with
+soft-capping.
 """
 
 from abc import ABC, abstractmethod
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.config.checks.kinds import NULL, POSITIVE, check, integer, one_of
 from rocm_ext.distributed.ranks import Ranks
 
 Head = Callable[[Tensor], Tensor]
@@ -24,6 +24,7 @@ Terms = tuple[Tensor, Tensor | None]
 
 # Labels per chunk: enough to fill the device's matrix units, with logits that are small compared to the model.
 _CHUNK = {"cuda": 1024, "cpu": 256}
+_KINDS = {"normalize": one_of("tokens", "sequences") | POSITIVE, "chunk_tokens": integer(1) | NULL}
 
 
 class Tally:
@@ -42,13 +43,8 @@ class Tally:
         return len(self._sums) + len(self._maxima)
 
     def mean(self, name: str, values: Tensor, weights: Tensor | None = None) -> None:
-        """Add ``values``, of any shape, to the mean ``name``; booleans give a share.
-
-        Args:
-            name: name of the mean.
-            values: the values.
-            weights: weight of each value; None: 1.
-        """
+        """Add ``values``, of any shape, to the mean ``name``, weighted if ``weights`` are given; booleans give a
+        share."""
         values = values.double()
         if weights is None:
             total, count = values.sum(), values.new_full((), values.numel())
@@ -63,7 +59,7 @@ class Tally:
         self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
 
     def result(self, ranks: Ranks) -> dict[str, float]:
-        """Return means and maxima by name over all ranks, which all call this; a rank need not have measured."""
+        """Return means and maxima by name over all ranks. All ranks call this, also those without measurements."""
         tensors = [*self._sums.values(), *self._counts.values(), *self._maxima.values()]
         values = torch.stack(tensors).tolist() if tensors else []
         count = len(self._sums)
@@ -82,32 +78,31 @@ class Tally:
 class Objective(ABC):
     """A function of the labels' negative log-likelihoods (NLL).
 
-    A subclass defines :meth:`terms` and declares its needs in attributes of the class or the instance:
+    A subclass defines :meth:`terms`, and sets attributes of the class or the instance:
 
     - ``columns``: names of the per-token columns (``old_logprobs``, ``advantages``, …) that the rows must have.
     - ``whole_sequences``: :meth:`terms` gets all labels of a micro-batch at once instead of a chunk, so that it can
-      sum over sequences. A micro-batch always holds whole sequences, so these sums are complete. This costs a second
-      pass through the output layer: the first pass computes only the NLLs.
-    - ``temperature``: the logits are divided by it before anything else.
-    - ``better``: whether ``higher`` or ``lower`` values are better, by the name of a measurement.
-      ``early_stopping_metric`` may name these with ``val_`` before them.
-    - ``entropy_coef``: this times the entropy of the labels' distributions, in nats, is subtracted. It is a mean over
-      the step's labels, whatever ``normalize`` is.
+      sum over sequences. A micro-batch never cuts a sequence, so these sums are complete. This costs a second pass
+      through the output layer: the first pass computes only the NLLs.
+    - ``temperature``: divisor of the logits.
+    - ``better``: ``higher`` or ``lower``, by the name of a measurement. ``early_stopping_metric`` may name these
+      measurements with the prefix ``val_``.
+    - ``entropy_coef``: factor of the mean entropy of the labels' distributions, in nats, which is subtracted. The mean
+      is over the step's labels, whatever ``normalize`` is.
     - ``over_vocabulary``: the value of a label is a function of its logits, see :meth:`compare`, and not of its NLL.
-    - ``entropy_weight``: what :meth:`denominator` returned, divided by the step's labels; a training step sets it; 0 in
-      validation.
+    - ``entropy_weight``: :meth:`denominator` divided by the step's labels. A training step sets it; 0 in validation.
 
-    Where the rows have a column ``weight``, the same for all labels of a row, it multiplies value and derivative that
-    :meth:`terms` returns, and labels and sequences count with it in :meth:`denominator`. So only ratios of weights
-    within a step matter: if all are 2, the loss is the same as if all are 1. Measurements have no weights.
+    If the rows have a column ``weight``, constant in a row, it multiplies value and derivative of :meth:`terms`, and
+    :meth:`denominator` counts labels and sequences with it. So only ratios of weights within a step matter: the loss is
+    the same if all are 2 as if all are 1. Measurements have no weights.
 
-    Inside :meth:`measuring`, ``tally`` takes what :meth:`terms` measures beside the loss; otherwise it is None. The
+    Inside :meth:`measuring`, :meth:`terms` adds further measurements to ``tally``; otherwise ``tally`` is None. The
     trainer writes these means and maxima to ``metrics.jsonl``.
 
     Args:
         normalize: divisor of a step's sum. ``tokens`` divides by the number of the step's labels. ``sequences``
-            averages the labels of each sequence, and then the sequences of the step. A number divides by this number
-            times the step's sequences (Dr. GRPO, arXiv:2503.20783). All counts cover the whole step, over all
+            averages over the labels of a sequence, and then over the sequences of the step. A number divides by this
+            number times the step's sequences (Dr. GRPO, arXiv:2503.20783). All counts cover the full step, over all
             micro-batches and ranks.
         chunk_tokens: number of labels whose logits are in memory at once; None: 1,024 on a GPU, 256 on a CPU.
 
@@ -125,30 +120,24 @@ class Objective(ABC):
     tally: Tally | None = None
 
     def __init__(self, normalize: str | float = "tokens", chunk_tokens: int | None = None) -> None:
-        if chunk_tokens is not None and not (type(chunk_tokens) is int and chunk_tokens >= 1):
-            raise UserError(f"loss.chunk_tokens is {chunk_tokens!r}; expected a whole number of at least 1")
-        number = isinstance(normalize, int | float) and not isinstance(normalize, bool) and normalize > 0
-        if not number and normalize not in ("tokens", "sequences"):
-            raise UserError(f"loss.normalize is {normalize!r}; expected tokens, sequences or a number above 0")
+        check({"normalize": normalize, "chunk_tokens": chunk_tokens}, _KINDS, "loss.")
         self.normalize, self.chunk_tokens = normalize, chunk_tokens
 
     @abstractmethod
     def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
-        """Compute each label's contribution to the objective, and its derivative with respect to the label's NLL.
+        """Compute a value per label, and its derivative with respect to the label's NLL.
 
-        With ``whole_sequences`` a value may depend on all labels of the micro-batch. The derivative of label i is then
-        that of the *sum* of the values with respect to the NLL of label i. ``normalize: sequences`` weighs each
-        sequence, so there a value may depend only on labels of its own sequence.
+        With ``whole_sequences`` a value may depend on all labels of the micro-batch. Derivative i is then the
+        derivative of the *sum* of the values by the NLL of label i. ``normalize: sequences`` weighs sequences, so a
+        value may then depend only on labels of the same sequence.
 
         The memory plan runs this method on fake tensors: shapes must not depend on values (no ``.item()``, no boolean
         masks as an index).
 
         Args:
-            nll: [n] fp32, NLL of each label under the current model.
-            columns: [n] fp32 each, by name: at least those that the attribute ``columns`` names, and whatever other
-                columns the rows have.
-            sequence: [n] int64, number of each label's sequence; each micro-batch numbers its sequences from 0 without
-                gaps.
+            nll: [n] fp32, NLLs of the labels under the current model.
+            columns: all columns of the rows by name, [n] fp32; the attribute ``columns`` names the required ones.
+            sequence: [n] int64, number of the label's sequence in the micro-batch, from 0 without gaps.
 
         Returns:
             Value [n] and derivative [n], both fp32. None instead of a derivative means 1 everywhere.
@@ -159,7 +148,7 @@ class Objective(ABC):
         return {}
 
     def chunk(self, columns: Mapping[str, Tensor]) -> Any:
-        """Prepare what :meth:`compare` needs of a chunk's columns, before the chunk's logits exist."""
+        """Compute the argument ``other`` of :meth:`compare` from a chunk's columns, before the chunk's logits exist."""
         return None
 
     def compare(self, logits: Tensor, other: Any, gradient: bool) -> tuple[Tensor, Tensor | None]:
@@ -167,7 +156,7 @@ class Objective(ABC):
 
         Args:
             logits: [n, v], divided by the temperature.
-            other: what :meth:`chunk` returned.
+            other: result of :meth:`chunk`.
             gradient: whether to compute the gradient.
 
         Returns:
@@ -177,7 +166,7 @@ class Objective(ABC):
 
     @contextmanager
     def measuring(self) -> Iterator[Tally]:
-        """Context in which :meth:`terms` measures; it gives the tally."""
+        """Let :meth:`terms` measure inside the context, which yields the tally."""
         self.tally = tally = Tally()
         try:
             yield tally
@@ -185,25 +174,15 @@ class Objective(ABC):
             self.tally = None
 
     def weights(self, sequence: Tensor) -> Tensor | None:
-        """Compute the weight of each label's value that ``normalize`` requires.
-
-        Args:
-            sequence: [n] int64, number of the sequence of each label in a micro-batch.
-
-        Returns:
-            Weights [n] fp32; None means 1 everywhere.
-        """
+        """Return the weights [n] fp32 of values that ``normalize`` requires, by ``sequence`` [n]; None: 1
+        everywhere."""
         if self.normalize != "sequences":
             return None
         return 1.0 / sum_over_sequences(torch.ones_like(sequence, dtype=torch.float32), sequence)
 
     def denominator(self, labels: float, sequences: float) -> float:
-        """Compute the divisor of the sum over a step.
-
-        Args:
-            labels: number of labels in the whole step, each counted with its weight.
-            sequences: number of sequences in the whole step that have a label, each counted with its weight.
-        """
+        """Return the divisor of a step's sum, given the step's weighted numbers of labels and of sequences with a
+        label."""
         if self.normalize == "tokens":
             return labels
         return sequences if self.normalize == "sequences" else float(self.normalize) * sequences
@@ -220,7 +199,7 @@ class Objective(ABC):
         Args:
             head: output layer; it maps [n, d] to logits [n, v].
             hidden: [n, d], hidden states that predict ``targets``.
-            targets: [n], token ids, without masked ones.
+            targets: [n], token ids of the labels.
             columns, sequence: see :meth:`terms`.
 
         Returns:
@@ -236,7 +215,7 @@ class CrossEntropy(Objective):
     """The negative log-likelihood (NLL) of the labels; arguments as in :class:`Objective`."""
 
     def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
-        """Return the terms as :meth:`Objective.terms` does: the NLL, with the derivative 1."""
+        """Return the NLL, whose derivative is 1."""
         return nll, None
 
 
@@ -248,7 +227,7 @@ class _Labels:
         self._weights, of_rows = objective.weights(sequence), columns.get("weight")
         if of_rows is not None:
             self._weights = of_rows if self._weights is None else self._weights * of_rows
-        self._whole: Terms | None = None
+        self._ahead: Terms | None = None
         # Weights of 1/length would push gradients of 16-bit logits below the smallest fp16. So weights are at least 1
         # while gradients are 16 bits wide, and `scale` is multiplied in afterwards, together with the loss scale.
         self.scale: Tensor | None = None
@@ -275,10 +254,10 @@ class _Labels:
             nll = [
                 _nll(self.logits(head, hidden[rows]), self.targets[rows], gradient=False)[0] for rows in self.chunks()
             ]
-        self._whole = self.objective.terms(torch.cat(nll), self.columns, self.sequence)
+        self._ahead = self.objective.terms(torch.cat(nll), self.columns, self.sequence)
 
     def other(self, rows: slice) -> Any:
-        """Return what :meth:`Objective.chunk` prepares for a chunk."""
+        """Return the result of :meth:`Objective.chunk` for a chunk."""
         return self.objective.chunk(self._columns(rows)) if self.objective.over_vocabulary else None
 
     def values(self, logits: Tensor, other: Any, rows: slice, gradient: bool) -> tuple[Tensor, Any]:
@@ -296,10 +275,10 @@ class _Labels:
 
     def _terms(self, nll: Tensor, rows: slice) -> Terms:
         """Return the weighted value and derivative of one chunk, without its entropy."""
-        if self._whole is None:
+        if self._ahead is None:
             value, derivative = self.objective.terms(nll, self._columns(rows), self.sequence[rows])
         else:
-            value, derivative = (None if part is None else part[rows] for part in self._whole)  # type: ignore[assignment]
+            value, derivative = (None if part is None else part[rows] for part in self._ahead)  # type: ignore[assignment]
         if self._weights is None:
             return value, derivative
         weights = self._weights[rows]
@@ -355,15 +334,7 @@ class _Summed(torch.autograd.Function):
 
 
 def sum_over_sequences(values: Tensor, sequence: Tensor) -> Tensor:
-    """Sum ``values`` over each sequence, and give every label the sum of its sequence.
-
-    Args:
-        values: [n], one value per label.
-        sequence: [n], see :meth:`Objective.terms`.
-
-    Returns:
-        [n], the sum of each label's sequence.
-    """
+    """Return for every label [n] the sum of ``values`` [n] over its ``sequence`` [n]."""
     # n sums suffice, because there are at most as many sequences as labels
     return torch.zeros_like(values).index_add_(0, sequence, values)[sequence]
 

@@ -1,4 +1,4 @@
-"""Policy gradients on sampled answers: GRPO and its kin. RAFT++ is one with the advantage 1 (arXiv:2504.11343)."""
+"""Policy gradients on sampled answers: GRPO, its variants, and RAFT++, whose advantage is 1 (arXiv:2504.11343)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,57 +10,60 @@ from torch import Tensor
 from rocm_ext.base.errors import UserError
 from rocm_ext.config import COMPONENT
 from rocm_ext.config.algorithms import ALGORITHMS, complete, limits_of, updates_of_step
-from rocm_ext.config.checks.kinds import LIMITS, NULL, check
+from rocm_ext.config.checks.kinds import POSITIVE, check, one_of
+from rocm_ext.config.checks.rollouts import POLICY_GRADIENT
 from rocm_ext.losses.objective import Objective, Tally, Terms, sum_over_sequences
 
 _HIGHEST = 20.0  # nats; beyond, a ratio is a fault of numerics or of a server and has no gradient
-_MOST = 3.0  # of the ratio that weighs the KL divergence
+_MOST = 3.0  # maximum of the ratio that weighs the KL divergence
+_KINDS = {"loss": one_of(*ALGORITHMS), "temperature": POSITIVE, **POLICY_GRADIENT}
 
 
 class PolicyGradient(Objective):
     """The loss of one update on sampled answers.
 
-    Columns, per label: ``advantages``, the same for all labels of a sequence. ``old_logprobs``, where the answers are
-    not all of the current policy: the log-probs, by this model, of the policy that the ratio compares with.
-    ``sampler_logprobs`` with a ``mismatch``: the log-probs that the sampler returned. ``reference_logprobs`` with a
-    ``kl_coef``. All are at ``temperature``. A ratio counts as exp(20) from there on, in losses as in measurements, and
-    has no gradient.
+    Columns, per label, with log-probs at ``temperature``:
+
+    - ``advantages``: constant in a sequence.
+    - ``old_logprobs``, unless ``on_policy``: log-probs under the policy in the ratio's denominator, by this model.
+    - ``sampler_logprobs``, with a ``mismatch``: log-probs that the sampler returned.
+    - ``reference_logprobs``, with a ``kl_coef``.
+
+    Ratios end at exp(20), in losses and in measurements; beyond, a label has no gradient.
 
     A step measures, as means or maxima over all labels:
 
     - ``token_gradient``: |A| (1 - p) of a label with advantage A and current probability p, the derivative of A log p
       by its logit.
-    - ``improbable_share``: the part of the sum of its squares that labels of negative advantage with p below 1/2 have.
+    - ``improbable_share``: the share of the sum of its squares from labels with negative advantage and p below 1/2.
       Their gradients are the largest, and change other tokens most (arXiv:2505.12929).
     - with ``old_logprobs``: ``ratio_mean`` and ``ratio_max`` of the probability ratio, ``clipped_low``,
       ``clipped_high`` and ``clipped_dual``, the shares of labels without a gradient because of these limits. With
-      ``gspo`` each label counts with its sequence's ratio. With ``cispo`` ``clipped_high`` is the share of labels
-      whose ratio is limited.
-    - if the rows have ``sampler_logprobs``, with any ``mismatch``: ``mismatch_mean`` and ``mismatch_max`` of the
-      absolute difference between the log-probs that ``mismatch`` compares, and ``mismatch_kl``, the divergence
-      KL(sampler || trainer), estimated per label by ``exp(d) - d - 1`` with ``d = old - sampler`` (k3,
-      joschu.net/blog/kl-approx.html). With a ``mismatch`` ``mismatch_limited``, the share of labels whose weight is
-      outside of the limits.
-    - if the rows have ``reference_logprobs``: ``kl``, the divergence KL(current || reference), estimated the same.
+      ``gspo`` the ratio is the sequence's. With ``cispo`` ``clipped_high`` is the share of labels with a limited ratio.
+    - if the rows have ``sampler_logprobs``, with any ``mismatch``: ``mismatch_mean`` and ``mismatch_max`` of
+      ``|d|``, ``d = old - sampler``, and ``mismatch_kl``, the divergence KL(sampler || trainer), estimated per label by
+      ``exp(d) - d - 1`` (k3, joschu.net/blog/kl-approx.html). With a ``mismatch`` also ``mismatch_limited``, the share
+      of labels with a weight outside of the limits.
+    - if the rows have ``reference_logprobs``: ``kl``, the same estimate of the divergence KL(current || reference).
 
     Args:
-        loss: a name in :data:`rocm_ext.config.algorithms.ALGORITHMS`; None for another argument means its value there.
+        loss: a name in :data:`rocm_ext.config.algorithms.ALGORITHMS`, which gives the values of arguments that are
+            None.
         normalize: as in :class:`Objective`. ``dr_grpo`` needs a number, the maximum length of an answer.
-        clip_low, clip_high: a label has no gradient where its ratio is below ``1 - clip_low`` and its advantage is
-            negative, or above ``1 + clip_high`` and positive. ``cispo`` limits the ratio itself, and only from above.
-        clip_dual: a label has no gradient where its ratio is above this and its advantage is negative (dual clip,
+        clip_low, clip_high: a label has no gradient if its ratio is below ``1 - clip_low`` and its advantage is
+            negative, or above ``1 + clip_high`` and positive. ``cispo`` limits the ratio, and only from above.
+        clip_dual: a label has no gradient if its ratio is above this and its advantage is negative (dual clip,
             arXiv:1912.09729). ``none``: no such limit.
-        on_policy: whether the current policy sampled the answers, so that each ratio is 1.
+        on_policy: whether the current policy sampled the answers, so that all ratios are 1.
         kl_coef: factor of the KL divergence from the reference.
         kl_in: ``loss``: a label adds ``w d^2 / 2`` with ``d = reference - current``, where the token's ratio w, at
-            most 3, is a constant. Its gradient is that of the divergence, also for answers of an earlier policy
-            (arXiv:2512.02556). ``reward``: the advantages contain the divergence already, which is measured alone.
-        mismatch: what to do where sampler and trainer compute different log-probs of the same policy. ``truncate``
-            weighs a label by ``exp(old - sampler)``, moved into ``mismatch_limits`` (TIS,
-            fengyao.notion.site/off-policy-rl). ``mask`` weighs it the same, and by 0 outside of the limits. ``none``
-            does not weigh.
-        mismatch_level: the weight of a ``token``, or of its ``sequence`` the product of these or their ``geometric``
-            mean.
+            most 3, is a constant. This has the gradient of the divergence, also for answers of an earlier policy
+            (arXiv:2512.02556). ``reward``: the advantages contain the divergence, so the loss only measures it.
+        mismatch: weights for different log-probs of sampler and trainer under the same policy. ``truncate`` weighs a
+            label by ``exp(old - sampler)``, clamped to ``mismatch_limits`` (TIS, fengyao.notion.site/off-policy-rl).
+            ``mask`` weighs it the same, but by 0 outside of the limits. ``none`` does not weigh.
+        mismatch_level: ``token``: a weight per token; ``sequence``: their product over the sequence; ``geometric``:
+            their geometric mean.
         mismatch_limits: the lowest and the highest weight.
         temperature: sampling temperature.
         entropy_coef, chunk_tokens: see :class:`Objective`.
@@ -87,22 +90,13 @@ class PolicyGradient(Objective):
         entropy_coef: float = 0.0,
         chunk_tokens: int | None = None,
     ) -> None:
-        _one_of("loss", loss, ALGORITHMS)
-        _one_of("mismatch", mismatch, ("truncate", "mask", "none"))
-        _one_of("mismatch_level", mismatch_level, ("token", "sequence", "geometric"))
-        clips = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual}
-        for name, value in clips.items():
-            if value is not None and (name, value) != ("clip_dual", "none"):
-                _at_least(name, value, int(name == "clip_dual"), above=True)
-        _at_least("kl_coef", kl_coef, 0)
-        _at_least("entropy_coef", entropy_coef, 0)
-        _at_least("temperature", temperature, 0, above=True)
+        limits = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual, "kl_in": kl_in}
+        weights = {"mismatch": mismatch, "mismatch_level": mismatch_level, "mismatch_limits": mismatch_limits}
+        numbers = {"kl_coef": kl_coef, "entropy_coef": entropy_coef, "temperature": temperature}
+        check({"loss": loss, **weights, **limits, **numbers}, _KINDS, "loss.")
         kind = ALGORITHMS[loss]
-        self.clip_low, self.clip_high, self.clip_dual, self.kl_in = complete(loss, clips | {"kl_in": kl_in}).values()
+        self.clip_low, self.clip_high, self.clip_dual, self.kl_in = complete(loss, limits).values()
         self.clip_dual = None if self.clip_dual == "none" else self.clip_dual
-        _one_of("kl_in", self.kl_in, ("loss", "reward"))
-        check({"mismatch_limits": mismatch_limits}, {"mismatch_limits": LIMITS | NULL}, "loss.")
-        limits = limits_of(mismatch, mismatch_level, mismatch_limits) or [0.0, 1.0]  # not read without a mismatch
         normalize = kind.normalize if normalize is None else normalize
         if normalize is None:
             raise UserError(f"loss {loss} divides by a constant: set normalize to the maximum length of an answer")
@@ -114,7 +108,8 @@ class PolicyGradient(Objective):
         super().__init__(normalize, chunk_tokens)
         self.kind, self.on_policy = kind, on_policy
         self.kl_coef, self.temperature, self.entropy_coef = kl_coef, temperature, entropy_coef
-        self.mismatch, self.mismatch_level, self.mismatch_limits = mismatch, mismatch_level, limits
+        self.mismatch, self.mismatch_level = mismatch, mismatch_level
+        self.mismatch_limits = limits_of(mismatch, mismatch_level, mismatch_limits) or [0.0, 1.0]  # [0, 1]: not read
         of_sequence = kind.ratio == "sequence" and (not on_policy or mismatch != "none")
         self.whole_sequences = of_sequence or (mismatch != "none" and mismatch_level != "token")
         self.columns = (
@@ -134,7 +129,7 @@ class PolicyGradient(Objective):
             weight = self._mismatch_weight(old - columns["sampler_logprobs"], sequence)
             value, derivative = value * weight, derivative * weight
         if self.kind.ratio == "sequence" and self.whole_sequences:
-            # each NLL of a sequence changes all of its values by the same ratio
+            # every NLL of a sequence changes all of its values by the same ratio
             derivative = _mean_over_sequences(derivative, sequence)
         if self.kl_coef and self.kl_in == "loss":
             distance = columns["reference_logprobs"] + nll
@@ -198,7 +193,7 @@ class PolicyGradient(Objective):
 
 
 def loss_config(cfg: DictConfig) -> dict[str, Any]:
-    """Return the component that the keys of a GRPO config describe; a component as ``loss`` stays as it is."""
+    """Return the loss component for a GRPO config; a component as ``loss`` stays as it is."""
     if OmegaConf.is_dict(cfg.loss):
         return OmegaConf.to_container(cfg.loss)  # type: ignore[return-value]
     same = ("loss", "clip_low", "clip_high", "clip_dual", "kl_coef", "kl_in", "temperature", "entropy_coef")
@@ -212,7 +207,7 @@ def loss_config(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
-    """Return the ratio of probabilities, which stays finite, in losses as in measurements."""
+    """Return the ratio of probabilities, at most exp(20)."""
     return log_ratio.clamp(max=_HIGHEST).exp()
 
 
@@ -222,14 +217,3 @@ def _divergence(distance: Tensor) -> Tensor:
 
 def _mean_over_sequences(values: Tensor, sequence: Tensor) -> Tensor:
     return sum_over_sequences(values, sequence) / sum_over_sequences(torch.ones_like(values), sequence)
-
-
-def _one_of(name: str, value: Any, choices: Any) -> None:
-    if value not in choices:
-        raise UserError(f"loss.{name} is {value!r}; expected one of {', '.join(choices)}")
-
-
-def _at_least(name: str, value: Any, least: float, above: bool = False) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and least <= value < float("inf")
-    if not good or (above and value == least):
-        raise UserError(f"loss.{name} is {value!r}; expected a number {'above' if above else 'of at least'} {least}")

@@ -1,6 +1,6 @@
-"""Losses of preferences: of pairs, as DPO's, and of single answers that are good or bad, as KTO's."""
+"""Losses of preferences: pairs, as in DPO, and single answers that are good or bad, as in KTO."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.config.checks.kinds import NOT_NEGATIVE, NULL, POSITIVE, Kind, check, number, one_of
 from rocm_ext.losses.objective import Objective, Tally, Terms, sum_over_sequences
 
 _HIGHEST = 20.0  # nats; measurements stay finite numbers where a loss does
@@ -16,22 +17,22 @@ _BETTER = {
     **dict.fromkeys(("margin", "accuracy", "reward_chosen", "logprobs_chosen"), "higher"),
     **dict.fromkeys(("reward_rejected", "logprobs_rejected"), "lower"),
 }
-# scores of both sides, beta, label smoothing, gamma -> value, derivatives with respect to both scores
-Loss = Callable[[Tensor, Tensor, float, float, float], tuple[Tensor, Tensor, Tensor]]
+Slopes = tuple[Tensor, Tensor, Tensor]  # value, derivatives with respect to both scores
+Loss = Callable[[Tensor, Tensor, float, float, float], Slopes]  # scores of both sides, beta, label smoothing, gamma
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """What sets a loss apart.
+    """A loss of pairs and its defaults.
 
     Attributes:
         loss: the function.
         reference: whether an answer's score is relative to the reference model.
-        normalized: whether the score is a mean over tokens, unless the user says otherwise.
+        normalized: default of ``length_normalized``.
         smooth: whether the loss has label smoothing.
-        beta: factor of the scores, unless the user says otherwise.
-        gamma: target margin as a share of beta, unless the user says otherwise; None: the loss has none.
-        nll: factor of the chosen answer's mean NLL per token, which is part of the loss.
+        beta: default factor of the scores.
+        gamma: default target margin as a share of beta; None: the loss has no margin.
+        nll: factor of the chosen answer's mean NLL per token, which the loss adds.
     """
 
     loss: Loss
@@ -43,40 +44,30 @@ class _Kind:
     nll: float = 0.0
 
 
-def _logistic(
-    chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, gamma: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _logistic(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, gamma: float) -> Slopes:
     margin = beta * (chosen - rejected) - gamma
     value = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
     slope = beta * (smoothing - torch.sigmoid(-margin))
     return value, slope, -slope
 
 
-def _hinge(
-    chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, gamma: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _hinge(chosen: Tensor, rejected: Tensor, beta: float, *_: float) -> Slopes:
     value = F.relu(1 - beta * (chosen - rejected))
     slope = torch.where(value > 0, -beta, 0.0)
     return value, slope, -slope
 
 
-def _ipo(
-    chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, gamma: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _ipo(chosen: Tensor, rejected: Tensor, beta: float, *_: float) -> Slopes:
     distance = chosen - rejected - 1 / (2 * beta)
     return distance.square(), 2 * distance, -2 * distance
 
 
-def _apo_zero(
-    chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, gamma: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _apo_zero(chosen: Tensor, rejected: Tensor, beta: float, *_: float) -> Slopes:
     up, down = torch.sigmoid(beta * chosen), torch.sigmoid(beta * rejected)
     return 1 - up + down, -beta * up * (1 - up), beta * down * (1 - down)
 
 
-def _odds_ratio(
-    chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, gamma: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _odds_ratio(chosen: Tensor, rejected: Tensor, beta: float, *_: float) -> Slopes:
     chosen, rejected = chosen.clamp(max=_CERTAIN), rejected.clamp(max=_CERTAIN)
     others = (-torch.expm1(chosen), -torch.expm1(rejected))  # 1 - p of each side
     log_odds = (chosen - rejected) - (others[0].log() - others[1].log())
@@ -96,17 +87,38 @@ LOSSES = {
 UNPAIRED = ("kto", "apo_zero_unpaired")
 
 
+def _named(losses: Iterable[str], other: str) -> Kind:
+    names = list(losses)
+    return Kind(lambda value: value in names, (f"one of {', '.join(names)}", f"loss: rocm_ext.losses.{other}"))
+
+
+_PAIRED_KINDS = {
+    "loss": _named(LOSSES, "UnpairedPreference for single answers"),
+    "beta": POSITIVE | NULL,
+    "rpo_alpha": NOT_NEGATIVE,
+    "label_smoothing": number(lambda x: 0 <= x < 0.5, "a share from 0 to under 0.5"),
+    "gamma": NOT_NEGATIVE | NULL,
+    "length_normalized": one_of(True, False, None),
+}
+_SINGLE_KINDS = {
+    "loss": _named(UNPAIRED, "Preference for pairs"),
+    "beta": POSITIVE,
+    "desirable_weight": NOT_NEGATIVE,
+    "undesirable_weight": NOT_NEGATIVE,
+}
+
+
 class Preference(Objective):
-    """The loss of pairs of answers to one prompt, of which one is chosen and one is rejected.
+    """The loss of pairs: a chosen and a rejected answer to one prompt.
 
-    The two sequences of a pair follow each other, so sequences 2 i and 2 i + 1 of a micro-batch are pair i, and both
-    have labels. Columns, per label: ``side``, 1 for the chosen answer and -1 for the rejected one, and
-    ``reference_logprobs``, which ``simpo`` and ``orpo`` do not need. A step divides by its pairs.
+    Sequences 2 i and 2 i + 1 of a micro-batch are pair i, and both have labels. Columns, per label: ``side``, 1 for the
+    chosen answer and -1 for the rejected one, and ``reference_logprobs``, which ``simpo`` and ``orpo`` do not need. A
+    step divides by its pairs.
 
-    The score of an answer is the sum of its log-probs, minus those of the reference. Its reward is ``beta`` times the
+    The score of an answer is the sum of its log-probs, minus the reference's sum. Its reward is ``beta`` times the
     score. A step measures, as means over its pairs: ``reward_chosen`` and ``reward_rejected``, their difference
     ``margin``, the share ``accuracy`` of pairs with a margin above 0, and ``logprobs_chosen`` and
-    ``logprobs_rejected``, the sums of the log-probs of an answer. With a reference it also measures ``kl``, the mean
+    ``logprobs_rejected``, the sums of an answer's log-probs. With a reference it also measures ``kl``, the mean
     of ``exp(d) (d - 1) + 1`` with ``d = current - reference`` over all labels. It estimates the KL divergence from the
     reference per token, without bias for answers that the reference wrote.
 
@@ -116,10 +128,10 @@ class Preference(Objective):
             paper's formula; TRL's NLL covers them.
         beta: factor of the scores; in ``ipo`` the regularisation, tau; in ``orpo`` the paper's lambda. None: 0.1, in
             ``simpo`` 2.
-        label_smoothing: assumed share of pairs whose sides are swapped (conservative DPO); ``sigmoid`` and ``simpo``.
+        label_smoothing: assumed share of pairs with swapped sides (conservative DPO); ``sigmoid`` and ``simpo``.
         gamma: target margin of ``simpo``; None: half of ``beta``.
-        rpo_alpha: factor of the chosen answer's mean NLL per token, which is added (RPO, arXiv:2404.19733), in ``orpo``
-            to the one that it has.
+        rpo_alpha: factor of the chosen answer's mean NLL per token, which the loss adds (RPO, arXiv:2404.19733);
+            ``orpo`` has a factor of 1 already.
         length_normalized: whether a score is the mean over the answer's tokens instead of the sum; None: in ``ipo``,
             ``simpo`` and ``orpo``.
         chunk_tokens: see :class:`Objective`.
@@ -141,23 +153,15 @@ class Preference(Objective):
         length_normalized: bool | None = None,
         chunk_tokens: int | None = None,
     ) -> None:
-        if loss not in LOSSES:
-            other = ", or loss: rocm_ext.losses.UnpairedPreference for single answers" * (loss in UNPAIRED)
-            raise UserError(f"loss.loss is {loss!r}; expected one of {', '.join(LOSSES)}{other}")
+        given = {"loss": loss, "beta": beta, "label_smoothing": label_smoothing, "gamma": gamma}
+        check(given | {"rpo_alpha": rpo_alpha, "length_normalized": length_normalized}, _PAIRED_KINDS, "loss.")
         kind = LOSSES[loss]
-        beta = kind.beta if beta is None else beta
-        _check("beta", beta, lambda x: x > 0, "a number above 0")
-        _check("rpo_alpha", rpo_alpha, lambda x: x >= 0, "a number of at least 0")
-        _check("label_smoothing", label_smoothing, lambda x: 0 <= x < 0.5, "a share from 0 to under 0.5")
         if label_smoothing and not kind.smooth:
             raise UserError(f"loss {loss} has no label_smoothing; sigmoid and simpo have it")
-        if gamma is not None:
-            _check("gamma", gamma, lambda x: x >= 0, "a number of at least 0, or null")
-            if kind.gamma is None:
-                raise UserError(f"loss {loss} has no gamma; simpo has it")
-        if length_normalized not in (None, True, False):
-            raise UserError(f"loss.length_normalized is {length_normalized!r}; expected True, False or null")
+        if gamma is not None and kind.gamma is None:
+            raise UserError(f"loss {loss} has no gamma; simpo has it")
         super().__init__(0.5, chunk_tokens)  # a pair is two sequences
+        beta = kind.beta if beta is None else beta
         self.kind, self.beta, self.label_smoothing, self.nll = kind, beta, label_smoothing, kind.nll + rpo_alpha
         self.gamma = (kind.gamma or 0.0) * beta if gamma is None else gamma
         self.length_normalized = kind.normalized if length_normalized is None else length_normalized
@@ -165,7 +169,7 @@ class Preference(Objective):
         self.better = _BETTER | ({"kl": "lower"} if kind.reference else {})
 
     def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
-        """Return the terms as :meth:`Objective.terms` does; the labels of a pair share its value equally."""
+        """Return the terms of :meth:`Objective.terms`; the labels of a pair share its value equally."""
         pair = sequence // 2
         chosen = (columns["side"] > 0).float()
         rejected = 1 - chosen
@@ -186,7 +190,7 @@ class Preference(Objective):
         return (value / (of_chosen + of_rejected))[pair], derivative
 
     def _measure(self, tally: Tally, scores: tuple[Tensor, Tensor], sums: tuple[Tensor, Tensor], pairs: Tensor) -> None:
-        """Measure scores and sums of log-probs of both sides [n], where ``pairs`` [n] says that there is a pair."""
+        """Measure scores and sums of log-probs of both sides [n]; ``pairs`` [n] marks the entries that are pairs."""
         chosen, rejected = (self.beta * score for score in scores)
         tally.mean("reward_chosen", chosen, pairs)
         tally.mean("reward_rejected", rejected, pairs)
@@ -197,20 +201,20 @@ class Preference(Objective):
 
 
 class UnpairedPreference(Objective):
-    """The loss of single answers, each of which is good or bad.
+    """The loss of single answers that are good or bad.
 
-    Each sequence is an answer, and a step divides by its answers. Columns, per label: ``side``, 1 for a good answer and
-    -1 for a bad one, and ``reference_logprobs``. The score of an answer is the sum of its log-probs, minus those of the
-    reference. Its loss is ``weight * sigmoid(-side * beta * (score - baseline))``.
+    A sequence is an answer, and a step divides by its answers. Columns, per label: ``side``, 1 for a good answer and
+    -1 for a bad one, and ``reference_logprobs``. The score of an answer is the sum of its log-probs, minus the
+    reference's sum. Its loss is ``weight * sigmoid(-side * beta * (score - baseline))``.
 
-    KTO's baseline is the mean score of prompts with answers to other prompts, or 0 if that is lower. It estimates the
-    KL divergence from the reference and has no gradient. It belongs to the step, not to a micro-batch: the trainer sets
-    it before each update, see :func:`rocm_ext.train.scoring.set_baseline`.
+    KTO's baseline is the mean score of prompts with answers to other prompts, at least 0. It estimates the KL
+    divergence from the reference and has no gradient. It is the same for all micro-batches of a step: the trainer sets
+    it before an update, see :func:`rocm_ext.train.scoring.set_baseline`.
 
     A step measures, as means over its answers: ``reward_chosen`` of the good ones and ``reward_rejected`` of the bad
-    ones, ``beta`` times their scores; ``margin``, how far a reward is on its own side of ``beta`` times the baseline;
-    ``accuracy``, the share with a margin above 0; ``logprobs_chosen`` and ``logprobs_rejected``; ``kl``, as in
-    :class:`Preference`; and KTO's ``baseline``. A mean over no answers is 0.
+    ones, ``beta`` times their scores; ``margin``, ``side`` times the distance of a reward from ``beta`` times the
+    baseline; ``accuracy``, the share with a margin above 0; ``logprobs_chosen`` and ``logprobs_rejected``; ``kl``, as
+    in :class:`Preference`; and KTO's ``baseline``. A mean over no answers is 0.
 
     Args:
         loss: ``kto`` (arXiv:2402.01306), or ``apo_zero_unpaired`` (arXiv:2408.06266), whose baseline is 0.
@@ -239,20 +243,16 @@ class UnpairedPreference(Objective):
         undesirable_weight: float = 1.0,
         chunk_tokens: int | None = None,
     ) -> None:
-        if loss not in UNPAIRED:
-            other = ", or loss: rocm_ext.losses.Preference for pairs" * (loss in LOSSES)
-            raise UserError(f"loss.loss is {loss!r}; expected one of {', '.join(UNPAIRED)}{other}")
-        _check("beta", beta, lambda x: x > 0, "a number above 0")
-        _check("desirable_weight", desirable_weight, lambda x: x >= 0, "a number of at least 0")
-        _check("undesirable_weight", undesirable_weight, lambda x: x >= 0, "a number of at least 0")
+        weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
+        check({"loss": loss, "beta": beta, **weights}, _SINGLE_KINDS, "loss.")
         super().__init__(1.0, chunk_tokens)
         self.beta, self.desirable_weight, self.undesirable_weight = beta, desirable_weight, undesirable_weight
         self.baseline: float | None = 0.0 if loss == "kto" else None
 
     def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
-        """Return the terms as :meth:`Objective.terms` does; the labels of an answer share its value equally."""
+        """Return the terms of :meth:`Objective.terms`; the labels of an answer share its value equally."""
         side, logprobs = columns["side"], -nll - columns["reference_logprobs"]
-        labels = sum_over_sequences(torch.ones_like(nll), sequence)  # of each label's answer
+        labels = sum_over_sequences(torch.ones_like(nll), sequence)  # number of labels of the label's answer
         reward = self.beta * sum_over_sequences(logprobs, sequence)
         margin = side * (reward - self.beta * (self.baseline or 0.0))
         good, missed = side.clamp(min=0), torch.sigmoid(-margin)
@@ -271,17 +271,11 @@ class UnpairedPreference(Objective):
 
 
 def _divergence(distance: Tensor) -> Tensor:
-    """Estimate the KL divergence per label from ``distance`` [n], its log-prob minus the reference's."""
+    """Estimate the KL divergence per label from ``distance`` [n], log-prob minus the reference's."""
     distance = distance.clamp(max=_HIGHEST)
     return distance.exp() * (distance - 1) + 1
 
 
 def _sum(values: Tensor, pair: Tensor) -> Tensor:
-    """Sum values [n] over pairs; entry i is that of pair i. There are fewer pairs than labels, so n entries suffice."""
+    """Sum values [n] over pairs; entry i is pair i. There are fewer pairs than labels, so n entries suffice."""
     return torch.zeros_like(values).index_add_(0, pair, values)
-
-
-def _check(name: str, value: float, fits: Callable[[float], bool], expected: str) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
-    if not (number and fits(value)):
-        raise UserError(f"loss.{name} is {value!r}; expected {expected}")

@@ -183,7 +183,7 @@ def test_malformed_rows(rows, format, row, says):
         ({"column_map": {"prompt": "q"}}, r"column_map names \['q'\], but the columns of"),
         ({"column_map": ["prompt"]}, r"column_map is \['prompt'\]; expected our column -> yours"),
         ({"limit": 0}, "limit is 0; expected a whole number"), ({"bad_rows": "keep"}, "expected error or drop"),
-        ({"system_prompt": None}, "system_prompt must be a string"),
+        ({"system_prompt": None}, "system_prompt is None; expected a string"),
     ],
 )  # fmt: skip
 def test_bad_arguments(rows, arguments, says):

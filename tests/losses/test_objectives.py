@@ -139,7 +139,7 @@ def test_a_micro_batch_without_labels(name):
 
 @pytest.mark.parametrize("normalize", [0, True, "rows", None])
 def test_other_normalisations_are_refused(normalize):
-    with pytest.raises(UserError, match=r"loss.normalize is .*expected tokens, sequences or a number above 0"):
+    with pytest.raises(UserError, match=r"loss.normalize is .*expected tokens or sequences, or a number above 0"):
         CrossEntropy(normalize=normalize)
 
 

@@ -39,7 +39,7 @@ def test_a_loss_is_a_name_or_a_component(tmp_path):
     path = write_yaml(tmp_path / "own.yaml", {**own, "loss": component, "clip_high": None})
     check_grpo_values(config.load("grpo_rocm", str(path), ["hardware=cpu"]))
     raft = OmegaConf.to_container(OmegaConf.load(CONFIGS / "cpu_pocket_raft.yaml")) | {"loss": "dapo"}
-    with pytest.raises(UserError, match="loss must name a _component_"):
+    with pytest.raises(UserError, match="expected a _component_"):
         config.load("raft_rocm", str(write_yaml(tmp_path / "raft.yaml", raft)), ["hardware=cpu"])
 
 
@@ -80,12 +80,12 @@ def test_takes(changes):
     ({"center": "none", "scale": "batch"}, "set scale=none, or center to mean or leave_one_out"),
     ({"loss": "reinforce", "scale": "std"}, "center=none gives advantages to groups of equal rewards"),
     ({"loss": "cispo", "clip_low": 0.2}, "clip_low is 0.2, and loss cispo has no such limit; set clip_low=null"),
-    ({"loss": OWN_LOSS, "kl_in": "reward"}, "kl_in is 'reward', and loss is a component with arguments of its own"),
+    ({"loss": OWN_LOSS, "kl_in": "reward"}, "kl_in is 'reward', and loss is a component, which does not read it"),
     ({"loss": OWN_LOSS, "kl_coef": 0.3}, "kl_coef is 0.3, and loss is a component: set loss.kl_coef instead"),
     ({"loss": OWN_LOSS, "mismatch_limits": [0.5, 5]}, "set loss.mismatch_limits instead"),
     ({"mismatch": "none", "mismatch_limits": [0.5, 5]}, "mismatch_limits=[0.5, 5] needs mismatch=truncate or mask"),
-    ({"loss": OWN_LOSS, "clip_dual": "none"}, "'none', and loss is a component with arguments"),
-    ({"top_p": 0.9}, "top_p is 0.9, and GRPO samples from the whole distribution"),
+    ({"loss": OWN_LOSS, "clip_dual": "none"}, "'none', and loss is a component, which does not read it"),
+    ({"top_p": 0.9}, "top_p is 0.9, and GRPO samples from the full distribution"),
     ({"truncation_margin": 1025}, "truncation_margin is 1025; expected at most max_new_tokens, 1024"),
     ({"temperature": 0}, "temperature is 0; expected a number above 0, because a group needs different answers"),
     ({"max_length_share": 1.5}, "max_length_share is 1.5; expected a share above 0, at most 1, or null"),

@@ -1,4 +1,4 @@
-"""Range checks of a recipe's keys. Components check their own arguments."""
+"""Range checks of a recipe's keys. Components check their arguments."""
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -16,22 +16,17 @@ __all__ = [
     "check_values",
 ]
 
+_SAMPLED = {registry.RAFT: check_raft_values, registry.GRPO: check_grpo_values, registry.DISTIL: check_distil_values}
+
 
 def check_config(cfg: DictConfig, family: str) -> None:
-    """Refuse values that a recipe would refuse before it reads a file.
+    """Raise a UserError for values that a recipe would refuse before it reads a file.
 
     Args:
-        cfg: the whole config.
-        family: the recipe of this library that runs it, or that its recipe extends; empty: none, and nothing is known.
-
-    Raises:
-        UserError: naming the key, what was found and what was expected.
+        cfg: config of the run.
+        family: recipe of this library that runs it or that its recipe extends; empty: none, so nothing is checked.
     """
     if family:
         check_values(OmegaConf.create(trainer_config(cfg)) if family in registry.SAMPLED else cfg)
-    if family == registry.RAFT:
-        check_raft_values(cfg)
-    if family == registry.GRPO:
-        check_grpo_values(cfg)
-    if family == registry.DISTIL:
-        check_distil_values(cfg)
+    if family in _SAMPLED:
+        _SAMPLED[family](cfg)

@@ -1,12 +1,12 @@
-"""What a key of a config may hold: kinds of values, and one check of them all.
+"""Kinds of values that a key of a config may hold, and a check of many keys by a table.
 
-A table says it for many keys, such as ``{"epochs": integer(1), "seed": integer(0) | NULL}``.
+A table is a mapping such as ``{"epochs": integer(1), "seed": integer(0) | NULL}``.
 """
 
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,8 @@ class Kind:
     """A kind of value; ``|`` joins two.
 
     Attributes:
-        fits: whether a value is of this kind.
-        names: what messages call it, one name for each kind that was joined.
+        fits: returns whether a value is of this kind.
+        names: names in messages, several for joined kinds.
     """
 
     fits: Callable[[Any], bool]
@@ -36,23 +36,26 @@ class Kind:
 
 
 def check(config: Mapping[str, Any] | DictConfig, kinds: Mapping[str, Kind], where: str = "") -> None:
-    """Refuse values of another kind than the table says.
+    """Raise a UserError for values that do not fit a table; the message names key, value and what was expected.
 
     Args:
-        config: the config, or a part of it. A key that it lacks is fine.
-        kinds: what each key may hold.
-        where: what messages put before a key, such as ``model.``.
-
-    Raises:
-        UserError: naming the key, its value and what was expected.
+        config: the config, or a part of it; keys may be missing.
+        kinds: kind of value by key.
+        where: prefix of keys in messages, such as ``model.``.
     """
     for key, kind in kinds.items():
         if key in config and not kind.fits(config[key]):
             raise UserError(f"{where}{key} is {config[key]!r}; expected {kind}")
 
 
+def refuse(faults: Iterable[str]) -> None:
+    """Raise a UserError with the first of the faults, if there is one."""
+    for fault in faults:
+        raise UserError(fault)
+
+
 def one_of(*values: Any) -> Kind:
-    """One of these, and not 1 in place of True."""
+    """One of these values; 1 does not stand for True."""
     *most, last = ("null" if value is None else str(value) for value in values)
     name = f"{', '.join(most)} or {last}" if most else last
     return Kind(lambda value: any(type(value) is type(one) and value == one for one in values), (name,))
@@ -71,17 +74,17 @@ def number(fits: Callable[[float], bool], name: str) -> Kind:
 
 
 def text(name: str) -> Kind:
-    """A text that is not empty."""
+    """A text, not empty."""
     return Kind(lambda value: isinstance(value, str) and bool(value), (name,))
 
 
 def list_of_texts(name: str) -> Kind:
-    """A list that holds texts alone."""
+    """A list of texts."""
     return Kind(lambda value: isinstance(value, ListConfig) and all(isinstance(item, str) for item in value), (name,))
 
 
 def by_pattern(kind: Kind) -> Kind:
-    """A value of this kind by each of some regular expressions."""
+    """A mapping from regular expressions to values of this kind."""
 
     def fits(key: Any, value: Any) -> bool:
         try:

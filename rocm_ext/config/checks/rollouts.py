@@ -1,12 +1,11 @@
-"""What the keys of RAFT, GRPO and distillation may hold."""
+"""Checks of the keys of RAFT, GRPO and distillation."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from omegaconf import DictConfig
 
 from rocm_ext.base import registry
-from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import COMPONENT as NAME
 from rocm_ext.base.importing import import_component
 from rocm_ext.base.log import log
@@ -25,6 +24,7 @@ from rocm_ext.config.checks.kinds import (
     integer,
     number,
     one_of,
+    refuse,
     text,
 )
 from rocm_ext.config.checks.training import ANSWERS, UNJUDGED
@@ -64,7 +64,19 @@ _RAFT: dict[str, Kind] = {
     "eval_every_n_cycles": integer(1),
     "keep_last_n_adapters": integer(1) | NULL,
 }
+POLICY_GRADIENT: dict[str, Kind] = {  # arguments of rocm_ext.losses.PolicyGradient that GRPO's configs also have
+    "clip_low": POSITIVE | NULL,
+    "clip_high": POSITIVE | NULL,
+    "clip_dual": number(lambda x: x > 1, "a number above 1") | one_of("none") | NULL,
+    "kl_coef": NOT_NEGATIVE,
+    "kl_in": one_of("loss", "reward") | NULL,
+    "entropy_coef": NOT_NEGATIVE,
+    "mismatch": one_of("truncate", "mask", "none"),
+    "mismatch_level": one_of("token", "sequence", "geometric"),
+    "mismatch_limits": LIMITS | NULL,
+}
 _GRPO: dict[str, Kind] = {
+    **POLICY_GRADIENT,
     "steps": integer(1),
     "prompts_per_step": integer(1),
     "temperature": number(lambda x: x > 0, "a number above 0, because a group needs different answers"),
@@ -78,17 +90,8 @@ _GRPO: dict[str, Kind] = {
     "center": one_of("mean", "leave_one_out", "batch", "none") | NULL,
     "scale": one_of("std", "batch", "none") | NULL,
     "negative_weight": NOT_NEGATIVE,
-    "clip_low": POSITIVE | NULL,
-    "clip_high": POSITIVE | NULL,
-    "clip_dual": number(lambda x: x > 1, "a number above 1") | one_of("none") | NULL,
-    "kl_coef": NOT_NEGATIVE,
-    "kl_in": one_of("loss", "reward") | NULL,
-    "entropy_coef": NOT_NEGATIVE,
     "old_logprobs": one_of("auto", "trainer", "sampler"),
     "router_replay": SWITCH,
-    "mismatch": one_of("truncate", "mask", "none"),
-    "mismatch_level": one_of("token", "sequence", "geometric"),
-    "mismatch_limits": LIMITS | NULL,
     "updates_per_step": integer(1),
     "groups_per_update": integer(1) | NULL,
     "max_staleness": integer(0),
@@ -110,7 +113,7 @@ _DISTIL: dict[str, Kind] = {
                                    "eval_every_n_steps", "save_every_n_steps", "keep_samples")},
 }  # fmt: skip
 
-_UNREAD: tuple[tuple[str, Callable[[DictConfig], bool], tuple[str, ...]], ...] = (  # when nothing reads some keys
+_UNREAD: tuple[tuple[str, Callable[[DictConfig], bool], tuple[str, ...]], ...] = (  # when the run ignores some keys
     ("without an environment", lambda cfg: cfg.environment is None, ("max_turns", "max_environment_tokens")),
     ("with an environment, which has a process for each conversation", lambda cfg: cfg.environment is not None,
      ("verify_workers",)),
@@ -125,189 +128,168 @@ _UNREAD: tuple[tuple[str, Callable[[DictConfig], bool], tuple[str, ...]], ...] =
 
 
 def check_raft_values(cfg: DictConfig) -> None:
-    """Refuse values of the keys that RAFT has and SFT lacks. ``Sampling`` checks its own.
-
-    Raises:
-        UserError: naming the key, what was found and what was expected.
-    """
+    """Raise a UserError for wrong values of RAFT's keys, except SFT's keys and the arguments of ``Sampling``."""
     check(cfg, _SHARED | _RAFT)
-    _check_shared(cfg, registry.RAFT)
-    if cfg.optimizer_state == "run" and cfg.start_from == "base":
-        raise UserError(
-            "optimizer_state=run keeps the moments of other weights: with start_from=base each cycle trains the run's "
-            "initial adapter anew; set optimizer_state=cycle, or start_from=previous"
-        )
-    if cfg.temperature == 0 and cfg.samples_per_prompt > 1:
-        raise _same_answers(cfg, "samples_per_prompt", 1)
+    refuse(_shared_faults(cfg, registry.RAFT))
+    refuse(_raft_faults(cfg))
 
 
 def check_grpo_values(cfg: DictConfig) -> None:
-    """Refuse values of the keys that GRPO has and SFT lacks. ``Sampling`` checks its own.
-
-    Raises:
-        UserError: naming the key, what was found and what was expected.
-    """
+    """Do as :func:`check_raft_values` for GRPO."""
     check(cfg, _SHARED | _GRPO)
-    _check_shared(cfg, registry.GRPO)
-    _check_loss(cfg)
-    _check_groups(algorithms.filled(cfg))
-    _check_sampling(cfg, "GRPO", "filter answers with raft_rocm")
-    _check_staleness(cfg)
-    if cfg.router_replay and cfg.compile:
-        raise UserError("router_replay does not work in compiled layers; set compile=False, or router_replay=False")
-    _check_records(cfg)
+    refuse(_shared_faults(cfg, registry.GRPO))
+    refuse(_grpo_faults(cfg))
 
 
 def check_distil_values(cfg: DictConfig) -> None:
-    """Refuse values of the keys that distillation has and SFT lacks. ``Sampling`` checks its own.
-
-    Raises:
-        UserError: naming the key, what was found and what was expected.
-    """
+    """Do as :func:`check_raft_values` for distillation."""
     check(cfg, _SHARED | _DISTIL)
-    _check_shared(cfg, registry.DISTIL)
-    _check_records(cfg)
-    _check_update(cfg)
-    if not is_server(cfg.teacher):
-        unread = ("teacher_model", "teacher_api_key_env")
-    elif cfg.loss == "reverse_kl" and cfg.temperature in (0, 1):
-        unread = ("teacher_adapter", "teacher_quantize_base")
-    else:
-        raise UserError(
-            "teacher is a server, which gives log-probs of tokens at temperature 1: set loss=reverse_kl and "
-            f"temperature=1, found {cfg.loss} and {cfg.temperature:g}"
+    refuse(_shared_faults(cfg, registry.DISTIL))
+    refuse(_distil_faults(cfg))
+
+
+def _shared_faults(cfg: DictConfig, recipe: str) -> Iterator[str]:
+    """Yield faults in keys that all three recipes have, and log the keys that are set but not read."""
+    usual = defaults(recipe)
+    for when, unread, keys in _UNREAD:
+        if unread(cfg) and (changed := [f"{key}={cfg[key]}" for key in keys if cfg[key] != usual[key]]):
+            log.info("not read %s: %s", when, ", ".join(changed))
+    if cfg.environment is not None:
+        if cfg.verifier is not None:
+            yield "verifier and environment are both set, and both judge answers; set one of them to null"
+        if cfg.stop_strings:
+            strings = list(cfg.stop_strings)
+            yield f"stop_strings is {strings}; with an environment a message ends with its stop token; set []"
+        if cfg.get("max_staleness"):
+            yield "max_staleness does not work with an environment; set max_staleness=0"
+        if cfg.engine.get("endpoint", "completions") == "chat":
+            yield "endpoint chat would render a conversation's turns anew; set engine.endpoint=completions"
+    for key, most in (("eval_samples", 0), ("samples_per_prompt", 1)):
+        if cfg.temperature == 0 and cfg[key] > most:
+            yield f"temperature 0 gives the same answer {cfg[key]} times; set {key}={most}, or a temperature above 0"
+    if not isinstance(cfg.optimizer, DictConfig):
+        yield f"optimizer is {cfg.optimizer!r}; expected a _component_ with its lr"
+    if not cfg.optimizer.get("lr"):
+        yield f"optimizer.lr is {cfg.optimizer.get('lr')!r}; expected a number above 0"
+
+
+def _raft_faults(cfg: DictConfig) -> Iterator[str]:
+    if cfg.optimizer_state == "run" and cfg.start_from == "base":
+        yield (
+            "optimizer_state=run keeps the moments of other weights: start_from=base trains the run's initial adapter "
+            "again in every cycle; set optimizer_state=cycle, or start_from=previous"
         )
-    if given := [key for key in unread if cfg[key]]:
-        usual = {"teacher_quantize_base": False}.get(given[0], "null")
-        found = f"{given[0]} is {cfg[given[0]]!r}"
-        raise UserError(f"{found}, which teacher {cfg.teacher} does not read; set {given[0]}={usual}")
+
+
+def _grpo_faults(cfg: DictConfig) -> Iterator[str]:
+    yield from _loss_faults(cfg)
+    group = algorithms.filled(cfg)
+    if cfg.samples_per_prompt < 2 and group.center in ("mean", "leave_one_out"):
+        yield (
+            f"samples_per_prompt is {cfg.samples_per_prompt}; expected at least 2: an advantage compares an answer "
+            "with the others of its group, so one answer alone has none"
+        )
+    if group.scale not in {"none": ("none",), "batch": ("batch", "none")}.get(group.center, (group.scale,)):
+        yield (
+            f"center={group.center} gives advantages to groups of equal rewards, which scale={group.scale} would "
+            "divide by 0; set scale=none, or center to mean or leave_one_out"
+        )
+    yield from _update_faults(cfg)
+    if cfg.truncation_margin > cfg.max_new_tokens:
+        yield f"truncation_margin is {cfg.truncation_margin}; expected at most max_new_tokens, {cfg.max_new_tokens}"
+    yield from _sampling_faults(cfg, "GRPO", "filter answers with raft_rocm")
+    if cfg.max_staleness:
+        yield from _staleness_faults(cfg)
+    if cfg.router_replay and cfg.compile:
+        yield "router_replay does not work in compiled layers; set compile=False, or router_replay=False"
+    yield from _record_faults(cfg)
+
+
+def _distil_faults(cfg: DictConfig) -> Iterator[str]:
+    yield from _record_faults(cfg)
+    yield from _update_faults(cfg)
+    unread = ("teacher_model", "teacher_api_key_env")
+    if is_server(cfg.teacher):
+        unread = ("teacher_adapter", "teacher_quantize_base")
+        if cfg.loss != "reverse_kl" or cfg.temperature not in (0, 1):
+            yield (
+                "teacher is a server, which gives log-probs of tokens at temperature 1: set loss=reverse_kl and "
+                f"temperature=1, found {cfg.loss} and {cfg.temperature:g}"
+            )
+    for key in unread:
+        if cfg[key]:
+            usual = {"teacher_quantize_base": False}.get(key, "null")
+            yield f"{key} is {cfg[key]!r}, which teacher {cfg.teacher} does not read; set {key}={usual}"
     if cfg.teacher == BASE and cfg.teacher_quantize_base:
-        raise UserError("teacher is base, whose weights are those of the model: set model.quantize_base instead")
+        yield "teacher is base, whose weights are the model's: set model.quantize_base instead"
     if cfg.teacher == BASE and cfg.teacher_adapter is None and not cfg.checkpointer.get("adapter_checkpoint"):
-        raise UserError(
+        yield (
             "teacher is base, and the model in training begins as it: there is nothing to learn; set teacher_adapter, "
             "or checkpointer.adapter_checkpoint to the adapter that forgot something"
         )
     if cfg.loss == "reverse_kl":
-        _check_sampling(cfg, "loss=reverse_kl", "loss=jsd")
+        yield from _sampling_faults(cfg, "loss=reverse_kl", "loss=jsd")
         if cfg.given_answers is not None or cfg.temperature == 0 or updates_of_step(cfg) > 1:
-            raise UserError(
+            yield (
                 "loss=reverse_kl estimates a divergence from answers that the present model drew; with given_answers, "
                 "temperature=0 or several updates in a step (updates_per_step, groups_per_update) they are not: set "
                 "loss=jsd"
             )
     if cfg.eval_prompts is not None and cfg.verifier is None and cfg.environment is None:
-        raise UserError(UNJUDGED)
-    if cfg.temperature == 0 and cfg.samples_per_prompt > 1:
-        raise _same_answers(cfg, "samples_per_prompt", 1)
+        yield UNJUDGED
 
 
-def _check_records(cfg: DictConfig) -> None:
+def _record_faults(cfg: DictConfig) -> Iterator[str]:
     if cfg.keep_samples != "all" and cfg.keep_samples < cfg.save_every_n_steps:
-        raise UserError(
+        yield (
             f"keep_samples is {cfg.keep_samples}, less than save_every_n_steps, {cfg.save_every_n_steps}: a resumed "
             "run trains again on the samples since its last checkpoint; raise keep_samples or lower save_every_n_steps"
         )
 
 
-def _check_groups(cfg: DictConfig) -> None:
-    if cfg.samples_per_prompt < 2 and cfg.center in ("mean", "leave_one_out"):
-        raise UserError(
-            f"samples_per_prompt is {cfg.samples_per_prompt}; expected at least 2: an advantage compares an answer "
-            "with the others of its group, so one answer alone has none"
-        )
-    if cfg.scale not in {"none": ("none",), "batch": ("batch", "none")}.get(cfg.center, (cfg.scale,)):
-        raise UserError(
-            f"center={cfg.center} gives advantages to groups of equal rewards, which scale={cfg.scale} would divide by "
-            "0; set scale=none, or center to mean or leave_one_out"
-        )
-    _check_update(cfg)
-    if cfg.truncation_margin > cfg.max_new_tokens:
-        raise UserError(
-            f"truncation_margin is {cfg.truncation_margin}; expected at most max_new_tokens, {cfg.max_new_tokens}"
-        )
-
-
-def _check_update(cfg: DictConfig) -> None:
+def _update_faults(cfg: DictConfig) -> Iterator[str]:
     if (cfg.groups_per_update or 1) > cfg.prompts_per_step:
-        raise UserError(
+        yield (
             f"groups_per_update is {cfg.groups_per_update}, more than the {cfg.prompts_per_step} groups of a step "
             "(prompts_per_step); null takes all of them"
         )
 
 
-def _check_sampling(cfg: DictConfig, what: str, cure: str) -> None:
+def _sampling_faults(cfg: DictConfig, what: str, cure: str) -> Iterator[str]:
     for key in ("top_k", "top_p", "min_p"):
         if cfg[key] is not None:
-            raise UserError(
-                f"{key} is {cfg[key]!r}, and {what} samples from the whole distribution: log-probs that know nothing "
-                f"of {key} bias the gradient; set {key}=null, or {cure}"
+            yield (
+                f"{key} is {cfg[key]!r}, and {what} samples from the full distribution: log-probs that ignore {key} "
+                f"bias the gradient; set {key}=null, or {cure}"
             )
 
 
-def _check_loss(cfg: DictConfig) -> None:
-    names = list(ALGORITHMS)
-    component = isinstance(cfg.loss, DictConfig) and NAME in cfg.loss
-    if not component and cfg.loss not in names:
-        raise UserError(f"loss is {cfg.loss!r}; expected {', '.join(names)}, or a _component_")
+def _loss_faults(cfg: DictConfig) -> Iterator[str]:
+    if isinstance(cfg.loss, DictConfig) and NAME in cfg.loss:
+        return
+    if cfg.loss not in list(ALGORITHMS):
+        yield f"loss is {cfg.loss!r}; expected {', '.join(ALGORITHMS)}, or a _component_"
+    with_ratio = [name for name, algorithm in ALGORITHMS.items() if algorithm.ratio != "none"]
     updates = updates_of_step(cfg)
-    with_ratio = [name for name in names if ALGORITHMS[name].ratio != "none"]
-    if not component and cfg.loss not in with_ratio and updates > 1:
-        raise UserError(
+    if cfg.loss not in with_ratio and updates > 1:
+        yield (
             f"loss {cfg.loss} has no ratio, so it takes one update per step, and updates_per_step and "
             f"groups_per_update give up to {updates}; set them to 1 and null, or loss to "
             f"{', '.join(with_ratio[:-1])} or {with_ratio[-1]}"
         )
 
 
-def _check_staleness(cfg: DictConfig) -> None:
-    if not cfg.max_staleness:
-        return
+def _staleness_faults(cfg: DictConfig) -> Iterator[str]:
     engine = import_component(cfg.engine[NAME])
     if inspect.isclass(engine) and not hasattr(engine, "check_adapter"):
-        raise UserError(
+        yield (
             f"max_staleness={cfg.max_staleness} samples while earlier steps train, and {engine.__name__} samples with "
             "the weights in training; set max_staleness=0, or sample on servers with engine._component_="
             "rocm_ext.sampling.OpenAIEngine"
         )
     clipped = updates_of_step(cfg) > 1 and cfg.old_logprobs == "sampler"
     if cfg.mismatch == "none" and not clipped and not isinstance(cfg.loss, DictConfig):
-        raise UserError(
+        yield (
             f"max_staleness={cfg.max_staleness} trains on answers of earlier adapters, and with mismatch=none nothing "
             "weighs them by how likely the present one gives them; set mismatch=truncate or mask, or max_staleness=0"
         )
-
-
-def _check_shared(cfg: DictConfig, recipe: str) -> None:
-    """Check the keys of all three recipes, and name those that are set and not read."""
-    usual = defaults(recipe)
-    for when, unread, keys in _UNREAD:
-        if unread(cfg) and (changed := [f"{key}={cfg[key]}" for key in keys if cfg[key] != usual[key]]):
-            log.info("not read %s: %s", when, ", ".join(changed))
-    if cfg.environment is not None:
-        _check_environment(cfg)
-    if cfg.temperature == 0 and cfg.eval_samples > 0:
-        raise _same_answers(cfg, "eval_samples", 0)
-    if not isinstance(cfg.optimizer, DictConfig):
-        raise UserError(f"optimizer is {cfg.optimizer!r}; expected a _component_ with its lr")
-    if not cfg.optimizer.get("lr"):
-        raise UserError(f"optimizer.lr is {cfg.optimizer.get('lr')!r}; expected a number above 0")
-
-
-def _check_environment(cfg: DictConfig) -> None:
-    if cfg.verifier is not None:
-        raise UserError("verifier and environment are both set, and each judges answers; set one of them to null")
-    if cfg.stop_strings:
-        raise UserError(
-            f"stop_strings is {list(cfg.stop_strings)}; with an environment a message ends with its stop token; set []"
-        )
-    if cfg.get("max_staleness"):
-        raise UserError("max_staleness does not work with an environment; set max_staleness=0")
-    if cfg.engine.get("endpoint", "completions") == "chat":
-        raise UserError("endpoint chat would render a conversation's turns anew; set engine.endpoint=completions")
-
-
-def _same_answers(cfg: DictConfig, key: str, most: int) -> UserError:
-    return UserError(
-        f"temperature 0 gives the same answer {cfg[key]} times; set {key}={most}, or a temperature above 0"
-    )

@@ -1,12 +1,12 @@
-"""What the keys of training may hold."""
+"""Checks of the keys of training."""
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 from omegaconf import DictConfig
 
-from rocm_ext.base.errors import UserError
 from rocm_ext.config.checks.kinds import (
     COMPONENT,
     NOT_NEGATIVE,
@@ -22,6 +22,7 @@ from rocm_ext.config.checks.kinds import (
     list_of_texts,
     number,
     one_of,
+    refuse,
     text,
 )
 from rocm_ext.machine.profile import ATTENTION, COMPILE
@@ -108,57 +109,43 @@ _CHECKPOINTER: dict[str, Kind] = {
 
 
 def check_values(cfg: DictConfig) -> None:
-    """Refuse numbers out of range and values of the wrong kind.
-
-    Raises:
-        UserError: naming the key, what was found and what was expected.
-    """
+    """Raise a UserError for numbers out of range and values of the wrong kind."""
     check(cfg, _KINDS | ANSWERS)
     check(cfg.model, _MODEL, "model.")
     check(cfg.optimizer, _OPTIMIZER, "optimizer.")
     check({"checkpoint_dir": None, "model_type": None, **cfg.checkpointer}, _CHECKPOINTER, "checkpointer.")
-    _check_output_dir(cfg.output_dir)
-    _check_profiler(cfg.profiler)
-    if cfg.sequences_per_step and cfg.gradient_accumulation_steps:
-        raise UserError("sequences_per_step and gradient_accumulation_steps are both set; keep one of them")
-    if cfg.eval_prompts is not None and cfg.verifier is None:
-        raise UserError(UNJUDGED)
-    if cfg.eval_prompts is None and cfg.early_stopping_metric == EVAL_METRIC:
-        raise UserError(f"early_stopping_metric {EVAL_METRIC} needs held-out prompts: set eval_prompts and a verifier")
+    refuse(_faults(cfg))
 
 
-def _check_profiler(theirs: Any) -> None:
-    """torchtune's configs have this key; its profiler does not run here."""
-    if theirs is None:
-        return
-    if not isinstance(theirs, DictConfig):
-        raise UserError(f"profiler is {theirs!r}; expected null, or torchtune's arguments with enabled: False")
-    enabled = theirs.get("enabled", False)
-    check({"enabled": enabled}, {"enabled": SWITCH}, "profiler.")
-    if enabled:
-        raise UserError(
-            "profiler.enabled is True, and torchtune's profiler does not run here; write profiler.enabled=False "
-            "profile_steps=2, which records so many steps in output_dir/profile"
-        )
-
-
-def _check_output_dir(path: Any) -> None:
+def _faults(cfg: DictConfig) -> Iterator[str]:
+    path, profiler = cfg.output_dir, cfg.profiler
     if not isinstance(path, str) or not path.strip():
-        raise UserError(f"output_dir is {path!r}; expected a folder")
+        yield f"output_dir is {path!r}; expected a folder"
     try:
         with suppress(FileNotFoundError):  # the run creates it
             os.stat(path)
     except ValueError as error:  # a NUL byte
-        raise UserError(f"output_dir is {path!r}; expected a folder: {error}") from error
+        yield f"output_dir is {path!r}; expected a folder: {error}"
     except OSError as error:
         shown = path if len(path) <= 80 else f"{path[:80]}… ({len(path)} characters)"
-        raise UserError(f"cannot write output_dir {shown}: {error.strerror}; choose another output_dir") from error
+        yield f"cannot write output_dir {shown}: {error.strerror}; choose another output_dir"
+    if profiler is not None:  # torchtune's configs have this key; its profiler does not run here
+        if not isinstance(profiler, DictConfig):
+            yield f"profiler is {profiler!r}; expected null, or torchtune's arguments with enabled: False"
+        check(profiler, {"enabled": SWITCH}, "profiler.")
+        if profiler.get("enabled"):
+            yield (
+                "profiler.enabled is True, and torchtune's profiler does not run here; write profiler.enabled=False "
+                "profile_steps=2, which records so many steps in output_dir/profile"
+            )
+    if cfg.sequences_per_step and cfg.gradient_accumulation_steps:
+        yield "sequences_per_step and gradient_accumulation_steps are both set; keep one of them"
+    if cfg.eval_prompts is not None and cfg.verifier is None:
+        yield UNJUDGED
+    if cfg.eval_prompts is None and cfg.early_stopping_metric == EVAL_METRIC:
+        yield f"early_stopping_metric {EVAL_METRIC} needs held-out prompts: set eval_prompts and a verifier"
 
 
 def check_max_seq_len(value: Any) -> None:
-    """Refuse a tokenizer's ``max_seq_len`` unless it is a whole number or null.
-
-    Raises:
-        UserError: saying what was expected.
-    """
+    """Refuse a tokenizer's ``max_seq_len`` unless it is a whole number or null."""
     check({"max_seq_len": value}, {"max_seq_len": integer(1) | NULL}, "tokenizer.")
