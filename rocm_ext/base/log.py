@@ -1,4 +1,4 @@
-"""What a command prints while it works: log lines and a progress bar."""
+"""Log lines and a progress bar."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ log = logging.getLogger("rocm_ext")
 
 
 def setup_logging() -> None:
-    """Log plain lines to stderr. Ranks other than 0 log warnings only, and so does torchtune."""
+    """Log plain lines to stderr; torchtune and the ranks above 0 log warnings only."""
     logging.getLogger("torchtune.utils._logging").addFilter(_of_use)
     if not log.handlers:
         handler = logging.StreamHandler()
@@ -31,7 +31,7 @@ def _of_use(record: logging.LogRecord) -> bool:
 
 
 def warn(lines: Iterable[str]) -> None:
-    """Log each line as a warning."""
+    """Log ``lines`` as warnings."""
     for line in lines:
         log.warning("%s", line)
 
@@ -40,11 +40,11 @@ class Progress:
     """A progress bar on a terminal; elsewhere a line now and then.
 
     Args:
-        total: number of steps, or of other units.
-        start: number already done.
+        total: number of units.
+        start: number of units already done.
         enabled: False: print nothing.
-        unit: the name of what is counted.
-        brief: without a terminal, print no line for the first unit, and one for the last only after others.
+        unit: name of a unit.
+        brief: without a terminal, print no line for the first unit, and one for the last unit only after others.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Progress:
             self._bar = tqdm(total=total, initial=start, unit=unit, dynamic_ncols=True)
 
     def update(self, text: str, count: int = 1) -> None:
-        """Count ``count`` more; ``text`` describes them, such as their loss."""
+        """Count ``count`` more units; ``text`` describes them, for example by their loss."""
         self.done += count
         beat()
         if self._bar is not None:

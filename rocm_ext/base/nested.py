@@ -1,4 +1,4 @@
-"""Values inside values, as JSON and YAML have them: by path, and as typed records, checked on the way."""
+"""Nested values of JSON and YAML: by dotted path, and parsed into typed, checked records."""
 
 import types
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ def parse(kind: Any, value: Any, where: str) -> Any:
     Args:
         kind: a dataclass, tuple[X, ...], dict[str, X], X | None, Literal, str, bool, int, float or Any. Numbers are
             sizes, counts and speeds: they must not be negative.
-        value: what a JSON or YAML reader returns.
-        where: the place of ``value``, for messages.
+        value: value from a JSON or YAML reader.
+        where: path of ``value``, for messages.
 
     Raises:
-        UserError: naming the place, what was found and what was expected.
+        UserError: the value has another type; the message says where.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:

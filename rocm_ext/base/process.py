@@ -1,4 +1,4 @@
-"""This process and what surrounds it: torchrun, the terminal, the signals that ask it to stop."""
+"""This process, its launcher, its terminal, and the signals that ask it to stop."""
 
 import ctypes
 import json
@@ -20,7 +20,7 @@ def stop_signals() -> list[int]:
 
 
 def survive_terminal() -> None:
-    """Send what is printed from now on nowhere if the terminal was closed; writing to it is an error."""
+    """Discard further output if the terminal was closed, because writing to it is an error."""
     for stream in (sys.stdout, sys.stderr):
         try:
             os.write(stream.fileno(), b"")
@@ -33,16 +33,16 @@ def survive_terminal() -> None:
 
 
 def end_with_launcher() -> None:
-    """As :func:`end_with_parent` where torchrun started this process: ranks that outlive their launcher would hold the
-    GPUs and go on writing."""
+    """Call :func:`end_with_parent` under torchrun: ranks that outlive their launcher would hold the GPUs and go on
+    writing."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends, even if that is killed; on Linux only.
+    """Let the kernel kill this process when its parent ends or is killed; on Linux only.
 
-    For children that have nothing to save, as ``preexec_fn`` of :class:`subprocess.Popen`.
+    Use it for children with nothing to save, also as ``preexec_fn`` of :class:`subprocess.Popen`.
     """
     if sys.platform == "linux":
         signal_at_parents_end(signal.SIGKILL)
@@ -54,7 +54,7 @@ def signal_at_parents_end(signum: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose parent ends, so that none of them is lost; it needs Linux."""
+    """Become the parent of descendants whose parent ends, so that none is lost; it needs Linux."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -80,9 +80,9 @@ _HOW_TO_MEET = (
 
 
 def report_ranks() -> None:
-    """Make this program, which starts ranks with torchrun, print their errors as one line each instead of its report.
+    """Make this program, which starts ranks with torchrun, print one line per error instead of torchrun's report.
 
-    The environment variable LOGLEVEL brings torchrun's own messages back.
+    The environment variable LOGLEVEL brings torchrun's messages back.
     """
     os.environ[_REPORTS] = "1"
     sys.excepthook = _report

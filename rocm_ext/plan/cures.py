@@ -1,4 +1,4 @@
-"""What a run that does not fit into memory can change, with what the plan says of it."""
+"""Changes of the config for runs that do not fit into memory."""
 
 import math
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from rocm_ext.plan.planner import TrainingPlanner
 
 
 def cures(cfg: DictConfig, planner: TrainingPlanner, tokens: int, layers: Sequence[int], goal: float) -> list[str]:
-    """Say which changes of the config lower the planned peak, the one that costs the least time first.
+    """List changes of the config that lower the planned peak, the fastest first.
 
     Args:
         cfg: config of the training.
-        planner: planned the run.
+        planner: the run's planner.
         tokens: tokens of a micro-batch.
         layers: the checkpointed layers.
-        goal: bytes; what plans more is not named.
+        goal: the most bytes that a change may plan.
 
     Returns:
         Up to two changes, as ``key=value`` with their peak and their cost; none, if no smaller micro-batch reaches

@@ -35,11 +35,11 @@ class Step:
 
     Attributes:
         tokens: tokens of this rank, without padding.
-        micro_batches: their number.
+        micro_batches: number of micro-batches.
         flops: floating-point operations.
-        bytes: read and written by kernels.
-        seconds: expected.
-        forward_seconds: expected of a forward pass over the same rows, without gradients.
+        bytes: bytes that kernels read and write.
+        seconds: expected time.
+        forward_seconds: expected time of a forward pass over the same rows, without gradients.
     """
 
     tokens: float
@@ -60,9 +60,9 @@ class Choice:
     """One way to run a step.
 
     Attributes:
-        micro_batch: tokens computed at once at most.
+        micro_batch: the most tokens computed at once.
         checkpointed: indices of the checkpointed layers.
-        memory: by part.
+        memory: memory by part.
         step: work and time.
     """
 
@@ -93,15 +93,15 @@ class TrainingPlanner:
     """Plans the training of one model with one config on one machine.
 
     Args:
-        cfg: config of either recipe.
+        cfg: config of a recipe.
         decoder: model with adapters, without weights.
         objective: computes the loss from hidden states.
         dtype: dtype of weights and activations.
         device: the target; the planner computes nothing there.
         rows: the training data.
         ranks: number of ranks that share the work.
-        figures: returns the machine's speeds; called only when the plan needs a time.
-        kernels: kernels that ``device`` has.
+        figures: function that returns the machine's speeds; called only when the plan needs a time.
+        kernels: fused kernels of ``device``.
     """
 
     def __init__(
@@ -145,15 +145,15 @@ class TrainingPlanner:
         return max((self._plan(lengths, targets, shared) for lengths, shared in pieces), key=lambda plan: plan.peak(()))
 
     def _largest(self, micro_batch: int) -> tuple[list[tuple[list[int], list[int]]], int]:
-        """Return lengths and shared tokens of the sequences in the largest micro-batches, and the most labels in any.
+        """Return the sequences of the largest micro-batches, as lengths and shared tokens, and the most labels in any.
 
-        One has the most tokens. Where sequences share some, another one may have the most tokens for attention.
+        One has the most tokens. If sequences share tokens, another one may have the most tokens for attention.
         """
         cfg, per_row = self.cfg, self.rows.per_row
         order = cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle, self.rows.mixture
         steps = Steps(len(per_row), self.rows_per_step, *order)
         packed = self.decoder.packs
-        # rows that are not packed are padded to the longest
+        # unpacked rows are padded to the longest
         sizes = [lambda piece: sum(piece[0]) if packed else len(piece[0]) * max(piece[0], default=0)]
         if self.rows.shared:
             sizes.append(lambda piece: sum(map(sum, piece)))
@@ -192,7 +192,7 @@ class TrainingPlanner:
         """Plan a step.
 
         Args:
-            micro_batch: tokens computed at once at most.
+            micro_batch: the most tokens computed at once.
             checkpointed: indices of layers; None: as few layers as ``budget`` allows.
             budget: bytes that a rank may use.
         """
@@ -205,7 +205,7 @@ class TrainingPlanner:
         count = max(1, math.ceil(tokens / micro_batch))
         size = max(1, round(tokens / count))
         plan = self._plan(*self._typical(size))
-        # the frozen output layer: a product forward, one more for losses of whole sequences, and one backward
+        # the frozen output layer: one product forward, a second one for losses of sequences, and one backward
         loss = plan.loss.operations
         passes = [_RepeatedKernels(loss, 1.0)]
         forward = [_RepeatedKernels(loss, 1 / 3 if self.objective.whole_sequences else 1 / 2)]
@@ -221,7 +221,7 @@ class TrainingPlanner:
             passes += [_RepeatedKernels(costs.forward, 2 * again), _RepeatedKernels(costs.backward, again)]
             forward += [_RepeatedKernels(costs.forward, kept, compiled), _RepeatedKernels(costs.forward, again)]
         forward_seconds = count * max(self._seconds(forward), self._gathering() / 2)
-        # KTO's baseline is a forward pass of its own
+        # KTO's baseline is a separate forward pass
         before, waits = (forward, forward_seconds) if getattr(self.objective, "baseline", None) is not None else ([], 0)
         update = _RepeatedKernels([Operation(0, 2 * (plan.adapter + plan.optimizer) + plan.gradients)], 1.0)
         return Step(
@@ -242,7 +242,7 @@ class TrainingPlanner:
         lengths: list[int] = []
         shared: list[int] = []
         count, sequences = max(1, round(tokens / rows.mean)), max(2, round(rows.sequences))
-        for i in range(count):  # rows of sequences that are equally long with what they share
+        for i in range(count):  # rows of sequences of equal length, shared tokens included
             size = tokens * (i + 1) // count - tokens * i // count
             common = rows.shared / (sequences - 1)
             length = max(1, int((size - common) / sequences))
@@ -251,7 +251,7 @@ class TrainingPlanner:
         return lengths, targets, shared
 
     def _gathering(self) -> float:
-        """Seconds to gather every layer's weights from all ranks, forward and backward, in parallel with computing."""
+        """Seconds to gather the layers' weights, forward and backward, in parallel with computing."""
         return 2 * shared_bytes(self.decoder) / self.ranks * (self.ranks - 1) / self.figures.link
 
     def _seconds(self, passes: Sequence["_RepeatedKernels"]) -> float:
@@ -276,7 +276,7 @@ class TrainingPlanner:
         return best
 
     def better(self, choice: Choice, other: Choice, budget: int) -> Choice:
-        """Return ``other`` if it fits and ``choice`` does not fit or is clearly slower; else ``choice``."""
+        """Return ``other`` if it fits, and ``choice`` does not fit or is clearly slower; else ``choice``."""
         if other.peak <= budget and (choice.peak > budget or other.step.seconds * _GAIN < choice.step.seconds):
             return other
         return choice
@@ -291,7 +291,7 @@ class SamplingPlan:
     """Memory and speed of sampling in this process.
 
     Attributes:
-        layout: bytes of the weights that sampling copies.
+        layout: bytes of the copied weights.
         slots: answers decoded at once.
         cache: bytes of keys and values of all slots.
         working: further bytes.
@@ -316,15 +316,15 @@ class SamplingPlanner:
     """Plans sampling with :class:`rocm_ext.sampling.LocalEngine`.
 
     Attributes:
-        layout: bytes of the weights that sampling copies.
-        launches: kernels that the host starts in each step; 0: as one graph, or for no cost that is known.
+        layout: bytes of the copied weights.
+        launches: kernels that the host starts in a step; 0: one graph, or the cost of a launch is unknown.
 
     Args:
-        cfg: config of ``raft_rocm`` or ``grpo_rocm``.
-        decoder: model with adapters, all of it on the meta device.
+        cfg: config of a recipe that samples.
+        decoder: model with adapters, on the meta device.
         device: the target.
         asked: prompts and answers.
-        ranks: number of ranks that share the weights; each samples from its own copy.
+        ranks: number of ranks that shard the weights; every rank samples from a full copy.
         figures: the machine's speeds.
     """
 
@@ -341,7 +341,7 @@ class SamplingPlanner:
         merge = cfg.engine.get("merge")
         with torch.no_grad():
             self._decoder = decoder.sampler(merge, device)
-        # of several ranks, every one gathers a copy
+        # several ranks gather one copy each
         frozen = (p.nbytes for p in decoder.parameters() if not p.requires_grad and not stays_quantized(p))
         self.layout = copied_bytes(decoder, merge) if ranks == 1 else sum(frozen)
         wanted = device.type == "cuda" and cfg.engine.get("graphs") is not False
@@ -358,7 +358,7 @@ class SamplingPlanner:
 
         Args:
             free: bytes for the layout and the slots.
-            reserve: bytes that training allocates beside them; 0: they are freed before.
+            reserve: bytes that training allocates at the same time; 0: sampling frees its memory before training.
         """
         cfg, decoder, asked = self._cfg, self._decoder, self._asked
         length = asked.longest + longest_answer(cfg)
@@ -373,13 +373,13 @@ class SamplingPlanner:
         return SamplingPlan(self.layout, slots, cache, memory.bytes(slots) - cache, speed, self.launches)
 
     def step_seconds(self, slots: int) -> float:
-        """Seconds to decode one token for each of ``slots`` answers."""
+        """Seconds to decode one token of ``slots`` answers."""
         context = self._asked.mean + self._asked.answer / 2
         computing = decode_seconds(self._decoder, slots, context, self._figures)
         return max(computing, self.launches * self._figures.launch)  # the device computes behind the host
 
     def seconds(self, prompts: float, samples: int, slots: int) -> float:
-        """Seconds to prefill one rank's prompts and decode their answers; a batch lasts as long as its longest answer.
+        """Seconds to prefill a rank's prompts and decode their answers, at least of the longest answer.
 
         Args:
             prompts: number of prompts of one rank.
@@ -393,12 +393,12 @@ class SamplingPlanner:
 
 
 def decode_seconds(decoder: Sampler, slots: int, context: float, figures: Figures) -> float:
-    """Seconds to decode one token for each answer. Reading weights and cache does not overlap with computing.
+    """Seconds to decode one token per answer. Reading weights and cache does not overlap with computing.
 
     Args:
         decoder: the model's copy for sampling.
         slots: answers decoded at once.
-        context: mean tokens that an answer attends to.
+        context: mean tokens in an answer's attention.
         figures: the machine's speeds.
     """
     read = decoder.weight_bytes + slots * decoder.cache_bytes(context)

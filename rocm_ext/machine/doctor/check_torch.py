@@ -162,7 +162,7 @@ def environment(facts: Facts) -> Iterator[Finding]:
     conflicts = list(environment_conflicts(profile, facts.fit, environ))
     named = {name for conflict in conflicts for name in conflict.variables}
     for conflict in conflicts:
-        yield Finding(" ".join(conflict.variables), "error" if conflict.fatal else "warning", conflict.found,
+        yield Finding(" ".join(conflict.variables), "error" if conflict.fatal else "warning", conflict.setting,
                       conflict.why, facts.unset(*conflict.variables))  # fmt: skip
     alone = environment_for(profile, facts.fit, {"WORLD_SIZE": str(facts.gpu_count)})  # nothing set by the user
     taken = {*environ, *(ALLOCATOR_VARIABLES if environ.keys() & set(ALLOCATOR_VARIABLES) else ())}

@@ -1,4 +1,4 @@
-"""All that is known of a machine, live or recorded. The checks judge it."""
+"""The facts about a machine, live or recorded, that the checks judge."""
 
 import re
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ ENOUGH = 0.7
 
 @dataclass(frozen=True)
 class Facts:
-    """What the checks judge, with what follows from it."""
+    """The facts, with conclusions from them."""
 
     said: Recorded
     files: System
@@ -48,7 +48,7 @@ class Facts:
 
     @property
     def linux(self) -> bool:
-        """Linux with its own GPU driver, so not WSL."""
+        """Whether Linux drives the GPU, so not in WSL."""
         return self.machine.system == "Linux" and not self.machine.wsl
 
     @property
@@ -58,7 +58,7 @@ class Facts:
 
     @property
     def amd_linux(self) -> bool:
-        """Whether an AMD GPU is here, with Linux's own driver."""
+        """Whether an AMD GPU is here and Linux drives it."""
         return self.amd and self.linux
 
     @property
@@ -78,7 +78,7 @@ class Facts:
 
     @property
     def installed_gpus(self) -> int:
-        """GPUs like the one that trains, listed by KFD and torch or not. In a container: those given to it."""
+        """GPUs like the one that trains, even if KFD and torch do not list them; in a container, at most its GPUs."""
         largest = max(self.cards, key=lambda card: card.vram or 0, default=None)
         alike = sum(card.device == largest.device for card in self.cards) if largest and largest.device else 0
         there = max(self.files.amd_gpus.count(self.fit.arch or ""), alike, self.files.accelerators)
@@ -105,10 +105,10 @@ class Facts:
 
     @cached_property
     def cards(self) -> list[Card]:
-        """The AMD GPUs. Where Strix Halo's integrated GPU trains: that one alone."""
+        """The AMD GPUs; if Strix Halo's integrated GPU trains, only that one."""
         cards = [card for card in self.files.cards if card.is_amd]
-        own = [card for card in cards if card.device == STRIX_HALO] if self.fit.arch == "gfx1151" else []
-        return own or cards
+        integrated = [card for card in cards if card.device == STRIX_HALO] if self.fit.arch == "gfx1151" else []
+        return integrated or cards
 
     @property
     def unified(self) -> bool:
@@ -150,7 +150,7 @@ class Facts:
 
     @property
     def too_little(self) -> str:
-        """A sentence where the GPU may map too little memory; empty where it is enough or unknown."""
+        """A sentence if the GPU may map too little memory; empty if it is enough or unknown."""
         total, limit = self.installed_gib, self.mappable
         short = total is not None and limit is not None and limit < ENOUGH * total * 2**30
         return f"the GPU may map {gib(limit or 0)} of {total} GiB" if short and not self.in_carve_out else ""
@@ -187,17 +187,17 @@ class Facts:
                      rf's/^(GRUB_CMDLINE_LINUX_DEFAULT=["\x27].*)(["\x27])/\1 {add}\2/' if add else ""]  # fmt: skip
             script = "; ".join(filter(None, edits))
             return f"sudo sed -E -i '{script}' /etc/default/grub && sudo update-grub  # then reboot"
-        told = [f"remove {remove}" if remove else "", f"add {add}" if add else ""]
-        return f"in the boot loader's kernel command line {' and '.join(filter(None, told))}"
+        changes = [f"remove {remove}" if remove else "", f"add {add}" if add else ""]
+        return f"in the boot loader's kernel command line {' and '.join(filter(None, changes))}"
 
     @property
     def upgrade(self) -> str:
-        """The command that upgrades the whole system."""
+        """The command that upgrades the system."""
         return f"{self._manager[1] if self._manager else 'upgrade all packages'}  # then reboot"
 
     @property
     def newer_kernel(self) -> str:
-        """The command that brings a newer kernel than the release came with, which an upgrade keeps on Ubuntu."""
+        """The command for a newer kernel. On Ubuntu an upgrade keeps the release's kernel."""
         if self.files.distribution.get("ID") != "ubuntu":
             return self.upgrade
         release = self.files.distribution.get("VERSION_ID", "")
@@ -229,7 +229,7 @@ def recorded_facts(root: Path) -> Facts:
     """The facts of the machine whose files were copied to the folder ``root``.
 
     Raises:
-        UserError: for a folder that holds no such copy, and for a damaged ``rocm-ext.json``.
+        UserError: the folder holds no such copy, or a damaged ``rocm-ext.json``.
     """
     try:
         inside = {path.name for path in root.iterdir()}
@@ -238,7 +238,7 @@ def recorded_facts(root: Path) -> Facts:
     if not inside & {NAME, "proc", "sys"}:
         raise UserError(f"--root {root} holds neither {NAME} nor proc/ or sys/; expected a folder made with --save")
     said = read_recorded(root)
-    if said.system not in (None, "Linux"):  # then Linux files in the folder are of another machine
+    if said.system not in (None, "Linux"):  # Linux files in the folder belong to another machine
         root = root / "none"
     files = read_system(root)
     if said == Recorded() and files == read_system(root / "none"):
@@ -250,9 +250,9 @@ def combine(said: Recorded, files: System, root: Path) -> Facts:
     """The facts from both sources.
 
     Args:
-        said: what no file of the system holds.
-        files: what the system's files hold.
-        root: where ``files`` were read.
+        said: content of ``rocm-ext.json``.
+        files: content of the system's files.
+        root: folder of the system's files.
     """
     total = files.memory.get("MemTotal", said.host_memory.total if said.host_memory else 0)
     machine = describe(said.torch or Torch(""), said.system or "Linux", said.environment or {}, total, root)

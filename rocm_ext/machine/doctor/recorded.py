@@ -1,4 +1,4 @@
-"""``rocm-ext.json``: the facts that no file of the system holds. Every part may be missing."""
+"""``rocm-ext.json``: the facts that are in no file of the system. Every part may be missing."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from rocm_ext.base.nested import parse
 from rocm_ext.machine.detect import Torch
 
 NAME = "rocm-ext.json"
-MARK = "rocm-ext: "  # begins each line of the probe; libraries print lines of their own
+MARK = "rocm-ext: "  # begins the lines of the probe; libraries print others
 Level = Literal["ok", "warning", "error", "not recorded"]
 
 
@@ -19,7 +19,7 @@ Level = Literal["ok", "warning", "error", "not recorded"]
 class Finding:
     """A check's outcome, one row of the table.
 
-    ``error`` means that training will not work; ``not recorded``, that the facts to judge are missing.
+    ``error`` means that training will not work; ``not recorded`` means that facts are missing.
     """
 
     check: str
@@ -50,12 +50,12 @@ class User:
 
 @dataclass(frozen=True)
 class DeviceNode:
-    """Who may open a file in /dev."""
+    """The owner and the mode of a file in /dev."""
 
     mode: str  # "0660"
     owner: str
     group: str
-    access: bool | None = None  # whether the user can read and write it, where an ACL decides
+    access: bool | None = None  # the user's access, if an ACL decides
 
     @property
     def _bits(self) -> int:
@@ -67,7 +67,7 @@ class DeviceNode:
         return self._bits & 6 == 6
 
     def allows(self, user: User | None) -> bool | None:
-        """Whether owner, group and mode let the user read and write it; None where the user's groups are unknown."""
+        """Whether owner, group and mode let the user read and write it; None: the user's groups are unknown."""
         if self.open_to_all:
             return True
         if user is None:
@@ -110,12 +110,12 @@ class SandboxState:
     """Whether bubblewrap works."""
 
     works: bool
-    found: str = ""  # why it does not, or its version, origin, and what it lacks
+    found: str = ""  # the reason why not, or its version, origin and gaps
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What :func:`rocm_ext.machine.doctor.this_machine.live_facts` gathers and :func:`read_recorded` reads back."""
+    """The content of ``rocm-ext.json``."""
 
     system: str | None = None  # platform.system(): "Linux", "Windows", "Darwin"
     release: str = ""  # of the system, where it is not Linux
@@ -143,10 +143,10 @@ def read_recorded(root: Path) -> Recorded:
     """Read ``rocm-ext.json`` in the folder ``root``.
 
     Returns:
-        Its content; an empty :class:`Recorded` where there is no such file.
+        The content; an empty :class:`Recorded` without this file.
 
     Raises:
-        UserError: for a damaged file and for unknown content.
+        UserError: the file is damaged or has unknown content.
     """
     path = root / NAME
     try:

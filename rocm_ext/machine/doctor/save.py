@@ -1,7 +1,7 @@
-"""Records a machine for others to judge, without private data.
+"""Record a machine for others to judge, without private data.
 
-It writes the files in ``_kept`` only, without serial numbers, unrelated kernel parameters, and other users and groups.
-It calls the user "user".
+A recording holds only the files in ``_kept``, without serial numbers, unrelated kernel parameters, and other users and
+groups. It calls the user "user".
 """
 
 import json
@@ -21,15 +21,15 @@ _PARAMETERS = (
 
 
 def save(facts: Facts, root: Path, folder: Path) -> None:
-    """Write what the checks read into ``folder``, for ``rocm-ext doctor --root``.
+    """Write the checks' input into ``folder``, for ``rocm-ext doctor --root``.
 
     Args:
-        facts: facts about the machine.
-        root: where its files are.
-        folder: new or empty.
+        facts: facts of the machine.
+        root: folder of the machine's files.
+        folder: new or empty folder.
 
     Raises:
-        UserError: where ``folder`` is not empty or cannot be written.
+        UserError: ``folder`` is not empty, or cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def _files(facts: Facts, root: Path) -> Iterator[tuple[PurePath, str]]:
 
 
 def _kept(facts: Facts) -> dict[str, Callable[[str], str]]:
-    """The files that the checks read, and the function that keeps the needed part of each."""
+    """The files that the checks read, and the functions that reduce them to the needed parts."""
     user = facts.said.user.name if facts.said.user else None
     member = "root" if user == "root" else "user"
     wanted = {"render", "video", *(node.group for node in facts.gpu_nodes.values())}

@@ -1,4 +1,4 @@
-"""What the system's files say, of this machine or of a recorded one."""
+"""The system's files, of this machine or of a recorded one."""
 
 import re
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ AMD, NVIDIA = "0x1002", "0x10de"  # PCI vendors
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU's folder in /sys/class/drm. None and "" where the kernel does not say."""
+    """A GPU's folder in /sys/class/drm. None and "": unknown."""
 
     vendor: str
     device: str  # PCI device: "0x1586"
@@ -24,7 +24,7 @@ class Card:
 
     @property
     def is_amd(self) -> bool:
-        """Whether AMD made it; where the vendor is missing, amdgpu's files show it."""
+        """Whether the GPU is AMD's; if the vendor is missing, amdgpu's files decide."""
         return self.vendor == AMD or (not self.vendor and (self.gtt, self.vram, self.mes) != (None, None, None))
 
 
@@ -51,7 +51,7 @@ class System:
 
 
 def read_system(root: Path) -> System:
-    """Parse the files below ``root``. It skips missing files and lists damaged ones in ``unreadable``."""
+    """Parse the files below ``root``, without the missing ones; list damaged ones in ``unreadable``."""
     reader = _Reader(root)
     cpu = re.search(r"^model name\s*:\s*(.+)$", reader.text("proc/cpuinfo"), re.MULTILINE)
     command_line = reader.text("proc/cmdline")
@@ -97,8 +97,8 @@ class _Reader:
 
     def meminfo(self) -> dict[str, int]:
         text = self.text("proc/meminfo")
-        found = re.findall(r"^(\w+):\s+([0-9]{1,15}) kB$", text, re.MULTILINE)
-        memory = {key: int(number) * 1024 for key, number in found}
+        sizes = re.findall(r"^(\w+):\s+([0-9]{1,15}) kB$", text, re.MULTILINE)
+        memory = {key: int(number) * 1024 for key, number in sizes}
         if text and "MemTotal" not in memory:
             self.unreadable.append("proc/meminfo")
         return memory
@@ -120,7 +120,7 @@ class _Reader:
 
     def processes(self) -> list[Process]:
         folder = Path("sys/class/kfd/kfd/proc")
-        found = []
+        processes = []
         for pid in filter(str.isdecimal, listing(self.root / folder)):
             sizes = [
                 self.number(folder / pid / name)
@@ -129,8 +129,8 @@ class _Reader:
             ]
             memory = sum(size for size in sizes if size is not None)
             if (number := to_number(pid)) is not None:
-                found.append(Process(number, self.text(f"proc/{pid}/comm"), memory))
-        return found
+                processes.append(Process(number, self.text(f"proc/{pid}/comm"), memory))
+        return processes
 
 
 def _assignments(text: str) -> dict[str, str]:

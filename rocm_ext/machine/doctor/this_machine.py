@@ -1,4 +1,4 @@
-"""The facts of the machine that this runs on. It changes nothing and needs no root."""
+"""Gather the facts of this machine. It changes nothing and needs no root."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def live_facts() -> Facts:
 
 
 def _variables() -> list[str]:
-    """The environment variables that matter; the others are never read."""
+    """The environment variables that matter; nothing reads the others."""
     profiles = [name for profile in profile_names() for name in load_profile(profile).environment]
     others = ["HSA_ENABLE_INTERRUPT", "TORCH_BLAS_PREFER_HIPBLASLT", "PYTORCH_TUNABLEOP_ENABLED", "OMP_NUM_THREADS",
               "OMP_WAIT_POLICY", "GPU_MAX_HW_QUEUES"]  # fmt: skip
@@ -91,7 +91,7 @@ def _device_nodes() -> dict[str, DeviceNode]:
 
 
 def _with_access(path: str, node: DeviceNode, user: User | None) -> DeviceNode:
-    """Note whether the user has access where mode and groups say otherwise."""
+    """Record the user's access if mode and groups say otherwise."""
     access = os.access(path, os.R_OK | os.W_OK)
     return node if node.allows(user) == access else replace(node, access=access)
 
@@ -131,9 +131,9 @@ def _sandbox() -> SandboxState | None:
 
 def _disk_free() -> dict[str, int]:
     home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
-    places = {"current folder": Path.cwd(), "Hugging Face cache": Path(os.environ.get("HF_HUB_CACHE") or home)}
+    folders = {"current folder": Path.cwd(), "Hugging Face cache": Path(os.environ.get("HF_HUB_CACHE") or home)}
     free = {}
-    for name, path in places.items():
+    for name, path in folders.items():
         path = path.expanduser().absolute()
         while not path.exists() and path != path.parent:
             path = path.parent
@@ -156,32 +156,32 @@ def _host_memory() -> Memory:
 
 # ------------------------------------------------------------------------------------------------------- torch
 def _ask_torch() -> dict[str, Any]:
-    """Run the probe; return what it said before it ended, crashed or hung."""
-    with tempfile.TemporaryFile("w+") as told, tempfile.TemporaryFile("w+", errors="replace") as complaints:
+    """Run the probe; return its facts, also if it crashed or hung later."""
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+", errors="replace") as complaints:
         probe = subprocess.Popen([sys.executable, *PROBE], stdin=subprocess.DEVNULL,
-                                 stdout=told, stderr=complaints)  # fmt: skip
+                                 stdout=output, stderr=complaints)  # fmt: skip
         try:
             status: int | None = probe.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             probe.kill()  # without waiting: a process that hangs in the driver does not die
             status = None
-        told.seek(0)
+        output.seek(0)
         complaints.seek(0)
-        parts = _parts(told.read())
+        parts = _parts(output.read())
         last = next((line for line in reversed(complaints.read().splitlines()) if line.strip()), "")
     if status != 0 and not parts.keys() & {"canaries", "torch_error"}:
-        found = f"no answer in {PATIENCE} s" if status is None else f"the test program ended with status {status}"
+        failure = f"no answer in {PATIENCE} s" if status is None else f"the test program ended with status {status}"
         last = re.sub(re.escape(str(Path.home())) + r"(?=/|$)", "~", last)
-        canary = Finding("canaries", "error", found, last, "sudo dmesg | grep -i -e amdgpu -e nvrm")
+        canary = Finding("canaries", "error", failure, last, "sudo dmesg | grep -i -e amdgpu -e nvrm")
         if "torch" in parts:
             parts["canaries"] = (canary,)
         else:
-            parts["torch_error"] = f"{found}: {last}"
+            parts["torch_error"] = f"{failure}: {last}"
     return parts
 
 
 def _parts(text: str) -> dict[str, Any]:
-    """What the probe's lines say. Libraries may print lines of their own."""
+    """The facts in the probe's lines; libraries may print other lines."""
     parts: dict[str, Any] = {}
     for line in text.splitlines():
         if line.startswith(MARK):
