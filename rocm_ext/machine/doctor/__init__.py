@@ -4,16 +4,11 @@ It gathers facts once, from this machine or from a recorded copy, and judges the
 :mod:`rocm_ext.machine.doctor.probe` imports torch, in a separate process.
 """
 
-from rocm_ext.machine.doctor import check_memory, check_system, check_tools, check_torch
 from rocm_ext.machine.doctor.facts import Facts
 from rocm_ext.machine.doctor.recorded import Finding
+from rocm_ext.machine.doctor.rules import judge
 
-CHECKS = (*check_system.CHECKS, *check_memory.CHECKS, *check_torch.CHECKS, *check_tools.CHECKS)
-
-
-def judge(facts: Facts) -> list[Finding]:
-    """The findings of all checks."""
-    return [finding for check in CHECKS for finding in check(facts)]
+__all__ = ["exit_code", "judge", "verdict"]
 
 
 def exit_code(findings: list[Finding]) -> int:

@@ -57,26 +57,19 @@ class DeviceNode:
     group: str
     access: bool | None = None  # the user's access, if an ACL decides
 
-    @property
-    def _bits(self) -> int:
-        return int(self.mode, 8) if re.fullmatch("[0-7]{1,4}", self.mode) else 0
-
-    @property
-    def open_to_all(self) -> bool:
-        """Whether every user can read and write it."""
-        return self._bits & 6 == 6
+    def may_open(self, user: User | None) -> bool | None:
+        """Whether the user can read and write it; None: unknown."""
+        return self.allows(user) if self.access is None else self.access
 
     def allows(self, user: User | None) -> bool | None:
         """Whether owner, group and mode let the user read and write it; None: the user's groups are unknown."""
-        if self.open_to_all:
+        bits = int(self.mode, 8) if re.fullmatch("[0-7]{1,4}", self.mode) else 0
+        owner, group, everyone = (bits >> shift & 6 == 6 for shift in (6, 3, 0))
+        if everyone or (user and (user.root or (owner and self.owner == user.name))):
             return True
-        if user is None:
+        if user is None or user.groups is None:
             return None
-        if user.root or (self.owner == user.name and self._bits >> 6 & 6 == 6):
-            return True
-        if user.groups is None:
-            return None
-        return self.group in user.groups and self._bits >> 3 & 6 == 6
+        return group and self.group in user.groups
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from rocm_ext.base import pins
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.nested import parse
 from rocm_ext.machine.detect import VISIBLE_VARIABLES
-from rocm_ext.machine.doctor.check_tools import COMPILERS
-from rocm_ext.machine.doctor.check_torch import DEBUGGING
-from rocm_ext.machine.doctor.facts import Facts, combine
+from rocm_ext.machine.doctor.checks import COMPILERS, DEBUGGING
+from rocm_ext.machine.doctor.facts import Facts
 from rocm_ext.machine.doctor.recorded import MARK, DeviceNode, Finding, Memory, Recorded, SandboxState, User
 from rocm_ext.machine.doctor.system import read_system
 from rocm_ext.machine.environment import ALLOCATOR_VARIABLES
@@ -56,7 +55,7 @@ def live_facts() -> Facts:
         memory_limit=_memory_limit(),
         host_memory=None if files.memory else _host_memory(),
     )
-    return combine(replace(said, **_ask_torch()), files, ROOT)
+    return Facts(replace(said, **_ask_torch()), files, ROOT)
 
 
 def _variables() -> list[str]:
