@@ -193,11 +193,9 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise UserError(_FULL.format(path)) from error
-        raise UserError(
-            f"cannot write {path}: {error.strerror or error}; choose another folder or output_dir"
-        ) from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        message = f"cannot write {path}: {error.strerror or error}; choose another folder or output_dir"
+        raise UserError(_FULL.format(path) if full else message) from error
     except (RuntimeError, SafetensorError) as error:  # torch.save and safetensors wrap the system's error
         signs = ("No space left", "File too large", "unexpected pos", "file write failed")
         if any(sign in str(error) for sign in signs):

@@ -54,9 +54,8 @@ def _import_module(path: str, here: str) -> tuple[Any, list[str]]:
         module = ".".join(parts[:end])
         try:
             return importlib.import_module(module), parts[end:]
-        except ModuleNotFoundError as error:
-            if not (error.name and f"{module}.".startswith(f"{error.name}.")):  # an import inside the module failed
-                raise UserError(f"{path!r} cannot be imported: importing {module}: {one_line(error)}") from error
         except Exception as error:  # modules may raise anything
-            raise UserError(f"{path!r} cannot be imported: importing {module}: {one_line(error)}") from error
+            missing = isinstance(error, ModuleNotFoundError) and error.name
+            if not (missing and f"{module}.".startswith(f"{missing}.")):  # the error comes from inside the module
+                raise UserError(f"{path!r} cannot be imported: importing {module}: {one_line(error)}") from error
     raise UserError(f"{path!r} cannot be imported: there is no module {parts[0]!r}, neither installed nor in {here}")

@@ -16,18 +16,13 @@ log = logging.getLogger("rocm_ext")
 
 def setup_logging() -> None:
     """Log plain lines to stderr; torchtune and the ranks above 0 log warnings only."""
-    logging.getLogger("torchtune.utils._logging").addFilter(_of_use)
     if not log.handlers:
+        logging.getLogger("torchtune.utils._logging").addFilter(lambda record: record.levelno >= logging.WARNING)
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
         log.addHandler(handler)
         log.propagate = False
     log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
-
-
-def _of_use(record: logging.LogRecord) -> bool:
-    """Whether a line of torchtune's says something: a warning."""
-    return record.levelno >= logging.WARNING
 
 
 def warn(lines: Iterable[str]) -> None:
@@ -47,17 +42,8 @@ class Progress:
         brief: without a terminal, print no line for the first unit, and one for the last unit only after others.
     """
 
-    def __init__(
-        self,
-        total: int,
-        start: int,
-        enabled: bool,
-        unit: str = "step",
-        brief: bool = False,
-    ) -> None:
-        self.total, self.done, self._unit = total, start, unit
-        self._bar = None
-        self._enabled = enabled
+    def __init__(self, total: int, start: int, enabled: bool, unit: str = "step", brief: bool = False) -> None:
+        self.total, self.done, self._unit, self._enabled, self._bar = total, start, unit, enabled, None
         self._began, self._start, self._spoke = time.monotonic(), start, time.monotonic() if brief else 0.0
         self._ends: tuple[int, ...] = () if brief else (start + 1, total)
         if enabled and sys.stderr.isatty():

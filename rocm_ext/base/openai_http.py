@@ -119,14 +119,8 @@ def pause_after(error: Exception, failures: int) -> float:
 async def exchange(client: Any, method: str, url: str, seconds: float, json: Any = None) -> Any:
     """Send a request and return the complete response.
 
-    An HTTP client's time-out limits one read: a server that sends a byte now and then would hold the client for ever.
-
-    Args:
-        client: an ``httpx.AsyncClient``.
-        method: ``GET`` or ``POST``.
-        url: complete address.
-        seconds: time limit of the exchange.
-        json: body to send; None: no body.
+    ``seconds`` limits the exchange. An HTTP client's time-out limits one read: a server that sends a byte now and then
+    would hold the client for ever.
 
     Raises:
         httpx.RequestError: the server cannot be reached, or has not answered in time.

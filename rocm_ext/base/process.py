@@ -10,6 +10,22 @@ import time
 from contextlib import suppress
 from typing import Any
 
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
+_REPORTS = "ROCM_EXT_REPORTS"  # environment variable: the launcher prints its ranks' errors
+_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun expects a rank's error
+_LOGGERS = (
+    "multiprocessing.api",
+    "multiprocessing.errors",
+    "multiprocessing.errors.error_handler",
+    "agent.server.api",
+    "agent.server.local_elastic_agent",
+)
+_NOT_MET = ("DistStoreError", "DistNetworkError", "RendezvousConnectionError", "RendezvousTimeoutError")
+_HOW_TO_MEET = (
+    "Start the same command on every machine. --rdzv_endpoint is an address of machine 0 that all of them reach, and a "
+    "port that is free there and open in its firewall"
+)
+
 
 def stop_signals() -> list[int]:
     """SIGTERM and SIGHUP, without a SIGHUP that this process ignores, as under ``nohup``."""
@@ -58,27 +74,6 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
-
-
-_REPORTS = "ROCM_EXT_REPORTS"  # environment variable: the launcher prints its ranks' errors
-_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun expects a rank's error
-_LOGGERS = (
-    "multiprocessing.api",
-    "multiprocessing.errors",
-    "multiprocessing.errors.error_handler",
-    "agent.server.api",
-    "agent.server.local_elastic_agent",
-)
-
-
-_NOT_MET = ("DistStoreError", "DistNetworkError", "RendezvousConnectionError", "RendezvousTimeoutError")
-_HOW_TO_MEET = (
-    "Start the same command on every machine. --rdzv_endpoint is an address of machine 0 that all of them reach, and a "
-    "port that is free there and open in its firewall"
-)
-
-
 def report_ranks() -> None:
     """Make this program, which starts ranks with torchrun, print one line per error instead of torchrun's report.
 
@@ -92,14 +87,7 @@ def report_ranks() -> None:
 
 
 def tell_launcher(message: str) -> bool:
-    """Leave an error for the launcher to print, once for all ranks.
-
-    Args:
-        message: the line to print.
-
-    Returns:
-        Whether the launcher will print it.
-    """
+    """Leave ``message`` for the launcher to print, once for all ranks; return whether it will print it."""
     if _REPORTS not in os.environ or _FILE not in os.environ:
         return False
     with suppress(OSError), open(os.environ[_FILE], "w") as file:

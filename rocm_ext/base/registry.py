@@ -72,11 +72,15 @@ def recipes() -> Mapping[str, Recipe]:
     """The recipes of this library and of installed packages, by name. A process looks packages up once; a line on
     stderr names a broken package, or one whose recipe has an existing name."""
     from importlib.metadata import entry_points
+    from importlib.util import find_spec
 
     known = {name: _shipped(name) for name in TITLES}
     for entry in entry_points(group=GROUP):
         try:
-            recipe = _of_module(entry.value)
+            spec = find_spec(entry.value.partition(":")[0])
+            if spec is None or not spec.origin:
+                raise ValueError("there is no such module")
+            recipe = read_recipe(Path(spec.origin))
             if recipe.name != entry.name:
                 raise ValueError(f"{recipe.file} is recipe {recipe.name}")
             if (first := known.setdefault(recipe.name, recipe)).file != recipe.file:
@@ -135,15 +139,16 @@ def made_by(name: str, defaults: str | None, file: Path) -> Recipe:
     Raises:
         UserError: the table lacks the name, or the defaults are missing.
     """
-    if defaults is None:
-        if (recipe := recipes().get(name)) is None:
-            raise UserError(f"{file}: recipe {name} needs defaults=FILE.yaml{nearest(name, recipes())}")
+    recipe = Recipe(name, file, file.parent / defaults) if defaults is not None else recipes().get(name)
+    if recipe is None:
+        problem = f"recipe {name} needs defaults=FILE.yaml{nearest(name, recipes())}"
+    elif defaults is not None and not recipe.defaults.is_file():
+        problem = f"the defaults {recipe.defaults} of recipe {name} do not exist"
+    elif defaults is not None and name in TITLES:
+        problem = f"{name} is this library's recipe; give one with other defaults another name"
+    else:
         return recipe
-    if not (path := file.parent / defaults).is_file():
-        raise UserError(f"{file}: the defaults {path} of recipe {name} do not exist")
-    if name in TITLES:
-        raise UserError(f"{file}: {name} is this library's recipe; give one with other defaults another name")
-    return Recipe(name, file, path)
+    raise UserError(f"{file}: {problem}")
 
 
 def chain(recipe: Recipe) -> list[Recipe]:
@@ -166,35 +171,19 @@ def chain(recipe: Recipe) -> list[Recipe]:
 
 
 def family(recipe: Recipe) -> str:
-    """The recipe of this library that ``recipe`` is or extends: it writes the same records. Empty: none.
-
-    Raises:
-        UserError: as :func:`chain`.
-    """
+    """The recipe of this library that ``recipe`` is or extends, and whose records it writes; empty: none."""
     return next((base.name for base in chain(recipe) if base.name in TITLES), "")
 
 
 def extended(recipe: Recipe) -> str:
-    """As :func:`family`, for commands that know only such recipes.
-
-    Raises:
-        UserError: as :func:`chain`, or ``recipe`` extends none of this library's recipes.
-    """
+    """:func:`family`, or an error if ``recipe`` extends none of this library's recipes."""
     if not (name := family(recipe)):
         raise UserError(f"{recipe.defaults}: recipe {recipe.name} extends neither {' nor '.join(TITLES)}")
     return name
 
 
 def check_system(recipe: Recipe, system: str) -> None:
-    """Refuse recipes that verify answers on Windows, where a module would be missing.
-
-    Args:
-        recipe: recipe to run.
-        system: ``platform.system()``.
-
-    Raises:
-        UserError: the recipe does not run on ``system``.
-    """
+    """Refuse recipes that verify answers if ``system`` is Windows, where a module would be missing."""
     if system == "Windows" and family(recipe) in SAMPLED:
         raise UserError(
             f"{recipe.name} does not run on Windows, because its verifiers limit processes in ways that Windows does "
@@ -261,15 +250,6 @@ def _folder(name: str) -> Path:
     from importlib.resources import files
 
     return Path(str(files(f"rocm_ext.{name}")))
-
-
-def _of_module(module: str) -> Recipe:
-    from importlib.util import find_spec
-
-    spec = find_spec(module.partition(":")[0])
-    if spec is None or not spec.origin:
-        raise ValueError("there is no such module")
-    return read_recipe(Path(spec.origin))
 
 
 def is_recipe_file(name: str) -> bool:

@@ -108,8 +108,5 @@ def _products(measurements: Iterable[Measurement]) -> list[Measurement]:
 
 def _ok(table: Iterable[Measurement], probe: str, /, **values: Any) -> list[Measurement]:
     """The successful measurements of a probe with these values."""
-    return [
-        row
-        for row in table
-        if row.status == "ok" and row.item.probe == probe and values.items() <= row.item.values.items()
-    ]
+    rows = (row for row in table if row.status == "ok" and row.item.probe == probe)
+    return [row for row in rows if values.items() <= row.item.values.items()]

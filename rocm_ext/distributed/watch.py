@@ -101,7 +101,9 @@ class Watch:
         if self._closing:
             return
         if not self._reported and not (here and "lost" in message):  # torchrun reports the processes on its machine
-            _print(f"error: {text}" if here else f"error: rank {lost} on {host}: {text}")
+            line = f"error: {text}" if here else f"error: rank {lost} on {host}: {text}"
+            if not tell_launcher(line):
+                print(line, file=sys.stderr, flush=True)
         os._exit(1)  # the main thread may wait for the lost rank in C++ code
 
 
@@ -116,11 +118,6 @@ def _read(peer: socket.socket) -> tuple[bytes, str]:
         return b"", "its process ended, see the messages there"
     except OSError as error:
         return b"", f"its machine does not answer ({error.strerror or error})"
-
-
-def _print(message: str) -> None:
-    if not tell_launcher(message):
-        print(message, file=sys.stderr, flush=True)
 
 
 def begin(rank: int, machine: int, gather: Callable[[Any], list[Any]], timeout: float) -> None:

@@ -41,30 +41,20 @@ class BenchFile:
         """
         try:
             content = json.loads(path.read_text())
-            figures = _check_figures(content["figures"])
+            flops = {dtype: float(value) for dtype, value in content["figures"]["flops"].items()}
+            others = {key: float(value) for key, value in content["figures"].items() if key != "flops"}
+            if unknown := others.keys() - _FIGURES:
+                raise ValueError(f"unknown figure {sorted(unknown)[0]}")
+            if not all(0 < value < math.inf for value in (*flops.values(), others["bandwidth"], *others.values())):
+                raise ValueError("a speed is not a number above 0")
             settings = {key: value for key, value in content["settings"].items() if key == "compile"}
             if any(type(value) is int or value not in COMPILE for value in settings.values()):
                 raise ValueError(f"compile is {settings['compile']!r}")
-            return cls(str(content["date"]), dict(content["machine"]), figures, settings)
+            return cls(str(content["date"]), dict(content["machine"]), {"flops": flops, **others}, settings)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"cannot read {path} as a file of `rocm-ext bench` ({one_line(error)}); measure again: rocm-ext bench"
             ) from error
-
-
-def _check_figures(content: Any) -> dict[str, Any]:
-    """Check measured figures; return them as arguments of :class:`rocm_ext.plan.speeds.Figures`.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: they are damaged.
-    """
-    flops = {dtype: float(value) for dtype, value in content["flops"].items()}
-    others = {key: float(value) for key, value in content.items() if key != "flops"}
-    if unknown := others.keys() - _FIGURES:
-        raise ValueError(f"unknown figure {sorted(unknown)[0]}")
-    if not all(0 < value < math.inf for value in (*flops.values(), others["bandwidth"], *others.values())):
-        raise ValueError("a speed is not a number above 0")
-    return {"flops": flops, **others}
 
 
 def bench_path() -> Path | None:

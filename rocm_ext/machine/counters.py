@@ -272,9 +272,21 @@ def recording(folder: Path, seconds: float | None, root: Path = Path("/"), name:
     if seconds is None:
         yield
         return
-    stop = threading.Event()
-    args = (folder / name, seconds, root, stop)
-    thread = threading.Thread(target=_record, args=args, name="hardware counters", daemon=True)
+    stop, path = threading.Event(), folder / name
+
+    def record() -> None:
+        counters = Counters(root, process=True)
+        for note in counters.notes:
+            log.info("%s", note)
+        try:
+            with HardwareLog(path) as file:
+                file.write(counters.read())
+                while not stop.wait(seconds):
+                    file.write(counters.read())
+        except OSError as error:
+            log.warning("%s: %s; hardware is no longer recorded, the run continues", path, error.strerror or error)
+
+    thread = threading.Thread(target=record, name="hardware counters", daemon=True)
     thread.start()
     try:
         yield
@@ -292,16 +304,3 @@ def remove_logs(folder: Path) -> None:
     """Remove the logs of all machines from a run's folder."""
     for path in [folder / HARDWARE_LOG, *folder.glob("hardware.machine*.jsonl")]:
         path.unlink(missing_ok=True)
-
-
-def _record(path: Path, seconds: float, root: Path, stop: threading.Event) -> None:
-    counters = Counters(root, process=True)
-    for note in counters.notes:
-        log.info("%s", note)
-    try:
-        with HardwareLog(path) as file:
-            file.write(counters.read())
-            while not stop.wait(seconds):
-                file.write(counters.read())
-    except OSError as error:
-        log.warning("%s: %s; hardware is no longer recorded, the run continues", path, error.strerror or error)

@@ -125,9 +125,8 @@ def describe(torch: Torch, system: str, environ: Mapping[str, str], host_total: 
         host_total: bytes of host memory.
         root: folder of the machine's or a recording's ``proc`` and ``sys``.
     """
-    build = torch.build
+    build, amd_archs = torch.build, tuple(dict.fromkeys(amd_gpus(root)))
     kernel = kernel_release(root) if system == "Linux" else ""
-    amd_archs = tuple(dict.fromkeys(amd_gpus(root)))
     host: dict[str, Any] = {
         "system": system,
         "kernel": kernel,
@@ -139,7 +138,9 @@ def describe(torch: Torch, system: str, environ: Mapping[str, str], host_total: 
     }
     if not torch.gpus:
         hidden = next((name for name in VISIBLE_VARIABLES if environ.get(name) in ("", "-1")), None)
-        return Machine("cpu", total_memory=host_total, bf16=_cpu_bf16(root), hidden_by=hidden, **host)
+        # x86 lists avx512_bf16 or amx_bf16, Arm bf16; torch's test also accepts emulation
+        bf16 = bool({"avx512_bf16", "amx_bf16", "bf16"} & set(read_text(root / "proc/cpuinfo").split()))
+        return Machine("cpu", total_memory=host_total, bf16=bf16, hidden_by=hidden, **host)
 
     gpu = torch.gpus[0]
     if build == "rocm":
@@ -180,12 +181,6 @@ def is_unified(arch: str | None) -> bool:
     return arch in _UNIFIED
 
 
-def gfx_name(target_version: int) -> str:
-    """LLVM's name for the kernel's decimal ``gfx_target_version``: gfx1151 for 110501, gfx90a for 90010."""
-    major, minor, stepping = target_version // 10000, target_version // 100 % 100, target_version % 100
-    return f"gfx{major}{minor:x}{stepping:x}"
-
-
 def amd_gpus(root: Path) -> list[str]:
     """The architectures of the AMD GPUs that the kernel can compute on, largest GPU first."""
     gpus = []
@@ -194,7 +189,8 @@ def amd_gpus(root: Path) -> list[str]:
         lines = [line.split(maxsplit=1) for line in read_text(nodes / name / "properties").splitlines()]
         node = dict(line for line in lines if len(line) > 1)
         if version := to_number(node.get("gfx_target_version", "")):  # 0 is a CPU
-            gpus.append((-(to_number(node.get("simd_count", "")) or 0), gfx_name(version)))
+            name = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"  # 110501: gfx1151, 90010: gfx90a
+            gpus.append((-(to_number(node.get("simd_count", "")) or 0), name))
     return [arch for _, arch in sorted(gpus)]
 
 
@@ -226,11 +222,6 @@ def _amd_bf16(arch: str) -> bool:
         return False
     major, minor, stepping = int(match[1]), int(match[2], 16), int(match[3], 16)
     return major >= 11 or (major == 9 and (minor > 0 or stepping in (0x8, 0xA)))
-
-
-def _cpu_bf16(root: Path) -> bool:
-    # x86 lists avx512_bf16 or amx_bf16, Arm bf16; torch's test also accepts emulation
-    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(read_text(root / "proc/cpuinfo").split()))
 
 
 def _rocm_version(torch_version: str, root: Path) -> str | None:

@@ -25,10 +25,7 @@ _CONDITIONS = {  # of Variable.when
 
 
 def environment_for(profile: Profile, machine: Machine, environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """The variables that ``profile`` adds to ``environ``; the user's variables stay.
-
-    Returns:
-        {name: (value, reason)}.
+    """The variables that ``profile`` adds to the user's, as {name: (value, reason)}.
 
     Raises:
         UserError: the allocator's variables contradict one another.
@@ -104,21 +101,6 @@ def environment_conflicts(profile: Profile, machine: Machine, environ: Mapping[s
         yield Conflict((other,), "ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES are both set", why)
 
 
-def ensure_environment(profile: Profile, machine: Machine) -> list[str]:
-    """Set the profile's environment; call this first in a program.
-
-    HIP and torch have read their variables by now. If one is missing, this replaces the process by the same command,
-    once; under torchrun the process id stays.
-
-    Returns:
-        Lines to log: the variables, and warnings.
-
-    Raises:
-        UserError: the allocator's variables contradict one another.
-    """
-    return apply_environment(profile, machine, restart=True)
-
-
 def preset(profile: Profile) -> list[str]:
     """Set the variables that ``profile`` sets on every machine. Call this before ``detect``, which starts HIP, and if
     possible before importing torch.
@@ -146,15 +128,17 @@ def _ours() -> set[str]:
 
 
 def apply_environment(profile: Profile, machine: Machine, restart: bool = False) -> list[str]:
-    """Set the profile's environment without a restart, for notebooks and other programs that must go on.
+    """Set the profile's environment.
 
-    If HIP has already started (:func:`rocm_ext.machine.detect.detect` starts it), the last line holds the export
-    to run before Python. Child processes inherit the variables in any case.
+    Without a restart, for notebooks and other programs that must go on, the variables may come too late: if HIP has
+    already started (:func:`rocm_ext.machine.detect.detect` starts it), the last line holds the export to run before
+    Python. Child processes inherit the variables in any case.
 
     Args:
         profile: the machine's profile.
         machine: this machine.
-        restart: whether to replace the process if a variable was missing.
+        restart: whether to replace the process by the same command, once, if a variable was missing. HIP and torch
+            have read their variables by now. Under torchrun the process id stays. Call this first in a program.
 
     Returns:
         Lines to log: the variables, and warnings.
@@ -166,7 +150,9 @@ def apply_environment(profile: Profile, machine: Machine, restart: bool = False)
     added = environment_for(profile, machine, os.environ)
     put({name: value for name, (value, _) in added.items()})
     ours = before | set(added)
-    if restart and added.keys() - before and _can_repeat():
+    # neither an interactive session nor a script from stdin can run again
+    repeatable = sys.argv[:1] not in ([""], ["-"]) and len(sys.orig_argv) > 1
+    if restart and added.keys() - before and repeatable:
         replace_process(this_command())
     lines = check_environment(profile, machine, os.environ)
     if kept := [f"{name}={os.environ[name]}" for name in profile.environment if name in ours & set(os.environ)]:
@@ -175,11 +161,6 @@ def apply_environment(profile: Profile, machine: Machine, restart: bool = False)
         exports = " ".join(f"{name}={value}" for name, (value, _) in added.items())
         lines.append(f"HIP has already started without these; before starting Python: export {exports}")
     return lines
-
-
-def _can_repeat() -> bool:
-    # neither an interactive session nor a script from stdin can run again
-    return sys.argv[:1] not in ([""], ["-"]) and len(sys.orig_argv) > 1
 
 
 def this_command() -> list[str]:

@@ -123,34 +123,23 @@ def canaries(
     """
     rng = torch.Generator().manual_seed(0)
     other_torch = "use another torch or ROCm release; on AMD, unset PYTORCH_HIP_ALLOC_CONF and try again"
+    short = _short(dtype)
+    allocator = "unset PYTORCH_HIP_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF"
+    libraries = "try ROCBLAS_USE_HIPBLASLT=0 TORCH_BLAS_PREFER_HIPBLASLT=0; " + other_torch
+    tf32 = "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and keep torch's matmul precision at highest; " + other_torch
+    attend = partial(_attention, device, dtype, head_dim, num_heads, attention, rng)
     checks = [
         _check("copy", "try HSA_ENABLE_SDMA=0; " + other_torch, partial(_copy, device, rng)),
-        _check(f"{_short(dtype)} round trip", other_torch, partial(_round_trip, device, dtype, rng)),
-        _check(
-            f"{_short(dtype)} matmul",
-            "try ROCBLAS_USE_HIPBLASLT=0 TORCH_BLAS_PREFER_HIPBLASLT=0; " + other_torch,
-            partial(_matmul, device, dtype, rng),
-        ),
-        _check(
-            "fp32 logits",
-            "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and keep torch's matmul precision at highest; " + other_torch,
-            partial(_logits, device, rng),
-        ),
-        _check(
-            f"{_short(dtype)} attention, head_dim {head_dim}",
-            "set attention=math; " + other_torch,
-            partial(_attention, device, dtype, head_dim, num_heads, attention, rng),
-        ),
-        _check(
-            "allocator",
-            "unset PYTORCH_HIP_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF",
-            partial(_allocator, device),
-        ),
+        _check(f"{short} round trip", other_torch, partial(_round_trip, device, dtype, rng)),
+        _check(f"{short} matmul", libraries, partial(_matmul, device, dtype, rng)),
+        _check("fp32 logits", tf32, partial(_logits, device, rng)),
+        _check(f"{short} attention, head_dim {head_dim}", "set attention=math; " + other_torch, attend),
+        _check("allocator", allocator, partial(_allocator, device)),
     ]
     if convolution:
         # MIOpen's direct ones ended LoRA runs (ROCm#6034); with expandable segments they gave NaN (pytorch#195202)
         fix = "try MIOPEN_DEBUG_CONV_DIRECT=0; " + other_torch
-        checks.append(_check(f"{_short(dtype)} convolution", fix, partial(_convolution, device, dtype, rng)))
+        checks.append(_check(f"{short} convolution", fix, partial(_convolution, device, dtype, rng)))
     for kernel in kernels:
         fix = f"pip uninstall {kernel.package}, and transformers' code takes its place"
         checks.append(_check(f"{kernel.package}: {kernel.name}", fix, partial(_package, device, dtype, kernel, rng)))
@@ -193,16 +182,13 @@ def dtype_leaks(model: nn.Module, dtype: torch.dtype) -> Iterator[list[str]]:
     """
     leaks: list[str] = []
 
-    def watch(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: object, output: object) -> None:
-            for tensor in _tensors(output):
-                line = f"{name}: {_short(tensor.dtype)}"
-                if tensor.is_floating_point() and tensor.dtype != dtype and line not in leaks:
-                    leaks.append(line)
+    def hook(name: str, module: nn.Module, args: object, output: object) -> None:
+        for tensor in _tensors(output):
+            line = f"{name}: {_short(tensor.dtype)}"
+            if tensor.is_floating_point() and tensor.dtype != dtype and line not in leaks:
+                leaks.append(line)
 
-        return hook
-
-    handles = [module.register_forward_hook(watch(name or "model")) for name, module in model.named_modules()]
+    handles = [module.register_forward_hook(partial(hook, name or "model")) for name, module in model.named_modules()]
     try:
         yield leaks
     finally:

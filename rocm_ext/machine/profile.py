@@ -283,29 +283,27 @@ def check_profile(profile: Profile, machine: Machine, world_size: int = 1) -> li
     Raises:
         UserError: the machine lacks the profile's GPU, has fewer GPUs than ranks, or runs several ranks on Windows.
     """
+    backend, is_for = profile.match.get("backend", machine.backend), f"hardware={profile.name} is for {profile.title}"
+    problem, warnings = "", list[str]()
     if world_size > 1 and machine.system == "Windows":
-        raise UserError(
+        problem = (
             f"found {world_size} processes, but on Windows training runs in one process only: "
             "ROCm's builds there have no torch.distributed. Use WSL2 for several GPUs"
         )
-    backend = profile.match.get("backend", machine.backend)
-    if backend == "cpu":
+    elif backend == "cpu":
         return []
-    if machine.backend != backend:
-        found = _unusable_gpu(machine) or f"found {machine}"
-        raise UserError(f"hardware={profile.name} is for {profile.title}; {found}. To run anyway: hardware=cpu")
-    if world_size > machine.gpu_count:
-        raise UserError(
-            f"{world_size} processes need {world_size} GPUs; found {machine}. Use --nproc_per_node {machine.gpu_count}"
-        )
-    warnings = []
-    if not profile.fits(machine):
-        if right := _profile_of(machine):
-            raise UserError(
-                f"hardware={profile.name} is for {profile.title}; found {machine}. "
-                f"Use hardware=auto or hardware={right.name}; to run without the GPU: hardware=cpu"
-            )
+    elif machine.backend != backend:
+        problem = f"{is_for}; {_unusable_gpu(machine) or f'found {machine}'}. To run anyway: hardware=cpu"
+    elif world_size > machine.gpu_count:
+        use = f"--nproc_per_node {machine.gpu_count}"
+        problem = f"{world_size} processes need {world_size} GPUs; found {machine}. Use {use}"
+    elif not profile.fits(machine) and (right := _profile_of(machine)):
+        use = f"hardware=auto or hardware={right.name}; to run without the GPU: hardware=cpu"
+        problem = f"{is_for}; found {machine}. Use {use}"
+    elif not profile.fits(machine):
         warnings.append(f"{machine.arch} has no hardware profile of its own: running with {profile.name}'s")
+    if problem:
+        raise UserError(problem)
     if not machine.has_kernels:
         hint = f"; install it with: {reinstall_command(profile, machine)}" if profile.install else ""
         warnings.append(f"torch {machine.torch} has no kernels for {machine.arch}{hint}")

@@ -141,13 +141,8 @@ class Trace:
             if recording.parts:
                 self._finish(kind)
             elif recording.seen or kind == TRAINING:
-                log.warning(
-                    "profile_steps: nothing of %s is recorded, because this run did %d such steps, and %d come before "
-                    "as warm-up",
-                    kind,
-                    recording.seen,
-                    WARM_UP[kind],
-                )
+                why = f"this run did {recording.seen} such steps, and {WARM_UP[kind]} come before as warm-up"
+                log.warning("profile_steps: nothing of %s is recorded, because %s", kind, why)
 
     def _finish(self, kind: str) -> None:
         recording = self._open.pop(kind, None)

@@ -58,11 +58,7 @@ class MemoryPlan:
         return self.weights + self.gathered + self.adapter + self.gradients + self.optimizer
 
     def activations(self, checkpointed: Collection[int]) -> int:
-        """Peak bytes of the layers' activations and working memory, without the loss.
-
-        Args:
-            checkpointed: indices of the checkpointed layers.
-        """
+        """Peak bytes of activations and working memory with ``checkpointed`` layers, without the loss."""
         before, most = 0, 0
         for i, layer in enumerate(self.layer_costs):
             # its backward pass has all of its activations; later layers' are freed

@@ -20,7 +20,7 @@ from rocm_ext.model.attention import span_for
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.sampler import MIN_ROWS, Sampler, copied_bytes, stays_quantized
 from rocm_ext.plan.costs import Kernels, Operation, launches_of
-from rocm_ext.plan.memory import MemoryPlan, plan_memory, shared_bytes, worst_rows
+from rocm_ext.plan.memory import MemoryPlan, plan_memory, readable, shared_bytes, worst_rows
 from rocm_ext.plan.speeds import Figures
 from rocm_ext.plan.workload import Questions, Workload, longest_answer
 from rocm_ext.sampling import Sampling
@@ -78,7 +78,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class _RepeatedKernels:
+class _Repeated:
     """Kernels that a micro-batch runs a number of times."""
 
     operations: Sequence[Operation]
@@ -167,8 +167,10 @@ class TrainingPlanner:
                 largest = [max(most, (lengths, shared), key=size) for most, size in zip(largest, sizes, strict=True)]
                 targets = max(targets, sum(rows[i][2] for i in piece))
         multiple = width_multiple(self.cfg.compile, self.device, self.dtype)
-        if packed:
-            largest = [_widened(*piece, -sum(piece[0]) % multiple) for piece in largest]
+        for lengths, shared in largest if packed else ():
+            if padding := -sum(lengths) % multiple:
+                lengths.append(padding)
+                shared.append(0)
         return largest, targets
 
     def _plan(self, lengths: Sequence[int], targets: int, shared: Sequence[int] = ()) -> MemoryPlan:
@@ -207,23 +209,20 @@ class TrainingPlanner:
         plan = self._plan(*self._typical(size))
         # the frozen output layer: one product forward, a second one for losses of sequences, and one backward
         loss = plan.loss.operations
-        passes = [_RepeatedKernels(loss, 1.0)]
-        forward = [_RepeatedKernels(loss, 1 / 3 if self.objective.whole_sequences else 1 / 2)]
+        passes = [_Repeated(loss, 1.0)]
+        forward = [_Repeated(loss, 1 / 3 if self.objective.whole_sequences else 1 / 2)]
         for costs in {id(costs): costs for costs in plan.layer_costs}.values():
             alike = [i for i, other in enumerate(plan.layer_costs) if other is costs]
             again = sum(i in checkpointed for i in alike)
             kept = len(alike) - again
             compiled = bool(self.cfg.compile)  # but not the checkpointed layers
-            passes += [
-                _RepeatedKernels(costs.forward, kept, compiled),
-                _RepeatedKernels(costs.backward, kept, compiled),
-            ]
-            passes += [_RepeatedKernels(costs.forward, 2 * again), _RepeatedKernels(costs.backward, again)]
-            forward += [_RepeatedKernels(costs.forward, kept, compiled), _RepeatedKernels(costs.forward, again)]
+            passes += [_Repeated(costs.forward, kept, compiled), _Repeated(costs.backward, kept, compiled)]
+            passes += [_Repeated(costs.forward, 2 * again), _Repeated(costs.backward, again)]
+            forward += [_Repeated(costs.forward, kept, compiled), _Repeated(costs.forward, again)]
         forward_seconds = count * max(self._seconds(forward), self._gathering() / 2)
         # KTO's baseline is a separate forward pass
         before, waits = (forward, forward_seconds) if getattr(self.objective, "baseline", None) is not None else ([], 0)
-        update = _RepeatedKernels([Operation(0, 2 * (plan.adapter + plan.optimizer) + plan.gradients)], 1.0)
+        update = _Repeated([Operation(0, 2 * (plan.adapter + plan.optimizer) + plan.gradients)], 1.0)
         return Step(
             tokens=tokens,
             micro_batches=count,
@@ -254,7 +253,7 @@ class TrainingPlanner:
         """Seconds to gather the layers' weights, forward and backward, in parallel with computing."""
         return 2 * shared_bytes(self.decoder) / self.ranks * (self.ranks - 1) / self.figures.link
 
-    def _seconds(self, passes: Sequence["_RepeatedKernels"]) -> float:
+    def _seconds(self, passes: Sequence["_Repeated"]) -> float:
         dtype = dtype_name(self.dtype)
         timed = (work for work in passes if work.times)
         return sum(work.times * self.figures.seconds(work.operations, dtype, work.compiled) for work in timed)
@@ -275,15 +274,40 @@ class TrainingPlanner:
             last, rows = other, rows * 2
         return best
 
+    def cures(self, tokens: int, layers: Sequence[int], goal: float) -> list[str]:
+        """List changes of the config that lower the planned peak, the fastest first.
+
+        Args:
+            tokens: tokens of a micro-batch.
+            layers: the checkpointed layers.
+            goal: the most bytes that a change may plan.
+
+        Returns:
+            Up to two changes, as ``key=value`` with their peak and their cost; none, if no smaller micro-batch reaches
+            ``goal``.
+        """
+        now, every = self.choice(tokens, layers, 0), range(self.memory(tokens).layers)
+        ways = {"enable_activation_checkpointing=True": self.choice(tokens, every, 0)}
+        size = math.ceil(tokens / self.rows.longest)  # rows of the longest length
+        while size > 1 and (size := size // 2):
+            fewer = size * self.rows.longest
+            key = f"tokens_per_micro_batch={fewer}"  # batch_size may also say how many rows a step has
+            ways[key] = self.choice(fewer, layers, 0)
+            ways[f"{key} enable_activation_checkpointing=True"] = self.choice(fewer, every, 0)
+            if ways[key].peak <= goal:
+                break
+        enough = {way: choice for way, choice in ways.items() if choice.peak <= min(goal, now.peak - 1)}
+        changes = []
+        for way, choice in sorted(enough.items(), key=lambda item: item[1].step.seconds)[:2]:
+            slower = round(100 * (choice.step.seconds / now.step.seconds - 1))
+            changes.append(f"{way} (plans {readable(choice.peak)}{f', {slower} % slower' if slower > 0 else ''})")
+        return changes
+
     def better(self, choice: Choice, other: Choice, budget: int) -> Choice:
         """Return ``other`` if it fits, and ``choice`` does not fit or is clearly slower; else ``choice``."""
         if other.peak <= budget and (choice.peak > budget or other.step.seconds * _GAIN < choice.step.seconds):
             return other
         return choice
-
-
-def _widened(lengths: list[int], shared: list[int], padding: int) -> tuple[list[int], list[int]]:
-    return ([*lengths, padding], [*shared, 0]) if padding else (lengths, shared)
 
 
 @dataclass(frozen=True)
@@ -348,9 +372,8 @@ class SamplingPlanner:
         self._graphs = self._decoder.fixed_shapes = wanted and not decoder.graph_obstacle
         self.launches = 0
         if figures.launch and not self._graphs:
-            self.launches = launches_of(
-                decoder, merge, device, Kernels.on(device, "bf16" in figures.flops, cfg.attention)
-            )
+            kernels = Kernels.on(device, "bf16" in figures.flops, cfg.attention)
+            self.launches = launches_of(decoder, merge, device, kernels)
         self._cfg, self._device, self._asked, self._figures = cfg, device, asked, figures
 
     def plan(self, free: int, reserve: int = 0) -> SamplingPlan:
@@ -379,13 +402,7 @@ class SamplingPlanner:
         return max(computing, self.launches * self._figures.launch)  # the device computes behind the host
 
     def seconds(self, prompts: float, samples: int, slots: int) -> float:
-        """Seconds to prefill a rank's prompts and decode their answers, at least of the longest answer.
-
-        Args:
-            prompts: number of prompts of one rank.
-            samples: answers per prompt.
-            slots: answers decoded at once.
-        """
+        """Seconds to prefill prompts and decode ``samples`` answers per prompt, at least of the longest answer."""
         asked = self._asked
         steps = max(prompts * samples * asked.answer / slots, self._cfg.max_new_tokens)
         prefill = prompts * asked.mean * self._decoder.flops_per_token / _rate(self._decoder, self._figures)
@@ -393,13 +410,9 @@ class SamplingPlanner:
 
 
 def decode_seconds(decoder: Sampler, slots: int, context: float, figures: Figures) -> float:
-    """Seconds to decode one token per answer. Reading weights and cache does not overlap with computing.
+    """Seconds to decode one token of ``slots`` answers, whose attention sees ``context`` tokens on average.
 
-    Args:
-        decoder: the model's copy for sampling.
-        slots: answers decoded at once.
-        context: mean tokens in an answer's attention.
-        figures: the machine's speeds.
+    Reading weights and cache does not overlap with computing.
     """
     read = decoder.weight_bytes + slots * decoder.cache_bytes(context)
     computing = slots * decoder.flops_per_token / _rate(decoder, figures)

@@ -144,8 +144,7 @@ def plan_rollout(
         cfg: config of the family.
         family: recipe of this library. RAFT's sampler frees its memory before training; the others keep what fits.
         asked: prompts and answers.
-        sampler: planner of sampling, in this process or on one server.
-        training: planner of the updates.
+        sampler, training: planners of sampling, in this process or on one server, and of the updates.
         now: an update as configured.
         budget: bytes that a rank may use.
         servers: number of servers that sample; 0: this process samples.
@@ -161,9 +160,8 @@ def plan_rollout(
         usual = options["concurrency"].default if "concurrency" in options else slots
         slots = min(slots, training.ranks * cfg.engine.get("concurrency", usual))  # requests of a rank at once
     columns = training.objective.columns
-    passes = ("old_logprobs" in columns and old_logprobs(cfg, training.dtype) == "trainer") + (
-        "reference_logprobs" in columns
-    )
+    passes = int("old_logprobs" in columns and old_logprobs(cfg, training.dtype) == "trainer")
+    passes += "reference_logprobs" in columns
     rounds, every = (cfg.steps, cfg.eval_every_n_steps) if grpo else (cfg.cycles, cfg.eval_every_n_cycles)
     held_out = asked.held_out
     asks = 0 if cfg.get("given_answers") else asked.prompts or (cfg.prompts_per_step if grpo else None)
@@ -267,11 +265,8 @@ class RunPlan:
     @property
     def training_seconds(self) -> float | None:
         """Seconds of all epochs, in RAFT of a cycle, in GRPO of a step's updates; None: unknown number of rows."""
-        return None if self.steps is None else self.steps * self.update_seconds(self.now)
-
-    def update_seconds(self, choice: Choice) -> float:
-        """Return the seconds of an update, with the teacher's forward passes."""
-        return choice.step.seconds + (self.teacher.seconds if self.teacher else 0.0)
+        update = self.now.step.seconds + (self.teacher.seconds if self.teacher else 0.0)
+        return None if self.steps is None else self.steps * update
 
     def changes(self) -> dict[str, Any]:
         """Return the changed keys of ``best`` with their values."""
@@ -315,9 +310,13 @@ def plan_run(
     choose_attention(decoder, cfg.attention)
     asked = questions(cfg, known) if family in registry.SAMPLED else None
     samples_here = asked is not None and str(cfg.engine[config.COMPONENT]).endswith(".LocalEngine")
-    engine = None
-    if asked and samples_here:
-        engine = _checked_engine(cfg, decoder, asked)  # before the plan of rows that long, which takes minutes
+    engine: Any = None
+    if asked and samples_here:  # before the plan of rows that long, which takes minutes
+        engine = config.instantiate(cfg.engine, key="engine", decoder=decoder, tokenizer=None, free_memory=lambda: 0)
+        if (longest := asked.longest + longest_answer(cfg)) > (context := engine.max_seq_len):
+            raise UserError(
+                f"a prompt and max_new_tokens are up to {longest} tokens; the model takes at most {context}"
+            )
     planner = TrainingPlanner(
         cfg,
         decoder,
@@ -330,13 +329,21 @@ def plan_run(
         kernels=Kernels.on(target.device, "bf16" in target.figures.flops, cfg.attention),
     )
     # as in the recipe: the weights that the sampler keeps for the next step leave less for training
-    teacher = _Teacher.of(cfg, family, planner)
-    budget = target.budget[0] - (teacher.weights if teacher else 0)
+    teacher = _teacher_planner(cfg, family, planner)
+    teacher_weights = held_bytes(teacher.decoder, ranks) if teacher else 0
+    budget = target.budget[0] - teacher_weights
     room = budget - (engine.layout_bytes() if engine and _keeps(cfg, family) else 0)
-    best = planner.fit(room)
-    now = _configured(cfg, planner, best, room)
-    steps, rollout = _steps(cfg, family, planner), None
-    taught = teacher.at(now) if teacher else None
+    now = best = planner.fit(room)
+    if cfg.tokens_per_micro_batch != "auto":
+        micro_batch = micro_batch_budget(planner.rows.longest, cfg.batch_size, cfg.tokens_per_micro_batch)
+        layers, _ = checkpointed_layers(cfg.enable_activation_checkpointing, planner.memory(micro_batch), room)
+        now = planner.choice(micro_batch, layers, room)
+    steps, rollout, taught = _steps(cfg, family, planner), None, None
+    if teacher:
+        alone = teacher.choice(now.micro_batch, (), 0)
+        forward = max(layer.entry + layer.kept for layer in alone.memory.layer_costs)
+        parameters, _ = _parameters(teacher.decoder)
+        taught = TeacherPlan(parameters, teacher_weights, forward, alone.step.forward_seconds)
     if asked:
         at_once = ranks if samples_here else 1
         sampler = SamplingPlanner(cfg, decoder, target.device, asked, ranks=at_once, figures=target.figures)
@@ -365,43 +372,28 @@ def _keeps(cfg: DictConfig, family: str) -> bool:
     return family in registry.BY_STEP and not cfg.get("given_answers")
 
 
-class _Teacher:
-    """The planner of a distillation's teacher, if it is another model."""
-
-    def __init__(self, cfg: DictConfig, planner: TrainingPlanner) -> None:
-        given = OmegaConf.create(cfg)
-        if cfg.teacher_adapter and not Path(cfg.teacher_adapter).exists():  # an earlier run may write it
-            given.teacher_adapter = None
-        made = teacher_config(given, given)
-        use_shape(made)
-        decoder = build_model(made.model, planner.dtype, 0, torch.device("meta"))
-        choose_attention(decoder, cfg.attention)
-        self._planner = TrainingPlanner(
-            made,
-            decoder,
-            CrossEntropy(),
-            planner.dtype,
-            planner.device,
-            rows=planner.rows,
-            ranks=planner.ranks,
-            figures=lambda: planner.figures,
-            kernels=planner.kernels,
-        )
-        self.weights = held_bytes(decoder, planner.ranks)
-
-    @classmethod
-    def of(cls, cfg: DictConfig, family: str, planner: TrainingPlanner) -> "_Teacher | None":
-        """Return the config's teacher; None: there is none, or a server or this model's base teaches."""
-        if family != registry.DISTIL or cfg.teacher == BASE or is_server(cfg.teacher):
-            return None
-        return cls(cfg, planner)
-
-    def at(self, choice: Choice) -> TeacherPlan:
-        """Plan the teacher's part of a step."""
-        planner = self._planner
-        step = planner.choice(choice.micro_batch, (), 0)
-        forward = max(layer.entry + layer.kept for layer in step.memory.layer_costs)
-        return TeacherPlan(_parameters(planner.decoder)[0], self.weights, forward, step.step.forward_seconds)
+def _teacher_planner(cfg: DictConfig, family: str, planner: TrainingPlanner) -> TrainingPlanner | None:
+    """The planner of a distillation's teacher; None: there is none, or a server or this model's base teaches."""
+    if family != registry.DISTIL or cfg.teacher == BASE or is_server(cfg.teacher):
+        return None
+    given = OmegaConf.create(cfg)
+    if cfg.teacher_adapter and not Path(cfg.teacher_adapter).exists():  # an earlier run may write it
+        given.teacher_adapter = None
+    made = teacher_config(given, given)
+    use_shape(made)
+    decoder = build_model(made.model, planner.dtype, 0, torch.device("meta"))
+    choose_attention(decoder, cfg.attention)
+    return TrainingPlanner(
+        made,
+        decoder,
+        CrossEntropy(),
+        planner.dtype,
+        planner.device,
+        rows=planner.rows,
+        ranks=planner.ranks,
+        figures=lambda: planner.figures,
+        kernels=planner.kernels,
+    )
 
 
 def _rows(cfg: DictConfig, family: str, asked: Questions | None, known: Known, share: bool) -> Workload:
@@ -418,11 +410,7 @@ def _rows(cfg: DictConfig, family: str, asked: Questions | None, known: Known, s
 
 
 def _check(cfg: DictConfig, target: Target, machine: Machine, decoder: TransformerDecoder, ranks: int) -> None:
-    """Check the config as the recipe does.
-
-    Raises:
-        UserError: the recipe would refuse the config.
-    """
+    """Raise the recipe's errors about the config."""
     settings: Any = OmegaConf.to_container(cfg)
     overrides = list(cfg.hardware_overrides)
     check_locked(target.profile, settings, overrides)
@@ -467,18 +455,3 @@ def _programs(cfg: DictConfig, target: Target) -> int:
         return 0
     at_once, memory_mb = environment.get("at_once") or MOST_AT_ONCE, environment.get("memory_mb") or MEMORY_MB
     return int(at_once * memory_mb * 2**20)
-
-
-def _configured(cfg: DictConfig, planner: TrainingPlanner, best: Choice, budget: int) -> Choice:
-    if cfg.tokens_per_micro_batch == "auto":
-        return best
-    micro_batch = micro_batch_budget(planner.rows.longest, cfg.batch_size, cfg.tokens_per_micro_batch)
-    layers, _ = checkpointed_layers(cfg.enable_activation_checkpointing, planner.memory(micro_batch), budget)
-    return planner.choice(micro_batch, layers, budget)
-
-
-def _checked_engine(cfg: DictConfig, decoder: TransformerDecoder, asked: Questions) -> Any:
-    engine = config.instantiate(cfg.engine, key="engine", decoder=decoder, tokenizer=None, free_memory=lambda: 0)
-    if (longest := asked.longest + longest_answer(cfg)) > (context := engine.max_seq_len):
-        raise UserError(f"a prompt and max_new_tokens are up to {longest} tokens; the model takes at most {context}")
-    return engine

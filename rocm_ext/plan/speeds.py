@@ -65,9 +65,6 @@ class Figures:
             operations: kernels as eager mode runs them.
             dtype: dtype of the matrix products.
             compiled: whether torch.compile fuses the kernels other than matrix products.
-
-        Raises:
-            UserError: there is no figure for ``dtype``.
         """
         rate = self.rate(dtype)
         total = launching = 0.0
@@ -103,8 +100,13 @@ def figures_for(profile: Profile, machine: Machine, bench: Path | None = None, c
     """
     here = _is(profile, machine) and (chip is None or chip in _named_here(profile, machine))
     measured = BenchFile.read(bench) if bench else of_this_machine(machine) if here else None
-    if measured and bench:
-        _check_same(bench, measured, profile, machine, chip)
+    if measured and bench:  # which must come from the hardware of the plan
+        keys = measured.machine
+        if not _is(profile, replace(machine, backend=str(keys.get("backend")), arch=keys.get("arch"))):
+            raise UserError(f"{bench} was measured on {dict(keys)}, but hardware={profile.name} is {profile.title}")
+        if chip and chip not in (may := named_chips(profile, keys.get("arch"), keys.get("name") or "")):
+            measured_on = " or ".join(may) or keys.get("name") or keys.get("arch")
+            raise UserError(f"{bench} was measured on {measured_on}, but --machine is {chip}")
     if measured:
         known = chips_of(profile, measured.machine.get("arch"), measured.machine.get("name"))
         sheet = profile.chips.get(chip or known[0]) if chip or known else None
@@ -114,10 +116,6 @@ def figures_for(profile: Profile, machine: Machine, bench: Path | None = None, c
         return measure_cpu()
     if not profile.chips:
         raise UserError(f"hardware={profile.name} has no data sheet of its machine; measure it with rocm-ext bench")
-    return _from_sheet(profile, machine, chip)
-
-
-def _from_sheet(profile: Profile, machine: Machine, chip: str | None) -> Figures:
     name = chip or (_chips_here(profile, machine) or list(profile.chips))[0]
     sheet = profile.chips[name]
     reached = {**profile.reached, **sheet.reached}
@@ -165,16 +163,6 @@ def _named_here(profile: Profile, machine: Machine) -> list[str]:
         return _chips_here(profile, machine)
     memory = None if machine.unified else machine.total_memory
     return named_chips(profile, machine.arch, machine.name or "", memory) or [machine.name or ""]
-
-
-def _check_same(bench: Path, measured: BenchFile, profile: Profile, machine: Machine, chip: str | None) -> None:
-    """Check that a bench file comes from the hardware of the plan."""
-    keys = measured.machine
-    if not _is(profile, replace(machine, backend=str(keys.get("backend")), arch=keys.get("arch"))):
-        raise UserError(f"{bench} was measured on {dict(keys)}, but hardware={profile.name} is {profile.title}")
-    if chip and chip not in (may := named_chips(profile, keys.get("arch"), keys.get("name") or "")):
-        measured_on = " or ".join(may) or keys.get("name") or keys.get("arch")
-        raise UserError(f"{bench} was measured on {measured_on}, but --machine is {chip}")
 
 
 def _is(profile: Profile, machine: Machine) -> bool:

@@ -4,24 +4,21 @@ from collections.abc import Iterator
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.pins import wrong_pins
-from rocm_ext.machine.budget import HostMemory, before_6_16, budget_from
+from rocm_ext.machine.budget import HostMemory, before_6_16, budget_from, gib
 from rocm_ext.machine.doctor.facts import ENOUGH, Facts
-from rocm_ext.machine.doctor.recorded import Finding, gib, unrecorded
+from rocm_ext.machine.doctor.recorded import Finding, unrecorded
 from rocm_ext.machine.environment import ALLOCATOR_VARIABLES, environment_conflicts, environment_for
 from rocm_ext.machine.profile import choose_profile, has_profile, nearest_profile
 
 COMPILERS = ("gcc", "clang")
 # Variables that help to find errors and cost speed
 DEBUGGING = {
-    **dict.fromkeys(
-        ["HIP_LAUNCH_BLOCKING", "CUDA_LAUNCH_BLOCKING", "AMD_SERIALIZE_KERNEL"],
-        "every kernel waits for the previous one",
-    ),
+    "HIP_LAUNCH_BLOCKING": "every kernel waits for the previous one",
+    "CUDA_LAUNCH_BLOCKING": "every kernel waits for the previous one",
+    "AMD_SERIALIZE_KERNEL": "every kernel waits for the previous one",
     "AMD_SERIALIZE_COPY": "every copy waits for the previous one",
-    **dict.fromkeys(
-        ["PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING"],
-        "every tensor asks the driver for memory",
-    ),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "every tensor asks the driver for memory",
+    "PYTORCH_NO_HIP_MEMORY_CACHING": "every tensor asks the driver for memory",
 }
 # free bytes: fewer than the first warn, fewer than the second are an error
 DISK = {"current folder": (10 * 2**30, 2**30), "Hugging Face cache": (20 * 2**30, 0)}

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.machine.budget import memory_parameters, uses_carve_out
+from rocm_ext.machine.budget import gib, memory_parameters, uses_carve_out
 from rocm_ext.machine.detect import STRIX_HALO, VISIBLE_VARIABLES, Torch, describe, installed_gib
-from rocm_ext.machine.doctor.recorded import NAME, Recorded, gib, read_recorded
+from rocm_ext.machine.doctor.recorded import NAME, Recorded, read_recorded
 from rocm_ext.machine.doctor.system import NVIDIA, System, read_system
 from rocm_ext.machine.profile import bad_build, below_floor, intended_machine, load_profile, reinstall_command
 from rocm_ext.machine.sysfs import to_number
@@ -188,15 +188,16 @@ def recorded_facts(root: Path) -> Facts:
         UserError: the folder holds no such copy, or a damaged ``rocm-ext.json``.
     """
     try:
-        inside = {path.name for path in root.iterdir()}
+        copied = {path.name for path in root.iterdir()} & {NAME, "proc", "sys"}
+        problem = "" if copied else f" holds neither {NAME} nor proc/ or sys/"
     except OSError as error:
-        raise UserError(f"--root {root}: {error.strerror or error}; expected a folder made with --save") from error
-    if not inside & {NAME, "proc", "sys"}:
-        raise UserError(f"--root {root} holds neither {NAME} nor proc/ or sys/; expected a folder made with --save")
-    said = read_recorded(root)
-    if said.system not in (None, "Linux"):  # Linux files in the folder belong to another machine
-        root = root / "none"
-    files = read_system(root)
-    if said == Recorded() and files == read_system(root / "none"):
-        raise UserError(f"--root {root} holds no file that describes a machine; expected a folder made with --save")
-    return Facts(said, files, root)
+        problem = f": {error.strerror or error}"
+    if not problem:
+        said = read_recorded(root)
+        # with another system's facts, Linux files in the folder belong to another machine
+        folder = root if said.system in (None, "Linux") else root / "none"
+        files = read_system(folder)
+        if said != Recorded() or files != read_system(root / "none"):
+            return Facts(said, files, folder)
+        problem = " holds no file that describes a machine"
+    raise UserError(f"--root {root}{problem}; expected a folder made with --save")

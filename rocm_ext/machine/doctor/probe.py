@@ -18,7 +18,7 @@ from typing import Any
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.machine.detect import Machine, ask_torch, describe, host_memory
 from rocm_ext.machine.doctor.recorded import MARK, Finding
-from rocm_ext.machine.environment import ensure_environment
+from rocm_ext.machine.environment import apply_environment
 from rocm_ext.machine.profile import Profile, choose_profile, intended_machine, load_profile
 
 ROOT = Path("/")
@@ -55,7 +55,7 @@ def _enter_environment(machine: Machine) -> Profile | None:
     try:
         profile = load_profile(choose_profile(machine)[0])
         if machine.backend != "cpu":  # the CPU profile's variables serve other programs
-            ensure_environment(profile, machine)
+            apply_environment(profile, machine, restart=True)
     except UserError:  # hardware_profile says so; the canaries are worth running anyway
         return intended_machine(machine)[1] if machine.backend != "cpu" else None
     return profile

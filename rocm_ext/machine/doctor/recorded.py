@@ -34,11 +34,6 @@ def unrecorded(check: str, what: str = "") -> Finding:
     return Finding(check, "not recorded", what or "not recorded")
 
 
-def gib(size: float) -> str:
-    """Bytes as ``12.3 GiB``."""
-    return f"{size / 2**30:.1f} GiB"
-
-
 @dataclass(frozen=True)
 class User:
     """The user who trains. Only groups that matter here are kept."""
@@ -143,15 +138,11 @@ def read_recorded(root: Path) -> Recorded:
     """
     path = root / NAME
     try:
-        text = path.read_text(encoding="utf-8")
+        return parse(Recorded, json.loads(path.read_bytes().decode("utf-8")), str(path))
     except FileNotFoundError:
         return Recorded()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}; record it again with rocm-ext doctor --save") from error
-    try:
-        return parse(Recorded, json.loads(text), str(path))
-    except UserError as error:
-        raise UserError(f"{error}; record it again with rocm-ext doctor --save") from error
-    except (ValueError, RecursionError) as error:
-        message = f"{path} is not JSON ({' '.join(str(error).split())}); record it again with rocm-ext doctor --save"
-        raise UserError(message) from error
+    except (OSError, UserError, ValueError, RecursionError) as error:
+        problem = str(error) if isinstance(error, UserError) else f"{path} is not JSON ({' '.join(str(error).split())})"
+        if isinstance(error, (OSError, UnicodeDecodeError)):
+            problem = f"{path} cannot be read: {error}"
+        raise UserError(f"{problem}; record it again with rocm-ext doctor --save") from error

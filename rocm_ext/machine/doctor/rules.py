@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rocm_ext.machine.budget import gib
 from rocm_ext.machine.doctor import checks
 from rocm_ext.machine.doctor.facts import Facts
-from rocm_ext.machine.doctor.recorded import Finding, Level, gib
+from rocm_ext.machine.doctor.recorded import Finding, Level
 from rocm_ext.machine.doctor.system import AMD, NVIDIA
 
 # Kernels whose copies to the GPU from mapped files stall: they have Linux' c08972f55594 without 342981fff328. Ubuntu's

@@ -6,9 +6,9 @@ groups. It calls the user "user".
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.machine.doctor.facts import Facts
@@ -18,6 +18,7 @@ from rocm_ext.machine.sysfs import read_text
 _PARAMETERS = (
     r"(amdgpu|ttm|amdttm|nvidia)[._].*|(amd_)?iommu=.*|numa_balancing=.*|nomodeset|mem=.*|modprobe.blacklist=.*"
 )
+_CARD = ("vendor", "device", "vbios_version", "mem_info_gtt_total", "mem_info_vram_total", "fw_version/mes_fw_version")
 
 
 def save(facts: Facts, root: Path, folder: Path) -> None:
@@ -35,11 +36,15 @@ def save(facts: Facts, root: Path, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise UserError(f"--save {folder} is not empty; name a new folder")
-        said = _without_name(facts.said)
-        for path, text in _files(facts, root):
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_text(text + "\n", encoding="utf-8")
-        (folder / NAME).write_text(json.dumps(_told(said), indent=1) + "\n", encoding="utf-8")
+        empty = asdict(Recorded())
+        parts = {key: value for key, value in asdict(_without_name(facts.said)).items() if value != empty[key]}
+        for pattern, keep in (_kept(facts) if facts.machine.system == "Linux" else {}).items():
+            for path in root.glob(pattern):
+                if kept := keep(read_text(path)):
+                    copy = folder / path.relative_to(root)
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    copy.write_text(kept + "\n", encoding="utf-8")
+        (folder / NAME).write_text(json.dumps(parts, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"--save {folder}: {error.strerror or error}") from error
 
@@ -51,20 +56,6 @@ def _without_name(said: Recorded) -> Recorded:
              for path, node in (said.device_nodes or {}).items()}  # fmt: skip
     user = replace(said.user, name="root" if said.user.name == "root" else "user")
     return replace(said, user=user, device_nodes=None if said.device_nodes is None else nodes)
-
-
-def _told(said: Recorded) -> dict[str, object]:
-    empty = asdict(Recorded())
-    return {key: value for key, value in asdict(said).items() if value != empty[key]}
-
-
-def _files(facts: Facts, root: Path) -> Iterator[tuple[PurePath, str]]:
-    if facts.machine.system != "Linux":
-        return
-    for pattern, keep in _kept(facts).items():
-        for path in root.glob(pattern):
-            if kept := keep(read_text(path)):
-                yield path.relative_to(root), kept
 
 
 def _kept(facts: Facts) -> dict[str, Callable[[str], str]]:
@@ -86,12 +77,7 @@ def _kept(facts: Facts) -> dict[str, Callable[[str], str]]:
         "proc/sys/kernel/numa_balancing": str,
         "proc/sys/kernel/osrelease": str,
         **{f"sys/bus/pci/devices/{gpu}/{file}": str for gpu in facts.files.displays for file in ("class", "vendor")},
-        "sys/class/drm/card*/device/vendor": str,
-        "sys/class/drm/card*/device/device": str,
-        "sys/class/drm/card*/device/vbios_version": str,
-        "sys/class/drm/card*/device/mem_info_gtt_total": str,
-        "sys/class/drm/card*/device/mem_info_vram_total": str,
-        "sys/class/drm/card*/device/fw_version/mes_fw_version": str,
+        **{f"sys/class/drm/card*/device/{file}": str for file in _CARD},
         "sys/class/kfd/kfd/topology/nodes/*/properties": _lines(r"(?!unique_id|hive_id).*"),
         "sys/class/kfd/kfd/proc/*/vram_*": str,
         **{f"proc/{process.pid}/comm": str for process in facts.files.processes},

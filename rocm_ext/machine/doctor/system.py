@@ -54,11 +54,14 @@ def read_system(root: Path) -> System:
     """Parse the files below ``root``, without the missing ones; list damaged ones in ``unreadable``."""
     reader = _Reader(root)
     cpu = re.search(r"^model name\s*:\s*(.+)$", reader.text("proc/cpuinfo"), re.MULTILINE)
+    release = reader.text("etc/os-release") or reader.text("usr/lib/os-release")
+    nvidia = reader.text("proc/driver/nvidia/version") + " "
+    nvidia_version = re.search(r"Kernel Module[^\n]*?\s(\d+\.\d+(\.\d+)?)\s", nvidia)
     command_line = reader.text("proc/cmdline")
     ttm = ttm_module(root)
     return System(
         kernel=reader.kernel(),
-        distribution=_assignments(reader.text("etc/os-release") or reader.text("usr/lib/os-release")),
+        distribution={key: value.strip("\"'") for key, value in re.findall(r"^(\w+)=(.*)$", release, re.MULTILINE)},
         parameters=_parameters(command_line) if command_line else None,
         memory=reader.meminfo(),
         cpu=cpu[1] if cpu else "",
@@ -71,7 +74,7 @@ def read_system(root: Path) -> System:
         numa_balancing=reader.number("proc/sys/kernel/numa_balancing"),
         processes=tuple(reader.processes()),
         groups=_groups(reader.text("etc/group")),
-        nvidia=_nvidia(reader.text("proc/driver/nvidia/version")),
+        nvidia=nvidia_version[1] if nvidia_version else "",
         unreadable=tuple(reader.unreadable),
     )
 
@@ -122,19 +125,11 @@ class _Reader:
         folder = Path("sys/class/kfd/kfd/proc")
         processes = []
         for pid in filter(str.isdecimal, listing(self.root / folder)):
-            sizes = [
-                self.number(folder / pid / name)
-                for name in listing(self.root / folder / pid)
-                if name.startswith("vram_")
-            ]
-            memory = sum(size for size in sizes if size is not None)
+            files = [name for name in listing(self.root / folder / pid) if name.startswith("vram_")]
+            memory = sum(self.number(folder / pid / name) or 0 for name in files)
             if (number := to_number(pid)) is not None:
                 processes.append(Process(number, self.text(f"proc/{pid}/comm"), memory))
         return processes
-
-
-def _assignments(text: str) -> dict[str, str]:
-    return {key: value.strip("\"'") for key, value in re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE)}
 
 
 def _parameters(text: str) -> dict[str, str]:
@@ -147,8 +142,3 @@ def _groups(text: str) -> dict[str, tuple[str, ...]] | None:
     lines = [line.split(":") for line in text.splitlines()]
     groups = {line[0]: tuple(filter(None, line[3].split(","))) for line in lines if len(line) == 4}
     return groups or None
-
-
-def _nvidia(text: str) -> str:
-    match = re.search(r"Kernel Module[^\n]*?\s(\d+\.\d+(\.\d+)?)\s", text + " ")
-    return match[1] if match else ""

@@ -38,7 +38,7 @@ def live_facts() -> Facts:
     files, linux = read_system(ROOT), platform.system() == "Linux"
     nodes = _device_nodes() if linux else {}
     user = _user([node.group for node in nodes.values()]) if linux else None
-    sandbox = _sandbox() if linux else None
+    sandbox, host = _sandbox() if linux else None, psutil.virtual_memory()
     said = Recorded(
         system=platform.system(),
         release="" if linux else platform.version(),
@@ -53,7 +53,7 @@ def live_facts() -> Facts:
         sandbox=sandbox,
         disk_free=_disk_free(),
         memory_limit=_memory_limit(),
-        host_memory=None if files.memory else _host_memory(),
+        host_memory=None if files.memory else Memory(host.total, host.available),
     )
     return Facts(replace(said, **_ask_torch()), files, ROOT)
 
@@ -145,12 +145,6 @@ def _memory_limit() -> int | None:
     limits = [read_number(folder / files[name]) for name, folder in cgroups(ROOT) if name in files]
     # version 1 writes "no limit" as a huge number
     return min((limit for limit in limits if limit is not None and limit < 2**60), default=None)
-
-
-# ---------------------------------------------------------------------------------------- what is other systems
-def _host_memory() -> Memory:
-    memory = psutil.virtual_memory()
-    return Memory(memory.total, memory.available)
 
 
 # ------------------------------------------------------------------------------------------------------- torch
