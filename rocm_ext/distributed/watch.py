@@ -4,8 +4,8 @@ Every rank keeps a connection to rank 0, which carries nothing while all is well
 a process ends, and its keepalive probes detect a lost machine or link. The system answers the probes, not the process,
 so neither a long computation nor a long wait for another rank counts as a loss.
 
-A token that the ranks exchange before keeps strangers out, and a rank listens only on the address that the others use.
-Messages are neither signed nor encrypted: see docs/several-machines.md.
+A token that the ranks exchange before keeps strangers out, and rank 0 listens on the addresses at which others reach
+it. Messages are neither signed nor encrypted: see docs/several-machines.md.
 """
 
 import hmac

@@ -41,7 +41,7 @@ def memory_budget(profile: Profile, machine: Machine, root: Path = Path("/"), ta
     Args:
         profile: the machine's profile; it says which memory counts and how much the host keeps.
         machine: this machine.
-        root: folder of ``proc`` and ``sys``.
+        root: folder with ``proc`` and ``sys``.
         taken: bytes that the process has already allocated.
 
     Returns:

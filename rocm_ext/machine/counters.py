@@ -64,7 +64,7 @@ class Counters:
     Use it in the thread that made it: psutil counts processor time per thread.
 
     Args:
-        root: folder of ``sys``; any folder but ``/`` is a copy, which holds AMD GPUs only.
+        root: folder with ``sys``; any folder but ``/`` is a copy, which holds AMD GPUs only.
         process: whether to read this process's memory.
 
     Attributes:
@@ -266,7 +266,7 @@ def recording(folder: Path, seconds: float | None, root: Path = Path("/"), name:
     Args:
         folder: folder of the log; the thread continues an existing log.
         seconds: interval of the readings; None: write nothing.
-        root: folder of ``sys``.
+        root: folder with ``sys``.
         name: name of the file.
     """
     if seconds is None:

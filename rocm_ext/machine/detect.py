@@ -123,7 +123,7 @@ def describe(torch: Torch, system: str, environ: Mapping[str, str], host_total: 
         system: ``platform.system()``.
         environ: environment of the process that asked torch.
         host_total: bytes of host memory.
-        root: folder of the machine's or a recording's ``proc`` and ``sys``.
+        root: folder with ``proc`` and ``sys``, of the machine or of a recording.
     """
     build, amd_archs = torch.build, tuple(dict.fromkeys(amd_gpus(root)))
     kernel = kernel_release(root) if system == "Linux" else ""
