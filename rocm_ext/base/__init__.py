@@ -1,1 +1,1 @@
-"""What every room stands on: errors, files, the log, this process, imports, the hub, the recipes' table."""
+"""The foundation of all rooms: errors, files, the log, this process, imports, the hub, the table of recipes."""

@@ -9,7 +9,7 @@ class UserError(Exception):
     """An error that the user can fix; the recipes and ``rocm-ext`` print it without a traceback.
 
     Args:
-        message: one line: what was found, what was expected and what to do.
+        message: one line with the problem, the expectation and the remedy.
         code: exit code of the program.
     """
 
@@ -24,13 +24,12 @@ def nearest(name: object, known: Iterable[str], otherwise: str | None = None) ->
     Args:
         name: the unknown name.
         known: the names that exist.
-        otherwise: the end of the message where none of many names is similar; None: the five nearest.
+        otherwise: the end of the message if none of many names is similar; None: the five nearest names.
 
     Returns:
-        ``; did you mean …?`` if one is similar, and the known names if they are few or none is similar; of many names,
-        the nearest.
+        ``; did you mean …?`` for a similar name, and the known names if they are few or none is similar.
     """
-    import difflib  # only here: every program that imports torch imports this module, see rocm_ext.hook
+    import difflib  # here, because every program that imports torch imports this module, see rocm_ext.hook
 
     names = sorted(known)
     match = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)

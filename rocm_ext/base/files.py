@@ -1,6 +1,6 @@
-"""Files and folders that are written whole or not at all, and JSON lines.
+"""Files and folders that are complete or absent, and JSON lines.
 
-A new version is written beside the old one, flushed to disk and renamed into its place.
+A new version is written under a temporary name, flushed to disk and renamed.
 """
 
 import errno
@@ -26,15 +26,15 @@ _FULL = (
 def replace_folder(path: Path) -> Iterator[Path]:
     """Yield a new folder that becomes ``path`` at the end; an exception removes it.
 
-    Until then an earlier ``path`` stays as it is. Who may read the files is what the umask says: safetensors writes
-    files for the owner alone, and a copy has the mode of its source.
+    Until then an earlier ``path`` stays unchanged. The files get the umask's mode, because safetensors writes files for
+    the owner only, and a copy has the mode of its source.
 
     Raises:
         UserError: the disk is full or read-only.
     """
     aside = path.with_name(f".{path.name}.tmp")
     old = path.with_name(f".{path.name}.old")
-    shutil.rmtree(aside, ignore_errors=True)  # a killed process may have left it
+    shutil.rmtree(aside, ignore_errors=True)  # a killed process may have left this folder
     try:
         with disk_errors(path):
             _restore(path, old)
@@ -53,20 +53,20 @@ def replace_folder(path: Path) -> Iterator[Path]:
             flush(path.parent)
             shutil.rmtree(old, ignore_errors=True)
     except BaseException:
-        with suppress(OSError):  # the error before says more
+        with suppress(OSError):  # the first error says more
             _restore(path, old)
         shutil.rmtree(aside, ignore_errors=True)
         raise
 
 
 def _restore(path: Path, old: Path) -> None:
-    """Undo the first of the two renames that replace a folder, where the second is missing."""
+    """Undo the first of the two renames that replace a folder, if the second is missing."""
     if old.exists() and not path.exists():
         old.rename(path)
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder; other processes see it whole or not at all."""
+    """Remove a folder; other processes see all of it or nothing."""
     aside = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
@@ -88,7 +88,7 @@ def replace_bytes(path: Path, content: bytes) -> None:
 def replace_file(path: Path) -> Iterator[Path]:
     """Yield the path of a new file that becomes ``path`` at the end; an exception removes it.
 
-    Until then an earlier ``path`` keeps its content. The folder is made where it is missing.
+    Until then an earlier ``path`` keeps its content. A missing folder is created.
 
     Raises:
         UserError: the disk is full or read-only.
@@ -102,7 +102,7 @@ def replace_file(path: Path) -> Iterator[Path]:
             aside.replace(path)
             flush(path.parent)
     except BaseException:
-        with suppress(OSError):  # the error before says more
+        with suppress(OSError):  # the first error says more
             aside.unlink()
         raise
 
@@ -121,17 +121,15 @@ def rewrite_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
 def read_lines(path: Path, keys: Sequence[str] = (), problems: list[str] | None = None) -> Iterator[dict[str, Any]]:
     """The objects in a file of JSON lines; none if the file does not exist.
 
-    The reader skips a last line without a line break that holds no object: a process is writing it, or was killed
-    while it did.
+    The reader skips an incomplete last line: a process is writing it, or was killed meanwhile.
 
     Args:
         path: the file.
-        keys: every object must have these.
-        problems: where to note that the file cannot be read or how many lines are damaged, which are skipped; None:
-            these are errors.
+        keys: keys that every object must have.
+        problems: list that collects problems, while damaged lines are skipped; None: problems are errors.
 
     Raises:
-        UserError: without ``problems``: the file cannot be read, or a line is damaged; the message names it.
+        UserError: ``problems`` is None and the file cannot be read, or a line is damaged.
     """
     damaged = 0
     try:
@@ -181,7 +179,7 @@ def _unreadable(path: Path, error: OSError) -> UserError:
 
 
 def json_object(content: bytes) -> dict[str, Any] | None:
-    """The JSON object that ``content`` is; None if it is anything else."""
+    """The JSON object in ``content``; None if it is anything else."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
@@ -195,11 +193,9 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise UserError(_FULL.format(path)) from error
-        raise UserError(
-            f"cannot write {path}: {error.strerror or error}; choose another folder or output_dir"
-        ) from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        message = f"cannot write {path}: {error.strerror or error}; choose another folder or output_dir"
+        raise UserError(_FULL.format(path) if full else message) from error
     except (RuntimeError, SafetensorError) as error:  # torch.save and safetensors wrap the system's error
         signs = ("No space left", "File too large", "unexpected pos", "file write failed")
         if any(sign in str(error) for sign in signs):
@@ -210,7 +206,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 def flush(path: Path) -> None:
     """Flush a file or folder to the disk, and drop a file's pages from the system's cache.
 
-    On unified memory, pages of a merged model that stay there take its size from the GPU.
+    On unified memory, the cached pages of a merged model would take its size from the GPU.
     """
     if os.name == "nt" and path.is_dir():
         return  # Windows cannot open a folder

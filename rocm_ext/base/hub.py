@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rocm_ext.base.errors import UserError
 
-# Owners of models that folders are usually named after
+# Owners of models, by the start of the folder's usual name
 _OWNERS = {
     "Llama": "meta-llama",
     "Meta-Llama": "meta-llama",
@@ -16,8 +16,8 @@ _OWNERS = {
     "SmolLM": "HuggingFaceTB",
 }
 _NAME = re.compile(r"([\w-][\w.-]*)/([\w-][\w.-]*)")
-REPO_ID = "original_repo_id.json"  # in a folder, by `tune download`: the name on the hub
-_FOLDERS = ("models", "outputs", "demo")  # where this library's configs keep files, also before anything is there
+REPO_ID = "original_repo_id.json"  # `tune download` writes the name on the hub into this file of the folder
+_FOLDERS = ("models", "outputs", "demo")  # of this library's configs; they may not exist yet
 
 
 def how_to_download(folder: Path) -> str:
@@ -44,9 +44,9 @@ def hub_name(folder: Path) -> str | None:
 
 
 def in_cache(name: str) -> Path | None:
-    """Return the folder in the hub's cache with the files of the model ``name``, perhaps not all of them.
+    """Return the folder of the model ``name`` in the hub's cache, perhaps with only some of its files.
 
-    None: the cache has no ``config.json`` of it.
+    None: the cache lacks the model's ``config.json``.
     """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.utils import HFValidationError
@@ -62,7 +62,7 @@ def files_of(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:
     """Return the files of ``folder`` whose names match one of ``patterns``, by name. Hidden files never do.
 
     Raises:
-        UserError: one of them is a link out of the folder, but for the hub's cache, where all files are links.
+        UserError: a file is a link out of the folder. In the hub's cache all files are links into it.
     """
     from huggingface_hub.utils import filter_repo_objects
 
@@ -73,5 +73,5 @@ def files_of(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:
     inside = [real, *[real.parents[1] / "blobs"] * (hub_name(real) is not None)]
     for path in files.values():
         if path.resolve().parent not in inside:
-            raise UserError(f"{path} is a link to {path.resolve()}, outside of its folder; put a copy in its place")
+            raise UserError(f"{path} is a link to {path.resolve()}, outside of its folder; replace it by a copy")
     return files

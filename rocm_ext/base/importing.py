@@ -1,4 +1,4 @@
-"""Functions and classes by the dotted names that ``_component_`` gives them."""
+"""Import functions and classes by dotted names, as in ``_component_``."""
 
 import importlib
 import os
@@ -13,18 +13,18 @@ COMPONENT = "_component_"
 
 
 def import_component(path: Any) -> Callable:
-    """Import what ``path`` names. Modules in the current folder are found, too, and what those import.
+    """Import a function or class; its module may also be in the current folder.
 
     Args:
-        path: such as ``torch.optim.AdamW`` or ``my_module.MyClass``.
+        path: a dotted name such as ``torch.optim.AdamW`` or ``my_module.MyClass``.
 
     Raises:
-        UserError: ``'…' cannot be imported: …``, with the nearest name where there is one.
+        UserError: the import fails.
     """
     if not isinstance(path, str) or "." not in path.strip("."):
         raise UserError(f"{path!r} cannot be imported: expected module.Class, such as torch.optim.AdamW")
     here = os.getcwd()
-    # not for what is installed: the current folder may be a downloaded one, and libraries try out imports
+    # only if needed: the current folder may be a downloaded one, and libraries try out imports
     if here not in sys.path and not _installed(path.split(".")[0]):
         sys.path.append(here)
         importlib.invalidate_caches()
@@ -44,19 +44,18 @@ def _installed(package: str) -> bool:
     if package in sys.modules:
         return True
     spec = PathFinder.find_spec(package)
-    return spec is not None and spec.origin is not None  # without, it is a folder that is no package
+    return spec is not None and spec.origin is not None  # a folder without a package has no origin
 
 
 def _import_module(path: str, here: str) -> tuple[Any, list[str]]:
-    """The module in a dotted path, and the names that are left for attributes."""
+    """The module in a dotted path, and the remaining names, of attributes."""
     parts = path.split(".")
     for end in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:end])
         try:
             return importlib.import_module(module), parts[end:]
-        except ModuleNotFoundError as error:
-            if not (error.name and f"{module}.".startswith(f"{error.name}.")):  # the module's own import failed
+        except Exception as error:  # modules may raise anything
+            missing = isinstance(error, ModuleNotFoundError) and error.name
+            if not (missing and f"{module}.".startswith(f"{missing}.")):  # the error comes from inside the module
                 raise UserError(f"{path!r} cannot be imported: importing {module}: {one_line(error)}") from error
-        except Exception as error:  # whatever the module raises
-            raise UserError(f"{path!r} cannot be imported: importing {module}: {one_line(error)}") from error
     raise UserError(f"{path!r} cannot be imported: there is no module {parts[0]!r}, neither installed nor in {here}")

@@ -1,4 +1,4 @@
-"""What a command prints while it works: log lines and a progress bar."""
+"""Log lines and a progress bar."""
 
 import logging
 import os
@@ -15,9 +15,9 @@ log = logging.getLogger("rocm_ext")
 
 
 def setup_logging() -> None:
-    """Log plain lines to stderr. Ranks other than 0 log warnings only, and so does torchtune."""
-    logging.getLogger("torchtune.utils._logging").addFilter(_of_use)
+    """Log plain lines to stderr; torchtune and the ranks above 0 log warnings only."""
     if not log.handlers:
+        logging.getLogger("torchtune.utils._logging").addFilter(lambda record: record.levelno >= logging.WARNING)
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
         log.addHandler(handler)
@@ -25,13 +25,8 @@ def setup_logging() -> None:
     log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
 
 
-def _of_use(record: logging.LogRecord) -> bool:
-    """Whether a line of torchtune's says something: a warning."""
-    return record.levelno >= logging.WARNING
-
-
 def warn(lines: Iterable[str]) -> None:
-    """Log each line as a warning."""
+    """Log ``lines`` as warnings."""
     for line in lines:
         log.warning("%s", line)
 
@@ -40,31 +35,22 @@ class Progress:
     """A progress bar on a terminal; elsewhere a line now and then.
 
     Args:
-        total: number of steps, or of other units.
-        start: number already done.
+        total: number of units.
+        start: number of units already done.
         enabled: False: print nothing.
-        unit: the name of what is counted.
-        brief: without a terminal, print no line for the first unit, and one for the last only after others.
+        unit: name of a unit.
+        brief: without a terminal, print no line for the first unit, and one for the last unit only after others.
     """
 
-    def __init__(
-        self,
-        total: int,
-        start: int,
-        enabled: bool,
-        unit: str = "step",
-        brief: bool = False,
-    ) -> None:
-        self.total, self.done, self._unit = total, start, unit
-        self._bar = None
-        self._enabled = enabled
+    def __init__(self, total: int, start: int, enabled: bool, unit: str = "step", brief: bool = False) -> None:
+        self.total, self.done, self._unit, self._enabled, self._bar = total, start, unit, enabled, None
         self._began, self._start, self._spoke = time.monotonic(), start, time.monotonic() if brief else 0.0
         self._ends: tuple[int, ...] = () if brief else (start + 1, total)
         if enabled and sys.stderr.isatty():
             self._bar = tqdm(total=total, initial=start, unit=unit, dynamic_ncols=True)
 
     def update(self, text: str, count: int = 1) -> None:
-        """Count ``count`` more; ``text`` describes them, such as their loss."""
+        """Count ``count`` more units; ``text`` describes them, for example by their loss."""
         self.done += count
         beat()
         if self._bar is not None:

@@ -1,8 +1,8 @@
-"""Values inside values, as JSON and YAML have them: by path, and as typed records, checked on the way."""
+"""Nested values of JSON and YAML: by dotted path, and parsed into typed, checked records."""
 
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rocm_ext.base.errors import UserError
@@ -21,11 +21,11 @@ def parse(kind: Any, value: Any, where: str) -> Any:
     Args:
         kind: a dataclass, tuple[X, ...], dict[str, X], X | None, Literal, str, bool, int, float or Any. Numbers are
             sizes, counts and speeds: they must not be negative.
-        value: what a JSON or YAML reader returns.
-        where: the place of ``value``, for messages.
+        value: value from a JSON or YAML reader.
+        where: path of ``value``, for messages.
 
     Raises:
-        UserError: naming the place, what was found and what was expected.
+        UserError: the value has another type; the message says where.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
@@ -53,11 +53,8 @@ def _dataclass(kind: Any, value: Mapping[str, Any], where: str) -> Any:
     known = {field.name: field for field in fields(kind)}
     if unknown := sorted(set(value) - set(known)):
         raise UserError(f"{where} has the unknown key {unknown[0]!r}; known: {', '.join(known)}")
-    if missing := [name for name, field in known.items() if name not in value and _is_required(field)]:
+    required = [name for name, field in known.items() if field.default is field.default_factory is MISSING]
+    if missing := [name for name in required if name not in value]:
         raise UserError(f"{where} lacks {missing[0]!r}")
     hints = get_type_hints(kind)
     return kind(**{name: parse(hints[name], item, f"{where}.{name}") for name, item in value.items()})
-
-
-def _is_required(field: Field[Any]) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING

@@ -24,7 +24,7 @@ except ImportError:
             "an OpenAI-compatible server needs an HTTP client, httpx2 or httpx: pip install 'torchtune-rocm[openai]'"
         ) from error
 
-import anyio  # both stand on it
+import anyio  # both clients depend on it
 
 CHECK_TIMEOUT = 10.0  # seconds, to connect and for requests without computation
 MAX_BODY = 64 << 20  # bytes; an answer of 32,000 tokens with log-probs has about 10 MB
@@ -112,21 +112,15 @@ def authorization(api_key_env: str | None) -> dict[str, str]:
 
 
 def pause_after(error: Exception, failures: int) -> float:
-    """Return the seconds to wait after ``error``, the next of ``failures`` others; or more, if the server asks."""
+    """Return the seconds to wait after ``error`` and ``failures`` earlier ones; the server may ask for more."""
     return max(min(MAX_BACKOFF, BACKOFF * 2**failures), getattr(error, "retry_after", 0.0))
 
 
 async def exchange(client: Any, method: str, url: str, seconds: float, json: Any = None) -> Any:
-    """Send a request and return the response, with all of its body.
+    """Send a request and return the complete response.
 
-    The time-outs of an HTTP client are for each read: a server that sends a byte now and then would hold it for ever.
-
-    Args:
-        client: an ``httpx.AsyncClient``.
-        method: ``GET`` or ``POST``.
-        url: whole address.
-        seconds: time limit of the exchange.
-        json: what to send; None: nothing.
+    ``seconds`` limits the exchange. An HTTP client's time-out limits one read: a server that sends a byte now and then
+    would hold the client for ever.
 
     Raises:
         httpx.RequestError: the server cannot be reached, or has not answered in time.
@@ -137,7 +131,7 @@ async def exchange(client: Any, method: str, url: str, seconds: float, json: Any
         with anyio.fail_after(seconds):
             return await _received(client, method, url, json)
     except TimeoutError:
-        raise httpx.ReadTimeout(f"no whole answer within {seconds:g} s") from None
+        raise httpx.ReadTimeout(f"no complete answer within {seconds:g} s") from None
 
 
 async def _received(client: Any, method: str, url: str, json: Any) -> Any:

@@ -22,7 +22,7 @@ def installed() -> dict[str, str | None]:
 
 
 def wrong_pins(versions: dict[str, str | None] | None = None) -> str | None:
-    """One line that says which of torchtune and torchao does not fit, or None. ``versions``: else the installed."""
+    """A line that names the wrong version of torchtune or torchao, or None. ``versions``: default: the installed."""
     versions = installed() if versions is None else versions
     torchtune, torchao = (versions.get(name) or "none" for name in ("torchtune", "torchao"))
     torch = versions.get("torch")

@@ -1,4 +1,4 @@
-"""This process and what surrounds it: torchrun, the terminal, the signals that ask it to stop."""
+"""This process, its launcher, its terminal, and the signals that ask it to stop."""
 
 import ctypes
 import json
@@ -10,6 +10,22 @@ import time
 from contextlib import suppress
 from typing import Any
 
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
+_REPORTS = "ROCM_EXT_REPORTS"  # environment variable: the launcher prints its ranks' errors
+_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun expects a rank's error
+_LOGGERS = (
+    "multiprocessing.api",
+    "multiprocessing.errors",
+    "multiprocessing.errors.error_handler",
+    "agent.server.api",
+    "agent.server.local_elastic_agent",
+)
+_NOT_MET = ("DistStoreError", "DistNetworkError", "RendezvousConnectionError", "RendezvousTimeoutError")
+_HOW_TO_MEET = (
+    "Start the same command on every machine. --rdzv_endpoint is an address of machine 0 that all of them reach, and a "
+    "port that is free there and open in its firewall"
+)
+
 
 def stop_signals() -> list[int]:
     """SIGTERM and SIGHUP, without a SIGHUP that this process ignores, as under ``nohup``."""
@@ -20,7 +36,7 @@ def stop_signals() -> list[int]:
 
 
 def survive_terminal() -> None:
-    """Send what is printed from now on nowhere if the terminal was closed; writing to it is an error."""
+    """Discard further output if the terminal was closed, because writing to it is an error."""
     for stream in (sys.stdout, sys.stderr):
         try:
             os.write(stream.fileno(), b"")
@@ -33,16 +49,16 @@ def survive_terminal() -> None:
 
 
 def end_with_launcher() -> None:
-    """As :func:`end_with_parent` where torchrun started this process: ranks that outlive their launcher would hold the
-    GPUs and go on writing."""
+    """Call :func:`end_with_parent` under torchrun: ranks that outlive their launcher would hold the GPUs and go on
+    writing."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends, even if that is killed; on Linux only.
+    """Let the kernel kill this process when its parent ends or is killed; on Linux only.
 
-    For children that have nothing to save, as ``preexec_fn`` of :class:`subprocess.Popen`.
+    Use it for children with nothing to save, also as ``preexec_fn`` of :class:`subprocess.Popen`.
     """
     if sys.platform == "linux":
         signal_at_parents_end(signal.SIGKILL)
@@ -54,35 +70,14 @@ def signal_at_parents_end(signum: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose parent ends, so that none of them is lost; it needs Linux."""
+    """Become the parent of descendants whose parent ends, so that none is lost; it needs Linux."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
-
-
-_REPORTS = "ROCM_EXT_REPORTS"  # environment variable: the launcher prints its ranks' errors
-_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun expects a rank's error
-_LOGGERS = (
-    "multiprocessing.api",
-    "multiprocessing.errors",
-    "multiprocessing.errors.error_handler",
-    "agent.server.api",
-    "agent.server.local_elastic_agent",
-)
-
-
-_NOT_MET = ("DistStoreError", "DistNetworkError", "RendezvousConnectionError", "RendezvousTimeoutError")
-_HOW_TO_MEET = (
-    "Start the same command on every machine. --rdzv_endpoint is an address of machine 0 that all of them reach, and a "
-    "port that is free there and open in its firewall"
-)
-
-
 def report_ranks() -> None:
-    """Make this program, which starts ranks with torchrun, print their errors as one line each instead of its report.
+    """Make this program, which starts ranks with torchrun, print one line per error instead of torchrun's report.
 
-    The environment variable LOGLEVEL brings torchrun's own messages back.
+    The environment variable LOGLEVEL brings torchrun's messages back.
     """
     os.environ[_REPORTS] = "1"
     sys.excepthook = _report
@@ -92,14 +87,7 @@ def report_ranks() -> None:
 
 
 def tell_launcher(message: str) -> bool:
-    """Leave an error for the launcher to print, once for all ranks.
-
-    Args:
-        message: the line to print.
-
-    Returns:
-        Whether the launcher will print it.
-    """
+    """Leave ``message`` for the launcher to print, once for all ranks; return whether it will print it."""
     if _REPORTS not in os.environ or _FILE not in os.environ:
         return False
     with suppress(OSError), open(os.environ[_FILE], "w") as file:

@@ -12,7 +12,7 @@ A recipe is one of this library's, one that an installed package announces, or a
   The module itself is not imported, but its parent package is. YAML files beside the recipe that say
   ``recipe: layer_decay`` are its configs.
 
-Every program that imports torch imports this file, so what torch has not imported itself is imported in functions.
+Every program that imports torch imports this file, so functions import the modules that torch does not need.
 """
 
 import re
@@ -26,17 +26,17 @@ from rocm_ext.base.errors import UserError, nearest
 
 SFT, RAFT, GRPO, DPO = "lora_finetune_rocm", "raft_rocm", "grpo_rocm", "dpo_rocm"
 DISTIL = "distil_rocm"
-BY_STEP = (GRPO, DISTIL)  # whose runs sample answers in each step
-SAMPLED = (RAFT, *BY_STEP)  # whose runs learn from sampled answers
-# of this library's recipes
+BY_STEP = (GRPO, DISTIL)  # their runs sample answers in every step
+SAMPLED = (RAFT, *BY_STEP)  # their runs learn from sampled answers
+# this library's recipes
 TITLES = {SFT: "LoRA fine-tuning", RAFT: "RAFT", GRPO: "GRPO", DPO: "DPO", DISTIL: "distillation"}
-GROUP = "rocm_ext.recipes"  # of entry points
+GROUP = "rocm_ext.recipes"  # the group of entry points
 _CALL = re.compile(
     r"""^[^#\n]*\brecipe_main\(\s*(recipe=)?["'](?P<name>[^"'\n]+)["'],?\s*"""
     r"""((defaults=)?["'](?P<defaults>[^"'\n]+)["'],?\s*)?\)""",
     re.MULTILINE,
 )
-# Environment variable with the names of those that this library has set, comma separated. Child processes inherit it
+# Environment variable: the names of the variables that this library has set, with commas. Child processes inherit it
 DECIDED = "ROCM_EXT_ENVIRONMENT"
 
 
@@ -45,9 +45,9 @@ class Recipe:
     """A recipe.
 
     Attributes:
-        name: what its defaults say of themselves and configs say of it.
-        file: the script that `tune run` runs.
-        defaults: YAML of every key it reads.
+        name: name in its defaults and configs.
+        file: script that `tune run` runs.
+        defaults: YAML file of all keys.
     """
 
     def __init__(self, name: str, file: Path, defaults: Path) -> None:
@@ -55,12 +55,12 @@ class Recipe:
 
     @property
     def title(self) -> str:
-        """Its name for people."""
+        """The name for people."""
         return TITLES.get(self.name, self.name)
 
     @cached_property
     def configs(self) -> list[Path]:
-        """The YAML files that are shipped for it, by name."""
+        """The shipped YAML files of this recipe, sorted."""
         folder = _folder("recipe_configs") if self.name in TITLES else self.file.parent
         others = {self.defaults.resolve()}
         paths = sorted(path for path in folder.iterdir() if path.suffix == ".yaml" and path.resolve() not in others)
@@ -69,14 +69,18 @@ class Recipe:
 
 @cache
 def recipes() -> Mapping[str, Recipe]:
-    """This library's recipes and those of installed packages, by name. Packages are looked up once per process; a line
-    on stderr names those that are broken, or whose recipe has the name of another."""
+    """The recipes of this library and of installed packages, by name. A process looks packages up once; a line on
+    stderr names a broken package, or one whose recipe has an existing name."""
     from importlib.metadata import entry_points
+    from importlib.util import find_spec
 
     known = {name: _shipped(name) for name in TITLES}
     for entry in entry_points(group=GROUP):
         try:
-            recipe = _of_module(entry.value)
+            spec = find_spec(entry.value.partition(":")[0])
+            if spec is None or not spec.origin:
+                raise ValueError("there is no such module")
+            recipe = read_recipe(Path(spec.origin))
             if recipe.name != entry.name:
                 raise ValueError(f"{recipe.file} is recipe {recipe.name}")
             if (first := known.setdefault(recipe.name, recipe)).file != recipe.file:
@@ -91,10 +95,10 @@ def find(name: str, *folders: Path) -> Recipe:
 
     Args:
         name: name of a recipe, or a path that ends in ``.py``.
-        folders: where a user's files may be, beside the current folder.
+        folders: folders with user's files, besides the current folder.
 
     Raises:
-        UserError: no recipe has this name, or its file lacks the call of ``recipe_main`` or the defaults.
+        UserError: the name is unknown, or the file lacks the call of ``recipe_main`` or the defaults.
     """
     folders = (*folders, Path.cwd())
     if name in TITLES:
@@ -135,15 +139,16 @@ def made_by(name: str, defaults: str | None, file: Path) -> Recipe:
     Raises:
         UserError: the table lacks the name, or the defaults are missing.
     """
-    if defaults is None:
-        if (recipe := recipes().get(name)) is None:
-            raise UserError(f"{file}: recipe {name} needs defaults=FILE.yaml{nearest(name, recipes())}")
+    recipe = Recipe(name, file, file.parent / defaults) if defaults is not None else recipes().get(name)
+    if recipe is None:
+        problem = f"recipe {name} needs defaults=FILE.yaml{nearest(name, recipes())}"
+    elif defaults is not None and not recipe.defaults.is_file():
+        problem = f"the defaults {recipe.defaults} of recipe {name} do not exist"
+    elif defaults is not None and name in TITLES:
+        problem = f"{name} is this library's recipe; give one with other defaults another name"
+    else:
         return recipe
-    if not (path := file.parent / defaults).is_file():
-        raise UserError(f"{file}: the defaults {path} of recipe {name} do not exist")
-    if name in TITLES:
-        raise UserError(f"{file}: {name} is this library's recipe; give one with other defaults another name")
-    return Recipe(name, file, path)
+    raise UserError(f"{file}: {problem}")
 
 
 def chain(recipe: Recipe) -> list[Recipe]:
@@ -166,35 +171,19 @@ def chain(recipe: Recipe) -> list[Recipe]:
 
 
 def family(recipe: Recipe) -> str:
-    """The recipe of this library that ``recipe`` is or extends: it writes the same records. Empty: none.
-
-    Raises:
-        UserError: as :func:`chain`.
-    """
+    """The recipe of this library that ``recipe`` is or extends, and whose records it writes; empty: none."""
     return next((base.name for base in chain(recipe) if base.name in TITLES), "")
 
 
 def extended(recipe: Recipe) -> str:
-    """As :func:`family`, for commands that know only such recipes.
-
-    Raises:
-        UserError: as :func:`chain`, or ``recipe`` extends none of this library's recipes.
-    """
+    """:func:`family`, or an error if ``recipe`` extends none of this library's recipes."""
     if not (name := family(recipe)):
         raise UserError(f"{recipe.defaults}: recipe {recipe.name} extends neither {' nor '.join(TITLES)}")
     return name
 
 
 def check_system(recipe: Recipe, system: str) -> None:
-    """Refuse recipes that verify answers on Windows, whose own error would be a missing module.
-
-    Args:
-        recipe: recipe to run.
-        system: ``platform.system()``.
-
-    Raises:
-        UserError: saying what to do.
-    """
+    """Refuse recipes that verify answers if ``system`` is Windows, where a module would be missing."""
     if system == "Windows" and family(recipe) in SAMPLED:
         raise UserError(
             f"{recipe.name} does not run on Windows, because its verifiers limit processes in ways that Windows does "
@@ -203,8 +192,8 @@ def check_system(recipe: Recipe, system: str) -> None:
 
 
 def listing(recipes: Iterable[Recipe]) -> list[str]:
-    """A line for each config of ``recipes``, under a heading: how to run it, on which machine, which model, how much
-    memory. The memory is that of the config's head, which says what `rocm-ext plan` computes."""
+    """A heading and one line per config of ``recipes``: recipe, config, machine, model and memory. The config's head
+    states the memory that `rocm-ext plan` computes."""
     rows = [("RECIPE", "CONFIG", "MACHINE", "MODEL", "MEMORY")]
     rows += [(recipe.name, path.stem, *_summary(path)) for recipe in recipes for path in recipe.configs]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -212,7 +201,7 @@ def listing(recipes: Iterable[Recipe]) -> list[str]:
 
 
 def _summary(path: Path) -> tuple[str, str, str]:
-    """Machine, model and memory (of one GPU) of a run config; ``-`` for what it does not say."""
+    """Machine, model and memory (of one GPU) of a run config; ``-``: unknown."""
     content, head = _read(path), path.read_text(encoding="utf-8").split("\n\n")[0]
     machine = str(content.get("hardware", "-"))
     if re.search(r"\bon eight\b", head.partition("\n")[0]):
@@ -229,10 +218,10 @@ def _summary(path: Path) -> tuple[str, str, str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file, interpolations left as they are.
+    """The mapping in a YAML file, with unresolved interpolations.
 
     Raises:
-        UserError: it cannot be read, or holds no mapping.
+        UserError: the file cannot be read, or holds no mapping.
     """
     import yaml
 
@@ -246,7 +235,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def stated_recipe(path: Path) -> Any:
-    """The recipe that a YAML file names. None without one, and for files that are no configs at all."""
+    """The key ``recipe`` of a YAML file; None if it is missing or the file is not a config."""
     try:
         return _read(path).get("recipe")
     except UserError:
@@ -261,15 +250,6 @@ def _folder(name: str) -> Path:
     from importlib.resources import files
 
     return Path(str(files(f"rocm_ext.{name}")))
-
-
-def _of_module(module: str) -> Recipe:
-    from importlib.util import find_spec
-
-    spec = find_spec(module.partition(":")[0])
-    if spec is None or not spec.origin:
-        raise ValueError("there is no such module")
-    return read_recipe(Path(spec.origin))
 
 
 def is_recipe_file(name: str) -> bool:

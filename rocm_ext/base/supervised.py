@@ -1,4 +1,4 @@
-"""What a run tells `rocm-ext supervise`: that it goes on, why it ends, and that it is to be started again."""
+"""Messages from a run to `rocm-ext supervise`: it goes on, it ends with an error, or it asks to be started again."""
 
 import json
 import os
@@ -7,15 +7,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-NOTES = "ROCM_EXT_SUPERVISED"  # environment variable: a file; its time says that the run lives, its lines what happened
-APART = "ROCM_EXT_EVALUATE_APART"  # environment variable: evaluations have a process of their own
+NOTES = "ROCM_EXT_SUPERVISED"  # environment variable: a file; its time shows that the run lives, its lines are notes
+APART = "ROCM_EXT_EVALUATE_APART"  # environment variable: evaluations run in a separate process
 RETRY = 75  # exit code (EX_TEMPFAIL of sysexits.h) of errors after which the same command may succeed
 
 _next_beat = 0.0
 
 
 def beat() -> None:
-    """Say that the run goes on, at most once a second. Loops that may last minutes call this in each turn."""
+    """Say that the run goes on, at most once a second. Loops that may last minutes call this in every turn."""
     global _next_beat
     if NOTES in os.environ and time.monotonic() >= _next_beat:
         _next_beat = time.monotonic() + 1
@@ -42,10 +42,10 @@ def beating() -> Iterator[None]:
 
 
 def note(**values: str | int) -> None:
-    """Leave a line: ``error`` and ``code`` of a run that a user's error ends, or ``segment``, see :func:`apart`.
+    """Write a line: ``error`` and ``code`` when a user's error ends the run, or ``segment``, see :func:`apart`.
 
     Raises:
-        OSError: ``segment`` cannot be written, without which the run would count as done.
+        OSError: ``segment`` cannot be written; without it the run would count as done.
     """
     if NOTES not in os.environ:
         return
@@ -58,5 +58,5 @@ def note(**values: str | int) -> None:
 
 
 def apart() -> bool:
-    """Return whether this process either trains or evaluates: it ends between the two, and is started again."""
+    """Whether this process either trains or evaluates, and ends in between to be started again."""
     return APART in os.environ

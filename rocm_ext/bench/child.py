@@ -1,4 +1,4 @@
-"""The child process of ``rocm-ext bench``: it reads lines of JSON, a spec and then items, and answers each item."""
+"""The child process of ``rocm-ext bench``: it reads a spec and then items, as lines of JSON, and answers the items."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ def say(**values: Any) -> None:
 
 
 def main() -> None:
-    """Read the spec from stdin, then items, and answer each at once."""
+    """Read the spec from stdin, then items, and answer them one by one."""
     try:
         bench = Bench(Spec(**json.loads(sys.stdin.readline())))
     except UserError as error:

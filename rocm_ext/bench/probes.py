@@ -1,4 +1,4 @@
-"""What a child process of ``rocm-ext bench`` measures, from matrix products to training."""
+"""The measurements of ``rocm-ext bench``, from matrix products to training."""
 
 import gc
 import time
@@ -55,15 +55,11 @@ _LONGEST = 2048  # tokens of a training row, unless the config says less
 
 
 class Skipped(Exception):
-    """Raised by a probe that cannot measure this here; it says why."""
+    """A probe cannot measure this here; the message says why."""
 
 
 class Bench:
-    """The config, machine, device and model that a child measures.
-
-    Args:
-        spec: what the user asked for.
-    """
+    """The config, machine, device and model that a child measures."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
@@ -74,7 +70,7 @@ class Bench:
         self.profile = load_profile(self.cfg.hardware)
         # a cap that keeps the process within its budget where a probe underestimates its memory
         fraction = None if self.cfg.device == "cpu" else min(1.0, spec.budget / self.machine.total_memory)
-        if self.machine.unified:  # which open_device caps itself
+        if self.machine.unified:  # open_device caps it
             fraction = None
         self.device = open_device(self.profile, self.machine, 0, fraction, self.cfg.device)
         self.dtype, _ = numerics.pick_dtype(self.cfg.dtype, self.machine)
@@ -100,24 +96,20 @@ class Bench:
         return decoder
 
     def require(self, needed: int) -> None:
-        """Check that ``needed`` bytes are within the budget.
-
-        Raises:
-            Skipped: where they are not.
-        """
+        """Raise :class:`Skipped` if ``needed`` bytes exceed the budget."""
         if needed > self.spec.budget:
             raise Skipped(f"needs {readable(needed)}, the budget is {readable(self.spec.budget)}")
 
 
 def measure(bench: Bench, item: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure one item: the status with its result, or with the detail of what went wrong."""
+    """Measure one item; return its status, with the result or with the detail of the failure."""
     try:
         return {"status": "ok", "result": PROBES[item["probe"]](bench, item["values"])}
     except Skipped as reason:
         return {"status": "skipped", "detail": str(reason)}
     except torch.OutOfMemoryError as error:
         return {"status": "out of memory", "detail": one_line(error)[:200]}
-    except Exception as error:  # anything that a driver, kernel or library raises
+    except Exception as error:  # drivers, kernels and libraries may raise anything
         return {"status": "failed", "detail": one_line(error)[:200]}
 
 
@@ -146,14 +138,14 @@ def timed(
 ) -> Times:
     """Time calls of ``work``, after two that are not timed.
 
-    On a GPU it waits for each call: ``work`` should last longer than the launch of its kernels.
+    On a GPU it waits after every call, so ``work`` should last longer than the launch of its kernels.
 
     Args:
         work: function to time.
         device: device that runs it.
-        seconds: time for which it is called again and again.
-        least: number of calls that are made in any case.
-        beside: another function, called in turn. Times are then those of ``work`` divided by its own.
+        seconds: duration of the measurement.
+        least: least number of calls.
+        beside: another function, called in turn. The results are then ratios: times of ``work`` by times of ``beside``.
     """
 
     def lap(call: Callable[[], Any]) -> float:
@@ -200,8 +192,8 @@ def gemm(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
 def unpacking(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
     """Values per second that are unpacked from ggml's blocks of ``kind`` into the model's dtype, as training does it.
 
-    With ``rows``: how long a product of so many rows takes over the feed-forward layer's weight in blocks, divided by
-    the time of the same product over a plain weight.
+    With ``rows``: the time of a product of so many rows with the feed-forward layer's weight in blocks, divided by the
+    time of the same product with a plain weight.
     """
     mlp: Any = bench.shape.layers[0].mlp  # type: ignore[union-attr, index]
     wide, width = mlp.w1.weight.shape
@@ -211,29 +203,29 @@ def unpacking(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
     if not rows:
         wide = _COPIED[bench.device.type] // (width * dtype.itemsize)
     bench.require((rows * (width + wide) + wide * width) * dtype.itemsize * 2)
-    # bytes whose scales are moderate in every kind; among random ones are infinite scales
+    # bytes with moderate scales in every kind; random bytes contain infinite scales
     packed = torch.randint(40, 46, (wide, blocks * size), dtype=torch.uint8, device=bench.device)
     weight, x = of_blocks(packed, values["kind"], dtype), torch.randn(rows, width, device=bench.device).to(dtype)
     try:
         plain = weight.get_original_weight()
     except UserError as error:  # transformers is missing
         raise Skipped(str(error)) from error
-    found = {"shape": [rows, width, wide], "dtype": dtype_name(dtype)}
+    facts = {"shape": [rows, width, wide], "dtype": dtype_name(dtype)}
     if not rows:
         times = timed(weight.get_original_weight, bench.device, bench.spec.seconds)
-        return {**times.rate(wide * width), "unit": "values/s", **found}
+        return {**times.rate(wide * width), "unit": "values/s", **facts}
     times = timed(lambda: x @ weight.T, bench.device, bench.spec.seconds, beside=lambda: x @ plain.T)
-    return {"value": times.median, "low": times.low, "high": times.high, "unit": "x", **found}
+    return {"value": times.median, "low": times.low, "high": times.high, "unit": "x", **facts}
 
 
 def bandwidth(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Bytes per second of a copy; within the device each byte counts twice, since it is read and written."""
+    """Bytes per second of a copy; within the device every byte counts twice, as read and as written."""
     size = _COPIED[bench.device.type]
     bench.require(2 * size)
 
-    def at(place: str) -> Tensor:
-        device = {"device": bench.device, "other": torch.device("cuda", 1)}.get(place, torch.device("cpu"))
-        return torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=place == "pinned")
+    def at(end: str) -> Tensor:
+        device = {"device": bench.device, "other": torch.device("cuda", 1)}.get(end, torch.device("cpu"))
+        return torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=end == "pinned")
 
     ends = COPIES[values["what"]]
     source, target = map(at, ends)
@@ -242,7 +234,7 @@ def bandwidth(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def loader(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Tokens per second that become packed micro-batches, from rows of all lengths, without training on them."""
+    """Tokens per second that the loader packs into micro-batches, from rows of all lengths."""
     cfg, longest, steps = bench.cfg, longest_row(bench.cfg), 50
     rows = random_rows(16 * steps, longest // 8, longest, 256)
     layout = Layout(0, 1, 4 * longest, packed=True, pad_id=0)
@@ -261,7 +253,7 @@ def loader(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Clocked(LocalSession):
-    """Records the seconds of each step."""
+    """Records the seconds of the steps."""
 
     def _count(self, tokens: int, rows: int, slots: int, read: int, seconds: float) -> None:
         super()._count(tokens, rows, slots, read, seconds)
@@ -291,12 +283,7 @@ def decoding(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RandomWeights(Mapping[str, Tensor]):
-    """Random weights, drawn at each access.
-
-    Args:
-        decoder: the model whose names and shapes they have.
-        device: device that holds them.
-    """
+    """Random weights with the names and shapes of ``decoder``'s, drawn at every access."""
 
     def __init__(self, decoder: Decoder, device: torch.device) -> None:
         shapes: dict[str, Tensor] = {name: p for name, p in decoder.named_parameters() if not p.requires_grad}
@@ -311,9 +298,9 @@ class RandomWeights(Mapping[str, Tensor]):
         return torch.empty(like.shape, dtype=like.dtype, device=self._device).normal_(std=0.02)
 
     def _part(self, like: Tensor, least: int) -> Tensor:
-        """Values or scales of a quantised weight; of bytes, each is ``least`` or little more.
+        """Values or scales of a quantised weight; bytes are ``least`` or little more.
 
-        ggml's blocks have scales in fp16 among their bytes, which such ones make about 1e-4.
+        ggml's blocks have fp16 scales among their bytes; these bytes make them about 1e-4.
         """
         if like.dtype == torch.uint8:
             return torch.randint(least, least + 6, like.shape, dtype=torch.uint8, device=self._device)
@@ -328,27 +315,21 @@ class RandomWeights(Mapping[str, Tensor]):
 
 
 class ProbeLearner(Learner):
-    """The recipe's model with random weights.
-
-    Args:
-        cfg: config of the SFT recipe.
-        runtime: what to compute on.
-        budget: bytes that a step may take.
-    """
+    """The recipe's model with random weights; a step may take ``budget`` bytes."""
 
     def __init__(self, cfg: DictConfig, runtime: Runtime, budget: int) -> None:
         super().__init__(cfg, runtime, tokenizer=None)
         self._budget = budget
 
     def read_weights(self) -> Weights:
-        """Random ones, if a step fits into the budget."""
+        """Random weights, if a step fits into the budget."""
         if self.planned_peak > self._budget:
             raise Skipped(f"would take {readable(self.planned_peak)}, the budget is {readable(self._budget)}")
         return Weights(RandomWeights(self.decoder, self.runtime.device), "random")
 
 
 def random_rows(count: int, shortest: int, longest: int, vocabulary: int) -> Rows:
-    """Rows of random tokens, all of them trained on, of lengths from ``shortest`` to ``longest``."""
+    """Rows of ``shortest`` to ``longest`` random tokens, with a label on every token."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(shortest, longest + 1, count)
     tokens = [rng.integers(0, vocabulary, length, dtype=np.int32) for length in lengths]
@@ -356,12 +337,12 @@ def random_rows(count: int, shortest: int, longest: int, vocabulary: int) -> Row
 
 
 def longest_row(cfg: DictConfig) -> int:
-    """Tokens of the rows that are trained on."""
+    """Tokens of a training row."""
     return min(cfg.tokenizer.get("max_seq_len") or _LONGEST, _LONGEST)
 
 
 def probe_config(cfg: DictConfig, values: Mapping[str, Any], insist: list[str]) -> DictConfig:
-    """``cfg`` for steps of ``values["rows"]`` rows at once; the other ``values`` are keys of it."""
+    """``cfg`` for steps of ``values["rows"]`` rows at once; the other ``values`` replace its keys."""
     changes: dict[str, Any] = {
         "sequences_per_step": values["rows"],
         "gradient_accumulation_steps": None,
@@ -388,7 +369,7 @@ def probe_config(cfg: DictConfig, values: Mapping[str, Any], insist: list[str]) 
 
 
 def training(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Real tokens per second of the config's model with random weights, forward to optimiser; and the memory's peak."""
+    """Tokens per second of training steps with random weights, and their peak memory."""
     log.disabled = True
     cfg = probe_config(bench.cfg, values, list(bench.profile.locked))
     runtime, longest, count = Runtime.open(cfg), longest_row(cfg), values["rows"]
@@ -402,7 +383,7 @@ def training(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
             trainer.open()
             return _steps(trainer, bench.spec.seconds)
     except UserError as error:
-        if "attention" in values:  # a kernel that this machine does not have
+        if "attention" in values:  # a kernel that this machine lacks
             raise Skipped(str(error)) from error
         raise
     finally:

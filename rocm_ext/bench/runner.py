@@ -1,4 +1,4 @@
-"""Runs measurements in child processes and survives their crashes and hangs."""
+"""Run measurements in child processes and survive their crashes and hangs."""
 
 import contextlib
 import json
@@ -30,17 +30,17 @@ def run(
     """Measure in child processes. Consecutive items of equal environment share one, unless it crashes or hangs.
 
     Args:
-        spec: what the child processes measure with.
-        following: returns the next items, given all measurements so far; none ends the run.
+        spec: config and limits of the measurements.
+        following: function that returns the next items after the measurements so far; an empty list ends the run.
         timeout: seconds that a measurement may take.
-        tell: called with each measurement at once.
-        environ: environment variables of all children; those of the items overrule them.
+        tell: called with every measurement.
+        environ: environment variables of all children; an item's variables take precedence.
 
     Returns:
         The measurements, in the order of the items.
 
     Raises:
-        UserError: where a child refuses the config.
+        UserError: a child refuses the config.
     """
     done: list[Measurement] = []
     with contextlib.ExitStack() as running:
@@ -61,14 +61,9 @@ def run(
 class _Child:
     """A process of :mod:`rocm_ext.bench.child`. It ends with this object's context.
 
-    Args:
-        spec: what the user asked for.
-        of_items: environment variables of its items.
-        environ: environment variables of all children; ``of_items`` overrules them.
-
     Attributes:
-        of_items: as above.
-        ended: whether it can measure nothing more.
+        of_items: environment variables of the items.
+        ended: whether the process has crashed or hangs.
     """
 
     def __init__(self, spec: Spec, of_items: Mapping[str, str], environ: Mapping[str, str]) -> None:
@@ -91,11 +86,7 @@ class _Child:
         self._send(asdict(spec))
 
     def measure(self, item: Item, timeout: float) -> Measurement:
-        """Measure an item.
-
-        Raises:
-            UserError: the child refuses the config.
-        """
+        """Measure an item."""
         self._send(asdict(item))
         said: dict[str, Any] = {}
         for seconds in (timeout,) if self._started else (_STARTING, timeout):
@@ -114,7 +105,7 @@ class _Child:
         return Measurement(item, said["status"], said.get("result", {}), said.get("detail", ""))
 
     def _send(self, content: Mapping[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it may have crashed; _last_words says why
+        with contextlib.suppress(BrokenPipeError):  # if the child has crashed, _last_words says why
             self._process.stdin.write(json.dumps(content) + "\n")  # type: ignore[union-attr]
             self._process.stdin.flush()  # type: ignore[union-attr]
 
@@ -129,7 +120,7 @@ class _Child:
             self._errors = [*self._errors[-20:], line.rstrip()]
 
     def _last_words(self) -> str:
-        """How the process ended, and its last line on stderr."""
+        """The way in which the process ended, and its last line on stderr."""
         try:
             code = self._process.wait(10)
         except subprocess.TimeoutExpired:
@@ -145,7 +136,7 @@ class _Child:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()  # type: ignore[union-attr]
         try:
-            self._process.wait(0 if self.ended or error[0] else 10)  # it ends once its input has ended
+            self._process.wait(0 if self.ended or error[0] else 10)  # the child ends when its input ends
         except subprocess.TimeoutExpired:
             self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # SIGKILL ends no process that hangs in a driver
@@ -165,9 +156,9 @@ def clocks() -> tuple[float, float, float]:
 
 
 class OtherPrograms:
-    """Measures from the moment it is made.
+    """The load of other programs since this object was made.
 
-    One busy core of two makes small steps ten times slower where threads wait for each other (measured), and so evenly
+    One busy core of two makes small steps ten times slower when threads wait for one another (measured), and so evenly
     that quartiles do not show it.
     """
 
@@ -177,6 +168,6 @@ class OtherPrograms:
         self._began = clocks()
 
     def cores(self) -> float:
-        """Cores that other programs kept busy since then, on average. 0 on Windows, which hides children's time."""
+        """Cores that other programs kept busy on average. 0 on Windows, which hides children's time."""
         elapsed, every, ours = (now - then for now, then in zip(clocks(), self._began, strict=True))
         return 0.0 if os.name == "nt" else max(0.0, (every - ours) / max(elapsed, 1e-9))

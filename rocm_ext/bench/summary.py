@@ -1,4 +1,4 @@
-"""What measurements show: the machine's speeds and the fastest settings."""
+"""The machine's speeds and the fastest settings, from measurements."""
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
@@ -27,7 +27,7 @@ def figures(
     """The machine's speeds, as arguments of :class:`rocm_ext.plan.speeds.Figures`.
 
     ``efficiency`` and ``decode_efficiency`` are the shares of the roofline that a training and a decoding step reach.
-    Empty where matrix products or copies were not measured.
+    Empty if matrix products or copies were not measured.
     """
     copies, products = _ok(measurements, "bandwidth", what="device copy"), _products(measurements)
     if not copies or not products:
@@ -36,7 +36,7 @@ def figures(
     for name in dict.fromkeys(product.item.values["dtype"] for product in products):
         both = [_ok(products, "gemm", dtype=name, direction=direction) for direction in ("forward", "dgrad")]
         best = [max(product.speed for product in of_direction) for of_direction in both if of_direction]
-        flops[name] = 1 / fmean(1 / speed for speed in best)  # training computes equally many FLOPs in each direction
+        flops[name] = 1 / fmean(1 / speed for speed in best)  # training computes equally many FLOPs in both directions
     known: dict[str, Any] = {
         "flops": flops,
         "bandwidth": median(copy.speed for copy in copies),
@@ -45,7 +45,7 @@ def figures(
     roofline = Figures("", True, **known)
     shape = build_model(cfg.model, dtype, 0, torch.device("meta"))
     choose_attention(shape, cfg.attention)
-    # steps as configured, but not compiled: that is what figures of kernels describe
+    # steps as configured but not compiled, because the figures are of single kernels
     steps = [step for step in _ok(measurements, "training", compile=False) if len(step.item.values) == 2]
     if steps:
         fastest = max(steps, key=attrgetter("speed"))
@@ -73,7 +73,7 @@ def figures(
 
 
 def winners(measurements: Sequence[Measurement], sweep: Sweep) -> list[Winner]:
-    """The fastest settings, where the difference exceeds the noise."""
+    """The fastest settings, if the difference exceeds the noise."""
     decoded = _ok(measurements, "decoding")
     won = [*_library(measurements), *sweep.winners(measurements)]
     if len(decoded) > 1:
@@ -102,14 +102,11 @@ def _library(measurements: Sequence[Measurement]) -> list[Winner]:
 
 
 def _products(measurements: Iterable[Measurement]) -> list[Measurement]:
-    """The measured products without TunableOp's: it tunes for each shape anew, and micro-batches have many."""
+    """The measured products without TunableOp's: it tunes for every new shape, and micro-batches have many."""
     return [row for row in _ok(measurements, "gemm") if row.item.values["library"] != TUNABLE]
 
 
 def _ok(table: Iterable[Measurement], probe: str, /, **values: Any) -> list[Measurement]:
-    """The successful measurements of a probe that have these values."""
-    return [
-        row
-        for row in table
-        if row.status == "ok" and row.item.probe == probe and values.items() <= row.item.values.items()
-    ]
+    """The successful measurements of a probe with these values."""
+    rows = (row for row in table if row.status == "ok" and row.item.probe == probe)
+    return [row for row in rows if values.items() <= row.item.values.items()]

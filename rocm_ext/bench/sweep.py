@@ -1,9 +1,9 @@
-"""What to measure, and which of the measured settings are the fastest.
+"""Choose what to measure, and the fastest of the measured settings.
 
 All combinations of rows, dtype, attention, checkpointing, 4-bit weights and compilation are some hundreds of
-measurements. So first the number of rows is chosen, and then one key after another is varied around the fastest values
-so far. What this misses are pairs of keys that pay off only together; most such pairs involve memory, and checkpointing
-as configured (``auto``) is chosen anew for each measurement.
+measurements. So the sweep first chooses the number of rows, and then varies one key after another around the fastest
+values so far. It misses pairs of keys that pay off only together; most of them involve memory, and ``auto`` chooses
+checkpointing anew for every measurement.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,17 +25,17 @@ COPIES = {  # by name: from where to where
     "to the next GPU": ("device", "other"),
 }
 TUNABLE = "TunableOp"
-MARK = "rocm-ext-bench "  # begins each line of a child; libraries print to stdout, too
+MARK = "rocm-ext-bench "  # begins the lines of a child; libraries also print to stdout
 FOUR_BITS = "model.quantize_base"
 GAIN = 1.03  # least speed-up, beyond the spread of both, for which another setting replaces the configured one
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One run of ``rocm-ext bench``, as its child processes get it.
+    """One run of ``rocm-ext bench``, for its child processes.
 
     Attributes:
-        config: config whose model is measured: a name or a file.
+        config: name or file of the config whose model is measured.
         overrides: ``key=value``.
         budget: bytes that a probe may take on the device.
         seconds: the least time of a measurement.
@@ -65,7 +65,7 @@ class Item:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells items apart."""
+        """The identity of the item."""
         return self.probe, tuple(sorted(self.values.items())), tuple(self.environ.items())
 
 
@@ -74,10 +74,10 @@ class Measurement:
     """The outcome of one item, a row of the table.
 
     Attributes:
-        item: what was measured.
+        item: the measured item.
         status: ok, skipped, failed (the probe raised an error), out of memory, crashed or timeout.
-        result: where ok: ``value``, ``low``, ``high``, ``unit`` and further facts of the probe.
-        detail: otherwise: the reason.
+        result: if ok: ``value``, ``low``, ``high``, ``unit`` and further facts of the probe.
+        detail: reason of another status.
     """
 
     item: Item
@@ -91,7 +91,7 @@ class Measurement:
         return self.result["value"]
 
     def beats(self, other: "Measurement") -> bool:
-        """Whether it is faster by more than :data:`GAIN` and than the spread of both."""
+        """Whether this is faster by more than :data:`GAIN` and by more than the spread of both."""
         return self.result["low"] > other.result["high"] and self.speed > GAIN * other.speed
 
 
@@ -100,9 +100,9 @@ class Winner:
     """The fastest value of a setting.
 
     Attributes:
-        key: key of a config, or the name of an environment variable.
-        value: the fastest.
-        reason: the speeds that were compared.
+        key: key of a config, or name of an environment variable.
+        value: the fastest value.
+        reason: the compared speeds.
     """
 
     key: str
@@ -111,14 +111,14 @@ class Winner:
 
 
 class Sweep:
-    """The measurements of one machine: those of the device, and training steps, one key after another.
+    """The measurements of one machine: first of the device, then of training steps, one key after another.
 
     Args:
         cfg: config of the training.
         machine: machine to measure.
-        locked: settings that are not measured.
-        quick: measure fewer.
-        probes: what to measure.
+        locked: settings to leave out.
+        quick: whether to measure fewer items.
+        probes: probes to run.
     """
 
     def __init__(
@@ -149,19 +149,19 @@ class Sweep:
             "dtype": dtypes(machine),
             "attention": ["auto", "math", "eager"] if quick else kernels,
             "enable_activation_checkpointing": (False, True) if quick else (False, "auto", True),
-            # measured where a profile locks it, too: it may be slow, but nobody reports hangs
+            # measured even if a profile locks it: it may be slow, but nobody reports hangs
             FOUR_BITS: (True, False) if four_bits else (),
             "compile": () if quick else (True, "max-autotune"),
         }
 
     @property
     def most(self) -> int:
-        """Measurements at most."""
+        """The largest number of measurements."""
         keys = sum(map(len, self._values.values())) if self._rows else 0
         return len(self._device) + len(self._rows) + keys
 
     def following(self, done: Iterable[Measurement]) -> list[Item]:
-        """What to measure next; nothing if all is done or no number of rows could be measured."""
+        """The next items; none if all is done or no number of rows could be measured."""
         done = list(done)
         known = {row.item.key for row in done}
         for stage in self._walk(done)[0]:
@@ -174,7 +174,7 @@ class Sweep:
         return self._walk(done)[1]
 
     def _walk(self, done: Iterable[Measurement]) -> tuple[list[list[Item]], list[Winner]]:
-        """The items of all stages, each around the best values of the stages before, and the winners."""
+        """The items of all stages and the winners. A stage varies a key around the best values of the stages before."""
         table = {row.item.key: row for row in done if row.item.probe == "training" and row.status == "ok"}
         sizes = [Item("training", {"rows": rows, "compile": False}) for rows in self._rows]
         stages, won = [self._device, sizes], []
@@ -216,7 +216,7 @@ def _gemm(machine: Machine, quick: bool) -> Iterator[Item]:
     if machine.backend == "rocm":  # both torch and rocBLAS may choose hipBLASLt
         names = ("ROCBLAS_USE_HIPBLASLT", "TORCH_BLAS_PREFER_HIPBLASLT")
         libraries = [("rocBLAS", dict.fromkeys(names, "0")), ("hipBLASLt", dict.fromkeys(names, "1"))]
-        # the fastest kernel of both, by trial of all, which takes a while
+        # tries all kernels of both libraries, which takes a while
         libraries += [] if quick else [(TUNABLE, {"PYTORCH_TUNABLEOP_ENABLED": "1"})]
     for library, environ in libraries:
         for dtype in dtypes(machine):

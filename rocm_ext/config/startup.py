@@ -22,7 +22,7 @@ from rocm_ext.config import launch
 from rocm_ext.config.layers import requested_hardware
 from rocm_ext.config.main import command_line
 from rocm_ext.machine.detect import Machine, detect
-from rocm_ext.machine.environment import ensure_environment, environment_for, preset, put, replace_process, this_command
+from rocm_ext.machine.environment import apply_environment, environment_for, preset, put, replace_process, this_command
 from rocm_ext.machine.profile import Profile, choose_profile, load_profile
 
 
@@ -39,7 +39,7 @@ def begin(tune: bool) -> None:
         if script.stem in registry.TITLES and (recipe := registry.find(script.stem)).file.resolve() == script:
             _end_on_wrong_system(recipe)
             gc.disable()  # imports leave hardly any garbage; recipe_main enables it
-            ensure_environment(*_profile(recipe, sys.argv[1:]))
+            apply_environment(*_profile(recipe, sys.argv[1:]), restart=True)
 
 
 def prepare_for(requested: str) -> list[str]:
@@ -52,7 +52,7 @@ def prepare_for(requested: str) -> list[str]:
         preset(load_profile(requested))
     machine = detect()
     name = choose_profile(machine)[0] if requested == "auto" else requested
-    return ensure_environment(load_profile(name), machine)
+    return apply_environment(load_profile(name), machine, restart=True)
 
 
 def _begin_tune(arguments: Sequence[str]) -> None:

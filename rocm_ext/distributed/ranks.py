@@ -36,7 +36,7 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """Index of this process among all that torchrun started; 0 without torchrun."""
+    """Index of this process in the run; 0 without torchrun."""
     return int(os.environ.get("RANK", 0))
 
 
@@ -56,12 +56,12 @@ def several_machines() -> bool:
 
 
 def machine_index() -> int:
-    """Number of this machine among those of the run."""
+    """Index of this machine in the run."""
     return int(os.environ.get("GROUP_RANK", 0))
 
 
 def tell_others(text: str) -> None:
-    """Tell the ranks on other machines why this one ends; on one machine torchrun's launcher does it."""
+    """Tell the ranks on other machines why this rank ends; on one machine torchrun's launcher does it."""
     if not several_machines():
         return
     if watch.tell(text) or dist.is_initialized():
@@ -72,11 +72,11 @@ def tell_others(text: str) -> None:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among all ranks.
+    """This process as one of the ranks.
 
     Attributes:
         device: this rank's device.
-        rank: index of this process among all.
+        rank: index of this process.
         world: number of processes.
         mesh: FSDP2's device mesh; None on one rank.
     """
@@ -92,10 +92,10 @@ class Ranks:
 
         Args:
             device: this rank's device.
-            patience: seconds without an answer after which another machine counts as lost, which ends this process.
+            patience: seconds without an answer after which another machine counts as lost and this process ends.
 
         Raises:
-            UserError: several ranks run on a torch older than 2.7, or a rank on another machine does not come.
+            UserError: several ranks run on a torch older than 2.7, or a rank on another machine is missing.
         """
         if world_size() == 1:
             return cls(device)
@@ -103,8 +103,8 @@ class Ranks:
             raise UserError(f"several ranks need torch 2.7 or newer, found {torch.__version__}")
         # gloo beside RCCL/NCCL: counts and flags must not wait for the GPU
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        # A rank may wait long for another rank's last answers. torchrun detects dead ranks of its machine, and
-        # rocm_ext.distributed.watch those of the others.
+        # A rank may wait long for another rank's last answers. torchrun detects dead ranks on its machine,
+        # rocm_ext.distributed.watch detects them on other machines.
         forever = timedelta(days=1)
         if _GLOO not in os.environ and sys.platform == "linux" and (name := _interface()):
             os.environ[_GLOO] = name
@@ -125,12 +125,12 @@ class Ranks:
         return self.rank == 0
 
     def shard(self, blocks: Iterable[nn.Module], root: nn.Module, replicated: set[nn.Parameter]) -> None:
-        """Shard ``root`` over the ranks, with each of ``blocks`` as one FSDP2 unit.
+        """Shard ``root`` over the ranks.
 
         Args:
-            blocks: modules inside ``root``, gathered one at a time.
-            root: the whole model.
-            replicated: parameters that every rank keeps whole.
+            blocks: modules inside ``root``; FSDP2 gathers one at a time.
+            root: the model.
+            replicated: parameters that stay complete on every rank.
         """
         if self.mesh is None:
             return
@@ -142,7 +142,7 @@ class Ranks:
     def shard_like(self, full: torch.Tensor, like: torch.Tensor, copy: bool = True) -> torch.Tensor:
         """Lay ``full`` out as ``like``: this rank's shard, or a copy on the device, in ``like``'s dtype.
 
-        Every rank passes the whole tensor, so the ranks do not communicate. Without ``copy`` it may be ``full`` itself.
+        Every rank passes the full tensor, so the ranks do not communicate. Without ``copy`` the result may be ``full``.
         """
         from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -152,7 +152,7 @@ class Ranks:
         return full.to(self.device, like.dtype, copy=copy)
 
     def sum(self, values: list[float]) -> list[float]:
-        """Sum each value over the ranks; counts below 2**53 are exact."""
+        """Sum ``values`` over the ranks, one by one; counts below 2**53 are exact."""
         if self.mesh is None:
             return values
         total = torch.tensor(values, dtype=torch.float64)
@@ -160,7 +160,7 @@ class Ranks:
         return total.tolist()
 
     def sum_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Replace each gradient by its sum over the ranks, in one all-reduce."""
+        """Sum the gradients over the ranks, in one all-reduce."""
         if self.mesh is None:
             return
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
@@ -172,7 +172,7 @@ class Ranks:
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value`` in rank order, on every rank.
 
-        They travel as pickles, so whoever can answer for a rank can run code: see docs/several-machines.md.
+        Values travel as pickles, so a forged rank could run code: see docs/several-machines.md.
         """
         if self.mesh is None:
             return [value]
@@ -202,10 +202,10 @@ class Ranks:
         return result
 
     def counter(self) -> Callable[[], int]:
-        """Make a counter of all ranks, which all of them make together.
+        """Make a counter that the ranks share; all ranks call this together.
 
         Returns:
-            Counts one more and returns the new number, which no other call on any rank returns. It waits for no rank.
+            A function that increments the counter and returns its new value, without waiting for other ranks.
         """
         if self.mesh is None:
             return itertools.count(1).__next__
@@ -226,10 +226,10 @@ class Ranks:
 
 
 def _meet() -> dist.Store:
-    """Wait for the ranks of all machines; return the store in which they meet.
+    """Wait for the ranks of all machines; return their store.
 
     Raises:
-        UserError: a rank has failed before, or does not come.
+        UserError: a rank has failed, or is missing.
     """
     store, end = _store(_MEET), time.monotonic() + _MEET
     store.set(_key(f"rank {rank()}"), socket.gethostname())
@@ -257,10 +257,10 @@ def _key(name: str) -> str:
 
 
 def _interface() -> str | None:
-    """The network interface that leads to rank 0; None where the system does not say.
+    """The network interface that leads to rank 0; None: unknown.
 
-    gloo takes the one that this machine's own name belongs to: on several machines this often is the loopback, and on
-    one machine often a network.
+    By default gloo takes the interface of this machine's name, which often is the loopback on several machines, and a
+    network on one machine.
     """
     with suppress(OSError):
         kind, _, _, _, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 1, type=socket.SOCK_DGRAM)[0]

@@ -1,11 +1,11 @@
-"""Ranks on several machines watch each other: torchrun sees only those of its own machine.
+"""Detect lost ranks on other machines; torchrun detects only losses on its machine.
 
-Every rank keeps a connection to rank 0, which carries nothing while all is well. The system closes it when a process
-ends, and its keepalive probes find a machine or a link that is gone. The system answers the probes and not the process,
+Every rank keeps a connection to rank 0, which carries nothing while all is well. The system closes the connection when
+a process ends, and its keepalive probes detect a lost machine or link. The system answers the probes, not the process,
 so neither a long computation nor a long wait for another rank counts as a loss.
 
-A token that the ranks exchange before keeps strangers out, and a rank listens only where the others reach it. Messages
-are neither signed nor encrypted: see docs/several-machines.md.
+A token that the ranks exchange before keeps strangers out, and rank 0 listens on the addresses at which others reach
+it. Messages are neither signed nor encrypted: see docs/several-machines.md.
 """
 
 import hmac
@@ -25,9 +25,9 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.process import tell_launcher
 
 _MEET = 60.0  # seconds in which all ranks connect
-_STRANGERS = 256  # connections that have not said the token; beyond, the oldest is closed
+_STRANGERS = 256  # connections without the token; above this number the oldest is closed
 _LONGEST = 1 << 16  # bytes of a message
-_GRACE = 1.0  # seconds for a rank to end by itself, with its own message; less than `guarded` waits before a traceback
+_GRACE = 1.0  # seconds for a rank to end by itself, with a message; less than `guarded` waits before a traceback
 
 _watch: "Watch | None" = None
 
@@ -37,18 +37,18 @@ class Watch:
 
     Args:
         rank: this process's rank.
-        peers: a connection to rank 0, or on rank 0 one to each other rank.
-        places: name of each rank's machine, and the machine's number.
+        peers: connections by rank: to rank 0, or on rank 0 to all others.
+        machines: name and index of the ranks' machines.
     """
 
-    def __init__(self, rank: int, peers: dict[int, socket.socket], places: list[tuple[str, int]]) -> None:
-        self._rank, self._peers, self._places = rank, peers, places
-        self._closing = self._told = False
+    def __init__(self, rank: int, peers: dict[int, socket.socket], machines: list[tuple[str, int]]) -> None:
+        self._rank, self._peers, self._machines = rank, peers, machines
+        self._closing = self._reported = False
         threading.Thread(target=self._listen, name="watch", daemon=True).start()
 
     def tell(self, text: str) -> None:
-        """Tell the other ranks why this one ends."""
-        self._told = True
+        """Tell the other ranks why this rank ends."""
+        self._reported = True
         self._send({"rank": self._rank, "text": text})
 
     def close(self) -> None:
@@ -72,36 +72,38 @@ class Watch:
                     rank, (data, why) = key.data, _read(key.fileobj)  # type: ignore[arg-type]
                     lines, _, rest = (received[rank] + data).rpartition(b"\n")
                     received[rank] = rest[:_LONGEST]
-                    messages = [each for each in map(self._parsed, lines.split(b"\n")) if each is not None]
+                    messages = [message for message in map(self._parsed, lines.split(b"\n")) if message is not None]
                     if not data:
                         messages.append({"rank": rank, "text": f"{why}; {_CURE}", "lost": True})
                     if messages:
                         selector.unregister(key.fileobj)
-                    if messages and messages[0]:  # an empty one says that all went well
-                        self._end(messages[0])  # where all ranks fail, rank 0 sends several
+                    if messages and messages[0]:  # an empty message says that all went well
+                        self._end(messages[0])  # if all ranks fail, rank 0 sends several
 
     def _parsed(self, line: bytes) -> dict[str, Any] | None:
-        """A message of a rank; None for anything else."""
+        """The message in a line; None for anything else."""
         try:
             message = json.loads(line)
             rank, text = (message["rank"], message["text"]) if message else (0, "")
         except (ValueError, RecursionError, LookupError, TypeError):
             return None
-        known = type(rank) is int and 0 <= rank < len(self._places) and isinstance(text, str)
+        known = type(rank) is int and 0 <= rank < len(self._machines) and isinstance(text, str)
         return message if known and isinstance(message, dict) else None
 
     def _end(self, message: dict[str, Any]) -> None:
-        """End this process because another rank has failed, or is lost."""
+        """End this process: another rank has failed or is lost."""
         lost, text = message["rank"], message["text"]
-        host, node = self._places[lost]
-        here = node == self._places[self._rank][1]
+        host, machine = self._machines[lost]
+        here = machine == self._machines[self._rank][1]
         if not self._rank:
             self._send(message)
         time.sleep(_GRACE)
         if self._closing:
             return
-        if not self._told and not (here and "lost" in message):  # torchrun tells how processes on its machine ended
-            _print(f"error: {text}" if here else f"error: rank {lost} on {host}: {text}")
+        if not self._reported and not (here and "lost" in message):  # torchrun reports the processes on its machine
+            line = f"error: {text}" if here else f"error: rank {lost} on {host}: {text}"
+            if not tell_launcher(line):
+                print(line, file=sys.stderr, flush=True)
         os._exit(1)  # the main thread may wait for the lost rank in C++ code
 
 
@@ -109,7 +111,7 @@ _CURE = "resume_from_checkpoint=True continues the run, also on the machines tha
 
 
 def _read(peer: socket.socket) -> tuple[bytes, str]:
-    """What arrived; nothing where the connection is lost, and why that is."""
+    """The received bytes, and the reason for a lost connection, if they are empty."""
     try:
         return peer.recv(65536), "its process ended, see the messages there"
     except ConnectionResetError:
@@ -118,18 +120,13 @@ def _read(peer: socket.socket) -> tuple[bytes, str]:
         return b"", f"its machine does not answer ({error.strerror or error})"
 
 
-def _print(message: str) -> None:
-    if not tell_launcher(message):
-        print(message, file=sys.stderr, flush=True)
-
-
-def begin(rank: int, node: int, gather: Callable[[Any], list[Any]], timeout: float) -> None:
+def begin(rank: int, machine: int, gather: Callable[[Any], list[Any]], timeout: float) -> None:
     """Connect this rank; every rank calls this together.
 
     Args:
         rank: this process's rank.
-        node: number of its machine.
-        gather: returns every rank's value in rank order, on every rank.
+        machine: index of its machine.
+        gather: function that returns every rank's value in rank order, on every rank.
         timeout: seconds without an answer after which a machine counts as lost.
 
     Raises:
@@ -141,15 +138,15 @@ def begin(rank: int, node: int, gather: Callable[[Any], list[Any]], timeout: flo
         address = _reached() if rank else ""
     except OSError as error:
         problem = error.strerror or str(error)
-    shared = gather((socket.gethostname(), node, address))
-    places = [(host, number) for host, number, _ in shared]
+    shared = gather((socket.gethostname(), machine, address))
+    machines = [(host, number) for host, number, _ in shared]
     servers = {} if rank else {at: _server(at) for at in {at for _, _, at in shared if at}}
     ports = {at: server.getsockname()[1] for at, server in servers.items()}
     ports, token = gather((ports, secrets.token_hex(16)))[0]
     hello, peers = token.encode(), {}
     try:
         if not all(at for _, _, at in shared[1:]):
-            pass  # somebody has a problem already
+            pass  # a rank has a problem already
         elif not rank:
             peers = _accept(list(servers.values()), hello, len(shared) - 1)
         else:
@@ -163,14 +160,14 @@ def begin(rank: int, node: int, gather: Callable[[Any], list[Any]], timeout: flo
         at, problem = failed[-1]
         port = f", port {ports[shared[at][2]]}" if shared[at][2] else ""
         raise UserError(
-            f"rank {at} on {places[at][0]} cannot reach rank 0 on {places[0][0]}{port}: {problem}. The machines of a "
-            "run must reach each other on every TCP port; look at their firewalls"
+            f"rank {at} on {machines[at][0]} cannot reach rank 0 on {machines[0][0]}{port}: {problem}. The machines of "
+            "a run must reach one another on every TCP port; look at their firewalls"
         )
-    _watch = Watch(rank, peers, places)
+    _watch = Watch(rank, peers, machines)
 
 
 def tell(text: str) -> bool:
-    """Tell the other ranks why this one ends; return whether there are connections to do so."""
+    """Tell the other ranks why this rank ends; return whether they are connected."""
     if _watch is None:
         return False
     _watch.tell(text)
@@ -193,7 +190,7 @@ def _reached() -> str:
 
 
 def _server(address: str) -> socket.socket:
-    """Listen at an address of this machine; at all of them if it has not this one, as behind a NAT."""
+    """Listen at ``address``, or at all addresses if this machine lacks it, as behind a NAT."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with suppress(OSError):
         return socket.create_server((address, 0), family=family)
@@ -201,13 +198,13 @@ def _server(address: str) -> socket.socket:
 
 
 def _accept(servers: Sequence[socket.socket], hello: bytes, count: int) -> dict[int, socket.socket]:
-    """Wait for ``count`` ranks, each of which says ``hello`` and its number.
+    """Wait for ``count`` ranks, which send ``hello`` and their numbers.
 
     Raises:
-        TimeoutError: not all of them came within a minute.
+        TimeoutError: a rank is missing after a minute.
     """
     peers: dict[int, socket.socket] = {}
-    received: dict[socket.socket, bytes] = {}  # those that have not said all yet, the oldest first
+    received: dict[socket.socket, bytes] = {}  # from incomplete connections, the oldest first
     length, end = len(hello) + 4, time.monotonic() + _MEET
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
 
@@ -257,12 +254,12 @@ def _connect(address: str, port: int, hello: bytes, rank: int) -> socket.socket:
 
 
 def _keep_alive(peer: socket.socket, timeout: float) -> None:
-    """Have the system find out within about ``timeout`` seconds that the other side is gone."""
+    """Have the system detect a lost peer within about ``timeout`` seconds."""
     peer.settimeout(None)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     idle, interval = max(1, round(timeout / 3)), max(1, round(timeout / 9))
     options = {"TCP_KEEPIDLE": idle, "TCP_KEEPINTVL": interval, "TCP_KEEPCNT": 6}
-    options["TCP_USER_TIMEOUT"] = round(timeout * 1000)  # where data wait for an answer there are no probes
+    options["TCP_USER_TIMEOUT"] = round(timeout * 1000)  # there are no probes while data wait for an answer
     for name, value in options.items():
         if hasattr(socket, name):  # not on every system
             peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

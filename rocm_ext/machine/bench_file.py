@@ -1,4 +1,4 @@
-"""``bench.json``, the file that ``rocm-ext bench`` writes: its place, its content, and whether it fits this machine."""
+"""``bench.json``, the file that ``rocm-ext bench`` writes."""
 
 import json
 import math
@@ -13,19 +13,18 @@ from rocm_ext.base.log import log
 from rocm_ext.machine.detect import Machine
 from rocm_ext.machine.profile import COMPILE
 
-_FIGURES = {"bandwidth", "efficiency", "decode_efficiency", "attention", "launch"}  # beside flops
+_FIGURES = {"bandwidth", "efficiency", "decode_efficiency", "attention", "launch"}  # besides flops
 
 
 @dataclass(frozen=True)
 class BenchFile:
-    """The parts of the file that other programs use.
+    """The part of the file that the library reads.
 
     Attributes:
         date: day of the measurement, as in 2026-01-31.
-        machine: the :func:`machine_key` of the machine that was measured.
+        machine: :func:`machine_key` of the measured machine.
         figures: arguments of :class:`rocm_ext.plan.speeds.Figures`.
-        settings: the fastest ``compile``, which `hardware: auto` takes over. Sizes, dtype and attention are left out:
-            they depend on the config.
+        settings: the fastest ``compile``, for `hardware: auto`. Sizes, dtype and attention depend on the config.
     """
 
     date: str
@@ -38,34 +37,24 @@ class BenchFile:
         """Read the file.
 
         Raises:
-            UserError: where it is not a complete file of ``rocm-ext bench``.
+            UserError: the file is damaged or incomplete.
         """
         try:
             content = json.loads(path.read_text())
-            figures = _check_figures(content["figures"])
+            flops = {dtype: float(value) for dtype, value in content["figures"]["flops"].items()}
+            others = {key: float(value) for key, value in content["figures"].items() if key != "flops"}
+            if unknown := others.keys() - _FIGURES:
+                raise ValueError(f"unknown figure {sorted(unknown)[0]}")
+            if not all(0 < value < math.inf for value in (*flops.values(), others["bandwidth"], *others.values())):
+                raise ValueError("a speed is not a number above 0")
             settings = {key: value for key, value in content["settings"].items() if key == "compile"}
             if any(type(value) is int or value not in COMPILE for value in settings.values()):
                 raise ValueError(f"compile is {settings['compile']!r}")
-            return cls(str(content["date"]), dict(content["machine"]), figures, settings)
+            return cls(str(content["date"]), dict(content["machine"]), {"flops": flops, **others}, settings)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"cannot read {path} as a file of `rocm-ext bench` ({one_line(error)}); measure again: rocm-ext bench"
             ) from error
-
-
-def _check_figures(content: Any) -> dict[str, Any]:
-    """Check the figures of a measurement, and return them as arguments of :class:`rocm_ext.plan.speeds.Figures`.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: they are damaged.
-    """
-    flops = {dtype: float(value) for dtype, value in content["flops"].items()}
-    others = {key: float(value) for key, value in content.items() if key != "flops"}
-    if unknown := others.keys() - _FIGURES:
-        raise ValueError(f"unknown figure {sorted(unknown)[0]}")
-    if not all(0 < value < math.inf for value in (*flops.values(), others["bandwidth"], *others.values())):
-        raise ValueError("a speed is not a number above 0")
-    return {"flops": flops, **others}
 
 
 def bench_path() -> Path | None:
@@ -83,7 +72,7 @@ def cache_folder() -> Path | None:
 
 
 def machine_key(machine: Machine) -> dict[str, Any]:
-    """What identifies a machine: a measurement is valid where all of this is equal."""
+    """The machine's identity: a measurement is valid for machines with an equal key."""
     return {
         "backend": machine.backend,
         "arch": machine.arch,
@@ -94,7 +83,7 @@ def machine_key(machine: Machine) -> dict[str, Any]:
 
 
 def of_this_machine(machine: Machine) -> BenchFile | None:
-    """The file at :func:`bench_path` if it was measured on ``machine``, else None. Warns of a damaged file."""
+    """The file at :func:`bench_path` if ``machine`` was measured, else None. Warns of a damaged file."""
     path = bench_path()
     try:
         if path is None or not path.is_file():

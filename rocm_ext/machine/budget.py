@@ -23,10 +23,10 @@ class HostMemory:
     """Sizes of the host's memory in bytes.
 
     Attributes:
-        total: what the kernel has.
-        available: what is free, or can be freed.
-        gtt: what an integrated GPU may map; None: unknown.
-        carve_out: what the BIOS keeps for an integrated GPU; None: unknown.
+        total: memory that the kernel manages.
+        available: memory that is free or can be freed.
+        gtt: memory that an integrated GPU may map; None: unknown.
+        carve_out: memory that the BIOS reserves for an integrated GPU; None: unknown.
     """
 
     total: int
@@ -40,15 +40,15 @@ def memory_budget(profile: Profile, machine: Machine, root: Path = Path("/"), ta
 
     Args:
         profile: the machine's profile; it says which memory counts and how much the host keeps.
-        machine: this one.
-        root: where ``proc`` and ``sys`` are.
-        taken: bytes of it that the process has taken already.
+        machine: this machine.
+        root: folder with ``proc`` and ``sys``.
+        taken: bytes that the process has already allocated.
 
     Returns:
-        The bytes, with ``taken``, and the reason.
+        The bytes, including ``taken``, and the reason.
 
     Raises:
-        UserError: where unified memory leaves nothing after the host's share.
+        UserError: unified memory has nothing left after the host's share.
     """
     total, available = (host_memory(root, key) for key in ("MemTotal", "MemAvailable"))
     return budget_from(profile, machine, HostMemory(total, available, *shared_memory(root)), taken)
@@ -56,80 +56,58 @@ def memory_budget(profile: Profile, machine: Machine, root: Path = Path("/"), ta
 
 def uses_carve_out(gtt: int | None, vram: int | None) -> bool:
     """Whether an integrated GPU allocates in its carve-out. amdgpu prefers GTT only where GTT is larger
-    (apu_prefer_gtt; ROCm#6050).
-
-    Args:
-        gtt: bytes of host memory that the GPU may map; None: unknown.
-        vram: bytes of its carve-out; None: unknown.
-    """
+    (apu_prefer_gtt; ROCm#6050)."""
     return gtt is not None and vram is not None and vram >= gtt
 
 
 def budget_from(profile: Profile, machine: Machine, host: HostMemory, taken: int = 0) -> tuple[int, str]:
-    """:func:`memory_budget`, of sizes that the caller has read.
-
-    Args:
-        profile: the machine's profile.
-        machine: machine whose total_memory counts.
-        host: its memory.
-        taken: bytes of the device's memory that the process has taken already.
-
-    Returns:
-        The bytes, with ``taken``, and the reason.
+    """:func:`memory_budget` for given sizes of the host's memory.
 
     Raises:
-        UserError: where unified memory leaves nothing after the host's share.
+        UserError: unified memory has nothing left after the host's share.
     """
     kind = profile.memory["of"]
     if kind == "host":
-        return host.available, f"{_gib(host.available)} of host memory are available"
+        return host.available, f"{gib(host.available)} of host memory are available"
     if kind == "device":
         fraction = profile.memory["fraction"]
         total = machine.total_memory
-        return int(total * fraction), f"{fraction:.0%} of the GPU's {_gib(total)}"
+        return int(total * fraction), f"{fraction:.0%} of the GPU's {gib(total)}"
 
     if uses_carve_out(host.gtt, host.carve_out):  # takes no host memory
-        return int(0.95 * machine.total_memory), f"95% of the carve-out's {_gib(machine.total_memory)}"
+        return int(0.95 * machine.total_memory), f"95% of the carve-out's {gib(machine.total_memory)}"
     mappable = {"total_memory": machine.total_memory, **({} if host.gtt is None else {"GTT": host.gtt})}
     limits = [_share_of(profile, size, name) for name, size in mappable.items()]
-    limits.append(_beside_host(profile, host.total, "MemTotal"))
-    # MemAvailable leaves out what the desktop uses. Half of the host's share stays free for its growth and for this
-    # process's own memory on the host
+    limits.append(_without_host(profile, host.total, "MemTotal"))
+    # MemAvailable leaves out what the desktop uses. Half of the host's share stays free: the desktop grows, and this
+    # process also needs host memory
     free, room = host.available + taken, _host_share(profile, host.total) // 2
     if free <= room:
         raise UserError(
-            f"unified memory: MemAvailable is {_gib(free)}, the host keeps {_gib(room)}. Free host memory", RETRY
+            f"unified memory: MemAvailable is {gib(free)}, the host keeps {gib(room)}. Free host memory", RETRY
         )
-    limits.append((free - room, f"MemAvailable {_gib(free)} less {_gib(room)}"))
+    limits.append((free - room, f"MemAvailable {gib(free)} less {gib(room)}"))
     return _least(limits)
 
 
 def nominal_budget(profile: Profile, memory: int) -> tuple[int, str]:
-    """The budget on another machine, from its data sheet.
-
-    Args:
-        profile: that machine's profile.
-        memory: bytes on its device.
-
-    Returns:
-        The bytes and the reason.
-    """
+    """The budget and its reason on another machine, whose device has ``memory`` bytes."""
     if profile.memory["of"] == "device":
         fraction = profile.memory["fraction"]
-        return int(memory * fraction), f"{fraction:.0%} of {_gib(memory)}"
+        return int(memory * fraction), f"{fraction:.0%} of {gib(memory)}"
     if profile.memory["of"] == "host":
-        return memory, f"all of {_gib(memory)}"
-    return _least([_share_of(profile, memory, "the memory"), _beside_host(profile, memory, "the memory")])
+        return memory, f"all of {gib(memory)}"
+    return _least([_share_of(profile, memory, "the memory"), _without_host(profile, memory, "the memory")])
 
 
 def _share_of(profile: Profile, size: int, name: str) -> tuple[int, str]:
     fraction = profile.memory["fraction"]
-    return int(fraction * size), f"{fraction:.0%} of {name} {_gib(size)}"
+    return int(fraction * size), f"{fraction:.0%} of {name} {gib(size)}"
 
 
-def _beside_host(profile: Profile, total: int, name: str) -> tuple[int, str]:
+def _without_host(profile: Profile, total: int, name: str) -> tuple[int, str]:
     share = _host_share(profile, total)
-    return total - share, f"{name} {_gib(total)} less {_gib(share)} for the host"
+    return total - share, f"{name} {gib(total)} less {gib(share)} for the host"
 
 
 def _host_share(profile: Profile, total: int) -> int:
@@ -141,19 +119,19 @@ def _least(limits: list[tuple[int, str]]) -> tuple[int, str]:
     return min(limits)[0], f"the least of {', '.join(why for _, why in limits)}"
 
 
-def memory_parameters(kernel: str, gib: int, ttm: str = "ttm") -> str:
+def memory_parameters(kernel: str, total: int, ttm: str = "ttm") -> str:
     """The kernel parameters that let an integrated GPU map all of the memory; the default is half
     (ROCm#5444, ROCm#6004). amdgpu.gttsize is deprecated since Linux 6.16.
 
     Args:
         kernel: ``uname -r``; empty: unknown.
-        gib: GiB of unified memory.
+        total: GiB of unified memory.
         ttm: the kernel module, see :func:`rocm_ext.machine.detect.ttm_module`.
     """
-    limit = f"{ttm}.pages_limit={gib * 2**18}"  # pages of 4 KiB
+    limit = f"{ttm}.pages_limit={total * 2**18}"  # pages of 4 KiB
     if not before_6_16(kernel):
         return limit
-    return f"amd_iommu=off amdgpu.gttsize={gib * 1024} {limit}"  # MiB
+    return f"amd_iommu=off amdgpu.gttsize={total * 1024} {limit}"  # MiB
 
 
 def before_6_16(kernel: str) -> bool:
@@ -161,7 +139,8 @@ def before_6_16(kernel: str) -> bool:
     return () < parse_version(kernel) < (6, 16)
 
 
-def _gib(size: float) -> str:
+def gib(size: float) -> str:
+    """Bytes as ``12.3 GiB``."""
     return f"{size / GIB:.1f} GiB"
 
 
@@ -176,15 +155,15 @@ def open_device(
 
     Args:
         profile: the machine's profile.
-        machine: this one.
-        local_rank: the GPU's number.
-        memory_fraction: the cap, as a share of the device's memory, above 0 and at most 1. None caps unified memory at
+        machine: this machine.
+        local_rank: index of the GPU.
+        memory_fraction: cap as a share of the device's memory, above 0 and at most 1. None caps unified memory at
             :func:`memory_budget`, because overcommitting it tends to hang the driver, and leaves discrete memory
-            uncapped: there torch raises an error of its own.
-        device: "cpu" or "cuda"; None: the profile's.
+            uncapped, where torch raises an error.
+        device: "cpu" or "cuda"; None: the profile's device.
 
     Raises:
-        UserError: for a device that is not here and for a fraction that cannot be applied.
+        UserError: the machine lacks the device, or the device is a CPU and ``memory_fraction`` is set.
     """
     import torch
 
@@ -192,7 +171,7 @@ def open_device(
     if kind == "cpu":
         if memory_fraction is not None:
             raise UserError("memory_fraction caps a GPU's memory; on the CPU leave it null")
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses GPU kernels, on a CPU too
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns about missing GPU kernels on a CPU
         return torch.device("cpu")
     if kind != "cuda" or local_rank >= machine.gpu_count:
         raise UserError(

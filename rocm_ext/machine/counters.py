@@ -64,8 +64,8 @@ class Counters:
     Use it in the thread that made it: psutil counts processor time per thread.
 
     Args:
-        root: where ``sys`` is. Any other root than ``/`` is a copy, which holds AMD's GPUs only.
-        process: also read this process's memory.
+        root: folder with ``sys``; any folder but ``/`` is a copy, which holds AMD GPUs only.
+        process: whether to read this process's memory.
 
     Attributes:
         notes: messages for the user, to print once.
@@ -74,14 +74,14 @@ class Counters:
     def __init__(self, root: Path = Path("/"), process: bool = False) -> None:
         self.root, self.notes = root, list[str]()
         self._known: dict[tuple[str, ...], str] = {}  # names by PCI device and revision
-        self._live = root == Path("/")  # a copy is of another machine
+        self._live = root == Path("/")  # a copy describes another machine
         self._nvidia = self._open_nvml() if self._live and _has_nvidia() else []
         self._process = _attempt(psutil.Process) if process else None
-        _attempt(psutil.cpu_percent)  # each call returns the share since the previous one
+        _attempt(psutil.cpu_percent)  # the next call returns the share since this one
         self._cpu_asked = time.monotonic()
 
     def read(self) -> dict[str, Any]:
-        """The counters as they are now."""
+        """Take a reading."""
         gpus = [gpu for card in cards(self.root) if (gpu := self._amd(card))]
         gpus += [{"id": id, "name": name, **_plausible(read())} for id, name, read in self._nvidia]
         gpus.sort(key=lambda gpu: gpu["id"].zfill(16))
@@ -103,29 +103,29 @@ class Counters:
         numbers = tuple(read_text(device / file).removeprefix("0x").upper() for file in ("device", "revision"))
         if numbers not in self._known:
             line = re.compile(rf"^{re.escape(numbers[0])},\s*{re.escape(numbers[1])},\s*(.+)$", re.MULTILINE | re.I)
-            found = next(filter(None, (line.search(read_text(self.root / path)) for path in _ID_FILES)), None)
-            self._known[numbers] = found[1].strip() if found else f"AMD GPU {numbers[0]}".strip()
+            match = next(filter(None, (line.search(read_text(self.root / path)) for path in _ID_FILES)), None)
+            self._known[numbers] = match[1].strip() if match else f"AMD GPU {numbers[0]}".strip()
         return self._known[numbers]
 
     # ---- NVIDIA
 
     def _open_nvml(self) -> list[tuple[str, str, Callable[[], dict[str, Any]]]]:
-        """PCI address, name and reader of each NVIDIA GPU."""
-        found = []
+        """PCI address, name and reader of the NVIDIA GPUs."""
+        gpus = []
         try:
             import pynvml
 
             pynvml.nvmlInit()
             for index in range(pynvml.nvmlDeviceGetCount()):
                 if gpu := _attempt(partial(_nvidia_gpu, pynvml, index)):
-                    found.append(gpu)
+                    gpus.append(gpu)
                 else:
                     self.notes.append(f"NVIDIA GPU {index} does not answer")
         except ImportError:
             self.notes.append(_NO_PYNVML)
         except Exception as error:  # NVMLError, or an error of ctypes where the library has another version
             self.notes.append(f"the counters of the NVIDIA GPUs cannot be read: {one_line(error)}")
-        return found
+        return gpus
 
     # ---- host
 
@@ -199,12 +199,12 @@ def _nvidia_gpu(nvml: Any, index: int) -> tuple[str, str, Callable[[], dict[str,
 
 
 def _string(text: str | bytes) -> str:
-    """``text`` as str: some releases of pynvml return bytes."""
+    """Decode ``text``: some releases of pynvml return bytes."""
     return text.decode(errors="replace") if isinstance(text, bytes) else text
 
 
 def _attempt(read: Callable[[], Any]) -> Any:
-    """What ``read`` returns, or None: a counter that fails, for whatever reason, must not stop a run."""
+    """The result of ``read``, or None if it fails: no counter may stop a run."""
     try:
         return read()
     except Exception:
@@ -212,7 +212,7 @@ def _attempt(read: Callable[[], Any]) -> Any:
 
 
 def _plausible(values: dict[str, Any]) -> dict[str, Any]:
-    """``values`` without unreadable and impossible ones."""
+    """``values`` without the unreadable and impossible ones."""
     numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
     return {key: round(number, 3) for key, number in numbers.items() if 0 <= number <= _MOST[key]}
 
@@ -222,10 +222,10 @@ class HardwareLog:
     """A file of readings, one JSON object per line. It holds complete lines only.
 
     Args:
-        path: the file; it need not exist. An incomplete last line, which a killed program leaves, is removed.
+        path: the file, new or existing. The log removes an incomplete last line, which a killed program leaves.
 
     Raises:
-        OSError: where the file cannot be written.
+        OSError: the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -245,7 +245,7 @@ class HardwareLog:
         """Append one line.
 
         Raises:
-            OSError: where the disk is full, for example; no part of the line stays in the file.
+            OSError: the line cannot be written, for example on a full disk; no part of it stays in the file.
         """
         line = json.dumps(reading).encode() + b"\n"
         size, done = self._file.seek(0, os.SEEK_END), 0
@@ -264,17 +264,29 @@ def recording(folder: Path, seconds: float | None, root: Path = Path("/"), name:
     A failure of the thread does not stop the run. The thread draws no random numbers and does not use torch.
 
     Args:
-        folder: folder of the file; an existing log is continued.
-        seconds: between readings; None: write nothing.
-        root: root folder for :class:`~rocm_ext.machine.counters.Counters`.
+        folder: folder of the log; the thread continues an existing log.
+        seconds: interval of the readings; None: write nothing.
+        root: folder with ``sys``.
         name: name of the file.
     """
     if seconds is None:
         yield
         return
-    stop = threading.Event()
-    args = (folder / name, seconds, root, stop)
-    thread = threading.Thread(target=_record, args=args, name="hardware counters", daemon=True)
+    stop, path = threading.Event(), folder / name
+
+    def record() -> None:
+        counters = Counters(root, process=True)
+        for note in counters.notes:
+            log.info("%s", note)
+        try:
+            with HardwareLog(path) as file:
+                file.write(counters.read())
+                while not stop.wait(seconds):
+                    file.write(counters.read())
+        except OSError as error:
+            log.warning("%s: %s; hardware is no longer recorded, the run continues", path, error.strerror or error)
+
+    thread = threading.Thread(target=record, name="hardware counters", daemon=True)
     thread.start()
     try:
         yield
@@ -284,28 +296,11 @@ def recording(folder: Path, seconds: float | None, root: Path = Path("/"), name:
 
 
 def log_of(machine: int) -> str:
-    """Return the name of the file of a run's machine; the first one has ``hardware.jsonl``."""
+    """Return the name of a machine's log in a run's folder; machine 0 writes ``hardware.jsonl``."""
     return f"hardware.machine{machine}.jsonl" if machine else HARDWARE_LOG
 
 
 def remove_logs(folder: Path) -> None:
-    """Remove the files of all machines of a run from its folder.
-
-    Raises:
-        OSError: the folder is read-only.
-    """
+    """Remove the logs of all machines from a run's folder."""
     for path in [folder / HARDWARE_LOG, *folder.glob("hardware.machine*.jsonl")]:
         path.unlink(missing_ok=True)
-
-
-def _record(path: Path, seconds: float, root: Path, stop: threading.Event) -> None:
-    counters = Counters(root, process=True)
-    for note in counters.notes:
-        log.info("%s", note)
-    try:
-        with HardwareLog(path) as file:
-            file.write(counters.read())
-            while not stop.wait(seconds):
-                file.write(counters.read())
-    except OSError as error:
-        log.warning("%s: %s; hardware is no longer recorded, the run continues", path, error.strerror or error)

@@ -40,7 +40,7 @@ class TorchGpu:
 
 @dataclass(frozen=True)
 class Torch:
-    """What the installed torch reports of itself and of the GPUs that it can use."""
+    """The installed torch and the GPUs that it can use."""
 
     version: str
     hip: str | None = None  # torch.version.hip
@@ -56,7 +56,7 @@ class Torch:
 
 @dataclass(frozen=True)
 class Machine:
-    """What :func:`detect` finds. ``arch`` and ``name`` are None where torch can use no GPU."""
+    """The result of :func:`detect`. ``arch`` and ``name`` are None where torch can use no GPU."""
 
     backend: str  # what torch can compute on: "rocm" | "cuda" | "cpu"
     system: str  # platform.system(): "Linux" | "Windows" | ...
@@ -66,7 +66,7 @@ class Machine:
     bf16: bool  # computed natively, not emulated
     arch: str | None = None  # "gfx1151", "sm_90"
     name: str | None = None
-    gpu_count: int = 0  # the first one and the equal ones that follow: ranks can use these together
+    gpu_count: int = 0  # the first GPU and the equal ones that follow it: ranks can use these together
     unified: bool = False  # host and device share one memory
     kernel: str = ""  # Linux: "6.18.4-arch1-1"
     wsl: bool = False
@@ -88,18 +88,12 @@ class Machine:
 
 
 def detect(root: Path = Path("/")) -> Machine:
-    """The machine that this runs on, from torch's device properties, sysfs and procfs.
-
-    Starts HIP or CUDA where there is a GPU.
-
-    Args:
-        root: where ``proc`` and ``sys`` are.
-    """
+    """Describe this machine from torch's device properties and the files in ``root``. Starts HIP or CUDA."""
     return describe(ask_torch(), platform.system(), os.environ, host_memory(root, "MemTotal"), root)
 
 
 def ask_torch() -> Torch:
-    """What torch reports. Starts HIP or CUDA where there is a GPU."""
+    """Ask torch for its build and its GPUs. Starts HIP or CUDA."""
     import torch
 
     gpus: tuple[TorchGpu, ...] = ()
@@ -122,18 +116,17 @@ def _torch_gpu(properties: Any) -> TorchGpu:
 
 
 def describe(torch: Torch, system: str, environ: Mapping[str, str], host_total: int, root: Path) -> Machine:
-    """The machine, from what torch and the system's files say.
+    """Describe a machine from torch's report and the system's files.
 
     Args:
-        torch: what torch reports.
-        system: platform.system().
-        environ: the environment in which torch reported.
+        torch: torch's report.
+        system: ``platform.system()``.
+        environ: environment of the process that asked torch.
         host_total: bytes of host memory.
-        root: where ``proc`` and ``sys`` are, the machine's or recorded ones.
+        root: folder with ``proc`` and ``sys``, of the machine or of a recording.
     """
-    build = torch.build
+    build, amd_archs = torch.build, tuple(dict.fromkeys(amd_gpus(root)))
     kernel = kernel_release(root) if system == "Linux" else ""
-    amd_archs = tuple(dict.fromkeys(amd_gpus(root)))
     host: dict[str, Any] = {
         "system": system,
         "kernel": kernel,
@@ -145,7 +138,9 @@ def describe(torch: Torch, system: str, environ: Mapping[str, str], host_total: 
     }
     if not torch.gpus:
         hidden = next((name for name in VISIBLE_VARIABLES if environ.get(name) in ("", "-1")), None)
-        return Machine("cpu", total_memory=host_total, bf16=_cpu_bf16(root), hidden_by=hidden, **host)
+        # x86 lists avx512_bf16 or amx_bf16, Arm bf16; torch's test also accepts emulation
+        bf16 = bool({"avx512_bf16", "amx_bf16", "bf16"} & set(read_text(root / "proc/cpuinfo").split()))
+        return Machine("cpu", total_memory=host_total, bf16=bf16, hidden_by=hidden, **host)
 
     gpu = torch.gpus[0]
     if build == "rocm":
@@ -170,13 +165,13 @@ def describe(torch: Torch, system: str, environ: Mapping[str, str], host_total: 
 
 
 def kernel_release(root: Path) -> str:
-    """``uname -r``; empty where the file is missing or damaged."""
+    """``uname -r``; empty if the file is missing or damaged."""
     text = read_text(root / "proc/sys/kernel/osrelease")
     return text if re.fullmatch(r"[!-~]{1,64}", text) else ""
 
 
 def parse_version(text: str) -> tuple[int, ...]:
-    """The numbers that a version begins with: ``6.18.4-arch1-1`` -> (6, 18, 4); () where it begins with none."""
+    """The leading numbers of a version: ``6.18.4-arch1-1`` -> (6, 18, 4); () without numbers."""
     match = re.match(r"[0-9]{1,9}(\.[0-9]{1,9})*", text)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
@@ -186,35 +181,26 @@ def is_unified(arch: str | None) -> bool:
     return arch in _UNIFIED
 
 
-def gfx_name(target_version: int) -> str:
-    """LLVM's name for the kernel's decimal ``gfx_target_version``: gfx1151 for 110501, gfx90a for 90010."""
-    major, minor, stepping = target_version // 10000, target_version // 100 % 100, target_version % 100
-    return f"gfx{major}{minor:x}{stepping:x}"
-
-
 def amd_gpus(root: Path) -> list[str]:
-    """The architecture of each AMD GPU that the kernel can compute on, largest first."""
-    found = []
+    """The architectures of the AMD GPUs that the kernel can compute on, largest GPU first."""
+    gpus = []
     nodes = root / "sys/class/kfd/kfd/topology/nodes"
     for name in listing(nodes):
-        node = dict(
-            line.split(maxsplit=1)
-            for line in read_text(nodes / name / "properties").splitlines()
-            if len(line.split()) > 1
-        )
-        version = to_number(node.get("gfx_target_version", ""))
-        if version:  # 0 is a CPU
-            found.append((-(to_number(node.get("simd_count", "")) or 0), gfx_name(version)))
-    return [arch for _, arch in sorted(found)]
+        lines = [line.split(maxsplit=1) for line in read_text(nodes / name / "properties").splitlines()]
+        node = dict(line for line in lines if len(line) > 1)
+        if version := to_number(node.get("gfx_target_version", "")):  # 0 is a CPU
+            name = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"  # 110501: gfx1151, 90010: gfx90a
+            gpus.append((-(to_number(node.get("simd_count", "")) or 0), name))
+    return [arch for _, arch in sorted(gpus)]
 
 
 def shared_memory(root: Path) -> tuple[int | None, int | None]:
     """Bytes of host memory that the integrated GPU may map (GTT), and of its carve-out (VRAM).
 
-    Linux only, and not in WSL."""
-    found = [card / "device" for card in cards(root)]
-    found = [card for card in found if read_text(card / "device") == STRIX_HALO] or found
-    gtt, vram = ([read_number(card / f"mem_info_{kind}_total") for card in found] for kind in ("gtt", "vram"))
+    None outside Linux and in WSL."""
+    gpus = [card / "device" for card in cards(root)]
+    gpus = [gpu for gpu in gpus if read_text(gpu / "device") == STRIX_HALO] or gpus
+    gtt, vram = ([read_number(gpu / f"mem_info_{kind}_total") for gpu in gpus] for kind in ("gtt", "vram"))
     return max(filter(None, gtt), default=None), max(filter(None, vram), default=None)
 
 
@@ -238,11 +224,6 @@ def _amd_bf16(arch: str) -> bool:
     return major >= 11 or (major == 9 and (minor > 0 or stepping in (0x8, 0xA)))
 
 
-def _cpu_bf16(root: Path) -> bool:
-    # x86 lists avx512_bf16 or amx_bf16, Arm bf16; torch's own test also accepts emulation
-    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(read_text(root / "proc/cpuinfo").split()))
-
-
 def _rocm_version(torch_version: str, root: Path) -> str | None:
     match = re.search(r"\+rocm(\d+\.\d+)", torch_version)
     if match:
@@ -252,7 +233,7 @@ def _rocm_version(torch_version: str, root: Path) -> str | None:
 
 
 def host_memory(root: Path, key: str) -> int:
-    """Bytes of ``key`` ("MemTotal" or "MemAvailable") in /proc/meminfo; psutil's where that file is missing."""
+    """Bytes of ``key`` ("MemTotal" or "MemAvailable") in /proc/meminfo, or from psutil without that file."""
     match = re.search(rf"^{key}:\s+(\d{{1,15}}) kB", read_text(root / "proc/meminfo"), re.MULTILINE)
     if match:
         return int(match[1]) * 1024

@@ -1,4 +1,4 @@
-"""Environment variables: those that a profile sets, and those of the user that do harm."""
+"""Environment variables: a profile sets some, and some of the user's do harm."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from rocm_ext.base.registry import DECIDED
 from rocm_ext.machine.detect import Machine, parse_version
 from rocm_ext.machine.profile import Profile, Variable
 
-# One setting under three names: HIP builds of torch read each of them
+# Three names of one setting: HIP builds of torch read all of them
 ALLOCATOR_VARIABLES = ("PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 _CONDITIONS = {  # of Variable.when
@@ -25,13 +25,10 @@ _CONDITIONS = {  # of Variable.when
 
 
 def environment_for(profile: Profile, machine: Machine, environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """The variables that ``profile`` adds to ``environ``. It keeps what the user has set.
-
-    Returns:
-        {name: (value, reason)}.
+    """The variables that ``profile`` adds to the user's, as {name: (value, reason)}.
 
     Raises:
-        UserError: where the allocator's variables contradict each other.
+        UserError: the allocator's variables contradict one another.
     """
     check_environment(profile, machine, environ)
     return {
@@ -44,7 +41,7 @@ def environment_for(profile: Profile, machine: Machine, environ: Mapping[str, st
 def _missing(profile: Profile, environ: Mapping[str, str]) -> dict[str, Variable]:
     """The profile's variables that the user has not set."""
     taken = set(environ)
-    if taken & set(ALLOCATOR_VARIABLES):  # the user configures the allocator, under whichever name
+    if taken & set(ALLOCATOR_VARIABLES):  # the user configures the allocator under one of its names
         taken.update(ALLOCATOR_VARIABLES)
     return {name: variable for name, variable in profile.environment.items() if name not in taken}
 
@@ -53,12 +50,12 @@ def check_environment(profile: Profile, machine: Machine, environ: Mapping[str, 
     """Warnings about variables in ``environ`` that are useless or harmful on an AMD machine.
 
     Raises:
-        UserError: where the allocator's variables contradict each other.
+        UserError: the allocator's variables contradict one another.
     """
-    found = list(environment_conflicts(profile, machine, environ))
-    if fatal := next((conflict for conflict in found if conflict.fatal), None):
+    conflicts = list(environment_conflicts(profile, machine, environ))
+    if fatal := next((conflict for conflict in conflicts if conflict.fatal), None):
         raise UserError(str(fatal))
-    return [str(conflict) for conflict in found]
+    return [str(conflict) for conflict in conflicts]
 
 
 @dataclass(frozen=True)
@@ -66,23 +63,23 @@ class Conflict:
     """Environment variables that are useless or harmful on this machine."""
 
     variables: tuple[str, ...]  # to unset
-    found: str
+    setting: str  # the variables with their values
     why: str
     fatal: bool = False  # training would fail or compute wrong results
 
     def __str__(self) -> str:
-        return f"{self.found}: {self.why}. Fix: unset {' '.join(self.variables)}"
+        return f"{self.setting}: {self.why}. Fix: unset {' '.join(self.variables)}"
 
 
 def environment_conflicts(profile: Profile, machine: Machine, environ: Mapping[str, str]) -> Iterator[Conflict]:
-    """The variables in ``environ`` that contradict each other, do harm or do nothing on an AMD machine."""
+    """The variables in ``environ`` that contradict one another, do harm or do nothing on an AMD machine."""
     if machine.torch_build != "rocm" and profile.match.get("backend") != "rocm":
         return
     allocator = {name: environ[name] for name in ALLOCATOR_VARIABLES if environ.get(name)}
     if len(set(allocator.values())) > 1:
-        found = ", ".join(f"{name}={value}" for name, value in allocator.items())
+        settings = ", ".join(f"{name}={value}" for name, value in allocator.items())
         why = "they configure the same allocator and differ. Keep one"
-        yield Conflict(tuple(allocator)[1:], found, why, fatal=True)
+        yield Conflict(tuple(allocator)[1:], settings, why, fatal=True)
     for name, value in allocator.items():
         if not re.search(r"expandable_segments\s*:\s*true", value, re.IGNORECASE):
             continue
@@ -104,29 +101,14 @@ def environment_conflicts(profile: Profile, machine: Machine, environ: Mapping[s
         yield Conflict((other,), "ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES are both set", why)
 
 
-def ensure_environment(profile: Profile, machine: Machine) -> list[str]:
-    """Put the profile's environment in place; call this first in a program.
-
-    HIP and torch have read their variables by now. Where one has to be added, this replaces the process by the same
-    command, once; under torchrun the process id stays.
-
-    Returns:
-        What was set, and warnings, for the caller to log.
-
-    Raises:
-        UserError: where the allocator's variables contradict each other.
-    """
-    return apply_environment(profile, machine, restart=True)
-
-
 def preset(profile: Profile) -> list[str]:
-    """Set the variables that ``profile`` sets on every machine. Call it before ``detect``,
-    which starts HIP, and if possible before torch is imported.
+    """Set the variables that ``profile`` sets on every machine. Call this before ``detect``, which starts HIP, and if
+    possible before importing torch.
 
     Returns:
-        A line about variables that were set after torch had been imported: some are read at that time.
+        A line about variables that came after the import of torch, which reads some of them.
     """
-    added = {name: each.value for name, each in _missing(profile, os.environ).items() if each.when == "always"}
+    added = {name: new.value for name, new in _missing(profile, os.environ).items() if new.when == "always"}
     put(added)
     if not added or "torch" not in sys.modules:
         return []
@@ -135,7 +117,7 @@ def preset(profile: Profile) -> list[str]:
 
 
 def put(added: Mapping[str, str]) -> None:
-    """Set variables, and record that this library has set them."""
+    """Set variables and list them as this library's."""
     if added:
         os.environ.update(added)
         os.environ[DECIDED] = ",".join(sorted(_ours() | set(added)))
@@ -146,27 +128,31 @@ def _ours() -> set[str]:
 
 
 def apply_environment(profile: Profile, machine: Machine, restart: bool = False) -> list[str]:
-    """Put the profile's environment in place without a restart, for notebooks and other programs that must go on.
+    """Set the profile's environment.
 
-    Where HIP has already started (:func:`rocm_ext.machine.detect.detect` starts it), the last line holds the export
-    to run before Python. Processes started from here on inherit the variables in any case.
+    Without a restart, for notebooks and other programs that must go on, the variables may come too late: if HIP has
+    already started (:func:`rocm_ext.machine.detect.detect` starts it), the last line holds the export to run before
+    Python. Child processes inherit the variables in any case.
 
     Args:
         profile: the machine's profile.
-        machine: this one.
-        restart: replace the process where a variable was added.
+        machine: this machine.
+        restart: whether to replace the process by the same command, once, if a variable was missing. HIP and torch
+            have read their variables by now. Under torchrun the process id stays. Call this first in a program.
 
     Returns:
-        What was set, and warnings.
+        Lines to log: the variables, and warnings.
 
     Raises:
-        UserError: where the allocator's variables contradict each other.
+        UserError: the allocator's variables contradict one another.
     """
     before = _ours()
     added = environment_for(profile, machine, os.environ)
     put({name: value for name, (value, _) in added.items()})
     ours = before | set(added)
-    if restart and added.keys() - before and _can_repeat():
+    # neither an interactive session nor a script from stdin can run again
+    repeatable = sys.argv[:1] not in ([""], ["-"]) and len(sys.orig_argv) > 1
+    if restart and added.keys() - before and repeatable:
         replace_process(this_command())
     lines = check_environment(profile, machine, os.environ)
     if kept := [f"{name}={os.environ[name]}" for name in profile.environment if name in ours & set(os.environ)]:
@@ -177,18 +163,13 @@ def apply_environment(profile: Profile, machine: Machine, restart: bool = False)
     return lines
 
 
-def _can_repeat() -> bool:
-    # an interactive session cannot run again, nor can a script from stdin, which has been read already
-    return sys.argv[:1] not in ([""], ["-"]) and len(sys.orig_argv) > 1
-
-
 def this_command() -> list[str]:
-    """What this process was started with."""
+    """The command that started this process."""
     return [sys.executable, *sys.orig_argv[1:]]
 
 
 def replace_process(command: list[str]) -> None:
-    """Run ``command`` instead of this program, in the same process where the system can do that."""
+    """Run ``command`` instead of this program, in the same process if the system can do that."""
     sys.stdout.flush()
     sys.stderr.flush()
     if os.name == "nt":  # Windows' exec starts a second process, and the shell does not wait for it

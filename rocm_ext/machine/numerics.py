@@ -16,10 +16,10 @@ from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.machine.detect import Machine
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# relative error: well above rounding (2^-9, 2^-12, and fp32 computed as TF32), well below wrong results
+# relative errors: well above rounding (2^-9, 2^-12, and fp32 computed as TF32), well below wrong results
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 2e-3}
 _NATS = 5e-2  # error of a log-prob from fp32 logits: TF32 stays below, bf16 products do not
-SDPA_KERNELS = {  # torch's, by what the key `attention` calls them
+SDPA_KERNELS = {  # by value of the key `attention`
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
@@ -37,7 +37,7 @@ def pick_dtype(requested: str, machine: Machine) -> tuple[torch.dtype, str]:
         The dtype and the reason.
 
     Raises:
-        UserError: for other names, and for bf16 on a GPU that only emulates it.
+        UserError: the name is unknown, or the GPU only emulates bf16.
     """
     where = machine.arch or "this CPU"
     if requested == "auto":
@@ -76,10 +76,10 @@ class Kernel:
     """A function of a package that a model calls.
 
     Attributes:
-        package: pip's name of it.
-        name: of the function.
-        compute, reference: the function, and what it has to compute; both take tensors and return one.
-        inputs: draws such tensors on the CPU, as a model that computes in a dtype has them.
+        package: the package's name in pip.
+        name: the function's name.
+        compute, reference: the function and its reference; both take tensors and return one.
+        inputs: function that draws these tensors on the CPU for a dtype.
     """
 
     package: str
@@ -104,55 +104,44 @@ def canaries(
     """Run small computations whose results are known.
 
     They are: a copy, a conversion, a matmul, log-probs of a large vocabulary, attention forward and backward, buffers
-    that live while the allocator frees others, and on a GPU whether attention has a fused kernel. Several ROCm
-    releases computed wrong results silently (ROCm#6603 is one). On a GPU the canaries take 0.4 GiB for a moment. They
-    do not change torch's random state.
+    that live while the allocator frees others, and on a GPU whether attention has a fused kernel. Some ROCm releases
+    compute wrong results without an error, as in ROCm#6603. On a GPU the canaries take 0.4 GiB for a moment. They leave
+    torch's random state unchanged.
 
     Args:
         machine: machine that computes.
         device: device of ``machine``.
         dtype: dtype to compute in.
         head_dim, num_heads: shape of the model's attention.
-        attention: the kernel that the run uses, the key ``attention``.
-        convolution: the model has convolutions; then also one of them, forward and backward.
-        compiled: the run compiles layers; then on a GPU also a kernel that Inductor writes with Triton.
-        kernels: of packages, that the model calls.
+        attention: the run's attention kernel, as in the key ``attention``.
+        convolution: whether to test a convolution, forward and backward.
+        compiled: whether to test a kernel that Inductor writes with Triton, on a GPU.
+        kernels: kernels of packages that the model calls.
 
     Returns:
-        A check for each. An error on the device is a failed check, not an exception.
+        One check per computation. An error on the device is a failed check, not an exception.
     """
     rng = torch.Generator().manual_seed(0)
     other_torch = "use another torch or ROCm release; on AMD, unset PYTORCH_HIP_ALLOC_CONF and try again"
+    short = _short(dtype)
+    allocator = "unset PYTORCH_HIP_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF"
+    libraries = "try ROCBLAS_USE_HIPBLASLT=0 TORCH_BLAS_PREFER_HIPBLASLT=0; " + other_torch
+    tf32 = "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and keep torch's matmul precision at highest; " + other_torch
+    attend = partial(_attention, device, dtype, head_dim, num_heads, attention, rng)
     checks = [
         _check("copy", "try HSA_ENABLE_SDMA=0; " + other_torch, partial(_copy, device, rng)),
-        _check(f"{_short(dtype)} round trip", other_torch, partial(_round_trip, device, dtype, rng)),
-        _check(
-            f"{_short(dtype)} matmul",
-            "try ROCBLAS_USE_HIPBLASLT=0 TORCH_BLAS_PREFER_HIPBLASLT=0; " + other_torch,
-            partial(_matmul, device, dtype, rng),
-        ),
-        _check(
-            "fp32 logits",
-            "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and keep torch's matmul precision at highest; " + other_torch,
-            partial(_logits, device, rng),
-        ),
-        _check(
-            f"{_short(dtype)} attention, head_dim {head_dim}",
-            "set attention=math; " + other_torch,
-            partial(_attention, device, dtype, head_dim, num_heads, attention, rng),
-        ),
-        _check(
-            "allocator",
-            "unset PYTORCH_HIP_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF",
-            partial(_allocator, device),
-        ),
+        _check(f"{short} round trip", other_torch, partial(_round_trip, device, dtype, rng)),
+        _check(f"{short} matmul", libraries, partial(_matmul, device, dtype, rng)),
+        _check("fp32 logits", tf32, partial(_logits, device, rng)),
+        _check(f"{short} attention, head_dim {head_dim}", "set attention=math; " + other_torch, attend),
+        _check("allocator", allocator, partial(_allocator, device)),
     ]
     if convolution:
         # MIOpen's direct ones ended LoRA runs (ROCm#6034); with expandable segments they gave NaN (pytorch#195202)
         fix = "try MIOPEN_DEBUG_CONV_DIRECT=0; " + other_torch
-        checks.append(_check(f"{_short(dtype)} convolution", fix, partial(_convolution, device, dtype, rng)))
+        checks.append(_check(f"{short} convolution", fix, partial(_convolution, device, dtype, rng)))
     for kernel in kernels:
-        fix = f"pip uninstall {kernel.package}, and transformers' own code takes its place"
+        fix = f"pip uninstall {kernel.package}, and transformers' code takes its place"
         checks.append(_check(f"{kernel.package}: {kernel.name}", fix, partial(_package, device, dtype, kernel, rng)))
     if compiled and device.type == "cuda":
         # without an error they wrote nothing, and their caches kept them (unsloth#11614)
@@ -170,13 +159,10 @@ def canaries(
 
 
 def require(checks: list[Check]) -> list[str]:
-    """Stop where a fatal check failed.
-
-    Returns:
-        A line for each other check that failed.
+    """Raise an error if a fatal check failed; return a line for each of the other failures.
 
     Raises:
-        UserError: naming every fatal failure, what was found and what to try.
+        UserError: the message lists the fatal failures with their fixes.
     """
     failed = [check for check in checks if not check.ok]
     lines = {check: f"{check.name}: {check.found} (fix: {check.fix})" for check in failed}
@@ -189,24 +175,20 @@ def require(checks: list[Check]) -> list[str]:
 
 @contextmanager
 def dtype_leaks(model: nn.Module, dtype: torch.dtype) -> Iterator[list[str]]:
-    """Context that finds modules computing in another dtype than ``dtype``, such as fp32, which is slow.
+    """Context that lists modules which compute in another dtype than ``dtype``, such as fp32, which is slow.
 
     Yields:
-        A list. Forward passes add "name: dtype", once, for each module that returns floating-point tensors of
-        another dtype.
+        A list. Forward passes add "name: dtype" once for a module that returns floating-point tensors of another dtype.
     """
     leaks: list[str] = []
 
-    def watch(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: object, output: object) -> None:
-            for tensor in _tensors(output):
-                line = f"{name}: {_short(tensor.dtype)}"
-                if tensor.is_floating_point() and tensor.dtype != dtype and line not in leaks:
-                    leaks.append(line)
+    def hook(name: str, module: nn.Module, args: object, output: object) -> None:
+        for tensor in _tensors(output):
+            line = f"{name}: {_short(tensor.dtype)}"
+            if tensor.is_floating_point() and tensor.dtype != dtype and line not in leaks:
+                leaks.append(line)
 
-        return hook
-
-    handles = [module.register_forward_hook(watch(name or "model")) for name, module in model.named_modules()]
+    handles = [module.register_forward_hook(partial(hook, name or "model")) for name, module in model.named_modules()]
     try:
         yield leaks
     finally:
@@ -216,11 +198,11 @@ def dtype_leaks(model: nn.Module, dtype: torch.dtype) -> Iterator[list[str]]:
 
 @contextmanager
 def first_non_finite(model: nn.Module) -> Iterator[list[tuple[str, bool]]]:
-    """Context that finds where forward passes leave the finite numbers. It waits for the device at each module.
+    """Context that locates the first NaN or infinity of forward passes. It waits for the device after every module.
 
     Yields:
-        A list. Once a module has returned NaN or infinity, it has the name, the class and the dtype of the module that
-        computed this from finite inputs, as one text, and whether that module computes attention.
+        A list. The first module that computes NaN or infinity from finite inputs adds one pair: its name, class and
+        dtype as one text, and whether it computes attention.
     """
     origins: list[tuple[str, bool]] = []
     modules = {name.replace("._checkpoint_wrapped_module", ""): module for name, module in model.named_modules()}
@@ -258,7 +240,7 @@ def _tensors(output: object) -> Iterator[Tensor]:
         yield from _tensors(list(output.values()))
 
 
-# ------------------------------------------------------------------------ canaries: each returns (ok, found)
+# ------------------------------------------------------------------------ canaries: they return (ok, found)
 def _check(name: str, fix: str, probe: Callable[[], tuple[bool, str]], fatal: bool = True) -> Check:
     try:
         ok, found = probe()
@@ -279,8 +261,8 @@ def _copy(device: torch.device, rng: torch.Generator) -> tuple[bool, str]:
 def _round_trip(device: torch.device, dtype: torch.dtype, rng: torch.Generator) -> tuple[bool, str]:
     x = torch.randn(2**14, generator=rng)
     expected = x.to(dtype).float()  # the host rounds to nearest even, as every GPU here does
-    found = x.to(device).to(dtype).float().cpu()
-    zeros, wrong = int(((found == 0) & (expected != 0)).sum()), int((found != expected).sum())
+    actual = x.to(device).to(dtype).float().cpu()
+    zeros, wrong = int(((actual == 0) & (expected != 0)).sum()), int((actual != expected).sum())
     return wrong == 0, f"{wrong} of {x.numel()} values differ from the host's, {zeros} became zero"
 
 
@@ -291,14 +273,14 @@ def _matmul(device: torch.device, dtype: torch.dtype, rng: torch.Generator) -> t
 
 def _logits(device: torch.device, rng: torch.Generator) -> tuple[bool, str]:
     hidden, weight = torch.randn(16, 128, generator=rng), torch.randn(2**15, 128, generator=rng)
-    found = (hidden.to(device) @ weight.to(device).T).log_softmax(-1).cpu()
+    actual = (hidden.to(device) @ weight.to(device).T).log_softmax(-1).cpu()
     expected = (hidden.double() @ weight.double().T).log_softmax(-1)
-    error = float((found - expected).abs().max())
+    error = float((actual - expected).abs().max())
     return error <= _NATS, f"log-probs differ from fp64's by {error:.1e}, {_NATS:.0e} allowed"
 
 
 def _convolution(device: torch.device, dtype: torch.dtype, rng: torch.Generator) -> tuple[bool, str]:
-    """A causal convolution of each channel, as hybrid models have it, and the gradient of its input."""
+    """A causal convolution per channel, as in hybrid models, and the gradient of its input."""
     x, grad = torch.randn(2, 2, 64, 128, generator=rng).to(dtype)
     weight = torch.randn(64, 1, 4, generator=rng).to(dtype)
 
@@ -308,12 +290,12 @@ def _convolution(device: torch.device, dtype: torch.dtype, rng: torch.Generator)
         return torch.stack([out.detach(), *torch.autograd.grad(out, leaf, grad)])
 
     with torch.enable_grad():
-        found = convolve(x.to(device), grad.to(device), weight.to(device)).cpu()
-        return _close(found, convolve(x.float(), grad.float(), weight.float()), dtype)
+        actual = convolve(x.to(device), grad.to(device), weight.to(device)).cpu()
+        return _close(actual, convolve(x.float(), grad.float(), weight.float()), dtype)
 
 
 def _package(device: torch.device, dtype: torch.dtype, kernel: Kernel, rng: torch.Generator) -> tuple[bool, str]:
-    """The kernel of a package, and the gradients of its inputs, which round at each step of a recurrence."""
+    """The kernel of a package and the gradients of its inputs. Recurrences round at every step."""
     inputs = kernel.inputs(rng, dtype)
     seeds = torch.Generator()
 
@@ -326,19 +308,19 @@ def _package(device: torch.device, dtype: torch.dtype, kernel: Kernel, rng: torc
     with torch.enable_grad():
         expected = compute(kernel.reference, [t.float() for t in inputs])
         try:
-            found = compute(kernel.compute, [t.to(device) for t in inputs])
+            actual = compute(kernel.compute, [t.to(device) for t in inputs])
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever a package raises, also while it compiles
+        except Exception as error:  # packages may raise anything, also while they compile
             return False, one_line(error)
-    results = [_close(*pair, dtype, 5.0 if i else 1.0) for i, pair in enumerate(zip(found, expected, strict=True))]
+    results = [_close(*pair, dtype, 5.0 if i else 1.0) for i, pair in enumerate(zip(actual, expected, strict=True))]
     return next((result for result in results if not result[0]), results[0])
 
 
 def _compiled(device: torch.device) -> tuple[bool, str]:
     x = torch.arange(2**14, dtype=torch.float32)
-    found = torch.compile(lambda x: 2 * x + 1)(x.to(device)).cpu()
-    wrong = int((found != 2 * x + 1).sum())
+    actual = torch.compile(lambda x: 2 * x + 1)(x.to(device)).cpu()
+    wrong = int((actual != 2 * x + 1).sum())
     return wrong == 0, f"{wrong} of {x.numel()} values of a compiled kernel are wrong"
 
 
@@ -358,10 +340,10 @@ def _attention(
     chosen = "math" if kernel == "eager" else kernel
     with torch.enable_grad():
         with sdpa_kernel(SDPA_KERNELS[chosen]) if chosen in SDPA_KERNELS else nullcontext():
-            found = attend(qkvg.to(device)).cpu()
+            actual = attend(qkvg.to(device)).cpu()
         with sdpa_kernel(SDPBackend.MATH):
             expected = attend(qkvg.float())
-    return _close(found, expected, dtype)
+    return _close(actual, expected, dtype)
 
 
 def _allocator(device: torch.device) -> tuple[bool, str]:
@@ -374,11 +356,7 @@ def _allocator(device: torch.device) -> tuple[bool, str]:
     live: list[Tensor] = []
     for _ in range(3):
         passing = []
-        for size in (
-            1,
-            24,
-            64,
-        ):  # the allocator's small blocks, its large blocks, segments of their own
+        for size in (1, 24, 64):  # in the allocator's small blocks, in its large blocks, in separate segments
             live.append(torch.full((size * unit,), len(live) + 1, dtype=torch.int32, device=device))
             passing.append(torch.full((size * unit // 2,), -1, dtype=torch.int32, device=device))
         del passing
@@ -398,20 +376,20 @@ def _fused(device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: i
     usable = []
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
         with sdpa_kernel(backend), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns once for each reason that a backend cannot run
+            warnings.simplefilter("ignore")  # torch warns about every reason that a backend cannot run
             try:
                 (scaled_dot_product_attention(q, q, q, is_causal=True) + 1).cpu()
             except RuntimeError:  # "No available kernel", or one that cannot start
                 continue
         usable.append(backend.name.split("_")[0].lower())
-    found = f"attention kernels: {', '.join(usable)}" if usable else "attention runs on the slow math path"
-    return bool(usable) or not expected, found
+    kernels = f"attention kernels: {', '.join(usable)}" if usable else "attention runs on the slow math path"
+    return bool(usable) or not expected, kernels
 
 
-def _close(found: Tensor, expected: Tensor, dtype: torch.dtype, times: float = 1.0) -> tuple[bool, str]:
-    if bad := int((~found.isfinite()).sum()):
-        return False, f"{bad} of {found.numel()} values are NaN or infinite"
-    error, allowed = float((found.float() - expected).norm() / expected.norm()), times * _TOLERANCE[dtype]
+def _close(actual: Tensor, expected: Tensor, dtype: torch.dtype, times: float = 1.0) -> tuple[bool, str]:
+    if bad := int((~actual.isfinite()).sum()):
+        return False, f"{bad} of {actual.numel()} values are NaN or infinite"
+    error, allowed = float((actual.float() - expected).norm() / expected.norm()), times * _TOLERANCE[dtype]
     return error <= allowed, f"relative error {error:.1e}, {allowed:.0e} allowed"
 
 

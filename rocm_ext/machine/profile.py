@@ -1,4 +1,4 @@
-"""Hardware profiles: what each machine needs, one YAML file each in ``recipe_configs/hardware``."""
+"""Hardware profiles: the settings that a kind of machine needs. Their files are in ``recipe_configs/hardware``."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class BadBuild:
     """A build of torch that is known to fail on the profile's machines.
 
     Attributes:
-        torch: its version or the first parts of it, as in 2.12.0+rocm7.14.
-        why: what fails, with the thread that says so.
-        fix: what to do.
-        arch: the architectures; empty: all of the profile's.
+        torch: the version or its first parts, as in 2.12.0+rocm7.14.
+        why: the failure and its source.
+        fix: advice for the user.
+        arch: architectures that fail; empty: all of the profile's.
     """
 
     torch: str
@@ -73,15 +73,13 @@ class Chip:
     """The data sheet of one GPU as sold.
 
     Attributes:
-        arch: the architecture, as :class:`rocm_ext.machine.detect.Machine` names it.
+        arch: the architecture, as in :class:`rocm_ext.machine.detect.Machine`.
         memory: GiB.
         bandwidth: memory bandwidth, GB/s.
-        fp32: TFLOPS of dense matrix products; so are fp16 and bf16.
-        fp16: None: not computed natively.
-        bf16: None: not computed natively.
-        link: GB/s that it receives from the other GPUs of a machine; None: not known.
+        fp32, fp16, bf16: TFLOPS of dense matrix products; None: not computed natively.
+        link: GB/s that a GPU receives from the machine's other GPUs; None: unknown.
         also: further names, such as torch's.
-        reached: shares that differ from the profile's.
+        reached: shares of the data sheet where they differ from the profile's.
     """
 
     arch: str
@@ -100,18 +98,18 @@ class Profile:
     """One file of ``recipe_configs/hardware``.
 
     Attributes:
-        name: the file's, without ``.yaml``.
-        title: the machines, in words.
-        memory: ``of`` says which memory a run uses (host, device or unified); the other keys, how much of it.
-        match: the machines that ``hardware: auto`` gives this profile: backend, arch (a list) and system.
-        settings: recipe keys and their values, the locked ones included.
-        locked: the settings that other values would break.
+        name: name of the file without ``.yaml``.
+        title: description of the machines.
+        memory: ``of`` names the memory that a run uses (host, device or unified), the other keys limit its use.
+        match: backend, arch (a list) and system of the machines that get this profile from ``hardware: auto``.
+        settings: recipe keys and their values, including the locked ones.
+        locked: settings that other values would break.
         environment: variables to set before torch starts.
-        floor: versions of torch, rocm and kernel that the machine needs: min, below, also and fix.
-        bad_builds: builds of torch that fail here, within those limits.
-        chips: data sheets by the GPU's name; the first of an architecture stands for it.
+        floor: limits for the versions of torch, rocm and kernel: min, below, also and fix.
+        bad_builds: builds of torch within these limits that fail here.
+        chips: data sheets by the GPU's name; the first chip of an architecture represents it.
         reached: shares of a data sheet that :mod:`rocm_ext.plan.speeds` assumes: compute, bandwidth and attention (of
-            compute); and launch, the microseconds that the host needs to start a kernel.
+            compute); and launch, the microseconds in which the host starts a kernel.
         bench_config: the config whose model ``rocm-ext bench`` trains.
         install: the command that installs torch for this machine.
     """
@@ -135,7 +133,7 @@ class Profile:
         """Check the content of a profile's file.
 
         Raises:
-            UserError: for unknown and missing keys and for values of the wrong type.
+            UserError: a key is unknown or missing, or a value has the wrong type.
         """
         where = f"hardware profile {name}"
         profile = parse(cls, {"name": name, **content} if isinstance(content, Mapping) else content, where)
@@ -150,11 +148,11 @@ class Profile:
         return replace(profile, settings={**profile.settings, **locked})
 
     def is_for(self, arch: str | None) -> bool:
-        """Whether the profile is for this architecture; a profile that names none is for all."""
+        """Whether the profile is for this architecture; without ``arch`` it is for all."""
         return arch in self.match.get("arch", (arch,))
 
     def fits(self, machine: Machine) -> bool:
-        """Whether this is the profile that ``hardware: auto`` gives ``machine``."""
+        """Whether ``hardware: auto`` gives ``machine`` this profile."""
         return (
             self.match.get("backend", machine.backend) == machine.backend
             and self.is_for(machine.arch)
@@ -171,7 +169,7 @@ def _folder() -> Path:
 
 
 def profile_names() -> list[str]:
-    """The names of the profiles that this library brings, sorted."""
+    """The names of this library's profiles, sorted."""
     return sorted(path.stem for path in _folder().glob("*.yaml"))
 
 
@@ -182,7 +180,7 @@ def load_profile(name: str) -> Profile:
         name: name of a profile in ``recipe_configs/hardware``, or the path of a file that ends in ``.yaml``.
 
     Raises:
-        UserError: for an unknown name and for a file that is not a profile.
+        UserError: the name is unknown, or the file is not a profile.
     """
     path = Path(name) if name.endswith(".yaml") else _folder() / f"{name}.yaml"
     if not path.is_file():
@@ -203,31 +201,31 @@ def choose_profile(machine: Machine) -> tuple[str, str]:
         The profile's name and the reason.
 
     Raises:
-        UserError: for an AMD GPU that has no profile or that torch cannot use.
+        UserError: the AMD GPU has no profile, or torch cannot use it.
     """
     problem = _unusable_gpu(machine)
     if problem and not machine.hidden_by:
         raise UserError(f"{problem}. To run without the GPU: hardware=cpu")
-    if (own := _own_profile(machine)) is None:
+    if (profile := _profile_of(machine)) is None:
         near = nearest_profile(machine)
         what = f"Name the nearest, as in hardware={near}, or" if near != "cpu" else "To run without the GPU:"
         raise UserError(f"found {machine}, for which there is no hardware profile. {what} hardware=cpu")
     if machine.backend != "cpu":
-        return own.name, f"found {machine}"
+        return profile.name, f"found {machine}"
     if machine.hidden_by:
-        return own.name, f"{machine.hidden_by} hides all GPUs"
-    if machine.amd_archs:  # such as a small integrated GPU beside the CPU
-        return own.name, f"{', '.join(machine.amd_archs)} has no hardware profile, and torch cannot use it"
-    return own.name, "no GPU found"
+        return profile.name, f"{machine.hidden_by} hides all GPUs"
+    if machine.amd_archs:  # such as a small integrated GPU
+        return profile.name, f"{', '.join(machine.amd_archs)} has no hardware profile, and torch cannot use it"
+    return profile.name, "no GPU found"
 
 
-def _own_profile(machine: Machine) -> Profile | None:
+def _profile_of(machine: Machine) -> Profile | None:
     return next((profile for profile in map(load_profile, profile_names()) if profile.fits(machine)), None)
 
 
 def has_profile(machine: Machine, arch: str) -> bool:
-    """Whether ``machine`` would have a profile if it trained on its GPU ``arch``."""
-    return _own_profile(replace(machine, arch=arch)) is not None
+    """Whether ``machine`` would have a profile if its GPU ``arch`` trained."""
+    return _profile_of(replace(machine, arch=arch)) is not None
 
 
 def intended_machine(machine: Machine) -> tuple[Machine, Profile | None]:
@@ -239,13 +237,13 @@ def intended_machine(machine: Machine) -> tuple[Machine, Profile | None]:
     if machine.backend == "cpu":
         for arch in machine.amd_archs:
             usable = replace(machine, backend="rocm", arch=arch, unified=is_unified(arch))
-            if profile := _own_profile(usable):
+            if profile := _profile_of(usable):
                 return usable, profile
-    return machine, _own_profile(machine)
+    return machine, _profile_of(machine)
 
 
 def nearest_profile(machine: Machine) -> str:
-    """The name of the profile to try on an AMD GPU that has none of its own."""
+    """The name of the profile to try on an AMD GPU without a profile."""
     if machine.unified and (machine.arch or "").startswith("gfx10"):  # two compute units and no bf16
         return "cpu"
     if machine.unified:
@@ -280,41 +278,38 @@ def check_profile(profile: Profile, machine: Machine, world_size: int = 1) -> li
     """Check that ``profile`` describes this machine and that ``world_size`` local ranks fit on it.
 
     Returns:
-        Warnings: a borrowed profile, missing kernels, and each version outside the profile's limits.
+        Warnings: a borrowed profile, missing kernels, and versions outside the profile's limits.
 
     Raises:
-        UserError: where the profile's GPU is not here, where there are more ranks than GPUs, and for several ranks on
-            Windows.
+        UserError: the machine lacks the profile's GPU, has fewer GPUs than ranks, or runs several ranks on Windows.
     """
+    backend, is_for = profile.match.get("backend", machine.backend), f"hardware={profile.name} is for {profile.title}"
+    problem, warnings = "", list[str]()
     if world_size > 1 and machine.system == "Windows":
-        raise UserError(
+        problem = (
             f"found {world_size} processes, but on Windows training runs in one process only: "
             "ROCm's builds there have no torch.distributed. Use WSL2 for several GPUs"
         )
-    backend = profile.match.get("backend", machine.backend)
-    if backend == "cpu":
+    elif backend == "cpu":
         return []
-    if machine.backend != backend:
-        found = _unusable_gpu(machine) or f"found {machine}"
-        raise UserError(f"hardware={profile.name} is for {profile.title}; {found}. To run anyway: hardware=cpu")
-    if world_size > machine.gpu_count:
-        raise UserError(
-            f"{world_size} processes need {world_size} GPUs; found {machine}. Use --nproc_per_node {machine.gpu_count}"
-        )
-    warnings = []
-    if not profile.fits(machine):
-        if own := _own_profile(machine):
-            raise UserError(
-                f"hardware={profile.name} is for {profile.title}; found {machine}. "
-                f"Use hardware=auto or hardware={own.name}; to run without the GPU: hardware=cpu"
-            )
+    elif machine.backend != backend:
+        problem = f"{is_for}; {_unusable_gpu(machine) or f'found {machine}'}. To run anyway: hardware=cpu"
+    elif world_size > machine.gpu_count:
+        use = f"--nproc_per_node {machine.gpu_count}"
+        problem = f"{world_size} processes need {world_size} GPUs; found {machine}. Use {use}"
+    elif not profile.fits(machine) and (right := _profile_of(machine)):
+        use = f"hardware=auto or hardware={right.name}; to run without the GPU: hardware=cpu"
+        problem = f"{is_for}; found {machine}. Use {use}"
+    elif not profile.fits(machine):
         warnings.append(f"{machine.arch} has no hardware profile of its own: running with {profile.name}'s")
+    if problem:
+        raise UserError(problem)
     if not machine.has_kernels:
         hint = f"; install it with: {reinstall_command(profile, machine)}" if profile.install else ""
         warnings.append(f"torch {machine.torch} has no kernels for {machine.arch}{hint}")
     if bad := bad_build(profile, machine):
         warnings.append(f"torch {machine.torch}: {bad.why}. {bad.fix}")
-    return warnings + [f"{found}: {fix}" for found, fix in below_floor(profile, machine).values()]
+    return warnings + [f"{problem}: {fix}" for problem, fix in below_floor(profile, machine).values()]
 
 
 def reinstall_command(profile: Profile, machine: Machine) -> str:
@@ -327,13 +322,13 @@ def below_floor(profile: Profile, machine: Machine) -> dict[str, tuple[str, str]
     """The versions outside the profile's limits.
 
     Returns:
-        {"torch", "rocm" or "kernel": (what was found, what to do)}.
+        {"torch", "rocm" or "kernel": (problem, fix)}.
     """
     # Microsoft builds WSL's kernel, and the GPU's driver runs on Windows
-    found = {"torch": machine.torch, "rocm": machine.rocm, "kernel": "" if machine.wsl else machine.kernel}
+    versions = {"torch": machine.torch, "rocm": machine.rocm, "kernel": "" if machine.wsl else machine.kernel}
     outside = {}
     for what, limits in profile.floor.items():
-        have = found[what] or ""
+        have = versions[what] or ""
         if not parse_version(have):
             continue
         patched = any(_is_newer_build(have, other) for other in limits.get("also", ()))
@@ -345,7 +340,7 @@ def below_floor(profile: Profile, machine: Machine) -> dict[str, tuple[str, str]
 
 
 def bad_build(profile: Profile, machine: Machine) -> BadBuild | None:
-    """What is known to fail with the machine's torch."""
+    """The known failure of the machine's torch."""
     here = (bad for bad in profile.bad_builds if not bad.arch or machine.arch in bad.arch)
     return next((bad for bad in here if f"{machine.torch}.".startswith(f"{bad.torch}.")), None)
 
@@ -363,13 +358,13 @@ def check_locked(profile: Profile, settings: Mapping[str, Any], overrides: list[
     Args:
         profile: the machine's profile.
         settings: recipe keys and their values.
-        overrides: the keys of ``hardware_overrides``: the user insists on these.
+        overrides: keys in ``hardware_overrides``, on which the user insists.
 
     Returns:
-        A line for each override.
+        One line per override.
 
     Raises:
-        UserError: naming every locked key that has another value and is not in ``overrides``.
+        UserError: a locked key has another value and is not in ``overrides``; the message names all of them.
     """
     refused: list[str] = []
     lines: list[str] = []
@@ -394,29 +389,29 @@ def find_chip(name: str, hardware: str | None = None) -> tuple[str, str]:
 
     Args:
         name: name of a chip or an architecture, in any spelling: "MI355X", "rx7900xtx", "AMD Radeon PRO W7900".
-        hardware: the profile in which the chip must be; None: any.
+        hardware: the chip's profile; None: any.
 
     Returns:
-        The names of the profile and of the chip. Of several chips that have the name, the first.
+        The names of the profile and of the chip; the first of several chips with this name.
 
     Raises:
-        UserError: no profile has such a chip, or another one than ``hardware``.
+        UserError: no profile has the chip, or ``hardware`` lacks it.
     """
-    short, found, known, near = _short(name), [], list[str](), []
+    short, matches, known, near = _short(name), [], list[str](), []
     for profile in map(load_profile, profile_names()):
         for chip_name, chip in profile.chips.items():
             known += [chip_name, chip.arch]
-            names = [_short(each) for each in (chip_name, *chip.also, chip.arch)]
+            names = [_short(known_name) for known_name in (chip_name, *chip.also, chip.arch)]
             if short in names:
-                found.append((profile.name, chip_name))
-            if short and any(short in each or each in short for each in names):
+                matches.append((profile.name, chip_name))
+            if short and any(short in known_name or known_name in short for known_name in names):
                 near.append(chip_name)
-    if not found:
+    if not matches:
         guess = f"; did you mean {', '.join(near[:5])}?" if near else nearest(name, set(known))
         raise UserError(f"--machine {name} is unknown{guess}")
-    fitting = [(profile, chip) for profile, chip in found if hardware in (None, profile)]
+    fitting = [(profile, chip) for profile, chip in matches if hardware in (None, profile)]
     if not fitting:
-        raise UserError(f"--machine {name} is hardware={found[0][0]}, which contradicts hardware={hardware}")
+        raise UserError(f"--machine {name} is hardware={matches[0][0]}, which contradicts hardware={hardware}")
     return fitting[0]
 
 
@@ -424,18 +419,18 @@ def chips_of(profile: Profile, arch: str | None, name: str | None, memory: int |
     """The chips of a profile that a machine may have, the likeliest first.
 
     Args:
-        profile: profile whose chips count.
+        profile: the machine's profile.
         arch: the machine's architecture.
-        name: what torch calls its GPU; it may say no more than "AMD Radeon Graphics".
-        memory: bytes of its own memory, which tells chips of one name apart; None: unknown, or shared with the host.
+        name: torch's name of the GPU; it may say no more than "AMD Radeon Graphics".
+        memory: bytes of the GPU's memory, to distinguish chips of one name; None: unknown, or shared with the host.
 
     Returns:
-        Names of chips: those whose name is in ``name``, else all of the architecture.
+        The chips whose name is in ``name``, else all of the architecture.
     """
     device = _joined(name or "")
 
     def known_letters(chip_name: str, chip: Chip) -> int:
-        return max(len(each) if each in device else 0 for each in map(_short, (chip_name, *chip.also)))
+        return max(len(known) if known in device else 0 for known in map(_short, (chip_name, *chip.also)))
 
     matched = {key: known_letters(key, chip) for key, chip in profile.chips.items() if chip.arch == arch}
     best = max(matched.values(), default=0)
@@ -444,17 +439,12 @@ def chips_of(profile: Profile, arch: str | None, name: str | None, memory: int |
 
 
 def named_chips(profile: Profile, arch: str | None, name: str, memory: int | None = None) -> list[str]:
-    """:func:`chips_of` without guesses: none where ``name`` is another product's, such as "RTX 4090 Laptop GPU".
-
-    Args:
-        profile, arch, memory: see :func:`chips_of`.
-        name: what torch calls the GPU.
-    """
+    """:func:`chips_of` without guesses: empty if ``name`` is another product's, such as "RTX 4090 Laptop GPU"."""
     may, short = chips_of(profile, arch, name, memory), _short(name)
 
     def has_name(chip_name: str) -> bool:
         names = map(_short, (chip_name, *profile.chips[chip_name].also))
-        return any(re.fullmatch(re.escape(each) + _ADDED, short) for each in names)
+        return any(re.fullmatch(re.escape(known) + _ADDED, short) for known in names)
 
     return may if short in _SAYS_NOTHING else list(filter(has_name, may))
 

@@ -9,7 +9,7 @@ _MOST = 4 << 20  # bytes; /proc/cpuinfo of 384 threads has 1 MB
 
 
 def read_text(path: Path) -> str:
-    """The file's text, stripped; empty where it cannot be read."""
+    """The file's text, stripped; empty if it cannot be read."""
     try:
         with open(path, "rb", buffering=0) as file:
             content = b""
@@ -21,12 +21,12 @@ def read_text(path: Path) -> str:
 
 
 def read_number(path: Path) -> int | None:
-    """The number in the file, decimal or ``0x…``; None where it holds no number below 2^63."""
+    """The number in the file, see :func:`to_number`."""
     return to_number(read_text(path))
 
 
 def to_number(text: str) -> int | None:
-    """``text`` as a number, decimal or ``0x…``; None where it is no number below 2^63."""
+    """``text`` as a number, decimal or ``0x…``; None if it is not a number below 2^63."""
     if not re.fullmatch(r"[0-9]{1,19}|0x[0-9a-fA-F]{1,16}", text):
         return None
     number = int(text, 16 if text.startswith("0x") else 10)
@@ -34,7 +34,7 @@ def to_number(text: str) -> int | None:
 
 
 def listing(folder: Path) -> list[str]:
-    """The names in a folder, numbers in numeric order; empty where it cannot be read."""
+    """The names in a folder, numbers in numeric order; empty if it cannot be read."""
     try:
         return sorted(os.listdir(folder), key=lambda name: [part.zfill(20) for part in re.split(r"(\d+)", name)])
     except (OSError, ValueError):
@@ -49,13 +49,13 @@ def cards(root: Path) -> list[Path]:
 
 def cgroups(root: Path) -> list[tuple[str, Path]]:
     """(controller, folder) of this process's control groups and their parents; version 2 has one controller, ""."""
-    found = []
+    groups = []
     for controllers, path in re.findall(r"^\d+:([^:]*):(.*)$", read_text(root / "proc/self/cgroup"), re.MULTILINE):
         for controller in controllers.split(","):
             top = root / "sys/fs/cgroup" / controller
-            own = top / path.strip("/")
-            found += [(controller, own), *((controller, up) for up in own.parents if up.is_relative_to(top))]
-    return found
+            group = top / path.strip("/")
+            groups += [(controller, group), *((controller, up) for up in group.parents if up.is_relative_to(top))]
+    return groups
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class CpuQuota:
     folder: Path
 
     def used(self) -> float | None:
-        """Processor seconds of the group so far; None where the kernel does not count them."""
+        """Processor seconds of the group so far; None if the kernel does not count them."""
         if counted := re.search(r"^usage_usec (\d+)$", read_text(self.folder / "cpu.stat"), re.MULTILINE):
             return int(counted[1]) / 1e6
         nanoseconds = read_number(self.folder / "cpuacct.usage")
@@ -79,11 +79,7 @@ class CpuQuota:
 
 
 def cpu_quota(root: Path = Path("/")) -> CpuQuota | None:
-    """The tightest quota of this process's groups and their parents; None without one.
-
-    Args:
-        root: contains ``proc`` and ``sys``.
-    """
+    """The tightest quota of this process's groups and their parents; None without one."""
     quotas = []
     for controller, folder in cgroups(root):
         if controller == "":
@@ -94,4 +90,4 @@ def cpu_quota(root: Path = Path("/")) -> CpuQuota | None:
             continue
         if quota.isdecimal() and period.isdecimal() and int(period):
             quotas.append(CpuQuota(int(quota) / int(period), folder))
-    return min(quotas, key=lambda each: each.cpus, default=None)
+    return min(quotas, key=lambda quota: quota.cpus, default=None)

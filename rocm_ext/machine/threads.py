@@ -1,8 +1,8 @@
-"""How many threads torch computes with on a CPU: as many as have a core beside other programs, chosen once.
+"""The number of torch's threads on a CPU: one per core that other programs leave free, chosen once.
 
-A parallel loop ends with its last thread. A thread without a core makes all others wait, and beside busy programs two
-threads on two cores compute a sixth of what one thread computes, measured beside one busy program. The number does not
-change during a run, because the sums of another number of threads differ in their last bits.
+A parallel loop ends with its last thread, so a thread without a core makes all others wait. Next to one busy program
+on two cores, two threads computed a sixth of what one thread computed (measured). The number stays the same during a
+run, because sums of another number of threads differ in their last bits.
 """
 
 import math
@@ -18,7 +18,7 @@ import torch
 from rocm_ext.machine.sysfs import CpuQuota, cpu_quota
 
 USERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # torchrun sets the first for several ranks of a machine
-LOOKS, SECONDS = 5, 0.04  # the median of these looks decides, so that a program that ends meanwhile costs no thread
+LOOKS, SECONDS = 5, 0.04  # the median of these looks decides, so a program that ends meanwhile costs no thread
 _TORCHS = torch.get_num_threads()  # before a run chooses
 
 
@@ -26,8 +26,8 @@ class Clocks(NamedTuple):
     """A reading, in seconds."""
 
     now: float
-    idle: float  # of the CPUs that this process may use
-    own: float  # processor time of this process
+    idle: float  # idle time of the CPUs that this process may use
+    process: float  # processor time of this process
     group: float | None  # processor time of the control group with a quota
 
     @classmethod
@@ -43,36 +43,36 @@ class Clocks(NamedTuple):
 
 def cores() -> float:
     """Cores that this process may use, by its affinity and the quota of its control group."""
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota()
-    return own if quota is None else min(own, quota.cpus)
+    return allowed if quota is None else min(allowed, quota.cpus)
 
 
 def free_cores() -> float:
     """Cores that other programs leave to this one at present; it takes a fifth of a second."""
-    quota, found = cpu_quota(), []
+    quota, looks = cpu_quota(), []
     before = Clocks.read(quota)
     for _ in range(LOOKS):
         time.sleep(SECONDS)
         now = Clocks.read(quota)
-        own, seconds = now.own - before.own, now.now - before.now
-        free = (now.idle - before.idle + own) / seconds
+        used, seconds = now.process - before.process, now.now - before.now
+        free = (now.idle - before.idle + used) / seconds
         if quota is not None and now.group is not None and before.group is not None:
-            free = min(free, quota.cpus - (now.group - before.group - own) / seconds)
-        found.append(free)
+            free = min(free, quota.cpus - (now.group - before.group - used) / seconds)
+        looks.append(free)
         before = now
-    return max(0.0, statistics.median(found))
+    return max(0.0, statistics.median(looks))
 
 
 def choose_threads(environ: Mapping[str, str], deterministic: bool = False) -> tuple[int, str]:
     """Choose the threads of a new run on a CPU.
 
     Args:
-        environ: the user's environment, whose number is kept.
-        deterministic: whether runs must compute alike whatever else runs.
+        environ: the user's environment, which takes precedence.
+        deterministic: whether runs must compute the same next to any other programs.
 
     Returns:
-        The number, and the reason for it.
+        The number and the reason.
     """
     for name in USERS:
         if environ.get(name):

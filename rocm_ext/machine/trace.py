@@ -1,8 +1,8 @@
 """``profile_steps``: a run records some of its steps with torch's profiler.
 
-Only the steps themselves are recorded: training steps without the data's loading, and of sampling the prefill of
-prompts and the decoding steps. Each of these kinds has files of its own in ``output_dir/profile``, for each rank: a
-trace that https://ui.perfetto.dev opens, and torch's table of the operators.
+There are three kinds of steps: training steps without the loading of data, the prefill of prompts, and decoding steps.
+Every rank writes two files per kind to ``output_dir/profile``: a trace for https://ui.perfetto.dev, and torch's table
+of the operators.
 """
 
 import contextlib
@@ -34,9 +34,9 @@ class _Recording:
     """The steps of one kind.
 
     Attributes:
-        seen: steps done, with those of the warm-up.
-        parts: the events of each recorded step, in Chrome's trace format, and what its trace has beside them.
-        table: torch's table of the last step's operators.
+        seen: steps done, including the warm-up.
+        parts: the traces of the recorded steps, in Chrome's format.
+        table: torch's table of the operators in the last step.
     """
 
     seen: int = 0
@@ -58,16 +58,16 @@ class Trace:
 
     @contextlib.contextmanager
     def on(self, folder: Path, steps: int, device: torch.device, rank: int) -> Iterator[None]:
-        """Context in which the first ``steps`` steps of each kind after its warm-up are recorded.
+        """Context that records the first ``steps`` steps per kind after the warm-up.
 
-        A kind's files are written as soon as it is complete, or at the end. If they cannot be written, or the profiler
-        fails, a warning says so, and the run continues.
+        It writes a kind's files once the kind is complete, or at the end. If the profiler or the writing fails, it logs
+        a warning and the run continues.
 
         Args:
-            folder: where to write.
-            steps: number of steps of each kind; 0: record nothing.
-            device: what the steps run on.
-            rank: part of the files' names.
+            folder: folder of the files.
+            steps: number of steps per kind; 0: record nothing.
+            device: device of the steps.
+            rank: this rank, for the files' names.
         """
         self._folder, self._steps, self._device, self._rank = folder, steps, device, rank
         self._open = {kind: _Recording() for kind in WARM_UP} if steps else {}
@@ -87,11 +87,11 @@ class Trace:
         recording = self._open.get(kind)
         if recording is not None:
             recording.seen += 1
-        # the last step of the warm-up is recorded, too, and dropped: the profiler's own first step is slow
+        # the last step of the warm-up is recorded and dropped: the profiler's first step is slow
         if recording is None or recording.seen < WARM_UP[kind]:
             yield
             return
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch 2.13 prints two lines for each recording
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch 2.13 prints two lines per recording
         on_gpu = self._device.type == "cuda"
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
         profiler = torch.profiler.profile(activities=activities, record_shapes=True)
@@ -136,18 +136,13 @@ class Trace:
         log.warning("profile_steps: %s is not recorded, the run continues: %s", kind, one_line(error))
 
     def _close(self) -> None:
-        """Write the kinds that are not complete, and say why they are not."""
+        """Write the incomplete kinds, and log why they are incomplete."""
         for kind, recording in list(self._open.items()):
             if recording.parts:
                 self._finish(kind)
             elif recording.seen or kind == TRAINING:
-                log.warning(
-                    "profile_steps: nothing of %s is recorded, because this run did %d such steps, and %d come before "
-                    "as warm-up",
-                    kind,
-                    recording.seen,
-                    WARM_UP[kind],
-                )
+                why = f"this run did {recording.seen} such steps, and {WARM_UP[kind]} come before as warm-up"
+                log.warning("profile_steps: nothing of %s is recorded, because %s", kind, why)
 
     def _finish(self, kind: str) -> None:
         recording = self._open.pop(kind, None)
@@ -158,7 +153,7 @@ class Trace:
         events = []
         for number, part in enumerate(recording.parts):
             for event in part["traceEvents"]:
-                if event.get("ph") in ("s", "t", "f"):  # arrows; each recording numbers them from 1
+                if event.get("ph") in ("s", "t", "f"):  # arrows; every recording numbers them from 1
                     event = {**event, "id": f"{number}.{event['id']}"}
                 events.append(event)
         head = {key: value for key, value in recording.parts[0].items() if key not in ("host_name", "traceName")}
@@ -180,16 +175,16 @@ class Trace:
                 "profile_steps: torch's profiler saw no kernel of the GPU, as some builds for ROCm do "
                 "(github.com/pytorch/kineto/pull/1338); the table is of the host's operators"
             )
-        where = f"open {path} in https://ui.perfetto.dev; {name}.txt beside it has the operators by time"
+        where = f"open {path} in https://ui.perfetto.dev; {name}.txt next to it lists the operators by time"
         log.info("profile of %s, %s, %.3g s%s: %s", kind, which, total, share, where)
 
 
 def seconds(events: list[dict[str, Any]], kind: str) -> tuple[float, float]:
-    """Seconds of the recorded steps, and of those the seconds in which at least one kernel or copy of a GPU ran.
+    """Seconds of the recorded steps, and the part of them in which a kernel or copy of a GPU ran.
 
     Args:
-        events: of the trace, in which an annotation whose name begins with ``kind`` spans each step.
-        kind: what was recorded.
+        events: events of the trace. An annotation whose name begins with ``kind`` spans a step.
+        kind: kind of the steps.
     """
     timed = [event for event in events if "dur" in event]
     steps = [e for e in timed if e.get("cat") == "user_annotation" and e["name"].startswith(kind)]

@@ -1,7 +1,6 @@
-"""Whether a kernel ends, is right and is faster on this machine's GPU: a child process tells, once a machine.
+"""Try kernels once per machine: whether they end, are right and are faster on its GPU.
 
-ROCm's wheels have kernels that crash or hang where they were built for other GPUs; only a process of its own survives
-them.
+A child process tries them, because ROCm's wheels have kernels that crash or hang on GPUs they were not built for.
 """
 
 import json
@@ -21,18 +20,18 @@ from rocm_ext.machine.bench_file import cache_folder, machine_key
 from rocm_ext.machine.detect import detect
 
 _TIMEOUT = 300  # seconds
-_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGBUS, signal.SIGFPE)  # they would come again
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGBUS, signal.SIGFPE)  # they would happen again
 
 
 def failure_of(name: str, what: str, module: str) -> str:
     """Return why this machine's GPU does not use a kernel; "" if it does.
 
-    The finding is kept in the cache folder until GPU or torch change.
+    The cache folder keeps the result until GPU or torch change.
 
     Args:
-        name: of the file that keeps the finding.
+        name: name of the file with the result.
         what: the kernel, for messages.
-        module: its ``main`` calls :func:`main`.
+        module: module whose ``main`` calls :func:`main`.
     """
     machine, folder = machine_key(detect()), cache_folder()
     file = folder / f"{name}.json" if folder else None
@@ -47,13 +46,13 @@ def failure_of(name: str, what: str, module: str) -> str:
 
 
 def _tried(what: str, module: str) -> tuple[str, bool]:
-    """Return what a child process finds, and whether another try would find the same."""
+    """Return the failure in a child process, and whether another try would fail the same way."""
     command = [sys.executable, "-m", module, str(torch.cuda.current_device() if torch.cuda.is_available() else 0)]
     quiet = subprocess.DEVNULL
     child = subprocess.Popen(command, stdin=quiet, stdout=subprocess.PIPE, stderr=quiet, text=True)
     try:
-        found = json.loads(child.communicate(timeout=_TIMEOUT)[0].splitlines()[-1])
-        return found["failure"], found["final"]
+        result = json.loads(child.communicate(timeout=_TIMEOUT)[0].splitlines()[-1])
+        return result["failure"], result["final"]
     except subprocess.TimeoutExpired:
         child.kill()  # without waiting: a process that hangs in the driver does not die
         return f"{what} took longer than {_TIMEOUT} s", False
@@ -63,7 +62,7 @@ def _tried(what: str, module: str) -> tuple[str, bool]:
 
 
 def main(trial: Callable[[torch.device], str]) -> None:
-    """Run ``trial`` on a GPU; print the failure, and whether it would come again."""
+    """Run ``trial`` on a GPU; print the failure, and whether it would happen again."""
     try:
         failure, final = trial(torch.device("cuda", int(sys.argv[1]))), True
     except NotImplementedError as error:
@@ -74,21 +73,21 @@ def main(trial: Callable[[torch.device], str]) -> None:
 
 
 def compare(what: str, pairs: list[tuple[Callable[[], Tensor], Callable[[], Tensor]]], largest: float) -> str:
-    """Compare a kernel with what it stands for: return what is wrong or slower, or "".
+    """Compare a kernel with its reference; return what is wrong or slower, or "".
 
     Args:
         what: the kernel, for messages.
-        pairs: calls of the kernel, and of what they must equal.
-        largest: error in norm, as a share of the result.
+        pairs: calls of the kernel and of the reference.
+        largest: largest error in norm, as a share of the result.
     """
     for kernel, reference in pairs:
         expected = reference()
         torch.full_like(expected, torch.nan)  # in the memory that the next call gets: it must write all of it
-        found, repeated = kernel(), kernel()
-        error = float((found.float() - expected.float()).norm() / expected.float().norm())
+        actual, repeated = kernel(), kernel()
+        error = float((actual.float() - expected.float()).norm() / expected.float().norm())
         if not error < largest:
             return f"{what} is wrong by {error:.1e} of its result"
-        if not torch.equal(found, repeated):
+        if not torch.equal(actual, repeated):
             return f"{what} differs from call to call"
 
     def seconds(calls: list[Callable[[], Tensor]]) -> float:

@@ -1,8 +1,8 @@
 """Measure the costs of a training step by running it on fake tensors, which have shapes but no memory.
 
-This runs the code that trains, so the estimate follows every change of a layer. A model's code decides what a layer
-gets beside hidden states, and layers may differ. So the whole model runs, and of each kind of layer the first one is
-measured in its place; the others pass their input on. It takes a fraction of a second for models of any size.
+This runs the code that trains, so the estimate follows every change of a layer. A model's code decides which inputs a
+layer gets besides hidden states, and layers may differ. So the complete model runs; the first layer of every kind is
+measured, and the others pass their input on. It takes a fraction of a second for models of any size.
 """
 
 import copy
@@ -38,12 +38,12 @@ from rocm_ext.model.remembered import remembered
 from rocm_ext.model.sampler import MIN_ROWS, one_step
 from rocm_ext.model.weights.quantized import Quantized, unpacked_once
 
-_BYTES_TO_UNPACK = 40  # for each value, measured on a CPU; a GPU compiles one kernel of all operations
+_BYTES_TO_UNPACK = 40  # per value, measured on a CPU; a GPU compiles one kernel of all operations
 _ATTENTION: dict[str, Any] = {
     "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: sdpa_flop_count(q, k, v),
     "_scaled_dot_product_flash_attention_for_cpu_backward": lambda g, q, k, v, *_: sdpa_backward_flop_count(g, q, k, v),
 }
-# beside views and pointwise operations, those whose results have the shapes, strides and device that inputs decide
+# besides views and pointwise operations: the inputs decide the shapes, strides and device of the results
 _PLAIN = frozenset(
     """
     mm bmm addmm sum mean cat clone _to_copy _unsafe_view select_backward slice_backward gather _softmax
@@ -58,7 +58,7 @@ class Operation:
 
     Attributes:
         flops: floating-point operations of matrix products; 0: another kernel, bound by memory.
-        bytes: read and written.
+        bytes: bytes read and written.
         attention: whether it is a fused attention kernel.
     """
 
@@ -70,11 +70,11 @@ class Operation:
 class CostCounter(TorchDispatchMode):
     """Counts operations and the bytes of live tensors while it is active.
 
-    It does not see a kernel's own workspace. Tensors that existed before count once an operation returns
-    them; :meth:`ignore` excludes them. Tensors on the meta device have no bytes; fake ones stand for some.
+    It does not see a kernel's workspace. Tensors that existed before count once an operation returns them;
+    :meth:`ignore` excludes them. Tensors on the meta device have no bytes; fake tensors represent some.
 
     Args:
-        to_unpack: further bytes for each value of ggml's blocks.
+        to_unpack: further bytes per value of ggml's blocks.
 
     Attributes:
         now: bytes of live tensors.
@@ -98,7 +98,7 @@ class CostCounter(TorchDispatchMode):
         self.peak, self.operations = self.now, []
 
     def once(self, parts: Sequence[Any]) -> Iterator[Any]:
-        """Yield the first of ``parts`` that cost the same and leave nothing behind; its kernels count for all."""
+        """Yield the first of equal ``parts``, which leave no tensors behind; its kernels count for all of them."""
         before = len(self.operations)
         yield from parts[:1]
         self.operations += self.operations[before:] * (len(parts) - 1)
@@ -108,7 +108,7 @@ class CostCounter(TorchDispatchMode):
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
             return args[0].fake_device  # autograd asks for it more often than it computes
         if Quantized in types:
-            return NotImplemented  # it dequantises, in operations that come here in turn
+            return NotImplemented  # its dequantisation comes here in turn
         inputs = _tensors((args, kwargs))
         out = _computed(func, inputs, args, kwargs)
         results = _tensors(out)
@@ -140,14 +140,14 @@ class CostCounter(TorchDispatchMode):
 def _computed(func: Any, inputs: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
     """Return what an operation returns for fake tensors.
 
-    Most operations of a step, views and products among them, are shapes in and shapes out. torch computes those of
-    fake tensors in Python, several times slower than those of the tensors on the meta device that they stand for.
+    Most operations of a step, such as views and products, only turn shapes into shapes. torch computes them for fake
+    tensors in Python, several times slower than for the tensors on the meta device that they represent.
     """
     plain = "device" not in kwargs and (func.is_view or _name(func) in _PLAIN or Tag.pointwise in func.tags)
-    devices = {getattr(t, "fake_device", None) for t in inputs if plain}  # to ask for ``device`` is an operation
+    devices = {getattr(t, "fake_device", None) for t in inputs if plain}  # reading ``device`` would be an operation
     if len(devices) == 1 and None not in devices:
         mode: Any = inputs[0].fake_mode  # type: ignore[attr-defined]
-        with suppress(NotImplementedError):  # what has no kernel for the meta device
+        with suppress(NotImplementedError):  # an operation without a kernel for the meta device
             with in_kernel_invocation_manager(mode):
                 out = func(*args, **kwargs)
             many = out if isinstance(out, tuple | list) else [out]
@@ -181,7 +181,7 @@ class LayerCosts:
     """Costs of one transformer layer for one micro-batch.
 
     Attributes:
-        entry: bytes of its input; a checkpointed layer keeps nothing else.
+        entry: bytes of the input; a checkpointed layer keeps nothing else.
         kept: further bytes that an ordinary layer keeps for the backward pass.
         working: further bytes that the backward pass needs at its peak.
         forward: kernels of the forward pass.
@@ -228,8 +228,8 @@ class Kernels:
 
         Args:
             device: the target.
-            bf16: whether it has bf16; GPUs without it (gfx906 and older) have no fused attention.
-            attention: the kernel that the config names; see :func:`rocm_ext.model.attention.sdpa`.
+            bf16: whether the device has bf16; GPUs without it (gfx906 and older) have no fused attention.
+            attention: kernel in the config; see :func:`rocm_ext.model.attention.sdpa`.
         """
         cuda = device.type == "cuda"
         fused = bf16 or not cuda if attention == "auto" else attention in ("flash", "efficient")
@@ -259,7 +259,7 @@ def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, 
     """Yield a copy of ``module`` on fake CPU tensors, in training mode, and an active tally."""
     fake = copy.deepcopy(module)
     for _, layer in adapters(fake):
-        if not isinstance(layer, ExpertLora) and layer._quantize_base:  # each product dequantises the weight
+        if not isinstance(layer, ExpertLora) and layer._quantize_base:  # every product dequantises the weight
             shape, dtype = layer.weight.shape, layer.weight.dtype
             layer.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
             layer._quantize_base = False
@@ -298,9 +298,9 @@ def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, 
 
 
 def launches_of(decoder: Decoder, merge: bool | None, device: torch.device, kernels: Kernels) -> int:
-    """Return the number of kernels of a decoding step; arguments as of :class:`rocm_ext.plan.planner.SamplingPlanner`.
+    """Return the number of kernels in a decoding step; arguments as in :class:`rocm_ext.plan.planner.SamplingPlanner`.
 
-    The number of answers changes it only where experts are computed one by one.
+    The number of answers changes it only if experts are computed one by one.
     """
 
     def count() -> int:
@@ -324,19 +324,19 @@ def simulate(
     kernels: Kernels,
     shared: Sequence[int] = (),
 ) -> tuple[list[LayerCosts], LossCosts, int]:
-    """Run a step of ``decoder`` on fake tensors, or recall what one like it cost.
+    """Run a step of ``decoder`` on fake tensors, or recall the costs of an equal step.
 
     Args:
         decoder: model with adapters, without weights.
         objective: computes the loss from hidden states; ``chunk_tokens`` must be set.
-        lengths: tokens of each sequence in the micro-batch.
-        targets: number of its tokens with a label.
-        kernels: of the device.
-        shared: of each packed sequence, see :class:`rocm_ext.data.batches.MicroBatch`.
+        lengths: tokens of the sequences in the micro-batch.
+        targets: number of the micro-batch's tokens with a label.
+        kernels: fused kernels of the device.
+        shared: shared tokens of the packed sequences, see :class:`rocm_ext.data.batches.MicroBatch`.
 
     Returns:
-        Costs of each layer, those of all after the layers, and the bytes of what the layers share beside hidden
-        states: tables of positions, and masks.
+        Costs of the layers, costs of everything after them, and bytes of the tables of positions and the masks, which
+        the layers share.
     """
     run = _Run()
     layers = list(decoder.layers)
@@ -369,7 +369,7 @@ def simulate(
 
 
 def _to_json(layers: Mapping[int, LayerCosts], loss: LossCosts, beside: int) -> dict[str, Any]:
-    """Return costs as JSON holds them: equal operations once, and their numbers in order."""
+    """Return costs for JSON: a table of the distinct operations, and their numbers in order."""
     table: dict[Operation, int] = {}
 
     def packed(costs: LayerCosts | LossCosts) -> dict[str, Any]:
@@ -395,12 +395,12 @@ class _Run:
 
     def __init__(self) -> None:
         self.tally: Any = None
-        self.costs: dict[int, LayerCosts] = {}  # by the number of a kind's first layer
+        self.costs: dict[int, LayerCosts] = {}  # by the index of a kind's first layer
         self.shared = self.held = 0
-        self._beside: dict[int, tuple[Any, ...]] = {}  # what layers return beside hidden states
+        self._beside: dict[int, tuple[Any, ...]] = {}  # further outputs of layers
 
     def measure(self, stand: "_Stand", x: Tensor, call: Callable[[Tensor], Any]) -> Any:
-        """Measure the layer of ``stand`` if there is one; return its output in shape, for the next layer."""
+        """Measure the layer of ``stand`` if it has one; return an output of the right shape for the next layer."""
         kind = stand.kind
         tally: CostCounter = self.tally
         if not self.costs:
@@ -431,12 +431,12 @@ class _Run:
 
 
 class _Stand(nn.Module):
-    """Takes a layer's place: measures it, or passes the hidden states on.
+    """Replaces a layer: measures it, or passes the hidden states on.
 
     Attributes:
-        layer: the first layer of a kind; None in the places of the others.
-        kind: its number.
-        last: whether no layer follows.
+        layer: first layer of a kind; None for the other layers.
+        kind: index of the first layer of the kind.
+        last: whether this is the last layer.
     """
 
     def __init__(
@@ -444,7 +444,7 @@ class _Stand(nn.Module):
     ) -> None:
         super().__init__()
         self.layer, self.kind, self.last = layer, kind, last
-        # in functions, because a copy of a model copies neither them nor what they refer to
+        # in functions, because a copy of a model copies neither functions nor their variables
         self._measure, self._like = lambda *args: measure(*args), lambda: like
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -454,7 +454,7 @@ class _Stand(nn.Module):
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
-        except AttributeError:  # models ask layers which mask they need
+        except AttributeError:  # models ask layers for the kind of their mask
             like = self.__dict__.get("_like")
             if like is None or name.startswith("__"):
                 raise
@@ -462,7 +462,7 @@ class _Stand(nn.Module):
 
 
 def _cut(value: Any) -> Any:
-    """Return arguments of a layer without the graphs of earlier layers, which are gone, as where layers share keys."""
+    """Detach arguments of a layer: if layers share keys, these have the freed graphs of earlier layers."""
     if isinstance(value, Tensor) and value.grad_fn is not None:
         return value.detach().requires_grad_()
     if type(value) in (tuple, list):
@@ -473,10 +473,10 @@ def _cut(value: Any) -> Any:
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """Return a key that layers share if their costs are equal."""
+    """Return a key; layers with equal keys have equal costs."""
     shapes = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters())
     modules = [layer, *layer.children()]
-    # what attention sees, and whether later layers take its keys
+    # the range of attention, and whether later layers take this layer's keys
     keys = ("attention_type", "layer_type", "sliding_window", "store_full_length_kv")
     settings = [getattr(m, key, None) for m in modules for key in keys]
     return (type(layer), shapes, *map(str, settings))

@@ -30,12 +30,12 @@ class MemoryPlan:
     """Bytes that training needs on one rank, by part.
 
     Attributes:
-        weights: this rank's shard of the frozen base model, and tables and masks that all layers share.
-        gathered: the parts of the model that FSDP2 gathers at once; 0 on one rank.
+        weights: this rank's shard of the frozen base model, and the layers' shared tables and masks.
+        gathered: weights that FSDP2 gathers at once; 0 on one rank.
         adapter: trainable parameters, fp32.
         gradients: gradients of the trainable parameters.
-        optimizer: state of the optimiser.
-        layer_costs: of each layer.
+        optimizer: the optimiser's state.
+        layer_costs: costs of the layers.
         loss: costs of final norm, output layer and loss.
     """
 
@@ -54,18 +54,14 @@ class MemoryPlan:
 
     @property
     def fixed(self) -> int:
-        """Bytes that are allocated during the whole run."""
+        """Bytes that stay allocated during the run."""
         return self.weights + self.gathered + self.adapter + self.gradients + self.optimizer
 
     def activations(self, checkpointed: Collection[int]) -> int:
-        """Peak bytes of the layers' activations and working memory, without the loss.
-
-        Args:
-            checkpointed: indices of the checkpointed layers.
-        """
+        """Peak bytes of activations and working memory with ``checkpointed`` layers, without the loss."""
         before, most = 0, 0
         for i, layer in enumerate(self.layer_costs):
-            # its backward pass has its whole activations; later layers' are freed
+            # its backward pass has all of its activations; later layers' are freed
             most = max(most, before + layer.entry + layer.kept + layer.working)
             before += layer.entry + (0 if i in checkpointed else layer.kept)
         return max(most, before)
@@ -110,14 +106,14 @@ def plan_memory(
     Args:
         decoder: model with adapters; frozen weights are on the meta device.
         objective: computes the loss from hidden states.
-        lengths: tokens of each sequence in the largest micro-batch.
+        lengths: tokens of the sequences in the largest micro-batch.
         dtype: dtype of weights and activations.
         device: the target.
-        optimizer: its component in the config.
+        optimizer: the optimiser's component in the config.
         ranks: number of ranks that share the frozen weights.
         targets: number of the micro-batch's tokens with a label.
-        kernels: kernels that ``device`` has.
-        shared: tokens that each sequence shares, see :class:`rocm_ext.data.batches.MicroBatch`.
+        kernels: fused kernels of ``device``.
+        shared: shared tokens of the sequences, see :class:`rocm_ext.data.batches.MicroBatch`.
     """
     adapter = sum(p.nbytes for p in adapter_parameters(decoder).values())
     chunked = copy.copy(objective)
@@ -135,20 +131,20 @@ def plan_memory(
 
 
 def frozen_bytes(module: nn.Module, ranks: int = 1) -> int:
-    """Bytes of the frozen parameters on each of ``ranks``, which share those that are not quantised."""
-    whole = sum(getattr(p, "stored_bytes", p.numel() * _NF4_BYTES) for p in quantized(module))
-    return int(whole) + shared_bytes(module) // ranks
+    """Bytes of the frozen parameters on a rank; ``ranks`` shard the unquantised parameters."""
+    unsharded = sum(getattr(p, "stored_bytes", p.numel() * _NF4_BYTES) for p in quantized(module))
+    return int(unsharded) + shared_bytes(module) // ranks
 
 
 def held_bytes(decoder: Decoder, ranks: int = 1) -> int:
-    """Bytes of the frozen parameters on each of ``ranks`` while the model computes: with those that FSDP2 gathers."""
+    """Bytes of the frozen parameters on a rank while the model computes, including gathered ones."""
     return frozen_bytes(decoder, ranks) + (0 if ranks == 1 else _gathered(decoder))
 
 
 def shared_bytes(module: nn.Module) -> int:
-    """Bytes of the frozen parameters that ranks share."""
-    whole = set(map(id, quantized(module)))
-    return sum(p.nbytes for p in _distinct(module.parameters()) if not p.requires_grad and id(p) not in whole)
+    """Bytes of the unquantised frozen parameters, which ranks shard."""
+    unsharded = set(map(id, quantized(module)))
+    return sum(p.nbytes for p in _distinct(module.parameters()) if not p.requires_grad and id(p) not in unsharded)
 
 
 def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -164,7 +160,7 @@ def _gathered(decoder: Decoder) -> int:
 def _state_per_byte(component: Any) -> float:
     """Bytes of optimiser state per byte of parameters: 2 for AdamW.
 
-    The same number is assumed for an optimiser that cannot step on the CPU (bitsandbytes').
+    It is also 2 for an optimiser that cannot step on the CPU (bitsandbytes').
     """
     parameter = nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)
@@ -200,7 +196,7 @@ def checkpointed_layers(setting: bool | int | str, plan: MemoryPlan, budget: int
         Indices of the layers, and the reason.
 
     Raises:
-        UserError: any other setting.
+        UserError: the setting is invalid.
     """
     layers = plan.layers
     if setting is False:

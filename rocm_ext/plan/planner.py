@@ -20,7 +20,7 @@ from rocm_ext.model.attention import span_for
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.sampler import MIN_ROWS, Sampler, copied_bytes, stays_quantized
 from rocm_ext.plan.costs import Kernels, Operation, launches_of
-from rocm_ext.plan.memory import MemoryPlan, plan_memory, shared_bytes, worst_rows
+from rocm_ext.plan.memory import MemoryPlan, plan_memory, readable, shared_bytes, worst_rows
 from rocm_ext.plan.speeds import Figures
 from rocm_ext.plan.workload import Questions, Workload, longest_answer
 from rocm_ext.sampling import Sampling
@@ -35,11 +35,11 @@ class Step:
 
     Attributes:
         tokens: tokens of this rank, without padding.
-        micro_batches: their number.
+        micro_batches: number of micro-batches.
         flops: floating-point operations.
-        bytes: read and written by kernels.
-        seconds: expected.
-        forward_seconds: expected of a forward pass over the same rows, without gradients.
+        bytes: bytes that kernels read and write.
+        seconds: expected time.
+        forward_seconds: expected time of a forward pass over the same rows, without gradients.
     """
 
     tokens: float
@@ -60,9 +60,9 @@ class Choice:
     """One way to run a step.
 
     Attributes:
-        micro_batch: tokens computed at once at most.
+        micro_batch: the most tokens computed at once.
         checkpointed: indices of the checkpointed layers.
-        memory: by part.
+        memory: memory by part.
         step: work and time.
     """
 
@@ -78,7 +78,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class _RepeatedKernels:
+class _Repeated:
     """Kernels that a micro-batch runs a number of times."""
 
     operations: Sequence[Operation]
@@ -93,15 +93,15 @@ class TrainingPlanner:
     """Plans the training of one model with one config on one machine.
 
     Args:
-        cfg: config of either recipe.
+        cfg: config of a recipe.
         decoder: model with adapters, without weights.
         objective: computes the loss from hidden states.
         dtype: dtype of weights and activations.
         device: the target; the planner computes nothing there.
         rows: the training data.
         ranks: number of ranks that share the work.
-        figures: returns the machine's speeds; called only when the plan needs a time.
-        kernels: kernels that ``device`` has.
+        figures: function that returns the machine's speeds; called only when the plan needs a time.
+        kernels: fused kernels of ``device``.
     """
 
     def __init__(
@@ -145,15 +145,15 @@ class TrainingPlanner:
         return max((self._plan(lengths, targets, shared) for lengths, shared in pieces), key=lambda plan: plan.peak(()))
 
     def _largest(self, micro_batch: int) -> tuple[list[tuple[list[int], list[int]]], int]:
-        """Return lengths and shared tokens of the sequences in the largest micro-batches, and the most labels in any.
+        """Return the sequences of the largest micro-batches, as lengths and shared tokens, and the most labels in any.
 
-        One has the most tokens. Where sequences share some, another one may have the most tokens for attention.
+        One has the most tokens. If sequences share tokens, another one may have the most tokens for attention.
         """
         cfg, per_row = self.cfg, self.rows.per_row
         order = cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle, self.rows.mixture
         steps = Steps(len(per_row), self.rows_per_step, *order)
         packed = self.decoder.packs
-        # rows that are not packed are padded to the longest
+        # unpacked rows are padded to the longest
         sizes = [lambda piece: sum(piece[0]) if packed else len(piece[0]) * max(piece[0], default=0)]
         if self.rows.shared:
             sizes.append(lambda piece: sum(map(sum, piece)))
@@ -167,8 +167,10 @@ class TrainingPlanner:
                 largest = [max(most, (lengths, shared), key=size) for most, size in zip(largest, sizes, strict=True)]
                 targets = max(targets, sum(rows[i][2] for i in piece))
         multiple = width_multiple(self.cfg.compile, self.device, self.dtype)
-        if packed:
-            largest = [_widened(*piece, -sum(piece[0]) % multiple) for piece in largest]
+        for lengths, shared in largest if packed else ():
+            if padding := -sum(lengths) % multiple:
+                lengths.append(padding)
+                shared.append(0)
         return largest, targets
 
     def _plan(self, lengths: Sequence[int], targets: int, shared: Sequence[int] = ()) -> MemoryPlan:
@@ -192,7 +194,7 @@ class TrainingPlanner:
         """Plan a step.
 
         Args:
-            micro_batch: tokens computed at once at most.
+            micro_batch: the most tokens computed at once.
             checkpointed: indices of layers; None: as few layers as ``budget`` allows.
             budget: bytes that a rank may use.
         """
@@ -205,25 +207,22 @@ class TrainingPlanner:
         count = max(1, math.ceil(tokens / micro_batch))
         size = max(1, round(tokens / count))
         plan = self._plan(*self._typical(size))
-        # the frozen output layer: a product forward, one more for losses of whole sequences, and one backward
+        # the frozen output layer: one product forward, a second one for losses of sequences, and one backward
         loss = plan.loss.operations
-        passes = [_RepeatedKernels(loss, 1.0)]
-        forward = [_RepeatedKernels(loss, 1 / 3 if self.objective.whole_sequences else 1 / 2)]
+        passes = [_Repeated(loss, 1.0)]
+        forward = [_Repeated(loss, 1 / 3 if self.objective.whole_sequences else 1 / 2)]
         for costs in {id(costs): costs for costs in plan.layer_costs}.values():
             alike = [i for i, other in enumerate(plan.layer_costs) if other is costs]
             again = sum(i in checkpointed for i in alike)
             kept = len(alike) - again
             compiled = bool(self.cfg.compile)  # but not the checkpointed layers
-            passes += [
-                _RepeatedKernels(costs.forward, kept, compiled),
-                _RepeatedKernels(costs.backward, kept, compiled),
-            ]
-            passes += [_RepeatedKernels(costs.forward, 2 * again), _RepeatedKernels(costs.backward, again)]
-            forward += [_RepeatedKernels(costs.forward, kept, compiled), _RepeatedKernels(costs.forward, again)]
+            passes += [_Repeated(costs.forward, kept, compiled), _Repeated(costs.backward, kept, compiled)]
+            passes += [_Repeated(costs.forward, 2 * again), _Repeated(costs.backward, again)]
+            forward += [_Repeated(costs.forward, kept, compiled), _Repeated(costs.forward, again)]
         forward_seconds = count * max(self._seconds(forward), self._gathering() / 2)
-        # KTO's baseline is a forward pass of its own
+        # KTO's baseline is a separate forward pass
         before, waits = (forward, forward_seconds) if getattr(self.objective, "baseline", None) is not None else ([], 0)
-        update = _RepeatedKernels([Operation(0, 2 * (plan.adapter + plan.optimizer) + plan.gradients)], 1.0)
+        update = _Repeated([Operation(0, 2 * (plan.adapter + plan.optimizer) + plan.gradients)], 1.0)
         return Step(
             tokens=tokens,
             micro_batches=count,
@@ -242,7 +241,7 @@ class TrainingPlanner:
         lengths: list[int] = []
         shared: list[int] = []
         count, sequences = max(1, round(tokens / rows.mean)), max(2, round(rows.sequences))
-        for i in range(count):  # rows of sequences that are equally long with what they share
+        for i in range(count):  # rows of sequences of equal length, shared tokens included
             size = tokens * (i + 1) // count - tokens * i // count
             common = rows.shared / (sequences - 1)
             length = max(1, int((size - common) / sequences))
@@ -251,10 +250,10 @@ class TrainingPlanner:
         return lengths, targets, shared
 
     def _gathering(self) -> float:
-        """Seconds to gather every layer's weights from all ranks, forward and backward, in parallel with computing."""
+        """Seconds to gather the layers' weights, forward and backward, in parallel with computing."""
         return 2 * shared_bytes(self.decoder) / self.ranks * (self.ranks - 1) / self.figures.link
 
-    def _seconds(self, passes: Sequence["_RepeatedKernels"]) -> float:
+    def _seconds(self, passes: Sequence["_Repeated"]) -> float:
         dtype = dtype_name(self.dtype)
         timed = (work for work in passes if work.times)
         return sum(work.times * self.figures.seconds(work.operations, dtype, work.compiled) for work in timed)
@@ -275,15 +274,40 @@ class TrainingPlanner:
             last, rows = other, rows * 2
         return best
 
+    def cures(self, tokens: int, layers: Sequence[int], goal: float) -> list[str]:
+        """List changes of the config that lower the planned peak, the fastest first.
+
+        Args:
+            tokens: tokens of a micro-batch.
+            layers: the checkpointed layers.
+            goal: the most bytes that a change may plan.
+
+        Returns:
+            Up to two changes, as ``key=value`` with their peak and their cost; none, if no smaller micro-batch reaches
+            ``goal``.
+        """
+        now, every = self.choice(tokens, layers, 0), range(self.memory(tokens).layers)
+        ways = {"enable_activation_checkpointing=True": self.choice(tokens, every, 0)}
+        size = math.ceil(tokens / self.rows.longest)  # rows of the longest length
+        while size > 1 and (size := size // 2):
+            fewer = size * self.rows.longest
+            key = f"tokens_per_micro_batch={fewer}"  # batch_size may also say how many rows a step has
+            ways[key] = self.choice(fewer, layers, 0)
+            ways[f"{key} enable_activation_checkpointing=True"] = self.choice(fewer, every, 0)
+            if ways[key].peak <= goal:
+                break
+        enough = {way: choice for way, choice in ways.items() if choice.peak <= min(goal, now.peak - 1)}
+        changes = []
+        for way, choice in sorted(enough.items(), key=lambda item: item[1].step.seconds)[:2]:
+            slower = round(100 * (choice.step.seconds / now.step.seconds - 1))
+            changes.append(f"{way} (plans {readable(choice.peak)}{f', {slower} % slower' if slower > 0 else ''})")
+        return changes
+
     def better(self, choice: Choice, other: Choice, budget: int) -> Choice:
-        """Return ``other`` if it fits and ``choice`` does not fit or is clearly slower; else ``choice``."""
+        """Return ``other`` if it fits, and ``choice`` does not fit or is clearly slower; else ``choice``."""
         if other.peak <= budget and (choice.peak > budget or other.step.seconds * _GAIN < choice.step.seconds):
             return other
         return choice
-
-
-def _widened(lengths: list[int], shared: list[int], padding: int) -> tuple[list[int], list[int]]:
-    return ([*lengths, padding], [*shared, 0]) if padding else (lengths, shared)
 
 
 @dataclass(frozen=True)
@@ -291,7 +315,7 @@ class SamplingPlan:
     """Memory and speed of sampling in this process.
 
     Attributes:
-        layout: bytes of the weights that sampling copies.
+        layout: bytes of the copied weights.
         slots: answers decoded at once.
         cache: bytes of keys and values of all slots.
         working: further bytes.
@@ -316,15 +340,15 @@ class SamplingPlanner:
     """Plans sampling with :class:`rocm_ext.sampling.LocalEngine`.
 
     Attributes:
-        layout: bytes of the weights that sampling copies.
-        launches: kernels that the host starts in each step; 0: as one graph, or for no cost that is known.
+        layout: bytes of the copied weights.
+        launches: kernels that the host starts in a step; 0: one graph, or the cost of a launch is unknown.
 
     Args:
-        cfg: config of ``raft_rocm`` or ``grpo_rocm``.
-        decoder: model with adapters, all of it on the meta device.
+        cfg: config of a recipe that samples.
+        decoder: model with adapters, on the meta device.
         device: the target.
         asked: prompts and answers.
-        ranks: number of ranks that share the weights; each samples from its own copy.
+        ranks: number of ranks that shard the weights; every rank samples from a full copy.
         figures: the machine's speeds.
     """
 
@@ -341,16 +365,15 @@ class SamplingPlanner:
         merge = cfg.engine.get("merge")
         with torch.no_grad():
             self._decoder = decoder.sampler(merge, device)
-        # of several ranks, every one gathers a copy
+        # several ranks gather one copy each
         frozen = (p.nbytes for p in decoder.parameters() if not p.requires_grad and not stays_quantized(p))
         self.layout = copied_bytes(decoder, merge) if ranks == 1 else sum(frozen)
         wanted = device.type == "cuda" and cfg.engine.get("graphs") is not False
         self._graphs = self._decoder.fixed_shapes = wanted and not decoder.graph_obstacle
         self.launches = 0
         if figures.launch and not self._graphs:
-            self.launches = launches_of(
-                decoder, merge, device, Kernels.on(device, "bf16" in figures.flops, cfg.attention)
-            )
+            kernels = Kernels.on(device, "bf16" in figures.flops, cfg.attention)
+            self.launches = launches_of(decoder, merge, device, kernels)
         self._cfg, self._device, self._asked, self._figures = cfg, device, asked, figures
 
     def plan(self, free: int, reserve: int = 0) -> SamplingPlan:
@@ -358,7 +381,7 @@ class SamplingPlanner:
 
         Args:
             free: bytes for the layout and the slots.
-            reserve: bytes that training allocates beside them; 0: they are freed before.
+            reserve: bytes that training allocates at the same time; 0: sampling frees its memory before training.
         """
         cfg, decoder, asked = self._cfg, self._decoder, self._asked
         length = asked.longest + longest_answer(cfg)
@@ -373,19 +396,13 @@ class SamplingPlanner:
         return SamplingPlan(self.layout, slots, cache, memory.bytes(slots) - cache, speed, self.launches)
 
     def step_seconds(self, slots: int) -> float:
-        """Seconds to decode one token for each of ``slots`` answers."""
+        """Seconds to decode one token of ``slots`` answers."""
         context = self._asked.mean + self._asked.answer / 2
         computing = decode_seconds(self._decoder, slots, context, self._figures)
         return max(computing, self.launches * self._figures.launch)  # the device computes behind the host
 
     def seconds(self, prompts: float, samples: int, slots: int) -> float:
-        """Seconds to prefill one rank's prompts and decode their answers; a batch lasts as long as its longest answer.
-
-        Args:
-            prompts: number of prompts of one rank.
-            samples: answers per prompt.
-            slots: answers decoded at once.
-        """
+        """Seconds to prefill prompts and decode ``samples`` answers per prompt, at least of the longest answer."""
         asked = self._asked
         steps = max(prompts * samples * asked.answer / slots, self._cfg.max_new_tokens)
         prefill = prompts * asked.mean * self._decoder.flops_per_token / _rate(self._decoder, self._figures)
@@ -393,13 +410,9 @@ class SamplingPlanner:
 
 
 def decode_seconds(decoder: Sampler, slots: int, context: float, figures: Figures) -> float:
-    """Seconds to decode one token for each answer. Reading weights and cache does not overlap with computing.
+    """Seconds to decode one token of ``slots`` answers, whose attention sees ``context`` tokens on average.
 
-    Args:
-        decoder: the model's copy for sampling.
-        slots: answers decoded at once.
-        context: mean tokens that an answer attends to.
-        figures: the machine's speeds.
+    Reading weights and cache does not overlap with computing.
     """
     read = decoder.weight_bytes + slots * decoder.cache_bytes(context)
     computing = slots * decoder.flops_per_token / _rate(decoder, figures)

@@ -1,7 +1,6 @@
 """Plan one config on one machine; ``rocm-ext plan`` prints the result.
 
-In a cycle of RAFT, or a step of GRPO or distillation, sampling and training share this process, or servers sample
-elsewhere.
+A cycle of RAFT, or a step of GRPO or distillation, samples in this process or on servers.
 """
 
 import inspect
@@ -57,14 +56,14 @@ class RolloutPlan:
         asked: prompts and answers.
         sampling: memory and speed of sampling, in this process or on one server.
         servers: number of servers; 0: this process samples.
-        beside: whether servers sample the next round's answers while a round trains.
+        beside: whether servers sample the next round's answers during training.
         peak: bytes while this process samples; 0 with servers.
-        keeps: bytes that the sampler would keep while training, largest first; empty: it keeps none.
+        keeps: choices of bytes that the sampler would keep during training, largest first; empty: it keeps none.
         rounds: cycles or steps of the run.
         evaluations: number of evaluations in the run.
         sampling_seconds: time to sample a round's answers; None: the number of prompts is unknown.
         evaluation_seconds: time of one evaluation; None: its prompts are unknown.
-        scoring_seconds: time of the passes before the updates that compute log-probs.
+        scoring_seconds: time of the passes that compute log-probs before the updates.
         updates_seconds: time of a round's updates, as configured; None: the number of rows is unknown.
     """
 
@@ -83,7 +82,7 @@ class RolloutPlan:
 
     @property
     def round_seconds(self) -> float | None:
-        """Seconds of a round, without its evaluation, and without verification, which runs beside sampling."""
+        """Seconds of a round without evaluation. Verification runs at the same time as sampling."""
         if self.sampling_seconds is None or self.updates_seconds is None:
             return None
         parts = self.sampling_seconds, self.scoring_seconds + self.updates_seconds
@@ -100,14 +99,14 @@ class RolloutPlan:
 
     @property
     def waiting(self) -> tuple[str, float] | None:
-        """The side that waits for the other in each round, and its seconds; None unless both work at once."""
+        """The side that waits for the other, and its seconds per round; None unless both work at once."""
         if not self.beside or self.sampling_seconds is None or self.updates_seconds is None:
             return None
         ahead = self.sampling_seconds - self.scoring_seconds - self.updates_seconds
         return ("the training GPUs", ahead) if ahead > 0 else ("the servers", -ahead)
 
     def at(self, training: float, sampling: float) -> "RolloutPlan":
-        """Return the plan where training and sampling run at these shares of their computed speeds."""
+        """Return the plan for these shares of the computed speeds of training and sampling."""
         return replace(
             self,
             sampling_seconds=self.sampling_seconds and self.sampling_seconds / sampling,
@@ -117,7 +116,7 @@ class RolloutPlan:
         )
 
     def kept(self, training_peak: int, budget: int) -> int:
-        """Return the bytes that the sampler keeps while training: weights and cache, or what of them fits.
+        """Return the bytes that the sampler keeps during training: weights and cache, or only weights, as they fit.
 
         Args:
             training_peak: bytes of training alone.
@@ -139,14 +138,13 @@ def plan_rollout(
 ) -> RolloutPlan:
     """Plan a round.
 
-    A server is taken to be one GPU of the target's kind, as fast as this library's sampler.
+    It assumes that a server is one GPU of the target's kind, as fast as this library's sampler.
 
     Args:
         cfg: config of the family.
-        family: RAFT, whose sampler frees its memory before training, or another, whose sampler keeps what it can.
+        family: recipe of this library. RAFT's sampler frees its memory before training; the others keep what fits.
         asked: prompts and answers.
-        sampler: planner of sampling, in this process or on one server.
-        training: planner of the updates.
+        sampler, training: planners of sampling, in this process or on one server, and of the updates.
         now: an update as configured.
         budget: bytes that a rank may use.
         servers: number of servers that sample; 0: this process samples.
@@ -162,9 +160,8 @@ def plan_rollout(
         usual = options["concurrency"].default if "concurrency" in options else slots
         slots = min(slots, training.ranks * cfg.engine.get("concurrency", usual))  # requests of a rank at once
     columns = training.objective.columns
-    passes = ("old_logprobs" in columns and old_logprobs(cfg, training.dtype) == "trainer") + (
-        "reference_logprobs" in columns
-    )
+    passes = int("old_logprobs" in columns and old_logprobs(cfg, training.dtype) == "trainer")
+    passes += "reference_logprobs" in columns
     rounds, every = (cfg.steps, cfg.eval_every_n_steps) if grpo else (cfg.cycles, cfg.eval_every_n_cycles)
     held_out = asked.held_out
     asks = 0 if cfg.get("given_answers") else asked.prompts or (cfg.prompts_per_step if grpo else None)
@@ -186,13 +183,13 @@ def plan_rollout(
 
 @dataclass(frozen=True)
 class TeacherPlan:
-    """What the teacher of a distillation takes beside the model in training.
+    """Costs of a distillation's teacher, in addition to the model in training.
 
     Attributes:
-        parameters: their number.
-        weights: bytes of its weights on a rank, with those gathered from other ranks.
-        forward: further bytes of its forward pass over a micro-batch.
-        seconds: of its forward passes over the rows of an update.
+        parameters: number of parameters.
+        weights: bytes of the weights on a rank, including gathered ones.
+        forward: further bytes of a forward pass over a micro-batch.
+        seconds: time of the forward passes over the rows of an update.
     """
 
     parameters: int
@@ -207,20 +204,20 @@ class RunPlan:
 
     Attributes:
         family: the recipe of this library that the config's recipe is or extends.
-        target: the machine that the plan is for.
+        target: the planned machine.
         ranks: processes that share the work.
-        parameters: all parameters of the model, and the trained ones.
-        shape: says that the model's shape is one that this library ships; None: it is the model's own.
-        rows: the training data; in RAFT those of a cycle, in GRPO those of a step.
+        parameters: number of the model's parameters, and of the trained ones.
+        shape: note that the model's shape comes from this library; None: it comes from the model's files.
+        rows: the training data; of a cycle in RAFT, of a step in GRPO.
         now: a training step as configured.
         best: the fastest training step within the budget.
         steps: optimiser steps of all epochs, in RAFT of a cycle, in GRPO of a step; None if the number of rows is
             unknown.
         rollout: the plan of a cycle of RAFT or a step of GRPO; None for other recipes.
-        reference: seconds to score all rows once under DPO's reference; None without one, or if the number of rows is
-            unknown.
-        teacher: the teacher of a distillation that is another model; None: there is none.
-        programs: bytes that programs of conversations may take of a memory that the GPU shares; 0: it shares none.
+        reference: seconds to score all rows once under DPO's reference; None: there is no reference, or the number of
+            rows is unknown.
+        teacher: the teacher of a distillation, if it is another model; None: there is none.
+        programs: bytes of memory shared with the GPU that the programs of conversations may take; 0: nothing is shared.
     """
 
     family: str
@@ -239,7 +236,7 @@ class RunPlan:
 
     @property
     def round(self) -> str:
-        """What a round of the rollout is called: a cycle of RAFT, or a step of GRPO."""
+        """The name of a round: cycle in RAFT, else step."""
         return "cycle" if self.family == registry.RAFT else "step"
 
     @property
@@ -248,7 +245,7 @@ class RunPlan:
         return self.highest(self.now) <= self.target.budget[0]
 
     def highest(self, choice: Choice) -> int:
-        """Return the peak bytes of the whole run: of training or, if that takes more, of sampling."""
+        """Return the peak bytes of the run: of training or, if it takes more, of sampling."""
         return max(self.peak(choice), self.beside + self.rollout.peak if self.rollout else 0)
 
     @property
@@ -257,25 +254,22 @@ class RunPlan:
         return self.teacher.weights if self.teacher else 0
 
     def kept(self, choice: Choice) -> int:
-        """Return the bytes that the sampler keeps while training."""
+        """Return the bytes that the sampler keeps during training."""
         return self.rollout.kept(choice.peak, self.target.budget[0] - self.beside) if self.rollout else 0
 
     def peak(self, choice: Choice) -> int:
-        """Return the peak bytes of training, with what the sampler keeps and the teacher takes."""
+        """Return the peak bytes of training, including sampler and teacher."""
         forward = choice.memory.fixed + self.teacher.forward if self.teacher else 0
         return max(choice.peak, forward) + self.kept(choice) + self.beside
 
     @property
     def training_seconds(self) -> float | None:
-        """Seconds of all epochs, in RAFT of a cycle, in GRPO of a step's updates; None: number of rows unknown."""
-        return None if self.steps is None else self.steps * self.update_seconds(self.now)
-
-    def update_seconds(self, choice: Choice) -> float:
-        """Return the seconds of an update, with the teacher's forward passes."""
-        return choice.step.seconds + (self.teacher.seconds if self.teacher else 0.0)
+        """Seconds of all epochs, in RAFT of a cycle, in GRPO of a step's updates; None: unknown number of rows."""
+        update = self.now.step.seconds + (self.teacher.seconds if self.teacher else 0.0)
+        return None if self.steps is None else self.steps * update
 
     def changes(self) -> dict[str, Any]:
-        """Return the keys that turn the config into ``best``, with their values."""
+        """Return the changed keys of ``best`` with their values."""
         keys: dict[str, Any] = {}
         if self.best.micro_batch != self.now.micro_batch:
             keys["tokens_per_micro_batch"] = self.best.micro_batch
@@ -302,9 +296,9 @@ def plan_run(
         family: the recipe of this library that the config's recipe is or extends.
         bench: file that ``rocm-ext bench`` wrote; None: this machine's default file, if it exists.
         ranks: processes that share the work.
-        known: sizes that the user gives for data that are not on disk.
-        chip: plan for a machine as sold with this chip of the profile's; None: for this machine where ``cfg.hardware``
-            describes it.
+        known: the user's sizes of data that are not on disk.
+        chip: chip of the profile, to plan for a machine as sold with it; None: plan for this machine, if
+            ``cfg.hardware`` describes it.
 
     Raises:
         UserError: the recipe would refuse the config, or the machine's speeds are unknown.
@@ -316,9 +310,13 @@ def plan_run(
     choose_attention(decoder, cfg.attention)
     asked = questions(cfg, known) if family in registry.SAMPLED else None
     samples_here = asked is not None and str(cfg.engine[config.COMPONENT]).endswith(".LocalEngine")
-    engine = None
-    if asked and samples_here:
-        engine = _checked_engine(cfg, decoder, asked)  # before the plan of rows that long, which takes minutes
+    engine: Any = None
+    if asked and samples_here:  # before the plan of rows that long, which takes minutes
+        engine = config.instantiate(cfg.engine, key="engine", decoder=decoder, tokenizer=None, free_memory=lambda: 0)
+        if (longest := asked.longest + longest_answer(cfg)) > (context := engine.max_seq_len):
+            raise UserError(
+                f"a prompt and max_new_tokens are up to {longest} tokens; the model takes at most {context}"
+            )
     planner = TrainingPlanner(
         cfg,
         decoder,
@@ -330,14 +328,22 @@ def plan_run(
         figures=lambda: target.figures,
         kernels=Kernels.on(target.device, "bf16" in target.figures.flops, cfg.attention),
     )
-    # as the recipe does: the weights that the sampler keeps for the next step leave less for training
-    teacher = _Teacher.of(cfg, family, planner)
-    budget = target.budget[0] - (teacher.weights if teacher else 0)
+    # as in the recipe: the weights that the sampler keeps for the next step leave less for training
+    teacher = _teacher_planner(cfg, family, planner)
+    teacher_weights = held_bytes(teacher.decoder, ranks) if teacher else 0
+    budget = target.budget[0] - teacher_weights
     room = budget - (engine.layout_bytes() if engine and _keeps(cfg, family) else 0)
-    best = planner.fit(room)
-    now = _configured(cfg, planner, best, room)
-    steps, rollout = _steps(cfg, family, planner), None
-    taught = teacher.at(now) if teacher else None
+    now = best = planner.fit(room)
+    if cfg.tokens_per_micro_batch != "auto":
+        micro_batch = micro_batch_budget(planner.rows.longest, cfg.batch_size, cfg.tokens_per_micro_batch)
+        layers, _ = checkpointed_layers(cfg.enable_activation_checkpointing, planner.memory(micro_batch), room)
+        now = planner.choice(micro_batch, layers, room)
+    steps, rollout, taught = _steps(cfg, family, planner), None, None
+    if teacher:
+        alone = teacher.choice(now.micro_batch, (), 0)
+        forward = max(layer.entry + layer.kept for layer in alone.memory.layer_costs)
+        parameters, _ = _parameters(teacher.decoder)
+        taught = TeacherPlan(parameters, teacher_weights, forward, alone.step.forward_seconds)
     if asked:
         at_once = ranks if samples_here else 1
         sampler = SamplingPlanner(cfg, decoder, target.device, asked, ranks=at_once, figures=target.figures)
@@ -362,47 +368,32 @@ def plan_run(
 
 
 def _keeps(cfg: DictConfig, family: str) -> bool:
-    """Whether a sampler in this process keeps its copy of the weights while training."""
+    """Whether a sampler in this process keeps its copy of the weights during training."""
     return family in registry.BY_STEP and not cfg.get("given_answers")
 
 
-class _Teacher:
-    """The teacher of a distillation that is another model, on the rows of the model in training."""
-
-    def __init__(self, cfg: DictConfig, planner: TrainingPlanner) -> None:
-        given = OmegaConf.create(cfg)
-        if cfg.teacher_adapter and not Path(cfg.teacher_adapter).exists():  # a run before this one may write it
-            given.teacher_adapter = None
-        made = teacher_config(given, given)
-        use_shape(made)
-        decoder = build_model(made.model, planner.dtype, 0, torch.device("meta"))
-        choose_attention(decoder, cfg.attention)
-        self._planner = TrainingPlanner(
-            made,
-            decoder,
-            CrossEntropy(),
-            planner.dtype,
-            planner.device,
-            rows=planner.rows,
-            ranks=planner.ranks,
-            figures=lambda: planner.figures,
-            kernels=planner.kernels,
-        )
-        self.weights = held_bytes(decoder, planner.ranks)
-
-    @classmethod
-    def of(cls, cfg: DictConfig, family: str, planner: TrainingPlanner) -> "_Teacher | None":
-        """Return the config's teacher; None: it has none, or a server or this model's base teaches."""
-        if family != registry.DISTIL or cfg.teacher == BASE or is_server(cfg.teacher):
-            return None
-        return cls(cfg, planner)
-
-    def at(self, choice: Choice) -> TeacherPlan:
-        """Plan it beside a step of the model in training."""
-        planner = self._planner
-        step = planner.choice(choice.micro_batch, (), 0)
-        forward = max(layer.entry + layer.kept for layer in step.memory.layer_costs)
-        return TeacherPlan(_parameters(planner.decoder)[0], self.weights, forward, step.step.forward_seconds)
+def _teacher_planner(cfg: DictConfig, family: str, planner: TrainingPlanner) -> TrainingPlanner | None:
+    """The planner of a distillation's teacher; None: there is none, or a server or this model's base teaches."""
+    if family != registry.DISTIL or cfg.teacher == BASE or is_server(cfg.teacher):
+        return None
+    given = OmegaConf.create(cfg)
+    if cfg.teacher_adapter and not Path(cfg.teacher_adapter).exists():  # an earlier run may write it
+        given.teacher_adapter = None
+    made = teacher_config(given, given)
+    use_shape(made)
+    decoder = build_model(made.model, planner.dtype, 0, torch.device("meta"))
+    choose_attention(decoder, cfg.attention)
+    return TrainingPlanner(
+        made,
+        decoder,
+        CrossEntropy(),
+        planner.dtype,
+        planner.device,
+        rows=planner.rows,
+        ranks=planner.ranks,
+        figures=lambda: planner.figures,
+        kernels=planner.kernels,
+    )
 
 
 def _rows(cfg: DictConfig, family: str, asked: Questions | None, known: Known, share: bool) -> Workload:
@@ -419,11 +410,7 @@ def _rows(cfg: DictConfig, family: str, asked: Questions | None, known: Known, s
 
 
 def _check(cfg: DictConfig, target: Target, machine: Machine, decoder: TransformerDecoder, ranks: int) -> None:
-    """Make the recipe's own checks.
-
-    Raises:
-        UserError: the recipe would refuse the config; the message is the recipe's.
-    """
+    """Raise the recipe's errors about the config."""
     settings: Any = OmegaConf.to_container(cfg)
     overrides = list(cfg.hardware_overrides)
     check_locked(target.profile, settings, overrides)
@@ -451,9 +438,9 @@ def _steps(cfg: DictConfig, family: str, planner: TrainingPlanner) -> int | None
 
 
 def _reference(planner: TrainingPlanner, choice: Choice) -> float | None:
-    """Seconds of a forward pass over all preferences, if the objective needs the reference's log-probs; of two for KTO.
+    """Seconds of a forward pass over all preferences, if the objective needs the reference's log-probs.
 
-    The second one is over the answers of its baseline.
+    KTO needs a second pass, over the answers of its baseline.
     """
     if not {SIDE, "reference_logprobs"} <= {*planner.objective.columns} or planner.rows.count is None:
         return None
@@ -462,24 +449,9 @@ def _reference(planner: TrainingPlanner, choice: Choice) -> float | None:
 
 
 def _programs(cfg: DictConfig, target: Target) -> int:
-    """Bytes at most that a rank's programs take of memory that the GPU shares."""
+    """The most bytes of memory shared with the GPU that a rank's programs take."""
     environment = cfg.get("environment")
     if target.profile.memory["of"] != "unified" or not environment or not environment[COMPONENT].endswith(".Program"):
         return 0
     at_once, memory_mb = environment.get("at_once") or MOST_AT_ONCE, environment.get("memory_mb") or MEMORY_MB
     return int(at_once * memory_mb * 2**20)
-
-
-def _configured(cfg: DictConfig, planner: TrainingPlanner, best: Choice, budget: int) -> Choice:
-    if cfg.tokens_per_micro_batch == "auto":
-        return best
-    micro_batch = micro_batch_budget(planner.rows.longest, cfg.batch_size, cfg.tokens_per_micro_batch)
-    layers, _ = checkpointed_layers(cfg.enable_activation_checkpointing, planner.memory(micro_batch), budget)
-    return planner.choice(micro_batch, layers, budget)
-
-
-def _checked_engine(cfg: DictConfig, decoder: TransformerDecoder, asked: Questions) -> Any:
-    engine = config.instantiate(cfg.engine, key="engine", decoder=decoder, tokenizer=None, free_memory=lambda: 0)
-    if (longest := asked.longest + longest_answer(cfg)) > (context := engine.max_seq_len):
-        raise UserError(f"a prompt and max_new_tokens are up to {longest} tokens; the model takes at most {context}")
-    return engine

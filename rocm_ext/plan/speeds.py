@@ -1,4 +1,4 @@
-"""The machine that a plan is for, and its speeds: measured by ``rocm-ext bench``, or of its data sheet."""
+"""The planned machine and its speeds, from ``rocm-ext bench`` or from a data sheet."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -17,10 +17,10 @@ from rocm_ext.machine.numerics import DTYPES, pick_dtype
 from rocm_ext.machine.profile import Chip, Profile, chips_of, load_profile, named_chips
 from rocm_ext.plan.costs import Operation
 
-# The least and the most that published runs reach of speeds computed from a data sheet, see
+# Published runs reach these shares, least and most, of speeds computed from a data sheet: see
 # tests/plan/published_speeds.yaml
 PUBLISHED = {"training": (0.65, 1.25), "sampling": (0.65, 0.85)}
-_FUSED = 0.5  # share of their time that kernels beside matrix products take once torch.compile has fused them
+_FUSED = 0.5  # share of its time that a kernel other than a matrix product takes once torch.compile has fused it
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,15 @@ class Figures:
     Attributes:
         source: origin of the numbers.
         measured: whether ``rocm-ext bench`` measured them on that machine.
-        sheet: the chip whose data sheet they are shares of, as in the plans that were compared with published runs.
+        sheet: chip whose data sheet the figures come from; None: they were measured.
         flops: floating-point operations per second of matrix products, by dtype (bf16, fp16, fp32).
         bandwidth: memory bandwidth, in bytes per second, read and written.
-        memory: bytes of the device; None if only the machine itself can tell.
-        efficiency: computed over measured time of a training step; 1 until measured.
-        decode_efficiency: computed over measured time of a decoding step; 1 until measured.
-        link: bytes per second that a GPU receives from the others; PCIe 4 by default.
-        attention: speed of fused attention, as a share of that of matrix products.
-        launch: seconds that the host needs to start a kernel, while the device computes those before it.
+        memory: bytes of the device; None: unknown.
+        efficiency: computed time of a training step divided by its measured time; 1: not measured.
+        decode_efficiency: the same for a decoding step.
+        link: bytes per second that a GPU receives from the others; default: PCIe 4.
+        attention: speed of fused attention relative to matrix products.
+        launch: seconds in which the host starts a kernel, while the device computes earlier ones.
     """
 
     source: str
@@ -55,19 +55,16 @@ class Figures:
 
     @property
     def published(self) -> Mapping[str, tuple[float, float]] | None:
-        """The shares of such figures that published runs reach; None for figures that are not of a data sheet."""
+        """The shares of a data sheet's figures that published runs reach; None for other figures."""
         return PUBLISHED if self.sheet else None
 
     def seconds(self, operations: Iterable[Operation], dtype: str, compiled: bool = False) -> float:
-        """Seconds of ``operations`` in sequence, each bound by compute or by memory, all by the host that starts them.
+        """Seconds of ``operations`` in sequence. Compute or memory limits every kernel, the host limits their sum.
 
         Args:
             operations: kernels as eager mode runs them.
             dtype: dtype of the matrix products.
-            compiled: whether torch.compile fuses those that are no matrix products.
-
-        Raises:
-            UserError: there is no figure for ``dtype``.
+            compiled: whether torch.compile fuses the kernels other than matrix products.
         """
         rate = self.rate(dtype)
         total = launching = 0.0
@@ -96,16 +93,20 @@ def figures_for(profile: Profile, machine: Machine, bench: Path | None = None, c
         profile: the run's hardware.
         machine: this machine. If ``profile`` describes another one, the figures come from a data sheet.
         bench: file that ``rocm-ext bench`` wrote on such a machine; None: this machine's default file, if it exists.
-        chip: name of one of the profile's chips, for a machine that has it; None: this machine's chip, or the
-            profile's first.
+        chip: name of one of the profile's chips; None: this machine's chip, or the profile's first.
 
     Raises:
         UserError: ``bench`` is not a bench file or comes from other hardware, or the profile has no chip.
     """
     here = _is(profile, machine) and (chip is None or chip in _named_here(profile, machine))
     measured = BenchFile.read(bench) if bench else of_this_machine(machine) if here else None
-    if measured and bench:
-        _check_same(bench, measured, profile, machine, chip)
+    if measured and bench:  # which must come from the hardware of the plan
+        keys = measured.machine
+        if not _is(profile, replace(machine, backend=str(keys.get("backend")), arch=keys.get("arch"))):
+            raise UserError(f"{bench} was measured on {dict(keys)}, but hardware={profile.name} is {profile.title}")
+        if chip and chip not in (may := named_chips(profile, keys.get("arch"), keys.get("name") or "")):
+            measured_on = " or ".join(may) or keys.get("name") or keys.get("arch")
+            raise UserError(f"{bench} was measured on {measured_on}, but --machine is {chip}")
     if measured:
         known = chips_of(profile, measured.machine.get("arch"), measured.machine.get("name"))
         sheet = profile.chips.get(chip or known[0]) if chip or known else None
@@ -115,10 +116,6 @@ def figures_for(profile: Profile, machine: Machine, bench: Path | None = None, c
         return measure_cpu()
     if not profile.chips:
         raise UserError(f"hardware={profile.name} has no data sheet of its machine; measure it with rocm-ext bench")
-    return _from_sheet(profile, machine, chip)
-
-
-def _from_sheet(profile: Profile, machine: Machine, chip: str | None) -> Figures:
     name = chip or (_chips_here(profile, machine) or list(profile.chips))[0]
     sheet = profile.chips[name]
     reached = {**profile.reached, **sheet.reached}
@@ -138,11 +135,7 @@ def _from_sheet(profile: Profile, machine: Machine, chip: str | None) -> Figures
 
 
 def assumed(reached: Mapping[str, float]) -> dict[str, Any]:
-    """Return the figures that nobody measures on a machine, as arguments of :class:`Figures`.
-
-    Args:
-        reached: ``reached`` of the machine's profile.
-    """
+    """Return the assumed figures, which bench does not measure, as arguments of :class:`Figures`."""
     if not reached:
         return {}
     compute = reached["compute"]
@@ -150,7 +143,7 @@ def assumed(reached: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _sizes(sheet: Chip | None, profile: Profile) -> dict[str, Any]:
-    """Return the figures that bench does not measure: the memory of the machine as sold, and the GPUs' link."""
+    """Return memory and link of the data sheet, as arguments of :class:`Figures`."""
     if sheet is None:
         return {}
     link = {"link": sheet.link * 1e9 * profile.reached["bandwidth"]} if sheet.link else {}
@@ -165,21 +158,11 @@ def _chips_here(profile: Profile, machine: Machine) -> list[str]:
 
 
 def _named_here(profile: Profile, machine: Machine) -> list[str]:
-    """The chips of ``profile`` that this machine's name stands for; without such a chip, the name itself."""
+    """The chips of ``profile`` that this machine's name means; without such a chip, the name."""
     if machine.backend == "cpu" or not profile.fits(machine):
         return _chips_here(profile, machine)
     memory = None if machine.unified else machine.total_memory
     return named_chips(profile, machine.arch, machine.name or "", memory) or [machine.name or ""]
-
-
-def _check_same(bench: Path, measured: BenchFile, profile: Profile, machine: Machine, chip: str | None) -> None:
-    """Check that a bench file comes from the hardware of the plan."""
-    keys = measured.machine
-    if not _is(profile, replace(machine, backend=str(keys.get("backend")), arch=keys.get("arch"))):
-        raise UserError(f"{bench} was measured on {dict(keys)}, but hardware={profile.name} is {profile.title}")
-    if chip and chip not in (may := named_chips(profile, keys.get("arch"), keys.get("name") or "")):
-        measured_on = " or ".join(may) or keys.get("name") or keys.get("arch")
-        raise UserError(f"{bench} was measured on {measured_on}, but --machine is {chip}")
 
 
 def _is(profile: Profile, machine: Machine) -> bool:
@@ -200,7 +183,7 @@ def measure_cpu() -> Figures:
 
 
 def _fastest(work: Callable[[], Any], seconds: float = 0.1) -> float:
-    """Seconds of the fastest call among those that fit into ``seconds``; at least three calls."""
+    """Seconds of the fastest of the calls that ``seconds`` allow, at least three."""
     work()
     times: list[float] = []
     end = time.perf_counter() + seconds
@@ -213,13 +196,13 @@ def _fastest(work: Callable[[], Any], seconds: float = 0.1) -> float:
 
 @dataclass(frozen=True)
 class Target:
-    """The machine that a plan is for, and what a process computes with there.
+    """The planned machine.
 
     Attributes:
-        profile: its hardware profile.
+        profile: hardware profile.
         name: description of the machine.
         here: whether it is this machine.
-        figures: its speeds.
+        figures: speeds.
         budget: bytes that a process may use, and the reason.
         device: kind of device; it need not exist here.
         dtype: dtype of weights and activations.
@@ -235,13 +218,7 @@ class Target:
 
     @classmethod
     def of(cls, cfg: DictConfig, machine: Machine, bench: Path | None = None, chip: str | None = None) -> "Target":
-        """Return the target of a config.
-
-        Args:
-            cfg: config of any recipe; its ``hardware`` names the profile.
-            machine: this machine.
-            bench: file that ``rocm-ext bench`` wrote; None: this machine's default file, if it exists.
-            chip: a machine as sold with this chip of the profile's; None: this machine where the profile describes it.
+        """Return the target of a config; its ``hardware`` names the profile. See :func:`figures_for`.
 
         Raises:
             UserError: the machine's speeds are unknown, or its unified memory leaves nothing to train in.

@@ -1,4 +1,4 @@
-"""Estimate how much data a run trains on and samples, before anything is downloaded."""
+"""Estimate the data that a run trains on and samples, before any download."""
 
 import math
 from dataclasses import dataclass, replace
@@ -20,14 +20,14 @@ from rocm_ext.data.rows import SIDE, Rows, open_dataset, tokenize
 from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.losses import UnpairedPreference, objective_of
 
-_LONGEST_ROW, _PROMPT = 2048, 128  # tokens assumed if neither the config nor its data tells
+_LONGEST_ROW, _PROMPT = 2048, 128  # assumed tokens, if neither the config nor its data are known
 _RIGHT = 0.5  # assumed share of right answers
 _LOOKED_AT = 2000  # rows that are tokenised to estimate lengths
 
 
 @dataclass(frozen=True)
 class Known:
-    """Sizes that the user gives for data that are not on disk; None: not given.
+    """The user's sizes of data that are not on disk; None: not given.
 
     Attributes:
         rows: number of training rows; in RAFT prompts per cycle, in GRPO prompts per step.
@@ -50,13 +50,13 @@ class Workload:
         supervised: share of tokens with a label.
         count: number of rows; None: unknown.
         source: origin of these numbers.
-        per_row: of every row the lengths of its sequences and what each shares, as in
-            :class:`rocm_ext.data.batches.MicroBatch`, and the number of labels; empty: unknown.
-        sequences: mean number of sequences in a row: 1, or 2 of a pair. Attention does not cross from one to another.
-        shared: mean number of tokens of a row that its second sequence shares with the first, and that only attention
-            computes twice; not part of ``mean``.
-        most: the most rows of an optimiser step, where steps differ; None: they are alike.
-        mixture: data sets that the rows come from; means are those of an epoch that follows their weights.
+        per_row: lengths and shared tokens of the row's sequences, as in :class:`rocm_ext.data.batches.MicroBatch`, and
+            its number of labels, for every row; empty: unknown.
+        sequences: mean number of sequences in a row: 1, or 2 of a pair. Attention does not cross sequences.
+        shared: mean number of a row's tokens that its second sequence shares with the first; only attention computes
+            them twice, and ``mean`` leaves them out.
+        most: the most rows of an optimiser step, if steps differ; None: steps have equal numbers.
+        mixture: data sets of the rows; the means are of an epoch that follows their weights.
     """
 
     longest: int
@@ -76,7 +76,7 @@ class Questions:
     """The prompts and answers of a cycle of RAFT or of a step of GRPO.
 
     Attributes:
-        prompts: per cycle or step; None: unknown.
+        prompts: prompts per cycle or step; None: unknown.
         held_out: prompts of an evaluation; None: unknown.
         longest: tokens of the longest prompt.
         mean: mean tokens of a prompt.
@@ -99,8 +99,8 @@ def sft_rows(cfg: DictConfig, known: Known, share: bool = False) -> Workload:
 
     Args:
         cfg: the config.
-        known: sizes given by the user, which take precedence.
-        share: as in :func:`describe`.
+        known: the user's sizes, which take precedence.
+        share: see :func:`describe`.
     """
     limit = cfg.tokenizer.get("max_seq_len")
     if _is_local(cfg.dataset) and _tokenizer_is_here(cfg):
@@ -133,7 +133,7 @@ def describe(rows: Rows, count: int, source: str, share: bool = False, mixture: 
         count: number of rows that the run has.
         source: origin of the rows, for the user.
         share: whether sequences of a row share their beginnings, see :func:`rocm_ext.data.batches.collate`.
-        mixture: data sets that the rows come from.
+        mixture: data sets of the rows.
     """
     per_row = []
     for tokens, lengths, (labels, _) in zip(rows.tokens, rows.lengths, label_counts(rows), strict=True):
@@ -141,7 +141,7 @@ def describe(rows: Rows, count: int, source: str, share: bool = False, mixture: 
         unshared = tuple(length - common for length, common in zip(lengths, shared, strict=True))
         per_row.append((unshared, tuple(shared), labels))
     sums = np.array([(sum(unshared), targets, len(unshared), sum(shared)) for unshared, shared, targets in per_row])
-    often = None  # of each row: how many times an epoch has it
+    often = None  # times that an epoch has the rows
     if mixture is not None and mixture.weights:
         of_sets = [given / max(1, rows) for given, rows in zip(mixture.shares, mixture.rows, strict=True)]
         often = np.repeat(of_sets, mixture.rows)
@@ -184,12 +184,12 @@ def questions(cfg: DictConfig, known: Known) -> Questions:
 
 
 def expected_answer(cfg: DictConfig) -> float:
-    """Mean tokens of an answer, assumed before any is sampled: half of ``max_new_tokens``."""
+    """Assumed mean tokens of an answer: half of ``max_new_tokens``."""
     return cfg.max_new_tokens / 2
 
 
 def longest_answer(cfg: DictConfig) -> int:
-    """Tokens behind a prompt at most: an answer's, or those of a conversation."""
+    """The most tokens after a prompt: of an answer, or of a conversation."""
     return cfg.max_new_tokens + (cfg.max_environment_tokens if cfg.environment is not None else 0)
 
 
@@ -208,7 +208,7 @@ def sampled_rows(cfg: DictConfig, asked: Questions) -> Workload:
     if "prompts_per_step" not in cfg:  # an evaluation with a config of RAFT
         return rows
     groups = min(cfg.prompts_per_step, 2 * (cfg.groups_per_update or cfg.prompts_per_step) - 1)
-    return replace(rows, most=groups * cfg.samples_per_prompt)  # one group fewer than two updates need
+    return replace(rows, most=groups * cfg.samples_per_prompt)  # one group fewer than for two updates
 
 
 def _answers(cfg: DictConfig, asked: Questions, count: int | None, which: str) -> Workload:
@@ -218,15 +218,15 @@ def _answers(cfg: DictConfig, asked: Questions, count: int | None, which: str) -
 
 
 def rows_of_update(cfg: DictConfig, rows: int) -> int:
-    """Return the rows of an optimiser update, over all ranks, of a step with ``rows`` rows that all teach."""
+    """Return the rows of an optimiser update over all ranks, if a step trains on ``rows`` rows."""
     return math.ceil(rows / updates_of_pass(cfg))
 
 
 def old_logprobs(cfg: DictConfig, dtype: torch.dtype) -> str:
-    """Return what ``old_logprobs: auto`` stands for, and any other value as it is.
+    """Return the value of ``old_logprobs``, with ``auto`` resolved.
 
-    A sampler in this process that computes in fp32 gives the log-probs that the trainer would, up to rounding. In 16
-    bits the two round in other ways, and a server may compute anything.
+    A sampler in this process that computes in fp32 gives the trainer's log-probs, up to rounding. In 16 bits the two
+    round differently, and a server may compute anything.
     """
     if cfg.old_logprobs != "auto":
         return cfg.old_logprobs

@@ -38,7 +38,6 @@ from rocm_ext.model.build import (
 from rocm_ext.model.download import use_weights
 from rocm_ext.model.lora import adapter_parameters, adapters, quantized
 from rocm_ext.plan.costs import Kernels
-from rocm_ext.plan.cures import cures
 from rocm_ext.plan.memory import MemoryPlan, apply_checkpointing, checkpointed_layers, readable
 from rocm_ext.plan.planner import TrainingPlanner
 from rocm_ext.plan.speeds import figures_for
@@ -227,12 +226,12 @@ class Learner:
             )
 
     def cures(self, goal: float) -> list[str]:
-        """Say which changes lower the planned peak to ``goal`` bytes; see :func:`rocm_ext.plan.cures.cures`."""
+        """List changes that lower the planned peak to ``goal`` bytes; see :class:`TrainingPlanner`."""
         planner, tokens, layers = self._planned
         # planning copies parts of the model, which by now may be loaded and sharded
         planner.decoder = build_model(self.cfg.model, self.runtime.dtype, self.cfg.seed, torch.device("meta"))
         choose_attention(planner.decoder, self.cfg.attention)
-        return cures(self.cfg, planner, tokens, layers, goal)
+        return planner.cures(tokens, layers, goal)
 
     def load(self) -> None:
         """Read the weights and the first adapter, and set ``base_fingerprint``, a hash that identifies the base model.

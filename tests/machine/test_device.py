@@ -291,13 +291,13 @@ def test_other_contradictions_and_warnings():
 
 SCRIPT = """
 import os, sys
-from rocm_ext.machine.environment import ensure_environment
+from rocm_ext.machine.environment import apply_environment
 from rocm_ext.machine.detect import Machine
 from rocm_ext.machine.profile import load_profile
 print("start", os.getpid(), flush=True)
 profile = load_profile(sys.argv[1])
 machine = Machine("cpu", "Linux", "2.13", "cpu", 0, False)
-lines = ensure_environment(profile, machine)
+lines = apply_environment(profile, machine, restart=True)
 print("ran", os.getpid(), os.environ["FAKE_HIP"], sys.argv[2:], lines, flush=True)
 """
 

@@ -1,19 +1,14 @@
 """``rocm-ext doctor``: is this machine fit to train?
 
 It gathers facts once, from this machine or from a recorded copy, and judges them with pure functions. Only
-:mod:`rocm_ext.machine.doctor.probe` imports torch, in a process of its own.
+:mod:`rocm_ext.machine.doctor.probe` imports torch, in a separate process.
 """
 
-from rocm_ext.machine.doctor import check_memory, check_system, check_tools, check_torch
 from rocm_ext.machine.doctor.facts import Facts
 from rocm_ext.machine.doctor.recorded import Finding
+from rocm_ext.machine.doctor.rules import judge
 
-CHECKS = (*check_system.CHECKS, *check_memory.CHECKS, *check_torch.CHECKS, *check_tools.CHECKS)
-
-
-def judge(facts: Facts) -> list[Finding]:
-    """The findings of all checks."""
-    return [finding for check in CHECKS for finding in check(facts)]
+__all__ = ["exit_code", "judge", "verdict"]
 
 
 def exit_code(findings: list[Finding]) -> int:
@@ -26,9 +21,9 @@ def verdict(facts: Facts, findings: list[Finding]) -> str:
     """The summary, one line."""
     levels = [finding.level for finding in findings]
     count = {level: levels.count(level) for level in ("error", "warning", "not recorded")}
-    told = [f"{count[level]} {level}{'s' * (count[level] != 1)}" for level in ("error", "warning")]
-    told += [f"{count['not recorded']} not recorded"] if count["not recorded"] else []
+    counts = [f"{count[level]} {level}{'s' * (count[level] != 1)}" for level in ("error", "warning")]
+    counts += [f"{count['not recorded']} not recorded"] if count["not recorded"] else []
     known = "as far as recorded, " if facts.said.torch is None and not count["error"] else ""
     where = " on the CPU" if facts.fit.backend == "cpu" or facts.machine.hidden_by else ""
     will = "will not train" if count["error"] else f"will train{where}"
-    return f"{known}this machine {will}: {', '.join(told)}"
+    return f"{known}this machine {will}: {', '.join(counts)}"

@@ -1,43 +1,125 @@
-"""All that is known of a machine, live or recorded. The checks judge it."""
+"""The facts about a machine, live or recorded, that the checks judge."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.machine.budget import memory_parameters, uses_carve_out
-from rocm_ext.machine.detect import STRIX_HALO, Machine, Torch, describe, installed_gib
-from rocm_ext.machine.doctor.recorded import NAME, DeviceNode, Recorded, gib, read_recorded
-from rocm_ext.machine.doctor.system import NVIDIA, Card, System, read_system
-from rocm_ext.machine.profile import Profile, intended_machine, load_profile
+from rocm_ext.machine.budget import gib, memory_parameters, uses_carve_out
+from rocm_ext.machine.detect import STRIX_HALO, VISIBLE_VARIABLES, Torch, describe, installed_gib
+from rocm_ext.machine.doctor.recorded import NAME, Recorded, read_recorded
+from rocm_ext.machine.doctor.system import NVIDIA, System, read_system
+from rocm_ext.machine.profile import bad_build, below_floor, intended_machine, load_profile, reinstall_command
 from rocm_ext.machine.sysfs import to_number
 
 # The commands to install a package and to upgrade the system, by the words of ID and ID_LIKE in os-release
 _MANAGERS = {
-    "debian": ("sudo apt install", "sudo apt update && sudo apt full-upgrade"),
-    "ubuntu": ("sudo apt install", "sudo apt update && sudo apt full-upgrade"),
-    "fedora": ("sudo dnf install", "sudo dnf upgrade --refresh"),
-    "rhel": ("sudo dnf install", "sudo dnf upgrade --refresh"),
+    **dict.fromkeys(("debian", "ubuntu"), ("sudo apt install", "sudo apt update && sudo apt full-upgrade")),
+    **dict.fromkeys(("fedora", "rhel"), ("sudo dnf install", "sudo dnf upgrade --refresh")),
     "arch": ("sudo pacman -S", "sudo pacman -Syu"),
     "suse": ("sudo zypper install", "sudo zypper update"),
 }
-
-
+_BUILDS = {"rocm": "ROCm", "cuda": "CUDA", "cpu": "CPU"}
 # Share of the installed memory that the GPU should map: the default is half, and some owners choose 96 of 128 GiB
 ENOUGH = 0.7
 
 
-@dataclass(frozen=True)
 class Facts:
-    """What the checks judge, with what follows from it."""
+    """The facts about a machine, with conclusions from them.
 
-    said: Recorded
-    files: System
-    machine: Machine  # as torch can use it now
-    fit: Machine  # as it is once torch can use its GPU
-    profile: Profile | None  # of ``fit``
+    Args:
+        said: content of ``rocm-ext.json``.
+        files: content of the system's files.
+        root: folder of the system's files.
+
+    Attributes:
+        machine: the machine as torch can use it now.
+        fit: the machine once torch can use its GPU.
+        profile: the profile of ``fit``.
+    """
+
+    def __init__(self, said: Recorded, files: System, root: Path) -> None:
+        self.said, self.files, self.environment = said, files, said.environment or {}
+        host = said.host_memory
+        self.host_total = files.memory.get("MemTotal", host.total if host else None)  # bytes that the kernel manages
+        self.available = files.memory.get("MemAvailable", host.available if host else None)
+        torch = said.torch or Torch("")
+        machine = describe(torch, said.system or "Linux", self.environment, self.host_total or 0, root)
+        if not machine.amd_archs and re.search("Ryzen AI Max", files.cpu or said.cpu, re.IGNORECASE):
+            machine = replace(machine, amd_archs=("gfx1151",))  # sold with this GPU only; Windows has no KFD
+        fit, profile = intended_machine(machine)
+        nvidia = bool(files.nvidia) or NVIDIA in files.displays.values()
+        if said.torch is None and fit.backend == "cpu" and nvidia:
+            fit, profile = replace(machine, backend="cuda"), load_profile("cuda")
+        self.machine, self.fit, self.profile = machine, fit, profile
+
+        # ---- system
+        self.linux = machine.system == "Linux" and not machine.wsl  # Linux drives the GPU
+        self.nomodeset = "nomodeset" in (files.parameters or {})  # the kernel's command line keeps drivers away
+        parts = files.distribution.get("PRETTY_NAME", ""), "in a container" if said.container else ""
+        self.where = "".join(f", {part}" for part in parts if part)
+        # ID and ID_LIKE of os-release, the nearest first
+        self._distribution = f"{files.distribution.get('ID', '')} {files.distribution.get('ID_LIKE', '')}".split()
+        self._manager = next((_MANAGERS[word] for word in self._distribution if word in _MANAGERS), None)
+        self.upgrade = f"{self._manager[1] if self._manager else 'upgrade all packages'}  # then reboot"
+
+        # ---- torch
+        self.rocm_torch = torch.build == "rocm"
+        self.torch_build = f"{torch.version}, a {_BUILDS[torch.build]} build"
+        self.reinstall = reinstall_command(profile, machine) if profile and profile.install else "pip install torch"
+        self.outside = below_floor(profile, machine) if profile else {}  # versions outside the profile's limits
+        self.bad_build = bad_build(profile, machine) if profile else None
+
+        # ---- GPUs
+        self.amd = fit.backend == "rocm"  # an AMD GPU to train on is here, usable or not
+        self.amd_linux = self.amd and self.linux
+        self.has_gpu = fit.backend != "cpu" or nvidia  # any GPU that some torch could use
+        self.torch_gpus = torch.gpus
+        self.other_gpus = [gpu.kind for gpu in torch.gpus if gpu.kind != torch.gpus[0].kind]
+        self.chosen = [name for name in VISIBLE_VARIABLES if self.environment.get(name)]  # variables that select GPUs
+        amd_cards = [card for card in files.cards if card.is_amd]
+        strix = [card for card in amd_cards if card.device == STRIX_HALO] if fit.arch == "gfx1151" else []
+        self.cards = strix or amd_cards  # if Strix Halo's integrated GPU trains, only that one
+        may_be_strix = [card for card in amd_cards if card.device in (STRIX_HALO, "")] or amd_cards  # or Gorgon Halo
+        self.strix_mes = [card.mes for card in may_be_strix if fit.arch == "gfx1151"]
+        nodes = said.device_nodes or {}  # of the GPU: /dev/kfd and the render nodes
+        self.gpu_nodes = {
+            path: node for path, node in nodes.items() if re.fullmatch(r"/dev/(kfd|dri/renderD\d+)", path)
+        }
+        self.access = {path: node.may_open(said.user) for path, node in self.gpu_nodes.items()}
+        render = [path for path in self.gpu_nodes if "renderD" in path]
+        exist = {"/dev/kfd": "/dev/kfd" in self.gpu_nodes, "/dev/dri/renderD*": bool(render)}
+        self.missing_nodes = [path for path in exist if not exist[path]]
+
+        # ---- numbers of GPUs like the one that trains
+        self.listed_gpus = files.amd_gpus.count(fit.arch or "")  # by KFD
+        self.gpu_count = machine.gpu_count or self.listed_gpus
+        by_torch = machine.backend == "rocm"
+        self.seen_gpus, self.seen_by = (
+            (machine.gpu_count, "torch sees") if by_torch else (self.listed_gpus, "KFD lists")
+        )
+        largest = max(self.cards, key=lambda card: card.vram or 0, default=None)
+        equal = sum(card.device == largest.device for card in self.cards) if largest and largest.device else 0
+        there = max(self.listed_gpus, equal, files.accelerators)
+        self.installed_gpus = (
+            min(there, len(render)) if said.container and render else there
+        )  # or given to the container
+
+        # ---- unified memory, in bytes
+        self.unified = profile is not None and profile.memory["of"] == "unified"
+        self.carve_out = max((card.vram for card in self.cards if card.vram is not None), default=None)
+        self.gtt = max((card.gtt for card in self.cards if card.gtt is not None), default=None)  # the GPU may map it
+        self.in_carve_out = uses_carve_out(self.gtt, self.carve_out)
+        self.pages_by_hand = to_number((files.parameters or {}).get(f"{files.ttm}.pages_limit", ""))
+        # HIP gets this much host memory: TTM's limit binds it even where amdgpu.gttsize makes GTT larger
+        pages = self.pages_by_hand if self.gtt is files.pages_limit is None else files.pages_limit
+        self.mappable = min((size for size in (self.gtt, pages and pages * 4096) if size is not None), default=None)
+        self.installed_gib = None if self.host_total is None else installed_gib(self.host_total, self.carve_out)
+        known = self.installed_gib is not None and self.mappable is not None and not self.in_carve_out
+        short = known and (self.mappable or 0) < ENOUGH * (self.installed_gib or 0) * 2**30
+        self.too_little = f"the GPU may map {gib(self.mappable or 0)} of {self.installed_gib} GiB" if short else ""
+        # the kernel parameters that let the GPU map all of the memory
+        self.memory_parameters = memory_parameters(machine.kernel, self.installed_gib or 128, files.ttm)
 
     @property
     def title(self) -> str:
@@ -47,128 +129,16 @@ class Facts:
         return f"{gpu if fit.arch else self.files.cpu or 'CPU'}, {fit.system} {fit.kernel}".strip()
 
     @property
-    def linux(self) -> bool:
-        """Linux with its own GPU driver, so not WSL."""
-        return self.machine.system == "Linux" and not self.machine.wsl
+    def canaries_ok(self) -> bool:
+        """Whether all canaries ran and passed."""
+        return bool(self.said.canaries) and all(canary.level == "ok" for canary in self.said.canaries or ())
 
-    @property
-    def amd(self) -> bool:
-        """Whether an AMD GPU to train on is here, usable or not."""
-        return self.fit.backend == "rocm"
-
-    @property
-    def amd_linux(self) -> bool:
-        """Whether an AMD GPU is here, with Linux's own driver."""
-        return self.amd and self.linux
-
-    @property
-    def has_gpu(self) -> bool:
-        """Whether any GPU is here that some torch could use."""
-        return self.fit.backend != "cpu" or bool(self.files.nvidia) or NVIDIA in self.files.displays.values()
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """The environment variables that matter and are set."""
-        return self.said.environment or {}
-
-    @property
-    def gpu_count(self) -> int:
-        """GPUs that torch or, where it sees none, KFD lists."""
-        return self.machine.gpu_count or self.files.amd_gpus.count(self.fit.arch or "")
-
-    @property
-    def installed_gpus(self) -> int:
-        """GPUs like the one that trains, listed by KFD and torch or not. In a container: those given to it."""
-        largest = max(self.cards, key=lambda card: card.vram or 0, default=None)
-        alike = sum(card.device == largest.device for card in self.cards) if largest and largest.device else 0
-        there = max(self.files.amd_gpus.count(self.fit.arch or ""), alike, self.files.accelerators)
-        given = sum("renderD" in path for path in self.gpu_nodes)
-        return min(there, given) if self.said.container and given else there
+    # ---- fixes
 
     def choose_gpus(self, arch: str) -> str:
         """The command that hides all GPUs of other architectures from torch."""
         name = "HIP_VISIBLE_DEVICES" if self.machine.system == "Windows" else "ROCR_VISIBLE_DEVICES"
-        gpus = self.said.torch.gpus if self.said.torch else ()
-        return self.export(name, ",".join(str(i) for i, gpu in enumerate(gpus) if gpu.kind == arch))
-
-    @property
-    def host_total(self) -> int | None:
-        """Bytes of host memory that the kernel manages."""
-        recorded = self.said.host_memory.total if self.said.host_memory else None
-        return self.files.memory.get("MemTotal", recorded)
-
-    @property
-    def available(self) -> int | None:
-        """Bytes of host memory that are free."""
-        recorded = self.said.host_memory.available if self.said.host_memory else None
-        return self.files.memory.get("MemAvailable", recorded)
-
-    @cached_property
-    def cards(self) -> list[Card]:
-        """The AMD GPUs. Where Strix Halo's integrated GPU trains: that one alone."""
-        cards = [card for card in self.files.cards if card.is_amd]
-        own = [card for card in cards if card.device == STRIX_HALO] if self.fit.arch == "gfx1151" else []
-        return own or cards
-
-    @property
-    def unified(self) -> bool:
-        """Whether the GPU shares the host's memory, according to the profile."""
-        return self.profile is not None and self.profile.memory["of"] == "unified"
-
-    @property
-    def in_carve_out(self) -> bool:
-        """Whether the GPU allocates in its carve-out, not in the host's memory."""
-        return uses_carve_out(self.gtt, self.carve_out)
-
-    @property
-    def carve_out(self) -> int | None:
-        """Bytes of unified memory that the BIOS reserves for the GPU."""
-        return max((card.vram for card in self.cards if card.vram is not None), default=None)
-
-    @property
-    def gtt(self) -> int | None:
-        """Bytes of host memory that the GPU may map."""
-        return max((card.gtt for card in self.cards if card.gtt is not None), default=None)
-
-    @property
-    def pages_by_hand(self) -> int | None:
-        """TTM's limit on the kernel's command line, in pages."""
-        return to_number((self.files.parameters or {}).get(f"{self.files.ttm}.pages_limit", ""))
-
-    @property
-    def mappable(self) -> int | None:
-        """Bytes of host memory that HIP gets. TTM's limit binds it even where amdgpu.gttsize makes GTT larger."""
-        pages = self.files.pages_limit
-        if self.gtt is pages is None:
-            pages = self.pages_by_hand
-        return min((size for size in (self.gtt, pages and pages * 4096) if size is not None), default=None)
-
-    @property
-    def installed_gib(self) -> int | None:
-        """GiB of unified memory in the machine."""
-        return None if self.host_total is None else installed_gib(self.host_total, self.carve_out)
-
-    @property
-    def too_little(self) -> str:
-        """A sentence where the GPU may map too little memory; empty where it is enough or unknown."""
-        total, limit = self.installed_gib, self.mappable
-        short = total is not None and limit is not None and limit < ENOUGH * total * 2**30
-        return f"the GPU may map {gib(limit or 0)} of {total} GiB" if short and not self.in_carve_out else ""
-
-    @property
-    def memory_parameters(self) -> str:
-        """The kernel parameters that let the GPU map all of the memory."""
-        return memory_parameters(self.machine.kernel, self.installed_gib or 128, self.files.ttm)
-
-    def access(self, node: DeviceNode) -> bool | None:
-        """Whether the user can read and write a device; None: unknown."""
-        return node.allows(self.said.user) if node.access is None else node.access
-
-    @property
-    def gpu_nodes(self) -> dict[str, DeviceNode]:
-        """/dev/kfd and the render nodes that exist."""
-        nodes = self.said.device_nodes or {}
-        return {path: node for path, node in nodes.items() if re.fullmatch(r"/dev/(kfd|dri/renderD\d+)", path)}
+        return self.export(name, ",".join(str(i) for i, gpu in enumerate(self.torch_gpus) if gpu.kind == arch))
 
     def install(self, package: str) -> str:
         """The command that installs a package on this distribution."""
@@ -187,32 +157,18 @@ class Facts:
                      rf's/^(GRUB_CMDLINE_LINUX_DEFAULT=["\x27].*)(["\x27])/\1 {add}\2/' if add else ""]  # fmt: skip
             script = "; ".join(filter(None, edits))
             return f"sudo sed -E -i '{script}' /etc/default/grub && sudo update-grub  # then reboot"
-        told = [f"remove {remove}" if remove else "", f"add {add}" if add else ""]
-        return f"in the boot loader's kernel command line {' and '.join(filter(None, told))}"
-
-    @property
-    def upgrade(self) -> str:
-        """The command that upgrades the whole system."""
-        return f"{self._manager[1] if self._manager else 'upgrade all packages'}  # then reboot"
+        changes = [f"remove {remove}" if remove else "", f"add {add}" if add else ""]
+        return f"in the boot loader's kernel command line {' and '.join(filter(None, changes))}"
 
     @property
     def newer_kernel(self) -> str:
-        """The command that brings a newer kernel than the release came with, which an upgrade keeps on Ubuntu."""
+        """The command for a newer kernel. On Ubuntu an upgrade keeps the release's kernel."""
         if self.files.distribution.get("ID") != "ubuntu":
             return self.upgrade
         release = self.files.distribution.get("VERSION_ID", "")
         supported = re.fullmatch(r"(\d[02468])\.04", release) and release >= "24.04"  # its kernel has gfx1151's fixes
         install = f"sudo apt update && sudo apt install linux-generic-hwe-{release}"
         return f"{install if supported else 'sudo do-release-upgrade'}  # then reboot"
-
-    @property
-    def _manager(self) -> tuple[str, str] | None:
-        return next((_MANAGERS[word] for word in self._distribution if word in _MANAGERS), None)
-
-    @property
-    def _distribution(self) -> list[str]:
-        """ID and ID_LIKE of os-release, the nearest first."""
-        return f"{self.files.distribution.get('ID', '')} {self.files.distribution.get('ID_LIKE', '')}".split()
 
     def export(self, name: str, value: str) -> str:
         """The command that sets an environment variable."""
@@ -229,36 +185,19 @@ def recorded_facts(root: Path) -> Facts:
     """The facts of the machine whose files were copied to the folder ``root``.
 
     Raises:
-        UserError: for a folder that holds no such copy, and for a damaged ``rocm-ext.json``.
+        UserError: the folder holds no such copy, or a damaged ``rocm-ext.json``.
     """
     try:
-        inside = {path.name for path in root.iterdir()}
+        copied = {path.name for path in root.iterdir()} & {NAME, "proc", "sys"}
+        problem = "" if copied else f" holds neither {NAME} nor proc/ or sys/"
     except OSError as error:
-        raise UserError(f"--root {root}: {error.strerror or error}; expected a folder made with --save") from error
-    if not inside & {NAME, "proc", "sys"}:
-        raise UserError(f"--root {root} holds neither {NAME} nor proc/ or sys/; expected a folder made with --save")
-    said = read_recorded(root)
-    if said.system not in (None, "Linux"):  # then Linux files in the folder are of another machine
-        root = root / "none"
-    files = read_system(root)
-    if said == Recorded() and files == read_system(root / "none"):
-        raise UserError(f"--root {root} holds no file that describes a machine; expected a folder made with --save")
-    return combine(said, files, root)
-
-
-def combine(said: Recorded, files: System, root: Path) -> Facts:
-    """The facts from both sources.
-
-    Args:
-        said: what no file of the system holds.
-        files: what the system's files hold.
-        root: where ``files`` were read.
-    """
-    total = files.memory.get("MemTotal", said.host_memory.total if said.host_memory else 0)
-    machine = describe(said.torch or Torch(""), said.system or "Linux", said.environment or {}, total, root)
-    if not machine.amd_archs and re.search("Ryzen AI Max", files.cpu or said.cpu, re.IGNORECASE):
-        machine = replace(machine, amd_archs=("gfx1151",))  # sold with this GPU only; Windows has no KFD
-    fit, profile = intended_machine(machine)
-    if said.torch is None and fit.backend == "cpu" and (files.nvidia or NVIDIA in files.displays.values()):
-        fit, profile = replace(machine, backend="cuda"), load_profile("cuda")
-    return Facts(said, files, machine, fit, profile)
+        problem = f": {error.strerror or error}"
+    if not problem:
+        said = read_recorded(root)
+        # with another system's facts, Linux files in the folder belong to another machine
+        folder = root if said.system in (None, "Linux") else root / "none"
+        files = read_system(folder)
+        if said != Recorded() or files != read_system(root / "none"):
+            return Facts(said, files, folder)
+        problem = " holds no file that describes a machine"
+    raise UserError(f"--root {root}{problem}; expected a folder made with --save")

@@ -1,6 +1,6 @@
-"""Asks torch, in a process of its own: torch may not import, and a broken driver may crash or hang it.
+"""Ask torch, in a separate process: torch may not import, and a broken driver may crash or hang it.
 
-Prints each fact at once, as a line with ``MARK`` and a JSON object; the keys are those of
+The process prints every fact at once, as a line with ``MARK`` and a JSON object with keys of
 :class:`rocm_ext.machine.doctor.recorded.Recorded`.
 """
 
@@ -18,14 +18,14 @@ from typing import Any
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.machine.detect import Machine, ask_torch, describe, host_memory
 from rocm_ext.machine.doctor.recorded import MARK, Finding
-from rocm_ext.machine.environment import ensure_environment
+from rocm_ext.machine.environment import apply_environment
 from rocm_ext.machine.profile import Profile, choose_profile, intended_machine, load_profile
 
 ROOT = Path("/")
 
 
 def main() -> None:
-    """Print what torch says of itself, its memory and its arithmetic."""
+    """Print facts about torch, its memory and its arithmetic."""
     try:
         known = ask_torch()
     except Exception as error:  # ImportError, OSError from a library, RuntimeError from a driver
@@ -51,11 +51,11 @@ def _tell(**parts: Any) -> None:
 
 
 def _enter_environment(machine: Machine) -> Profile | None:
-    """Put the environment of the machine's profile in place, as a recipe does; return the profile."""
+    """Set the environment of the machine's profile, as recipes do; return the profile."""
     try:
         profile = load_profile(choose_profile(machine)[0])
         if machine.backend != "cpu":  # the CPU profile's variables serve other programs
-            ensure_environment(profile, machine)
+            apply_environment(profile, machine, restart=True)
     except UserError:  # hardware_profile says so; the canaries are worth running anyway
         return intended_machine(machine)[1] if machine.backend != "cpu" else None
     return profile
@@ -69,24 +69,22 @@ def _canaries(machine: Machine, profile: Profile) -> list[Finding]:
 
     cuda = profile.settings.get("device") == "cuda"
     dtype, _ = numerics.pick_dtype(str(profile.settings.get("dtype", "auto")), machine)
-    found = []
+    findings = []
     for i in range(machine.gpu_count if cuda else 1):
         here = torch.device("cuda", i) if cuda else torch.device("cpu")
         for check in numerics.canaries(machine, here, dtype):
             name = f"{check.name}, GPU {i}" if i else check.name
             if check.ok and i == 0:
-                found.append(Finding(name, "ok", check.found))
+                findings.append(Finding(name, "ok", check.found))
             elif not check.ok:
-                found.append(Finding(name, "error" if check.fatal else "warning", check.found, fix=check.fix))
-    return found
+                findings.append(Finding(name, "error" if check.fatal else "warning", check.found, fix=check.fix))
+    return findings
 
 
 def _copies(device: Any, size: int = 2**24) -> dict[str, float]:
-    """Time two copies to ``device``: of a file that is mapped as safetensors maps it, and of one that is read.
+    """Time two copies of a file of ``size`` bytes to ``device``: mapped, as safetensors does, and read first.
 
-    Args:
-        device: torch's.
-        size: bytes of the file. The kernels that stall take a second for each two MiB or so.
+    Linux kernels that stall need a second for about two MiB.
     """
     import torch
 
@@ -107,7 +105,7 @@ def _copies(device: Any, size: int = 2**24) -> dict[str, float]:
             file.readinto(content.numpy().data)
         read = timed(content, began)
         mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-        mapped.sum()  # the stall is that of pages in memory
+        mapped.sum()  # pages in memory stall
         return {"size": size, "read": read, "mapped": timed(mapped, time.perf_counter())}
 
 
@@ -115,8 +113,8 @@ def _blas(machine: Machine) -> str:
     import torch
 
     if machine.backend == "cpu":
-        found = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
-        return found[1] if found else "unknown"
+        match = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
+        return match[1] if match else "unknown"
     chosen = str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[2].lower()
     names = {"cublas": "hipBLAS", "cublaslt": "hipBLASLt", "ck": "Composable Kernel"}
     return names.get(chosen, chosen) if machine.backend == "rocm" else chosen

@@ -1,4 +1,4 @@
-"""``rocm-ext.json``: the facts that no file of the system holds. Every part may be missing."""
+"""``rocm-ext.json``: the facts that are in no file of the system. Every part may be missing."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from rocm_ext.base.nested import parse
 from rocm_ext.machine.detect import Torch
 
 NAME = "rocm-ext.json"
-MARK = "rocm-ext: "  # begins each line of the probe; libraries print lines of their own
+MARK = "rocm-ext: "  # begins the lines of the probe; libraries print others
 Level = Literal["ok", "warning", "error", "not recorded"]
 
 
@@ -19,7 +19,7 @@ Level = Literal["ok", "warning", "error", "not recorded"]
 class Finding:
     """A check's outcome, one row of the table.
 
-    ``error`` means that training will not work; ``not recorded``, that the facts to judge are missing.
+    ``error`` means that training will not work; ``not recorded`` means that facts are missing.
     """
 
     check: str
@@ -34,11 +34,6 @@ def unrecorded(check: str, what: str = "") -> Finding:
     return Finding(check, "not recorded", what or "not recorded")
 
 
-def gib(size: float) -> str:
-    """Bytes as ``12.3 GiB``."""
-    return f"{size / 2**30:.1f} GiB"
-
-
 @dataclass(frozen=True)
 class User:
     """The user who trains. Only groups that matter here are kept."""
@@ -50,33 +45,26 @@ class User:
 
 @dataclass(frozen=True)
 class DeviceNode:
-    """Who may open a file in /dev."""
+    """The owner and the mode of a file in /dev."""
 
     mode: str  # "0660"
     owner: str
     group: str
-    access: bool | None = None  # whether the user can read and write it, where an ACL decides
+    access: bool | None = None  # the user's access, if an ACL decides
 
-    @property
-    def _bits(self) -> int:
-        return int(self.mode, 8) if re.fullmatch("[0-7]{1,4}", self.mode) else 0
-
-    @property
-    def open_to_all(self) -> bool:
-        """Whether every user can read and write it."""
-        return self._bits & 6 == 6
+    def may_open(self, user: User | None) -> bool | None:
+        """Whether the user can read and write it; None: unknown."""
+        return self.allows(user) if self.access is None else self.access
 
     def allows(self, user: User | None) -> bool | None:
-        """Whether owner, group and mode let the user read and write it; None where the user's groups are unknown."""
-        if self.open_to_all:
+        """Whether owner, group and mode let the user read and write it; None: the user's groups are unknown."""
+        bits = int(self.mode, 8) if re.fullmatch("[0-7]{1,4}", self.mode) else 0
+        owner, group, everyone = (bits >> shift & 6 == 6 for shift in (6, 3, 0))
+        if everyone or (user and (user.root or (owner and self.owner == user.name))):
             return True
-        if user is None:
+        if user is None or user.groups is None:
             return None
-        if user.root or (self.owner == user.name and self._bits >> 6 & 6 == 6):
-            return True
-        if user.groups is None:
-            return None
-        return self.group in user.groups and self._bits >> 3 & 6 == 6
+        return group and self.group in user.groups
 
 
 @dataclass(frozen=True)
@@ -110,12 +98,12 @@ class SandboxState:
     """Whether bubblewrap works."""
 
     works: bool
-    found: str = ""  # why it does not, or its version, origin, and what it lacks
+    found: str = ""  # the reason why not, or its version, origin and gaps
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What :func:`rocm_ext.machine.doctor.this_machine.live_facts` gathers and :func:`read_recorded` reads back."""
+    """The content of ``rocm-ext.json``."""
 
     system: str | None = None  # platform.system(): "Linux", "Windows", "Darwin"
     release: str = ""  # of the system, where it is not Linux
@@ -143,22 +131,18 @@ def read_recorded(root: Path) -> Recorded:
     """Read ``rocm-ext.json`` in the folder ``root``.
 
     Returns:
-        Its content; an empty :class:`Recorded` where there is no such file.
+        The content; an empty :class:`Recorded` without this file.
 
     Raises:
-        UserError: for a damaged file and for unknown content.
+        UserError: the file is damaged or has unknown content.
     """
     path = root / NAME
     try:
-        text = path.read_text(encoding="utf-8")
+        return parse(Recorded, json.loads(path.read_bytes().decode("utf-8")), str(path))
     except FileNotFoundError:
         return Recorded()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}; record it again with rocm-ext doctor --save") from error
-    try:
-        return parse(Recorded, json.loads(text), str(path))
-    except UserError as error:
-        raise UserError(f"{error}; record it again with rocm-ext doctor --save") from error
-    except (ValueError, RecursionError) as error:
-        message = f"{path} is not JSON ({' '.join(str(error).split())}); record it again with rocm-ext doctor --save"
-        raise UserError(message) from error
+    except (OSError, UserError, ValueError, RecursionError) as error:
+        problem = str(error) if isinstance(error, UserError) else f"{path} is not JSON ({' '.join(str(error).split())})"
+        if isinstance(error, (OSError, UnicodeDecodeError)):
+            problem = f"{path} cannot be read: {error}"
+        raise UserError(f"{problem}; record it again with rocm-ext doctor --save") from error

@@ -1,14 +1,14 @@
-"""Records a machine for others to judge, without private data.
+"""Record a machine for others to judge, without private data.
 
-It writes the files in ``_kept`` only, without serial numbers, unrelated kernel parameters, and other users and groups.
-It calls the user "user".
+A recording holds only the files in ``_kept``, without serial numbers, unrelated kernel parameters, and other users and
+groups. It calls the user "user".
 """
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.machine.doctor.facts import Facts
@@ -18,28 +18,33 @@ from rocm_ext.machine.sysfs import read_text
 _PARAMETERS = (
     r"(amdgpu|ttm|amdttm|nvidia)[._].*|(amd_)?iommu=.*|numa_balancing=.*|nomodeset|mem=.*|modprobe.blacklist=.*"
 )
+_CARD = ("vendor", "device", "vbios_version", "mem_info_gtt_total", "mem_info_vram_total", "fw_version/mes_fw_version")
 
 
 def save(facts: Facts, root: Path, folder: Path) -> None:
-    """Write what the checks read into ``folder``, for ``rocm-ext doctor --root``.
+    """Write the checks' input into ``folder``, for ``rocm-ext doctor --root``.
 
     Args:
-        facts: facts about the machine.
-        root: where its files are.
-        folder: new or empty.
+        facts: facts of the machine.
+        root: folder of the machine's files.
+        folder: new or empty folder.
 
     Raises:
-        UserError: where ``folder`` is not empty or cannot be written.
+        UserError: ``folder`` is not empty, or cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise UserError(f"--save {folder} is not empty; name a new folder")
-        said = _without_name(facts.said)
-        for path, text in _files(facts, root):
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_text(text + "\n", encoding="utf-8")
-        (folder / NAME).write_text(json.dumps(_told(said), indent=1) + "\n", encoding="utf-8")
+        empty = asdict(Recorded())
+        parts = {key: value for key, value in asdict(_without_name(facts.said)).items() if value != empty[key]}
+        for pattern, keep in (_kept(facts) if facts.machine.system == "Linux" else {}).items():
+            for path in root.glob(pattern):
+                if kept := keep(read_text(path)):
+                    copy = folder / path.relative_to(root)
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    copy.write_text(kept + "\n", encoding="utf-8")
+        (folder / NAME).write_text(json.dumps(parts, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"--save {folder}: {error.strerror or error}") from error
 
@@ -53,22 +58,8 @@ def _without_name(said: Recorded) -> Recorded:
     return replace(said, user=user, device_nodes=None if said.device_nodes is None else nodes)
 
 
-def _told(said: Recorded) -> dict[str, object]:
-    empty = asdict(Recorded())
-    return {key: value for key, value in asdict(said).items() if value != empty[key]}
-
-
-def _files(facts: Facts, root: Path) -> Iterator[tuple[PurePath, str]]:
-    if facts.machine.system != "Linux":
-        return
-    for pattern, keep in _kept(facts).items():
-        for path in root.glob(pattern):
-            if kept := keep(read_text(path)):
-                yield path.relative_to(root), kept
-
-
 def _kept(facts: Facts) -> dict[str, Callable[[str], str]]:
-    """The files that the checks read, and the function that keeps the needed part of each."""
+    """The files that the checks read, and the functions that reduce them to the needed parts."""
     user = facts.said.user.name if facts.said.user else None
     member = "root" if user == "root" else "user"
     wanted = {"render", "video", *(node.group for node in facts.gpu_nodes.values())}
@@ -86,12 +77,7 @@ def _kept(facts: Facts) -> dict[str, Callable[[str], str]]:
         "proc/sys/kernel/numa_balancing": str,
         "proc/sys/kernel/osrelease": str,
         **{f"sys/bus/pci/devices/{gpu}/{file}": str for gpu in facts.files.displays for file in ("class", "vendor")},
-        "sys/class/drm/card*/device/vendor": str,
-        "sys/class/drm/card*/device/device": str,
-        "sys/class/drm/card*/device/vbios_version": str,
-        "sys/class/drm/card*/device/mem_info_gtt_total": str,
-        "sys/class/drm/card*/device/mem_info_vram_total": str,
-        "sys/class/drm/card*/device/fw_version/mes_fw_version": str,
+        **{f"sys/class/drm/card*/device/{file}": str for file in _CARD},
         "sys/class/kfd/kfd/topology/nodes/*/properties": _lines(r"(?!unique_id|hive_id).*"),
         "sys/class/kfd/kfd/proc/*/vram_*": str,
         **{f"proc/{process.pid}/comm": str for process in facts.files.processes},

@@ -1,4 +1,4 @@
-"""What the system's files say, of this machine or of a recorded one."""
+"""The system's files, of this machine or of a recorded one."""
 
 import re
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ AMD, NVIDIA = "0x1002", "0x10de"  # PCI vendors
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU's folder in /sys/class/drm. None and "" where the kernel does not say."""
+    """A GPU's folder in /sys/class/drm. None and "": unknown."""
 
     vendor: str
     device: str  # PCI device: "0x1586"
@@ -24,7 +24,7 @@ class Card:
 
     @property
     def is_amd(self) -> bool:
-        """Whether AMD made it; where the vendor is missing, amdgpu's files show it."""
+        """Whether the GPU is AMD's; if the vendor is missing, amdgpu's files decide."""
         return self.vendor == AMD or (not self.vendor and (self.gtt, self.vram, self.mes) != (None, None, None))
 
 
@@ -51,14 +51,17 @@ class System:
 
 
 def read_system(root: Path) -> System:
-    """Parse the files below ``root``. It skips missing files and lists damaged ones in ``unreadable``."""
+    """Parse the files below ``root``, without the missing ones; list damaged ones in ``unreadable``."""
     reader = _Reader(root)
     cpu = re.search(r"^model name\s*:\s*(.+)$", reader.text("proc/cpuinfo"), re.MULTILINE)
+    release = reader.text("etc/os-release") or reader.text("usr/lib/os-release")
+    nvidia = reader.text("proc/driver/nvidia/version") + " "
+    nvidia_version = re.search(r"Kernel Module[^\n]*?\s(\d+\.\d+(\.\d+)?)\s", nvidia)
     command_line = reader.text("proc/cmdline")
     ttm = ttm_module(root)
     return System(
         kernel=reader.kernel(),
-        distribution=_assignments(reader.text("etc/os-release") or reader.text("usr/lib/os-release")),
+        distribution={key: value.strip("\"'") for key, value in re.findall(r"^(\w+)=(.*)$", release, re.MULTILINE)},
         parameters=_parameters(command_line) if command_line else None,
         memory=reader.meminfo(),
         cpu=cpu[1] if cpu else "",
@@ -71,7 +74,7 @@ def read_system(root: Path) -> System:
         numa_balancing=reader.number("proc/sys/kernel/numa_balancing"),
         processes=tuple(reader.processes()),
         groups=_groups(reader.text("etc/group")),
-        nvidia=_nvidia(reader.text("proc/driver/nvidia/version")),
+        nvidia=nvidia_version[1] if nvidia_version else "",
         unreadable=tuple(reader.unreadable),
     )
 
@@ -97,8 +100,8 @@ class _Reader:
 
     def meminfo(self) -> dict[str, int]:
         text = self.text("proc/meminfo")
-        found = re.findall(r"^(\w+):\s+([0-9]{1,15}) kB$", text, re.MULTILINE)
-        memory = {key: int(number) * 1024 for key, number in found}
+        sizes = re.findall(r"^(\w+):\s+([0-9]{1,15}) kB$", text, re.MULTILINE)
+        memory = {key: int(number) * 1024 for key, number in sizes}
         if text and "MemTotal" not in memory:
             self.unreadable.append("proc/meminfo")
         return memory
@@ -120,21 +123,13 @@ class _Reader:
 
     def processes(self) -> list[Process]:
         folder = Path("sys/class/kfd/kfd/proc")
-        found = []
+        processes = []
         for pid in filter(str.isdecimal, listing(self.root / folder)):
-            sizes = [
-                self.number(folder / pid / name)
-                for name in listing(self.root / folder / pid)
-                if name.startswith("vram_")
-            ]
-            memory = sum(size for size in sizes if size is not None)
+            files = [name for name in listing(self.root / folder / pid) if name.startswith("vram_")]
+            memory = sum(self.number(folder / pid / name) or 0 for name in files)
             if (number := to_number(pid)) is not None:
-                found.append(Process(number, self.text(f"proc/{pid}/comm"), memory))
-        return found
-
-
-def _assignments(text: str) -> dict[str, str]:
-    return {key: value.strip("\"'") for key, value in re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE)}
+                processes.append(Process(number, self.text(f"proc/{pid}/comm"), memory))
+        return processes
 
 
 def _parameters(text: str) -> dict[str, str]:
@@ -147,8 +142,3 @@ def _groups(text: str) -> dict[str, tuple[str, ...]] | None:
     lines = [line.split(":") for line in text.splitlines()]
     groups = {line[0]: tuple(filter(None, line[3].split(","))) for line in lines if len(line) == 4}
     return groups or None
-
-
-def _nvidia(text: str) -> str:
-    match = re.search(r"Kernel Module[^\n]*?\s(\d+\.\d+(\.\d+)?)\s", text + " ")
-    return match[1] if match else ""

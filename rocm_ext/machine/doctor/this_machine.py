@@ -1,4 +1,4 @@
-"""The facts of the machine that this runs on. It changes nothing and needs no root."""
+"""Gather the facts of this machine. It changes nothing and needs no root."""
 
 import json
 import os
@@ -18,9 +18,8 @@ from rocm_ext.base import pins
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.nested import parse
 from rocm_ext.machine.detect import VISIBLE_VARIABLES
-from rocm_ext.machine.doctor.check_tools import COMPILERS
-from rocm_ext.machine.doctor.check_torch import DEBUGGING
-from rocm_ext.machine.doctor.facts import Facts, combine
+from rocm_ext.machine.doctor.checks import COMPILERS, DEBUGGING
+from rocm_ext.machine.doctor.facts import Facts
 from rocm_ext.machine.doctor.recorded import MARK, DeviceNode, Finding, Memory, Recorded, SandboxState, User
 from rocm_ext.machine.doctor.system import read_system
 from rocm_ext.machine.environment import ALLOCATOR_VARIABLES
@@ -39,7 +38,7 @@ def live_facts() -> Facts:
     files, linux = read_system(ROOT), platform.system() == "Linux"
     nodes = _device_nodes() if linux else {}
     user = _user([node.group for node in nodes.values()]) if linux else None
-    sandbox = _sandbox() if linux else None
+    sandbox, host = _sandbox() if linux else None, psutil.virtual_memory()
     said = Recorded(
         system=platform.system(),
         release="" if linux else platform.version(),
@@ -54,13 +53,13 @@ def live_facts() -> Facts:
         sandbox=sandbox,
         disk_free=_disk_free(),
         memory_limit=_memory_limit(),
-        host_memory=None if files.memory else _host_memory(),
+        host_memory=None if files.memory else Memory(host.total, host.available),
     )
-    return combine(replace(said, **_ask_torch()), files, ROOT)
+    return Facts(replace(said, **_ask_torch()), files, ROOT)
 
 
 def _variables() -> list[str]:
-    """The environment variables that matter; the others are never read."""
+    """The environment variables that matter; nothing reads the others."""
     profiles = [name for profile in profile_names() for name in load_profile(profile).environment]
     others = ["HSA_ENABLE_INTERRUPT", "TORCH_BLAS_PREFER_HIPBLASLT", "PYTORCH_TUNABLEOP_ENABLED", "OMP_NUM_THREADS",
               "OMP_WAIT_POLICY", "GPU_MAX_HW_QUEUES"]  # fmt: skip
@@ -91,7 +90,7 @@ def _device_nodes() -> dict[str, DeviceNode]:
 
 
 def _with_access(path: str, node: DeviceNode, user: User | None) -> DeviceNode:
-    """Note whether the user has access where mode and groups say otherwise."""
+    """Record the user's access if mode and groups say otherwise."""
     access = os.access(path, os.R_OK | os.W_OK)
     return node if node.allows(user) == access else replace(node, access=access)
 
@@ -131,9 +130,9 @@ def _sandbox() -> SandboxState | None:
 
 def _disk_free() -> dict[str, int]:
     home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
-    places = {"current folder": Path.cwd(), "Hugging Face cache": Path(os.environ.get("HF_HUB_CACHE") or home)}
+    folders = {"current folder": Path.cwd(), "Hugging Face cache": Path(os.environ.get("HF_HUB_CACHE") or home)}
     free = {}
-    for name, path in places.items():
+    for name, path in folders.items():
         path = path.expanduser().absolute()
         while not path.exists() and path != path.parent:
             path = path.parent
@@ -148,40 +147,34 @@ def _memory_limit() -> int | None:
     return min((limit for limit in limits if limit is not None and limit < 2**60), default=None)
 
 
-# ---------------------------------------------------------------------------------------- what is other systems
-def _host_memory() -> Memory:
-    memory = psutil.virtual_memory()
-    return Memory(memory.total, memory.available)
-
-
 # ------------------------------------------------------------------------------------------------------- torch
 def _ask_torch() -> dict[str, Any]:
-    """Run the probe; return what it said before it ended, crashed or hung."""
-    with tempfile.TemporaryFile("w+") as told, tempfile.TemporaryFile("w+", errors="replace") as complaints:
+    """Run the probe; return its facts, also if it crashed or hung later."""
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+", errors="replace") as complaints:
         probe = subprocess.Popen([sys.executable, *PROBE], stdin=subprocess.DEVNULL,
-                                 stdout=told, stderr=complaints)  # fmt: skip
+                                 stdout=output, stderr=complaints)  # fmt: skip
         try:
             status: int | None = probe.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             probe.kill()  # without waiting: a process that hangs in the driver does not die
             status = None
-        told.seek(0)
+        output.seek(0)
         complaints.seek(0)
-        parts = _parts(told.read())
+        parts = _parts(output.read())
         last = next((line for line in reversed(complaints.read().splitlines()) if line.strip()), "")
     if status != 0 and not parts.keys() & {"canaries", "torch_error"}:
-        found = f"no answer in {PATIENCE} s" if status is None else f"the test program ended with status {status}"
+        failure = f"no answer in {PATIENCE} s" if status is None else f"the test program ended with status {status}"
         last = re.sub(re.escape(str(Path.home())) + r"(?=/|$)", "~", last)
-        canary = Finding("canaries", "error", found, last, "sudo dmesg | grep -i -e amdgpu -e nvrm")
+        canary = Finding("canaries", "error", failure, last, "sudo dmesg | grep -i -e amdgpu -e nvrm")
         if "torch" in parts:
             parts["canaries"] = (canary,)
         else:
-            parts["torch_error"] = f"{found}: {last}"
+            parts["torch_error"] = f"{failure}: {last}"
     return parts
 
 
 def _parts(text: str) -> dict[str, Any]:
-    """What the probe's lines say. Libraries may print lines of their own."""
+    """The facts in the probe's lines; libraries may print other lines."""
     parts: dict[str, Any] = {}
     for line in text.splitlines():
         if line.startswith(MARK):
