@@ -1,10 +1,10 @@
-"""Distillation on 1…N ranks: a model learns the distributions of a teacher on its own answers (arXiv:2306.13649).
+"""Distillation on 1…N ranks: a model learns a teacher's distributions on the model's answers (arXiv:2306.13649).
 
     tune run distil_rocm --config strix_halo_qwen3_4b_from_32b
 
 A step of :class:`rocm_ext.rl.loop.Loop` asks the next prompts, samples answers, and lowers the divergence between model
-and teacher at each of their tokens. It needs no verifier: one that is there measures, and judges held-out prompts. With
-``given_answers`` the answers are those of the data.
+and teacher at the answers' tokens. It needs no verifier; with one it measures the answers, and evaluates held-out
+prompts. With ``given_answers`` the data has the answers.
 """
 
 from collections.abc import Collection, Sequence
@@ -73,7 +73,7 @@ class Distil(Loop):
         return ["min_entropy"] * (self.cfg.min_entropy is not None)
 
     def check_training(self) -> None:
-        """Build the teacher, and check what it learns on, before weights are read.
+        """Build the teacher, and check prompts and given answers, before weights are read.
 
         Raises:
             UserError: the teacher or a given answer does not fit the model.
@@ -87,7 +87,7 @@ class Distil(Loop):
         self.trainer_cls.try_out(self.learner.cfg, self.learner, self.cfg.steps * updates_of_step(self.cfg))
 
     def expected_work(self) -> Workload:
-        """Describe the rows of a step: those of given answers, or an estimate before any sampling."""
+        """Describe the rows of a step: of given answers, or an estimate."""
         work = super().expected_work()
         if self.cfg.given_answers is None:
             return work
@@ -95,7 +95,7 @@ class Distil(Loop):
         return replace(describe(rows, work.count or len(rows), "the given answers"), most=work.most)
 
     def plan_memory(self, work: Workload, beside: int = 0) -> None:
-        """Plan the memory of training beside the teacher's weights, and of the teacher's forward pass."""
+        """Plan the memory of training with the teacher's weights, and of the teacher's forward pass."""
         super().plan_memory(work, beside + self.teacher.frozen)
         self.learner.planned_peak = self.teacher.peak(self.learner, work.longest)
 
@@ -107,13 +107,13 @@ class Distil(Loop):
         objective.teacher = self.teacher
 
     def inputs(self) -> dict[str, str]:
-        """Return hashes of what a resumed run must have in common with the one before."""
+        """Return hashes that a resumed run shares with the one before."""
         return super().inputs() | {"teacher": self.teacher.fingerprint}
 
     # ---- a step
 
     def choose(self, step: int, count: int, exclude: Collection[str] = ()) -> list[Prompt]:
-        """Choose the prompts of a step: the next ones, in a new order in each pass over all."""
+        """Choose the next prompts, in a new order in every pass over all."""
         asked = Steps(len(self.prompts.training), self.prompts_of_step, data_seed=self.cfg.seed)[step - 1]
         return [self.prompts.training[i] for i in asked]
 
@@ -126,8 +126,7 @@ class Distil(Loop):
         return self.select([Answers(samples, {}, {"policy": len(samples) * (step - 1)})], asked)
 
     def select(self, rounds: Sequence[Answers], asked: Sequence[str]) -> Selected:
-        """Take all answers but empty ones, those of environments and verifiers that failed, and those with a token that
-        pads the model's vocabulary, where the teacher's has less padding."""
+        """Take all answers without ERROR that have tokens, unless a token is outside the teacher's vocabulary."""
         (answers,) = rounds
         failed = {key for key, result in answers.results.items() if result.verdict is Verdict.ERROR}
         words = range(self.teacher.learner.decoder.tok_embeddings.num_embeddings)

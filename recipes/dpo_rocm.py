@@ -44,7 +44,7 @@ class DPO(LoRAFinetune):
         return rows, validation
 
     def add_columns(self, folder: Path, rows: Mapping[str, Rows | None]) -> None:
-        """Add the reference's log-probs, unless the loss does without."""
+        """Add the reference's log-probs, if the loss needs them."""
         if COLUMN in self.learner.objective.columns:
             sets = {key: part for key, part in rows.items() if part is not None}
             add_reference_logprobs(self.learner, sets, folder)

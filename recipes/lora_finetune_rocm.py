@@ -144,7 +144,7 @@ class LoRAFinetune:
             The training rows, and the validation rows or None.
 
         Raises:
-            UserError: the data cannot be read, or settings contradict each other.
+            UserError: the data cannot be read, or settings contradict one another.
         """
         cfg = self.cfg
         rows = self._rows(cfg.dataset, "dataset", tokenizer)
@@ -162,11 +162,11 @@ class LoRAFinetune:
         return rows, validation
 
     def add_columns(self, folder: Path, rows: Mapping[str, Rows | None]) -> None:
-        """Add the columns in :attr:`columns` to the rows, with the model as it is before the first step.
+        """Add the columns in :attr:`columns` to the rows, before the first step.
 
         Args:
             folder: the output folder.
-            rows: training rows and validation rows by their keys in the config; None: there are none.
+            rows: training and validation rows by their keys in the config; None: no such rows.
         """
 
     def _rows(self, component: Any, key: str, tokenizer: Any) -> Rows:
@@ -193,7 +193,7 @@ class LoRAFinetune:
         return rows
 
     def train(self) -> None:
-        """Train to the last step, write the outputs, and warn if the adapter is the one that the run began with.
+        """Train to the last step, write the outputs, and warn if the adapter is unchanged.
 
         Raises:
             Interrupted: the user asked to stop; the last step is saved.

@@ -3,7 +3,7 @@
     tune run raft_rocm --config strix_halo_qwen7b_raft
     tune run --nproc_per_node 8 raft_rocm --config mi300x_qwen7b_raft_8gpu
 
-:class:`rocm_ext.rl.loop.Loop` has the steps, which RAFT calls cycles. ``cycle_k/`` has the outputs of each:
+:class:`rocm_ext.rl.loop.Loop` has the steps, which RAFT calls cycles. ``cycle_k/`` has a cycle's outputs:
 ``kept.jsonl``, ``adapter/``, ``summary.json`` and ``eval.json``; ``cycle_0/`` has the evaluation before any training.
 A cycle that keeps no answer is skipped.
 
@@ -35,12 +35,12 @@ from rocm_ext.verifiers import Result
 
 
 class RAFT(Loop):
-    """Trains an adapter on the model's own verified answers.
+    """Trains an adapter on the model's verified answers.
 
     Args:
         cfg: config of ``raft_rocm`` or of a recipe that extends it, from :func:`rocm_ext.config.load`.
         learner: class that builds the model.
-        trainer: class that trains the model in each cycle.
+        trainer: class that trains the model in a cycle.
 
     Raises:
         UserError: a value in ``cfg`` is out of range.
@@ -120,7 +120,7 @@ class RAFT(Loop):
         return [self.prompts[prompt_id] for prompt_id in chosen]
 
     def trains_on(self, policy: int, step: int) -> bool:
-        """Return whether a cycle trains on answers of the adapter of cycle ``policy``; skipped cycles have none."""
+        """Return whether a cycle trains on answers of the adapter of cycle ``policy``: of the last trained cycle."""
         return policy == self.trainer.adapter_step
 
     def select(self, rounds: Sequence[Answers], asked: Sequence[str]) -> Selected:
@@ -140,11 +140,11 @@ class RAFT(Loop):
         return Selected(answers.samples, answers.results, worth, set(), asked, answers.stats, dropped=dropped)
 
     def finish_sampling(self, step: int, selected: Selected) -> None:
-        """Write what the cycle keeps, for people; the run selects again when it resumes."""
+        """Write the kept answers, for people; a resumed run selects again."""
         self.trainer.write_selection(selected, self.passes, self.prompts.tokens)
 
     def rows(self, selected: Selected) -> tuple[Rows, list[str]]:
-        """Convert the kept answers, and those of earlier cycles that are replayed, to rows."""
+        """Convert the kept and the replayed answers to rows."""
         cfg, kept = self.cfg, selected.trained
         self.kept = {cycle: self.kept[cycle] for cycle in self.trainer.kept}
         earlier = list(self.kept.values())

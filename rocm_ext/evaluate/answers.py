@@ -1,4 +1,4 @@
-"""Evaluate a model's answers, without training: with an adapter, and beside it as the config starts."""
+"""Evaluate a model's answers without training: with an adapter, and as the config starts."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ from rocm_ext.train.output_dir import OutputDir, hold
 from rocm_ext.train.scoring import reference, without_adapter
 from rocm_ext.verifiers import Verdict
 
-ANSWERS = "answers.jsonl"  # in the output folder: what was asked, answered and judged
+ANSWERS = "answers.jsonl"  # prompts, answers and verdicts, in the output folder
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Evaluation:
     Attributes:
         scores: content of ``eval.json``, see :func:`rocm_ext.rl.evaluation.score`.
         answers: lines of ``answers.jsonl``: ``prompt_id``, ``sample`` (-1: the greedy answer), ``prompt``, ``text``,
-            ``verdict``, ``reward``, ``detail`` and ``finish_reason`` each.
+            ``verdict``, ``reward``, ``detail`` and ``finish_reason``.
     """
 
     scores: dict[str, Any]
@@ -50,14 +50,13 @@ class Evaluation:
 def evaluate(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[Evaluation]:
     """Score a model on a config's ``eval_prompts``.
 
-    The records are those of the evaluation before a RAFT run's first cycle, with ``cycle_0`` in ``output_dir``; those
-    of the second evaluation are in ``base``.
+    ``output_dir`` gets the records of an evaluation before a RAFT run's first cycle, with ``cycle_0``. The second
+    evaluation has the folder ``base`` in it.
 
     Args:
-        cfg: config of ``raft_rocm`` or ``grpo_rocm``; its ``output_dir`` receives the records, so it needs one of its
-            own.
+        cfg: config of ``raft_rocm`` or ``grpo_rocm``, with an ``output_dir`` for this evaluation.
         adapter: PEFT folder; None evaluates the model that the config starts from.
-        base: evaluate the model that the config starts from, too.
+        base: whether to evaluate the model that the config starts from, in addition.
 
     Returns:
         The evaluation, and the one of the model that the config starts from if ``base`` is set.
@@ -97,8 +96,8 @@ def compare(evaluation: Evaluation, base: Evaluation) -> dict[str, Any]:
     """Compare the greedy answers of two models to the same prompts.
 
     Returns:
-        ``gained`` and ``lost``: prompts that only one of them got right; ``gain``: the difference of pass@1 with its
-        95 % ``interval``; ``p``: of McNemar's exact test.
+        ``gained`` and ``lost``: prompts that only one model got right; ``gain``: the difference of pass@1 with its
+        95 % ``interval``; ``p`` of McNemar's exact test.
     """
     before, after = base.right(), evaluation.right()
     gained = sum(right and not before[prompt] for prompt, right in after.items())
@@ -141,7 +140,7 @@ def _evaluate(recipe: RLRecipe, cfg: DictConfig, output: OutputDir, name: str) -
 
 
 def _answers(recipe: RLRecipe, judged: Answers) -> list[dict[str, Any]]:
-    """Return what was asked, answered and judged, in the order of the prompts."""
+    """Return the lines of ``answers.jsonl``, in the order of the prompts."""
     order: Mapping[str, int] = {prompt.id: number for number, prompt in enumerate(recipe.prompts.held_out)}
     answers = []
     for key in sorted(judged.samples, key=lambda key: (order[key[0]], key[1])):

@@ -1,6 +1,6 @@
-"""Measure a model on held-out rows of SFT or DPO, without training: loss, perplexity, and what the objective measures.
+"""Measure a model on the validation rows of SFT or DPO without training: loss, perplexity, and other measurements.
 
-The rows are those on which the recipe validates, and the loss is the recipe's ``val_loss``.
+The loss is the recipe's ``val_loss``.
 """
 
 import json
@@ -39,10 +39,10 @@ class Measured:
     """A model's results on held-out rows.
 
     Attributes:
-        scores: ``loss``, ``perplexity``, ``rows``, ``tokens``, and what the objective measures.
-        rows: one for each row: ``row``, its number among the held-out rows; of SFT ``tokens`` and ``loss``, the mean
-            NLL of its labels in nats; of single answers with a label also ``good``; of pairs ``logprob_chosen`` and
-            ``logprob_rejected`` and the tokens of each. Bad answers do not count in the perplexity.
+        scores: ``loss``, ``perplexity``, ``rows``, ``tokens``, and the objective's measurements.
+        rows: measurements by row: ``row``, its number; for SFT ``tokens`` and ``loss``, the mean NLL of its labels in
+            nats; for single answers with a label also ``good``; for pairs ``logprob_chosen``, ``logprob_rejected``,
+            ``tokens_chosen`` and ``tokens_rejected``. The perplexity excludes bad answers.
     """
 
     scores: dict[str, Any]
@@ -50,7 +50,7 @@ class Measured:
 
 
 class SupervisedRecipe(Protocol):
-    """What :func:`measure` needs of the SFT recipe, or of one that extends it."""
+    """Interface of the SFT recipe, and of recipes that extend it."""
 
     cfg: DictConfig
     columns: tuple[str, ...]
@@ -58,7 +58,7 @@ class SupervisedRecipe(Protocol):
     learner: Learner
 
     def setup_data(self, tokenizer: Any) -> tuple[Rows, Rows | None]:
-        """Read and tokenise the rows for training and those for validation."""
+        """Read and tokenise the rows for training and for validation."""
 
     def add_columns(self, folder: Path, rows: Mapping[str, Rows | None]) -> None:
         """Add the columns in ``columns`` to the rows."""
@@ -75,10 +75,10 @@ def measure(recipe: SupervisedRecipe, adapter: Path | None, base: bool = False) 
     Args:
         recipe: ``lora_finetune_rocm``, ``dpo_rocm`` or a recipe that extends one of them, with its config.
         adapter: PEFT folder; None measures the model that the config starts from.
-        base: measure the model that the config starts from, too.
+        base: whether to measure the model that the config starts from, in addition.
 
     Returns:
-        The results, and those of the model that the config starts from if ``base`` is set.
+        The results; with ``base`` also the results of the model that the config starts from.
 
     Raises:
         UserError: the config has no validation rows, or the model or the rows cannot be read.
@@ -102,9 +102,9 @@ def compare(measured: Measured, base: Measured) -> dict[str, Any]:
     """Compare two models on the same rows.
 
     Returns:
-        ``difference``: the difference of the NLL per token of the answers (of the chosen ones), with its 95 %
-        ``interval`` over rows. Of pairs also ``gained`` and ``lost``, the pairs of which only one model prefers the
-        chosen answer, and ``p`` of McNemar's exact test.
+        ``difference``: the difference of the NLL per token of the answers (for pairs, the chosen ones), with its 95 %
+        ``interval`` over rows. For pairs also ``gained`` and ``lost``, pairs in which only one model prefers the chosen
+        answer, and ``p`` of McNemar's exact test.
     """
     nll, before = (np.array([_nll(row) for row in model.rows]) for model in (measured, base))
     change = paired_ratio(nll - before, np.array([float(_tokens(row)) for row in measured.rows]))
@@ -154,7 +154,7 @@ def _open(recipe: SupervisedRecipe) -> tuple[Learner, Rows]:
 
 @contextmanager
 def _loaded(learner: Learner, adapter: Path | None) -> Iterator[None]:
-    """Context in which the learner has the adapter in a folder; None: that of the config."""
+    """Context in which the learner has the adapter in a folder, or with None the config's."""
     with nullcontext() if adapter is None else reference(learner, learner.read_adapter(adapter), str(adapter)):
         yield
 
@@ -189,7 +189,7 @@ def _row(rows: Rows, number: int, logprobs: np.ndarray) -> dict[str, Any]:
 
 
 def _nll(row: dict[str, Any]) -> float:
-    """Return the NLL of a row's answer, of a pair's chosen answer, and 0 of a bad one."""
+    """Return the NLL of a row's answer or of a pair's chosen answer, and 0 for a bad answer."""
     return row["loss"] * _tokens(row) if "loss" in row else -row["logprob_chosen"]
 
 

@@ -1,4 +1,4 @@
-"""Answers of coming steps, which servers sample while the ranks train and evaluate."""
+"""Rollouts of coming steps: servers sample them while the ranks train and evaluate."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ class RolloutAhead(Rollout):
 
     def _start(self, needed: bool) -> None:
         self.sampled = threading.Event()  # this rank has no more to sample
-        self._open, self._lock, self._tokens = 1, threading.Lock(), 0  # open requests, and those to be taken as one
+        self._open, self._lock, self._tokens = 1, threading.Lock(), 0  # open: requests, and 1 until all are taken
         self._began = self.ended = time.perf_counter()  # of sampling on this rank
 
     def requests(self) -> Iterator[Request | None]:
@@ -36,7 +36,7 @@ class RolloutAhead(Rollout):
         self._count_open(-1)
 
     def take(self, completion: Completion, policy: int) -> None:
-        """Record an answer, which the adapter of step ``policy`` gave."""
+        """Record an answer of the adapter of step ``policy``."""
         self._tokens += len(completion.tokens)
         seconds = max(time.perf_counter() - self._began, 1e-9)
         self._take(
@@ -45,7 +45,7 @@ class RolloutAhead(Rollout):
         self._count_open(-1)
 
     def _count_open(self, more: int) -> None:
-        with self._lock:  # the thread that takes requests is another than that which records answers
+        with self._lock:  # one thread takes requests, and another records answers
             self._open += more
             if not self._open:
                 self._progress.close()
@@ -57,24 +57,24 @@ class RolloutAhead(Rollout):
 
         Args:
             waited: seconds that the run has waited for the samples.
-            free: when the steps before had theirs. The seconds of this one count from then on.
+            free: time when the steps before had their samples; this step's seconds count from then on.
         """
         seconds = self.ended - max(self._began, min(free, self.ended))
         return self._collect(seconds, hidden=max(0.0, seconds - waited))
 
 
 class Ahead:
-    """Answers for coming steps, which a thread samples on servers while the ranks train and evaluate.
+    """A thread that samples coming steps on servers while the ranks train and evaluate.
 
-    Steps are asked in order, and each request begins with the newest adapter in use. How old answers get follows from
-    when their step is added: with the adapter of step k in use, those of step k + 1 + n are at most n steps old.
+    It takes steps in order, and a request begins with the newest adapter in use. If step k + 1 + n is added while the
+    adapter of step k is in use, its answers are at most n steps old.
 
     The thread uses no collective operation. All ranks call every method but :meth:`abandon` together.
 
     Args:
         workers: the processes.
         step: steps done.
-        keep: steps for which the servers keep an adapter that is no longer the newest, because requests still have it.
+        keep: steps for which the servers keep an older adapter, because requests still use it.
 
     Attributes:
         last: the last step that was added.
@@ -91,7 +91,7 @@ class Ahead:
         self._thread: threading.Thread | None = None
 
     def use(self, policy: int, open_session: OpenSession) -> None:
-        """Let new requests begin with the adapter of step ``policy``, the last that is done.
+        """Let new requests begin with the adapter of ``policy``, the last finished step.
 
         Raises:
             UserError: the servers refuse the adapter.
@@ -169,9 +169,9 @@ class Ahead:
         return self._workers.interrupt.signum is not None or self._workers.halted
 
     def _requests(self, pending: Iterator[tuple[Any, Request | None]], session: Any) -> Iterator[Request | None]:
-        """Yield requests with the newest adapter, and None where there are none yet.
+        """Yield requests with the newest adapter, and None while there are none.
 
-        They end where there is a newer session and ``session`` has given a server up, or asks one that has refused the
+        This ends once there is a newer session, if ``session`` has given up a server or uses one that has refused the
         newest adapter.
         """
         while not self._stopped and not (
@@ -185,7 +185,7 @@ class Ahead:
             yield request
 
     def _pending(self) -> Iterator[tuple[Any, Request | None]]:
-        """Take the requests of the added steps, each with its rollout; None where there are none yet."""
+        """Yield the added steps' requests with their rollouts; None while there are none."""
         while True:
             if self._added.empty():
                 yield None, None

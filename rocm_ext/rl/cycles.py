@@ -1,4 +1,4 @@
-"""RAFT's cycles: a trainer with a schedule and some epochs for each of them, and their entries in ``summary.json``."""
+"""RAFT's cycles: a trainer that begins a schedule in every cycle, and the entries of ``summary.json``."""
 
 import contextlib
 import json
@@ -43,14 +43,14 @@ RAFT_FREE_KEYS = FREE_KEYS | frozenset(
 
 
 class CycleTrainer(PolicyTrainer):
-    """Trains the adapter for some epochs on the kept answers of each cycle.
+    """Trains the adapter for some epochs on the answers that a cycle keeps.
 
-    A step is a cycle. Each has a folder of its own, ``cycle_k``, of which only the adapter is read again, by servers.
+    A step is a cycle. It writes to the folder ``cycle_k``; the run reads only ``cycle_k/adapter`` again, for servers.
 
     Attributes:
         done: updates of the unfinished cycle.
-        trained: the cycles that were trained, in order; the others kept nothing.
-        kept: answers that each trained cycle kept, if a later one trains on them again.
+        trained: cycles that trained, in order; the others kept no answer.
+        kept: by cycle, the kept answers that later cycles train on again.
         earlier_updates: updates of all finished cycles.
     """
 
@@ -98,19 +98,19 @@ class CycleTrainer(PolicyTrainer):
         return self.done
 
     def position(self) -> dict[str, int]:
-        """Return nothing: each line of ``metrics.jsonl`` names its cycle."""
+        """Return nothing: the lines of ``metrics.jsonl`` name their cycle."""
         return {}
 
     def keeps_line(self, line: dict[str, Any]) -> bool:
-        """Return whether the run does not repeat what a line is about; evaluations are repeated from their records."""
+        """Return whether a resumed run keeps a line; it repeats other phases, and evaluations from their records."""
         return line["cycle"] <= (self.evaluated if line["phase"] == "eval" else self.step)
 
     def identity(self) -> dict[str, Any]:
-        """Return what a run must share with the one it resumes, beside the config."""
+        """Return what a run shares with the one it resumes, in addition to the config."""
         return {**super().identity(), "rows per step": rows_per_step(self.cfg, self.ranks.world)}
 
     def extra_state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds beside the state of every training."""
+        """Return the part of a checkpoint that other trainings do not have."""
         kept = {cycle: [list(key) for key in keys] for cycle, keys in self.kept.items()}
         return super().extra_state() | {
             # a resumed run selects the answers of the skipped cycles since the last trained one again
@@ -136,8 +136,8 @@ class CycleTrainer(PolicyTrainer):
 
         Args:
             selected: the cycle's answers.
-            passes: what an answer needs to count for its prompt's pass rate.
-            prompts: token ids of each prompt, by id.
+            passes: whether a result counts as passed in its prompt's pass rate.
+            prompts: token ids by prompt id.
 
         Raises:
             UserError: the disk is full.
@@ -209,7 +209,7 @@ class CycleTrainer(PolicyTrainer):
         return {}
 
     def _begin_cycle(self, updates: int) -> Mapping[str, torch.Tensor]:
-        """Begin the training of a cycle with the adapter, the learning rate and the moments that the config says.
+        """Begin a cycle's training with the adapter, the learning rate and the moments that the config asks for.
 
         Returns:
             The adapter before the training.
@@ -313,10 +313,10 @@ class CycleTrainer(PolicyTrainer):
 
 
 def cycle_entries(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the entries of ``summary.json``, one for each cycle that has ended; cycle 0 is before any training.
+    """Return the entries of ``summary.json``, one per finished cycle; cycle 0 is before any training.
 
     Args:
-        lines: lines of ``metrics.jsonl``: ``cycle``, ``phase`` and measurements, for each phase that has ended.
+        lines: lines of ``metrics.jsonl``, one per finished phase: ``cycle``, ``phase`` and measurements.
     """
     of_cycles: dict[int, dict[str, Mapping[str, Any]]] = defaultdict(dict)
     for line in lines:
@@ -343,7 +343,7 @@ def _count_answers(selected: Selected, passes: Callable[[Result], bool]) -> dict
 
     Args:
         selected: the answers.
-        passes: what an answer needs to count for ``pass_rate``, the mean over prompts of the share that passed.
+        passes: whether a result counts in ``pass_rate``, the mean over prompts of the share that passed.
     """
     samples, results, dropped = selected.samples, selected.results, selected.dropped
     rates = [rate for rate in pass_rates(results, passes).values() if rate is not None]
@@ -369,10 +369,9 @@ def cycle_stop_reason(entries: Sequence[Mapping[str, Any]], cfg: DictConfig) -> 
     """Decide whether a run stops early.
 
     Args:
-        entries: those of ``summary.json`` up to the newest cycle, in order.
-        cfg: config with ``min_entropy``, which the answers of the newest cycle are compared with;
-            ``stop_after_no_gain``, in trained cycles; and ``max_empty_cycles``: stop after so many skipped ones in a
-            row.
+        entries: entries of ``summary.json`` up to the newest cycle, in order.
+        cfg: config with ``min_entropy`` of the newest cycle's answers; ``stop_after_no_gain``, in trained cycles; and
+            ``max_empty_cycles``, the number of skipped cycles in a row to stop after.
 
     Returns:
         The reason to stop, in one line; None to continue.

@@ -1,4 +1,4 @@
-"""The engines of a run, and the model as they sample from it: with the present adapter, here or on servers."""
+"""The engines of a run, and the sessions in which they sample with the present adapter, here or on servers."""
 
 import os
 import shutil
@@ -69,10 +69,10 @@ class Engines:
     def keep_open(self) -> Iterator[None]:
         """Keep sessions open between phases, where the engine can follow the model's training.
 
-        The first :meth:`session` of such an engine opens it. Each later one copies the adapter's present values, and
-        keeps the layout of the weights, the key-value cache and the graphs. If training does not fit beside them, the
-        cache and the graphs go at the end of each phase, and if need be the layout, too. All other engines open a
-        session for each phase.
+        The first :meth:`session` of such an engine opens it. Later ones copy the adapter's present values, and keep the
+        layout of the weights, the key-value cache and the graphs. If training does not fit into memory with them, the
+        cache and the graphs are freed at the end of a phase, and the layout if need be. Other engines open a session
+        per phase.
         """
         self._kept = {}
         try:
@@ -143,10 +143,9 @@ class Engines:
 class Policy:
     """Opens sessions with the adapter that the learner has at a step.
 
-    Engines in this process may keep one session open through the run, and each rollout copies the adapter's values into
-    it. Servers load the adapter from a folder. Where the run keeps no folder for each adapter, it is written to
-    ``policy/`` in the output folder, and :class:`~rocm_ext.rl.server_check.ServerCheck` checks at steps 1, 2, 4, 8, and
-    so on that the servers sample with it; otherwise it checks in each session.
+    Engines in this process may keep one session open through the run, and a rollout copies the adapter's values into
+    it. Servers load the adapter from a folder: of the cycle, or ``policy/`` in the output folder. A check that they
+    sample with it follows: of cycles in every session, otherwise at steps 1, 2, 4, 8, and so on.
 
     Args:
         engines: the run's.
@@ -154,7 +153,7 @@ class Policy:
         server_check: checks the servers' adapters.
         out: the run's output folder.
         unit: what messages call a step.
-        folder_of: returns the folder that the run keeps for the adapter of a step; None: it keeps none.
+        folder_of: returns the folder of a step's adapter; None: the run keeps no such folders.
 
     Attributes:
         on_servers: whether servers sample.
@@ -195,7 +194,7 @@ class Policy:
 
     @contextmanager
     def session(self, step: int, requests: Requests, phase: str = "sample") -> Iterator[Session]:
-        """Open a session with the present adapter, which is that of ``step``; all ranks call this together.
+        """Open a session with the present adapter, of ``step``; all ranks call this together.
 
         Args:
             step: number of steps done.
@@ -255,23 +254,22 @@ def open_engines(
     logprobs_for: Sequence[str],
     samples_new_adapters: bool,
 ) -> Engines:
-    """Build and check the config's engine, and find out whether it can do all that the run needs.
+    """Build the config's engine, and check that it fits the run.
 
-    The engine gets those of ``decoder``, ``tokenizer``, ``free_memory``, ``ranks``, ``stopped`` and ``trace`` that its
-    constructor takes, and ``routes=True`` with ``router_replay``. If it cannot load adapters and only evaluations need
+    Of ``decoder``, ``tokenizer``, ``free_memory``, ``ranks``, ``stopped`` and ``trace``, the engine gets the arguments
+    of its constructor, and ``routes=True`` with ``router_replay``. If it cannot load adapters and only evaluations need
     this, they sample in this process.
 
     Args:
         cfg: config of ``raft_rocm`` or ``grpo_rocm``.
         learner: the model to sample from; its weights may be missing.
         stopped: returns whether the user asked to stop.
-        sampling: how the run samples; it says of which temperature log-probs are.
+        sampling: the run's settings of sampling, with the temperature of log-probs.
         logprobs_for: settings that need the token ids and log-probs of sampling.
         samples_new_adapters: whether the run samples answers to train on with adapters that it has written.
 
     Raises:
-        UserError: the engine cannot run or cannot load adapters, or lacks the token ids and log-probs that the config
-            needs.
+        UserError: the engine cannot run or cannot load adapters, or returns no log-probs and the config needs them.
     """
     offered = {
         "decoder": learner.decoder,
@@ -396,7 +394,7 @@ def verify_workers(cfg: DictConfig) -> int:
     """
     if cfg.verify_workers is not None:
         return cfg.verify_workers
-    # one core of each rank's share drives the sampler; the data loader is idle while the model samples
+    # one core of a rank's share drives the sampler; the data loader is idle while the model samples
     cores = psutil.cpu_count(logical=False) or 1
     if hasattr(os, "sched_getaffinity"):  # a container may have fewer cores than the machine
         cores = min(cores, len(os.sched_getaffinity(0)))

@@ -1,4 +1,4 @@
-"""What the measurements of a run say: the scores of an evaluation, and reasons to stop early or to warn."""
+"""Scores of an evaluation, and reasons to stop a run early or to warn, from its measurements."""
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -39,12 +39,12 @@ def score(answers: Answers, samples: int) -> dict[str, Any]:
     """Compute the content of ``eval.json``.
 
     It has pass@1 of the greedy answers, and pass@k of the sampled ones for k = 1, 2, 4 … up to ``samples``. An answer
-    passes if its verdict is CORRECT; an ERROR does not pass. The interval of pass@k counts each prompt as one trial,
-    so it is wider than necessary.
+    passes if its verdict is CORRECT; an ERROR does not pass. The interval of pass@k counts a prompt as one trial, so it
+    is wider than necessary.
 
     Args:
         answers: answers to the requests of :meth:`rocm_ext.rl.prompts.PromptSet.evaluation_requests`.
-        samples: number of sampled answers per prompt.
+        samples: sampled answers per prompt.
     """
     right = {key: result.verdict is Verdict.CORRECT for key, result in answers.results.items()}
     greedy = [passed for (_, sample), passed in right.items() if sample == GREEDY]
@@ -74,7 +74,7 @@ def report_gain(before: Mapping[str, bool], after: Mapping[str, bool], chosen: s
     (Bonferroni).
 
     Args:
-        before: whether the initial model's greedy answer is right, by prompt id; empty: it was not evaluated.
+        before: by prompt id, whether the initial model's greedy answer is right; empty: it was not evaluated.
         after: the same for the chosen adapter.
         chosen: name of the chosen adapter, such as ``cycle 3``.
         looks: number of evaluations that the adapter was chosen from.
@@ -98,7 +98,7 @@ def report_gain(before: Mapping[str, bool], after: Mapping[str, bool], chosen: s
 
 
 def greedy(results: Mapping[SampleKey, Result]) -> dict[str, bool]:
-    """Return whether the greedy answer to each prompt is right, by prompt id."""
+    """Return by prompt id whether the greedy answer is right."""
     return {
         prompt: result.verdict is Verdict.CORRECT for (prompt, sample), result in results.items() if sample == GREEDY
     }
@@ -171,7 +171,7 @@ def flat_reason(lines: Lines, *, max_flat_steps: int) -> str | None:
         max_flat_steps: stop after this many steps in a row without an update.
 
     Returns:
-        How the rewards of these steps were and what to do, in one line; None to continue.
+        A description of these steps' rewards and what to do, in one line; None to continue.
     """
     flat = list(takewhile(lambda line: not line["updates"], reversed(_steps(lines))))
     if len(flat) < max_flat_steps:
@@ -185,7 +185,7 @@ def flat_reason(lines: Lines, *, max_flat_steps: int) -> str | None:
 
 
 def untrained_warning(lines: Lines) -> str | None:
-    """Return what to say of a finished run in which no step had an update, in one line; None if one had."""
+    """Return a warning about a finished run without any update, in one line; None if a step had one."""
     steps = _steps(lines)
     if not steps or any(line["updates"] for line in steps):
         return None
@@ -194,7 +194,7 @@ def untrained_warning(lines: Lines) -> str | None:
 
 
 def _how_flat(flat: Lines) -> tuple[str, str]:
-    """Return what the rewards of steps without an update were, and what to do."""
+    """Describe the rewards of steps without an update, and say what to do."""
     means = [line["reward"] for line in flat if line["reward"] is not None]
     if not means:
         return "no answer has a reward, all verdicts are ERROR", "Correct the verifier; verdicts.jsonl has the errors"
@@ -221,7 +221,7 @@ def mismatch_warning(lines: Sequence[Mapping[str, Any]]) -> str | None:
         lines: the lines of ``metrics.jsonl``, in order.
 
     Returns:
-        The warning, in one line; None if there is nothing to warn of, or if the step before deserved the same warning.
+        The warning, in one line; None if the divergence is normal, or was as high one step before.
     """
     values = [line["mismatch_kl"] for line in lines if line.get("mismatch_kl") is not None]
     if not _is_high(values) or _is_high(values[:-1]) or lines[-1].get("mismatch_kl") is None:
@@ -234,50 +234,49 @@ def mismatch_warning(lines: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def lr_sum(lines: Lines) -> float:
-    """Return the sum of the learning rates of all updates so far, which bounds how far Adam has moved a weight."""
+    """Return the sum of the learning rates of all updates so far; it bounds how far Adam has moved a weight."""
     return next((line["lr_sum"] for line in reversed(lines) if "lr_sum" in line), 0.0)
 
 
 def advice(lines: Lines) -> list[str]:
-    """Return what the newest step gives reason to warn of, in a line each.
+    """Return warnings about the newest steps, a line per warning.
 
-    Every ten steps this looks at the newest ten, and compares them with the first ten. It does not repeat what it said
-    of the ten steps before.
+    Every ten steps this compares the newest ten with the first ten. It omits what the ten steps before showed already.
 
     Args:
         lines: the lines of ``metrics.jsonl``, in order.
     """
     steps, rate = _steps(lines), rate_warning(lines)
-    found = {} if len(steps) % _WINDOW else _findings(steps)
-    earlier = _findings(steps[:-_WINDOW]) if found else {}
-    return ([rate] if rate else []) + [text for what, text in found.items() if what not in earlier]
+    findings = {} if len(steps) % _WINDOW else _findings(steps)
+    earlier = _findings(steps[:-_WINDOW]) if findings else {}
+    return ([rate] if rate else []) + [text for what, text in findings.items() if what not in earlier]
 
 
 def _findings(steps: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return what the newest steps show, by the measurement that shows it."""
-    found = {}
+    """Return warnings about the newest steps, by the name of a measurement."""
+    findings = {}
     for name, cure in _GROUPS.items():
         flat, newest = _newest(steps, "flat", _WINDOW), _newest(steps, name, _WINDOW)
         if flat and newest and min(fmean(flat), share := fmean(newest)) > _MANY:
-            found[name] = f"{share:.0%} of the groups in the last {_WINDOW} steps {cure}"
+            findings[name] = f"{share:.0%} of the groups in the last {_WINDOW} steps {cure}"
     known = dict.fromkeys(name.removeprefix("pass_at_") for line in steps for name in line)
     most = max((int(k) for k in known if k.isdecimal()), default=1)
     parts = {name for line in steps for name in line if name.startswith("reward/")}
     ends = {name: _ends(steps, name) for name in ("reward", "distinct", "right", f"pass_at_{most}", *sorted(parts))}
     moved = {name: f"from {fmean(first):.3g} to {fmean(last):.3g}" for name, (first, last) in ends.items() if first}
     if "distinct" in moved and fmean(ends["distinct"][1]) < fmean(ends["distinct"][0]) / 2:
-        found["distinct"] = (
+        findings["distinct"] = (
             f"the share of different answers in a group has fallen {moved['distinct']}: the policy collapses; lower "
             "optimizer.lr, or raise temperature, entropy_coef or clip_high"
         )
     if "reward" in moved and _change(*ends["reward"]) > 0:
         for name in moved:
             if _change(*ends[name]) < 0 and name != "distinct":
-                found[name] = (
+                findings[name] = (
                     f"the reward has risen {moved['reward']}, and {name} has fallen {moved[name]}: the model may earn "
                     "the one at the cost of the other; read answers with their rewards (rocm-ext report)"
                 )
-    return found
+    return findings
 
 
 def _ends(steps: Lines, name: str) -> tuple[list[float], list[float]]:

@@ -20,8 +20,7 @@ from rocm_ext.train.learner import Learner
 class Evaluator(RLRecipe):
     """Lets a model in training answer ``eval_prompts``, in this process, and verifies the answers.
 
-    It leaves nothing behind but records: each evaluation has a session and processes of its own, whose memory training
-    gets back, and random generators are as before.
+    An evaluation opens a session and processes, frees their memory for training, and restores the random generators.
 
     Args:
         cfg: config of the SFT recipe or of a recipe that extends it, with ``eval_prompts``.
@@ -48,10 +47,10 @@ class Evaluator(RLRecipe):
         return self._tokenizer
 
     def plan_memory(self, work: Workload, beside: int = 0) -> None:
-        """Plan nothing: the training has its own plan, and a session fits into what is free while it lasts."""
+        """Plan nothing: training has planned its memory, and a session fits into what is free."""
 
     def fingerprint(self) -> str:
-        """Return a hash of the prompts, which a run must share with the one it resumes."""
+        """Return a hash of the prompts; a run shares it with the one it resumes."""
         return self.prompts.fingerprint(self.prompts.held_out)
 
     def open_records(self, step: int, evaluated: int) -> None:
@@ -59,10 +58,10 @@ class Evaluator(RLRecipe):
         self.records = Records.open(self.out, self.ranks, step, evaluated)
 
     def evaluate(self, step: int) -> tuple[dict[str, Any], float]:
-        """Evaluate the present adapter, which is that of ``step``; all ranks call this. Recorded answers are kept.
+        """Evaluate the present adapter, of ``step``, and continue recorded answers; all ranks call this.
 
         Returns:
-            What :func:`rocm_ext.rl.evaluation.score` returns, and the seconds that it took.
+            Scores from :func:`rocm_ext.rl.evaluation.score`, and the seconds of sampling and verifying.
 
         Raises:
             Interrupted: the user asked to stop; the answers so far are recorded.

@@ -1,7 +1,4 @@
-"""Recipes that learn from sampled answers: what they share, and their loop.
-
-RAFT, GRPO and distillation are presets of it.
-"""
+"""The loop of recipes that learn from sampled answers: RAFT, GRPO and distillation are presets of it."""
 
 import time
 from abc import ABC, abstractmethod
@@ -45,10 +42,7 @@ from rocm_ext.verifiers import Pool, Result
 
 
 class RLRecipe:
-    """A recipe whose model answers prompts; a subclass says what it learns from the answers.
-
-    A subclass overrides :meth:`training_config`, :meth:`open_folder`, :meth:`check_training` and
-    :meth:`expected_work` where it differs. As it is, it only evaluates.
+    """A recipe whose model answers prompts. This class only evaluates; subclasses train on the answers.
 
     Args:
         cfg: config of ``raft_rocm``, ``grpo_rocm`` or a recipe that extends one of them.
@@ -58,7 +52,7 @@ class RLRecipe:
         logs_long_rollouts_only: whether short rollouts log no progress.
         sessions_stay_open: whether sessions of engines in this process stay open during training.
         judges: whether answers need a verifier or an environment.
-        samples_new_adapters: whether the run samples answers to train on with adapters that it has written.
+        samples_new_adapters: whether adapters of the run sample answers to train on.
 
     Raises:
         UserError: a sampling setting is out of range.
@@ -141,7 +135,7 @@ class RLRecipe:
         self.plan_memory(self.expected_work())
 
     def plan_memory(self, work: workload.Workload, beside: int = 0) -> None:
-        """Plan the memory of training on ``work``, beside so many bytes and what the sampler keeps."""
+        """Plan the memory of training on ``work``, with ``beside`` bytes in use and open sessions of the sampler."""
         self.learner.plan(work, beside + (self.engines.layout_bytes if self.sessions_stay_open else 0))
 
     def open_model(self) -> None:
@@ -172,7 +166,7 @@ class RLRecipe:
 
     @contextmanager
     def verification(self) -> Iterator[None]:
-        """Run the processes that verify while the model samples, or environments'; rollouts happen inside."""
+        """Context of rollouts, with the processes of the verifier or of environments."""
         cfg, settings = self.cfg, (self.ranks, self.interrupt, self.cfg.max_error_share, self.logs_long_rollouts_only)
         if self.verifier_config is None:
             self.workers = Workers(None, *settings)
@@ -203,7 +197,7 @@ class RLRecipe:
     def answer_held_out(
         self, step: int, open_session: Callable[[Requests], AbstractContextManager[Session]]
     ) -> Answers:
-        """Answer the held-out prompts with the present adapter, which is that of ``step``, inside :meth:`verification`.
+        """Answer the held-out prompts with the present adapter, of ``step``, inside :meth:`verification`.
 
         Args:
             step: steps done.
@@ -214,7 +208,7 @@ class RLRecipe:
         return self.rollout(job, lambda: open_session(requests)).finish()
 
     def report_gain_at(self, step: int, looks: int) -> None:
-        """Log how the adapter of ``step``, the best of so many ``looks``, does against the initial model."""
+        """Log the gain of the adapter of ``step``, the best of so many ``looks``, over the initial model."""
         if self.ranks.is_main:
             before, after = (evaluation.greedy(self.records.verdicts(at, "eval")) for at in (0, step))
             evaluation.report_gain(before, after, f"{self.unit} {step}", looks)
@@ -229,13 +223,11 @@ class RLRecipe:
 class Loop(RLRecipe, ABC):
     """Sample, verify, select, make rows, update, evaluate and save, and again.
 
-    A preset makes four choices: :meth:`select` says which answers are trained on and what each is worth,
-    :meth:`training_config` has the objective, the trainer says how long optimiser and adapter live, and :meth:`choose`
-    and :meth:`more_prompts` how large a step is.
+    A preset makes four choices: :meth:`select` chooses answers and their worth, :meth:`training_config` the objective,
+    the trainer how long optimiser and adapter live, and :meth:`choose` and :meth:`more_prompts` the size of a step.
 
-    ``samples.jsonl`` and ``verdicts.jsonl`` have every answer with its step, ``metrics.jsonl`` what was measured, and
-    ``checkpoints`` the state. A stopped run goes on from its last checkpoint, and takes the answers that it sampled
-    after it from the records.
+    ``samples.jsonl`` and ``verdicts.jsonl`` have all answers, ``metrics.jsonl`` the measurements, and ``checkpoints``
+    the state. A resumed run continues from the last checkpoint, and reads later answers from the records.
 
     Args:
         cfg: config of the recipe.
@@ -246,7 +238,7 @@ class Loop(RLRecipe, ABC):
         steps: steps of the run.
         prompts_of_step: prompts that a step asks at first, at most.
         evaluate_every: steps from one evaluation to the next.
-        max_staleness: steps by which the adapter that sampled an answer may be older than the one that it trains.
+        max_staleness: steps by which an answer's adapter may be older than the adapter that it trains.
     """
 
     steps: int
@@ -276,27 +268,27 @@ class Loop(RLRecipe, ABC):
         """
 
     def more_prompts(self, step: int, rounds: int, selected: Selected, asked: Sequence[Prompt]) -> list[Prompt]:
-        """Choose the prompts of another round of the step's sampling; none: the step has enough answers.
+        """Choose the prompts of another round of the step's sampling; none if the step has enough answers.
 
         Args:
             step: number of the step.
             rounds: number of rounds so far.
-            selected: what was selected of their answers.
+            selected: the selection of their answers.
             asked: their prompts.
         """
         return []
 
     @abstractmethod
     def select(self, rounds: Sequence[Answers], asked: Sequence[str]) -> Selected:
-        """Choose the answers to train on, and say what each is worth.
+        """Choose the answers to train on, and their worth.
 
         Args:
-            rounds: answers of each round of the step's sampling.
+            rounds: the rounds of the step's sampling.
             asked: ids of their prompts, in order.
         """
 
     def finish_sampling(self, step: int, selected: Selected) -> None:
-        """Do what is due between a step's sampling and its updates: drop old samples."""
+        """Run after a step's sampling, before its updates."""
         self.drop_old_samples(step)
 
     @abstractmethod
@@ -304,7 +296,7 @@ class Loop(RLRecipe, ABC):
         """Convert the answers to train on to rows, with the columns that the objective needs or measures.
 
         Returns:
-            The rows, and the prompt of each.
+            The rows, and their prompts.
         """
 
     @abstractmethod
@@ -357,7 +349,7 @@ class Loop(RLRecipe, ABC):
         log_config(self.metric_logger, self.cfg)
 
     def inputs(self) -> dict[str, str]:
-        """Return hashes of what a resumed run must have in common with the one before."""
+        """Return hashes that a resumed run shares with the one before."""
         return {
             "prompts": self.prompts.fingerprint(self.prompts.training),
             "eval prompts": self.prompts.fingerprint(self.prompts.held_out),
@@ -425,7 +417,7 @@ class Loop(RLRecipe, ABC):
             raise Interrupted(f"at {self.unit} {number}", signum)
 
     def drop_old_samples(self, step: int, last: bool = False) -> None:
-        """Remove the samples that neither ``keep_samples`` nor a resumed run needs, where many are old.
+        """Remove samples that are older than ``keep_samples`` steps and than the last checkpoint, once they are many.
 
         Args:
             step: the newest step with samples.
@@ -474,9 +466,9 @@ class Loop(RLRecipe, ABC):
             self.ahead.add(self.rollout_of(self.job(step, 0, asked), RolloutAhead))
 
     def job(self, step: int, round_: int, prompts: Sequence[Prompt], earlier: int = 0) -> Job:
-        """Return what a round of a step's sampling does; ``earlier`` answers came before it in the step.
+        """Return the job of a round of a step's sampling, after ``earlier`` answers of the step.
 
-        Answers of an earlier process stay if they are of an adapter whose answers the step trains on.
+        Answers of an earlier process stay if the step trains on answers of their adapter.
         """
         samples, verdicts, turns = self.records.phase(step, "sample", round_, policy=self.trainer.adapter_step)
         samples.drop(lambda record: not self.trains_on(record["policy"], step))
@@ -529,14 +521,14 @@ class Loop(RLRecipe, ABC):
             raise Interrupted(f"after the evaluation at {self.unit} {step}", self.interrupt.agree(self.ranks))
 
     def evaluate(self, step: int) -> None:
-        """Evaluate the present adapter, which is that of ``step``, on the held-out prompts."""
+        """Evaluate the present adapter, of ``step``, on the held-out prompts."""
         answers = self.answer_held_out(step, lambda requests: self.policy.session(step, requests, "eval"))
         scores = evaluation.score(answers, self.cfg.eval_samples)
         self.trainer.finish_evaluation(step, scores, answers.stats)
         log.info("%s %d: held-out %s", self.unit, step, Score(scores["correct"], scores["prompts"]))
 
     def report_gain(self) -> None:
-        """Log how the best adapter does on the held-out prompts against the initial model."""
+        """Log the best adapter's gain on the held-out prompts over the initial model."""
         if (best := self.trainer.best) is not None:
             looks = sum("eval" in line and line[self.unit] > 0 for line in self.trainer.lines)
             self.report_gain_at(best["step"], looks)

@@ -1,7 +1,7 @@
-"""The prompts of a run, rendered to tokens, the requests for answers to them, and the choice of those that a step asks.
+"""The prompts of a run, rendered to tokens; requests for answers; and the choice of a step's prompts.
 
-The choice is a pure function of the records, and does not depend on the order of the prompts. Hashes of the seed and
-the prompt's id take the place of random numbers, so a resumed run chooses the same.
+The choice is a pure function of the records, whatever the order of the prompts. It draws from hashes of the seed and
+the prompt's id, so a resumed run chooses the same.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class PromptSet:
         training: prompts to train on; empty if ``prompts`` is null.
         held_out: prompts to evaluate on; empty if ``eval_prompts`` is null.
         tokens: token ids of every prompt, by its id; empty until :meth:`render`.
-        tools: JSON schemas of the environment's tools, which all prompts have beside their own.
+        tools: JSON schemas of the environment's tools, added to the tools of every prompt.
 
     Raises:
         UserError: prompts cannot be read, or a held-out prompt is also a training prompt.
@@ -202,11 +202,11 @@ class PromptSet:
                 )
 
     def requests(self, prompts: Sequence[Prompt], step: int) -> list[Request]:
-        """Return the requests for ``samples_per_prompt`` answers to each of ``prompts``.
+        """Return the requests for ``samples_per_prompt`` answers per prompt.
 
         Args:
             prompts: prompts that the step asks.
-            step: number of the step or cycle; with the run's seed it determines the seed of each answer.
+            step: number of the step or cycle; it is part of the answers' seeds.
         """
         return [self._request(p, step, n) for p in prompts for n in range(self._cfg.samples_per_prompt)]
 
@@ -250,13 +250,13 @@ class PromptSet:
 
 
 def given_samples(prompts: PromptSet, column: str, learner: Learner, most: int) -> dict[str, Sample]:
-    """Return the answer that the row of each training prompt gives, by the prompt's id.
+    """Return the answers in the rows of the training prompts, by prompt id.
 
     Args:
         prompts: the prompts, rendered.
         column: name of the rows' column with the answer as text.
         learner: the model that learns it.
-        most: tokens of a prompt with its answer that model and teacher take.
+        most: longest prompt with answer that model and teacher take, in tokens.
 
     Raises:
         UserError: a row has no text there, or the models cannot take it; the message names the row.
@@ -302,19 +302,19 @@ def choose_by_curriculum(
 ) -> list[str]:
     """Choose the prompts of a step, or of a round of refills.
 
-    - ``none``: those that were asked least often. A hash breaks ties, a new one for each pass over the prompts.
+    - ``none``: the prompts asked least often. A hash breaks ties, a new one in every pass over the prompts.
     - ``informative``: a weighted draw without replacement (Efraimidis and Spirakis, 2006). A prompt's weight is
       p (1 - p), the variance of one answer's reward, with its estimated pass rate p; see :func:`pass_rate`. The
       estimate never reaches 0 or 1, so every prompt keeps a chance. A prompt without an estimate has the mean weight
       of the others.
-    - ``easy_to_hard``: a curriculum by competence (arXiv:1903.09848). Prompts are ranked by estimated pass rate, those
-      without one at the mean of the others. Chosen as with ``none`` from the easiest, whose share grows linearly from
-      20 % in the first step to all in the last.
+    - ``easy_to_hard``: a curriculum by competence (arXiv:1903.09848). Prompts are ranked by estimated pass rate; one
+      without it has the mean of the others. The choice is that of ``none`` among the easiest prompts, whose share grows
+      linearly from 20 % in the first step to all in the last.
 
     Args:
         prompts: ids of all training prompts.
-        asked: for each prompt asked before, the step and the pass rate of each of its groups, oldest first; the rate is
-            None if no answer of the group has a reward.
+        asked: by prompt, the steps and pass rates of its groups, oldest first; a rate is None if no answer of the group
+            has a reward.
         step: number of this step, from 1.
         steps: number of steps of the run.
         count: number of prompts to choose.
@@ -371,8 +371,7 @@ def choose_unsolved(
 
     Args:
         prompts: ids of all training prompts.
-        last_asked: for each prompt asked before, the last cycle that asked it and the share of its answers that
-            passed.
+        last_asked: by prompt, the last cycle that asked it and the share of its answers that passed.
         cycle: number of this cycle, from 1.
         count: maximum number of prompts; None: all that qualify.
         skip_solved: skip prompts whose answers all passed, because they teach nothing more.
@@ -402,9 +401,9 @@ def choose_unsolved(
 def pass_rate(history: Sequence[tuple[int, float | None]]) -> float | None:
     """Estimate a prompt's pass rate under the present policy.
 
-    The estimate is the mean over the prompt's groups, each with half the weight of the next newer one, since the policy
-    changes; and over a rate of 1/2 with a quarter of the newest group's weight. With one group of 8 answers, this
-    equals the mean of a Beta distribution with a uniform prior.
+    The estimate is a weighted mean over the prompt's groups and a prior rate of 1/2. A group has half the weight of the
+    next newer one, since the policy changes; the prior has a quarter of the newest group's weight. With one group of 8
+    answers, this is the mean of a Beta distribution with a uniform prior.
 
     Args:
         history: steps and pass rates of the prompt's groups, see :func:`choose_by_curriculum`.
@@ -429,14 +428,14 @@ def _pass_rates(indices: Mapping[str, int], asked: Asked) -> np.ndarray:
 
 
 def _filled(values: np.ndarray, default: float) -> np.ndarray:
-    """Return ``values`` with their mean in place of each NaN, or ``default`` if all are NaN."""
+    """Replace NaN by the mean of the other ``values``, or by ``default`` if all are NaN."""
     measured = values[~np.isnan(values)]
     return np.where(np.isnan(values), math.fsum(measured) / len(measured) if len(measured) else default, values)
 
 
 @lru_cache(maxsize=2)  # the prompts of a run stay the same
 def _index(prompts: tuple[str, ...]) -> tuple[list[str], dict[str, int], np.ndarray]:
-    """Return the ids, the index of each and a hash of each (uint64 [prompts])."""
+    """Return the ids, their indices and their hashes (uint64 [prompts])."""
     digests = b"".join(hashlib.blake2b(prompt.encode(), digest_size=8).digest() for prompt in prompts)
     return list(prompts), {prompt: index for index, prompt in enumerate(prompts)}, np.frombuffer(digests, np.uint64)
 
@@ -451,7 +450,7 @@ def _mixed(hashes: np.ndarray, *salt: object) -> np.ndarray:
 
 
 def _lowest(indices: np.ndarray, keys: np.ndarray, count: int) -> list[int]:
-    """Return up to ``count`` of ``indices``, those with the lowest keys, in their order."""
+    """Return up to ``count`` of ``indices`` with the lowest keys, in the order of keys."""
     values = keys[indices]
     if count < len(indices):
         near = np.argpartition(values, count)[:count]

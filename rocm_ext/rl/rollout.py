@@ -1,7 +1,6 @@
-"""Sample and verify at the same time, and write each sample and each verdict to a file as soon as it exists.
+"""Sample and verify at the same time, and record samples and verdicts as soon as they exist.
 
-No recorded work is repeated: a rollout that was killed continues with the requests without a sample and the samples
-without a verdict.
+A killed rollout continues with the requests without a sample and the samples without a verdict.
 """
 
 import time
@@ -29,7 +28,7 @@ from rocm_ext.verifiers import Pool, Result, Verdict
 
 Requests = Sequence[tuple[Request, Sampling]]
 OpenSession = Callable[[], AbstractContextManager[Session]]
-Group = tuple[str, bool]  # prompt id, whether it is the greedy answer's
+Group = tuple[str, bool]  # prompt id, is greedy
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Job:
         requests: requests with their sampling settings, the same on every rank.
         prompts: the requests' prompts.
         samples, verdicts, turns: records of the phase.
-        logprobs_for: settings that need the token ids and log-probs of each answer; empty: none does.
+        logprobs_for: settings that need the answers' token ids and log-probs; may be empty.
         earlier: answers of earlier rounds of the step, which count in the denominator of ``max_error_share``.
     """
 
@@ -62,10 +61,12 @@ class Answers:
     Attributes:
         samples: samples by prompt id and sample index.
         results: verdicts under the same keys.
-        stats: the engine's statistics of this rank's share, and of the whole rollout: ``tokens`` of the samples;
-            ``seconds`` of this process, and ``waiting``, those of them that were spent on verdicts after the last
-            sample; ``hidden``: seconds of sampling that passed while the ranks trained; ``policy``: the sum over the
-            samples of the step after which their adapter sampled, where the records have it.
+        stats: the engine's statistics on this rank, and of the rollout:
+            ``tokens`` of the samples;
+            ``seconds`` of this process;
+            ``waiting``: seconds of these for verdicts after the last sample;
+            ``hidden``: seconds of sampling that passed while the ranks trained;
+            ``policy``: sum over samples of the step of the sampling adapter; 0 for records without it.
     """
 
     samples: dict[SampleKey, Sample]
@@ -83,13 +84,13 @@ class Workers:
 
     Attributes:
         pool: processes that verify while the model samples; None: environments judge, or nothing does.
-        conversations: makes the queue of a rollout's conversations of its requests and settings, with the rows of its
-            prompts and the records of their turns; None: an answer ends with its verdict.
-        ranks: all processes of the run; each takes the next prompt as soon as it has room for one.
-        interrupt: the user's signals to stop, checked after each sample.
+        conversations: makes a queue of conversations from requests, settings, rows of the prompts and records of turns;
+            None: an answer ends with its verdict.
+        ranks: all processes of the run; one with room takes the next prompt.
+        interrupt: the user's signals to stop, checked after a sample.
         max_error_share: share of a rollout's samples with the verdict ERROR above which the run stops.
         logs_long_rollouts_only: whether short ones log no progress.
-        halted: whether sampling must end early; what is sampled stays in the records.
+        halted: whether sampling must end early; samples stay in the records.
     """
 
     pool: Pool | None
@@ -109,8 +110,7 @@ class Rollout:
     Args:
         job: what to sample and verify.
         workers: the processes.
-        open_session: opens a session of the engine. If any rank samples, all ranks call it, since they gather sharded
-            weights together.
+        open_session: opens a session of the engine. If any rank samples, all ranks call it to gather sharded weights.
     """
 
     def __init__(self, job: Job, workers: Workers, open_session: OpenSession) -> None:
@@ -201,7 +201,7 @@ class Rollout:
             self._progress.close()
 
     def _begin_sampling(self) -> None:
-        """Show the progress. That of the main rank counts all answers."""
+        """Show the progress; the main rank counts all answers."""
         job, workers = self.job, self.workers
         self._recorded = len(job.samples.records)
         self._progress = Progress(
@@ -213,10 +213,10 @@ class Rollout:
             self._take(sample, session.stats(), result)
 
     def _take(self, sample: Sample, stats: Mapping[str, float], result: Result | None = None, **more: Any) -> None:
-        """Record an answer, with what ``more`` is known of it, and its ``result``, or submit it.
+        """Record an answer with ``more`` fields, and record its ``result`` or submit it to the verifier.
 
         Raises:
-            UserError: it has no log-probs; it is not recorded, so that a resumed run asks for it again.
+            UserError: it lacks log-probs; it stays out of the records, so that a resumed run asks for it again.
         """
         self._need_logprobs(sample)
         self.job.samples.append({**sample.record(), **more})
@@ -239,7 +239,7 @@ class Rollout:
             )
 
     def _collect(self, sampled: float, hidden: float = 0.0) -> Answers:
-        """Wait for the verdicts, and join the answers of all ranks; ``sampled`` and ``hidden`` are seconds."""
+        """Wait for the verdicts, and collect the answers of all ranks; ``sampled`` and ``hidden`` are seconds."""
         job, ranks, began = self.job, self.workers.ranks, time.perf_counter()
         self._judge.finish()
         if signum := self.workers.interrupt.agree(ranks):
@@ -302,7 +302,7 @@ class _Judge:
         self.counts = Counter(record["verdict"] for record in self._records.records.values())
 
     def submit(self, key: SampleKey, text: str, row: Mapping[str, Any]) -> None:
-        """Have an answer judged, by the fields of its prompt's row."""
+        """Submit an answer, with its prompt's row."""
         assert self._pool is not None, "an environment judges its conversations itself"
         if self._pool.groups:
             group = _group(key)
@@ -353,7 +353,7 @@ class _Judge:
             if self._interrupt.signum is not None:
                 return  # the resumed run judges the rest
             self.record_finished(timeout=1.0)
-            beat()  # each verification has a time limit
+            beat()  # a verification has a time limit
 
 
 def _describe(stats: Mapping[str, float], counts: Counter[str]) -> str:

@@ -1,4 +1,4 @@
-"""Updates of the policy on the answers of each step, through a whole run."""
+"""Updates of the policy on the answers of a step."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,13 +37,13 @@ NO_UPDATES = {"updates": 0, "train_seconds": 0.0}
 
 
 class PolicyTrainer(Training):
-    """Updates the adapter on the rows of each step; optimiser and schedule run through the whole run.
+    """Updates the adapter on the rows of a step; optimiser and schedule live as long as the run.
 
     Args:
         learner: the model, set up.
         cfg: config of the recipe.
         folder: output folder from :meth:`OutputDir.open`; the run resumes the checkpoint that the folder has read.
-        inputs: hashes of what a run must share with the one it resumes, such as its prompts.
+        inputs: hashes that a run shares with the one it resumes, such as of its prompts.
         metric_logger: a torchtune metric logger in addition to ``metrics.jsonl``; the caller closes it.
         interrupt: receives the user's signals to stop.
 
@@ -91,7 +91,7 @@ class PolicyTrainer(Training):
         self._saved = self.step, self.evaluated
 
     def begin_run(self) -> None:
-        """Build what the run has one of, and continue the checkpoint."""
+        """Build the run's optimiser, schedule and progress, and continue the checkpoint."""
         self.begin(self.cfg.steps * self.updates_of_step)
         self._progress = Progress(self.cfg.steps, self.step, self.ranks.is_main)
 
@@ -102,7 +102,7 @@ class PolicyTrainer(Training):
 
     @property
     def updates_of_step(self) -> int:
-        """Optimiser updates that a step takes in the schedule, however few of its groups teach."""
+        """Updates of a step in the schedule, even if few of its groups teach."""
         return updates_of_step(self.cfg)
 
     @property
@@ -111,15 +111,15 @@ class PolicyTrainer(Training):
         return self.step * self.updates_of_step
 
     def keeps_line(self, line: dict[str, Any]) -> bool:
-        """Return whether the run does not repeat what a line is about; evaluations are repeated from their records."""
+        """Return whether a resumed run keeps a line; it repeats the other steps, and evaluations from their records."""
         return line["step"] <= (self.evaluated if "eval" in line else self.step)
 
     def identity(self) -> dict[str, Any]:
-        """Return what a run must share with the one it resumes, beside the config."""
+        """Return what a run shares with the one it resumes, in addition to the config."""
         return {**super().identity(), **self._inputs, "first adapter": peft_files.fingerprint(self.first)}
 
     def extra_state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds beside the state of every training."""
+        """Return the part of a checkpoint that other trainings do not have."""
         return {"evaluated": self.evaluated}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
@@ -132,9 +132,9 @@ class PolicyTrainer(Training):
         """Do the updates of a step.
 
         Args:
-            rows: rows to train on. Of their counts, ``trained`` of ``answers`` are here: a loss that takes a mean over
-                answers divides by all. Without these counts, by the number of sequences here.
-            groups: the group of each row. An update gets whole groups.
+            rows: rows to train on. With the counts ``trained`` and ``answers``, a loss's mean over answers divides by
+                ``answers``; without them, by the number of sequences.
+            groups: the groups of the rows. An update never splits a group.
 
         Returns:
             Means over the updates, for ``metrics.jsonl``; maxima of measurements that end in ``_max``. An update has
@@ -145,12 +145,12 @@ class PolicyTrainer(Training):
             UserError: a loss is not finite.
         """
         done: list[StepStats] = []
-        labels, answers = [], []  # of each update
+        labels, answers = [], []  # by update
         self.learner.model.train()
         began = time.perf_counter()
         updates = self._rows_of_updates(rows, groups)
         layout, cfg = self.learner.layout, self.cfg
-        # the memory plan cannot know which answers will share a prompt, so it counts a prompt for each answer
+        # the memory plan cannot know which answers will share a prompt, so it counts a prompt per answer
         loader = StepLoader(rows, updates, layout, pin_memory=cfg.pin_memory, count_shared=True)
         share = rows.counts.get("trained", 1) / rows.counts.get("answers", 1)
         for update in loader.range(0, len(updates)):
@@ -189,7 +189,7 @@ class PolicyTrainer(Training):
         return NO_UPDATES
 
     def _rows_of_updates(self, rows: Rows, groups: Sequence[str]) -> list[list[int]]:
-        """Return the rows of each update: each pass deals the groups out anew, evenly."""
+        """Return the rows of the updates: a pass deals the groups out evenly, in a new order."""
         updates = []
         labels = [count for count, _ in label_counts(rows)]
         for number in range(self.cfg.updates_per_step):
@@ -227,7 +227,7 @@ class PolicyTrainer(Training):
         """Log an evaluation of the present adapter, and remember the adapter if it is the best so far.
 
         Args:
-            step: the step that the adapter is of.
+            step: the adapter's step.
             scores: see :func:`rocm_ext.rl.evaluation.score`.
             stats: costs of sampling; see :class:`rocm_ext.rl.rollout.Answers`.
         """

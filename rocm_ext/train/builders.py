@@ -17,7 +17,7 @@ from rocm_ext.base.log import log
 from rocm_ext.data.encoder import HFTokenizer
 
 _TRIED_STEPS = 10_000  # of a schedule, before the weights are read; they take a second
-# Texts whose tokens tell vocabularies and merges apart. A tokenizer of the same family encodes them equally.
+# Their tokens differ between vocabularies and between merges. Tokenizers of a family encode them equally.
 _TEXTS = (
     "How many clips did Natalia sell altogether in April and May?",
     "def add(a, b):\n    return a + b  # 12345 * 67.89",
@@ -31,7 +31,7 @@ _TEXTS = (
 def check_tokenizer(tokenizer: Any, cfg: DictConfig) -> None:
     """Compare a tokenizer with the ``tokenizer.json`` beside the weights, if there is one.
 
-    A tokenizer of the user's own without torchtune's ``encode`` is not compared.
+    It skips a user's tokenizer without torchtune's ``encode``.
 
     Raises:
         UserError: they encode text in different ways, or a special token has another id.
@@ -59,7 +59,7 @@ def check_tokenizer(tokenizer: Any, cfg: DictConfig) -> None:
             )
     special = getattr(tokenizer, "special_tokens", None)
     for token, number in special.items() if isinstance(special, Mapping) else ():
-        if "reserved_special_token" in token:  # torchtune numbers Llama's in its own way, and uses none of them
+        if "reserved_special_token" in token:  # torchtune numbers Llama's in another way, and uses none of them
             continue
         if theirs.token_to_id(token) not in (None, number):
             raise UserError(
@@ -83,7 +83,7 @@ def setup_optimizer(cfg: DictConfig, adapter: Mapping[str, nn.Parameter]) -> tor
     groups = [[p for name, p in adapter.items() if (name in fast) == is_fast] for is_fast in (False, True)]
     optimizer = config.instantiate(cfg.optimizer, [{"params": group} for group in groups], key="optimizer")
     group = optimizer.param_groups[1]
-    group["lr"] = group["lr"] * ratio  # not in place: torchao's is a tensor, which the groups may share
+    group["lr"] = group["lr"] * ratio  # no *=: torchao's is a tensor, which the groups may share
     return optimizer
 
 
@@ -148,7 +148,7 @@ def try_out(cfg: DictConfig, adapter: Mapping[str, nn.Parameter], steps: int) ->
 
     Args:
         cfg: config with ``optimizer`` and ``lr_scheduler``.
-        adapter: some of those that the run trains, by name; they do not change.
+        adapter: some trainable parameters by name; they do not change.
         steps: optimiser steps of the run.
 
     Raises:
@@ -192,12 +192,7 @@ def _try_schedule(cfg: DictConfig, optimizer: torch.optim.Optimizer, steps: int)
 
 
 def nothing_changed(steps: int, length: str) -> str:
-    """What to say of a training of ``steps`` optimiser steps that left the adapter as it was.
-
-    Args:
-        steps: optimiser steps.
-        length: what the warm-up may be as long as, such as ``the run``.
-    """
+    """Return a warning about ``steps`` optimiser steps that changed nothing in ``length``, such as ``the run``."""
     return (
         f"{steps} optimiser steps changed nothing, bit for bit. Either the warm-up is as long as {length}, or the loss "
         "scale of fp16 never settles: remove lr_scheduler, train on more rows, or set another dtype"

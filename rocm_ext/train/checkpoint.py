@@ -69,7 +69,7 @@ class Checkpoints:
         return sorted(self.folder / name for name in names if re.fullmatch(r"step_\d+", name))
 
     def save(self, step: int, state: dict[str, Any], write_more: Callable[[Path], None]) -> Path:
-        """Write a checkpoint with its checksums, and remove those that are no longer kept.
+        """Write a checkpoint with its checksums, and remove old ones.
 
         Args:
             step: optimiser steps done.
@@ -99,8 +99,8 @@ class Checkpoints:
     def sweep(self, step: int) -> None:
         """Prepare the folder for a run that continues after ``step``.
 
-        This removes folders that a killed process left half written or half removed. It renames later checkpoints,
-        which could not be read, so that saving neither replaces nor removes them.
+        This removes folders that a killed process left half written or half removed. It renames later, unreadable
+        checkpoints, so that saving neither replaces nor removes them.
 
         Raises:
             UserError: the folder is read-only.
@@ -125,7 +125,7 @@ class Checkpoints:
             The checkpoint's folder and its state; None if there is no checkpoint.
 
         Raises:
-            UserError: there are checkpoints, and none can be read; the message has the reason for each.
+            UserError: there are checkpoints, and none can be read; the message has the reasons.
         """
         skipped: list[tuple[Path, str]] = []
         for path in reversed(ranks.agree(self.steps())):
@@ -159,7 +159,7 @@ def read_state(path: Path) -> dict[str, Any]:
     """Read ``state.pt`` in a folder, after its checksums.
 
     Raises:
-        Exception: a file cannot be read or is damaged; of any kind, because torch raises many.
+        Exception: a file cannot be read or is damaged; torch raises many kinds.
     """
     expected = (path / CHECKSUMS).read_bytes()
     names = [line.partition("  ")[2] for line in expected.decode(errors="replace").splitlines()]
@@ -186,11 +186,7 @@ def _checksums(folder: Path, names: list[str]) -> bytes:
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of every random generator that a recipe or a component may draw from.
-
-    Args:
-        device: the rank's device; on a GPU the state includes its generator.
-    """
+    """Return the state of the random generators of Python, numpy and torch, and on a GPU of ``device``."""
     name, keys, *rest = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -226,11 +222,11 @@ def check_same_run(
         path: source of ``state``, for messages.
         state: ``config``, ``environment`` and ``identity`` of the run to resume.
         cfg: config of this run.
-        identity: values that the two runs must share beside the config, by name.
+        identity: further values that the two runs share, by name.
         free: keys that may differ.
 
     Raises:
-        UserError: the runs differ in something that changes the results; the message names every difference.
+        UserError: the runs differ in a way that changes the results; the message names every difference.
     """
     now: Any = OmegaConf.to_container(cfg)
     problems = difference(references.begun_as(cfg, state["config"], state["environment"]), now, free)
@@ -279,6 +275,6 @@ def load_for_new_length(optimizer: torch.optim.Optimizer, scheduler: Any, state:
 def advance(scheduler: Any, steps: int) -> None:
     """Step a schedule ``steps`` times without its optimiser."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch expects an optimiser step before each of these
+        warnings.simplefilter("ignore")  # torch expects optimiser steps in between
         for _ in range(steps):
             scheduler.step()

@@ -1,4 +1,4 @@
-"""The model to train. It is built once; each run over it is a :class:`~rocm_ext.train.trainer.Trainer`."""
+"""The model to train: decoder, adapter and objective. A :class:`~rocm_ext.train.trainer.Trainer` updates it."""
 
 import contextlib
 from collections.abc import Collection, Mapping
@@ -65,13 +65,12 @@ class Learner:
         tokenizer: the model's tokenizer; None if the rows were made without one.
 
     Attributes:
-        decoder: the torchtune model, with packed attention if the model supports it.
+        decoder: the model without its objective, with packed attention if it supports that.
         adapter: trainable parameters under torchtune's names.
         objective: function that a step minimises.
         model: decoder and objective as one module.
         packed: whether a micro-batch holds its rows end to end, without padding.
-        shares: whether sequences of a row that begin alike, as the sides of a pair, have this beginning once. Dropout
-            draws other values for each.
+        shares: whether a row stores a common beginning of its sequences once, as of the sides of a pair.
 
     Raises:
         UserError: the config's model or loss is not supported, or the machine cannot train it.
@@ -113,12 +112,12 @@ class Learner:
 
     @property
     def shares(self) -> bool:
-        """Whether sequences of a row that begin alike share their beginning; see above."""
+        """Whether a row stores a common beginning of its sequences once."""
         return self.packed and shares_beginnings(self.decoder)
 
     @property
     def layout(self) -> Layout:
-        """How rows become micro-batches of this rank, once :meth:`plan` has chosen their size."""
+        """The layout of this rank's micro-batches, after :meth:`plan` has chosen their size."""
         runtime = self.runtime
         return Layout(
             runtime.ranks.rank,
@@ -151,25 +150,25 @@ class Learner:
             coming: columns that the rows will have.
 
         Raises:
-            UserError: a token id is outside the vocabulary, the rows lack a column that the objective needs, or they
-                are preferences of a kind that the objective is not for.
+            UserError: a token id is outside the vocabulary, the rows lack a column that the objective needs, or the
+                objective is for another kind of preferences.
         """
         rows.check_vocabulary(self.decoder.tok_embeddings.num_embeddings)
         self.check_columns({*rows.columns, *coming})
         if SIDE not in rows.columns:
             return
         loss, unpaired = type(self.objective).__name__, isinstance(self.objective, UnpairedPreference)
-        found, bad, fits = ("pairs", "rejected", "Preference") if rows.pairs else _SINGLE
+        kind, bad, fits = ("pairs", "rejected", "Preference") if rows.pairs else _SINGLE
         if SIDE not in self.objective.columns:
             raise UserError(
-                f"the rows are {found}, and loss {loss} would train on the {bad} answers, too; "
+                f"the rows are {kind}, and loss {loss} would train on the {bad} answers, too; "
                 f"start dpo_rocm, or set loss to rocm_ext.losses.{fits}"
             )
         if rows.pairs == unpaired:
-            raise UserError(f"the rows are {found}, and loss {loss} is not for them; use rocm_ext.losses.{fits}")
+            raise UserError(f"the rows are {kind}, and loss {loss} is not for them; use rocm_ext.losses.{fits}")
 
     def check_columns(self, available: Collection[str]) -> None:
-        """Check that rows with the columns ``available`` have those that the objective needs.
+        """Check that the columns ``available`` cover the objective's.
 
         Raises:
             UserError: a column is missing.
@@ -187,13 +186,13 @@ class Learner:
     def plan(self, work: Workload, beside: int = 0) -> None:
         """Plan memory, and apply the planned activation checkpointing. This needs no weights.
 
-        It sets five more attributes: ``tokens_per_micro_batch``; ``planned_peak``, the planned peak of memory in
-        bytes, ``planned_fixed``, those of them that are allocated all the time, and ``planned_budget``, how many there
-        are for it; ``offloading``, the context of a forward pass.
+        It sets five more attributes: ``tokens_per_micro_batch``; ``planned_peak``, ``planned_fixed`` and
+        ``planned_budget``: bytes at the peak, allocated all the time, and available; ``offloading``, the context of a
+        forward pass.
 
         Args:
             work: description of the rows; it determines micro-batches and checkpointed layers.
-            beside: bytes of the budget that something else holds during training.
+            beside: bytes of the budget that other parts of the run hold during training.
 
         Raises:
             UserError: the memory plan is impossible.
@@ -253,8 +252,8 @@ class Learner:
             self.runtime.ranks,
             "copy the model and the adapter from one machine to the others",
         )
-        whole = {*self.adapter.values(), *quantized(self.decoder)}
-        self.runtime.ranks.shard(self.decoder.layers, self.model, whole)
+        unsharded = {*self.adapter.values(), *quantized(self.decoder)}
+        self.runtime.ranks.shard(self.decoder.layers, self.model, unsharded)
         load_weights(self.decoder, weights, self.runtime.ranks)
         if self._first is not None:
             self.load_adapter(self._first, self.cfg.checkpointer.adapter_checkpoint)
@@ -348,7 +347,7 @@ class Learner:
         return peft_files.read_adapter(folder, self.decoder, self.cfg.checkpointer.model_type)
 
     def write_adapter(self, folder: Path) -> None:
-        """Write the adapter to ``folder`` in PEFT's format, with the chat template unless it is the model's own."""
+        """Write the adapter to ``folder`` in PEFT's format, with a chat template that is not the model's."""
         checkpointer = self.cfg.checkpointer
         base = peft_files.base_model_name(Path(checkpointer.checkpoint_dir))
         peft_files.write_adapter(folder, self.decoder, checkpointer.model_type, base)

@@ -45,10 +45,10 @@ class StepStats:
         loss: the normalised objective; for cross-entropy the mean NLL of the step's labels.
         grad_norm: gradient norm of the adapters before clipping.
         lr: learning rate of the step.
-        tokens: number of computed tokens without padding.
-        padding: padding's share of all computed tokens.
+        tokens: computed tokens without padding.
+        padding: share of padding in all computed tokens.
         interrupted: whether a rank received a signal to stop.
-        measurements: what the objective measures beside the loss, by name.
+        measurements: other measurements of the objective, by name.
     """
 
     loss: float
@@ -60,7 +60,7 @@ class StepStats:
     measurements: dict[str, float] = field(default_factory=dict)
 
     def line(self, seconds: float) -> dict[str, float]:
-        """Return the step's values in ``metrics.jsonl``, if it took so many ``seconds``."""
+        """Return the values for ``metrics.jsonl`` of a step that took ``seconds``."""
         return {
             "loss": self.loss,
             "lr": self.lr,
@@ -76,8 +76,8 @@ class StepStats:
 class Training:
     """Optimiser steps on a learner's adapter in an output folder, fresh or resumed.
 
-    A subclass calls :meth:`begin` once it knows the number of updates, its part of the checkpoint's identity, and
-    whatever its :meth:`setup_optimizer` and :meth:`setup_scheduler` need.
+    A subclass calls :meth:`begin` once it knows the number of updates, and is ready for :meth:`identity`,
+    :meth:`setup_optimizer` and :meth:`setup_scheduler`.
 
     Args:
         learner: the model, set up.
@@ -88,7 +88,7 @@ class Training:
 
     Attributes:
         step: steps done. Metrics and checkpoints count them.
-        total_steps: optimiser updates of the whole run, which the schedule covers.
+        total_steps: optimiser updates of the schedule.
         best: step, adapter and score or loss of the best evaluation so far; None before the first.
         free_keys: keys of the config that may differ when a run resumes.
     """
@@ -116,7 +116,7 @@ class Training:
         """Build optimiser and schedule, continue the folder's checkpoint, and claim the folder.
 
         Args:
-            total_steps: optimiser updates of the whole run.
+            total_steps: optimiser updates of the schedule.
 
         Raises:
             UserError: a component cannot be built, or the checkpoint belongs to another run.
@@ -140,18 +140,18 @@ class Training:
 
     @classmethod
     def try_out(cls, cfg: DictConfig, learner: Learner, total_steps: int) -> None:
-        """Try out what the config names for training, before the weights are read.
+        """Try out the config's optimiser and schedule, before the weights are read.
 
-        A subclass's own optimiser or schedule is not tried, because it may need the whole trainer.
+        This skips those of a subclass, because they may need the trainer.
 
         Args:
             cfg: config of the SFT recipe or of a recipe that extends it.
             learner: the model, before its :meth:`Learner.setup`.
-            total_steps: optimiser updates of the whole run, or an estimate.
+            total_steps: optimiser updates of the schedule, or an estimate.
 
         Raises:
-            UserError: optimiser or schedule cannot be built, or does not work; or ``loraplus_lr_ratio`` is set, which a
-                subclass's own optimiser does not read.
+            UserError: optimiser or schedule cannot be built, or does not work; or ``loraplus_lr_ratio`` is set, and a
+                subclass overrides :meth:`setup_optimizer`.
         """
         if cfg.loraplus_lr_ratio is not None and cls.setup_optimizer is not Training.setup_optimizer:
             raise UserError(f"{cls.__name__} makes its own optimiser; set loraplus_lr_ratio=null")
@@ -189,7 +189,7 @@ class Training:
 
     @property
     def updates(self) -> int:
-        """Optimiser updates that the steps done take in the schedule."""
+        """Updates of the finished steps in the schedule."""
         return self.step
 
     @property
@@ -203,15 +203,15 @@ class Training:
         return self.step
 
     def keeps_line(self, line: dict[str, Any]) -> bool:
-        """Return whether a line of ``metrics.jsonl`` stays when the run resumes: that of a step that was done."""
+        """Return whether a resumed run keeps a line of ``metrics.jsonl``: it repeats later steps."""
         return line["step"] <= self.step
 
     def position(self) -> dict[str, int]:
-        """Return what each line of ``metrics.jsonl`` begins with."""
+        """Return the first values of a line in ``metrics.jsonl``."""
         return {"step": self.step}
 
     def identity(self) -> dict[str, Any]:
-        """Return what a run must share with the one it resumes, beside the config."""
+        """Return what a run shares with the one it resumes, in addition to the config."""
         return {
             "base model": self.learner.base_fingerprint,
             "dtype": str(self.runtime.dtype),
@@ -220,11 +220,11 @@ class Training:
         }
 
     def extra_state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds beside the state of this class; it may have tensors and plain values."""
+        """Return a subclass's part of a checkpoint, tensors and plain values."""
         return {}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Take over from a checkpoint's ``state`` what :meth:`extra_state` put there; ``step`` is set by then."""
+        """Restore the values of :meth:`extra_state` from a checkpoint's ``state``; ``step`` is set already."""
 
     def check_length(self, path: Path, state: dict[str, Any]) -> bool:
         """Check that this run's length continues the steps of a checkpoint.
@@ -234,7 +234,7 @@ class Training:
             state: its state.
 
         Returns:
-            Whether the run has as many updates as when it began; otherwise the schedule is moved to where it belongs.
+            Whether the run has as many updates as before; otherwise the caller moves the schedule to its position.
 
         Raises:
             UserError: the checkpoint is past this run's end.
@@ -317,7 +317,7 @@ class Training:
         self.scaler.unscale_(self.optimizer)
         limit = self.cfg.clip_grad_norm
         grad_norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else float(limit))
-        # the only wait for the device; each rank has the same norm
+        # the only wait for the device; all ranks have the same norm
         loss_sum, norm = torch.stack([summed, grad_norm.to(summed)]).tolist()
         total, real, computed, interrupted, measured = self.ranks.sum(
             [
@@ -343,14 +343,14 @@ class Training:
         return StepStats(loss, norm, lr, int(real), 1 - real / computed, bool(interrupted), measurements)
 
     def skip_updates(self, count: int) -> None:
-        """Advance the schedule by ``count`` updates that do not happen, for a step with nothing to train on."""
+        """Advance the schedule by ``count`` updates without doing them, after a step with too few rows."""
         if self.scheduler is not None:
             advance(self.scheduler, count)
 
     def _check_dtypes(self, update: Update) -> None:
         """Warn of modules of the decoder that leave the dtype; the objective computes in fp32 on purpose.
 
-        This takes a forward pass of its own: with hooks in the step, torch would compile each layer anew, then give up.
+        This runs another forward pass: with hooks in the step, torch would compile every layer again, then give up.
         """
         learner, device = self.learner, self.runtime.device
         generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
@@ -369,7 +369,7 @@ class Training:
         """
         trained = [[p for p in layer.parameters() if p.requires_grad] for layer in self.learner.decoder.layers]
         learns = [any(p.grad is not None and bool(p.grad.any()) for p in layer) for layer in trained]
-        dead = sum(not found for found, layer in zip(learns, trained, strict=True) if layer)
+        dead = sum(not learning for learning, layer in zip(learns, trained, strict=True) if layer)
         if dead and any(learns):
             raise UserError(
                 f"compile: {dead} of {len(trained)} layers get no gradient with torch {torch.__version__}, so they "
@@ -409,7 +409,7 @@ class Training:
         """Compute the forward passes of an update with this ``loss`` again, uncompiled; all ranks call this.
 
         Returns:
-            Where the first value that is not finite comes from; and the setting that avoids it, or an empty text.
+            The origin of the first value that is not finite; and the setting that avoids it, or an empty text.
         """
         cfg, learner, finite = self.cfg, self.learner, True
         with self._uncompiled(), numerics.first_non_finite(learner.decoder) as origins:
@@ -445,10 +445,10 @@ class Training:
             self.metric_logger.log_dict(values, step=self.step)
 
     def save_checkpoint(self) -> None:
-        """Write a checkpoint: everything that a resumed run needs, and the adapter in PEFT's format.
+        """Write a checkpoint: the run's state, and the adapter in PEFT's format.
 
         Raises:
-            UserError: the last step has spoilt the adapter, which no loss has seen yet; or the disk is full.
+            UserError: the last step left values in the adapter that are not finite; or the disk is full.
         """
         if bad := [name for name, p in self.learner.adapter.items() if not p.isfinite().all()]:
             raise UserError(

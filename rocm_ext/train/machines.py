@@ -1,5 +1,4 @@
-"""What the machines of a run must share: versions, config, model, data, and the output folder. One machine needs none
-of these checks, and makes none."""
+"""Checks that the machines of a run share versions, config, model, data and output folder. One machine skips them."""
 
 import platform
 import time
@@ -32,7 +31,7 @@ def check_machines(cfg: DictConfig, dtype: Any, ranks: Ranks) -> None:
     Every rank calls this together.
 
     Args:
-        cfg: config of the whole run.
+        cfg: config of the run.
         dtype: dtype that this rank computes in.
         ranks: all processes of the run.
 
@@ -50,10 +49,10 @@ def check_machines(cfg: DictConfig, dtype: Any, ranks: Ranks) -> None:
 
 
 def check_same(values: Callable[[], Mapping[str, Any]], ranks: Ranks, cure: str) -> None:
-    """Check that ``values`` are the same on every machine; every rank calls this together. One machine: no check.
+    """Check that ``values`` are the same on every machine; every rank calls this together.
 
     Args:
-        values: returns values by name, several machines only. Hashes of 64 characters are not printed.
+        values: returns values by name; called on several machines only. Messages omit hashes of 64 characters.
         ranks: all processes of the run.
         cure: what to do about a difference.
 

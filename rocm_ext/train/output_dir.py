@@ -1,4 +1,4 @@
-"""The output folder of a run: one run at a time writes to it, and none overwrites another by accident."""
+"""The output folder of a run: one run at a time writes to it, and no run overwrites another by accident."""
 
 import errno
 import json
@@ -28,8 +28,8 @@ from rocm_ext.train.checkpoint import Checkpoints
 from rocm_ext.train.metrics import Metrics
 
 _LOCK = ".lock"  # the system's lock is on this file, and ends with the process
-_SOFT = ".lock.pid"  # takes its place on a file system without locks
-_HOLDER = ".lock.json"  # who holds it, for messages
+_SOFT = ".lock.pid"  # the lock on a file system without locks
+_HOLDER = ".lock.json"  # the process that holds the lock, for messages
 _LETTING_GO = 30.0  # seconds: a killed process keeps its locks until all its threads have ended and its memory is free
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # of file systems without locks
 

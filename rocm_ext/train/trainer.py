@@ -37,13 +37,13 @@ class Evaluation(Protocol):
     """Measures a model in training by its answers; :class:`rocm_ext.rl.evaluator.Evaluator` does."""
 
     def fingerprint(self) -> str:
-        """Return a hash of what a run must share with the one it resumes."""
+        """Return a hash that a run shares with the one it resumes."""
 
     def open_records(self, step: int, evaluated: int) -> None:
-        """Open the records of a run that goes on after ``step``, whose last finished evaluation was ``evaluated``."""
+        """Open the records of a run that continues after ``step``, with its last evaluation at step ``evaluated``."""
 
     def evaluate(self, step: int) -> tuple[dict[str, Any], float]:
-        """Evaluate the present adapter, that of ``step``; return the scores, and the seconds that it took."""
+        """Evaluate the present adapter, of ``step``; return the scores and the seconds."""
 
 
 class Trainer(Training):
@@ -59,15 +59,15 @@ class Trainer(Training):
         validation_rows: validation rows; None disables validation.
         metric_logger: a torchtune metric logger in addition to ``metrics.jsonl``; the caller closes it.
         interrupt: receives the user's signals to stop.
-        evaluation: evaluates the model before the first step, between steps, and after the last; None: nothing does.
+        evaluation: evaluates the model before the first step, between steps, and after the last; None: no evaluation.
 
     Attributes:
-        steps: the rows of each step.
-        mixture: the data sets that the rows come from.
+        steps: the rows of the steps.
+        mixture: the data sets of the rows.
         step: optimiser steps done; it determines all other progress.
         total_steps: optimiser steps of all epochs.
-        best: loss, step and adapter of the best validation or evaluation by ``early_stopping_metric`` so far, with the
-            metric and its value; None before the first. An evaluation has no loss.
+        best: loss (None of an evaluation), step, adapter, metric and value of the best validation or evaluation so far
+            by ``early_stopping_metric``; None before the first.
 
     Raises:
         UserError: the rows do not fit the model.
@@ -117,7 +117,7 @@ class Trainer(Training):
 
     @classmethod
     def check(cls, cfg: DictConfig, learner: Learner, rows: int) -> None:
-        """Try out what the config names for a training on ``rows`` rows, see :meth:`Training.try_out`.
+        """Try out optimiser and schedule for ``rows`` rows, see :meth:`Training.try_out`.
 
         Args:
             cfg: config of the SFT recipe or of a recipe that extends it.
@@ -142,7 +142,7 @@ class Trainer(Training):
         return {"step": self.step, "epoch": (self.step - 1) // self.steps.per_epoch + 1}
 
     def identity(self) -> dict[str, Any]:
-        """Return what a run must share with the one it resumes, beside the config."""
+        """Return what a run shares with the one it resumes, in addition to the config."""
         mixture = self.mixture
         return {
             **super().identity(),
@@ -160,11 +160,11 @@ class Trainer(Training):
         )
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the steps of the last validation and evaluation, and the number of them since the best one."""
+        """Return the steps of the last validation and evaluation, and their number since the best."""
         return {"worse": self.worse, "validated": self.validated, "evaluated": self.evaluated}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`extra_state` returned; after a change of the metric, look for the best anew."""
+        """Restore the values of :meth:`extra_state`; a changed metric resets the best."""
         self.validated, self.evaluated = state["validated"], state.get("evaluated", -1)
         metric = self.cfg.early_stopping_metric
         if self.best is None or self.best["metric"] == metric:
@@ -191,7 +191,7 @@ class Trainer(Training):
     # ---- the run
 
     def train_step(self, update: Update) -> StepStats:
-        """Do an update as :meth:`Training.train_step` does, after setting the baseline of an objective that has one."""
+        """Set the objective's baseline, if it has one, and do an update; see :meth:`Training.train_step`."""
         set_baseline(self.learner, self.rows, update.rows)
         return super().train_step(update)
 
@@ -237,7 +237,7 @@ class Trainer(Training):
         return self.step % every == 0 if every else epoch_end
 
     def _measure_if_due(self) -> None:
-        """Validate and evaluate this step where due and not done yet; in another process if the two are apart.
+        """Validate and evaluate this step if due and not done yet, perhaps in another process.
 
         Raises:
             Interrupted: the user asked to stop, or another process goes on; all is saved.
@@ -319,14 +319,14 @@ class Trainer(Training):
 
     @property
     def _by_answers(self) -> bool:
-        """Whether evaluations, and not validations, tell the best adapter."""
+        """Whether evaluations, not validations, choose the best adapter."""
         return self.cfg.early_stopping_metric == EVAL_METRIC
 
     def _compare(self, values: Mapping[str, float]) -> str:
-        """Compare what was measured with the best so far, by ``early_stopping_metric``, and return what the log says.
+        """Compare measurements with the best so far by ``early_stopping_metric``, and return a text for the log.
 
         Raises:
-            UserError: its value is not finite.
+            UserError: the metric's value is not finite.
         """
         metric, loss = self.cfg.early_stopping_metric, values.get("val_loss")
         value = values.get(metric, math.nan)
