@@ -11,18 +11,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from rocm_ext import config
 from rocm_ext.base.log import log
 from rocm_ext.config.algorithms import updates_of_step
-from rocm_ext.config.checks import check_distil_values, check_values
+from rocm_ext.config.checks import check_distil_values
 from rocm_ext.data.batches import Steps
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
 from rocm_ext.losses.distillation import LOGPROBS, loss_config
-from rocm_ext.plan.workload import Workload, describe, rows_of_update
-from rocm_ext.rl import evaluation
+from rocm_ext.plan.workload import Workload, describe
 from rocm_ext.rl.loop import Loop
 from rocm_ext.rl.prompts import given_samples
 from rocm_ext.rl.rollout import Answers
@@ -55,22 +54,13 @@ class Distil(Loop):
     ) -> None:
         check_distil_values(cfg)
         super().__init__(cfg, learner, trainer)
-        check_values(self.training_config())
         self.sessions_stay_open = cfg.given_answers is None  # otherwise evaluations alone sample
-        self.steps, self.evaluate_every, self.prompts_of_step = cfg.steps, cfg.eval_every_n_steps, cfg.prompts_per_step
 
     # ---- set-up
 
-    def training_config(self) -> DictConfig:
-        """Return the config of the learner; its ``loss`` is the divergence that the config's keys describe."""
-        rows = rows_of_update(self.cfg, self.cfg.prompts_per_step * self.cfg.samples_per_prompt)
-        return OmegaConf.create(
-            config.trainer_config(self.cfg) | {"loss": loss_config(self.cfg), "sequences_per_step": rows}
-        )
-
-    def logprobs_for(self) -> list[str]:
-        """Return the settings that need the log-probs of sampling."""
-        return ["min_entropy"] * (self.cfg.min_entropy is not None)
+    def objective_config(self) -> dict[str, Any]:
+        """Return the component of the divergence."""
+        return loss_config(self.cfg)
 
     def check_training(self) -> None:
         """Build the teacher, and check prompts and given answers, before weights are read.
@@ -142,10 +132,6 @@ class Distil(Loop):
         if LOGPROBS in self.learner.objective.columns:
             rows.add_labels_column(LOGPROBS, self.teacher.logprobs(rows, self.learner.objective.temperature))
         return rows, [samples[i].prompt_id for i, _ in pieces]
-
-    def stop_reason(self) -> str | None:
-        """Return why the run ends before its last step; None to continue."""
-        return evaluation.policy_stop_reason(self.trainer.lines, self.cfg)
 
     def report_gain(self) -> None:
         """Log the gain on the held-out prompts, and warn if nothing was trained."""

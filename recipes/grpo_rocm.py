@@ -12,19 +12,20 @@ To change a part, subclass :class:`GRPO` and override :meth:`GRPO.choose`, :meth
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
 from rocm_ext.config.algorithms import describe, filled, updates_of_pass, updates_of_step
-from rocm_ext.config.checks import check_grpo_values, check_values
+from rocm_ext.config.checks import check_grpo_values
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import ROUTES, Rows
 from rocm_ext.losses.policy_gradient import loss_config
-from rocm_ext.plan.workload import old_logprobs, rows_of_update
+from rocm_ext.plan.workload import old_logprobs
 from rocm_ext.rl import evaluation
 from rocm_ext.rl.loop import Loop
 from rocm_ext.rl.prompts import choose_by_curriculum
@@ -65,29 +66,24 @@ class GRPO(Loop):
         self._reference: dict[SampleKey, np.ndarray] = {}  # log-probs of the step's answers, with kl_in: reward
         super().__init__(cfg, learner, trainer)
         self.sampling = replace(self.sampling, logprobs_temperature=cfg.temperature)
-        check_values(self.training_config())
-        self.steps, self.evaluate_every, self.prompts_of_step = cfg.steps, cfg.eval_every_n_steps, cfg.prompts_per_step
         self.max_staleness = cfg.max_staleness
 
     # ---- set-up
 
-    def training_config(self) -> DictConfig:
-        """Return the config of the learner; its ``loss`` is the objective that the config's keys describe."""
-        rows = rows_of_update(self.cfg, self.cfg.prompts_per_step * self.cfg.samples_per_prompt)
-        return OmegaConf.create(
-            config.trainer_config(self.cfg) | {"loss": loss_config(self.cfg), "sequences_per_step": rows}
-        )
+    def objective_config(self) -> dict[str, Any]:
+        """Return the component of the policy gradient."""
+        return loss_config(self.cfg)
 
     def logprobs_for(self) -> list[str]:
         """Return the settings that need the token ids and log-probs of sampling."""
-        cfg, columns = self.cfg, self.learner.objective.columns
-        kl_coef = getattr(self.learner.objective, "kl_coef", None) or 0.0
-        return [
-            *[f"mismatch={cfg.mismatch}"] * ("sampler_logprobs" in columns),
-            *["old_logprobs=sampler"] * ("old_logprobs" in columns and self.old_logprobs == "sampler"),
-            *[f"kl_coef={kl_coef:g}"] * bool(kl_coef),
-            *["min_entropy"] * (cfg.min_entropy is not None),
-        ]
+        columns = self.learner.objective.columns
+        kl_coef = getattr(self.learner.objective, "kl_coef", None)
+        settings = {
+            f"mismatch={self.cfg.mismatch}": "sampler_logprobs" in columns,
+            "old_logprobs=sampler": "old_logprobs" in columns and self.old_logprobs == "sampler",
+            f"kl_coef={kl_coef or 0.0:g}": bool(kl_coef),
+        }
+        return [name for name, needs in settings.items() if needs] + super().logprobs_for()
 
     def check_training(self) -> None:
         """Check that the objective fits the steps, before weights are read; it may be a user's component.
@@ -128,7 +124,7 @@ class GRPO(Loop):
         if flat := evaluation.flat_reason(self.trainer.lines, max_flat_steps=self.cfg.max_flat_steps):
             self.stop_sampling()
             raise UserError(flat)
-        return evaluation.policy_stop_reason(self.trainer.lines, self.cfg)
+        return super().stop_reason()
 
     def report_gain(self) -> None:
         """Log the gain on the held-out prompts, and warn if nothing was trained."""

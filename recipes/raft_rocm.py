@@ -11,14 +11,13 @@ To change a part, subclass :class:`RAFT` and override :meth:`RAFT.choose`, :meth
 :meth:`RAFT.training_config`.
 """
 
-import sys
 from collections.abc import Collection, Sequence
 
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
 from rocm_ext.base.log import log
-from rocm_ext.config.checks import check_raft_values, check_values
+from rocm_ext.config.checks import check_raft_values
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
 from rocm_ext.plan import workload
@@ -54,9 +53,6 @@ class RAFT(Loop):
     ) -> None:
         check_raft_values(cfg)
         super().__init__(cfg, learner, trainer)
-        check_values(self.training_config())
-        self.steps, self.evaluate_every = cfg.cycles, cfg.eval_every_n_cycles
-        self.prompts_of_step = cfg.prompts_per_cycle or sys.maxsize  # null: all that qualify
         self.samples_new_adapters = cfg.cycles > 1
         self._rule = KeepRule(cfg.keep, cfg.reward_threshold)
 
@@ -73,8 +69,8 @@ class RAFT(Loop):
     def logprobs_for(self) -> list[str]:
         """Return the settings that need the token ids and log-probs of sampling."""
         loss = self.learner.objective
-        needs = [f"loss {type(loss).__name__}"] * ("old_logprobs" in loss.columns)
-        return needs + ["min_entropy"] * (self.cfg.min_entropy is not None)
+        needs = [f"loss {type(loss).__name__}"] if "old_logprobs" in loss.columns else []
+        return needs + super().logprobs_for()
 
     def check_training(self) -> None:
         """Check what training needs of the learner, before the weights are read."""

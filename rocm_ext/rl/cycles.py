@@ -1,9 +1,7 @@
 """RAFT's cycles: a trainer that begins a schedule in every cycle, and the entries of ``summary.json``."""
 
-import contextlib
 import json
 import shutil
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
@@ -17,7 +15,7 @@ from torchtune import training
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors, remove_folder, replace_folder, replace_text
-from rocm_ext.base.log import Progress, log
+from rocm_ext.base.log import log
 from rocm_ext.data.batches import StepLoader, Steps, rows_per_step
 from rocm_ext.data.rows import Rows
 from rocm_ext.rl.evaluation import stop_reason
@@ -28,7 +26,6 @@ from rocm_ext.runs.folder import PHASES, SampleKey
 from rocm_ext.sampling import sample_seed
 from rocm_ext.train.builders import nothing_changed
 from rocm_ext.train.checkpoint import FREE_KEYS
-from rocm_ext.train.lifecycle import Interrupted
 from rocm_ext.train.metrics import Metrics, read_metrics, summarize
 from rocm_ext.verifiers import Result
 
@@ -173,28 +170,11 @@ class CycleTrainer(PolicyTrainer):
         steps = Steps(len(rows), rows_per_step(cfg, self.ranks.world), *limits)
         log.info("%s rows, %d per step, %d steps per epoch", f"{len(rows):,}", steps.per_step, steps.per_epoch)
         before = None if self.done else self._begin_cycle(steps.per_epoch * cfg.epochs)
-        path, lines = self.cycle_folder(cycle) / "metrics.jsonl", None
-        if self.ranks.is_main:
-            lines = Metrics(path, lambda line: line["step"] <= self.done)
+        path = self.cycle_folder(cycle) / "metrics.jsonl"
+        self._updates = Metrics(path, lambda line: line["step"] <= self.done) if self.ranks.is_main else None
         loader = StepLoader(rows, steps, self.learner.layout, pin_memory=cfg.pin_memory)
         self.learner.model.train()
-        began = time.perf_counter()
-        with contextlib.closing(Progress(self.total_steps, self.done, self.ranks.is_main)) as progress:
-            for update in loader.range(self.done, self.total_steps):
-                stats = self.train_step(update)
-                self.done += 1
-                seconds, began = time.perf_counter() - began, time.perf_counter()
-                values = stats.line(seconds) | self.memory()
-                if lines is not None:
-                    lines.write(step=self.done, epoch=(self.done - 1) // steps.per_epoch + 1, **values)
-                if self.metric_logger is not None and self.done % cfg.log_every_n_steps == 0:
-                    self.metric_logger.log_dict(values, step=self.count)
-                progress.update(f"loss {stats.loss:.4f}  {stats.tokens / seconds:,.0f} tok/s")
-                every = cfg.save_every_n_steps or steps.per_epoch
-                if stats.interrupted or (self.done % every == 0 and self.done < self.total_steps):
-                    self.save_checkpoint()
-                if stats.interrupted:
-                    raise Interrupted(f"in cycle {cycle} at step {self.done}", self.interrupt.agree(self.ranks))
+        self.train_epochs(loader, steps.per_epoch, f"in cycle {cycle} ")
         if before is not None and all(torch.equal(before[k], v) for k, v in self.learner.adapter_state().items()):
             raise UserError(f"cycle {cycle}: {nothing_changed(self.total_steps, 'the cycle')}")
 
@@ -203,6 +183,23 @@ class CycleTrainer(PolicyTrainer):
             return {**summarize(path), "lr": rate, "rows": rows.counts, **self.describe()}
 
         return self.ranks.on_main(measured)
+
+    def count_update(self) -> None:
+        """Count an update of the cycle."""
+        self.done += 1
+
+    def log_update(self, to_logger: bool, values: dict[str, float]) -> None:
+        """Log the values of an update in the cycle's ``metrics.jsonl``."""
+        if self._updates is not None:
+            epoch = (self.done - 1) * self.cfg.epochs // self.total_steps + 1
+            self._updates.write(step=self.done, epoch=epoch, **values)
+        if to_logger and self.metric_logger is not None:
+            self.metric_logger.log_dict(values, step=self.count)
+
+    def saves(self, epoch_ends: bool) -> bool:
+        """Return whether to save after this update; :meth:`finish_step` saves after the last."""
+        every = self.cfg.save_every_n_steps
+        return self.done < self.total_steps and (self.done % every == 0 if every else epoch_ends)
 
     def train_on_nothing(self) -> dict[str, Any]:
         """Leave the adapter as it is, because the cycle kept no answer."""
@@ -215,15 +212,14 @@ class CycleTrainer(PolicyTrainer):
             The adapter before the training.
         """
         cfg, lr = self.cfg, self.cfg.optimizer.lr
+        lr = max(lr * cfg.lr_decay ** len(self.trained), min(cfg.lr_floor, lr))
         training.set_seed(
             seed=sample_seed(cfg.seed, self.step + 1, "train", 0) % 2**31, debug_mode=cfg.cudnn_deterministic_mode
         )
         if cfg.start_from == "base":
             self.learner.load_adapter(self.first, "the first adapter")
         moments, scale = self.optimizer.state_dict()["state"], self.scaler.state_dict()
-        cfg.optimizer.lr = max(lr * cfg.lr_decay ** len(self.trained), min(cfg.lr_floor, lr))
-        self.build(updates)
-        cfg.optimizer.lr = lr
+        self.build(updates, lr)
         if cfg.optimizer_state == "run" and self.trained:
             self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
             self.scaler.load_state_dict(scale)

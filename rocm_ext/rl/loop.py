@@ -1,5 +1,6 @@
 """The loop of recipes that learn from sampled answers: RAFT, GRPO and distillation are presets of it."""
 
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -12,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from rocm_ext import config
 from rocm_ext.base import supervised
 from rocm_ext.base.log import log
+from rocm_ext.config.checks import check_values
 from rocm_ext.data import overview
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
@@ -19,6 +21,7 @@ from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.environments import Environments
 from rocm_ext.model.download import use_downloaded
 from rocm_ext.plan import workload
+from rocm_ext.plan.workload import rows_of_update
 from rocm_ext.rl import evaluation
 from rocm_ext.rl.ahead import Ahead, RolloutAhead
 from rocm_ext.rl.conversations import ConversationQueue, Limits
@@ -83,8 +86,11 @@ class RLRecipe:
 
     def training_config(self) -> DictConfig:
         """Return the config of the learner, with all keys of the SFT recipe."""
-        plain = {config.COMPONENT: "rocm_ext.losses.CrossEntropy"}
-        return OmegaConf.create(config.trainer_config(self.cfg) | {"loss": plain})
+        return OmegaConf.create(config.trainer_config(self.cfg) | {"loss": self.objective_config()})
+
+    def objective_config(self) -> dict[str, Any]:
+        """Return the component of the learner's objective."""
+        return {config.COMPONENT: "rocm_ext.losses.CrossEntropy"}
 
     def open_folder(self) -> None:
         """Open the output folder of a run that trains, and choose the config's seed if it has none."""
@@ -246,12 +252,26 @@ class Loop(RLRecipe, ABC):
     evaluate_every: int
     max_staleness: int = 0
 
-    def __init__(self, cfg: DictConfig, learner: type[Learner], trainer: type[PolicyTrainer]) -> None:
+    def __init__(
+        self, cfg: DictConfig, learner: type[Learner] = Learner, trainer: type[PolicyTrainer] = PolicyTrainer
+    ) -> None:
         super().__init__(cfg, learner)
-        self.trainer_cls = trainer
+        check_values(self.training_config())
+        self.trainer_cls, unit = trainer, self.unit
+        self.steps, self.evaluate_every = cfg[f"{unit}s"], cfg[f"eval_every_n_{unit}s"]
+        self.prompts_of_step = cfg[f"prompts_per_{unit}"] or sys.maxsize  # null: all that qualify
         self._sampled = False  # whether this process has begun a step
 
     # ---- what a preset says
+
+    def training_config(self) -> DictConfig:
+        """Return the config of the learner, with the rows of an update."""
+        rows = rows_of_update(self.cfg, self.cfg.prompts_per_step * self.cfg.samples_per_prompt)
+        return OmegaConf.merge(super().training_config(), {"sequences_per_step": rows})
+
+    def logprobs_for(self) -> list[str]:
+        """Return the settings that need the token ids and log-probs of sampling; the learner is built."""
+        return ["min_entropy"] if self.cfg.min_entropy is not None else []
 
     def passes(self, result: Result) -> bool:
         """Return whether an answer counts for its prompt's pass rate."""
@@ -299,13 +319,13 @@ class Loop(RLRecipe, ABC):
             The rows, and their prompts.
         """
 
-    @abstractmethod
     def stop_reason(self) -> str | None:
         """Return why the run ends before its last step; None to continue.
 
         Raises:
             UserError: the run cannot learn anything.
         """
+        return evaluation.policy_stop_reason(self.trainer.lines, self.cfg)
 
     # ---- set-up
 
@@ -413,8 +433,7 @@ class Loop(RLRecipe, ABC):
         self.sample_ahead()
         self.evaluate_if_due()
         trainer.save_if_due()
-        if signum := self.interrupt.agree(self.ranks):
-            raise Interrupted(f"at {self.unit} {number}", signum)
+        self.interrupt.check(f"at {self.unit} {number}", self.ranks)
 
     def drop_old_samples(self, step: int, last: bool = False) -> None:
         """Remove samples that are older than ``keep_samples`` steps and than the last checkpoint, once they are many.
@@ -515,10 +534,10 @@ class Loop(RLRecipe, ABC):
         if not self.prompts.held_out or not due or self.trainer.evaluated == step:
             return
         if supervised.apart() and self._sampled:
-            raise Interrupted(f"before the evaluation at {self.unit} {step}", self.interrupt.agree(self.ranks))
+            self.interrupt.check(f"before the evaluation at {self.unit} {step}", self.ranks, leave=True)
         self.evaluate(step)
         if supervised.apart() and not last and step < self.steps:
-            raise Interrupted(f"after the evaluation at {self.unit} {step}", self.interrupt.agree(self.ranks))
+            self.interrupt.check(f"after the evaluation at {self.unit} {step}", self.ranks, leave=True)
 
     def evaluate(self, step: int) -> None:
         """Evaluate the present adapter, of ``step``, on the held-out prompts."""

@@ -23,7 +23,7 @@ from rocm_ext.rl.conversations import ConversationQueue
 from rocm_ext.rl.records import PhaseRecords, Sample, key_of, to_result, to_sample
 from rocm_ext.runs.folder import GREEDY, SampleKey
 from rocm_ext.sampling import Completion, Request, RequestQueue, Sampling, Session
-from rocm_ext.train.lifecycle import Interrupt, Interrupted
+from rocm_ext.train.lifecycle import Interrupt
 from rocm_ext.verifiers import Pool, Result, Verdict
 
 Requests = Sequence[tuple[Request, Sampling]]
@@ -161,8 +161,7 @@ class Rollout:
     def _start(self, needed: bool) -> None:
         """Record whether any rank has requests to sample, and stop if the user asked for it."""
         self._needed, workers = needed, self.workers
-        if signum := workers.interrupt.agree(workers.ranks):  # a signal may arrive after the last rollout's check
-            raise Interrupted(f"in {self.job.name}", signum)
+        workers.interrupt.check(f"in {self.job.name}", workers.ranks)  # a signal may arrive after the last check
 
     def finish(self) -> Answers:
         """Sample, wait for the verdicts, and collect the records of all ranks.
@@ -242,8 +241,7 @@ class Rollout:
         """Wait for the verdicts, and collect the answers of all ranks; ``sampled`` and ``hidden`` are seconds."""
         job, ranks, began = self.job, self.workers.ranks, time.perf_counter()
         self._judge.finish()
-        if signum := self.workers.interrupt.agree(ranks):
-            raise Interrupted(f"in {job.name}", signum)
+        self.workers.interrupt.check(f"in {job.name}", ranks)
         job.samples.collect()
         job.verdicts.collect()
         errors = [record for record in job.verdicts.records.values() if record["verdict"] == Verdict.ERROR.value]

@@ -76,9 +76,15 @@ class Interrupt:
             for signum, handler in self._earlier.items():
                 signal.signal(signum, handler)
 
-    def agree(self, ranks: Ranks) -> int:
-        """Return the highest signal number that any rank received, the same on all ranks; 0 without one."""
-        return max(signum or 0 for signum in ranks.gather(self.signum))
+    def check(self, where: str, ranks: Ranks, leave: bool = False) -> None:
+        """Leave the run if any rank received a signal, or for another process with ``leave``; all ranks call this.
+
+        Raises:
+            Interrupted: with ``where`` in the run, and the highest signal number.
+        """
+        signum = max(signum or 0 for signum in ranks.gather(self.signum))
+        if signum or leave:
+            raise Interrupted(where, signum)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         if signum == self.signum == signal.SIGINT:  # torchrun sends SIGTERM after a Ctrl-C; that one still waits

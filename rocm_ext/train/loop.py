@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import replace_folder, replace_text
-from rocm_ext.base.log import log
+from rocm_ext.base.log import Progress, log
 from rocm_ext.config import references
-from rocm_ext.data.batches import Update
+from rocm_ext.data.batches import StepLoader, Update
 from rocm_ext.machine import numerics
 from rocm_ext.machine.trace import TRAINING
 from rocm_ext.model.adapters.merge import merge
@@ -130,11 +131,20 @@ class Training:
             count = self.count if resumed else None
             self.metrics = self.folder.take(OmegaConf.to_yaml(self.cfg), count, self.keeps_line)
 
-    def build(self, total_steps: int) -> None:
-        """Build optimiser, loss scaler and schedule for ``total_steps`` updates; 0: their number is not known yet."""
+    def build(self, total_steps: int, lr: float | None = None) -> None:
+        """Build optimiser, loss scaler and schedule.
+
+        Args:
+            total_steps: updates of the schedule; 0: their number is not known yet.
+            lr: learning rate in place of the config's; None: the config's.
+        """
         self.total_steps = total_steps
         self.optimizer = self.setup_optimizer()
         builders.check_learning_rate(self.optimizer)
+        given = self.cfg.optimizer.get("lr")
+        if lr not in (None, given):
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["lr"] / given * lr
         self.scaler = torch.amp.GradScaler(self.runtime.device.type, enabled=self.runtime.dtype == torch.float16)
         self.scheduler = self.setup_scheduler() if total_steps else None
 
@@ -246,6 +256,27 @@ class Training:
             log.info("the run had %d updates in all; it now has %d", was, total)
         return total == was
 
+    @property
+    def stopped_early(self) -> bool:
+        """Whether the run ends before its last update."""
+        return False
+
+    def count_update(self) -> None:
+        """Count an update."""
+        self.step += 1
+
+    def log_update(self, to_logger: bool, values: dict[str, float]) -> None:
+        """Log the values of an update."""
+        self.write_metrics(to_logger, **values)
+
+    def measure(self) -> None:
+        """Validate or evaluate after an update, if due."""
+
+    def saves(self, epoch_ends: bool) -> bool:
+        """Return whether to save after this update."""
+        every = self.cfg.save_every_n_steps
+        return epoch_ends or (bool(every) and self.updates % every == 0)
+
     # ---- resuming
 
     def _resume(self) -> bool:
@@ -279,6 +310,36 @@ class Training:
         return True
 
     # ---- a step
+
+    def train_epochs(self, loader: StepLoader, per_epoch: int, where: str = "") -> None:
+        """Do the updates that the schedule has left: log each, measure and save where due.
+
+        Args:
+            loader: loads the updates.
+            per_epoch: updates of an epoch.
+            where: part of the run, for messages.
+
+        Raises:
+            Interrupted: the user asked to stop; the last update is saved.
+        """
+        with contextlib.closing(Progress(self.total_steps, self.updates, self.ranks.is_main)) as progress:
+            while self.updates < self.total_steps and not self.stopped_early:
+                end = (self.updates // per_epoch + 1) * per_epoch
+                began = time.perf_counter()
+                for update in loader.range(self.updates, end):
+                    stats = self.train_step(update)
+                    self.count_update()
+                    seconds = time.perf_counter() - began
+                    self.log_update(self.updates % self.cfg.log_every_n_steps == 0, stats.line(seconds) | self.memory())
+                    progress.update(f"loss {stats.loss:.4f}  {stats.tokens / seconds:,.0f} tok/s")
+                    self.measure()
+                    if stats.interrupted or self.stopped_early or self.saves(self.updates == end):
+                        self.save_checkpoint()
+                    if stats.interrupted:
+                        self.interrupt.check(f"{where}at step {self.updates}", self.ranks)
+                    if self.stopped_early:
+                        break
+                    began = time.perf_counter()
 
     def train_step(self, update: Update) -> StepStats:
         """Do an update.
@@ -442,7 +503,7 @@ class Training:
         if self.metrics is not None:
             self.metrics.write(**self.position(), **values)
         if self.metric_logger is not None and to_logger:
-            self.metric_logger.log_dict(values, step=self.step)
+            self.metric_logger.log_dict(values, step=self.count)
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint: the run's state, and the adapter in PEFT's format.

@@ -1,8 +1,6 @@
 """One training run over rows: epochs, validation, and evaluation by answers."""
 
-import contextlib
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +10,7 @@ from omegaconf import DictConfig
 
 from rocm_ext.base import supervised
 from rocm_ext.base.errors import UserError, nearest
-from rocm_ext.base.log import Progress, log
+from rocm_ext.base.log import log
 from rocm_ext.config.checks.training import EVAL_METRIC
 from rocm_ext.data.batches import StepLoader, Steps, Update, rows_per_step
 from rocm_ext.data.mixture import Mixture
@@ -91,7 +89,6 @@ class Trainer(Training):
         self.rows, self.validation_rows, self.evaluation = rows, validation_rows, evaluation
         self.worse = 0  # number of validations, or evaluations, since the best one
         self.validated, self.evaluated = 0, -1  # steps of the last validation and of the last evaluation
-        self._computed = False  # whether this process has done a step
         for part in filter(None, (rows, validation_rows)):
             learner.check_rows(part)
         per_step = rows_per_step(cfg, self.ranks.world)
@@ -202,51 +199,32 @@ class Trainer(Training):
             Interrupted: the user asked to stop; the last step is saved.
             UserError: a loss is not finite, or the disk is full.
         """
-        per_epoch = self.steps.per_epoch
-        progress = Progress(self.total_steps, self.step, self.ranks.is_main)
         self.learner.model.train()
         if self.step == self.total_steps:
             log.info("all %d steps are done already; raise epochs to train further", self.step)
-        with contextlib.closing(progress), self.interrupt:
-            self._measure_if_due()  # before the first step, or after a process that ended for it
-            while self.step < self.total_steps and not self.stopped_early:
-                end = (self.step // per_epoch + 1) * per_epoch
-                began = time.perf_counter()
-                for update in self.loader.range(self.step, end):
-                    stats = self.train_step(update)
-                    self.step, self._computed = self.step + 1, True
-                    seconds = time.perf_counter() - began
-                    values = stats.line(seconds) | self.memory()
-                    self.write_metrics(self.step % self.cfg.log_every_n_steps == 0, **values)
-                    progress.update(f"loss {stats.loss:.4f}  {stats.tokens / seconds:,.0f} tok/s")
-                    self._measure_if_due()
-                    leaving = self.step == end or stats.interrupted or self.stopped_early
-                    if self._due(self.cfg.save_every_n_steps, False) or leaving:
-                        self.save_checkpoint()
-                    if stats.interrupted:
-                        raise Interrupted(f"at step {self.step}", self.interrupt.agree(self.ranks))
-                    if self.stopped_early:
-                        break
-                    began = time.perf_counter()
+        with self.interrupt:
+            self._measure_if_due(trained=False)  # before the first step, or after a process that ended for it
+            self.train_epochs(self.loader, self.steps.per_epoch)
         if self.stopped_early:
             without = f"{self.worse} {'evaluations' if self._by_answers else 'validations'}"
             log.info("stopped early at step %d: %s without a better %s", self.step, without, self._metric_name)
         self.write_outputs()
 
-    def _due(self, every: int | None, epoch_end: bool) -> bool:
-        return self.step % every == 0 if every else epoch_end
+    def measure(self) -> None:
+        """Validate and evaluate after an update, if due."""
+        self._measure_if_due(trained=True)
 
-    def _measure_if_due(self) -> None:
-        """Validate and evaluate this step if due and not done yet, perhaps in another process.
+    def _measure_if_due(self, trained: bool) -> None:
+        """Validate and evaluate this step if due and not done yet; in another process if it must be apart.
 
         Raises:
-            Interrupted: the user asked to stop, or another process goes on; all is saved.
+            Interrupted: the user asked to stop, or another process continues; all is saved.
         """
         if not (self._validation_is_due or self._evaluation_is_due):
             return
-        if supervised.apart() and self._computed:
+        if supervised.apart() and trained:
             self.save_checkpoint()
-            raise Interrupted(f"before the validation of step {self.step}", self.interrupt.agree(self.ranks))
+            self.interrupt.check(f"before the validation of step {self.step}", self.ranks, leave=True)
         if self._validation_is_due:
             self.validate()
             self.validated = self.step
@@ -256,18 +234,17 @@ class Trainer(Training):
         if supervised.apart():
             self.save_checkpoint()
             if self.step < self.total_steps and not self.stopped_early:
-                raise Interrupted(f"after the validation of step {self.step}", self.interrupt.agree(self.ranks))
+                self.interrupt.check(f"after the validation of step {self.step}", self.ranks, leave=True)
 
     @property
     def _validation_is_due(self) -> bool:
-        epoch_end = self.step % self.steps.per_epoch == 0
-        due = self.step > self.validated and self._due(self.cfg.run_val_every_n_steps, epoch_end)
-        return due and self.validation_rows is not None
+        due = self.step % (self.cfg.run_val_every_n_steps or self.steps.per_epoch) == 0
+        return due and self.validation_rows is not None and self.step > self.validated
 
     @property
     def _evaluation_is_due(self) -> bool:
-        last = self.step == self.total_steps or self.stopped_early
-        due = self._due(self.cfg.eval_every_n_steps, self.step % self.steps.per_epoch == 0) or last
+        due = self.step % (self.cfg.eval_every_n_steps or self.steps.per_epoch) == 0
+        due = due or self.step == self.total_steps or self.stopped_early
         return due and self.evaluation is not None and self.step > self.evaluated
 
     @property
