@@ -34,16 +34,7 @@ from rocm_ext.verifiers import Verdict
 
 
 class Distil(Loop):
-    """Trains an adapter to answer as a teacher does.
-
-    Args:
-        cfg: config of ``distil_rocm`` or of a recipe that extends it, from :func:`rocm_ext.config.load`.
-        learner: class that builds the model.
-        trainer: class that updates the adapter.
-
-    Raises:
-        UserError: a value in ``cfg`` is out of range.
-    """
+    """Trains an adapter to answer as a teacher does; see :class:`Loop`."""
 
     samples_new_adapters = True
     logs_long_rollouts_only = True
@@ -63,11 +54,7 @@ class Distil(Loop):
         return loss_config(self.cfg)
 
     def check_training(self) -> None:
-        """Build the teacher, and check prompts and given answers, before weights are read.
-
-        Raises:
-            UserError: the teacher or a given answer does not fit the model.
-        """
+        """Build the teacher, and check prompts and given answers, before weights are read."""
         self.teacher = open_teacher(self.cfg, self.learner)
         decoder = self.teacher.learner.decoder
         self.prompts.check_model(decoder, "teacher")

@@ -29,11 +29,7 @@ class DPO(LoRAFinetune):
     columns = (COLUMN,)
 
     def setup_data(self, tokenizer: Any) -> tuple[Rows, Rows | None]:
-        """Read and tokenise the pairs, as :meth:`LoRAFinetune.setup_data` does.
-
-        Raises:
-            UserError: also if the rows are not pairs.
-        """
+        """Read and tokenise the pairs, as :meth:`LoRAFinetune.setup_data` does."""
         rows, validation = super().setup_data(tokenizer)
         for key, part in (("dataset", rows), ("dataset_val", validation)):
             if part is not None and SIDE not in part.columns:

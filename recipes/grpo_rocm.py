@@ -42,16 +42,7 @@ _ROWS_PER_MICRO_BATCH = 4  # rows of joined answers in one micro-batch
 
 
 class GRPO(Loop):
-    """Trains an adapter on the model's verified answers, right and wrong, with policy gradients.
-
-    Args:
-        cfg: config of ``grpo_rocm`` or of a recipe that extends it, from :func:`rocm_ext.config.load`.
-        learner: class that builds the model.
-        trainer: class that updates the adapter.
-
-    Raises:
-        UserError: a value in ``cfg`` is out of range.
-    """
+    """Trains an adapter on the model's verified answers, right and wrong, with policy gradients; see :class:`Loop`."""
 
     samples_new_adapters = True
     logs_long_rollouts_only = True
@@ -116,11 +107,7 @@ class GRPO(Loop):
     # ---- a step
 
     def stop_reason(self) -> str | None:
-        """Return why the run ends before its last step; None to continue.
-
-        Raises:
-            UserError: too many steps in a row taught nothing.
-        """
+        """Return why the run ends before its last step; a UserError if too many steps in a row taught nothing."""
         if flat := evaluation.flat_reason(self.trainer.lines, max_flat_steps=self.cfg.max_flat_steps):
             self.stop_sampling()
             raise UserError(flat)
@@ -133,13 +120,7 @@ class GRPO(Loop):
             log.warning("%s", warning)
 
     def choose(self, step: int, count: int, exclude: Collection[str] = ()) -> list[Prompt]:
-        """Choose the prompts of a step.
-
-        Args:
-            step: number of the step, from 1.
-            count: number of prompts.
-            exclude: ids of prompts that the step has asked already.
-        """
+        """Choose the prompts of a step by the ``curriculum``; see :meth:`Loop.choose`."""
         ids = choose_by_curriculum(
             [prompt.id for prompt in self.prompts.training],
             self.records.asked,

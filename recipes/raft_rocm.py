@@ -34,16 +34,7 @@ from rocm_ext.verifiers import Result
 
 
 class RAFT(Loop):
-    """Trains an adapter on the model's verified answers.
-
-    Args:
-        cfg: config of ``raft_rocm`` or of a recipe that extends it, from :func:`rocm_ext.config.load`.
-        learner: class that builds the model.
-        trainer: class that trains the model in a cycle.
-
-    Raises:
-        UserError: a value in ``cfg`` is out of range.
-    """
+    """Trains an adapter on the model's verified answers; see :class:`Loop`."""
 
     unit = "cycle"
     trainer: CycleTrainer

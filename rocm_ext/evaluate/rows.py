@@ -6,8 +6,8 @@ The loss is the recipe's ``val_loss``.
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -89,7 +89,7 @@ def measure(recipe: SupervisedRecipe, adapter: Path | None, base: bool = False) 
             if (kept := Path(recipe.cfg.output_dir) / FILE).is_file():
                 shutil.copy(kept, folder)
             recipe.add_columns(Path(folder), {"dataset_val": rows})
-        with _loaded(learner, adapter):
+        with nullcontext() if adapter is None else reference(learner, learner.read_adapter(adapter), str(adapter)):
             results = [_measure(learner, rows)]
         if base:
             results.append(_measure(learner, rows))
@@ -118,11 +118,7 @@ def compare(measured: Measured, base: Measured) -> dict[str, Any]:
 
 
 def keep(measured: Measured, folder: Path) -> None:
-    """Write ``eval.json`` and ``rows.jsonl`` into a new folder.
-
-    Raises:
-        UserError: the disk is full, or the folder is not writable.
-    """
+    """Write ``eval.json`` and ``rows.jsonl`` into a new folder."""
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / ROWS, "".join(json.dumps(row) + "\n" for row in measured.rows))
@@ -150,13 +146,6 @@ def _open(recipe: SupervisedRecipe) -> tuple[Learner, Rows]:
     learner.check_rows(rows, recipe.columns)
     learner.setup(workload.describe(rows, len(rows), "the held-out rows", learner.shares))
     return learner, rows
-
-
-@contextmanager
-def _loaded(learner: Learner, adapter: Path | None) -> Iterator[None]:
-    """Context in which the learner has the adapter in a folder, or with None the config's."""
-    with nullcontext() if adapter is None else reference(learner, learner.read_adapter(adapter), str(adapter)):
-        yield
 
 
 def _measure(learner: Learner, rows: Rows) -> Measured:

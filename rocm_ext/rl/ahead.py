@@ -20,7 +20,7 @@ _POLL = 0.2  # seconds between looks at whether the thread still samples
 class RolloutAhead(Rollout):
     """Answers for a coming step, which :class:`Ahead` samples."""
 
-    def _start(self, needed: bool) -> None:
+    def _start(self) -> None:
         self.sampled = threading.Event()  # this rank has no more to sample
         self._open, self._lock, self._tokens = 1, threading.Lock(), 0  # open: requests, and 1 until all are taken
         self._began = self.ended = time.perf_counter()  # of sampling on this rank
@@ -53,11 +53,9 @@ class RolloutAhead(Rollout):
                 self.sampled.set()
 
     def finish(self, waited: float = 0.0, free: float = 0.0) -> Answers:
-        """Wait for the verdicts; see :meth:`Rollout.finish`.
+        """Wait for the verdicts, after ``waited`` seconds for the samples; see :meth:`Rollout.finish`.
 
-        Args:
-            waited: seconds that the run has waited for the samples.
-            free: time when the steps before had their samples; this step's seconds count from then on.
+        This step's seconds count from ``free`` on, the time when the steps before had their samples.
         """
         seconds = self.ended - max(self._began, min(free, self.ended))
         return self._collect(seconds, hidden=max(0.0, seconds - waited))
@@ -91,11 +89,7 @@ class Ahead:
         self._thread: threading.Thread | None = None
 
     def use(self, policy: int, open_session: OpenSession) -> None:
-        """Let new requests begin with the adapter of ``policy``, the last finished step.
-
-        Raises:
-            UserError: the servers refuse the adapter.
-        """
+        """Let new requests begin with the adapter of ``policy``, the last finished step."""
         while self._adapters and self._adapters[0][0] < policy - self._keep:
             self._adapters.popleft()[2].close()
         stack = ExitStack()
@@ -111,11 +105,7 @@ class Ahead:
             self._thread.start()
 
     def finish(self) -> tuple[Job, Answers]:
-        """Wait for samples and verdicts of the oldest step; see :meth:`Rollout.finish`.
-
-        Raises:
-            UserError: sampling failed, on this rank or another.
-        """
+        """Wait for samples and verdicts of the oldest step; see :meth:`Rollout.finish`."""
         assert self._thread is not None, "finish() comes after add()"
         rollout, began = self._steps[0], time.perf_counter()
         while not rollout.sampled.wait(_POLL) and self._thread.is_alive():

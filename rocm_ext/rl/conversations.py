@@ -150,11 +150,7 @@ class ConversationQueue(RequestQueue):
         return key in self._open
 
     def add(self, completion: Completion) -> None:
-        """Record a message of the model, and give it to the environment.
-
-        Raises:
-            UserError: the record cannot be written.
-        """
+        """Record a message of the model, and give it to the environment."""
         self._turns.append(Sample.of(completion).record() | {"behind": self._behind(completion.request)})
         self._say(completion)
 
@@ -237,12 +233,7 @@ class ConversationQueue(RequestQueue):
                 self._first += by_tokens.values()
 
     def _following(self, talk: _Talk, reply: Ask | list[dict[str, Any]]) -> Request | None:
-        """Return the request for the model's next message; None if a limit ends the conversation.
-
-        Raises:
-            UserError: the chat template refuses the messages.
-            ValueError: a message or a tool is malformed.
-        """
+        """Return the request for the model's next message; None if a limit ends the conversation."""
         request, talk.asked = talk.request, reply if isinstance(reply, Ask) else None
         if talk.asked:
             turns, tools = to_turns(talk.asked.messages, blank=True), to_tools(talk.asked.tools)

@@ -26,6 +26,7 @@ from rocm_ext.runs.folder import PHASES, SampleKey
 from rocm_ext.sampling import sample_seed
 from rocm_ext.train.builders import nothing_changed
 from rocm_ext.train.checkpoint import FREE_KEYS
+from rocm_ext.train.loop import Training
 from rocm_ext.train.metrics import Metrics, read_metrics, summarize
 from rocm_ext.verifiers import Result
 
@@ -129,15 +130,12 @@ class CycleTrainer(PolicyTrainer):
     def write_selection(
         self, selected: Selected, passes: Callable[[Result], bool], prompts: Mapping[str, Sequence[int]]
     ) -> None:
-        """Log what a cycle keeps, and write it to ``kept.jsonl``, with rewards and prompts.
+        """Log which answers a cycle keeps, and write them to ``kept.jsonl``, with rewards and prompts.
 
         Args:
             selected: the cycle's answers.
             passes: whether a result counts as passed in its prompt's pass rate.
             prompts: token ids by prompt id.
-
-        Raises:
-            UserError: the disk is full.
         """
         cycle, counts = self.step + 1, _count_answers(selected, passes)
         outcome = ":" if selected.advantages else " is skipped, nothing to train on."
@@ -156,9 +154,6 @@ class CycleTrainer(PolicyTrainer):
         Args:
             rows: rows to train on.
             groups: not used; rows are dealt out by chance.
-
-        Returns:
-            Measurements of the training.
 
         Raises:
             UserError: a loss is not finite, or the training changes nothing.
@@ -180,7 +175,7 @@ class CycleTrainer(PolicyTrainer):
 
         def measured() -> dict[str, Any]:
             rate = max(line["lr"] for line in read_metrics(path))
-            return {**summarize(path), "lr": rate, "rows": rows.counts, **self.describe()}
+            return {**summarize(path), "lr": rate, "rows": rows.counts, **Training.summary(self)}
 
         return self.ranks.on_main(measured)
 
@@ -206,11 +201,7 @@ class CycleTrainer(PolicyTrainer):
         return {}
 
     def _begin_cycle(self, updates: int) -> Mapping[str, torch.Tensor]:
-        """Begin a cycle's training with the adapter, the learning rate and the moments that the config asks for.
-
-        Returns:
-            The adapter before the training.
-        """
+        """Begin a cycle with the config's adapter, learning rate and moments; return the adapter before training."""
         cfg, lr = self.cfg, self.cfg.optimizer.lr
         lr = max(lr * cfg.lr_decay ** len(self.trained), min(cfg.lr_floor, lr))
         training.set_seed(
@@ -288,11 +279,7 @@ class CycleTrainer(PolicyTrainer):
                     remove_folder(self.adapter_folder(cycle))
 
     def write_outputs(self) -> None:
-        """Write ``adapter/``, ``summary.json`` and, if the config asks for it, ``merged/``.
-
-        Raises:
-            UserError: no cycle was trained.
-        """
+        """Write ``adapter/``, ``summary.json`` and perhaps ``merged/``; a UserError if no cycle was trained."""
         entries = cycle_entries(self.lines)
         if not self.trained:
             raise UserError(_nothing_trained(entries))
@@ -335,12 +322,7 @@ def cycle_entries(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _count_answers(selected: Selected, passes: Callable[[Result], bool]) -> dict[str, Any]:
-    """Count a cycle's answers for its entry in ``summary.json``.
-
-    Args:
-        selected: the answers.
-        passes: whether a result counts in ``pass_rate``, the mean over prompts of the share that passed.
-    """
+    """Count a cycle's answers for its entry in ``summary.json``; ``pass_rate`` is a mean over prompts."""
     samples, results, dropped = selected.samples, selected.results, selected.dropped
     rates = [rate for rate in pass_rates(results, passes).values() if rate is not None]
     return {
@@ -397,7 +379,7 @@ def _nothing_trained(entries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _table(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Format the entries of ``summary.json`` as a table with a line per cycle."""
+    """Format the entries of ``summary.json`` as a table."""
     titles = ("cycle", "samples", "pass rate", "kept", "steps", "lr", "loss", "held-out", "95 % interval", "time")
     lines: list[tuple[str, ...]] = [titles]
     for row in entries:

@@ -34,14 +34,11 @@ class Engines:
     """The engines of a run.
 
     Args:
-        sample: samples the answers to train on.
-        eval: samples the answers of evaluations; it may be the same engine.
+        sample: engine for the answers to train on.
+        eval: engine for evaluations; it may be the same.
         ranks: all processes of the run.
         free: returns the free bytes on the device.
         training: returns the bytes that training will allocate between two phases of sampling.
-
-    Attributes:
-        sample, eval: see above.
     """
 
     def __init__(
@@ -157,6 +154,7 @@ class Policy:
 
     Attributes:
         on_servers: whether servers sample.
+        check_from: first step whose session checks the servers' adapter again.
     """
 
     def __init__(
@@ -173,7 +171,7 @@ class Policy:
         self._folder = out / "policy"
         self._written: Path | None = None
         self._open: list[int] = []  # steps of the adapters of open sessions
-        self._check_from = 0  # step
+        self.check_from = 0
         self._checked: tuple[str, Mapping[str, Tensor]] | None = None  # name and weights at the last check
         self.on_servers = hasattr(engines.sample, "check_adapter")
 
@@ -200,16 +198,13 @@ class Policy:
             step: number of steps done.
             requests: requests of the session; a check of servers chooses prompts from them.
             phase: ``sample`` or ``eval``, for which there may be another engine.
-
-        Raises:
-            UserError: a server cannot load the adapter, or samples with another.
         """
         adapter = self._adapter(step) if self.on_servers else None
 
         def check(session: Session) -> None:
             assert adapter is not None
-            if step >= self._check_from:
-                self._check_from = max(1, 2 * step) if self._folder_of is None else 0
+            if step >= self.check_from:
+                self.check_from = max(1, 2 * step) if self._folder_of is None else 0
                 self._server_check.check(session, requests, adapter, self._checked)
                 self._checked = f"the adapter of {self._unit} {step}", self._learner.adapter_state()
 
@@ -219,10 +214,6 @@ class Policy:
                 yield session
         finally:
             self._open.remove(step)
-
-    def check_again(self) -> None:
-        """Check in the next session that the servers sample with its adapter."""
-        self._check_from = 0
 
     def _adapter(self, step: int) -> Path | None:
         """Return the folder of the present adapter for the servers, None for the base model; write it if need be."""
@@ -279,7 +270,12 @@ def open_engines(
         "stopped": stopped,
         "trace": learner.runtime.trace,
     }
-    room = learner.runtime.ranks, partial(free_memory, cfg, learner, True), partial(training_memory, learner)
+    runtime = learner.runtime
+
+    def training_memory() -> int:  # at the peak of training, in addition to the model's weights
+        return max(0, learner.planned_peak - frozen_bytes(learner.decoder, runtime.ranks.world))
+
+    room = runtime.ranks, partial(free_memory, cfg, learner, True), training_memory
     if replay := bool(cfg.get("router_replay")):
         offered["routes"] = True
     taken = {name: value for name, value in offered.items() if config.takes(cfg.engine, name, key="engine")}
@@ -363,13 +359,7 @@ def _check_adapters(cfg: DictConfig, learner: Learner, engine: Any, samples_new_
 
 
 def free_memory(cfg: DictConfig, learner: Learner, beside_graphs: bool = False) -> int:
-    """Return how many bytes may still be allocated on the device.
-
-    Args:
-        cfg: the run's config.
-        learner: the model; its runtime has the budget.
-        beside_graphs: count memory as taken that only the graphs of a session can use.
-    """
+    """Return how many bytes may still be allocated on the device, or ``beside_graphs`` of open sessions."""
     runtime: Any = learner.runtime
     if runtime.device.type == "cpu":
         return host_memory(Path("/"), "MemAvailable") // local_world_size()
@@ -381,17 +371,8 @@ def free_memory(cfg: DictConfig, learner: Learner, beside_graphs: bool = False) 
     return free
 
 
-def training_memory(learner: Learner) -> int:
-    """Return how many bytes training takes at its peak in addition to the model's weights."""
-    return max(0, learner.planned_peak - frozen_bytes(learner.decoder, learner.runtime.ranks.world))
-
-
 def verify_workers(cfg: DictConfig) -> int:
-    """Return the number of processes that verify while the model samples.
-
-    This is the config's ``verify_workers``. If that is null, it is this rank's share of the physical cores minus
-    one, from 1 to 16.
-    """
+    """Return ``verify_workers``, or if it is null this rank's share of the physical cores minus one, from 1 to 16."""
     if cfg.verify_workers is not None:
         return cfg.verify_workers
     # one core of a rank's share drives the sampler; the data loader is idle while the model samples

@@ -74,10 +74,9 @@ def report_gain(before: Mapping[str, bool], after: Mapping[str, bool], chosen: s
     (Bonferroni).
 
     Args:
-        before: by prompt id, whether the initial model's greedy answer is right; empty: it was not evaluated.
-        after: the same for the chosen adapter.
+        before, after: by prompt id, whether the greedy answer of initial model and adapter is right; may be empty.
         chosen: name of the chosen adapter, such as ``cycle 3``.
-        looks: number of evaluations that the adapter was chosen from.
+        looks: number of evaluations that chose it.
     """
     if not before or before.keys() != after.keys():
         return
@@ -113,11 +112,11 @@ def stop_reason(
     """Decide whether a run stops early because its answers have become alike, or because it learns no more.
 
     Args:
-        entropies: of the answers of the newest steps, in nats per token; their mean counts. Empty: unknown.
+        entropies: entropies of the newest steps, in nats per token; their mean counts. Empty: unknown.
         without_gain: units since the best held-out score.
-        unit: what ``without_gain`` counts, such as ``evaluation``.
+        unit: unit of ``without_gain``, such as ``evaluation``.
         min_entropy: stop below this entropy; None: never.
-        stop_after: ``stop_after_no_gain``: stop after so many units without a better held-out score; None: never.
+        stop_after: ``stop_after_no_gain``: units without a better held-out score to stop after; None: never.
 
     Returns:
         The reason to stop and what to do, in one line; None to continue.
@@ -136,16 +135,13 @@ def stop_reason(
 
 
 def policy_stop_reason(lines: Lines, cfg: DictConfig) -> str | None:
-    """Decide whether a run of GRPO stops early.
+    """Decide whether a run of GRPO stops early; see :func:`stop_reason`. Steps without a measured value are skipped.
 
     Args:
         lines: the lines of ``metrics.jsonl``.
-        cfg: config with ``min_entropy``, which the mean of the last 3 steps is compared with; ``stop_after_no_gain``,
-            in evaluations; and ``max_length_share``: stop if the length of answers explains more than this share of the
-            rewards' variance inside groups, as the mean of the last 10 steps, whichever way.
-
-    Returns:
-        As :func:`stop_reason`. Steps without a measured value are skipped.
+        cfg: config with ``min_entropy`` of the last 3 steps; ``stop_after_no_gain``, in evaluations; and
+            ``max_length_share`` of the last 10 steps: the share of the rewards' variance inside groups that the length
+            of answers explains, either way.
     """
     scores = [line["eval"]["correct"] for line in lines if "eval" in line]
     without_gain = len(scores) - 1 - scores.index(max(scores)) if scores else 0  # the first of equals is the best
@@ -164,15 +160,7 @@ def policy_stop_reason(lines: Lines, cfg: DictConfig) -> str | None:
 
 
 def flat_reason(lines: Lines, *, max_flat_steps: int) -> str | None:
-    """Decide whether a run stops because its newest steps taught nothing.
-
-    Args:
-        lines: as in :func:`stop_reason`.
-        max_flat_steps: stop after this many steps in a row without an update.
-
-    Returns:
-        A description of these steps' rewards and what to do, in one line; None to continue.
-    """
+    """Return why a run stops after ``max_flat_steps`` steps in a row without an update; None to continue."""
     flat = list(takewhile(lambda line: not line["updates"], reversed(_steps(lines))))
     if len(flat) < max_flat_steps:
         return None
@@ -215,14 +203,7 @@ def _how_flat(flat: Lines) -> tuple[str, str]:
 
 
 def mismatch_warning(lines: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a warning if the newest step's divergence is far above that of the steps before it.
-
-    Args:
-        lines: the lines of ``metrics.jsonl``, in order.
-
-    Returns:
-        The warning, in one line; None if the divergence is normal, or was as high one step before.
-    """
+    """Return a warning if the newest step's divergence is far above the earlier ones, and was not one step before."""
     values = [line["mismatch_kl"] for line in lines if line.get("mismatch_kl") is not None]
     if not _is_high(values) or _is_high(values[:-1]) or lines[-1].get("mismatch_kl") is None:
         return None
@@ -242,9 +223,6 @@ def advice(lines: Lines) -> list[str]:
     """Return warnings about the newest steps, a line per warning.
 
     Every ten steps this compares the newest ten with the first ten. It omits what the ten steps before showed already.
-
-    Args:
-        lines: the lines of ``metrics.jsonl``, in order.
     """
     steps, rate = _steps(lines), rate_warning(lines)
     findings = {} if len(steps) % _WINDOW else _findings(steps)
@@ -295,9 +273,6 @@ def rate_warning(lines: Lines) -> str | None:
     """Return a warning after 20 steps if the reward has not moved, and low learning rates may be the reason.
 
     It has moved if the means of the first and the last ten steps differ by more than two standard errors.
-
-    Args:
-        lines: the lines of ``metrics.jsonl``, in order.
     """
     if len(steps := _steps(lines)) != _EARLY_STEPS or (walked := lr_sum(lines)) >= _FAR:
         return None

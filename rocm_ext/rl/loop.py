@@ -56,9 +56,6 @@ class RLRecipe:
         sessions_stay_open: whether sessions of engines in this process stay open during training.
         judges: whether answers need a verifier or an environment.
         samples_new_adapters: whether adapters of the run sample answers to train on.
-
-    Raises:
-        UserError: a sampling setting is out of range.
     """
 
     logs_long_rollouts_only = False
@@ -108,22 +105,14 @@ class RLRecipe:
         return workload.sampled_rows(self.cfg, self.prompts.questions())
 
     def open(self) -> None:
-        """Prepare prompts, model and engines: :meth:`check`, then the weights.
-
-        Raises:
-            UserError: the config, the prompts, the weights or the machine do not allow this run.
-        """
+        """Prepare prompts, model and engines: :meth:`check`, then the weights."""
         self.check()
         self.metric_logger = setup_metric_logger(self.cfg, self.ranks.is_main)
         self.learner.load()
         self.server_check = ServerCheck(self.learner, warn_unclear=not self.logs_long_rollouts_only)
 
     def check(self) -> None:
-        """Do all of the set-up that needs no weights, cheap steps first, so that a user's mistake ends the run early.
-
-        Raises:
-            UserError: the config, the prompts or the machine do not allow this run.
-        """
+        """Do all set-up that needs no weights, cheap steps first, so that a user's mistake ends the run early."""
         cfg = self.cfg
         self.prompts = PromptSet(cfg)
         self.verifier_config = self.prompts.check_verifier(required=self.judges)
@@ -145,11 +134,7 @@ class RLRecipe:
         self.learner.plan(work, beside + (self.engines.layout_bytes if self.sessions_stay_open else 0))
 
     def open_model(self) -> None:
-        """Prepare model and engines alone, to sample outside of phases.
-
-        Raises:
-            UserError: the config, the weights or the machine do not allow it.
-        """
+        """Prepare only model and engines, to sample outside of phases."""
         tokenizer = self._open_tokenizer()
         self.learner = self._learner_class(self.training_config(), self.runtime, tokenizer)
         self.engines = open_engines(self.cfg, self.learner, self.stopped, self.sampling, [], False)
@@ -203,12 +188,7 @@ class RLRecipe:
     def answer_held_out(
         self, step: int, open_session: Callable[[Requests], AbstractContextManager[Session]]
     ) -> Answers:
-        """Answer the held-out prompts with the present adapter, of ``step``, inside :meth:`verification`.
-
-        Args:
-            step: steps done.
-            open_session: opens a session for the requests.
-        """
+        """Answer the held-out prompts with the present adapter, of ``step``, inside :meth:`verification`."""
         requests, name = self.prompts.evaluation_requests(self.sampling), f"evaluation at {self.unit} {step}"
         job = Job(name, requests, self.prompts.held_out, *self.records.phase(step, "eval"))
         return self.rollout(job, lambda: open_session(requests)).finish()
@@ -236,7 +216,7 @@ class Loop(RLRecipe, ABC):
     the state. A resumed run continues from the last checkpoint, and reads later answers from the records.
 
     Args:
-        cfg: config of the recipe.
+        cfg: config of the recipe, from :func:`rocm_ext.config.load`.
         learner: class that builds the model.
         trainer: class that updates the adapter.
 
@@ -266,11 +246,12 @@ class Loop(RLRecipe, ABC):
 
     def training_config(self) -> DictConfig:
         """Return the config of the learner, with the rows of an update."""
-        rows = rows_of_update(self.cfg, self.cfg.prompts_per_step * self.cfg.samples_per_prompt)
-        return OmegaConf.merge(super().training_config(), {"sequences_per_step": rows})
+        cfg, trainer = self.cfg, super().training_config()
+        trainer.sequences_per_step = rows_of_update(cfg, cfg.prompts_per_step * cfg.samples_per_prompt)
+        return trainer
 
     def logprobs_for(self) -> list[str]:
-        """Return the settings that need the token ids and log-probs of sampling; the learner is built."""
+        """Return the settings that need the token ids and log-probs of sampling."""
         return ["min_entropy"] if self.cfg.min_entropy is not None else []
 
     def passes(self, result: Result) -> bool:
@@ -294,7 +275,7 @@ class Loop(RLRecipe, ABC):
             step: number of the step.
             rounds: number of rounds so far.
             selected: the selection of their answers.
-            asked: their prompts.
+            asked: the prompts so far.
         """
         return []
 
@@ -313,11 +294,7 @@ class Loop(RLRecipe, ABC):
 
     @abstractmethod
     def rows(self, selected: Selected) -> tuple[Rows, list[str]]:
-        """Convert the answers to train on to rows, with the columns that the objective needs or measures.
-
-        Returns:
-            The rows, and their prompts.
-        """
+        """Convert the answers to train on to rows with the objective's columns; return them with their prompts."""
 
     def stop_reason(self) -> str | None:
         """Return why the run ends before its last step; None to continue.
@@ -334,30 +311,16 @@ class Loop(RLRecipe, ABC):
         self.folder = OutputDir.open(self.cfg, self.ranks)
 
     def check(self) -> None:
-        """Do all of the set-up that needs no weights; see :meth:`RLRecipe.check`.
-
-        Raises:
-            UserError: the config, the prompts, the machine or its memory do not allow this run.
-        """
+        """Do all set-up that needs no weights; see :meth:`RLRecipe.check`."""
         super().check()
         if self.folder.resumed is None:  # a run that has begun has shown that it fits
             self.learner.check_budget()
 
     def setup(self) -> None:
-        """Prepare the run, cheap steps first, so that a user's mistake ends the run early.
-
-        Raises:
-            UserError: the config, the prompts, the weights or the machine do not allow this run.
-        """
+        """Prepare the run; see :meth:`RLRecipe.open`."""
         self.open()
-        self.trainer = self.trainer_cls(
-            self.learner,
-            self.cfg,
-            self.folder,
-            inputs=self.inputs(),
-            metric_logger=self.metric_logger,
-            interrupt=self.interrupt,
-        )
+        shared = {"metric_logger": self.metric_logger, "interrupt": self.interrupt}
+        self.trainer = self.trainer_cls(self.learner, self.cfg, self.folder, inputs=self.inputs(), **shared)
         self.trainer.open()
         if self.trainer.fresh and self.ranks.is_main:
             data = self.learner.tokenizer, self.learner.decoder.max_seq_len
@@ -382,7 +345,6 @@ class Loop(RLRecipe, ABC):
 
         Raises:
             Interrupted: the user asked to stop; all finished work is saved.
-            UserError: a step cannot continue; the message says why.
         """
         trainer = self.trainer
         if trainer.step >= self.steps:
@@ -391,7 +353,10 @@ class Loop(RLRecipe, ABC):
             try:
                 self.evaluate_if_due()
                 self.sample_ahead()
-                while trainer.step < self.steps and not self.stops():
+                while trainer.step < self.steps:
+                    trainer.stopped = self.stop_reason()
+                    if trainer.stopped:
+                        break
                     self.step()
                 self.stop_sampling()
                 self.evaluate_if_due(last=True)
@@ -410,17 +375,11 @@ class Loop(RLRecipe, ABC):
         trainer.write_outputs()
         self.report_gain()
 
-    def stops(self) -> bool:
-        """Return whether the run ends before its last step; ``trainer.stopped`` then says why."""
-        self.trainer.stopped = self.stop_reason()
-        return self.trainer.stopped is not None
-
     def step(self) -> None:
         """Do one step: sample, verify, select, update, log; perhaps evaluate and save.
 
         Raises:
             Interrupted: the user asked to stop; all finished work is saved.
-            UserError: the step cannot continue; the message says why.
         """
         self._sampled = True
         began, trainer, number = time.perf_counter(), self.trainer, self.trainer.step + 1
@@ -438,9 +397,7 @@ class Loop(RLRecipe, ABC):
     def drop_old_samples(self, step: int, last: bool = False) -> None:
         """Remove samples that are older than ``keep_samples`` steps and than the last checkpoint, once they are many.
 
-        Args:
-            step: the newest step with samples.
-            last: whether the run ends here; then all old ones go.
+        ``step`` is the newest step with samples. With ``last`` all old samples go.
         """
         keep = self.cfg.get("keep_samples", "all")
         if keep != "all" and (last or step % keep == 0):
@@ -464,10 +421,7 @@ class Loop(RLRecipe, ABC):
         return selected
 
     def sample_ahead(self) -> None:
-        """With ``max_staleness``, let servers sample the answers of coming steps, with the newest adapter.
-
-        After a restart, prompts with recorded answers come first.
-        """
+        """With ``max_staleness``, let servers sample coming steps; prompts with recorded answers come first."""
         done, policy = self.trainer.step, self.trainer.adapter_step
         if not self.max_staleness or done == self.steps:
             return
@@ -514,20 +468,17 @@ class Loop(RLRecipe, ABC):
     def warn_if_sampler_drifts(self) -> None:
         """Warn if sampler and trainer differ more than in earlier steps, and check the servers' adapters again."""
         if warning := evaluation.mismatch_warning(self.trainer.lines):
+            self.policy.check_from = 0
             if self.ranks.is_main:
                 log.warning("%s", warning)
-            self.policy.check_again()
 
     # ---- evaluation
 
     def evaluate_if_due(self, last: bool = False) -> None:
-        """Evaluate the present adapter on the held-out prompts, every so many steps and after the last.
-
-        Args:
-            last: whether the run ends here.
+        """Evaluate the present adapter on the held-out prompts, every so many steps and at the ``last``.
 
         Raises:
-            Interrupted: another process evaluates, or trains after this one has evaluated.
+            Interrupted: another process evaluates, or continues the training.
         """
         step = self.trainer.adapter_step
         due = last or step % self.evaluate_every == 0 or step == self.steps

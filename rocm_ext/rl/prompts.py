@@ -72,11 +72,7 @@ class PromptSet:
         self._by_id = {prompt.id: prompt for prompt in self}
 
     def render(self, tokenizer: Any) -> None:
-        """Fill ``tokens`` as SFT rows are rendered.
-
-        Raises:
-            UserError: the chat template refuses a prompt.
-        """
+        """Fill ``tokens`` as SFT rows are rendered."""
         special = special_tokens_in(tokenizer)
         reserved = []
         for prompt in self:
@@ -91,12 +87,7 @@ class PromptSet:
             raise UserError("the model's chat template has no place for the environment's tools; use another template")
 
     def overview(self, tokenizer: Any, window: int) -> Overview:
-        """Describe the rendered prompts.
-
-        Args:
-            tokenizer: rendered them.
-            window: tokens that the model takes.
-        """
+        """Describe the rendered prompts, for a model that takes ``window`` tokens."""
         answer = workload.longest_answer(self._cfg)
 
         def described(part: list[Prompt]) -> tuple[dict[str, Any], list[int], list[bytes]]:
@@ -134,11 +125,8 @@ class PromptSet:
 
         The main rank tries it, unless ``max_error_share`` allows every answer to fail.
 
-        Args:
-            required: whether there must be one.
-
         Returns:
-            The verifier's component in the config; worker processes build the verifier from it. None: there is none.
+            The component of verifier or environment, for worker processes; None if there is none and none is required.
 
         Raises:
             UserError: the verifier cannot run, rejects a row (the message then names the row and the field), or fails
@@ -187,11 +175,7 @@ class PromptSet:
         check_vocabulary(max(map(max, self.tokens.values())), decoder.tok_embeddings.num_embeddings)
 
     def check_length(self, context: float, name: str = "model") -> None:
-        """Check that every prompt and its answer have at most ``context`` tokens, which the model ``name`` takes.
-
-        Raises:
-            UserError: naming a prompt that is too long.
-        """
+        """Check that every prompt and its answer have at most ``context`` tokens, which the model ``name`` takes."""
         new = workload.longest_answer(self._cfg)
         what = "max_new_tokens" + (" + max_environment_tokens" if self._cfg.environment is not None else "")
         for prompt in self:
@@ -202,21 +186,13 @@ class PromptSet:
                 )
 
     def requests(self, prompts: Sequence[Prompt], step: int) -> list[Request]:
-        """Return the requests for ``samples_per_prompt`` answers per prompt.
-
-        Args:
-            prompts: prompts that the step asks.
-            step: number of the step or cycle; it is part of the answers' seeds.
-        """
+        """Return the requests for ``samples_per_prompt`` answers per prompt; ``step`` is part of the answers' seeds."""
         return [self._request(p, step, n) for p in prompts for n in range(self._cfg.samples_per_prompt)]
 
     def evaluation_requests(self, sampling: Sampling) -> list[tuple[Request, Sampling]]:
         """Return the requests of an evaluation: per held-out prompt a greedy answer and ``eval_samples`` sampled ones.
 
-        Every evaluation of a run has the same.
-
-        Args:
-            sampling: settings of the sampled answers; the greedy one takes its length limit and stop strings from them.
+        Every evaluation of a run has the same. Greedy answers have the length limit and stop strings of ``sampling``.
         """
         greedy = replace(sampling, temperature=0, top_k=None, top_p=None, min_p=None)
         return [
@@ -250,13 +226,9 @@ class PromptSet:
 
 
 def given_samples(prompts: PromptSet, column: str, learner: Learner, most: int) -> dict[str, Sample]:
-    """Return the answers in the rows of the training prompts, by prompt id.
+    """Return the answers in ``column`` of the training prompts' rows, by prompt id.
 
-    Args:
-        prompts: the prompts, rendered.
-        column: name of the rows' column with the answer as text.
-        learner: the model that learns it.
-        most: longest prompt with answer that model and teacher take, in tokens.
+    ``most`` is the longest prompt with answer that model and teacher take, in tokens.
 
     Raises:
         UserError: a row has no text there, or the models cannot take it; the message names the row.
@@ -324,9 +296,6 @@ def choose_by_curriculum(
 
     Returns:
         Prompt ids; fewer than ``count`` if there are no more.
-
-    Raises:
-        UserError: ``curriculum`` has another value.
     """
     ids, indices, hashes = _index(tuple(prompts))
     free = np.ones(len(ids), bool)

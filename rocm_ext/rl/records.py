@@ -75,11 +75,7 @@ class Sample:
         )
 
     def chosen_experts(self) -> np.ndarray:
-        """Return ``routes`` as [n, layers * chosen] int16, for the n tokens.
-
-        Raises:
-            UserError: the record has none.
-        """
+        """Return ``routes`` as [n, layers * chosen] int16, for the n tokens; a UserError if the record has none."""
         if self.routes is None:
             raise UserError(f"the answer to prompt {self.prompt_id}, sample {self.sample}, has no routes to replay")
         content = zlib.decompress(base64.b64decode(self.routes))
@@ -91,10 +87,7 @@ class Sample:
         return self.prompt_id, self.sample
 
     def sequences(self, prompt: Sequence[int]) -> Iterator[tuple[list[int], list[bool], slice]]:
-        """Yield the sequences that the model computed for the answer: one, unless a chat template rewrote history.
-
-        Args:
-            prompt: ids of the prompt.
+        """Yield the sequences that the model computed after ``prompt``: one, unless a chat template rewrote history.
 
         Yields:
             Ids [s], a mask [s] of the ids that the model sampled, and the slice of ``tokens`` with these ids.
@@ -124,11 +117,7 @@ def packed_routes(routes: np.ndarray) -> str:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Read the records in a file without an incomplete last one; [] if the file is missing.
-
-    Raises:
-        UserError: a line is damaged; the message names it.
-    """
+    """Read the records in a file without an incomplete last one; [] if the file is missing."""
     return list(read_lines(path, keys=("prompt_id", "sample")))
 
 
@@ -150,9 +139,7 @@ def to_result(record: Mapping[str, Any]) -> Result:
 def measure(samples: Mapping[SampleKey, Sample], results: Mapping[SampleKey, Result]) -> dict[str, float | None]:
     """Measure the lengths, the diversity and the correctness of a step's answers, also inside groups.
 
-    Args:
-        samples: the answers by prompt id and sample index.
-        results: verdicts under the same keys. One without a reward (ERROR) counts in lengths and diversity alone.
+    A result without a reward (ERROR) counts in lengths and diversity alone.
 
     Returns:
         The measurements by their names in docs/grpo.md, which explains them; None where no answer has a value.
@@ -191,16 +178,9 @@ def is_correct(result: Result) -> bool:
 def pass_rates(
     results: Mapping[SampleKey, Result], passes: Callable[[Result], bool] = is_correct
 ) -> dict[str, float | None]:
-    """Compute by prompt the share of answers that passed.
+    """Compute by prompt the share of answers that passed; None for prompts without any reward.
 
     Answers without a reward (ERROR) do not count, because a verifier's failure says nothing about a prompt.
-
-    Args:
-        results: verdicts by prompt id and sample index.
-        passes: whether a result passes.
-
-    Returns:
-        Share from 0 to 1 by prompt id; None for prompts without any reward.
     """
     passed: dict[str, list[bool]] = {}
     for (prompt, _), result in results.items():
@@ -235,9 +215,6 @@ class Records:
             step: steps done; later ones are unfinished. A step of RAFT is a cycle.
             evaluated: step of the last evaluation; later ones are unfinished.
             passes: whether a result counts as passed in its prompt's pass rate.
-
-        Raises:
-            UserError: a line is damaged; the message names it.
         """
         files = [RecordFile(out / f"{name}.jsonl", ranks) for name in ("samples", "verdicts")]
         files.append(RecordFile(out / "turns.jsonl", ranks, itemgetter("behind")))
@@ -284,7 +261,7 @@ class Records:
     def phase(
         self, step: int, phase: str, round_: int = 0, policy: int | None = None
     ) -> tuple["PhaseRecords", "PhaseRecords", "PhaseRecords"]:
-        """Open the samples, the verdicts and the turns of one phase.
+        """Open the samples, the verdicts and the turns of a phase, ``sample`` or ``eval``.
 
         Args:
             step: number of the step; of an evaluation, the step before it.
@@ -319,10 +296,8 @@ class Records:
     def keep_samples_from(self, step: int, at_once: bool = False) -> None:
         """Remove the samples of all steps before ``step`` from the file; verdicts and evaluations stay.
 
-        Args:
-            step: the first to keep.
-            at_once: rewrite the file now. Otherwise only when it is twice as large as after the last rewrite, so that
-                the time per step does not grow with the evaluations in it.
+        Unless ``at_once``, this waits until the file has doubled since its last rewrite, so that the time per step does
+        not grow with the evaluations in it.
         """
         if at_once or self._samples.doubled():
             self._samples.rewrite(lambda line: line["step"] >= step or line["phase"] == "eval")
@@ -347,11 +322,7 @@ class PhaseRecords:
         self._new: list[dict[str, Any]] = []
 
     def append(self, record: dict[str, Any]) -> None:
-        """Append one record and write it at once.
-
-        Raises:
-            UserError: the disk is full, or the file cannot be written.
-        """
+        """Append one record and write it at once."""
         record = {**self._extra, **record}
         self.file.append(self._scope, record)
         self._new.append(record)
@@ -406,11 +377,7 @@ class RecordFile:
                 part.unlink()
 
     def lines(self) -> Iterable[dict[str, Any]]:
-        """Read the file line by line.
-
-        Raises:
-            UserError: a line is damaged; the message names it.
-        """
+        """Read the file line by line."""
         return read_lines(self._path, keys=("step", "phase", "prompt_id", "sample"))
 
     def keep(self, line: Mapping[str, Any]) -> None:
@@ -419,11 +386,7 @@ class RecordFile:
         self.left[_scope(line)][self.key(line)] = record
 
     def append(self, scope: Scope, record: Mapping[str, Any]) -> None:
-        """Write a record of a phase to this rank's part.
-
-        Raises:
-            UserError: the disk is full, or the file cannot be written.
-        """
+        """Write a record of a phase to this rank's part."""
         with self._lock:
             self._uncollected.add(scope)
             self._write([record], scope)
@@ -439,12 +402,7 @@ class RecordFile:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def collect(self, scope: Scope, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Move the lines of a phase to the main rank's file, and return the records of all ranks.
-
-        Args:
-            scope: the phase.
-            new: the records of this rank.
-        """
+        """Move a phase's lines, of this rank ``new``, to the main rank's file, and return the records of all ranks."""
         with self._lock:
             self._uncollected.discard(scope)
         if self._ranks.world == 1:

@@ -103,9 +103,7 @@ class Workers:
 
 
 class Rollout:
-    """Answers that are sampled when :meth:`finish` is called, and verified meanwhile.
-
-    All ranks call :meth:`begin` and :meth:`finish` together.
+    """Answers that :meth:`finish` samples, verified meanwhile; all ranks call its methods together.
 
     Args:
         job: what to sample and verify.
@@ -135,12 +133,7 @@ class Rollout:
 
     @classmethod
     def begin(cls, job: Job, workers: Workers, open_session: OpenSession) -> "Rollout":
-        """Prepare the records of ``job``, submit the samples that have no verdict yet, and return the rollout.
-
-        Raises:
-            Interrupted: the user asked to stop.
-            UserError: a record cannot be written.
-        """
+        """Prepare the records of ``job``, submit samples without a verdict, and return the rollout."""
         # a resumed run may ask for fewer answers
         keys = {request.key for request, _ in job.requests}
         if workers.conversations:  # one whose verdict is missing begins again
@@ -155,24 +148,23 @@ class Rollout:
         for key, record in job.samples.records.items():
             if workers.pool and key not in job.verdicts.records and rollout._owners[key[0]] == workers.ranks.rank:
                 rollout._judge.submit(key, record["text"], rollout._rows[key[0]])
-        rollout._start(bool(rollout._missing))
+        rollout._start()
         return rollout
 
-    def _start(self, needed: bool) -> None:
-        """Record whether any rank has requests to sample, and stop if the user asked for it."""
-        self._needed, workers = needed, self.workers
-        workers.interrupt.check(f"in {self.job.name}", workers.ranks)  # a signal may arrive after the last check
+    def _start(self) -> None:
+        """Stop if the user asked for it; a signal may arrive after the last check."""
+        self.workers.interrupt.check(f"in {self.job.name}", self.workers.ranks)
 
     def finish(self) -> Answers:
         """Sample, wait for the verdicts, and collect the records of all ranks.
 
         Raises:
-            UserError: too many verdicts are ERROR, an answer lacks what the settings need, or the disk is full.
+            UserError: too many verdicts are ERROR, or an answer lacks log-probs.
             Interrupted: the user asked to stop.
         """
         began = time.perf_counter()
         with self.workers.interrupt:
-            if self._needed:
+            if self._missing:  # the same on all ranks
                 with self._open_session() as session:
                     self._sample(session)
             answers = self._collect(time.perf_counter() - began)
@@ -302,18 +294,17 @@ class _Judge:
     def submit(self, key: SampleKey, text: str, row: Mapping[str, Any]) -> None:
         """Submit an answer, with its prompt's row."""
         assert self._pool is not None, "an environment judges its conversations itself"
-        if self._pool.groups:
-            group = _group(key)
+        keys, group = [key], _group(key)
+        future: Future
+        if not self._pool.groups:
+            future = self._pool.submit(text, row)
+        else:
             texts = self._texts.setdefault(group, {})
             texts[key] = text
-            if len(texts) == len(self._groups[group]):
-                del self._texts[group]
-                keys = sorted(texts)
-                self._wait_for(self._pool.submit_group([texts[key] for key in keys], row), keys)
-        else:
-            self._wait_for(self._pool.submit(text, row), [key])
-
-    def _wait_for(self, future: Future, keys: list[SampleKey]) -> None:
+            if len(texts) < len(self._groups[group]):
+                return
+            keys = sorted(self._texts.pop(group))
+            future = self._pool.submit_group([texts[key] for key in keys], row)
         self._pending[future] = keys
         future.add_done_callback(self._done.put)
 
@@ -346,7 +337,7 @@ class _Judge:
         self.counts[result.verdict.value] += 1
 
     def finish(self) -> None:
-        """Wait for the remaining verdicts and record them; return early if the user asks to stop."""
+        """Wait for the remaining verdicts; return early if the user asks to stop."""
         while self._pending:
             if self._interrupt.signum is not None:
                 return  # the resumed run judges the rest

@@ -60,11 +60,11 @@ def filter_samples(
     drop_truncated: bool,
     seed: int,
 ) -> tuple[list[Sample], dict[str, int]]:
-    """Select the samples to train on.
+    """Select the samples to train on. A sample without a reward (ERROR) is always dropped.
 
     Args:
         samples: samples by prompt id and sample index.
-        results: verdicts under the same keys. A sample without a reward (ERROR) is always dropped.
+        results: verdicts under the same keys.
         rule: rule of kept answers.
         per_prompt: keep at most this many samples of a prompt; None: no limit.
         best_fraction: keep this share of a prompt's samples by highest reward, and at least one. It applies after all
@@ -374,10 +374,6 @@ def length_share(rewards: Mapping[SampleKey, float], lengths: Mapping[SampleKey,
     It is the squared correlation of rewards and lengths, both minus the mean of their group, over all groups that are
     not flat, with the sign of the correlation.
 
-    Args:
-        rewards: the step's rewards.
-        lengths: lengths of these answers, in tokens.
-
     Returns:
         The share: above 0 where longer answers have higher rewards, below 0 where shorter ones have; None if all groups
         are flat.
@@ -415,10 +411,6 @@ def to_rows(samples: Sequence[Sample], prompts: Mapping[str, Sequence[int]]) -> 
     """Convert samples to training rows: the tokens of prompt and answer, with labels on the sampled ones.
 
     A conversation whose history the chat template rewrote gives several rows.
-
-    Args:
-        samples: samples to train on.
-        prompts: token ids by prompt id.
 
     Returns:
         The rows; and per row the index of its sample and the slice of the sample's tokens.

@@ -40,12 +40,8 @@ class PolicyTrainer(Training):
     """Updates the adapter on the rows of a step; optimiser and schedule live as long as the run.
 
     Args:
-        learner: the model, set up.
-        cfg: config of the recipe.
-        folder: output folder from :meth:`OutputDir.open`; the run resumes the checkpoint that the folder has read.
+        learner, cfg, folder, metric_logger, interrupt: see :class:`Training`.
         inputs: hashes that a run shares with the one it resumes, such as of its prompts.
-        metric_logger: a torchtune metric logger in addition to ``metrics.jsonl``; the caller closes it.
-        interrupt: receives the user's signals to stop.
 
     Attributes:
         first: the adapter that the run began with.
@@ -76,11 +72,7 @@ class PolicyTrainer(Training):
         self._saved = (-1, -1)  # step and evaluation of the last checkpoint of this process
 
     def open(self) -> None:
-        """Continue the folder's checkpoint, or claim the folder for a run that begins; all other set-up is done.
-
-        Raises:
-            UserError: a component cannot be built, or the checkpoint belongs to another run.
-        """
+        """Continue the folder's checkpoint, or claim the folder for a new run; all other set-up is done."""
         self.begin_run()
         if self.ranks.is_main:
             (self.folder.path / "samples.jsonl").touch()  # tells monitor that this is a run of GRPO
@@ -91,7 +83,7 @@ class PolicyTrainer(Training):
         self._saved = self.step, self.evaluated
 
     def begin_run(self) -> None:
-        """Build the run's optimiser, schedule and progress, and continue the checkpoint."""
+        """Begin the run, see :meth:`begin`, and its progress."""
         self.begin(self.cfg.steps * self.updates_of_step)
         self._progress = Progress(self.cfg.steps, self.step, self.ranks.is_main)
 
@@ -140,9 +132,6 @@ class PolicyTrainer(Training):
             Means over the updates, for ``metrics.jsonl``; maxima of measurements that end in ``_max``. An update has
             ``informative_answers``, and ``effective_tokens``, the sum of their labels' ``token_gradient``. ``lr_sum``
             adds up the learning rates of the run's updates.
-
-        Raises:
-            UserError: a loss is not finite.
         """
         done: list[StepStats] = []
         labels, answers = [], []  # by update
@@ -203,13 +192,7 @@ class PolicyTrainer(Training):
         return updates
 
     def finish_step(self, selected: Selected, updates: Mapping[str, Any], seconds: float) -> None:
-        """Count a step, and log it.
-
-        Args:
-            selected: its answers.
-            updates: as :meth:`train_on` returns it.
-            seconds: duration of the step.
-        """
+        """Count a step and log it, with the ``updates`` from :meth:`train_on`."""
         self.step += 1
         lag = {"policy_lag": selected.policy_lag(self.step)}
         values = selected.measurements() | dict(updates) | lag | {"seconds": seconds} | self.memory()
@@ -224,13 +207,7 @@ class PolicyTrainer(Training):
         self._progress.update(f"{shown}  {values['mean_tokens']:.0f} tokens  {seconds:.1f} s")
 
     def finish_evaluation(self, step: int, scores: dict[str, Any], stats: Mapping[str, float]) -> None:
-        """Log an evaluation of the present adapter, and remember the adapter if it is the best so far.
-
-        Args:
-            step: the adapter's step.
-            scores: see :func:`rocm_ext.rl.evaluation.score`.
-            stats: costs of sampling; see :class:`rocm_ext.rl.rollout.Answers`.
-        """
+        """Log an evaluation of the adapter of ``step``, and remember the adapter if it is the best so far."""
         self.evaluated = step
         if step and (self.best is None or scores["correct"] > self.best["score"]):
             self.best = {"score": scores["correct"], "step": step, "adapter": self.learner.adapter_state()}

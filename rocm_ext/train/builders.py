@@ -144,12 +144,7 @@ def _is_rate(value: Any) -> bool:
 
 
 def try_out(cfg: DictConfig, adapter: Mapping[str, nn.Parameter], steps: int) -> None:
-    """Do one step of the config's optimiser, and all steps of its schedule, on copies of an adapter's parameters.
-
-    Args:
-        cfg: config with ``optimizer`` and ``lr_scheduler``.
-        adapter: some trainable parameters by name; they do not change.
-        steps: optimiser steps of the run.
+    """Do one step of the config's optimiser and all ``steps`` of its schedule on copies of the parameters ``adapter``.
 
     Raises:
         UserError: optimiser or schedule cannot be built, does not work with a plain training step, or gives a learning

@@ -55,11 +55,7 @@ class Checkpoints:
         self.folder, self.keep = folder, keep
 
     def steps(self) -> list[Path]:
-        """Return the checkpoint folders, oldest first.
-
-        Raises:
-            UserError: the system cannot list them.
-        """
+        """Return the checkpoint folders, oldest first."""
         try:
             names = os.listdir(self.folder)
         except (FileNotFoundError, NotADirectoryError):
@@ -86,7 +82,8 @@ class Checkpoints:
         with replace_folder(path) as folder:
             torch.save(state, folder / STATE)
             write_more(folder)
-            write_checksums(folder)
+            names = sorted(file.name for file in folder.iterdir())
+            (folder / CHECKSUMS).write_bytes(_checksums(folder, names))
         for other in self.steps()[: -self.keep]:
             remove_folder(other)
         return path
@@ -101,9 +98,6 @@ class Checkpoints:
 
         This removes folders that a killed process left half written or half removed. It renames later, unreadable
         checkpoints, so that saving neither replaces nor removes them.
-
-        Raises:
-            UserError: the folder is read-only.
         """
         for path in self.folder.glob(".step_*"):
             shutil.rmtree(path, ignore_errors=True)
@@ -117,9 +111,6 @@ class Checkpoints:
 
     def newest(self, ranks: Ranks) -> tuple[Path, dict[str, Any]] | None:
         """Read the newest checkpoint that all ranks can read, and warn about newer ones.
-
-        Args:
-            ranks: all processes of the run.
 
         Returns:
             The checkpoint's folder and its state; None if there is no checkpoint.
@@ -148,11 +139,6 @@ class Checkpoints:
                 f"files, and resume again, or delete {self.folder} to train from the beginning"
             )
         return None
-
-
-def write_checksums(folder: Path) -> None:
-    """Write ``SHA256SUMS`` of all files in ``folder``."""
-    (folder / CHECKSUMS).write_bytes(_checksums(folder, sorted(p.name for p in folder.iterdir())))
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -249,14 +235,7 @@ def check_same_run(
 
 
 def load_for_new_length(optimizer: torch.optim.Optimizer, scheduler: Any, state: Mapping[str, Any], step: int) -> None:
-    """Load an optimiser's state, and bring the schedule of the new length to ``step``.
-
-    Args:
-        optimizer: the optimiser, as built.
-        scheduler: its schedule, as built for the new number of steps; None: constant learning rate.
-        state: the checkpoint's state of the optimiser.
-        step: optimiser steps done.
-    """
+    """Load an optimiser's ``state`` from a checkpoint, and bring its new schedule, if there is one, to ``step``."""
     if scheduler is None:
         optimizer.load_state_dict(dict(state))
         return

@@ -143,11 +143,7 @@ class Learner:
         return read_weights(self.cfg.checkpointer)
 
     def check_rows(self, rows: Rows, coming: Collection[str] = ()) -> None:
-        """Check that the model can train on ``rows``.
-
-        Args:
-            rows: the rows.
-            coming: columns that the rows will have.
+        """Check that the model can train on ``rows``, which will also have the columns ``coming``.
 
         Raises:
             UserError: a token id is outside the vocabulary, the rows lack a column that the objective needs, or the
@@ -168,11 +164,7 @@ class Learner:
             raise UserError(f"the rows are {kind}, and loss {loss} is not for them; use rocm_ext.losses.{fits}")
 
     def check_columns(self, available: Collection[str]) -> None:
-        """Check that the columns ``available`` cover the objective's.
-
-        Raises:
-            UserError: a column is missing.
-        """
+        """Check that the columns ``available`` cover the objective's."""
         if missing := [name for name in self.objective.columns if name not in available]:
             loss = type(self.objective).__name__
             cure = next((cure for name, cure in _CURES.items() if name in self.objective.columns), "")
@@ -193,9 +185,6 @@ class Learner:
         Args:
             work: description of the rows; it determines micro-batches and checkpointed layers.
             beside: bytes of the budget that other parts of the run hold during training.
-
-        Raises:
-            UserError: the memory plan is impossible.
         """
         try:
             self.tokens_per_micro_batch, self.planned_peak = self._plan(work, beside)
@@ -204,7 +193,11 @@ class Learner:
             raise UserError(
                 f"model: {component} cannot compute a step with these arguments: {one_line(error)}"
             ) from error
-        self.offloading = self._offloading()
+        self.offloading: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if self.cfg.enable_activation_offloading:
+            if self.runtime.device.type != "cuda":
+                raise UserError("enable_activation_offloading needs a GPU; activations are in host memory already")
+            self.offloading = training.get_act_offloading_ctx_manager(self.decoder, True)
         if self.cfg.compile:
             mode = "max-autotune-no-cudagraphs" if self.cfg.compile == "max-autotune" else None
             # the first layer's input needs no gradient, for which all layers' code would be compiled once more
@@ -212,11 +205,7 @@ class Learner:
                 layer.compile(dynamic=True, mode=mode)
 
     def check_budget(self) -> None:
-        """Check that the planned peak is within the budget, unless the config says ``over_budget=try``.
-
-        Raises:
-            UserError: it is not; the message says what to change.
-        """
+        """Check that the planned peak is within the budget, unless the config says ``over_budget=try``."""
         if self.planned_peak > self.planned_budget and self.cfg.over_budget == "refuse":
             ways = " or ".join(self.cures(self.planned_budget))
             raise UserError(
@@ -263,11 +252,7 @@ class Learner:
         log.info("model: %s parameters, %s trainable", f"{total:,}", f"{trainable:,}")
 
     def _plan(self, work: Workload, beside: int) -> tuple[int, int]:
-        """Plan memory, and apply the planned activation checkpointing.
-
-        Returns:
-            The budget of a micro-batch in tokens, and the planned peak of memory in bytes.
-        """
+        """Return the budget of a micro-batch in tokens, and the planned peak of memory in bytes."""
         cfg, runtime = self.cfg, self.runtime
         budget = runtime.budget() - beside
         planner = TrainingPlanner(
@@ -306,13 +291,6 @@ class Learner:
         log.info("activation checkpointing: %d of %d layers (%s)", len(layers), plan.layers, why)
         return layers, plan.peak(layers)
 
-    def _offloading(self) -> contextlib.AbstractContextManager:
-        if not self.cfg.enable_activation_offloading:
-            return contextlib.nullcontext()
-        if self.runtime.device.type != "cuda":
-            raise UserError("enable_activation_offloading needs a GPU; activations are in host memory already")
-        return training.get_act_offloading_ctx_manager(self.decoder, True)
-
     def _first_adapter(self, source: Path) -> dict[str, Tensor]:
         """Read the adapter that the run starts from, and warn if it belongs to another base model."""
         state = self.read_adapter(source)
@@ -327,23 +305,16 @@ class Learner:
         return peft_files.adapter_state(self.decoder)
 
     def load_adapter(self, state: Mapping[str, Tensor], source: str) -> None:
-        """Copy adapter weights into the model.
+        """Copy adapter weights into the model; a UserError names ``source`` and the weights that do not fit.
 
         Args:
             state: weights under torchtune's names.
             source: origin of the weights, for messages.
-
-        Raises:
-            UserError: weights do not fit the model; the message names them.
         """
         load_adapter(self.decoder, state, source)
 
     def read_adapter(self, folder: Path) -> dict[str, Tensor]:
-        """Read the weights of a PEFT folder, under torchtune's names.
-
-        Raises:
-            UserError: the folder has no adapter, or one that this model cannot take.
-        """
+        """Read the weights of a PEFT folder, under torchtune's names; a UserError if this model cannot take them."""
         return peft_files.read_adapter(folder, self.decoder, self.cfg.checkpointer.model_type)
 
     def write_adapter(self, folder: Path) -> None:

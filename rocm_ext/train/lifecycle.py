@@ -210,7 +210,6 @@ def run(recipe: RunnableRecipe) -> None:
     The run holds its output folder meanwhile. With ``validate_only`` it only checks ``recipe``.
 
     Raises:
-        UserError: another run uses the folder, or the recipe fails.
         SystemExit: Ctrl-C, SIGTERM or SIGHUP stopped the run, and all finished work is saved; the code is 128 + the
             signal's number.
     """

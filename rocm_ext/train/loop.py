@@ -156,8 +156,8 @@ class Training:
 
         Args:
             cfg: config of the SFT recipe or of a recipe that extends it.
-            learner: the model, before its :meth:`Learner.setup`.
-            total_steps: optimiser updates of the schedule, or an estimate.
+            learner: the model without weights.
+            total_steps: updates of the schedule, or an estimate.
 
         Raises:
             UserError: optimiser or schedule cannot be built, or does not work; or ``loraplus_lr_ratio`` is set, and a
@@ -176,22 +176,15 @@ class Training:
         return builders.setup_optimizer(self.cfg, self.learner.adapter)
 
     def setup_scheduler(self) -> Any:
-        """Build the config's learning-rate schedule over ``self.total_steps`` for ``self.optimizer``.
-
-        Returns:
-            A scheduler, which the run steps once per optimiser step; None without ``lr_scheduler``.
-        """
+        """Build the config's schedule of ``total_steps`` updates; None without ``lr_scheduler``."""
         given = self.cfg.lr_scheduler or {}
         rises = given.get("start_factor", 1.0) < given.get("end_factor", 1.0)  # LinearLR
         key = "total_iters" if rises else "num_warmup_steps"
         if isinstance(warmup := given.get(key), int) and warmup >= self.total_steps:
             log.warning(
-                "lr_scheduler.%s is %d and the run has %d steps, so the learning rate never reaches optimizer.lr; "
-                "lower %s, or set lr_scheduler=null",
-                key,
-                warmup,
-                self.total_steps,
-                key,
+                "lr_scheduler.%(key)s is %(warmup)d and the run has %(steps)d steps, so the learning rate never "
+                "reaches optimizer.lr; lower %(key)s, or set lr_scheduler=null",
+                {"key": key, "warmup": warmup, "steps": self.total_steps},
             )
         return builders.setup_scheduler(self.cfg.lr_scheduler, self.optimizer, self.total_steps)
 
@@ -237,14 +230,7 @@ class Training:
         """Restore the values of :meth:`extra_state` from a checkpoint's ``state``; ``step`` is set already."""
 
     def check_length(self, path: Path, state: dict[str, Any]) -> bool:
-        """Check that this run's length continues the steps of a checkpoint.
-
-        Args:
-            path: the checkpoint, for messages.
-            state: its state.
-
-        Returns:
-            Whether the run has as many updates as before; otherwise the caller moves the schedule to its position.
+        """Return whether the run has as many updates as before its checkpoint ``path``, so that its schedule continues.
 
         Raises:
             UserError: the checkpoint is past this run's end.
@@ -342,17 +328,10 @@ class Training:
                     began = time.perf_counter()
 
     def train_step(self, update: Update) -> StepStats:
-        """Do an update.
-
-        Args:
-            update: this rank's micro-batches, and counts over all ranks.
-
-        Returns:
-            The step's measurements over all ranks.
+        """Do an update, and return its measurements over all ranks.
 
         Raises:
-            UserError: the loss or the gradient norm is not finite, or a layer cannot be compiled; the step changes no
-                weight then.
+            UserError: the loss or the gradient norm is not finite, or a layer cannot be compiled; no weight changed.
         """
         with self.runtime.trace.part(TRAINING):
             return self._train_step(update)
@@ -423,11 +402,7 @@ class Training:
             log.warning("modules whose output is not %s: %s", self.runtime.dtype, ", ".join(leaks[:5]))
 
     def _check_gradients(self) -> None:
-        """Check that gradients reach every layer: torch has compiled layers whose gradients are 0, without an error.
-
-        Raises:
-            UserError: some layers get none.
-        """
+        """Check that gradients reach every layer: torch has compiled layers whose gradients are 0, without an error."""
         trained = [[p for p in layer.parameters() if p.requires_grad] for layer in self.learner.decoder.layers]
         learns = [any(p.grad is not None and bool(p.grad.any()) for p in layer) for layer in trained]
         dead = sum(not learning for learning, layer in zip(learns, trained, strict=True) if layer)
@@ -537,7 +512,7 @@ class Training:
 
     @property
     def takes_best(self) -> bool:
-        """Whether ``adapter/`` gets the best adapter; otherwise the last one."""
+        """Whether ``adapter/`` gets the best adapter, not the last."""
         return self.best is not None
 
     def write_outputs(self) -> None:
@@ -555,11 +530,7 @@ class Training:
         self.ranks.barrier()
 
     def summary(self) -> dict[str, Any]:
-        """Return the content of ``summary.json``; only the main rank calls it."""
-        return self.describe()
-
-    def describe(self) -> dict[str, Any]:
-        """Return the memory, the machine and the numbers of the run."""
+        """Return the content of ``summary.json``: memory, machine and ranks; only the main rank calls it."""
         return {
             "peak_memory": peak_memory(self.runtime.device),
             "planned_memory": self.learner.planned_peak,

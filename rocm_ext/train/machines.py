@@ -28,12 +28,7 @@ _PATIENCE = 10.0  # seconds in which a file of another machine must appear
 def check_machines(cfg: DictConfig, dtype: Any, ranks: Ranks) -> None:
     """Check that the machines of a run have the same versions, config, dtype and model, and share the output folder.
 
-    Every rank calls this together.
-
-    Args:
-        cfg: config of the run.
-        dtype: dtype that this rank computes in.
-        ranks: all processes of the run.
+    Every rank calls this together, with the run's config and its dtype.
 
     Raises:
         UserError: on every rank; the message names the first difference and what to do.

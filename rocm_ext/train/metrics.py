@@ -39,21 +39,13 @@ class Metrics:
         self._path = path
 
     def write(self, **values: Any) -> None:
-        """Append one line.
-
-        Raises:
-            UserError: the disk is full, or the file cannot be written.
-        """
+        """Append one line."""
         with disk_errors(self._path), self._path.open("a") as file:
             file.write(json.dumps(values) + "\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a ``metrics.jsonl`` without an incomplete last one.
-
-    Raises:
-        UserError: a line is damaged; the message names it.
-    """
+    """Read the lines of a ``metrics.jsonl`` without an incomplete last one."""
     return list(read_lines(path))
 
 

@@ -86,9 +86,6 @@ def reference(learner: Learner, state: Mapping[str, Tensor] | None = None, sourc
         learner: the model, set up.
         state: the adapter's weights under torchtune's names; None disables the adapter.
         source: origin of ``state``, for messages.
-
-    Raises:
-        UserError: ``state`` does not fit the model.
     """
     if state is None:
         layers = [layer for _, layer in trained(learner.decoder)]
@@ -179,15 +176,10 @@ def validation_loss(learner: Learner, rows: Rows) -> tuple[float, int, dict[str,
 
 
 def set_baseline(learner: Learner, rows: Rows, numbers: Iterable[int]) -> None:
-    """Set the baseline of KTO for an update or a validation; other objectives have none. All ranks call this.
+    """Set the baseline of KTO for the rows ``numbers`` of an update or a validation. All ranks call this.
 
     The baseline is a mean over prompts with answers to other prompts, see :meth:`Rows.mismatched`: the log-prob under
-    the present weights minus the reference's log-prob, and at least 0.
-
-    Args:
-        learner: the model.
-        rows: rows with the reference's log-probs.
-        numbers: numbers of the rows of the update.
+    the present weights minus the reference's log-prob, and at least 0. Other objectives have none.
     """
     objective = learner.objective
     if not isinstance(objective, UnpairedPreference) or objective.baseline is None:
@@ -268,17 +260,9 @@ def _read(path: Path, fingerprints: Mapping[str, str]) -> dict[str, np.ndarray]:
 
 
 def _score(learner: Learner, rows: Rows, name: str, folder: Path, model: str) -> np.ndarray:
-    """Return the log-probs of all labels of ``rows``, end to end.
+    """Return the log-probs of all labels of ``rows``, end to end; ``folder`` keeps scored blocks.
 
-    Args:
-        learner: the model.
-        rows: the rows.
-        name: key of the rows in the config.
-        folder: folder of scored blocks.
-        model: fingerprint of the model.
-
-    Raises:
-        UserError: a log-prob is not finite.
+    ``name`` is the rows' key in the config, and ``model`` the fingerprint of the model.
     """
     ranks = learner.runtime.ranks
     blocks = [rows.part(range(at, min(at + _BLOCK, len(rows)))) for at in range(0, len(rows), _BLOCK)]

@@ -32,7 +32,7 @@ _FREE = """
 
 
 class Evaluation(Protocol):
-    """Measures a model in training by its answers; :class:`rocm_ext.rl.evaluator.Evaluator` does."""
+    """Measures a model in training by its answers; :class:`rocm_ext.evaluate.answers.Evaluator` does."""
 
     def fingerprint(self) -> str:
         """Return a hash that a run shares with the one it resumes."""
@@ -50,25 +50,16 @@ class Trainer(Training):
     To change a part, subclass and override :meth:`setup_optimizer`, :meth:`setup_scheduler` or :meth:`train_step`.
 
     Args:
-        learner: the model, after its :meth:`Learner.setup`.
+        learner, cfg, folder, metric_logger, interrupt: see :class:`Training`.
         rows: training rows.
-        cfg: config of the SFT recipe or of a recipe that extends it.
-        folder: output folder from :meth:`OutputDir.open`; the run resumes the checkpoint that the folder has read.
         validation_rows: validation rows; None disables validation.
-        metric_logger: a torchtune metric logger in addition to ``metrics.jsonl``; the caller closes it.
-        interrupt: receives the user's signals to stop.
         evaluation: evaluates the model before the first step, between steps, and after the last; None: no evaluation.
 
     Attributes:
         steps: the rows of the steps.
         mixture: the data sets of the rows.
-        step: optimiser steps done; it determines all other progress.
-        total_steps: optimiser steps of all epochs.
         best: loss (None of an evaluation), step, adapter, metric and value of the best validation or evaluation so far
             by ``early_stopping_metric``; None before the first.
-
-    Raises:
-        UserError: the rows do not fit the model.
     """
 
     free_keys = FREE_KEYS | set(_FREE.split())
@@ -91,18 +82,13 @@ class Trainer(Training):
         self.validated, self.evaluated = 0, -1  # steps of the last validation and of the last evaluation
         for part in filter(None, (rows, validation_rows)):
             learner.check_rows(part)
-        per_step = rows_per_step(cfg, self.ranks.world)
         self.mixture = Mixture.of(cfg.dataset, rows)
         order = cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle, self.mixture
-        self.steps = Steps(len(rows), per_step, *order)
+        self.steps = Steps(len(rows), rows_per_step(cfg, self.ranks.world), *order)
         self.loader = StepLoader(rows, self.steps, learner.layout, cfg.num_workers, cfg.pin_memory)
 
     def open(self) -> None:
-        """Continue the folder's checkpoint, or claim the folder for a run that begins; all other set-up is done.
-
-        Raises:
-            UserError: a component cannot be built, or the checkpoint belongs to another run.
-        """
+        """Continue the folder's checkpoint, or claim the folder for a new run; all other set-up is done."""
         steps = self.steps
         log.info("%s rows, %d per step, %d steps per epoch", f"{len(self.rows):,}", steps.per_step, steps.per_epoch)
         fresh = self.folder.resumed is None
@@ -116,14 +102,8 @@ class Trainer(Training):
     def check(cls, cfg: DictConfig, learner: Learner, rows: int) -> None:
         """Try out optimiser and schedule for ``rows`` rows, see :meth:`Training.try_out`.
 
-        Args:
-            cfg: config of the SFT recipe or of a recipe that extends it.
-            learner: the model, before its :meth:`Learner.setup`.
-            rows: number of training rows, or an estimate.
-
         Raises:
-            UserError: optimiser or schedule cannot be built, or does not work; or validations do not measure
-                ``early_stopping_metric``.
+            UserError: also if validations do not measure ``early_stopping_metric``.
         """
         _metric_direction(cfg, learner)
         steps = Steps(rows, rows_per_step(cfg, learner.runtime.ranks.world), cfg.max_steps_per_epoch).per_epoch
@@ -197,7 +177,6 @@ class Trainer(Training):
 
         Raises:
             Interrupted: the user asked to stop; the last step is saved.
-            UserError: a loss is not finite, or the disk is full.
         """
         self.learner.model.train()
         if self.step == self.total_steps:
@@ -215,11 +194,7 @@ class Trainer(Training):
         self._measure_if_due(trained=True)
 
     def _measure_if_due(self, trained: bool) -> None:
-        """Validate and evaluate this step if due and not done yet; in another process if it must be apart.
-
-        Raises:
-            Interrupted: the user asked to stop, or another process continues; all is saved.
-        """
+        """Validate and evaluate this step if due and not done yet; in another process if it must be apart."""
         if not (self._validation_is_due or self._evaluation_is_due):
             return
         if supervised.apart() and trained:
@@ -253,17 +228,9 @@ class Trainer(Training):
         patience = self.cfg.early_stopping_patience
         return bool(patience) and self.worse >= patience
 
-    def validate(self) -> float | None:
-        """Compute the objective on the validation rows, log it, and remember the best adapter.
-
-        Returns:
-            The normalised objective; None without validation rows.
-
-        Raises:
-            UserError: the loss is not finite.
-        """
-        if self.validation_rows is None:
-            return None
+    def validate(self) -> float:
+        """Return the normalised objective on the validation rows; log it, and remember the best adapter."""
+        assert self.validation_rows is not None, "_validation_is_due says so"
         loss, labels, measurements = validation_loss(self.learner, self.validation_rows)
         if not math.isfinite(loss):
             raise UserError(f"step {self.step}: the validation loss is {loss}; lower the learning rate")
@@ -274,12 +241,7 @@ class Trainer(Training):
         return loss
 
     def evaluate(self) -> None:
-        """Evaluate the model by its answers, log that, and remember the best adapter.
-
-        Raises:
-            Interrupted: the user asked to stop; the step and the answers so far are saved.
-            UserError: the verifier failed on too many answers.
-        """
+        """Evaluate the model by its answers, log that, and remember the best adapter."""
         assert self.evaluation is not None, "_evaluation_is_due says so"
         try:
             scores, seconds = self.evaluation.evaluate(self.step)
@@ -300,11 +262,7 @@ class Trainer(Training):
         return self.cfg.early_stopping_metric == EVAL_METRIC
 
     def _compare(self, values: Mapping[str, float]) -> str:
-        """Compare measurements with the best so far by ``early_stopping_metric``, and return a text for the log.
-
-        Raises:
-            UserError: the metric's value is not finite.
-        """
+        """Compare measurements with the best so far by ``early_stopping_metric``, and return a text for the log."""
         metric, loss = self.cfg.early_stopping_metric, values.get("val_loss")
         value = values.get(metric, math.nan)
         if not math.isfinite(value):
@@ -349,11 +307,7 @@ class Trainer(Training):
 
 
 def _metric_direction(cfg: DictConfig, learner: Learner) -> str:
-    """Return whether ``higher`` or ``lower`` values of ``early_stopping_metric`` are better.
-
-    Raises:
-        UserError: the objective does not say.
-    """
+    """Return whether ``higher`` or ``lower`` values of ``early_stopping_metric`` are better."""
     objective = learner.objective
     ways = {f"val_{name}": way for name, way in objective.better.items()}
     ways |= {"val_loss": "lower", EVAL_METRIC: "higher"}
