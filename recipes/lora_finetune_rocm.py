@@ -134,12 +134,7 @@ class LoRAFinetune:
         return rows, validation
 
     def add_columns(self, folder: Path, rows: Mapping[str, Rows | None]) -> None:
-        """Add the columns in :attr:`columns` to the rows, before the first step.
-
-        Args:
-            folder: the output folder.
-            rows: training and validation rows by their keys in the config; None: no such rows.
-        """
+        """Add the columns in :attr:`columns` to the rows, by their keys in the config, before the first step."""
 
     def _rows(self, component: Any, key: str, tokenizer: Any) -> Rows:
         cfg, is_ours = self.cfg, tokenizer is self.learner.tokenizer  # a recipe may bring another tokenizer

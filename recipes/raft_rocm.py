@@ -64,7 +64,7 @@ class RAFT(Loop):
         return needs + super().logprobs_for()
 
     def check_training(self) -> None:
-        """Check what training needs of the learner, before the weights are read."""
+        """Check that the learner fits the training, before the weights are read."""
         cfg, learner = self.cfg, self.learner
         learner.check_columns(("advantages", "old_logprobs"))
         if "old_logprobs" in learner.objective.columns and (
@@ -107,7 +107,7 @@ class RAFT(Loop):
         return [self.prompts[prompt_id] for prompt_id in chosen]
 
     def trains_on(self, policy: int, step: int) -> bool:
-        """Return whether a cycle trains on answers of the adapter of cycle ``policy``: of the last trained cycle."""
+        """Return whether a cycle trains on answers of the adapter of ``policy``: only of the last trained cycle."""
         return policy == self.trainer.adapter_step
 
     def select(self, rounds: Sequence[Answers], asked: Sequence[str]) -> Selected:

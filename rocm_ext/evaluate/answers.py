@@ -197,7 +197,7 @@ class Evaluator(RLRecipe):
         return self.prompts.fingerprint(self.prompts.held_out)
 
     def open_records(self, step: int, evaluated: int) -> None:
-        """Open the records of a run that goes on after ``step``; evaluations after ``evaluated`` are unfinished."""
+        """Open the records of a run that continues after ``step``; evaluations after ``evaluated`` are unfinished."""
         self.records = Records.open(self.out, self.ranks, step, evaluated)
 
     def evaluate(self, step: int) -> tuple[dict[str, Any], float]:

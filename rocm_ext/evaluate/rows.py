@@ -50,7 +50,7 @@ class Measured:
 
 
 class SupervisedRecipe(Protocol):
-    """Interface of the SFT recipe, and of recipes that extend it."""
+    """The SFT recipe, or one that extends it."""
 
     cfg: DictConfig
     columns: tuple[str, ...]

@@ -122,7 +122,7 @@ class Ahead:
         return rollout.job, rollout.finish(waited, free)
 
     def stop(self) -> None:
-        """Stop sampling; what is sampled stays in the records."""
+        """Stop sampling; samples stay in the records."""
         self._halt()
         while self._adapters:
             self._adapters.pop()[2].close()

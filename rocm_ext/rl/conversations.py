@@ -81,7 +81,7 @@ class _Talk:
 
 
 class ConversationQueue(RequestQueue):
-    """Requests of conversations: those that continue one come before those that begin one.
+    """Requests of conversations; open conversations come before new ones.
 
     One thread takes requests, and another one may hand over the answers.
 
@@ -128,7 +128,7 @@ class ConversationQueue(RequestQueue):
         same: list[Request] = []
         while not self._stopped():
             self._hear()
-            most = min(self._environments.at_once, self.share)  # other ranks want some, too
+            most = min(self._environments.at_once, self.share)  # the rest is for other ranks
             while coming and len(self._open) < most and self._beginning.total() + sum(map(len, self._first)) < _AHEAD:
                 if same := same or next(coming, []):
                     room = self._environments.at_once - len(self._open)
@@ -179,7 +179,7 @@ class ConversationQueue(RequestQueue):
         while self._ended:
             yield self._ended.popleft()
 
-    # ---- what the environment says
+    # ---- the environment's replies
 
     def _begin(self, same: list[Request]) -> None:
         prompt = same[0].prompt_id

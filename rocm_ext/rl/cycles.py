@@ -30,7 +30,7 @@ from rocm_ext.train.loop import Training
 from rocm_ext.train.metrics import Metrics, read_metrics, summarize
 from rocm_ext.verifiers import Result
 
-# Keys that a resumed RAFT run may change, in addition to those that a resumed SFT run may change
+# Keys that a resumed RAFT run may change, in addition to FREE_KEYS
 RAFT_FREE_KEYS = FREE_KEYS | frozenset(
     """
     cycles prompts eval_prompts verify_workers verify_timeout max_error_share stop_after_no_gain min_entropy
@@ -166,7 +166,7 @@ class CycleTrainer(PolicyTrainer):
         log.info("%s rows, %d per step, %d steps per epoch", f"{len(rows):,}", steps.per_step, steps.per_epoch)
         before = None if self.done else self._begin_cycle(steps.per_epoch * cfg.epochs)
         path = self.cycle_folder(cycle) / "metrics.jsonl"
-        self._updates = Metrics(path, lambda line: line["step"] <= self.done) if self.ranks.is_main else None
+        self._cycle_metrics = Metrics(path, lambda line: line["step"] <= self.done) if self.ranks.is_main else None
         loader = StepLoader(rows, steps, self.learner.layout, pin_memory=cfg.pin_memory)
         self.learner.model.train()
         self.train_epochs(loader, steps.per_epoch, f"in cycle {cycle} ")
@@ -185,9 +185,9 @@ class CycleTrainer(PolicyTrainer):
 
     def log_update(self, to_logger: bool, values: dict[str, float]) -> None:
         """Log the values of an update in the cycle's ``metrics.jsonl``."""
-        if self._updates is not None:
+        if self._cycle_metrics is not None:
             epoch = (self.done - 1) * self.cfg.epochs // self.total_steps + 1
-            self._updates.write(step=self.done, epoch=epoch, **values)
+            self._cycle_metrics.write(step=self.done, epoch=epoch, **values)
         if to_logger and self.metric_logger is not None:
             self.metric_logger.log_dict(values, step=self.count)
 
@@ -367,7 +367,7 @@ def cycle_stop_reason(entries: Sequence[Mapping[str, Any]], cfg: DictConfig) -> 
 
 
 def _nothing_trained(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Describe why no cycle was trained, and what to do."""
+    """Describe why no cycle was trained, and say what to do."""
     empty = [entry for entry in entries if entry.get("skipped")]
     if not empty:
         return "no prompt qualifies for the first cycle, so no cycle was trained"

@@ -112,7 +112,7 @@ class Engines:
             yield session
 
     def _make_room(self, kept: dict[int, Any]) -> None:
-        """Free the caches of the sessions kept open, and then their layouts, if training does not fit beside them."""
+        """Free the caches of the sessions kept open, and then their layouts, if training does not fit otherwise."""
         needed = self._training()
         short = self._free() < needed
         if short:
@@ -179,7 +179,7 @@ class Policy:
     def opened(self, stays_open: bool) -> Iterator[None]:
         """Keep the session of an engine in this process open if it ``stays_open``; remove the servers' adapters at the
         end."""
-        self._remove()  # what a killed run left
+        self._remove()  # leftovers of a killed run
         try:
             with self._engines.keep_open() if stays_open else nullcontext():
                 yield
@@ -256,8 +256,7 @@ def open_engines(
         learner: the model to sample from; its weights may be missing.
         stopped: returns whether the user asked to stop.
         sampling: the run's settings of sampling, with the temperature of log-probs.
-        logprobs_for: settings that need the token ids and log-probs of sampling.
-        samples_new_adapters: whether the run samples answers to train on with adapters that it has written.
+        logprobs_for, samples_new_adapters: see :class:`rocm_ext.rl.loop.RLRecipe`.
 
     Raises:
         UserError: the engine cannot run or cannot load adapters, or returns no log-probs and the config needs them.
@@ -328,13 +327,16 @@ def _check_adapters(cfg: DictConfig, learner: Learner, engine: Any, samples_new_
     first = cfg.checkpointer.get("adapter_checkpoint")
     writes = cfg.prompts is not None and (samples_new_adapters or cfg.eval_prompts)
     scales = [layer.scale for _, layer in adapters(learner.decoder)]
-    if (first or writes) and max(scales) > min(scales) * (1 + 1e-4):  # roots of ranks are not exact
-        raise UserError(
+    problem = ""
+    if max(scales) > min(scales) * (1 + 1e-4):  # roots of ranks are not exact
+        problem = (
             "servers such as vLLM scale all layers of an adapter alike, and alpha / r differs between layers; set "
             "model.alpha_pattern so that it does not"
         )
-    if (first or writes) and trained_tokens(learner.decoder):
-        raise UserError("model.trainable_tokens: no server is known to load an adapter with rows of tokens")
+    elif trained_tokens(learner.decoder):
+        problem = "model.trainable_tokens: no server is known to load an adapter with rows of tokens"
+    if problem and (first or writes):
+        raise UserError(problem)
     if first:
         engine.check_adapter(Path(first))
     if not writes:
@@ -359,7 +361,10 @@ def _check_adapters(cfg: DictConfig, learner: Learner, engine: Any, samples_new_
 
 
 def free_memory(cfg: DictConfig, learner: Learner, beside_graphs: bool = False) -> int:
-    """Return how many bytes may still be allocated on the device, or ``beside_graphs`` of open sessions."""
+    """Return how many bytes may still be allocated on the device.
+
+    With ``beside_graphs``, memory that only the graphs of a session can use counts as taken.
+    """
     runtime: Any = learner.runtime
     if runtime.device.type == "cpu":
         return host_memory(Path("/"), "MemAvailable") // local_world_size()

@@ -16,7 +16,7 @@ from rocm_ext.runs.intervals import mcnemar
 from rocm_ext.runs.scores import passes, wilson
 from rocm_ext.verifiers import Result, Verdict
 
-Lines = Sequence[Mapping[str, Any]]  # of ``metrics.jsonl``, those of steps and those of evaluations, in order
+Lines = Sequence[Mapping[str, Any]]  # lines of ``metrics.jsonl`` in order, for steps and evaluations
 
 ENTROPY_STEPS, LENGTH_STEPS = 3, 10  # newest steps whose mean counts: one step alone is noisy
 _MISMATCH_FACTOR = 5.0  # of the median of all earlier steps
@@ -74,7 +74,8 @@ def report_gain(before: Mapping[str, bool], after: Mapping[str, bool], chosen: s
     (Bonferroni).
 
     Args:
-        before, after: by prompt id, whether the greedy answer of initial model and adapter is right; may be empty.
+        before: by prompt id, whether the initial model's greedy answer is right; empty: it was not evaluated.
+        after: the same for the chosen adapter.
         chosen: name of the chosen adapter, such as ``cycle 3``.
         looks: number of evaluations that chose it.
     """
@@ -109,7 +110,7 @@ def greedy(results: Mapping[SampleKey, Result]) -> dict[str, bool]:
 def stop_reason(
     entropies: Sequence[float], without_gain: int, unit: str, *, min_entropy: float | None, stop_after: int | None
 ) -> str | None:
-    """Decide whether a run stops early because its answers have become alike, or because it learns no more.
+    """Decide whether a run stops early because its answers became similar, or its scores stopped rising.
 
     Args:
         entropies: entropies of the newest steps, in nats per token; their mean counts. Empty: unknown.

@@ -98,7 +98,7 @@ class RLRecipe:
         return []
 
     def check_training(self) -> None:
-        """Check what training needs of the learner, before the weights are read."""
+        """Check that the learner fits the training, before the weights are read."""
 
     def expected_work(self) -> workload.Workload:
         """Estimate the rows of a training step, before any sampling."""
@@ -242,7 +242,7 @@ class Loop(RLRecipe, ABC):
         self.prompts_of_step = cfg[f"prompts_per_{unit}"] or sys.maxsize  # null: all that qualify
         self._sampled = False  # whether this process has begun a step
 
-    # ---- what a preset says
+    # ---- the choices of a preset
 
     def training_config(self) -> DictConfig:
         """Return the config of the learner, with the rows of an update."""
@@ -319,8 +319,14 @@ class Loop(RLRecipe, ABC):
     def setup(self) -> None:
         """Prepare the run; see :meth:`RLRecipe.open`."""
         self.open()
-        shared = {"metric_logger": self.metric_logger, "interrupt": self.interrupt}
-        self.trainer = self.trainer_cls(self.learner, self.cfg, self.folder, inputs=self.inputs(), **shared)
+        self.trainer = self.trainer_cls(
+            self.learner,
+            self.cfg,
+            self.folder,
+            inputs=self.inputs(),
+            metric_logger=self.metric_logger,
+            interrupt=self.interrupt,
+        )
         self.trainer.open()
         if self.trainer.fresh and self.ranks.is_main:
             data = self.learner.tokenizer, self.learner.decoder.max_seq_len

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
@@ -76,10 +77,8 @@ class PromptSet:
         special = special_tokens_in(tokenizer)
         reserved = []
         for prompt in self:
-            try:
+            with _naming(prompt, UserError):
                 self.tokens[prompt.id] = render_prompt(tokenizer, prompt.messages, [*prompt.tools, *self.tools] or None)
-            except UserError as error:
-                raise UserError(f"{prompt.origin}: {error}") from error
             if tokens := special(message["content"] for message in prompt.messages):
                 reserved.append((tokens, prompt.origin))
         warn(special_token_lines("prompts", len(self.tokens), reserved))
@@ -140,24 +139,20 @@ class PromptSet:
         verifier = build(component)
         verifier.check()
         for prompt in self:
-            try:
+            with _naming(prompt, UserError, ValueError):
                 verifier.check_row(prompt.row)
-            except (UserError, ValueError) as error:
-                raise UserError(f"{prompt.origin}: {error}") from error
         if rank() == 0 and self._cfg.max_error_share < 1:
             try_out(component, [prompt.row for prompt in self], self._cfg.verify_timeout)
         return component
 
     def _check_environment(self, component: Any) -> dict[str, Any]:
-        """Check that every prompt has what the environment needs, and begin a conversation; take its tools."""
+        """Check the prompts' rows, begin a conversation as a test, and take the environment's tools."""
         with Environments(component, self._cfg.verify_timeout) as environments:
             arguments = {name: value for name, value in component.items() if name != config.COMPONENT}
             example = import_component(component[config.COMPONENT])({}, **arguments)
             for prompt in self:
-                try:
+                with _naming(prompt, UserError, ValueError):
                     example.check_row(prompt.row)
-                except (UserError, ValueError) as error:
-                    raise UserError(f"{prompt.origin}: {error}") from error
             self.tools = tuple(environments.tools)
             first = next(iter(self))
             begun = environments.begin((first.id, 0), first.row).result()
@@ -241,12 +236,22 @@ def given_samples(prompts: PromptSet, column: str, learner: Learner, most: int) 
         turns, tools = [*prompt.messages, {"role": "assistant", "content": text}], [*prompt.tools, *prompts.tools]
         tokens, labels = render_conversation(tokenizer, turns, tools=tools or None, last_turn=True)
         end = max((i + 1 for i, label in enumerate(labels) if label >= 0), default=0)
+        problem = f"prompt and answer have {end} tokens, and model and teacher take {most}" if end > most else ""
         if tokens[: len(begun)] != begun or end <= len(begun):
-            raise UserError(f"{prompt.origin}: the chat template renders the prompt otherwise where an answer follows")
-        if end > most:
-            raise UserError(f"{prompt.origin}: prompt and answer have {end} tokens, and model and teacher take {most}")
+            problem = "the chat template renders the prompt otherwise where an answer follows"
+        if problem:
+            raise UserError(f"{prompt.origin}: {problem}")
         samples[prompt.id] = Sample(prompt.id, 0, 0, "stop", text, tokens[len(begun) : end], [])
     return samples
+
+
+@contextmanager
+def _naming(prompt: Prompt, *errors: type[Exception]) -> Iterator[None]:
+    """Context in which ``errors`` become a UserError that names the row of ``prompt``."""
+    try:
+        yield
+    except errors as error:
+        raise UserError(f"{prompt.origin}: {error}") from error
 
 
 def _read(cfg: DictConfig, key: str) -> list[Prompt]:
@@ -280,8 +285,8 @@ def choose_by_curriculum(
       estimate never reaches 0 or 1, so every prompt keeps a chance. A prompt without an estimate has the mean weight
       of the others.
     - ``easy_to_hard``: a curriculum by competence (arXiv:1903.09848). Prompts are ranked by estimated pass rate; one
-      without it has the mean of the others. The choice is that of ``none`` among the easiest prompts, whose share grows
-      linearly from 20 % in the first step to all in the last.
+      without it has the mean of the others. ``none`` chooses among the easiest prompts; their share grows from 20 % in
+      the first step to all in the last, linearly.
 
     Args:
         prompts: ids of all training prompts.

@@ -210,8 +210,6 @@ class Records:
         """Open the records of a run, and join the lines of all ranks that a killed process left; all ranks call this.
 
         Args:
-            out: the run's output folder.
-            ranks: all processes of the run.
             step: steps done; later ones are unfinished. A step of RAFT is a cycle.
             evaluated: step of the last evaluation; later ones are unfinished.
             passes: whether a result counts as passed in its prompt's pass rate.
@@ -265,7 +263,6 @@ class Records:
 
         Args:
             step: number of the step; of an evaluation, the step before it.
-            phase: ``sample`` or ``eval``.
             round_: number of the round of a step's sampling, from 0.
             policy: step of the sampling adapter, for the lines of new samples; None: lines have none.
         """
@@ -282,7 +279,7 @@ class Records:
         """Read the ``wanted`` samples of finished steps, in the order of ``wanted``.
 
         Raises:
-            UserError: one is missing.
+            UserError: a sample is missing.
         """
         keys = {(step, key) for step, of_step in wanted.items() for key in of_step}
         read = {}
@@ -418,7 +415,7 @@ class RecordFile:
         with self._lock:
             self.close()
             if not self._ranks.is_main:  # a kill before this leaves lines twice, which count once
-                if self._uncollected:  # of coming steps, sampled beside training
+                if self._uncollected:  # lines of coming steps, sampled during training
                     rewrite_lines(self.part, lambda line: _scope(line) != scope)
                 else:
                     self.part.unlink(missing_ok=True)

@@ -106,7 +106,7 @@ class Rollout:
     """Answers that :meth:`finish` samples, verified meanwhile; all ranks call its methods together.
 
     Args:
-        job: what to sample and verify.
+        job: requests, prompts and records.
         workers: the processes.
         open_session: opens a session of the engine. If any rank samples, all ranks call it to gather sharded weights.
     """

@@ -54,7 +54,7 @@ class ServerCheck:
 
         Args:
             session: a session with ``ask_each``.
-            requests: requests to choose prompts from, the same on all ranks.
+            requests: requests with the prompts to ask, the same on all ranks.
             adapter: folder of the adapter that the session has loaded; the learner has the same one.
             earlier: name and weights of an adapter that a server may have kept; None for the first adapter.
 

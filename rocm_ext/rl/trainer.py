@@ -24,7 +24,7 @@ from rocm_ext.train.loop import StepStats, Training
 from rocm_ext.train.metrics import read_metrics
 from rocm_ext.train.output_dir import OutputDir
 
-# Keys that a resumed GRPO run may change, in addition to those that a resumed SFT run may change
+# Keys that a resumed GRPO run may change, in addition to FREE_KEYS
 GRPO_FREE_KEYS = FREE_KEYS | frozenset(
     """
     steps prompts eval_prompts verify_workers verify_timeout max_error_share max_flat_steps stop_after_no_gain

@@ -29,7 +29,7 @@ _TEXTS = (
 
 
 def check_tokenizer(tokenizer: Any, cfg: DictConfig) -> None:
-    """Compare a tokenizer with the ``tokenizer.json`` beside the weights, if there is one.
+    """Compare a tokenizer with the weights' ``tokenizer.json``, if there is one.
 
     It skips a user's tokenizer without torchtune's ``encode``.
 
@@ -50,22 +50,22 @@ def check_tokenizer(tokenizer: Any, cfg: DictConfig) -> None:
     except Exception as error:  # tokenizers raises a bare Exception, and a user's tokenizer anything
         log.warning("the tokenizer could not be compared with %s: %s", path, one_line(error))
         return
-    cure = "set tokenizer.path and its other files to those of checkpointer.checkpoint_dir"
-    for text, (ours, expected) in zip(_TEXTS, pairs, strict=True):
-        if list(ours) != expected:
-            raise UserError(
-                f"tokenizer: it encodes {text!r} as {len(ours)} tokens {str(list(ours[:4]))[:-1]}, …], but {path} "
-                f"of the base model as {len(expected)} tokens {str(expected[:4])[:-1]}, …]; {cure}"
-            )
+    problems = [
+        f"it encodes {text!r} as {len(ours)} tokens {str(list(ours[:4]))[:-1]}, …], but {path} of the base model as "
+        f"{len(expected)} tokens {str(expected[:4])[:-1]}, …]"
+        for text, (ours, expected) in zip(_TEXTS, pairs, strict=True)
+        if list(ours) != expected
+    ]
     special = getattr(tokenizer, "special_tokens", None)
-    for token, number in special.items() if isinstance(special, Mapping) else ():
-        if "reserved_special_token" in token:  # torchtune numbers Llama's in another way, and uses none of them
-            continue
-        if theirs.token_to_id(token) not in (None, number):
-            raise UserError(
-                f"tokenizer: the id of {token} is {number}, but in {path} of the base model it is "
-                f"{theirs.token_to_id(token)}; {cure}"
-            )
+    problems += [
+        f"the id of {token} is {number}, but in {path} of the base model it is {theirs.token_to_id(token)}"
+        for token, number in (special.items() if isinstance(special, Mapping) else ())
+        # torchtune numbers Llama's reserved tokens in another way, and uses none of them
+        if "reserved_special_token" not in token and theirs.token_to_id(token) not in (None, number)
+    ]
+    if problems:
+        cure = "set tokenizer.path and its other files to those of checkpointer.checkpoint_dir"
+        raise UserError(f"tokenizer: {problems[0]}; {cure}")
 
 
 # ---- optimiser and schedule

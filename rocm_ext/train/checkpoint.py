@@ -33,7 +33,7 @@ _FREE = {
     "`check_same_run` compares the effect: base model, data, rows and micro-batches of a step, dtype, seed": """
         checkpointer model.checkpoint_dir tokenizer dataset dataset_val validation_fraction too_long bad_rows batch_size
         gradient_accumulation_steps sequences_per_step tokens_per_micro_batch dtype seed""",
-    "what a run reports, and where": """
+    "reports and files of a run": """
         output_dir resume_from_checkpoint overwrite_output_dir save_every_n_steps keep_last_n_checkpoints
         save_adapter_weights_only metric_logger log_every_n_steps log_peak_memory_stats hardware_log_seconds
         profiler profile_steps""",

@@ -138,7 +138,7 @@ class Learner:
         return objective_of(config.instantiate(self.cfg.loss, key="loss"))
 
     def read_weights(self) -> Weights:
-        """Read the base weights with the config's checkpointer; those of a model on the hub are downloaded first."""
+        """Read the base weights with the config's checkpointer, after a download from the hub if need be."""
         use_weights(Path(self.cfg.checkpointer.checkpoint_dir), self.runtime.ranks)
         return read_weights(self.cfg.checkpointer)
 
@@ -155,13 +155,14 @@ class Learner:
             return
         loss, unpaired = type(self.objective).__name__, isinstance(self.objective, UnpairedPreference)
         kind, bad, fits = ("pairs", "rejected", "Preference") if rows.pairs else _SINGLE
+        problem = f"loss {loss} is not for them; use rocm_ext.losses.{fits}" if rows.pairs == unpaired else ""
         if SIDE not in self.objective.columns:
-            raise UserError(
-                f"the rows are {kind}, and loss {loss} would train on the {bad} answers, too; "
-                f"start dpo_rocm, or set loss to rocm_ext.losses.{fits}"
+            problem = (
+                f"loss {loss} would train on the {bad} answers, too; start dpo_rocm, or set loss to "
+                f"rocm_ext.losses.{fits}"
             )
-        if rows.pairs == unpaired:
-            raise UserError(f"the rows are {kind}, and loss {loss} is not for them; use rocm_ext.losses.{fits}")
+        if problem:
+            raise UserError(f"the rows are {kind}, and {problem}")
 
     def check_columns(self, available: Collection[str]) -> None:
         """Check that the columns ``available`` cover the objective's."""

@@ -152,7 +152,7 @@ class Training:
     def try_out(cls, cfg: DictConfig, learner: Learner, total_steps: int) -> None:
         """Try out the config's optimiser and schedule, before the weights are read.
 
-        This skips those of a subclass, because they may need the trainer.
+        This skips a subclass's optimiser and schedule, because they may need the trainer.
 
         Args:
             cfg: config of the SFT recipe or of a recipe that extends it.
@@ -188,7 +188,7 @@ class Training:
             )
         return builders.setup_scheduler(self.cfg.lr_scheduler, self.optimizer, self.total_steps)
 
-    # ---- what a subclass may change
+    # ---- parts that a subclass may change
 
     @property
     def updates(self) -> int:

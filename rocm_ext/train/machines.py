@@ -98,7 +98,7 @@ def _listing(model: Path) -> dict[str, Any]:
 
 
 def _check_shared(folder: Path, ranks: Ranks) -> None:
-    """Check that every machine writes to the same output folder, and sees at once what the others write and remove."""
+    """Check that all machines write to the same output folder, and see at once which files others write or remove."""
     name = f".machine-{ranks.agree(time.time_ns())}-"
     hosts: Sequence[tuple[int, str]] = sorted(set(ranks.gather((machine_index(), platform.node()))))
     files = {number: folder / f"{name}{number}" for number, _ in hosts}

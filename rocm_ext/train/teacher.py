@@ -74,12 +74,7 @@ class Teacher:
             check_adapter(student.decoder, self._adapter, cfg.teacher_adapter)
 
     def peak(self, student: Learner, longest: int) -> int:
-        """Return the higher planned peak of the student's training and the teacher's forward pass, in bytes.
-
-        Args:
-            student: the model in training, whose memory is planned.
-            longest: tokens of the longest row.
-        """
+        """Return the higher planned peak of training and of a forward pass on ``longest`` tokens, in bytes."""
         learner, runtime, tokens = self.learner, self.learner.runtime, student.tokens_per_micro_batch
         if learner is student:  # training takes more than a forward pass
             return student.planned_peak
@@ -114,7 +109,7 @@ class Teacher:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of what it computes, once its weights are read."""
+        """A hash of its weights, after :meth:`load`."""
         state = self._adapter
         if self.learner.cfg.checkpointer.get("adapter_checkpoint") and self.learner is not self._student:
             state = self.learner.adapter_state()
