@@ -4,7 +4,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -158,25 +158,19 @@ class RLRecipe:
     @contextmanager
     def verification(self) -> Iterator[None]:
         """Context of rollouts, with the processes of the verifier or of environments."""
-        cfg, settings = self.cfg, (self.ranks, self.interrupt, self.cfg.max_error_share, self.logs_long_rollouts_only)
-        if self.verifier_config is None:
-            self.workers = Workers(None, *settings)
-            yield
-        elif cfg.environment is None:
-            with Pool(self.verifier_config, verify_workers(cfg), cfg.verify_timeout) as pool:
-                self.workers = Workers(pool, *settings)
-                yield
-        else:
-            with Environments(self.verifier_config, cfg.verify_timeout) as environments:
+        cfg, judge, timeout = self.cfg, self.verifier_config, self.cfg.verify_timeout
+        workers = Workers(None, self.ranks, self.interrupt, cfg.max_error_share, self.logs_long_rollouts_only)
+        with ExitStack() as stack:
+            if judge is not None and cfg.environment is None:
+                workers.pool = stack.enter_context(Pool(judge, verify_workers(cfg), timeout))
+            elif judge is not None:
+                environments = stack.enter_context(Environments(judge, timeout))
                 limits = Limits(cfg.max_turns, cfg.max_environment_tokens)
-                self.workers = Workers(
-                    None,
-                    *settings,
-                    lambda queue, sampling, *records: ConversationQueue(
-                        queue, sampling, environments, self.learner.tokenizer, limits, self.stopped, *records
-                    ),
+                workers.conversations = lambda queue, sampling, *records: ConversationQueue(
+                    queue, sampling, environments, self.learner.tokenizer, limits, self.stopped, *records
                 )
-                yield
+            self.workers = workers
+            yield
         self.workers = None
 
     def rollout(self, job: Job, open_session: OpenSession, kind: type[Rollout] = Rollout) -> Rollout:
@@ -407,7 +401,7 @@ class Loop(RLRecipe, ABC):
         """
         keep = self.cfg.get("keep_samples", "all")
         if keep != "all" and (last or step % keep == 0):
-            self.records.keep_samples_from(min(step - keep, self.trainer.saved) + 1, at_once=last)
+            self.records.keep_samples_from(min(step - keep, self.trainer.saved[0]) + 1, at_once=last)
 
     # ---- sampling
 

@@ -120,16 +120,14 @@ class Rollout:
         begun = dict.fromkeys(prompt_id for prompt_id, _ in sampled)
         self._owners = {prompt_id: number % ranks.world for number, prompt_id in enumerate(begun)}
         self._missing = [(r, s) for r, s in job.requests if r.key not in sampled]
-        self._queues = [
-            (self._queue([r for r, s in self._missing if s == sampling], sampling), sampling)
-            for sampling in dict.fromkeys(sampling for _, sampling in self._missing)
-        ]
+        self._queues: list[tuple[RequestQueue, Sampling]] = []
+        for sampling in dict.fromkeys(sampling for _, sampling in self._missing):
+            queue = RequestQueue([r for r, s in self._missing if s == sampling], ranks, self._owners)
+            if workers.conversations:
+                queue = workers.conversations(queue, sampling, self._rows, job.turns)
+            self._queues.append((queue, sampling))
         self._count = ranks.counter()  # of the answers that all ranks sample
         self._stats: dict[str, float] = {}
-
-    def _queue(self, requests: Sequence[Request], sampling: Sampling) -> RequestQueue:
-        queue, talk = RequestQueue(requests, self.workers.ranks, self._owners), self.workers.conversations
-        return talk(queue, sampling, self._rows, self.job.turns) if talk else queue
 
     @classmethod
     def begin(cls, job: Job, workers: Workers, open_session: OpenSession) -> "Rollout":

@@ -47,6 +47,7 @@ class PolicyTrainer(Training):
         first: the adapter that the run began with.
         lines: the lines of ``metrics.jsonl``, the same on all ranks.
         evaluated: step of the last evaluation; -1 before the first.
+        saved: steps of the last checkpoint and of its last evaluation.
         stopped: why the run ends before its last step; None: it does not.
         fresh: whether the run began here, without a checkpoint.
     """
@@ -69,7 +70,7 @@ class PolicyTrainer(Training):
         self.stopped: str | None = None
         self.evaluated, self.fresh = -1, folder.resumed is None
         self.lines: list[dict[str, Any]] = []
-        self._saved = (-1, -1)  # step and evaluation of the last checkpoint of this process
+        self.saved = (-1, -1)
 
     def open(self) -> None:
         """Continue the folder's checkpoint, or claim the folder for a new run; all other set-up is done."""
@@ -80,7 +81,7 @@ class PolicyTrainer(Training):
         self.lines = self.ranks.agree(read_metrics(self.folder.path / "metrics.jsonl"))
         if self.fresh:
             self.save_checkpoint()
-        self._saved = self.step, self.evaluated
+        self.saved = self.step, self.evaluated
 
     def begin_run(self) -> None:
         """Begin the run, see :meth:`begin`, and its progress."""
@@ -228,12 +229,7 @@ class PolicyTrainer(Training):
     def save_checkpoint(self) -> None:
         """Write a checkpoint; see :meth:`Training.save_checkpoint`."""
         super().save_checkpoint()
-        self._saved = self.step, self.evaluated
-
-    @property
-    def saved(self) -> int:
-        """Step of the last checkpoint."""
-        return self._saved[0]
+        self.saved = self.step, self.evaluated
 
     def save_if_due(self) -> None:
         """Write a checkpoint every ``save_every_n_steps`` steps and after the last."""
@@ -243,7 +239,7 @@ class PolicyTrainer(Training):
 
     def save_if_new(self) -> None:
         """Write a checkpoint unless the last one has the present step and its evaluation."""
-        if self._saved != (self.step, self.evaluated):
+        if self.saved != (self.step, self.evaluated):
             self.save_checkpoint()
 
     def summary(self) -> dict[str, Any]:

@@ -36,7 +36,9 @@ def check_machines(cfg: DictConfig, dtype: Any, ranks: Ranks) -> None:
     if not several_machines():
         return
     check_same(_versions, ranks, "install the same versions on every machine")
-    check_same(lambda: _flat(cfg), ranks, "start every machine with the same config and overrides")
+    settings: Any = OmegaConf.to_container(cfg)
+    flat = flatten(settings) | references.digests(cfg)
+    check_same(lambda: flat, ranks, "start every machine with the same config and overrides")
     check_same(lambda: {"dtype": str(dtype)}, ranks, "set dtype to one that every machine computes in")
     model = Path(str(cfg.checkpointer.checkpoint_dir))  # one that the hub has is compared when its weights are read
     check_same(lambda: _listing(model), ranks, f"copy {model} from one machine to the others")
@@ -68,11 +70,6 @@ def check_same(values: Callable[[], Mapping[str, Any]], ranks: Ranks, cure: str)
 
 def _difference(name: str, one: Any, other: Any) -> str:
     return name if len(str(one)) == len(str(other)) == 64 else f"{name} ({one} and {other})"
-
-
-def _flat(cfg: DictConfig) -> Mapping[str, Any]:
-    content: Any = OmegaConf.to_container(cfg)
-    return flatten(content) | references.digests(cfg)
 
 
 def _versions() -> dict[str, str]:

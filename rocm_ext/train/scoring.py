@@ -271,6 +271,8 @@ def _score(learner: Learner, rows: Rows, name: str, folder: Path, model: str) ->
     parts = ranks.agree(
         [_read(path, of).get(name) for path, of in zip(paths, fingerprints, strict=True)] if ranks.is_main else None
     )
+    if len(blocks) > 1:
+        ranks.on_main(lambda: folder.mkdir(exist_ok=True))
     done = sum(part is not None for part in parts)
     if done:
         log.info("reference log-probs of %s: %d of %d blocks were kept", name, done, len(blocks))
@@ -286,11 +288,6 @@ def _score(learner: Learner, rows: Rows, name: str, folder: Path, model: str) ->
                 )
             parts[i] = logprobs = np.concatenate(scored)
             if len(blocks) > 1:
-                ranks.on_main(partial(_keep, paths[i], save({name: logprobs}, metadata=fingerprints[i])))
+                ranks.on_main(partial(replace_bytes, paths[i], save({name: logprobs}, metadata=fingerprints[i])))
             progress.update(f"{len(block):,} rows")
     return np.concatenate(parts)
-
-
-def _keep(path: Path, content: bytes) -> None:
-    path.parent.mkdir(exist_ok=True)
-    replace_bytes(path, content)
