@@ -1,28 +1,27 @@
-"""Distillation on 1…N ranks: a model learns the distributions of a teacher on its own answers (arXiv:2306.13649).
+"""Distillation on 1…N ranks: a model learns a teacher's distributions on the model's answers (arXiv:2306.13649).
 
     tune run distil_rocm --config strix_halo_qwen3_4b_from_32b
 
 A step of :class:`rocm_ext.rl.loop.Loop` asks the next prompts, samples answers, and lowers the divergence between model
-and teacher at each of their tokens. It needs no verifier: one that is there measures, and judges held-out prompts. With
-``given_answers`` the answers are those of the data.
+and teacher at the answers' tokens. It needs no verifier; with one it measures the answers, and evaluates held-out
+prompts. With ``given_answers`` the data has the answers.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from rocm_ext import config
 from rocm_ext.base.log import log
 from rocm_ext.config.algorithms import updates_of_step
-from rocm_ext.config.checks import check_distil_values, check_values
+from rocm_ext.config.checks import check_distil_values
 from rocm_ext.data.batches import Steps
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
 from rocm_ext.losses.distillation import LOGPROBS, loss_config
-from rocm_ext.plan.workload import Workload, describe, rows_of_update
-from rocm_ext.rl import evaluation
+from rocm_ext.plan.workload import Workload, describe
 from rocm_ext.rl.loop import Loop
 from rocm_ext.rl.prompts import given_samples
 from rocm_ext.rl.rollout import Answers
@@ -35,16 +34,7 @@ from rocm_ext.verifiers import Verdict
 
 
 class Distil(Loop):
-    """Trains an adapter to answer as a teacher does.
-
-    Args:
-        cfg: config of ``distil_rocm`` or of a recipe that extends it, from :func:`rocm_ext.config.load`.
-        learner: class that builds the model.
-        trainer: class that updates the adapter.
-
-    Raises:
-        UserError: a value in ``cfg`` is out of range.
-    """
+    """Trains an adapter to answer as a teacher does; see :class:`Loop`."""
 
     samples_new_adapters = True
     logs_long_rollouts_only = True
@@ -55,29 +45,16 @@ class Distil(Loop):
     ) -> None:
         check_distil_values(cfg)
         super().__init__(cfg, learner, trainer)
-        check_values(self.training_config())
         self.sessions_stay_open = cfg.given_answers is None  # otherwise evaluations alone sample
-        self.steps, self.evaluate_every, self.prompts_of_step = cfg.steps, cfg.eval_every_n_steps, cfg.prompts_per_step
 
     # ---- set-up
 
-    def training_config(self) -> DictConfig:
-        """Return the config of the learner; its ``loss`` is the divergence that the config's keys describe."""
-        rows = rows_of_update(self.cfg, self.cfg.prompts_per_step * self.cfg.samples_per_prompt)
-        return OmegaConf.create(
-            config.trainer_config(self.cfg) | {"loss": loss_config(self.cfg), "sequences_per_step": rows}
-        )
-
-    def logprobs_for(self) -> list[str]:
-        """Return the settings that need the log-probs of sampling."""
-        return ["min_entropy"] * (self.cfg.min_entropy is not None)
+    def objective_config(self) -> dict[str, Any]:
+        """Return the component of the divergence."""
+        return loss_config(self.cfg)
 
     def check_training(self) -> None:
-        """Build the teacher, and check what it learns on, before weights are read.
-
-        Raises:
-            UserError: the teacher or a given answer does not fit the model.
-        """
+        """Build the teacher, and check prompts and given answers, before weights are read."""
         self.teacher = open_teacher(self.cfg, self.learner)
         decoder = self.teacher.learner.decoder
         self.prompts.check_model(decoder, "teacher")
@@ -87,7 +64,7 @@ class Distil(Loop):
         self.trainer_cls.try_out(self.learner.cfg, self.learner, self.cfg.steps * updates_of_step(self.cfg))
 
     def expected_work(self) -> Workload:
-        """Describe the rows of a step: those of given answers, or an estimate before any sampling."""
+        """Describe the rows of a step: of given answers, or an estimate."""
         work = super().expected_work()
         if self.cfg.given_answers is None:
             return work
@@ -95,7 +72,7 @@ class Distil(Loop):
         return replace(describe(rows, work.count or len(rows), "the given answers"), most=work.most)
 
     def plan_memory(self, work: Workload, beside: int = 0) -> None:
-        """Plan the memory of training beside the teacher's weights, and of the teacher's forward pass."""
+        """Plan the memory of training with the teacher's weights, and of the teacher's forward pass."""
         super().plan_memory(work, beside + self.teacher.frozen)
         self.learner.planned_peak = self.teacher.peak(self.learner, work.longest)
 
@@ -107,13 +84,13 @@ class Distil(Loop):
         objective.teacher = self.teacher
 
     def inputs(self) -> dict[str, str]:
-        """Return hashes of what a resumed run must have in common with the one before."""
+        """Return hashes that a resumed run shares with the one before."""
         return super().inputs() | {"teacher": self.teacher.fingerprint}
 
     # ---- a step
 
     def choose(self, step: int, count: int, exclude: Collection[str] = ()) -> list[Prompt]:
-        """Choose the prompts of a step: the next ones, in a new order in each pass over all."""
+        """Choose the next prompts, in a new order in every pass over all."""
         asked = Steps(len(self.prompts.training), self.prompts_of_step, data_seed=self.cfg.seed)[step - 1]
         return [self.prompts.training[i] for i in asked]
 
@@ -126,8 +103,7 @@ class Distil(Loop):
         return self.select([Answers(samples, {}, {"policy": len(samples) * (step - 1)})], asked)
 
     def select(self, rounds: Sequence[Answers], asked: Sequence[str]) -> Selected:
-        """Take all answers but empty ones, those of environments and verifiers that failed, and those with a token that
-        pads the model's vocabulary, where the teacher's has less padding."""
+        """Take all answers without ERROR that have tokens, unless a token is outside the teacher's vocabulary."""
         (answers,) = rounds
         failed = {key for key, result in answers.results.items() if result.verdict is Verdict.ERROR}
         words = range(self.teacher.learner.decoder.tok_embeddings.num_embeddings)
@@ -143,10 +119,6 @@ class Distil(Loop):
         if LOGPROBS in self.learner.objective.columns:
             rows.add_labels_column(LOGPROBS, self.teacher.logprobs(rows, self.learner.objective.temperature))
         return rows, [samples[i].prompt_id for i, _ in pieces]
-
-    def stop_reason(self) -> str | None:
-        """Return why the run ends before its last step; None to continue."""
-        return evaluation.policy_stop_reason(self.trainer.lines, self.cfg)
 
     def report_gain(self) -> None:
         """Log the gain on the held-out prompts, and warn if nothing was trained."""

@@ -29,11 +29,7 @@ class DPO(LoRAFinetune):
     columns = (COLUMN,)
 
     def setup_data(self, tokenizer: Any) -> tuple[Rows, Rows | None]:
-        """Read and tokenise the pairs, as :meth:`LoRAFinetune.setup_data` does.
-
-        Raises:
-            UserError: also if the rows are not pairs.
-        """
+        """Read and tokenise the pairs, as :meth:`LoRAFinetune.setup_data` does."""
         rows, validation = super().setup_data(tokenizer)
         for key, part in (("dataset", rows), ("dataset_val", validation)):
             if part is not None and SIDE not in part.columns:
@@ -44,7 +40,7 @@ class DPO(LoRAFinetune):
         return rows, validation
 
     def add_columns(self, folder: Path, rows: Mapping[str, Rows | None]) -> None:
-        """Add the reference's log-probs, unless the loss does without."""
+        """Add the reference's log-probs, if the loss needs them."""
         if COLUMN in self.learner.objective.columns:
             sets = {key: part for key, part in rows.items() if part is not None}
             add_reference_logprobs(self.learner, sets, folder)

@@ -3,8 +3,8 @@
     tune run grpo_rocm --config strix_halo_qwen3_4b_grpo
     tune run --nproc_per_node 7 grpo_rocm --config mi300x_qwen3_8b_grpo_8gpu
 
-A step of :class:`rocm_ext.rl.loop.Loop` chooses prompts, samples a group of answers to each, verifies them, compares
-each reward with those of its group, and updates the adapter. Optimiser and schedule run through the whole run.
+A step of :class:`rocm_ext.rl.loop.Loop` chooses prompts, samples a group of answers per prompt, verifies them, compares
+rewards inside groups, and updates the adapter. Optimiser and schedule live as long as the run.
 
 To change a part, subclass :class:`GRPO` and override :meth:`GRPO.choose`, :meth:`GRPO.select`, :meth:`GRPO.rows` or
 :meth:`GRPO.training_config`.
@@ -12,19 +12,20 @@ To change a part, subclass :class:`GRPO` and override :meth:`GRPO.choose`, :meth
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
 from rocm_ext.config.algorithms import describe, filled, updates_of_pass, updates_of_step
-from rocm_ext.config.checks import check_grpo_values, check_values
+from rocm_ext.config.checks import check_grpo_values
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import ROUTES, Rows
 from rocm_ext.losses.policy_gradient import loss_config
-from rocm_ext.plan.workload import old_logprobs, rows_of_update
+from rocm_ext.plan.workload import old_logprobs
 from rocm_ext.rl import evaluation
 from rocm_ext.rl.loop import Loop
 from rocm_ext.rl.prompts import choose_by_curriculum
@@ -36,21 +37,12 @@ from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import run
 from rocm_ext.train.scoring import reference, score
 
-_COLUMNS = ("advantages", "old_logprobs", "sampler_logprobs", "reference_logprobs")  # that rows of a step can have
-_ROWS_PER_MICRO_BATCH = 4  # rows of joined answers that fit into one
+_COLUMNS = ("advantages", "old_logprobs", "sampler_logprobs", "reference_logprobs")  # columns that a step can have
+_ROWS_PER_MICRO_BATCH = 4  # rows of joined answers in one micro-batch
 
 
 class GRPO(Loop):
-    """Trains an adapter on the model's own verified answers, right and wrong, with policy gradients.
-
-    Args:
-        cfg: config of ``grpo_rocm`` or of a recipe that extends it, from :func:`rocm_ext.config.load`.
-        learner: class that builds the model.
-        trainer: class that updates the adapter.
-
-    Raises:
-        UserError: a value in ``cfg`` is out of range.
-    """
+    """Trains an adapter on the model's verified answers, right and wrong, with policy gradients; see :class:`Loop`."""
 
     samples_new_adapters = True
     logs_long_rollouts_only = True
@@ -65,36 +57,31 @@ class GRPO(Loop):
         self._reference: dict[SampleKey, np.ndarray] = {}  # log-probs of the step's answers, with kl_in: reward
         super().__init__(cfg, learner, trainer)
         self.sampling = replace(self.sampling, logprobs_temperature=cfg.temperature)
-        check_values(self.training_config())
-        self.steps, self.evaluate_every, self.prompts_of_step = cfg.steps, cfg.eval_every_n_steps, cfg.prompts_per_step
         self.max_staleness = cfg.max_staleness
 
     # ---- set-up
 
-    def training_config(self) -> DictConfig:
-        """Return the config of the learner; its ``loss`` is the objective that the config's keys describe."""
-        rows = rows_of_update(self.cfg, self.cfg.prompts_per_step * self.cfg.samples_per_prompt)
-        return OmegaConf.create(
-            config.trainer_config(self.cfg) | {"loss": loss_config(self.cfg), "sequences_per_step": rows}
-        )
+    def objective_config(self) -> dict[str, Any]:
+        """Return the component of the policy gradient."""
+        return loss_config(self.cfg)
 
     def logprobs_for(self) -> list[str]:
         """Return the settings that need the token ids and log-probs of sampling."""
-        cfg, columns = self.cfg, self.learner.objective.columns
-        kl_coef = getattr(self.learner.objective, "kl_coef", None) or 0.0
-        return [
-            *[f"mismatch={cfg.mismatch}"] * ("sampler_logprobs" in columns),
-            *["old_logprobs=sampler"] * ("old_logprobs" in columns and self.old_logprobs == "sampler"),
-            *[f"kl_coef={kl_coef:g}"] * bool(kl_coef),
-            *["min_entropy"] * (cfg.min_entropy is not None),
-        ]
+        columns = self.learner.objective.columns
+        kl_coef = getattr(self.learner.objective, "kl_coef", None)
+        settings = {
+            f"mismatch={self.cfg.mismatch}": "sampler_logprobs" in columns,
+            "old_logprobs=sampler": "old_logprobs" in columns and self.old_logprobs == "sampler",
+            f"kl_coef={kl_coef or 0.0:g}": bool(kl_coef),
+        }
+        return [name for name, needs in settings.items() if needs] + super().logprobs_for()
 
     def check_training(self) -> None:
-        """Check that the objective, which may be a component of the user's, fits the steps, before weights are read.
+        """Check that the objective fits the steps, before weights are read; it may be a user's component.
 
         Raises:
-            UserError: it needs other columns, its temperature is not that of sampling, or it takes the answers of an
-                earlier policy for those of the current one.
+            UserError: it needs other columns, its temperature is not the sampler's, or it has ``on_policy=True`` with
+                several updates per step.
         """
         cfg, learner, loss = self.cfg, self.learner, self.learner.objective
         learner.check_columns(_COLUMNS)
@@ -120,15 +107,11 @@ class GRPO(Loop):
     # ---- a step
 
     def stop_reason(self) -> str | None:
-        """Return why the run ends before its last step; None to continue.
-
-        Raises:
-            UserError: too many steps in a row taught nothing.
-        """
+        """Return why the run ends before its last step; a UserError if too many steps in a row taught nothing."""
         if flat := evaluation.flat_reason(self.trainer.lines, max_flat_steps=self.cfg.max_flat_steps):
             self.stop_sampling()
             raise UserError(flat)
-        return evaluation.policy_stop_reason(self.trainer.lines, self.cfg)
+        return super().stop_reason()
 
     def report_gain(self) -> None:
         """Log the gain on the held-out prompts, and warn if nothing was trained."""
@@ -137,13 +120,7 @@ class GRPO(Loop):
             log.warning("%s", warning)
 
     def choose(self, step: int, count: int, exclude: Collection[str] = ()) -> list[Prompt]:
-        """Choose the prompts of a step.
-
-        Args:
-            step: number of the step, from 1.
-            count: number of prompts.
-            exclude: ids of prompts that the step has asked already.
-        """
+        """Choose the prompts of a step by the ``curriculum``; see :meth:`Loop.choose`."""
         ids = choose_by_curriculum(
             [prompt.id for prompt in self.prompts.training],
             self.records.asked,
@@ -167,25 +144,20 @@ class GRPO(Loop):
         return self.choose(step, count, exclude={prompt.id for prompt in asked})
 
     def select(self, rounds: Sequence[Answers], asked: Sequence[str]) -> Selected:
-        """Compare the rewards of each group, and choose the answers to train on.
-
-        Args:
-            rounds: answers of each round of the step's sampling.
-            asked: ids of their prompts, in order.
-        """
+        """Compare the rewards inside groups, and choose the answers to train on; see :meth:`Loop.select`."""
         coef = self._kl_of_rewards
         return select(rounds, asked, self.filled, self.reference_logprobs(rounds) if coef else {}, coef)
 
     @property
     def _kl_of_rewards(self) -> float:
-        """``kl_coef`` where rewards have the divergence, else 0."""
+        """``kl_coef`` if rewards include the divergence, else 0."""
         loss = self.learner.objective
         return getattr(loss, "kl_coef", 0.0) if getattr(loss, "kl_in", None) == "reward" else 0.0
 
     def reference_logprobs(self, rounds: Sequence[Answers]) -> dict[SampleKey, np.ndarray]:
-        """Compute the log-probs of the tokens of all answers with a reward under the adapter that the run began with.
+        """Compute the log-probs of all answers with a reward under the run's first adapter.
 
-        Those of earlier rounds of the step are known.
+        Later rounds of a step only compute new answers.
         """
         known = self._reference = self._reference if len(rounds) > 1 else {}
         judged = {key: s for part in rounds for key, s in part.samples.items() if part.results[key].reward is not None}
@@ -199,12 +171,9 @@ class GRPO(Loop):
         return known
 
     def rows(self, selected: Selected) -> tuple[Rows, list[str]]:
-        """Convert the answers to train on to rows, with the columns that the objective needs or measures.
+        """Convert the answers to train on to rows, with the objective's columns; see :meth:`Loop.rows`.
 
         Answers to one prompt are joined to rows where the model can compute their prompt once.
-
-        Returns:
-            The rows, and the prompt of each.
         """
         cfg, learner, samples = self.cfg, self.learner, selected.trained
         rows, pieces = to_rows(samples, self.prompts.tokens)
@@ -226,7 +195,7 @@ class GRPO(Loop):
             of_rank = sum(map(len, rows.tokens)) / parts  # tokens of an update
             most = float(learner.tokens_per_micro_batch)
             if self.ranks.world > 1 or of_rank > most:
-                # rows well below a micro-batch, and several for each rank: large ones would fill neither
+                # small rows fill ranks and micro-batches evenly
                 most = min(most, of_rank) / _ROWS_PER_MICRO_BATCH
             rows, groups = rows.join_groups(groups, most)
         if "old_logprobs" in columns and self.old_logprobs != "sampler":

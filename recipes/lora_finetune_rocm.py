@@ -47,9 +47,6 @@ class LoRAFinetune:
 
     Attributes:
         columns: columns that :meth:`add_columns` adds to the rows; this recipe has none.
-
-    Raises:
-        UserError: a value in ``cfg`` is out of range.
     """
 
     columns: tuple[str, ...] = ()
@@ -60,11 +57,7 @@ class LoRAFinetune:
         self.metric_logger: Any = None
 
     def check(self) -> None:
-        """Do all of the set-up that needs no weights, cheap steps first, so that a user's mistake ends the run early.
-
-        Raises:
-            UserError: the config, the data or the machine do not allow this run.
-        """
+        """Do all set-up that needs no weights, cheap steps first, so that a user's mistake ends the run early."""
         cfg = self.cfg
         self.runtime = Runtime.open(cfg)
         use_downloaded(cfg, self.runtime.ranks)
@@ -90,11 +83,7 @@ class LoRAFinetune:
             self.learner.check_budget()
 
     def setup(self) -> None:
-        """Prepare the run: :meth:`check`, then read the weights and claim the output folder.
-
-        Raises:
-            UserError: the config, the data, the weights or the machine do not allow this run.
-        """
+        """Prepare the run: :meth:`check`, then read the weights and claim the output folder."""
         self.check()
         self.metric_logger = setup_metric_logger(self.cfg, self.runtime.ranks.is_main)
         self.learner.load()
@@ -118,34 +107,17 @@ class LoRAFinetune:
         log_config(self.metric_logger, self.cfg)
 
     def setup_evaluation(self) -> Any:
-        """Prepare evaluations by answers to ``eval_prompts``.
-
-        Returns:
-            A :class:`rocm_ext.rl.evaluator.Evaluator`; None without ``eval_prompts``.
-
-        Raises:
-            UserError: prompts, verifier or engine cannot be used.
-        """
+        """Return a :class:`rocm_ext.evaluate.answers.Evaluator` of ``eval_prompts``; None without them."""
         if self.cfg.eval_prompts is None:
             return None
-        from rocm_ext.rl.evaluator import Evaluator  # here: importing it takes time, which most runs save
+        from rocm_ext.evaluate.answers import Evaluator  # here: importing it takes time, which most runs save
 
         evaluation = Evaluator(self.cfg, self.learner)
         evaluation.check()
         return evaluation
 
     def setup_data(self, tokenizer: Any) -> tuple[Rows, Rows | None]:
-        """Read and tokenise the rows.
-
-        Args:
-            tokenizer: the config's tokenizer.
-
-        Returns:
-            The training rows, and the validation rows or None.
-
-        Raises:
-            UserError: the data cannot be read, or settings contradict each other.
-        """
+        """Read and tokenise the training rows, and the validation rows or None."""
         cfg = self.cfg
         rows = self._rows(cfg.dataset, "dataset", tokenizer)
         if cfg.dataset_val is not None and cfg.validation_fraction:
@@ -162,15 +134,10 @@ class LoRAFinetune:
         return rows, validation
 
     def add_columns(self, folder: Path, rows: Mapping[str, Rows | None]) -> None:
-        """Add the columns in :attr:`columns` to the rows, with the model as it is before the first step.
-
-        Args:
-            folder: the output folder.
-            rows: training rows and validation rows by their keys in the config; None: there are none.
-        """
+        """Add the columns in :attr:`columns` to the rows, by their keys in the config, before the first step."""
 
     def _rows(self, component: Any, key: str, tokenizer: Any) -> Rows:
-        cfg, own = self.cfg, tokenizer is self.learner.tokenizer
+        cfg, is_ours = self.cfg, tokenizer is self.learner.tokenizer  # a recipe may bring another tokenizer
         policies: dict[str, Any] = {
             "max_seq_len": getattr(tokenizer, "max_seq_len", None),
             "positions": self.learner.decoder.max_seq_len,
@@ -179,8 +146,7 @@ class LoRAFinetune:
             "name": key,
         }
         rows = kept_rows(
-            # a recipe may bring a tokenizer of its own
-            lambda: what_makes(cfg, component, **policies) if own and cfg.keep_rows else None,
+            lambda: what_makes(cfg, component, **policies) if is_ours and cfg.keep_rows else None,
             lambda: tokenize(
                 open_dataset(component, tokenizer, cfg.too_long),
                 progress=self.runtime.ranks.is_main and os.isatty(2),
@@ -193,11 +159,10 @@ class LoRAFinetune:
         return rows
 
     def train(self) -> None:
-        """Train to the last step, write the outputs, and warn if the adapter is the one that the run began with.
+        """Train to the last step, write the outputs, and warn if the adapter is unchanged.
 
         Raises:
             Interrupted: the user asked to stop; the last step is saved.
-            UserError: a loss is not finite, or the disk is full.
         """
         self.trainer.train()
         if peft_files.fingerprint(self.learner.adapter_state()) == self._first:

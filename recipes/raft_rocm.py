@@ -3,7 +3,7 @@
     tune run raft_rocm --config strix_halo_qwen7b_raft
     tune run --nproc_per_node 8 raft_rocm --config mi300x_qwen7b_raft_8gpu
 
-:class:`rocm_ext.rl.loop.Loop` has the steps, which RAFT calls cycles. ``cycle_k/`` has the outputs of each:
+:class:`rocm_ext.rl.loop.Loop` has the steps, which RAFT calls cycles. ``cycle_k/`` has a cycle's outputs:
 ``kept.jsonl``, ``adapter/``, ``summary.json`` and ``eval.json``; ``cycle_0/`` has the evaluation before any training.
 A cycle that keeps no answer is skipped.
 
@@ -11,14 +11,13 @@ To change a part, subclass :class:`RAFT` and override :meth:`RAFT.choose`, :meth
 :meth:`RAFT.training_config`.
 """
 
-import sys
 from collections.abc import Collection, Sequence
 
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
 from rocm_ext.base.log import log
-from rocm_ext.config.checks import check_raft_values, check_values
+from rocm_ext.config.checks import check_raft_values
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
 from rocm_ext.plan import workload
@@ -35,16 +34,7 @@ from rocm_ext.verifiers import Result
 
 
 class RAFT(Loop):
-    """Trains an adapter on the model's own verified answers.
-
-    Args:
-        cfg: config of ``raft_rocm`` or of a recipe that extends it, from :func:`rocm_ext.config.load`.
-        learner: class that builds the model.
-        trainer: class that trains the model in each cycle.
-
-    Raises:
-        UserError: a value in ``cfg`` is out of range.
-    """
+    """Trains an adapter on the model's verified answers; see :class:`Loop`."""
 
     unit = "cycle"
     trainer: CycleTrainer
@@ -54,9 +44,6 @@ class RAFT(Loop):
     ) -> None:
         check_raft_values(cfg)
         super().__init__(cfg, learner, trainer)
-        check_values(self.training_config())
-        self.steps, self.evaluate_every = cfg.cycles, cfg.eval_every_n_cycles
-        self.prompts_of_step = cfg.prompts_per_cycle or sys.maxsize  # null: all that qualify
         self.samples_new_adapters = cfg.cycles > 1
         self._rule = KeepRule(cfg.keep, cfg.reward_threshold)
 
@@ -73,11 +60,11 @@ class RAFT(Loop):
     def logprobs_for(self) -> list[str]:
         """Return the settings that need the token ids and log-probs of sampling."""
         loss = self.learner.objective
-        needs = [f"loss {type(loss).__name__}"] * ("old_logprobs" in loss.columns)
-        return needs + ["min_entropy"] * (self.cfg.min_entropy is not None)
+        needs = [f"loss {type(loss).__name__}"] if "old_logprobs" in loss.columns else []
+        return needs + super().logprobs_for()
 
     def check_training(self) -> None:
-        """Check what training needs of the learner, before the weights are read."""
+        """Check that the learner fits the training, before the weights are read."""
         cfg, learner = self.cfg, self.learner
         learner.check_columns(("advantages", "old_logprobs"))
         if "old_logprobs" in learner.objective.columns and (
@@ -120,7 +107,7 @@ class RAFT(Loop):
         return [self.prompts[prompt_id] for prompt_id in chosen]
 
     def trains_on(self, policy: int, step: int) -> bool:
-        """Return whether a cycle trains on answers of the adapter of cycle ``policy``; skipped cycles have none."""
+        """Return whether a cycle trains on answers of the adapter of ``policy``: only of the last trained cycle."""
         return policy == self.trainer.adapter_step
 
     def select(self, rounds: Sequence[Answers], asked: Sequence[str]) -> Selected:
@@ -140,11 +127,11 @@ class RAFT(Loop):
         return Selected(answers.samples, answers.results, worth, set(), asked, answers.stats, dropped=dropped)
 
     def finish_sampling(self, step: int, selected: Selected) -> None:
-        """Write what the cycle keeps, for people; the run selects again when it resumes."""
+        """Write the kept answers, for people; a resumed run selects again."""
         self.trainer.write_selection(selected, self.passes, self.prompts.tokens)
 
     def rows(self, selected: Selected) -> tuple[Rows, list[str]]:
-        """Convert the kept answers, and those of earlier cycles that are replayed, to rows."""
+        """Convert the kept and the replayed answers to rows."""
         cfg, kept = self.cfg, selected.trained
         self.kept = {cycle: self.kept[cycle] for cycle in self.trainer.kept}
         earlier = list(self.kept.values())

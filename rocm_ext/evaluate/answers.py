@@ -1,4 +1,4 @@
-"""Evaluate a model's answers, without training: with an adapter, and beside it as the config starts."""
+"""Evaluate a model's answers: of an adapter and of the model that a config starts from, or between training steps."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -13,19 +13,24 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import read_json, replace_text
+from rocm_ext.base.importing import COMPONENT, import_component
+from rocm_ext.config.chosen_model import sampling_config
 from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.plan.workload import Workload
 from rocm_ext.rl import evaluation
 from rocm_ext.rl.loop import RLRecipe
 from rocm_ext.rl.records import Records
 from rocm_ext.rl.rollout import Answers, Job
 from rocm_ext.runs.folder import GREEDY
 from rocm_ext.runs.intervals import mcnemar, paired_gain
+from rocm_ext.train.checkpoint import rng_state, set_rng_state
+from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupted
 from rocm_ext.train.output_dir import OutputDir, hold
 from rocm_ext.train.scoring import reference, without_adapter
 from rocm_ext.verifiers import Verdict
 
-ANSWERS = "answers.jsonl"  # in the output folder: what was asked, answered and judged
+ANSWERS = "answers.jsonl"  # prompts, answers and verdicts, in the output folder
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Evaluation:
     Attributes:
         scores: content of ``eval.json``, see :func:`rocm_ext.rl.evaluation.score`.
         answers: lines of ``answers.jsonl``: ``prompt_id``, ``sample`` (-1: the greedy answer), ``prompt``, ``text``,
-            ``verdict``, ``reward``, ``detail`` and ``finish_reason`` each.
+            ``verdict``, ``reward``, ``detail`` and ``finish_reason``.
     """
 
     scores: dict[str, Any]
@@ -50,14 +55,13 @@ class Evaluation:
 def evaluate(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[Evaluation]:
     """Score a model on a config's ``eval_prompts``.
 
-    The records are those of the evaluation before a RAFT run's first cycle, with ``cycle_0`` in ``output_dir``; those
-    of the second evaluation are in ``base``.
+    ``output_dir`` gets the records of an evaluation before a RAFT run's first cycle, with ``cycle_0``. The second
+    evaluation has the folder ``base`` in it.
 
     Args:
-        cfg: config of ``raft_rocm`` or ``grpo_rocm``; its ``output_dir`` receives the records, so it needs one of its
-            own.
+        cfg: config of ``raft_rocm`` or ``grpo_rocm``, with an ``output_dir`` for this evaluation.
         adapter: PEFT folder; None evaluates the model that the config starts from.
-        base: evaluate the model that the config starts from, too.
+        base: whether to evaluate the model that the config starts from, in addition.
 
     Returns:
         The evaluation, and the one of the model that the config starts from if ``base`` is set.
@@ -84,7 +88,9 @@ def evaluate(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[
             with recipe.verification():
                 evaluations = [_evaluate(recipe, cfg, outs[0], "the evaluation")]
                 if base:
-                    with _as_it_starts(recipe, start):
+                    first, learner = start.checkpointer.get("adapter_checkpoint"), recipe.learner
+                    read = reference(learner, learner.read_adapter(Path(first)), first) if first else None
+                    with read or without_adapter(learner):
                         evaluations.append(_evaluate(recipe, start, outs[1], "the evaluation without the adapter"))
             return evaluations
         except Interrupted as stop:
@@ -97,8 +103,8 @@ def compare(evaluation: Evaluation, base: Evaluation) -> dict[str, Any]:
     """Compare the greedy answers of two models to the same prompts.
 
     Returns:
-        ``gained`` and ``lost``: prompts that only one of them got right; ``gain``: the difference of pass@1 with its
-        95 % ``interval``; ``p``: of McNemar's exact test.
+        ``gained`` and ``lost``: prompts that only one model got right; ``gain``: the difference of pass@1 with its
+        95 % ``interval``; ``p`` of McNemar's exact test.
     """
     before, after = base.right(), evaluation.right()
     gained = sum(right and not before[prompt] for prompt, right in after.items())
@@ -106,14 +112,6 @@ def compare(evaluation: Evaluation, base: Evaluation) -> dict[str, Any]:
     gain = paired_gain(lost, gained, len(after))
     interval = [gain.low, gain.high]
     return {"gained": gained, "lost": lost, "gain": gain.value, "interval": interval, "p": mcnemar(lost, gained)}
-
-
-@contextmanager
-def _as_it_starts(recipe: RLRecipe, start: DictConfig) -> Iterator[None]:
-    """Context in which the learner has the adapter of ``start``, a config, or none."""
-    first, learner = start.checkpointer.get("adapter_checkpoint"), recipe.learner
-    with reference(learner, learner.read_adapter(Path(first)), first) if first else without_adapter(learner):
-        yield
 
 
 def _evaluate(recipe: RLRecipe, cfg: DictConfig, output: OutputDir, name: str) -> Evaluation:
@@ -141,7 +139,7 @@ def _evaluate(recipe: RLRecipe, cfg: DictConfig, output: OutputDir, name: str) -
 
 
 def _answers(recipe: RLRecipe, judged: Answers) -> list[dict[str, Any]]:
-    """Return what was asked, answered and judged, in the order of the prompts."""
+    """Return the lines of ``answers.jsonl``, in the order of the prompts."""
     order: Mapping[str, int] = {prompt.id: number for number, prompt in enumerate(recipe.prompts.held_out)}
     answers = []
     for key in sorted(judged.samples, key=lambda key: (order[key[0]], key[1])):
@@ -160,3 +158,63 @@ def _answers(recipe: RLRecipe, judged: Answers) -> list[dict[str, Any]]:
             }
         )
     return answers
+
+
+class Evaluator(RLRecipe):
+    """Lets a model in training answer ``eval_prompts``, in this process, and verifies the answers.
+
+    An evaluation opens a session and processes, frees their memory for training, and restores the random generators.
+
+    Args:
+        cfg: config of the SFT recipe or of a recipe that extends it, with ``eval_prompts``.
+        learner: the model; its weights may be missing until :meth:`open_records`.
+    """
+
+    logs_long_rollouts_only = True
+
+    def __init__(self, cfg: DictConfig, learner: Learner) -> None:
+        if hasattr(import_component(cfg.engine[COMPONENT]), "check_adapter"):
+            raise UserError(
+                f"engine {cfg.engine[COMPONENT]} samples on servers, and {cfg.recipe} evaluates the adapter that is in "
+                "this process; set engine._component_=rocm_ext.sampling.LocalEngine"
+            )
+        super().__init__(sampling_config(cfg), lambda *_: learner)
+        self.runtime, self.ranks, self._tokenizer = learner.runtime, learner.runtime.ranks, learner.tokenizer
+
+    def check(self) -> None:
+        """Read the prompts, and check them, the verifier and the engine; see :meth:`RLRecipe.check`."""
+        with self._same_random_numbers():
+            super().check()
+
+    def _open_tokenizer(self) -> Any:
+        return self._tokenizer
+
+    def plan_memory(self, work: Workload, beside: int = 0) -> None:
+        """Plan nothing: training has planned its memory, and a session fits into what is free."""
+
+    def fingerprint(self) -> str:
+        """Return a hash of the prompts; a run shares it with the one it resumes."""
+        return self.prompts.fingerprint(self.prompts.held_out)
+
+    def open_records(self, step: int, evaluated: int) -> None:
+        """Open the records of a run that continues after ``step``; evaluations after ``evaluated`` are unfinished."""
+        self.records = Records.open(self.out, self.ranks, step, evaluated)
+
+    def evaluate(self, step: int) -> tuple[dict[str, Any], float]:
+        """Evaluate the present adapter, of ``step``, and continue recorded answers; all ranks call this.
+
+        Returns:
+            Scores from :func:`rocm_ext.rl.evaluation.score`, and the seconds of sampling and verifying.
+        """
+        with self._same_random_numbers(), self.verification():
+            answers = self.answer_held_out(step, lambda requests: self.engines.session("eval", None))
+        return evaluation.score(answers, 0), answers.stats["seconds"]
+
+    @contextmanager
+    def _same_random_numbers(self) -> Iterator[None]:
+        """Context after which training draws the random numbers that it would have drawn without it."""
+        state = rng_state(self.runtime.device)
+        try:
+            yield
+        finally:
+            set_rng_state(state, self.runtime.device)

@@ -1,13 +1,13 @@
-"""Measure a model on held-out rows of SFT or DPO, without training: loss, perplexity, and what the objective measures.
+"""Measure a model on the validation rows of SFT or DPO without training: loss, perplexity, and other measurements.
 
-The rows are those on which the recipe validates, and the loss is the recipe's ``val_loss``.
+The loss is the recipe's ``val_loss``.
 """
 
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,10 +39,10 @@ class Measured:
     """A model's results on held-out rows.
 
     Attributes:
-        scores: ``loss``, ``perplexity``, ``rows``, ``tokens``, and what the objective measures.
-        rows: one for each row: ``row``, its number among the held-out rows; of SFT ``tokens`` and ``loss``, the mean
-            NLL of its labels in nats; of single answers with a label also ``good``; of pairs ``logprob_chosen`` and
-            ``logprob_rejected`` and the tokens of each. Bad answers do not count in the perplexity.
+        scores: ``loss``, ``perplexity``, ``rows``, ``tokens``, and the objective's measurements.
+        rows: measurements by row: ``row``, its number; for SFT ``tokens`` and ``loss``, the mean NLL of its labels in
+            nats; for single answers with a label also ``good``; for pairs ``logprob_chosen``, ``logprob_rejected``,
+            ``tokens_chosen`` and ``tokens_rejected``. The perplexity excludes bad answers.
     """
 
     scores: dict[str, Any]
@@ -50,7 +50,7 @@ class Measured:
 
 
 class SupervisedRecipe(Protocol):
-    """What :func:`measure` needs of the SFT recipe, or of one that extends it."""
+    """The SFT recipe, or one that extends it."""
 
     cfg: DictConfig
     columns: tuple[str, ...]
@@ -58,7 +58,7 @@ class SupervisedRecipe(Protocol):
     learner: Learner
 
     def setup_data(self, tokenizer: Any) -> tuple[Rows, Rows | None]:
-        """Read and tokenise the rows for training and those for validation."""
+        """Read and tokenise the rows for training and for validation."""
 
     def add_columns(self, folder: Path, rows: Mapping[str, Rows | None]) -> None:
         """Add the columns in ``columns`` to the rows."""
@@ -75,10 +75,10 @@ def measure(recipe: SupervisedRecipe, adapter: Path | None, base: bool = False) 
     Args:
         recipe: ``lora_finetune_rocm``, ``dpo_rocm`` or a recipe that extends one of them, with its config.
         adapter: PEFT folder; None measures the model that the config starts from.
-        base: measure the model that the config starts from, too.
+        base: whether to measure the model that the config starts from, in addition.
 
     Returns:
-        The results, and those of the model that the config starts from if ``base`` is set.
+        The results; with ``base`` also the results of the model that the config starts from.
 
     Raises:
         UserError: the config has no validation rows, or the model or the rows cannot be read.
@@ -89,7 +89,7 @@ def measure(recipe: SupervisedRecipe, adapter: Path | None, base: bool = False) 
             if (kept := Path(recipe.cfg.output_dir) / FILE).is_file():
                 shutil.copy(kept, folder)
             recipe.add_columns(Path(folder), {"dataset_val": rows})
-        with _loaded(learner, adapter):
+        with nullcontext() if adapter is None else reference(learner, learner.read_adapter(adapter), str(adapter)):
             results = [_measure(learner, rows)]
         if base:
             results.append(_measure(learner, rows))
@@ -102,9 +102,9 @@ def compare(measured: Measured, base: Measured) -> dict[str, Any]:
     """Compare two models on the same rows.
 
     Returns:
-        ``difference``: the difference of the NLL per token of the answers (of the chosen ones), with its 95 %
-        ``interval`` over rows. Of pairs also ``gained`` and ``lost``, the pairs of which only one model prefers the
-        chosen answer, and ``p`` of McNemar's exact test.
+        ``difference``: the difference of the NLL per token of the answers (for pairs, the chosen ones), with its 95 %
+        ``interval`` over rows. For pairs also ``gained`` and ``lost``, pairs in which only one model prefers the chosen
+        answer, and ``p`` of McNemar's exact test.
     """
     nll, before = (np.array([_nll(row) for row in model.rows]) for model in (measured, base))
     change = paired_ratio(nll - before, np.array([float(_tokens(row)) for row in measured.rows]))
@@ -118,11 +118,7 @@ def compare(measured: Measured, base: Measured) -> dict[str, Any]:
 
 
 def keep(measured: Measured, folder: Path) -> None:
-    """Write ``eval.json`` and ``rows.jsonl`` into a new folder.
-
-    Raises:
-        UserError: the disk is full, or the folder is not writable.
-    """
+    """Write ``eval.json`` and ``rows.jsonl`` into a new folder."""
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / ROWS, "".join(json.dumps(row) + "\n" for row in measured.rows))
@@ -150,13 +146,6 @@ def _open(recipe: SupervisedRecipe) -> tuple[Learner, Rows]:
     learner.check_rows(rows, recipe.columns)
     learner.setup(workload.describe(rows, len(rows), "the held-out rows", learner.shares))
     return learner, rows
-
-
-@contextmanager
-def _loaded(learner: Learner, adapter: Path | None) -> Iterator[None]:
-    """Context in which the learner has the adapter in a folder; None: that of the config."""
-    with nullcontext() if adapter is None else reference(learner, learner.read_adapter(adapter), str(adapter)):
-        yield
 
 
 def _measure(learner: Learner, rows: Rows) -> Measured:
@@ -189,7 +178,7 @@ def _row(rows: Rows, number: int, logprobs: np.ndarray) -> dict[str, Any]:
 
 
 def _nll(row: dict[str, Any]) -> float:
-    """Return the NLL of a row's answer, of a pair's chosen answer, and 0 of a bad one."""
+    """Return the NLL of a row's answer or of a pair's chosen answer, and 0 for a bad answer."""
     return row["loss"] * _tokens(row) if "loss" in row else -row["logprob_chosen"]
 
 

@@ -1,4 +1,4 @@
-"""Answers of coming steps, which servers sample while the ranks train and evaluate."""
+"""Rollouts of coming steps: servers sample them while the ranks train and evaluate."""
 
 import threading
 import time
@@ -20,9 +20,9 @@ _POLL = 0.2  # seconds between looks at whether the thread still samples
 class RolloutAhead(Rollout):
     """Answers for a coming step, which :class:`Ahead` samples."""
 
-    def _start(self, needed: bool) -> None:
+    def _start(self) -> None:
         self.sampled = threading.Event()  # this rank has no more to sample
-        self._open, self._lock, self._tokens = 1, threading.Lock(), 0  # open requests, and those to be taken as one
+        self._open, self._lock, self._tokens = 1, threading.Lock(), 0  # open: requests, and 1 until all are taken
         self._began = self.ended = time.perf_counter()  # of sampling on this rank
 
     def requests(self) -> Iterator[Request | None]:
@@ -36,7 +36,7 @@ class RolloutAhead(Rollout):
         self._count_open(-1)
 
     def take(self, completion: Completion, policy: int) -> None:
-        """Record an answer, which the adapter of step ``policy`` gave."""
+        """Record an answer of the adapter of step ``policy``."""
         self._tokens += len(completion.tokens)
         seconds = max(time.perf_counter() - self._began, 1e-9)
         self._take(
@@ -45,7 +45,7 @@ class RolloutAhead(Rollout):
         self._count_open(-1)
 
     def _count_open(self, more: int) -> None:
-        with self._lock:  # the thread that takes requests is another than that which records answers
+        with self._lock:  # one thread takes requests, and another records answers
             self._open += more
             if not self._open:
                 self._progress.close()
@@ -53,28 +53,26 @@ class RolloutAhead(Rollout):
                 self.sampled.set()
 
     def finish(self, waited: float = 0.0, free: float = 0.0) -> Answers:
-        """Wait for the verdicts; see :meth:`Rollout.finish`.
+        """Wait for the verdicts, after ``waited`` seconds for the samples; see :meth:`Rollout.finish`.
 
-        Args:
-            waited: seconds that the run has waited for the samples.
-            free: when the steps before had theirs. The seconds of this one count from then on.
+        This step's seconds count from ``free`` on, the time when the steps before had their samples.
         """
         seconds = self.ended - max(self._began, min(free, self.ended))
         return self._collect(seconds, hidden=max(0.0, seconds - waited))
 
 
 class Ahead:
-    """Answers for coming steps, which a thread samples on servers while the ranks train and evaluate.
+    """A thread that samples coming steps on servers while the ranks train and evaluate.
 
-    Steps are asked in order, and each request begins with the newest adapter in use. How old answers get follows from
-    when their step is added: with the adapter of step k in use, those of step k + 1 + n are at most n steps old.
+    It takes steps in order, and a request begins with the newest adapter in use. If step k + 1 + n is added while the
+    adapter of step k is in use, its answers are at most n steps old.
 
     The thread uses no collective operation. All ranks call every method but :meth:`abandon` together.
 
     Args:
         workers: the processes.
         step: steps done.
-        keep: steps for which the servers keep an adapter that is no longer the newest, because requests still have it.
+        keep: steps for which the servers keep an older adapter, because requests still use it.
 
     Attributes:
         last: the last step that was added.
@@ -91,11 +89,7 @@ class Ahead:
         self._thread: threading.Thread | None = None
 
     def use(self, policy: int, open_session: OpenSession) -> None:
-        """Let new requests begin with the adapter of step ``policy``, the last that is done.
-
-        Raises:
-            UserError: the servers refuse the adapter.
-        """
+        """Let new requests begin with the adapter of ``policy``, the last finished step."""
         while self._adapters and self._adapters[0][0] < policy - self._keep:
             self._adapters.popleft()[2].close()
         stack = ExitStack()
@@ -111,11 +105,7 @@ class Ahead:
             self._thread.start()
 
     def finish(self) -> tuple[Job, Answers]:
-        """Wait for samples and verdicts of the oldest step; see :meth:`Rollout.finish`.
-
-        Raises:
-            UserError: sampling failed, on this rank or another.
-        """
+        """Wait for samples and verdicts of the oldest step; see :meth:`Rollout.finish`."""
         assert self._thread is not None, "finish() comes after add()"
         rollout, began = self._steps[0], time.perf_counter()
         while not rollout.sampled.wait(_POLL) and self._thread.is_alive():
@@ -132,7 +122,7 @@ class Ahead:
         return rollout.job, rollout.finish(waited, free)
 
     def stop(self) -> None:
-        """Stop sampling; what is sampled stays in the records."""
+        """Stop sampling; samples stay in the records."""
         self._halt()
         while self._adapters:
             self._adapters.pop()[2].close()
@@ -169,9 +159,9 @@ class Ahead:
         return self._workers.interrupt.signum is not None or self._workers.halted
 
     def _requests(self, pending: Iterator[tuple[Any, Request | None]], session: Any) -> Iterator[Request | None]:
-        """Yield requests with the newest adapter, and None where there are none yet.
+        """Yield requests with the newest adapter, and None while there are none.
 
-        They end where there is a newer session and ``session`` has given a server up, or asks one that has refused the
+        This ends once there is a newer session, if ``session`` has given up a server or uses one that has refused the
         newest adapter.
         """
         while not self._stopped and not (
@@ -185,7 +175,7 @@ class Ahead:
             yield request
 
     def _pending(self) -> Iterator[tuple[Any, Request | None]]:
-        """Take the requests of the added steps, each with its rollout; None where there are none yet."""
+        """Yield the added steps' requests with their rollouts; None while there are none."""
         while True:
             if self._added.empty():
                 yield None, None

@@ -1,4 +1,4 @@
-"""Conversations with environments: who samples each of the model's messages, and what training learns of them."""
+"""Conversations with environments: requests for the model's messages, and the samples that training gets."""
 
 import hashlib
 import threading
@@ -28,11 +28,11 @@ _AHEAD = 64  # conversations that begin before there is room for them
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a conversation, behind its prompt.
+    """Limits of a conversation after its prompt.
 
     Attributes:
-        turns: messages of the model's.
-        added: tokens that are not the model's.
+        turns: messages of the model.
+        added: tokens of the environment.
     """
 
     turns: int
@@ -41,24 +41,24 @@ class Limits:
 
 @dataclass
 class _Talk:
-    """A conversation: its messages, and the tokens that the model samples next behind.
+    """A conversation and the context of the model's next message.
 
     Attributes:
-        request: of its first message.
-        turns: the prompt's turns and all that follow; or those that the environment asked with, and what follows.
-        shown: all turns behind the prompt's, for the record.
+        request: request for the model's first message.
+        turns: turns of the prompt, or of the environment's last request, with all that follow.
+        shown: all turns after the prompt, for the record.
         tools: JSON schemas of the functions that the model may call.
         asked: the environment's request for the model's next message; None: it has given messages.
-        context: ids that the next message is sampled behind.
-        tokens, logprobs, routes: of the model's messages, in order.
+        context: ids before the model's next message.
+        tokens, logprobs, routes: outputs of the model's messages, in order.
         given: see :class:`rocm_ext.rl.records.Sample`.
         answers: number of the model's messages.
-        calls: number of the calls of tools in them.
-        stopped: whether the last of them has its end.
-        last: the last of them, as the environment gets it.
-        text: its text without special tokens.
-        sampled: its text with them.
-        cut: the limit that ended the conversation; empty: none has.
+        calls: number of tool calls in them.
+        stopped: whether the model ended its last message.
+        last: the model's last message, as the environment gets it.
+        text: text of this message without special tokens.
+        sampled: text of this message with special tokens.
+        cut: the limit that ended the conversation; empty: none did.
     """
 
     request: Request
@@ -81,20 +81,20 @@ class _Talk:
 
 
 class ConversationQueue(RequestQueue):
-    """Requests of conversations: those that continue one come before those that begin one.
+    """Requests of conversations; open conversations come before new ones.
 
     One thread takes requests, and another one may hand over the answers.
 
     Args:
         queue: the requests that begin conversations.
-        sampling: how to draw; ``max_new_tokens`` is the limit of all messages of the model's in a conversation.
+        sampling: settings; ``max_new_tokens`` limits all of the model's messages in a conversation together.
         environments: the other side.
-        tokenizer: of the model.
-        limits: of a conversation.
-        stopped: returns whether there are no more requests; conversations stay as they are.
-        rows: rows of the prompts, by their ids.
-        turns: records of the model's messages. One that an earlier process has recorded is not sampled again; the
-            environment gets it, and if it replies as before, the conversation goes on where it was.
+        tokenizer: the model's tokenizer.
+        limits: limits of a conversation.
+        stopped: returns whether to stop; open conversations stay as they are.
+        rows: rows of the prompts, by prompt id.
+        turns: records of the model's messages. The environment gets recorded messages of an earlier process. If it
+            replies as before, the conversation continues where it was.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class ConversationQueue(RequestQueue):
         same: list[Request] = []
         while not self._stopped():
             self._hear()
-            most = min(self._environments.at_once, self.share)  # other ranks want some, too
+            most = min(self._environments.at_once, self.share)  # the rest is for other ranks
             while coming and len(self._open) < most and self._beginning.total() + sum(map(len, self._first)) < _AHEAD:
                 if same := same or next(coming, []):
                     room = self._environments.at_once - len(self._open)
@@ -150,11 +150,7 @@ class ConversationQueue(RequestQueue):
         return key in self._open
 
     def add(self, completion: Completion) -> None:
-        """Record a message of the model's, and hand it over to the environment.
-
-        Raises:
-            UserError: the record cannot be written.
-        """
+        """Record a message of the model, and give it to the environment."""
         self._turns.append(Sample.of(completion).record() | {"behind": self._behind(completion.request)})
         self._say(completion)
 
@@ -172,7 +168,7 @@ class ConversationQueue(RequestQueue):
         answer = Turn("assistant", talk.last["content"], True, calls)
         talk.turns.append(answer)
         talk.shown.append(answer)
-        if talk.stopped or (talk.asked and len(talk.tokens) < self._sampling.max_new_tokens):  # its own limit
+        if talk.stopped or (talk.asked and len(talk.tokens) < self._sampling.max_new_tokens):  # the request's limit
             self._wait_for(talk, self._environments.say(talk.request.key, talk.last))
         else:
             self._cut(talk, "max_new_tokens")
@@ -183,7 +179,7 @@ class ConversationQueue(RequestQueue):
         while self._ended:
             yield self._ended.popleft()
 
-    # ---- what the environment says
+    # ---- the environment's replies
 
     def _begin(self, same: list[Request]) -> None:
         prompt = same[0].prompt_id
@@ -237,12 +233,7 @@ class ConversationQueue(RequestQueue):
                 self._first += by_tokens.values()
 
     def _following(self, talk: _Talk, reply: Ask | list[dict[str, Any]]) -> Request | None:
-        """Return the request for the model's next message; None if a limit ends the conversation.
-
-        Raises:
-            UserError: the chat template refuses the messages.
-            ValueError: a message or a tool is malformed.
-        """
+        """Return the request for the model's next message; None if a limit ends the conversation."""
         request, talk.asked = talk.request, reply if isinstance(reply, Ask) else None
         if talk.asked:
             turns, tools = to_turns(talk.asked.messages, blank=True), to_tools(talk.asked.tools)
@@ -283,13 +274,13 @@ class ConversationQueue(RequestQueue):
         )
 
     def _shared(self, held: list[Turn], turns: list[Turn]) -> int:
-        """Return how many turns both have in common from the first on."""
+        """Return the number of equal turns at the beginning of both."""
         pairs = zip(held, turns, strict=False)
         same = (a is b or _said(a) in (_said(b), _said(b._replace(content=self._defused(b.content)))) for a, b in pairs)
         return sum(takewhile(bool, same))
 
     def _behind(self, request: Request) -> str:
-        """Return what decides the message that the model samples: its settings, its seed and the ids before it."""
+        """Hash what determines the model's message: settings, seed and the ids before it."""
         text = repr((request.limited(self._sampling), request.seed, request.tokens))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -322,7 +313,7 @@ class ConversationQueue(RequestQueue):
         self._ended.append((sample, result))
 
     def _message(self, talk: _Talk, completion: Completion) -> dict[str, Any]:
-        """Return a message of the model's with its calls of tools, in OpenAI's form."""
+        """Return a message of the model with its tool calls, in OpenAI's form."""
         message: dict[str, Any] = {"role": "assistant", "content": completion.text}
         if talk.asked:
             sizes = {"prompt_tokens": len(completion.request.tokens), "completion_tokens": len(completion.tokens)}
@@ -339,7 +330,7 @@ class ConversationQueue(RequestQueue):
 
 
 def _said(turn: Turn) -> tuple[Any, ...]:
-    """Return what makes two turns the same: calls have other ids and keys in a program's history."""
+    """Return a turn's content for comparisons; a program's history has other ids and keys in calls."""
     functions = [call.get("function", call) for call in turn.more.get("tool_calls", ())]
     calls = [(function["name"], function["arguments"]) for function in functions]
     return turn.role, turn.content, calls

@@ -1,9 +1,7 @@
-"""RAFT's cycles: a trainer with a schedule and some epochs for each of them, and their entries in ``summary.json``."""
+"""RAFT's cycles: a trainer that begins a schedule in every cycle, and the entries of ``summary.json``."""
 
-import contextlib
 import json
 import shutil
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
@@ -17,7 +15,7 @@ from torchtune import training
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors, remove_folder, replace_folder, replace_text
-from rocm_ext.base.log import Progress, log
+from rocm_ext.base.log import log
 from rocm_ext.data.batches import StepLoader, Steps, rows_per_step
 from rocm_ext.data.rows import Rows
 from rocm_ext.rl.evaluation import stop_reason
@@ -28,11 +26,11 @@ from rocm_ext.runs.folder import PHASES, SampleKey
 from rocm_ext.sampling import sample_seed
 from rocm_ext.train.builders import nothing_changed
 from rocm_ext.train.checkpoint import FREE_KEYS
-from rocm_ext.train.lifecycle import Interrupted
+from rocm_ext.train.loop import Training
 from rocm_ext.train.metrics import Metrics, read_metrics, summarize
 from rocm_ext.verifiers import Result
 
-# Keys that a resumed RAFT run may change, in addition to those that a resumed SFT run may change
+# Keys that a resumed RAFT run may change, in addition to FREE_KEYS
 RAFT_FREE_KEYS = FREE_KEYS | frozenset(
     """
     cycles prompts eval_prompts verify_workers verify_timeout max_error_share stop_after_no_gain min_entropy
@@ -43,14 +41,14 @@ RAFT_FREE_KEYS = FREE_KEYS | frozenset(
 
 
 class CycleTrainer(PolicyTrainer):
-    """Trains the adapter for some epochs on the kept answers of each cycle.
+    """Trains the adapter for some epochs on the answers that a cycle keeps.
 
-    A step is a cycle. Each has a folder of its own, ``cycle_k``, of which only the adapter is read again, by servers.
+    A step is a cycle. It writes to the folder ``cycle_k``; the run reads only ``cycle_k/adapter`` again, for servers.
 
     Attributes:
         done: updates of the unfinished cycle.
-        trained: the cycles that were trained, in order; the others kept nothing.
-        kept: answers that each trained cycle kept, if a later one trains on them again.
+        trained: cycles that trained, in order; the others kept no answer.
+        kept: by cycle, the kept answers that later cycles train on again.
         earlier_updates: updates of all finished cycles.
     """
 
@@ -98,19 +96,19 @@ class CycleTrainer(PolicyTrainer):
         return self.done
 
     def position(self) -> dict[str, int]:
-        """Return nothing: each line of ``metrics.jsonl`` names its cycle."""
+        """Return nothing: the lines of ``metrics.jsonl`` name their cycle."""
         return {}
 
     def keeps_line(self, line: dict[str, Any]) -> bool:
-        """Return whether the run does not repeat what a line is about; evaluations are repeated from their records."""
+        """Return whether a resumed run keeps a line; it repeats other phases, and evaluations from their records."""
         return line["cycle"] <= (self.evaluated if line["phase"] == "eval" else self.step)
 
     def identity(self) -> dict[str, Any]:
-        """Return what a run must share with the one it resumes, beside the config."""
+        """Return what a run shares with the one it resumes, in addition to the config."""
         return {**super().identity(), "rows per step": rows_per_step(self.cfg, self.ranks.world)}
 
     def extra_state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds beside the state of every training."""
+        """Return the part of a checkpoint that other trainings do not have."""
         kept = {cycle: [list(key) for key in keys] for cycle, keys in self.kept.items()}
         return super().extra_state() | {
             # a resumed run selects the answers of the skipped cycles since the last trained one again
@@ -132,15 +130,12 @@ class CycleTrainer(PolicyTrainer):
     def write_selection(
         self, selected: Selected, passes: Callable[[Result], bool], prompts: Mapping[str, Sequence[int]]
     ) -> None:
-        """Log what a cycle keeps, and write it to ``kept.jsonl``, with rewards and prompts.
+        """Log which answers a cycle keeps, and write them to ``kept.jsonl``, with rewards and prompts.
 
         Args:
             selected: the cycle's answers.
-            passes: what an answer needs to count for its prompt's pass rate.
-            prompts: token ids of each prompt, by id.
-
-        Raises:
-            UserError: the disk is full.
+            passes: whether a result counts as passed in its prompt's pass rate.
+            prompts: token ids by prompt id.
         """
         cycle, counts = self.step + 1, _count_answers(selected, passes)
         outcome = ":" if selected.advantages else " is skipped, nothing to train on."
@@ -160,9 +155,6 @@ class CycleTrainer(PolicyTrainer):
             rows: rows to train on.
             groups: not used; rows are dealt out by chance.
 
-        Returns:
-            Measurements of the training.
-
         Raises:
             UserError: a loss is not finite, or the training changes nothing.
             Interrupted: the user asked to stop; the last update is saved.
@@ -173,57 +165,52 @@ class CycleTrainer(PolicyTrainer):
         steps = Steps(len(rows), rows_per_step(cfg, self.ranks.world), *limits)
         log.info("%s rows, %d per step, %d steps per epoch", f"{len(rows):,}", steps.per_step, steps.per_epoch)
         before = None if self.done else self._begin_cycle(steps.per_epoch * cfg.epochs)
-        path, lines = self.cycle_folder(cycle) / "metrics.jsonl", None
-        if self.ranks.is_main:
-            lines = Metrics(path, lambda line: line["step"] <= self.done)
+        path = self.cycle_folder(cycle) / "metrics.jsonl"
+        self._cycle_metrics = Metrics(path, lambda line: line["step"] <= self.done) if self.ranks.is_main else None
         loader = StepLoader(rows, steps, self.learner.layout, pin_memory=cfg.pin_memory)
         self.learner.model.train()
-        began = time.perf_counter()
-        with contextlib.closing(Progress(self.total_steps, self.done, self.ranks.is_main)) as progress:
-            for update in loader.range(self.done, self.total_steps):
-                stats = self.train_step(update)
-                self.done += 1
-                seconds, began = time.perf_counter() - began, time.perf_counter()
-                values = stats.line(seconds) | self.memory()
-                if lines is not None:
-                    lines.write(step=self.done, epoch=(self.done - 1) // steps.per_epoch + 1, **values)
-                if self.metric_logger is not None and self.done % cfg.log_every_n_steps == 0:
-                    self.metric_logger.log_dict(values, step=self.count)
-                progress.update(f"loss {stats.loss:.4f}  {stats.tokens / seconds:,.0f} tok/s")
-                every = cfg.save_every_n_steps or steps.per_epoch
-                if stats.interrupted or (self.done % every == 0 and self.done < self.total_steps):
-                    self.save_checkpoint()
-                if stats.interrupted:
-                    raise Interrupted(f"in cycle {cycle} at step {self.done}", self.interrupt.agree(self.ranks))
+        self.train_epochs(loader, steps.per_epoch, f"in cycle {cycle} ")
         if before is not None and all(torch.equal(before[k], v) for k, v in self.learner.adapter_state().items()):
             raise UserError(f"cycle {cycle}: {nothing_changed(self.total_steps, 'the cycle')}")
 
         def measured() -> dict[str, Any]:
             rate = max(line["lr"] for line in read_metrics(path))
-            return {**summarize(path), "lr": rate, "rows": rows.counts, **self.describe()}
+            return {**summarize(path), "lr": rate, "rows": rows.counts, **Training.summary(self)}
 
         return self.ranks.on_main(measured)
+
+    def count_update(self) -> None:
+        """Count an update of the cycle."""
+        self.done += 1
+
+    def log_update(self, to_logger: bool, values: dict[str, float]) -> None:
+        """Log the values of an update in the cycle's ``metrics.jsonl``."""
+        if self._cycle_metrics is not None:
+            epoch = (self.done - 1) * self.cfg.epochs // self.total_steps + 1
+            self._cycle_metrics.write(step=self.done, epoch=epoch, **values)
+        if to_logger and self.metric_logger is not None:
+            self.metric_logger.log_dict(values, step=self.count)
+
+    def saves(self, epoch_ends: bool) -> bool:
+        """Return whether to save after this update; :meth:`finish_step` saves after the last."""
+        every = self.cfg.save_every_n_steps
+        return self.done < self.total_steps and (self.done % every == 0 if every else epoch_ends)
 
     def train_on_nothing(self) -> dict[str, Any]:
         """Leave the adapter as it is, because the cycle kept no answer."""
         return {}
 
     def _begin_cycle(self, updates: int) -> Mapping[str, torch.Tensor]:
-        """Begin the training of a cycle with the adapter, the learning rate and the moments that the config says.
-
-        Returns:
-            The adapter before the training.
-        """
+        """Begin a cycle with the config's adapter, learning rate and moments; return the adapter before training."""
         cfg, lr = self.cfg, self.cfg.optimizer.lr
+        lr = max(lr * cfg.lr_decay ** len(self.trained), min(cfg.lr_floor, lr))
         training.set_seed(
             seed=sample_seed(cfg.seed, self.step + 1, "train", 0) % 2**31, debug_mode=cfg.cudnn_deterministic_mode
         )
         if cfg.start_from == "base":
             self.learner.load_adapter(self.first, "the first adapter")
         moments, scale = self.optimizer.state_dict()["state"], self.scaler.state_dict()
-        cfg.optimizer.lr = max(lr * cfg.lr_decay ** len(self.trained), min(cfg.lr_floor, lr))
-        self.build(updates)
-        cfg.optimizer.lr = lr
+        self.build(updates, lr)
         if cfg.optimizer_state == "run" and self.trained:
             self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
             self.scaler.load_state_dict(scale)
@@ -292,11 +279,7 @@ class CycleTrainer(PolicyTrainer):
                     remove_folder(self.adapter_folder(cycle))
 
     def write_outputs(self) -> None:
-        """Write ``adapter/``, ``summary.json`` and, if the config asks for it, ``merged/``.
-
-        Raises:
-            UserError: no cycle was trained.
-        """
+        """Write ``adapter/``, ``summary.json`` and perhaps ``merged/``; a UserError if no cycle was trained."""
         entries = cycle_entries(self.lines)
         if not self.trained:
             raise UserError(_nothing_trained(entries))
@@ -313,10 +296,10 @@ class CycleTrainer(PolicyTrainer):
 
 
 def cycle_entries(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the entries of ``summary.json``, one for each cycle that has ended; cycle 0 is before any training.
+    """Return the entries of ``summary.json``, one per finished cycle; cycle 0 is before any training.
 
     Args:
-        lines: lines of ``metrics.jsonl``: ``cycle``, ``phase`` and measurements, for each phase that has ended.
+        lines: lines of ``metrics.jsonl``, one per finished phase: ``cycle``, ``phase`` and measurements.
     """
     of_cycles: dict[int, dict[str, Mapping[str, Any]]] = defaultdict(dict)
     for line in lines:
@@ -339,12 +322,7 @@ def cycle_entries(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _count_answers(selected: Selected, passes: Callable[[Result], bool]) -> dict[str, Any]:
-    """Count a cycle's answers for its entry in ``summary.json``.
-
-    Args:
-        selected: the answers.
-        passes: what an answer needs to count for ``pass_rate``, the mean over prompts of the share that passed.
-    """
+    """Count a cycle's answers for its entry in ``summary.json``; ``pass_rate`` is a mean over prompts."""
     samples, results, dropped = selected.samples, selected.results, selected.dropped
     rates = [rate for rate in pass_rates(results, passes).values() if rate is not None]
     return {
@@ -369,10 +347,9 @@ def cycle_stop_reason(entries: Sequence[Mapping[str, Any]], cfg: DictConfig) -> 
     """Decide whether a run stops early.
 
     Args:
-        entries: those of ``summary.json`` up to the newest cycle, in order.
-        cfg: config with ``min_entropy``, which the answers of the newest cycle are compared with;
-            ``stop_after_no_gain``, in trained cycles; and ``max_empty_cycles``: stop after so many skipped ones in a
-            row.
+        entries: entries of ``summary.json`` up to the newest cycle, in order.
+        cfg: config with ``min_entropy`` of the newest cycle's answers; ``stop_after_no_gain``, in trained cycles; and
+            ``max_empty_cycles``, the number of skipped cycles in a row to stop after.
 
     Returns:
         The reason to stop, in one line; None to continue.
@@ -390,7 +367,7 @@ def cycle_stop_reason(entries: Sequence[Mapping[str, Any]], cfg: DictConfig) -> 
 
 
 def _nothing_trained(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Describe why no cycle was trained, and what to do."""
+    """Describe why no cycle was trained, and say what to do."""
     empty = [entry for entry in entries if entry.get("skipped")]
     if not empty:
         return "no prompt qualifies for the first cycle, so no cycle was trained"
@@ -402,7 +379,7 @@ def _nothing_trained(entries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _table(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Format the entries of ``summary.json`` as a table with a line per cycle."""
+    """Format the entries of ``summary.json`` as a table."""
     titles = ("cycle", "samples", "pass rate", "kept", "steps", "lr", "loss", "held-out", "95 % interval", "time")
     lines: list[tuple[str, ...]] = [titles]
     for row in entries:

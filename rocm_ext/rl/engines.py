@@ -1,4 +1,4 @@
-"""The engines of a run, and the model as they sample from it: with the present adapter, here or on servers."""
+"""The engines of a run, and the sessions in which they sample with the present adapter, here or on servers."""
 
 import os
 import shutil
@@ -34,14 +34,11 @@ class Engines:
     """The engines of a run.
 
     Args:
-        sample: samples the answers to train on.
-        eval: samples the answers of evaluations; it may be the same engine.
+        sample: engine for the answers to train on.
+        eval: engine for evaluations; it may be the same.
         ranks: all processes of the run.
         free: returns the free bytes on the device.
         training: returns the bytes that training will allocate between two phases of sampling.
-
-    Attributes:
-        sample, eval: see above.
     """
 
     def __init__(
@@ -69,10 +66,10 @@ class Engines:
     def keep_open(self) -> Iterator[None]:
         """Keep sessions open between phases, where the engine can follow the model's training.
 
-        The first :meth:`session` of such an engine opens it. Each later one copies the adapter's present values, and
-        keeps the layout of the weights, the key-value cache and the graphs. If training does not fit beside them, the
-        cache and the graphs go at the end of each phase, and if need be the layout, too. All other engines open a
-        session for each phase.
+        The first :meth:`session` of such an engine opens it. Later ones copy the adapter's present values, and keep the
+        layout of the weights, the key-value cache and the graphs. If training does not fit into memory with them, the
+        cache and the graphs are freed at the end of a phase, and the layout if need be. Other engines open a session
+        per phase.
         """
         self._kept = {}
         try:
@@ -115,7 +112,7 @@ class Engines:
             yield session
 
     def _make_room(self, kept: dict[int, Any]) -> None:
-        """Free the caches of the sessions kept open, and then their layouts, if training does not fit beside them."""
+        """Free the caches of the sessions kept open, and then their layouts, if training does not fit otherwise."""
         needed = self._training()
         short = self._free() < needed
         if short:
@@ -143,10 +140,9 @@ class Engines:
 class Policy:
     """Opens sessions with the adapter that the learner has at a step.
 
-    Engines in this process may keep one session open through the run, and each rollout copies the adapter's values into
-    it. Servers load the adapter from a folder. Where the run keeps no folder for each adapter, it is written to
-    ``policy/`` in the output folder, and :class:`~rocm_ext.rl.server_check.ServerCheck` checks at steps 1, 2, 4, 8, and
-    so on that the servers sample with it; otherwise it checks in each session.
+    Engines in this process may keep one session open through the run, and a rollout copies the adapter's values into
+    it. Servers load the adapter from a folder: of the cycle, or ``policy/`` in the output folder. A check that they
+    sample with it follows: of cycles in every session, otherwise at steps 1, 2, 4, 8, and so on.
 
     Args:
         engines: the run's.
@@ -154,10 +150,11 @@ class Policy:
         server_check: checks the servers' adapters.
         out: the run's output folder.
         unit: what messages call a step.
-        folder_of: returns the folder that the run keeps for the adapter of a step; None: it keeps none.
+        folder_of: returns the folder of a step's adapter; None: the run keeps no such folders.
 
     Attributes:
         on_servers: whether servers sample.
+        check_from: first step whose session checks the servers' adapter again.
     """
 
     def __init__(
@@ -174,7 +171,7 @@ class Policy:
         self._folder = out / "policy"
         self._written: Path | None = None
         self._open: list[int] = []  # steps of the adapters of open sessions
-        self._check_from = 0  # step
+        self.check_from = 0
         self._checked: tuple[str, Mapping[str, Tensor]] | None = None  # name and weights at the last check
         self.on_servers = hasattr(engines.sample, "check_adapter")
 
@@ -182,7 +179,7 @@ class Policy:
     def opened(self, stays_open: bool) -> Iterator[None]:
         """Keep the session of an engine in this process open if it ``stays_open``; remove the servers' adapters at the
         end."""
-        self._remove()  # what a killed run left
+        self._remove()  # leftovers of a killed run
         try:
             with self._engines.keep_open() if stays_open else nullcontext():
                 yield
@@ -195,22 +192,19 @@ class Policy:
 
     @contextmanager
     def session(self, step: int, requests: Requests, phase: str = "sample") -> Iterator[Session]:
-        """Open a session with the present adapter, which is that of ``step``; all ranks call this together.
+        """Open a session with the present adapter, of ``step``; all ranks call this together.
 
         Args:
             step: number of steps done.
             requests: requests of the session; a check of servers chooses prompts from them.
             phase: ``sample`` or ``eval``, for which there may be another engine.
-
-        Raises:
-            UserError: a server cannot load the adapter, or samples with another.
         """
         adapter = self._adapter(step) if self.on_servers else None
 
         def check(session: Session) -> None:
             assert adapter is not None
-            if step >= self._check_from:
-                self._check_from = max(1, 2 * step) if self._folder_of is None else 0
+            if step >= self.check_from:
+                self.check_from = max(1, 2 * step) if self._folder_of is None else 0
                 self._server_check.check(session, requests, adapter, self._checked)
                 self._checked = f"the adapter of {self._unit} {step}", self._learner.adapter_state()
 
@@ -220,10 +214,6 @@ class Policy:
                 yield session
         finally:
             self._open.remove(step)
-
-    def check_again(self) -> None:
-        """Check in the next session that the servers sample with its adapter."""
-        self._check_from = 0
 
     def _adapter(self, step: int) -> Path | None:
         """Return the folder of the present adapter for the servers, None for the base model; write it if need be."""
@@ -255,23 +245,21 @@ def open_engines(
     logprobs_for: Sequence[str],
     samples_new_adapters: bool,
 ) -> Engines:
-    """Build and check the config's engine, and find out whether it can do all that the run needs.
+    """Build the config's engine, and check that it fits the run.
 
-    The engine gets those of ``decoder``, ``tokenizer``, ``free_memory``, ``ranks``, ``stopped`` and ``trace`` that its
-    constructor takes, and ``routes=True`` with ``router_replay``. If it cannot load adapters and only evaluations need
+    Of ``decoder``, ``tokenizer``, ``free_memory``, ``ranks``, ``stopped`` and ``trace``, the engine gets the arguments
+    of its constructor, and ``routes=True`` with ``router_replay``. If it cannot load adapters and only evaluations need
     this, they sample in this process.
 
     Args:
         cfg: config of ``raft_rocm`` or ``grpo_rocm``.
         learner: the model to sample from; its weights may be missing.
         stopped: returns whether the user asked to stop.
-        sampling: how the run samples; it says of which temperature log-probs are.
-        logprobs_for: settings that need the token ids and log-probs of sampling.
-        samples_new_adapters: whether the run samples answers to train on with adapters that it has written.
+        sampling: the run's settings of sampling, with the temperature of log-probs.
+        logprobs_for, samples_new_adapters: see :class:`rocm_ext.rl.loop.RLRecipe`.
 
     Raises:
-        UserError: the engine cannot run or cannot load adapters, or lacks the token ids and log-probs that the config
-            needs.
+        UserError: the engine cannot run or cannot load adapters, or returns no log-probs and the config needs them.
     """
     offered = {
         "decoder": learner.decoder,
@@ -281,7 +269,12 @@ def open_engines(
         "stopped": stopped,
         "trace": learner.runtime.trace,
     }
-    room = learner.runtime.ranks, partial(free_memory, cfg, learner, True), partial(training_memory, learner)
+    runtime = learner.runtime
+
+    def training_memory() -> int:  # at the peak of training, in addition to the model's weights
+        return max(0, learner.planned_peak - frozen_bytes(learner.decoder, runtime.ranks.world))
+
+    room = runtime.ranks, partial(free_memory, cfg, learner, True), training_memory
     if replay := bool(cfg.get("router_replay")):
         offered["routes"] = True
     taken = {name: value for name, value in offered.items() if config.takes(cfg.engine, name, key="engine")}
@@ -334,13 +327,16 @@ def _check_adapters(cfg: DictConfig, learner: Learner, engine: Any, samples_new_
     first = cfg.checkpointer.get("adapter_checkpoint")
     writes = cfg.prompts is not None and (samples_new_adapters or cfg.eval_prompts)
     scales = [layer.scale for _, layer in adapters(learner.decoder)]
-    if (first or writes) and max(scales) > min(scales) * (1 + 1e-4):  # roots of ranks are not exact
-        raise UserError(
+    problem = ""
+    if max(scales) > min(scales) * (1 + 1e-4):  # roots of ranks are not exact
+        problem = (
             "servers such as vLLM scale all layers of an adapter alike, and alpha / r differs between layers; set "
             "model.alpha_pattern so that it does not"
         )
-    if (first or writes) and trained_tokens(learner.decoder):
-        raise UserError("model.trainable_tokens: no server is known to load an adapter with rows of tokens")
+    elif trained_tokens(learner.decoder):
+        problem = "model.trainable_tokens: no server is known to load an adapter with rows of tokens"
+    if problem and (first or writes):
+        raise UserError(problem)
     if first:
         engine.check_adapter(Path(first))
     if not writes:
@@ -367,10 +363,7 @@ def _check_adapters(cfg: DictConfig, learner: Learner, engine: Any, samples_new_
 def free_memory(cfg: DictConfig, learner: Learner, beside_graphs: bool = False) -> int:
     """Return how many bytes may still be allocated on the device.
 
-    Args:
-        cfg: the run's config.
-        learner: the model; its runtime has the budget.
-        beside_graphs: count memory as taken that only the graphs of a session can use.
+    With ``beside_graphs``, memory that only the graphs of a session can use counts as taken.
     """
     runtime: Any = learner.runtime
     if runtime.device.type == "cpu":
@@ -383,20 +376,11 @@ def free_memory(cfg: DictConfig, learner: Learner, beside_graphs: bool = False) 
     return free
 
 
-def training_memory(learner: Learner) -> int:
-    """Return how many bytes training takes at its peak in addition to the model's weights."""
-    return max(0, learner.planned_peak - frozen_bytes(learner.decoder, learner.runtime.ranks.world))
-
-
 def verify_workers(cfg: DictConfig) -> int:
-    """Return the number of processes that verify while the model samples.
-
-    This is the config's ``verify_workers``. If that is null, it is this rank's share of the physical cores minus
-    one, from 1 to 16.
-    """
+    """Return ``verify_workers``, or if it is null this rank's share of the physical cores minus one, from 1 to 16."""
     if cfg.verify_workers is not None:
         return cfg.verify_workers
-    # one core of each rank's share drives the sampler; the data loader is idle while the model samples
+    # one core of a rank's share drives the sampler; the data loader is idle while the model samples
     cores = psutil.cpu_count(logical=False) or 1
     if hasattr(os, "sched_getaffinity"):  # a container may have fewer cores than the machine
         cores = min(cores, len(os.sched_getaffinity(0)))

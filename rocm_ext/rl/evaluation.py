@@ -1,4 +1,4 @@
-"""What the measurements of a run say: the scores of an evaluation, and reasons to stop early or to warn."""
+"""Scores of an evaluation, and reasons to stop a run early or to warn, from its measurements."""
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -16,7 +16,7 @@ from rocm_ext.runs.intervals import mcnemar
 from rocm_ext.runs.scores import passes, wilson
 from rocm_ext.verifiers import Result, Verdict
 
-Lines = Sequence[Mapping[str, Any]]  # of ``metrics.jsonl``, those of steps and those of evaluations, in order
+Lines = Sequence[Mapping[str, Any]]  # lines of ``metrics.jsonl`` in order, for steps and evaluations
 
 ENTROPY_STEPS, LENGTH_STEPS = 3, 10  # newest steps whose mean counts: one step alone is noisy
 _MISMATCH_FACTOR = 5.0  # of the median of all earlier steps
@@ -39,12 +39,12 @@ def score(answers: Answers, samples: int) -> dict[str, Any]:
     """Compute the content of ``eval.json``.
 
     It has pass@1 of the greedy answers, and pass@k of the sampled ones for k = 1, 2, 4 … up to ``samples``. An answer
-    passes if its verdict is CORRECT; an ERROR does not pass. The interval of pass@k counts each prompt as one trial,
-    so it is wider than necessary.
+    passes if its verdict is CORRECT; an ERROR does not pass. The interval of pass@k counts a prompt as one trial, so it
+    is wider than necessary.
 
     Args:
         answers: answers to the requests of :meth:`rocm_ext.rl.prompts.PromptSet.evaluation_requests`.
-        samples: number of sampled answers per prompt.
+        samples: sampled answers per prompt.
     """
     right = {key: result.verdict is Verdict.CORRECT for key, result in answers.results.items()}
     greedy = [passed for (_, sample), passed in right.items() if sample == GREEDY]
@@ -74,10 +74,10 @@ def report_gain(before: Mapping[str, bool], after: Mapping[str, bool], chosen: s
     (Bonferroni).
 
     Args:
-        before: whether the initial model's greedy answer is right, by prompt id; empty: it was not evaluated.
+        before: by prompt id, whether the initial model's greedy answer is right; empty: it was not evaluated.
         after: the same for the chosen adapter.
         chosen: name of the chosen adapter, such as ``cycle 3``.
-        looks: number of evaluations that the adapter was chosen from.
+        looks: number of evaluations that chose it.
     """
     if not before or before.keys() != after.keys():
         return
@@ -98,7 +98,7 @@ def report_gain(before: Mapping[str, bool], after: Mapping[str, bool], chosen: s
 
 
 def greedy(results: Mapping[SampleKey, Result]) -> dict[str, bool]:
-    """Return whether the greedy answer to each prompt is right, by prompt id."""
+    """Return by prompt id whether the greedy answer is right."""
     return {
         prompt: result.verdict is Verdict.CORRECT for (prompt, sample), result in results.items() if sample == GREEDY
     }
@@ -110,14 +110,14 @@ def greedy(results: Mapping[SampleKey, Result]) -> dict[str, bool]:
 def stop_reason(
     entropies: Sequence[float], without_gain: int, unit: str, *, min_entropy: float | None, stop_after: int | None
 ) -> str | None:
-    """Decide whether a run stops early because its answers have become alike, or because it learns no more.
+    """Decide whether a run stops early because its answers became similar, or its scores stopped rising.
 
     Args:
-        entropies: of the answers of the newest steps, in nats per token; their mean counts. Empty: unknown.
+        entropies: entropies of the newest steps, in nats per token; their mean counts. Empty: unknown.
         without_gain: units since the best held-out score.
-        unit: what ``without_gain`` counts, such as ``evaluation``.
+        unit: unit of ``without_gain``, such as ``evaluation``.
         min_entropy: stop below this entropy; None: never.
-        stop_after: ``stop_after_no_gain``: stop after so many units without a better held-out score; None: never.
+        stop_after: ``stop_after_no_gain``: units without a better held-out score to stop after; None: never.
 
     Returns:
         The reason to stop and what to do, in one line; None to continue.
@@ -136,16 +136,13 @@ def stop_reason(
 
 
 def policy_stop_reason(lines: Lines, cfg: DictConfig) -> str | None:
-    """Decide whether a run of GRPO stops early.
+    """Decide whether a run of GRPO stops early; see :func:`stop_reason`. Steps without a measured value are skipped.
 
     Args:
         lines: the lines of ``metrics.jsonl``.
-        cfg: config with ``min_entropy``, which the mean of the last 3 steps is compared with; ``stop_after_no_gain``,
-            in evaluations; and ``max_length_share``: stop if the length of answers explains more than this share of the
-            rewards' variance inside groups, as the mean of the last 10 steps, whichever way.
-
-    Returns:
-        As :func:`stop_reason`. Steps without a measured value are skipped.
+        cfg: config with ``min_entropy`` of the last 3 steps; ``stop_after_no_gain``, in evaluations; and
+            ``max_length_share`` of the last 10 steps: the share of the rewards' variance inside groups that the length
+            of answers explains, either way.
     """
     scores = [line["eval"]["correct"] for line in lines if "eval" in line]
     without_gain = len(scores) - 1 - scores.index(max(scores)) if scores else 0  # the first of equals is the best
@@ -164,15 +161,7 @@ def policy_stop_reason(lines: Lines, cfg: DictConfig) -> str | None:
 
 
 def flat_reason(lines: Lines, *, max_flat_steps: int) -> str | None:
-    """Decide whether a run stops because its newest steps taught nothing.
-
-    Args:
-        lines: as in :func:`stop_reason`.
-        max_flat_steps: stop after this many steps in a row without an update.
-
-    Returns:
-        How the rewards of these steps were and what to do, in one line; None to continue.
-    """
+    """Return why a run stops after ``max_flat_steps`` steps in a row without an update; None to continue."""
     flat = list(takewhile(lambda line: not line["updates"], reversed(_steps(lines))))
     if len(flat) < max_flat_steps:
         return None
@@ -185,7 +174,7 @@ def flat_reason(lines: Lines, *, max_flat_steps: int) -> str | None:
 
 
 def untrained_warning(lines: Lines) -> str | None:
-    """Return what to say of a finished run in which no step had an update, in one line; None if one had."""
+    """Return a warning about a finished run without any update, in one line; None if a step had one."""
     steps = _steps(lines)
     if not steps or any(line["updates"] for line in steps):
         return None
@@ -194,7 +183,7 @@ def untrained_warning(lines: Lines) -> str | None:
 
 
 def _how_flat(flat: Lines) -> tuple[str, str]:
-    """Return what the rewards of steps without an update were, and what to do."""
+    """Describe the rewards of steps without an update, and say what to do."""
     means = [line["reward"] for line in flat if line["reward"] is not None]
     if not means:
         return "no answer has a reward, all verdicts are ERROR", "Correct the verifier; verdicts.jsonl has the errors"
@@ -215,14 +204,7 @@ def _how_flat(flat: Lines) -> tuple[str, str]:
 
 
 def mismatch_warning(lines: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a warning if the newest step's divergence is far above that of the steps before it.
-
-    Args:
-        lines: the lines of ``metrics.jsonl``, in order.
-
-    Returns:
-        The warning, in one line; None if there is nothing to warn of, or if the step before deserved the same warning.
-    """
+    """Return a warning if the newest step's divergence is far above the earlier ones, and was not one step before."""
     values = [line["mismatch_kl"] for line in lines if line.get("mismatch_kl") is not None]
     if not _is_high(values) or _is_high(values[:-1]) or lines[-1].get("mismatch_kl") is None:
         return None
@@ -234,50 +216,46 @@ def mismatch_warning(lines: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def lr_sum(lines: Lines) -> float:
-    """Return the sum of the learning rates of all updates so far, which bounds how far Adam has moved a weight."""
+    """Return the sum of the learning rates of all updates so far; it bounds how far Adam has moved a weight."""
     return next((line["lr_sum"] for line in reversed(lines) if "lr_sum" in line), 0.0)
 
 
 def advice(lines: Lines) -> list[str]:
-    """Return what the newest step gives reason to warn of, in a line each.
+    """Return warnings about the newest steps, a line per warning.
 
-    Every ten steps this looks at the newest ten, and compares them with the first ten. It does not repeat what it said
-    of the ten steps before.
-
-    Args:
-        lines: the lines of ``metrics.jsonl``, in order.
+    Every ten steps this compares the newest ten with the first ten. It omits what the ten steps before showed already.
     """
     steps, rate = _steps(lines), rate_warning(lines)
-    found = {} if len(steps) % _WINDOW else _findings(steps)
-    earlier = _findings(steps[:-_WINDOW]) if found else {}
-    return ([rate] if rate else []) + [text for what, text in found.items() if what not in earlier]
+    findings = {} if len(steps) % _WINDOW else _findings(steps)
+    earlier = _findings(steps[:-_WINDOW]) if findings else {}
+    return ([rate] if rate else []) + [text for what, text in findings.items() if what not in earlier]
 
 
 def _findings(steps: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return what the newest steps show, by the measurement that shows it."""
-    found = {}
+    """Return warnings about the newest steps, by the name of a measurement."""
+    findings = {}
     for name, cure in _GROUPS.items():
         flat, newest = _newest(steps, "flat", _WINDOW), _newest(steps, name, _WINDOW)
         if flat and newest and min(fmean(flat), share := fmean(newest)) > _MANY:
-            found[name] = f"{share:.0%} of the groups in the last {_WINDOW} steps {cure}"
+            findings[name] = f"{share:.0%} of the groups in the last {_WINDOW} steps {cure}"
     known = dict.fromkeys(name.removeprefix("pass_at_") for line in steps for name in line)
     most = max((int(k) for k in known if k.isdecimal()), default=1)
     parts = {name for line in steps for name in line if name.startswith("reward/")}
     ends = {name: _ends(steps, name) for name in ("reward", "distinct", "right", f"pass_at_{most}", *sorted(parts))}
     moved = {name: f"from {fmean(first):.3g} to {fmean(last):.3g}" for name, (first, last) in ends.items() if first}
     if "distinct" in moved and fmean(ends["distinct"][1]) < fmean(ends["distinct"][0]) / 2:
-        found["distinct"] = (
+        findings["distinct"] = (
             f"the share of different answers in a group has fallen {moved['distinct']}: the policy collapses; lower "
             "optimizer.lr, or raise temperature, entropy_coef or clip_high"
         )
     if "reward" in moved and _change(*ends["reward"]) > 0:
         for name in moved:
             if _change(*ends[name]) < 0 and name != "distinct":
-                found[name] = (
+                findings[name] = (
                     f"the reward has risen {moved['reward']}, and {name} has fallen {moved[name]}: the model may earn "
                     "the one at the cost of the other; read answers with their rewards (rocm-ext report)"
                 )
-    return found
+    return findings
 
 
 def _ends(steps: Lines, name: str) -> tuple[list[float], list[float]]:
@@ -296,9 +274,6 @@ def rate_warning(lines: Lines) -> str | None:
     """Return a warning after 20 steps if the reward has not moved, and low learning rates may be the reason.
 
     It has moved if the means of the first and the last ten steps differ by more than two standard errors.
-
-    Args:
-        lines: the lines of ``metrics.jsonl``, in order.
     """
     if len(steps := _steps(lines)) != _EARLY_STEPS or (walked := lr_sum(lines)) >= _FAR:
         return None

@@ -1,12 +1,10 @@
-"""Recipes that learn from sampled answers: what they share, and their loop.
+"""The loop of recipes that learn from sampled answers: RAFT, GRPO and distillation are presets of it."""
 
-RAFT, GRPO and distillation are presets of it.
-"""
-
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from rocm_ext import config
 from rocm_ext.base import supervised
 from rocm_ext.base.log import log
+from rocm_ext.config.checks import check_values
 from rocm_ext.data import overview
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
@@ -22,6 +21,7 @@ from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.environments import Environments
 from rocm_ext.model.download import use_downloaded
 from rocm_ext.plan import workload
+from rocm_ext.plan.workload import rows_of_update
 from rocm_ext.rl import evaluation
 from rocm_ext.rl.ahead import Ahead, RolloutAhead
 from rocm_ext.rl.conversations import ConversationQueue, Limits
@@ -45,10 +45,7 @@ from rocm_ext.verifiers import Pool, Result
 
 
 class RLRecipe:
-    """A recipe whose model answers prompts; a subclass says what it learns from the answers.
-
-    A subclass overrides :meth:`training_config`, :meth:`open_folder`, :meth:`check_training` and
-    :meth:`expected_work` where it differs. As it is, it only evaluates.
+    """A recipe whose model answers prompts. This class only evaluates; subclasses train on the answers.
 
     Args:
         cfg: config of ``raft_rocm``, ``grpo_rocm`` or a recipe that extends one of them.
@@ -58,10 +55,7 @@ class RLRecipe:
         logs_long_rollouts_only: whether short rollouts log no progress.
         sessions_stay_open: whether sessions of engines in this process stay open during training.
         judges: whether answers need a verifier or an environment.
-        samples_new_adapters: whether the run samples answers to train on with adapters that it has written.
-
-    Raises:
-        UserError: a sampling setting is out of range.
+        samples_new_adapters: whether adapters of the run sample answers to train on.
     """
 
     logs_long_rollouts_only = False
@@ -89,8 +83,11 @@ class RLRecipe:
 
     def training_config(self) -> DictConfig:
         """Return the config of the learner, with all keys of the SFT recipe."""
-        plain = {config.COMPONENT: "rocm_ext.losses.CrossEntropy"}
-        return OmegaConf.create(config.trainer_config(self.cfg) | {"loss": plain})
+        return OmegaConf.create(config.trainer_config(self.cfg) | {"loss": self.objective_config()})
+
+    def objective_config(self) -> dict[str, Any]:
+        """Return the component of the learner's objective."""
+        return {config.COMPONENT: "rocm_ext.losses.CrossEntropy"}
 
     def open_folder(self) -> None:
         """Open the output folder of a run that trains, and choose the config's seed if it has none."""
@@ -101,29 +98,21 @@ class RLRecipe:
         return []
 
     def check_training(self) -> None:
-        """Check what training needs of the learner, before the weights are read."""
+        """Check that the learner fits the training, before the weights are read."""
 
     def expected_work(self) -> workload.Workload:
         """Estimate the rows of a training step, before any sampling."""
         return workload.sampled_rows(self.cfg, self.prompts.questions())
 
     def open(self) -> None:
-        """Prepare prompts, model and engines: :meth:`check`, then the weights.
-
-        Raises:
-            UserError: the config, the prompts, the weights or the machine do not allow this run.
-        """
+        """Prepare prompts, model and engines: :meth:`check`, then the weights."""
         self.check()
         self.metric_logger = setup_metric_logger(self.cfg, self.ranks.is_main)
         self.learner.load()
         self.server_check = ServerCheck(self.learner, warn_unclear=not self.logs_long_rollouts_only)
 
     def check(self) -> None:
-        """Do all of the set-up that needs no weights, cheap steps first, so that a user's mistake ends the run early.
-
-        Raises:
-            UserError: the config, the prompts or the machine do not allow this run.
-        """
+        """Do all set-up that needs no weights, cheap steps first, so that a user's mistake ends the run early."""
         cfg = self.cfg
         self.prompts = PromptSet(cfg)
         self.verifier_config = self.prompts.check_verifier(required=self.judges)
@@ -141,15 +130,11 @@ class RLRecipe:
         self.plan_memory(self.expected_work())
 
     def plan_memory(self, work: workload.Workload, beside: int = 0) -> None:
-        """Plan the memory of training on ``work``, beside so many bytes and what the sampler keeps."""
+        """Plan the memory of training on ``work``, with ``beside`` bytes in use and open sessions of the sampler."""
         self.learner.plan(work, beside + (self.engines.layout_bytes if self.sessions_stay_open else 0))
 
     def open_model(self) -> None:
-        """Prepare model and engines alone, to sample outside of phases.
-
-        Raises:
-            UserError: the config, the weights or the machine do not allow it.
-        """
+        """Prepare only model and engines, to sample outside of phases."""
         tokenizer = self._open_tokenizer()
         self.learner = self._learner_class(self.training_config(), self.runtime, tokenizer)
         self.engines = open_engines(self.cfg, self.learner, self.stopped, self.sampling, [], False)
@@ -172,26 +157,20 @@ class RLRecipe:
 
     @contextmanager
     def verification(self) -> Iterator[None]:
-        """Run the processes that verify while the model samples, or environments'; rollouts happen inside."""
-        cfg, settings = self.cfg, (self.ranks, self.interrupt, self.cfg.max_error_share, self.logs_long_rollouts_only)
-        if self.verifier_config is None:
-            self.workers = Workers(None, *settings)
-            yield
-        elif cfg.environment is None:
-            with Pool(self.verifier_config, verify_workers(cfg), cfg.verify_timeout) as pool:
-                self.workers = Workers(pool, *settings)
-                yield
-        else:
-            with Environments(self.verifier_config, cfg.verify_timeout) as environments:
+        """Context of rollouts, with the processes of the verifier or of environments."""
+        cfg, judge, timeout = self.cfg, self.verifier_config, self.cfg.verify_timeout
+        workers = Workers(None, self.ranks, self.interrupt, cfg.max_error_share, self.logs_long_rollouts_only)
+        with ExitStack() as stack:
+            if judge is not None and cfg.environment is None:
+                workers.pool = stack.enter_context(Pool(judge, verify_workers(cfg), timeout))
+            elif judge is not None:
+                environments = stack.enter_context(Environments(judge, timeout))
                 limits = Limits(cfg.max_turns, cfg.max_environment_tokens)
-                self.workers = Workers(
-                    None,
-                    *settings,
-                    lambda queue, sampling, *records: ConversationQueue(
-                        queue, sampling, environments, self.learner.tokenizer, limits, self.stopped, *records
-                    ),
+                workers.conversations = lambda queue, sampling, *records: ConversationQueue(
+                    queue, sampling, environments, self.learner.tokenizer, limits, self.stopped, *records
                 )
-                yield
+            self.workers = workers
+            yield
         self.workers = None
 
     def rollout(self, job: Job, open_session: OpenSession, kind: type[Rollout] = Rollout) -> Rollout:
@@ -203,18 +182,13 @@ class RLRecipe:
     def answer_held_out(
         self, step: int, open_session: Callable[[Requests], AbstractContextManager[Session]]
     ) -> Answers:
-        """Answer the held-out prompts with the present adapter, which is that of ``step``, inside :meth:`verification`.
-
-        Args:
-            step: steps done.
-            open_session: opens a session for the requests.
-        """
+        """Answer the held-out prompts with the present adapter, of ``step``, inside :meth:`verification`."""
         requests, name = self.prompts.evaluation_requests(self.sampling), f"evaluation at {self.unit} {step}"
         job = Job(name, requests, self.prompts.held_out, *self.records.phase(step, "eval"))
         return self.rollout(job, lambda: open_session(requests)).finish()
 
     def report_gain_at(self, step: int, looks: int) -> None:
-        """Log how the adapter of ``step``, the best of so many ``looks``, does against the initial model."""
+        """Log the gain of the adapter of ``step``, the best of so many ``looks``, over the initial model."""
         if self.ranks.is_main:
             before, after = (evaluation.greedy(self.records.verdicts(at, "eval")) for at in (0, step))
             evaluation.report_gain(before, after, f"{self.unit} {step}", looks)
@@ -229,16 +203,14 @@ class RLRecipe:
 class Loop(RLRecipe, ABC):
     """Sample, verify, select, make rows, update, evaluate and save, and again.
 
-    A preset makes four choices: :meth:`select` says which answers are trained on and what each is worth,
-    :meth:`training_config` has the objective, the trainer says how long optimiser and adapter live, and :meth:`choose`
-    and :meth:`more_prompts` how large a step is.
+    A preset makes four choices: :meth:`select` chooses answers and their worth, :meth:`training_config` the objective,
+    the trainer how long optimiser and adapter live, and :meth:`choose` and :meth:`more_prompts` the size of a step.
 
-    ``samples.jsonl`` and ``verdicts.jsonl`` have every answer with its step, ``metrics.jsonl`` what was measured, and
-    ``checkpoints`` the state. A stopped run goes on from its last checkpoint, and takes the answers that it sampled
-    after it from the records.
+    ``samples.jsonl`` and ``verdicts.jsonl`` have all answers, ``metrics.jsonl`` the measurements, and ``checkpoints``
+    the state. A resumed run continues from the last checkpoint, and reads later answers from the records.
 
     Args:
-        cfg: config of the recipe.
+        cfg: config of the recipe, from :func:`rocm_ext.config.load`.
         learner: class that builds the model.
         trainer: class that updates the adapter.
 
@@ -246,7 +218,7 @@ class Loop(RLRecipe, ABC):
         steps: steps of the run.
         prompts_of_step: prompts that a step asks at first, at most.
         evaluate_every: steps from one evaluation to the next.
-        max_staleness: steps by which the adapter that sampled an answer may be older than the one that it trains.
+        max_staleness: steps by which an answer's adapter may be older than the adapter that it trains.
     """
 
     steps: int
@@ -254,12 +226,27 @@ class Loop(RLRecipe, ABC):
     evaluate_every: int
     max_staleness: int = 0
 
-    def __init__(self, cfg: DictConfig, learner: type[Learner], trainer: type[PolicyTrainer]) -> None:
+    def __init__(
+        self, cfg: DictConfig, learner: type[Learner] = Learner, trainer: type[PolicyTrainer] = PolicyTrainer
+    ) -> None:
         super().__init__(cfg, learner)
-        self.trainer_cls = trainer
+        check_values(self.training_config())
+        self.trainer_cls, unit = trainer, self.unit
+        self.steps, self.evaluate_every = cfg[f"{unit}s"], cfg[f"eval_every_n_{unit}s"]
+        self.prompts_of_step = cfg[f"prompts_per_{unit}"] or sys.maxsize  # null: all that qualify
         self._sampled = False  # whether this process has begun a step
 
-    # ---- what a preset says
+    # ---- the choices of a preset
+
+    def training_config(self) -> DictConfig:
+        """Return the config of the learner, with the rows of an update."""
+        cfg, trainer = self.cfg, super().training_config()
+        trainer.sequences_per_step = rows_of_update(cfg, cfg.prompts_per_step * cfg.samples_per_prompt)
+        return trainer
+
+    def logprobs_for(self) -> list[str]:
+        """Return the settings that need the token ids and log-probs of sampling."""
+        return ["min_entropy"] if self.cfg.min_entropy is not None else []
 
     def passes(self, result: Result) -> bool:
         """Return whether an answer counts for its prompt's pass rate."""
@@ -276,44 +263,40 @@ class Loop(RLRecipe, ABC):
         """
 
     def more_prompts(self, step: int, rounds: int, selected: Selected, asked: Sequence[Prompt]) -> list[Prompt]:
-        """Choose the prompts of another round of the step's sampling; none: the step has enough answers.
+        """Choose the prompts of another round of the step's sampling; none if the step has enough answers.
 
         Args:
             step: number of the step.
             rounds: number of rounds so far.
-            selected: what was selected of their answers.
-            asked: their prompts.
+            selected: the selection of their answers.
+            asked: the prompts so far.
         """
         return []
 
     @abstractmethod
     def select(self, rounds: Sequence[Answers], asked: Sequence[str]) -> Selected:
-        """Choose the answers to train on, and say what each is worth.
+        """Choose the answers to train on, and their worth.
 
         Args:
-            rounds: answers of each round of the step's sampling.
+            rounds: the rounds of the step's sampling.
             asked: ids of their prompts, in order.
         """
 
     def finish_sampling(self, step: int, selected: Selected) -> None:
-        """Do what is due between a step's sampling and its updates: drop old samples."""
+        """Run after a step's sampling, before its updates."""
         self.drop_old_samples(step)
 
     @abstractmethod
     def rows(self, selected: Selected) -> tuple[Rows, list[str]]:
-        """Convert the answers to train on to rows, with the columns that the objective needs or measures.
+        """Convert the answers to train on to rows with the objective's columns; return them with their prompts."""
 
-        Returns:
-            The rows, and the prompt of each.
-        """
-
-    @abstractmethod
     def stop_reason(self) -> str | None:
         """Return why the run ends before its last step; None to continue.
 
         Raises:
             UserError: the run cannot learn anything.
         """
+        return evaluation.policy_stop_reason(self.trainer.lines, self.cfg)
 
     # ---- set-up
 
@@ -322,21 +305,13 @@ class Loop(RLRecipe, ABC):
         self.folder = OutputDir.open(self.cfg, self.ranks)
 
     def check(self) -> None:
-        """Do all of the set-up that needs no weights; see :meth:`RLRecipe.check`.
-
-        Raises:
-            UserError: the config, the prompts, the machine or its memory do not allow this run.
-        """
+        """Do all set-up that needs no weights; see :meth:`RLRecipe.check`."""
         super().check()
         if self.folder.resumed is None:  # a run that has begun has shown that it fits
             self.learner.check_budget()
 
     def setup(self) -> None:
-        """Prepare the run, cheap steps first, so that a user's mistake ends the run early.
-
-        Raises:
-            UserError: the config, the prompts, the weights or the machine do not allow this run.
-        """
+        """Prepare the run; see :meth:`RLRecipe.open`."""
         self.open()
         self.trainer = self.trainer_cls(
             self.learner,
@@ -357,7 +332,7 @@ class Loop(RLRecipe, ABC):
         log_config(self.metric_logger, self.cfg)
 
     def inputs(self) -> dict[str, str]:
-        """Return hashes of what a resumed run must have in common with the one before."""
+        """Return hashes that a resumed run shares with the one before."""
         return {
             "prompts": self.prompts.fingerprint(self.prompts.training),
             "eval prompts": self.prompts.fingerprint(self.prompts.held_out),
@@ -370,7 +345,6 @@ class Loop(RLRecipe, ABC):
 
         Raises:
             Interrupted: the user asked to stop; all finished work is saved.
-            UserError: a step cannot continue; the message says why.
         """
         trainer = self.trainer
         if trainer.step >= self.steps:
@@ -379,7 +353,10 @@ class Loop(RLRecipe, ABC):
             try:
                 self.evaluate_if_due()
                 self.sample_ahead()
-                while trainer.step < self.steps and not self.stops():
+                while trainer.step < self.steps:
+                    trainer.stopped = self.stop_reason()
+                    if trainer.stopped:
+                        break
                     self.step()
                 self.stop_sampling()
                 self.evaluate_if_due(last=True)
@@ -398,17 +375,11 @@ class Loop(RLRecipe, ABC):
         trainer.write_outputs()
         self.report_gain()
 
-    def stops(self) -> bool:
-        """Return whether the run ends before its last step; ``trainer.stopped`` then says why."""
-        self.trainer.stopped = self.stop_reason()
-        return self.trainer.stopped is not None
-
     def step(self) -> None:
         """Do one step: sample, verify, select, update, log; perhaps evaluate and save.
 
         Raises:
             Interrupted: the user asked to stop; all finished work is saved.
-            UserError: the step cannot continue; the message says why.
         """
         self._sampled = True
         began, trainer, number = time.perf_counter(), self.trainer, self.trainer.step + 1
@@ -421,19 +392,16 @@ class Loop(RLRecipe, ABC):
         self.sample_ahead()
         self.evaluate_if_due()
         trainer.save_if_due()
-        if signum := self.interrupt.agree(self.ranks):
-            raise Interrupted(f"at {self.unit} {number}", signum)
+        self.interrupt.check(f"at {self.unit} {number}", self.ranks)
 
     def drop_old_samples(self, step: int, last: bool = False) -> None:
-        """Remove the samples that neither ``keep_samples`` nor a resumed run needs, where many are old.
+        """Remove samples that are older than ``keep_samples`` steps and than the last checkpoint, once they are many.
 
-        Args:
-            step: the newest step with samples.
-            last: whether the run ends here; then all old ones go.
+        ``step`` is the newest step with samples. With ``last`` all old samples go.
         """
         keep = self.cfg.get("keep_samples", "all")
         if keep != "all" and (last or step % keep == 0):
-            self.records.keep_samples_from(min(step - keep, self.trainer.saved) + 1, at_once=last)
+            self.records.keep_samples_from(min(step - keep, self.trainer.saved[0]) + 1, at_once=last)
 
     # ---- sampling
 
@@ -453,10 +421,7 @@ class Loop(RLRecipe, ABC):
         return selected
 
     def sample_ahead(self) -> None:
-        """With ``max_staleness``, let servers sample the answers of coming steps, with the newest adapter.
-
-        After a restart, prompts with recorded answers come first.
-        """
+        """With ``max_staleness``, let servers sample coming steps; prompts with recorded answers come first."""
         done, policy = self.trainer.step, self.trainer.adapter_step
         if not self.max_staleness or done == self.steps:
             return
@@ -474,9 +439,9 @@ class Loop(RLRecipe, ABC):
             self.ahead.add(self.rollout_of(self.job(step, 0, asked), RolloutAhead))
 
     def job(self, step: int, round_: int, prompts: Sequence[Prompt], earlier: int = 0) -> Job:
-        """Return what a round of a step's sampling does; ``earlier`` answers came before it in the step.
+        """Return the job of a round of a step's sampling, after ``earlier`` answers of the step.
 
-        Answers of an earlier process stay if they are of an adapter whose answers the step trains on.
+        Answers of an earlier process stay if the step trains on answers of their adapter.
         """
         samples, verdicts, turns = self.records.phase(step, "sample", round_, policy=self.trainer.adapter_step)
         samples.drop(lambda record: not self.trains_on(record["policy"], step))
@@ -503,40 +468,37 @@ class Loop(RLRecipe, ABC):
     def warn_if_sampler_drifts(self) -> None:
         """Warn if sampler and trainer differ more than in earlier steps, and check the servers' adapters again."""
         if warning := evaluation.mismatch_warning(self.trainer.lines):
+            self.policy.check_from = 0
             if self.ranks.is_main:
                 log.warning("%s", warning)
-            self.policy.check_again()
 
     # ---- evaluation
 
     def evaluate_if_due(self, last: bool = False) -> None:
-        """Evaluate the present adapter on the held-out prompts, every so many steps and after the last.
-
-        Args:
-            last: whether the run ends here.
+        """Evaluate the present adapter on the held-out prompts, every so many steps and at the ``last``.
 
         Raises:
-            Interrupted: another process evaluates, or trains after this one has evaluated.
+            Interrupted: another process evaluates, or continues the training.
         """
         step = self.trainer.adapter_step
         due = last or step % self.evaluate_every == 0 or step == self.steps
         if not self.prompts.held_out or not due or self.trainer.evaluated == step:
             return
         if supervised.apart() and self._sampled:
-            raise Interrupted(f"before the evaluation at {self.unit} {step}", self.interrupt.agree(self.ranks))
+            self.interrupt.check(f"before the evaluation at {self.unit} {step}", self.ranks, leave=True)
         self.evaluate(step)
         if supervised.apart() and not last and step < self.steps:
-            raise Interrupted(f"after the evaluation at {self.unit} {step}", self.interrupt.agree(self.ranks))
+            self.interrupt.check(f"after the evaluation at {self.unit} {step}", self.ranks, leave=True)
 
     def evaluate(self, step: int) -> None:
-        """Evaluate the present adapter, which is that of ``step``, on the held-out prompts."""
+        """Evaluate the present adapter, of ``step``, on the held-out prompts."""
         answers = self.answer_held_out(step, lambda requests: self.policy.session(step, requests, "eval"))
         scores = evaluation.score(answers, self.cfg.eval_samples)
         self.trainer.finish_evaluation(step, scores, answers.stats)
         log.info("%s %d: held-out %s", self.unit, step, Score(scores["correct"], scores["prompts"]))
 
     def report_gain(self) -> None:
-        """Log how the best adapter does on the held-out prompts against the initial model."""
+        """Log the best adapter's gain on the held-out prompts over the initial model."""
         if (best := self.trainer.best) is not None:
             looks = sum("eval" in line and line[self.unit] > 0 for line in self.trainer.lines)
             self.report_gain_at(best["step"], looks)

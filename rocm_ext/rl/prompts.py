@@ -1,13 +1,14 @@
-"""The prompts of a run, rendered to tokens, the requests for answers to them, and the choice of those that a step asks.
+"""The prompts of a run, rendered to tokens; requests for answers; and the choice of a step's prompts.
 
-The choice is a pure function of the records, and does not depend on the order of the prompts. Hashes of the seed and
-the prompt's id take the place of random numbers, so a resumed run chooses the same.
+The choice is a pure function of the records, whatever the order of the prompts. It draws from hashes of the seed and
+the prompt's id, so a resumed run chooses the same.
 """
 
 import hashlib
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
@@ -54,7 +55,7 @@ class PromptSet:
         training: prompts to train on; empty if ``prompts`` is null.
         held_out: prompts to evaluate on; empty if ``eval_prompts`` is null.
         tokens: token ids of every prompt, by its id; empty until :meth:`render`.
-        tools: JSON schemas of the environment's tools, which all prompts have beside their own.
+        tools: JSON schemas of the environment's tools, added to the tools of every prompt.
 
     Raises:
         UserError: prompts cannot be read, or a held-out prompt is also a training prompt.
@@ -72,18 +73,12 @@ class PromptSet:
         self._by_id = {prompt.id: prompt for prompt in self}
 
     def render(self, tokenizer: Any) -> None:
-        """Fill ``tokens`` as SFT rows are rendered.
-
-        Raises:
-            UserError: the chat template refuses a prompt.
-        """
+        """Fill ``tokens`` as SFT rows are rendered."""
         special = special_tokens_in(tokenizer)
         reserved = []
         for prompt in self:
-            try:
+            with _naming(prompt, UserError):
                 self.tokens[prompt.id] = render_prompt(tokenizer, prompt.messages, [*prompt.tools, *self.tools] or None)
-            except UserError as error:
-                raise UserError(f"{prompt.origin}: {error}") from error
             if tokens := special(message["content"] for message in prompt.messages):
                 reserved.append((tokens, prompt.origin))
         warn(special_token_lines("prompts", len(self.tokens), reserved))
@@ -91,12 +86,7 @@ class PromptSet:
             raise UserError("the model's chat template has no place for the environment's tools; use another template")
 
     def overview(self, tokenizer: Any, window: int) -> Overview:
-        """Describe the rendered prompts.
-
-        Args:
-            tokenizer: rendered them.
-            window: tokens that the model takes.
-        """
+        """Describe the rendered prompts, for a model that takes ``window`` tokens."""
         answer = workload.longest_answer(self._cfg)
 
         def described(part: list[Prompt]) -> tuple[dict[str, Any], list[int], list[bytes]]:
@@ -134,11 +124,8 @@ class PromptSet:
 
         The main rank tries it, unless ``max_error_share`` allows every answer to fail.
 
-        Args:
-            required: whether there must be one.
-
         Returns:
-            The verifier's component in the config; worker processes build the verifier from it. None: there is none.
+            The component of verifier or environment, for worker processes; None if there is none and none is required.
 
         Raises:
             UserError: the verifier cannot run, rejects a row (the message then names the row and the field), or fails
@@ -152,24 +139,20 @@ class PromptSet:
         verifier = build(component)
         verifier.check()
         for prompt in self:
-            try:
+            with _naming(prompt, UserError, ValueError):
                 verifier.check_row(prompt.row)
-            except (UserError, ValueError) as error:
-                raise UserError(f"{prompt.origin}: {error}") from error
         if rank() == 0 and self._cfg.max_error_share < 1:
             try_out(component, [prompt.row for prompt in self], self._cfg.verify_timeout)
         return component
 
     def _check_environment(self, component: Any) -> dict[str, Any]:
-        """Check that every prompt has what the environment needs, and begin a conversation; take its tools."""
+        """Check the prompts' rows, begin a conversation as a test, and take the environment's tools."""
         with Environments(component, self._cfg.verify_timeout) as environments:
             arguments = {name: value for name, value in component.items() if name != config.COMPONENT}
             example = import_component(component[config.COMPONENT])({}, **arguments)
             for prompt in self:
-                try:
+                with _naming(prompt, UserError, ValueError):
                     example.check_row(prompt.row)
-                except (UserError, ValueError) as error:
-                    raise UserError(f"{prompt.origin}: {error}") from error
             self.tools = tuple(environments.tools)
             first = next(iter(self))
             begun = environments.begin((first.id, 0), first.row).result()
@@ -187,11 +170,7 @@ class PromptSet:
         check_vocabulary(max(map(max, self.tokens.values())), decoder.tok_embeddings.num_embeddings)
 
     def check_length(self, context: float, name: str = "model") -> None:
-        """Check that every prompt and its answer have at most ``context`` tokens, which the model ``name`` takes.
-
-        Raises:
-            UserError: naming a prompt that is too long.
-        """
+        """Check that every prompt and its answer have at most ``context`` tokens, which the model ``name`` takes."""
         new = workload.longest_answer(self._cfg)
         what = "max_new_tokens" + (" + max_environment_tokens" if self._cfg.environment is not None else "")
         for prompt in self:
@@ -202,21 +181,13 @@ class PromptSet:
                 )
 
     def requests(self, prompts: Sequence[Prompt], step: int) -> list[Request]:
-        """Return the requests for ``samples_per_prompt`` answers to each of ``prompts``.
-
-        Args:
-            prompts: prompts that the step asks.
-            step: number of the step or cycle; with the run's seed it determines the seed of each answer.
-        """
+        """Return the requests for ``samples_per_prompt`` answers per prompt; ``step`` is part of the answers' seeds."""
         return [self._request(p, step, n) for p in prompts for n in range(self._cfg.samples_per_prompt)]
 
     def evaluation_requests(self, sampling: Sampling) -> list[tuple[Request, Sampling]]:
         """Return the requests of an evaluation: per held-out prompt a greedy answer and ``eval_samples`` sampled ones.
 
-        Every evaluation of a run has the same.
-
-        Args:
-            sampling: settings of the sampled answers; the greedy one takes its length limit and stop strings from them.
+        Every evaluation of a run has the same. Greedy answers have the length limit and stop strings of ``sampling``.
         """
         greedy = replace(sampling, temperature=0, top_k=None, top_p=None, min_p=None)
         return [
@@ -250,13 +221,9 @@ class PromptSet:
 
 
 def given_samples(prompts: PromptSet, column: str, learner: Learner, most: int) -> dict[str, Sample]:
-    """Return the answer that the row of each training prompt gives, by the prompt's id.
+    """Return the answers in ``column`` of the training prompts' rows, by prompt id.
 
-    Args:
-        prompts: the prompts, rendered.
-        column: name of the rows' column with the answer as text.
-        learner: the model that learns it.
-        most: tokens of a prompt with its answer that model and teacher take.
+    ``most`` is the longest prompt with answer that model and teacher take, in tokens.
 
     Raises:
         UserError: a row has no text there, or the models cannot take it; the message names the row.
@@ -269,12 +236,22 @@ def given_samples(prompts: PromptSet, column: str, learner: Learner, most: int) 
         turns, tools = [*prompt.messages, {"role": "assistant", "content": text}], [*prompt.tools, *prompts.tools]
         tokens, labels = render_conversation(tokenizer, turns, tools=tools or None, last_turn=True)
         end = max((i + 1 for i, label in enumerate(labels) if label >= 0), default=0)
+        problem = f"prompt and answer have {end} tokens, and model and teacher take {most}" if end > most else ""
         if tokens[: len(begun)] != begun or end <= len(begun):
-            raise UserError(f"{prompt.origin}: the chat template renders the prompt otherwise where an answer follows")
-        if end > most:
-            raise UserError(f"{prompt.origin}: prompt and answer have {end} tokens, and model and teacher take {most}")
+            problem = "the chat template renders the prompt otherwise where an answer follows"
+        if problem:
+            raise UserError(f"{prompt.origin}: {problem}")
         samples[prompt.id] = Sample(prompt.id, 0, 0, "stop", text, tokens[len(begun) : end], [])
     return samples
+
+
+@contextmanager
+def _naming(prompt: Prompt, *errors: type[Exception]) -> Iterator[None]:
+    """Context in which ``errors`` become a UserError that names the row of ``prompt``."""
+    try:
+        yield
+    except errors as error:
+        raise UserError(f"{prompt.origin}: {error}") from error
 
 
 def _read(cfg: DictConfig, key: str) -> list[Prompt]:
@@ -302,19 +279,19 @@ def choose_by_curriculum(
 ) -> list[str]:
     """Choose the prompts of a step, or of a round of refills.
 
-    - ``none``: those that were asked least often. A hash breaks ties, a new one for each pass over the prompts.
+    - ``none``: the prompts asked least often. A hash breaks ties, a new one in every pass over the prompts.
     - ``informative``: a weighted draw without replacement (Efraimidis and Spirakis, 2006). A prompt's weight is
       p (1 - p), the variance of one answer's reward, with its estimated pass rate p; see :func:`pass_rate`. The
       estimate never reaches 0 or 1, so every prompt keeps a chance. A prompt without an estimate has the mean weight
       of the others.
-    - ``easy_to_hard``: a curriculum by competence (arXiv:1903.09848). Prompts are ranked by estimated pass rate, those
-      without one at the mean of the others. Chosen as with ``none`` from the easiest, whose share grows linearly from
-      20 % in the first step to all in the last.
+    - ``easy_to_hard``: a curriculum by competence (arXiv:1903.09848). Prompts are ranked by estimated pass rate; one
+      without it has the mean of the others. ``none`` chooses among the easiest prompts; their share grows from 20 % in
+      the first step to all in the last, linearly.
 
     Args:
         prompts: ids of all training prompts.
-        asked: for each prompt asked before, the step and the pass rate of each of its groups, oldest first; the rate is
-            None if no answer of the group has a reward.
+        asked: by prompt, the steps and pass rates of its groups, oldest first; a rate is None if no answer of the group
+            has a reward.
         step: number of this step, from 1.
         steps: number of steps of the run.
         count: number of prompts to choose.
@@ -324,9 +301,6 @@ def choose_by_curriculum(
 
     Returns:
         Prompt ids; fewer than ``count`` if there are no more.
-
-    Raises:
-        UserError: ``curriculum`` has another value.
     """
     ids, indices, hashes = _index(tuple(prompts))
     free = np.ones(len(ids), bool)
@@ -371,8 +345,7 @@ def choose_unsolved(
 
     Args:
         prompts: ids of all training prompts.
-        last_asked: for each prompt asked before, the last cycle that asked it and the share of its answers that
-            passed.
+        last_asked: by prompt, the last cycle that asked it and the share of its answers that passed.
         cycle: number of this cycle, from 1.
         count: maximum number of prompts; None: all that qualify.
         skip_solved: skip prompts whose answers all passed, because they teach nothing more.
@@ -402,9 +375,9 @@ def choose_unsolved(
 def pass_rate(history: Sequence[tuple[int, float | None]]) -> float | None:
     """Estimate a prompt's pass rate under the present policy.
 
-    The estimate is the mean over the prompt's groups, each with half the weight of the next newer one, since the policy
-    changes; and over a rate of 1/2 with a quarter of the newest group's weight. With one group of 8 answers, this
-    equals the mean of a Beta distribution with a uniform prior.
+    The estimate is a weighted mean over the prompt's groups and a prior rate of 1/2. A group has half the weight of the
+    next newer one, since the policy changes; the prior has a quarter of the newest group's weight. With one group of 8
+    answers, this is the mean of a Beta distribution with a uniform prior.
 
     Args:
         history: steps and pass rates of the prompt's groups, see :func:`choose_by_curriculum`.
@@ -429,14 +402,14 @@ def _pass_rates(indices: Mapping[str, int], asked: Asked) -> np.ndarray:
 
 
 def _filled(values: np.ndarray, default: float) -> np.ndarray:
-    """Return ``values`` with their mean in place of each NaN, or ``default`` if all are NaN."""
+    """Replace NaN by the mean of the other ``values``, or by ``default`` if all are NaN."""
     measured = values[~np.isnan(values)]
     return np.where(np.isnan(values), math.fsum(measured) / len(measured) if len(measured) else default, values)
 
 
 @lru_cache(maxsize=2)  # the prompts of a run stay the same
 def _index(prompts: tuple[str, ...]) -> tuple[list[str], dict[str, int], np.ndarray]:
-    """Return the ids, the index of each and a hash of each (uint64 [prompts])."""
+    """Return the ids, their indices and their hashes (uint64 [prompts])."""
     digests = b"".join(hashlib.blake2b(prompt.encode(), digest_size=8).digest() for prompt in prompts)
     return list(prompts), {prompt: index for index, prompt in enumerate(prompts)}, np.frombuffer(digests, np.uint64)
 
@@ -451,7 +424,7 @@ def _mixed(hashes: np.ndarray, *salt: object) -> np.ndarray:
 
 
 def _lowest(indices: np.ndarray, keys: np.ndarray, count: int) -> list[int]:
-    """Return up to ``count`` of ``indices``, those with the lowest keys, in their order."""
+    """Return up to ``count`` of ``indices`` with the lowest keys, in the order of keys."""
     values = keys[indices]
     if count < len(indices):
         near = np.argpartition(values, count)[:count]

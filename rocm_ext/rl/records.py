@@ -1,10 +1,7 @@
-"""Sampled answers and their verdicts: ``samples.jsonl`` and ``verdicts.jsonl``, written by every rank.
+"""Records of sampled answers: ``samples.jsonl``, ``verdicts.jsonl``, and ``turns.jsonl`` for open conversations.
 
-``turns.jsonl`` has the model's messages in conversations that have not ended.
-
-Each line has its step (or cycle) and phase. Both files only grow, and a step reads none of them. A run reads them once,
-when it resumes: finished steps give the pass rates of prompts, and unfinished ones go on with the records that are
-there.
+A line has a step (or cycle) and a phase. A run appends lines, and rewrites a file to remove some. When it resumes, it
+reads the files once: finished steps give the pass rates of prompts, and unfinished steps continue with their records.
 """
 
 import base64
@@ -31,8 +28,8 @@ from rocm_ext.runs.scores import passes
 from rocm_ext.sampling import Completion
 from rocm_ext.verifiers import Result, Verdict
 
-_AT_ONCE = 1024  # records that a rank sends to the others at a time: those of a whole cycle would take much memory
-Given = tuple[int, Sequence[int], bool]  # tokens sampled before it, its ids, whether these stand for all before it
+_AT_ONCE = 1024  # records that a rank sends to the others at a time, to save memory
+Given = tuple[int, Sequence[int], bool]  # tokens sampled before it, its ids, whether these replace all before it
 Scope = tuple[int, str, int]  # step or cycle, "sample" or "eval", round of a step's sampling
 
 
@@ -43,12 +40,12 @@ class Sample:
     Attributes:
         prompt_id: id of the prompt.
         sample: index of the answer among the prompt's.
-        seed: seed of the answer; it determines everything random about the answer.
+        seed: seed of everything random about the answer.
         finish_reason, text, tokens: see :class:`rocm_ext.sampling.Completion`.
         logprobs: log-probabilities as in :class:`rocm_ext.sampling.Completion`, rounded to 1e-6.
         routes: as in :class:`rocm_ext.sampling.Completion`, int16 (little-endian), compressed by zlib, in base64.
-        given: of a conversation, what came between the ``tokens`` that the model sampled.
-        messages: of a conversation, those behind the prompt, the model's among them; ``text`` is the model's last one.
+        given: in a conversation, the ids between the ``tokens`` that the model sampled.
+        messages: in a conversation, all messages after the prompt; ``text`` is the model's last one.
     """
 
     prompt_id: str
@@ -78,11 +75,7 @@ class Sample:
         )
 
     def chosen_experts(self) -> np.ndarray:
-        """Return ``routes`` as [n, layers * chosen] int16, for the n tokens.
-
-        Raises:
-            UserError: the record has none.
-        """
+        """Return ``routes`` as [n, layers * chosen] int16, for the n tokens; a UserError if the record has none."""
         if self.routes is None:
             raise UserError(f"the answer to prompt {self.prompt_id}, sample {self.sample}, has no routes to replay")
         content = zlib.decompress(base64.b64decode(self.routes))
@@ -94,33 +87,27 @@ class Sample:
         return self.prompt_id, self.sample
 
     def sequences(self, prompt: Sequence[int]) -> Iterator[tuple[list[int], list[bool], slice]]:
-        """Yield the sequences that the model computed for the answer: one, unless a chat template rewrote history.
-
-        Args:
-            prompt: ids of the prompt.
+        """Yield the sequences that the model computed after ``prompt``: one, unless a chat template rewrote history.
 
         Yields:
-            Ids [s], whether the model sampled each, and where these are in ``tokens``.
+            Ids [s], a mask [s] of the ids that the model sampled, and the slice of ``tokens`` with these ids.
         """
-        ids, own, begun, at = list(prompt), [False] * len(prompt), 0, 0
+        ids, sampled, begun, at = list(prompt), [False] * len(prompt), 0, 0
         for before, given, fresh in self.given or ():
             ids += self.tokens[at:before]
-            own += [True] * (before - at)
+            sampled += [True] * (before - at)
             at = before
             if fresh:
                 if at > begun:
-                    yield ids, own, slice(begun, at)
-                ids, own, begun = [], [], at
+                    yield ids, sampled, slice(begun, at)
+                ids, sampled, begun = [], [], at
             ids += given
-            own += [False] * len(given)
-        yield [*ids, *self.tokens[at:]], [*own, *[True] * (len(self.tokens) - at)], slice(begun, len(self.tokens))
+            sampled += [False] * len(given)
+        rest = self.tokens[at:]
+        yield [*ids, *rest], [*sampled, *[True] * len(rest)], slice(begun, len(self.tokens))
 
     def record(self) -> dict[str, Any]:
-        """Return the line's content.
-
-        This is the sample's own ``vars``, because copying with ``asdict`` took as long as all other work outside the
-        model and the verifier.
-        """
+        """Return the line's content; ``asdict`` would take as long as all other work outside model and verifier."""
         return {key: value for key, value in vars(self).items() if value is not None}
 
 
@@ -130,11 +117,7 @@ def packed_routes(routes: np.ndarray) -> str:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Read the records in a file without an incomplete last one; [] if the file is missing.
-
-    Raises:
-        UserError: a line is damaged; the message names it.
-    """
+    """Read the records in a file without an incomplete last one; [] if the file is missing."""
     return list(read_lines(path, keys=("prompt_id", "sample")))
 
 
@@ -154,16 +137,14 @@ def to_result(record: Mapping[str, Any]) -> Result:
 
 
 def measure(samples: Mapping[SampleKey, Sample], results: Mapping[SampleKey, Result]) -> dict[str, float | None]:
-    """Measure a step's answers: their lengths, how they differ, and how right they are, inside groups too.
+    """Measure the lengths, the diversity and the correctness of a step's answers, also inside groups.
 
-    Args:
-        samples: the answers by prompt id and sample index.
-        results: verdicts under the same keys. Those without a reward (ERROR) count for what tokens say alone.
+    A result without a reward (ERROR) counts in lengths and diversity alone.
 
     Returns:
         The measurements by their names in docs/grpo.md, which explains them; None where no answer has a value.
-        ``entropy`` is the mean of -log p over sampled tokens. It is an unbiased estimate, without truncation, if the
-        log-probs are those of the sampling temperature.
+        ``entropy`` is the mean of -log p over sampled tokens. Without truncation and with log-probs at the sampling
+        temperature, this estimate is unbiased.
     """
     lengths = {key: len(sample.tokens) for key, sample in samples.items()}
     right = {key: is_correct(result) for key, result in results.items() if result.reward is not None}
@@ -184,7 +165,7 @@ def measure(samples: Mapping[SampleKey, Sample], results: Mapping[SampleKey, Res
         for name, value in result.parts.items():
             values.setdefault(f"reward/{name}", []).append(value)
     return {
-        **{name: fmean(each) if each else None for name, each in values.items()},
+        **{name: fmean(measured) if measured else None for name, measured in values.items()},
         **{f"pass_at_{k}": value for k, value in passes([(len(group), sum(group)) for group in judged]).items()},
     }
 
@@ -197,16 +178,9 @@ def is_correct(result: Result) -> bool:
 def pass_rates(
     results: Mapping[SampleKey, Result], passes: Callable[[Result], bool] = is_correct
 ) -> dict[str, float | None]:
-    """Compute the share of each prompt's answers that passed.
+    """Compute by prompt the share of answers that passed; None for prompts without any reward.
 
     Answers without a reward (ERROR) do not count, because a verifier's failure says nothing about a prompt.
-
-    Args:
-        results: verdicts by prompt id and sample index.
-        passes: what an answer needs to pass.
-
-    Returns:
-        Share from 0 to 1 by prompt id; None for prompts without any reward.
     """
     passed: dict[str, list[bool]] = {}
     for (prompt, _), result in results.items():
@@ -220,8 +194,8 @@ class Records:
     """The samples and verdicts of a run; :meth:`open` opens them.
 
     Attributes:
-        asked: for each prompt, the steps that asked it and the share of its answers that passed; None where no answer
-            has a verdict other than ERROR.
+        asked: by prompt, the steps that asked it and the share of its answers that passed; None where every verdict is
+            ERROR.
     """
 
     def __init__(self, files: Sequence["RecordFile"], passes: Callable[[Result], bool]) -> None:
@@ -236,14 +210,9 @@ class Records:
         """Open the records of a run, and join the lines of all ranks that a killed process left; all ranks call this.
 
         Args:
-            out: the run's output folder.
-            ranks: all processes of the run.
             step: steps done; later ones are unfinished. A step of RAFT is a cycle.
             evaluated: step of the last evaluation; later ones are unfinished.
-            passes: what an answer needs to count for its prompt's pass rate.
-
-        Raises:
-            UserError: a line is damaged; the message names it.
+            passes: whether a result counts as passed in its prompt's pass rate.
         """
         files = [RecordFile(out / f"{name}.jsonl", ranks) for name in ("samples", "verdicts")]
         files.append(RecordFile(out / "turns.jsonl", ranks, itemgetter("behind")))
@@ -278,7 +247,7 @@ class Records:
             self.asked.setdefault(prompt, []).append((step, None))
 
     def begun(self, step: int) -> set[str]:
-        """Return the prompts of a step that an earlier process has begun to ask, and this one has not."""
+        """Return the prompts of a step with answers of an earlier process, before this one asks them."""
         return {prompt for prompt, _ in self._samples.left.get((step, "sample", 0), ())}
 
     def finish(self, step: int, results: Mapping[SampleKey, Result]) -> None:
@@ -290,13 +259,12 @@ class Records:
     def phase(
         self, step: int, phase: str, round_: int = 0, policy: int | None = None
     ) -> tuple["PhaseRecords", "PhaseRecords", "PhaseRecords"]:
-        """Open the samples, the verdicts and the turns of one phase.
+        """Open the samples, the verdicts and the turns of a phase, ``sample`` or ``eval``.
 
         Args:
-            step: number of the step; an evaluation has that of the step before it.
-            phase: ``sample`` or ``eval``.
+            step: number of the step; of an evaluation, the step before it.
             round_: number of the round of a step's sampling, from 0.
-            policy: the step after which the adapter samples; each new sample's line has it. None: no line has it.
+            policy: step of the sampling adapter, for the lines of new samples; None: lines have none.
         """
         scope, extra = (step, phase, round_), {} if policy is None else {"policy": policy}
         verdicts, turns = (PhaseRecords(file, scope, {}) for file in (self._verdicts, self._turns))
@@ -311,7 +279,7 @@ class Records:
         """Read the ``wanted`` samples of finished steps, in the order of ``wanted``.
 
         Raises:
-            UserError: one is missing.
+            UserError: a sample is missing.
         """
         keys = {(step, key) for step, of_step in wanted.items() for key in of_step}
         read = {}
@@ -325,10 +293,8 @@ class Records:
     def keep_samples_from(self, step: int, at_once: bool = False) -> None:
         """Remove the samples of all steps before ``step`` from the file; verdicts and evaluations stay.
 
-        Args:
-            step: the first to keep.
-            at_once: rewrite the file now. Else this waits until the file is twice as large as after the last time, so
-                that the time per step does not grow with the evaluations in it.
+        Unless ``at_once``, this waits until the file has doubled since its last rewrite, so that the time per step does
+        not grow with the evaluations in it.
         """
         if at_once or self._samples.doubled():
             self._samples.rewrite(lambda line: line["step"] >= step or line["phase"] == "eval")
@@ -343,8 +309,8 @@ class PhaseRecords:
     """The samples, the verdicts or the turns of one phase.
 
     Attributes:
-        file: the file that they are in.
-        records: by the file's key: those that an earlier process left, and this rank's.
+        file: their file.
+        records: records of an earlier process and of this rank, by the file's key.
     """
 
     def __init__(self, file: "RecordFile", scope: Scope, extra: Mapping[str, Any]) -> None:
@@ -353,11 +319,7 @@ class PhaseRecords:
         self._new: list[dict[str, Any]] = []
 
     def append(self, record: dict[str, Any]) -> None:
-        """Append one record and write it at once.
-
-        Raises:
-            UserError: the disk is full, or the file cannot be written.
-        """
+        """Append one record and write it at once."""
         record = {**self._extra, **record}
         self.file.append(self._scope, record)
         self._new.append(record)
@@ -384,11 +346,11 @@ class RecordFile:
     Args:
         path: the file.
         ranks: all processes of the run.
-        key: what a line is found by in its phase.
+        key: returns a line's key in its phase.
 
     Attributes:
-        part: this rank's part; the main rank's is the file.
-        left: records of unfinished phases that an earlier process left, until the phase takes them.
+        part: this rank's part; on the main rank, the file.
+        left: records of unfinished phases of an earlier process, until the phase opens.
     """
 
     def __init__(self, path: Path, ranks: Ranks, key: Callable[[Mapping[str, Any]], Any] = key_of) -> None:
@@ -412,11 +374,7 @@ class RecordFile:
                 part.unlink()
 
     def lines(self) -> Iterable[dict[str, Any]]:
-        """Read the file line by line.
-
-        Raises:
-            UserError: a line is damaged; the message names it.
-        """
+        """Read the file line by line."""
         return read_lines(self._path, keys=("step", "phase", "prompt_id", "sample"))
 
     def keep(self, line: Mapping[str, Any]) -> None:
@@ -425,11 +383,7 @@ class RecordFile:
         self.left[_scope(line)][self.key(line)] = record
 
     def append(self, scope: Scope, record: Mapping[str, Any]) -> None:
-        """Write a record of a phase to this rank's part.
-
-        Raises:
-            UserError: the disk is full, or the file cannot be written.
-        """
+        """Write a record of a phase to this rank's part."""
         with self._lock:
             self._uncollected.add(scope)
             self._write([record], scope)
@@ -445,12 +399,7 @@ class RecordFile:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def collect(self, scope: Scope, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Move the lines of a phase to the main rank's file, and return the records of all ranks.
-
-        Args:
-            scope: the phase.
-            new: the records of this rank.
-        """
+        """Move a phase's lines, of this rank ``new``, to the main rank's file, and return the records of all ranks."""
         with self._lock:
             self._uncollected.discard(scope)
         if self._ranks.world == 1:
@@ -466,7 +415,7 @@ class RecordFile:
         with self._lock:
             self.close()
             if not self._ranks.is_main:  # a kill before this leaves lines twice, which count once
-                if self._uncollected:  # of coming steps, sampled beside training
+                if self._uncollected:  # lines of coming steps, sampled during training
                     rewrite_lines(self.part, lambda line: _scope(line) != scope)
                 else:
                     self.part.unlink(missing_ok=True)
@@ -511,7 +460,7 @@ def _size(path: Path) -> int:
 
 
 def _complete(path: Path) -> int:
-    """Return the length of a file without an incomplete last line."""
+    """Return a file's bytes up to the end of its last complete line."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end:

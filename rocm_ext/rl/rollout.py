@@ -1,7 +1,6 @@
-"""Sample and verify at the same time, and write each sample and each verdict to a file as soon as it exists.
+"""Sample and verify at the same time, and record samples and verdicts as soon as they exist.
 
-No recorded work is repeated: a rollout that was killed continues with the requests without a sample and the samples
-without a verdict.
+A killed rollout continues with the requests without a sample and the samples without a verdict.
 """
 
 import time
@@ -24,12 +23,12 @@ from rocm_ext.rl.conversations import ConversationQueue
 from rocm_ext.rl.records import PhaseRecords, Sample, key_of, to_result, to_sample
 from rocm_ext.runs.folder import GREEDY, SampleKey
 from rocm_ext.sampling import Completion, Request, RequestQueue, Sampling, Session
-from rocm_ext.train.lifecycle import Interrupt, Interrupted
+from rocm_ext.train.lifecycle import Interrupt
 from rocm_ext.verifiers import Pool, Result, Verdict
 
 Requests = Sequence[tuple[Request, Sampling]]
 OpenSession = Callable[[], AbstractContextManager[Session]]
-Group = tuple[str, bool]  # prompt id, whether it is the greedy answer's
+Group = tuple[str, bool]  # prompt id, is greedy
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Job:
         requests: requests with their sampling settings, the same on every rank.
         prompts: the requests' prompts.
         samples, verdicts, turns: records of the phase.
-        logprobs_for: settings that need the token ids and log-probs of each answer; empty: none does.
+        logprobs_for: settings that need the answers' token ids and log-probs; may be empty.
         earlier: answers of earlier rounds of the step, which count in the denominator of ``max_error_share``.
     """
 
@@ -62,10 +61,12 @@ class Answers:
     Attributes:
         samples: samples by prompt id and sample index.
         results: verdicts under the same keys.
-        stats: the engine's statistics of this rank's share, and of the whole rollout: ``tokens`` of the samples;
-            ``seconds`` of this process, and ``waiting``, those of them that were spent on verdicts after the last
-            sample; ``hidden``: seconds of sampling that passed while the ranks trained; ``policy``: the sum over the
-            samples of the step after which their adapter sampled, where the records have it.
+        stats: the engine's statistics on this rank, and of the rollout:
+            ``tokens`` of the samples;
+            ``seconds`` of this process;
+            ``waiting``: seconds of these for verdicts after the last sample;
+            ``hidden``: seconds of sampling that passed while the ranks trained;
+            ``policy``: sum over samples of the step of the sampling adapter; 0 for records without it.
     """
 
     samples: dict[SampleKey, Sample]
@@ -83,13 +84,13 @@ class Workers:
 
     Attributes:
         pool: processes that verify while the model samples; None: environments judge, or nothing does.
-        conversations: makes the queue of a rollout's conversations of its requests and settings, with the rows of its
-            prompts and the records of their turns; None: an answer ends with its verdict.
-        ranks: all processes of the run; each takes the next prompt as soon as it has room for one.
-        interrupt: the user's signals to stop, checked after each sample.
+        conversations: makes a queue of conversations from requests, settings, rows of the prompts and records of turns;
+            None: an answer ends with its verdict.
+        ranks: all processes of the run; one with room takes the next prompt.
+        interrupt: the user's signals to stop, checked after a sample.
         max_error_share: share of a rollout's samples with the verdict ERROR above which the run stops.
         logs_long_rollouts_only: whether short ones log no progress.
-        halted: whether sampling must end early; what is sampled stays in the records.
+        halted: whether sampling must end early; samples stay in the records.
     """
 
     pool: Pool | None
@@ -102,15 +103,12 @@ class Workers:
 
 
 class Rollout:
-    """Answers that are sampled when :meth:`finish` is called, and verified meanwhile.
-
-    All ranks call :meth:`begin` and :meth:`finish` together.
+    """Answers that :meth:`finish` samples, verified meanwhile; all ranks call its methods together.
 
     Args:
-        job: what to sample and verify.
+        job: requests, prompts and records.
         workers: the processes.
-        open_session: opens a session of the engine. If any rank samples, all ranks call it, since they gather sharded
-            weights together.
+        open_session: opens a session of the engine. If any rank samples, all ranks call it to gather sharded weights.
     """
 
     def __init__(self, job: Job, workers: Workers, open_session: OpenSession) -> None:
@@ -122,25 +120,18 @@ class Rollout:
         begun = dict.fromkeys(prompt_id for prompt_id, _ in sampled)
         self._owners = {prompt_id: number % ranks.world for number, prompt_id in enumerate(begun)}
         self._missing = [(r, s) for r, s in job.requests if r.key not in sampled]
-        self._queues = [
-            (self._queue([r for r, s in self._missing if s == sampling], sampling), sampling)
-            for sampling in dict.fromkeys(sampling for _, sampling in self._missing)
-        ]
+        self._queues: list[tuple[RequestQueue, Sampling]] = []
+        for sampling in dict.fromkeys(sampling for _, sampling in self._missing):
+            queue = RequestQueue([r for r, s in self._missing if s == sampling], ranks, self._owners)
+            if workers.conversations:
+                queue = workers.conversations(queue, sampling, self._rows, job.turns)
+            self._queues.append((queue, sampling))
         self._count = ranks.counter()  # of the answers that all ranks sample
         self._stats: dict[str, float] = {}
 
-    def _queue(self, requests: Sequence[Request], sampling: Sampling) -> RequestQueue:
-        queue, talk = RequestQueue(requests, self.workers.ranks, self._owners), self.workers.conversations
-        return talk(queue, sampling, self._rows, self.job.turns) if talk else queue
-
     @classmethod
     def begin(cls, job: Job, workers: Workers, open_session: OpenSession) -> "Rollout":
-        """Prepare the records of ``job``, submit the samples that have no verdict yet, and return the rollout.
-
-        Raises:
-            Interrupted: the user asked to stop.
-            UserError: a record cannot be written.
-        """
+        """Prepare the records of ``job``, submit samples without a verdict, and return the rollout."""
         # a resumed run may ask for fewer answers
         keys = {request.key for request, _ in job.requests}
         if workers.conversations:  # one whose verdict is missing begins again
@@ -155,25 +146,23 @@ class Rollout:
         for key, record in job.samples.records.items():
             if workers.pool and key not in job.verdicts.records and rollout._owners[key[0]] == workers.ranks.rank:
                 rollout._judge.submit(key, record["text"], rollout._rows[key[0]])
-        rollout._start(bool(rollout._missing))
+        rollout._start()
         return rollout
 
-    def _start(self, needed: bool) -> None:
-        """Record whether any rank has requests to sample, and stop if the user asked for it."""
-        self._needed, workers = needed, self.workers
-        if signum := workers.interrupt.agree(workers.ranks):  # a signal may arrive after the last rollout's check
-            raise Interrupted(f"in {self.job.name}", signum)
+    def _start(self) -> None:
+        """Stop if the user asked for it; a signal may arrive after the last check."""
+        self.workers.interrupt.check(f"in {self.job.name}", self.workers.ranks)
 
     def finish(self) -> Answers:
         """Sample, wait for the verdicts, and collect the records of all ranks.
 
         Raises:
-            UserError: too many verdicts are ERROR, an answer lacks what the settings need, or the disk is full.
+            UserError: too many verdicts are ERROR, or an answer lacks log-probs.
             Interrupted: the user asked to stop.
         """
         began = time.perf_counter()
         with self.workers.interrupt:
-            if self._needed:
+            if self._missing:  # the same on all ranks
                 with self._open_session() as session:
                     self._sample(session)
             answers = self._collect(time.perf_counter() - began)
@@ -201,7 +190,7 @@ class Rollout:
             self._progress.close()
 
     def _begin_sampling(self) -> None:
-        """Show the progress. That of the main rank counts all answers."""
+        """Show the progress; the main rank counts all answers."""
         job, workers = self.job, self.workers
         self._recorded = len(job.samples.records)
         self._progress = Progress(
@@ -213,10 +202,10 @@ class Rollout:
             self._take(sample, session.stats(), result)
 
     def _take(self, sample: Sample, stats: Mapping[str, float], result: Result | None = None, **more: Any) -> None:
-        """Record an answer, with what ``more`` is known of it, and its ``result``, or submit it.
+        """Record an answer with ``more`` fields, and record its ``result`` or submit it to the verifier.
 
         Raises:
-            UserError: it has no log-probs; it is not recorded, so that a resumed run asks for it again.
+            UserError: it lacks log-probs; it stays out of the records, so that a resumed run asks for it again.
         """
         self._need_logprobs(sample)
         self.job.samples.append({**sample.record(), **more})
@@ -239,11 +228,10 @@ class Rollout:
             )
 
     def _collect(self, sampled: float, hidden: float = 0.0) -> Answers:
-        """Wait for the verdicts, and join the answers of all ranks; ``sampled`` and ``hidden`` are seconds."""
+        """Wait for the verdicts, and collect the answers of all ranks; ``sampled`` and ``hidden`` are seconds."""
         job, ranks, began = self.job, self.workers.ranks, time.perf_counter()
         self._judge.finish()
-        if signum := self.workers.interrupt.agree(ranks):
-            raise Interrupted(f"in {job.name}", signum)
+        self.workers.interrupt.check(f"in {job.name}", ranks)
         job.samples.collect()
         job.verdicts.collect()
         errors = [record for record in job.verdicts.records.values() if record["verdict"] == Verdict.ERROR.value]
@@ -302,20 +290,19 @@ class _Judge:
         self.counts = Counter(record["verdict"] for record in self._records.records.values())
 
     def submit(self, key: SampleKey, text: str, row: Mapping[str, Any]) -> None:
-        """Have an answer judged, by the fields of its prompt's row."""
+        """Submit an answer, with its prompt's row."""
         assert self._pool is not None, "an environment judges its conversations itself"
-        if self._pool.groups:
-            group = _group(key)
+        keys, group = [key], _group(key)
+        future: Future
+        if not self._pool.groups:
+            future = self._pool.submit(text, row)
+        else:
             texts = self._texts.setdefault(group, {})
             texts[key] = text
-            if len(texts) == len(self._groups[group]):
-                del self._texts[group]
-                keys = sorted(texts)
-                self._wait_for(self._pool.submit_group([texts[key] for key in keys], row), keys)
-        else:
-            self._wait_for(self._pool.submit(text, row), [key])
-
-    def _wait_for(self, future: Future, keys: list[SampleKey]) -> None:
+            if len(texts) < len(self._groups[group]):
+                return
+            keys = sorted(self._texts.pop(group))
+            future = self._pool.submit_group([texts[key] for key in keys], row)
         self._pending[future] = keys
         future.add_done_callback(self._done.put)
 
@@ -348,12 +335,12 @@ class _Judge:
         self.counts[result.verdict.value] += 1
 
     def finish(self) -> None:
-        """Wait for the remaining verdicts and record them; return early if the user asks to stop."""
+        """Wait for the remaining verdicts; return early if the user asks to stop."""
         while self._pending:
             if self._interrupt.signum is not None:
                 return  # the resumed run judges the rest
             self.record_finished(timeout=1.0)
-            beat()  # each verification has a time limit
+            beat()  # a verification has a time limit
 
 
 def _describe(stats: Mapping[str, float], counts: Counter[str]) -> str:

@@ -1,7 +1,7 @@
-"""What a step learns from: RAFT keeps right answers, GRPO compares those of a group.
+"""The answers that a step trains on, and their rows: RAFT keeps right answers, GRPO compares the answers of a group.
 
-Both selections are pure functions of the results, and so are the rows. They do not depend on the order of files: a hash
-of the seed breaks ties. The key of an answer is its prompt's id and its index.
+These are pure functions of the results. A hash of the seed breaks ties, so the order of files does not matter. The key
+of an answer is its prompt's id and its index.
 """
 
 import math
@@ -30,7 +30,7 @@ EQUAL = 1e-8  # rewards closer than this are equal: weighted means of the same p
 
 @dataclass(frozen=True)
 class KeepRule:
-    """What an answer needs to pass: to be kept for training, and to count for its prompt's pass rate.
+    """Rule that an answer passes to be kept for training and to count in its prompt's pass rate.
 
     Attributes:
         keep: ``correct``: the verdict CORRECT and the reward; ``rewarded``: the reward alone.
@@ -60,22 +60,21 @@ def filter_samples(
     drop_truncated: bool,
     seed: int,
 ) -> tuple[list[Sample], dict[str, int]]:
-    """Select the samples to train on.
+    """Select the samples to train on. A sample without a reward (ERROR) is always dropped.
 
     Args:
         samples: samples by prompt id and sample index.
-        results: verdicts under the same keys. A sample without a reward (ERROR) is always dropped.
-        rule: what an answer needs to be kept.
+        results: verdicts under the same keys.
+        rule: rule of kept answers.
         per_prompt: keep at most this many samples of a prompt; None: no limit.
-        best_fraction: keep this share of a prompt's samples, those with the highest rewards, and at least one. It
-            applies after all other rules except ``per_prompt``.
+        best_fraction: keep this share of a prompt's samples by highest reward, and at least one. It applies after all
+            other rules except ``per_prompt``.
         deduplicate: keep one of a prompt's samples with the same tokens.
         drop_truncated: drop answers that ``max_new_tokens`` cut off.
         seed: breaks ties between equal rewards.
 
     Returns:
-        The kept samples, ordered by prompt id and index, and the number of samples that each rule dropped, with the
-        number of kept ones as ``kept``.
+        The kept samples, ordered by prompt id and index; and by rule the number of dropped samples, with ``kept``.
     """
     dropped: Counter[str] = Counter()
     by_prompt: dict[str, list[Sample]] = {}
@@ -114,14 +113,14 @@ def filter_samples(
 def replay(
     kept: Sequence[Sample], earlier: Sequence[Sequence[Sample]], *, per_prompt: int | None, deduplicate: bool
 ) -> list[Sample]:
-    """Return the answers of earlier cycles that a cycle trains on in addition to its own.
+    """Return the answers of earlier cycles that a cycle trains on again.
 
     STaR (arXiv:2203.14465) and ReST-EM (arXiv:2312.06585) train the initial model on the newest answers alone, but ask
-    every prompt each time. Cycles that ask a part of the prompts, or skip solved ones, would forget the rest; V-STaR
+    every prompt every time. Cycles that ask a part of the prompts, or skip solved ones, would forget the rest; V-STaR
     (arXiv:2402.06457) adds up the answers of all iterations, as this does.
 
     Args:
-        kept: the cycle's own answers.
+        kept: the cycle's answers.
         earlier: kept answers of the cycles before it, oldest first; newer answers go first.
         per_prompt: limit of a prompt's answers of all cycles together; None: no limit.
         deduplicate: leave out a prompt's answers with the same tokens as a newer one.
@@ -147,14 +146,14 @@ class Selected:
         samples: all answers, by prompt id and sample index, in this order.
         results: their verdicts.
         advantages: of the answers to train on.
-        flat: prompts whose answers have no advantage, such as those with equal rewards; nothing is learned from them.
-        asked: prompts in the order in which they were asked.
+        flat: prompts that teach nothing, because no answer has an advantage.
+        asked: prompts in the order of the requests.
         stats: costs of sampling; see :class:`rocm_ext.rl.rollout.Answers`.
         length_share: see :func:`length_share`.
-        answers: what a loss's mean over answers divides by: all with a reward, also those that are not trained on; with
-            ``refill``, which replaces flat groups, of the groups that are trained on. 0: those that are trained on.
+        answers: denominator of a loss's mean over answers: all answers with a reward; with ``refill``, which replaces
+            flat groups, only of trained groups. 0: the number of trained answers.
         reference: log-probs of the answers' tokens under the reference, if their rewards have a KL divergence.
-        dropped: number of answers that each rule of :func:`filter_samples` dropped, and of those ``kept``.
+        dropped: dropped answers by rule of :func:`filter_samples`, and ``kept``.
     """
 
     samples: Mapping[SampleKey, Sample]
@@ -179,11 +178,11 @@ class Selected:
         return [self.samples[key] for key in self.advantages]
 
     def policy_lag(self, step: int) -> float:
-        """Return how many steps the adapter that sampled was behind the one that ``step`` trains, as a mean."""
+        """Return the mean number of steps between the answers' adapters and the adapter that ``step`` trains."""
         return step - 1 - self.stats["policy"] / len(self.samples)
 
     def measurements(self) -> dict[str, Any]:
-        """Compute the step's entry in ``metrics.jsonl``, without what training measures."""
+        """Compute the step's entry in ``metrics.jsonl``, without the measurements of training."""
         rewards = [result.reward for result in self.results.values() if result.reward is not None]
         verdicts = Counter(result.verdict for result in self.results.values())
         groups = len(self.asked)
@@ -224,7 +223,7 @@ def select(
     reference: Mapping[SampleKey, np.ndarray] | None = None,
     kl_coef: float = 0.0,
 ) -> Selected:
-    """Compare the rewards of each group, and choose the answers to train on.
+    """Compare the rewards inside groups, and choose the answers to train on.
 
     An answer with the verdict ERROR has no reward: it is neither compared nor trained on. Truncated answers count in
     their group's mean; ``truncated: mask`` does not train on them. ``negative_weight: 0`` trains on positive advantages
@@ -235,8 +234,8 @@ def select(
         asked: ids of their prompts, in order.
         cfg: config of ``grpo_rocm``.
         reference: log-probs of all answers' tokens under the reference; None: rewards have no KL divergence.
-        kl_coef: this times an answer's KL divergence is subtracted from its reward. It is compared as rewards are, and
-            not scaled. The log-prob as sampled minus the reference's estimates it (k1), as in RLOO (arXiv:2402.14740).
+        kl_coef: weight of an answer's KL divergence, which is subtracted from its reward: centred as rewards are, and
+            not scaled. The estimate (k1) is the sampled log-prob minus the reference's, as in RLOO (arXiv:2402.14740).
     """
     samples = {key: sample for answers in rounds for key, sample in answers.samples.items()}
     samples = {key: samples[key] for key in sorted(samples)}  # ranks have them in different orders
@@ -280,7 +279,7 @@ def select(
     )
 
 
-# ---- rewards of a step's answers, and what each is worth in its group, the answers to one prompt
+# ---- rewards and advantages; the answers to one prompt are a group
 
 
 def rewards(
@@ -332,18 +331,17 @@ def flat(advantages: Mapping[SampleKey, float]) -> set[str]:
 
 
 def advantages(rewards: Mapping[SampleKey, float], center: str, scale: str) -> dict[SampleKey, float]:
-    """Return the advantage of each answer.
+    """Return the answers' advantages.
 
-    Where rewards are compared inside groups, the advantages of a group add up to 0, and those of one with equal rewards
-    are 0.
+    Where rewards are compared inside groups, a group's advantages add up to 0, and are 0 if its rewards are equal.
 
     Args:
-        rewards: all rewards of the step, those of groups with equal rewards too.
-        center: what a reward is compared with. ``mean``: the mean of its group, as in GRPO (arXiv:2402.03300);
+        rewards: all rewards of the step, with groups of equal rewards.
+        center: the baseline of a reward. ``mean``: the mean of its group, as in GRPO (arXiv:2402.03300);
             ``leave_one_out``: the mean of the group's other rewards, as in RLOO (arXiv:2402.14740); ``batch``: the
             mean of the step, as in REINFORCE++ (arXiv:2501.03262); ``none``: 0.
-        scale: what the difference is divided by. ``std``: the sample standard deviation of the group's rewards;
-            ``batch``: that of all rewards of the step; both as in TRL's GRPOTrainer. ``none``: nothing, as in Dr. GRPO
+        scale: the divisor of the difference. ``std``: the sample standard deviation of the group's rewards;
+            ``batch``: of all rewards of the step; both as in TRL's GRPOTrainer. ``none``: nothing, as in Dr. GRPO
             (arXiv:2503.20783).
 
     Raises:
@@ -376,13 +374,9 @@ def length_share(rewards: Mapping[SampleKey, float], lengths: Mapping[SampleKey,
     It is the squared correlation of rewards and lengths, both minus the mean of their group, over all groups that are
     not flat, with the sign of the correlation.
 
-    Args:
-        rewards: the step's rewards.
-        lengths: length of each of these answers, in tokens.
-
     Returns:
-        The share, from 0 to 1 where longer answers have higher rewards, from 0 to -1 where shorter ones have; None if
-        every group is flat.
+        The share: above 0 where longer answers have higher rewards, below 0 where shorter ones have; None if all groups
+        are flat.
     """
     both = of_rewards = of_lengths = 0.0
     for group in groups(rewards).values():
@@ -414,23 +408,19 @@ def _deviation(rewards: Mapping[SampleKey, float]) -> float:
 
 
 def to_rows(samples: Sequence[Sample], prompts: Mapping[str, Sequence[int]]) -> tuple[Rows, list[tuple[int, slice]]]:
-    """Convert samples to training rows: the tokens of prompt and answer as sampled, with labels on those of the model.
+    """Convert samples to training rows: the tokens of prompt and answer, with labels on the sampled ones.
 
     A conversation whose history the chat template rewrote gives several rows.
 
-    Args:
-        samples: samples to train on.
-        prompts: token ids of each prompt, by id.
-
     Returns:
-        The rows; and for each the index of its sample, and which of the sample's tokens it has.
+        The rows; and per row the index of its sample and the slice of the sample's tokens.
     """
     rows, parts = Rows([], [], [], {"rows": len(samples)}), []
     for number, sample in enumerate(samples):
-        for ids, own, part in sample.sequences(prompts[sample.prompt_id]):
+        for ids, sampled, part in sample.sequences(prompts[sample.prompt_id]):
             tokens = np.array(ids, dtype=np.int32)
             rows.tokens.append(tokens)
-            rows.labels.append(np.where(own, tokens, IGNORE).astype(np.int32))
+            rows.labels.append(np.where(sampled, tokens, IGNORE).astype(np.int32))
             rows.lengths.append((len(tokens),))
             parts.append((number, part))
     return rows, parts

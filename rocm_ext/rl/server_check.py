@@ -1,9 +1,8 @@
-"""Check that servers sample with the adapter that they were told to load.
+"""Check that servers sample with the adapter that they have loaded.
 
-A server answers a few prompts. The log-probs that it returns are compared with ours for the same tokens: with the new
-adapter, with the adapter before it, and without an adapter. Log-probs of sampled tokens are used, and not those of a
-prompt, because servers compute these without the output layer's adapter (vLLM issue 51594) or from a stale cache
-(vLLM issue 42019).
+A server answers a few prompts. The check compares its log-probs with ours for the same tokens: with the new adapter,
+with the one before, and without any. It uses sampled tokens, because servers compute a prompt's log-probs without the
+output layer's adapter (vLLM issue 51594) or from a stale cache (vLLM issue 42019).
 """
 
 import math
@@ -49,13 +48,13 @@ class ServerCheck:
         adapter: Path,
         earlier: tuple[str, Mapping[str, Tensor]] | None,
     ) -> None:
-        """Check that each server of ``session`` samples with ``adapter``.
+        """Check that the servers of ``session`` sample with ``adapter``.
 
         Every rank calls this, because sharded weights are gathered from all. The main rank asks the servers.
 
         Args:
-            session: a session whose ``ask_each`` asks each of its servers.
-            requests: requests to choose prompts from, the same on all ranks.
+            session: a session with ``ask_each``.
+            requests: requests with the prompts to ask, the same on all ranks.
             adapter: folder of the adapter that the session has loaded; the learner has the same one.
             earlier: name and weights of an adapter that a server may have kept; None for the first adapter.
 
@@ -87,7 +86,7 @@ class ServerCheck:
         return usable
 
     def _logprobs(self, answers: Sequence[Completion]) -> Tensor:
-        """Return the log-prob of each token of ``answers``, end to end, on the CPU."""
+        """Return the log-probs of the tokens of ``answers``, end to end, on the CPU."""
         prompts = {answer.request.prompt_id: answer.request.tokens for answer in answers}
         rows, _ = to_rows([Sample.of(answer) for answer in answers], prompts)
         return torch.from_numpy(np.concatenate(score(self._learner, rows))).double()
@@ -105,7 +104,7 @@ class ServerCheck:
                 self._judge(url, adapter, served, ours[rows], before)
 
     def _judge(self, url: str, adapter: Path, served: Tensor, ours: Tensor, others: Mapping[str, Tensor]) -> None:
-        """Compare a server's log-probs with ours with ``adapter`` and with each of ``others``."""
+        """Compare a server's log-probs with ours under ``adapter`` and under ``others``."""
         far, tokens = _gap(served, ours), f"its log-probs of {len(served)} tokens differ"
         shares = {other: _share(served, ours, before) for other, before in others.items()}
         stale = [other for other, (_, high) in shares.items() if high < 0.5 and _gap(ours, others[other]) >= _LEAST]

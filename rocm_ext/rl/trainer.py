@@ -1,4 +1,4 @@
-"""Updates of the policy on the answers of each step, through a whole run."""
+"""Updates of the policy on the answers of a step."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ from rocm_ext.train.loop import StepStats, Training
 from rocm_ext.train.metrics import read_metrics
 from rocm_ext.train.output_dir import OutputDir
 
-# Keys that a resumed GRPO run may change, in addition to those that a resumed SFT run may change
+# Keys that a resumed GRPO run may change, in addition to FREE_KEYS
 GRPO_FREE_KEYS = FREE_KEYS | frozenset(
     """
     steps prompts eval_prompts verify_workers verify_timeout max_error_share max_flat_steps stop_after_no_gain
@@ -37,20 +37,17 @@ NO_UPDATES = {"updates": 0, "train_seconds": 0.0}
 
 
 class PolicyTrainer(Training):
-    """Updates the adapter on the rows of each step; optimiser and schedule run through the whole run.
+    """Updates the adapter on the rows of a step; optimiser and schedule live as long as the run.
 
     Args:
-        learner: the model, set up.
-        cfg: config of the recipe.
-        folder: output folder from :meth:`OutputDir.open`; the run resumes the checkpoint that the folder has read.
-        inputs: hashes of what a run must share with the one it resumes, such as its prompts.
-        metric_logger: a torchtune metric logger in addition to ``metrics.jsonl``; the caller closes it.
-        interrupt: receives the user's signals to stop.
+        learner, cfg, folder, metric_logger, interrupt: see :class:`Training`.
+        inputs: hashes that a run shares with the one it resumes, such as of its prompts.
 
     Attributes:
         first: the adapter that the run began with.
         lines: the lines of ``metrics.jsonl``, the same on all ranks.
         evaluated: step of the last evaluation; -1 before the first.
+        saved: steps of the last checkpoint and of its last evaluation.
         stopped: why the run ends before its last step; None: it does not.
         fresh: whether the run began here, without a checkpoint.
     """
@@ -73,14 +70,10 @@ class PolicyTrainer(Training):
         self.stopped: str | None = None
         self.evaluated, self.fresh = -1, folder.resumed is None
         self.lines: list[dict[str, Any]] = []
-        self._saved = (-1, -1)  # step and evaluation of the last checkpoint of this process
+        self.saved = (-1, -1)
 
     def open(self) -> None:
-        """Continue the folder's checkpoint, or claim the folder for a run that begins; all other set-up is done.
-
-        Raises:
-            UserError: a component cannot be built, or the checkpoint belongs to another run.
-        """
+        """Continue the folder's checkpoint, or claim the folder for a new run; all other set-up is done."""
         self.begin_run()
         if self.ranks.is_main:
             (self.folder.path / "samples.jsonl").touch()  # tells monitor that this is a run of GRPO
@@ -88,10 +81,10 @@ class PolicyTrainer(Training):
         self.lines = self.ranks.agree(read_metrics(self.folder.path / "metrics.jsonl"))
         if self.fresh:
             self.save_checkpoint()
-        self._saved = self.step, self.evaluated
+        self.saved = self.step, self.evaluated
 
     def begin_run(self) -> None:
-        """Build what the run has one of, and continue the checkpoint."""
+        """Begin the run, see :meth:`begin`, and its progress."""
         self.begin(self.cfg.steps * self.updates_of_step)
         self._progress = Progress(self.cfg.steps, self.step, self.ranks.is_main)
 
@@ -102,7 +95,7 @@ class PolicyTrainer(Training):
 
     @property
     def updates_of_step(self) -> int:
-        """Optimiser updates that a step takes in the schedule, however few of its groups teach."""
+        """Updates of a step in the schedule, even if few of its groups teach."""
         return updates_of_step(self.cfg)
 
     @property
@@ -111,15 +104,15 @@ class PolicyTrainer(Training):
         return self.step * self.updates_of_step
 
     def keeps_line(self, line: dict[str, Any]) -> bool:
-        """Return whether the run does not repeat what a line is about; evaluations are repeated from their records."""
+        """Return whether a resumed run keeps a line; it repeats the other steps, and evaluations from their records."""
         return line["step"] <= (self.evaluated if "eval" in line else self.step)
 
     def identity(self) -> dict[str, Any]:
-        """Return what a run must share with the one it resumes, beside the config."""
+        """Return what a run shares with the one it resumes, in addition to the config."""
         return {**super().identity(), **self._inputs, "first adapter": peft_files.fingerprint(self.first)}
 
     def extra_state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds beside the state of every training."""
+        """Return the part of a checkpoint that other trainings do not have."""
         return {"evaluated": self.evaluated}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
@@ -132,25 +125,22 @@ class PolicyTrainer(Training):
         """Do the updates of a step.
 
         Args:
-            rows: rows to train on. Of their counts, ``trained`` of ``answers`` are here: a loss that takes a mean over
-                answers divides by all. Without these counts, by the number of sequences here.
-            groups: the group of each row. An update gets whole groups.
+            rows: rows to train on. With the counts ``trained`` and ``answers``, a loss's mean over answers divides by
+                ``answers``; without them, by the number of sequences.
+            groups: the groups of the rows. An update never splits a group.
 
         Returns:
             Means over the updates, for ``metrics.jsonl``; maxima of measurements that end in ``_max``. An update has
             ``informative_answers``, and ``effective_tokens``, the sum of their labels' ``token_gradient``. ``lr_sum``
             adds up the learning rates of the run's updates.
-
-        Raises:
-            UserError: a loss is not finite.
         """
         done: list[StepStats] = []
-        labels, answers = [], []  # of each update
+        labels, answers = [], []  # by update
         self.learner.model.train()
         began = time.perf_counter()
         updates = self._rows_of_updates(rows, groups)
         layout, cfg = self.learner.layout, self.cfg
-        # the memory plan cannot know which answers will share a prompt, so it counts a prompt for each answer
+        # the memory plan cannot know which answers will share a prompt, so it counts a prompt per answer
         loader = StepLoader(rows, updates, layout, pin_memory=cfg.pin_memory, count_shared=True)
         share = rows.counts.get("trained", 1) / rows.counts.get("answers", 1)
         for update in loader.range(0, len(updates)):
@@ -189,7 +179,7 @@ class PolicyTrainer(Training):
         return NO_UPDATES
 
     def _rows_of_updates(self, rows: Rows, groups: Sequence[str]) -> list[list[int]]:
-        """Return the rows of each update: each pass deals the groups out anew, evenly."""
+        """Return the rows of the updates: a pass deals the groups out evenly, in a new order."""
         updates = []
         labels = [count for count, _ in label_counts(rows)]
         for number in range(self.cfg.updates_per_step):
@@ -203,13 +193,7 @@ class PolicyTrainer(Training):
         return updates
 
     def finish_step(self, selected: Selected, updates: Mapping[str, Any], seconds: float) -> None:
-        """Count a step, and log it.
-
-        Args:
-            selected: its answers.
-            updates: as :meth:`train_on` returns it.
-            seconds: duration of the step.
-        """
+        """Count a step and log it, with the ``updates`` from :meth:`train_on`."""
         self.step += 1
         lag = {"policy_lag": selected.policy_lag(self.step)}
         values = selected.measurements() | dict(updates) | lag | {"seconds": seconds} | self.memory()
@@ -224,13 +208,7 @@ class PolicyTrainer(Training):
         self._progress.update(f"{shown}  {values['mean_tokens']:.0f} tokens  {seconds:.1f} s")
 
     def finish_evaluation(self, step: int, scores: dict[str, Any], stats: Mapping[str, float]) -> None:
-        """Log an evaluation of the present adapter, and remember the adapter if it is the best so far.
-
-        Args:
-            step: the step that the adapter is of.
-            scores: see :func:`rocm_ext.rl.evaluation.score`.
-            stats: costs of sampling; see :class:`rocm_ext.rl.rollout.Answers`.
-        """
+        """Log an evaluation of the adapter of ``step``, and remember the adapter if it is the best so far."""
         self.evaluated = step
         if step and (self.best is None or scores["correct"] > self.best["score"]):
             self.best = {"score": scores["correct"], "step": step, "adapter": self.learner.adapter_state()}
@@ -251,12 +229,7 @@ class PolicyTrainer(Training):
     def save_checkpoint(self) -> None:
         """Write a checkpoint; see :meth:`Training.save_checkpoint`."""
         super().save_checkpoint()
-        self._saved = self.step, self.evaluated
-
-    @property
-    def saved(self) -> int:
-        """Step of the last checkpoint."""
-        return self._saved[0]
+        self.saved = self.step, self.evaluated
 
     def save_if_due(self) -> None:
         """Write a checkpoint every ``save_every_n_steps`` steps and after the last."""
@@ -266,7 +239,7 @@ class PolicyTrainer(Training):
 
     def save_if_new(self) -> None:
         """Write a checkpoint unless the last one has the present step and its evaluation."""
-        if self._saved != (self.step, self.evaluated):
+        if self.saved != (self.step, self.evaluated):
             self.save_checkpoint()
 
     def summary(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from rocm_ext.base.log import log
 from rocm_ext.data.encoder import HFTokenizer
 
 _TRIED_STEPS = 10_000  # of a schedule, before the weights are read; they take a second
-# Texts whose tokens tell vocabularies and merges apart. A tokenizer of the same family encodes them equally.
+# Their tokens differ between vocabularies and between merges. Tokenizers of a family encode them equally.
 _TEXTS = (
     "How many clips did Natalia sell altogether in April and May?",
     "def add(a, b):\n    return a + b  # 12345 * 67.89",
@@ -29,9 +29,9 @@ _TEXTS = (
 
 
 def check_tokenizer(tokenizer: Any, cfg: DictConfig) -> None:
-    """Compare a tokenizer with the ``tokenizer.json`` beside the weights, if there is one.
+    """Compare a tokenizer with the weights' ``tokenizer.json``, if there is one.
 
-    A tokenizer of the user's own without torchtune's ``encode`` is not compared.
+    It skips a user's tokenizer without torchtune's ``encode``.
 
     Raises:
         UserError: they encode text in different ways, or a special token has another id.
@@ -50,22 +50,22 @@ def check_tokenizer(tokenizer: Any, cfg: DictConfig) -> None:
     except Exception as error:  # tokenizers raises a bare Exception, and a user's tokenizer anything
         log.warning("the tokenizer could not be compared with %s: %s", path, one_line(error))
         return
-    cure = "set tokenizer.path and its other files to those of checkpointer.checkpoint_dir"
-    for text, (ours, expected) in zip(_TEXTS, pairs, strict=True):
-        if list(ours) != expected:
-            raise UserError(
-                f"tokenizer: it encodes {text!r} as {len(ours)} tokens {str(list(ours[:4]))[:-1]}, …], but {path} "
-                f"of the base model as {len(expected)} tokens {str(expected[:4])[:-1]}, …]; {cure}"
-            )
+    problems = [
+        f"it encodes {text!r} as {len(ours)} tokens {str(list(ours[:4]))[:-1]}, …], but {path} of the base model as "
+        f"{len(expected)} tokens {str(expected[:4])[:-1]}, …]"
+        for text, (ours, expected) in zip(_TEXTS, pairs, strict=True)
+        if list(ours) != expected
+    ]
     special = getattr(tokenizer, "special_tokens", None)
-    for token, number in special.items() if isinstance(special, Mapping) else ():
-        if "reserved_special_token" in token:  # torchtune numbers Llama's in its own way, and uses none of them
-            continue
-        if theirs.token_to_id(token) not in (None, number):
-            raise UserError(
-                f"tokenizer: the id of {token} is {number}, but in {path} of the base model it is "
-                f"{theirs.token_to_id(token)}; {cure}"
-            )
+    problems += [
+        f"the id of {token} is {number}, but in {path} of the base model it is {theirs.token_to_id(token)}"
+        for token, number in (special.items() if isinstance(special, Mapping) else ())
+        # torchtune numbers Llama's reserved tokens in another way, and uses none of them
+        if "reserved_special_token" not in token and theirs.token_to_id(token) not in (None, number)
+    ]
+    if problems:
+        cure = "set tokenizer.path and its other files to those of checkpointer.checkpoint_dir"
+        raise UserError(f"tokenizer: {problems[0]}; {cure}")
 
 
 # ---- optimiser and schedule
@@ -83,7 +83,7 @@ def setup_optimizer(cfg: DictConfig, adapter: Mapping[str, nn.Parameter]) -> tor
     groups = [[p for name, p in adapter.items() if (name in fast) == is_fast] for is_fast in (False, True)]
     optimizer = config.instantiate(cfg.optimizer, [{"params": group} for group in groups], key="optimizer")
     group = optimizer.param_groups[1]
-    group["lr"] = group["lr"] * ratio  # not in place: torchao's is a tensor, which the groups may share
+    group["lr"] = group["lr"] * ratio  # no *=: torchao's is a tensor, which the groups may share
     return optimizer
 
 
@@ -144,12 +144,7 @@ def _is_rate(value: Any) -> bool:
 
 
 def try_out(cfg: DictConfig, adapter: Mapping[str, nn.Parameter], steps: int) -> None:
-    """Do one step of the config's optimiser, and all steps of its schedule, on copies of an adapter's parameters.
-
-    Args:
-        cfg: config with ``optimizer`` and ``lr_scheduler``.
-        adapter: some of those that the run trains, by name; they do not change.
-        steps: optimiser steps of the run.
+    """Do one step of the config's optimiser and all ``steps`` of its schedule on copies of the parameters ``adapter``.
 
     Raises:
         UserError: optimiser or schedule cannot be built, does not work with a plain training step, or gives a learning
@@ -192,12 +187,7 @@ def _try_schedule(cfg: DictConfig, optimizer: torch.optim.Optimizer, steps: int)
 
 
 def nothing_changed(steps: int, length: str) -> str:
-    """What to say of a training of ``steps`` optimiser steps that left the adapter as it was.
-
-    Args:
-        steps: optimiser steps.
-        length: what the warm-up may be as long as, such as ``the run``.
-    """
+    """Return a warning about ``steps`` optimiser steps that changed nothing in ``length``, such as ``the run``."""
     return (
         f"{steps} optimiser steps changed nothing, bit for bit. Either the warm-up is as long as {length}, or the loss "
         "scale of fp16 never settles: remove lr_scheduler, train on more rows, or set another dtype"

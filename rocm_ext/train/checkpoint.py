@@ -33,7 +33,7 @@ _FREE = {
     "`check_same_run` compares the effect: base model, data, rows and micro-batches of a step, dtype, seed": """
         checkpointer model.checkpoint_dir tokenizer dataset dataset_val validation_fraction too_long bad_rows batch_size
         gradient_accumulation_steps sequences_per_step tokens_per_micro_batch dtype seed""",
-    "what a run reports, and where": """
+    "reports and files of a run": """
         output_dir resume_from_checkpoint overwrite_output_dir save_every_n_steps keep_last_n_checkpoints
         save_adapter_weights_only metric_logger log_every_n_steps log_peak_memory_stats hardware_log_seconds
         profiler profile_steps""",
@@ -55,11 +55,7 @@ class Checkpoints:
         self.folder, self.keep = folder, keep
 
     def steps(self) -> list[Path]:
-        """Return the checkpoint folders, oldest first.
-
-        Raises:
-            UserError: the system cannot list them.
-        """
+        """Return the checkpoint folders, oldest first."""
         try:
             names = os.listdir(self.folder)
         except (FileNotFoundError, NotADirectoryError):
@@ -69,7 +65,7 @@ class Checkpoints:
         return sorted(self.folder / name for name in names if re.fullmatch(r"step_\d+", name))
 
     def save(self, step: int, state: dict[str, Any], write_more: Callable[[Path], None]) -> Path:
-        """Write a checkpoint with its checksums, and remove those that are no longer kept.
+        """Write a checkpoint with its checksums, and remove old ones.
 
         Args:
             step: optimiser steps done.
@@ -86,7 +82,8 @@ class Checkpoints:
         with replace_folder(path) as folder:
             torch.save(state, folder / STATE)
             write_more(folder)
-            write_checksums(folder)
+            names = sorted(file.name for file in folder.iterdir())
+            (folder / CHECKSUMS).write_bytes(_checksums(folder, names))
         for other in self.steps()[: -self.keep]:
             remove_folder(other)
         return path
@@ -99,11 +96,8 @@ class Checkpoints:
     def sweep(self, step: int) -> None:
         """Prepare the folder for a run that continues after ``step``.
 
-        This removes folders that a killed process left half written or half removed. It renames later checkpoints,
-        which could not be read, so that saving neither replaces nor removes them.
-
-        Raises:
-            UserError: the folder is read-only.
+        This removes folders that a killed process left half written or half removed. It renames later, unreadable
+        checkpoints, so that saving neither replaces nor removes them.
         """
         for path in self.folder.glob(".step_*"):
             shutil.rmtree(path, ignore_errors=True)
@@ -118,14 +112,11 @@ class Checkpoints:
     def newest(self, ranks: Ranks) -> tuple[Path, dict[str, Any]] | None:
         """Read the newest checkpoint that all ranks can read, and warn about newer ones.
 
-        Args:
-            ranks: all processes of the run.
-
         Returns:
             The checkpoint's folder and its state; None if there is no checkpoint.
 
         Raises:
-            UserError: there are checkpoints, and none can be read; the message has the reason for each.
+            UserError: there are checkpoints, and none can be read; the message has the reasons.
         """
         skipped: list[tuple[Path, str]] = []
         for path in reversed(ranks.agree(self.steps())):
@@ -150,16 +141,11 @@ class Checkpoints:
         return None
 
 
-def write_checksums(folder: Path) -> None:
-    """Write ``SHA256SUMS`` of all files in ``folder``."""
-    (folder / CHECKSUMS).write_bytes(_checksums(folder, sorted(p.name for p in folder.iterdir())))
-
-
 def read_state(path: Path) -> dict[str, Any]:
     """Read ``state.pt`` in a folder, after its checksums.
 
     Raises:
-        Exception: a file cannot be read or is damaged; of any kind, because torch raises many.
+        Exception: a file cannot be read or is damaged; torch raises many kinds.
     """
     expected = (path / CHECKSUMS).read_bytes()
     names = [line.partition("  ")[2] for line in expected.decode(errors="replace").splitlines()]
@@ -186,11 +172,7 @@ def _checksums(folder: Path, names: list[str]) -> bytes:
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of every random generator that a recipe or a component may draw from.
-
-    Args:
-        device: the rank's device; on a GPU the state includes its generator.
-    """
+    """Return the state of the random generators of Python, numpy and torch, and on a GPU of ``device``."""
     name, keys, *rest = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -226,11 +208,11 @@ def check_same_run(
         path: source of ``state``, for messages.
         state: ``config``, ``environment`` and ``identity`` of the run to resume.
         cfg: config of this run.
-        identity: values that the two runs must share beside the config, by name.
+        identity: further values that the two runs share, by name.
         free: keys that may differ.
 
     Raises:
-        UserError: the runs differ in something that changes the results; the message names every difference.
+        UserError: the runs differ in a way that changes the results; the message names every difference.
     """
     now: Any = OmegaConf.to_container(cfg)
     problems = difference(references.begun_as(cfg, state["config"], state["environment"]), now, free)
@@ -253,14 +235,7 @@ def check_same_run(
 
 
 def load_for_new_length(optimizer: torch.optim.Optimizer, scheduler: Any, state: Mapping[str, Any], step: int) -> None:
-    """Load an optimiser's state, and bring the schedule of the new length to ``step``.
-
-    Args:
-        optimizer: the optimiser, as built.
-        scheduler: its schedule, as built for the new number of steps; None: constant learning rate.
-        state: the checkpoint's state of the optimiser.
-        step: optimiser steps done.
-    """
+    """Load an optimiser's ``state`` from a checkpoint, and bring its new schedule, if there is one, to ``step``."""
     if scheduler is None:
         optimizer.load_state_dict(dict(state))
         return
@@ -279,6 +254,6 @@ def load_for_new_length(optimizer: torch.optim.Optimizer, scheduler: Any, state:
 def advance(scheduler: Any, steps: int) -> None:
     """Step a schedule ``steps`` times without its optimiser."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch expects an optimiser step before each of these
+        warnings.simplefilter("ignore")  # torch expects optimiser steps in between
         for _ in range(steps):
             scheduler.step()

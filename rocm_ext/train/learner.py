@@ -1,4 +1,4 @@
-"""The model to train. It is built once; each run over it is a :class:`~rocm_ext.train.trainer.Trainer`."""
+"""The model to train: decoder, adapter and objective. A :class:`~rocm_ext.train.trainer.Trainer` updates it."""
 
 import contextlib
 from collections.abc import Collection, Mapping
@@ -64,13 +64,12 @@ class Learner:
         tokenizer: the model's tokenizer; None if the rows were made without one.
 
     Attributes:
-        decoder: the torchtune model, with packed attention if the model supports it.
+        decoder: the model without its objective, with packed attention if it supports that.
         adapter: trainable parameters under torchtune's names.
         objective: function that a step minimises.
         model: decoder and objective as one module.
         packed: whether a micro-batch holds its rows end to end, without padding.
-        shares: whether sequences of a row that begin alike, as the sides of a pair, have this beginning once. Dropout
-            draws other values for each.
+        shares: whether a row stores a common beginning of its sequences once, as of the sides of a pair.
 
     Raises:
         UserError: the config's model or loss is not supported, or the machine cannot train it.
@@ -112,12 +111,12 @@ class Learner:
 
     @property
     def shares(self) -> bool:
-        """Whether sequences of a row that begin alike share their beginning; see above."""
+        """Whether a row stores a common beginning of its sequences once."""
         return self.packed and shares_beginnings(self.decoder)
 
     @property
     def layout(self) -> Layout:
-        """How rows become micro-batches of this rank, once :meth:`plan` has chosen their size."""
+        """The layout of this rank's micro-batches, after :meth:`plan` has chosen their size."""
         runtime = self.runtime
         return Layout(
             runtime.ranks.rank,
@@ -138,41 +137,34 @@ class Learner:
         return objective_of(config.instantiate(self.cfg.loss, key="loss"))
 
     def read_weights(self) -> Weights:
-        """Read the base weights with the config's checkpointer; those of a model on the hub are downloaded first."""
+        """Read the base weights with the config's checkpointer, after a download from the hub if need be."""
         use_weights(Path(self.cfg.checkpointer.checkpoint_dir), self.runtime.ranks)
         return read_weights(self.cfg.checkpointer)
 
     def check_rows(self, rows: Rows, coming: Collection[str] = ()) -> None:
-        """Check that the model can train on ``rows``.
-
-        Args:
-            rows: the rows.
-            coming: columns that the rows will have.
+        """Check that the model can train on ``rows``, which will also have the columns ``coming``.
 
         Raises:
-            UserError: a token id is outside the vocabulary, the rows lack a column that the objective needs, or they
-                are preferences of a kind that the objective is not for.
+            UserError: a token id is outside the vocabulary, the rows lack a column that the objective needs, or the
+                objective is for another kind of preferences.
         """
         rows.check_vocabulary(self.decoder.tok_embeddings.num_embeddings)
         self.check_columns({*rows.columns, *coming})
         if SIDE not in rows.columns:
             return
         loss, unpaired = type(self.objective).__name__, isinstance(self.objective, UnpairedPreference)
-        found, bad, fits = ("pairs", "rejected", "Preference") if rows.pairs else _SINGLE
+        kind, bad, fits = ("pairs", "rejected", "Preference") if rows.pairs else _SINGLE
+        problem = f"loss {loss} is not for them; use rocm_ext.losses.{fits}" if rows.pairs == unpaired else ""
         if SIDE not in self.objective.columns:
-            raise UserError(
-                f"the rows are {found}, and loss {loss} would train on the {bad} answers, too; "
-                f"start dpo_rocm, or set loss to rocm_ext.losses.{fits}"
+            problem = (
+                f"loss {loss} would train on the {bad} answers, too; start dpo_rocm, or set loss to "
+                f"rocm_ext.losses.{fits}"
             )
-        if rows.pairs == unpaired:
-            raise UserError(f"the rows are {found}, and loss {loss} is not for them; use rocm_ext.losses.{fits}")
+        if problem:
+            raise UserError(f"the rows are {kind}, and {problem}")
 
     def check_columns(self, available: Collection[str]) -> None:
-        """Check that rows with the columns ``available`` have those that the objective needs.
-
-        Raises:
-            UserError: a column is missing.
-        """
+        """Check that the columns ``available`` cover the objective's."""
         if missing := [name for name in self.objective.columns if name not in available]:
             loss = type(self.objective).__name__
             cure = next((cure for name, cure in _CURES.items() if name in self.objective.columns), "")
@@ -186,16 +178,13 @@ class Learner:
     def plan(self, work: Workload, beside: int = 0) -> None:
         """Plan memory, and apply the planned activation checkpointing. This needs no weights.
 
-        It sets five more attributes: ``tokens_per_micro_batch``; ``planned_peak``, the planned peak of memory in
-        bytes, ``planned_fixed``, those of them that are allocated all the time, and ``planned_budget``, how many there
-        are for it; ``offloading``, the context of a forward pass.
+        It sets five more attributes: ``tokens_per_micro_batch``; ``planned_peak``, ``planned_fixed`` and
+        ``planned_budget``: bytes at the peak, allocated all the time, and available; ``offloading``, the context of a
+        forward pass.
 
         Args:
             work: description of the rows; it determines micro-batches and checkpointed layers.
-            beside: bytes of the budget that something else holds during training.
-
-        Raises:
-            UserError: the memory plan is impossible.
+            beside: bytes of the budget that other parts of the run hold during training.
         """
         try:
             self.tokens_per_micro_batch, self.planned_peak = self._plan(work, beside)
@@ -204,7 +193,11 @@ class Learner:
             raise UserError(
                 f"model: {component} cannot compute a step with these arguments: {one_line(error)}"
             ) from error
-        self.offloading = self._offloading()
+        self.offloading: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if self.cfg.enable_activation_offloading:
+            if self.runtime.device.type != "cuda":
+                raise UserError("enable_activation_offloading needs a GPU; activations are in host memory already")
+            self.offloading = training.get_act_offloading_ctx_manager(self.decoder, True)
         if self.cfg.compile:
             mode = "max-autotune-no-cudagraphs" if self.cfg.compile == "max-autotune" else None
             # the first layer's input needs no gradient, for which all layers' code would be compiled once more
@@ -212,11 +205,7 @@ class Learner:
                 layer.compile(dynamic=True, mode=mode)
 
     def check_budget(self) -> None:
-        """Check that the planned peak is within the budget, unless the config says ``over_budget=try``.
-
-        Raises:
-            UserError: it is not; the message says what to change.
-        """
+        """Check that the planned peak is within the budget, unless the config says ``over_budget=try``."""
         if self.planned_peak > self.planned_budget and self.cfg.over_budget == "refuse":
             ways = " or ".join(self.cures(self.planned_budget))
             raise UserError(
@@ -252,8 +241,8 @@ class Learner:
             self.runtime.ranks,
             "copy the model and the adapter from one machine to the others",
         )
-        whole = {*self.adapter.values(), *quantized(self.decoder)}
-        self.runtime.ranks.shard(self.decoder.layers, self.model, whole)
+        unsharded = {*self.adapter.values(), *quantized(self.decoder)}
+        self.runtime.ranks.shard(self.decoder.layers, self.model, unsharded)
         load_weights(self.decoder, weights, self.runtime.ranks)
         if self._first is not None:
             self.load_adapter(self._first, self.cfg.checkpointer.adapter_checkpoint)
@@ -263,11 +252,7 @@ class Learner:
         log.info("model: %s parameters, %s trainable", f"{total:,}", f"{trainable:,}")
 
     def _plan(self, work: Workload, beside: int) -> tuple[int, int]:
-        """Plan memory, and apply the planned activation checkpointing.
-
-        Returns:
-            The budget of a micro-batch in tokens, and the planned peak of memory in bytes.
-        """
+        """Return the budget of a micro-batch in tokens, and the planned peak of memory in bytes."""
         cfg, runtime = self.cfg, self.runtime
         budget = runtime.budget() - beside
         planner = TrainingPlanner(
@@ -306,13 +291,6 @@ class Learner:
         log.info("activation checkpointing: %d of %d layers (%s)", len(layers), plan.layers, why)
         return layers, plan.peak(layers)
 
-    def _offloading(self) -> contextlib.AbstractContextManager:
-        if not self.cfg.enable_activation_offloading:
-            return contextlib.nullcontext()
-        if self.runtime.device.type != "cuda":
-            raise UserError("enable_activation_offloading needs a GPU; activations are in host memory already")
-        return training.get_act_offloading_ctx_manager(self.decoder, True)
-
     def _first_adapter(self, source: Path) -> dict[str, Tensor]:
         """Read the adapter that the run starts from, and warn if it belongs to another base model."""
         state = self.read_adapter(source)
@@ -327,27 +305,20 @@ class Learner:
         return peft_files.adapter_state(self.decoder)
 
     def load_adapter(self, state: Mapping[str, Tensor], source: str) -> None:
-        """Copy adapter weights into the model.
+        """Copy adapter weights into the model; a UserError names ``source`` and the weights that do not fit.
 
         Args:
             state: weights under torchtune's names.
             source: origin of the weights, for messages.
-
-        Raises:
-            UserError: weights do not fit the model; the message names them.
         """
         load_adapter(self.decoder, state, source)
 
     def read_adapter(self, folder: Path) -> dict[str, Tensor]:
-        """Read the weights of a PEFT folder, under torchtune's names.
-
-        Raises:
-            UserError: the folder has no adapter, or one that this model cannot take.
-        """
+        """Read the weights of a PEFT folder, under torchtune's names; a UserError if this model cannot take them."""
         return peft_files.read_adapter(folder, self.decoder, self.cfg.checkpointer.model_type)
 
     def write_adapter(self, folder: Path) -> None:
-        """Write the adapter to ``folder`` in PEFT's format, with the chat template unless it is the model's own."""
+        """Write the adapter to ``folder`` in PEFT's format, with a chat template that is not the model's."""
         checkpointer = self.cfg.checkpointer
         base = peft_files.base_model_name(Path(checkpointer.checkpoint_dir))
         peft_files.write_adapter(folder, self.decoder, checkpointer.model_type, base)

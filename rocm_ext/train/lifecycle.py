@@ -1,4 +1,4 @@
-"""The life of a run: its process, with machine, device and ranks; from set-up to clean-up; and how signals end it."""
+"""The life of a run: its process with machine, device and ranks; set-up and clean-up; signals."""
 
 import os
 import shlex
@@ -39,11 +39,11 @@ from rocm_ext.train.output_dir import hold
 
 
 class Interrupted(Exception):
-    """The user asked to stop, or another process is to go on, and the run has saved all finished work.
+    """The user asked to stop, or another process continues; all finished work is saved.
 
     Args:
         where: position in the run, such as ``at step 7``; it follows the word "stopped" in the log.
-        signum: number of the signal; 0: another process goes on, see :func:`rocm_ext.base.supervised.apart`.
+        signum: number of the signal; 0: another process continues, see :func:`rocm_ext.base.supervised.apart`.
     """
 
     def __init__(self, where: str, signum: int = 0) -> None:
@@ -54,8 +54,7 @@ class Interrupted(Exception):
 class Interrupt:
     """Context in which Ctrl-C, SIGTERM and SIGHUP only set ``signum``; a second Ctrl-C stops at once.
 
-    The context may be entered again inside itself. A process that ignores SIGHUP, as under ``nohup``, goes on
-    ignoring it.
+    The context may be nested. A process that ignores SIGHUP, as under ``nohup``, continues to ignore it.
 
     Attributes:
         signum: number of the last signal, or None.
@@ -77,9 +76,15 @@ class Interrupt:
             for signum, handler in self._earlier.items():
                 signal.signal(signum, handler)
 
-    def agree(self, ranks: Ranks) -> int:
-        """Return the highest signal number that any rank received, the same on all ranks; 0 without one."""
-        return max(signum or 0 for signum in ranks.gather(self.signum))
+    def check(self, where: str, ranks: Ranks, leave: bool = False) -> None:
+        """Leave the run if any rank received a signal, or for another process with ``leave``; all ranks call this.
+
+        Raises:
+            Interrupted: with ``where`` in the run, and the highest signal number.
+        """
+        signum = max(signum or 0 for signum in ranks.gather(self.signum))
+        if signum or leave:
+            raise Interrupted(where, signum)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         if signum == self.signum == signal.SIGINT:  # torchrun sends SIGTERM after a Ctrl-C; that one still waits
@@ -101,7 +106,7 @@ class Runtime:
         machine: hardware that was detected.
         device: this rank's device, opened and, on unified memory, capped.
         dtype: dtype of weights and activations.
-        ranks: this process and its place among all ranks.
+        ranks: this process among all ranks.
         trace: records steps, see ``profile_steps``.
     """
 
@@ -116,7 +121,7 @@ class Runtime:
     def open(cls, cfg: DictConfig, run_cfg: DictConfig | None = None) -> "Runtime":
         """Check the machine against its profile, open the device and join the other ranks.
 
-        On a CPU both configs get the number of threads in place of ``auto``, so that the run records it.
+        On a CPU it replaces ``cpu_threads: auto`` in both configs by a number, so that the run records it.
 
         Args:
             cfg: config of the SFT recipe or of a recipe that extends it.
@@ -142,12 +147,12 @@ class Runtime:
         return cls(profile, machine, opened, dtype, ranks)
 
     def budget(self, taken: int = 0) -> int:
-        """Return how many bytes this process may use on its device, with the ``taken`` bytes that it uses already."""
+        """Return how many bytes this process may use on its device, including ``taken`` bytes in use."""
         return memory_budget(self.profile, self.machine, taken=taken)[0]
 
 
 def _use_threads(cfg: DictConfig, device: torch.device, ranks: Ranks) -> int | str:
-    """Give torch its threads; return what the run records as ``cpu_threads``, with which it resumes."""
+    """Set the number of torch's threads; return the value of ``cpu_threads`` that the run records and resumes with."""
     count, why = cfg.cpu_threads, "as the config says"
     if count == "auto":
         if device.type != "cpu":
@@ -190,7 +195,7 @@ class RunnableRecipe(Protocol):
         """Do all set-up that needs no weights, cheap steps first, so that a user's mistake ends the run early."""
 
     def setup(self) -> None:
-        """Prepare the run: :meth:`check`, then the weights and what needs them."""
+        """Prepare the run: :meth:`check`, then read the weights."""
 
     def train(self) -> None:
         """Do all of the work, then write the outputs."""
@@ -202,10 +207,9 @@ class RunnableRecipe(Protocol):
 def run(recipe: RunnableRecipe) -> None:
     """Set ``recipe`` up, train while recording the hardware's counters, and clean up.
 
-    The run holds its output folder meanwhile. With ``validate_only`` it checks ``recipe`` and does no more.
+    The run holds its output folder meanwhile. With ``validate_only`` it only checks ``recipe``.
 
     Raises:
-        UserError: another run uses the folder, or the recipe fails.
         SystemExit: Ctrl-C, SIGTERM or SIGHUP stopped the run, and all finished work is saved; the code is 128 + the
             signal's number.
     """
@@ -237,13 +241,13 @@ def run(recipe: RunnableRecipe) -> None:
         if (out / "adapter").is_dir():
             name = shlex.quote(str(out))
             base, export = Path(cfg.checkpointer.checkpoint_dir), ""
-            if (base / CONFIG).is_file():  # Meta's own format has none, and no way out
+            if (base / CONFIG).is_file():  # Meta's format has none, and cannot be exported
                 export = f"; take it elsewhere: rocm-ext export {name} {way_out(base)}"
             log.info("try it: rocm-ext chat %s%s", name, export)
 
 
 def _out_of_memory(recipe: RunnableRecipe, error: RuntimeError) -> str:
-    """Say what was planned and measured when memory ran out, and what to change."""
+    """Describe planned and measured memory when it ran out, and say what to change."""
     learner, measured = getattr(recipe, "learner", None), readable(peak_memory(recipe.runtime.device))
     said = ". ".join(" ".join(str(error).split()).split(". ")[:3]).rstrip(".")
     text = f"out of memory at {measured}: {said[:200]}."
@@ -266,7 +270,7 @@ def _out_of_memory(recipe: RunnableRecipe, error: RuntimeError) -> str:
 
 
 def _recording(cfg: DictConfig, ranks: Ranks) -> AbstractContextManager[None]:
-    """Context in which one rank of each machine records the machine's counters."""
+    """Context in which one rank per machine records the machine's counters."""
     first = ranks.is_main
     if several_machines():
         first = local_rank() == 0

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import replace_folder, replace_text
-from rocm_ext.base.log import log
+from rocm_ext.base.log import Progress, log
 from rocm_ext.config import references
-from rocm_ext.data.batches import Update
+from rocm_ext.data.batches import StepLoader, Update
 from rocm_ext.machine import numerics
 from rocm_ext.machine.trace import TRAINING
 from rocm_ext.model.adapters.merge import merge
@@ -45,10 +46,10 @@ class StepStats:
         loss: the normalised objective; for cross-entropy the mean NLL of the step's labels.
         grad_norm: gradient norm of the adapters before clipping.
         lr: learning rate of the step.
-        tokens: number of computed tokens without padding.
-        padding: padding's share of all computed tokens.
+        tokens: computed tokens without padding.
+        padding: share of padding in all computed tokens.
         interrupted: whether a rank received a signal to stop.
-        measurements: what the objective measures beside the loss, by name.
+        measurements: other measurements of the objective, by name.
     """
 
     loss: float
@@ -60,7 +61,7 @@ class StepStats:
     measurements: dict[str, float] = field(default_factory=dict)
 
     def line(self, seconds: float) -> dict[str, float]:
-        """Return the step's values in ``metrics.jsonl``, if it took so many ``seconds``."""
+        """Return the values for ``metrics.jsonl`` of a step that took ``seconds``."""
         return {
             "loss": self.loss,
             "lr": self.lr,
@@ -76,8 +77,8 @@ class StepStats:
 class Training:
     """Optimiser steps on a learner's adapter in an output folder, fresh or resumed.
 
-    A subclass calls :meth:`begin` once it knows the number of updates, its part of the checkpoint's identity, and
-    whatever its :meth:`setup_optimizer` and :meth:`setup_scheduler` need.
+    A subclass calls :meth:`begin` once it knows the number of updates, and is ready for :meth:`identity`,
+    :meth:`setup_optimizer` and :meth:`setup_scheduler`.
 
     Args:
         learner: the model, set up.
@@ -88,7 +89,7 @@ class Training:
 
     Attributes:
         step: steps done. Metrics and checkpoints count them.
-        total_steps: optimiser updates of the whole run, which the schedule covers.
+        total_steps: optimiser updates of the schedule.
         best: step, adapter and score or loss of the best evaluation so far; None before the first.
         free_keys: keys of the config that may differ when a run resumes.
     """
@@ -116,7 +117,7 @@ class Training:
         """Build optimiser and schedule, continue the folder's checkpoint, and claim the folder.
 
         Args:
-            total_steps: optimiser updates of the whole run.
+            total_steps: optimiser updates of the schedule.
 
         Raises:
             UserError: a component cannot be built, or the checkpoint belongs to another run.
@@ -130,28 +131,37 @@ class Training:
             count = self.count if resumed else None
             self.metrics = self.folder.take(OmegaConf.to_yaml(self.cfg), count, self.keeps_line)
 
-    def build(self, total_steps: int) -> None:
-        """Build optimiser, loss scaler and schedule for ``total_steps`` updates; 0: their number is not known yet."""
+    def build(self, total_steps: int, lr: float | None = None) -> None:
+        """Build optimiser, loss scaler and schedule.
+
+        Args:
+            total_steps: updates of the schedule; 0: their number is not known yet.
+            lr: learning rate in place of the config's; None: the config's.
+        """
         self.total_steps = total_steps
         self.optimizer = self.setup_optimizer()
         builders.check_learning_rate(self.optimizer)
+        given = self.cfg.optimizer.get("lr")
+        if lr not in (None, given):
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["lr"] / given * lr
         self.scaler = torch.amp.GradScaler(self.runtime.device.type, enabled=self.runtime.dtype == torch.float16)
         self.scheduler = self.setup_scheduler() if total_steps else None
 
     @classmethod
     def try_out(cls, cfg: DictConfig, learner: Learner, total_steps: int) -> None:
-        """Try out what the config names for training, before the weights are read.
+        """Try out the config's optimiser and schedule, before the weights are read.
 
-        A subclass's own optimiser or schedule is not tried, because it may need the whole trainer.
+        This skips a subclass's optimiser and schedule, because they may need the trainer.
 
         Args:
             cfg: config of the SFT recipe or of a recipe that extends it.
-            learner: the model, before its :meth:`Learner.setup`.
-            total_steps: optimiser updates of the whole run, or an estimate.
+            learner: the model without weights.
+            total_steps: updates of the schedule, or an estimate.
 
         Raises:
-            UserError: optimiser or schedule cannot be built, or does not work; or ``loraplus_lr_ratio`` is set, which a
-                subclass's own optimiser does not read.
+            UserError: optimiser or schedule cannot be built, or does not work; or ``loraplus_lr_ratio`` is set, and a
+                subclass overrides :meth:`setup_optimizer`.
         """
         if cfg.loraplus_lr_ratio is not None and cls.setup_optimizer is not Training.setup_optimizer:
             raise UserError(f"{cls.__name__} makes its own optimiser; set loraplus_lr_ratio=null")
@@ -166,30 +176,23 @@ class Training:
         return builders.setup_optimizer(self.cfg, self.learner.adapter)
 
     def setup_scheduler(self) -> Any:
-        """Build the config's learning-rate schedule over ``self.total_steps`` for ``self.optimizer``.
-
-        Returns:
-            A scheduler, which the run steps once per optimiser step; None without ``lr_scheduler``.
-        """
+        """Build the config's schedule of ``total_steps`` updates; None without ``lr_scheduler``."""
         given = self.cfg.lr_scheduler or {}
         rises = given.get("start_factor", 1.0) < given.get("end_factor", 1.0)  # LinearLR
         key = "total_iters" if rises else "num_warmup_steps"
         if isinstance(warmup := given.get(key), int) and warmup >= self.total_steps:
             log.warning(
-                "lr_scheduler.%s is %d and the run has %d steps, so the learning rate never reaches optimizer.lr; "
-                "lower %s, or set lr_scheduler=null",
-                key,
-                warmup,
-                self.total_steps,
-                key,
+                "lr_scheduler.%(key)s is %(warmup)d and the run has %(steps)d steps, so the learning rate never "
+                "reaches optimizer.lr; lower %(key)s, or set lr_scheduler=null",
+                {"key": key, "warmup": warmup, "steps": self.total_steps},
             )
         return builders.setup_scheduler(self.cfg.lr_scheduler, self.optimizer, self.total_steps)
 
-    # ---- what a subclass may change
+    # ---- parts that a subclass may change
 
     @property
     def updates(self) -> int:
-        """Optimiser updates that the steps done take in the schedule."""
+        """Updates of the finished steps in the schedule."""
         return self.step
 
     @property
@@ -203,15 +206,15 @@ class Training:
         return self.step
 
     def keeps_line(self, line: dict[str, Any]) -> bool:
-        """Return whether a line of ``metrics.jsonl`` stays when the run resumes: that of a step that was done."""
+        """Return whether a resumed run keeps a line of ``metrics.jsonl``: it repeats later steps."""
         return line["step"] <= self.step
 
     def position(self) -> dict[str, int]:
-        """Return what each line of ``metrics.jsonl`` begins with."""
+        """Return the first values of a line in ``metrics.jsonl``."""
         return {"step": self.step}
 
     def identity(self) -> dict[str, Any]:
-        """Return what a run must share with the one it resumes, beside the config."""
+        """Return what a run shares with the one it resumes, in addition to the config."""
         return {
             "base model": self.learner.base_fingerprint,
             "dtype": str(self.runtime.dtype),
@@ -220,21 +223,14 @@ class Training:
         }
 
     def extra_state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds beside the state of this class; it may have tensors and plain values."""
+        """Return a subclass's part of a checkpoint, tensors and plain values."""
         return {}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Take over from a checkpoint's ``state`` what :meth:`extra_state` put there; ``step`` is set by then."""
+        """Restore the values of :meth:`extra_state` from a checkpoint's ``state``; ``step`` is set already."""
 
     def check_length(self, path: Path, state: dict[str, Any]) -> bool:
-        """Check that this run's length continues the steps of a checkpoint.
-
-        Args:
-            path: the checkpoint, for messages.
-            state: its state.
-
-        Returns:
-            Whether the run has as many updates as when it began; otherwise the schedule is moved to where it belongs.
+        """Return whether the run has as many updates as before its checkpoint ``path``, so that its schedule continues.
 
         Raises:
             UserError: the checkpoint is past this run's end.
@@ -245,6 +241,27 @@ class Training:
         if total != was:
             log.info("the run had %d updates in all; it now has %d", was, total)
         return total == was
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether the run ends before its last update."""
+        return False
+
+    def count_update(self) -> None:
+        """Count an update."""
+        self.step += 1
+
+    def log_update(self, to_logger: bool, values: dict[str, float]) -> None:
+        """Log the values of an update."""
+        self.write_metrics(to_logger, **values)
+
+    def measure(self) -> None:
+        """Validate or evaluate after an update, if due."""
+
+    def saves(self, epoch_ends: bool) -> bool:
+        """Return whether to save after this update."""
+        every = self.cfg.save_every_n_steps
+        return epoch_ends or (bool(every) and self.updates % every == 0)
 
     # ---- resuming
 
@@ -280,18 +297,41 @@ class Training:
 
     # ---- a step
 
-    def train_step(self, update: Update) -> StepStats:
-        """Do an update.
+    def train_epochs(self, loader: StepLoader, per_epoch: int, where: str = "") -> None:
+        """Do the updates that the schedule has left: log each, measure and save where due.
 
         Args:
-            update: this rank's micro-batches, and counts over all ranks.
-
-        Returns:
-            The step's measurements over all ranks.
+            loader: loads the updates.
+            per_epoch: updates of an epoch.
+            where: part of the run, for messages.
 
         Raises:
-            UserError: the loss or the gradient norm is not finite, or a layer cannot be compiled; the step changes no
-                weight then.
+            Interrupted: the user asked to stop; the last update is saved.
+        """
+        with contextlib.closing(Progress(self.total_steps, self.updates, self.ranks.is_main)) as progress:
+            while self.updates < self.total_steps and not self.stopped_early:
+                end = (self.updates // per_epoch + 1) * per_epoch
+                began = time.perf_counter()
+                for update in loader.range(self.updates, end):
+                    stats = self.train_step(update)
+                    self.count_update()
+                    seconds = time.perf_counter() - began
+                    self.log_update(self.updates % self.cfg.log_every_n_steps == 0, stats.line(seconds) | self.memory())
+                    progress.update(f"loss {stats.loss:.4f}  {stats.tokens / seconds:,.0f} tok/s")
+                    self.measure()
+                    if stats.interrupted or self.stopped_early or self.saves(self.updates == end):
+                        self.save_checkpoint()
+                    if stats.interrupted:
+                        self.interrupt.check(f"{where}at step {self.updates}", self.ranks)
+                    if self.stopped_early:
+                        break
+                    began = time.perf_counter()
+
+    def train_step(self, update: Update) -> StepStats:
+        """Do an update, and return its measurements over all ranks.
+
+        Raises:
+            UserError: the loss or the gradient norm is not finite, or a layer cannot be compiled; no weight changed.
         """
         with self.runtime.trace.part(TRAINING):
             return self._train_step(update)
@@ -317,7 +357,7 @@ class Training:
         self.scaler.unscale_(self.optimizer)
         limit = self.cfg.clip_grad_norm
         grad_norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else float(limit))
-        # the only wait for the device; each rank has the same norm
+        # the only wait for the device; all ranks have the same norm
         loss_sum, norm = torch.stack([summed, grad_norm.to(summed)]).tolist()
         total, real, computed, interrupted, measured = self.ranks.sum(
             [
@@ -343,14 +383,14 @@ class Training:
         return StepStats(loss, norm, lr, int(real), 1 - real / computed, bool(interrupted), measurements)
 
     def skip_updates(self, count: int) -> None:
-        """Advance the schedule by ``count`` updates that do not happen, for a step with nothing to train on."""
+        """Advance the schedule by ``count`` updates without doing them, after a step with too few rows."""
         if self.scheduler is not None:
             advance(self.scheduler, count)
 
     def _check_dtypes(self, update: Update) -> None:
         """Warn of modules of the decoder that leave the dtype; the objective computes in fp32 on purpose.
 
-        This takes a forward pass of its own: with hooks in the step, torch would compile each layer anew, then give up.
+        This runs another forward pass: with hooks in the step, torch would compile every layer again, then give up.
         """
         learner, device = self.learner, self.runtime.device
         generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
@@ -362,14 +402,10 @@ class Training:
             log.warning("modules whose output is not %s: %s", self.runtime.dtype, ", ".join(leaks[:5]))
 
     def _check_gradients(self) -> None:
-        """Check that gradients reach every layer: torch has compiled layers whose gradients are 0, without an error.
-
-        Raises:
-            UserError: some layers get none.
-        """
+        """Check that gradients reach every layer: torch has compiled layers whose gradients are 0, without an error."""
         trained = [[p for p in layer.parameters() if p.requires_grad] for layer in self.learner.decoder.layers]
         learns = [any(p.grad is not None and bool(p.grad.any()) for p in layer) for layer in trained]
-        dead = sum(not found for found, layer in zip(learns, trained, strict=True) if layer)
+        dead = sum(not learning for learning, layer in zip(learns, trained, strict=True) if layer)
         if dead and any(learns):
             raise UserError(
                 f"compile: {dead} of {len(trained)} layers get no gradient with torch {torch.__version__}, so they "
@@ -409,7 +445,7 @@ class Training:
         """Compute the forward passes of an update with this ``loss`` again, uncompiled; all ranks call this.
 
         Returns:
-            Where the first value that is not finite comes from; and the setting that avoids it, or an empty text.
+            The origin of the first value that is not finite; and the setting that avoids it, or an empty text.
         """
         cfg, learner, finite = self.cfg, self.learner, True
         with self._uncompiled(), numerics.first_non_finite(learner.decoder) as origins:
@@ -442,13 +478,13 @@ class Training:
         if self.metrics is not None:
             self.metrics.write(**self.position(), **values)
         if self.metric_logger is not None and to_logger:
-            self.metric_logger.log_dict(values, step=self.step)
+            self.metric_logger.log_dict(values, step=self.count)
 
     def save_checkpoint(self) -> None:
-        """Write a checkpoint: everything that a resumed run needs, and the adapter in PEFT's format.
+        """Write a checkpoint: the run's state, and the adapter in PEFT's format.
 
         Raises:
-            UserError: the last step has spoilt the adapter, which no loss has seen yet; or the disk is full.
+            UserError: the last step left values in the adapter that are not finite; or the disk is full.
         """
         if bad := [name for name, p in self.learner.adapter.items() if not p.isfinite().all()]:
             raise UserError(
@@ -476,7 +512,7 @@ class Training:
 
     @property
     def takes_best(self) -> bool:
-        """Whether ``adapter/`` gets the best adapter; otherwise the last one."""
+        """Whether ``adapter/`` gets the best adapter, not the last."""
         return self.best is not None
 
     def write_outputs(self) -> None:
@@ -494,11 +530,7 @@ class Training:
         self.ranks.barrier()
 
     def summary(self) -> dict[str, Any]:
-        """Return the content of ``summary.json``; only the main rank calls it."""
-        return self.describe()
-
-    def describe(self) -> dict[str, Any]:
-        """Return the memory, the machine and the numbers of the run."""
+        """Return the content of ``summary.json``: memory, machine and ranks; only the main rank calls it."""
         return {
             "peak_memory": peak_memory(self.runtime.device),
             "planned_memory": self.learner.planned_peak,

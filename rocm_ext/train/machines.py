@@ -1,5 +1,4 @@
-"""What the machines of a run must share: versions, config, model, data, and the output folder. One machine needs none
-of these checks, and makes none."""
+"""Checks that the machines of a run share versions, config, model, data and output folder. One machine skips them."""
 
 import platform
 import time
@@ -29,12 +28,7 @@ _PATIENCE = 10.0  # seconds in which a file of another machine must appear
 def check_machines(cfg: DictConfig, dtype: Any, ranks: Ranks) -> None:
     """Check that the machines of a run have the same versions, config, dtype and model, and share the output folder.
 
-    Every rank calls this together.
-
-    Args:
-        cfg: config of the whole run.
-        dtype: dtype that this rank computes in.
-        ranks: all processes of the run.
+    Every rank calls this together, with the run's config and its dtype.
 
     Raises:
         UserError: on every rank; the message names the first difference and what to do.
@@ -42,7 +36,9 @@ def check_machines(cfg: DictConfig, dtype: Any, ranks: Ranks) -> None:
     if not several_machines():
         return
     check_same(_versions, ranks, "install the same versions on every machine")
-    check_same(lambda: _flat(cfg), ranks, "start every machine with the same config and overrides")
+    settings: Any = OmegaConf.to_container(cfg)
+    flat = flatten(settings) | references.digests(cfg)
+    check_same(lambda: flat, ranks, "start every machine with the same config and overrides")
     check_same(lambda: {"dtype": str(dtype)}, ranks, "set dtype to one that every machine computes in")
     model = Path(str(cfg.checkpointer.checkpoint_dir))  # one that the hub has is compared when its weights are read
     check_same(lambda: _listing(model), ranks, f"copy {model} from one machine to the others")
@@ -50,10 +46,10 @@ def check_machines(cfg: DictConfig, dtype: Any, ranks: Ranks) -> None:
 
 
 def check_same(values: Callable[[], Mapping[str, Any]], ranks: Ranks, cure: str) -> None:
-    """Check that ``values`` are the same on every machine; every rank calls this together. One machine: no check.
+    """Check that ``values`` are the same on every machine; every rank calls this together.
 
     Args:
-        values: returns values by name, several machines only. Hashes of 64 characters are not printed.
+        values: returns values by name; called on several machines only. Messages omit hashes of 64 characters.
         ranks: all processes of the run.
         cure: what to do about a difference.
 
@@ -74,11 +70,6 @@ def check_same(values: Callable[[], Mapping[str, Any]], ranks: Ranks, cure: str)
 
 def _difference(name: str, one: Any, other: Any) -> str:
     return name if len(str(one)) == len(str(other)) == 64 else f"{name} ({one} and {other})"
-
-
-def _flat(cfg: DictConfig) -> Mapping[str, Any]:
-    content: Any = OmegaConf.to_container(cfg)
-    return flatten(content) | references.digests(cfg)
 
 
 def _versions() -> dict[str, str]:
@@ -104,7 +95,7 @@ def _listing(model: Path) -> dict[str, Any]:
 
 
 def _check_shared(folder: Path, ranks: Ranks) -> None:
-    """Check that every machine writes to the same output folder, and sees at once what the others write and remove."""
+    """Check that all machines write to the same output folder, and see at once which files others write or remove."""
     name = f".machine-{ranks.agree(time.time_ns())}-"
     hosts: Sequence[tuple[int, str]] = sorted(set(ranks.gather((machine_index(), platform.node()))))
     files = {number: folder / f"{name}{number}" for number, _ in hosts}

@@ -1,4 +1,4 @@
-"""A run's measurements: ``metrics.jsonl`` with a line per step, what its lines say, and metric loggers beside it."""
+"""A run's measurements: ``metrics.jsonl`` with a line per step, and metric loggers."""
 
 import json
 import sys
@@ -19,18 +19,18 @@ from rocm_ext.base.files import disk_errors, read_lines, replace_text
 from rocm_ext.base.log import log
 from rocm_ext.config import references
 
-_QUARTERS = 4  # of a run that are compared, because steps differ in their pairs
-_FEWEST_VALIDATIONS = 3  # which have the same pairs each time
+_QUARTERS = 4  # parts of a run to compare: single steps have different pairs
+_FEWEST_VALIDATIONS = 3  # validations have the same pairs
 
 
 class Metrics:
-    """Writes ``metrics.jsonl``: one JSON object per line, each written immediately.
+    """Writes ``metrics.jsonl``, one JSON object per line, at once.
 
     Opening an existing file rewrites it without the lines that ``keep`` rejects and without an incomplete last line.
 
     Args:
         path: path of the file.
-        keep: whether to keep an earlier process's line; a resumed run drops the steps that it will repeat.
+        keep: whether to keep a line of an earlier process; a resumed run drops the steps that it will repeat.
     """
 
     def __init__(self, path: Path, keep: Callable[[dict[str, Any]], bool] = lambda line: True) -> None:
@@ -39,21 +39,13 @@ class Metrics:
         self._path = path
 
     def write(self, **values: Any) -> None:
-        """Append one line.
-
-        Raises:
-            UserError: the disk is full, or the file cannot be written.
-        """
+        """Append one line."""
         with disk_errors(self._path), self._path.open("a") as file:
             file.write(json.dumps(values) + "\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a ``metrics.jsonl`` without an incomplete last one.
-
-    Raises:
-        UserError: a line is damaged; the message names it.
-    """
+    """Read the lines of a ``metrics.jsonl`` without an incomplete last one."""
     return list(read_lines(path))
 
 
@@ -83,10 +75,10 @@ def peak_memory(device: torch.device) -> int:
 
 
 def falling_likelihood(lines: Sequence[Mapping[str, Any]]) -> str | None:
-    """Find out whether the chosen answers' likelihood falls all the way.
+    """Return a warning if the chosen answers' likelihood falls all the way.
 
-    Losses of pairs see only the margin. It also grows where both sides become less likely, the chosen one less so,
-    and then the model moves to answers that are in no pair (arXiv:2404.04626).
+    Losses of pairs see only the margin. It also grows where both sides become less likely, the chosen one less so.
+    Then the model moves to answers that are in no pair (arXiv:2404.04626).
 
     Args:
         lines: the run's ``metrics.jsonl``.
@@ -160,8 +152,8 @@ class TrackioLogger(MetricLoggerInterface):
     """A metric logger that keeps curves in trackio, on this machine and without an account: ``trackio show``.
 
     Args:
-        project: groups runs.
-        name: of the run; one that is resumed with its name continues its curves. None: trackio chooses one.
+        project: name of a group of runs.
+        name: the run's name; a resumed run with this name continues its curves. None: trackio chooses one.
         more: other arguments of ``trackio.init``, such as ``server_url``.
 
     Raises:

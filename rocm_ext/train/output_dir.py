@@ -1,4 +1,4 @@
-"""The output folder of a run: one run at a time writes to it, and none overwrites another by accident."""
+"""The output folder of a run: one run at a time writes to it, and no run overwrites another by accident."""
 
 import errno
 import json
@@ -28,8 +28,8 @@ from rocm_ext.train.checkpoint import Checkpoints
 from rocm_ext.train.metrics import Metrics
 
 _LOCK = ".lock"  # the system's lock is on this file, and ends with the process
-_SOFT = ".lock.pid"  # takes its place on a file system without locks
-_HOLDER = ".lock.json"  # who holds it, for messages
+_SOFT = ".lock.pid"  # the lock on a file system without locks
+_HOLDER = ".lock.json"  # the process that holds the lock, for messages
 _LETTING_GO = 30.0  # seconds: a killed process keeps its locks until all its threads have ended and its memory is free
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # of file systems without locks
 
@@ -69,10 +69,6 @@ class OutputDir:
 
         If ``cfg.seed`` is null, this sets it to the seed of the run to resume, or to a new one.
 
-        Args:
-            cfg: config of the run; this may change its ``seed``.
-            ranks: all processes of the run; only the main one creates the folder.
-
         Raises:
             UserError: the folder holds another run, its checkpoints cannot be read, or it is not writable.
         """
@@ -90,11 +86,7 @@ class OutputDir:
         return folder
 
     def create(self) -> None:
-        """Create the folder.
-
-        Raises:
-            UserError: the folder cannot be created, or is not writable.
-        """
+        """Create the folder."""
         with disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             if not os.access(self.path, os.W_OK):
@@ -113,9 +105,6 @@ class OutputDir:
 
         Returns:
             The open ``metrics.jsonl``.
-
-        Raises:
-            UserError: the disk is full, or a file cannot be written.
         """
         if self.overwrite and not self.resume:
             self.checkpoints.clear()
@@ -134,16 +123,7 @@ class OutputDir:
 
 
 def pick_seed(requested: int | None, recorded: int | None, ranks: Ranks) -> int:
-    """Choose a run's seed, the same on all ranks.
-
-    Args:
-        requested: the config's seed, or None.
-        recorded: seed of the run to resume, or None.
-        ranks: all processes of the run.
-
-    Returns:
-        The requested seed, else the recorded one, else a random one below 2**31.
-    """
+    """Return the requested seed, else the recorded one, else a random one below 2**31; the same on all ranks."""
     drawn = random.SystemRandom().randrange(2**31)
     return ranks.agree(next(seed for seed in (requested, recorded, drawn) if seed is not None))
 

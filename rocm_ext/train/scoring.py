@@ -1,4 +1,4 @@
-"""A learner on rows without training: log-probs under any of its weights, stored ones, and the held-out objective."""
+"""Score rows without training: log-probs under any adapter, stored log-probs of a reference, the held-out objective."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,25 +35,24 @@ from rocm_ext.train.learner import Learner
 FILE = "reference.safetensors"
 COLUMN = "reference_logprobs"
 MISMATCHED = "mismatched"
-PARTS = "reference.parts"  # folder of the blocks that are scored, until all are
-_BLOCK = 512  # rows that are scored before they are saved
+PARTS = "reference.parts"  # folder of scored blocks, until all are done
+_BLOCK = 512  # rows that are scored and saved together
 
 
 @torch.no_grad()
 def score(learner: Learner, rows: Rows, temperature: float = 1.0, replay: bool = False) -> list[np.ndarray]:
-    """Compute the log-prob of each label under the learner's present weights, without dropout.
+    """Compute the labels' log-probs under the learner's present weights, without dropout.
 
     Every rank calls this with the same rows. The ranks share the work.
 
     Args:
         learner: the model, set up. Its mode and objective are the same afterwards.
-        rows: rows of any length; one above ``learner.tokens_per_micro_batch`` gets its own micro-batch.
+        rows: rows of any length; one above ``learner.tokens_per_micro_batch`` gets a micro-batch alone.
         temperature: the logits are divided by it.
         replay: whether routers choose the experts of the rows' :data:`~rocm_ext.data.rows.ROUTES`.
 
     Returns:
-        Of each row, in its order: the log-probs of its labels, fp32. A label is a token with a label that a token of
-        its own sequence predicts, see :func:`~rocm_ext.data.batches.count_labels`.
+        By row, the log-probs of its labels in order, fp32; see :func:`~rocm_ext.data.batches.count_labels`.
     """
     ranks, device, layout = learner.runtime.ranks, learner.runtime.device, learner.layout
     sizes = row_sizes(rows, layout.share)
@@ -79,7 +78,7 @@ def score(learner: Learner, rows: Rows, temperature: float = 1.0, replay: bool =
 
 @contextmanager
 def reference(learner: Learner, state: Mapping[str, Tensor] | None = None, source: str = "reference") -> Iterator[None]:
-    """Context in which the learner computes without its adapter, or with other weights of it.
+    """Context in which the learner computes without its adapter, or with another one.
 
     Afterwards it has the same weights as before, bit for bit.
 
@@ -87,9 +86,6 @@ def reference(learner: Learner, state: Mapping[str, Tensor] | None = None, sourc
         learner: the model, set up.
         state: the adapter's weights under torchtune's names; None disables the adapter.
         source: origin of ``state``, for messages.
-
-    Raises:
-        UserError: ``state`` does not fit the model.
     """
     if state is None:
         layers = [layer for _, layer in trained(learner.decoder)]
@@ -131,7 +127,7 @@ def _restoring(learner: Learner) -> Iterator[None]:
 
 
 class _Recorder(Objective):
-    """Records the NLL of each label on the device."""
+    """Records the labels' NLL on the device."""
 
     def __init__(self, temperature: float, chunk_tokens: int | None) -> None:
         super().__init__(chunk_tokens=chunk_tokens)
@@ -143,7 +139,7 @@ class _Recorder(Objective):
         return nll, None
 
     def logprobs(self) -> np.ndarray:
-        """Return the log-prob of each label so far, end to end, fp32."""
+        """Return the labels' log-probs so far, end to end, fp32."""
         return -torch.cat(self._nll).cpu().numpy() if self._nll else np.zeros(0, np.float32)
 
 
@@ -156,8 +152,8 @@ def validation_loss(learner: Learner, rows: Rows) -> tuple[float, int, dict[str,
         rows: held-out rows.
 
     Returns:
-        The normalised objective without an entropy bonus, the number of labels, and what the objective measures beside
-        it, by name.
+        The normalised objective without an entropy bonus, the number of labels, and the objective's other measurements
+        by name.
     """
     objective, ranks, cfg = learner.objective, learner.runtime.ranks, learner.cfg
     set_baseline(learner, rows, range(len(rows)))
@@ -180,15 +176,10 @@ def validation_loss(learner: Learner, rows: Rows) -> tuple[float, int, dict[str,
 
 
 def set_baseline(learner: Learner, rows: Rows, numbers: Iterable[int]) -> None:
-    """Set the baseline of KTO for an update or a validation; other objectives have none. All ranks call this.
+    """Set the baseline of KTO for the rows ``numbers`` of an update or a validation. All ranks call this.
 
-    It is the mean over prompts with answers to other prompts, see :meth:`Rows.mismatched`, of the log-prob under the
-    present weights minus that of the reference, and at least 0.
-
-    Args:
-        learner: the model.
-        rows: rows with the reference's log-probs.
-        numbers: numbers of the rows of the update.
+    The baseline is a mean over prompts with answers to other prompts, see :meth:`Rows.mismatched`: the log-prob under
+    the present weights minus the reference's log-prob, and at least 0. Other objectives have none.
     """
     objective = learner.objective
     if not isinstance(objective, UnpairedPreference) or objective.baseline is None:
@@ -203,13 +194,13 @@ def set_baseline(learner: Learner, rows: Rows, numbers: Iterable[int]) -> None:
 
 
 def add_reference_logprobs(learner: Learner, sets: Mapping[str, Rows], folder: Path) -> None:
-    """Add the column ``reference_logprobs``: each label's log-prob under the learner's present weights.
+    """Add the column ``reference_logprobs``: the labels' log-probs under the learner's present weights.
 
-    Where the objective has a baseline, mismatched rows get it, too, and are put beside their rows.
+    If the objective has a baseline, ``rows.beside`` gets mismatched rows with this column.
 
-    The log-probs are read from ``reference.safetensors`` where that file has them for the same rows, base model,
-    adapter and dtype. Otherwise the learner scores the rows, and the main rank writes the file. Many rows are scored in
-    blocks, each of which is saved, so that a killed run does not begin again. All ranks call this.
+    The file ``reference.safetensors`` keeps log-probs for the same rows, base model, adapter and dtype. For other rows
+    the learner computes them, and the main rank writes the file. Blocks of many rows are saved one by one, so that a
+    resumed run continues. All ranks call this.
 
     Args:
         learner: the model, set up, before its first step.
@@ -241,9 +232,9 @@ def add_reference_logprobs(learner: Learner, sets: Mapping[str, Rows], folder: P
 
 
 def _fingerprint(learner: Learner) -> str:
-    """Hash what the log-probs depend on beside the rows: base model, adapter and dtype.
+    """Hash base model, adapter and dtype, which determine a row's log-probs.
 
-    A layer whose B is zero adds nothing, whatever its A is. So fresh adapters are equal under every seed.
+    The hash skips A where B is zero, because the layer adds nothing. So fresh adapters are equal under every seed.
     """
     digest = hashlib.sha256(f"{learner.base_fingerprint} {learner.runtime.dtype}".encode())
     state = learner.adapter_state()
@@ -255,7 +246,7 @@ def _fingerprint(learner: Learner) -> str:
 
 
 def _read(path: Path, fingerprints: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """Return the log-probs in ``path`` whose fingerprint is the one in ``fingerprints``, by name."""
+    """Return the log-probs in ``path`` with the fingerprints ``fingerprints``, by name."""
     if not path.is_file():
         return {}
     try:
@@ -269,17 +260,9 @@ def _read(path: Path, fingerprints: Mapping[str, str]) -> dict[str, np.ndarray]:
 
 
 def _score(learner: Learner, rows: Rows, name: str, folder: Path, model: str) -> np.ndarray:
-    """Return the log-probs of all labels of ``rows``, end to end.
+    """Return the log-probs of all labels of ``rows``, end to end; ``folder`` keeps scored blocks.
 
-    Args:
-        learner: the model.
-        rows: the rows.
-        name: their key in the config.
-        folder: keeps the blocks that are scored.
-        model: fingerprint of the model.
-
-    Raises:
-        UserError: a log-prob is not finite.
+    ``name`` is the rows' key in the config, and ``model`` the fingerprint of the model.
     """
     ranks = learner.runtime.ranks
     blocks = [rows.part(range(at, min(at + _BLOCK, len(rows)))) for at in range(0, len(rows), _BLOCK)]
@@ -288,6 +271,8 @@ def _score(learner: Learner, rows: Rows, name: str, folder: Path, model: str) ->
     parts = ranks.agree(
         [_read(path, of).get(name) for path, of in zip(paths, fingerprints, strict=True)] if ranks.is_main else None
     )
+    if len(blocks) > 1:
+        ranks.on_main(lambda: folder.mkdir(exist_ok=True))
     done = sum(part is not None for part in parts)
     if done:
         log.info("reference log-probs of %s: %d of %d blocks were kept", name, done, len(blocks))
@@ -303,11 +288,6 @@ def _score(learner: Learner, rows: Rows, name: str, folder: Path, model: str) ->
                 )
             parts[i] = logprobs = np.concatenate(scored)
             if len(blocks) > 1:
-                ranks.on_main(partial(_keep, paths[i], save({name: logprobs}, metadata=fingerprints[i])))
+                ranks.on_main(partial(replace_bytes, paths[i], save({name: logprobs}, metadata=fingerprints[i])))
             progress.update(f"{len(block):,} rows")
     return np.concatenate(parts)
-
-
-def _keep(path: Path, content: bytes) -> None:
-    path.parent.mkdir(exist_ok=True)
-    replace_bytes(path, content)

@@ -1,4 +1,4 @@
-"""The teacher of a distillation: a model beside the one in training, this one with another adapter, or a server."""
+"""The teacher of a distillation: a second model, the model in training with another adapter, or a server."""
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -31,14 +31,14 @@ from rocm_ext.train.scoring import reference, score
 class Teacher:
     """A model whose distributions are learned; see :class:`rocm_ext.losses.Distillation`.
 
-    Its forward pass runs in the training step, before that of the model in training, so nothing of it is stored.
+    It computes in the training step, right before the model in training, so its outputs are not stored.
 
     Args:
         cfg: config of ``distil_rocm``.
         student: the model in training, before its weights are read.
 
     Attributes:
-        frozen: bytes of its weights on this rank, with those gathered from others, beside those of the student.
+        frozen: bytes of its weights on this rank, with the weights gathered from others; 0 if it is the student.
 
     Raises:
         UserError: it cannot be built, has other tokens than the student, or cannot compute the student's rows.
@@ -74,14 +74,9 @@ class Teacher:
             check_adapter(student.decoder, self._adapter, cfg.teacher_adapter)
 
     def peak(self, student: Learner, longest: int) -> int:
-        """Return the planned peak of the student's training in bytes, raised to that of the teacher's forward pass.
-
-        Args:
-            student: the model in training, whose memory is planned.
-            longest: tokens of the longest row.
-        """
+        """Return the higher planned peak of training and of a forward pass on ``longest`` tokens, in bytes."""
         learner, runtime, tokens = self.learner, self.learner.runtime, student.tokens_per_micro_batch
-        if learner is student:  # whose training takes more than its forward pass
+        if learner is student:  # training takes more than a forward pass
             return student.planned_peak
         plan = plan_memory(
             learner.decoder,
@@ -114,14 +109,14 @@ class Teacher:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of what it computes, once its weights are read."""
+        """A hash of its weights, after :meth:`load`."""
         state = self._adapter
         if self.learner.cfg.checkpointer.get("adapter_checkpoint") and self.learner is not self._student:
             state = self.learner.adapter_state()
         return f"{self.learner.base_fingerprint} {peft_files.fingerprint(state) if state else 'no adapter'}"
 
     def _instead(self) -> AbstractContextManager[None]:
-        """Context in which its learner computes as the teacher does."""
+        """Context in which the learner computes as the teacher."""
         return reference(self.learner, self._adapter, self._source) if self.learner is self._student else nullcontext()
 
     @torch.no_grad()
@@ -142,7 +137,7 @@ class Teacher:
         return self.learner.decoder.output(hidden)
 
     def logprobs(self, rows: Rows, temperature: float) -> list[np.ndarray]:
-        """Return the log-prob of each label, as :func:`rocm_ext.train.scoring.score`; all ranks call this."""
+        """Return the labels' log-probs, as :func:`rocm_ext.train.scoring.score`; all ranks call this."""
         if self.learner is not self._student:
             self.learner.tokens_per_micro_batch = self._student.tokens_per_micro_batch
         with self._instead():
@@ -150,11 +145,11 @@ class Teacher:
 
 
 class TeacherServer:
-    """A teacher that a server computes; it gives the log-probs of tokens alone.
+    """A teacher on a server, which only gives log-probs of tokens.
 
     Args:
         cfg: config of ``distil_rocm``; ``teacher`` is the server's address.
-        student: the model in training; its vocabulary and context stand for the server's, which are not known.
+        student: the model in training; the server's vocabulary and context are unknown, and assumed to be the same.
 
     Raises:
         UserError: the server cannot be reached, or serves no such model.
@@ -179,13 +174,13 @@ class TeacherServer:
         return student.planned_peak
 
     def load(self) -> None:
-        """Ask for the log-probs of two tokens, before a run begins to sample."""
+        """Ask for the log-probs of two tokens, as a test."""
         self._ranks.on_main(lambda: self._scorer.logprobs([[0, 0]]))
 
     def logprobs(self, rows: Rows, temperature: float) -> list[np.ndarray]:
-        """Return the log-prob of each label, as :func:`rocm_ext.train.scoring.score`; all ranks call this."""
-        found = self._ranks.on_main(lambda: self._scorer.logprobs(rows.tokens))
-        parts = zip(found, rows.labels, rows.lengths, strict=True)
+        """Return the labels' log-probs, as :func:`rocm_ext.train.scoring.score`; all ranks call this."""
+        logprobs = self._ranks.on_main(lambda: self._scorer.logprobs(rows.tokens))
+        parts = zip(logprobs, rows.labels, rows.lengths, strict=True)
         return [values[labelled(labels, lengths)[1:]] for values, labels, lengths in parts]
 
 
@@ -213,9 +208,9 @@ def _check_tokens(cfg: DictConfig, training: DictConfig) -> None:
     padding = {f"[PAD{number}]": number for number in ours.values()}  # of GGUF files
     if differ := [token for token, number in (ours.items() - padding.items()) if theirs.get(token) != number]:
         token = min(differ, key=ours.__getitem__)
-        found = f"it is {theirs[token]}" if token in theirs else "there is no such token"
+        instead = f"it is {theirs[token]}" if token in theirs else "there is no such token"
         raise UserError(
             f"teacher {cfg.model.checkpoint_dir} has another tokenizer: token {ours[token]} of the model in training "
-            f"is {token!r}, and in the teacher's {found} ({len(differ):,} of {len(ours):,} tokens differ); choose a "
+            f"is {token!r}, and in the teacher's {instead} ({len(differ):,} of {len(ours):,} tokens differ); choose a "
             "teacher of the same family"
         )

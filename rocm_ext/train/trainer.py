@@ -1,8 +1,6 @@
 """One training run over rows: epochs, validation, and evaluation by answers."""
 
-import contextlib
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +10,7 @@ from omegaconf import DictConfig
 
 from rocm_ext.base import supervised
 from rocm_ext.base.errors import UserError, nearest
-from rocm_ext.base.log import Progress, log
+from rocm_ext.base.log import log
 from rocm_ext.config.checks.training import EVAL_METRIC
 from rocm_ext.data.batches import StepLoader, Steps, Update, rows_per_step
 from rocm_ext.data.mixture import Mixture
@@ -34,16 +32,16 @@ _FREE = """
 
 
 class Evaluation(Protocol):
-    """Measures a model in training by its answers; :class:`rocm_ext.rl.evaluator.Evaluator` does."""
+    """Measures a model in training by its answers; :class:`rocm_ext.evaluate.answers.Evaluator` does."""
 
     def fingerprint(self) -> str:
-        """Return a hash of what a run must share with the one it resumes."""
+        """Return a hash that a run shares with the one it resumes."""
 
     def open_records(self, step: int, evaluated: int) -> None:
-        """Open the records of a run that goes on after ``step``, whose last finished evaluation was ``evaluated``."""
+        """Open the records of a run that continues after ``step``, with its last evaluation at step ``evaluated``."""
 
     def evaluate(self, step: int) -> tuple[dict[str, Any], float]:
-        """Evaluate the present adapter, that of ``step``; return the scores, and the seconds that it took."""
+        """Evaluate the present adapter, of ``step``; return the scores and the seconds."""
 
 
 class Trainer(Training):
@@ -52,25 +50,16 @@ class Trainer(Training):
     To change a part, subclass and override :meth:`setup_optimizer`, :meth:`setup_scheduler` or :meth:`train_step`.
 
     Args:
-        learner: the model, after its :meth:`Learner.setup`.
+        learner, cfg, folder, metric_logger, interrupt: see :class:`Training`.
         rows: training rows.
-        cfg: config of the SFT recipe or of a recipe that extends it.
-        folder: output folder from :meth:`OutputDir.open`; the run resumes the checkpoint that the folder has read.
         validation_rows: validation rows; None disables validation.
-        metric_logger: a torchtune metric logger in addition to ``metrics.jsonl``; the caller closes it.
-        interrupt: receives the user's signals to stop.
-        evaluation: evaluates the model before the first step, between steps, and after the last; None: nothing does.
+        evaluation: evaluates the model before the first step, between steps, and after the last; None: no evaluation.
 
     Attributes:
-        steps: the rows of each step.
-        mixture: the data sets that the rows come from.
-        step: optimiser steps done; it determines all other progress.
-        total_steps: optimiser steps of all epochs.
-        best: loss, step and adapter of the best validation or evaluation by ``early_stopping_metric`` so far, with the
-            metric and its value; None before the first. An evaluation has no loss.
-
-    Raises:
-        UserError: the rows do not fit the model.
+        steps: the rows of the steps.
+        mixture: the data sets of the rows.
+        best: loss (None of an evaluation), step, adapter, metric and value of the best validation or evaluation so far
+            by ``early_stopping_metric``; None before the first.
     """
 
     free_keys = FREE_KEYS | set(_FREE.split())
@@ -91,21 +80,15 @@ class Trainer(Training):
         self.rows, self.validation_rows, self.evaluation = rows, validation_rows, evaluation
         self.worse = 0  # number of validations, or evaluations, since the best one
         self.validated, self.evaluated = 0, -1  # steps of the last validation and of the last evaluation
-        self._computed = False  # whether this process has done a step
         for part in filter(None, (rows, validation_rows)):
             learner.check_rows(part)
-        per_step = rows_per_step(cfg, self.ranks.world)
         self.mixture = Mixture.of(cfg.dataset, rows)
         order = cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle, self.mixture
-        self.steps = Steps(len(rows), per_step, *order)
+        self.steps = Steps(len(rows), rows_per_step(cfg, self.ranks.world), *order)
         self.loader = StepLoader(rows, self.steps, learner.layout, cfg.num_workers, cfg.pin_memory)
 
     def open(self) -> None:
-        """Continue the folder's checkpoint, or claim the folder for a run that begins; all other set-up is done.
-
-        Raises:
-            UserError: a component cannot be built, or the checkpoint belongs to another run.
-        """
+        """Continue the folder's checkpoint, or claim the folder for a new run; all other set-up is done."""
         steps = self.steps
         log.info("%s rows, %d per step, %d steps per epoch", f"{len(self.rows):,}", steps.per_step, steps.per_epoch)
         fresh = self.folder.resumed is None
@@ -117,16 +100,10 @@ class Trainer(Training):
 
     @classmethod
     def check(cls, cfg: DictConfig, learner: Learner, rows: int) -> None:
-        """Try out what the config names for a training on ``rows`` rows, see :meth:`Training.try_out`.
-
-        Args:
-            cfg: config of the SFT recipe or of a recipe that extends it.
-            learner: the model, before its :meth:`Learner.setup`.
-            rows: number of training rows, or an estimate.
+        """Try out optimiser and schedule for ``rows`` rows, see :meth:`Training.try_out`.
 
         Raises:
-            UserError: optimiser or schedule cannot be built, or does not work; or validations do not measure
-                ``early_stopping_metric``.
+            UserError: also if validations do not measure ``early_stopping_metric``.
         """
         _metric_direction(cfg, learner)
         steps = Steps(rows, rows_per_step(cfg, learner.runtime.ranks.world), cfg.max_steps_per_epoch).per_epoch
@@ -142,7 +119,7 @@ class Trainer(Training):
         return {"step": self.step, "epoch": (self.step - 1) // self.steps.per_epoch + 1}
 
     def identity(self) -> dict[str, Any]:
-        """Return what a run must share with the one it resumes, beside the config."""
+        """Return what a run shares with the one it resumes, in addition to the config."""
         mixture = self.mixture
         return {
             **super().identity(),
@@ -160,11 +137,11 @@ class Trainer(Training):
         )
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the steps of the last validation and evaluation, and the number of them since the best one."""
+        """Return the steps of the last validation and evaluation, and their number since the best."""
         return {"worse": self.worse, "validated": self.validated, "evaluated": self.evaluated}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`extra_state` returned; after a change of the metric, look for the best anew."""
+        """Restore the values of :meth:`extra_state`; a changed metric resets the best."""
         self.validated, self.evaluated = state["validated"], state.get("evaluated", -1)
         metric = self.cfg.early_stopping_metric
         if self.best is None or self.best["metric"] == metric:
@@ -191,7 +168,7 @@ class Trainer(Training):
     # ---- the run
 
     def train_step(self, update: Update) -> StepStats:
-        """Do an update as :meth:`Training.train_step` does, after setting the baseline of an objective that has one."""
+        """Set the objective's baseline, if it has one, and do an update; see :meth:`Training.train_step`."""
         set_baseline(self.learner, self.rows, update.rows)
         return super().train_step(update)
 
@@ -200,53 +177,29 @@ class Trainer(Training):
 
         Raises:
             Interrupted: the user asked to stop; the last step is saved.
-            UserError: a loss is not finite, or the disk is full.
         """
-        per_epoch = self.steps.per_epoch
-        progress = Progress(self.total_steps, self.step, self.ranks.is_main)
         self.learner.model.train()
         if self.step == self.total_steps:
             log.info("all %d steps are done already; raise epochs to train further", self.step)
-        with contextlib.closing(progress), self.interrupt:
-            self._measure_if_due()  # before the first step, or after a process that ended for it
-            while self.step < self.total_steps and not self.stopped_early:
-                end = (self.step // per_epoch + 1) * per_epoch
-                began = time.perf_counter()
-                for update in self.loader.range(self.step, end):
-                    stats = self.train_step(update)
-                    self.step, self._computed = self.step + 1, True
-                    seconds = time.perf_counter() - began
-                    values = stats.line(seconds) | self.memory()
-                    self.write_metrics(self.step % self.cfg.log_every_n_steps == 0, **values)
-                    progress.update(f"loss {stats.loss:.4f}  {stats.tokens / seconds:,.0f} tok/s")
-                    self._measure_if_due()
-                    leaving = self.step == end or stats.interrupted or self.stopped_early
-                    if self._due(self.cfg.save_every_n_steps, False) or leaving:
-                        self.save_checkpoint()
-                    if stats.interrupted:
-                        raise Interrupted(f"at step {self.step}", self.interrupt.agree(self.ranks))
-                    if self.stopped_early:
-                        break
-                    began = time.perf_counter()
+        with self.interrupt:
+            self._measure_if_due(trained=False)  # before the first step, or after a process that ended for it
+            self.train_epochs(self.loader, self.steps.per_epoch)
         if self.stopped_early:
             without = f"{self.worse} {'evaluations' if self._by_answers else 'validations'}"
             log.info("stopped early at step %d: %s without a better %s", self.step, without, self._metric_name)
         self.write_outputs()
 
-    def _due(self, every: int | None, epoch_end: bool) -> bool:
-        return self.step % every == 0 if every else epoch_end
+    def measure(self) -> None:
+        """Validate and evaluate after an update, if due."""
+        self._measure_if_due(trained=True)
 
-    def _measure_if_due(self) -> None:
-        """Validate and evaluate this step where due and not done yet; in another process if the two are apart.
-
-        Raises:
-            Interrupted: the user asked to stop, or another process goes on; all is saved.
-        """
+    def _measure_if_due(self, trained: bool) -> None:
+        """Validate and evaluate this step if due and not done yet; in another process if it must be apart."""
         if not (self._validation_is_due or self._evaluation_is_due):
             return
-        if supervised.apart() and self._computed:
+        if supervised.apart() and trained:
             self.save_checkpoint()
-            raise Interrupted(f"before the validation of step {self.step}", self.interrupt.agree(self.ranks))
+            self.interrupt.check(f"before the validation of step {self.step}", self.ranks, leave=True)
         if self._validation_is_due:
             self.validate()
             self.validated = self.step
@@ -256,18 +209,17 @@ class Trainer(Training):
         if supervised.apart():
             self.save_checkpoint()
             if self.step < self.total_steps and not self.stopped_early:
-                raise Interrupted(f"after the validation of step {self.step}", self.interrupt.agree(self.ranks))
+                self.interrupt.check(f"after the validation of step {self.step}", self.ranks, leave=True)
 
     @property
     def _validation_is_due(self) -> bool:
-        epoch_end = self.step % self.steps.per_epoch == 0
-        due = self.step > self.validated and self._due(self.cfg.run_val_every_n_steps, epoch_end)
-        return due and self.validation_rows is not None
+        due = self.step % (self.cfg.run_val_every_n_steps or self.steps.per_epoch) == 0
+        return due and self.validation_rows is not None and self.step > self.validated
 
     @property
     def _evaluation_is_due(self) -> bool:
-        last = self.step == self.total_steps or self.stopped_early
-        due = self._due(self.cfg.eval_every_n_steps, self.step % self.steps.per_epoch == 0) or last
+        due = self.step % (self.cfg.eval_every_n_steps or self.steps.per_epoch) == 0
+        due = due or self.step == self.total_steps or self.stopped_early
         return due and self.evaluation is not None and self.step > self.evaluated
 
     @property
@@ -276,17 +228,9 @@ class Trainer(Training):
         patience = self.cfg.early_stopping_patience
         return bool(patience) and self.worse >= patience
 
-    def validate(self) -> float | None:
-        """Compute the objective on the validation rows, log it, and remember the best adapter.
-
-        Returns:
-            The normalised objective; None without validation rows.
-
-        Raises:
-            UserError: the loss is not finite.
-        """
-        if self.validation_rows is None:
-            return None
+    def validate(self) -> float:
+        """Return the normalised objective on the validation rows; log it, and remember the best adapter."""
+        assert self.validation_rows is not None, "_validation_is_due says so"
         loss, labels, measurements = validation_loss(self.learner, self.validation_rows)
         if not math.isfinite(loss):
             raise UserError(f"step {self.step}: the validation loss is {loss}; lower the learning rate")
@@ -297,12 +241,7 @@ class Trainer(Training):
         return loss
 
     def evaluate(self) -> None:
-        """Evaluate the model by its answers, log that, and remember the best adapter.
-
-        Raises:
-            Interrupted: the user asked to stop; the step and the answers so far are saved.
-            UserError: the verifier failed on too many answers.
-        """
+        """Evaluate the model by its answers, log that, and remember the best adapter."""
         assert self.evaluation is not None, "_evaluation_is_due says so"
         try:
             scores, seconds = self.evaluation.evaluate(self.step)
@@ -319,15 +258,11 @@ class Trainer(Training):
 
     @property
     def _by_answers(self) -> bool:
-        """Whether evaluations, and not validations, tell the best adapter."""
+        """Whether evaluations, not validations, choose the best adapter."""
         return self.cfg.early_stopping_metric == EVAL_METRIC
 
     def _compare(self, values: Mapping[str, float]) -> str:
-        """Compare what was measured with the best so far, by ``early_stopping_metric``, and return what the log says.
-
-        Raises:
-            UserError: its value is not finite.
-        """
+        """Compare measurements with the best so far by ``early_stopping_metric``, and return a text for the log."""
         metric, loss = self.cfg.early_stopping_metric, values.get("val_loss")
         value = values.get(metric, math.nan)
         if not math.isfinite(value):
@@ -372,11 +307,7 @@ class Trainer(Training):
 
 
 def _metric_direction(cfg: DictConfig, learner: Learner) -> str:
-    """Return whether ``higher`` or ``lower`` values of ``early_stopping_metric`` are better.
-
-    Raises:
-        UserError: the objective does not say.
-    """
+    """Return whether ``higher`` or ``lower`` values of ``early_stopping_metric`` are better."""
     objective = learner.objective
     ways = {f"val_{name}": way for name, way in objective.better.items()}
     ways |= {"val_loss": "lower", EVAL_METRIC: "higher"}
