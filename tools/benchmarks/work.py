@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import numpy as np
 from rocm_ext.base.process import end_with_parent
 from tests.kit.families import folder_config, write_family
 from tests.kit.tiny import SHAPE, run_config, write_model, write_tokenizer
-from tools.benchmarks.protocol import Failed
+from tools.benchmarks.protocol import ROOT, Failed
 
 # Qwen2.5's shapes, and Qwen3's by their names. The small ones have two heads per KV head.
 SHAPES = {
@@ -96,18 +97,26 @@ def write_random_model(folder: Path, shape: str, vocab: int, **config) -> Path:
 
 
 def pocket(base: Path, *options: str) -> Path:
-    """Return the pocket model in ``base``; it is made if it is missing.
-
-    Raises:
-        Failed: it cannot be made.
-    """
+    """Return the pocket model in ``base``; make it if it is missing."""
     folder = base / "pocket"
     if not folder.exists():
-        make = [sys.executable, "-m", "rocm_ext.cli", "pocket", str(folder), *options]
-        done = subprocess.run(make, capture_output=True, text=True, preexec_fn=end_with_parent)
-        if done.returncode:
-            raise Failed(f"cannot make the pocket model: {done.stderr[-2000:]}")
+        run_python("-m", "rocm_ext.cli", "pocket", folder, *options)
     return folder
+
+
+def run_python(*arguments: object) -> str:
+    """Run this interpreter with ``arguments``; return its output.
+
+    Raises:
+        Failed: the program ends with an error.
+    """
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, preexec_fn=end_with_parent,
+    )  # fmt: skip
+    if done.returncode:
+        raise Failed(f"{' '.join(map(str, arguments))} ended with {done.returncode}: {done.stderr[-2000:]}")
+    return done.stdout
 
 
 def write_sized_model(folder: Path, shape: str, vocab: int, dtype: str, device: str) -> None:

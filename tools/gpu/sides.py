@@ -14,11 +14,11 @@ from typing import Any
 
 from tools.benchmarks import dpo, sampling, sft
 from tools.benchmarks.protocol import Failed as SideFailed
-from tools.benchmarks.protocol import Side
-from tools.benchmarks.work import Task, write_adapter, write_pair_steps, write_sized_model, write_steps
+from tools.benchmarks.protocol import difference
+from tools.benchmarks.training import GATE, OURS, Work
+from tools.benchmarks.work import Task, write_adapter, write_sized_model
 from tools.gpu.here import GIB, Failed, Here, Row, check, speed
 
-OURS = sft.OURS
 VOCAB = {"tiny": 512, "0.5b": 152064, "7b": 152064}
 DISK = {"tiny": 0.1, "0.5b": 1.3, "7b": 15.5}  # GiB of a model in bf16
 FP32 = 1e-3  # relative difference of a step's loss; the CPU's benchmarks hold 1e-5
@@ -77,13 +77,12 @@ def train(here: Here, work: str, size: str, peer: str | None, gate: bool = True)
         gate: first compare losses in fp32.
     """
     shape, name = shape_of(here, size), peer or OURS
-    module, unit = (sft, "tokens") if work == "sft" else (dpo, "tokens")
+    way: Work = {"sft": sft.WORK, "dpo": dpo.WORK}[work]
     model = model_of(here, size)
 
     def make(folder: Path) -> Any:
         (folder / "model").symlink_to(model)
-        write = write_steps if work == "sft" else write_pair_steps
-        steps = write(folder / "rows.jsonl", VOCAB[shape], _gate(here), module.WARM_UP + rounds(here))
+        steps = way.write_steps(folder / "rows.jsonl", VOCAB[shape], _gate(here), way.warm_up + rounds(here))
         write_adapter(folder, shape)
         return steps
 
@@ -96,10 +95,10 @@ def train(here: Here, work: str, size: str, peer: str | None, gate: bool = True)
         # compiled layers are checked in a part of their own
         args = arguments(here, *(["batch_size=8"] if here.gpu else []), *([] if timed else ["compile=False"]))
         with as_part():
-            found = _steps(here, base, module, name, task, steps, args, timed)
+            found = _steps(here, base, way, name, task, len(steps), args, timed)
         expected = here.of(known, f"losses_{dtype}") if peer else found["losses"]
         if expected is not None and peer:
-            apart = sft.difference(found["losses"], expected)
+            apart = difference(found["losses"], expected)
             limit = FP32 if dtype == "fp32" else BF16
             yield check(f"losses of {name} are ours, {work} {shape}, {dtype}", apart <= limit,
                         f"off by {apart:.1e} at most in {len(expected)} steps")  # fmt: skip
@@ -108,49 +107,33 @@ def train(here: Here, work: str, size: str, peer: str | None, gate: bool = True)
                    f"{found['losses'][-1]:.4f}", f"losses_{dtype}": found["losses"]}  # fmt: skip
             continue
         tokens = sum(row[0] for rows in steps[-rounds(here) :] for row in rows) / rounds(here)
-        yield _timed(f"LoRA {work.upper()} of {shape}, {dtype}, {name}", tokens, found, here.of(known, "seconds"), peer,
-                     unit, losses=(f"losses_{dtype}", found["losses"]))  # fmt: skip
+        ours, middle = here.of(known, "seconds") if peer else None, statistics.median(found["seconds"])
+        note = "" if ours is None else f"ours is {middle / ours:.2f} x as fast; "
+        note += f"{1e3 * middle:.0f} ms a step ({1e3 * min(found['seconds']):.0f}-{1e3 * max(found['seconds']):.0f})"
+        note += f", {found['peak'] / GIB:.2f} GiB, warm after {found['until_warm']:.0f} s"
+        yield speed(f"LoRA {work.upper()} of {shape}, {dtype}, {name}", tokens / middle, "tokens/s", note,
+                    seconds=middle, peak=found["peak"], **{f"losses_{dtype}": found["losses"]})  # fmt: skip
 
 
 def _gate(here: Here) -> int:
-    return 4 if here.tiny else sft.GATE
+    return 4 if here.tiny else GATE
 
 
 def _steps(
-    here: Here, base: Path, module: Any, name: str, task: Task, steps: list, args: argparse.Namespace, timed: bool
+    here: Here, base: Path, work: Work, name: str, task: Task, steps: int, args: argparse.Namespace, timed: bool
 ) -> dict[str, Any]:
     """Run a side's steps; return the losses of the first ones, seconds of the timed ones, and the peak of memory."""
-    peer = module.PEERS.get(name)
-    if module is sft:
-        python, command = sft.python(name, args), sft.command(base, name, peer, task, len(steps), args)
-    else:
-        python, command = dpo.python(name, args), dpo.command(base, name, task, len(steps), args)
-    with Side(name, python, command, base / f"{name}.log") as side:
+    with work.start(base, name, task, steps, args) as side:
         first = side.ask(steps=_gate(here))
-        found: dict[str, Any] = {"losses": [step[1] for step in first["steps"]], "until_warm": 0.0}
+        found: dict[str, Any] = {"losses": [step[1] for step in first["steps"]]}
         if not timed:
             return found
-        side.ask(steps=module.WARM_UP)
+        side.ask(steps=work.warm_up)
         found["until_warm"] = time.perf_counter() - side.began
-        score = module is dpo and dpo.of(name).reference_first
-        seconds = []
-        for number in range(rounds(here)):
-            at = dpo.PAIRS_PER_STEP * (_gate(here) + dpo.WARM_UP + number)
-            scoring = side.ask(score=[at, at + dpo.PAIRS_PER_STEP])["seconds"] if score else 0.0
-            answer = side.ask(steps=1)
-            seconds.append(scoring + answer["steps"][0][0])
-        return {**found, "seconds": seconds, "peak": answer["peak_memory"]}
-
-
-def _timed(
-    what: str, tokens: float, found: dict[str, Any], ours: float | None, peer: str | None, unit: str, losses: Any
-) -> Row:
-    middle = statistics.median(found["seconds"])
-    note = f"{1e3 * middle:.0f} ms a step ({1e3 * min(found['seconds']):.0f}-{1e3 * max(found['seconds']):.0f})"
-    note += f", {found['peak'] / GIB:.2f} GiB, warm after {found['until_warm']:.0f} s"
-    if peer and ours is not None:
-        note = f"ours is {middle / ours:.2f} x as fast; {note}"
-    return speed(what, tokens / middle, f"{unit}/s", note, seconds=middle, peak=found["peak"], **{losses[0]: losses[1]})
+        begin = _gate(here) + work.warm_up
+        turns = [work.step(side, number) for number in range(begin, begin + rounds(here))]
+        seconds = [scoring + answer["steps"][0][0] for scoring, answer in turns]
+        return {**found, "seconds": seconds, "peak": turns[-1][1]["peak_memory"]}
 
 
 # ---- sampling
