@@ -1,6 +1,6 @@
 """``cpu_threads: auto`` against each number of threads: ``python -m tools.benchmarks.beside``.
 
-Every setting is a run of its own that begins, and thus decides, beside the other programs. The runs take turns, and the
+Every setting is a separate run that begins, and thus decides, beside the other programs. The runs take turns, and the
 result is the median and range of the ratio of speeds within a round, to the fixed number whose median is best. The
 gates say what ``auto`` must reach of it.
 """
@@ -142,7 +142,7 @@ def measure(base: Path, work: str, load: str, numbers: Sequence[int], rounds: in
 def busy(count: int, code: str) -> Iterator[None]:
     """Context with ``count`` busy programs.
 
-    A side has its own session. Where the kernel groups programs by session (``sched_autogroup_enabled``), it gets
+    A side has a session. Where the kernel groups programs by session (``sched_autogroup_enabled``), it gets
     more than one program's share.
     """
     programs = [subprocess.Popen([sys.executable, "-c", code], preexec_fn=end_with_parent) for _ in range(count)]

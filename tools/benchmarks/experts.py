@@ -3,7 +3,7 @@
 Times one forward and backward pass of a Qwen3-MoE layer's experts in three ways: this library's, transformers'
 ``grouped_mm`` (its default) and ``eager``. LoRA on experts is PEFT's ``target_parameters`` beside the latter two. The
 ways take turns in one process, on other choices of experts in each round, as in training. The log-normal popularity of
-experts is that of routers' softmax over normal logits. First the ways must give the same outputs and gradients in fp32.
+experts follows routers' softmax over normal logits. First the ways must give the same outputs and gradients in fp32.
 """
 
 import argparse

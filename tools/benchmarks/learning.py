@@ -132,7 +132,7 @@ def job(method: str, seed: int, rounds: int, out: Path, pocket: Path) -> Job:
 
 
 def complete_all(jobs: Mapping[tuple[str, int], Job], processes: int) -> dict[tuple[str, int], str | None]:
-    """Do some runs, so many at a time; return what :func:`complete` says of each."""
+    """Do some runs, ``processes`` at a time; return the results of :func:`complete`."""
     with ThreadPoolExecutor(processes) as pool:
         return dict(zip(jobs, pool.map(complete, jobs.values()), strict=True))
 
@@ -228,10 +228,10 @@ def draw(path: Path, title: str, curves: Mapping[str, Mapping[int, Sequence[tupl
     lines = []
     for colour, (method, seeds) in enumerate(curves.items()):
         common = sorted(set.intersection(*({x for x, _ in curve} for curve in seeds.values())))
-        each = [[100 * dict(curve)[x] for x in common] for curve in seeds.values()]
+        values = [[100 * dict(curve)[x] for x in common] for curve in seeds.values()]
         x, name = np.array(common, dtype=float), METHODS[method].name
-        lines += [Line(name, x, np.array(values), colour, faint=True) for values in each if len(each) > 1]
-        lines.append(Line(name, x, np.mean(each, axis=0), colour))
+        lines += [Line(name, x, np.array(seed), colour, faint=True) for seed in values if len(values) > 1]
+        lines.append(Line(name, x, np.mean(values, axis=0), colour))
     write_picture(path, {title: lines}, x_title="samples drawn")
 
 

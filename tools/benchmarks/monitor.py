@@ -3,7 +3,7 @@
     python -m tools.benchmarks.monitor                # this machine
     python -m tools.benchmarks.monitor --tree mi300x  # a copy of a server's files
 
-The recorder runs as in the recipes. Its cost is its thread's processor time, by the thread's own clock, over wall
+The recorder runs as in the recipes. Its cost is its thread's processor time, by the thread's clock, over wall
 time, including its start. The command runs in a pseudo-terminal. Its cost is the process's processor time, without
 its start. A copy lacks the kernel's work: on a real GPU a reading asks the firmware for power and load.
 """

@@ -6,7 +6,7 @@ compares rewards, packs rows and writes files. It is measured at 64 x 8 answers 
 updates are so short that the rest is most visible, and at the 41 M model of the other benchmarks.
 
 The bookkeeping of many synthetic steps must not grow with the number of earlier steps: choosing prompts, records,
-selection, reasons to stop and metrics are timed without a model, and printed for each tenth of the steps.
+selection, reasons to stop and metrics are timed without a model, and printed by tenths of the steps.
 """
 
 import argparse

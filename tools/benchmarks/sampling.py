@@ -1,10 +1,10 @@
 """Sampling: seconds until every answer to the same prompts has the length that a seeded trace sets.
 
-Each side gets the trace in its own way. Only tokens up to an answer's end count. The model has no adapter.
+The sides get the trace in different ways. Only tokens up to an answer's end count. The model has no adapter.
 
 Gates:
 
-- In fp32 each side's greedy answers equal ours token by token. This must hold before bf16 is timed, too. In bf16
+- In fp32 each side's greedy answers equal ours token by token. This must also hold before bf16 is timed. In bf16
   greedy tokens must be about as probable as the best token.
 - The sampled tokens of the last timed round have the model's probabilities: log p - E[log p] has mean zero within its
   error.
@@ -208,6 +208,6 @@ def check_sampled(name: str, answer: dict, judged: dict, dtype: str) -> None:
     if abs(mean) > 4 * error:
         raise Failed(f"log-probabilities of tokens sampled by {name} are off by {mean:.3f} +- {error:.3f}")
     if name in ("ours", ENGINE):
-        said, found = statistics.fmean(answer["logprobs"]), statistics.fmean(judged["logprobs"])
-        if abs(said - found) > (1e-4 if dtype == "fp32" else 0.02):
-            raise Failed(f"our log-probabilities have mean {said:.4f}, the model's {found:.4f}")
+        said, model = statistics.fmean(answer["logprobs"]), statistics.fmean(judged["logprobs"])
+        if abs(said - model) > (1e-4 if dtype == "fp32" else 0.02):
+            raise Failed(f"our log-probabilities have mean {said:.4f}, the model's {model:.4f}")

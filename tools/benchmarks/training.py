@@ -186,12 +186,12 @@ def check(values: Mapping[str, Sequence[Sequence[float]]], tolerances: Sequence[
         Failed: a difference exceeds the tolerance.
     """
     for i, limit in enumerate(tolerances):
-        for name, found in values.items():
-            apart, expected = difference(found[i], values[OURS][i]), values[OURS][i]
+        for name, theirs in values.items():
+            apart, expected = difference(theirs[i], values[OURS][i]), values[OURS][i]
             if limit is not None and not apart <= limit:  # also NaN
                 said = f"{MEASURED[i]} of {name} differ from ours by {apart:.1e}"
-                raise Failed(f"{said}: {list(found[i])} against {list(expected)}")
-    return {name: difference(found[0], values[OURS][0]) for name, found in values.items()}
+                raise Failed(f"{said}: {list(theirs[i])} against {list(expected)}")
+    return {name: difference(theirs[0], values[OURS][0]) for name, theirs in values.items()}
 
 
 def command(work: Work, base: Path, name: str, task: Task, steps: int, args: argparse.Namespace) -> list[str | Path]:

@@ -23,7 +23,7 @@ MBPP = "google-research-datasets/mbpp"
 VERIFIER = {"_component_": "rocm_ext.verifiers.PythonTests"}
 NICE = 5  # as the workers are
 STARTS = 100  # per turn
-FAILING = 0.01  # share of MBPP's own answers that may fail its tests
+FAILING = 0.01  # share of MBPP's right answers that may fail its tests
 BARE = [sys.executable, "-s", "-S", "-c", "pass"]
 PEERS = {"an interpreter in bubblewrap": lambda: [*boxed(), *BARE], "an interpreter": lambda: BARE}
 
@@ -53,7 +53,7 @@ def measure(_: Path, source: str, rounds: int, workers: int) -> list[dict[str, A
         workers: processes at a time.
 
     Raises:
-        Failed: more of the right answers fail than MBPP's own errors explain.
+        Failed: more of the right answers fail than MBPP's errors explain.
     """
     rows = [prompt.row for prompt in prompt_dataset(source=source, format="mbpp")]
     starters = ProcessPoolExecutor(workers, get_context("spawn"), os.nice, (NICE,))

@@ -36,7 +36,7 @@ SHAPES = {
     "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
                    "num_key_value_heads": 8, "head_dim": 128},
 }  # fmt: skip
-# torchtune's own config adapts these and the MLP. Its rank 32 at width 896 corresponds to rank 8 at the small width.
+# torchtune's config adapts these and the MLP. Its rank 32 at width 896 corresponds to rank 8 at the small width.
 LORA = {"lora_attn_modules": ["q_proj", "v_proj", "output_proj"], "lora_rank": 8, "lora_alpha": 16}
 LORA_OF_FOLDER = {"lora_rank": 8, "lora_alpha": 16}  # on all linear layers of the decoder's layers
 SEQUENCES_PER_STEP = 32
@@ -203,7 +203,7 @@ def write_steps(path: Path, vocab: int, short: int, full: int) -> list[list[tupl
     """Write the rows of ``short`` steps of 12 to 24 tokens, for gates, and of ``full`` steps of GSM8K's lengths.
 
     Returns:
-        For each step, the tokens and the trained tokens of its rows.
+        By step: tokens and trained tokens of its rows.
     """
     rng = np.random.default_rng(1)
     steps = []
@@ -238,8 +238,7 @@ def write_pair_steps(path: Path, vocab: int, short: int, full: int) -> list[list
     The short steps repeat the same pairs, so that their losses move far from the first, which is log 2.
 
     Returns:
-        For each step, the tokens and the trained tokens of its sequences: of each pair the chosen one, then the
-        rejected one.
+        By step: tokens and trained tokens of its sequences, in pairs of the chosen and the rejected one.
     """
     rng, steps = np.random.default_rng(1), []
     pairs = SEQUENCES_PER_STEP // 2
