@@ -1,4 +1,4 @@
-"""What the subcommands share: options, tables, JSON, and files that they write."""
+"""Options, tables, JSON and files of the subcommands."""
 
 import argparse
 import json
@@ -30,7 +30,6 @@ def number(kind: Callable[[str], Any], least: float, most: float) -> Callable[[s
     """A type for argparse: numbers from ``least`` to ``most``, read by ``kind`` (int or float)."""
 
     def parse(text: str) -> Any:
-        """The number in an argument."""
         try:
             value = kind(text)
         except ValueError:
@@ -64,7 +63,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add ``MODEL key=value …``, for :func:`rocm_ext.config.chosen_model.find_target`; ``--config`` names it, too."""
+    """Add ``MODEL key=value …``, for :func:`rocm_ext.config.chosen_model.find_target`; ``--config`` is MODEL, too."""
     what = "output_dir of a run, folder or GGUF file of a model, its name on the hub, or config of any recipe"
     parser.add_argument("--config", dest="model", metavar="MODEL", help="the same as MODEL")
     parser.add_argument("overrides", nargs="*", metavar="MODEL key=value", help=f"{what}; and changes to its config")
@@ -80,14 +79,14 @@ def take_model(args: argparse.Namespace) -> str:
     args.overrides = [item for item in args.overrides if item not in names]
     names += [args.model] if args.model else []
     if len(names) != 1:
-        found = " and ".join(names) or "none"
-        raise UserError(f"expected one MODEL, such as the output_dir of a run, and key=value; found {found}", code=2)
+        given = " and ".join(names) or "none"
+        raise UserError(f"expected one MODEL, such as the output_dir of a run, and key=value; found {given}", code=2)
     return names[0]
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
     """Add ``--trust-config``."""
-    about = "use the run's config also where it names code that is not this library's; read it first"
+    about = "also run code that the run's config names and that is not this library's; read it first"
     parser.add_argument("--trust-config", action="store_true", help=about)
 
 
@@ -112,7 +111,7 @@ def check_new_file(path: Path, force: bool = False) -> Path:
 
 
 def prepare(target: "ChosenModel", overrides: Sequence[str]) -> None:
-    """Get ready to compute with a model: its machine's environment, which may restart this program, and messages."""
+    """Set the environment of the model's machine, which may restart this program, and set up logging."""
     from rocm_ext.config import startup
 
     for line in startup.prepare_for(target.hardware(overrides)):
@@ -120,7 +119,7 @@ def prepare(target: "ChosenModel", overrides: Sequence[str]) -> None:
     setup_logging()
 
 
-# ---- what is printed
+# ---- output
 
 
 def note(text: str) -> None:
@@ -148,7 +147,7 @@ def console() -> Console:
 
 
 def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
-    """An empty table with these columns; those in ``right`` are right-aligned."""
+    """Make an empty table; columns in ``right`` are right-aligned."""
     made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left", overflow="fold")

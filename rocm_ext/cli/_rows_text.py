@@ -1,4 +1,4 @@
-"""What ``rocm-ext rows`` prints."""
+"""The output of ``rocm-ext rows``."""
 
 import io
 import os
@@ -10,7 +10,7 @@ from rocm_ext.cli._common import console, printable, table
 from rocm_ext.data.mixture import lines
 from rocm_ext.report import rows as words
 
-_LONG, _ENDS = 900, 300  # characters of a part of a row that is shown whole, and of each end of a longer one
+_LONG, _ENDS = 900, 300  # characters: a longer part of a row is cut to its two ends
 _BAR = 40  # characters
 
 
@@ -35,7 +35,7 @@ def print_rows(content: Mapping[str, Any]) -> None:
 
 
 def _text(parts: Sequence[tuple[str, bool]], colour: bool) -> str:
-    """Return the parts of a sequence with what is trained marked."""
+    """Join the parts of a sequence and mark the trained ones."""
     marked = (_marked(_shortened(text), colour) if trained else _shortened(text) for text, trained in parts)
     return "".join(marked).removesuffix("\n")
 
@@ -46,7 +46,7 @@ def _marked(text: str, colour: bool) -> str:
 
 
 def _shortened(text: str) -> str:
-    """Return a text without the middle of a long one, and with escapes for control characters."""
+    """Cut the middle of a long text, and escape control characters."""
     if len(text) > _LONG:
         return f"{_escaped(text[:_ENDS])} … {len(text) - 2 * _ENDS:,} characters … {_escaped(text[-_ENDS:])}"
     return _escaped(text)
@@ -70,8 +70,8 @@ def _print_numbers(key: str, of: Mapping[str, Any]) -> None:
     console().print(made)
     if key != "dataset":
         return
-    found = next(iter(of["tokens"].values()))
-    most = max(count for *_, count in found["histogram"])
-    width = len(f"{found['max']:,}")
-    for low, high, count in found["histogram"]:
+    lengths = next(iter(of["tokens"].values()))
+    most = max(count for *_, count in lengths["histogram"])
+    width = len(f"{lengths['max']:,}")
+    for low, high, count in lengths["histogram"]:
         print(f"  {low:>{width},} – {high:>{width},}  {'█' * -(-_BAR * count // most)} {count:,}")

@@ -21,10 +21,10 @@ from rocm_ext.config.chosen_model import find_target
 if TYPE_CHECKING:
     from rocm_ext.chat import Chat
 
-# Keys of a run that a conversation does not read: it samples in this process, and nobody judges or learns
+# Keys that a conversation does not read: it samples in this process, and nothing is judged or trained
 _UNUSED = ("dataset", "dataset_val", "prompts", "eval_prompts", "verifier", "environment", "engine", "loss")
 _HELP = '''
-/base [TEXT]   ask the last question, or TEXT, of the model without its adapter, too
+/base [TEXT]   ask the last question, or TEXT, also of the model without its adapter
 /reset         forget the conversation
 /system TEXT   set the system message and forget the conversation; without TEXT: none
 /help          show this text
@@ -36,13 +36,16 @@ Ctrl-C stops an answer. """ begins a question of several lines, and """ ends it.
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     option = parser.add_argument
-    option("--adapter", type=Path, metavar="DIR", help="PEFT folder (default: the run's, or that of the config)")
+    option("--adapter", type=Path, metavar="DIR", help="PEFT folder (default: the run's or the config's)")
     option("-p", "--prompt", metavar="TEXT", help="answer this question and end")
     option("--system", default="", metavar="TEXT", help="system message")
     tool = "Python function that the model may call, such as my_tools.search; it runs as you; may be repeated"
     option("--tool", action="append", default=[], metavar="FUNCTION", help=tool)
     option(
-        "--temperature", type=number(float, 0, 100), metavar="T", help="0: greedy (default: the model's own, else 0.7)"
+        "--temperature",
+        type=number(float, 0, 100),
+        metavar="T",
+        help="0: greedy (default: the model's setting, else 0.7)",
     )
     top_p = "draw from the most probable tokens with this share of probability"
     option("--top-p", type=number(float, 1e-6, 1), metavar="P", help=top_p)
@@ -88,7 +91,7 @@ def _talk(chat: "Chat") -> None:
         import readline  # noqa: F401 - input() then edits lines and keeps a history
     note(f"\n{_sampling(chat)}. /help lists commands.")
     if not chat.has_template:
-        note("There is no chat template: the model continues each text by itself, without a history.")
+        note("There is no chat template: the model continues a text without a history.")
     while True:
         try:
             note("")
@@ -110,7 +113,7 @@ def _talk(chat: "Chat") -> None:
 
 
 def _act(chat: "Chat", line: str) -> None:
-    """Do what a line says: a command or a question."""
+    """Carry out a line: a command or a question."""
     command, _, text = line.partition(" ")
     text = text.strip()
     if command == "/base":
@@ -147,12 +150,12 @@ def _show(chat: "Chat", pieces: Iterator[tuple[str, bool]]) -> int:
         pieces.close()  # type: ignore[attr-defined]
     writer.end()
     answer = chat.answer
-    told = f"{answer.tokens} tokens, {answer.tokens_per_second:.1f} tokens/s, first after {answer.first:.1f} s"
+    said = f"{answer.tokens} tokens, {answer.tokens_per_second:.1f} tokens/s, first after {answer.first:.1f} s"
     if answer.finish_reason != "stop":
-        told += "; stopped" if stopped else f"; cut at {answer.tokens} tokens (--max-new-tokens, or the model's limit)"
+        said += "; stopped" if stopped else f"; cut at {answer.tokens} tokens (--max-new-tokens, or the model's limit)"
     if not answer.visible.strip():
-        told += "; it is reasoning alone, so the conversation leaves it out" if answer.text.strip() else "; it is empty"
-    note(f"[{told}]")
+        said += "; it is only reasoning, so the conversation leaves it out" if answer.text.strip() else "; it is empty"
+    note(f"[{said}]")
     return 128 + signal.SIGINT if stopped else 0
 
 

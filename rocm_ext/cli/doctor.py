@@ -1,8 +1,8 @@
 """``rocm-ext doctor``: is this machine fit to train?
 
 Checks what training depends on: system, device files, kernel parameters, firmware, memory, torch, environment,
-arithmetic (small computations whose results are known), sandbox, disk. Each row says what was found. Where something is
-wrong for this machine, it also says why, and gives a line that fixes it. The command changes nothing and needs no root.
+arithmetic (small computations with known results), sandbox, disk. A row shows a check's result. A problem comes with
+its reason and a line that fixes it. The command changes nothing and needs no root.
 Exit code 0: fine, 1: warnings, 2: training will not work, or --root holds no machine.
 """
 
@@ -36,7 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings; returns the exit code, which is the worst of them."""
+    """Print the findings; return the exit code of the worst one."""
     from rocm_ext.machine.doctor.this_machine import ROOT, live_facts
 
     try:

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
     """Measure the model and print its scores."""
     unused = [*["verifier", "environment"] * bool(args.verifier), *["eval_prompts", "dataset_val"] * bool(args.data)]
     target = find_target(take_model(args), args.adapter, args.trust_config, unused)
-    adapter, target = target.adapter, replace(target, adapter=None)  # measured beside what the config starts from
+    adapter, target = target.adapter, replace(target, adapter=None)  # measured in addition to the config's start
     family = registry.family(target.recipe(args.overrides))
     answers = bool(args.verifier) or family not in (registry.SFT, registry.DPO)
     _check(args, adapter, target, answers)
@@ -101,7 +101,7 @@ def _keys(target: ChosenModel, overrides: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _content(measured: Sequence[Any], compare: Callable[..., Any]) -> dict[str, Any]:
-    """What ``--json`` prints: the scores, and with ``--base`` those of both and their comparison."""
+    """Return the JSON: the scores, and with ``--base`` also the base model's and the comparison."""
     content = dict(measured[0].scores)
     if len(measured) > 1:
         content |= {"base": measured[1].scores, "paired": compare(*measured)}
@@ -167,7 +167,7 @@ def _source(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _print_wrong(evaluation: "Evaluation", most: int) -> None:
-    """Print why greedy answers are wrong: their verdicts, and the first of them."""
+    """Print the verdicts on wrong greedy answers, and the first such answers."""
     wrong = [answer for answer in evaluation.answers if answer["sample"] < 0 and answer["verdict"] != "CORRECT"]
     if not wrong or not most:
         return
@@ -193,7 +193,7 @@ def _rows(args: argparse.Namespace, target: ChosenModel, adapter: Path | None) -
     cfg = target.load(args.overrides)
     if args.data:
         if not isinstance(cfg.dataset.get("source"), str):
-            raise UserError("--data takes the place of dataset.source, which this config's dataset does not have")
+            raise UserError("--data replaces dataset.source, which this config's dataset does not have")
         kept = {key: value for key, value in cfg.dataset.items() if key not in ("data_files", "name")}  # of its source
         cfg.dataset_val, cfg.validation_fraction = {**kept, **_source(args)}, 0.0
     of_pairs = registry.family(registry.find(cfg.recipe)) == registry.DPO
@@ -218,7 +218,7 @@ def _rows(args: argparse.Namespace, target: ChosenModel, adapter: Path | None) -
         print(f"{change}, 95 % interval {low:+.4f} – {high:+.4f}")
         if "p" in paired:
             print(
-                f"it makes the chosen answer the more probable one in {paired['gained']} pairs, and no longer so in "
+                f"it makes the chosen answer more probable in {paired['gained']} pairs, and no longer so in "
                 f"{paired['lost']}; McNemar p = {paired['p']:.2g}"
             )
     _print_worst(both[0], args.show)

@@ -1,7 +1,7 @@
-"""``rocm-ext export``: take what a run trained to other programs.
+"""``rocm-ext export``: write a trained model for other programs.
 
-Writes what a run trained: merged with its base model, or as an adapter, with the tokenizer and the chat template.
-Weights are read and written one at a time.
+Writes the adapter of a run, or the model with the adapter merged, with the tokenizer and the chat template. Weights are
+read and written one at a time.
 """
 
 import argparse
@@ -28,17 +28,26 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_trust(parser)
     option("--merged", type=Path, metavar="DIR", help="write the merged model in Hugging Face's format")
     option("--gguf", type=Path, metavar="FILE", help="write the merged model as one file for llama.cpp and Ollama")
-    option("--type", choices=("f16", "bf16", "q8_0", "f32"), default="f16", help="of the weights in --gguf (f16)")
+    option(
+        "--type",
+        choices=("f16", "bf16", "q8_0", "f32"),
+        default="f16",
+        help="type of the weights in --gguf (default: f16)",
+    )
     option("--gguf-adapter", type=Path, metavar="FILE", help="write the adapter for llama.cpp's --lora")
     option("--card", type=Path, metavar="FILE", help="write the model card (with --merged: README.md in DIR)")
     add_force(parser)
-    option("--push", metavar="OWNER/NAME", help="upload what this command writes, or else the adapter, with its card")
+    option(
+        "--push",
+        metavar="OWNER/NAME",
+        help="upload the files that this command writes, or else the adapter, with its card",
+    )
     option("--private", action="store_true", help="make the new repository of --push private, or demand that it is")
-    option("--base-name", metavar="OWNER/NAME", help="what the hub calls the base model (default: as its folder says)")
+    option("--base-name", metavar="OWNER/NAME", help="the base model's name on the hub (default: as its folder says)")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write what the options name, and print each path."""
+    """Write the files that the options name, and print their paths."""
     _check_new(args)
     if not (args.merged or args.gguf or args.gguf_adapter or args.card or args.push):
         named = "--merged DIR, --gguf FILE, --gguf-adapter FILE, --card FILE or --push OWNER/NAME"
@@ -53,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
     setup_logging()
     source = replace(open_source(args.source, args.base, args.trust_config), base_name=args.base_name)
     if source.adapter is None and (args.card or args.push):
-        raise UserError(f"{args.source} has no adapter; --card and --push are for what a run trained")
+        raise UserError(f"{args.source} has no adapter; --card and --push are for trained adapters")
     files: list[Path] = []
     modelfile = None
     if args.merged:

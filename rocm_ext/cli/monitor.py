@@ -28,8 +28,8 @@ from rocm_ext.machine.counters import Counters, HardwareLog
 from rocm_ext.report import hardware
 from rocm_ext.runs.progress import progress
 
-_Show = Callable[[dict[str, Any], dict[str, Any] | None], None]  # shows a reading and the progress of a run
-_VALUES = {  # of a run's progress
+_Show = Callable[[dict[str, Any], dict[str, Any] | None], None]  # takes a reading and the progress of a run
+_VALUES = {  # format of a value in a run's progress
     "cycle": "cycle {}",
     "phase": "{}",
     "step": "step {:.0f}",
@@ -159,7 +159,7 @@ def _line(reading: Mapping[str, Any], run: Mapping[str, Any] | None) -> str:
 
 
 def _screen(reading: Mapping[str, Any], run: Mapping[str, Any] | None, interval: float) -> Group:
-    """The content of a terminal after a reading: a table of the GPUs and the host, and the progress of the run."""
+    """Draw a reading: a table of the GPUs and the host, and the progress of the run."""
     now = time.strftime("%H:%M:%S", time.localtime(reading["time"]))
     columns, rows, names = hardware.table(reading)
     counters = table("", "", *columns, right=tuple(columns))
@@ -173,7 +173,7 @@ def _screen(reading: Mapping[str, Any], run: Mapping[str, Any] | None, interval:
 
 
 def run_text(run: Mapping[str, Any]) -> str:
-    """The progress of a run, as :func:`rocm_ext.runs.progress.progress` returns it, in words."""
+    """Put the result of :func:`rocm_ext.runs.progress.progress` into words."""
     if "problem" in run:
         return run["problem"]
     step = "step {:.0f}" + (f" of {run['steps']:.0f}" if "steps" in run else "")

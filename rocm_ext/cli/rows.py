@@ -1,10 +1,9 @@
-"""``rocm-ext rows``: show what a config makes of its data.
+"""``rocm-ext rows``: show the rows that a config makes of its data.
 
-Reads the data of a config of any recipe as a run does, and prints a few rows as the model gets them, with special
-tokens, and what is trained in them: in colour on a terminal, in double brackets elsewhere. Then it prints lengths in
-tokens, the share that is trained, how many rows are kept, cut or dropped, rows that repeat others, and validation rows
-that are also trained on. Needs the model's folder without its weights, and no GPU. Exits with 1 and one line where the
-data would end a run.
+Reads the data of any recipe's config as a run does. Prints a few rows as the model gets them, with special tokens; the
+trained part is in colour on a terminal, in double brackets elsewhere. Then it prints lengths in tokens, the trained
+share, how many rows are kept, cut or dropped, rows that repeat others, and validation rows that are also trained on.
+Needs the model's folder without its weights, and no GPU. Exits with 1 and one line where the data would end a run.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from rocm_ext.config.checks import check_config
 if TYPE_CHECKING:
     from rocm_ext.data.overview import Overview
 
-# What is in the data, and a check that raises as a run would
+# An overview of the data, and a check that raises as a run would
 Read = tuple["Overview", Callable[[], None]]
 
 
@@ -32,7 +31,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     option = parser.add_argument
     option("--config", required=True, metavar="NAME", help="config of any recipe: a name or a file")
-    what = "show this row, counted from 0 among those that are kept; several times for several rows"
+    what = "show this row, counted from 0 among the kept rows; may be repeated"
     option("--row", type=number(int, 0, 10**9), action="append", metavar="N", help=what)
     option("--show", type=count, metavar="N", help="show the first N rows (default: first, shortest and longest)")
     add_json(parser)
@@ -67,11 +66,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _chosen(args: argparse.Namespace, lengths: list[int]) -> list[int]:
-    """Return the numbers of the rows that the user wants to see; empty: the user named none."""
+    """Return the numbers of the rows that the user named; empty: none."""
     if args.row and max(args.row) >= len(lengths):
-        raise UserError(
-            f"there is no row {max(args.row)}; the rows that are kept are 0 to {len(lengths) - 1:,}", code=2
-        )
+        raise UserError(f"there is no row {max(args.row)}; the kept rows are 0 to {len(lengths) - 1:,}", code=2)
     return [*(args.row or ()), *range(min(args.show or 0, len(lengths)))]
 
 
@@ -86,7 +83,7 @@ def _rows(cfg: Any, family: str, tokenizer: Any, decoder: Any) -> Read:
     from rocm_ext.train.learner import Learner
 
     recipe = cast(Any, (DPO if family == registry.DPO else LoRAFinetune)(cfg))
-    # what reading data needs of them: a whole runtime needs the config's device, and a learner its model there
+    # stand-ins: a real runtime needs the config's device, and a real learner its model there
     recipe.runtime = SimpleNamespace(ranks=SimpleNamespace(is_main=True))
     recipe.learner = object.__new__(Learner)
     recipe.learner.tokenizer, recipe.learner.decoder = tokenizer, decoder

@@ -17,7 +17,7 @@ from rocm_ext.runs.records import number
 
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:
-    """Names and values of the facts that are known."""
+    """Names and values of the known facts."""
     special = {RAFT: _raft, **dict.fromkeys(BY_STEP, _by_step), DPO: _dpo}.get(run.family, _sft)
     known = [*_setup(run), *_progress(run), *special(run)]
     path = run.path / "adapter"

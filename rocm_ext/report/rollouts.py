@@ -25,7 +25,7 @@ _EVALUATIONS, _ROWS = 60, 40  # most evaluations of a chart, most rows of a tabl
 
 
 def score_charts(runs: Sequence[RunFolder], *families: str) -> list[Chart]:
-    """Held-out scores of the runs of ``families``; of those by step beside other runs also by answers sampled."""
+    """Held-out scores of the runs of ``families``; by step, several runs are also drawn by answers sampled."""
     several, x_title = len(runs) > 1, "cycle" if RAFT in families else "step"
     greedy, by_answers, drawn = [], [], []
     for colour, run in enumerate(runs):
@@ -81,7 +81,7 @@ def _few(evaluations: Sequence[HeldOut], most: int) -> list[HeldOut]:
 
 
 def cycle_charts(runs: Sequence[RunFolder]) -> list[Chart]:
-    """Lengths, entropy and speed of the answers of the RAFT runs among ``runs``."""
+    """Lengths, entropy and sampling speed of answers, for the RAFT runs among ``runs``."""
     lengths, entropies, speeds = [], [], []
     for colour, run in enumerate(runs):
         if sampled := [cycle for cycle in run.cycles if cycle.lengths[0].any()]:
@@ -105,7 +105,7 @@ def cycle_charts(runs: Sequence[RunFolder]) -> list[Chart]:
 
 
 def bar_charts(run: RunFolder, suffix: str) -> list[Chart]:
-    """Verdicts and times of a run, of RAFT also rewards and what the filter kept; ``suffix`` ends the titles."""
+    """Verdicts and times of a run, of RAFT also rewards and kept answers; ``suffix`` ends the titles."""
     asked, counts = run.answers.verdicts.counts()
     x_title = "step" if run.family in BY_STEP else "cycle"
     charts = [bar_chart("Verdicts" + suffix, "% of answers", asked, counts, VERDICTS, x_title)]
@@ -130,14 +130,14 @@ def bar_charts(run: RunFolder, suffix: str) -> list[Chart]:
 
 
 def _rewards(cycle: CycleFolder) -> Mapping[str, float]:
-    """How many of a cycle's answers have a reward in each range."""
+    """Numbers of a cycle's answers by range of their reward."""
     values = cycle.rewards
     ranges = (values >= 1, (values >= 0.5) & (values < 1), (values > 0) & (values < 0.5), values <= 0, np.isnan(values))
     return {name: float(inside.sum()) for name, inside in zip(_REWARDS, ranges, strict=True)}
 
 
 def _fates(cycle: CycleFolder) -> Mapping[str, float]:
-    """How many of a cycle's answers were kept, and how many each rule of the filter dropped."""
+    """Numbers of a cycle's answers that were kept, and that the filter dropped, by rule."""
     counts = cycle.row.get("filter")
     if isinstance(counts, dict):
         named = {str(rule).replace("_", " "): number(count) for rule, count in counts.items()}

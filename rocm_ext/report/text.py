@@ -1,4 +1,4 @@
-"""Makes text of models, data and configs fit to be shown.
+"""Makes text of models, data and configs visible.
 
 It may hold anything: markup, control characters, half a surrogate pair, characters that change the direction of the
 text, megabytes in one line. This module replaces invisible characters; the template escapes markup.

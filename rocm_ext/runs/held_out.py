@@ -17,11 +17,11 @@ class HeldOut:
     """An evaluation.
 
     Attributes:
-        after: what was done before it: ``cycle 3`` or ``step 40``.
-        number: number of that cycle or step; 0 is before any training.
-        answers: how many answers were sampled for training before it.
-        scores: as of :func:`rocm_ext.runs.records.parse_scores`.
-        greedy: whether each prompt's greedy answer is right, by prompt id; reads the verdicts.
+        after: the cycle or step before it: ``cycle 3`` or ``step 40``.
+        number: number of the cycle or step; 0 is before any training.
+        answers: number of answers sampled for training before it.
+        scores: result of :func:`rocm_ext.runs.records.parse_scores`.
+        greedy: reads the verdicts; whether the greedy answer is right, by prompt id.
     """
 
     after: str
@@ -32,7 +32,7 @@ class HeldOut:
 
 
 def held_out(run: RunFolder) -> list[HeldOut]:
-    """The evaluations of a run, in order; of SFT and DPO those with ``eval_prompts``."""
+    """The evaluations of a run, in order; SFT and DPO have them with ``eval_prompts``."""
     scored: list[tuple[int, int, Mapping[str, Any]]] = []
     if run.family != RAFT:
         counts = np.clip(np.nan_to_num(run.steps["answers"]), 0, MOST)

@@ -15,10 +15,10 @@ from rocm_ext.base.files import json_object
 from rocm_ext.runs.scores import wilson
 from rocm_ext.runs.tails import Tails
 
-GREEDY = -1  # index of a held-out prompt's greedy answer; those drawn at random count from 0
+GREEDY = -1  # index of a held-out prompt's greedy answer; drawn answers count from 0
 MOST = 1e12  # seconds or prompts; a file with more is damaged
 MOST_STEPS = 2**31
-ROWS = "rows.json"  # what a run's data is, see rocm_ext.data.overview
+ROWS = "rows.json"  # a run's data, see rocm_ext.data.overview
 SampleKey = tuple[str, int]  # prompt id, index of the sample
 
 
@@ -54,7 +54,7 @@ class Lines(list[dict[str, Any]]):
 
 
 class Latest:
-    """The last line of each step, in order.
+    """The last line of a step, for all steps in order.
 
     Attributes:
         columns: the lines.
@@ -97,8 +97,7 @@ class MetricLines:
         return line is not None
 
     def _add_scores(self, step: float, line: Mapping[str, Any]) -> None:
-        scores = parse_scores(read) if isinstance(read := line.get("eval"), dict) else None
-        if scores is not None and 0 <= step < MOST_STEPS:
+        if (scores := parse_scores(line.get("eval"))) is not None and 0 <= step < MOST_STEPS:
             self.evaluations[int(step)] = scores
 
 
@@ -148,7 +147,7 @@ class Readings(list[dict[str, Any]]):
             self.gpus |= dict.fromkeys(str(gpu.get("id", i)) for i, gpu in enumerate(gpus))
 
     def column(self, name: Any, read: Callable[[Mapping[str, Any]], float]) -> np.ndarray:
-        """[n] float64: what ``read`` makes of each line.
+        """[n] float64: ``read``'s results, by line.
 
         Args:
             name: name of the function; another function has another name.
@@ -187,12 +186,13 @@ def finite(values: Any) -> np.ndarray:
     return numbers[np.isfinite(numbers)]
 
 
-def parse_scores(read: Mapping[str, Any]) -> dict[str, Any] | None:
+def parse_scores(read: Any) -> dict[str, Any] | None:
     """The scores of an evaluation with their intervals; None without a number of prompts and of right answers.
 
     Args:
-        read: as :func:`rocm_ext.rl.evaluation.score` returns it.
+        read: result of :func:`rocm_ext.rl.evaluation.score`, or any other value.
     """
+    read = read if isinstance(read, Mapping) else {}
     total, correct = number(read.get("prompts")), number(read.get("correct"))
     if not 0 <= correct <= total < MOST or total < 1:
         return None
@@ -220,7 +220,7 @@ def read_steps(
 
 
 def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
-    """The JSON object in a file; empty if the file is missing or holds none, which ``problems`` then says."""
+    """The JSON object in a file; empty if the file is missing or, with a message in ``problems``, damaged."""
     content = _read_bytes(path, problems)
     value = {} if content is None else json_object(content)
     if value is None:
@@ -230,7 +230,7 @@ def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def read_yaml(path: Path, problems: list[str]) -> dict[str, Any]:
-    """The YAML mapping in a file; empty if the file is missing or holds none, which ``problems`` then says."""
+    """The YAML mapping in a file; empty if the file is missing or, with a message in ``problems``, damaged."""
     content = _read_bytes(path, problems)
     try:
         value = {} if content is None else yaml.safe_load(content.decode())
