@@ -86,11 +86,6 @@ class Chat:
     _last: list[Message] = field(default_factory=list)
 
     @property
-    def has_adapter(self) -> bool:
-        """Whether the model has an adapter that :meth:`base` can leave out."""
-        return bool(self.recipe.cfg.checkpointer.get("adapter_checkpoint"))
-
-    @property
     def has_template(self) -> bool:
         """Whether there are turns; without, the model continues a text."""
         return not isinstance(getattr(self._tokenizer, "renderer", None), PlainRenderer)
@@ -136,7 +131,7 @@ class Chat:
         """
         if not self._last:
             raise UserError("ask something first")
-        if not self.has_adapter:
+        if not self.recipe.cfg.checkpointer.get("adapter_checkpoint"):
             raise UserError("there is no adapter to leave out; start with --adapter, or name a run's folder")
         try:
             with without_adapter(self.recipe.learner):

@@ -5,7 +5,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
@@ -78,9 +79,8 @@ def take_model(args: argparse.Namespace) -> str:
     names = [item for item in args.overrides if Path(item).exists() or not ("=" in item or item.startswith("~"))]
     args.overrides = [item for item in args.overrides if item not in names]
     names += [args.model] if args.model else []
-    if len(names) != 1:
-        given = " and ".join(names) or "none"
-        raise UserError(f"expected one MODEL, such as the output_dir of a run, and key=value; found {given}", code=2)
+    expected = "expected one MODEL, such as the output_dir of a run, and key=value"
+    refuse((len(names) != 1, f"{expected}; found {' and '.join(names) or 'none'}"))
     return names[0]
 
 
@@ -101,13 +101,29 @@ def check_new_file(path: Path, force: bool = False) -> Path:
     Raises:
         UserError: it is a folder, it exists and ``force`` is not set, or it cannot be written.
     """
-    if path.is_dir():
-        raise UserError(f"{path} is a folder; name a file", code=2)
-    if path.exists() and not force:
-        raise UserError(f"{path} exists; name another file, or add --force to replace it", code=2)
+    refuse(
+        (path.is_dir(), f"{path} is a folder; name a file"),
+        (path.exists() and not force, f"{path} exists; name another file, or add --force to replace it"),
+    )
     with disk_errors(path):
         TemporaryFile(dir=next(folder for folder in path.absolute().parents if folder.exists())).close()
     return path
+
+
+def refuse(*problems: tuple[object, str], code: int = 2) -> None:
+    """Raise a UserError with the message of the first problem whose condition holds."""
+    for holds, message in problems:
+        if holds:
+            raise UserError(message, code)
+
+
+@contextmanager
+def exits_with(code: int) -> Iterator[None]:
+    """Context whose UserErrors end the program with ``code``."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error), code) from error
 
 
 def prepare(target: "ChosenModel", overrides: Sequence[str]) -> None:

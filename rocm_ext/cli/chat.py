@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import import_component
-from rocm_ext.cli._common import add_model, add_trust, count, note, number, prepare, take_model
+from rocm_ext.cli._common import add_model, add_trust, count, note, number, prepare, refuse, take_model
 from rocm_ext.config.chosen_model import find_target
 
 if TYPE_CHECKING:
@@ -41,22 +41,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     option("--system", default="", metavar="TEXT", help="system message")
     tool = "Python function that the model may call, such as my_tools.search; it runs as you; may be repeated"
     option("--tool", action="append", default=[], metavar="FUNCTION", help=tool)
-    option(
-        "--temperature",
-        type=number(float, 0, 100),
-        metavar="T",
-        help="0: greedy (default: the model's setting, else 0.7)",
-    )
+    temperature = "0: greedy (default: the model's setting, else 0.7)"
+    option("--temperature", type=number(float, 0, 100), metavar="T", help=temperature)
     top_p = "draw from the most probable tokens with this share of probability"
     option("--top-p", type=number(float, 1e-6, 1), metavar="P", help=top_p)
     option("--top-k", type=count, metavar="K", help="draw from the K most probable tokens")
     option("--max-new-tokens", type=count, default=2048, metavar="N", help="limit of an answer (default: 2048)")
-    option(
-        "--seed",
-        type=number(int, 0, 2**32 - 1),
-        metavar="N",
-        help="repeat the same answers (default: others each time)",
-    )
+    seed = "repeat the same answers (default: others every time)"
+    option("--seed", type=number(int, 0, 2**32 - 1), metavar="N", help=seed)
     add_trust(parser)
     add_model(parser)
 
@@ -68,10 +60,11 @@ def run(args: argparse.Namespace) -> int:
     question = args.prompt
     if question is None and not sys.stdin.isatty():
         question = sys.stdin.read().strip()
-    if question is not None and not question.strip():
-        raise UserError("the question is empty", code=2)
-    if any(override.startswith("seed=") for override in args.overrides):
-        raise UserError("seed= is the seed of trainings; --seed N repeats the same answers", code=2)
+    seeds = any(override.startswith("seed=") for override in args.overrides)
+    refuse(
+        (question is not None and not question.strip(), "the question is empty"),
+        (seeds, "seed= is the seed of trainings; --seed N repeats the same answers"),
+    )
     from rocm_ext.chat import open_chat
     from rocm_ext.environments import Tools
 

@@ -29,6 +29,7 @@ from rocm_ext.cli._common import (
     prepare,
     print_json,
     printable,
+    refuse,
     shortened,
     take_model,
 )
@@ -80,20 +81,25 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace, adapter: Path | None, target: ChosenModel, answers: bool) -> None:
-    if args.base and adapter is None:
-        raise UserError("--base compares an adapter with the model that the config starts from; name one: --adapter")
-    if answers and target.content is not None and not target.run and not (args.verifier and args.data):
-        raise UserError("a model alone has no prompts and no verifier; set --data and --verifier")
-    if not answers and (args.format or args.samples):
-        raise UserError("--format and --samples are for answers that a verifier judges; set --verifier")
-    if lone := next((name for name in ("format", "split", "name") if getattr(args, name) and not args.data), None):
-        raise UserError(f"--{lone} describes the rows of --data; set --data, too", code=2)
+    alone = target.content is not None and not target.run
+    refuse(
+        (args.base and adapter is None, "--base compares an adapter with the model that the config starts from; name "
+         "one: --adapter"),
+        (answers and alone and not (args.verifier and args.data), "a model alone has no prompts and no verifier; set "
+         "--data and --verifier"),
+        (not answers and (args.format or args.samples), "--format and --samples are for answers that a verifier "
+         "judges; set --verifier"),
+        code=1,
+    )  # fmt: skip
+    rows = {name: getattr(args, name) and not args.data for name in ("format", "split", "name")}
+    refuse(*((lone, f"--{name} describes the rows of --data; set --data, too") for name, lone in rows.items()))
 
 
 def _check_new(folder: Path | None) -> None:
     """Refuse to write among other files: some may have the names of ours."""
-    if folder is not None and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"--output {folder} exists and is not empty; choose a new folder")
+    if folder is not None and folder.exists():
+        used = not folder.is_dir() or any(folder.iterdir())
+        refuse((used, f"--output {folder} exists and is not empty; choose a new folder"), code=1)
 
 
 def _keys(target: ChosenModel, overrides: Sequence[str]) -> Mapping[str, Any]:

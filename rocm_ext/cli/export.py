@@ -8,11 +8,10 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_text
 from rocm_ext.base.hub import is_hub_name
 from rocm_ext.base.log import setup_logging
-from rocm_ext.cli._common import add_force, add_trust, check_new_file
+from rocm_ext.cli._common import add_force, add_trust, check_new_file, refuse
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -49,11 +48,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Write the files that the options name, and print their paths."""
     _check_new(args)
-    if not (args.merged or args.gguf or args.gguf_adapter or args.card or args.push):
-        named = "--merged DIR, --gguf FILE, --gguf-adapter FILE, --card FILE or --push OWNER/NAME"
-        raise UserError(f"nothing to write; set {named}", code=2)
-    if args.base_name and not is_hub_name(args.base_name):
-        raise UserError(f"--base-name {args.base_name} is no name on the hub; expected OWNER/NAME", code=2)
+    named = "--merged DIR, --gguf FILE, --gguf-adapter FILE, --card FILE or --push OWNER/NAME"
+    refuse(
+        (not any((args.merged, args.gguf, args.gguf_adapter, args.card, args.push)), f"nothing to write; set {named}"),
+        (args.base_name and not is_hub_name(args.base_name),
+         f"--base-name {args.base_name} is no name on the hub; expected OWNER/NAME"),
+    )  # fmt: skip
     from rocm_ext.export import gguf_model, open_source
     from rocm_ext.export.ollama import write_modelfile
     from rocm_ext.export.push import card, push
@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> None:
 
     setup_logging()
     source = replace(open_source(args.source, args.base, args.trust_config), base_name=args.base_name)
-    if source.adapter is None and (args.card or args.push):
-        raise UserError(f"{args.source} has no adapter; --card and --push are for trained adapters")
+    lacks = source.adapter is None and (args.card or args.push)
+    refuse((lacks, f"{args.source} has no adapter; --card and --push are for trained adapters"), code=1)
     files: list[Path] = []
     modelfile = None
     if args.merged:
@@ -93,5 +93,5 @@ def _check_new(args: argparse.Namespace) -> None:
     models = [check_new_file(path, args.force) for path in (args.gguf, args.gguf_adapter) if path]
     files = [*models, *(path.with_suffix(".Modelfile") for path in models), *([args.card] if args.card else [])]
     for number, path in enumerate(files):
-        if check_new_file(path, args.force) in files[:number]:
-            raise UserError(f"{path} would be written twice; choose another name", code=2)
+        twice = check_new_file(path, args.force) in files[:number]
+        refuse((twice, f"{path} would be written twice; choose another name"))

@@ -23,7 +23,7 @@ from rich.text import Text
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors
 from rocm_ext.base.log import duration
-from rocm_ext.cli._common import console, count, number, table
+from rocm_ext.cli._common import console, count, number, refuse, table
 from rocm_ext.machine.counters import Counters, HardwareLog
 from rocm_ext.report import hardware
 from rocm_ext.runs.progress import progress
@@ -68,14 +68,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Show readings until ``--count`` of them or Ctrl-C."""
-    if args.web and args.json:
-        raise UserError("--web and --json do not go together; choose one", code=2)
-    if not args.web and args.port is not None:
-        raise UserError("--port is for --web; add it", code=2)
-    if not args.web and args.out and len(args.out) > 1:
-        raise UserError(f"--run takes one folder, not {len(args.out)}; add --web to follow several", code=2)
-    if not args.root.is_dir():
-        raise UserError(f"--root {args.root} is not a folder; expected one that holds sys/class/drm", code=2)
+    runs = len(args.out or ())
+    refuse(
+        (args.web and args.json, "--web and --json do not go together; choose one"),
+        (not args.web and args.port is not None, "--port is for --web; add it"),
+        (not args.web and runs > 1, f"--run takes one folder, not {runs}; add --web to follow several"),
+        (not args.root.is_dir(), f"--root {args.root} is not a folder; expected one that holds sys/class/drm"),
+    )
     counters = Counters(args.root)
     for note in counters.notes:
         print(note, file=sys.stderr)

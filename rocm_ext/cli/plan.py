@@ -16,7 +16,7 @@ from rocm_ext import config
 from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import duration, log
-from rocm_ext.cli._common import add_json, add_overrides, console, count, print_json, table
+from rocm_ext.cli._common import add_json, add_overrides, console, count, print_json, refuse, table
 from rocm_ext.config.algorithms import describe, filled
 from rocm_ext.config.checks import check_config
 from rocm_ext.machine.detect import detect
@@ -144,15 +144,14 @@ def _take_machine(args: argparse.Namespace) -> str | None:
 def _check_sizes(args: argparse.Namespace, cfg: Any) -> None:
     """Refuse sizes above the config's limits."""
     answers = cfg.max_new_tokens if "prompts" in cfg else None  # evaluations of SFT and DPO are not planned
-    limits = {"answer_tokens": answers, "row_tokens": cfg.tokenizer.get("max_seq_len")}
-    if args.answer_tokens and not limits["answer_tokens"]:
-        raise UserError(f"--answer-tokens is for recipes that sample; {args.config} samples no answers", code=2)
-    for name, most in limits.items():
-        if isinstance(most, int) and (getattr(args, name) or 0) > most:
-            key = "max_new_tokens" if name == "answer_tokens" else "tokenizer.max_seq_len"
-            raise UserError(
-                f"--{name.replace('_', '-')} {getattr(args, name)} is above {key}={most}; also raise the latter"
-            )
+    window = cfg.tokenizer.get("max_seq_len")
+    limits = (("answer-tokens", "max_new_tokens", answers), ("row-tokens", "tokenizer.max_seq_len", window))
+    useless = args.answer_tokens and not answers
+    refuse((useless, f"--answer-tokens is for recipes that sample; {args.config} samples no answers"))
+    for option, key, most in limits:
+        given = getattr(args, option.replace("-", "_")) or 0
+        above = isinstance(most, int) and given > most
+        refuse((above, f"--{option} {given} is above {key}={most}; also raise the latter"), code=1)
 
 
 # ---- as text

@@ -7,22 +7,37 @@ Needs the model's folder without its weights, and no GPU. Exits with 1 and one l
 """
 
 import argparse
+import io
+import os
 import platform
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from rocm_ext import config
 from rocm_ext.base import registry
-from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import setup_logging
-from rocm_ext.cli._common import add_json, add_overrides, count, number, print_json
+from rocm_ext.cli._common import (
+    add_json,
+    add_overrides,
+    console,
+    count,
+    number,
+    print_json,
+    printable,
+    refuse,
+    table,
+)
 from rocm_ext.config.checks import check_config
+from rocm_ext.report import rows as words
 
 if TYPE_CHECKING:
     from rocm_ext.data.overview import Overview
 
+_LONG, _ENDS = 900, 300  # characters: a longer part of a row is cut to its two ends
+_BAR = 40  # characters
 # An overview of the data, and a check that raises as a run would
 Read = tuple["Overview", Callable[[], None]]
 
@@ -42,7 +57,6 @@ def run(args: argparse.Namespace) -> None:
     """Read the data, and print rows and numbers."""
     import torch
 
-    from rocm_ext.cli._rows_text import print_rows
     from rocm_ext.data.tokenizer import open_tokenizer
     from rocm_ext.distributed.ranks import Ranks
     from rocm_ext.model.build import build_model
@@ -61,14 +75,14 @@ def run(args: argparse.Namespace) -> None:
     read = _prompts if family in registry.SAMPLED else _rows
     overview, check = read(cfg, family, tokenizer, decoder)
     content = overview.as_json(_chosen(args, overview.lengths))
-    (print_json if args.json else print_rows)({"recipe": recipe.name, **content})
+    (print_json if args.json else _print_rows)({"recipe": recipe.name, **content})
     check()
 
 
 def _chosen(args: argparse.Namespace, lengths: list[int]) -> list[int]:
     """Return the numbers of the rows that the user named; empty: none."""
-    if args.row and max(args.row) >= len(lengths):
-        raise UserError(f"there is no row {max(args.row)}; the kept rows are 0 to {len(lengths) - 1:,}", code=2)
+    last = max(args.row or [0])
+    refuse((args.row and last >= len(lengths), f"there is no row {last}; the kept rows are 0 to {len(lengths) - 1:,}"))
     return [*(args.row or ()), *range(min(args.show or 0, len(lengths)))]
 
 
@@ -110,3 +124,71 @@ def _prompts(cfg: Any, family: str, tokenizer: Any, decoder: Any) -> Read:
     prompts.render(tokenizer)
     window = decoder.max_seq_len
     return prompts.overview(tokenizer, window), lambda: prompts.check_length(window)
+
+
+# ---- as text
+
+
+def _print_rows(content: Mapping[str, Any]) -> None:
+    """Print shown rows, and below them the numbers."""
+    from rocm_ext.data.mixture import lines
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack characters of rows
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    for row in content["shown"]:
+        print(printable(words.title(row)))
+        for sequence in row["sequences"]:
+            print(f"--- {words.heading(sequence)}")
+            print(_text(words.shown_parts(sequence), colour))
+        print()
+    _print_numbers("dataset", content["dataset"])
+    for line in lines(content.get("data_sets", ())):
+        print(printable(line))
+    print(words.ends(content))
+    if "validation" in content:
+        print()
+        _print_numbers("validation", content["validation"])
+
+
+def _text(parts: Sequence[tuple[str, bool]], colour: bool) -> str:
+    """Join the parts of a sequence and mark the trained ones."""
+    marked = (_marked(_shortened(text), colour) if trained else _shortened(text) for text, trained in parts)
+    return "".join(marked).removesuffix("\n")
+
+
+def _marked(text: str, colour: bool) -> str:
+    # line by line: some terminals fill the rest of a line with its background
+    return "\n".join(f"\033[30;42m{line}\033[0m" for line in text.split("\n")) if colour else f"⟦{text}⟧"
+
+
+def _shortened(text: str) -> str:
+    """Cut the middle of a long text, and escape control characters."""
+    if len(text) > _LONG:
+        return f"{_escaped(text[:_ENDS])} … {len(text) - 2 * _ENDS:,} characters … {_escaped(text[-_ENDS:])}"
+    return _escaped(text)
+
+
+def _escaped(text: str) -> str:
+    known = (c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(known)
+
+
+def _print_numbers(key: str, of: Mapping[str, Any]) -> None:
+    first, *others = words.facts_of(key, of)
+    print(first)
+    for line in others:
+        print(f"  {printable(line)}")
+    columns = list(words.COLUMNS.values())
+    made = table("", "tokens of a", *columns, right=tuple(columns))
+    made.title = None
+    for row in words.length_table(of):
+        made.add_row(*row)
+    console().print(made)
+    if key != "dataset":
+        return
+    lengths = next(iter(of["tokens"].values()))
+    most = max(rows for *_, rows in lengths["histogram"])
+    width = len(f"{lengths['max']:,}")
+    for low, high, rows in lengths["histogram"]:
+        print(f"  {low:>{width},} – {high:>{width},}  {'█' * -(-_BAR * rows // most)} {rows:,}")

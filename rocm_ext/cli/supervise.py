@@ -39,7 +39,7 @@ from rocm_ext.base.files import disk_errors, read_lines
 from rocm_ext.base.log import duration
 from rocm_ext.base.process import adopt_orphans, signal_at_parents_end, stop_signals, survive_terminal
 from rocm_ext.base.supervised import APART, NOTES, RETRY
-from rocm_ext.cli._common import count, note, number
+from rocm_ext.cli._common import count, note, number, refuse
 from rocm_ext.runs.progress import position, slowest_step
 
 LOG = "supervise.log"  # in output_dir: the run's output
@@ -56,7 +56,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     option, seconds = parser.add_argument, number(float, 0, 10**7)
     silence = (
-        f"end a run that is silent for so long (default: {_PATIENCE:g} s, or {_SLOWER} of its slowest recent steps)"
+        f"end a run that is silent for longer (default: {_PATIENCE:g} s, or {_SLOWER} of its slowest recent steps)"
     )
     option("--hung-after", type=number(float, 1, 10**7), metavar="S", help=silence)
     option("--deaths", type=count, default=3, metavar="N", help="give up after so many without progress (default: 3)")
@@ -121,20 +121,21 @@ def _command(words: Sequence[str]) -> tuple[list[str], Path]:
     Raises:
         UserError: the system is not Linux, the words start no recipe, or the config cannot be read.
     """
-    if sys.platform != "linux":
-        raise UserError("supervise needs Linux; on Windows use WSL2", code=2)
+    refuse((sys.platform != "linux", "supervise needs Linux; on Windows use WSL2"))
     words = list(words)[1:] if words[:1] == ["--"] else list(words)
     table = registry.recipes()
     at = next((i for i, word in enumerate(words) if word in table or registry.is_recipe_file(word)), None)
     if at is None:
         raise UserError("name the run after --, such as -- tune run lora_finetune_rocm --config my_run.yaml", code=2)
-    nodes = re.search(r"--nnodes[ =](\d+)(?::(\d+))?", " ".join(words[:at]))
-    if nodes and max(int(count) for count in nodes.groups() if count) > 1:
-        raise UserError("supervise watches a run on one machine; drop --nnodes", code=2)
+    nodes = re.findall(r"--nnodes[ =](\d+)(?::(\d+))?", " ".join(words[:at]))
+    several = any(int(count) > 1 for counts in nodes[:1] for count in counts if count)
     recipe = table.get(words[at]) or registry.read_recipe(Path(words[at]))
     name, overrides = config.command_line(words[at + 1 :])
-    if any(item.replace(" ", "").lower() == "overwrite_output_dir=true" for item in overrides):
-        raise UserError("supervise continues the run in output_dir; drop overwrite_output_dir=True", code=2)
+    anew = any(item.replace(" ", "").lower() == "overwrite_output_dir=true" for item in overrides)
+    refuse(
+        (several, "supervise watches a run on one machine; drop --nnodes"),
+        (anew, "supervise continues the run in output_dir; drop overwrite_output_dir=True"),
+    )
     layers = config.defaults(recipe), config.layers.read(config.find(name))
     try:
         given = OmegaConf.from_dotlist([item for item in overrides if "=" in item])

@@ -1,6 +1,6 @@
 """A page that shows runs: one HTML file that needs no network, or live, see :mod:`rocm_ext.report.live`.
 
-:mod:`rocm_ext.runs.folder` reads the runs. The template escapes every text, and :mod:`rocm_ext.report.text` replaces
+:mod:`rocm_ext.runs.folder` reads the runs. The template escapes every text, and :mod:`rocm_ext.report.charts` replaces
 invisible characters. As a second line of defence, a Content-Security-Policy allows only the page's scripts, and
 the network only to a live page's server.
 """
@@ -23,8 +23,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_text
 from rocm_ext.base.registry import BY_STEP, DPO, RAFT, SFT
 from rocm_ext.report import cards, curves, hardware, rollouts, rows, samples
-from rocm_ext.report.charts import Chart, library, style
-from rocm_ext.report.text import visible
+from rocm_ext.report.charts import Chart, library, style, visible
 from rocm_ext.runs.folder import RunFolder
 
 _HERE = Path(__file__).parent

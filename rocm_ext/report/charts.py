@@ -7,6 +7,7 @@ colours. See https://plotly.com/javascript/reference for the names in a figure.
 import html
 import json
 import math
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,11 +20,12 @@ import numpy as np
 from markupsafe import Markup
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.report.text import visible
 
 _COLOURS, _DASHES = 5, ("solid", "dash", "dot")
 _POINTS = 1000  # most points of a curve, about as many as a chart has columns of pixels
 _BARS = 40  # most bars of a chart
+_KEPT = "\n\t\u200c\u200d"  # invisible characters that stay: many scripts, and emoji, need the joiners
+_HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 _HUGE = 1e100  # larger values count as this, so that no arithmetic overflows
 
 
@@ -271,3 +273,31 @@ def memory_unit(values: Sequence[np.ndarray]) -> tuple[float, str]:
 def time_unit(longest: float) -> tuple[float, str]:
     """The unit for times up to ``longest`` seconds: its seconds, and its name."""
     return (3600.0, "hours") if longest > 7200 else (60.0, "minutes") if longest > 180 else (1.0, "seconds")
+
+
+# ---- text
+
+
+def visible(text: str, limit: int) -> str:
+    """``text`` with a visible escape for every invisible character, and without its middle if it is too long.
+
+    Args:
+        text: any text.
+        limit: most characters of ``text`` to show.
+    """
+    if text.isascii() and text.isprintable() and len(text) <= limit:
+        return text
+    if len(text) > limit:
+        tail = limit // 4
+        left_out = len(text) - limit
+        text = f"{text[: limit - tail]}\n[ {left_out:,} characters left out ]\n{text[-tail:]}"
+    return "".join(map(_visible, text.replace("\r\n", "\n")))
+
+
+def _visible(character: str) -> str:
+    if character in _KEPT or unicodedata.category(character) not in _HIDDEN:
+        return character
+    code = ord(character)
+    if code < 0x20:
+        return chr(0x2400 + code)  # pictures of control characters
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

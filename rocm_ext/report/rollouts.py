@@ -7,8 +7,7 @@ import numpy as np
 
 from rocm_ext.base.registry import BY_STEP, RAFT
 from rocm_ext.report.charts import Chart, Line, bar_chart, line_chart, time_unit
-from rocm_ext.runs.folder import CycleFolder, RunFolder
-from rocm_ext.runs.held_out import HeldOut, held_out
+from rocm_ext.runs.folder import CycleFolder, HeldOut, RunFolder, held_out
 from rocm_ext.runs.records import number
 
 VERDICTS = {"CORRECT": "v0", "WRONG": "v1", "UNPARSED": "v2", "TIMEOUT": "v3", "ERROR": "v4"}  # and their colours
@@ -31,16 +30,16 @@ def score_charts(runs: Sequence[RunFolder], *families: str) -> list[Chart]:
     for colour, run in enumerate(runs):
         if not (shown := _few(held_out(run), _EVALUATIONS)):
             continue
-        passed = 100 * np.array([scored.scores["pass"] for scored in shown])
+        passed = 100 * np.array([scored.scores.passed for scored in shown])
         sampled = np.array([scored.answers for scored in shown], dtype=np.float64)
         by_answers.append(Line(run.name, sampled, passed[:, 0], colour))
         if run.family not in families:
             continue
         at = np.array([scored.number for scored in shown], dtype=np.float64)
         greedy.append(Line(run.name, at, passed[:, 0], colour, ends=passed[:, 1:].T))
-        for i, k in enumerate(sorted({k for scored in shown for k in scored.scores["at"]})):
+        for i, k in enumerate(sorted({k for scored in shown for k in scored.scores.at})):
             label = f"{run.name}, pass@{k}" if several else f"pass@{k}"
-            some = [(scored.number, *scored.scores["at"][k]) for scored in shown if k in scored.scores["at"]]
+            some = [(scored.number, *scored.scores.at[k]) for scored in shown if k in scored.scores.at]
             x, y, low, high = np.array(some, dtype=np.float64).T
             ends = 100 * np.stack([low, high])
             drawn.append(Line(label, x, 100 * y, colour if several else i, i if several else 0, ends=ends))
@@ -61,9 +60,9 @@ def evaluation_table(run: RunFolder) -> list[list[str]]:
     """The evaluations as rows of text under :data:`EVALUATION_COLUMNS`."""
     rows = []
     for scored in _few(held_out(run), _ROWS):
-        value, low, high = (100 * share for share in scored.scores["pass"])
-        right = f"{scored.scores['correct']:,} of {scored.scores['prompts']:,}"
-        drawn = ", ".join(f"{100 * of[0]:.1f} % at {k}" for k, of in sorted(scored.scores["at"].items()))
+        value, low, high = (100 * share for share in scored.scores.passed)
+        right = f"{scored.scores.correct:,} of {scored.scores.prompts:,}"
+        drawn = ", ".join(f"{100 * of[0]:.1f} % at {k}" for k, of in sorted(scored.scores.at.items()))
         rows.append([scored.after, f"{scored.answers:,}", right, f"{value:.1f} %", f"{low:.1f} – {high:.1f}", drawn])
     return rows
 
@@ -73,7 +72,7 @@ def _few(evaluations: Sequence[HeldOut], most: int) -> list[HeldOut]:
     if len(evaluations) <= most:
         return list(evaluations)
     kept = {int(i) for i in np.linspace(0, len(evaluations) - 1, most - 1)}
-    kept.add(max(range(len(evaluations)), key=lambda i: evaluations[i].scores["pass"][0]))
+    kept.add(max(range(len(evaluations)), key=lambda i: evaluations[i].scores.passed[0]))
     return [evaluations[i] for i in sorted(kept)]
 
 

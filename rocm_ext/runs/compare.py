@@ -17,8 +17,7 @@ import numpy as np
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import hub_name
 from rocm_ext.base.registry import BY_STEP, DPO, RAFT, SAMPLED
-from rocm_ext.runs.folder import RunFolder, running_time
-from rocm_ext.runs.held_out import held_out
+from rocm_ext.runs.folder import RunFolder, held_out, running_time
 from rocm_ext.runs.intervals import (
     BATCHES,
     Interval,
@@ -407,7 +406,7 @@ def _by_scores(a: RunFolder, b: RunFolder, settings: Mapping[str, Any], toleranc
     of_b = {scored.number: scored for scored in held_out(b)}
     both = [(scored, of_b[scored.number]) for scored in held_out(a) if scored.number in of_b]
     for scores in both[:1] + both[1:][-1:]:
-        shares = [scored.scores["correct"] / scored.scores["prompts"] for scored in scores]
+        shares = [scored.scores.passed[0] for scored in scores]
         quality.measured[f"held-out pass@1, {scores[0].after}"] = shares[0], shares[1]
     if not both or not (both[-1][0].number or evaluations):  # before training, settings can affect sampling alone
         unit = "cycle" if a.family == RAFT else "step"
@@ -420,7 +419,7 @@ def _by_scores(a: RunFolder, b: RunFolder, settings: Mapping[str, Any], toleranc
     why = f"different verifiers judged (different {', '.join(judges)})" if judges else ""
     if sizes:
         why = why or f"their steps have different numbers of answers (different {', '.join(sizes)})"
-    if any(len(right) != scored.scores["prompts"] for right, scored in zip((right_a, right_b), last, strict=True)):
+    if any(len(right) != scored.scores.prompts for right, scored in zip((right_a, right_b), last, strict=True)):
         why = why or "verdicts.jsonl lacks verdicts"
     elif right_a.keys() != right_b.keys():
         why = why or "they are of different prompts"

@@ -8,6 +8,7 @@ continue from damaged files; and they import torch, which takes longer than all 
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -21,8 +22,8 @@ from rocm_ext.base.nested import flatten
 from rocm_ext.base.registry import BY_STEP, DPO, GRPO, RAFT, SFT, TITLES
 from rocm_ext.machine.counters import HARDWARE_LOG
 from rocm_ext.runs.answers import AnswerLog
-from rocm_ext.runs.records import GREEDY as GREEDY
 from rocm_ext.runs.records import (
+    GREEDY,
     MOST,
     ROWS,
     Columns,
@@ -30,6 +31,7 @@ from rocm_ext.runs.records import (
     MetricLines,
     PolicyLines,
     Readings,
+    Scores,
     is_rows,
     number,
     parse_scores,
@@ -63,7 +65,7 @@ class RunFolder:
             of GRPO may have several updates, or none and no loss.
         validations: ``step``, ``val_loss``.
         cycles: cycles of a RAFT run, in order.
-        evaluations: results of :func:`rocm_ext.runs.records.parse_scores` by step, in order; empty for RAFT.
+        evaluations: scores by step, in order; empty for RAFT.
         answers: answers that the run sampled (SFT and DPO only in evaluations); a step of RAFT is a cycle.
         hardware: lines of ``hardware.jsonl``, by time.
         problems: messages about files that could not be read.
@@ -87,7 +89,7 @@ class RunFolder:
         self.recipe = str(self.config.get("recipe", shape))
         self.family = self.recipe if self.recipe in TITLES else shape
         self.cycles: list[CycleFolder] = []
-        self.evaluations: dict[int, dict[str, Any]] = {}
+        self.evaluations: dict[int, Scores] = {}
         self.validations = Columns([])
         self.answers = AnswerLog(path, self.problems, tails)
         if self.family in BY_STEP and folders:  # rocm-ext eval with a config of GRPO: it writes a cycle's records
@@ -221,7 +223,7 @@ class CycleFolder:
                     self.seconds[phase] = seconds
 
     @cached_property
-    def scores(self) -> dict[str, Any] | None:
+    def scores(self) -> Scores | None:
         """``eval.json`` with its intervals; None if it is missing or damaged."""
         return parse_scores(read_json(self.folder / "eval.json", self._problems))
 
@@ -258,6 +260,48 @@ class CycleFolder:
             return path.read_bytes().count(b"\n") if path.exists() else None
         except OSError:
             return None
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """An evaluation.
+
+    Attributes:
+        after: the cycle or step before it: ``cycle 3`` or ``step 40``.
+        number: number of the cycle or step; 0 is before any training.
+        answers: number of answers sampled for training before it.
+        scores: its scores.
+        run: the run.
+    """
+
+    after: str
+    number: int
+    answers: int
+    scores: Scores
+    run: RunFolder
+
+    def greedy(self) -> dict[str, bool]:
+        """Read the verdicts; return whether the greedy answer is right, by prompt id."""
+        return self.run.answers.verdicts.greedy(self.number, GREEDY)
+
+
+def held_out(run: RunFolder) -> list[HeldOut]:
+    """The evaluations of a run, in order; SFT and DPO have them with ``eval_prompts``."""
+    scored: list[tuple[int, int, Scores]] = []
+    if run.family != RAFT:
+        counts = np.clip(np.nan_to_num(run.steps["answers"]), 0, MOST)
+        before = np.concatenate([[0.0], np.cumsum(counts)])
+        for step, scores in run.evaluations.items():
+            scored.append((step, int(before[np.searchsorted(run.steps["step"], step, side="right")]), scores))
+    else:
+        answers = 0
+        for cycle in run.cycles:
+            counted = number(cycle.row.get("samples"))
+            answers += int(counted) if 0 <= counted < MOST else len(cycle.rewards)
+            if cycle.scores is not None:
+                scored.append((cycle.number, answers, cycle.scores))
+    unit = "cycle" if run.family == RAFT else "step"
+    return [HeldOut(f"{unit} {at}", at, count, scores, run) for at, count, scores in scored]
 
 
 def of_policy(config: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], sampled: bool) -> bool:

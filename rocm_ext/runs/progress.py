@@ -136,7 +136,7 @@ def _last_values(lines: list[dict[str, Any]]) -> dict[str, Any]:
 def _held_out(lines: list[dict[str, Any]]) -> dict[str, float]:
     """The last held-out score in lines of a ``metrics.jsonl``."""
     parsed = [scores for line in lines if (scores := parse_scores(line.get("eval"))) is not None]
-    return {"held_out": parsed[-1]["pass"][0]} if parsed else {}
+    return {"held_out": parsed[-1].passed[0]} if parsed else {}
 
 
 def _times(lines: list[dict[str, Any]]) -> list[float]:

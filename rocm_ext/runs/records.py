@@ -83,7 +83,7 @@ class MetricLines:
 
     def __init__(self) -> None:
         self.steps, self.validations = Latest(), Latest()
-        self.evaluations: dict[int, dict[str, Any]] = {}
+        self.evaluations: dict[int, Scores] = {}
 
     def add(self, content: bytes, position: int) -> bool:
         """Take a line."""
@@ -158,6 +158,26 @@ class Readings(list[dict[str, Any]]):
         return np.array(column)
 
 
+Share = tuple[float, float, float]  # a share, and the ends of its 95 % interval
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of an evaluation.
+
+    Attributes:
+        prompts: number of prompts.
+        correct: number of right greedy answers.
+        passed: pass@1.
+        at: pass@k of drawn answers, by k.
+    """
+
+    prompts: int
+    correct: int
+    passed: Share
+    at: dict[int, Share]
+
+
 @dataclass(frozen=True)
 class Judged:
     """A verdict on an answer, from ``verdicts.jsonl``. ``reward`` is NaN if the line has none."""
@@ -186,7 +206,7 @@ def finite(values: Any) -> np.ndarray:
     return numbers[np.isfinite(numbers)]
 
 
-def parse_scores(read: Any) -> dict[str, Any] | None:
+def parse_scores(read: Any) -> Scores | None:
     """The scores of an evaluation with their intervals; None without a number of prompts and of right answers.
 
     Args:
@@ -203,7 +223,7 @@ def parse_scores(read: Any) -> dict[str, Any] | None:
         if k.isdecimal() and len(k) < 9 and isinstance(at, dict) and 0 <= (p := number(at.get("pass"))) <= 1
     }
     interval = wilson(correct, int(total))
-    return {"prompts": int(total), "correct": int(correct), "pass": (correct / total, *interval), "at": shares}
+    return Scores(int(total), int(correct), (correct / total, *interval), shares)
 
 
 def is_rows(value: Any) -> TypeGuard[list[dict[str, Any]]]:
@@ -213,7 +233,7 @@ def is_rows(value: Any) -> TypeGuard[list[dict[str, Any]]]:
 
 def read_steps(
     path: Path, problems: list[str], tails: Tails, kind: type[MetricLines] = MetricLines
-) -> tuple[Columns, Columns, dict[int, dict[str, Any]]]:
+) -> tuple[Columns, Columns, dict[int, Scores]]:
     """Steps, validations and scores by step in a ``metrics.jsonl``, in order; the last line of a step counts."""
     lines = tails.lines(path, kind, problems)
     return lines.steps.columns, lines.validations.columns, dict(sorted(lines.evaluations.items()))

@@ -184,7 +184,7 @@ def command(base: Path, work: str, setting: str) -> list[str | Path]:
             return ["-m", SIDES, model, setting]
         sft = ["--config", "cpu_pocket", f"pocket={model}"]
     changes = [f"cpu_threads={setting}", f"output_dir={base}/out_{setting}", "overwrite_output_dir=True", "epochs=200"]
-    changes.append(f"metric_logger={{_component_: {SIDES}.Logger}}")
+    changes.append(f"metric_logger={{_component_: {SIDES}.Counting}}")
     return ["-m", "rocm_ext.recipes.lora_finetune_rocm", *sft, *changes]
 
 

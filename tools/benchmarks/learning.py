@@ -28,8 +28,7 @@ from rocm_ext import config
 from rocm_ext.base.process import end_with_parent
 from rocm_ext.base.registry import GRPO, RAFT, SFT
 from rocm_ext.report.charts import Line
-from rocm_ext.runs.folder import RunFolder
-from rocm_ext.runs.held_out import held_out
+from rocm_ext.runs.folder import RunFolder, held_out
 from tests.real.smollm2 import WHEEL
 from tools.benchmarks import pretrained, sorting
 from tools.benchmarks.picture import write_picture
@@ -161,7 +160,7 @@ def complete(task: Job) -> str | None:
 
 def points(folder: Path, first: float) -> list[tuple[int, float]]:
     """Read a run's samples drawn and held-out accuracies; ``first`` is the base model's accuracy."""
-    accuracies = {e.answers: e.scores["correct"] / e.scores["prompts"] for e in held_out(RunFolder(folder))}
+    accuracies = {e.answers: e.scores.passed[0] for e in held_out(RunFolder(folder))}
     return sorted({0: first, **accuracies}.items())
 
 

@@ -1,7 +1,6 @@
 """The sides' work: a model with random weights, rows of token ids, lengths of answers."""
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -125,35 +124,17 @@ def write_sized_model(folder: Path, shape: str, vocab: int, dtype: str, device: 
     A file holds at most 4 GB, and every id has a token, because a sample may draw any.
     """
     import torch
-    from safetensors.torch import save_file
+    from torchtune.training import set_default_dtype
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     folder.mkdir(parents=True)
     write_tokenizer(folder)
-    fill_vocabulary(folder, vocab)
     sizes = {**SHAPE, "max_position_embeddings": 4096, "tie_word_embeddings": True, **SHAPES[shape]}
-    config = Qwen2Config(vocab_size=vocab, rope_theta=1e6, **sizes)
-    config.architectures, config.dtype = ["Qwen2ForCausalLM"], {"fp32": "float32", "bf16": "bfloat16"}[dtype]
-    config.save_pretrained(folder)
-    with torch.device("meta"):
-        model = Qwen2ForCausalLM(config)
-    rng = torch.Generator(device).manual_seed(0)
-    files: list[dict[str, tuple[int, ...]]] = [{}]
-    for name, weight in model.named_parameters():
-        if sum(map(math.prod, files[-1].values())) + weight.numel() > 2e9 and files[-1]:
-            files.append({})
-        files[-1][name] = tuple(weight.shape)
-    index = {}
-    for number, shapes in enumerate(files, 1):
-        file = f"model-{number:05}-of-{len(files):05}.safetensors"
-        weights = {}
-        for name, size in shapes.items():
-            norm = name.endswith("norm.weight")
-            value = torch.ones(size) if norm else 0.04 * torch.randn(size, generator=rng, device=device)
-            weights[name] = value.to(getattr(torch, config.dtype)).cpu()
-        save_file(weights, folder / file, {"format": "pt"})
-        index |= dict.fromkeys(weights, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    config = Qwen2Config(vocab_size=vocab, rope_theta=1e6, **{**sizes, "initializer_range": 0.04})
+    torch.manual_seed(0)
+    with torch.device(device), set_default_dtype(getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[dtype])):
+        Qwen2ForCausalLM(config).save_pretrained(folder, max_shard_size="4GB")
+    fill_vocabulary(folder, vocab)
 
 
 def fill_vocabulary(folder: Path, vocab: int) -> None:

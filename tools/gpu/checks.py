@@ -1,5 +1,6 @@
 """Checks of arithmetic, attention and decoding on the device."""
 
+import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,8 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from rocm_ext.bench import probes
+from rocm_ext.bench.sweep import COPIES
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.machine import numerics
 from rocm_ext.machine.detect import detect
@@ -252,18 +255,13 @@ class _Clock:
     """Seconds since the last lap."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._began = device, 0.0
         self.lap()
 
     def lap(self) -> float:
-        import time
-
-        from rocm_ext.bench.probes import wait
-
-        wait(self._device)
-        now = time.perf_counter()
-        passed, self._began = now - getattr(self, "_began", now), now
-        return passed
+        probes.wait(self._device)
+        began, self._began = self._began, time.perf_counter()
+        return self._began - began
 
 
 def _sums(decoder: Any) -> list[float]:
@@ -276,9 +274,6 @@ def _name(dtype: torch.dtype) -> str:
 
 def bandwidths(here: Here) -> Iterator[Row]:
     """Matrix products, and copies on the device and from and to the host, as ``rocm-ext bench`` measures them."""
-    from rocm_ext.bench import probes
-    from rocm_ext.bench.sweep import COPIES
-
     bench = here.bench("7b")
     for dtype in ["fp32", *["bf16"] * bench.machine.bf16, *["fp16"] * here.gpu]:
         product = probes.gemm(bench, {"direction": "forward", "dtype": dtype})
@@ -297,8 +292,6 @@ def decode_speed(here: Here, size: str) -> Iterator[Row]:
         here: the device.
         size: of the model.
     """
-    from rocm_ext.bench import probes
-
     bench = here.bench(size)
     copy = here.of("machine", "copy")
     for slots in (8,) if here.tiny else (8, 64, 256):
