@@ -17,30 +17,18 @@ from rocm_ext.cli._common import add_force, add_trust, check_new_file, refuse
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     option = parser.add_argument
-    option(
-        "source",
-        type=Path,
-        metavar="RUN",
-        help="output_dir of a run of any recipe, an adapter's folder, or the folder of a model without adapter",
-    )
+    source = "output_dir of a run of any recipe, an adapter's folder, or the folder of a model without adapter"
+    option("source", type=Path, metavar="RUN", help=source)
     option("--base", type=Path, metavar="DIR", help="the base model's folder (default: the one in the run's config)")
     add_trust(parser)
     option("--merged", type=Path, metavar="DIR", help="write the merged model in Hugging Face's format")
     option("--gguf", type=Path, metavar="FILE", help="write the merged model as one file for llama.cpp and Ollama")
-    option(
-        "--type",
-        choices=("f16", "bf16", "q8_0", "f32"),
-        default="f16",
-        help="type of the weights in --gguf (default: f16)",
-    )
+    types = ("f16", "bf16", "q8_0", "f32")
+    option("--type", choices=types, default="f16", help="type of the weights in --gguf (default: f16)")
     option("--gguf-adapter", type=Path, metavar="FILE", help="write the adapter for llama.cpp's --lora")
     option("--card", type=Path, metavar="FILE", help="write the model card (with --merged: README.md in DIR)")
     add_force(parser)
-    option(
-        "--push",
-        metavar="OWNER/NAME",
-        help="upload the files that this command writes, or else the adapter, with its card",
-    )
+    option("--push", metavar="OWNER/NAME", help="upload the written files, or else the adapter, with its card")
     option("--private", action="store_true", help="make the new repository of --push private, or demand that it is")
     option("--base-name", metavar="OWNER/NAME", help="the base model's name on the hub (default: as its folder says)")
 

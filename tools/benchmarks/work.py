@@ -133,7 +133,11 @@ def write_sized_model(folder: Path, shape: str, vocab: int, dtype: str, device: 
     config = Qwen2Config(vocab_size=vocab, rope_theta=1e6, **{**sizes, "initializer_range": 0.04})
     torch.manual_seed(0)
     with torch.device(device), set_default_dtype(getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[dtype])):
-        Qwen2ForCausalLM(config).save_pretrained(folder, max_shard_size="4GB")
+        model = Qwen2ForCausalLM(config)
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):  # zero from transformers; a side that skips them must differ
+            torch.nn.init.normal_(weight, std=0.04)
+    model.save_pretrained(folder, max_shard_size="4GB")
     fill_vocabulary(folder, vocab)
 
 
