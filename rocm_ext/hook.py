@@ -2,7 +2,7 @@
 
 torch calls :func:`register` at the end of ``import torch``, through ``rocm_ext_hook`` and the entry point group
 ``torch.backends`` (device extension autoload, PyTorch RFC 122468). In programs that are not ours it only lets
-torchtune import newer torchao. Nothing that torch has not imported itself is imported at the top of this file.
+torchtune import newer torchao. The top of this file imports nothing that torch has not imported.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def bridge() -> None:
 class _Bridge:
     """An entry of ``sys.meta_path`` that adds the names once, just before torchtune's data sets are executed.
 
-    torchtune imports torchao, then its own data sets. Not before that is torchao complete: it imports torch, at the end
-    of which our hook runs.
+    torchtune imports torchao, then its data sets. Only then is torchao complete: it imports torch, at the end of which
+    our hook runs.
     """
 
     done = False
@@ -207,12 +207,12 @@ def _validate(arguments: list[str], table: Mapping[str, registry.Recipe]) -> Non
         replace_process([sys.executable, "-m", "rocm_ext.cli", "validate", "--keys", "--config", *names])
 
 
-# What to ask first in a subcommand of `tune`. Each returns a message that ends it.
+# Checks before a subcommand of `tune`; a returned message ends it.
 _FIRST = {"run": _unknown_recipe, "cp": _file_in_the_way, "validate": _validate}
 
 
 def _list(table: Mapping[str, registry.Recipe]) -> None:
-    """Print what `tune ls` is to show: torchtune's configs, then ours with machine, model and memory, which so stay on
+    """Print the list of `tune ls`: torchtune's configs, then ours with machine, model and memory, which so stay on
     the screen. It ends `tune` before torchtune imports the rest of itself, which takes seconds."""
     from torchtune._recipe_registry import get_all_recipes
 
@@ -230,7 +230,7 @@ def _add_recipes(table: Mapping[str, registry.Recipe]) -> None:
 
     for recipe in table.values():
         configs = [
-            # torchtune joins these to its own folder, and joining an absolute path yields that path
+            # torchtune joins these to its folder, and joining an absolute path yields that path
             Config(name=path.stem, file_path=str(path))
             for path in recipe.configs
         ]

@@ -6,7 +6,7 @@ Training stops once it answers a third of the held-out problems correctly. It th
 but makes mistakes in single steps, so fine-tuning can teach it and sampling gives a choice of answers.
 
 With tools, most rows work without carrying, so half of their results are wrong, and the others call a calculator and
-repeat what it returns. Training stops once that is repeated correctly for the most part. The model then mostly works by
+repeat what it returns. Training stops once it mostly repeats them correctly. The model then mostly works by
 hand, and reinforcement learning can find out that calling is better.
 """
 
@@ -107,7 +107,7 @@ def make(
         seed: seed of the problems and the weights.
         target: held-out accuracy in (0, 1); training stops at the first measured accuracy that reaches it.
         force: replace an earlier pocket model.
-        tools: teach the model to call a calculator, too.
+        tools: also teach the model to call a calculator.
 
     Returns:
         The card (seed, target, tools, steps, parameters and the held-out correct, total and accuracy), and whether
@@ -121,11 +121,11 @@ def make(
     folder = folder.resolve()
     if (earlier := _earlier(folder)) and not force:
         asked = {"seed": seed, "target": target, "tools": tools}
-        found = {name: earlier.get(name, False) for name in asked}
-        if found == asked:
+        has = {name: earlier.get(name, False) for name in asked}
+        if has == asked:
             return earlier, False
-        has, wanted = (", ".join(f"{name} {value}" for name, value in of.items()) for of in (found, asked))
-        raise UserError(f"{folder} already has a pocket model with {has} instead of {wanted}. --force replaces it")
+        one, other = (", ".join(f"{name} {value}" for name, value in of.items()) for of in (has, asked))
+        raise UserError(f"{folder} already has a pocket model with {one} instead of {other}. --force replaces it")
     held_out, train, pool = split_problems(seed)
     phrasing, calls = random.Random(f"phrasing {seed}"), CALLS if tools else 0.0
     rows = {
@@ -198,7 +198,7 @@ class Problem:
         return f"{steps}\n{self.answer}"
 
     def worked_without_carrying(self) -> str:
-        """Return the same by a pupil who forgets carries: ``7+8=15 4+3=7 75`` or ``8-3=5 5-2=3 35``."""
+        """Return the lines of a pupil who forgets carries: ``7+8=15 4+3=7 75`` or ``8-3=5 5-2=3 35``."""
         (tens_a, units_a), (tens_b, units_b) = divmod(self.a, 10), divmod(self.b, 10)
         if self.op == "+":
             units, tens = units_a + units_b, tens_a + tens_b
@@ -297,7 +297,7 @@ def update(model: TransformerDecoder, optimizer: torch.optim.Optimizer, tokens: 
 
 
 def accuracy(model: TransformerDecoder, tokenizer: Any, rows: Sequence[dict[str, Any]]) -> Score:
-    """Count the greedy answers, in place of the rows' last message, that end with the number in ``answer``."""
+    """Count the greedy answers to the rows without their last message that end with the number in ``answer``."""
     requests = [
         Request(str(i), 0, 0, tuple(render_prompt(tokenizer, row["messages"][:-1]))) for i, row in enumerate(rows)
     ]
@@ -322,7 +322,7 @@ def sharpen(model: TransformerDecoder) -> None:
 def batches_of(
     tokenizer: Any, pool: Sequence[Any], rng: random.Random, **options: Any
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield tokens and labels ``[BATCH, s]`` endlessly; each draw of a problem gets a new ``row(rng, **options)``."""
+    """Yield tokens and labels ``[BATCH, s]`` endlessly; every draw of a problem gets a new ``row(rng, **options)``."""
     while True:
         rows = [problem.row(rng, **options) for problem in rng.sample(pool, BATCH)]
         pairs = [render_conversation(tokenizer, row["messages"]) for row in rows]

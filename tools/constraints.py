@@ -15,20 +15,20 @@ def versions(*extras: str) -> dict[str, str]:
     Raises:
         importlib.metadata.PackageNotFoundError: one of them is not installed.
     """
-    found, seen = dict[str, str](), set[tuple[str, str]]()
+    pins, seen = dict[str, str](), set[tuple[str, str]]()
     waiting = [Requirement(f"torchtune-rocm[{','.join(extras)}]")]
     while waiting:
         package = waiting.pop()
         name = canonicalize_name(package.name)
         if name == "torch":
             continue
-        found[name] = version(name)
+        pins[name] = version(name)
         for extra in {"", *package.extras} - {extra for known, extra in seen if known == name}:
             seen.add((name, extra))
             needed = map(Requirement, requires(name) or ())
             waiting += [each for each in needed if each.marker is None or each.marker.evaluate({"extra": extra})]
-    del found["torchtune-rocm"]
-    return dict(sorted(found.items()))
+    del pins["torchtune-rocm"]
+    return dict(sorted(pins.items()))
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def table(models: Iterable[tuple[str, bool, Any, bool]]) -> str:
             experts = "LoRA if named" + "; shared ones always" * shared
         states = ", with states" * bool(STATES & {*(getattr(config, "layer_types", None) or ())})
         cells = f"{'packed' if packs else 'padded'} | {experts} | yes{states} | {'yes' if gguf else ''}"
-        lines.setdefault(cells, {})[architecture] = None  # once each, in their order
+        lines.setdefault(cells, {})[architecture] = None  # once, in their order
     return HEAD + "\n".join(f"| {_quoted(names)} | {cells} |" for cells, names in lines.items())
 
 

@@ -95,15 +95,15 @@ def linked(path: Path, text: str) -> dict[str, Path]:
     """The files that the links of a page lead to, by what the link says."""
     folder = path if path.is_dir() else path.parent
     prose = FENCED.sub("", text)
-    return {found[1]: Path(os.path.normpath(folder / found[1])) for found in LINK.finditer(prose)}
+    return {link[1]: Path(os.path.normpath(folder / link[1])) for link in LINK.finditer(prose)}
 
 
 def rewritten(path: Path, text: str, links: dict[str, Path]) -> str:
     """``text`` with its links as ``build/docs`` has the files. What stands in fences stays as it is."""
     folder = staged(path).parent
 
-    def replaced(found: re.Match[str]) -> str:
-        return os.path.relpath(staged(links[found[1]]), folder) + (found[2] or "")
+    def replaced(link: re.Match[str]) -> str:
+        return os.path.relpath(staged(links[link[1]]), folder) + (link[2] or "")
 
     parts = FENCED.split(text)
     return "".join(part if part.startswith("```") else LINK.sub(replaced, part) for part in parts) if links else text

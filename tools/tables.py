@@ -53,25 +53,24 @@ def filled(page: str, parts: Mapping[str, Callable[[], str]]) -> str:
 
 
 def measured() -> dict[str, list[Row]]:
-    """Return the rows of each machine, that with the newest figures first."""
+    """Return the rows by machine, newest figures first."""
     files = [json.loads(path.read_text()) for path in sorted(FIGURES.glob("*.json"))]
-    newest = sorted(files, key=lambda each: max(row["date"] for row in each["rows"]), reverse=True)
-    return {each["machine"]: each["rows"] for each in newest}
+    newest = sorted(files, key=lambda file: max(row["date"] for row in file["rows"]), reverse=True)
+    return {file["machine"]: file["rows"] for file in newest}
 
 
 def by_comparison() -> dict[tuple[Any, ...], dict[str, Row]]:
-    """Return for each comparison its row of each machine that has one."""
-    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    """Return the rows by comparison and machine."""
+    rows_of: dict[tuple[Any, ...], dict[str, Row]] = {}
     for machine, rows in measured().items():
         for row in rows:
-            found.setdefault(key(row), {})[machine] = row
+            rows_of.setdefault(key(row), {})[machine] = row
     works = list(NAMES)
-    return dict(sorted(found.items(), key=lambda each: (works.index(each[0][0]), each[0][2] == "bf16", each[0][1])))
+    return dict(sorted(rows_of.items(), key=lambda item: (works.index(item[0][0]), item[0][2] == "bf16", item[0][1])))
 
 
 def speeds() -> str:
-    """The table of comparisons, each by its newest figure. What has a note (a busy machine, an older version) is left
-    to the files."""
+    """The table of comparisons by their newest figures, without those with a note (a busy machine, an old version)."""
     lines = [["work", "model", "against", "times as fast", "of which by skipped work", "GiB, ours / theirs"]]
     lines.append(["---"] * len(lines[0]))
     letters = dict(zip(measured(), "abcdefgh", strict=False))

@@ -21,11 +21,11 @@ from rocm_ext.rl.loop import RLRecipe
 from rocm_ext.sampling import Completion, Request, Sampling, sample_seed
 from rocm_ext.train.scoring import without_adapter
 
-_TEMPERATURE = 0.7  # of models that name none
+_TEMPERATURE = 0.7  # for models that name none
 _LEAST_ROOM = 256  # tokens left for an answer before old turns are dropped
 _MOST_CALLS = 8  # answers with calls of tools to one question
 _MOST_SHOWN = 500  # characters of a call that the user sees
-_LEAST_RESULT = 500  # characters to which a tool's result is cut before old turns are dropped
+_LEAST_RESULT = 500  # characters: a tool's result is cut to this before old turns are dropped
 Message = dict[str, Any]
 
 
@@ -34,7 +34,7 @@ class Reply:
     """An answer, complete or stopped.
 
     Attributes:
-        text: all of it, reasoning included.
+        text: the text with its reasoning.
         visible: the text without its reasoning.
         marked: the text with special tokens, which mark calls of tools in some templates.
         tokens: number of sampled tokens.
@@ -53,7 +53,7 @@ class Reply:
 
     @property
     def tokens_per_second(self) -> float:
-        """Speed behind the first token."""
+        """Speed after the first token."""
         return (self.tokens - 1) / self.seconds if self.seconds else 0.0
 
 
@@ -65,10 +65,10 @@ class Chat:
         recipe: the opened model with its engines.
         session: session of the engine.
         sampling: how to draw.
-        seed: this and the number of the question determine each answer.
+        seed: with the number of the question, the seed of an answer.
         system: system message; empty: none.
-        history: the turns so far, ``{role, content}`` each, without the system message.
-        answer: the last answer, of :meth:`ask` or :meth:`base`.
+        history: the turns ``{role, content}`` so far, without the system message.
+        answer: the last answer of :meth:`ask` or :meth:`base`.
         tell: shows the user a notice.
         tools: functions that the model may call; None: none.
     """
@@ -86,11 +86,6 @@ class Chat:
     _last: list[Message] = field(default_factory=list)
 
     @property
-    def has_adapter(self) -> bool:
-        """Whether the model has an adapter that :meth:`base` can leave out."""
-        return bool(self.recipe.cfg.checkpointer.get("adapter_checkpoint"))
-
-    @property
     def has_template(self) -> bool:
         """Whether there are turns; without, the model continues a text."""
         return not isinstance(getattr(self._tokenizer, "renderer", None), PlainRenderer)
@@ -102,8 +97,8 @@ class Chat:
     def ask(self, question: str) -> Iterator[tuple[str, bool]]:
         """Ask, and yield the answer in pieces: the text, and whether it is reasoning.
 
-        Where the answer calls tools, they run, and the model answers again with what they gave. The answer joins the
-        history, also if the caller stops reading; unless nothing but reasoning is there.
+        If the answer calls tools, they run, and the model answers again with their results. The answer joins the
+        history, also if the caller stops reading, unless it is only reasoning.
 
         Raises:
             UserError: the question exceeds the model's context, or the template refuses it.
@@ -127,7 +122,7 @@ class Chat:
                 self.history = [*self._last, {"role": "assistant", "content": self.answer.text}]
 
     def base(self) -> Iterator[tuple[str, bool]]:
-        """Ask the last question again, with the history that it had, of the model without its adapter.
+        """Ask the model without its adapter the last question again, with the same history.
 
         The history stays as it is.
 
@@ -136,7 +131,7 @@ class Chat:
         """
         if not self._last:
             raise UserError("ask something first")
-        if not self.has_adapter:
+        if not self.recipe.cfg.checkpointer.get("adapter_checkpoint"):
             raise UserError("there is no adapter to leave out; start with --adapter, or name a run's folder")
         try:
             with without_adapter(self.recipe.learner):
@@ -261,11 +256,11 @@ def open_chat(
 
     Args:
         cfg: config of any recipe, from :meth:`rocm_ext.config.chosen_model.ChosenModel.load`.
-        seed: decides what is drawn; None: a random one.
+        seed: seed of the answers; None: a random seed.
         system: system message; empty: none.
         tools: functions that the model may call; None: none.
-        sampling: values of :class:`~rocm_ext.sampling.Sampling`; those that are None, and those not given, are the
-            model's own.
+        sampling: values of :class:`~rocm_ext.sampling.Sampling`; the model's defaults replace None and missing
+            values.
 
     Raises:
         UserError: the config, the weights or the machine do not allow it.

@@ -1,4 +1,4 @@
-"""Text from tokens as they are sampled, which part of it is reasoning, and how a terminal or a pipe shows it."""
+"""The text of tokens as they are sampled, its reasoning, and its output to a terminal or a pipe."""
 
 import os
 from typing import Any, TextIO
@@ -15,7 +15,7 @@ class TextStream:
     """Decodes tokens one after another.
 
     The pieces of :meth:`add` and :meth:`end` together are the text of all tokens. A character whose bytes are in
-    several tokens comes once it is whole.
+    several tokens comes with the last of them.
 
     Args:
         tokenizer: a torchtune model tokenizer.
@@ -26,14 +26,14 @@ class TextStream:
         encoder = getattr(tokenizer, "encoder", None)
         self._bytes = encoder.byte_tokens if isinstance(encoder, TextEncoder) else frozenset()
         self._tokens: list[int] = []
-        self._settled = 0  # tokens whose text is out; it ends with a whole character
+        self._settled = 0  # tokens whose text was returned; it ends with a complete character
         self._anchor = 0  # decoding begins here; decoders strip the space in front of a text's first word
 
     def add(self, token: int) -> str:
-        """Return the text that is complete with ``token``: often that of the token, sometimes nothing."""
+        """Return the text that is complete with ``token``: often the token's text, sometimes nothing."""
         self._tokens.append(token)
-        # One wrong byte makes a decoder with byte fallback replace the whole run of bytes. Tokens without a text, such
-        # as special ones, do not end a run.
+        # One wrong byte makes a decoder with byte fallback replace all bytes of a run. Tokens without a text, such as
+        # special ones, do not end a run.
         in_run = token in self._bytes or (self._bytes and not self._text(len(self._tokens) - 1))
         if in_run or self._text(self._settled).endswith(_BROKEN):
             return ""
@@ -68,7 +68,7 @@ class Reasoning:
         self._held = ""
 
     def add(self, piece: str) -> list[tuple[str, bool]]:
-        """Return the new parts of the text, and whether each is reasoning; tags count as reasoning.
+        """Return the new parts of the text, and whether they are reasoning; tags count as reasoning.
 
         The end of ``piece`` waits for the next one if it may be the beginning of a tag.
         """
@@ -96,7 +96,7 @@ def harmless(text: str) -> str:
 class Writer:
     """Writes the pieces of an answer as they come.
 
-    A terminal gets reasoning dimmed, and no control characters of the model's. A pipe gets the answer without its
+    A terminal gets reasoning dimmed, and no control characters. A pipe gets the answer without its
     reasoning.
 
     Args:

@@ -1,8 +1,8 @@
-"""``rocm-ext``: the tools around the recipes, one subcommand each, in a file of its name.
+"""``rocm-ext``: the tools around the recipes, a subcommand a file.
 
 The file's docstring is the subcommand's help. ``add(parser)`` adds its options, and ``run(args)`` may return an exit
-code. Only the file of the command that is asked for is imported. What imports torch is imported where it is used: torch
-takes seconds, and --help must not.
+code. Only the file of the given command is imported. Functions import torch where they use it: torch takes seconds,
+and --help must not.
 """
 
 import argparse
@@ -22,7 +22,7 @@ _COMMANDS = {
         "plan": "estimate a run's memory, work and time before anything is downloaded",
         "bench": "measure this machine, for `rocm-ext plan` and `hardware: auto`",
         "verify": "check a verifier on a data set's right answers",
-        "rows": "show what a config makes of its data, and what of it is trained",
+        "rows": "show the rows that a config makes of its data, and which tokens are trained",
         "validate": "check a config on this machine: everything that needs no weights",
     },
     "during a run": {
@@ -62,7 +62,7 @@ def _run(argv: list[str]) -> int | None:
         return _overview(argv)
     parser = parser_of(argv[0])
     args, more = parser.parse_known_args(argv[1:])
-    for name in ("overrides", "arguments"):  # argparse takes those in one run only, before or after the options
+    for name in ("overrides", "arguments"):  # argparse accepts them only before or only after the options
         if hasattr(args, name) and not any(item.startswith("-") for item in more):
             getattr(args, name).extend(more)
             more = []
@@ -72,7 +72,7 @@ def _run(argv: list[str]) -> int | None:
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
-    """The parser of a subcommand."""
+    """Build a subcommand's parser."""
     command = importlib.import_module(f"rocm_ext.cli.{name}")
     parser = argparse.ArgumentParser(
         prog=f"rocm-ext {name}",

@@ -1,11 +1,12 @@
-"""What the subcommands share: options, tables, JSON, and files that they write."""
+"""Options, tables, JSON and files of the subcommands."""
 
 import argparse
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,6 @@ def number(kind: Callable[[str], Any], least: float, most: float) -> Callable[[s
     """A type for argparse: numbers from ``least`` to ``most``, read by ``kind`` (int or float)."""
 
     def parse(text: str) -> Any:
-        """The number in an argument."""
         try:
             value = kind(text)
         except ValueError:
@@ -64,7 +64,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add ``MODEL key=value …``, for :func:`rocm_ext.config.chosen_model.find_target`; ``--config`` names it, too."""
+    """Add ``MODEL key=value …``, for :func:`rocm_ext.config.chosen_model.find_target`; ``--config`` is MODEL, too."""
     what = "output_dir of a run, folder or GGUF file of a model, its name on the hub, or config of any recipe"
     parser.add_argument("--config", dest="model", metavar="MODEL", help="the same as MODEL")
     parser.add_argument("overrides", nargs="*", metavar="MODEL key=value", help=f"{what}; and changes to its config")
@@ -79,15 +79,15 @@ def take_model(args: argparse.Namespace) -> str:
     names = [item for item in args.overrides if Path(item).exists() or not ("=" in item or item.startswith("~"))]
     args.overrides = [item for item in args.overrides if item not in names]
     names += [args.model] if args.model else []
+    expected = "expected one MODEL, such as the output_dir of a run, and key=value"
     if len(names) != 1:
-        found = " and ".join(names) or "none"
-        raise UserError(f"expected one MODEL, such as the output_dir of a run, and key=value; found {found}", code=2)
+        raise UserError(f"{expected}; found {' and '.join(names) or 'none'}", 2)
     return names[0]
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
     """Add ``--trust-config``."""
-    about = "use the run's config also where it names code that is not this library's; read it first"
+    about = "also run code that the run's config names and that is not this library's; read it first"
     parser.add_argument("--trust-config", action="store_true", help=about)
 
 
@@ -102,17 +102,33 @@ def check_new_file(path: Path, force: bool = False) -> Path:
     Raises:
         UserError: it is a folder, it exists and ``force`` is not set, or it cannot be written.
     """
-    if path.is_dir():
-        raise UserError(f"{path} is a folder; name a file", code=2)
-    if path.exists() and not force:
-        raise UserError(f"{path} exists; name another file, or add --force to replace it", code=2)
+    refuse_first(
+        (path.is_dir(), f"{path} is a folder; name a file"),
+        (path.exists() and not force, f"{path} exists; name another file, or add --force to replace it"),
+    )
     with disk_errors(path):
         TemporaryFile(dir=next(folder for folder in path.absolute().parents if folder.exists())).close()
     return path
 
 
+def refuse_first(*problems: tuple[object, str], code: int = 2) -> None:
+    """Raise a UserError with the message of the first problem whose condition holds."""
+    for holds, message in problems:
+        if holds:
+            raise UserError(message, code)
+
+
+@contextmanager
+def exits_with(code: int) -> Iterator[None]:
+    """Context whose UserErrors end the program with ``code``."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error), code) from error
+
+
 def prepare(target: "ChosenModel", overrides: Sequence[str]) -> None:
-    """Get ready to compute with a model: its machine's environment, which may restart this program, and messages."""
+    """Set the environment of the model's machine, which may restart this program, and set up logging."""
     from rocm_ext.config import startup
 
     for line in startup.prepare_for(target.hardware(overrides)):
@@ -120,7 +136,7 @@ def prepare(target: "ChosenModel", overrides: Sequence[str]) -> None:
     setup_logging()
 
 
-# ---- what is printed
+# ---- output
 
 
 def note(text: str) -> None:
@@ -148,7 +164,7 @@ def console() -> Console:
 
 
 def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
-    """An empty table with these columns; those in ``right`` are right-aligned."""
+    """Make an empty table; columns in ``right`` are right-aligned."""
     made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left", overflow="fold")

@@ -38,7 +38,7 @@ _UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "B/s": (1e9, "GB/s"), "tokens/s": (1.0, "
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     option = parser.add_argument
-    option("--config", metavar="NAME", help="whose model is measured (default: the machine's own, 7B or smaller)")
+    option("--config", metavar="NAME", help="config whose model is measured (default: the machine's, 7B or smaller)")
     option("--quick", action="store_true", help="fewer and shorter measurements: under two minutes on two CPU cores")
     option("--risky", action="store_true", help="also measure what the profile locks because owners report hangs")
     seconds = number(float, 0.1, 1e6)
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _output(args: argparse.Namespace) -> Path | None:
-    """The file to write; the default one is always replaced, since plan wants the newest speeds."""
+    """Return the file to write; the default one is replaced, since plan needs the newest speeds."""
     if args.output:
         return check_new_file(args.output, args.force)
     if args.only:

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import import_component
-from rocm_ext.cli._common import add_model, add_trust, count, note, number, prepare, take_model
+from rocm_ext.cli._common import add_model, add_trust, count, note, number, prepare, refuse_first, take_model
 from rocm_ext.config.chosen_model import find_target
 
 if TYPE_CHECKING:
     from rocm_ext.chat import Chat
 
-# Keys of a run that a conversation does not read: it samples in this process, and nobody judges or learns
+# Keys that a conversation does not read: it samples in this process, and nothing is judged or trained
 _UNUSED = ("dataset", "dataset_val", "prompts", "eval_prompts", "verifier", "environment", "engine", "loss")
 _HELP = '''
-/base [TEXT]   ask the last question, or TEXT, of the model without its adapter, too
+/base [TEXT]   ask the last question, or TEXT, also of the model without its adapter
 /reset         forget the conversation
 /system TEXT   set the system message and forget the conversation; without TEXT: none
 /help          show this text
@@ -36,24 +36,19 @@ Ctrl-C stops an answer. """ begins a question of several lines, and """ ends it.
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     option = parser.add_argument
-    option("--adapter", type=Path, metavar="DIR", help="PEFT folder (default: the run's, or that of the config)")
+    option("--adapter", type=Path, metavar="DIR", help="PEFT folder (default: the run's or the config's)")
     option("-p", "--prompt", metavar="TEXT", help="answer this question and end")
     option("--system", default="", metavar="TEXT", help="system message")
     tool = "Python function that the model may call, such as my_tools.search; it runs as you; may be repeated"
     option("--tool", action="append", default=[], metavar="FUNCTION", help=tool)
-    option(
-        "--temperature", type=number(float, 0, 100), metavar="T", help="0: greedy (default: the model's own, else 0.7)"
-    )
+    temperature = "0: greedy (default: the model's setting, else 0.7)"
+    option("--temperature", type=number(float, 0, 100), metavar="T", help=temperature)
     top_p = "draw from the most probable tokens with this share of probability"
     option("--top-p", type=number(float, 1e-6, 1), metavar="P", help=top_p)
     option("--top-k", type=count, metavar="K", help="draw from the K most probable tokens")
     option("--max-new-tokens", type=count, default=2048, metavar="N", help="limit of an answer (default: 2048)")
-    option(
-        "--seed",
-        type=number(int, 0, 2**32 - 1),
-        metavar="N",
-        help="repeat the same answers (default: others each time)",
-    )
+    seed = "repeat the same answers (default: others every time)"
+    option("--seed", type=number(int, 0, 2**32 - 1), metavar="N", help=seed)
     add_trust(parser)
     add_model(parser)
 
@@ -65,10 +60,11 @@ def run(args: argparse.Namespace) -> int:
     question = args.prompt
     if question is None and not sys.stdin.isatty():
         question = sys.stdin.read().strip()
-    if question is not None and not question.strip():
-        raise UserError("the question is empty", code=2)
-    if any(override.startswith("seed=") for override in args.overrides):
-        raise UserError("seed= is the seed of trainings; --seed N repeats the same answers", code=2)
+    seeds = any(override.startswith("seed=") for override in args.overrides)
+    refuse_first(
+        (question is not None and not question.strip(), "the question is empty"),
+        (seeds, "seed= is the seed of trainings; --seed N repeats the same answers"),
+    )
     from rocm_ext.chat import open_chat
     from rocm_ext.environments import Tools
 
@@ -88,7 +84,7 @@ def _talk(chat: "Chat") -> None:
         import readline  # noqa: F401 - input() then edits lines and keeps a history
     note(f"\n{_sampling(chat)}. /help lists commands.")
     if not chat.has_template:
-        note("There is no chat template: the model continues each text by itself, without a history.")
+        note("There is no chat template: the model continues a text without a history.")
     while True:
         try:
             note("")
@@ -110,7 +106,7 @@ def _talk(chat: "Chat") -> None:
 
 
 def _act(chat: "Chat", line: str) -> None:
-    """Do what a line says: a command or a question."""
+    """Carry out a line: a command or a question."""
     command, _, text = line.partition(" ")
     text = text.strip()
     if command == "/base":
@@ -147,12 +143,12 @@ def _show(chat: "Chat", pieces: Iterator[tuple[str, bool]]) -> int:
         pieces.close()  # type: ignore[attr-defined]
     writer.end()
     answer = chat.answer
-    told = f"{answer.tokens} tokens, {answer.tokens_per_second:.1f} tokens/s, first after {answer.first:.1f} s"
+    said = f"{answer.tokens} tokens, {answer.tokens_per_second:.1f} tokens/s, first after {answer.first:.1f} s"
     if answer.finish_reason != "stop":
-        told += "; stopped" if stopped else f"; cut at {answer.tokens} tokens (--max-new-tokens, or the model's limit)"
+        said += "; stopped" if stopped else f"; cut at {answer.tokens} tokens (--max-new-tokens, or the model's limit)"
     if not answer.visible.strip():
-        told += "; it is reasoning alone, so the conversation leaves it out" if answer.text.strip() else "; it is empty"
-    note(f"[{told}]")
+        said += "; it is only reasoning, so the conversation leaves it out" if answer.text.strip() else "; it is empty"
+    note(f"[{said}]")
     return 128 + signal.SIGINT if stopped else 0
 
 

@@ -2,7 +2,7 @@
 
 Compares two runs of one recipe, finished or not: a safe baseline A and a faster setting B. Prints their speed, memory,
 losses (or held-out scores of RAFT and GRPO), and whether to take B.
-Exit code: 0 take B, 1 keep A, 2 something to compare is missing, 3 undecided yet.
+Exit code: 0 take B, 1 keep A, 2 a file to compare is missing, 3 undecided yet.
 """
 
 import argparse
@@ -13,8 +13,7 @@ from typing import Any
 
 from rich.text import Text
 
-from rocm_ext.base.errors import UserError
-from rocm_ext.cli._common import add_json, console, number, print_json, printable, table
+from rocm_ext.cli._common import add_json, console, exits_with, number, print_json, printable, table
 from rocm_ext.runs.compare import compare
 from rocm_ext.runs.folder import RunFolder
 
@@ -35,10 +34,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare two runs; returns the exit code, which is the answer."""
-    try:
+    with exits_with(2):  # 1 means: keep A
         compared = compare(RunFolder(args.a), RunFolder(args.b), args.tolerance / 100, args.score_tolerance / 100)
-    except UserError as error:
-        raise UserError(str(error), code=2) from error  # exit code 1 means: keep A
     code, colour = _ANSWERS[compared.answer]
     if args.json:
         print_json(asdict(compared) | {"exit_code": code})

@@ -1,17 +1,17 @@
 """``rocm-ext doctor``: is this machine fit to train?
 
 Checks what training depends on: system, device files, kernel parameters, firmware, memory, torch, environment,
-arithmetic (small computations whose results are known), sandbox, disk. Each row says what was found. Where something is
-wrong for this machine, it also says why, and gives a line that fixes it. The command changes nothing and needs no root.
+arithmetic (small computations with known results), sandbox, disk. A row shows a check's result. A problem comes with
+its reason and a line that fixes it. The command changes nothing and needs no root.
 Exit code 0: fine, 1: warnings, 2: training will not work, or --root holds no machine.
 """
 
 import argparse
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from rocm_ext.base.errors import UserError
-from rocm_ext.cli._common import add_json, console, print_json, printable, table
+from rocm_ext.cli._common import add_json, console, exits_with, print_json, printable, table
 from rocm_ext.machine.doctor import exit_code, judge, verdict
 from rocm_ext.machine.doctor.facts import Facts, recorded_facts
 from rocm_ext.machine.doctor.recorded import Finding
@@ -22,41 +22,29 @@ _STYLES = {"ok": "green", "warning": "yellow", "error": "red", "not recorded": "
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    root = (
-        "judge another machine: a folder made with --save, or a copy of its /proc, /sys and /etc files; missing facts "
-    )
-    root += 'are "not recorded" and do not count'
+    root = "judge another machine: a folder made with --save, or a copy of its /proc, /sys and /etc files; "
+    root += 'missing facts are "not recorded" and do not count'
     parser.add_argument("--root", type=Path, metavar="DIR", help=root)
-    keep = (
-        "also write what the checks read into a new folder, to attach to a report: no serial numbers, no users' names, "
-    )
-    keep += "only variables and parameters that matter"
+    keep = "also write the facts that the checks read into a new folder, to attach to a report: no serial numbers, no "
+    keep += "users' names, only variables and parameters that matter"
     parser.add_argument("--save", type=Path, metavar="DIR", help=keep)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings; returns the exit code, which is the worst of them."""
+    """Print the findings; return the exit code of the worst one."""
     from rocm_ext.machine.doctor.this_machine import ROOT, live_facts
 
-    try:
+    with exits_with(2):  # 1 means: warnings only
         facts = live_facts() if args.root is None else recorded_facts(args.root)
         if args.save is not None:  # judge the saved copy: its readers see these rows
             save(facts, args.root or ROOT, args.save)
             facts = recorded_facts(args.save)
-    except UserError as error:
-        raise UserError(str(error), code=2) from error  # exit code 1 means: warnings only
     findings = judge(facts)
     if args.json:
-        print_json(
-            {
-                "machine": facts.title,
-                "profile": facts.profile and facts.profile.name,
-                "exit_code": exit_code(findings),
-                "verdict": verdict(facts, findings),
-                "rows": [asdict(finding) for finding in findings],
-            }
-        )
+        content: dict[str, Any] = {"machine": facts.title, "profile": facts.profile and facts.profile.name}
+        content |= {"exit_code": exit_code(findings), "verdict": verdict(facts, findings)}
+        print_json({**content, "rows": [asdict(finding) for finding in findings]})
     else:
         _print(facts, findings)
     return exit_code(findings)

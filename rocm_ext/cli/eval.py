@@ -29,6 +29,7 @@ from rocm_ext.cli._common import (
     prepare,
     print_json,
     printable,
+    refuse_first,
     shortened,
     take_model,
 )
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
     """Measure the model and print its scores."""
     unused = [*["verifier", "environment"] * bool(args.verifier), *["eval_prompts", "dataset_val"] * bool(args.data)]
     target = find_target(take_model(args), args.adapter, args.trust_config, unused)
-    adapter, target = target.adapter, replace(target, adapter=None)  # measured beside what the config starts from
+    adapter, target = target.adapter, replace(target, adapter=None)  # measured in addition to the config's start
     family = registry.family(target.recipe(args.overrides))
     answers = bool(args.verifier) or family not in (registry.SFT, registry.DPO)
     _check(args, adapter, target, answers)
@@ -80,20 +81,26 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace, adapter: Path | None, target: ChosenModel, answers: bool) -> None:
-    if args.base and adapter is None:
-        raise UserError("--base compares an adapter with the model that the config starts from; name one: --adapter")
-    if answers and target.content is not None and not target.run and not (args.verifier and args.data):
-        raise UserError("a model alone has no prompts and no verifier; set --data and --verifier")
-    if not answers and (args.format or args.samples):
-        raise UserError("--format and --samples are for answers that a verifier judges; set --verifier")
-    if lone := next((name for name in ("format", "split", "name") if getattr(args, name) and not args.data), None):
-        raise UserError(f"--{lone} describes the rows of --data; set --data, too", code=2)
+    alone = target.content is not None and not target.run
+    refuse_first(
+        (args.base and adapter is None, "--base compares an adapter with the model that the config starts from; name "
+         "one: --adapter"),
+        (answers and alone and not (args.verifier and args.data), "a model alone has no prompts and no verifier; set "
+         "--data and --verifier"),
+        (not answers and (args.format or args.samples), "--format and --samples are for answers that a verifier "
+         "judges; set --verifier"),
+        code=1,
+    )  # fmt: skip
+    rows = {name: getattr(args, name) and not args.data for name in ("format", "split", "name")}
+    refuse_first(*((lone, f"--{name} describes the rows of --data; set --data, too") for name, lone in rows.items()))
 
 
 def _check_new(folder: Path | None) -> None:
     """Refuse to write among other files: some may have the names of ours."""
-    if folder is not None and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"--output {folder} exists and is not empty; choose a new folder")
+    if folder is not None and folder.exists():
+        used = not folder.is_dir() or any(folder.iterdir())
+        if used:
+            raise UserError(f"--output {folder} exists and is not empty; choose a new folder")
 
 
 def _keys(target: ChosenModel, overrides: Sequence[str]) -> Mapping[str, Any]:
@@ -101,7 +108,7 @@ def _keys(target: ChosenModel, overrides: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _content(measured: Sequence[Any], compare: Callable[..., Any]) -> dict[str, Any]:
-    """What ``--json`` prints: the scores, and with ``--base`` those of both and their comparison."""
+    """Return the JSON: the scores, and with ``--base`` also the base model's and the comparison."""
     content = dict(measured[0].scores)
     if len(measured) > 1:
         content |= {"base": measured[1].scores, "paired": compare(*measured)}
@@ -167,7 +174,7 @@ def _source(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _print_wrong(evaluation: "Evaluation", most: int) -> None:
-    """Print why greedy answers are wrong: their verdicts, and the first of them."""
+    """Print the verdicts on wrong greedy answers, and the first such answers."""
     wrong = [answer for answer in evaluation.answers if answer["sample"] < 0 and answer["verdict"] != "CORRECT"]
     if not wrong or not most:
         return
@@ -193,7 +200,7 @@ def _rows(args: argparse.Namespace, target: ChosenModel, adapter: Path | None) -
     cfg = target.load(args.overrides)
     if args.data:
         if not isinstance(cfg.dataset.get("source"), str):
-            raise UserError("--data takes the place of dataset.source, which this config's dataset does not have")
+            raise UserError("--data replaces dataset.source, which this config's dataset does not have")
         kept = {key: value for key, value in cfg.dataset.items() if key not in ("data_files", "name")}  # of its source
         cfg.dataset_val, cfg.validation_fraction = {**kept, **_source(args)}, 0.0
     of_pairs = registry.family(registry.find(cfg.recipe)) == registry.DPO
@@ -218,7 +225,7 @@ def _rows(args: argparse.Namespace, target: ChosenModel, adapter: Path | None) -
         print(f"{change}, 95 % interval {low:+.4f} – {high:+.4f}")
         if "p" in paired:
             print(
-                f"it makes the chosen answer the more probable one in {paired['gained']} pairs, and no longer so in "
+                f"it makes the chosen answer more probable in {paired['gained']} pairs, and no longer so in "
                 f"{paired['lost']}; McNemar p = {paired['p']:.2g}"
             )
     _print_worst(both[0], args.show)

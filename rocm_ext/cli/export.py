@@ -1,7 +1,7 @@
-"""``rocm-ext export``: take what a run trained to other programs.
+"""``rocm-ext export``: write a trained model for other programs.
 
-Writes what a run trained: merged with its base model, or as an adapter, with the tokenizer and the chat template.
-Weights are read and written one at a time.
+Writes the adapter of a run, or the model with the adapter merged, with the tokenizer and the chat template. Weights are
+read and written one at a time.
 """
 
 import argparse
@@ -12,39 +12,37 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_text
 from rocm_ext.base.hub import is_hub_name
 from rocm_ext.base.log import setup_logging
-from rocm_ext.cli._common import add_force, add_trust, check_new_file
+from rocm_ext.cli._common import add_force, add_trust, check_new_file, refuse_first
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     option = parser.add_argument
-    option(
-        "source",
-        type=Path,
-        metavar="RUN",
-        help="output_dir of a run of any recipe, an adapter's folder, or the folder of a model without adapter",
-    )
+    source = "output_dir of a run of any recipe, an adapter's folder, or the folder of a model without adapter"
+    option("source", type=Path, metavar="RUN", help=source)
     option("--base", type=Path, metavar="DIR", help="the base model's folder (default: the one in the run's config)")
     add_trust(parser)
     option("--merged", type=Path, metavar="DIR", help="write the merged model in Hugging Face's format")
     option("--gguf", type=Path, metavar="FILE", help="write the merged model as one file for llama.cpp and Ollama")
-    option("--type", choices=("f16", "bf16", "q8_0", "f32"), default="f16", help="of the weights in --gguf (f16)")
+    types = ("f16", "bf16", "q8_0", "f32")
+    option("--type", choices=types, default="f16", help="type of the weights in --gguf (default: f16)")
     option("--gguf-adapter", type=Path, metavar="FILE", help="write the adapter for llama.cpp's --lora")
     option("--card", type=Path, metavar="FILE", help="write the model card (with --merged: README.md in DIR)")
     add_force(parser)
-    option("--push", metavar="OWNER/NAME", help="upload what this command writes, or else the adapter, with its card")
+    option("--push", metavar="OWNER/NAME", help="upload the written files, or else the adapter, with its card")
     option("--private", action="store_true", help="make the new repository of --push private, or demand that it is")
-    option("--base-name", metavar="OWNER/NAME", help="what the hub calls the base model (default: as its folder says)")
+    option("--base-name", metavar="OWNER/NAME", help="the base model's name on the hub (default: as its folder says)")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write what the options name, and print each path."""
+    """Write the files that the options name, and print their paths."""
     _check_new(args)
-    if not (args.merged or args.gguf or args.gguf_adapter or args.card or args.push):
-        named = "--merged DIR, --gguf FILE, --gguf-adapter FILE, --card FILE or --push OWNER/NAME"
-        raise UserError(f"nothing to write; set {named}", code=2)
-    if args.base_name and not is_hub_name(args.base_name):
-        raise UserError(f"--base-name {args.base_name} is no name on the hub; expected OWNER/NAME", code=2)
+    named = "--merged DIR, --gguf FILE, --gguf-adapter FILE, --card FILE or --push OWNER/NAME"
+    refuse_first(
+        (not any((args.merged, args.gguf, args.gguf_adapter, args.card, args.push)), f"nothing to write; set {named}"),
+        (args.base_name and not is_hub_name(args.base_name),
+         f"--base-name {args.base_name} is no name on the hub; expected OWNER/NAME"),
+    )  # fmt: skip
     from rocm_ext.export import gguf_model, open_source
     from rocm_ext.export.ollama import write_modelfile
     from rocm_ext.export.push import card, push
@@ -52,8 +50,9 @@ def run(args: argparse.Namespace) -> None:
 
     setup_logging()
     source = replace(open_source(args.source, args.base, args.trust_config), base_name=args.base_name)
-    if source.adapter is None and (args.card or args.push):
-        raise UserError(f"{args.source} has no adapter; --card and --push are for what a run trained")
+    lacks = source.adapter is None and (args.card or args.push)
+    if lacks:
+        raise UserError(f"{args.source} has no adapter; --card and --push are for trained adapters")
     files: list[Path] = []
     modelfile = None
     if args.merged:
@@ -84,5 +83,6 @@ def _check_new(args: argparse.Namespace) -> None:
     models = [check_new_file(path, args.force) for path in (args.gguf, args.gguf_adapter) if path]
     files = [*models, *(path.with_suffix(".Modelfile") for path in models), *([args.card] if args.card else [])]
     for number, path in enumerate(files):
-        if check_new_file(path, args.force) in files[:number]:
-            raise UserError(f"{path} would be written twice; choose another name", code=2)
+        twice = check_new_file(path, args.force) in files[:number]
+        if twice:
+            raise UserError(f"{path} would be written twice; choose another name", 2)

@@ -23,13 +23,13 @@ from rich.text import Text
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors
 from rocm_ext.base.log import duration
-from rocm_ext.cli._common import console, count, number, table
+from rocm_ext.cli._common import console, count, number, refuse_first, table
 from rocm_ext.machine.counters import Counters, HardwareLog
 from rocm_ext.report import hardware
 from rocm_ext.runs.progress import progress
 
-_Show = Callable[[dict[str, Any], dict[str, Any] | None], None]  # shows a reading and the progress of a run
-_VALUES = {  # of a run's progress
+_Show = Callable[[dict[str, Any], dict[str, Any] | None], None]  # takes a reading and the progress of a run
+_VALUES = {  # format of a value in a run's progress
     "cycle": "cycle {}",
     "phase": "{}",
     "step": "step {:.0f}",
@@ -68,14 +68,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Show readings until ``--count`` of them or Ctrl-C."""
-    if args.web and args.json:
-        raise UserError("--web and --json do not go together; choose one", code=2)
-    if not args.web and args.port is not None:
-        raise UserError("--port is for --web; add it", code=2)
-    if not args.web and args.out and len(args.out) > 1:
-        raise UserError(f"--run takes one folder, not {len(args.out)}; add --web to follow several", code=2)
-    if not args.root.is_dir():
-        raise UserError(f"--root {args.root} is not a folder; expected one that holds sys/class/drm", code=2)
+    runs = len(args.out or ())
+    refuse_first(
+        (args.web and args.json, "--web and --json do not go together; choose one"),
+        (not args.web and args.port is not None, "--port is for --web; add it"),
+        (not args.web and runs > 1, f"--run takes one folder, not {runs}; add --web to follow several"),
+        (not args.root.is_dir(), f"--root {args.root} is not a folder; expected one that holds sys/class/drm"),
+    )
     counters = Counters(args.root)
     for note in counters.notes:
         print(note, file=sys.stderr)
@@ -159,7 +158,7 @@ def _line(reading: Mapping[str, Any], run: Mapping[str, Any] | None) -> str:
 
 
 def _screen(reading: Mapping[str, Any], run: Mapping[str, Any] | None, interval: float) -> Group:
-    """The content of a terminal after a reading: a table of the GPUs and the host, and the progress of the run."""
+    """Draw a reading: a table of the GPUs and the host, and the progress of the run."""
     now = time.strftime("%H:%M:%S", time.localtime(reading["time"]))
     columns, rows, names = hardware.table(reading)
     counters = table("", "", *columns, right=tuple(columns))
@@ -173,7 +172,7 @@ def _screen(reading: Mapping[str, Any], run: Mapping[str, Any] | None, interval:
 
 
 def run_text(run: Mapping[str, Any]) -> str:
-    """The progress of a run, as :func:`rocm_ext.runs.progress.progress` returns it, in words."""
+    """Put the result of :func:`rocm_ext.runs.progress.progress` into words."""
     if "problem" in run:
         return run["problem"]
     step = "step {:.0f}" + (f" of {run['steps']:.0f}" if "steps" in run else "")

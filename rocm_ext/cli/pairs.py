@@ -1,8 +1,8 @@
 """``rocm-ext pairs``: pairs for DPO, or single answers for KTO, from the verified answers of a run.
 
-Pairs right answers with wrong ones of the same training prompt, those of the closest lengths first, and writes them as
-rows for dpo_rocm. Answers that the verifier failed to judge, or that max_new_tokens cut, make no pairs. An answer is in
-at most one pair. With --single each answer is a row, with a label that says whether it is right.
+Pairs right with wrong answers to the same training prompt, closest lengths first, and writes them as rows for dpo_rocm.
+Answers that the verifier failed to judge, or that max_new_tokens cut, make no pairs. An answer is in at most one pair.
+With --single an answer is a row, with a label that says whether it is right.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     where = "the file to write (default: pairs.jsonl or single.jsonl in OUTPUT_DIR)"
     option("--output", "-o", type=Path, metavar="FILE", help=where)
     add_force(parser)
-    option("--single", action="store_true", help="write single answers with a label in place of pairs")
+    option("--single", action="store_true", help="write single answers with a label instead of pairs")
     most = "maximum pairs of a prompt, or right and wrong answers to it (default: 4)"
     option("--per-prompt", type=count, default=4, metavar="N", help=most)
     option("--limit", type=count, metavar="N", help="maximum number of rows, drawn at random")
@@ -39,7 +39,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the rows and print how many there are.
+    """Write the rows and print their number.
 
     Raises:
         UserError: the run makes no rows, its prompts cannot be read, or the file exists.
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     output = check_new_file(args.output or args.run_dir / f"{'single' if args.single else 'pairs'}.jsonl", args.force)
     answers, left_out = read_answers(folder, args.last)
     choice = {"per_prompt": args.per_prompt, "limit": args.limit, "seed": args.seed}
-    chosen: list[tuple[str, dict[str, Any]]]  # prompt and columns of each row
+    chosen: list[tuple[str, dict[str, Any]]]  # prompt and columns of a row
     if args.single:
         single = choose_single(answers, **choice)
         chosen = [(answer.prompt_id, {"completion": answer.text, "label": answer.right}) for answer in single]
@@ -73,14 +73,19 @@ def _counts(answers: Sequence[Answer], left_out: Any) -> str:
 
 
 def _rows(folder: RunFolder, chosen: Sequence[tuple[str, dict[str, Any]]], trusted: bool) -> list[dict[str, Any]]:
-    """Return rows with the prompts from the run's own config, given the prompt's id and the columns of each.
+    """Return rows with the prompts that the run's config names.
+
+    Args:
+        folder: the run.
+        chosen: prompt id and columns of the rows.
+        trusted: whether the config may name code.
 
     Raises:
-        UserError: the prompts cannot be read, could run code, or are not those of the run any more.
+        UserError: the prompts cannot be read, could run code, or have changed since the run.
     """
     component = folder.setting("prompts")
     if not isinstance(component, dict):
-        raise UserError(f"{folder.path}/config.yaml names no prompts, whose texts the rows need")
+        raise UserError(f"{folder.path}/config.yaml names no prompts, and the rows need their texts")
     if not trusted:
         config.check_from_folder({"prompts": component}, folder.path / "config.yaml")
     known = {prompt.id: prompt for prompt in config.instantiate(OmegaConf.create(component), key="prompts")}

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from rocm_ext.plan.planner import Choice
     from rocm_ext.plan.run import RolloutPlan, RunPlan
 
-_NAMES = {  # in the table, of what _memory calls otherwise
+_NAMES = {  # names in the table that differ from _memory's
     "activations_without_checkpointing": "  none checkpointed",
     "activations_with_checkpointing": "  all checkpointed",
     "loss": "logits and loss",
     "kept_for_sampling": "kept for sampling",
 }
 Rows = list[tuple[str, list[str]]]
-# A figure of a plan where training and sampling run at these shares of their computed speeds
+# Computes a figure from the shares of their computed speeds at which training and sampling run
 Figure = Callable[[float, float], float]
 
 
@@ -86,7 +86,7 @@ def _load(args: argparse.Namespace, recipe: registry.Recipe, *changes: str) -> A
 
 
 def _plan(args: argparse.Namespace, recipe: registry.Recipe, chip: str | None, cfg: Any, times: int = 1) -> "RunPlan":
-    """Plan the run of a config on ``times`` the ranks that the user asks for."""
+    """Plan the run of a config on ``times`` times the ranks of ``--ranks``."""
     from rocm_ext.plan.run import plan_run
     from rocm_ext.plan.workload import Known
 
@@ -102,7 +102,7 @@ def _plan(args: argparse.Namespace, recipe: registry.Recipe, chip: str | None, c
 def _ways_to_fit(
     args: argparse.Namespace, recipe: registry.Recipe, chip: str | None, cfg: Any, plan: "RunPlan"
 ) -> list[tuple[str, int]]:
-    """Plan changes of the config, and return the first two with which the run fits, with their peaks in bytes."""
+    """Return the first two changes of the config that make the run fit, with their peaks in bytes."""
     from rocm_ext.plan.planner import dtype_name
 
     log.info("does not fit; planning other settings ...")
@@ -142,15 +142,18 @@ def _take_machine(args: argparse.Namespace) -> str | None:
 
 
 def _check_sizes(args: argparse.Namespace, cfg: Any) -> None:
-    """Refuse sizes that the run could not have."""
+    """Refuse sizes above the config's limits."""
     answers = cfg.max_new_tokens if "prompts" in cfg else None  # evaluations of SFT and DPO are not planned
-    limits = {"answer_tokens": answers, "row_tokens": cfg.tokenizer.get("max_seq_len")}
-    if args.answer_tokens and not limits["answer_tokens"]:
-        raise UserError(f"--answer-tokens is for recipes that sample; {args.config} samples no answers", code=2)
-    for name, most in limits.items():
-        if isinstance(most, int) and (getattr(args, name) or 0) > most:
-            key = "max_new_tokens" if name == "answer_tokens" else "tokenizer.max_seq_len"
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} is above {key}={most}; raise it, too")
+    window = cfg.tokenizer.get("max_seq_len")
+    limits = (("answer-tokens", "max_new_tokens", answers), ("row-tokens", "tokenizer.max_seq_len", window))
+    useless = args.answer_tokens and not answers
+    if useless:
+        raise UserError(f"--answer-tokens is for recipes that sample; {args.config} samples no answers", 2)
+    for option, key, most in limits:
+        given = getattr(args, option.replace("-", "_")) or 0
+        above = isinstance(most, int) and given > most
+        if above:
+            raise UserError(f"--{option} {given} is above {key}={most}; also raise the latter")
 
 
 # ---- as text
@@ -202,7 +205,7 @@ def _print_table(out: Any, title: str, columns: list[str], rows: Rows) -> None:
 
 
 def _memory(plan: "RunPlan", choice: "Choice") -> dict[str, int]:
-    """The memory of a choice in bytes, by part, with its peak."""
+    """Return a choice's memory in bytes, by part, with its peak."""
     memory = choice.memory
     return {
         "weights": memory.weights,
@@ -316,7 +319,7 @@ def _print_verdict(out: Any, plan: "RunPlan", ways: Sequence[tuple[str, int]]) -
 
 
 def _told(plan: "RunPlan", of: Figure, form: Callable[[float], str] | None = None) -> str:
-    """A figure in words; one from a data sheet as the range that published runs make of it."""
+    """Format a figure; a computed one becomes the range at the shares that published runs reach."""
     published = plan.target.figures.published
     shares = zip(*published.values(), strict=True) if published else [(1.0, 1.0)]
     return " to ".join(dict.fromkeys(map(form or _duration, sorted(of(*pair) for pair in shares))))
@@ -339,7 +342,7 @@ def _duration(seconds: float) -> str:
 
 
 def _content(plan: "RunPlan") -> dict[str, Any]:
-    """The plan as JSON; its speeds and times are computed, and ``published`` has what runs reach of them."""
+    """Return the plan for JSON; speeds and times are computed, ``published`` has the shares that runs reach."""
     from rocm_ext.plan.planner import dtype_name
 
     figures = plan.target.figures

@@ -1,15 +1,17 @@
-"""``rocm-ext rows``: show what a config makes of its data.
+"""``rocm-ext rows``: show the rows that a config makes of its data.
 
-Reads the data of a config of any recipe as a run does, and prints a few rows as the model gets them, with special
-tokens, and what is trained in them: in colour on a terminal, in double brackets elsewhere. Then it prints lengths in
-tokens, the share that is trained, how many rows are kept, cut or dropped, rows that repeat others, and validation rows
-that are also trained on. Needs the model's folder without its weights, and no GPU. Exits with 1 and one line where the
-data would end a run.
+Reads the data of any recipe's config as a run does. Prints a few rows as the model gets them, with special tokens; the
+trained part is in colour on a terminal, in double brackets elsewhere. Then it prints lengths in tokens, the trained
+share, how many rows are kept, cut or dropped, rows that repeat others, and validation rows that are also trained on.
+Needs the model's folder without its weights, and no GPU. Exits with 1 and one line where the data would end a run.
 """
 
 import argparse
+import io
+import os
 import platform
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -18,13 +20,25 @@ from rocm_ext import config
 from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import setup_logging
-from rocm_ext.cli._common import add_json, add_overrides, count, number, print_json
+from rocm_ext.cli._common import (
+    add_json,
+    add_overrides,
+    console,
+    count,
+    number,
+    print_json,
+    printable,
+    table,
+)
 from rocm_ext.config.checks import check_config
+from rocm_ext.report import rows as words
 
 if TYPE_CHECKING:
     from rocm_ext.data.overview import Overview
 
-# What is in the data, and a check that raises as a run would
+_LONG, _ENDS = 900, 300  # characters: a longer part of a row is cut to its two ends
+_BAR = 40  # characters
+# An overview of the data, and a check that raises as a run would
 Read = tuple["Overview", Callable[[], None]]
 
 
@@ -32,7 +46,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     option = parser.add_argument
     option("--config", required=True, metavar="NAME", help="config of any recipe: a name or a file")
-    what = "show this row, counted from 0 among those that are kept; several times for several rows"
+    what = "show this row, counted from 0 among the kept rows; may be repeated"
     option("--row", type=number(int, 0, 10**9), action="append", metavar="N", help=what)
     option("--show", type=count, metavar="N", help="show the first N rows (default: first, shortest and longest)")
     add_json(parser)
@@ -43,7 +57,6 @@ def run(args: argparse.Namespace) -> None:
     """Read the data, and print rows and numbers."""
     import torch
 
-    from rocm_ext.cli._rows_text import print_rows
     from rocm_ext.data.tokenizer import open_tokenizer
     from rocm_ext.distributed.ranks import Ranks
     from rocm_ext.model.build import build_model
@@ -62,16 +75,15 @@ def run(args: argparse.Namespace) -> None:
     read = _prompts if family in registry.SAMPLED else _rows
     overview, check = read(cfg, family, tokenizer, decoder)
     content = overview.as_json(_chosen(args, overview.lengths))
-    (print_json if args.json else print_rows)({"recipe": recipe.name, **content})
+    (print_json if args.json else _print_rows)({"recipe": recipe.name, **content})
     check()
 
 
 def _chosen(args: argparse.Namespace, lengths: list[int]) -> list[int]:
-    """Return the numbers of the rows that the user wants to see; empty: the user named none."""
-    if args.row and max(args.row) >= len(lengths):
-        raise UserError(
-            f"there is no row {max(args.row)}; the rows that are kept are 0 to {len(lengths) - 1:,}", code=2
-        )
+    """Return the numbers of the rows that the user named; empty: none."""
+    last = max(args.row or [0])
+    if args.row and last >= len(lengths):
+        raise UserError(f"there is no row {last}; the kept rows are 0 to {len(lengths) - 1:,}", 2)
     return [*(args.row or ()), *range(min(args.show or 0, len(lengths)))]
 
 
@@ -86,7 +98,7 @@ def _rows(cfg: Any, family: str, tokenizer: Any, decoder: Any) -> Read:
     from rocm_ext.train.learner import Learner
 
     recipe = cast(Any, (DPO if family == registry.DPO else LoRAFinetune)(cfg))
-    # what reading data needs of them: a whole runtime needs the config's device, and a learner its model there
+    # stand-ins: a real runtime needs the config's device, and a real learner its model there
     recipe.runtime = SimpleNamespace(ranks=SimpleNamespace(is_main=True))
     recipe.learner = object.__new__(Learner)
     recipe.learner.tokenizer, recipe.learner.decoder = tokenizer, decoder
@@ -113,3 +125,71 @@ def _prompts(cfg: Any, family: str, tokenizer: Any, decoder: Any) -> Read:
     prompts.render(tokenizer)
     window = decoder.max_seq_len
     return prompts.overview(tokenizer, window), lambda: prompts.check_length(window)
+
+
+# ---- as text
+
+
+def _print_rows(content: Mapping[str, Any]) -> None:
+    """Print shown rows, and below them the numbers."""
+    from rocm_ext.data.mixture import lines
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack characters of rows
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    for row in content["shown"]:
+        print(printable(words.title(row)))
+        for sequence in row["sequences"]:
+            print(f"--- {words.heading(sequence)}")
+            print(_text(words.shown_parts(sequence), colour))
+        print()
+    _print_numbers("dataset", content["dataset"])
+    for line in lines(content.get("data_sets", ())):
+        print(printable(line))
+    print(words.ends(content))
+    if "validation" in content:
+        print()
+        _print_numbers("validation", content["validation"])
+
+
+def _text(parts: Sequence[tuple[str, bool]], colour: bool) -> str:
+    """Join the parts of a sequence and mark the trained ones."""
+    marked = (_marked(_shortened(text), colour) if trained else _shortened(text) for text, trained in parts)
+    return "".join(marked).removesuffix("\n")
+
+
+def _marked(text: str, colour: bool) -> str:
+    # line by line: some terminals fill the rest of a line with its background
+    return "\n".join(f"\033[30;42m{line}\033[0m" for line in text.split("\n")) if colour else f"⟦{text}⟧"
+
+
+def _shortened(text: str) -> str:
+    """Cut the middle of a long text, and escape control characters."""
+    if len(text) > _LONG:
+        return f"{_escaped(text[:_ENDS])} … {len(text) - 2 * _ENDS:,} characters … {_escaped(text[-_ENDS:])}"
+    return _escaped(text)
+
+
+def _escaped(text: str) -> str:
+    known = (c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(known)
+
+
+def _print_numbers(key: str, of: Mapping[str, Any]) -> None:
+    first, *others = words.facts_of(key, of)
+    print(first)
+    for line in others:
+        print(f"  {printable(line)}")
+    columns = list(words.COLUMNS.values())
+    made = table("", "tokens of a", *columns, right=tuple(columns))
+    made.title = None
+    for row in words.length_table(of):
+        made.add_row(*row)
+    console().print(made)
+    if key != "dataset":
+        return
+    lengths = next(iter(of["tokens"].values()))
+    most = max(rows for *_, rows in lengths["histogram"])
+    width = len(f"{lengths['max']:,}")
+    for low, high, rows in lengths["histogram"]:
+        print(f"  {low:>{width},} – {high:>{width},}  {'█' * -(-_BAR * rows // most)} {rows:,}")

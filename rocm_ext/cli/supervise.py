@@ -39,15 +39,15 @@ from rocm_ext.base.files import disk_errors, read_lines
 from rocm_ext.base.log import duration
 from rocm_ext.base.process import adopt_orphans, signal_at_parents_end, stop_signals, survive_terminal
 from rocm_ext.base.supervised import APART, NOTES, RETRY
-from rocm_ext.cli._common import count, note, number
+from rocm_ext.cli._common import count, note, number, refuse_first
 from rocm_ext.runs.progress import position, slowest_step
 
-LOG = "supervise.log"  # in output_dir: all that the run prints
+LOG = "supervise.log"  # in output_dir: the run's output
 _NOTES = ".supervised"  # in output_dir: see rocm_ext.base.supervised
 _POLL = 0.2  # seconds between two looks at the run
-_PATIENCE = 900.0  # seconds without a sign of life that no run is ended for: torch may be compiling
+_PATIENCE = 900.0  # seconds: a shorter silence ends no run, because torch may be compiling
 _BUSY = 0.02  # share of a core; a run that imports or compiles uses more, and one that waits uses less
-_SLOWER = 5  # a run that is so many times slower than its slowest recent step has hung
+_SLOWER = 5  # a step that takes so many times its slowest recent predecessor has hung
 _TO_SAVE = 60.0  # seconds that a hung run has to save
 _LONGEST_PAUSE = 1800.0
 
@@ -56,13 +56,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     option, seconds = parser.add_argument, number(float, 0, 10**7)
     silence = (
-        f"end a run that is silent for so long (default: {_PATIENCE:g} s, or {_SLOWER} of its slowest recent steps)"
+        f"end a run that is silent for longer (default: {_PATIENCE:g} s, or {_SLOWER} of its slowest recent steps)"
     )
     option("--hung-after", type=number(float, 1, 10**7), metavar="S", help=silence)
     option("--deaths", type=count, default=3, metavar="N", help="give up after so many without progress (default: 3)")
     pause = "seconds before a restart; the next pause is 4 times as long (default: 30)"
     option("--pause", type=seconds, default=30.0, metavar="S", help=pause)
-    option("--evaluate-apart", action="store_true", help="evaluate in processes of their own, between those that train")
+    option("--evaluate-apart", action="store_true", help="evaluate in separate processes, between training processes")
     option("--notify", metavar="COMMAND", help="shell command to run at the end and on trouble, to send a message, say")
     option("command", nargs=argparse.REMAINDER, metavar="-- tune run ...", help="the run, as you would start it")
 
@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
     """Start the run again and again until it is done, and return the exit code.
 
     Raises:
-        UserError: the command is no run, another process supervises it, its error is one that a user must mend, or it
-            died too often.
+        UserError: the command is no run, another process supervises it, a restart cannot mend its error, or it died
+            too often.
     """
     command, out = _command(args.command)
     with _alone(out), _Stop() as stop:
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
             if error["code"] != RETRY:
                 failed = f"the run ended {why}. Starting it again does not help"
             elif deaths >= args.deaths:
-                failed = f"the run died {deaths} times without progress, {why}. {out / LOG} has all that it printed"
+                failed = f"the run died {deaths} times without progress, {why}. {out / LOG} has its output"
             if failed:
                 attempt.tell("failed", failed)
                 raise UserError(failed, 1 if error["code"] == RETRY else error["code"])
@@ -122,33 +122,35 @@ def _command(words: Sequence[str]) -> tuple[list[str], Path]:
         UserError: the system is not Linux, the words start no recipe, or the config cannot be read.
     """
     if sys.platform != "linux":
-        raise UserError("supervise needs Linux; on Windows use WSL2", code=2)
+        raise UserError("supervise needs Linux; on Windows use WSL2", 2)
     words = list(words)[1:] if words[:1] == ["--"] else list(words)
     table = registry.recipes()
     at = next((i for i, word in enumerate(words) if word in table or registry.is_recipe_file(word)), None)
     if at is None:
         raise UserError("name the run after --, such as -- tune run lora_finetune_rocm --config my_run.yaml", code=2)
-    nodes = re.search(r"--nnodes[ =](\d+)(?::(\d+))?", " ".join(words[:at]))
-    if nodes and max(int(count) for count in nodes.groups() if count) > 1:
-        raise UserError("supervise watches a run on one machine; drop --nnodes", code=2)
+    nodes = re.findall(r"--nnodes[ =](\d+)(?::(\d+))?", " ".join(words[:at]))
+    several = any(int(count) > 1 for counts in nodes[:1] for count in counts if count)
     recipe = table.get(words[at]) or registry.read_recipe(Path(words[at]))
     name, overrides = config.command_line(words[at + 1 :])
-    if any(item.replace(" ", "").lower() == "overwrite_output_dir=true" for item in overrides):
-        raise UserError("supervise continues the run in output_dir; drop overwrite_output_dir=True", code=2)
+    anew = any(item.replace(" ", "").lower() == "overwrite_output_dir=true" for item in overrides)
+    refuse_first(
+        (several, "supervise watches a run on one machine; drop --nnodes"),
+        (anew, "supervise continues the run in output_dir; drop overwrite_output_dir=True"),
+    )
     layers = config.defaults(recipe), config.layers.read(config.find(name))
     try:
         given = OmegaConf.from_dotlist([item for item in overrides if "=" in item])
         out = str(OmegaConf.merge(*layers, given).output_dir)
     except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:  # OmegaConf raises them, too
         raise UserError(f"config {name}: {one_line(error)}") from error
-    beside = Path(sys.executable).with_name(words[0])  # of this environment, which need not be the active one
+    beside = Path(sys.executable).with_name(words[0])  # this environment's program; another environment may be active
     program = str(beside) if words[0] == "tune" and beside.exists() else words[0]
     return [program, *words[1:], "resume_from_checkpoint=True"], Path(os.path.expanduser(out))
 
 
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
-    """Context in which no other process supervises the run in ``out``, and what an earlier one has left has ended."""
+    """Context in which no other process supervises the run in ``out``, and its earlier processes have ended."""
     with disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
         lock = FileLock(out / ".supervise.lock")
@@ -205,10 +207,10 @@ class _Stop:
 
 
 class _Attempt:
-    """A process of the run, with all that it starts.
+    """A process of the run, with its children.
 
     Attributes:
-        code: its exit code; negative: the signal that killed it.
+        code: the exit code; negative: the signal that killed the process.
     """
 
     def __init__(self, out: Path, args: argparse.Namespace) -> None:
@@ -241,23 +243,23 @@ class _Attempt:
             file.write(json.dumps({"pid": self._process.pid, "began": began}) + "\n")
 
     def wait(self, stop: _Stop) -> str | None:
-        """Wait for the end. If ``stop`` says so, or the run hangs, ask it to save, and kill it if it does not.
+        """Wait for the end. After a signal, or if the run hangs, ask it to save, and kill it if it does not.
 
         Returns:
-            Why the run died; None if it did all that it had to do.
+            Why the run died; None if it is complete.
 
         Raises:
-            UserError: it does not end although it was killed.
+            UserError: the killed process does not end.
         """
-        hung, asked, kill_at, seen, alive, told = "", False, math.inf, None, 0.0, 0.0
+        hung, asked, kill_at, seen, alive, shown = "", False, math.inf, None, 0.0, 0.0
         while self._process.poll() is None and not stop.again:
             self._follow()
             now = time.monotonic()
             if (life := (self._notes.stat().st_mtime_ns, self._printed.tell())) != seen:
-                seen, alive, told = life, now, now
+                seen, alive, shown = life, now, now
             silent = now - alive
             if not hung and silent > (limit := self._limit(silent)):
-                if now - told < _PATIENCE and self._sets_up(silent):
+                if now - shown < _PATIENCE and self._sets_up(silent):
                     alive = now
                 else:
                     hung, kill_at = f"it hung for {duration(silent)}", now + min(_TO_SAVE, limit)
@@ -287,14 +289,14 @@ class _Attempt:
         return position(self._out) == self._began and self._computed - before > _BUSY * silent
 
     def _kill(self) -> int:
-        """Kill what is left of the run, and return the exit code of its first process.
+        """Kill the processes of the run, and return the exit code of the first one.
 
-        Ranks and workers are in process groups of their own; orphans have become children of this process.
+        Ranks and workers are in other process groups; orphans have become children of this process.
         """
         end = time.monotonic() + _TO_SAVE
         self._process.kill()
         while (code := self._process.poll()) is None or psutil.Process().children():
-            others = [each for each in psutil.Process().children(recursive=True) if each.pid != self._process.pid]
+            others = [child for child in psutil.Process().children(recursive=True) if child.pid != self._process.pid]
             for process in psutil.wait_procs(others, timeout=0.5)[1]:
                 with suppress(psutil.Error):
                     process.kill()
@@ -307,7 +309,7 @@ class _Attempt:
         return code
 
     def tell(self, event: str, why: str) -> None:
-        """Say what happened, here, to systemd and with the user's command."""
+        """Report an event on the terminal, to systemd and by the user's command."""
         _say(f"supervise: {event}: {why}")
         _tell_systemd(f"STATUS={event}: {why}")
         if self._args.notify is None:
@@ -321,7 +323,7 @@ class _Attempt:
         _say("supervise: the command of --notify failed, or took more than 60 s")
 
     def _follow(self) -> None:
-        """Print what the run has printed since the last time."""
+        """Pass on the run's new output."""
         new = self._printed.read()
         self._tail = (self._tail + new)[-8192:]
         with suppress(OSError):  # the terminal was closed
@@ -333,19 +335,19 @@ class _Attempt:
         return [line for line in lines if line.strip()][-20:]
 
     def _limit(self, silent: float) -> float:
-        """Return the seconds without a sign of life that end the run, which is ``silent`` for so many."""
+        """Return the seconds of silence that end the run; it has been ``silent`` for so many."""
         if self._args.hung_after is not None:
             return self._args.hung_after
         return _PATIENCE if silent <= _PATIENCE else max(_PATIENCE, _SLOWER * slowest_step(self._out))
 
     def _ask_to_save(self) -> None:
-        """Send SIGTERM to the run, or to torchrun's ranks: torchrun would kill them 30 s after a signal of its own."""
+        """Send SIGTERM to the run, or to torchrun's ranks: torchrun would kill them 30 s after it got the signal."""
         with suppress(psutil.Error):
             main = psutil.Process(self._process.pid)
             ranks = [child for child in main.children() if _is_rank(child)]
             for process in ranks or [main]:
                 process.terminate()
-                process.resume()  # a stopped process takes no signal; systemd resumes it, too
+                process.resume()  # a stopped process takes no signal; systemd also resumes it
 
     def _reason(self, code: int) -> str:
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

@@ -20,8 +20,7 @@ from rocm_ext.data.loading import LOADERS
 from rocm_ext.export.source import OF_ADAPTER, Source
 from rocm_ext.model.adapters.merge import BESIDE_WEIGHTS, MERGED_WEIGHTS
 from rocm_ext.model.adapters.peft_files import ADAPTER_CONFIG, PeftConfig
-from rocm_ext.runs.folder import RunFolder
-from rocm_ext.runs.held_out import held_out
+from rocm_ext.runs.folder import RunFolder, held_out
 from rocm_ext.runs.scores import Score
 
 _TAGS = ["lora", "peft", "torchtune-rocm"]
@@ -117,7 +116,7 @@ def _results(run: RunFolder) -> dict[str, str]:
             values = column[~np.isnan(column)]
             if len(values):
                 rows[f"{name} loss, first and last"] = f"{values[0]:.4f}, {values[-1]:.4f}"
-    return rows | {key: str(Score(value["correct"], value["prompts"])) for key, value in scores.items()}
+    return rows | {key: str(Score(value.correct, value.prompts)) for key, value in scores.items()}
 
 
 def _plain(text: str) -> str:

@@ -1,8 +1,8 @@
 """A page that shows runs: one HTML file that needs no network, or live, see :mod:`rocm_ext.report.live`.
 
-:mod:`rocm_ext.runs.folder` reads the runs. The template escapes every text, and :mod:`rocm_ext.report.text` replaces
-invisible characters. As a second line of defence, a Content-Security-Policy allows the page's own scripts alone, and
-the network only to a live page's own server.
+:mod:`rocm_ext.runs.folder` reads the runs. The template escapes every text, and :mod:`rocm_ext.report.charts` replaces
+invisible characters. As a second line of defence, a Content-Security-Policy allows only the page's scripts, and
+the network only to a live page's server.
 """
 
 import gzip
@@ -23,19 +23,18 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_text
 from rocm_ext.base.registry import BY_STEP, DPO, RAFT, SFT
 from rocm_ext.report import cards, curves, hardware, rollouts, rows, samples
-from rocm_ext.report.charts import Chart, library, style
-from rocm_ext.report.text import visible
+from rocm_ext.report.charts import Chart, library, style, visible
 from rocm_ext.runs.folder import RunFolder
 
 _HERE = Path(__file__).parent
 _SCRIPT = (_HERE / "page.js").read_text()
 _STYLE = (_HERE / "style.css").read_text()
-_BORDERS = {"solid": "solid", "dash": "dashed", "dot": "dotted"}  # plotly's names, and those of CSS
+_BORDERS = {"solid": "solid", "dash": "dashed", "dot": "dotted"}  # plotly's name -> CSS's name
 
 
 @dataclass(frozen=True)
 class _Section:
-    """Charts of the page, the runs in them, and those whose evaluations it lists."""
+    """A section of the page: charts, their runs, and tables of evaluations by run."""
 
     name: str
     charts: list[Chart]
@@ -47,7 +46,7 @@ def write(folders: Sequence[Path], output: Path | None = None) -> Path:
     """Write the report of runs.
 
     Args:
-        folders: their output_dirs; a folder that is named twice is shown once.
+        folders: output_dirs; a repeated folder is shown once.
         output: the file; None: ``report.html`` in the folder, or in the current folder if there are several.
 
     Returns:
@@ -69,9 +68,9 @@ def render(shown: dict[str, Any], live: Any = None, with_script: bool = True) ->
     """The page as HTML.
 
     Args:
-        shown: what :func:`content` returns.
-        live: what a live page says beside it; None: a report.
-        with_script: whether the page is whole, or the next state of one that a browser has.
+        shown: result of :func:`content`.
+        live: further content of a live page; None: a report.
+        with_script: False: the next state of a page that a browser already has.
     """
     network = "connect-src 'self'; " if live else ""
     policy = f"default-src 'none'; {network}script-src {_hash(_SCRIPT)} {_library()[1]}; style-src 'unsafe-inline'; "
@@ -117,7 +116,7 @@ def _template() -> Template:
 
 @np.errstate(all="ignore")  # damaged files may hold 1e308
 def content(runs: Sequence[RunFolder]) -> dict[str, Any]:
-    """What the page shows of runs, by the template's names."""
+    """Return the page's content by the template's names."""
     _name_apart(runs)
     several = len(runs) > 1
     shown = [(run, *samples.groups(run)) for run in runs]
@@ -131,7 +130,7 @@ def content(runs: Sequence[RunFolder]) -> dict[str, Any]:
         "several": several,
         "sections": [section for section in _sections(runs) if section.charts],
         "groups": [choice for choice in shown if choice[2]],
-        "data": [(run, found) for run in runs if (found := rows.data(run))],
+        "data": [(run, data) for run in runs if (data := rows.data(run))],
         "differences": _differences(runs) if several else [],
         "settings": [(run, sorted(run.settings().items())) for run in runs if run.config],
         "problems": [problem for run in runs for problem in dict.fromkeys(run.problems)],
@@ -144,8 +143,8 @@ def _sections(runs: Sequence[RunFolder]) -> list[_Section]:
         return [chart for run, suffix in suffixes for chart in rollouts.bar_charts(run, suffix)]
 
     def tables(*families: str) -> list[tuple[RunFolder, list[list[str]]]]:
-        found = [(run, rollouts.evaluation_table(run)) for run in runs if run.family in families]
-        return [(run, table) for run, table in found if table]
+        made = [(run, rollouts.evaluation_table(run)) for run in runs if run.family in families]
+        return [(run, table) for run, table in made if table]
 
     cycles = [*rollouts.score_charts(runs, RAFT), *bars(RAFT), *rollouts.cycle_charts(runs)]
     rewards = [*rollouts.score_charts(runs, *BY_STEP), *curves.charts(curves.POLICY, runs, *BY_STEP), *bars(*BY_STEP)]
@@ -160,7 +159,7 @@ def _sections(runs: Sequence[RunFolder]) -> list[_Section]:
 
 
 def _name_apart(runs: Sequence[RunFolder]) -> None:
-    """Rename runs whose folders have the same name: add as many parent folders as tell them apart."""
+    """Rename runs whose folders have the same name: add parent folders until they differ."""
     for depth in range(2, 20):
         names = [run.name for run in runs]
         for run in runs:
@@ -169,7 +168,7 @@ def _name_apart(runs: Sequence[RunFolder]) -> None:
 
 
 def _differences(runs: Sequence[RunFolder]) -> list[list[Any]]:
-    """Settings in which some run differs from the first, with each run's value."""
+    """Settings in which a run differs from the first, with the values of all runs."""
     keys = {key for run in runs[1:] for key in runs[0].differing_settings(run)}
     flat = [run.settings() for run in runs]
     return [[key, *(settings.get(key) for settings in flat)] for key in sorted(keys)]

@@ -11,13 +11,12 @@ from rocm_ext.base.hub import hub_name
 from rocm_ext.base.log import duration
 from rocm_ext.base.registry import BY_STEP, DPO, RAFT, SFT, TITLES
 from rocm_ext.report.charts import memory_unit, short_number
-from rocm_ext.runs.folder import RunFolder, running_time
-from rocm_ext.runs.held_out import held_out
+from rocm_ext.runs.folder import RunFolder, held_out, running_time
 from rocm_ext.runs.records import number
 
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:
-    """Names and values of the facts that are known."""
+    """Names and values of the known facts."""
     special = {RAFT: _raft, **dict.fromkeys(BY_STEP, _by_step), DPO: _dpo}.get(run.family, _sft)
     known = [*_setup(run), *_progress(run), *special(run)]
     path = run.path / "adapter"
@@ -129,7 +128,7 @@ def _by_step(run: RunFolder) -> Iterator[tuple[str, str]]:
     steps = run.steps
     yield "Reward", _ends(steps["reward"])
     yield "Held-out pass@1", _passes(run)
-    shares = {step: scores["pass"][0] for step, scores in run.evaluations.items() if step}
+    shares = {step: scores.passed[0] for step, scores in run.evaluations.items() if step}
     best = max(shares, key=shares.__getitem__, default=None)  # the first of equals
     if best is not None and best != max(shares):
         yield "Best held-out pass@1", f"{100 * shares[best]:.1f} % after step {best:,}"
@@ -143,5 +142,5 @@ def _by_step(run: RunFolder) -> Iterator[tuple[str, str]]:
 
 def _passes(run: RunFolder) -> str:
     """The first and the last held-out score with their intervals."""
-    scores = [[100 * value for value in scored.scores["pass"]] for scored in held_out(run)]
+    scores = [[100 * value for value in scored.scores.passed] for scored in held_out(run)]
     return " → ".join(f"{value:.1f} % ({low:.1f} – {high:.1f})" for value, low, high in scores[:1] + scores[1:][-1:])

@@ -7,6 +7,7 @@ colours. See https://plotly.com/javascript/reference for the names in a figure.
 import html
 import json
 import math
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,11 +20,12 @@ import numpy as np
 from markupsafe import Markup
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.report.text import visible
 
 _COLOURS, _DASHES = 5, ("solid", "dash", "dot")
 _POINTS = 1000  # most points of a curve, about as many as a chart has columns of pixels
 _BARS = 40  # most bars of a chart
+_KEPT = "\n\t\u200c\u200d"  # invisible characters that stay: many scripts, and emoji, need the joiners
+_HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 _HUGE = 1e100  # larger values count as this, so that no arithmetic overflows
 
 
@@ -46,9 +48,9 @@ class Chart:
     """A chart of the page.
 
     Attributes:
-        title, unit: of the values.
-        words: what it shows, for screen readers.
-        figure: ``data`` and ``layout`` of plotly.
+        title, unit: title, and unit of the values.
+        words: a description for screen readers.
+        figure: plotly's ``data`` and ``layout``.
     """
 
     title: str
@@ -67,13 +69,13 @@ class Line:
     """A curve.
 
     Attributes:
-        label: its name.
-        x, y: [n]; a NaN breaks the line.
+        label: the name in the legend.
+        x, y: [n] points; a NaN breaks the line.
         colour: index of the run, or of the line if there is one run.
         dash: index among the lines of one colour.
         faint: draw it in the background, without values for a pointer.
         lost: mark values that are not finite.
-        ends: [2, n] the ends of each value's interval; None without intervals.
+        ends: [2, n] ends of the values' intervals; None without intervals.
     """
 
     label: str
@@ -105,7 +107,7 @@ def line_chart(
     """Curves over a common axis.
 
     Args:
-        title, unit: of the values; the unit ``bytes`` becomes MiB or GiB.
+        title, unit: title, and unit of the values; ``bytes`` becomes MiB or GiB.
         lines: at least one.
         x_title: title of the x axis.
         zero: begin the y axis at 0, if no value is below.
@@ -161,10 +163,10 @@ def _traces(line: Line) -> list[dict[str, Any]]:
 def bar_chart(
     title: str, unit: str, at: np.ndarray, parts: Mapping[str, np.ndarray], colours: Mapping[str, str], x_title: str
 ) -> Chart | None:
-    """A bar for each step or cycle that has one, or for the means of a stretch of many; None if all are empty.
+    """Bars of steps or cycles, or of the means of stretches of many; None if all are empty.
 
     Args:
-        title, unit: of the sizes; a unit that begins with % shows them as shares.
+        title, unit: title, and unit of the sizes; a unit that begins with % shows shares.
         at: [n] steps or cycles.
         parts: name -> [n] sizes.
         colours: name -> name of its colour, in the order of the parts from the bottom up; other parts are grey.
@@ -263,11 +265,39 @@ def short_number(value: float) -> str:
 
 
 def memory_unit(values: Sequence[np.ndarray]) -> tuple[float, str]:
-    """The unit for bytes, which may hold NaN: how many of them it is, and its name."""
+    """The unit for numbers of bytes, which may be NaN: its size in bytes, and its name."""
     top = max((float(np.nanmax(v)) for v in values if np.isfinite(v).any()), default=0.0)
     return (2.0**30, "GiB") if top >= 2**30 else (2.0**20, "MiB")
 
 
 def time_unit(longest: float) -> tuple[float, str]:
-    """The unit for times up to ``longest`` seconds: how many of them it is, and its name."""
+    """The unit for times up to ``longest`` seconds: its seconds, and its name."""
     return (3600.0, "hours") if longest > 7200 else (60.0, "minutes") if longest > 180 else (1.0, "seconds")
+
+
+# ---- text
+
+
+def visible(text: str, limit: int) -> str:
+    """``text`` with a visible escape for every invisible character, and without its middle if it is too long.
+
+    Args:
+        text: any text.
+        limit: most characters of ``text`` to show.
+    """
+    if text.isascii() and text.isprintable() and len(text) <= limit:
+        return text
+    if len(text) > limit:
+        tail = limit // 4
+        left_out = len(text) - limit
+        text = f"{text[: limit - tail]}\n[ {left_out:,} characters left out ]\n{text[-tail:]}"
+    return "".join(map(_visible, text.replace("\r\n", "\n")))
+
+
+def _visible(character: str) -> str:
+    if character in _KEPT or unicodedata.category(character) not in _HIDDEN:
+        return character
+    code = ord(character)
+    if code < 0x20:
+        return chr(0x2400 + code)  # pictures of control characters
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

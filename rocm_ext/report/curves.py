@@ -17,9 +17,9 @@ class Curve:
     """Columns of ``metrics.jsonl`` in one chart.
 
     Attributes:
-        title, unit: of the chart, as :func:`rocm_ext.report.charts.line_chart` takes them.
-        columns: their names, or ``a / b`` for a ratio, with the lines' labels; ``val_`` begins those of validations. A
-            name that ends in ``/`` or ``_`` stands for all that begin with it.
+        title, unit: arguments of :func:`rocm_ext.report.charts.line_chart`.
+        columns: names, or ``a / b`` for a ratio, with the lines' labels; columns of validations begin with ``val_``. A
+            name that ends in ``/`` or ``_`` stands for all columns that begin with it.
         scale: factor from the columns to the unit.
         zero: begin the y axis at 0.
         lost: mark values that are not finite.
@@ -105,7 +105,7 @@ def charts(curves: Sequence[Curve], runs: Sequence[RunFolder], *families: str) -
     Args:
         curves: :data:`TRAINING`, :data:`PREFERENCES` or :data:`POLICY`.
         runs: all runs of the page.
-        families: draw those of these recipes alone; none: all.
+        families: recipes whose runs are drawn; none: all.
     """
     shown = [(colour, run) for colour, run in enumerate(runs) if not families or run.family in families]
     marks = _cycle_marks(runs[0]) if len(runs) == 1 else []
@@ -143,14 +143,14 @@ def _chart(
 
 def _columns(curve: Curve, runs: Sequence[tuple[int, RunFolder]]) -> dict[str, str]:
     """The columns of a curve with their labels."""
-    found = {}
+    named = {}
     for column, label in curve.columns.items():
         if column[-1] not in "/_":
-            found[column] = label
+            named[column] = label
             continue
         names = dict.fromkeys(name for _, run in runs for line in run.steps.lines for name in line)
-        found |= {name: label + name[len(column) :] for name in names if name.startswith(column)}
-    return found
+        named |= {name: label + name[len(column) :] for name in names if name.startswith(column)}
+    return named
 
 
 def _values(run: RunFolder, column: str) -> tuple[np.ndarray, np.ndarray]:
@@ -163,7 +163,7 @@ def _values(run: RunFolder, column: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cycle_marks(run: RunFolder) -> list[tuple[float, str]]:
-    """The step at which each cycle of a RAFT run begins, with its name; of many cycles, of some."""
+    """The first steps of a RAFT run's cycles, with their names; only some of many."""
     if run.family != RAFT or not len(run.steps):
         return []
     cycles = run.steps["cycle"]

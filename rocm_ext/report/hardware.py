@@ -10,9 +10,9 @@ from rocm_ext.report.charts import Chart, Line, line_chart, time_unit
 from rocm_ext.runs.folder import running_time
 from rocm_ext.runs.records import Readings, is_rows, number
 
-_COUNTERS = (  # title, unit, keys whose values are added; of the GPUs, or of the host
+_COUNTERS = (  # title, unit, keys whose values are added
     ("GPU load", "%", ("busy",)),
-    ("GPU memory", "bytes", ("vram_used", "gtt_used")),  # the GPU's own memory, and the host's that it uses
+    ("GPU memory", "bytes", ("vram_used", "gtt_used")),  # the GPU's memory, and the host's that it uses
     ("GPU power", "W", ("power",)),
     ("GPU temperature", "°C", ("temperature",)),
     ("GPU clock", "MHz", ("clock",)),
@@ -33,9 +33,9 @@ _CELLS = (  # column, key of a number and its unit, or of a pool of memory
 
 
 def charts(runs: Sequence[tuple[str, Readings]], from_now: bool = False) -> list[Chart]:
-    """A chart for each counter that some run recorded, over its running time.
+    """Charts of the recorded counters over the running time.
 
-    A single run has a line for each GPU; of several runs, each has one line, the mean of its GPUs.
+    A single run has a line for each GPU; several runs have a line each, the mean of their GPUs.
 
     Args:
         runs: names and readings.
@@ -57,7 +57,7 @@ def charts(runs: Sequence[tuple[str, Readings]], from_now: bool = False) -> list
                 y = readings.column((title, *ids), _reader(ids, keys, title.startswith("GPU")))
                 if np.isfinite(y).any():
                     clock, pauses = clocks[i]
-                    # a NaN at each pause breaks the line
+                    # a NaN at a pause breaks the line
                     x, y = np.insert(clock, pauses, clock[pauses]) / size, np.insert(y, pauses, np.nan)
                     label = name if not single else title if len(sources) == 1 else f"GPU {j}"
                     lines.append(Line(label, x, y, j if single else i))
@@ -68,7 +68,7 @@ def charts(runs: Sequence[tuple[str, Readings]], from_now: bool = False) -> list
 
 
 def _reader(ids: Sequence[str], keys: Sequence[str], gpu: bool) -> Callable[[Mapping[str, Any]], float]:
-    """A function that adds up counters of a reading: of the host, or the mean over the GPUs with these ids."""
+    """Return a function that adds up a reading's counters: the host's, or the mean over the GPUs with these ids."""
 
     def read(line: Mapping[str, Any]) -> float:
         rows = line.get("gpus") if gpu else [line.get("host")]
@@ -83,7 +83,7 @@ def _reader(ids: Sequence[str], keys: Sequence[str], gpu: bool) -> Callable[[Map
 
 
 def table(reading: Mapping[str, Any]) -> tuple[list[str], list[list[str]], list[str]]:
-    """The columns with values; a row for each GPU and the host that begins with its name; notes that name the GPUs."""
+    """Return columns with values, rows that begin with the name of a GPU or "Host", and notes that name the GPUs."""
     rows = {f"GPU {i}": _cells(gpu) for i, gpu in enumerate(reading["gpus"])} | {"Host": _cells(reading["host"])}
     columns = [name for name in dict.fromkeys(cell[0] for cell in _CELLS) if any(name in row for row in rows.values())]
     names: dict[str, list[str]] = {}

@@ -2,7 +2,7 @@
 
 The server listens at the loopback address alone: everybody with an account on this machine can open the page, nobody
 else. A site that a browser visits cannot read it, since browsers keep answers of another origin from it, and since the
-``Host`` of a request must be a name of the loopback address (a site's name that leads here would be another one).
+``Host`` of a request must be a name of the loopback address (a site's name that leads here would be another name).
 """
 
 import gzip
@@ -32,11 +32,11 @@ from rocm_ext.runs.records import Readings
 from rocm_ext.runs.tails import Tails
 
 PORT = 8642
-_FILES = ("*.json*", "config.yaml", "adapter", "cycle_*/*.json*")  # that the page shows
-_MINUTES = 15  # of the machine's counters that are shown
+_FILES = ("*.json*", "config.yaml", "adapter", "cycle_*/*.json*")  # files that the page shows
+_MINUTES = 15  # minutes of counters on the page
 _SHARE, _LONGEST = 0.1, 20.0  # most of a core's time that drawing takes; most seconds without drawing
 _QUIET, _LEAST = 120.0, 30.0  # least seconds without a new line after which a run counts as silent, see _patience
-_RECORDED = 600.0  # seconds after its last reading of counters in which a run still records them
+_RECORDED = 600.0  # seconds after its last reading in which a run still counts as recording
 
 
 class LivePage:
@@ -45,27 +45,27 @@ class LivePage:
     Args:
         folders: output_dirs of runs; they need not exist yet.
         interval: seconds between questions of a browser.
-        notes: about counters that this machine does not have.
+        notes: messages about counters that this machine lacks.
     """
 
     def __init__(self, folders: Sequence[Path], interval: float, notes: Sequence[str] = ()) -> None:
-        library()  # what is missing is said before a browser asks
+        library()  # raises before a browser asks
         self._tails = {folder: Tails() for folder in {path.resolve(): path for path in folders}.values()}
         self._interval, self._notes = interval, notes
         self._readings: deque[dict[str, Any]] = deque(maxlen=math.ceil(60 * _MINUTES / interval))
         self._lock = Lock()
-        self._files: object = None  # what was drawn
+        self._files: object = None  # drawn files
         self._runs: list[tuple[RunFolder, Mapping[Path, Sequence[int]]]] = []
         self._shown: dict[str, Any] = {}
         self._live: dict[str, Any] = {}
-        self._page, self._due = "", 0.0  # time.monotonic() before which nothing is drawn again
+        self._page, self._due = "", 0.0  # the page is drawn again from this time.monotonic() on
 
     def take(self, reading: dict[str, Any]) -> None:
         """Take a reading of the machine's counters."""
         self._readings.append(reading)
 
     def draw(self, with_script: bool = True) -> str:
-        """The page as HTML; without the script, the next state of one that a browser has."""
+        """The page as HTML; without the script, the next state of a page that a browser has."""
         with self._lock:
             if time.monotonic() >= self._due:
                 first, begun = not self._page, time.thread_time()
@@ -107,7 +107,7 @@ class LivePage:
 
 
 def _files(folder: Path) -> dict[Path, tuple[int, int, int]]:
-    """Inode, size and time in nanoseconds of the files that the page shows."""
+    """Inode, size and time in nanoseconds of the page's files."""
     files = {}
     for path in (path for pattern in _FILES for path in folder.glob(pattern)):
         with suppress(OSError):  # removed meanwhile
@@ -170,7 +170,7 @@ class PageServer(ThreadingHTTPServer):
             super().__init__(("127.0.0.1", 0), _Handler)
 
     def server_bind(self) -> None:
-        """Bind; HTTPServer's own way also looks up the machine's name, which takes seconds without a network."""
+        """Bind; HTTPServer also looks up the machine's name, which takes seconds without a network."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = "127.0.0.1", self.server_address[1]
 

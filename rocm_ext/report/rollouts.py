@@ -7,8 +7,7 @@ import numpy as np
 
 from rocm_ext.base.registry import BY_STEP, RAFT
 from rocm_ext.report.charts import Chart, Line, bar_chart, line_chart, time_unit
-from rocm_ext.runs.folder import CycleFolder, RunFolder
-from rocm_ext.runs.held_out import HeldOut, held_out
+from rocm_ext.runs.folder import CycleFolder, HeldOut, RunFolder, held_out
 from rocm_ext.runs.records import number
 
 VERDICTS = {"CORRECT": "v0", "WRONG": "v1", "UNPARSED": "v2", "TIMEOUT": "v3", "ERROR": "v4"}  # and their colours
@@ -25,22 +24,22 @@ _EVALUATIONS, _ROWS = 60, 40  # most evaluations of a chart, most rows of a tabl
 
 
 def score_charts(runs: Sequence[RunFolder], *families: str) -> list[Chart]:
-    """Held-out scores of the runs of ``families``; of those by step beside other runs also by answers sampled."""
+    """Held-out scores of the runs of ``families``; by step, several runs are also drawn by answers sampled."""
     several, x_title = len(runs) > 1, "cycle" if RAFT in families else "step"
     greedy, by_answers, drawn = [], [], []
     for colour, run in enumerate(runs):
         if not (shown := _few(held_out(run), _EVALUATIONS)):
             continue
-        passed = 100 * np.array([scored.scores["pass"] for scored in shown])
+        passed = 100 * np.array([scored.scores.passed for scored in shown])
         sampled = np.array([scored.answers for scored in shown], dtype=np.float64)
         by_answers.append(Line(run.name, sampled, passed[:, 0], colour))
         if run.family not in families:
             continue
         at = np.array([scored.number for scored in shown], dtype=np.float64)
         greedy.append(Line(run.name, at, passed[:, 0], colour, ends=passed[:, 1:].T))
-        for i, k in enumerate(sorted({k for scored in shown for k in scored.scores["at"]})):
+        for i, k in enumerate(sorted({k for scored in shown for k in scored.scores.at})):
             label = f"{run.name}, pass@{k}" if several else f"pass@{k}"
-            some = [(scored.number, *scored.scores["at"][k]) for scored in shown if k in scored.scores["at"]]
+            some = [(scored.number, *scored.scores.at[k]) for scored in shown if k in scored.scores.at]
             x, y, low, high = np.array(some, dtype=np.float64).T
             ends = 100 * np.stack([low, high])
             drawn.append(Line(label, x, 100 * y, colour if several else i, i if several else 0, ends=ends))
@@ -61,9 +60,9 @@ def evaluation_table(run: RunFolder) -> list[list[str]]:
     """The evaluations as rows of text under :data:`EVALUATION_COLUMNS`."""
     rows = []
     for scored in _few(held_out(run), _ROWS):
-        value, low, high = (100 * share for share in scored.scores["pass"])
-        right = f"{scored.scores['correct']:,} of {scored.scores['prompts']:,}"
-        drawn = ", ".join(f"{100 * of[0]:.1f} % at {k}" for k, of in sorted(scored.scores["at"].items()))
+        value, low, high = (100 * share for share in scored.scores.passed)
+        right = f"{scored.scores.correct:,} of {scored.scores.prompts:,}"
+        drawn = ", ".join(f"{100 * of[0]:.1f} % at {k}" for k, of in sorted(scored.scores.at.items()))
         rows.append([scored.after, f"{scored.answers:,}", right, f"{value:.1f} %", f"{low:.1f} – {high:.1f}", drawn])
     return rows
 
@@ -73,7 +72,7 @@ def _few(evaluations: Sequence[HeldOut], most: int) -> list[HeldOut]:
     if len(evaluations) <= most:
         return list(evaluations)
     kept = {int(i) for i in np.linspace(0, len(evaluations) - 1, most - 1)}
-    kept.add(max(range(len(evaluations)), key=lambda i: evaluations[i].scores["pass"][0]))
+    kept.add(max(range(len(evaluations)), key=lambda i: evaluations[i].scores.passed[0]))
     return [evaluations[i] for i in sorted(kept)]
 
 
@@ -81,7 +80,7 @@ def _few(evaluations: Sequence[HeldOut], most: int) -> list[HeldOut]:
 
 
 def cycle_charts(runs: Sequence[RunFolder]) -> list[Chart]:
-    """Lengths, entropy and speed of the answers of the RAFT runs among ``runs``."""
+    """Lengths, entropy and sampling speed of answers, for the RAFT runs among ``runs``."""
     lengths, entropies, speeds = [], [], []
     for colour, run in enumerate(runs):
         if sampled := [cycle for cycle in run.cycles if cycle.lengths[0].any()]:
@@ -105,7 +104,7 @@ def cycle_charts(runs: Sequence[RunFolder]) -> list[Chart]:
 
 
 def bar_charts(run: RunFolder, suffix: str) -> list[Chart]:
-    """Verdicts and times of a run, of RAFT also rewards and what the filter kept; ``suffix`` ends the titles."""
+    """Verdicts and times of a run, of RAFT also rewards and kept answers; ``suffix`` ends the titles."""
     asked, counts = run.answers.verdicts.counts()
     x_title = "step" if run.family in BY_STEP else "cycle"
     charts = [bar_chart("Verdicts" + suffix, "% of answers", asked, counts, VERDICTS, x_title)]
@@ -130,14 +129,14 @@ def bar_charts(run: RunFolder, suffix: str) -> list[Chart]:
 
 
 def _rewards(cycle: CycleFolder) -> Mapping[str, float]:
-    """How many of a cycle's answers have a reward in each range."""
+    """Numbers of a cycle's answers by range of their reward."""
     values = cycle.rewards
     ranges = (values >= 1, (values >= 0.5) & (values < 1), (values > 0) & (values < 0.5), values <= 0, np.isnan(values))
     return {name: float(inside.sum()) for name, inside in zip(_REWARDS, ranges, strict=True)}
 
 
 def _fates(cycle: CycleFolder) -> Mapping[str, float]:
-    """How many of a cycle's answers were kept, and how many each rule of the filter dropped."""
+    """Numbers of a cycle's answers that were kept, and that the filter dropped, by rule."""
     counts = cycle.row.get("filter")
     if isinstance(counts, dict):
         named = {str(rule).replace("_", " "): number(count) for rule, count in counts.items()}

@@ -1,4 +1,4 @@
-"""What a run's data is, as ``rows.json`` says: numbers and some rows, with what is trained in them."""
+"""A run's data from ``rows.json``: numbers, and some rows with their trained parts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,20 +9,20 @@ from rocm_ext.report.charts import Chart
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.records import ROWS
 
-COLUMNS = {"min": "min", "median": "median", "p95": "95 %", "max": "max", "total": "total"}  # of lengths
+COLUMNS = {"min": "min", "median": "median", "p95": "95 %", "max": "max", "total": "total"}  # columns of lengths
 _EQUAL = {
     "repeated": "equal an earlier row",
     "trained_on": "are training rows, too",
     "prompt_trained_on": "have a prompt that is trained on",
 }
-_PARTS = 24  # of a sequence that are shown
+_PARTS = 24  # most parts of a sequence that are shown
 
-Parts = list[tuple[str, bool]]  # of a text, and whether each is trained
+Parts = list[tuple[str, bool]]  # text, and whether it is trained
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A row; each sequence of it has a title and its parts."""
+    """A row: its title, and the headings and parts of its sequences."""
 
     title: str
     sequences: list[tuple[str, Parts]]
@@ -34,9 +34,9 @@ class Data:
 
     Attributes:
         facts: sentences.
-        lengths: a row for each thing that has a length, with :data:`COLUMNS`.
-        sets: a row for each of several data sets: its name, rows, share of an epoch, and weight.
-        chart: how long rows are.
+        lengths: rows of :func:`length_table`.
+        sets: name, rows, share of an epoch and weight of the data sets, if there are several.
+        chart: histogram of the rows' lengths.
         rows: some rows.
     """
 
@@ -48,7 +48,7 @@ class Data:
 
 
 def data(run: RunFolder) -> Data | None:
-    """Return what a run's data is; None if the run has not written it, or it is damaged, as ``run.problems`` says."""
+    """Return a run's data; None if the run has not written it, or if it is damaged (a message in ``run.problems``)."""
     if not run.rows:
         return None
     try:
@@ -72,7 +72,7 @@ def _data(content: Mapping[str, Any]) -> Data:
 
 
 def facts_of(key: str, of: Mapping[str, Any]) -> list[str]:
-    """Say how many rows are kept, which ones are not or repeat others, and how many tokens are trained."""
+    """Return sentences on rows that are kept, left out or repeated, and on the share of trained tokens."""
     lines = [f"{key}: {of['kept']:,} of {of['rows']:,} rows"]
     lines += [f"{what.replace('_', ' ')}: {of['counts'][what]:,}, first {first}" for what, first in of["first"].items()]
     for what, said in _EQUAL.items():
@@ -85,12 +85,12 @@ def facts_of(key: str, of: Mapping[str, Any]) -> list[str]:
 
 
 def length_table(of: Mapping[str, Any]) -> list[list[str]]:
-    """Return a row for each thing that has a length: its name, and lengths in tokens by :data:`COLUMNS`."""
-    return [[name, *(f"{found[column]:,}" for column in COLUMNS)] for name, found in of["tokens"].items()]
+    """Return rows of a name and lengths in tokens by :data:`COLUMNS`, for rows, prompts and so on."""
+    return [[name, *(f"{lengths[column]:,}" for column in COLUMNS)] for name, lengths in of["tokens"].items()]
 
 
 def ends(content: Mapping[str, Any]) -> str:
-    """Say how many steps an epoch has, or how long answers may be."""
+    """Return a sentence on the steps of an epoch, or on the length of answers."""
     if "longest_answer" in content:
         return f"answers have up to {content['longest_answer']:,} tokens; the model takes {content['window']:,}"
     on = "one rank" if content["ranks"] == 1 else f"{content['ranks']:,} ranks"
@@ -121,14 +121,14 @@ def shown_parts(sequence: Mapping[str, Any]) -> Parts:
 
 
 def _parts(text: str, spans: Sequence[Sequence[int]]) -> Iterator[tuple[str, bool]]:
-    for start, end in pairwise(sorted({0, len(text), *(place for span in spans for place in span)})):
+    for start, end in pairwise(sorted({0, len(text), *(end for span in spans for end in span)})):
         yield text[start:end], [start, end] in spans
 
 
 def _histogram(of: Mapping[str, Any]) -> Chart:
-    name, found = next(iter(of["tokens"].items()))
-    bars = {f"{low:,}" if low == high else f"{low:,}–{high:,}": int(count) for low, high, count in found["histogram"]}
-    words = f"from {found['min']:,} to {found['max']:,}, half of them up to {found['median']:,}"
+    name, lengths = next(iter(of["tokens"].items()))
+    bars = {f"{low:,}" if low == high else f"{low:,}–{high:,}": int(count) for low, high, count in lengths["histogram"]}
+    words = f"from {lengths['min']:,} to {lengths['max']:,}, half of them up to {lengths['median']:,}"
     trace = {"type": "bar", "x": [*bars], "y": [*bars.values()], "marker": {"color": "var(--c0)"}}
     layout = {"xaxis": {"type": "category", "title": {"text": f"tokens of a {name}"}}, "showlegend": False}
     return Chart("Lengths", "rows", words, {"data": [trace], "layout": layout})

@@ -1,4 +1,4 @@
-"""Some answers of a run: prompts with all answers that one step sampled; of SFT and DPO, that an evaluation did.
+"""Some answers of a run: prompts with all answers that a step sampled; for SFT and DPO, an evaluation.
 
 A step of RAFT is a cycle.
 """
@@ -39,9 +39,9 @@ class Group:
     Attributes:
         kind: step and kind of the group.
         prompt_id: id of the prompt.
-        prompt: its text; None if it is not in the run's data any more.
-        answers: by index; of large groups, those with the highest and the lowest rewards.
-        total: how many answers the group has.
+        prompt: text of the prompt; None if the run's data no longer has it.
+        answers: answers by index; of large groups, the answers with the highest and lowest rewards.
+        total: number of answers in the group.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Group:
 
 
 def groups(run: RunFolder) -> tuple[str, list[Group]]:
-    """A group of each kind from the first and from the last step whose answers are kept, and a line that says so.
+    """A line about the groups, and a group of every kind from the first and the last step whose answers are kept.
 
     Both are empty without answers.
     """
@@ -100,7 +100,7 @@ def _hash(prompt: str, step: int) -> str:
 
 
 def _kinds(verdicts: Verdicts, rows: Mapping[str, np.ndarray], cut: set[str]) -> dict[str, Callable[[str], float]]:
-    """Kinds of groups, each with a function that says how well a prompt's group shows it; 0: not at all."""
+    """Kinds of groups, with functions that rate how well a prompt's group shows the kind; 0: not at all."""
 
     def spread(prompt: str) -> float:
         rewards = verdicts.reward[rows[prompt]]
@@ -120,7 +120,7 @@ def _kinds(verdicts: Verdicts, rows: Mapping[str, np.ndarray], cut: set[str]) ->
 
 
 def _answers(run: RunFolder, rows: np.ndarray, positions: Mapping[int, int]) -> list[Answer]:
-    """The answers of a group whose texts are kept, by index; of many, those with the highest and the lowest rewards."""
+    """A group's answers with kept texts, by index; of many, the ones with the highest and lowest rewards."""
     verdicts = run.answers.verdicts
     samples = {int(row): int(verdicts.sample[row]) for row in rows if int(verdicts.sample[row]) in positions}
     order = sorted(samples, key=lambda row: (-np.nan_to_num(verdicts.reward[row]), samples[row]))
@@ -139,9 +139,9 @@ def _answers(run: RunFolder, rows: np.ndarray, positions: Mapping[int, int]) -> 
 
 
 def prompt_texts(run: RunFolder, ids: Collection[str]) -> dict[str, str]:
-    """The last turn of prompts by id, from the run's own data if that is a file that still exists.
+    """The last turn of prompts by id, from the run's data if that is an existing file.
 
-    A report downloads nothing and runs no component of the user's.
+    A report downloads nothing and runs no component of a user.
     """
     setting: Any = run.setting("prompts" if run.family in SAMPLED else "eval_prompts")
     if not isinstance(setting, dict) or setting.get("_component_") != _PROMPTS:
@@ -159,7 +159,7 @@ def _last_turns(setting: str, written: int) -> dict[str, str]:
 
     Args:
         setting: the setting as JSON.
-        written: when its file was.
+        written: modification time of its file, for the cache.
     """
     from rocm_ext.data.prompts import prompt_dataset  # here: `datasets` takes a second to import
 

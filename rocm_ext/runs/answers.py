@@ -1,8 +1,8 @@
 """The answers of a run of RAFT or GRPO and their verdicts: ``samples.jsonl`` and ``verdicts.jsonl``.
 
 The files may have millions of lines. So they are read line by line, and only numbers are kept: the verdicts as columns,
-and the positions of the answers, whose texts are read when they are wanted. A position is the number of the file, since
-each rank of a running run has files of its own, and an offset in it. A step of RAFT is a cycle.
+and the positions of the answers, whose texts are read on demand. A position is the number of the file, since the ranks
+of a running run have separate files, and an offset in it. A step of RAFT is a cycle.
 """
 
 import json
@@ -20,19 +20,19 @@ from rocm_ext.base.files import json_object
 from rocm_ext.runs.records import MOST_STEPS, Judged, SampleKey, finite, number
 from rocm_ext.runs.tails import Tails
 
-_BEGINNING = re.compile(rb'\{"step": (\d{1,9}), "phase": "(sample|eval)", ')  # of a line as the recipe writes it
-_FILE_BITS = 48  # of a position are the offset in its file
+_BEGINNING = re.compile(rb'\{"step": (\d{1,9}), "phase": "(sample|eval)", ')  # as the recipe begins a line
+_FILE_BITS = 48  # low bits of a position: the offset in its file
 _Scope = tuple[int, str]  # step, and ``sample`` or ``eval``
-_NOWHERE: _Scope = (-1, "")  # of a line without them
+_NOWHERE: _Scope = (-1, "")  # for lines without them
 
 
 def said(record: Mapping[str, Any]) -> str:
-    """Return the text of a line of ``samples.jsonl``; of a conversation, all its messages with who says them."""
+    """Return the text of a line of ``samples.jsonl``; of a conversation, all messages with their speakers."""
     messages = record.get("messages")
     if not isinstance(messages, list):
         return str(record.get("text", ""))
     parts = []
-    for message in (each for each in messages if isinstance(each, Mapping)):
+    for message in (m for m in messages if isinstance(m, Mapping)):
         text = str(message.get("content", ""))
         calls = message.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():
@@ -45,7 +45,7 @@ def said(record: Mapping[str, Any]) -> str:
 
 
 class _Positions(dict[_Scope, "array[int]"]):
-    """Where the lines of each step and phase of a ``samples.jsonl`` begin."""
+    """Offsets of the lines of a ``samples.jsonl``, by step and phase."""
 
     def add(self, content: bytes, position: int) -> bool:
         """Take a line; its tokens are not parsed where the line begins as the recipe writes it."""
@@ -60,7 +60,7 @@ class _Positions(dict[_Scope, "array[int]"]):
 
 
 class _Lengths(defaultdict[int, dict[SampleKey, tuple[int, float, int]]]):
-    """Of the answers that each step sampled: tokens, the sum of their log-probs, and the number of these."""
+    """Sampled answers by step and key: number of tokens, sum and number of their log-probs."""
 
     def __init__(self) -> None:
         super().__init__(dict)
@@ -103,9 +103,9 @@ class AnswerLog:
     """The answers of a run and their verdicts.
 
     Args:
-        folder: the run's.
-        problems: takes messages about damaged files.
-        tails: what was read of them before.
+        folder: the run's folder.
+        problems: list that gets messages about damaged files.
+        tails: contents of the files that were read before.
     """
 
     def __init__(self, folder: Path, problems: list[str], tails: Tails) -> None:
@@ -121,7 +121,7 @@ class AnswerLog:
 
     @cached_property
     def _positions(self) -> dict[_Scope, "array[int]"]:
-        """Where the answers of each step and phase are."""
+        """Positions of the answers, by step and phase."""
         positions: dict[_Scope, array[int]] = defaultdict(lambda: array("q"))
         for index, path in enumerate(self._samples):
             for scope, of_file in self._tails.lines(path, _Positions, self._problems).items():
@@ -129,7 +129,7 @@ class AnswerLog:
         return positions
 
     def steps(self, held_out: bool = False) -> list[int]:
-        """The steps with answers in the file, of their sampling or of the evaluation after them."""
+        """The steps with recorded answers, of their sampling or of the evaluation after them."""
         return sorted(step for step, phase in self._positions if phase == ("eval" if held_out else "sample"))
 
     def has(self, step: int, held_out: bool = False) -> bool:
@@ -148,9 +148,9 @@ class AnswerLog:
         return {key: line for _, line in _read(self._samples, positions) if (key := _key(line)) is not None}
 
     def lengths(self, step: int) -> tuple[np.ndarray, float | None]:
-        """The tokens of each answer that a step sampled, [n], and their entropy.
+        """Lengths in tokens of a step's sampled answers, [n], and their entropy in nats per token.
 
-        The entropy is that of :func:`rocm_ext.rl.records.entropy`, in nats per token; None without log-probs.
+        See :func:`rocm_ext.rl.records.entropy`; None without log-probs.
         """
         of_key: dict[SampleKey, tuple[int, float, int]] = {}
         for path in self._samples:
@@ -172,7 +172,7 @@ class Verdicts:
     """The verdicts of a run as columns, sorted by phase, step, prompt and sample; the last line of an answer counts.
 
     Args:
-        files: the lines of each file.
+        files: the lines, by file.
 
     Attributes:
         kinds, prompts: the names that ``kind`` and ``prompt`` index.
@@ -203,7 +203,7 @@ class Verdicts:
         return np.flatnonzero((self.step == step) & (self.held_out == held_out))
 
     def groups(self, step: int, held_out: bool = False) -> list[np.ndarray]:
-        """The rows of each prompt that a step, or the evaluation after it, asked."""
+        """The rows by prompt that a step, or the evaluation after it, asked."""
         rows = self.rows(step, held_out)
         return np.split(rows, np.flatnonzero(np.diff(self.prompt[rows])) + 1) if len(rows) else []
 
@@ -212,18 +212,18 @@ class Verdicts:
         return self.kinds[int(self.kind[row])]
 
     def key(self, row: int) -> SampleKey:
-        """The answer that a row is about."""
+        """The key of a row's answer."""
         return self.prompts[int(self.prompt[row])], int(self.sample[row])
 
     def counts(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """The steps that sampled, in order, and how many of the answers of each step have a verdict, by verdict."""
+        """The steps that sampled, in order, and by verdict the number of their answers, [steps]."""
         sampled = self.held_out == 0
         steps, at = np.unique(self.step[sampled], return_inverse=True)
         kinds = self.kind[sampled]
         return steps, {name: np.bincount(at[kinds == i], minlength=len(steps)) for i, name in enumerate(self.kinds)}
 
     def greedy(self, step: int, index: int) -> dict[str, bool]:
-        """Whether each held-out prompt's answer ``index`` is right after a step."""
+        """Whether answer ``index`` is right after a step, by held-out prompt."""
         rows = self.rows(step, held_out=True)
         chosen = rows[self.sample[rows] == index]
         return {self.prompts[int(self.prompt[row])]: self.name(row) == "CORRECT" for row in chosen}

@@ -1,7 +1,7 @@
-"""Whether to take a faster setting: a safe run A and a faster run B, measured against each other.
+"""Whether to take a faster setting: a safe run A against a faster run B.
 
 The answer shows equivalence instead of assuming it: "no significant difference" would accept any setting that was
-tried for too short. Losses count as the same only if the whole 95 % interval of their difference lies within a
+tried for too short. Losses count as the same only if the 95 % interval of their difference lies within a
 tolerance (two one-sided tests, Schuirmann 1987). They count as different only if the interval excludes zero and the
 difference exceeds the tolerance. In all other cases the answer is how many more steps it takes, roughly.
 """
@@ -17,8 +17,7 @@ import numpy as np
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import hub_name
 from rocm_ext.base.registry import BY_STEP, DPO, RAFT, SAMPLED
-from rocm_ext.runs.folder import RunFolder, running_time
-from rocm_ext.runs.held_out import held_out
+from rocm_ext.runs.folder import RunFolder, held_out, running_time
 from rocm_ext.runs.intervals import (
     BATCHES,
     Interval,
@@ -36,10 +35,10 @@ _WARM_UP = 10  # steps at a run's beginning that do not show its speed: compilat
 _DATA = ("dataset", "dataset_val", "validation_fraction", "tokenizer", "data_seed", "shuffle", "too_long", "bad_rows")
 _STEP_SIZE = ("sequences_per_step", "gradient_accumulation_steps", "batch_size", "max_steps_per_epoch")
 _ROLLOUT_SIZE = ("prompts_per_step", "samples_per_prompt", "refill")
-_PATHS = ("source", "data_files", "path", "_path", "_file", "_dir")  # settings that say where a file is
+_PATHS = ("source", "data_files", "path", "_path", "_file", "_dir")  # settings that are paths
 _NOTICED = 0.1  # relative difference of speeds; runs with equal settings differ by as much
-_SLOW = 0.85  # of A's speed; chance does not explain less
-_SAVED = 0.95  # of A's memory; a user may accept less speed for less memory than this
+_SLOW = 0.85  # share of A's speed; chance does not explain less
+_SAVED = 0.95  # share of A's memory; a user may accept less speed for less memory
 _PATIENCE = 100  # times the present steps; advice to run more would help nobody
 
 
@@ -63,13 +62,13 @@ class _Quality:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The answer of :func:`compare`, and what it rests on.
+    """The answer of :func:`compare`, and its reasons.
 
     Attributes:
         a, b: folders of the runs.
-        settings: those that differ, by name: A's value, B's.
-        speed: speed of B, as a multiple of A's: ratio of median tokens/s after warm-up; for RAFT and GRPO of sampled
-            tokens per second of sampling and training, since fewer answers are less work.
+        settings: differing settings by name: A's value, B's.
+        speed: B's speed over A's: ratio of median tokens/s after warm-up; for RAFT and GRPO, sampled tokens per second
+            of sampling and training, since fewer answers are less work.
         difference: of SFT and DPO runs, B's loss less A's, relative to A's, over the last half of the common steps: in
             the first half, runs may not have diverged yet. Of RAFT and GRPO runs, the share of held-out prompts that B
             got right less A's share.
@@ -93,7 +92,7 @@ class Comparison:
 
 
 class _Common:
-    """Columns of two runs at the steps, or at the validations, that both have."""
+    """Columns of two runs at their common steps or validations."""
 
     def __init__(self, a: Columns, b: Columns) -> None:
         self._runs = a, b
@@ -107,7 +106,7 @@ class _Common:
 
 @np.errstate(all="ignore")  # damaged files may hold 1e308
 def compare(a: RunFolder, b: RunFolder, tolerance: float, score_tolerance: float) -> Comparison:
-    """Measure two runs against each other, and decide whether to take B.
+    """Compare two runs, and decide whether to take B.
 
     Args:
         a, b: the runs, finished or not.
@@ -135,7 +134,7 @@ def compare(a: RunFolder, b: RunFolder, tolerance: float, score_tolerance: float
         quality = _by_scores(a, b, settings, score_tolerance)
     else:
         quality = _by_losses(a, b, settings, tolerance)
-        if quality.state == "unknown" and a.evaluations and b.evaluations:  # of runs whose losses say nothing
+        if quality.state == "unknown" and a.evaluations and b.evaluations:  # the losses decide nothing
             scored = _by_scores(a, b, settings, score_tolerance)
             quality = replace(scored, measured=quality.measured | scored.measured, notes=quality.notes)
     if lost[1] > lost[0]:
@@ -153,7 +152,7 @@ def _check_models(a: RunFolder, b: RunFolder) -> None:
     """Refuse runs of two models.
 
     A run's summary has a hash of its base model, as its builder reads it. Before the run's end, and for two builders,
-    the name of the model's folder has to tell.
+    the names of the models' folders decide.
     """
     folders = [str(run.setting("checkpointer.checkpoint_dir") or "") for run in (a, b)]
     weights = [run.fact("base_model") for run in (a, b)]
@@ -223,7 +222,7 @@ def _peak_memory(run: RunFolder) -> float:
 
 
 def _speed(a: RunFolder, b: RunFolder) -> tuple[Interval, dict[str, Pair]]:
-    """The speed of B against A's, and what it is made of, by name."""
+    """The speed of B against A's, and the measurements behind it, by name."""
     rounds = [_rounds(run) for run in (a, b)]
     common, unit = _Common(*rounds), "cycle" if a.family == RAFT else "step"
     first = min(_WARM_UP, len(common.steps) // 4)
@@ -400,14 +399,14 @@ def _percent(share: float) -> str:
 def _by_scores(a: RunFolder, b: RunFolder, settings: Mapping[str, Any], tolerance: float) -> _Quality:
     """By the last cycle or step that both runs evaluated, or by two evaluations of ``rocm-ext eval``.
 
-    B is not worse if the whole interval of the gain lies above ``-tolerance``; it is worse if that is not so and chance
+    B is not worse if the interval of the gain lies above ``-tolerance``; it is worse if that is not so and chance
     does not explain the difference.
     """
     quality, evaluations = _Quality(), a.is_evaluation and b.is_evaluation
     of_b = {scored.number: scored for scored in held_out(b)}
     both = [(scored, of_b[scored.number]) for scored in held_out(a) if scored.number in of_b]
     for scores in both[:1] + both[1:][-1:]:
-        shares = [scored.scores["correct"] / scored.scores["prompts"] for scored in scores]
+        shares = [scored.scores.passed[0] for scored in scores]
         quality.measured[f"held-out pass@1, {scores[0].after}"] = shares[0], shares[1]
     if not both or not (both[-1][0].number or evaluations):  # before training, settings can affect sampling alone
         unit = "cycle" if a.family == RAFT else "step"
@@ -420,7 +419,7 @@ def _by_scores(a: RunFolder, b: RunFolder, settings: Mapping[str, Any], toleranc
     why = f"different verifiers judged (different {', '.join(judges)})" if judges else ""
     if sizes:
         why = why or f"their steps have different numbers of answers (different {', '.join(sizes)})"
-    if any(len(right) != scored.scores["prompts"] for right, scored in zip((right_a, right_b), last, strict=True)):
+    if any(len(right) != scored.scores.prompts for right, scored in zip((right_a, right_b), last, strict=True)):
         why = why or "verdicts.jsonl lacks verdicts"
     elif right_a.keys() != right_b.keys():
         why = why or "they are of different prompts"

@@ -1,13 +1,14 @@
 """Reads the folder of a run as far as possible.
 
 A run may still be going on, may have been killed, or may be copied in part. So this reader needs no file: missing ones
-are empty, and ``problems`` lists those that cannot be read. The recipes' own readers are strict, since a run must not
-continue from damaged files; and they import torch, which takes longer than all that happens here.
+are empty, and ``problems`` lists those that cannot be read. The recipes' readers are strict, since a run must not
+continue from damaged files; and they import torch, which takes longer than all of this module's work.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -21,8 +22,8 @@ from rocm_ext.base.nested import flatten
 from rocm_ext.base.registry import BY_STEP, DPO, GRPO, RAFT, SFT, TITLES
 from rocm_ext.machine.counters import HARDWARE_LOG
 from rocm_ext.runs.answers import AnswerLog
-from rocm_ext.runs.records import GREEDY as GREEDY
 from rocm_ext.runs.records import (
+    GREEDY,
     MOST,
     ROWS,
     Columns,
@@ -30,6 +31,7 @@ from rocm_ext.runs.records import (
     MetricLines,
     PolicyLines,
     Readings,
+    Scores,
     is_rows,
     number,
     parse_scores,
@@ -50,21 +52,21 @@ class RunFolder:
 
     Args:
         path: the folder.
-        tails: what was read of the folder before, if it is read again and again.
+        tails: contents that were read before, if the folder is read again and again.
 
     Attributes:
-        name: the folder's; the report changes it where two runs share it.
-        recipe: its name.
-        family: the recipe of this library that it is or extends; its records are of that kind.
+        name: the folder's name; the report changes it where two runs share it.
+        recipe: the recipe's name.
+        family: the recipe, or the one that it extends; it decides the kind of records.
         config: content of ``config.yaml``.
         summary: content of ``summary.json``; empty before the end of SFT and DPO, or of RAFT's first cycle.
         rows: content of ``rows.json``.
-        steps: optimiser steps in order: ``step``, ``loss``, ``lr`` … A RAFT run counts them across its cycles. Those of
-            GRPO may have several updates, or none and no loss.
+        steps: optimiser steps in order: ``step``, ``loss``, ``lr`` … A RAFT run counts them across its cycles. A step
+            of GRPO may have several updates, or none and no loss.
         validations: ``step``, ``val_loss``.
         cycles: cycles of a RAFT run, in order.
-        evaluations: scores by step, in order, as of :func:`rocm_ext.runs.records.parse_scores`; none of RAFT.
-        answers: answers that the run sampled, of SFT and DPO in evaluations alone; a step of RAFT is a cycle.
+        evaluations: scores by step, in order; empty for RAFT.
+        answers: answers that the run sampled (SFT and DPO only in evaluations); a step of RAFT is a cycle.
         hardware: lines of ``hardware.jsonl``, by time.
         problems: messages about files that could not be read.
 
@@ -87,10 +89,10 @@ class RunFolder:
         self.recipe = str(self.config.get("recipe", shape))
         self.family = self.recipe if self.recipe in TITLES else shape
         self.cycles: list[CycleFolder] = []
-        self.evaluations: dict[int, dict[str, Any]] = {}
+        self.evaluations: dict[int, Scores] = {}
         self.validations = Columns([])
         self.answers = AnswerLog(path, self.problems, tails)
-        if self.family in BY_STEP and folders:  # rocm-ext eval with a config of GRPO: its records are those of a cycle
+        if self.family in BY_STEP and folders:  # rocm-ext eval with a config of GRPO: it writes a cycle's records
             self.family = RAFT
         if self.family == RAFT:
             self._read_cycles(sorted(folders, key=lambda p: int(p.name[6:])))
@@ -109,7 +111,7 @@ class RunFolder:
         self.hardware = tails.lines(path / HARDWARE_LOG, Readings, self.problems)
 
     def _shape(self, cycles: bool) -> str:
-        """The recipe whose records the folder has. A user's recipe need not be here: they tell which one it extends."""
+        """The recipe whose records the folder has; for a user's recipe, the one that it extends."""
         if cycles or "cycles" in self.config:
             return RAFT
         lines = list(islice(read_lines(self.path / "metrics.jsonl", problems=[]), 2))
@@ -194,9 +196,9 @@ class CycleFolder:
         number: k; cycle 0 holds the evaluation before any training.
         steps: optimiser steps of its training.
         summary: summary of its training; empty before the end.
-        seconds: duration of each phase that ended.
-        phases: the last line of each phase in the run's ``metrics.jsonl``.
-        row: its entry in the run's ``summary.json``; empty for an unfinished cycle.
+        seconds: durations of the phases that ended.
+        phases: the phases' last lines in the run's ``metrics.jsonl``.
+        row: the cycle's entry in the run's ``summary.json``; empty for an unfinished cycle.
     """
 
     def __init__(
@@ -221,7 +223,7 @@ class CycleFolder:
                     self.seconds[phase] = seconds
 
     @cached_property
-    def scores(self) -> dict[str, Any] | None:
+    def scores(self) -> Scores | None:
         """``eval.json`` with its intervals; None if it is missing or damaged."""
         return parse_scores(read_json(self.folder / "eval.json", self._problems))
 
@@ -247,7 +249,7 @@ class CycleFolder:
 
     @cached_property
     def lengths(self) -> tuple[np.ndarray, float | None]:
-        """Tokens of each of the cycle's answers, and their entropy; see :meth:`AnswerLog.lengths`."""
+        """Lengths in tokens of the cycle's answers, and their entropy; see :meth:`AnswerLog.lengths`."""
         return self._answers.lengths(self.number)
 
     @cached_property
@@ -260,8 +262,50 @@ class CycleFolder:
             return None
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """An evaluation.
+
+    Attributes:
+        after: the cycle or step before it: ``cycle 3`` or ``step 40``.
+        number: number of the cycle or step; 0 is before any training.
+        answers: number of answers sampled for training before it.
+        scores: its scores.
+        run: the run.
+    """
+
+    after: str
+    number: int
+    answers: int
+    scores: Scores
+    run: RunFolder
+
+    def greedy(self) -> dict[str, bool]:
+        """Read the verdicts; return whether the greedy answer is right, by prompt id."""
+        return self.run.answers.verdicts.greedy(self.number, GREEDY)
+
+
+def held_out(run: RunFolder) -> list[HeldOut]:
+    """The evaluations of a run, in order; SFT and DPO have them with ``eval_prompts``."""
+    scored: list[tuple[int, int, Scores]] = []
+    if run.family != RAFT:
+        counts = np.clip(np.nan_to_num(run.steps["answers"]), 0, MOST)
+        before = np.concatenate([[0.0], np.cumsum(counts)])
+        for step, scores in run.evaluations.items():
+            scored.append((step, int(before[np.searchsorted(run.steps["step"], step, side="right")]), scores))
+    else:
+        answers = 0
+        for cycle in run.cycles:
+            counted = number(cycle.row.get("samples"))
+            answers += int(counted) if 0 <= counted < MOST else len(cycle.rewards)
+            if cycle.scores is not None:
+                scored.append((cycle.number, answers, cycle.scores))
+    unit = "cycle" if run.family == RAFT else "step"
+    return [HeldOut(f"{unit} {at}", at, count, scores, run) for at, count, scores in scored]
+
+
 def of_policy(config: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], sampled: bool) -> bool:
-    """Whether records are those of GRPO, by some ``lines`` of ``metrics.jsonl``. SFT, too, may have ``sampled``."""
+    """Whether GRPO wrote the records, by some ``lines`` of ``metrics.jsonl``. SFT may also have ``sampled``."""
     if config.get("dataset") or any("loss" in line and "reward" not in line for line in lines):
         return False
     return sampled or any({"reward", "eval"} & line.keys() for line in lines)
@@ -295,7 +339,7 @@ def running_time(lines: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.nda
         lines: lines of ``hardware.jsonl``, by time.
 
     Returns:
-        [n] seconds at each line; indices of the lines before which the run had paused.
+        [n] seconds by line; indices of the lines before which the run had paused.
     """
     times = np.array([number(line.get("time")) for line in lines], dtype=np.float64)
     steps = np.diff(times, prepend=times[:1])

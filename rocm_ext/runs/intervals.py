@@ -1,4 +1,4 @@
-"""How much of a difference between two runs is chance."""
+"""Confidence intervals of differences between two runs."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Interval:
     high: float = math.inf
 
     def within(self, margin: float) -> bool:
-        """Whether the whole interval lies between ``-margin`` and ``margin``."""
+        """Whether the interval lies between ``-margin`` and ``margin``."""
         return -margin < self.low and self.high < margin
 
     def excludes(self, value: float) -> bool:
@@ -37,7 +37,7 @@ def relative_difference(a: np.ndarray, b: np.ndarray) -> Interval:
     """The mean of ``b - a``, relative to the mean of ``a``, with an interval that accounts for autocorrelation.
 
     The losses of two runs at one step are of the same rows, so most of their noise cancels. The rest is autocorrelated:
-    weights that differ at one step differ at the next. So the interval is that of the means of 8 consecutive batches
+    weights that differ at one step differ at the next. So the interval comes from the means of 8 consecutive batches
     (Conway 1963; so few lose little, Schmeiser 1982). If those have a positive lag-1 correlation r, bias of -1/8
     corrected, their variance is multiplied by (1 + r) / (1 - r).
 
@@ -63,7 +63,7 @@ def relative_difference(a: np.ndarray, b: np.ndarray) -> Interval:
 
 
 def ratio_of_medians(a: np.ndarray, b: np.ndarray) -> Interval:
-    """The median of ``b`` over that of ``a``, with the interval of the ratios of 8 consecutive stretches.
+    """The median of ``b`` over the median of ``a``, with an interval from the ratios of 8 consecutive stretches.
 
     Medians, since a step that waited for another program says nothing about a setting; long stretches, since clocks
     follow temperature. It covers these two runs: runs with equal settings were measured to differ by 10 %.
@@ -95,7 +95,7 @@ def mcnemar(a_only: int, b_only: int) -> float:
 def paired_gain(a_only: int, b_only: int, total: int) -> Interval:
     """The share of prompts that B got right minus A's, over the same prompts.
 
-    Agresti and Min's (2005) interval, which adds half a prompt to each cell and so holds for few prompts, too.
+    Agresti and Min's (2005) interval, which adds half a prompt to every cell and so also holds for few prompts.
 
     Args:
         a_only, b_only: prompts that only one of them got right.
@@ -107,12 +107,12 @@ def paired_gain(a_only: int, b_only: int, total: int) -> Interval:
 
 
 def paired_ratio(differences: np.ndarray, sizes: np.ndarray) -> Interval:
-    """The sum of ``differences`` over that of ``sizes``, with an interval over independent rows.
+    """The sum of ``differences`` over the sum of ``sizes``, with an interval over independent rows.
 
     The ratio estimator's linearised variance (Cochran 1977, section 6.4) and the normal quantile.
 
     Args:
-        differences: [n], of each row.
+        differences: [n], by row.
         sizes: [n], above 0.
     """
     value = float(differences.sum() / sizes.sum())

@@ -35,10 +35,10 @@ def read_answers(run: RunFolder, last: int | None = None) -> tuple[list[Answer],
 
     Args:
         run: run of RAFT or GRPO.
-        last: read only the last so many cycles or steps; None: all.
+        last: number of last cycles or steps to read; None: all.
 
     Returns:
-        The answers, each text of a prompt once, and the number of those left out: ``ERROR`` by their verdict,
+        The answers, without repeated texts of a prompt, and the number of omitted ones: ``ERROR`` by their verdict,
         ``conversation`` because they answer more than the prompt, and ``truncated`` because ``max_new_tokens`` cut
         them, so that they have no end to learn.
 
@@ -72,18 +72,18 @@ def read_answers(run: RunFolder, last: int | None = None) -> tuple[list[Answer],
 def choose_pairs(
     answers: Sequence[Answer], *, per_prompt: int, limit: int | None = None, seed: int = 0
 ) -> list[tuple[Answer, Answer]]:
-    """Pair right answers with wrong ones of the same prompt, those of the closest lengths first.
+    """Pair right with wrong answers to the same prompt, closest lengths first.
 
     An answer is in at most one pair. Close lengths keep the training from learning length instead of rightness.
 
     Args:
-        answers: the answers, each text of a prompt once.
+        answers: answers without repeated texts of a prompt.
         per_prompt: maximum number of pairs of a prompt.
         limit: maximum number of all pairs, which are then drawn at random; None: no limit.
-        seed: seed of random choices, between equally close pairs too.
+        seed: seed of random choices, also between equally close pairs.
 
     Returns:
-        Right and wrong answer of each pair, in the order of the prompts' first answers.
+        Pairs of a right and a wrong answer, in the order of the prompts' first answers.
     """
     by_prompt: dict[str, tuple[list[Answer], list[Answer]]] = defaultdict(lambda: ([], []))
     for answer in answers:
@@ -115,13 +115,13 @@ def choose_single(
     """Draw right and wrong answers at random, also of prompts with only one kind.
 
     Args:
-        answers: the answers, each text of a prompt once.
+        answers: answers without repeated texts of a prompt.
         per_prompt: maximum number of right answers to a prompt, and of wrong ones.
         limit: maximum number of all answers; None: no limit.
         seed: seed of the draw.
 
     Returns:
-        The drawn ones of ``answers``, in their order.
+        The drawn answers, in the order of ``answers``.
     """
     of_prompt: dict[tuple[str, bool], list[Answer]] = defaultdict(list)
     for answer in sorted(answers, key=lambda answer: _drawn(seed, answer)):
@@ -132,6 +132,6 @@ def choose_single(
 
 
 def _drawn(seed: int, *answers: Answer) -> bytes:
-    """Return what answers to one prompt are drawn by: the least ones."""
+    """Return the key by which answers to one prompt are drawn: the least keys win."""
     key = "\0".join((str(seed), answers[0].prompt_id, *(answer.text for answer in answers)))
     return hashlib.sha256(key.encode(errors="backslashreplace")).digest()

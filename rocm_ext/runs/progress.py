@@ -13,7 +13,7 @@ from rocm_ext.runs.folder import of_policy, raft_finished, steps_finished
 from rocm_ext.runs.records import MOST, is_rows, number, parse_scores, read_json, read_yaml
 
 _TAIL = 1 << 16  # bytes read from the end of a metrics.jsonl: some hundred lines
-_RECENT = 20  # steps that tell the speed of a GRPO run
+_RECENT = 20  # steps whose times give the speed of a GRPO run
 _SHOWN = ("step", "epoch", "loss", "margin", "accuracy", "tokens_per_second", "val_loss", "val_margin", "val_accuracy")
 
 
@@ -22,7 +22,7 @@ def progress(out: Path) -> dict[str, Any]:
 
     Returns:
         ``cycle`` and ``phase`` of a RAFT run; ``step``, ``epoch``, ``loss``, ``tokens_per_second`` and ``val_loss`` of
-        the current or last training, of DPO also margin and accuracy, and ``held_out``; those of a GRPO run, see
+        the current or last training, of DPO also margin and accuracy, and ``held_out``; for GRPO, see
         :func:`_policy_progress`; ``seconds_ago``, since the last write; ``finished``; or ``problem``, why there is no
         run to show.
     """
@@ -83,7 +83,7 @@ def _policy_progress(out: Path, lines: list[dict[str, Any]], config: Mapping[str
     """The newest values of a GRPO run.
 
     Returns:
-        ``phase``: ``sampling``, ``training`` or ``evaluating``; ``step`` and ``steps``, of the whole run; ``reward``,
+        ``phase``: ``sampling``, ``training`` or ``evaluating``; ``step`` and ``steps`` of the run; ``reward``,
         ``flat`` (share of groups) and ``entropy`` of the last step; ``held_out``, the last score; ``seconds``, the
         median of the last steps; ``seconds_left``.
     """
@@ -111,7 +111,7 @@ def _policy_progress(out: Path, lines: list[dict[str, Any]], config: Mapping[str
 
 
 def _policy_phase(out: Path, config: Mapping[str, Any]) -> str:
-    """What a GRPO run does, by its newest verdicts; empty if they do not tell."""
+    """The phase of a GRPO run, by its newest verdicts; empty if they do not show it."""
     (written, size), (trained, _) = _stat(out / "verdicts.jsonl"), _stat(out / "metrics.jsonl")
     if written < trained:
         return ""
@@ -129,15 +129,14 @@ def _policy_phase(out: Path, config: Mapping[str, Any]) -> str:
 
 
 def _last_values(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """The newest of each value in lines of a ``metrics.jsonl``."""
+    """The newest values in lines of a ``metrics.jsonl``."""
     return {key: line[key] for line in lines for key in _SHOWN if _is_number(line.get(key))}
 
 
 def _held_out(lines: list[dict[str, Any]]) -> dict[str, float]:
     """The last held-out score in lines of a ``metrics.jsonl``."""
-    read = [scores for line in lines if isinstance(scores := line.get("eval"), dict)]
-    parsed = [scores for each in read if (scores := parse_scores(each)) is not None]
-    return {"held_out": parsed[-1]["pass"][0]} if parsed else {}
+    parsed = [scores for line in lines if (scores := parse_scores(line.get("eval"))) is not None]
+    return {"held_out": parsed[-1].passed[0]} if parsed else {}
 
 
 def _times(lines: list[dict[str, Any]]) -> list[float]:

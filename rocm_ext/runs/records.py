@@ -15,10 +15,10 @@ from rocm_ext.base.files import json_object
 from rocm_ext.runs.scores import wilson
 from rocm_ext.runs.tails import Tails
 
-GREEDY = -1  # index of a held-out prompt's greedy answer; those drawn at random count from 0
+GREEDY = -1  # index of a held-out prompt's greedy answer; drawn answers count from 0
 MOST = 1e12  # seconds or prompts; a file with more is damaged
 MOST_STEPS = 2**31
-ROWS = "rows.json"  # what a run's data is, see rocm_ext.data.overview
+ROWS = "rows.json"  # a run's data, see rocm_ext.data.overview
 SampleKey = tuple[str, int]  # prompt id, index of the sample
 
 
@@ -54,7 +54,7 @@ class Lines(list[dict[str, Any]]):
 
 
 class Latest:
-    """The last line of each step, in order.
+    """The last line of a step, for all steps in order.
 
     Attributes:
         columns: the lines.
@@ -83,7 +83,7 @@ class MetricLines:
 
     def __init__(self) -> None:
         self.steps, self.validations = Latest(), Latest()
-        self.evaluations: dict[int, dict[str, Any]] = {}
+        self.evaluations: dict[int, Scores] = {}
 
     def add(self, content: bytes, position: int) -> bool:
         """Take a line."""
@@ -97,8 +97,7 @@ class MetricLines:
         return line is not None
 
     def _add_scores(self, step: float, line: Mapping[str, Any]) -> None:
-        scores = parse_scores(read) if isinstance(read := line.get("eval"), dict) else None
-        if scores is not None and 0 <= step < MOST_STEPS:
+        if (scores := parse_scores(line.get("eval"))) is not None and 0 <= step < MOST_STEPS:
             self.evaluations[int(step)] = scores
 
 
@@ -148,7 +147,7 @@ class Readings(list[dict[str, Any]]):
             self.gpus |= dict.fromkeys(str(gpu.get("id", i)) for i, gpu in enumerate(gpus))
 
     def column(self, name: Any, read: Callable[[Mapping[str, Any]], float]) -> np.ndarray:
-        """[n] float64: what ``read`` makes of each line.
+        """[n] float64: ``read``'s results, by line.
 
         Args:
             name: name of the function; another function has another name.
@@ -157,6 +156,26 @@ class Readings(list[dict[str, Any]]):
         column = self._columns.setdefault(name, array("d"))
         column.extend(map(read, self[len(column) :]))
         return np.array(column)
+
+
+Share = tuple[float, float, float]  # a share, and the ends of its 95 % interval
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of an evaluation.
+
+    Attributes:
+        prompts: number of prompts.
+        correct: number of right greedy answers.
+        passed: pass@1.
+        at: pass@k of drawn answers, by k.
+    """
+
+    prompts: int
+    correct: int
+    passed: Share
+    at: dict[int, Share]
 
 
 @dataclass(frozen=True)
@@ -187,12 +206,13 @@ def finite(values: Any) -> np.ndarray:
     return numbers[np.isfinite(numbers)]
 
 
-def parse_scores(read: Mapping[str, Any]) -> dict[str, Any] | None:
+def parse_scores(read: Any) -> Scores | None:
     """The scores of an evaluation with their intervals; None without a number of prompts and of right answers.
 
     Args:
-        read: as :func:`rocm_ext.rl.evaluation.score` returns it.
+        read: result of :func:`rocm_ext.rl.evaluation.score`, or any other value.
     """
+    read = read if isinstance(read, Mapping) else {}
     total, correct = number(read.get("prompts")), number(read.get("correct"))
     if not 0 <= correct <= total < MOST or total < 1:
         return None
@@ -203,7 +223,7 @@ def parse_scores(read: Mapping[str, Any]) -> dict[str, Any] | None:
         if k.isdecimal() and len(k) < 9 and isinstance(at, dict) and 0 <= (p := number(at.get("pass"))) <= 1
     }
     interval = wilson(correct, int(total))
-    return {"prompts": int(total), "correct": int(correct), "pass": (correct / total, *interval), "at": shares}
+    return Scores(int(total), int(correct), (correct / total, *interval), shares)
 
 
 def is_rows(value: Any) -> TypeGuard[list[dict[str, Any]]]:
@@ -213,14 +233,14 @@ def is_rows(value: Any) -> TypeGuard[list[dict[str, Any]]]:
 
 def read_steps(
     path: Path, problems: list[str], tails: Tails, kind: type[MetricLines] = MetricLines
-) -> tuple[Columns, Columns, dict[int, dict[str, Any]]]:
+) -> tuple[Columns, Columns, dict[int, Scores]]:
     """Steps, validations and scores by step in a ``metrics.jsonl``, in order; the last line of a step counts."""
     lines = tails.lines(path, kind, problems)
     return lines.steps.columns, lines.validations.columns, dict(sorted(lines.evaluations.items()))
 
 
 def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
-    """The JSON object in a file; empty if the file is missing or holds none, which ``problems`` then says."""
+    """The JSON object in a file; empty if the file is missing or, with a message in ``problems``, damaged."""
     content = _read_bytes(path, problems)
     value = {} if content is None else json_object(content)
     if value is None:
@@ -230,7 +250,7 @@ def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def read_yaml(path: Path, problems: list[str]) -> dict[str, Any]:
-    """The YAML mapping in a file; empty if the file is missing or holds none, which ``problems`` then says."""
+    """The YAML mapping in a file; empty if the file is missing or, with a message in ``problems``, damaged."""
     content = _read_bytes(path, problems)
     try:
         value = {} if content is None else yaml.safe_load(content.decode())

@@ -53,7 +53,7 @@ def passes(groups: Sequence[tuple[int, int]]) -> dict[int, float]:
     """The mean of :func:`pass_at_k` over prompts, for k = 1, 2, 4 … up to the most answers that a prompt has.
 
     Args:
-        groups: the number of answers and of right ones of each prompt. A prompt with fewer than k answers is left out.
+        groups: number of answers and of right ones, by prompt. A prompt with fewer than k answers is left out.
     """
     most = max((n for n, _ in groups), default=0)
     ks = [2**i for i in range(most.bit_length())]

@@ -1,4 +1,4 @@
-"""Reads files of lines that grow, and parses each line once.
+"""Reads growing files of lines, and parses a line once.
 
 A page that shows a run while it goes on reads its files every few seconds. They may have a million lines, of which a
 handful are new.
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
-_CHECKED = 256  # bytes before the new lines that tell whether the file was rewritten
+_CHECKED = 256  # bytes before the new lines; they differ if the file was rewritten
 
 
 class Kept(Protocol):
-    """What is kept of a file's lines."""
+    """The parsed content of a file's lines."""
 
     def add(self, content: bytes, position: int) -> bool:
         """Take a line that begins at byte ``position``; False if it is damaged."""
@@ -27,8 +27,8 @@ _Kept = TypeVar("_Kept", bound=Kept)
 class _Tail(Generic[_Kept]):
     kept: _Kept
     sign: tuple[int, ...]
-    end: int = 0  # of the lines that were read
-    before: bytes = b""  # the end of the last of them
+    end: int = 0  # offset behind the lines that were read
+    before: bytes = b""  # the end of the last line
     damaged: int = 0
 
     def continues(self, file: BinaryIO, sign: tuple[int, ...]) -> bool:
@@ -51,20 +51,20 @@ class _Tail(Generic[_Kept]):
 
 
 class Tails:
-    """What was kept of files by earlier readings; it reads a file anew if its earlier lines have changed."""
+    """The parsed contents of files; a file whose earlier lines have changed is read anew."""
 
     def __init__(self) -> None:
         self._tails: dict[Hashable, _Tail[Any]] = {}
         self._contents: dict[Path, tuple[tuple[int, ...], Any, list[str]]] = {}
 
     def lines(self, path: Path, kind: Callable[[], _Kept], problems: list[str]) -> _Kept:
-        """What is kept of all lines of a file so far.
+        """Return the parsed lines of a file so far.
 
         Args:
             path: the file; a missing one is empty.
-            kind: makes an empty object that keeps lines. The next call for the same file and kind continues it, so the
-                caller does not change it.
-            problems: takes messages about a file that cannot be read, or that has damaged lines.
+            kind: makes an empty object that takes lines. The next call for the same file and kind continues it, so the
+                caller must not change it.
+            problems: list that gets messages about an unreadable file or damaged lines.
         """
         key = path, kind
         tail: _Tail[_Kept] | None = self._tails.get(key)
@@ -89,12 +89,12 @@ class Tails:
         return tail.kept
 
     def content(self, path: Path, read: Callable[[Path, list[str]], Any], problems: list[str]) -> Any:
-        """What ``read`` makes of a file, as long as the file does not change.
+        """Return ``read``'s result for a file, cached while the file does not change.
 
         Args:
             path: the file.
-            read: takes the file and a list for messages. The caller does not change what it returns.
-            problems: takes those messages.
+            read: takes the file and a list for messages. The caller must not change its result.
+            problems: list that gets the messages.
         """
         try:
             sign = _sign(path.stat())

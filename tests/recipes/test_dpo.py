@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rocm_ext.base.errors import UserError
 from rocm_ext.data.batches import row_sizes
 from rocm_ext.model.adapters import peft_files
-from rocm_ext.runs.folder import RunFolder
-from rocm_ext.runs.held_out import held_out
+from rocm_ext.runs.folder import RunFolder, held_out
 from rocm_ext.runs.intervals import paired_gain
 from rocm_ext.train.metrics import falling_likelihood
 from rocm_ext.train.scoring import FILE, PARTS, reference, score, set_baseline
@@ -434,7 +433,7 @@ def test_dpo_raises_the_accuracy_of_raft(tmp_path):
                                      "--output", kept, f"pocket={pocket}", "verify_workers=1"))  # fmt: skip
         (found,) = held_out(RunFolder(kept))
         right = found.greedy()
-        assert (len(right), sum(right.values())) == (scores["prompts"], scores["correct"]) == (400, scores["correct"])
+        assert (len(right), sum(right.values())) == (scores.prompts, scores.correct) == (400, scores.correct)
         return right
 
     def adapter(out: str) -> Path:

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 import rocm_ext.report as report_package
 from rocm_ext.cli import main
 from rocm_ext.report import charts
-from rocm_ext.report.charts import smooth
-from rocm_ext.report.text import visible
+from rocm_ext.report.charts import smooth, visible
 from tests.kit.lines import one_line_has
 from tests.kit.run_folders import append_jsonl, curve, grpo, hardware, raft, remove_lines, sft, write_jsonl
 

@@ -23,8 +23,8 @@ from rocm_ext.model.native.decoder import NativeDecoder
 from tests.kit.parity import our_model
 from tests.kit.processes import wait_for_end
 from tools.benchmarks import __main__ as command
-from tools.benchmarks import beside, dpo, experts, protocol, sampling, sft, unpacking, work
-from tools.benchmarks.protocol import ROOT, Failed, Ratio, Side, in_turn
+from tools.benchmarks import beside, dpo, experts, protocol, sampling, sft, training, unpacking, work
+from tools.benchmarks.protocol import ROOT, Failed, Ratio, Side, take_turns
 
 
 # ------------------------------------------------------------------------------------------------------- sides
@@ -95,7 +95,9 @@ def test_a_failed_comparison_loses_no_other(tmp_path, monkeypatch, capsys):
 
 
 def test_sides_take_turns_and_ratios_are_of_the_same_round():
-    assert "".join(in_turn("ABC", 3)) == "ABCCBAABC"
+    order = []
+    assert take_turns({side: side for side in "ABC"}, 3, order.append) == dict.fromkeys("ABC", [None] * 3)
+    assert "".join(order) == "ABCCBAABC"
     found = Ratio.of([2.0, 30.0, 4.0], [1.0, 10.0, 1.0])
     assert (found.median, found.low, found.high) == (3.0, 2.0, 4.0)
 
@@ -157,17 +159,18 @@ def test_losses_that_differ_close_the_gate(found, passes, tmp_path, monkeypatch)
     losses = {"ours": 1.0, "TRL + PEFT": found}
 
     def started(name, *_):
-        steps = {"steps": [(1.0, losses[name])] * sft.GATE}
+        steps = {"steps": [(1.0, losses[name])] * training.GATE}
         return SimpleNamespace(name=name, began=0.0, ask=lambda steps=0, answer=steps: answer)
 
-    monkeypatch.setattr(sft, "Side", started)
-    monkeypatch.setattr(sft, "command", lambda *_: [])
-    monkeypatch.setattr(sft, "python", lambda *_: "")
+    monkeypatch.setattr(training, "Side", started)
+    monkeypatch.setattr(training, "command", lambda *_: [])
+    monkeypatch.setattr(training.peers, "python", lambda *_: "")
     task = work.Task("sft", "tiny", 512, "fp32", ("TRL + PEFT",))
     stack = SimpleNamespace(enter_context=lambda each: each)
     closed = nullcontext() if passes else pytest.raises(Failed, match=r"losses of TRL \+ PEFT")
     with closed:
-        assert sft.gate(stack, tmp_path, task, 1, None)[1]["TRL + PEFT"] == pytest.approx(1e-6)
+        args = SimpleNamespace(gpu=False, installed=True)
+        assert training.gate(stack, sft.WORK, tmp_path, task, 1, args)[1]["TRL + PEFT"] == pytest.approx(1e-6)
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -207,8 +210,9 @@ def test_pairs_are_written_as_they_are_described(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     sides = [(len(row["prompt"]) + len(row[side]), len(row[side])) for row in rows for side in ("chosen", "rejected")]
     assert [counts for step in steps for counts in step] == sides
-    assert len(rows) == 5 * dpo.PAIRS_PER_STEP
-    first, second, third, *_ = (rows[i : i + dpo.PAIRS_PER_STEP] for i in range(0, len(rows), dpo.PAIRS_PER_STEP))
+    pairs = dpo.WORK.rows
+    assert len(rows) == 5 * pairs
+    first, second, third, *_ = (rows[i : i + pairs] for i in range(0, len(rows), pairs))
     assert first == second == third, "the gate repeats its pairs"
     assert max(tokens for tokens, _ in steps[0]) <= 24 < min(tokens for tokens, _ in steps[3])
 
@@ -229,13 +233,13 @@ for i in range(3): pace.step(i, sum(scored))"""
     ([0.7, 0.5], [1.0, float("nan")], "gradient norms of peer"),
 ])  # fmt: skip
 def test_other_losses_or_gradients_close_the_gate(losses, norms, told):
-    found = {dpo.OURS: ([0.7, 0.5], [1.0, 2.0]), "peer": (losses, norms)}
+    found = {training.OURS: ([0.7, 0.5], [1.0, 2.0]), "peer": (losses, norms)}
     with pytest.raises(Failed, match=told) if told else nullcontext():
-        assert dpo.check(found, dpo.TOLERANCES["fp32"])["peer"] == pytest.approx(2e-6)
+        assert training.check(found, dpo.WORK.tolerances["fp32"])["peer"] == pytest.approx(2e-6)
 
 
 @pytest.mark.parametrize(("name", "tokens", "logits", "epoch", "step"), [
-    (dpo.OURS, 2 * (10 + 5 + 3 + 20 + 1 + 2), 22, 1.5, 1.0), (dpo.WHOLE, 2 * (15 + 13 + 21 + 22), 22, 1.5, 1.0),
+    (training.OURS, 2 * (10 + 5 + 3 + 20 + 1 + 2), 22, 1.5, 1.0), (dpo.UNSHARED, 2 * (15 + 13 + 21 + 22), 22, 1.5, 1.0),
     ("torchtune", 8 * 22, 8 * 22, 1.5, 1.5), ("TRL + PEFT, reference first", 8 * 22, 8 * 22, 1.5, 1.0),
 ])  # fmt: skip
 def test_arithmetic_of_four_pairs(name, tokens, logits, epoch, step):
@@ -243,7 +247,7 @@ def test_arithmetic_of_four_pairs(name, tokens, logits, epoch, step):
     timed, task = [2 * [(15, 5), (13, 3), (21, 1), (22, 2)]], work.Task("dpo", "tiny", 512, "fp32", ())
     forward_and_back = work.flops("tiny", 512, tokens, logits)
     for kind, factor in (("dpo", epoch), ("dpo step", step)):
-        assert dpo.arithmetic(task, timed, name, kind, ARGS) == pytest.approx(factor * forward_and_back)
+        assert training.arithmetic(dpo.WORK, task, timed, name, kind, ARGS) == pytest.approx(factor * forward_and_back)
 
 
 # ------------------------------------------------------------------------------------- environments, the command
@@ -262,7 +266,7 @@ def test_the_sets_name_peers_that_there_are():
     (["--rounds", "0"], "must be at least 1"),
     (["--shape", "tiny", "--work", "sft", "--peers", "transformers generate"], "none of --peers"),
     (["--shape", "qwen3-tiny", "--peers", "TRL + PEFT", "torchtune compiled"], "not run with torchtune compiled"),
-    (["--shape", "tiny", "--peers", sft.BACKED], "does not run with ours on"),
+    (["--shape", "tiny", "--peers", training.BACKED], "does not run with ours on"),
 ])  # fmt: skip
 def test_no_option_is_ignored(options, told, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["x", *options])

@@ -14,7 +14,7 @@ from rocm_ext.data.prompts import prompt_dataset
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl import records
 from tests.kit.tiny import write_model
-from tools.benchmarks import grpo, learning, overhead, pretrained, sorting
+from tools.benchmarks import learning, overhead, pretrained, rl, sorting
 from tools.benchmarks.protocol import Failed
 
 
@@ -134,7 +134,7 @@ def test_removing_old_samples_costs_the_same_however_many_evaluations_there_are(
 def test_gradients_that_differ_close_the_gate(found, passes):
     answers = [{"steps": [(1.0, 1.0), (1.0, 1.0)]}, {"steps": [(1.0, 1.0), (1.0, found)]}]
     with nullcontext() if passes else pytest.raises(Failed, match="gradient norms differ"):
-        assert grpo.check(answers) == pytest.approx(1e-5, rel=1e-3)
+        assert rl.check(answers) == pytest.approx(1e-5, rel=1e-3)
 
 
 # --------------------------------------------------------------------------------------------------- whole runs

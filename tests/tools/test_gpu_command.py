@@ -193,7 +193,8 @@ def test_every_part_has_its_function_and_its_peer():
     for each in PARTS:
         module, name = each.function.split(":")
         assert callable(getattr(import_module(f"tools.gpu.{module}"), name))
-        work = {"sft": sft.PEERS, "dpo": dpo.PEERS}.get(each.arguments.get("work", ""), peers.get(each.function, {}))
+        trained = {"sft": sft.WORK, "dpo": dpo.WORK}.get(each.arguments.get("work", ""))
+        work = trained.peers if trained else peers.get(each.function, {})
         assert each.arguments.get("peer") in {None, *work}, each.name
 
 

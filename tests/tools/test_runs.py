@@ -12,7 +12,7 @@ import pytest
 from tests.kit import sysfs
 from tests.kit.programs import as_forks
 from tools.benchmarks import __main__ as command
-from tools.benchmarks import beside, cycle, dpo, grpo, monitor, protocol, sampling, sft, verify
+from tools.benchmarks import beside, cycle, distil, grpo, monitor, protocol, rl, sampling, training, verify
 from tools.gpu.parts import chosen
 from tools.gpu.runner import Runner
 
@@ -39,8 +39,7 @@ def base(tmp_path, pocket_dir, monkeypatch):
     ("sampling", [sampling.ENGINE, "transformers generate", "transformers continuous batching", "torchtune generate"]),
 ])  # fmt: skip
 def test_sides_are_compared(base, monkeypatch, capsys, work, peers):
-    monkeypatch.setattr(sft, "GATE", 2)
-    monkeypatch.setattr(dpo, "GATE", 2)
+    monkeypatch.setattr(training, "GATE", 2)
     monkeypatch.setattr(sampling, "CPU", sampling.Trace(prompts=2, samples=2, median=8, most=32))
     out = base / "rows.json"
     options = ["--work", work, "--shape", "tiny", "--vocab", "512", "--rounds", "1", "--installed", "--json", str(out)]
@@ -58,8 +57,17 @@ def test_sides_are_compared(base, monkeypatch, capsys, work, peers):
 def test_grpo_computes_the_gradients_of_trl(base):
     cfg = grpo.prepare(base, ["prompts_per_step=4", "samples_per_prompt=2", "groups_per_update=null"])
     with ExitStack() as stack:
-        sides = grpo.start(stack, base / "gate", base, cfg, grpo.GATE, grpo.GATE, installed=True)
-        assert grpo.check([side.ask(steps=grpo.GATE) for side in sides]) < grpo.TOLERANCE
+        sides = rl.start(stack, base / "gate", base, "grpo", cfg, grpo.describe, rl.GATE, rl.GATE, installed=True)
+        assert rl.check([side.ask(steps=rl.GATE) for side in sides]) < rl.TOLERANCE
+
+
+@pytest.mark.wide
+def test_distillation_computes_the_gradients_of_trl(base, monkeypatch):
+    monkeypatch.setattr(distil, "STEPS", [*distil.STEPS, "prompts_per_step=64"])
+    cfg = distil.prepare(base, wide=False)
+    with ExitStack() as stack:
+        sides = rl.start(stack, base / "gate", base, "distil", cfg, distil.describe, rl.GATE, rl.GATE, installed=True)
+        assert rl.check([side.ask(steps=rl.GATE) for side in sides]) < rl.TOLERANCE
 
 
 @pytest.mark.wide
@@ -86,7 +94,7 @@ def test_verdicts_are_measured(tmp_path, monkeypatch):
     ]  # fmt: skip
     (tmp_path / "mbpp.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(verify, "STARTS", 1)
-    found = verify.measure(str(tmp_path / "mbpp.jsonl"), rounds=1, workers=1)
+    found = verify.measure(tmp_path, str(tmp_path / "mbpp.jsonl"), rounds=1, workers=1)
     assert [(row["peer"], row["right"], row["rows"]) for row in found] == [(name, 2, 2) for name in verify.PEERS]
 
 

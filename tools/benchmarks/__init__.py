@@ -2,7 +2,7 @@
 
 One run prints one table. The method:
 
-- Each side runs in its own process and its own environment (:mod:`.peers`), with the same weights, the same token
+- Each side runs in a process and an environment (:mod:`.peers`), with the same weights, the same token
   ids in each step, the same optimiser and rate, on the same machine (:mod:`.work`).
 - Timing starts only after losses or greedy tokens agree. A sampling result counts only if the timed samples have the
   model's probabilities (:mod:`.sft`, :mod:`.sampling`).

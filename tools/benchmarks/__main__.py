@@ -15,16 +15,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import rocm_ext
 from rocm_ext.bench.runner import OtherPrograms
-from tools.benchmarks import cycle, distil, dpo, grpo, peers, sampling, sft, verify
+from tools.benchmarks import cycle, distil, dpo, grpo, peers, sampling, sft, training, verify
 from tools.benchmarks.protocol import Failed
 from tools.benchmarks.table import NAMES as WORKS
 from tools.benchmarks.table import key, table
+from tools.benchmarks.training import BACKED
 from tools.benchmarks.work import SHAPES, Task, is_qwen3
 
 STOCK, BEST, PACKED, TRL = "torchtune as shipped", "torchtune compiled", "torchtune packed", "TRL + PEFT"
-BACKED = sft.BACKED
 PLAIN, TRL_FIRST = "torchtune", "TRL + PEFT, reference first"  # of DPO
 ENGINE, GENERATE, CONTINUOUS, _, TORCHTUNE = list(sampling.PEERS)[:5]
 # 11 and 41 million parameters; Qwen3's shape has 48 and 109 million
@@ -42,7 +44,7 @@ SLOW_SET = (  # slow peers
     Task("sft", "small", 152064, "bf16", (STOCK,)),
     Task("sft", "qwen3-small", 151936, "fp32", (BACKED, TRL)),
     Task("sft", "qwen3-small", 32768, "bf16", (BACKED, TRL)),
-    Task("dpo", "small", 32768, "fp32", (STOCK, TRL_FIRST, dpo.WHOLE)),
+    Task("dpo", "small", 32768, "fp32", (STOCK, TRL_FIRST, dpo.UNSHARED)),
     Task("dpo", "small", 152064, "fp32", (PLAIN, "torchtune batch 1", "TRL + PEFT batch 1")),
     Task("sampling", "small", 32768, "fp32", (TORCHTUNE,)),
     Task("sampling", "small", 152064, "fp32", (GENERATE, CONTINUOUS)),
@@ -60,11 +62,15 @@ GPU_SET = (
     ),
     Task("sft", "qwen3-0.6b", 151936, "bf16", (BACKED, TRL)),
 )
-PEERS = {"sft": sft.PEERS, "dpo": dpo.PEERS, "sampling": sampling.PEERS}
+PEERS = {"sft": sft.WORK.peers, "dpo": dpo.WORK.peers, "sampling": sampling.PEERS}
 NAMES = list(dict.fromkeys(chain(*PEERS.values())))
 ALONE = ["grpo", "grpo-40m", "distil", "distil-40m", "cycle", "verify"]  # they take no shape
 WORK = [*PEERS, *ALONE]
-COMPARE = {"sft": sft.compare, "dpo": dpo.compare, "sampling": sampling.compare}
+COMPARE = {
+    "sft": partial(training.compare, sft.WORK),
+    "dpo": partial(training.compare, dpo.WORK),
+    "sampling": sampling.compare,
+}
 
 
 def main() -> None:
@@ -94,16 +100,14 @@ def main() -> None:
 
 
 def write_figures(path: Path, rows: Sequence[dict[str, Any]], rounds: int, busy: float) -> None:
-    """Write the comparisons of ``rows`` to ``path``, a line each; others that it has stay."""
-    of = {"rounds": rounds, "date": str(date.today()), "version": rocm_ext.__version__}
+    """Write the comparisons of ``rows`` to ``path``, a line each; its other comparisons stay."""
+    common = {"rounds": rounds, "date": str(date.today()), "version": rocm_ext.__version__}
     if busy > OtherPrograms.WORTH_TELLING:
-        of["note"] = f"other programs used {busy:.1f} cores"
+        common["note"] = f"other programs used {busy:.1f} cores"
     before = json.loads(path.read_text()) if path.exists() else {"machine": machine(), "rows": []}
-    found = {key(row): row for row in before["rows"]}
-    for row in rows:
-        if row["work"] in WORKS:
-            found[key(row)] = {**of, **row, "pins": peers.pins_of(row["peer"])}
-    lines = ",\n".join(json.dumps(row) for row in found.values())
+    kept = {key(row): row for row in before["rows"]}
+    kept |= {key(row): {**common, **row, "pins": peers.pins_of(row["peer"])} for row in rows if row["work"] in WORKS}
+    lines = ",\n".join(json.dumps(row) for row in kept.values())
     path.write_text(f'{{"machine": {json.dumps(before["machine"])}, "rows": [\n{lines}\n]}}\n')
 
 
@@ -114,22 +118,20 @@ def comparisons(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path]
     for number, task in enumerate(tasks, 1):
         said = f"[{number}/{len(tasks)}] {task.work}, {task.shape}, {task.vocab:,} tokens, {task.dtype}: "
         yield said + ", ".join(task.peers), partial(COMPARE[task.work], task=task, args=args, gated=gated[task.work])
-    for work, wide in (("grpo", False), ("grpo-40m", True)):
-        if work in args.work:
-            said = f"GRPO on the pocket model{' of 40 million parameters' * wide}: TRL + PEFT"
-            yield said, partial(grpo.measure, rounds=args.rounds, installed=args.installed, wide=wide)
-    for work, wide in (("distil", False), ("distil-40m", True)):
-        if work in args.work:
-            said = f"distillation on the pocket model{', teacher of 40 million parameters' * wide}: TRL + PEFT"
-            yield said, partial(distil.measure, rounds=args.rounds, installed=args.installed, wide=wide)
+    larger = {
+        "grpo": (grpo, "GRPO on the pocket model", " of 40 million parameters"),
+        "distil": (distil, "distillation on the pocket model", ", teacher of 40 million parameters"),
+    }
+    for name, (module, said, size) in larger.items():
+        for wide in (False, True):
+            if name + "-40m" * wide in args.work:
+                measure = partial(module.measure, rounds=args.rounds, installed=args.installed, wide=wide)
+                yield f"{said}{size * wide}: TRL + PEFT", measure
     if "cycle" in args.work:
         yield "RAFT's cycle", partial(cycle.measure, runs=2)
-    if "verify" in args.work:
-        for workers in (1, 2):
-            yield (
-                f"verdicts on MBPP, workers: {workers}",
-                lambda _, workers=workers: verify.measure(args.mbpp, args.rounds, workers),
-            )
+    for workers in (1, 2) if "verify" in args.work else ():
+        measure = partial(verify.measure, source=args.mbpp, rounds=args.rounds, workers=workers)
+        yield f"verdicts on MBPP, workers: {workers}", measure
 
 
 def parse() -> argparse.Namespace:
@@ -139,13 +141,8 @@ def parse() -> argparse.Namespace:
     option("--work", nargs="+", choices=WORK, default=WORK)
     option("--shape", choices=SHAPES, help="run this shape instead of the default set; see --vocab, --dtype, --peers")
     option("--vocab", type=int, nargs="+", help="vocabulary sizes for --shape (default: 32768)")
-    option("--dtype", nargs="+", choices=sft.TOLERANCES, help="dtypes for --shape (default: fp32)")
-    option(
-        "--peers",
-        nargs="+",
-        choices=list(dict.fromkeys(chain(*PEERS.values()))),
-        help="peers for --shape (default: the set's)",
-    )
+    option("--dtype", nargs="+", choices=sft.WORK.tolerances, help="dtypes for --shape (default: fp32)")
+    option("--peers", nargs="+", choices=NAMES, help="peers for --shape (default: the set's)")
     option("--all", action="store_true", help="on a CPU, also run the slow comparisons")
     option("--rounds", type=int, default=6, help="turns of each side; even numbers balance their order (default: 6)")
     option("--ours", nargs="*", default=[], metavar="key=value", help="changes to our config for sft and dpo")
@@ -154,7 +151,7 @@ def parse() -> argparse.Namespace:
     )
     option("--installed", action="store_true", help="run peers with this environment's packages; pip installs nothing")
     option("--mbpp", default=verify.MBPP, help="hub data set or file with MBPP's rows (default: %(default)s)")
-    option("--json", type=Path, help="also write the comparisons to this file, beside those it has")
+    option("--json", type=Path, help="also write the comparisons to this file; its others stay")
     args = parser.parse_args()
     if args.shape is None and (args.vocab or args.dtype or args.peers):
         parser.error("--vocab, --dtype and --peers apply to --shape only; add --shape")
@@ -162,7 +159,7 @@ def parse() -> argparse.Namespace:
         parser.error("--all extends the default set, which --shape replaces; drop one of them")
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: must be at least 1")
-    args.gpu = gpu()
+    args.gpu = torch.cuda.is_available()
     if args.shape is not None and (unfit := [name for name in args.peers or () if not runs(name, args.shape)]):
         parser.error(f"--shape {args.shape} does not run with {', '.join(unfit)}")
     if not chosen(args) and not set(ALONE) & set(args.work):
@@ -186,28 +183,20 @@ def chosen(args: argparse.Namespace) -> list[Task]:
 
 
 def runs(peer: str, shape: str) -> bool:
-    """Whether ``peer`` runs models of ``shape``; those that sample are written for Qwen2.5's."""
-    ways = [trained[peer] for trained in (sft.PEERS, dpo.PEERS) if peer in trained]
-    return any(way.runs(shape) for way in ways) if ways else not is_qwen3(shape)
-
-
-def gpu() -> bool:
-    """Whether torch sees a GPU."""
-    import torch
-
-    return torch.cuda.is_available()
+    """Whether ``peer`` runs models of ``shape``: Qwen3's only train, torchtune has none, and they alone have a twin."""
+    if not is_qwen3(shape):
+        return peer != BACKED
+    return any(peer in each and each[peer].environment != "torchtune" for each in (PEERS["sft"], PEERS["dpo"]))
 
 
 def machine() -> str:
     """Describe this machine for the table."""
-    import torch
-
-    name = torch.cuda.get_device_name() if gpu() else processor()
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
     return f"{name}, {os.cpu_count()} cores, torch {metadata.version('torch')}"
 
 
 def processor() -> str:
-    """The CPU's name."""
+    """Return the CPU's name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,6 +1,6 @@
 """``cpu_threads: auto`` against each number of threads: ``python -m tools.benchmarks.beside``.
 
-Every setting is a run of its own that begins, and thus decides, beside the other programs. The runs take turns, and the
+Every setting is a separate run that begins, and thus decides, beside the other programs. The runs take turns, and the
 result is the median and range of the ratio of speeds within a round, to the fixed number whose median is best. The
 gates say what ``auto`` must reach of it.
 """
@@ -21,7 +21,7 @@ import numpy as np
 
 from rocm_ext.base.process import end_with_parent
 from tests.kit.tiny import run_config, write_yaml
-from tools.benchmarks.protocol import Failed, Ratio, Side, in_turn
+from tools.benchmarks.protocol import Failed, Ratio, Side, take_turns
 from tools.benchmarks.work import model_config, pocket, write_random_model
 
 AUTO = "auto"
@@ -78,10 +78,8 @@ class Result:
             ratio = Ratio.of(rates, self.rates[self.best])
             gate = f"at least {LOADS[self.load][2]}: {'holds' if self.holds else 'FAILS'}" if setting == AUTO else ""
             said = f"{setting}, which is {self.threads}" if setting == AUTO else setting
-            yield (
-                f"| {self.work} | {self.load} | {said} | {statistics.median(rates):,.0f} | "
-                f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f}) | {gate} |"
-            )
+            rate = f"{statistics.median(rates):,.0f}"
+            yield f"| {self.work} | {self.load} | {said} | {rate} | {ratio.cell()} | {gate} |"
 
 
 def main() -> None:
@@ -93,7 +91,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6, help="even numbers balance the order (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=3, help="of a turn (default: %(default)s)")
     args = parser.parse_args()
-    numbers, good = args.numbers or range(1, cores() + 1), True
+    import torch
+
+    numbers, good = args.numbers or range(1, torch.get_num_threads() + 1), True
     print("| work | beside | cpu_threads | tokens/s | of the best number | gate |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -107,23 +107,16 @@ def main() -> None:
     sys.exit(0 if good else "a gate does not hold")
 
 
-def cores() -> int:
-    """Torch's own number of threads."""
-    import torch
-
-    return torch.get_num_threads()
-
-
 def measure(base: Path, work: str, load: str, numbers: Sequence[int], rounds: int, seconds: float) -> Result:
     """Measure a work beside a load.
 
     Args:
         base: a folder for models and outputs; a folder ``pocket`` in it serves as the pocket model.
-        work: of :data:`WORK`.
-        load: of :data:`LOADS`.
+        work: one of :data:`WORK`.
+        load: key of :data:`LOADS`.
         numbers: fixed numbers of threads.
         rounds: turns of each setting.
-        seconds: of a turn.
+        seconds: seconds of a turn.
 
     Raises:
         Failed: the model cannot be made, or a side ended.
@@ -131,24 +124,25 @@ def measure(base: Path, work: str, load: str, numbers: Sequence[int], rounds: in
     settings = [*map(str, numbers), AUTO]
     with busy(*LOADS[load][:2]), ExitStack() as stack:
         other = stack.enter_context(another()) if load == IN_TURNS else None
-        sides = []
+        sides = {}
         for setting in settings:
-            arguments = command(base, work, setting)
-            sides.append(stack.enter_context(Side(setting, Path(sys.executable), arguments, base / f"{setting}.log")))
-            answer = sides[-1].ask(seconds=seconds)  # ends the set-up, and warms up
-        rates: dict[str, list[float]] = {setting: [] for setting in settings}
-        for side in in_turn(sides, rounds):
+            side = Side(setting, Path(sys.executable), command(base, work, setting), base / f"{setting}.log")
+            sides[setting] = stack.enter_context(side)
+            answer = side.ask(seconds=seconds)  # ends the set-up, and warms up
+
+        def turn(side: Side) -> float:
             if other is not None:
                 take_turn(other, seconds)
-            rates[side.name].append(side.ask(seconds=seconds)["rate"])
-    return Result(work, load, rates, answer["threads"])
+            return side.ask(seconds=seconds)["rate"]
+
+        return Result(work, load, take_turns(sides, rounds, turn), answer["threads"])
 
 
 @contextmanager
 def busy(count: int, code: str) -> Iterator[None]:
     """Context with ``count`` busy programs.
 
-    A side has a session of its own. Where the kernel groups programs by session (``sched_autogroup_enabled``), it gets
+    A side has a session. Where the kernel groups programs by session (``sched_autogroup_enabled``), it gets
     more than one program's share.
     """
     programs = [subprocess.Popen([sys.executable, "-c", code], preexec_fn=end_with_parent) for _ in range(count)]
@@ -190,7 +184,7 @@ def command(base: Path, work: str, setting: str) -> list[str | Path]:
             return ["-m", SIDES, model, setting]
         sft = ["--config", "cpu_pocket", f"pocket={model}"]
     changes = [f"cpu_threads={setting}", f"output_dir={base}/out_{setting}", "overwrite_output_dir=True", "epochs=200"]
-    changes.append(f"metric_logger={{_component_: {SIDES}.Logger}}")
+    changes.append(f"metric_logger={{_component_: {SIDES}.Counting}}")
     return ["-m", "rocm_ext.recipes.lora_finetune_rocm", *sft, *changes]
 
 

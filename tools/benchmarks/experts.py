@@ -3,12 +3,13 @@
 Times one forward and backward pass of a Qwen3-MoE layer's experts in three ways: this library's, transformers'
 ``grouped_mm`` (its default) and ``eager``. LoRA on experts is PEFT's ``target_parameters`` beside the latter two. The
 ways take turns in one process, on other choices of experts in each round, as in training. The log-normal popularity of
-experts is that of routers' softmax over normal logits. First the ways must give the same outputs and gradients in fp32.
+experts follows routers' softmax over normal logits. First the ways must give the same outputs and gradients in fp32.
 """
 
 import argparse
 import time
 import warnings
+from functools import partial
 from statistics import median
 
 import peft
@@ -19,7 +20,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from rocm_ext.model.hf.experts import SORTED
 from rocm_ext.model.lora import ExpertLora
-from tools.benchmarks.protocol import Failed
+from tools.benchmarks.protocol import Failed, Ratio, take_turns
 
 RANK, WEIGHTS = 16, ("gate_up_proj", "down_proj")
 WAYS = (SORTED, "grouped_mm", "eager")
@@ -116,18 +117,14 @@ def main() -> None:
         for dtype in (getattr(torch, name) for name in args.dtype):
             for lora in (False, True):
                 layers = {way: build(way, lora, dtype, size, device) for way in (SORTED, *args.ways)}
-                times: dict[str, list[float]] = {way: [] for way in layers}
-                for i in range(-1, args.rounds):
-                    for way in list(layers)[:: 1 if i % 2 else -1]:
-                        took = seconds(layers[way], inputs(i + 1, dtype, size, device))
-                        times[way] += [took] if i >= 0 else []
+                draw = partial(inputs, dtype=dtype, size=size, device=device)
+                sides = {way: (layer, iter(range(args.rounds + 1))) for way, layer in layers.items()}
+                turns = take_turns(sides, args.rounds + 1, lambda it, draw=draw: seconds(it[0], draw(next(it[1]))))
+                times = {way: each[1:] for way, each in turns.items()}  # the first warms up
                 cells = [f"{1e3 * median(times[SORTED]):.0f} ms"]
-                for way in args.ways:
-                    ratios = sorted(a / b for a, b in zip(times[way], times[SORTED], strict=True))
-                    cells.append(f"{median(ratios):.2f} × ({ratios[0]:.2f}-{ratios[-1]:.2f})")
-                print(
-                    "|", " | ".join([*map(str, size), str(dtype)[6:], "yes" if lora else "no", *cells]), "|", flush=True
-                )
+                cells += [Ratio.of(times[way], times[SORTED]).cell(" ×") for way in args.ways]
+                line = [*map(str, size), str(dtype)[6:], "yes" if lora else "no", *cells]
+                print("|", " | ".join(line), "|", flush=True)
 
 
 if __name__ == "__main__":

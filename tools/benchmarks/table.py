@@ -11,21 +11,19 @@ NAMES = {"sft": "LoRA SFT", "dpo": "LoRA DPO, an epoch", "dpo step": "LoRA DPO, 
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Format a line per comparison, and a sentence on the cycle's share."""
+    """Format a line per comparison, and a sentence on cycles, verdicts and learning."""
     lines = [_COLUMNS, ("---",) * len(_COLUMNS), *(cells(row) for row in rows if row["work"] in NAMES)]
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    for row in rows:
-        if row["work"] == "cycle":
-            low, high = row["range"]
-            text += (
-                f"\n\nRAFT, pocket model: cycles spend {row['outside']:.1%} ({low:.1%}-{high:.1%}, {row['runs']} runs) "
-                "of their time outside generation and training."
-            )
-        if row["work"] == "verify":
-            text += verdicts(row)
-        if row["work"] == "grpo":
-            text += accuracy(row)
-    return text
+    said = [SENTENCES[row["work"]](row) for row in rows if row["work"] in SENTENCES]
+    return "\n\n".join(["\n".join(f"| {' | '.join(line)} |" for line in lines), *said])
+
+
+def cycles(row: dict[str, Any]) -> str:
+    """A sentence on the share of a cycle outside generation and training."""
+    low, high = row["range"]
+    return (
+        f"RAFT, pocket model: cycles spend {row['outside']:.1%} ({low:.1%}-{high:.1%}, {row['runs']} runs) "
+        "of their time outside generation and training."
+    )
 
 
 def accuracy(row: dict[str, Any]) -> str:
@@ -35,7 +33,7 @@ def accuracy(row: dict[str, Any]) -> str:
     seconds = " and ".join(f"{value:.2f} s" for value in row["step_seconds"])
     made, all_of_them = row["updates"]
     return (
-        f"\n\nGRPO, {row['parameters'] / 1e6:,.0f} M parameters, {row['answers']} answers a step: a step takes "
+        f"GRPO, {row['parameters'] / 1e6:,.0f} M parameters, {row['answers']} answers a step: a step takes "
         f"{seconds} (ours, {row['peer']}), with {made:.1f} and {all_of_them} updates: {row['speedup']:.2f} x, at equal "
         f"updates {row['speedup'] * made / all_of_them:.2f} x. {row['steps']} steps take the held-out accuracy from "
         f"{row['before']:.1%} to {ours:.1%} (ours) and {theirs:.1%}: {mine:.0f} and {other:.0f} points an hour of "
@@ -47,14 +45,17 @@ def verdicts(row: dict[str, Any]) -> str:
     """A sentence on the verdicts of one number of workers beside one peer."""
     low, high = (1 / ratio for ratio in reversed(row["range"]))
     return (
-        f"\n\nMBPP's right answers, workers: {row['workers']}: {row['right']} of {row['rows']} pass, "
+        f"MBPP's right answers, workers: {row['workers']}: {row['right']} of {row['rows']} pass, "
         f"{1 / row['seconds']:.1f} verdicts a second; a verdict takes {1 / row['speedup']:.2f} ({low:.2f}-{high:.2f}, "
         f"{row['rounds']} rounds) times as long as starting {row['peer']}."
     )
 
 
+SENTENCES = {"cycle": cycles, "verify": verdicts, "grpo": accuracy}
+
+
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what tells a comparison from others: work, size, dtype, vocabulary, peer and our side."""
+    """Return what identifies a comparison: work, size, dtype, vocabulary, peer and our side."""
     size = round(row["parameters"] / 1e6)
     return row["work"], size, row["dtype"], row["vocab"], row["peer"], row.get("ours", "ours")
 

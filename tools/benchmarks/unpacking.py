@@ -31,31 +31,31 @@ from rocm_ext.model.gguf_folder import folder_of
 from rocm_ext.model.weights.llama_cpp import GgufNames, add_keys, read_layout
 from rocm_ext.model.weights.unpack import BLOCKS
 from tests.kit.gguf import random_blocks
-from tools.benchmarks.protocol import Failed, Ratio
+from tools.benchmarks.protocol import Failed, Ratio, take_turns
 
 KINDS, TOKENS = ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "MXFP4"), (256, 2048)
 ROW = 256  # tokens at most
-LIMITS = {"bf16": 1e-2, "fp32": 1e-5}  # of differences; a CPU has none, and a GPU adds in another order
+LIMITS = {"bf16": 1e-2, "fp32": 1e-5}  # of differences; a CPU has none, a GPU sums in another order
 SHAPE = json.loads((published_models()["Qwen/Qwen3-0.6B"] / "config.json").read_text())
 SHAPE |= {"num_hidden_layers": 2, "vocab_size": 10848}
 
 
 def build(folder: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
     """Build a folder's model without its weights, with LoRA of rank 16 on all linear layers."""
-    node = {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder), "lora_rank": 16}
-    return build_model(OmegaConf.create({**node, "lora_alpha": 32}), dtype, 0, device)
+    model = {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder), "lora_rank": 16}
+    return build_model(OmegaConf.create({**model, "lora_alpha": 32}), dtype, 0, device)
 
 
 def write_random_gguf(target: Path, folder: Path, kind: str) -> None:
     """Write a model with random weights as a GGUF file: blocks in its layers, F16 in its embeddings and output layer.
 
-    Weights whose rows are no whole blocks get Q5_0, as llama-quantize does for Q4_K. Weights of one shape share their
+    Rows that blocks do not divide get Q5_0, as llama-quantize does for Q4_K. Weights of one shape share their
     values, so that 7B parameters take seconds.
 
     Args:
         target: the file.
-        folder: with the model's ``config.json``.
-        kind: of blocks.
+        folder: folder of the model's ``config.json``.
+        kind: type of the blocks.
     """
     layout, rng, drawn = read_layout(folder), np.random.default_rng(0), {}
     names = GgufNames(layout)
@@ -71,18 +71,18 @@ def write_random_gguf(target: Path, folder: Path, kind: str) -> None:
     for name, weight in decoder.named_parameters():
         if weight.requires_grad:
             continue
-        place, (rows, *columns) = names.name(decoder.renames[0](name)), weight.shape
+        stored, (rows, *columns) = names.name(decoder.renames[0](name)), weight.shape
         if not columns:
             numbers = 0.1 * rng.standard_normal(rows, np.float32)
-            writer.add_tensor(place, numbers if name.endswith("bias") else 1 + numbers)
-        elif place.startswith("blk."):
+            writer.add_tensor(stored, numbers if name.endswith("bias") else 1 + numbers)
+        elif stored.startswith("blk."):
             fits = kind if columns[0] % BLOCKS[kind][0] == 0 else "Q5_0"
             if weight.shape not in drawn:
                 drawn[weight.shape] = random_blocks(fits, rows, columns[0] // BLOCKS[fits][0], rng)
-            writer.add_tensor(place, drawn[weight.shape], raw_dtype=gguf.GGMLQuantizationType[fits])
+            writer.add_tensor(stored, drawn[weight.shape], raw_dtype=gguf.GGMLQuantizationType[fits])
         else:
             some = (0.02 * rng.standard_normal(2**20)).astype(np.float16)
-            writer.add_tensor(place, np.resize(some, weight.shape))
+            writer.add_tensor(stored, np.resize(some, weight.shape))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -120,7 +120,7 @@ def step(model: CausalLM, batch: MicroBatch) -> tuple[float, list[Tensor]]:
 
 
 def difference(packed: CausalLM, plain: CausalLM, batch: MicroBatch) -> float:
-    """Return how far logits, loss or gradients are apart, each relative to the norm of those over plain weights."""
+    """Return the largest relative difference of logits, loss or gradients, by norm."""
     results = []
     for model in (packed, plain):
         with torch.no_grad():
@@ -137,17 +137,14 @@ def compare(top: Path, kind: str, dtype: str, tokens: Sequence[int], rounds: int
         Failed: logits, losses or gradients differ.
     """
     packed, plain = sides(top, kind, dtype, device)
-    found = []
+    ratios = []
     for batch in (micro_batch(count, device) for count in tokens):
         apart = difference(packed, plain, batch)
         if not apart <= LIMITS[dtype]:
             raise Failed(f"{kind} in {dtype}: logits, loss or gradients are off by {apart:.1e}; nothing was timed")
-        times: dict[CausalLM, list[float]] = {packed: [], plain: []}
-        for number in range(rounds):
-            for side in (packed, plain)[:: 1 if number % 2 else -1]:
-                times[side].append(step(side, batch)[0])
-        found.append(Ratio.of(times[packed], times[plain]))
-    return found
+        times = take_turns({"plain": plain, "packed": packed}, rounds, lambda side, batch=batch: step(side, batch)[0])
+        ratios.append(Ratio.of(times["packed"], times["plain"]))
+    return ratios
 
 
 def main() -> None:
@@ -165,7 +162,7 @@ def main() -> None:
         for kind in args.kinds:
             for dtype in LIMITS:
                 ratios = compare(Path(folder), kind, dtype, args.tokens, args.rounds, device)
-                cells = [f"{ratio.median:.2f} × ({ratio.low:.2f}-{ratio.high:.2f})" for ratio in ratios]
+                cells = [ratio.cell(" ×") for ratio in ratios]
                 print("|", " | ".join([kind, dtype, *cells]), "|", flush=True)
 
 

@@ -1,7 +1,7 @@
 """The sides' work: a model with random weights, rows of token ids, lengths of answers."""
 
 import json
-import math
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import numpy as np
 from rocm_ext.base.process import end_with_parent
 from tests.kit.families import folder_config, write_family
 from tests.kit.tiny import SHAPE, run_config, write_model, write_tokenizer
-from tools.benchmarks.protocol import Failed
+from tools.benchmarks.protocol import ROOT, Failed
 
 # Qwen2.5's shapes, and Qwen3's by their names. The small ones have two heads per KV head.
 SHAPES = {
@@ -35,7 +35,7 @@ SHAPES = {
     "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
                    "num_key_value_heads": 8, "head_dim": 128},
 }  # fmt: skip
-# torchtune's own config adapts these and the MLP. Its rank 32 at width 896 corresponds to rank 8 at the small width.
+# torchtune's config adapts these and the MLP. Its rank 32 at width 896 corresponds to rank 8 at the small width.
 LORA = {"lora_attn_modules": ["q_proj", "v_proj", "output_proj"], "lora_rank": 8, "lora_alpha": 16}
 LORA_OF_FOLDER = {"lora_rank": 8, "lora_alpha": 16}  # on all linear layers of the decoder's layers
 SEQUENCES_PER_STEP = 32
@@ -96,18 +96,26 @@ def write_random_model(folder: Path, shape: str, vocab: int, **config) -> Path:
 
 
 def pocket(base: Path, *options: str) -> Path:
-    """Return the pocket model in ``base``; it is made if it is missing.
-
-    Raises:
-        Failed: it cannot be made.
-    """
+    """Return the pocket model in ``base``; make it if it is missing."""
     folder = base / "pocket"
     if not folder.exists():
-        make = [sys.executable, "-m", "rocm_ext.cli", "pocket", str(folder), *options]
-        done = subprocess.run(make, capture_output=True, text=True, preexec_fn=end_with_parent)
-        if done.returncode:
-            raise Failed(f"cannot make the pocket model: {done.stderr[-2000:]}")
+        run_python("-m", "rocm_ext.cli", "pocket", folder, *options)
     return folder
+
+
+def run_python(*arguments: object) -> str:
+    """Run this interpreter with ``arguments``; return its output.
+
+    Raises:
+        Failed: the program ends with an error.
+    """
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, preexec_fn=end_with_parent,
+    )  # fmt: skip
+    if done.returncode:
+        raise Failed(f"{' '.join(map(str, arguments))} ended with {done.returncode}: {done.stderr[-2000:]}")
+    return done.stdout
 
 
 def write_sized_model(folder: Path, shape: str, vocab: int, dtype: str, device: str) -> None:
@@ -116,35 +124,21 @@ def write_sized_model(folder: Path, shape: str, vocab: int, dtype: str, device: 
     A file holds at most 4 GB, and every id has a token, because a sample may draw any.
     """
     import torch
-    from safetensors.torch import save_file
+    from torchtune.training import set_default_dtype
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     folder.mkdir(parents=True)
     write_tokenizer(folder)
-    fill_vocabulary(folder, vocab)
     sizes = {**SHAPE, "max_position_embeddings": 4096, "tie_word_embeddings": True, **SHAPES[shape]}
-    config = Qwen2Config(vocab_size=vocab, rope_theta=1e6, **sizes)
-    config.architectures, config.dtype = ["Qwen2ForCausalLM"], {"fp32": "float32", "bf16": "bfloat16"}[dtype]
-    config.save_pretrained(folder)
-    with torch.device("meta"):
+    config = Qwen2Config(vocab_size=vocab, rope_theta=1e6, **{**sizes, "initializer_range": 0.04})
+    torch.manual_seed(0)
+    with torch.device(device), set_default_dtype(getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[dtype])):
         model = Qwen2ForCausalLM(config)
-    rng = torch.Generator(device).manual_seed(0)
-    files: list[dict[str, tuple[int, ...]]] = [{}]
     for name, weight in model.named_parameters():
-        if sum(map(math.prod, files[-1].values())) + weight.numel() > 2e9 and files[-1]:
-            files.append({})
-        files[-1][name] = tuple(weight.shape)
-    index = {}
-    for number, shapes in enumerate(files, 1):
-        file = f"model-{number:05}-of-{len(files):05}.safetensors"
-        weights = {}
-        for name, size in shapes.items():
-            norm = name.endswith("norm.weight")
-            value = torch.ones(size) if norm else 0.04 * torch.randn(size, generator=rng, device=device)
-            weights[name] = value.to(getattr(torch, config.dtype)).cpu()
-        save_file(weights, folder / file, {"format": "pt"})
-        index |= dict.fromkeys(weights, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+        if name.endswith("bias"):  # zero from transformers; a side that skips them must differ
+            torch.nn.init.normal_(weight, std=0.04)
+    model.save_pretrained(folder, max_shard_size="4GB")
+    fill_vocabulary(folder, vocab)
 
 
 def fill_vocabulary(folder: Path, vocab: int) -> None:
@@ -194,7 +188,7 @@ def write_steps(path: Path, vocab: int, short: int, full: int) -> list[list[tupl
     """Write the rows of ``short`` steps of 12 to 24 tokens, for gates, and of ``full`` steps of GSM8K's lengths.
 
     Returns:
-        For each step, the tokens and the trained tokens of its rows.
+        By step: tokens and trained tokens of its rows.
     """
     rng = np.random.default_rng(1)
     steps = []
@@ -229,8 +223,7 @@ def write_pair_steps(path: Path, vocab: int, short: int, full: int) -> list[list
     The short steps repeat the same pairs, so that their losses move far from the first, which is log 2.
 
     Returns:
-        For each step, the tokens and the trained tokens of its sequences: of each pair the chosen one, then the
-        rejected one.
+        By step: tokens and trained tokens of its sequences, in pairs of the chosen and the rejected one.
     """
     rng, steps = np.random.default_rng(1), []
     pairs = SEQUENCES_PER_STEP // 2

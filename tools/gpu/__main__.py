@@ -23,14 +23,14 @@ HIDDEN = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def main() -> None:
-    """Run the parts, write the results after each, and exit with 1 if one failed."""
+    """Run the parts, write the results after every part, and exit with 1 if one failed."""
     args = parse()
     if args.list:
         for part in args.chosen:
             print(f"{part.name:26} {part.kind:6} {part.seconds:4.0f} s  {part.function}")
         return
     os.environ.update(ENVIRONMENT)
-    # Python's tracker of semaphores complains about each process that a limit killed
+    # Python's tracker of semaphores complains about a process that a limit killed
     sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
     if args.device == "cpu":
         os.environ.update(dict.fromkeys(HIDDEN, ""))
@@ -71,7 +71,7 @@ def run(runner: Runner, parts: Sequence[Part], output: Path) -> int:
 
 
 def write(output: Path, machine: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> None:
-    """Write both files, each whole."""
+    """Write both files; they appear by rename."""
     texts = {".md": markdown(machine, results), ".json": json.dumps({**machine, "parts": results}, indent=1) + "\n"}
     for suffix, text in texts.items():
         path = output.with_suffix(suffix)
@@ -94,7 +94,7 @@ def parse() -> argparse.Namespace:
     option("--folder", type=Path, help="where to put models, up to 20 GB while it runs (default: the temporary folder)")
     args = parser.parse_args()
     if args.device == "cpu" and not args.tiny:
-        parser.error("--device cpu takes hours with whole models; add --tiny")
+        parser.error("--device cpu takes hours with full-size models; add --tiny")
     if not args.minutes > 0:
         parser.error("--minutes must be above 0")
     if args.output.suffix not in (".md", ".json"):

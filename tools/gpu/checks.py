@@ -1,5 +1,6 @@
 """Checks of arithmetic, attention and decoding on the device."""
 
+import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,8 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from rocm_ext.bench import probes
+from rocm_ext.bench.sweep import COPIES
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.machine import numerics
 from rocm_ext.machine.detect import detect
@@ -38,16 +41,16 @@ BEHIND = {torch.float32: 1e-3, torch.bfloat16: 0.5}  # a greedy token's log-prob
 
 
 def numeric(here: Here) -> Iterator[Row]:
-    """The canaries of ``startup_checks``, in each dtype and at the heads of both models."""
+    """The canaries of ``startup_checks``, for all dtypes and the heads of both models."""
     machine, device = detect(), here.torch_device
     dtypes = [torch.float32, *[torch.bfloat16] * machine.bf16, *[torch.float16] * here.gpu]
     for dtype in dtypes:
         for head_dim, heads in HEADS[: 1 if here.tiny else 2]:
-            found = numerics.canaries(machine, device, dtype, head_dim, heads)
-            wrong = [f"{each.name}: {each.found}" for each in found if not each.ok and each.fatal]
-            slow = [each.found for each in found if not each.ok and not each.fatal]
+            canaries = numerics.canaries(machine, device, dtype, head_dim, heads)
+            wrong = [f"{canary.name}: {canary.found}" for canary in canaries if not canary.ok and canary.fatal]
+            slow = [canary.found for canary in canaries if not canary.ok and not canary.fatal]
             yield check(f"canaries, {_name(dtype)}, head_dim {head_dim}", not wrong,
-                        "; ".join(wrong or slow) or f"{len(found)} hold")  # fmt: skip
+                        "; ".join(wrong or slow) or f"{len(canaries)} hold")  # fmt: skip
 
 
 def attention(here: Here) -> Iterator[Row]:
@@ -63,13 +66,13 @@ def attention(here: Here) -> Iterator[Row]:
                 what = f"{name} attention, {_name(dtype)}, head_dim {head_dim}"
                 with sdpa_kernel(kernel):
                     try:
-                        found = _attend(*qkvg.unbind(0))
+                        result = _attend(*qkvg.unbind(0))
                     except RuntimeError as error:
                         if not any(said in str(error) for said in ABSENT):
                             raise
                         yield {"what": what, "ok": None, "found": "no such kernel here"}
                         continue
-                yield _close(what, found, expected, dtype)
+                yield _close(what, result, expected, dtype)
             yield from _packed(here, dtype, head_dim, heads)
 
 
@@ -83,7 +86,7 @@ def _packed(here: Here, dtype: torch.dtype, head_dim: int, heads: int) -> Iterat
         torch.randn(1, sum(lengths.values), count, head_dim, generator=rng).to(here.torch_device, dtype)
         for count in (heads, kv_heads, kv_heads)
     )
-    found = attend(q, k, v, lengths)
+    result = attend(q, k, v, lengths)
     expected, first = [], 0
     wide = [t.float().repeat_interleave(heads // t.shape[2], dim=2) for t in (q, k, v)]
     begun = 0
@@ -94,7 +97,7 @@ def _packed(here: Here, dtype: torch.dtype, head_dim: int, heads: int) -> Iterat
         ]
         expected.append(_plain(*parts)[:, :, shared:].transpose(1, 2))
         first += count
-    yield _close(f"packed rows with shared beginnings, {_name(dtype)}, head_dim {head_dim}", [found],
+    yield _close(f"packed rows with shared beginnings, {_name(dtype)}, head_dim {head_dim}", [result],
                  [torch.cat(expected, dim=1)], dtype)  # fmt: skip
 
 
@@ -116,8 +119,8 @@ def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.softmax(dim=-1) @ v
 
 
-def _close(what: str, found: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype) -> Row:
-    apart = max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
+def _close(what: str, result: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype) -> Row:
+    apart = max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(result, expected, strict=True))
     return check(what, apart <= TOLERANCES[dtype], f"off by {apart:.1e} at most")
 
 
@@ -193,8 +196,8 @@ def _greedy(
     with sampler_of(decoder, merge) as made:
         session = LocalSession(made, never, lambda: 2**32, None, graphs)
         done = list(session.generate(requests, Sampling(length, 0.0)))
-    done.sort(key=lambda each: int(each.request.prompt_id))
-    return [each.tokens for each in done], [each.logprobs for each in done]
+    done.sort(key=lambda completion: int(completion.request.prompt_id))
+    return [completion.tokens for completion in done], [completion.logprobs for completion in done]
 
 
 @torch.no_grad()
@@ -206,14 +209,14 @@ def _judge(
     for prompt, answer, said in zip(prompts, answers, logprobs, strict=True):
         tokens = torch.tensor([[*prompt, *answer[:-1]]], device=device)
         table = decoder(tokens)[0, len(prompt) - 1 :].float().log_softmax(-1)
-        found = table.gather(-1, torch.tensor(answer, device=device)[:, None]).squeeze(-1)
-        behind = max(behind, float((table.amax(-1) - found).max()))
-        apart += (found.cpu() - torch.tensor(said)).abs().tolist()
+        chosen = table.gather(-1, torch.tensor(answer, device=device)[:, None]).squeeze(-1)
+        behind = max(behind, float((table.amax(-1) - chosen).max()))
+        apart += (chosen.cpu() - torch.tensor(said)).abs().tolist()
     return behind, sum(apart) / len(apart)
 
 
-def _share(found: Sequence[list[int]], expected: Sequence[list[int]]) -> float:
-    pairs = [pair for a, b in zip(found, expected, strict=True) for pair in zip(a, b, strict=True)]
+def _share(result: Sequence[list[int]], expected: Sequence[list[int]]) -> float:
+    pairs = [pair for a, b in zip(result, expected, strict=True) for pair in zip(a, b, strict=True)]
     return sum(a == b for a, b in pairs) / len(pairs)
 
 
@@ -252,18 +255,13 @@ class _Clock:
     """Seconds since the last lap."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._began = device, 0.0
         self.lap()
 
     def lap(self) -> float:
-        import time
-
-        from rocm_ext.bench.probes import wait
-
-        wait(self._device)
-        now = time.perf_counter()
-        passed, self._began = now - getattr(self, "_began", now), now
-        return passed
+        probes.wait(self._device)
+        began, self._began = self._began, time.perf_counter()
+        return self._began - began
 
 
 def _sums(decoder: Any) -> list[float]:
@@ -271,14 +269,11 @@ def _sums(decoder: Any) -> list[float]:
 
 
 def _name(dtype: torch.dtype) -> str:
-    return next(name for name, each in numerics.DTYPES.items() if each == dtype)
+    return next(name for name, value in numerics.DTYPES.items() if value == dtype)
 
 
 def bandwidths(here: Here) -> Iterator[Row]:
     """Matrix products, and copies on the device and from and to the host, as ``rocm-ext bench`` measures them."""
-    from rocm_ext.bench import probes
-    from rocm_ext.bench.sweep import COPIES
-
     bench = here.bench("7b")
     for dtype in ["fp32", *["bf16"] * bench.machine.bf16, *["fp16"] * here.gpu]:
         product = probes.gemm(bench, {"direction": "forward", "dtype": dtype})
@@ -286,8 +281,8 @@ def bandwidths(here: Here) -> Iterator[Row]:
         yield speed(f"matrix product, {dtype}", product["value"] / 1e12, "TFLOP/s", shape)
     for what in COPIES if here.gpu else ("device copy",):
         if "other" not in COPIES[what]:
-            found = probes.bandwidth(bench, {"what": what})["value"]
-            yield speed(what, found / 1e9, "GB/s", **({"copy": found} if what == "device copy" else {}))
+            result = probes.bandwidth(bench, {"what": what})["value"]
+            yield speed(what, result / 1e9, "GB/s", **({"copy": result} if what == "device copy" else {}))
 
 
 def decode_speed(here: Here, size: str) -> Iterator[Row]:
@@ -297,18 +292,16 @@ def decode_speed(here: Here, size: str) -> Iterator[Row]:
         here: the device.
         size: of the model.
     """
-    from rocm_ext.bench import probes
-
     bench = here.bench(size)
     copy = here.of("machine", "copy")
     for slots in (8,) if here.tiny else (8, 64, 256):
         try:
-            found = probes.decoding(bench, {"slots": slots})
+            result = probes.decoding(bench, {"slots": slots})
         except probes.Skipped as reason:
             raise Skipped(str(reason)) from reason
         sampler = bench.shape.sampler()
-        read = sampler.weight_bytes + slots * sampler.cache_bytes(found["context"])
-        share = "" if copy is None else f", {read / found['seconds'] / copy:.0%} of the copy bandwidth"
-        yield speed(f"decode of {here.size(size)}, {slots} slots", found["value"], "tokens/s",
-                    f"{1e3 * found['seconds']:.2f} ms a step, {read / found['seconds'] / 1e9:,.0f} GB/s{share}",
-                    slots=slots, seconds=found["seconds"])  # fmt: skip
+        read = sampler.weight_bytes + slots * sampler.cache_bytes(result["context"])
+        share = "" if copy is None else f", {read / result['seconds'] / copy:.0%} of the copy bandwidth"
+        yield speed(f"decode of {here.size(size)}, {slots} slots", result["value"], "tokens/s",
+                    f"{1e3 * result['seconds']:.2f} ms a step, {read / result['seconds'] / 1e9:,.0f} GB/s{share}",
+                    slots=slots, seconds=result["seconds"])  # fmt: skip

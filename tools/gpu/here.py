@@ -1,4 +1,4 @@
-"""What a part gets: the device, the sizes of its models, and folders. Importing this module does not import torch."""
+"""The surroundings of a part: device, sizes of models, folders. Importing this module does not import torch."""
 
 import json
 import os
@@ -36,9 +36,9 @@ def speed(what: str, value: float, unit: str, note: str = "", **data: Any) -> Ro
     """Return the row of a measurement.
 
     Args:
-        what: was measured.
-        value: in ``unit``.
-        unit: of the value.
+        what: the measured quantity.
+        value: the value in ``unit``.
+        unit: the unit.
         note: further facts for the table.
         data: further values for the JSON file and for later parts.
     """
@@ -47,13 +47,13 @@ def speed(what: str, value: float, unit: str, note: str = "", **data: Any) -> Ro
 
 @dataclass(frozen=True)
 class Here:
-    """What a part gets.
+    """The surroundings of a part.
 
     Attributes:
         device: cuda or cpu.
-        tiny: small models and few steps.
-        folder: for files, shared by all parts.
-        earlier: results of the parts before, as in the JSON file, by name.
+        tiny: whether models are small and steps few.
+        folder: folder of the files that all parts share.
+        earlier: results of the earlier parts, as in the JSON file, by name.
     """
 
     device: str
@@ -100,8 +100,8 @@ class Here:
         """Return a folder that all parts share, and what ``make`` returned when it filled it.
 
         Args:
-            name: of the folder.
-            make: fills the folder; it returns what JSON can hold.
+            name: the folder's name.
+            make: fills the folder; its result must fit into JSON.
             gib: size of the files.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Which machine this is, in a process of its own: asking torch starts CUDA or HIP."""
+"""Which machine this is, in a separate process, because asking torch starts CUDA or HIP."""
 
 import os
 import platform

@@ -105,13 +105,13 @@ def chosen(patterns: Sequence[str]) -> list[Part]:
     Raises:
         KeyError: a pattern names no part.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for pattern in patterns:
         named = {part.name for part in PARTS if part.kind == pattern.removesuffix("s") or _names(pattern, part.name)}
         if not named:
             raise KeyError(pattern)
-        found |= named
-    return [part for part in PARTS if part.name in found or not patterns]
+        names |= named
+    return [part for part in PARTS if part.name in names or not patterns]
 
 
 def _names(pattern: str, name: str) -> bool:

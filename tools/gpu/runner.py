@@ -1,4 +1,4 @@
-"""Runs parts, each in its own process with a time limit."""
+"""Runs a part in a process with a time limit."""
 
 import contextlib
 import faulthandler
@@ -89,27 +89,27 @@ class Runner:
         finally:
             end_all(process.pid, environ[MARK])
             process.join(10)
-        found = _read(rows)
-        ended = found.pop("ended", None)
+        content = _read(rows)
+        ended = content.pop("ended", None)
         if ended is None and timeout:
             ended = {"status": "timeout", "detail": f"no end within {limit:.0f} s; {_last_line(log)}"}
         elif ended is None:
             code = process.exitcode
             how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
             ended = {"status": "crashed", "detail": f"{how}: {_last_line(log)}"}
-        return {**_result(**ended), "rows": found["rows"], "seconds": round(time.monotonic() - began, 1)}
+        return {**_result(**ended), "rows": content["rows"], "seconds": round(time.monotonic() - began, 1)}
 
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[list[int]]:
     """Context in which signals to stop are put into the list that it gives."""
     came: list[int] = []
-    before = {each: signal.signal(each, lambda signum, _: came.append(signum)) for each in STOP}
+    before = {signum: signal.signal(signum, lambda signum, _: came.append(signum)) for signum in STOP}
     try:
         yield came
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def _result(status: str, detail: str = "") -> Result:
@@ -118,15 +118,15 @@ def _result(status: str, detail: str = "") -> Result:
 
 def _read(path: Path) -> dict[str, Any]:
     """Read the rows that a part wrote, and how it ended, if it came so far."""
-    found: dict[str, Any] = {"rows": []}
+    content: dict[str, Any] = {"rows": []}
     for line in path.read_text().splitlines() if path.exists() else []:
         with contextlib.suppress(json.JSONDecodeError):  # the process was killed while it wrote
             said = json.loads(line)
             if "status" in said:
-                found["ended"] = said
+                content["ended"] = said
             else:
-                found["rows"].append(said)
-    return found
+                content["rows"].append(said)
+    return content
 
 
 def _last_line(log: Path) -> str:
@@ -136,17 +136,17 @@ def _last_line(log: Path) -> str:
 
 def end_all(pid: int, mark: str) -> None:
     """Kill a part's process and every program that it started, orphans included."""
-    found: dict[int, psutil.Process] = {}
+    programs: set[psutil.Process] = set()
     with contextlib.suppress(psutil.Error):
         top = psutil.Process(pid)
-        found = {each.pid: each for each in [top, *top.children(recursive=True)]}
-    for each in psutil.process_iter():
+        programs = {top, *top.children(recursive=True)}
+    for program in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if each.pid != os.getpid() and each.environ().get(MARK) == mark:
-                found[each.pid] = each
-    for each in found.values():
+            if program.pid != os.getpid() and program.environ().get(MARK) == mark:
+                programs.add(program)
+    for program in programs:
         with contextlib.suppress(psutil.Error):
-            each.kill()
+            program.kill()
 
 
 def _child(part: Part, here: Here, rows: Path, log: Path, environ: Mapping[str, str]) -> None:
@@ -192,7 +192,7 @@ def _outcome(part: Part, here: Here, say: Any) -> dict[str, str]:
 
 
 def run_rows(part: Part, here: Here, say: Any) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a part as it makes them, each after ``say`` has had it."""
+    """Yield the rows of a part as it makes them, after ``say`` has written them."""
     module, _, name = part.function.partition(":")
     module = module if "." in module else f"tools.gpu.{module}"
     for row in getattr(import_module(module), name)(here, **part.arguments):

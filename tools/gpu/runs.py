@@ -1,4 +1,4 @@
-"""Runs of the pocket model on the device: SFT, DPO, RAFT, GRPO and distillation, each killed and resumed."""
+"""Runs of the pocket model on the device: SFT, DPO, RAFT, GRPO and distillation, killed and resumed."""
 
 import json
 import os
@@ -36,7 +36,7 @@ CLOSE = 1e-3  # relative, of a step's loss; kernels that add in any order do not
 
 
 class Kill:
-    """A metric logger that kills its own process right after a step."""
+    """A metric logger that kills its process right after a step."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -63,16 +63,16 @@ def resumed(here: Here, recipe: str) -> Iterator[Row]:
         Failed: a run ends otherwise than expected.
     """
     pocket, _ = here.world("pocket", make_pocket)
-    whole, killed = (here.folder / f"{recipe}_{name}" for name in ("whole", "killed"))
+    undisturbed, killed = (here.folder / f"{recipe}_{name}" for name in ("whole", "killed"))
     run = _runner(here, recipe, pocket)
-    run(whole)
-    yield check(f"{recipe} runs to its end", True, _said(whole))
+    run(undisturbed)
+    yield check(f"{recipe} runs to its end", True, _said(undisturbed))
     run(killed, f"metric_logger._component_={__name__}.Kill", "metric_logger.step=5", ended_by=signal.SIGKILL)
     run(killed, "resume_from_checkpoint=True")
     if recipe in ("lora_finetune_rocm", "dpo_rocm"):
-        yield _same_losses(recipe, killed, whole)
+        yield _same_losses(recipe, killed, undisturbed)
     else:
-        yield _every_answer_once(recipe, killed, whole)
+        yield _every_answer_once(recipe, killed, undisturbed)
 
 
 def make_pocket(folder: Path) -> None:
@@ -81,7 +81,7 @@ def make_pocket(folder: Path) -> None:
 
     from rocm_ext.pocket import make
 
-    torch.set_num_threads(min(4, torch.get_num_threads()))  # 16 of each of two parts took minutes
+    torch.set_num_threads(min(4, torch.get_num_threads()))  # 16 threads in two parts took minutes
     make(folder / "model", seed=7, target=0.01)
     rows = _lines(folder / "model" / "train.jsonl")[:PAIRS]
     pairs = [
@@ -108,7 +108,7 @@ def _runner(here: Here, recipe: str, pocket: Path) -> Callable[..., None]:
 
 
 def run_recipe(recipe: str, config: str | Path, *changes: str, ended_by: int = 0) -> None:
-    """Run a recipe in a process of its own: torchtune starts CUDA as it is imported, and no fork survives that.
+    """Run a recipe in a separate process: torchtune starts CUDA as it is imported, and no fork survives that.
 
     Args:
         recipe: its name.
@@ -132,11 +132,11 @@ def run_recipe(recipe: str, config: str | Path, *changes: str, ended_by: int = 0
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    found = []
+    lines = []
     for line in path.read_text().splitlines():
         with suppress(json.JSONDecodeError):
-            found.append(json.loads(line))
-    return found
+            lines.append(json.loads(line))
+    return lines
 
 
 def _losses(out: Path) -> list[float]:
@@ -144,27 +144,27 @@ def _losses(out: Path) -> list[float]:
 
 
 def _said(out: Path) -> str:
-    found = [path for path in (out / WEIGHTS, out / "summary.json") if not path.exists()]
-    if found:
-        raise Failed(f"{found[0]} is missing")
+    missing = [path for path in (out / WEIGHTS, out / "summary.json") if not path.exists()]
+    if missing:
+        raise Failed(f"{missing[0]} is missing")
     return "adapter and summary are written"
 
 
-def _same_losses(recipe: str, killed: Path, whole: Path) -> Row:
-    found, expected = _losses(killed), _losses(whole)
-    exact = (killed / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes()
-    apart = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=False))
-    right = len(found) == len(expected) and apart <= CLOSE
+def _same_losses(recipe: str, killed: Path, undisturbed: Path) -> Row:
+    again, expected = _losses(killed), _losses(undisturbed)
+    exact = (killed / WEIGHTS).read_bytes() == (undisturbed / WEIGHTS).read_bytes()
+    apart = max(abs(a - b) / abs(b) for a, b in zip(again, expected, strict=False))
+    right = len(again) == len(expected) and apart <= CLOSE
     how = "bit for bit" if exact else f"losses off by {apart:.1e} at most"
-    return check(f"{recipe}, killed and resumed, equals the undisturbed run", right, f"{len(found)} steps, {how}")
+    return check(f"{recipe}, killed and resumed, equals the undisturbed run", right, f"{len(again)} steps, {how}")
 
 
-def _every_answer_once(recipe: str, killed: Path, whole: Path) -> Row:
+def _every_answer_once(recipe: str, killed: Path, undisturbed: Path) -> Row:
     """A kill neither loses nor repeats an answer; the answers may differ where sums are not repeated bit for bit."""
-    found, expected = (_answers(out) for out in (killed, whole))
-    right = found.keys() == expected.keys() and set(found.values()) == {1}
-    exact = (killed / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes()
-    said = f"{sum(found.values())} answers{', adapter bit for bit' if exact else ''}"
+    again, expected = (_answers(out) for out in (killed, undisturbed))
+    right = again.keys() == expected.keys() and set(again.values()) == {1}
+    exact = (killed / WEIGHTS).read_bytes() == (undisturbed / WEIGHTS).read_bytes()
+    said = f"{sum(again.values())} answers{', adapter bit for bit' if exact else ''}"
     return check(f"{recipe}, killed and resumed, has every answer once", right, said)
 
 

@@ -1,4 +1,4 @@
-"""What is timed against other libraries, one side at a time: each has the whole device.
+"""Speeds beside other libraries, one side at a time, so that it has the complete device.
 
 The sides' programs are those of :mod:`tools.benchmarks`. A part runs one side and compares it with ours, which an
 earlier part has run. All packages are those of this environment.
@@ -14,16 +14,16 @@ from typing import Any
 
 from tools.benchmarks import dpo, sampling, sft
 from tools.benchmarks.protocol import Failed as SideFailed
-from tools.benchmarks.protocol import Side
-from tools.benchmarks.work import Task, write_adapter, write_pair_steps, write_sized_model, write_steps
+from tools.benchmarks.protocol import difference
+from tools.benchmarks.training import GATE, OURS, Work
+from tools.benchmarks.work import Task, write_adapter, write_sized_model
 from tools.gpu.here import GIB, Failed, Here, Row, check, speed
 
-OURS = sft.OURS
 VOCAB = {"tiny": 512, "0.5b": 152064, "7b": 152064}
 DISK = {"tiny": 0.1, "0.5b": 1.3, "7b": 15.5}  # GiB of a model in bf16
 FP32 = 1e-3  # relative difference of a step's loss; the CPU's benchmarks hold 1e-5
 BF16 = 0.05
-# prompts, answers to each, median and most tokens of an answer
+# prompts, answers to a prompt, median and most tokens of an answer
 TRACES = {"tiny": sampling.Trace(4, 2, 8, 24), "0.5b": sampling.Trace(64, 8, 200, 1024),
           "7b": sampling.Trace(32, 8, 200, 512)}  # fmt: skip
 JUDGED = 8  # prompts whose answers are checked
@@ -77,13 +77,12 @@ def train(here: Here, work: str, size: str, peer: str | None, gate: bool = True)
         gate: first compare losses in fp32.
     """
     shape, name = shape_of(here, size), peer or OURS
-    module, unit = (sft, "tokens") if work == "sft" else (dpo, "tokens")
+    way: Work = {"sft": sft.WORK, "dpo": dpo.WORK}[work]
     model = model_of(here, size)
 
     def make(folder: Path) -> Any:
         (folder / "model").symlink_to(model)
-        write = write_steps if work == "sft" else write_pair_steps
-        steps = write(folder / "rows.jsonl", VOCAB[shape], _gate(here), module.WARM_UP + rounds(here))
+        steps = way.write_steps(folder / "rows.jsonl", VOCAB[shape], _gate(here), way.warm_up + rounds(here))
         write_adapter(folder, shape)
         return steps
 
@@ -93,64 +92,48 @@ def train(here: Here, work: str, size: str, peer: str | None, gate: bool = True)
     for dtype in dtypes:
         timed = dtype == dtypes[-1]
         task = Task(work, shape, VOCAB[shape], dtype, (peer,) if peer else ())
-        # compiled layers are checked in a part of their own
+        # compiled layers are checked in a separate part
         args = arguments(here, *(["batch_size=8"] if here.gpu else []), *([] if timed else ["compile=False"]))
         with as_part():
-            found = _steps(here, base, module, name, task, steps, args, timed)
-        expected = here.of(known, f"losses_{dtype}") if peer else found["losses"]
+            result = _steps(here, base, way, name, task, len(steps), args, timed)
+        expected = here.of(known, f"losses_{dtype}") if peer else result["losses"]
         if expected is not None and peer:
-            apart = sft.difference(found["losses"], expected)
+            apart = difference(result["losses"], expected)
             limit = FP32 if dtype == "fp32" else BF16
             yield check(f"losses of {name} are ours, {work} {shape}, {dtype}", apart <= limit,
                         f"off by {apart:.1e} at most in {len(expected)} steps")  # fmt: skip
         if not timed:
-            yield {"what": f"first losses of {name} in {dtype}", "ok": None, "found": f"{found['losses'][0]:.4f} to "
-                   f"{found['losses'][-1]:.4f}", f"losses_{dtype}": found["losses"]}  # fmt: skip
+            yield {"what": f"first losses of {name} in {dtype}", "ok": None, "found": f"{result['losses'][0]:.4f} to "
+                   f"{result['losses'][-1]:.4f}", f"losses_{dtype}": result["losses"]}  # fmt: skip
             continue
         tokens = sum(row[0] for rows in steps[-rounds(here) :] for row in rows) / rounds(here)
-        yield _timed(f"LoRA {work.upper()} of {shape}, {dtype}, {name}", tokens, found, here.of(known, "seconds"), peer,
-                     unit, losses=(f"losses_{dtype}", found["losses"]))  # fmt: skip
+        ours, middle = here.of(known, "seconds") if peer else None, statistics.median(result["seconds"])
+        note = "" if ours is None else f"ours is {middle / ours:.2f} x as fast; "
+        note += f"{1e3 * middle:.0f} ms a step ({1e3 * min(result['seconds']):.0f}-{1e3 * max(result['seconds']):.0f})"
+        note += f", {result['peak'] / GIB:.2f} GiB, warm after {result['until_warm']:.0f} s"
+        yield speed(f"LoRA {work.upper()} of {shape}, {dtype}, {name}", tokens / middle, "tokens/s", note,
+                    seconds=middle, peak=result["peak"], **{f"losses_{dtype}": result["losses"]})  # fmt: skip
 
 
 def _gate(here: Here) -> int:
-    return 4 if here.tiny else sft.GATE
+    return 4 if here.tiny else GATE
 
 
 def _steps(
-    here: Here, base: Path, module: Any, name: str, task: Task, steps: list, args: argparse.Namespace, timed: bool
+    here: Here, base: Path, work: Work, name: str, task: Task, steps: int, args: argparse.Namespace, timed: bool
 ) -> dict[str, Any]:
     """Run a side's steps; return the losses of the first ones, seconds of the timed ones, and the peak of memory."""
-    peer = module.PEERS.get(name)
-    if module is sft:
-        python, command = sft.python(name, args), sft.command(base, name, peer, task, len(steps), args)
-    else:
-        python, command = dpo.python(name, args), dpo.command(base, name, task, len(steps), args)
-    with Side(name, python, command, base / f"{name}.log") as side:
+    with work.start(base, name, task, steps, args) as side:
         first = side.ask(steps=_gate(here))
-        found: dict[str, Any] = {"losses": [step[1] for step in first["steps"]], "until_warm": 0.0}
+        result: dict[str, Any] = {"losses": [step[1] for step in first["steps"]]}
         if not timed:
-            return found
-        side.ask(steps=module.WARM_UP)
-        found["until_warm"] = time.perf_counter() - side.began
-        score = module is dpo and dpo.of(name).reference_first
-        seconds = []
-        for number in range(rounds(here)):
-            at = dpo.PAIRS_PER_STEP * (_gate(here) + dpo.WARM_UP + number)
-            scoring = side.ask(score=[at, at + dpo.PAIRS_PER_STEP])["seconds"] if score else 0.0
-            answer = side.ask(steps=1)
-            seconds.append(scoring + answer["steps"][0][0])
-        return {**found, "seconds": seconds, "peak": answer["peak_memory"]}
-
-
-def _timed(
-    what: str, tokens: float, found: dict[str, Any], ours: float | None, peer: str | None, unit: str, losses: Any
-) -> Row:
-    middle = statistics.median(found["seconds"])
-    note = f"{1e3 * middle:.0f} ms a step ({1e3 * min(found['seconds']):.0f}-{1e3 * max(found['seconds']):.0f})"
-    note += f", {found['peak'] / GIB:.2f} GiB, warm after {found['until_warm']:.0f} s"
-    if peer and ours is not None:
-        note = f"ours is {middle / ours:.2f} x as fast; {note}"
-    return speed(what, tokens / middle, f"{unit}/s", note, seconds=middle, peak=found["peak"], **{losses[0]: losses[1]})
+            return result
+        side.ask(steps=work.warm_up)
+        result["until_warm"] = time.perf_counter() - side.began
+        begin = _gate(here) + work.warm_up
+        turns = [work.step(side, number) for number in range(begin, begin + rounds(here))]
+        seconds = [scoring + answer["steps"][0][0] for scoring, answer in turns]
+        return {**result, "seconds": seconds, "peak": turns[-1][1]["peak_memory"]}
 
 
 # ---- sampling
@@ -179,15 +162,15 @@ def sample(here: Here, size: str, peer: str | None, gate: bool = True) -> Iterat
             warm_up = lengths if sampling.PEERS.get(name) is None else [min(length, 64) for length in lengths]
             sampling.sample(side, prompts, warm_up)
             until_warm = time.perf_counter() - side.began
-            found = [sampling.sample(side, prompts, lengths) for _ in range(1 if here.tiny else 2)]
-        if [len(tokens) for tokens in found[-1]["answers"]] != lengths:
+            result = [sampling.sample(side, prompts, lengths) for _ in range(1 if here.tiny else 2)]
+        if [len(tokens) for tokens in result[-1]["answers"]] != lengths:
             raise Failed(f"{name} gave answers of other lengths")
-        seconds = [each["seconds"][0] for each in found]
+        seconds = [answer["seconds"][0] for answer in result]
         ours = here.of(f"sampling-{size}", "seconds") if peer else None
         faster = "" if ours is None else f"ours is {min(seconds) / ours:.2f} x as fast; "
         yield speed(f"sampling of {shape}, {dtype}, {name}", sum(lengths) / min(seconds), "tokens/s",
                     f"{faster}{len(lengths)} answers of {min(lengths)} to {max(lengths)} tokens, "
-                    f"{found[-1]['peak_memory'] / GIB:.2f} GiB, warm after {until_warm:.0f} s",
+                    f"{result[-1]['peak_memory'] / GIB:.2f} GiB, warm after {until_warm:.0f} s",
                     seconds=min(seconds), all_seconds=seconds)  # fmt: skip
         if not gate:
             return
@@ -196,7 +179,7 @@ def sample(here: Here, size: str, peer: str | None, gate: bool = True) -> Iterat
             sampling.check_greedy(name, greedy["answers"], greedy["answers"], known, dtype)
             yield check(f"greedy tokens of {name} are the model's, {shape}", True,
                         f"at most {known['behind']:.1e} below the best log-prob")  # fmt: skip
-            last = {**found[-1], "answers": found[-1]["answers"][: len(judged)]}
+            last = {**result[-1], "answers": result[-1]["answers"][: len(judged)]}
             if "logprobs" in last:
                 last["logprobs"] = last["logprobs"][: sum(judged)]
             known = knows.ask(prompts=prompts[:JUDGED], answers=last["answers"])

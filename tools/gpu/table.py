@@ -20,7 +20,7 @@ def markdown(machine: Mapping[str, Any], results: Sequence[Result]) -> str:
               for result in results for row in result["rows"] if "ok" in row]  # fmt: skip
     if checks:
         text += f"\n## Checks\n\n{_table(('check', '', 'found'), checks)}\n"
-    if left := [(each["name"], each["detail"]) for each in results if each["status"] in ("skipped", "out of time")]:
+    if left := [(part["name"], part["detail"]) for part in results if part["status"] in ("skipped", "out of time")]:
         text += f"\n## Not run\n\n{_table(('part', 'reason'), left)}\n"
     return text
 

@@ -74,7 +74,7 @@ class StoredLearner(ProbeLearner):
 
 @dataclass(frozen=True)
 class Trained:
-    """Losses and seconds of the steps, tokens of each, the allocator's peak in bytes (0 on a CPU), the planned peak."""
+    """Losses and seconds of steps, tokens of a step, the allocator's peak in bytes (0 on a CPU), the planned peak."""
 
     losses: list[float]
     seconds: list[float]
@@ -84,7 +84,7 @@ class Trained:
 
 
 def train(bench: Bench, rows: int, learner_of: Any = SeededLearner, compiled: bool = False, **changes: Any) -> Trained:
-    """Train :data:`STEPS` steps on the same ``rows`` rows; ``changes`` are those of a probe."""
+    """Train :data:`STEPS` steps on the same ``rows`` rows; ``changes`` as a probe has them."""
     cfg = probe_config(bench.cfg, {"rows": rows, "compile": compiled, **changes}, list(bench.profile.locked))
     runtime = Runtime.open(cfg)
     longest = min(probes.longest_row(cfg), 1024)
@@ -115,11 +115,11 @@ def train(bench: Bench, rows: int, learner_of: Any = SeededLearner, compiled: bo
             torch.cuda.empty_cache()
 
 
-def compare(what: str, found: Trained, expected: Trained, tolerance: float) -> Row:
+def compare(what: str, result: Trained, expected: Trained, tolerance: float) -> Row:
     """Compare the losses of all steps, which must also fall."""
-    apart = max(abs(a - b) / abs(b) for a, b in zip(found.losses, expected.losses, strict=True))
-    falls = found.losses[-1] < found.losses[0]
-    curve = f"{found.losses[0]:.4f} to {found.losses[-1]:.4f}"
+    apart = max(abs(a - b) / abs(b) for a, b in zip(result.losses, expected.losses, strict=True))
+    falls = result.losses[-1] < result.losses[0]
+    curve = f"{result.losses[0]:.4f} to {result.losses[-1]:.4f}"
     return check(what, apart <= tolerance and falls, f"losses {curve}, off by {apart:.1e} at most")
 
 
@@ -133,7 +133,7 @@ def dtypes(here: Here) -> Iterator[Row]:
 
 
 def compiled(here: Here) -> Iterator[Row]:
-    """Losses of compiled layers are those of plain ones."""
+    """Compiled layers give the losses of plain ones."""
     bench = here.bench("0.5b")
     plain = train(bench, 2)
     yield compare("compiled layers", train(bench, 2, compiled=True), plain, 0.01)
@@ -152,7 +152,7 @@ def offloading(here: Here) -> Iterator[Row]:
 
 
 def four_bit(here: Here) -> Iterator[Row]:
-    """Losses over a 4-bit base (NF4) are about those of the whole one, in less memory."""
+    """A 4-bit base (NF4) gives nearly the same losses in less memory."""
     bench = _wider(here, "0.5b")
     plain, small = train(bench, 2), train(bench, 2, **{"model.quantize_base": True})
     yield compare("training over a 4-bit base", small, plain, 0.03)
@@ -176,10 +176,10 @@ def blocks(here: Here) -> Iterator[Row]:
     for kind in BLOCKS:
         stored = torch.from_numpy(unpacking.random_blocks(kind, 64, 8, rng))
         for dtype in (torch.float32, torch.bfloat16):
-            found = unpack(stored.to(here.torch_device), kind, dtype).cpu()
+            result = unpack(stored.to(here.torch_device), kind, dtype).cpu()
             expected = unpack(stored, kind, dtype)
-            alike += torch.equal(found, expected)  # a compiled product and sum may round once
-            near = torch.allclose(found.float(), expected.float(), torch.finfo(dtype).eps, 0)
+            alike += torch.equal(result, expected)  # a compiled product and sum may round once
+            near = torch.allclose(result.float(), expected.float(), torch.finfo(dtype).eps, 0)
             wrong += [f"{kind} in {dtype}"] * (not near)
     yield check(f"values of {len(BLOCKS)} types of blocks are a CPU's", not wrong,
                 ", ".join(wrong) or f"bit for bit in {alike} of {2 * len(BLOCKS)} cases")  # fmt: skip
@@ -206,17 +206,17 @@ def gguf(here: Here, size: str) -> Iterator[Row]:
     model, gib = Path(bench.cfg.model.checkpoint_dir), {"0.5b": 0.6, "7b": 6.0}[size]
     top, _ = here.world(f"gguf-{size}", lambda to: unpacking.write_random_gguf(to / "model.gguf", model, "Q4_K"), gib)
     packed = here.bench(size, f"model.checkpoint_dir={top / 'model.gguf'}")
-    found = []
-    for each, weights in (packed, "Q4_K"), (bench, f"the same values in {dtype_name(bench.dtype)}"):
-        found.append(train(each, rows, partial(StoredLearner, folder=packed.cfg.model.checkpoint_dir)))
-        seconds, peak = found[-1].seconds[1:], found[-1].peak  # the first step chooses kernels
+    result = []
+    for side, weights in (packed, "Q4_K"), (bench, f"the same values in {dtype_name(bench.dtype)}"):
+        result.append(train(side, rows, partial(StoredLearner, folder=packed.cfg.model.checkpoint_dir)))
+        seconds, peak = result[-1].seconds[1:], result[-1].peak  # the first step chooses kernels
         note = f"{1e3 * min(seconds):.0f} to {1e3 * max(seconds):.0f} ms a step, peak {peak / GIB:.2f} GiB"
-        tokens = found[-1].tokens / median(seconds)
+        tokens = result[-1].tokens / median(seconds)
         yield speed(f"LoRA SFT of {here.size(size)} over {weights}", tokens, "tokens/s", note, peak=peak)
-    ratio = Ratio.of(*(each.seconds[1:] for each in found))
+    ratio = Ratio.of(*(steps.seconds[1:] for steps in result))
     yield speed(f"a step of {here.size(size)} over Q4_K, by one over the same values", ratio.median, "x",
                 f"{ratio.low:.2f} to {ratio.high:.2f}")  # fmt: skip
-    yield compare("training over blocks", *found, 1e-3)
+    yield compare("training over blocks", *result, 1e-3)
 
 
 def checkpointing(here: Here) -> Iterator[Row]:
@@ -241,12 +241,12 @@ def memory(here: Here, size: str) -> Iterator[Row]:
             values = {"rows": rows, "compile": False, "enable_activation_checkpointing": recompute}
             what = f"memory of {here.size(size)}, {rows} rows{', recomputed' if recompute else ''}"
             try:
-                found = probes.training(bench, values)
+                result = probes.training(bench, values)
             except (probes.Skipped, torch.OutOfMemoryError) as reason:
                 yield {"what": what, "ok": None, "found": str(reason).splitlines()[0][:200]}
                 continue
-            ratio = found["peak_memory"] / found["planned_memory"]
-            said = f"{found['peak_memory'] / GIB:.2f} GiB of {found['planned_memory'] / GIB:.2f} planned, {ratio:.2f}"
+            ratio = result["peak_memory"] / result["planned_memory"]
+            said = f"{result['peak_memory'] / GIB:.2f} GiB of {result['planned_memory'] / GIB:.2f} planned, {ratio:.2f}"
             yield check(what, LEAST <= ratio <= MOST, said)
             yield speed(f"training of {here.size(size)}, {rows} rows{', recomputed' if recompute else ''}",
-                        found["value"], "tokens/s", f"peak {found['peak_memory'] / GIB:.2f} GiB")  # fmt: skip
+                        result["value"], "tokens/s", f"peak {result['peak_memory'] / GIB:.2f} GiB")  # fmt: skip

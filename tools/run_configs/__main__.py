@@ -80,12 +80,12 @@ def _planned(recipe: str, row: dict[str, Any], machine: dict[str, Any], what: st
     memory, sampler = row["memory"], recipe in ("grpo_rocm", "distil_rocm")
     if isinstance(memory, int):
         memory = f"about {memory} GiB{' of 192' if machine['hardware'] == 'mi300x' and not sampler else ''}"
-    whole = f"{memory}, planned{f' for {what}' if what else ''}"
+    said = f"{memory}, planned{f' for {what}' if what else ''}"
     if machine["hardware"] == "mi300x" and "least" not in row:
-        return f"{whole}, with no layer recomputed"
+        return f"{said}, with no layer recomputed"
     beside = ", with the sampler's" if sampler else ""
     least = f", down to {row['least']} GiB" if "least" in row else ""
-    return f"{whole}{beside}; with less free memory the run recomputes layers{least}"
+    return f"{said}{beside}; with less free memory the run recomputes layers{least}"
 
 
 def _why(recipe: str, row: dict[str, Any], machine: dict[str, Any]) -> str:

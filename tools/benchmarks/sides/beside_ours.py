@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rocm_ext.machine.threads import choose_threads
-from tools.benchmarks.sides.talk import hear, pipe
+from tools.benchmarks.sides.talk import Logger, hear, pipe
 
 
 class Turns:
@@ -34,7 +34,7 @@ class Turns:
         self._tokens, self._began = 0, time.perf_counter()
 
 
-class Logger:
+class Counting(Logger):
     """A torchtune metric logger that counts the steps of a training."""
 
     def __init__(self) -> None:
@@ -47,12 +47,6 @@ class Logger:
             self._turns = Turns()
         else:
             self._turns.count(payload["tokens"])
-
-    def log_config(self, config: object) -> None:
-        """Do nothing; torchtune's interface requires this method."""
-
-    def close(self) -> None:
-        """Do nothing; no file is open."""
 
 
 def main() -> None:

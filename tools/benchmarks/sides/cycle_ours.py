@@ -1,4 +1,4 @@
-"""Time generation, training steps and whole cycles of our RAFT recipe: ``… cycle_ours --config NAME …``.
+"""Time generation, training steps and cycles of our RAFT recipe: ``… cycle_ours --config NAME …``.
 
 It starts without an order, because the recipe may restart the process, which would lose the order.
 """

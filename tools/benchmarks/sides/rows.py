@@ -23,13 +23,13 @@ class TokenRows(Dataset):
 
 
 class PackedRows(TokenRows):
-    """The rows as torchtune packs them, each step's on their own, so that every side trains on the same rows a step.
+    """The rows as torchtune packs them, a step at a time, so that every side trains on the same rows a step.
 
     Args:
         tokenizer: unused.
-        path: of the rows.
-        rows: of a step.
-        packs: of a step; where longer ones would do, the rows are dealt out evenly.
+        path: file of the rows.
+        rows: rows of a step.
+        packs: packs of a step; if fewer would do, the rows are dealt out evenly.
         packed: for torchtune's recipe, which reads it.
     """
 

@@ -29,13 +29,13 @@ def transformers_decoder(folder: Path, dtype: torch.dtype) -> Any:
     from rocm_ext.distributed.ranks import Ranks
     from rocm_ext.model.build import Weights, load_weights
     from rocm_ext.model.hf.decoder import build
-    from rocm_ext.model.lora import adopt, init_adapters
+    from rocm_ext.model.lora import Sizes, adopt, init_adapters
 
-    lora = {"rank": 1, "alpha": 1, "dropout": 0.0, "targets": ["q_proj"], "use_dora": False, "quantize_base": False}
     with set_default_dtype(dtype):
         made: Any = build(
-            folder, json.loads((folder / "config.json").read_text()), **lora, parameters=None, trust_remote_code=False
-        )
+            folder, json.loads((folder / "config.json").read_text()), sizes=Sizes(rank=1, alpha=1), dropout=0.0,
+            targets=["q_proj"], parameters=None, use_dora=False, quantize_base=False, trust_remote_code=False,
+        )  # fmt: skip
     adopt(made, {})
     init_adapters(made, 0, DEVICE)
     state = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}

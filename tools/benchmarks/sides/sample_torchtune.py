@@ -1,8 +1,8 @@
 """torchtune: ``… sample_torchtune MODEL DTYPE MOST [lean]``: ``generation.generate`` with a local cache, left-padded.
 
-The call is that of torchtune's PPO recipe. torchtune decodes all rows until the last one has ended. So this side asks
-for that many tokens, which saves the search for stop tokens. torchtune gathers the logits of all steps; ``lean`` drops
-them through torchtune's own hook. If the logits do not fit into half of the memory, the rows run in several batches.
+torchtune's PPO recipe calls it in the same way. torchtune decodes all rows until the last one has ended. So this side
+asks for that many tokens, which saves the search for stop tokens. torchtune gathers the logits of all steps; ``lean``
+drops them through torchtune's hook. If the logits do not fit into half of the memory, the rows run in several batches.
 """
 
 import os

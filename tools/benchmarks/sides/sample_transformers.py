@@ -3,7 +3,7 @@
 generate: one left-padded batch with ``num_return_sequences``. A ``StoppingCriteria`` ends rows, like the one for EOS.
 transformers decodes all rows until the last one has ended.
 continuous: the same as ``generate_batch`` with ``num_return_sequences``, which computes a prompt once for its samples,
-but it keeps the manager, and each sample has its own limit. All requests run at once; fewer were slower on a CPU.
+but it keeps the manager, and every sample has a limit. All requests run at once; fewer were slower on a CPU.
 judge: computes the probabilities of given answers.
 """
 
@@ -102,20 +102,20 @@ class Manager:
             names += [*children, name]
             LIMITS.update(zip(children, trace[i * self._samples :], strict=False))
             self._manager.add_request(prompt, request_id=name, max_new_tokens=trace[(i + 1) * self._samples - 1])
-        found: dict[str, list[int]] = {}
-        while len(found) < len(names):
+        answers: dict[str, list[int]] = {}
+        while len(answers) < len(names):
             if result := self._manager.get_result(timeout=1):
                 if result.error:
                     raise RuntimeError(result.error)
                 if result.is_finished():
-                    found[result.request_id] = list(result.generated_tokens)
+                    answers[result.request_id] = list(result.generated_tokens)
             elif not self._manager.is_running():
                 raise RuntimeError("the manager stopped")
-        return [found[name] for name in names]
+        return [answers[name] for name in names]
 
 
 def fork(self: RequestState, name: str) -> RequestState:
-    """Fork a child and give it its own limit."""
+    """Fork a child and give it its limit."""
     child = FORK(self, name)
     child.max_new_tokens = child._new_tokens_limit = LIMITS[name]
     return child
@@ -142,10 +142,10 @@ def judge() -> None:
                 tokens = torch.tensor([prompt + answer[:-1]], device=DEVICE)
                 logits = MODEL(tokens).logits[0, len(prompt) - 1 :].float()
             table = logits.log_softmax(-1)
-            found = table.gather(-1, torch.tensor(answer, device=DEVICE)[:, None]).squeeze(-1)
-            logprobs += found.tolist()
-            surprise += (found - (table.exp() * table).sum(-1)).tolist()
-            behind = max(behind, float((table.amax(-1) - found).max()))
+            chosen = table.gather(-1, torch.tensor(answer, device=DEVICE)[:, None]).squeeze(-1)
+            logprobs += chosen.tolist()
+            surprise += (chosen - (table.exp() * table).sum(-1)).tolist()
+            behind = max(behind, float((table.amax(-1) - chosen).max()))
         pipe().send({"logprobs": logprobs, "surprise": surprise, "behind": behind})
 
 

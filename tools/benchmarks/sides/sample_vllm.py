@@ -1,4 +1,4 @@
-"""vLLM: ``… sample_vllm MODEL DTYPE MOST``, offline, in this process; each answer is a request with its own length.
+"""vLLM: ``… sample_vllm MODEL DTYPE MOST``, offline, in this process; an answer is a request with its length.
 
 vLLM computes a prompt once for its samples, because it caches prefixes.
 """

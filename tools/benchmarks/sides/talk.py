@@ -60,8 +60,7 @@ class Pace:
     The time between a report and the next order does not count.
 
     Args:
-        score: scores the rows from a first one to before another one under the reference, which the harness orders
-            between steps.
+        score: scores a range of rows under the reference, when the harness orders it between steps.
     """
 
     def __init__(self, score: Callable[[int, int], object] | None = None) -> None:
@@ -97,12 +96,22 @@ def synchronize() -> None:
         sys.modules["torch"].cuda.synchronize()
 
 
-class StepLogger:
+class Logger:
+    """The part of torchtune's metric logger that does nothing."""
+
+    def log_config(self, config: object) -> None:
+        """Do nothing; torchtune's interface requires this method."""
+
+    def close(self) -> None:
+        """Do nothing; no file is open."""
+
+
+class StepLogger(Logger):
     """A torchtune metric logger that calls :class:`Pace` at every step.
 
     Args:
-        values: names of the measurements that are reported.
-        sign: name of a measurement that every step has, and nothing else.
+        values: names of the reported measurements.
+        sign: name of a measurement that only steps have.
         score: see :class:`Pace`.
     """
 
@@ -117,9 +126,3 @@ class StepLogger:
     def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
         if self._sign in payload:
             self._pace.step(*(float(payload.get(value, 0.0)) for value in self._values))
-
-    def log_config(self, config: object) -> None:
-        """Do nothing; torchtune's interface requires this method."""
-
-    def close(self) -> None:
-        """Do nothing; no file is open."""
