@@ -20,14 +20,14 @@ from rocm_ext.model.weights.gguf_files import refuse_merging
 from rocm_ext.model.weights.llama_cpp import GgufNames, Layout, Part, add_keys, library, read_layout
 
 _TABLES = ("rotary_emb.inv_freq", ".position_ids")
-_ALWAYS_F32 = ("ffn_gate_inp", "ssm_conv1d")  # llama.cpp takes these, and all that are no weights, in fp32 alone
+_ALWAYS_F32 = ("ffn_gate_inp", "ssm_conv1d")  # llama.cpp takes these, and all tensors but weights, only in fp32
 _BLOCK = 32  # values of a q8_0 block
 
 
 def write_model(source: Source, out: Path, kind: str) -> None:
     """Write the model, merged with its adapter, as one file.
 
-    Values are rounded once, from the merged weights in fp32; the base model's quantised weights are bf16 before. Norms
+    Values are rounded once, from the merged weights in fp32. A base model's quantised weights first become bf16. Norms
     and biases are fp32.
 
     Args:
@@ -88,23 +88,23 @@ def _entries(
     """Yield the tensors of the file."""
     if (factors := layout.factors) is not None:
         yield Entry("rope_freqs.weight", list(factors.shape), "f32", lambda: factors)
-    held: dict[str, Tensor] = {}  # the parts of a weight follow each other
+    held: dict[str, Tensor] = {}  # the last weight, because a weight's parts are adjacent
 
     def values(name: str, part: Part) -> Tensor:
         if name not in held:
-            held.clear()  # before the next is read, since one may have gigabytes
+            held.clear()  # before the next is read, because a weight may have gigabytes
             held[name] = read(name)
         return part.of(held[name])
 
     for name, stored in shapes.items():
         for part in layout.parts(name):
-            place, shape = names.name(part.name), list(part.of(stored).shape)
-            small = len(shape) < 2 or not place.endswith(".weight") or any(each in place for each in _ALWAYS_F32)
+            theirs, shape = names.name(part.name), list(part.of(stored).shape)
+            small = len(shape) < 2 or not theirs.endswith(".weight") or any(end in theirs for end in _ALWAYS_F32)
             fits = kind != "q8_0" or shape[-1] % _BLOCK == 0
-            yield Entry(place, shape, "f32" if small else kind if fits else "f16", partial(values, name, part))
+            yield Entry(theirs, shape, "f32" if small else kind if fits else "f16", partial(values, name, part))
 
 
-# ---- an adapter, which llama.cpp adds to the base model's file when it starts (``--lora FILE``)
+# ---- an adapter, which llama.cpp adds to the base model at its start (``--lora FILE``)
 
 
 def write_adapter(source: Source, out: Path) -> None:
@@ -137,7 +137,7 @@ def write_adapter(source: Source, out: Path) -> None:
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     both = {name: (update[".lora_A.weight"], update[".lora_B.weight"]) for name, update in merged.linear.items()}
     both |= {name: expert_factors(a, b, layer.experts) for name, (a, b, layer) in merged.experts.items()}
-    # llama.cpp's factor is alpha / r, with one alpha of the file and each weight's own r
+    # llama.cpp's factor is alpha / r, with the file's alpha and the weight's r
     alphas = {name: config.scale(name.removesuffix(".weight")) * a.shape[-2] for name, (a, _) in both.items()}
     alpha = next(iter(alphas.values())) or 1.0
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(alpha))
@@ -151,5 +151,5 @@ def _of_adapter(layout: Layout, names: GgufNames, updates: Mapping[str, tuple[Te
             raise UserError(f"llama.cpp computes the LoRA of {name} in another way; set --gguf, which merges it")
         for part in layout.parts(name):
             for end, tensor in (("lora_a", part.columns_of(a)), ("lora_b", b[..., part.rows, :])):
-                place = f"{names.name(part.name)}.{end}"
-                yield Entry(place, list(tensor.shape), "f32", partial(Tensor.contiguous, tensor))
+                theirs = f"{names.name(part.name)}.{end}"
+                yield Entry(theirs, list(tensor.shape), "f32", partial(Tensor.contiguous, tensor))

@@ -1,6 +1,6 @@
-"""Models by their name on the Hugging Face hub: download what is needed, once.
+"""Download models by their name on the Hugging Face hub.
 
-Texts (config, tokenizer, template, licence) come first and weights last, after the checks that need no weights.
+Texts (config, tokenizer, template, licence) come first, and weights after the checks that need no weights.
 """
 
 from collections.abc import Callable
@@ -33,8 +33,7 @@ _OF_THE_DISK = {EACCES, EDQUOT, EIO, ENOSPC, EPERM, EROFS}
 def use_downloaded(cfg: DictConfig, ranks: Ranks) -> None:
     """Where the config's model is a name on the hub or a GGUF file, put its folder into ``cfg``.
 
-    Of a model on the hub, this downloads the texts; one that is whole in the hub's cache is used without asking the
-    hub.
+    The texts of a model on the hub are downloaded, unless the cache has the complete model.
 
     Args:
         cfg: config of a recipe; its ``model``, ``checkpointer`` and ``tokenizer`` change.
@@ -70,16 +69,16 @@ def use_weights(folder: Path, ranks: Ranks) -> None:
 
 def _on_one_rank(fetch: Callable[[], Path], ranks: Ranks) -> Path:
     ranks.on_main(fetch)
-    return fetch()  # finds the files; on another machine one rank downloads, because the cache has locks
+    return fetch()  # files are there; on another machine one rank downloads, because the cache has locks
 
 
 def use_shape(cfg: DictConfig) -> str | None:
-    """For a plan: where the config's model is no folder here, put another folder with its ``config.json`` into ``cfg``.
+    """For a plan: where the config's model is not a folder here, put a folder with its ``config.json`` into ``cfg``.
 
-    That is the one in the hub's cache, or else the shape of a published model that this library ships.
+    That folder is in the hub's cache, or this library ships it as the shape of a published model.
 
     Returns:
-        A line for the user if the shape is the shipped one.
+        A line for the user if this library ships the shape.
 
     Raises:
         UserError: the model is a name on the hub, and neither the cache nor this library has its ``config.json``.
@@ -113,10 +112,10 @@ def _put(cfg: DictConfig, name: str, folder: Path) -> None:
 
 
 def fetch_texts(name: str) -> Path:
-    """Download everything but a model's weights into the hub's cache, unless the whole model is there.
+    """Download everything but a model's weights into the hub's cache, unless the complete model is there.
 
     Args:
-        name: such as ``Qwen/Qwen3-8B``.
+        name: the hub's name, such as ``Qwen/Qwen3-8B``.
 
     Returns:
         The folder in the cache.
@@ -139,7 +138,7 @@ def fetch_weights(folder: Path) -> Path:
     """Download the weights of a model into its folder in the hub's cache, with progress, unless they are there.
 
     Args:
-        folder: of :func:`fetch_texts`.
+        folder: the folder from :func:`fetch_texts`.
 
     Returns:
         The same folder.
@@ -178,7 +177,7 @@ def _fetch(name: str, commit: str | None, patterns: list[str]) -> Path:
         if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
             raise UserError(
                 f"cannot download {name}: {error.strerror}: {error.filename or HF_HUB_CACHE}; HF_HOME sets another "
-                "place for the hub's cache"
+                "folder for the hub's cache"
             ) from error
         raise UserError(
             f"cannot download {name}: {one_line(error)[:300]}; where there is a network, tune download {name} "
@@ -198,8 +197,7 @@ def published(checkpoint_dir: str) -> tuple[str, Path] | None:
     """Find the published model that a config means.
 
     Args:
-        checkpoint_dir: the config's: a name on the hub, or a folder of the model's own name, such as
-            ``models/Qwen3-8B``.
+        checkpoint_dir: a name on the hub, or a folder with the model's name, such as ``models/Qwen3-8B``.
 
     Returns:
         The model's name on the hub and the folder with its shape; None if this library does not ship it.

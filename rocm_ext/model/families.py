@@ -1,7 +1,7 @@
 """Architectures of checkpoints in Hugging Face's format, by their ``config.json``, and the names in their files.
 
-Only what transformers' own code for a family reads changes what a model computes. Of these keys, this module knows
-each: it reads the key, or refuses a value that the native decoders do not compute.
+Only keys that transformers' code for a family reads change the function of a model. This module knows all of them: it
+reads a key, or refuses values that the native decoders do not compute.
 """
 
 import math
@@ -17,7 +17,7 @@ from rocm_ext.base.hub import how_to_download
 
 CONFIG = "config.json"
 Config = Mapping[str, Any]
-# The largest sizes that are read, some ten times those of any model: a damaged one must not fill the memory
+# The largest sizes that are read, some ten times any model's: a damaged file must not fill the memory
 _LARGEST = {
     1000: "num_hidden_layers num_layers n_layers n_layer",
     10**5: "num_experts num_local_experts n_routed_experts moe_num_experts num_attention_heads num_key_value_heads",
@@ -32,9 +32,9 @@ class Yarn:
     """YaRN's scaling of RoPE (arXiv:2309.00071).
 
     Attributes:
-        fast, slow: rotations over the original positions: dimensions with more than ``fast`` keep their frequency,
-            those with fewer than ``slow`` have it divided.
-        rounded: whether the bounds between these dimensions are whole numbers.
+        fast, slow: rotations over the original positions. Dimensions with more than ``fast`` keep their frequency;
+            frequencies of dimensions with fewer than ``slow`` are divided.
+        rounded: whether the bounds between these dimensions are integers.
         attention: factor of cosines and sines.
     """
 
@@ -51,10 +51,10 @@ class Rope:
     Attributes:
         base: theta.
         kind: ``default``, ``linear``, ``llama3`` or ``yarn``.
-        factor: divides the frequencies; of ``llama3`` and ``yarn`` only the low ones.
+        factor: divisor of the frequencies; ``llama3`` and ``yarn`` divide only the low ones.
         low, high: ``llama3``'s low_freq_factor and high_freq_factor.
         original: original_max_position_embeddings of ``llama3`` and ``yarn``.
-        yarn: what ``yarn`` needs besides.
+        yarn: further settings of ``yarn``.
     """
 
     base: float
@@ -68,17 +68,17 @@ class Rope:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a decoder computes, but for its weights.
+    """The function of a decoder, without weights.
 
     Attributes:
         name: transformers' class, such as ``Qwen3ForCausalLM``.
         vocabulary: rows of the embeddings.
         layers, width, intermediate: number of layers, size of hidden states and of the MLP.
         heads, kv_heads, head_dim: shape of attention.
-        positions: the longest sequence that the decoder computes as transformers does. A sliding window limits it,
-            because up to the window's length windowed attention is causal attention.
+        positions: the longest sequence for which the decoder computes the same as transformers. A sliding window limits
+            it, because up to its length windowed attention is causal attention.
         window: the sliding window; None: the model has none.
-        norm_eps: of every RMSNorm.
+        norm_eps: eps of every RMSNorm.
         tied: whether the output layer is the embeddings.
         qkv_bias, out_bias: which projections of attention have a bias.
         head_norms: whether q and k are normalised per head, before RoPE.
@@ -128,15 +128,15 @@ _FAMILIES = {
 _MODEL_TYPES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _MODEL_TYPES |= {"mistral": "MistralForCausalLM"}
 QUANTISED = ("quantization_config", "compression_config")  # keys of a config.json
-_PARTS = ("text_config", "vision_config", "audio_config")  # of a multimodal model's config.json
+_PARTS = ("text_config", "vision_config", "audio_config")  # keys of a multimodal model's config.json
 
 
 def read_architecture(folder: Path) -> Architecture:
     """Read a folder's ``config.json``.
 
     Raises:
-        UserError: the file is missing or damaged, the architecture is unknown, or the native decoders do not compute
-            what a key asks for; the message names it.
+        UserError: the file is missing or damaged, the architecture is unknown, or the native decoders do not support a
+            key's value; the message names the key.
     """
     config = _read(folder)
     try:
@@ -150,13 +150,14 @@ def foreign_config(folder: Path, trust_remote_code: bool = False) -> Config | No
 
     Args:
         folder: the folder.
-        trust_remote_code: accept a model that brings its own code.
+        trust_remote_code: accept a model with code in its folder.
 
     Returns:
-        The file's content; None if a native decoder computes the model. Llama's do not with biases in the MLP.
+        The file's content; None if a native decoder computes the model. For Llama with biases in the MLP, none does.
 
     Raises:
-        UserError: the file is missing or damaged, or the model is quantised or brings its own code.
+        UserError: the file is missing or damaged, the model's quantised format is not supported, or its folder has
+            code that is not trusted.
     """
     config = _read(folder)
     try:
@@ -237,7 +238,7 @@ def _class_name(config: Config, trust_remote_code: bool = False) -> str:
     """Return transformers' class of the model.
 
     Raises:
-        UserError: it brings its own code.
+        UserError: the folder has code for the model.
     """
     named = config.get("architectures") or [_MODEL_TYPES.get(str(config.get("model_type")))]
     name = str(named[0]) if isinstance(named, list) and named[0] else f"model_type {config.get('model_type')!r}"
@@ -247,14 +248,14 @@ def _class_name(config: Config, trust_remote_code: bool = False) -> str:
 
 
 def own_code(config: Config) -> str | None:
-    """Return the name of the class of the folder's own code (``auto_map``); None: it has none."""
+    """Return the name of the model's class in the folder's code (``auto_map``); None: there is no such code."""
     brings = config.get("auto_map")
     code = brings.get("AutoModelForCausalLM") if isinstance(brings, Mapping) else None
     return None if code is None else str(code).rpartition(".")[2]
 
 
 def refuse_code(name: str) -> NoReturn:
-    """Refuse a model that only code of the folder computes.
+    """Refuse a model that only code in its folder computes.
 
     Raises:
         UserError: always.
@@ -266,7 +267,7 @@ def refuse_code(name: str) -> NoReturn:
 
 
 def _refuse_foreign(config: Config) -> None:
-    """Refuse what the native decoders do not compute."""
+    """Refuse values that the native decoders do not compute."""
     _stored_format(config)
     if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise UserError(f"hidden_act is {activation!r}; supported is silu")
@@ -283,7 +284,7 @@ class StoredFormat:
     Attributes:
         kind: ``fp8`` or ``mxfp4``.
         block: rows and columns that share a scale; 0: all.
-        skipped: names of modules, or their parts, that are stored in 16 bits; after ``re:`` comes a pattern.
+        skipped: modules that are stored in 16 bits: names, parts of names, or patterns after ``re:``.
     """
 
     kind: str
@@ -318,15 +319,15 @@ def _stored_format(config: Config) -> StoredFormat | None:
         return None
     method = settings.get("quant_method") if isinstance(settings, Mapping) else None
     try:
-        found = _known_format(settings) if isinstance(settings, Mapping) else None
+        known = _known_format(settings) if isinstance(settings, Mapping) else None
     except (TypeError, ValueError, AttributeError, re.error) as error:
         raise UserError(f"quantization_config cannot be read: {one_line(error)}") from error
-    if found is None:
+    if known is None:
         raise UserError(
             f"the weights are quantised ({method or 'quantization_config'}) in a way that is not supported; use the "
             "model's bf16 or fp16 weights, its FP8 or its MXFP4"
         )
-    return found
+    return known
 
 
 def _known_format(settings: Config) -> StoredFormat | None:
@@ -441,7 +442,7 @@ def _switch(config: Config, key: str) -> bool:
     return bool(value)
 
 
-# ---- names of a native decoder's parts: torchtune's, and those of Hugging Face's files
+# ---- names of a native decoder's parts: torchtune's, and Hugging Face's
 
 _LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
 _TOP = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}

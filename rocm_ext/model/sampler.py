@@ -1,8 +1,7 @@
 """A copy of a model for sampling, which shares the weights that no adapter changes.
 
-The copy has the modules of training once more, without wrappers, hooks and dropout, so it computes the same. Linear
-layers have their adapters merged or beside them. Sampling never writes to the weights under training, so they stay the
-same bit for bit.
+The copy has the same modules without wrappers, hooks and dropout, so it computes the same. Linear layers have their
+adapters merged or separate. Sampling never writes to the weights under training.
 """
 
 from abc import ABC, abstractmethod
@@ -24,21 +23,21 @@ from rocm_ext.model.weights.quantized import Quantized
 # On CPUs, matrix products with fewer or more rows use other kernels, which round differently (measured with MKL on
 # several threads). Without these bounds a sample would depend on the number of samples in its batch.
 MIN_ROWS, MAX_ROWS = 16, 96
-_EXPANDED = 3  # times in fp32 that keys and values made of a smaller cache are in memory; measured 2.5
+_EXPANDED = 3  # copies in fp32 of keys and values made from a smaller cache; measured 2.5
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a model keeps of a sequence.
+    """The memory of a sequence in a model.
 
     Attributes:
-        keys: bytes per position and window of each layer with keys; None: it attends to all positions.
+        keys: bytes per position, and window, of all layers with keys; window None: all positions.
         states: bytes of all recurrent states.
         windows: whether any layer has a window.
         scores: whether attention holds its scores in memory.
-        expanded: bytes per position, in fp32, of a layer's keys and values that the model makes of its cache in each
-            step (DeepSeek); 0 if it keeps them.
-        positions: of the longest sequence.
+        expanded: bytes per position, in fp32, of the keys and values that a layer computes from its cache in every step
+            (DeepSeek); 0: the cache has them.
+        positions: most positions of a sequence.
     """
 
     keys: list[tuple[int, int | None]]
@@ -54,21 +53,21 @@ class Sampler(ABC):
 
     Args:
         decoder: the copy.
-        adapted: its layers that have an adapter and rows of tokens, and those of the model under training.
-        needs: what the model keeps of a sequence.
-        heads: queries of attention.
+        adapted: pairs of the copy's layers and token rows with adapters, and the layers under training.
+        needs: the memory of a sequence.
+        heads: number of query heads.
         tied: whether the output layer is the embeddings.
 
     Attributes:
         decoder: the copy.
-        device, dtype: of the weights.
-        max_seq_len: positions of the longest sequence.
+        device, dtype: the weights' device and dtype.
+        max_seq_len: most positions of a sequence.
         vocabulary: logits per row.
         weight_bytes: bytes of weights that a step of many rows reads.
         flops_per_token: operations of the matrix products for one token.
-        splits_rows: whether a matrix product of many rows is computed in parts on CPUs, see :data:`MAX_ROWS`.
-        mask_bytes: of a step's positions and masks, per position of a slot.
-        fixed_shapes: whether no shape in a step may depend on values, since a graph replays it.
+        splits_rows: whether CPUs compute a product of many rows in parts, see :data:`MAX_ROWS`.
+        mask_bytes: bytes of a step's positions and masks, per position of a slot.
+        fixed_shapes: whether shapes in a step may not depend on values, because a graph replays it.
     """
 
     splits_rows: bool
@@ -87,27 +86,27 @@ class Sampler(ABC):
         self.flops_per_token = 2.0 * sum(p.numel() * self._share(p) for p in matrices.values())
 
     def _share(self, parameter: Tensor) -> float:
-        """Share of a weight that one token is multiplied with."""
+        """Share of a weight that a product with one token uses."""
         return 1.0
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the adapter's present values into the copy, in place.
+        """Copy the adapter's values into the copy.
 
-        It then equals, bit for bit, a copy that is made now. Its tensors stay where they are, so that graphs that read
-        them stay valid. With sharded weights every rank calls this.
+        The copy then equals a new one bit for bit. Its tensors keep their addresses, so graphs stay valid. With sharded
+        weights every rank calls this.
         """
         for mine, layers in self._adapted:
             mine.refresh(layers)
 
     def keep_routes(self, slots: int) -> Tensor:
-        """Let each step keep the experts that it chooses, for models with experts.
+        """Let steps keep the chosen experts, for models with experts.
 
         Args:
-            slots: their number.
+            slots: number of slots.
 
         Returns:
-            [slots, layers, chosen] int16 on the device, which each step overwrites in its rows.
+            [slots, layers, chosen] int16 on the device; a step overwrites its rows.
 
         Raises:
             NotImplementedError: the model has no experts.
@@ -115,7 +114,7 @@ class Sampler(ABC):
         raise NotImplementedError
 
     def free(self) -> None:
-        """Free the weights, even if a caller keeps this object."""
+        """Free the weights, also where a caller keeps this object."""
         vars(self).clear()
 
     def cache_bytes(self, length: float) -> float:
@@ -125,7 +124,7 @@ class Sampler(ABC):
         )
 
     def _ring(self, window: int) -> int:
-        """Places of a slot for a window."""
+        """Positions that a slot stores for a sliding window."""
         return window
 
     @property
@@ -143,10 +142,10 @@ class Sampler(ABC):
 
     @abstractmethod
     def prefill_bytes(self, prompts: Sequence[int], most: int) -> int:
-        """Bytes that hold the caches of prompts of these lengths and compute them.
+        """Bytes of the prompts' caches and of computing them.
 
         Args:
-            prompts: tokens of each prompt.
+            prompts: number of tokens per prompt.
             most: tokens of prompts that are computed before the first answer.
         """
 
@@ -156,23 +155,16 @@ class Sampler(ABC):
 
     @abstractmethod
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[Any]:
-        """Compute the keys and values of ``prompts``.
-
-        Args:
-            prompts: token ids of each prompt.
-
-        Returns:
-            One cache per prompt.
-        """
+        """Compute the keys and values of prompts, given as token ids; return one cache per prompt."""
 
     @abstractmethod
     def step(self, tokens: Tensor, positions: Tensor, cache: Any, span: int) -> Tensor:
         """Decode one token in each of the first n slots.
 
         Args:
-            tokens: [n], the newest token of each slot.
-            positions: [n], its position in the slot's sequence, where the step writes its keys and values.
-            cache: of all earlier tokens.
+            tokens: [n], the slots' newest tokens.
+            positions: [n], these tokens' positions, where the step writes keys and values.
+            cache: keys and values of all earlier tokens.
             span: cache positions that attention reads; more than the largest of ``positions``.
 
         Returns:
@@ -182,7 +174,7 @@ class Sampler(ABC):
 
 @torch.no_grad()
 def one_step(sampler: Sampler, rows: int, watching: AbstractContextManager[Any]) -> None:
-    """Decode a token after a prompt of two in each of ``rows`` slots; ``watching`` is open during the step alone."""
+    """Decode a token after a prompt of two in ``rows`` slots; the context ``watching`` covers only the step."""
     known = 2
     cache = sampler.new_cache(rows, known + 1)
     (prefix,) = sampler.prefill([[0] * known])
@@ -199,9 +191,9 @@ def sampler_of(decoder: Decoder, merge: bool | None = None) -> Iterator[Sampler]
 
     The context may stay open while the adapters are trained.
 
-    Updates are merged into fp32 weights. 16-bit weights would round much of a small update away (rank 16, entries
-    of B at 3e-4: 59 % is left). For 16-bit weights the adapter therefore stays separate, as in training, unless
-    ``merge`` is True. With sharded weights this is a collective call: every rank gathers its own copy.
+    Updates are merged into fp32 weights. 16-bit weights would round much of a small update away (rank 16, entries of B
+    at 3e-4: 59 % is left). For 16-bit weights the adapter therefore stays separate, as in training, unless ``merge`` is
+    True. With sharded weights this is a collective call: every rank gathers a copy.
 
     Args:
         decoder: the model, with or without adapters.
@@ -223,14 +215,14 @@ def merges(source: Decoder, merge: bool | None) -> bool:
 
 
 def stays_quantized(weight: Tensor) -> bool:
-    """Return whether a sampler uses ``weight`` as it is: fused experts, of which one is dequantised at a time."""
+    """Return whether a sampler keeps ``weight`` quantised: it dequantises fused experts one at a time."""
     return isinstance(weight, Quantized) and weight.ndim == 3
 
 
 def copied_bytes(source: Decoder, merge: bool | None = None) -> int:
-    """Bytes that a :class:`Sampler` adds to the model's: weights that it merges, gathers, dequantises or joins."""
+    """Bytes that a :class:`Sampler` allocates for weights that it merges, gathers, dequantises or joins."""
     weights = {plain(name): p for name, p in source.named_parameters()}
-    small = quantized(source)  # those that become 4 bits as they are loaded, too
+    small = quantized(source)
     copied = {name for name, p in weights.items() if (p in small or not is_plain(p)) and not stays_quantized(p)}
     adapted = {f"{name}.weight": layer for name, layer in adapters(source) if isinstance(layer, Lora | Dora)}
     groups = source.joined_weights()
@@ -273,11 +265,11 @@ class SamplingLinear(nn.Module):
     W and A have the rows of all layers, B has their columns on a block diagonal. All are in W's dtype.
 
     Args:
-        layers: of the model, which may be under training.
+        layers: the model's layers, which may be under training.
         merge: add the adapters' updates to W.
 
     Attributes:
-        rows: of tokens, whose logits take the place of W's.
+        rows: :class:`TokenRows` whose logits replace W's.
     """
 
     a: Any
@@ -305,7 +297,7 @@ class SamplingLinear(nn.Module):
 
     @torch.no_grad()
     def refresh(self, layers: Sequence[Any]) -> None:
-        """Copy the present values of the adapters under training, in place."""
+        """Copy the values of the adapters under training, in place."""
         if self.a is not None:
             for mine, value in zip((self.a, self.b, self.factor), _factors(layers), strict=True):
                 if mine is not None:
@@ -321,7 +313,7 @@ class SamplingLinear(nn.Module):
             return self.forward(x.flatten(0, -2)).view(*x.shape[:-1], -1)
         if x.is_cuda or x.shape[0] <= MAX_ROWS:
             return self._product(x)
-        # nearly equal parts, so each has at least MIN_ROWS
+        # nearly equal parts have at least MIN_ROWS
         return torch.cat([self._product(part) for part in x.tensor_split(-(-len(x) // MAX_ROWS))])
 
     __call__ = forward
@@ -339,7 +331,7 @@ class SamplingLinear(nn.Module):
 
 
 def _factors(layers: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the present A, B and factor of :class:`SamplingLinear`, in fp32; layers without adapters have rank 0."""
+    """Return A, B and factor of :class:`SamplingLinear`, in fp32; layers without adapters have rank 0."""
     like = next(layer.lora_a.weight.detach() for layer in layers if isinstance(layer, Lora | Dora))
     parts = []
     for layer in layers:

@@ -1,8 +1,7 @@
-"""Draw tokens from logits; each draw depends only on its row's logits, seed and position.
+"""Draw tokens from logits; a draw depends only on its row's logits, seed and position.
 
-A hash of seed and position gives one uniform number per token, which selects a token from the row's
-cumulative distribution. ``torch.multinomial`` draws from a generator that all rows share, so a sample
-would depend on the rest of its batch.
+A hash of seed and position gives a uniform number, which selects a token from the row's cumulative distribution.
+``torch.multinomial`` draws from a generator that all rows share, so a sample would depend on the rest of its batch.
 """
 
 import torch
@@ -20,8 +19,8 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     SplitMix64 computes any element of a stream directly.
 
     Args:
-        seeds: [n], int64; the stream of each row.
-        positions: [n], int64; the element of the stream.
+        seeds: [n], int64; the rows' streams.
+        positions: [n], int64; the elements of the streams.
 
     Returns:
         [n], fp64 in [0, 1).
@@ -57,13 +56,13 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
     else:
         if sampling.temperature != temperature:
             weights = _weights(logits, peak, sampling.temperature)
-        weights = _truncate(weights, sampling)  # frees the whole weights before the search copies them
+        weights = _truncate(weights, sampling)  # frees the other weights before the search copies these
         tokens = _search(weights, uniform)
     return tokens, (logits.gather(-1, tokens[:, None]) - peak).squeeze(-1) / temperature - total.log()
 
 
 def _weights(logits: Tensor, peak: Tensor, temperature: float) -> Tensor:
-    """Return unnormalised probabilities at a temperature; the largest of each row is 1."""
+    """Return unnormalised probabilities at a temperature; a row's largest is 1."""
     distance = logits - peak
     return (distance if temperature == 1 else distance.div_(temperature)).exp_()
 
@@ -91,7 +90,7 @@ def _truncate(weights: Tensor, sampling: Sampling) -> Tensor:
     """Set to zero the weights of tokens that ``sampling`` excludes.
 
     Args:
-        weights: [n, v], unnormalised; the largest of each row is 1.
+        weights: [n, v], unnormalised; a row's largest is 1.
         sampling: the truncation.
     """
     vocabulary = weights.shape[-1]
@@ -113,10 +112,10 @@ def _truncate(weights: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _search(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Find where the cumulative sum of each row passes the share ``uniform`` of its total.
+    """Find where a row's cumulative sum passes the share ``uniform`` of its total.
 
-    The search first finds a block, then a token in it. It thus builds no cumulative sum of a whole
-    vocabulary. Sums are in fp64 where precision matters.
+    The search first finds a block, then a token in it, so it builds no cumulative sum over the vocabulary. Sums are in
+    fp64 where precision matters.
 
     Args:
         weights: [n, v], unnormalised.

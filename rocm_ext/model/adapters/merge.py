@@ -1,7 +1,4 @@
-"""Write merged models in Hugging Face's format.
-
-Merging goes from one folder to another, one weight file at a time. The whole base model is never in memory.
-"""
+"""Write merged models in Hugging Face's format, one weight file at a time."""
 
 import json
 import shutil
@@ -30,7 +27,7 @@ from rocm_ext.model.lora import ExpertLora, adapters, dense, merged_experts, pla
 from rocm_ext.model.token_rows import by_layer, is_tied, layer_names, token_rows
 from rocm_ext.model.weights.checkpointer import StoredWeights, on_meta, weight_files
 
-# What a merged model takes along from the folder of its base model
+# Files that a merged model gets from the base model's folder
 BESIDE_WEIGHTS = (
     "config.json", "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json",
     "added_tokens.json", "*.model", "*.tiktoken", "tekken.json", "*.jinja", "chat_template.json",
@@ -63,19 +60,19 @@ def merge(
     """Merge a PEFT adapter into the checkpointer's base model and write a Hugging Face folder.
 
     It merges one weight at a time, in fp32, and rounds it by :func:`_round_by_chance`. It holds at most one file of the
-    base model in memory, with the rest of a weight that two files hold. ``out`` appears only once it is complete. For a
-    base model in Meta's format it logs a warning and writes nothing.
+    base model in memory, and the rest of a weight in two files. ``out`` appears only once it is complete. For a base
+    model in Meta's format it logs a warning and writes nothing.
 
     Args:
         cfg_checkpointer: the config's ``checkpointer``, which names the base model's folder and files.
         adapter: PEFT folder.
         out: folder to write.
-        decoder: the model that the adapter belongs to.
-        complete: writes what else belongs into the folder, before it appears.
+        decoder: the model with this adapter.
+        complete: writes further files into the folder, before it appears.
 
     Raises:
-        UserError: the adapter changes a weight that the base model does not have, or a file of the base model is a link
-            out of its folder.
+        UserError: the adapter changes a weight that the base model lacks, or a file of the base model is a link out of
+            its folder.
     """
     base = Path(cfg_checkpointer.checkpoint_dir)
     if not (base / "config.json").is_file():
@@ -91,7 +88,7 @@ def merge(
         for file in files:
             tensors = {name: merged.of(name).contiguous() for name in state.of_file(file)}
             size += sum(tensor.nbytes for tensor in tensors.values())
-            # the name under which transformers looks for a single file
+            # transformers looks for a single file by this name
             target = str(Path(file).with_suffix(".safetensors")) if len(files) > 1 else "model.safetensors"
             index.update(dict.fromkeys(tensors, target))
             save_file(tensors, folder / target, metadata={"format": "pt"})
@@ -102,14 +99,14 @@ def merge(
         for name, path in beside.items():
             shutil.copy2(path, folder / name)
         _say_16_bits(folder / CONFIG)
-        if (adapter / TEMPLATE).is_file():  # the run had a chat template of its own
+        if (adapter / TEMPLATE).is_file():  # the run's chat template
             shutil.copy2(adapter / TEMPLATE, folder / TEMPLATE)
             (folder / OF_PROCESSORS).unlink(missing_ok=True)  # transformers' processors prefer it
         complete(folder)
 
 
 def _say_16_bits(path: Path) -> None:
-    """Take out of a ``config.json`` how the base model's weights were quantised."""
+    """Remove the quantised format from a ``config.json``."""
     content = json_object(path.read_bytes()) or {}
     parts = [part for part in (content, content.get("text_config")) if isinstance(part, dict)]
     for part, key in [(part, key) for part in parts for key in QUANTISED if key in part]:
@@ -118,17 +115,17 @@ def _say_16_bits(path: Path) -> None:
 
 
 def _beside_weights(base: Path) -> dict[str, Path]:
-    """The files of config, tokenizer and licence; the Python code only of a model that has its own."""
-    own_code = "auto_map" in (json_object((base / "config.json").read_bytes()) or {})
+    """The files of config, tokenizer and licence; Python files only if the model needs them."""
+    has_code = "auto_map" in (json_object((base / "config.json").read_bytes()) or {})
     files = files_of(base, BESIDE_WEIGHTS)
-    return {name: path for name, path in files.items() if own_code or path.suffix != ".py"}
+    return {name: path for name, path in files.items() if has_code or path.suffix != ".py"}
 
 
 class MergedWeights:
-    """A base model's tensors with an adapter, by the names of its files; quantised ones in bf16.
+    """A base model's tensors with an adapter, by the names of its files; quantised tensors become bf16.
 
     Args:
-        decoder: the model that the adapter belongs to.
+        decoder: the model with this adapter.
         state: the base model's tensors.
         adapter: PEFT folder.
     """
@@ -137,17 +134,17 @@ class MergedWeights:
         self._decoder, self._state, self._adapter = decoder, state, adapter
         self.config, tensors = read_peft(adapter)
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
-        found, used = peft_experts.from_peft(tensors, decoder, self.config)
+        experts, used = peft_experts.from_peft(tensors, decoder, self.config)
         updates = updates_by_weight({name: tensor for name, tensor in tensors.items() if name not in used})
         self.linear = {name: parts for name, parts in updates.items() if ROWS not in parts}
         self.rows = {name: parts[ROWS] for name, parts in updates.items() if ROWS in parts}
         self.experts = {
-            name: (found[f"{ours}.lora_a.weight"], found[f"{ours}.lora_b.weight"], layer)
+            name: (experts[f"{ours}.lora_a.weight"], experts[f"{ours}.lora_b.weight"], layer)
             for name, layer in peft_experts.expert_loras(decoder).items()
             for ours in [name + ExpertLora.SUFFIX]
         }
         self._converted = decoder.converted(state)
-        self._ready: dict[str, Tensor] = {}  # pieces of merged weights that wait for their place in a file
+        self._ready: dict[str, Tensor] = {}  # pieces of merged weights that are not written yet
         self._groups = {} if self._converted is None else _groups(self._converted, self._changed())
         self._same: dict[str, str] = {}  # a tied layer that the files hold twice
         if self.rows and is_tied(decoder):
@@ -159,13 +156,13 @@ class MergedWeights:
         return [*self.linear, *self.experts, *self.rows]
 
     def check(self, base: Path) -> None:
-        """Check that the base model has every weight that the adapter changes, in the shape that it takes.
+        """Check that the base model has all weights that the adapter changes, in the same shapes.
 
         Args:
             base: the base model's folder, for the message.
 
         Raises:
-            UserError: it lacks one, one has another shape, or it is not the model of its ``config.json``.
+            UserError: a weight is missing or has another shape, or the weights do not fit ``config.json``.
         """
         shapes = on_meta(self._state) if self._converted is None else self._converted.on_meta()
         check_base(self._decoder, shapes, base)
@@ -175,19 +172,19 @@ class MergedWeights:
             raise UserError(f"adapter {self._adapter} is damaged: it lacks rows of {dict(self.config.tokens)}")
         for name, rows in self.rows.items():
             if rows.shape[1:] != shapes[name].shape[1:] or self._ids(name)[-1] >= len(shapes[name]):
-                found = f"rows {self._ids(name)} of {rows.shape[1]} values"
-                raise UserError(f"adapter {self._adapter} has {found} for {name}, which is {list(shapes[name].shape)}")
+                given = f"rows {self._ids(name)} of {rows.shape[1]} values"
+                raise UserError(f"adapter {self._adapter} has {given} for {name}, which is {list(shapes[name].shape)}")
         for name, parts in self.linear.items():
             (rank, inputs), outputs = parts[".lora_A.weight"].shape, len(parts[".lora_B.weight"])
             expected, _ = self.config.of(name.removesuffix(".weight"))
             if (shape := list(shapes[name].shape)) != [outputs, inputs] or rank != expected:
-                found = f"{[outputs, inputs]} of rank {rank}"
-                raise UserError(f"adapter {self._adapter} has weights for {name} {found}, but {base} has it {shape}")
+                given = f"{[outputs, inputs]} of rank {rank}"
+                raise UserError(f"adapter {self._adapter} has weights for {name} {given}, but {base} has it {shape}")
 
     def weight(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a weight by the model's name: in ``dtype`` where the adapter changes it, else as it is stored.
+        """Return a weight by the model's name: in ``dtype`` if the adapter changes it, else as stored.
 
-        16 bits are rounded as in a merged model, so fp32 alone is exact.
+        16-bit values are rounded as in a merged model; only fp32 is exact.
         """
         name = self._same.get(name, name)
         weight = dense((self._state if self._converted is None else self._converted)[name])
@@ -198,7 +195,7 @@ class MergedWeights:
         return _round_by_chance(exact, dtype, name)
 
     def of(self, name: str) -> Tensor:
-        """Return the tensor ``name`` of a file, in memory of its own; each tensor once."""
+        """Return a copy of the tensor ``name`` of a file; call this once per tensor."""
         name = self._same.get(name, name)
         if self._converted is None:
             return self._merged(name, dense(self._state[name]))
@@ -229,12 +226,12 @@ class MergedWeights:
 
 
 def check_base(decoder: Decoder, shapes: Mapping[str, Tensor], base: Path) -> None:
-    """Check that a base model's tensors are those that its ``config.json`` describes.
+    """Check that a base model's tensors fit its ``config.json``.
 
     Args:
-        decoder: built from it.
+        decoder: the decoder that ``config.json`` describes.
         shapes: the base model's tensors, by the names of ``decoder`` or, if it converts none, of the files.
-        base: its folder, for the message.
+        base: the base model's folder, for the message.
 
     Raises:
         UserError: a weight is missing, or has another shape.
@@ -243,28 +240,23 @@ def check_base(decoder: Decoder, shapes: Mapping[str, Tensor], base: Path) -> No
         return  # torchtune's converters know the names
     for name, parameter in decoder.named_parameters():
         theirs = "" if parameter.requires_grad else decoder.renames[0](plain(name))
-        found = list(shapes[theirs].shape) if theirs in shapes else "missing"
-        if theirs and found != list(parameter.shape):
-            told = f"{list(parameter.shape)} by its {CONFIG}"
-            raise UserError(f"{theirs} is {found} in {base}, and {told}; download both again")
+        shape, expected = list(shapes[theirs].shape) if theirs in shapes else "missing", list(parameter.shape)
+        if theirs and shape != expected:
+            raise UserError(f"{theirs} is {shape} in {base}, and {expected} by its {CONFIG}; download both again")
 
 
 def _round_by_chance(exact: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """Round to 16 bits, up or down with the chance that keeps the mean: stochastic rounding (arXiv:1502.02551).
 
-    The base weights lie on the 16-bit grid, so the nearest value of a small change is the base weight itself, and
-    rounding to it would lose small changes everywhere.
+    The base weights lie on the 16-bit grid, so rounding to the nearest value would undo small changes everywhere.
 
     Args:
         exact: values in fp32.
-        dtype: bf16 or fp16; other dtypes are cast to.
-        name: of the weight, for the message; the same name gives the same result.
-
-    Returns:
-        ``exact`` in ``dtype``; values that ``dtype`` has stay as they are.
+        dtype: bf16 or fp16; for other dtypes the values are cast.
+        name: the weight's name, for the message; the same name gives the same result.
 
     Raises:
-        UserError: a value is not finite, or ``dtype`` does not have it.
+        UserError: a value is not finite in ``dtype``.
     """
     _check_finite(exact, dtype, name)
     dropped = {torch.bfloat16: 16, torch.float16: 13}.get(dtype)  # bits of the fraction that fp32 has in addition
@@ -281,7 +273,7 @@ def _check_finite(exact: Tensor, dtype: torch.dtype, name: str) -> None:
 
 
 def _groups(converted: ConvertedWeights, changed: Iterable[str]) -> dict[str, list[str]]:
-    """Map each tensor of a file whose weights change to the weights that are made of it."""
+    """Return the weights that consist of a file's tensor, by the tensor's name, if any of them changes."""
     groups: dict[str, list[str]] = {}
     for name in changed:
         if name in converted:
@@ -291,7 +283,7 @@ def _groups(converted: ConvertedWeights, changed: Iterable[str]) -> dict[str, li
 
 
 def check_mergeable(decoder: Decoder, state: Mapping[str, Tensor]) -> None:
-    """Check that a merged model can be written with the names and shapes of the base model's files.
+    """Check that a merged model can have the names and shapes of the base model's files.
 
     Args:
         decoder: model with adapters.

@@ -31,8 +31,8 @@ def put_in(
         model: transformers' model.
         layers: name of its list of layers.
         output: name of its output layer.
-        targets: names or ends of names, as PEFT matches them; None or ``all-linear``: every linear layer of the
-            decoder's layers but routers; empty: none.
+        targets: names or ends of names, as in PEFT; None or ``all-linear``: every linear layer of the decoder's layers
+            but routers; empty: none.
         adapted: builds a layer from ``in_dim``, ``out_dim``, ``rank``, ``alpha`` and ``use_bias``.
         sizes: LoRA's r and alpha.
 
@@ -40,7 +40,7 @@ def put_in(
         The names of the adapted layers.
 
     Raises:
-        UserError: a target matches no layer, or one that cannot be adapted or stored in 4 bits.
+        UserError: a target matches no layer, or a layer that cannot be adapted or stored in 4 bits.
     """
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     if targets is None or targets == ALL:
@@ -66,13 +66,13 @@ def put_in_experts(model: nn.Module, targets: Any, sizes: Sizes, adapted: Iterab
         targets: names or ends of names of parameters, as in PEFT's ``target_parameters``; ``all-experts``: all such
             weights.
         sizes: LoRA's r and alpha.
-        adapted: linear layers with LoRA, whose weights may be named, too.
+        adapted: linear layers with LoRA; ``targets`` may also name their weights.
 
     Returns:
         The names of the adapted parameters.
 
     Raises:
-        UserError: a target matches no parameter, or one that is no fused weight of experts.
+        UserError: a target matches no parameter, or a parameter that is not a fused weight of experts.
     """
     experts = fused_experts(model)
     known = {f"{name}.weight" for name in adapted}
@@ -87,7 +87,7 @@ def put_in_experts(model: nn.Module, targets: Any, sizes: Sizes, adapted: Iterab
 
 
 def fused_experts(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Return each weight of fused experts that LoRA can adapt by its name: its module and its name there."""
+    """Return the fused weights of experts that LoRA can adapt: module and attribute, by the weight's name."""
     return {
         f"{name}.{key}": (module, key)
         for name, module in model.named_modules()
@@ -143,7 +143,7 @@ def _left_out(model: nn.Module, name: str) -> bool:
 
 @cache
 def _read_past(kind: type) -> frozenset[str]:
-    """Return the parts whose weights the code of a module reads itself, as fused kernels need; LoRA has no effect."""
+    """Return the parts whose weights a module's code reads directly, for fused kernels: LoRA has no effect on them."""
     try:
         return frozenset(_READ.findall(inspect.getsource(kind)))
     except (OSError, TypeError):  # a class without a file
@@ -163,7 +163,7 @@ def _matches(model: nn.Module, linears: dict[str, nn.Linear], targets: list[str]
         if not matching:
             known = sorted({name.rpartition(".")[2] for name in linears})
             if ends_with(every, target):
-                raise UserError(f"target_modules has {target!r}, which is no linear layer of its own weights")
+                raise UserError(f"target_modules has {target!r}, which is not a linear layer or shares its weights")
             raise UserError(f"target_modules has {target!r}, which is no layer{nearest(target, known)}")
         names.update(matching)
     return [name for name in linears if name in names]

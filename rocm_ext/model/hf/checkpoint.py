@@ -1,4 +1,4 @@
-"""A checkpoint in the names and shapes of transformers' modules, and the parts of a model that compute on text."""
+"""A checkpoint in transformers' names and shapes, and the text part of a multimodal model."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -23,15 +23,11 @@ from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.model.decoder import ConvertedWeights
 from rocm_ext.model.weights.checkpointer import check_stored, on_meta
 
-_OF_TABLES = r"rotary_emb\.inv_freq$"  # in old files; config.json has what they come from
+_OF_TABLES = r"rotary_emb\.inv_freq$"  # in old files; config.json decides them
 
 
 class WeightNames:
-    """Where transformers puts each tensor of a checkpoint.
-
-    Args:
-        model: transformers' model.
-    """
+    """Translates a checkpoint's tensor names to names in transformers' ``model``."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -44,7 +40,7 @@ class WeightNames:
 
     @property
     def of_experts(self) -> frozenset[str]:
-        """The ends of the names of what transformers joins to experts' weights, such as ``gate_proj``."""
+        """Ends of the names of layers that transformers joins to experts' weights, such as ``gate_proj``."""
         sources = [source for entry in self._converters for source in entry.source_patterns if ".experts.*." in source]
         return frozenset(source.removesuffix(".weight").rpartition(".")[2] for source in sources)
 
@@ -53,7 +49,7 @@ class WeightNames:
         return name not in self._known and bool(self._ignored.search(name))
 
     def is_float(self, name: str) -> bool:
-        """Whether the module's tensor ``name`` has numbers with a fraction; so does one that it does not have."""
+        """Whether the module's tensor ``name`` has a floating-point dtype; True for unknown names."""
         return name not in self._known or self._known[name].is_floating_point()
 
     def of(self, name: str) -> tuple[str, str | None]:
@@ -78,16 +74,17 @@ class WeightNames:
 
 
 class Converted(ConvertedWeights):
-    """A checkpoint's tensors by transformers' names; those made of several are put together at each access.
+    """A checkpoint's tensors by transformers' names; weights of several tensors are joined at every access.
 
     Args:
         model: transformers' model, without weights.
-        names: where it has each of them.
+        names: translates the checkpoint's names.
         state: tensors by the checkpoint's names.
-        tied: name of the output layer's weight if the embeddings serve as it; a copy in ``state`` is left out.
+        tied: names of the weights of output layer and embeddings if they are tied; None: they are not. The output
+            layer's copy in ``state`` is left out.
 
     Raises:
-        UserError: two tensors have one place, or a tied weight is stored with other values.
+        UserError: two tensors are the same weight, or a tied weight is stored with other values.
     """
 
     def __init__(
@@ -133,7 +130,7 @@ class Converted(ConvertedWeights):
             converter.add_tensor(first, source, str(pattern), self._state[source])  # type: ignore[arg-type]
         try:
             made = converter.convert(first, model=self._model, config=self._model.config)
-        except Exception as error:  # operations raise what the tensors' shapes lead to
+        except Exception as error:  # with wrong shapes, operations raise errors of any type
             raise UserError(f"checkpointer: {name} cannot be made of {source} and others: {one_line(error)}") from error
         if name not in made:
             raise UserError(f"checkpointer: transformers makes {', '.join(made)} of {source}, but not {name}")
@@ -147,7 +144,7 @@ class Converted(ConvertedWeights):
         return len(self._first)
 
     def group(self, name: str) -> tuple[list[str], list[str]]:
-        """Return the weights that are made of the same tensors as ``name``, and the checkpoint's names of these."""
+        """Return the weights that share tensors with ``name``, and the checkpoint's names of these tensors."""
         first = self._first[name]
         pattern, _ = self._sources[first][0]
         return self._targets(first, pattern), [source for _, source in self._sources[first]]
@@ -170,7 +167,7 @@ class Converted(ConvertedWeights):
                 key, matched = back.rename_source_key(target)
                 back.add_tensor(key, target, str(matched), weight)  # type: ignore[arg-type]
             made = back.convert(key, model=self._model, config=self._model.config)  # type: ignore[attr-defined]
-        except Exception as error:  # operations raise what the tensors' shapes lead to, or have no reverse
+        except Exception as error:  # with wrong shapes, operations raise errors of any type; some have no reverse
             raise UserError(f"{name} cannot be taken apart into {source} and others: {one_line(error)}") from error
         tensors = {self._names.bare(key): value[0] if isinstance(value, list) else value for key, value in made.items()}
         if tensors.keys() != expected.keys():
@@ -204,7 +201,7 @@ def keep_precision(model: Any, dtype: torch.dtype) -> None:
 
     Args:
         model: transformers' model, without weights.
-        dtype: of the other weights.
+        dtype: dtype of the other weights.
     """
     if not (kept := model._get_dtype_plan(dtype)):
         return
@@ -248,7 +245,7 @@ def take_text(model: Any) -> TextPart | None:
         Its text part; None if ``model`` is a text model.
 
     Raises:
-        UserError: the text part is not a causal decoder of its own beside the other parts.
+        UserError: the text part is not a separate causal decoder.
     """
     if not is_multimodal(model.config):
         return None
@@ -288,7 +285,7 @@ def check_causal(model: Any) -> None:
     """Check that no token attends to later ones.
 
     Raises:
-        UserError: it does, as in PaliGemma's prompts and in models of embeddings.
+        UserError: tokens do, as in PaliGemma's prompts and in embedding models.
     """
     ways = getattr(model.config.get_text_config(), "use_bidirectional_attention", None)
     if ways and ways != "vision":

@@ -1,4 +1,4 @@
-"""A model of transformers, behind what the trainer, the plan and the files ask of a decoder."""
+"""A model of transformers as a :class:`rocm_ext.model.decoder.Decoder`."""
 
 import copy
 import json
@@ -47,7 +47,7 @@ from rocm_ext.model.lora import Sizes
 from rocm_ext.model.sampler import Needs
 from rocm_ext.model.token_rows import TokenRows
 
-# model_types whose packed rows tests hold against transformers' own. All others get padded rows.
+# model_types whose packed rows tests compare with transformers. All others get padded rows.
 PACKS = frozenset(
     """
     apertus arcee bamba cohere cohere2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 falcon_h1 gemma gemma2
@@ -69,15 +69,15 @@ class TransformersDecoder(Decoder):
         architecture: content of ``config.json``, which decides the model's function.
 
     Attributes:
-        text_part: what it keeps of a multimodal model; None: ``model`` is a text model.
+        text_part: the remaining part of a multimodal model; None: ``model`` is a text model.
 
     Raises:
-        UserError: the model is built in a way that this class does not know.
+        UserError: this class does not support the model's structure.
     """
 
     kernel = "auto"
     replay: Replay | None = None
-    renames = (str, str)  # names are those of the files, or `converted` knows them
+    renames = (str, str)  # files have the same names, or `converted` translates them
 
     def __init__(self, model: Any, architecture: str) -> None:
         super().__init__()
@@ -119,13 +119,13 @@ class TransformersDecoder(Decoder):
         self._states = states and self.packs
         # LongRoPE's frequencies depend on what follows
         self.shares = self.packs and not any(getattr(part, "rope_type", None) == "longrope" for part in model.modules())
-        # kept out of torch's list of parts: its parameters are this module's
+        # not submodules: this module has their parameters
         object.__setattr__(self, "model_", model)
         object.__setattr__(self, "output", _Head(model, top))
         _try_head(model, self.output, config.hidden_size)
 
     def _check_shared(self, name: str) -> None:
-        """Refuse weights that several layers share: loading and sharding know one path of each parameter."""
+        """Refuse weights that several layers share: loading and sharding know one path per parameter."""
         paths: dict[nn.Parameter, str] = {}
         for path, parameter in self.named_parameters(remove_duplicate=False):
             if (first := paths.setdefault(parameter, path)) != path:
@@ -143,7 +143,7 @@ class TransformersDecoder(Decoder):
 
     @property
     def output_layer(self) -> nn.Module:
-        """The output layer itself."""
+        """The output layer."""
         return self.get_submodule(self.output_name)
 
     @property
@@ -164,12 +164,12 @@ class TransformersDecoder(Decoder):
         lengths = Lengths(batch.lengths, batch.shared)
         states = {ROWS: lengths} if self._states else {}
         with packed(lengths, self.kernel):
-            # with a mask, transformers does not look for sequences itself
+            # without a mask, transformers would look for sequences
             mask = torch.ones_like(batch.tokens)
             return self._run(batch.tokens, position_ids=batch.positions, attention_mask=mask, **states)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Compute the logits of whole rows: [b, s] -> [b, s, v]."""
+        """Compute the logits of complete rows: [b, s] -> [b, s, v]."""
         if not self.packs:
             return torch.stack([self.output(row) for row in self._run(tokens)])
         rows = []
@@ -192,7 +192,7 @@ class TransformersDecoder(Decoder):
 
     @cached_property
     def needs(self) -> Needs:
-        """What the model keeps of a sequence that it decodes, see :class:`rocm_ext.model.sampler.Needs`.
+        """The memory of a sequence in decoding.
 
         Raises:
             UserError: the model cannot be sampled from in this process.
@@ -217,7 +217,7 @@ class TransformersDecoder(Decoder):
         return TransformersSampler(self, merge, device)
 
     def empty_model(self, attention: str) -> Any:
-        """Build transformers' model once more, with another attention and without weights and adapters."""
+        """Build transformers' model again, with another attention and without weights and adapters."""
         dtype = self.tok_embeddings.weight.dtype
         with torch.device("cpu"), _meta_parameters():
             model: Any = self.model_
@@ -240,17 +240,17 @@ class TransformersDecoder(Decoder):
 
     @property
     def published_modules(self) -> frozenset[str]:  # type: ignore[override]
-        """Names of all modules of the whole model."""
+        """Names of all modules of the published model."""
         return self.left_out.union(name for name, _ in self.named_modules())
 
     @property
     def left_out(self) -> frozenset[str]:  # type: ignore[override]
-        """Names of the whole model's modules that this decoder leaves out."""
+        """Names of the published model's modules that this decoder leaves out."""
         return self.text_part.modules if self.text_part else frozenset()
 
 
 class _Head(nn.Module):
-    """The output layer with all that the model's code does to logits: its own forward over given hidden states."""
+    """The output layer with scaling and capping: the model's forward with given hidden states."""
 
     def __init__(self, model: Any, body: str) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ class _Head(nn.Module):
         self.causal = causal
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Return its parameters, and those of rows that are the embeddings', too."""
+        """Return its parameters, including token rows that it shares with the embeddings."""
         rows = [vars(part)[TokenRows.NAME] for part in self.causal.children() if TokenRows.NAME in vars(part)]
         return chain(super().parameters(recurse), *(part.parameters() for part in rows))
 
@@ -269,7 +269,7 @@ class _Head(nn.Module):
 
 
 def _try_head(model: Any, head: nn.Module, width: int) -> None:
-    """Refuse a model whose code asks more of its body than hidden states."""
+    """Refuse a model whose code needs more than hidden states from its body."""
     try:
         logits = head(torch.empty(2, width, device="meta", dtype=model.get_input_embeddings().weight.dtype))
     except Exception as error:
@@ -281,11 +281,11 @@ def _try_head(model: Any, head: nn.Module, width: int) -> None:
 
 
 class _Given(nn.Module):
-    """A model's body whose last hidden states are its input."""
+    """A model's body that returns its input as last hidden states."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
-        self._body = (body,)  # a tuple keeps it out of torch's list of parts
+        self._body = (body,)  # a tuple, so that it is not a submodule
 
     def __getattr__(self, name: str) -> Any:  # some models keep factors of the logits in their body
         try:
@@ -301,7 +301,7 @@ class _Given(nn.Module):
 
 
 class _Output:
-    """What a model's code reads of its body's output: the last hidden states, and None for all else."""
+    """A body's output for the model's code: the last hidden states; all other attributes are None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -315,11 +315,11 @@ class _Output:
 
 
 class _Tied(nn.Module):
-    """The embeddings as output layer; they stay one parameter, which FSDP2 and the loading replace in one place."""
+    """The embeddings as output layer; they stay one parameter, which FSDP2 and loading replace once."""
 
     def __init__(self, embeddings: nn.Module, bias: nn.Parameter | None) -> None:
         super().__init__()
-        self._embeddings = (embeddings,)  # a tuple keeps it out of torch's list of parts
+        self._embeddings = (embeddings,)  # a tuple, so that they are not a submodule
         self.bias = bias
 
     @property
@@ -354,7 +354,7 @@ def build(
     quantize_base: bool,
     trust_remote_code: bool,
 ) -> TransformersDecoder:
-    """Build transformers' model of a folder with LoRA; arguments as of :func:`rocm_ext.model.from_checkpoint`.
+    """Build transformers' model of a folder with LoRA; for arguments see :func:`rocm_ext.model.from_checkpoint`.
 
     Args:
         folder: the folder.
@@ -362,8 +362,7 @@ def build(
         sizes: LoRA's r and alpha.
 
     Raises:
-        UserError: transformers does not know the model, or ``targets`` or a pattern names a layer that it does not
-            have.
+        UserError: transformers does not know the model, or the model lacks a layer of ``targets`` or a pattern.
     """
     trusted = _needs_code(config, trust_remote_code)
     try:
@@ -431,10 +430,10 @@ def _check_known(config: Any, folder: Path) -> None:
 
 
 def _needs_code(config: Mapping[str, Any], trust_remote_code: bool) -> bool:
-    """Return whether code of the folder has to run. A class that transformers has itself needs none.
+    """Return whether the folder's code has to run, because transformers does not have the class.
 
     Raises:
-        UserError: it has to, but is not trusted.
+        UserError: the code has to run, but is not trusted.
     """
     named, code = (config.get("architectures") or [""])[0], own_code(config)
     if code is None or code == named == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type"))):
@@ -470,7 +469,7 @@ def _on_meta(config: Any, attention: str | None, trust_remote_code: bool) -> Any
 
 @contextmanager
 def _meta_parameters() -> Iterator[None]:
-    """Put new parameters on the meta device. Buffers get their values, which no checkpoint holds."""
+    """Context that puts new parameters on the meta device. Buffers get values, which checkpoints lack."""
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -487,7 +486,7 @@ def _meta_parameters() -> Iterator[None]:
 
 
 def _check_targets(targets: Any, parameters: Any, use_dora: bool, dropout: float) -> None:
-    """Refuse what PEFT does not compute, either."""
+    """Refuse settings that PEFT does not support."""
     if parameters is None:
         if targets is not None and not list(targets):
             raise UserError(f"target_modules is empty; expected {ALL} or names of linear layers")
@@ -500,7 +499,7 @@ def _check_targets(targets: Any, parameters: Any, use_dora: bool, dropout: float
 def _say(decoder: TransformersDecoder, name: str, adapted: list[str]) -> None:
     log.info("%s: transformers' code, %s rows", name, "packed" if decoder.packs else "padded")
     if not decoder.packs:
-        log.info("padded rows are all as long as the longest of their micro-batch, and share no prompts")
+        log.info("padded rows are as long as the longest of their micro-batch, and share no prompts")
     if (text := decoder.text_part) is not None:
         log.info("%s trains on text alone: %s are neither loaded nor changed", name, ", ".join(text.parts))
     frozen = frozen_kinds(decoder, adapted)

@@ -1,4 +1,4 @@
-"""A copy of a model of transformers for sampling: its module tree once more, with attention over slots."""
+"""A copy of a model of transformers for sampling: a second module tree with attention over slots."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -55,11 +55,11 @@ class _Attention(Slots, CacheLayerMixin):
         self.is_sliding = window is not None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write one token's keys and values in each of the first n slots and return what these slots hold."""
+        """Write one token's keys and values in the first n slots; return these slots' keys and values."""
         return self.write(key_states[:, :, 0], value_states[:, :, 0])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of places that attention reads, and 0."""
+        """Return the number of positions that attention reads, and 0."""
         return min(self._cache.span, self.places), 0
 
     def get_seq_length(self) -> int:
@@ -67,7 +67,7 @@ class _Attention(Slots, CacheLayerMixin):
         return self._cache.span - 1
 
     def get_max_length(self) -> int:
-        """Return the number of places."""
+        """Return the number of positions that a slot stores."""
         return self.places
 
 
@@ -83,7 +83,7 @@ class _Nothing(DummyLayer):
 
 
 class _Recurrent(LinearAttentionLayer):
-    """States of one layer, each [slots, …]; transformers' code sees those of the running rows."""
+    """States of one layer, [slots, …]; transformers' code sees the running rows."""
 
     def __init__(self, cache: "TransformersSlots", states: int) -> None:
         super().__init__(number_of_states=states)
@@ -134,16 +134,16 @@ class _Both(_Recurrent, _Attention):  # type: ignore[misc, override]
 
 
 class TransformersSlots(SlotCache, Cache):
-    """The cache of several sequences, one in each slot.
+    """The cache of several sequences, one per slot.
 
     Args:
         config: transformers' config of the model.
-        slots: their number.
-        length: positions of a slot.
-        rounded: returns the places of a ring for a window; None: every layer attends to all positions.
+        slots: number of slots.
+        length: positions per slot.
+        rounded: returns a ring's positions for a window; None: every layer attends to all positions.
 
     Raises:
-        UserError: the model has a kind of layer that is not supported.
+        UserError: the model has an unsupported kind of layer.
     """
 
     def __init__(self, config: Any, slots: int, length: int, rounded: Callable[[int], int] | None) -> None:
@@ -161,18 +161,18 @@ class TransformersSlots(SlotCache, Cache):
         return _Attention(self, getattr(theirs, "sliding_window", None) if self._rounded else None)
 
     def ring(self, window: int | None) -> int:
-        """Return the places of a slot for ``window``; None: attention to all positions."""
+        """Return the positions that a slot stores for a sliding window; None: attention to all positions."""
         if window is None or self._rounded is None:
             return self._length
         return min(self._length, self._rounded(max(1, window)))  # some configs say 0 and use none
 
     @property
     def is_linear(self) -> list[bool]:
-        """Whether each layer has states alone."""
+        """Whether a layer has only states, by layer."""
         return [type(layer) is _Recurrent for layer in self.layers]
 
     def begin(self, positions: Tensor, span: int) -> None:
-        """Begin a step in the first n slots; arguments as in the base class."""
+        """Begin a step in the first n slots."""
         super().begin(positions, span)
         for layer in self.layers:
             if isinstance(layer, _Recurrent):
@@ -180,7 +180,7 @@ class TransformersSlots(SlotCache, Cache):
 
 
 class _WholeWindow(DynamicLayer):
-    """Keys and values of a prefill in sliding attention: all of them, because rows have different lengths."""
+    """All keys and values of a prefill in sliding attention, because rows have different lengths."""
 
     is_sliding = True
 
@@ -196,7 +196,7 @@ def layers_of(config: Any) -> list[Any]:
     """Return new cache layers for the prefill of a model.
 
     Raises:
-        UserError: the model has a kind of layer that is not supported.
+        UserError: the model has an unsupported kind of layer.
     """
     if "chunked_attention" in (getattr(config.get_text_config(), "layer_types", None) or ()):
         raise UserError("it has chunked attention")  # Llama 4 also scales queries by the number of cached tokens
@@ -210,7 +210,7 @@ def layers_of(config: Any) -> list[Any]:
 
 
 def row_of(layers: list[Any], row: int, known: int) -> Cache:
-    """Return a copy of one row of a prefill's cache, of its first ``known`` positions."""
+    """Return a copy of the first ``known`` positions of one row of a prefill's cache."""
     kept: list[Any] = []
     layer: Any
     for layer in layers:
@@ -230,16 +230,16 @@ def row_of(layers: list[Any], row: int, known: int) -> Cache:
 
 
 class TransformersSampler(Sampler):
-    """Forward passes of a model of transformers, which its decoder makes.
+    """Forward passes of a model of transformers.
 
     Args:
         source: the model, with adapters.
         merge: see :func:`rocm_ext.model.sampler.sampler_of`.
-        device: that samples; None: the weights' own.
+        device: device for sampling; None: the weights' device.
 
     Attributes:
-        together: whether prompts are computed together, padded on the right. A prompt's cache then depends on the
-            others by rounding, so CPUs compute one at a time; so do models whose layers have states.
+        together: whether prompts are computed together, padded on the right. The rounding in a prompt's cache then
+            depends on the others, so CPUs compute one prompt at a time. Models whose layers have states also do.
     """
 
     splits_rows = False
@@ -256,7 +256,7 @@ class TransformersSampler(Sampler):
         decoder = source.wrapped(model).eval().requires_grad_(False)
         decoder.kernel = source.kernel
         decoder.load_state_dict(state, assign=True)
-        for name, lora in expert_loras(source).items():  # it stays beside the weights, in any dtype
+        for name, lora in expert_loras(source).items():  # separate from the weights, in any dtype
             owner, _, leaf = f"{name}{ExpertLora.SUFFIX}".rpartition(".")
             decoder.get_submodule(owner).add_module(leaf, lora)
         placed = decoder.tok_embeddings.weight.device
@@ -277,7 +277,7 @@ class TransformersSampler(Sampler):
         return chosen_of(self._config)
 
     def _share(self, parameter: Tensor) -> float:
-        """Share of a weight that one token is multiplied with; those of experts are [experts, …]."""
+        """Share of a weight that a product with one token uses; experts' weights are [experts, …]."""
         return 1.0 if parameter.ndim == 2 else min(1.0, self.chosen / len(parameter))
 
     @property
@@ -286,11 +286,11 @@ class TransformersSampler(Sampler):
         return self._row_bytes(False)
 
     def step_bytes(self, length: int) -> int:
-        """Bytes that a step holds per slot; with fixed shapes each expert computes all tokens."""
+        """Bytes that a step holds per slot; with fixed shapes every expert computes all tokens."""
         return super().step_bytes(length) + self._row_bytes(self.fixed_shapes) - self.bytes_per_row
 
     def _row_bytes(self, every: bool) -> int:
-        """Return the bytes of one token that its own experts compute, or every one."""
+        """Return the bytes of one token, computed by its chosen experts or by ``every`` expert."""
         width = self.decoder.tok_embeddings.weight.shape[1]
         widest = 0
         for layer in self.decoder.layers:
@@ -306,7 +306,7 @@ class TransformersSampler(Sampler):
         return self._rounded(window)
 
     def prefill_bytes(self, prompts: Sequence[int], most: int) -> int:
-        """Estimate the bytes that hold the caches of prompts and compute them; arguments as in the base class."""
+        """Estimate the bytes of the prompts' caches and of computing them."""
         held = max(min(most, sum(prompts)), max(prompts))
         at_once = held if self.together else max(prompts)
         per_position = sum(size for size, _ in self.needs.keys)  # prompts keep more than the window
@@ -320,7 +320,7 @@ class TransformersSampler(Sampler):
         return TransformersSlots(self._config, slots, length, self._rounded if self.needs.windows else None)
 
     def keep_routes(self, slots: int) -> Tensor:
-        """Let each step keep the experts that it chooses; see :meth:`rocm_ext.model.sampler.Sampler.keep_routes`."""
+        """Let steps keep the chosen experts; see :meth:`rocm_ext.model.sampler.Sampler.keep_routes`."""
         experts = experts_of(self.decoder).values()
         routes = torch.zeros(slots, len(experts), self.chosen, dtype=torch.int16, device=self.device)
         for layer, module in enumerate(experts):
@@ -329,7 +329,7 @@ class TransformersSampler(Sampler):
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[Cache]:
-        """Compute the caches of ``prompts``; arguments as in the base class."""
+        """Compute the caches of ``prompts``."""
         caches = []
         for group in self._groups(prompts):
             longest = max(1, *map(len, group))
@@ -351,7 +351,7 @@ class TransformersSampler(Sampler):
 
     @torch.no_grad()
     def step(self, tokens: Tensor, positions: Tensor, cache: TransformersSlots, span: int) -> Tensor:
-        """Decode one token in each of the first n slots; arguments as in the base class."""
+        """Decode one token in each of the first n slots."""
         cache.begin(positions, span)
         rows = {"input_ids": tokens[:, None], "position_ids": positions[:, None]}
         with forward_pass(positions[:, None], self.decoder.kernel, cache, self.fixed_shapes):
@@ -366,7 +366,7 @@ def chosen_of(config: Any) -> int:
 
 
 def _prefill(run: Callable[..., Any], config: Any, tokens: Tensor, kernel: str) -> tuple[list[Any], AttentionUse]:
-    """Return the cache's layers after ``tokens`` [n, s], and what the model's code asked for."""
+    """Return the cache's layers after ``tokens`` [n, s], and the model's use of attention."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     cache = Cache(layers=layers_of(config))
     with forward_pass(positions, kernel) as asked:
@@ -375,7 +375,7 @@ def _prefill(run: Callable[..., Any], config: Any, tokens: Tensor, kernel: str) 
 
 
 def _fake_prefill(decoder: Any, replay: Replay | None = None) -> tuple[list[Any], AttentionUse]:
-    """Compute :func:`_prefill` of two tokens on fake tensors, with their experts given if there is a ``replay``."""
+    """Compute :func:`_prefill` of two tokens on fake tensors; ``replay`` gives their experts."""
     body = decoder.body
     with FakeTensorMode():
         if replay is not None:
@@ -392,28 +392,28 @@ def replay_of(source: Any) -> Replay:
     """Prepare a model for the replay of its routers' choices.
 
     Raises:
-        UserError: it cannot be sampled from in this process, it has no experts, or its routers choose in a way that is
-            not known; the message names it.
+        UserError: the model cannot be sampled from in this process, or has no experts or unknown routers; the message
+            names the model.
     """
     source.check_sampling()
     decoder = source.wrapped(source.empty_model(SLOTS)).eval()
     chosen = chosen_of(decoder.model_.config)  # type: ignore[union-attr]
     trial = Replay(decoder, chosen)
-    found = "has no experts"
+    problem = "has no experts"
     if trial.layers:
         _fake_prefill(decoder, trial)
-        found = "" if trial.counts == [1] * trial.layers else "does not choose experts with one topk in each layer"
-    if found:
-        raise UserError(f"router_replay is True, and {type(source.model_).__name__} {found}; set router_replay=False")
+        problem = "" if trial.counts == [1] * trial.layers else "does not choose experts with one topk in each layer"
+    if problem:
+        raise UserError(f"router_replay is True, and {type(source.model_).__name__} {problem}; set router_replay=False")
     return Replay(source, chosen)
 
 
 @torch.no_grad()
 def needs_of(source: Any) -> Needs:
-    """Find out what a model keeps of a sequence, from a prefill on fake tensors.
+    """Return the memory of a sequence in a model, from a prefill on fake tensors.
 
     Raises:
-        UserError: this model cannot be sampled from in this process; the message names it and the reason.
+        UserError: the model cannot be sampled from in this process; the message names it and the reason.
     """
     name = type(source.model_).__name__
     try:
@@ -435,7 +435,7 @@ def needs_of(source: Any) -> Needs:
 
 
 def _kept_of(decoder: Any) -> dict[str, Any]:
-    """Simulate a prefill; return what JSON can hold of what its cache keeps and its attention asks for."""
+    """Simulate a prefill; return facts about its cache and attention, as values for JSON."""
     layers, asked = _fake_prefill(decoder)
     keys, states, used, most = [], 0, 0, 0
     for layer in layers:
@@ -462,8 +462,8 @@ def _kept_of(decoder: Any) -> dict[str, Any]:
 def obstacle_of(source: Any) -> str:
     """Say why no graph can replay a decoding step; empty: one can.
 
-    A step on the meta device tells, whose tensors have no values: a graph copies nothing from or to the host, and its
-    shapes do not depend on values.
+    A step on the meta device shows it. Tensors there have no values: in a graph no shape depends on values, and nothing
+    is copied between host and device.
     """
     bare = source.wrapped(source.empty_model(SLOTS))
     vars(bare)["needs"] = source.needs
@@ -515,9 +515,9 @@ def _weights(source: Any, merge: bool) -> tuple[dict[str, Tensor], dict[str, Sam
 
 
 def _short(model: nn.Module) -> int:
-    """Positions up to which a model's rotations are those of short rows.
+    """Return the longest row whose rotations a cache can keep.
 
-    LongRoPE takes other frequencies for all positions of a longer row. A cache holds keys of the shorter one's.
+    In a longer row LongRoPE uses other frequencies for all positions, also for keys that the cache holds.
     """
     scaled = (module for module in model.modules() if getattr(module, "rope_type", None) == "longrope")
     return min((module.config.rope_parameters["original_max_position_embeddings"] for module in scaled), default=2**31)  # type: ignore

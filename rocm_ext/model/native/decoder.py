@@ -1,6 +1,6 @@
 """A decoder of torchtune's layers with LoRA, for Llama's and Qwen's dense models.
 
-Models of a folder keep Hugging Face's row order in every family, so weights and PEFT adapters only change their names.
+Models of a folder keep Hugging Face's row order, so weights and PEFT adapters only change their names.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,9 +43,7 @@ class NativeDecoder(TransformerDecoder, Decoder):
     """A decoder of torchtune's modules; see :class:`rocm_ext.model.decoder.Decoder`.
 
     Attributes:
-        architecture: what it computes, but for its weights; empty: the config's builder says it.
-        renames: functions from its names to those of Hugging Face's files, and back; None: rows are not in the order of
-            these files, and torchtune's converters know it.
+        renames: as in the base class; None: rows are not in Hugging Face's order, and torchtune's converters apply.
     """
 
     architecture: Any = ""
@@ -56,7 +54,7 @@ class NativeDecoder(TransformerDecoder, Decoder):
 
     @property
     def packs(self) -> bool:  # type: ignore[override]
-        """Whether it takes packed rows. Gemma 2's attention, for instance, needs padded ones."""
+        """Whether it takes packed rows. Gemma 2's attention, for example, needs padded rows."""
         return all(isinstance(getattr(layer, "attn", None), Attention) for layer in self.layers)
 
     @property
@@ -84,8 +82,8 @@ class NativeDecoder(TransformerDecoder, Decoder):
 
         Args:
             tokens: [b, s], or [n] in a step of sampling.
-            positions: of each token in its sequence, as ``tokens``.
-            masks: of each layer; see :class:`rocm_ext.model.native.attention.Attention`.
+            positions: the tokens' positions in their sequences, shaped like ``tokens``.
+            masks: one mask per layer; see :class:`rocm_ext.model.native.attention.Attention`.
 
         Returns:
             [b, s, d] or [n, d].
@@ -96,9 +94,9 @@ class NativeDecoder(TransformerDecoder, Decoder):
         return self.norm(h)  # type: ignore[operator]
 
     def place_buffers(self, device: torch.device) -> None:
-        """Make the tables of RoPE on ``device``; layers with equal ones share a table.
+        """Compute RoPE's tables on ``device``; layers with equal tables share them.
 
-        torchtune keeps one per layer: 3.7 GB for 28 layers at 131k positions.
+        torchtune keeps one table per layer: 3.7 GB for 28 layers at 131k positions.
         """
         shared: dict[Any, nn.Module] = {}
         for module in list(self.modules()):
@@ -116,14 +114,14 @@ class NativeDecoder(TransformerDecoder, Decoder):
             rows.ids = rows.ids.to(device)
 
     def converted(self, state: Mapping[str, Tensor]) -> None:
-        """Return None: the checkpointer gives tensors by this model's names."""
+        """Return None: the checkpointer's tensors have this model's names."""
 
     def buffers_to_load(self) -> dict[str, Tensor]:
-        """Return no buffers: checkpoints hold none."""
+        """Return {}: checkpoints hold no buffers."""
         return {}
 
     def joined_weights(self) -> list[list[str]]:
-        """Return the names of weights whose rows should lie one after the other, because sampling multiplies by all."""
+        """Return groups of weights that sampling multiplies at once; see the base class."""
         return [
             [f"{plain(name)}.{part}.weight" for part in kind.parts]
             for name, module in self.named_modules()
@@ -148,7 +146,7 @@ class NativeDecoder(TransformerDecoder, Decoder):
 
 
 def native(theirs: TransformerDecoder) -> NativeDecoder:
-    """Make a :class:`NativeDecoder` of the parts of torchtune's decoder, which keep their names and weights."""
+    """Make a :class:`NativeDecoder` from torchtune's decoder; its parts keep their names and weights."""
     if isinstance(theirs, NativeDecoder):
         return theirs
     for layer in theirs.layers:
@@ -168,14 +166,14 @@ def build(
     """Build a decoder with LoRA on no device.
 
     Args:
-        architecture: of the folder's ``config.json``.
+        architecture: the model's architecture.
         targets: layers to adapt, by PEFT's names; None or ``all-linear``: all linear layers of attention and MLP.
         kind: torchtune's class of adapted layers, with its dropout.
-        sizes: r and alpha of each layer.
+        sizes: the layers' r and alpha.
         quantize_base: keep adapted layers' weights in 4 bits.
 
     Raises:
-        UserError: ``targets`` or a pattern of ``sizes`` names what the model does not have.
+        UserError: the model lacks a layer of ``targets`` or of a pattern in ``sizes``.
     """
     return _Builder(architecture, _targets(targets, architecture.tied), kind, sizes, quantize_base).decoder()
 

@@ -1,4 +1,4 @@
-"""GGUF files: their metadata, and where their tensors are.
+"""Read the header of GGUF files: metadata, and places of tensors.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
@@ -18,11 +18,11 @@ from rocm_ext.base.files import json_object
 from rocm_ext.model.weights.unpack import BLOCKS
 
 SUFFIX = ".gguf"
-# in a folder that stands for such files: where they are, and the shapes of transformers' weights by name
+# files in a folder that names GGUF files: their paths, and the shapes of transformers' weights by name
 LINKS, SHAPES = "gguf.json", "shapes.json"
 _AGAIN = "download the file again"
 _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's types of numbers
-# ggml's numbers of the types with blocks
+# ggml's types with blocks
 _TYPES = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K",
           14: "Q6_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
           23: "IQ4_XS", 39: "MXFP4"}  # fmt: skip
@@ -34,13 +34,13 @@ _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor is in a file.
+    """Position and format of a tensor in a file.
 
     Attributes:
-        shape: as in torch.
-        kind: of blocks, a key of :data:`rocm_ext.model.weights.unpack.BLOCKS`; empty: numbers of ``dtype``.
-        dtype: of numbers.
-        begin: offset of its first byte in the file.
+        shape: torch's shape of the values.
+        kind: kind of blocks, a key of :data:`rocm_ext.model.weights.unpack.BLOCKS`; empty: numbers of ``dtype``.
+        dtype: dtype of numbers.
+        begin: offset of the first byte in the file.
     """
 
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Place:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Of the numbers, or of the bytes of blocks."""
+        """Shape of the numbers, or of the blocks' bytes."""
         if not self.kind:
             return self.shape
         values, size = BLOCKS[self.kind]
@@ -58,22 +58,22 @@ class Place:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Bytes in the file."""
         return math.prod(self.stored_shape) * (1 if self.kind else self.dtype.itemsize)
 
 
 class GgufFile:
-    """A GGUF file's metadata, and where its tensors are.
+    """A GGUF file's header.
 
     Args:
         path: the file.
 
     Attributes:
         metadata: values by key.
-        places: of the tensors, by llama.cpp's names.
+        places: the tensors' places, by llama.cpp's names.
 
     Raises:
-        UserError: it cannot be read, is damaged, or has tensors of an unknown type.
+        UserError: the file cannot be read, is damaged, or has tensors of an unknown type.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,17 +84,17 @@ class GgufFile:
                 self.metadata, self.places = _Header(file, path, size).read()
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-        end = max((place.begin + place.nbytes for place in self.places.values()), default=0)
+        end = max((tensor.begin + tensor.nbytes for tensor in self.places.values()), default=0)
         if end > size:
             raise UserError(f"{path} has {size:,} bytes instead of {end:,}; {_AGAIN}")
 
     def numbers(self, name: str) -> Tensor:
         """Return the numbers of a tensor without blocks."""
-        place = self.places[name]
+        at = self.places[name]
         with self.path.open("rb") as file:
-            file.seek(place.begin)
-            content = bytearray(file.read(place.nbytes))
-        return torch.frombuffer(content, dtype=place.dtype).reshape(place.shape).float()
+            file.seek(at.begin)
+            content = bytearray(file.read(at.nbytes))
+        return torch.frombuffer(content, dtype=at.dtype).reshape(at.shape).float()
 
     @property
     def architecture(self) -> str:
@@ -146,10 +146,10 @@ class _Header:
             raise UserError(
                 f"{self._path}: {name} is of ggml's type {kind}; expected F32, F16, BF16, {', '.join(_TYPES.values())}"
             )
-        found = _TYPES[kind]
-        if not shape or shape[-1] % BLOCKS[found][0]:
+        name = _TYPES[kind]
+        if not shape or shape[-1] % BLOCKS[name][0]:
             raise self._damaged()
-        return Place(shape, found, torch.float32, begin)
+        return Place(shape, name, torch.float32, begin)
 
     def _value(self, kind: int) -> Any:
         if kind in _SCALARS:
@@ -187,7 +187,7 @@ class _Header:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Return all files of a model, in order: the file itself, or the parts of a split one.
+    """Return all files of a model, in order: the file, or the parts of a split model.
 
     Raises:
         UserError: a part is missing.
@@ -203,13 +203,13 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def links_in(folder: Path) -> dict[str, Any]:
-    """Return the content of :data:`LINKS`: ``files``, and ``made``, whether ``config.json`` was made of metadata."""
+    """Return the content of :data:`LINKS`: ``files``, and ``made``: whether ``config.json`` was made from metadata."""
     path = folder / LINKS
     return (json_object(path.read_bytes()) or {"files": []}) if path.is_file() else {}
 
 
 def files_in(folder: Path) -> list[str] | None:
-    """Return the paths of the GGUF files whose folder this is; None: it is another."""
+    """Return the paths of the GGUF files that a folder names; None: it names none."""
     files = links_in(folder).get("files")
     if files is None:
         return None
@@ -222,11 +222,11 @@ def refuse_merging(folder: Path, instead: str) -> None:
     """Refuse to merge an adapter into GGUF files.
 
     Args:
-        folder: of the model.
-        instead: what to do, for the message.
+        folder: the model's folder.
+        instead: advice for the message.
 
     Raises:
-        UserError: the folder stands for GGUF files.
+        UserError: the folder names GGUF files.
     """
     if files := files_in(folder):
         raise UserError(f"an adapter merged into the blocks of {files[0]} would be rounded away; {instead}")

@@ -1,6 +1,6 @@
-"""How llama.cpp lays out models that are here as Hugging Face's: a table for each architecture that it computes alike.
+"""llama.cpp's layouts of models in Hugging Face's format: one table row per architecture that both compute alike.
 
-Keys, names and orders are those of llama.cpp's ``convert_hf_to_gguf.py``.
+Keys, names and orders follow llama.cpp's ``convert_hf_to_gguf.py``.
 """
 
 import math
@@ -30,21 +30,21 @@ from rocm_ext.model.rope import frequencies
 from rocm_ext.model.weights.gguf_files import SHAPES, GgufFile, files_in
 from rocm_ext.model.weights.quantized import of_blocks
 
-_SCRIPT = "convert_hf_to_gguf.py, of llama.cpp's own sources"
+_SCRIPT = "convert_hf_to_gguf.py from llama.cpp's sources"
 CONVERTER = f"try python {_SCRIPT}, on the model's folder, or on the DIR of --merged if there is an adapter"
-# Kinds of RoPE that llama.cpp computes, where not all but Llama 3's, whose factors its Llama alone reads. Its Gemma 3
-# applies YaRN to sliding layers, too; its Gemma 4 opens no file without factors.
 _FACTORS, _STILL = "rope_freqs.weight", 1e30
-# keys that say nothing of the function, or what others say
+# keys that do not change the function, or repeat other keys
 _OPTIONAL = {"vocab_size", "head_count_kv", "key_length", "value_length", "final_logit_softcapping",
              "sliding_window_pattern", "rope_freq_base_swa", "rope_dimension_sections"}  # fmt: skip
-_LAYERS, _LARGEST = 1000, 2**28  # of a size; the largest are positions
-# what a model may have none of
+_LAYERS, _LARGEST = 1000, 2**28  # the most layers, and the largest of other sizes, which are positions
+# sizes that may be 0
 _OR_NONE = {"shared_kv_layers", "embedding_length_per_layer_input", "feed_forward_length", "final_logit_softcapping",
             "rope_dimension_sections"}  # fmt: skip
 _IDLE = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.value_length"}
 _YARN = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow",
          "attention_factor": "rope.scaling.attn_factor"}  # fmt: skip
+# Kinds of RoPE that llama.cpp computes; by default all but Llama 3's, whose factors only its Llama reads. Its Gemma 3
+# would apply YaRN to sliding layers; its Gemma 4 opens no file without factors.
 _KINDS = {
     "LLAMA": ("default", "linear", "llama3", "yarn"),
     "GEMMA3": ("default", "linear"),
@@ -60,11 +60,11 @@ class Part:
     """A weight, or some of its rows, as a tensor of llama.cpp.
 
     Attributes:
-        name: Hugging Face's, as the package ``gguf`` knows it.
-        rows: of the weight, of each expert's where it has experts; after ``change``.
-        heads: shape [a, b, width] of the columns after ``change``, which llama.cpp orders as [b, a, width]; None: as
-            they are.
-        change: of the weight's values, and back; None: they stay.
+        name: Hugging Face's name, in a form that the package ``gguf`` knows.
+        rows: rows of the weight, or of every expert's weight, after ``change``.
+        heads: shape [a, b, width] of the columns after ``change``, which llama.cpp orders as [b, a, width]; None: the
+            order is the same.
+        change: functions on the weight's values, to llama.cpp and back; None: values stay.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Part:
         return self.columns_of(weight[..., self.rows, :])
 
     def columns_of(self, weight: Tensor) -> Tensor:
-        """Return all rows of a weight with the columns in llama.cpp's order."""
+        """Return a weight with the columns in llama.cpp's order."""
         return weight if self.heads is None else weight.unflatten(-1, self.heads).transpose(-3, -2).flatten(-3)
 
     def is_vector(self, tensor: Tensor) -> bool:
@@ -89,52 +89,52 @@ class Part:
 
 
 def joined(parts: Sequence[Part], tensors: Sequence[Tensor], kind: str) -> Tensor:
-    """Return the weight that :meth:`Part.of` has taken apart.
+    """Join parts to a weight, the reverse of :meth:`Part.of`.
 
     Args:
-        parts: of the weight.
-        tensors: of llama.cpp, one for each part; bytes where they have blocks.
-        kind: of their blocks, a key of :data:`rocm_ext.model.weights.unpack.BLOCKS`; empty: they have numbers.
+        parts: the weight's parts.
+        tensors: llama.cpp's tensors, one per part: numbers, or bytes of blocks.
+        kind: kind of the blocks, a key of :data:`rocm_ext.model.weights.unpack.BLOCKS`; empty: numbers.
 
     Raises:
-        ValueError: their shapes do not fit, or a vector has blocks.
+        ValueError: shapes do not fit, or a vector has blocks.
     """
-    (first, *others), found = parts, tensors[0]
-    dim = -1 if first.is_vector(found) else -2
+    (first, *others), weight = parts, tensors[0]
+    dim = -1 if first.is_vector(weight) else -2
     if kind and dim == -1:
         raise ValueError(f"{first.name} has blocks of {kind}; expected numbers")
-    if any(tensor.shape != found.shape for tensor in tensors):
+    if any(tensor.shape != weight.shape for tensor in tensors):
         raise ValueError(f"{first.name} and {others[-1].name} have different shapes")
-    if isinstance(first.rows, Tensor) and found.shape[dim] != len(first.rows):
-        raise ValueError(f"{first.name} has {found.shape[dim]} rows instead of {len(first.rows)}")
+    if isinstance(first.rows, Tensor) and weight.shape[dim] != len(first.rows):
+        raise ValueError(f"{first.name} has {weight.shape[dim]} rows instead of {len(first.rows)}")
     if others:
-        shape = list(found.shape)
+        shape = list(weight.shape)
         shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
-        found = found.new_empty(shape)
+        weight = weight.new_empty(shape)
         for part, tensor in zip(parts, tensors, strict=True):
-            found[(..., part.rows) if dim == -1 else (..., part.rows, slice(None))] = tensor
+            weight[(..., part.rows) if dim == -1 else (..., part.rows, slice(None))] = tensor
     elif isinstance(first.rows, Tensor):
-        found = found.index_select(dim, first.rows.argsort().to(found.device))
+        weight = weight.index_select(dim, first.rows.argsort().to(weight.device))
     swapped = first.heads and (first.heads[1], first.heads[0], first.heads[2])
     if kind:
-        found = of_blocks(found, kind, heads=swapped)
+        weight = of_blocks(weight, kind, heads=swapped)
     elif swapped:
-        found = replace(first, heads=swapped).columns_of(found)
-    return found if first.change is None else first.change[1](found)
+        weight = replace(first, heads=swapped).columns_of(weight)
+    return weight if first.change is None else first.change[1](weight)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How llama.cpp has a model.
+    """llama.cpp's layout of a model.
 
     Attributes:
-        arch: its name in ``gguf.MODEL_ARCH``.
+        arch: the architecture's name in ``gguf.MODEL_ARCH``.
         layers, vocabulary: number of layers, and rows of the embeddings.
-        keys: what ``GGUFWriter`` adds (``add_KEY``), with the values.
+        keys: values of the metadata, by ``KEY`` in ``GGUFWriter.add_KEY``.
         parts: maps a weight's name to its parts.
-        factors: divide RoPE's frequencies, [head_dim / 2]; None: nothing does.
-        merged_only: ends of the names of weights beside which llama.cpp computes another LoRA.
-        differs: what llama.cpp computes only nearly.
+        factors: divisors of RoPE's frequencies, [head_dim / 2]; None: there are none.
+        merged_only: ends of the names of weights for which llama.cpp computes another LoRA.
+        differs: a warning about small differences in llama.cpp's results.
     """
 
     arch: str
@@ -164,7 +164,7 @@ class GgufNames:
     """llama.cpp's names of a model's weights.
 
     Args:
-        layout: of the model.
+        layout: the model's layout.
 
     Raises:
         UserError: the package ``gguf`` is too old for the architecture.
@@ -198,7 +198,7 @@ def read_layout(folder: Path) -> Layout:
     """Return llama.cpp's layout of the model in a folder.
 
     Raises:
-        UserError: llama.cpp, or this module, has none, or llama.cpp computes another function.
+        UserError: llama.cpp or this module does not know the model, or llama.cpp computes another function.
     """
     if (config := foreign_config(folder, trust_remote_code=True)) is None:
         return _of_native(folder, read_architecture(folder))
@@ -217,7 +217,7 @@ def read_layout(folder: Path) -> Layout:
 
 
 def way_out(folder: Path) -> str:
-    """Return the options of ``rocm-ext export`` that take the model in a folder to other programs."""
+    """Return options of ``rocm-ext export`` that write a folder's model for other programs."""
     if files := files_in(folder):
         return f"--gguf-adapter LORA.gguf; then llama-server -m {shlex.quote(files[0])} --lora LORA.gguf"
     try:
@@ -279,59 +279,56 @@ def _of_native(folder: Path, a: Architecture) -> Layout:
 
 
 def places(folder: Path, first: GgufFile, stored: Collection[str]) -> dict[str, list[Part]]:
-    """Return the parts of each weight that a model's GGUF files hold, with llama.cpp's names.
+    """Return the parts of all weights in a model's GGUF files, with llama.cpp's names.
 
     Args:
-        folder: with the model's ``config.json``.
-        first: the first of the files.
-        stored: llama.cpp's names of the tensors of all.
+        folder: folder with the model's ``config.json``.
+        first: the first file.
+        stored: llama.cpp's names of the tensors in all files.
 
     Raises:
-        UserError: the files have a tensor that the model has not, or lack a part of a weight.
+        UserError: the files have a tensor that the model lacks, or lack a part of a weight.
     """
     layout = read_layout(folder)
     names = GgufNames(layout)
-    found: dict[str, list[Part]] = {}
+    weights: dict[str, list[Part]] = {}
     for name in _names_in(folder):
         ways = [layout.parts(name), [Part(f"{name}.weight")] if name.endswith("gate_up_proj") else []]
-        for parts in ways:
-            own = [replace(part, name=names.find(part.name) or "") for part in parts]
-            there = [part.name in stored for part in own]
+        for way in ways:
+            parts = [replace(part, name=names.find(part.name) or "") for part in way]
+            there = [part.name in stored for part in parts]
             if any(there) and not all(there):
-                raise UserError(f"{first.path} lacks {own[there.index(False)].name}")
+                raise UserError(f"{first.path} lacks {parts[there.index(False)].name}")
             if any(there):
-                found[name] = own
+                weights[name] = parts
                 break
-    known = {part.name for parts in found.values() for part in parts} | {_FACTORS}
+    known = {part.name for parts in weights.values() for part in parts} | {_FACTORS}
     ahead = tuple(f"blk.{layout.layers + number}." for number in range(_ahead(first)))
     if others := sorted(name for name in {*stored} - known if not name.startswith(ahead)):
         raise UserError(f"{first.path} has {others[0]}, which no layer of this {names.arch} has")
-    return found
+    return weights
 
 
 def _names_in(folder: Path) -> Iterable[str]:
-    """Hugging Face's names of the weights of the model in a folder."""
+    """Return Hugging Face's names of the weights of a folder's model."""
     if (path := folder / SHAPES).is_file():
         return json_object(path.read_bytes()) or {}
     return stored_names(read_architecture(folder).layers)
 
 
 def _ahead(file: GgufFile) -> int:
-    """The number of layers after the others that predict further tokens, which are left out."""
+    """Return the number of final layers that predict further tokens and are left out."""
     if not file.architecture.startswith("qwen35"):
         return 0
-    found = file.metadata.get(f"{file.architecture}.nextn_predict_layers", 0)
-    return found if type(found) is int and 0 <= found <= _LAYERS else 0
+    layers = file.metadata.get(f"{file.architecture}.nextn_predict_layers", 0)
+    return layers if type(layers) is int and 0 <= layers <= _LAYERS else 0
 
 
 def config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
-    """Return the content of ``config.json`` for GGUF files: what :func:`read_layout` makes keys of, the other way.
-
-    Args:
-        files: all files of a model.
+    """Return the content of ``config.json`` for the GGUF files of a model, the reverse of :func:`read_layout`.
 
     Raises:
-        UserError: the metadata is of another architecture, lacks a key, or has one that is not known.
+        UserError: the metadata has an unknown architecture or an unknown key, or lacks a key.
     """
     try:
         return _config_of(files)
@@ -343,7 +340,7 @@ def config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
 
 def _config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
     file, arch = files[0], files[0].architecture
-    places = {name: place for each in files for name, place in each.places.items()}
+    places = {name: tensor for part in files for name, tensor in part.places.items()}
     name = next((name for name, known in _NATIVE.items() if _named(known) == arch), None)
     kind, row = next(((kind, row) for kind, row in _ROWS.items() if _named(row.arch) == arch), (None, None))
     if name is None and (row is None or row.back is None):
@@ -397,45 +394,45 @@ def _class_of(kind: str, file: GgufFile) -> str:
 
 
 def _problem_of(key: str, value: Any) -> str:
-    """What is wrong with a number, or the numbers, of the metadata; "": nothing."""
+    """Return the error in a number or numbers of the metadata, or ""."""
     if not isinstance(value, list):
         value = [value]
     if key == "sliding_window_pattern":
-        return "" if all(type(each) is bool for each in value) else "expected booleans"
+        return "" if all(type(entry) is bool for entry in value) else "expected booleans"
     most = _LAYERS if key == "block_count" else _LARGEST
-    if any(type(each) not in (int, float) for each in value):
+    if any(type(number) not in (int, float) for number in value):
         return "expected a number"
-    least = 0 if key in _OR_NONE else 1e-12 if any(type(each) is float for each in value) else 1
-    return "" if all(least <= each <= most for each in value) else f"expected {least} to {most}"
+    least = 0 if key in _OR_NONE else 1e-12 if any(type(number) is float for number in value) else 1
+    return "" if all(least <= number <= most for number in value) else f"expected {least} to {most}"
 
 
 def check_config(folder: Path, file: GgufFile) -> None:
-    """Check that the ``config.json`` of a folder has llama.cpp's layout in the file that it was made of.
+    """Check that a folder's ``config.json`` gives the metadata of ``file``, from which it was made.
 
     Raises:
-        UserError: the metadata has another value, or none.
+        UserError: a value of the metadata differs or is missing.
     """
-    found, arch, layout = _keys(file), file.architecture, read_layout(folder)
+    stored, arch, layout = _keys(file), file.architecture, read_layout(folder)
     asked = {key for row in _ROWS.values() if row.arch == layout.arch for key in row.keys} | {*_COMMON}
     needed = {_stored_key(arch, key) for key in layout.keys.keys() & asked - _OPTIONAL}
     for key, value in _stored(arch, layout.keys).items():
-        if key in needed - found.keys():
+        if key in needed - stored.keys():
             raise UserError(f"{file.path} lacks {arch}.{key}")
-        if key in found and not _equal(found[key], value):
-            raise UserError(f"{file.path}: {arch}.{key} is {found[key]}, but {value} is computed here")
+        if key in stored and not _equal(stored[key], value):
+            raise UserError(f"{file.path}: {arch}.{key} is {stored[key]}, but {value} is computed here")
 
 
 def _equal(stored: Any, value: Any) -> bool:
     if isinstance(stored, list) or isinstance(value, list):
-        stored, value = (each if isinstance(each, list) else [each] for each in (stored, value))
+        stored, value = (side if isinstance(side, list) else [side] for side in (stored, value))
         size = max(len(stored), len(value))
-        both = (each * (size if len(each) == 1 else 1) for each in (stored, value))
+        both = (side * (size if len(side) == 1 else 1) for side in (stored, value))
         return len({len(stored), len(value)} - {1}) < 2 and all(map(_equal, *both))
     return math.isclose(stored, value, rel_tol=1e-5) if isinstance(value, float) else stored == value
 
 
 def _read() -> set[str]:
-    """llama.cpp's names of the architectures that are read."""
+    """Return llama.cpp's names of the architectures that are read from files."""
     return {_named(arch) for arch in _NATIVE.values()} | {_named(row.arch) for row in _ROWS.values() if row.back}
 
 
@@ -444,7 +441,7 @@ def _named(arch: str) -> str:
 
 
 def _keys(file: GgufFile) -> dict[str, Any]:
-    """Return the metadata of the architecture, without layers that predict further tokens."""
+    """Return the architecture's metadata, without layers that predict further tokens."""
     arch = file.architecture
     keys = {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items() if key.startswith(f"{arch}.")}
     if ahead := _ahead(file):
@@ -463,7 +460,7 @@ def add_keys(writer: Any, keys: Mapping[str, Any]) -> None:
 
 
 def _stored(arch: str, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keys and values as they are in the metadata."""
+    """Return keys and values as stored in the metadata."""
     writer = library().GGUFWriter(None, arch)
     add_keys(writer, keys)
     return {key.removeprefix(f"{arch}."): entry.value for key, entry in writer.kv_data[0].items()}
@@ -476,7 +473,7 @@ def _stored_key(arch: str, key: str) -> str:
 def _rope_of(
     files: Sequence[GgufFile], keys: dict[str, Any], config: Mapping[str, Any], proportional: bool = False
 ) -> dict[str, Any]:
-    """Take RoPE's keys out of ``keys``; ``proportional``: its first dimensions alone rotate."""
+    """Return RoPE's parameters, and remove its keys from ``keys``; ``proportional``: only first dimensions rotate."""
     path, base = files[0].path, keys.pop("rope.freq_base", 10_000.0)
     if problem := _problem_of("rope_freq_base", base):
         raise UserError(f"{path}: rope.freq_base is {base!r}; {problem}")
@@ -497,8 +494,8 @@ def _rope_of(
     holder = next((file for file in files if _FACTORS in file.places), None)
     if holder is None:
         return rope
-    width, place = config["head_dim"], holder.places[_FACTORS]
-    fits = kind == "none" and not place.kind and place.shape == (width // 2,)
+    width, at = config["head_dim"], holder.places[_FACTORS]
+    fits = kind == "none" and not at.kind and at.shape == (width // 2,)
     factors = holder.numbers(_FACTORS) if fits else torch.ones(1)
     if proportional:
         turned, factor = int((factors < _STILL).sum()), float(factors[0])
@@ -513,12 +510,12 @@ def _rope_of(
 
 
 def _factors(width: int, rope: Rope) -> Tensor:
-    """What divides RoPE's frequencies."""
+    """Return the divisors of RoPE's frequencies."""
     return frequencies(width, Rope(rope.base)) / frequencies(width, rope)
 
 
 def _first_dimensions(width: int, turned: int, factor: float) -> Tensor:
-    """Factors with which the first dimensions rotate alone."""
+    """Return divisors with which only the first ``turned`` frequencies rotate."""
     return torch.where(torch.arange(width // 2) < turned, factor, _STILL)
 
 
@@ -545,7 +542,7 @@ def _rope_keys(rope: Rope) -> dict[str, Any]:
     return keys
 
 
-# ---- architectures that transformers computes, whose config objects have every key
+# ---- architectures that transformers computes, with all keys in its config objects
 
 
 Of = str | Callable[[Any], Any]  # a key of the config, or what is computed from it
@@ -556,12 +553,12 @@ class _Row:
     """An architecture of the table.
 
     Attributes:
-        arch: its name in ``gguf.MODEL_ARCH``.
+        arch: the architecture's name in ``gguf.MODEL_ARCH``.
         parts: maps a weight's name and the config to the weight's parts.
-        keys: what ``GGUFWriter`` adds, beside :data:`_COMMON`.
-        only: keys of the config with the values that llama.cpp computes alone.
-        back: makes entries of the config of the keys' values, where these are computed, and of the entries that there
-            are; None: the architecture is not read from files.
+        keys: keys of the metadata, in addition to :data:`_COMMON`.
+        only: keys of the config, with the only values that llama.cpp computes.
+        back: returns further entries of the config from the metadata's values and the config so far; None: the
+            architecture is not read from files.
         merged_only: see :class:`Layout`.
     """
 
@@ -585,10 +582,10 @@ def _of_transformers(folder: Path, row: _Row) -> Layout:
     rope = rope.get("full_attention", rope)
     _check_rope(folder, row.arch, rope["rope_type"])
     part = rope.pop("partial_rotary_factor", 1.0)
-    found = {
+    values = {
         key: of(config) if callable(of) else getattr(config, of, None) for key, of in {**_COMMON, **row.keys}.items()
     }
-    keys = {key: value for key, value in found.items() if value is not None}  # models of experts alone have no MLP's
+    keys = {key: value for key, value in values.items() if value is not None}  # without an MLP, no size of it
     factors = None
     if rope["rope_type"] == "proportional":  # the first dimensions rotate, the others stay
         rope["rope_type"], width = "default", keys["key_length"]
@@ -613,7 +610,7 @@ _TRANSPOSED: Change = (lambda weight: weight.transpose(1, 2), lambda stored: sto
 
 
 def _experts(name: str, config: Any) -> list[Part]:
-    """The parts of a weight that may be of all experts: [experts, gate and up, in] or [experts, out, in]."""
+    """Return the parts of a weight; fused experts are [experts, gate and up, in] or [experts, out, in]."""
     stem, fused, _ = name.partition("gate_up_proj")
     if fused:
         half = config.moe_intermediate_size
@@ -640,7 +637,7 @@ def _gpt_oss(name: str, _: Any) -> list[Part]:
 
 
 def _qwen3_5(name: str, config: Any) -> list[Part]:
-    """Heads of v lie by heads of k in Hugging Face's files; in llama.cpp, the first heads of v of each k come first."""
+    """Hugging Face orders v's heads by k's heads; llama.cpp has the first v head of every k head first, and so on."""
     stem, delta, layer = name.partition(".linear_attn.")
     if not delta:
         parts = _experts(name, config)
@@ -709,7 +706,7 @@ def _width_of(kind: str) -> Of:
 
 
 def _table(config: Any) -> int:
-    """The rows that llama.cpp knows of the embeddings of layers, if there are any."""
+    """Return the rows that llama.cpp expects in the layers' embeddings, if there are any."""
     return config.vocab_size if config.hidden_size_per_layer_input else config.vocab_size_per_layer_input
 
 
@@ -735,7 +732,7 @@ _DELTA: dict[str, Of] = {
 
 
 def _every(config: Any) -> list[str]:
-    """The kinds of layers if each n-th has full attention."""
+    """Return the kinds of layers if every n-th has full attention."""
     interval = config.layer_types.index("full_attention") + 1
     kinds = ["linear_attention"] * (interval - 1) + ["full_attention"]
     return [kinds[layer % interval] for layer in range(config.num_hidden_layers)]
@@ -747,12 +744,12 @@ _GELU = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
 
 
 def _back_to_windows(every: int) -> Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]:
-    """Where the file does not say it, each n-th layer has full attention."""
+    """Return a row's ``back``; where the file does not say it, every n-th layer has full attention."""
 
     def back(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
         layers = range(config["num_hidden_layers"])
         slides = values.get("sliding_window_pattern") or [(layer + 1) % every > 0 for layer in layers]
-        return {"layer_types": ["sliding_attention" if each else "full_attention" for each in slides]}
+        return {"layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides]}
 
     return back
 
@@ -792,7 +789,7 @@ def _back_to_gemma_4(values: Mapping[str, Any], config: Mapping[str, Any]) -> di
         "global_head_dim": values["key_length"],
         "num_key_value_heads": many,
         "num_global_key_value_heads": few,
-        "attention_k_eq_v": few != many,  # as in all that are published; loading refuses others
+        "attention_k_eq_v": few != many,  # as in all published models; loading refuses others
         "intermediate_size": min(widths),
         "use_double_wide_mlp": min(widths) < max(widths),
         "vocab_size_per_layer_input": config["vocab_size"],
@@ -802,7 +799,7 @@ def _back_to_gemma_4(values: Mapping[str, Any], config: Mapping[str, Any]) -> di
 
 
 def _gemma_3_scale(config: Any) -> float:
-    """llama.cpp's scale of attention; it knows the 27B model by its layers."""
+    """Return llama.cpp's scale of attention; it recognises the 27B model by its layers."""
     return config.hidden_size // config.num_attention_heads if config.num_hidden_layers == 62 else config.head_dim
 
 

@@ -53,42 +53,40 @@ _KINDS = {
 class OpenAIEngine:
     """Samples from servers that serve the run's base model; several servers share the load.
 
-    Every answer is one HTTP request. A request contains all sampling settings, also neutral ones: vLLM fills
-    gaps from the model's generation_config.json, and llama.cpp's defaults truncate the distribution. A server
-    that refuses fields beyond OpenAI's own gets fewer; see :meth:`check`.
+    Every answer is one HTTP request. A request contains all sampling settings, also neutral ones: vLLM fills gaps from
+    the model's generation_config.json, and llama.cpp's defaults truncate the distribution. A server that refuses fields
+    beyond OpenAI's gets fewer; see :meth:`check`.
 
-    A request that fails goes to another server. The failing server is asked again after pauses that double from
-    half a second to 30 s. Lost connections, time-outs and the answers 408, 429 and 5xx are failures, and so is 404:
-    a restarted server has lost its adapter and gets it again. A server that fails for as long as ``patience`` is
-    given up for the rest of the session.
+    A request that fails goes to another server. The failing server is asked again after pauses that double from half a
+    second to 30 s. Lost connections, time-outs and the answers 404, 408, 429 and 5xx are failures. After 404 a server
+    gets its adapter again, because a restart loses it. The session gives a server up that fails for ``patience``.
 
     On several ranks, the main rank checks the servers, loads adapters and unloads them; every rank samples.
 
     Args:
         tokenizer: the run's torchtune model tokenizer.
         urls: the servers' addresses, ``http://host:8000`` or ``http://host:8000/v1``.
-        model: the servers' name of the model; None: the only one they list.
-        endpoint: ``completions`` sends the token ids of the prompt, so the run's chat template applies
-            exactly. ``chat`` sends messages, to which the server applies its own template.
+        model: the servers' name of the model; None: they list only one.
+        endpoint: ``completions`` sends the prompt's token ids, so the run's chat template applies exactly. ``chat``
+            sends messages, to which the server applies its template.
         api_key_env: name of the environment variable with the API key, if the servers need one.
-        concurrency: simultaneous requests of each rank per url.
-        timeout: seconds for a whole answer before a request counts as failed.
-        patience: time for which a server may fail before it is given up: seconds, or text such as ``10 min``.
+        concurrency: simultaneous requests per rank and url.
+        timeout: seconds for a complete answer before a request counts as failed.
+        patience: time after which a failing server is given up: seconds, or text such as ``10 min``.
         lora_name: servers serve adapters as ``<lora_name>-<hash of the adapter>``.
-        dynamic_lora: the servers load adapters at run time, as vLLM does. The engine posts the adapter's name
-            and path to ``/v1/load_lora_adapter``.
-        decoder: the run's model, whose vocabulary token ids must be of; None: they are not checked.
+        dynamic_lora: the servers load adapters at run time, as vLLM does. The engine posts the adapter's name and path
+            to ``/v1/load_lora_adapter``.
+        decoder: the run's model, whose vocabulary must contain the answers' token ids; None: ids are not checked.
         ranks: the run's processes; None: this one.
         stopped: returns whether the user asked to stop; None: never.
 
     Attributes:
-        exact_tokens: whether all token ids so far came from the server. These servers send them: vLLM from
-            0.10.2, SGLang from July 2026, and llama.cpp, except for answers with characters of several
-            tokens and answers cut at a stop string. Other ids are re-encoded from the text. The value is known
-            after :meth:`check` and may become False later.
-        has_logprobs: whether all log-probabilities so far came from the server. Those of vLLM and llama.cpp
-            belong to temperature 1, and SGLang's to the sampling temperature, unless their options say otherwise;
-            :meth:`check_logprobs` finds out.
+        exact_tokens: whether all token ids so far came from the server. vLLM sends them from 0.10.2 on, SGLang from
+            July 2026 on, and llama.cpp except for answers with characters of several tokens and answers cut at a stop
+            string. Other ids are re-encoded from the text. The value is known after :meth:`check` and may become False
+            later.
+        has_logprobs: whether all log-probs so far came from the server. By default vLLM's and llama.cpp's belong to
+            temperature 1, and SGLang's to the sampling temperature; :meth:`check_logprobs` finds out.
 
     Raises:
         UserError: an argument is invalid.
@@ -130,7 +128,7 @@ class OpenAIEngine:
         self.lora_name, self.dynamic_lora = lora_name, dynamic_lora
         self._servers = [Server(url) for url in checked_urls(urls)]
         self._ranks = ranks or Ranks(torch.device("cpu"))
-        # of each loaded adapter, by name, on the main rank
+        # servers and number of sessions by the name of the loaded adapter, on the main rank
         self._usable: dict[str, list[Server]] = {}
         self._sessions: Counter[str] = Counter()
         self._unreachable: set[str] = set()  # urls that the log names, until they answer again
@@ -148,11 +146,11 @@ class OpenAIEngine:
     def check(self) -> None:
         """Check that every server is reachable, serves the model and answers a request for one token.
 
-        The requests find out which fields a server accepts and whether its answers contain token ids and
-        log-probabilities. They set ``exact_tokens`` and ``has_logprobs``.
+        The requests find out which fields a server accepts and whether its answers contain token ids and log-probs.
+        They set ``exact_tokens`` and ``has_logprobs``.
 
         Raises:
-            UserError: a check fails; the message has the url and the server's own message.
+            UserError: a check fails; the message has the url and the server's message.
         """
         self._servers, self.wire.exact_tokens, self.wire.has_logprobs = self._ranks.on_main(self._checked)
 
@@ -160,7 +158,7 @@ class OpenAIEngine:
         """Check that every server returns the log-probs that ``sampling`` asks for.
 
         Raises:
-            UserError: a server returns those of another distribution, or does not show which it returns.
+            UserError: a server's log-probs belong to another distribution, or to an unknown one.
         """
         if any(not server.dialect for server in self._servers):
             self.check()
@@ -173,7 +171,7 @@ class OpenAIEngine:
             adapter: PEFT folder.
 
         Raises:
-            UserError: a server cannot; the message has the url and the server's own message.
+            UserError: a server cannot; the message has the url and the server's message.
         """
         if any(not server.dialect for server in self._servers):
             self.check()
@@ -183,7 +181,7 @@ class OpenAIEngine:
         """Check that no server may finish running requests with an adapter that it loads meanwhile.
 
         Raises:
-            UserError: one is a vLLM that may (its issue 47724).
+            UserError: a server is a vLLM that may do so (its issue 47724).
         """
         self._ranks.on_main(self._check_versions)
 
@@ -191,11 +189,11 @@ class OpenAIEngine:
     def session(self, adapter: Path | None) -> Iterator[OpenAISession]:
         """Open a session; all servers load the adapter and unload it at the end.
 
-        Sessions with the same adapter share it: the first loads it, and the last unloads it. Other sessions may be
-        answering meanwhile, which vLLM 0.24.0 and older may do with another adapter then (its issue 47724).
+        Sessions with the same adapter share it: the first loads it, and the last unloads it. vLLM up to 0.24.0 may then
+        answer other sessions' running requests with the wrong adapter (its issue 47724).
 
-        On several ranks all must open it. It ends once all ranks have left it. An error on one rank ends it with an
-        error on all.
+        All ranks must open the session. It ends once all have left it. An error on one rank ends it with an error on
+        all.
 
         Args:
             adapter: PEFT folder; None: the base model.
@@ -245,7 +243,7 @@ class OpenAIEngine:
 
     def _exchange(self, method: str, url: str, seconds: float, json: Any = None) -> Any:
         async def run() -> Any:
-            # A server may close the connection after refusing a request, so every request gets a new one.
+            # A server may close the connection after it refuses a request, so every request gets a new one.
             async with new_client(self.terms.headers) as client:
                 return await exchange(client, method, url, seconds, json)
 
@@ -304,9 +302,9 @@ class OpenAIEngine:
                 version = json_object(url, self._exchange("GET", url + "/version", CHECK_TIMEOUT)).get("version")
             except (httpx.RequestError, UserError, Transient):
                 continue  # not vLLM
-            if str(version).startswith("0.1.dev"):  # of sources without tags, which may have the mend
+            if str(version).startswith("0.1.dev"):  # built from sources without tags, perhaps with the fix
                 continue
-            if (found := re.match(r"0\.(\d+)\.", str(version))) and int(found[1]) <= 24:
+            if (minor := re.match(r"0\.(\d+)\.", str(version))) and int(minor[1]) <= 24:
                 raise UserError(
                     f"{url} runs vLLM {version}, which may finish running requests with an adapter that it loads "
                     "meanwhile (vLLM issue 47724); take one newer than 0.24, or set max_staleness=0"
@@ -342,7 +340,7 @@ class OpenAIEngine:
     def _on_each(
         self, servers: Sequence[Server], action: Callable[[Any, Server], Awaitable[None]]
     ) -> list[BaseException | None]:
-        """Run ``action(client, server)`` on all servers at once and return the error of each."""
+        """Run ``action(client, server)`` on all servers at once; return their errors, None for success."""
 
         async def run() -> list[BaseException | None]:
             async with new_client(self.terms.headers) as client:
@@ -370,8 +368,7 @@ class OpenAIEngine:
         """Load ``adapter`` on all servers.
 
         Returns:
-            The adapter, and the servers without those that refuse it. A server that fails stays: it gets the adapter
-            once it works again.
+            The adapter, and the servers that do not refuse it. A failing server gets the adapter once it works again.
         """
         if self._sessions[adapter.name]:
             self._sessions[adapter.name] += 1
@@ -408,7 +405,7 @@ class OpenAIEngine:
                 raise error
 
     def _tell_unreachable(self, server: Server, error: Exception) -> None:
-        """Log that a server fails to load or unload an adapter, once until it does: a run has many sessions."""
+        """Log that a server fails to load or unload an adapter, once until it works again: a run has many sessions."""
         if server.url not in self._unreachable:
             self._unreachable.add(server.url)
             log.warning(

@@ -1,7 +1,7 @@
-"""Requests of one session: many at once, to several servers, some of which fail now and then.
+"""One session's requests: many at once, to several servers that may fail.
 
-Servers may load adapters at run time, as vLLM does. It answers 400 if a name is loaded already, and 404 if a request or
-an unloading names an adapter that it does not have (``vllm/entrypoints/openai/models/serving.py``).
+Servers may load adapters at run time, as vLLM does. It answers 400 if a name is already loaded, and 404 if a request
+names an adapter that is not loaded (``vllm/entrypoints/openai/models/serving.py``).
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from rocm_ext.sampling.engine import Completion, Request, Sampling
 from rocm_ext.sampling.server.wire import EndpointFormat, Server
 
 _POLL = 0.2  # seconds between looks at whether the user asked to stop
-_NONE_YET = 0.05  # seconds between looks at requests that are to come
+_NONE_YET = 0.05  # seconds between looks for new requests
 _TELL = 30.0  # seconds between lines about a server that fails
 _CHECK_PATIENCE = 5.0  # seconds for which a server may fail while others wait to sample
 LOAD_TIMEOUT = 300.0  # seconds
@@ -53,8 +53,8 @@ class Adapter:
     """An adapter for servers.
 
     Attributes:
-        name: the servers' name of it.
-        folder: its absolute PEFT folder.
+        name: the servers' name of the adapter.
+        folder: the absolute PEFT folder.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Adapter:
 
 
 async def load_adapter(client: Any, server: Server, adapter: Adapter) -> None:
-    """Make a server serve ``adapter``; a server that already does is fine.
+    """Make a server serve ``adapter``, unless it already does.
 
     Args:
         client: an ``httpx.AsyncClient``.
@@ -92,7 +92,7 @@ async def load_adapter(client: Any, server: Server, adapter: Adapter) -> None:
     response = await _call(client, server, "load", {"lora_name": adapter.name, "lora_path": str(adapter.folder)})
     status = response.status_code
     if status == 200 or (status == 400 and adapter.name in await _served(client, server)):
-        return  # another rank may have loaded it meanwhile
+        return  # 400: another rank may have loaded it
     said = f"HTTP {status}: {message_of(response)}"
     if status in (408, 429) or status >= 500:
         raise Transient(f"it does not load the adapter {adapter.folder} ({said})")
@@ -100,7 +100,7 @@ async def load_adapter(client: Any, server: Server, adapter: Adapter) -> None:
 
 
 async def load_anew(client: Any, server: Server, adapter: Adapter) -> None:
-    """Unload what a killed run may have left under the adapter's name, perhaps from another path, and load it."""
+    """Load ``adapter`` after unloading the same name, which a killed run may have loaded from another path."""
     await _call(client, server, "unload", {"lora_name": adapter.name})
     await load_adapter(client, server, adapter)
 
@@ -112,7 +112,7 @@ async def unload_adapter(client: Any, server: Server, adapter: Adapter) -> None:
         httpx.RequestError: the server cannot be reached.
     """
     response = await _call(client, server, "unload", {"lora_name": adapter.name}, CHECK_TIMEOUT)
-    if response.status_code not in (200, 404):  # a server that was restarted has no adapter: 404
+    if response.status_code not in (200, 404):  # 404: the server was restarted
         log.warning("%s does not unload %s: %s", server.url, adapter.name, message_of(response))
 
 
@@ -134,7 +134,7 @@ async def _served(client: Any, server: Server) -> set[str]:
 
 
 class NoServer(UserError):
-    """Every server has failed; ``reasons`` says how."""
+    """Every server has failed, for ``reasons``."""
 
     def __init__(self, reasons: str) -> None:
         super().__init__(
@@ -150,9 +150,9 @@ class Terms:
     """How a session asks its servers.
 
     Attributes:
-        wire: converts requests and answers.
-        path: of the endpoint.
-        headers: of every request.
+        wire: converter of requests and answers.
+        path: the endpoint's path.
+        headers: headers of every request.
         concurrency: simultaneous requests per server.
         timeout: seconds without an answer before a request counts as failed.
         patience: seconds for which a server may fail.
@@ -198,10 +198,10 @@ class OpenAISession:
         return self._terms.wire.has_logprobs
 
     def generate(self, requests: Iterable[Request | None], sampling: Sampling) -> Iterator[Completion]:
-        """Yield a completion of each request as soon as it arrives. Closing the iterator cancels open requests.
+        """Yield completions as they arrive. Closing the iterator cancels open requests.
 
-        Requests are taken one at a time, by another thread, each when a server is free for it; None says that none is
-        there yet. The iterator ends early once the user asks to stop.
+        Another thread takes requests one at a time, when a server is free; None means that there is none yet. The
+        iterator ends early once the user asks to stop.
 
         Raises:
             UserError: a server refuses a request, or every server has failed. Completions that arrived earlier have
@@ -223,7 +223,7 @@ class OpenAISession:
             loop.close()
             results.put(end)
 
-        # The loop runs in its own thread, so servers stay busy while the caller works on a completion.
+        # The loop runs in another thread, so servers stay busy while the caller works on a completion.
         thread = threading.Thread(target=work, name="openai-engine", daemon=True)
         self._mark = time.monotonic()
         thread.start()
@@ -233,7 +233,7 @@ class OpenAISession:
                     item = results.get(timeout=_POLL)
                 except queue.Empty:
                     if batch.asking:
-                        beat()  # each request has a time limit
+                        beat()  # requests have a time limit
                     continue
                 finally:
                     self.given_up = batch.given_up
@@ -251,11 +251,10 @@ class OpenAISession:
     def ask_each(self, requests: Sequence[Request], sampling: Sampling) -> dict[str, list[Completion]]:
         """Ask every server the same requests; :meth:`stats` does not count them.
 
-        One of several servers that fails gets little time to recover, because the others wait.
+        A failing server gets little time to recover if there are others, because they wait.
 
         Returns:
-            The completions of each server that answers, by url, in the order of ``requests``. There are fewer if the
-            user asks to stop.
+            The answering servers' completions by url, in the order of ``requests``; fewer if the user asks to stop.
         """
         by_url, terms = {}, self._terms
         if len(self.servers) > 1:
@@ -286,13 +285,13 @@ class OpenAISession:
 
 @dataclass
 class _State:
-    """What the workers of one server share.
+    """State that the workers of one server share.
 
     Attributes:
         answered: number of answers so far.
-        restored: how often each adapter was loaded again.
-        restoring: held while a worker loads an adapter again.
-        told: time of the last line about the server's failure; None: it does not fail.
+        restored: number of reloads by adapter.
+        restoring: lock for loading an adapter again.
+        last_line: time of the last log line about the server's failure; None: it does not fail.
         gone: why the server was given up; empty: it was not.
     """
 
@@ -306,10 +305,10 @@ class _State:
 class _Batch:
     """The open requests of one ``generate``. Every server has workers, which take requests from one queue.
 
-    A request that fails returns to the queue, so that another server can answer it while the worker waits.
+    A failed request returns to the queue, so that another server can answer it while the worker waits.
 
     Attributes:
-        asking: number of requests that are open now.
+        asking: number of open requests.
     """
 
     def __init__(
@@ -332,7 +331,7 @@ class _Batch:
         return any(state.gone for state in self._states.values())
 
     async def run(self, requests: Iterable[Request | None]) -> None:
-        """Answer ``requests``, taking them as workers are free; the first error of a worker cancels the rest."""
+        """Answer ``requests``; the first error of a worker cancels the rest."""
         terms = self._terms
         share = length_hint(requests, terms.concurrency * len(self._servers)) or 1
         self._queue: asyncio.Queue[Request] = asyncio.Queue()
@@ -356,7 +355,7 @@ class _Batch:
                 await asyncio.gather(done, *workers, return_exceptions=True)
 
     async def _take(self, requests: Iterator[Request | None]) -> None:
-        """Take requests, never more than the workers have room for, until all are answered."""
+        """Take requests while workers have room, and wait until all are answered."""
         end = object()
         while await self.room.acquire() and (request := next(requests, end)) is not end:
             if isinstance(request, Request):
@@ -367,7 +366,7 @@ class _Batch:
         await self._queue.join()
 
     def give_up(self, server: Server, why: str) -> None:
-        """Ask a server no more.
+        """Stop asking a server.
 
         Raises:
             NoServer: it was the last one.
@@ -470,7 +469,7 @@ class _RequestLoop:
             self._failures, self._waited, self._answered = 0, 0.0, state.answered
         self._waited += seconds if self._failures else 0.0
         if self._waited >= patience:
-            # Name the request: it may be the cause, and the same seed would fail in the same way again.
+            # The message names the request, which may be the cause: with the same seed it would fail again.
             where = f"prompt {request.prompt_id}, sample {request.sample}"
             self._batch.give_up(self._server, f"{in_words(error)}, for {duration(self._waited)} ({where})")
             return

@@ -1,7 +1,6 @@
-"""Requests to servers that speak OpenAI's protocol, and the parsing of their answers.
+"""Write requests in OpenAI's protocol, and parse the answers.
 
-vLLM, SGLang, llama.cpp and ``transformers serve`` extend the protocol in different ways and accept different
-parts of it.
+vLLM, SGLang, llama.cpp and ``transformers serve`` extend the protocol differently and accept different parts of it.
 """
 
 import json
@@ -18,8 +17,8 @@ from rocm_ext.sampling.engine import Completion, Request, Sampling
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 DIALECTS = ("extended", "transformers", "plain")  # see _sampling_fields
 _LEAST, _HIGHEST = -9999.0, 0.1  # log-probs; rounding may put a sure token a little above 0
-_LETTERS = 1000  # of a token, more than any vocabulary has
-_SPLIT = 4  # ids for a sampled one, where the text is encoded again: bytes that are no text become several
+_LETTERS = 1000  # characters of a token, more than in any vocabulary
+_SPLIT = 4  # ids per sampled id if the text is encoded again: bytes that are not text become several
 PROBES = Sampling(1), Sampling(1, temperature=0.5), Sampling(1, top_p=0.01)
 _CLEAR = 0.1  # nats; bf16 and other batches change a log-prob by about 0.01
 SEED_BITS = 31  # llama.cpp's seeds have 32 bits, and 2**32 - 1 means a random seed; the others take 64 bits
@@ -27,10 +26,10 @@ SEED_BITS = 31  # llama.cpp's seeds have 32 bits, and 2**32 - 1 means a random s
 
 @dataclass
 class Server:
-    """A server and what :meth:`OpenAIEngine.check` found out about it.
+    """A server, as :meth:`OpenAIEngine.check` knows it.
 
     Attributes:
-        url: without ``/v1``.
+        url: the address without ``/v1``.
         model: the server's name of the model.
         dialect: one of :data:`DIALECTS`; empty before the check.
     """
@@ -71,7 +70,7 @@ class EndpointFormat:
             if not request.messages:
                 raise UserError(f"prompt {request.prompt_id} has no messages; endpoint: chat needs them")
             body |= {"messages": list(map(_sent, request.messages)), "logprobs": True, "top_logprobs": 1}
-            if request.tools:  # "none": the answer is the text that the model writes, with calls as it writes them
+            if request.tools:  # "none": the answer is the model's text, with unparsed calls
                 body |= {"tools": [dict(tool) for tool in request.tools], "tool_choice": "none"}
             args = getattr(self.tokenizer, "template_args", {})
             body |= {"chat_template_kwargs": dict(args)} if args and server.dialect == "extended" else {}
@@ -82,7 +81,7 @@ class EndpointFormat:
     def completion(self, url: str, answer: dict[str, Any], request: Request, sampling: Sampling) -> Completion:
         """Parse ``answer`` into a :class:`Completion`.
 
-        What training could not compute with is refused here, before it is recorded.
+        It refuses values that training cannot use, before they are recorded.
 
         Raises:
             UserError: ``answer`` is not a valid answer to the request.
@@ -90,7 +89,7 @@ class EndpointFormat:
         """
         choice, text, reason = _choice(url, answer, self.endpoint)
         sampling = request.limited(sampling)
-        most = sampling.max_new_tokens + 1  # some count the stop token apart
+        most = sampling.max_new_tokens + 1  # some servers do not count the stop token
         if len(text) > _LETTERS * most:
             raise _nonsense(url, f"{len(text)} characters to a request for {sampling.max_new_tokens} tokens", answer)
         prompt = choice.get("prompt_token_ids", answer.get("prompt_token_ids"))
@@ -128,11 +127,11 @@ class EndpointFormat:
             log.warning("%s", text)
 
 
-# ---- what is sent
+# ---- requests
 
 
 def _sent(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message in OpenAI's form, where the arguments of a tool call are JSON text."""
+    """Return a message in OpenAI's form: the arguments of tool calls are JSON text."""
     if "tool_calls" not in message:
         return dict(message)
     calls = []
@@ -148,7 +147,7 @@ def _sampling_fields(server: Server, sampling: Sampling, stops: list[int]) -> di
 
     - extended: vLLM, SGLang and llama.cpp know these fields or ignore them.
     - transformers: ``transformers serve`` refuses unknown fields but accepts a generation config.
-    - plain: OpenAI's own fields.
+    - plain: OpenAI's fields.
 
     Raises:
         UserError: the server does not support a setting.
@@ -177,7 +176,7 @@ def _end_of_turn(tokenizer: Any) -> int:
     return next((token for token in reversed(tokens) if token in tokenizer.stop_tokens), tokenizer.stop_tokens[0])
 
 
-# ---- what comes back
+# ---- answers
 
 
 def _choice(url: str, answer: dict[str, Any], endpoint: str) -> tuple[dict[str, Any], str, str]:
@@ -207,7 +206,7 @@ def _choice(url: str, answer: dict[str, Any], endpoint: str) -> tuple[dict[str, 
 
 
 def _token_ids(choice: dict[str, Any], usage: Any) -> Sequence[Any] | None:
-    """Return the sampled ids from ``token_ids`` (vLLM, SGLang) or llama.cpp's log-probabilities; None: neither."""
+    """Return the sampled ids from ``token_ids`` (vLLM, SGLang) or llama.cpp's log-probs; None: there are none."""
     ids = choice.get("token_ids")
     if ids is None:
         ids = [entry.get("id") for entry in _entries(choice)]
@@ -218,7 +217,7 @@ def _token_ids(choice: dict[str, Any], usage: Any) -> Sequence[Any] | None:
 
 
 def _logprobs(choice: dict[str, Any]) -> Sequence[Any] | None:
-    """Return one log-probability per token. llama.cpp uses the chat's form for both endpoints."""
+    """Return one log-prob per token. llama.cpp uses the chat's form for both endpoints."""
     logprobs = choice.get("logprobs")
     values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
     if values is None:
@@ -228,11 +227,11 @@ def _logprobs(choice: dict[str, Any]) -> Sequence[Any] | None:
 
 
 def _number(value: Any) -> float | None:
-    """Return a log-prob as a float; None if it is not one.
+    """Return a log-prob as a float; None: ``value`` is not a log-prob.
 
-    For the probability 0 vLLM sends -9999, llama.cpp the least number of 32 bits, others -Infinity: all become -9999.
+    For probability 0 vLLM sends -9999, llama.cpp the least number of 32 bits, others -Infinity: all become -9999.
     """
-    if type(value) not in (int, float) or not value <= _HIGHEST:  # NaN is not, either
+    if type(value) not in (int, float) or not value <= _HIGHEST:  # also NaN
         return None
     return float(max(value, _LEAST))
 
@@ -274,25 +273,25 @@ def _nonsense(url: str, what: str, answer: dict[str, Any]) -> UserError:
     return UserError(f"{url} answers with {what}: {start_of(json.dumps(answer))}")
 
 
-# ---- of which distribution a server's log-probs are
+# ---- the distribution of a server's log-probs
 
 
 def check_logprobs(url: str, top: Callable[[Sampling], float | None], sampling: Sampling) -> None:
     """Check that a server returns the log-probs that ``sampling`` asks for.
 
-    vLLM and llama.cpp return those of temperature 1 without truncation. vLLM with ``--logprobs-mode
-    processed_logprobs`` returns those of the distribution that it samples from. SGLang divides by the temperature but
-    does not truncate, unless ``SGLANG_RETURN_ORIGINAL_LOGPROB`` is set. The log-prob of the most probable token tells
-    them apart.
+    vLLM and llama.cpp return log-probs at temperature 1 without truncation, but vLLM with ``--logprobs-mode
+    processed_logprobs`` those of the distribution that it samples from. SGLang divides by the temperature but does not
+    truncate, unless ``SGLANG_RETURN_ORIGINAL_LOGPROB`` is set. The log-prob of the most probable token shows the
+    difference.
 
     Args:
-        url: of the server, for messages.
-        top: asks the server for one token, the same prompt each time, and returns the log-prob of the most probable
+        url: the server's address, for messages.
+        top: asks the server for one token, always with the same prompt, and returns the log-prob of the most probable
             token; None: the answer has none.
         sampling: the settings of the run.
 
     Raises:
-        UserError: the server returns those of another distribution, or does not show which it returns.
+        UserError: the server's log-probs belong to another distribution, or to an unknown one.
     """
     asked, temperature = sampling.logprobs_temperature, sampling.temperature
     truncated = sampling.top_k is not None or sampling.top_p not in (None, 1) or sampling.min_p is not None
