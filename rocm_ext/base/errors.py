@@ -1,6 +1,7 @@
 """Errors that the user can fix, and their messages."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 _MOST = 24  # names that a message lists
 
@@ -41,6 +42,17 @@ def nearest(name: object, known: Iterable[str], otherwise: str | None = None) ->
         return f"; the nearest of {len(names)} known names are {', '.join(near)}"
     guess = f"; did you mean {match[0]}?" if match else ""
     return guess if match and len(names) > 9 else f"{guess or ';'} known: {', '.join(names)}"
+
+
+@contextmanager
+def explain_errors(before: str) -> Iterator[None]:
+    """Context for foreign code that may raise anything: its errors become a UserError, with ``before`` in front."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{before}: {one_line(error)}") from error
 
 
 def one_line(error: BaseException) -> str:

@@ -39,12 +39,7 @@ class Entry:
 
 
 def write(path: Path, writer: Any, entries: Sequence[Entry]) -> None:
-    """Write a file with the metadata that ``writer`` already has.
-
-    Args:
-        path: the file; it must not exist.
-        writer: a ``gguf.GGUFWriter``.
-        entries: the tensors, which are read once, in this order.
+    """Write the ``entries``, read once in this order, after the metadata that the ``gguf.GGUFWriter`` already has.
 
     Raises:
         UserError: ``path`` exists, a value is out of the type's range, or the disk is full.

@@ -25,14 +25,12 @@ _BLOCK = 32  # values of a q8_0 block
 
 
 def write_model(source: Source, out: Path, kind: str) -> None:
-    """Write the model, merged with its adapter, as one file.
+    """Write the model, merged with its adapter, as the new file ``out``.
 
     Values are rounded once, from the merged weights in fp32. A base model's quantised weights first become bf16. Norms
     and biases are fp32.
 
     Args:
-        source: the model.
-        out: the file; it must not exist.
         kind: one of :data:`rocm_ext.export.gguf_file.TYPES`.
 
     Raises:
@@ -108,11 +106,7 @@ def _entries(
 
 
 def write_adapter(source: Source, out: Path) -> None:
-    """Write the adapter in fp32.
-
-    Args:
-        source: the model.
-        out: the file; it must not exist.
+    """Write the adapter in fp32, as the new file ``out``.
 
     Raises:
         UserError: there is no adapter, llama.cpp does not compute it, or the disk is full.

@@ -71,7 +71,7 @@ def parts(template: ChatTemplate, begin: str = "") -> TemplateParts | None:
         begin: text of the token that Ollama adds before a prompt; its template must leave the token out.
 
     Returns:
-        The parts; None if they depend on more than a message's role, or cannot be written in a Modelfile.
+        None if the parts depend on more than a message's role, or cannot be written in a Modelfile.
     """
     try:
         talk = _cut(_text(template, _TALK, begin), _TALK)
@@ -126,15 +126,10 @@ def _cut(rest: str, messages: Messages) -> list[str] | None:
 
 
 def write_modelfile(source: Source, gguf: Path, adapter: bool = False) -> Path:
-    """Write ``NAME.Modelfile`` into the folder of a GGUF file.
+    """Write ``NAME.Modelfile`` for the file ``NAME.gguf`` and return its path.
 
     Args:
-        source: the model.
-        gguf: the file, ``NAME.gguf``.
         adapter: whether the file holds an adapter, which needs the base model.
-
-    Returns:
-        The Modelfile's path.
     """
     encoder = TextEncoder(source.base / TOKENIZER)
     texts = {number: text for text, number in encoder.ids.items()}

@@ -35,12 +35,7 @@ _DATA = ("dataset", "prompts", "dataset_val", "eval_prompts")
 
 
 def card(source: Source, merged: bool) -> str:
-    """Return the model card of an export.
-
-    Args:
-        source: an adapter with its base model.
-        merged: whether the card is the merged model's, else the adapter's.
-    """
+    """Return the model card of a merged model, or of an adapter."""
     head: dict[str, Any] = {"tags": _TAGS, "pipeline_tag": "text-generation"}
     head["library_name"] = "transformers" if merged else "peft"
     name = source.name if is_hub_name(source.name) else Path(source.name).name
@@ -137,20 +132,16 @@ _CARD = "README.md"
 
 
 def push(source: Source, repo: str, card: str, folder: Path | None, files: Sequence[Path], private: bool) -> str:
-    """Upload an export in one commit, and create the repository if it is missing.
+    """Upload an export in one commit, create the repository if it is missing, and return its address.
 
     An existing ``README.md`` is not changed.
 
     Args:
-        source: the model.
         repo: ``OWNER/NAME``.
         card: the model card.
         folder: folder of a merged model or an adapter; only its files are uploaded.
         files: further files.
         private: whether the repository must be private.
-
-    Returns:
-        The repository's address.
 
     Raises:
         UserError: the adapter's base model has no name on the hub, the repository is public although ``private`` is

@@ -82,7 +82,7 @@ class Source:
 
 
 def open_source(path: Path, base: Path | None = None, trusted: bool = False) -> Source:
-    """Find what ``path`` holds.
+    """Open the model in ``path``.
 
     Args:
         path: ``output_dir`` of a run, a PEFT folder, or a model's folder.
@@ -152,12 +152,7 @@ def write_merged(source: Source, out: Path, card: Callable[[], str]) -> None:
     """Write the base model with the adapter merged into its weights, and with tokenizer and chat template.
 
     If the chat template ends a turn with a token that does not stop the base model, ``generation_config.json`` also
-    gets that token.
-
-    Args:
-        source: the model.
-        out: a folder that does not exist, or is empty.
-        card: returns the text of its model card.
+    gets that token. ``card`` returns the text of the model card.
 
     Raises:
         UserError: ``source`` has no adapter, ``out`` holds something, or the disk is full.

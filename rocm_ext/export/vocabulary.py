@@ -25,12 +25,7 @@ _TURN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 
 
 def add_vocabulary(writer: Any, source: Source, layout: Layout) -> None:
-    """Add tokens, merges, special ids and the chat template to a GGUF file's metadata.
-
-    Args:
-        writer: a ``gguf.GGUFWriter``.
-        source: the model.
-        layout: the model's layout; ids without a token are unused.
+    """Add tokens, merges, special ids and the chat template to the metadata of a ``gguf.GGUFWriter``.
 
     Raises:
         UserError: llama.cpp has no such tokenizer.
@@ -66,11 +61,7 @@ def _unknown(path: Path, what: str) -> UserError:
 
 
 def _splitting(path: Path, content: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name of the rules that split text into words.
-
-    Raises:
-        UserError: the rules are unknown.
-    """
+    """Return llama.cpp's name of the rules that split text into words; refuse unknown rules."""
     normalizer = content.get("normalizer")
     if normalizer not in (None, {"type": "NFC"}) and normalizer != {"type": "Sequence", "normalizers": []}:
         raise _unknown(path, f"normalizer is {normalizer.get('type') if isinstance(normalizer, Mapping) else '?'}")

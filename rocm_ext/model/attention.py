@@ -113,15 +113,7 @@ def _by_scores(
 
 
 def check_kernel(kernel: str, device: torch.device, dtype: torch.dtype, num_heads: int, head_dim: int) -> None:
-    """Run ``kernel`` on a small causal input.
-
-    Args:
-        kernel: see :func:`sdpa`.
-        device, dtype, num_heads, head_dim: the model's.
-
-    Raises:
-        UserError: torch has no such kernel for this device, dtype and head_dim.
-    """
+    """Run ``kernel`` on a small causal input; raise a UserError if torch does not have it for these arguments."""
     q = torch.zeros(1, num_heads, 128, head_dim, device=device, dtype=dtype, requires_grad=True)
     with warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")  # torch warns of every reason against a kernel
@@ -176,10 +168,9 @@ class Slots:
         self.is_initialized = True
 
     def write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one token's key and value, both [n, kv_heads, head_dim], into each of the first n slots.
+        """Write one token's key and value into the first n slots; return the keys and values that attention reads.
 
-        Returns:
-            The slots' keys and values that attention reads, both [n, kv_heads, span, head_dim].
+        The arguments are [n, kv_heads, head_dim], the results [n, kv_heads, span, head_dim].
         """
         if not self.is_initialized:
             self.lazy_initialization(key[:, :, None], value[:, :, None])
@@ -472,15 +463,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def choose_attention(decoder: Decoder, kernel: str) -> None:
-    """Compute the attention of packed rows with ``kernel``, in training and in sampling.
-
-    Args:
-        decoder: the model.
-        kernel: see :func:`sdpa`.
-
-    Raises:
-        UserError: the model has attention code that knows no kernels.
-    """
+    """Compute the attention of packed rows with ``kernel``, see :func:`sdpa`; refuse models that know no kernels."""
     if kernel == "auto":
         return
     if not decoder.packs:

@@ -109,9 +109,6 @@ def check_quantized(decoder: nn.Module, profile: Profile, overrides: list[str], 
 
     Returns:
         Warnings: one line if the lock is lifted.
-
-    Raises:
-        UserError: the profile locks it without an override.
     """
     asked: Any = "fp8" if getattr(decoder, "quantizes", False) else True
     if asked is True and not any(layer._quantize_base for _, layer in adapters(decoder)):
@@ -139,8 +136,7 @@ class Weights:
     def fingerprint(self, architecture: str = "") -> str:
         """Hash that identifies the base model: names, shapes, dtypes and a sample of every tensor's values.
 
-        Args:
-            architecture: further facts that decide the model's function and are not in the run's config.
+        ``architecture`` adds facts that decide the model's function and are not in the run's config.
         """
         digest = hashlib.sha256(architecture.encode())
         for name, tensor in sorted(on_meta(self.state).items()):
@@ -150,11 +146,7 @@ class Weights:
 
 
 def read_weights(cfg_checkpointer) -> Weights:
-    """Open the base weights; :class:`StoredWeights` read a tensor at every access.
-
-    Raises:
-        UserError: files are missing, damaged or of another architecture.
-    """
+    """Open the base weights; :class:`StoredWeights` read a tensor at every access."""
     cfg = config.without(cfg_checkpointer, "adapter_checkpoint")  # torchtune reads it only when resuming
     try:
         state = config.instantiate(cfg, key="checkpointer").load_checkpoint()[MODEL_KEY]
@@ -170,8 +162,7 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
     """Copy ``weights`` into the frozen parameters, one tensor at a time; every rank copies its shard.
 
     Raises:
-        UserError: parameters are missing, unexpected or of another shape, or have values that are not finite; the
-            message names the first three.
+        UserError: parameters are missing, unexpected or of another shape, or have values that are not finite.
     """
     frozen = {name: p for name, p in decoder.named_parameters() if not p.requires_grad}
     state, shapes = weights.state, on_meta(weights.state)
@@ -224,8 +215,7 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
 def _joined(decoder: Decoder, frozen: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Allocate one tensor for every group of :meth:`Decoder.joined_weights`, so that sampling need not copy weights.
 
-    Returns:
-        The rows for every weight of the groups, by name; groups with sharded weights are left out.
+    Returns the rows for the weights, by name, without groups that have sharded weights.
     """
     rows: dict[str, Tensor] = {}
     for group in decoder.joined_weights():
@@ -274,16 +264,7 @@ def _misfits(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor], wher
 
 
 def check_adapter(decoder: Decoder, state: Mapping[str, Tensor], source: str) -> None:
-    """Check that adapter weights fit ``decoder``.
-
-    Args:
-        decoder: model with adapters.
-        state: weights by torchtune's names.
-        source: their file or folder, for the error message.
-
-    Raises:
-        UserError: weights are missing, unexpected or of another shape; the message names the first three.
-    """
+    """Check that adapter weights ``state``, by torchtune's names, fit ``decoder``; ``source`` is for the message."""
     if misfits := _misfits(adapter_parameters(decoder), state, "the adapter"):
         raise UserError(f"adapter {source} does not fit model: {misfits}")
 

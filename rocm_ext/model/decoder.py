@@ -25,11 +25,7 @@ class ConvertedWeights(Mapping[str, Tensor]):
 
     @abstractmethod
     def taken_apart(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the checkpoint's tensors that make up a group's ``weights``.
-
-        Raises:
-            UserError: the conversion cannot be undone.
-        """
+        """Return the checkpoint's tensors that make up a group's ``weights``, or raise a UserError."""
 
 
 class Decoder(nn.Module, ABC):
@@ -64,14 +60,13 @@ class Decoder(nn.Module, ABC):
     num_heads: int
     head_dim: int
     output: Any
-    architecture: Any
-    graph_obstacle: str
-    renames: tuple[Callable[[str], str], Callable[[str], str]] | None
-
     layers: nn.ModuleList
     tok_embeddings: nn.Embedding
-    left_out: frozenset[str]
-    published_modules: frozenset[str]
+    architecture: Any = ""
+    graph_obstacle: str = ""
+    renames: tuple[Callable[[str], str], Callable[[str], str]] | None = None
+    left_out: frozenset[str] = frozenset()
+    published_modules: frozenset[str] = frozenset()
     names_of_experts: frozenset[str] = frozenset()
     kernels: Sequence[Kernel] = ()
     replay: Any = None
@@ -90,13 +85,13 @@ class Decoder(nn.Module, ABC):
     def place_buffers(self, device: torch.device) -> None:
         """Put the buffers of a model that is built on the meta device on ``device``."""
 
-    @abstractmethod
     def converted(self, state: Mapping[str, Tensor]) -> ConvertedWeights | None:
         """Return a checkpoint's tensors by this model's names; None: they have these names."""
+        return None
 
-    @abstractmethod
     def buffers_to_load(self) -> dict[str, Tensor]:
         """Return the buffers that a checkpoint holds, by name."""
+        return {}
 
     def joined_weights(self) -> list[list[str]]:
         """Return groups of weights, by name, that sampling multiplies at once: their rows should be contiguous."""
@@ -104,21 +99,14 @@ class Decoder(nn.Module, ABC):
 
     @abstractmethod
     def check_sampling(self) -> int:
-        """Check that the model can be sampled from in this process.
-
-        Returns:
-            The most positions of a prompt with its answer.
+        """Return the most positions of a prompt with its answer.
 
         Raises:
-            UserError: it cannot; the message names the reason.
+            UserError: the model cannot be sampled from in this process; the message names the reason.
         """
 
     def replay_routes(self) -> None:
-        """Let forward passes use a batch's ``routes`` instead of the routers' choices.
-
-        Raises:
-            UserError: the model has no experts, or unknown routers.
-        """
+        """Let forward passes use a batch's ``routes`` instead of the routers' choices, or raise a UserError."""
         raise UserError("router_replay is True, and the model has no experts; set router_replay=False")
 
     @abstractmethod

@@ -33,11 +33,7 @@ _OF_THE_DISK = {EACCES, EDQUOT, EIO, ENOSPC, EPERM, EROFS}
 def use_downloaded(cfg: DictConfig, ranks: Ranks) -> None:
     """Where the config's model is a name on the hub or a GGUF file, put its folder into ``cfg``.
 
-    The texts of a model on the hub are downloaded, unless the cache has the complete model.
-
-    Args:
-        cfg: config of a recipe; its ``model``, ``checkpointer`` and ``tokenizer`` change.
-        ranks: all processes of the run; one of them downloads.
+    One rank downloads the texts of a model on the hub, unless the cache has the complete model.
 
     Raises:
         UserError: the hub has no such model, wants a login, or cannot be reached.
@@ -54,15 +50,7 @@ def use_downloaded(cfg: DictConfig, ranks: Ranks) -> None:
 
 
 def use_weights(folder: Path, ranks: Ranks) -> None:
-    """Download the weights of a folder in the hub's cache, unless they are there; other folders stay as they are.
-
-    Args:
-        folder: the model's folder.
-        ranks: all processes of the run; one of them downloads.
-
-    Raises:
-        UserError: the hub cannot be reached.
-    """
+    """Download missing weights of a folder in the hub's cache, on one rank; other folders stay as they are."""
     if hub_name(folder) is not None:
         _on_one_rank(lambda: fetch_weights(folder), ranks)
 
@@ -114,9 +102,6 @@ def _put(cfg: DictConfig, name: str, folder: Path) -> None:
 def fetch_texts(name: str) -> Path:
     """Download everything but a model's weights into the hub's cache, unless the complete model is there.
 
-    Args:
-        name: the hub's name, such as ``Qwen/Qwen3-8B``.
-
     Returns:
         The folder in the cache.
 
@@ -135,17 +120,7 @@ def fetch_texts(name: str) -> Path:
 
 
 def fetch_weights(folder: Path) -> Path:
-    """Download the weights of a model into its folder in the hub's cache, with progress, unless they are there.
-
-    Args:
-        folder: the folder from :func:`fetch_texts`.
-
-    Returns:
-        The same folder.
-
-    Raises:
-        UserError: the hub cannot be reached.
-    """
+    """Download missing weights of a model into its ``folder`` in the hub's cache, with progress; return the folder."""
     name = str(hub_name(folder))
     for suffix in ("safetensors", "bin"):
         if not _has_weights(folder):
@@ -194,13 +169,10 @@ def published_models() -> dict[str, Path]:
 
 
 def published(checkpoint_dir: str) -> tuple[str, Path] | None:
-    """Find the published model that a config means.
+    """Return the name and the folder of the published model that a config means; None: this library does not ship it.
 
     Args:
         checkpoint_dir: a name on the hub, or a folder with the model's name, such as ``models/Qwen3-8B``.
-
-    Returns:
-        The model's name on the hub and the folder with its shape; None if this library does not ship it.
     """
     if is_hub_name(checkpoint_dir):
         folder = published_models().get(checkpoint_dir)

@@ -6,7 +6,8 @@ reads a key, or refuses values that the native decoders do not compute.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -132,17 +133,9 @@ _PARTS = ("text_config", "vision_config", "audio_config")  # keys of a multimoda
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """Read a folder's ``config.json``.
-
-    Raises:
-        UserError: the file is missing or damaged, the architecture is unknown, or the native decoders do not support a
-            key's value; the message names the key.
-    """
-    config = _read(folder)
-    try:
+    """Read a folder's ``config.json``; raise a UserError where the native decoders do not support it."""
+    with _opened(folder) as config:
         return _architecture(config)
-    except UserError as error:
-        raise UserError(f"{folder / CONFIG}: {error}") from error
 
 
 def foreign_config(folder: Path, trust_remote_code: bool = False) -> Config | None:
@@ -156,20 +149,26 @@ def foreign_config(folder: Path, trust_remote_code: bool = False) -> Config | No
         The file's content; None if a native decoder computes the model. For Llama with biases in the MLP, none does.
 
     Raises:
-        UserError: the file is missing or damaged, the model's quantised format is not supported, or its folder has
-            code that is not trusted.
+        UserError: the file is missing or damaged, the quantised format is not supported, or code is not trusted.
     """
-    config = _read(folder)
-    try:
+    with _opened(folder) as config:
         multimodal = any(isinstance(config.get(part), Mapping) for part in _PARTS)
         name = _class_name(config, trust_remote_code)
         biased = name == "LlamaForCausalLM" and _switch(config, "mlp_bias")
         if name in _FAMILIES and own_code(config) in (None, name) and not multimodal and not biased:
             return None
         _stored_format(config)
+    return config
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[Config]:
+    """Context with the content of a folder's ``config.json``; errors inside get the file's name."""
+    config = _read(folder)
+    try:
+        yield config
     except UserError as error:
         raise UserError(f"{folder / CONFIG}: {error}") from error
-    return config
 
 
 def _read(folder: Path) -> Config:
@@ -198,7 +197,13 @@ def _architecture(config: Config) -> Architecture:
     if name not in _FAMILIES:
         raise UserError(f"{name} is not supported; supported are {', '.join(_FAMILIES)}")
     family = _FAMILIES[name]
-    _refuse_foreign(config)
+    _stored_format(config)
+    if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise UserError(f"hidden_act is {activation!r}; supported is silu")
+    if config.get("is_causal") is False:
+        raise UserError("is_causal is False; only causal language models are supported")
+    if config.get("mlp_bias"):
+        raise UserError("mlp_bias is True; an MLP with biases is not supported")
     width, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
     layers, positions = _whole(config, "num_hidden_layers"), _whole(config, "max_position_embeddings")
     kv_heads = _whole(config, "num_key_value_heads", family.kv_heads or heads)
@@ -235,11 +240,7 @@ def _architecture(config: Config) -> Architecture:
 
 
 def _class_name(config: Config, trust_remote_code: bool = False) -> str:
-    """Return transformers' class of the model.
-
-    Raises:
-        UserError: the folder has code for the model.
-    """
+    """Return transformers' class of the model; refuse code in its folder that is not trusted."""
     named = config.get("architectures") or [_MODEL_TYPES.get(str(config.get("model_type")))]
     name = str(named[0]) if isinstance(named, list) and named[0] else f"model_type {config.get('model_type')!r}"
     if not trust_remote_code and own_code(config) not in (None, name):  # the same name is that of a class known here
@@ -255,26 +256,11 @@ def own_code(config: Config) -> str | None:
 
 
 def refuse_code(name: str) -> NoReturn:
-    """Refuse a model that only code in its folder computes.
-
-    Raises:
-        UserError: always.
-    """
+    """Refuse a model that only code in its folder computes."""
     raise UserError(
         f"{name} brings its own code (auto_map), which runs only with model.trust_remote_code=True: it may do "
         "on this machine what you may do, so read it first"
     )
-
-
-def _refuse_foreign(config: Config) -> None:
-    """Refuse values that the native decoders do not compute."""
-    _stored_format(config)
-    if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise UserError(f"hidden_act is {activation!r}; supported is silu")
-    if config.get("is_causal") is False:
-        raise UserError("is_causal is False; only causal language models are supported")
-    if config.get("mlp_bias"):
-        raise UserError("mlp_bias is True; an MLP with biases is not supported")
 
 
 @dataclass(frozen=True)
@@ -300,16 +286,9 @@ class StoredFormat:
 
 
 def stored_format(folder: Path) -> StoredFormat | None:
-    """Return how a folder's files store quantised weights; None: they are not quantised.
-
-    Raises:
-        UserError: ``config.json`` is missing or damaged, or the format is not supported.
-    """
-    config = _read(folder)
-    try:
+    """Return how a folder's files store quantised weights; None: they are not quantised."""
+    with _opened(folder) as config:
         return _stored_format(config)
-    except UserError as error:
-        raise UserError(f"{folder / CONFIG}: {error}") from error
 
 
 def _stored_format(config: Config) -> StoredFormat | None:
@@ -467,11 +446,7 @@ LINEAR = {theirs.rpartition(".")[2]: ours for ours, theirs in _IN_LAYER.items() 
 
 
 def to_hf(name: str) -> str:
-    """``layers.0.sa_norm.scale`` -> ``model.layers.0.input_layernorm.weight``.
-
-    Raises:
-        KeyError: no part of a native decoder has this name.
-    """
+    """``layers.0.sa_norm.scale`` -> ``model.layers.0.input_layernorm.weight``; KeyError for unknown names."""
     part, _, leaf = name.rpartition(".")
     leaf = "weight" if leaf == "scale" else leaf
     if match := _LAYER.fullmatch(part):
@@ -480,11 +455,7 @@ def to_hf(name: str) -> str:
 
 
 def from_hf(name: str) -> str:
-    """``model.layers.0.input_layernorm.weight`` -> ``layers.0.sa_norm.scale``.
-
-    Raises:
-        KeyError: no part of a native decoder has this name.
-    """
+    """``model.layers.0.input_layernorm.weight`` -> ``layers.0.sa_norm.scale``; KeyError for unknown names."""
     part, _, leaf = name.rpartition(".")
     match = _LAYER.fullmatch(part)
     ours = f"layers.{match[1]}.{_IN_LAYER_BACK[match[2]]}" if match else _TOP_BACK[part]

@@ -112,11 +112,7 @@ def from_checkpoint(
 
 
 def _by_transformers(config: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the builder of transformers' models.
-
-    Raises:
-        UserError: transformers is not installed, or another major version.
-    """
+    """Return the builder of transformers' models; refuse a missing transformers, or another major version."""
     try:
         from rocm_ext.model.hf.decoder import build as by_transformers
     except ImportError as error:

@@ -34,9 +34,7 @@ _PIECES, _SPACE = ("llama", "gemma4"), "\u2581"  # tokenizers from SentencePiece
 def folder_of(name: str) -> Path | None:
     """Return the folder of a GGUF file, and make it if it is missing; None: ``name`` is no such file.
 
-    Args:
-        name: path of a GGUF file, of the first part of a split model, or of a folder with one GGUF model and no other
-            weights.
+    ``name`` is a GGUF file, the first part of a split model, or a folder with one GGUF model and no other weights.
 
     Raises:
         UserError: the file is damaged, or its model or tokenizer cannot be read from GGUF files.
@@ -116,20 +114,22 @@ def _write(folder: Path, files: list[GgufFile], beside: list[Path]) -> None:
 
 
 def _tokenizer(file: GgufFile) -> dict[str, Any]:
-    """Return the ``tokenizer.json`` that the metadata describes.
+    """Return the ``tokenizer.json`` that the metadata describes; refuse tokenizers other than BPE with known rules."""
 
-    Raises:
-        UserError: it is not a BPE with known rules.
-    """
-    of, where = file.metadata, f"put the model's own {TOKENIZER} and {_SETTINGS} beside {file.path}"
+    def check(fits: bool, problem: str) -> None:
+        if not fits:
+            raise UserError(f"{file.path} {problem}; put the model's {TOKENIZER} and {_SETTINGS} into its folder")
+
+    of = file.metadata
     kind, pre = of.get("tokenizer.ggml.model"), words.known_as(str(of.get("tokenizer.ggml.pre")))
     rules, pieces = words.of_name(pre), kind in _PIECES
-    if not pieces and (kind != "gpt2" or rules is None):
-        raise UserError(f"{file.path} has the tokenizer {kind} with the rules {pre}, which are not known; {where}")
+    known = pieces or (kind == "gpt2" and rules is not None)
+    check(known, f"has the tokenizer {kind} with the rules {pre}, which are not known")
     tokens, types, merges = (of.get(f"tokenizer.ggml.{key}") or [] for key in ("tokens", "token_type", "merges"))
     lists = all(isinstance(part, list) for part in (tokens, types, merges))
-    if not lists or not tokens or not len(tokens) == len(types) == len(set(tokens)):
-        raise UserError(f"{file.path} describes its tokenizer in part only; {where}")
+    check(
+        lists and bool(tokens) and len(tokens) == len(types) == len(set(tokens)), "describes its tokenizer in part only"
+    )
     added = [
         {"id": number, "content": text, "special": type_ != _USER}
         | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -142,8 +142,7 @@ def _tokenizer(file: GgufFile) -> dict[str, Any]:
     else:
         pairs = [merge.split(" ") for merge in map(str, merges)]
     usable = [pair for pair in pairs if len(pair) == 2 and {*pair, "".join(pair)} <= vocabulary.keys()]
-    if not usable:
-        raise UserError(f"{file.path} describes no merges of its tokenizer; {where}")
+    check(bool(usable), "describes no merges of its tokenizer")
     begins = pieces or pre in words.BEGINS
     bos = _id(of, "bos") if of.get("tokenizer.ggml.add_bos_token", begins) is True else None
     if pieces:
@@ -156,7 +155,14 @@ def _tokenizer(file: GgufFile) -> dict[str, Any]:
         takes_words = pre in words.TAKES_WORDS
         model = {"unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": takes_words}
     if bos is not None:
-        steps["post_processor"] = _begins(tokens[bos], bos)
+        text = tokens[bos]
+        first, rest = {"SpecialToken": {"id": text, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+        steps["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [first, rest],
+            "pair": [first, rest, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {text: {"id": text, "ids": [bos], "tokens": [text]}},
+        }
     head = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
     return {**head, **steps, "model": {"type": "BPE", **model, "vocab": vocabulary, "merges": usable}}
 
@@ -195,14 +201,10 @@ def _settings(file: GgufFile) -> dict[str, Any]:
 
 
 def _generation(file: GgufFile) -> dict[str, Any]:
-    """Return the ``generation_config.json``: which tokens end an answer.
-
-    Raises:
-        UserError: none does.
-    """
+    """Return the ``generation_config.json`` with the tokens that end an answer."""
     ends = [number for name in ("eos", "eot") if (number := _id(file.metadata, name)) is not None]
     if not ends:
-        raise UserError(f"{file.path} names no EOS token; put the model's own generation_config.json beside it")
+        raise UserError(f"{file.path} names no EOS token; put the model's generation_config.json into its folder")
     others = {f"{name}_token_id": at for name in ("bos", "pad") if (at := _id(file.metadata, name)) is not None}
     return {"eos_token_id": list(dict.fromkeys(ends)), **others}
 
@@ -212,13 +214,3 @@ def _id(metadata: Mapping[str, Any], name: str) -> int | None:
     at = metadata.get(f"tokenizer.ggml.{key}_token_id")
     tokens = metadata.get("tokenizer.ggml.tokens")
     return at if type(at) is int and isinstance(tokens, list) and 0 <= at < len(tokens) else None
-
-
-def _begins(text: str, number: int) -> dict[str, Any]:
-    first, rest = {"SpecialToken": {"id": text, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
-    return {
-        "type": "TemplateProcessing",
-        "single": [first, rest],
-        "pair": [first, rest, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {text: {"id": text, "ids": [number], "tokens": [text]}},
-    }

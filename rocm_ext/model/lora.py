@@ -6,11 +6,9 @@ and checkpoints work unchanged.
 """
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,23 +18,25 @@ from torchtune.modules.low_precision.nf4_linear import linear_nf4  # torchao's, 
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.config.model_folder import layers_of
 from rocm_ext.model.token_rows import TokenRows, token_rows
 from rocm_ext.model.weights.quantized import Quantized
 
 
-class Lora(LoRALinear):
-    """LoRA with frozen W: ``y = W x + b + scale * B A dropout(x)`` (arXiv:2106.09685).
+def scale_of(alpha: float, rank: int, rslora: bool) -> float:
+    """Return the factor of B A: alpha / rank, or alpha / sqrt(rank) in rsLoRA (arXiv:2312.03732)."""
+    return alpha / (math.sqrt(rank) if rslora else rank)
 
-    Attributes:
-        rslora: whether the scale is alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732) instead of alpha / rank.
-    """
+
+class Lora(LoRALinear):
+    """LoRA with frozen W: ``y = W x + b + scale * B A dropout(x)`` (arXiv:2106.09685)."""
 
     rslora = False
 
     @property
     def scale(self) -> float:
         """Factor of B A."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        return scale_of(self.alpha, self.rank, self.rslora)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_dim] -> [..., out_dim]."""
@@ -80,11 +80,8 @@ class _LoraFunction(torch.autograd.Function):
 class Dora(DoRALinear):
     """DoRA with row-wise norms: ``y = m * (W + s B A) x / ||W + s B A|| + b`` (arXiv:2402.09353).
 
-    torchtune 0.6.1 also scales the bias by ``m / ||…||``; the paper and PEFT do not. On a model with biases
-    (Qwen2.5) the same adapter therefore gives other logits in torchtune than here.
-
-    Attributes:
-        rslora: as in :class:`Lora`.
+    torchtune 0.6.1 also scales the bias by ``m / ||…||``; the paper and PEFT do not. On a model with biases (Qwen2.5)
+    the same adapter therefore gives other logits in torchtune than here.
     """
 
     rslora = False
@@ -132,7 +129,6 @@ class ExpertLora(nn.Module):
 
     Attributes:
         experts, in_dim, out_dim: number of experts, and sizes of one expert's input and output.
-        rslora: as in :class:`Lora`.
         disabled: whether the experts compute without it.
     """
 
@@ -152,7 +148,7 @@ class ExpertLora(nn.Module):
     @property
     def scale(self) -> float:
         """Factor of B A."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        return scale_of(self.alpha, self.rank, self.rslora)
 
     def adapter_params(self) -> list[str]:
         """Return the names of the trainable parameters."""
@@ -178,7 +174,7 @@ def merged_experts(
     rounded: Callable[[Tensor, int], Tensor],
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Merge LoRA into one weight of all experts: W_e + scale B_e A_e. ``weight`` itself stays as it is.
+    """Merge LoRA into one weight of all experts: return W_e + scale B_e A_e, computed in fp32, one expert at a time.
 
     Args:
         weight: [experts, out, in], or [experts, in, out] if ``transposed``.
@@ -187,9 +183,6 @@ def merged_experts(
         transposed: see ``weight``.
         rounded: converts an expert's merged weight, in fp32, to ``dtype``; it also gets the expert's index.
         dtype: the result's dtype; None: the dtype of ``weight``.
-
-    Returns:
-        A tensor shaped like ``weight``, computed in fp32, one expert at a time.
     """
     by_expert, columns = expert_factors(a.float(), b.float(), len(weight))
     merged = torch.empty_like(weight, dtype=dtype)
@@ -224,34 +217,22 @@ class Sizes:
     def of(self, name: str) -> tuple[int, float]:
         """Return r and alpha of a linear layer, or of a fused weight of experts, by its published name."""
         name = self._matched(name)
-        rank = next((rank for key, rank in self.rank_pattern.items() if _matches(key, name)), self.rank)
-        return rank, next((alpha for key, alpha in self.alpha_pattern.items() if _matches(key, name)), self.alpha)
+        rank = next((rank for key, rank in self.rank_pattern.items() if layers_of(key).match(name)), self.rank)
+        alphas = (alpha for key, alpha in self.alpha_pattern.items() if layers_of(key).match(name))
+        return rank, next(alphas, self.alpha)
 
     def check_keys(self, names: Iterable[str]) -> None:
-        """Check that every key matches one of the adapted layers ``names``.
-
-        Raises:
-            UserError: a key matches none; the message names it.
-        """
+        """Check that every key matches one of the adapted layers ``names``."""
         names = [self._matched(name) for name in names]
         for pattern in ("rank_pattern", "alpha_pattern"):
             for key in getattr(self, pattern):
-                if not any(_matches(key, name) for name in names):
+                if not any(map(layers_of(key).match, names)):
                     hint = nearest(key, {_end(name) for name in names})
                     raise UserError(f"model.{pattern} has {key!r}, which matches no adapted layer{hint}")
 
     def _matched(self, name: str) -> str:
         names = name, f"{name}.weight"  # a fused weight of experts; a linear layer
         return next((known for known in names if any(f".{known}".endswith(f".{p}") for p in self.parameters)), name)
-
-
-def _matches(key: str, name: str) -> bool:
-    return _compiled(key).match(name) is not None
-
-
-@cache  # re caches 512 patterns, fewer than the keys of a model with one per layer
-def _compiled(key: str) -> re.Pattern[str]:
-    return re.compile(rf"(.*\.)?({key})$")
 
 
 def _end(name: str) -> str:
@@ -279,11 +260,7 @@ def _described(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 def adapted_linear(
     kind: Callable[..., nn.Module], sizes: Sizes, name: str, in_dim: int, out_dim: int, use_bias: bool
 ) -> nn.Module:
-    """Build the layer ``name``; ``kind`` is torchtune's class with all settings but the sizes.
-
-    Raises:
-        UserError: the layer's weight cannot be stored in 4 bits.
-    """
+    """Build the layer ``name``; ``kind`` is torchtune's class with all settings but the sizes."""
     rank, alpha = sizes.of(name)
     try:
         return kind(in_dim, out_dim, rank=rank, alpha=alpha, use_bias=use_bias)
@@ -301,16 +278,13 @@ def factors(layer: Lora | Dora) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def merged_linear(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor | None = None) -> Tensor:
-    """Merge LoRA into one weight: W + s B A; for DoRA rescale the rows to length m.
+    """Merge LoRA into one weight: W + s B A, in W's dtype, computed in fp32; for DoRA rescale the rows to length m.
 
     Args:
         weight: W, [out, in].
         a, b: [r, in] and [out, r].
-        scale: s, alpha / r or, in rsLoRA, alpha / sqrt(r).
+        scale: s, see :func:`scale_of`.
         magnitude: DoRA's m, [out].
-
-    Returns:
-        [out, in], in W's dtype, computed in fp32.
     """
     full = weight.float() + scale * (b.float() @ a.float())
     if magnitude is not None:
@@ -348,10 +322,6 @@ def dense(weight: Tensor) -> Tensor:
 def adopt(model: nn.Module, cfg_model) -> None:
     """Replace torchtune's LoRA layers in ``model`` by this module's and freeze everything but the adapters.
 
-    Args:
-        model: torchtune decoder.
-        cfg_model: the config's ``model``, which names the adapted layers.
-
     Raises:
         UserError: ``model`` has no LoRA layers, or ``lora_attn_modules`` names a layer it does not have.
     """
@@ -365,8 +335,7 @@ def adopt(model: nn.Module, cfg_model) -> None:
             adapted.add(name.rsplit(".", 1)[-1])
     for parameter in adapter_parameters(model).values():
         parameter.requires_grad_(True)
-    named = set(cfg_model.get("lora_attn_modules") or ())
-    if missing := sorted(named - adapted):
+    if missing := sorted(set(cfg_model.get("lora_attn_modules") or ()) - adapted):
         attention: nn.Module = model.layers[0].attn  # type: ignore[index, union-attr, assignment]
         available = sorted(name for name, _ in attention.named_children() if name.endswith("_proj"))
         raise UserError(f"model.lora_attn_modules {missing} match no layer; the model has {available}")
@@ -396,6 +365,15 @@ def trained(model: nn.Module) -> Iterator[tuple[str, Adapter | TokenRows]]:
     yield from adapters(model)
     for name, rows in token_rows(model):
         yield f"{plain(name)}.{TokenRows.NAME}", rows
+
+
+def changed_weights(model: nn.Module) -> dict[str, Adapter | TokenRows]:
+    """Return the trained parts of ``model`` by the names of the weights that they change."""
+    parts: dict[str, Adapter | TokenRows] = {
+        name.removesuffix(ExpertLora.SUFFIX) if isinstance(layer, ExpertLora) else f"{name}.weight": layer
+        for name, layer in adapters(model)
+    }
+    return parts | {f"{plain(name)}.weight": rows for name, rows in token_rows(model)}
 
 
 @torch.no_grad()

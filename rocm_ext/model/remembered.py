@@ -34,11 +34,9 @@ _LEFT_OUT = {"_name_or_path", "name_or_path", "_original_object_hash"}
 
 
 def remembered(what: Sequence[Any], compute: Callable[[], Any]) -> Any:
-    """Return ``compute()``, or what it returned when it was last called for the same ``what``.
+    """Return ``compute()``, a value for JSON, or its earlier result for the same ``what``.
 
-    Args:
-        what: everything that decides the result: models, objectives, sizes, settings. See :func:`fingerprint`.
-        compute: returns a value for JSON.
+    ``what`` is everything that decides the result: models, objectives, sizes, settings. See :func:`fingerprint`.
     """
     folder = cache_folder()
     if folder is None:

@@ -9,12 +9,7 @@ from rocm_ext.model.families import Rope, Yarn
 
 
 def frequencies(dim: int, rope: Rope) -> Tensor:
-    """Return the angles by which a position rotates the pairs of a head's dimensions: [dim / 2] fp32.
-
-    Args:
-        dim: dimensions of a head.
-        rope: base and scaling.
-    """
+    """Return the angles by which a position rotates the pairs of a head's ``dim`` dimensions: [dim / 2] fp32."""
     theta = 1.0 / rope.base ** (torch.arange(0, dim, 2).float() / dim)
     if rope.kind == "default":
         return theta

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rocm_ext.model.attention import SlotCache
 from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.lora import Dora, Lora, adapters, dense, factors, is_plain, merged_layer, plain, quantized
+from rocm_ext.model.lora import Dora, Lora, changed_weights, dense, factors, is_plain, merged_layer, plain, quantized
 from rocm_ext.model.token_rows import token_rows
 from rocm_ext.model.weights.quantized import Quantized
 
@@ -27,7 +27,7 @@ _EXPANDED = 3  # copies in fp32 of keys and values made from a smaller cache; me
 
 
 @dataclass(frozen=True)
-class Needs:
+class SequenceMemory:
     """The memory of a sequence in a model.
 
     Attributes:
@@ -54,7 +54,7 @@ class Sampler(ABC):
     Args:
         decoder: the copy.
         adapted: pairs of the copy's layers and token rows with adapters, and the layers under training.
-        needs: the memory of a sequence.
+        memory: the memory of a sequence.
         heads: number of query heads.
         tied: whether the output layer is the embeddings.
 
@@ -75,18 +75,18 @@ class Sampler(ABC):
     fixed_shapes = False
 
     def __init__(
-        self, decoder: Any, adapted: list[tuple[Any, list[Any]]], needs: Needs, heads: int, tied: bool
+        self, decoder: Any, adapted: list[tuple[Any, list[Any]]], memory: SequenceMemory, heads: int, tied: bool
     ) -> None:
-        self.decoder, self._adapted, self.needs, self._heads = decoder, adapted, needs, heads
+        self.decoder, self._adapted, self.memory, self._heads = decoder, adapted, memory, heads
         embeddings = decoder.tok_embeddings.weight
         self.device, self.dtype = embeddings.device, embeddings.dtype
-        self.max_seq_len, self.vocabulary = needs.positions, len(embeddings)
+        self.max_seq_len, self.vocabulary = memory.positions, len(embeddings)
         matrices = {id(p): p for p in decoder.parameters() if p.ndim > 1 and (tied or p is not embeddings)}
         self.weight_bytes = sum(p.nbytes for p in matrices.values())
         self.flops_per_token = 2.0 * sum(p.numel() * self._share(p) for p in matrices.values())
 
     def _share(self, parameter: Tensor) -> float:
-        """Share of a weight that a product with one token uses."""
+        """Return the share of a weight that a product with one token uses."""
         return 1.0
 
     @torch.no_grad()
@@ -102,26 +102,19 @@ class Sampler(ABC):
     def keep_routes(self, slots: int) -> Tensor:
         """Let steps keep the chosen experts, for models with experts.
 
-        Args:
-            slots: number of slots.
-
         Returns:
             [slots, layers, chosen] int16 on the device; a step overwrites its rows.
-
-        Raises:
-            NotImplementedError: the model has no experts.
         """
         raise NotImplementedError
 
     def free(self) -> None:
         """Free the weights, also where a caller keeps this object."""
-        vars(self).clear()
+        self.decoder, self._adapted = None, []
 
     def cache_bytes(self, length: float) -> float:
         """Bytes of a slot of ``length`` positions."""
-        return self.needs.states + sum(
-            size * (length if window is None else min(length, self._ring(window))) for size, window in self.needs.keys
-        )
+        rings = ((size, length if window is None else self._ring(window)) for size, window in self.memory.keys)
+        return self.memory.states + sum(size * min(length, ring) for size, ring in rings)
 
     def _ring(self, window: int) -> int:
         """Positions that a slot stores for a sliding window."""
@@ -129,11 +122,11 @@ class Sampler(ABC):
 
     @property
     def _score_bytes(self) -> int:
-        return self._heads * (3 * self.dtype.itemsize + 5) if self.needs.scores else 0
+        return self._heads * (3 * self.dtype.itemsize + 5) if self.memory.scores else 0
 
     def step_bytes(self, length: int) -> int:
         """Bytes that a step holds per slot of ``length`` positions, without logits."""
-        return self.bytes_per_row + length * (self.mask_bytes + self._score_bytes + _EXPANDED * self.needs.expanded)
+        return self.bytes_per_row + length * (self.mask_bytes + self._score_bytes + _EXPANDED * self.memory.expanded)
 
     @property
     @abstractmethod
@@ -142,11 +135,9 @@ class Sampler(ABC):
 
     @abstractmethod
     def prefill_bytes(self, prompts: Sequence[int], most: int) -> int:
-        """Bytes of the prompts' caches and of computing them.
+        """Bytes of the caches of prompts with these numbers of tokens, and of computing them.
 
-        Args:
-            prompts: number of tokens per prompt.
-            most: tokens of prompts that are computed before the first answer.
+        ``most`` is the number of the prompts' tokens that are computed before the first answer.
         """
 
     @abstractmethod
@@ -195,10 +186,6 @@ def sampler_of(decoder: Decoder, merge: bool | None = None) -> Iterator[Sampler]
     at 3e-4: 59 % is left). For 16-bit weights the adapter therefore stays separate, as in training, unless ``merge`` is
     True. With sharded weights this is a collective call: every rank gathers a copy.
 
-    Args:
-        decoder: the model, with or without adapters.
-        merge: add the adapters' updates to the weights; None: only to fp32 weights.
-
     Raises:
         UserError: the model cannot be sampled from in this process.
     """
@@ -224,7 +211,7 @@ def copied_bytes(source: Decoder, merge: bool | None = None) -> int:
     weights = {plain(name): p for name, p in source.named_parameters()}
     small = quantized(source)
     copied = {name for name, p in weights.items() if (p in small or not is_plain(p)) and not stays_quantized(p)}
-    adapted = {f"{name}.weight": layer for name, layer in adapters(source) if isinstance(layer, Lora | Dora)}
+    adapted = {name: layer for name, layer in changed_weights(source).items() if isinstance(layer, Lora | Dora)}
     groups = source.joined_weights()
     beside = sum(2 * rows.weight.numel() for _, rows in token_rows(source))  # in fp32
     if merges(source, merge):
@@ -319,15 +306,13 @@ class SamplingLinear(nn.Module):
     __call__ = forward
 
     def _product(self, x: Tensor) -> Tensor:
-        out = self._of_weights(x)
+        out = F.linear(x, self.weight, self.bias if self.factor is None else None)
+        if self.a is not None:
+            out.addmm_(F.linear(x, self.a), self.b.T)
+        if self.factor is not None:
+            out.mul_(self.factor)
+            out = out if self.bias is None else out.add_(self.bias)
         return out if self.rows is None else self.rows.logits(x, out)
-
-    def _of_weights(self, x: Tensor) -> Tensor:
-        if self.factor is None:
-            out = F.linear(x, self.weight, self.bias)
-            return out if self.a is None else out.addmm_(F.linear(x, self.a), self.b.T)
-        out = F.linear(x, self.weight).addmm_(F.linear(x, self.a), self.b.T).mul_(self.factor)
-        return out if self.bias is None else out.add_(self.bias)
 
 
 def _factors(layers: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -53,12 +53,9 @@ class TokenRows(nn.Module):
         self.weight.copy_(F.embedding(self.ids, weight))
 
     def embedded(self, tokens: Tensor, base: Tensor, scale: Any = None) -> Tensor:
-        """Replace embeddings by the trained rows.
+        """Replace embeddings of ``tokens`` [...] by the trained rows.
 
-        Args:
-            tokens: token ids, [...].
-            base: the base model's embeddings, [..., d].
-            scale: factor of the embeddings (Gemma 3).
+        ``base`` [..., d] are the base model's embeddings, ``scale`` is a factor of embeddings (Gemma 3).
         """
         if self.disabled:
             return base
@@ -165,12 +162,8 @@ def _check(layer: Any, tokens: list[int]) -> None:
 def by_layer(decoder: Any, given: Mapping[str, list[int]]) -> dict[str, list[int]]:
     """Return sorted ids by :data:`EMBEDDINGS` and :data:`OUTPUT`; tied layers count as :data:`EMBEDDINGS`.
 
-    Args:
-        decoder: the model.
-        given: ids by the ends of layers' names, as in PEFT's dictionaries.
-
-    Raises:
-        UserError: ``given`` names another layer, or gives tied layers different tokens.
+    ``given`` has ids by the ends of layers' names, as in PEFT's dictionaries. Other layers are refused, and different
+    tokens for tied layers.
     """
     known = {EMBEDDINGS: EMBEDDINGS, OUTPUT: OUTPUT}
     known |= {name.rpartition(".")[2]: layer for layer, name in (layer_names(decoder) if given else {}).items()}

@@ -14,16 +14,13 @@ _NUCLEUS = 1024  # number of most probable tokens that nearly always hold top_p
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Draw one uniform number per row with SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+    """Draw one uniform number per row with SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): [n], fp64 in [0, 1).
 
     SplitMix64 computes any element of a stream directly.
 
     Args:
         seeds: [n], int64; the rows' streams.
         positions: [n], int64; the elements of the streams.
-
-    Returns:
-        [n], fp64 in [0, 1).
     """
     z = seeds + (positions + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15; int64 wraps around
     z = (z ^ _shift(z, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -68,13 +65,7 @@ def _weights(logits: Tensor, peak: Tensor, temperature: float) -> Tensor:
 
 
 def draw_bytes(sampling: Sampling, itemsize: int, vocabulary: int) -> int:
-    """Bytes that :func:`draw` holds at most per logit.
-
-    Args:
-        sampling: temperature and truncation, which decide on the copies.
-        itemsize: bytes of a logit, which the result includes.
-        vocabulary: logits per row.
-    """
+    """Bytes that :func:`draw` holds at most per logit, including the logit of ``itemsize`` bytes."""
     logits = itemsize if itemsize == 4 else itemsize + 4
     more = [4 if vocabulary % _BLOCK else 0]  # in addition to one fp32 copy, the weights
     if sampling.temperature not in (0, sampling.logprobs_temperature):
@@ -87,12 +78,7 @@ def draw_bytes(sampling: Sampling, itemsize: int, vocabulary: int) -> int:
 
 
 def _truncate(weights: Tensor, sampling: Sampling) -> Tensor:
-    """Set to zero the weights of tokens that ``sampling`` excludes.
-
-    Args:
-        weights: [n, v], unnormalised; a row's largest is 1.
-        sampling: the truncation.
-    """
+    """Set to zero the weights of tokens that ``sampling`` excludes: [n, v], unnormalised; a row's largest is 1."""
     vocabulary = weights.shape[-1]
     if sampling.top_k is not None and sampling.top_k < vocabulary:
         least = weights.topk(sampling.top_k).values[:, -1:]
@@ -112,17 +98,10 @@ def _truncate(weights: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _search(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Find where a row's cumulative sum passes the share ``uniform`` of its total.
+    """Find the token where a row's cumulative sum passes the share ``uniform`` of its total: [n, v], [n] -> [n].
 
     The search first finds a block, then a token in it, so it builds no cumulative sum over the vocabulary. Sums are in
     fp64 where precision matters.
-
-    Args:
-        weights: [n, v], unnormalised.
-        uniform: [n] in [0, 1), fp64.
-
-    Returns:
-        Token ids [n].
     """
     n, vocabulary = weights.shape
     if vocabulary % _BLOCK:  # torch's pad copies all weights even if it adds no columns

@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -11,8 +10,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.config.checks.kinds import NULL, POSITIVE, SHARE, Kind, check, integer, number
 from rocm_ext.distributed.ranks import Ranks
+
+_KINDS = {
+    "max_new_tokens": integer(1),
+    "temperature": number(lambda x: x >= 0, "a number of at least 0 (0: greedy)"),
+    "top_k": integer(1) | NULL,
+    "top_p": SHARE | NULL,
+    "min_p": SHARE | NULL,
+    "stop_strings": Kind(lambda value: all(isinstance(text, str) and text for text in value), ("non-empty texts",)),
+    "logprobs_temperature": POSITIVE,
+}
 
 
 @dataclass(frozen=True)
@@ -41,18 +50,7 @@ class Sampling:
     logprobs_temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, count in (("max_new_tokens", self.max_new_tokens), ("top_k", self.top_k)):
-            if not (type(count) is int and count >= 1) and not (count is None and name == "top_k"):
-                raise UserError(f"{name} is {count!r}; expected a whole number of at least 1")
-        if not (type(self.temperature) in (int, float) and 0 <= self.temperature < math.inf):
-            raise UserError(f"temperature is {self.temperature!r}; expected a number of at least 0 (0: greedy)")
-        if not (type(self.logprobs_temperature) in (int, float) and 0 < self.logprobs_temperature < math.inf):
-            raise UserError(f"logprobs_temperature is {self.logprobs_temperature!r}; expected a number above 0")
-        for name, share in (("top_p", self.top_p), ("min_p", self.min_p)):
-            if share is not None and not (type(share) in (int, float) and 0 < share <= 1):
-                raise UserError(f"{name} is {share!r}; expected a number above 0 and up to 1, or null")
-        if not all(isinstance(text, str) and text for text in self.stop_strings):
-            raise UserError(f"stop_strings is {list(self.stop_strings)!r}; expected non-empty strings")
+        check(vars(self) | {"stop_strings": list(self.stop_strings)}, _KINDS)
 
 
 @dataclass(frozen=True)
@@ -195,11 +193,7 @@ class Engine(Protocol):
     has_logprobs: bool
 
     def check(self) -> None:
-        """Check that the engine can sample, before a run spends time.
-
-        Raises:
-            UserError: something is missing; the message names it.
-        """
+        """Check that the engine can sample, before a run spends time; a UserError names what is missing."""
 
     def session(self, adapter: Path | None) -> AbstractContextManager["Session"]:
         """Open a session that samples from the model with ``adapter`` (a PEFT folder; None: the base model)."""

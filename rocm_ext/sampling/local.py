@@ -86,11 +86,7 @@ class LocalEngine:
         return self._decoder.check_sampling()
 
     def check(self) -> None:
-        """Check that the model can be sampled from and the tokenizer has stop tokens.
-
-        Raises:
-            UserError: something is unsupported or missing; the message names it.
-        """
+        """Check that the model can be sampled from and the tokenizer has stop tokens."""
         self._decoder.check_sampling()
         if not getattr(self._tokenizer, "stop_tokens", None):
             raise UserError(
@@ -100,10 +96,7 @@ class LocalEngine:
 
     @contextmanager
     def session(self, adapter: Path | None = None) -> Iterator["LocalSession"]:
-        """Open a session on the decoder's current weights.
-
-        Args:
-            adapter: ignored; the decoder already contains the adapter. Other engines load this folder.
+        """Open a session on the decoder's current weights, which include the adapter.
 
         Raises:
             UserError: the model is not supported, or the copy of the weights does not fit into memory.
@@ -194,8 +187,7 @@ class LocalSession:
         """Yield completions as they finish; take prompts when slots are free.
 
         Raises:
-            UserError: a prompt with its answer may exceed the model's context, or memory holds fewer slots than a
-                step needs.
+            UserError: a prompt with its answer may exceed the model's context, or memory holds too few slots.
         """
         for _, completions in self._steps(as_queue(requests), sampling, MIN_ROWS):
             yield from completions
@@ -204,9 +196,6 @@ class LocalSession:
         """Yield the tokens of one answer so far after every step, and finally its completion.
 
         The answer equals that of :meth:`generate` except for rounding: a step here has one row.
-
-        Raises:
-            UserError: as :meth:`generate`.
         """
         for running, completions in self._steps(RequestQueue([request]), sampling, 1):
             yield from ([running[0].tokens] if running else completions)
@@ -266,10 +255,7 @@ class LocalSession:
     ) -> bool:
         """Fill free slots with samples of ``prompts``, then of ``coming`` ones while fewer than ``share`` run.
 
-        Conversations continue with their ``kept`` cache.
-
-        Returns:
-            Whether more requests are coming.
+        Conversations continue with their ``kept`` cache. Returns whether more requests are coming.
         """
         waiting, more = sum(len(prompt.waiting) for prompt in prompts), True
         while waiting < min(batch.free, share - len(batch.running)):
@@ -311,23 +297,22 @@ class LocalSession:
 
     def _completion(self, running: RunningSample, sampling: Sampling) -> Completion | None:
         """Return the finished answer of a slot, or None while it is unfinished."""
-        tokens, text = running.tokens, None
+        tokens = running.tokens
         if not tokens:
             return None
-        if tokens[-1] in self._stop_tokens:
-            text, reason = to_text(self._tokenizer, tokens[:-1]), "stop"
-        elif sampling.stop_strings and self._holds_stop_string(tokens, sampling):
-            text, reason = to_text(self._tokenizer, tokens), "stop"
-        elif len(tokens) == running.request.limited(sampling).max_new_tokens:
-            text, reason = to_text(self._tokenizer, tokens), "length"
-        if text is None:
+        ended = tokens[-1] in self._stop_tokens
+        stopped = ended or self._holds_stop_string(tokens, sampling)
+        if not stopped and len(tokens) != running.request.limited(sampling).max_new_tokens:
             return None
+        text = to_text(self._tokenizer, tokens[:-1] if ended else tokens)
         ends = [at for stop in sampling.stop_strings if (at := text.find(stop)) >= 0]
         text = text[: min(ends, default=len(text))]
         routes = np.stack(running.routes) if running.routes else None
-        return Completion(running.request, tokens, running.logprobs, text, reason, routes)
+        return Completion(running.request, tokens, running.logprobs, text, "stop" if stopped else "length", routes)
 
     def _holds_stop_string(self, tokens: list[int], sampling: Sampling) -> bool:
+        if not sampling.stop_strings:
+            return False
         # A token has at least one byte. A stop string that ends in the newest token therefore begins in this window.
         window = max(len(text.encode()) for text in sampling.stop_strings) + 4
         tail = to_text(self._tokenizer, tokens[-window:])
@@ -341,11 +326,7 @@ class LocalSession:
     def _take_batch(self, queue: RequestQueue, length: int, sampling: Sampling, least: int) -> SlotBatch:
         """Return the session's batch if it serves these requests, else a new one; the session no longer has it.
 
-        Args:
-            queue: the requests to answer.
-            length: positions per slot.
-            sampling: sampling settings.
-            least: minimum number of slots; below MIN_ROWS it is also the maximum.
+        ``least`` is the minimum number of slots; below MIN_ROWS it is also the maximum.
         """
         kept, self._batch = self._batch, None
         if least < MIN_ROWS:
@@ -392,9 +373,8 @@ class LocalSession:
     def stats(self) -> dict[str, float]:
         """Return counts since the session began or was refreshed.
 
-        Returns:
-            ``tokens`` sampled, ``tokens_per_second``, ``occupancy`` (share of slots with a running sample) and
-            ``gb_per_second`` (weights and cache read).
+        They are ``tokens``, ``tokens_per_second``, ``occupancy`` (share of slots with a running sample) and
+        ``gb_per_second`` (weights and cache read).
         """
         total = self._totals
         seconds = total["seconds"] or 1.0

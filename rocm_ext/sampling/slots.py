@@ -47,15 +47,7 @@ class SlotMemory:
 
 
 def slot_memory(decoder: Sampler, prompts: Sequence[int], length: int, sampling: Sampling, graphs: bool) -> SlotMemory:
-    """Estimate the memory of a session.
-
-    Args:
-        decoder: the model's copy for sampling.
-        prompts: number of tokens per prompt.
-        length: positions per slot.
-        sampling: settings that decide the memory of :func:`draw`.
-        graphs: whether steps run as graphs, which keep logits.
-    """
+    """Estimate the memory of a session; ``prompts`` are numbers of tokens, ``length`` is the positions per slot."""
     vocabulary, itemsize = decoder.vocabulary, decoder.dtype.itemsize
     return SlotMemory(
         cache=int(decoder.cache_bytes(length)) + graphs * vocabulary * itemsize,
@@ -84,10 +76,7 @@ def slots_beside(memory: SlotMemory, most: int, free: int, reserve: int) -> int:
 def most_slots(samples: int, device: torch.device, splits_rows: bool = True) -> int:
     """Number of slots for ``samples`` samples if memory sets no limit.
 
-    Args:
-        samples: number of samples.
-        device: the sampler's device.
-        splits_rows: the sampler's ``splits_rows``; without it, a CPU takes no more rows than one product may have.
+    Without ``splits_rows``, a CPU takes no more rows than one matrix product may have.
     """
     most = _MOST_SLOTS.get(device.type, 128)
     return max(MIN_ROWS, min(samples, most if splits_rows or device.type != "cpu" else MAX_ROWS))
@@ -181,12 +170,7 @@ class SlotBatch:
 
     @torch.no_grad()
     def admit(self, requests: list[Request], prefix: Any) -> None:
-        """Put requests of one prompt into free slots.
-
-        Args:
-            requests: requests of one prompt, at most :attr:`free`.
-            prefix: cache of all the prompt's tokens but the last.
-        """
+        """Put requests of one prompt into free slots; ``prefix`` is the cache of the prompt's tokens but the last."""
         first, count = len(self.running), len(requests)
         known = len(requests[0].tokens) - 1
         rows = slice(first, first + count)
@@ -217,8 +201,7 @@ class SlotBatch:
     def step(self) -> tuple[int, int]:
         """Compute one token of every running sample: the next given one, else a new one.
 
-        Returns:
-            The bytes read and the number of new tokens.
+        Returns the bytes read and the number of new tokens.
         """
         n = len(self.running)
         # Run a few spare slots: at least MIN_ROWS, and multiples of it where every shape needs a graph.

@@ -23,8 +23,8 @@ from rocm_ext.model.adapters import peft_experts
 from rocm_ext.model.adapters.peft_files import PREFIX, ROWS, merged_weight, read_peft, updates_by_weight
 from rocm_ext.model.decoder import ConvertedWeights, Decoder
 from rocm_ext.model.families import CONFIG, QUANTISED
-from rocm_ext.model.lora import ExpertLora, adapters, dense, merged_experts, plain
-from rocm_ext.model.token_rows import by_layer, is_tied, layer_names, token_rows
+from rocm_ext.model.lora import ExpertLora, changed_weights, dense, merged_experts, plain
+from rocm_ext.model.token_rows import by_layer, is_tied, layer_names
 from rocm_ext.model.weights.checkpointer import StoredWeights, on_meta, weight_files
 
 # Files that a merged model gets from the base model's folder
@@ -37,11 +37,7 @@ MERGED_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
 def base_tensors(cfg_checkpointer: DictConfig) -> tuple[Path, list[str], StoredWeights]:
-    """Return a base model's folder, the names of its weight files, and its tensors.
-
-    Args:
-        cfg_checkpointer: the config's ``checkpointer``, which names the folder and files.
-    """
+    """Return the folder, names of weight files and tensors of the base model in the config's ``checkpointer``."""
     checkpointer: Any = OmegaConf.to_container(cfg_checkpointer, resolve=True)
     base, files = Path(checkpointer["checkpoint_dir"]), checkpointer.get("checkpoint_files")
     if isinstance(files, dict):
@@ -64,7 +60,7 @@ def merge(
     model in Meta's format it logs a warning and writes nothing.
 
     Args:
-        cfg_checkpointer: the config's ``checkpointer``, which names the base model's folder and files.
+        cfg_checkpointer: the config's ``checkpointer``.
         adapter: PEFT folder.
         out: folder to write.
         decoder: the model with this adapter.
@@ -138,11 +134,10 @@ class MergedWeights:
         updates = updates_by_weight({name: tensor for name, tensor in tensors.items() if name not in used})
         self.linear = {name: parts for name, parts in updates.items() if ROWS not in parts}
         self.rows = {name: parts[ROWS] for name, parts in updates.items() if ROWS in parts}
-        self.experts = {
-            name: (experts[f"{ours}.lora_a.weight"], experts[f"{ours}.lora_b.weight"], layer)
-            for name, layer in peft_experts.expert_loras(decoder).items()
-            for ours in [name + ExpertLora.SUFFIX]
-        }
+        self.experts: dict[str, tuple[Tensor, Tensor, ExpertLora]] = {}
+        for name, layer in peft_experts.expert_loras(decoder).items():
+            ours = name + ExpertLora.SUFFIX
+            self.experts[name] = experts[f"{ours}.lora_a.weight"], experts[f"{ours}.lora_b.weight"], layer
         self._converted = decoder.converted(state)
         self._ready: dict[str, Tensor] = {}  # pieces of merged weights that are not written yet
         self._groups = {} if self._converted is None else _groups(self._converted, self._changed())
@@ -156,10 +151,7 @@ class MergedWeights:
         return [*self.linear, *self.experts, *self.rows]
 
     def check(self, base: Path) -> None:
-        """Check that the base model has all weights that the adapter changes, in the same shapes.
-
-        Args:
-            base: the base model's folder, for the message.
+        """Check that the base model in ``base`` has all weights that the adapter changes, in the same shapes.
 
         Raises:
             UserError: a weight is missing or has another shape, or the weights do not fit ``config.json``.
@@ -190,10 +182,6 @@ class MergedWeights:
         weight = dense((self._state if self._converted is None else self._converted)[name])
         return self._merged(name, weight, dtype) if name in self._changed() else weight
 
-    def _with_update(self, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        exact = merged_weight(weight.float(), self.linear[name], self.config.scale(name.removesuffix(".weight")))
-        return _round_by_chance(exact, dtype, name)
-
     def of(self, name: str) -> Tensor:
         """Return a copy of the tensor ``name`` of a file; call this once per tensor."""
         name = self._same.get(name, name)
@@ -210,16 +198,18 @@ class MergedWeights:
         dtype = dtype or weight.dtype
         if name in self.experts:
             a, b, layer = self.experts[name]
-
-            def rounded(exact: Tensor, expert: int) -> Tensor:
-                return _round_by_chance(exact, dtype, f"{name}.{expert}")
-
-            return merged_experts(weight, a, b, self.config.scale(name), layer.transposed, rounded, dtype)
+            return merged_experts(
+                weight, a, b, self.config.scale(name), layer.transposed,
+                lambda exact, expert: _round_by_chance(exact, dtype, f"{name}.{expert}"), dtype,
+            )  # fmt: skip
         if name in self.rows:
             _check_finite(self.rows[name], dtype, name)
             ids = torch.tensor(self._ids(name))
             return weight.to(dtype).index_copy(0, ids, self.rows[name].to(dtype))
-        return self._with_update(name, weight, dtype) if name in self.linear else weight.clone()
+        if name not in self.linear:
+            return weight.clone()
+        exact = merged_weight(weight.float(), self.linear[name], self.config.scale(name.removesuffix(".weight")))
+        return _round_by_chance(exact, dtype, name)
 
     def _ids(self, name: str) -> list[int]:
         return sorted(self.config.ids(name.removesuffix(".weight")))
@@ -232,9 +222,6 @@ def check_base(decoder: Decoder, shapes: Mapping[str, Tensor], base: Path) -> No
         decoder: the decoder that ``config.json`` describes.
         shapes: the base model's tensors, by the names of ``decoder`` or, if it converts none, of the files.
         base: the base model's folder, for the message.
-
-    Raises:
-        UserError: a weight is missing, or has another shape.
     """
     if decoder.renames is None:
         return  # torchtune's converters know the names
@@ -249,14 +236,11 @@ def _round_by_chance(exact: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """Round to 16 bits, up or down with the chance that keeps the mean: stochastic rounding (arXiv:1502.02551).
 
     The base weights lie on the 16-bit grid, so rounding to the nearest value would undo small changes everywhere.
+    The same ``name`` of a weight gives the same result.
 
     Args:
         exact: values in fp32.
         dtype: bf16 or fp16; for other dtypes the values are cast.
-        name: the weight's name, for the message; the same name gives the same result.
-
-    Raises:
-        UserError: a value is not finite in ``dtype``.
     """
     _check_finite(exact, dtype, name)
     dropped = {torch.bfloat16: 16, torch.float16: 13}.get(dtype)  # bits of the fraction that fp32 has in addition
@@ -283,26 +267,16 @@ def _groups(converted: ConvertedWeights, changed: Iterable[str]) -> dict[str, li
 
 
 def check_mergeable(decoder: Decoder, state: Mapping[str, Tensor]) -> None:
-    """Check that a merged model can have the names and shapes of the base model's files.
-
-    Args:
-        decoder: model with adapters.
-        state: the base model's tensors; only their shapes are used.
+    """Check that a merged model can have the names and shapes of the base model's tensors ``state``.
 
     Raises:
         UserError: transformers cannot undo the conversion of a weight that has an adapter.
     """
     if (converted := decoder.converted(state)) is None:
         return
-    shapes = converted.on_meta()
-    changed = [
-        name.removesuffix(ExpertLora.SUFFIX) for name, layer in adapters(decoder) if isinstance(layer, ExpertLora)
-    ]
-    changed += [f"{name}.weight" for name, layer in adapters(decoder) if not isinstance(layer, ExpertLora)]
-    changed += [f"{plain(name)}.weight" for name, _ in token_rows(decoder)]
-    checked: set[str] = set()
-    for name in changed:
-        if name in checked or name not in shapes:  # what is missing is said when the weights are loaded
+    shapes, checked = converted.on_meta(), set[str]()
+    for name in changed_weights(decoder):
+        if name in checked or name not in shapes:  # loading refuses missing weights
             continue
         weights, _ = converted.group(name)
         checked.update(weights)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.lora import ExpertLora, adapters, expert_factors, plain
+from rocm_ext.model.lora import ExpertLora, adapters, changed_weights, expert_factors, plain
 
 NEW_LAYOUT = "0.19.1"  # the first version of PEFT with today's layout
 
@@ -37,11 +37,7 @@ def is_old(peft_version: str) -> bool:
 
 def expert_loras(decoder: nn.Module) -> dict[str, ExpertLora]:
     """Return the LoRA of adapted experts' weights by the weights' names, such as ``…experts.gate_up_proj``."""
-    return {
-        name.removesuffix(ExpertLora.SUFFIX): layer
-        for name, layer in adapters(decoder)
-        if isinstance(layer, ExpertLora)
-    }
+    return {name: layer for name, layer in changed_weights(decoder).items() if isinstance(layer, ExpertLora)}
 
 
 def by_parameter(decoder: Decoder) -> set[str]:
@@ -76,15 +72,7 @@ def matching(decoder: nn.Module, targets: Iterable[str]) -> set[str]:
 
 
 def to_peft(state: Mapping[str, Tensor], decoder: nn.Module) -> dict[str, Tensor]:
-    """Convert the experts' part of an adapter to PEFT's names and the layout of :func:`layout_version`.
-
-    Args:
-        state: weights by this library's names.
-        decoder: model with the adapter.
-
-    Returns:
-        Weights by the names of PEFT's modules, without its prefix.
-    """
+    """Convert the experts' part of an adapter to PEFT's names and the layout of :func:`layout_version`."""
     old = is_old(layout_version())
     result: dict[str, Tensor] = {}
     for ours, (theirs, layer) in _names(decoder).items():
@@ -106,9 +94,6 @@ def from_peft(state: Mapping[str, Tensor], decoder: nn.Module, config: Any) -> t
 
     Returns:
         Weights by this library's names, and their names in ``state``.
-
-    Raises:
-        UserError: a weight is missing or has another shape.
     """
     result: dict[str, Tensor] = {}
     used: set[str] = set()

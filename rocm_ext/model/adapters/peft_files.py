@@ -1,7 +1,6 @@
 """LoRA adapters in PEFT's format: config and weights; settings that this library does not compute are refused."""
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -29,6 +28,7 @@ from rocm_ext.model.lora import (
     described,
     merged_linear,
     rank_and_alpha,
+    scale_of,
 )
 from rocm_ext.model.token_rows import EMBEDDINGS, TokenRows, by_layer, layer_names, trained_tokens
 from rocm_ext.model.weights.checkpointer import HF
@@ -106,7 +106,7 @@ class PeftConfig(Sizes):
     def scale(self, name: str) -> float:
         """Return the factor of B A of the layer ``name``, see :meth:`Sizes.of`."""
         rank, alpha = self.of(name)
-        return alpha / (math.sqrt(rank) if self.rslora else rank)
+        return scale_of(alpha, rank, self.rslora)
 
     @classmethod
     def read(cls, folder: Path) -> "PeftConfig":
@@ -195,16 +195,9 @@ class PeftConfig(Sizes):
             )
 
     def other_base(self, folder: Path, base: str) -> str | None:
-        """Compare the base model that the adapter names with the run's.
+        """Return a warning if the adapter names another base model than the run's, ``base``; None: the names agree.
 
         Hub names and folders are equal if their last parts are: ``Qwen/Qwen2.5-7B`` and ``models/Qwen2.5-7B``.
-
-        Args:
-            folder: the adapter's folder, for the warning.
-            base: hub name or folder of the run's base model.
-
-        Returns:
-            A warning; None if the names agree, or the adapter names no base model.
         """
         if not self.base_model or _last(self.base_model) == _last(base):
             return None
@@ -249,15 +242,7 @@ def _last(name: str) -> str:
 
 
 def check_checkpointer(cfg: DictConfig, decoder: Decoder) -> None:
-    """Refuse a model family without PEFT export, and weights with another row order or folder than the model's.
-
-    Args:
-        cfg: config of a recipe.
-        decoder: the model.
-
-    Raises:
-        UserError: the family has no PEFT format, or the checkpointer does not fit the model.
-    """
+    """Refuse a model family without PEFT export, and weights with another row order or folder than the model's."""
     model_type = cfg.checkpointer.model_type
     if (model_type == HF) != (decoder.renames is not None):
         raise UserError(
@@ -357,25 +342,18 @@ def config_folder(source: Path) -> Path | None:
 
 
 def is_rslora(source: Path) -> bool:
-    """Return whether an adapter says ``use_rslora``.
-
-    Raises:
-        UserError: there is no such adapter, or this library does not compute it.
-    """
+    """Return whether an adapter says ``use_rslora``."""
     folder = config_folder(source)
     return folder is not None and PeftConfig.read(folder).rslora
 
 
 def read_adapter(source: Path, decoder: Decoder, model_type: str) -> dict[str, Tensor]:
-    """Read adapter weights from a PEFT folder or from torchtune's ``adapter_model.pt``.
+    """Read adapter weights, by torchtune's names, from a PEFT folder or from torchtune's ``adapter_model.pt``.
 
     Args:
         source: the folder or the file.
         decoder: model for the adapter; it gives rank, alpha and head shapes.
         model_type: torchtune's ModelType name; it decides the row order of q and k.
-
-    Returns:
-        Weights by torchtune's names.
 
     Raises:
         UserError: the adapter is missing or damaged, has weights that are not finite or belong to no layer, or
@@ -402,9 +380,6 @@ def read_peft(folder: Path) -> tuple[PeftConfig, dict[str, Tensor]]:
 
     Returns:
         The config, and the weights by PEFT's names, with rows of tokens in the order of their ids.
-
-    Raises:
-        UserError: a file is missing or damaged, weights are not finite, or their shapes do not fit the config.
     """
     config, state = PeftConfig.read(folder), _finite_tensors(folder)
     if not state:
@@ -467,14 +442,7 @@ def to_peft(state: Mapping[str, Tensor], decoder: Decoder, model_type: str) -> d
 
 
 def from_peft(state: Mapping[str, Tensor], decoder: Decoder, model_type: str, config: PeftConfig) -> dict[str, Tensor]:
-    """Convert adapter weights from PEFT's names and row order to torchtune's.
-
-    Args:
-        state: weights by PEFT's names.
-        decoder: model for the adapter.
-        model_type: torchtune's ModelType name.
-        config: the adapter's config.
-    """
+    """Convert adapter weights from PEFT's names and row order to torchtune's."""
     bare = {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
     result, used = peft_experts.from_peft(bare, decoder, config)
     others = {name: tensor for name, tensor in bare.items() if name not in used}

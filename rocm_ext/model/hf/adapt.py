@@ -25,19 +25,15 @@ def put_in(
     adapted: Callable[..., nn.Module],
     sizes: Sizes,
 ) -> list[str]:
-    """Replace linear layers by adapted ones with the same parameters.
+    """Replace linear layers by adapted ones with the same parameters; return their names.
 
     Args:
         model: transformers' model.
         layers: name of its list of layers.
-        output: name of its output layer.
         targets: names or ends of names, as in PEFT; None or ``all-linear``: every linear layer of the decoder's layers
             but routers; empty: none.
         adapted: builds a layer from ``in_dim``, ``out_dim``, ``rank``, ``alpha`` and ``use_bias``.
         sizes: LoRA's r and alpha.
-
-    Returns:
-        The names of the adapted layers.
 
     Raises:
         UserError: a target matches no layer, or a layer that cannot be adapted or stored in 4 bits.
@@ -59,7 +55,7 @@ def put_in(
 
 
 def put_in_experts(model: nn.Module, targets: Any, sizes: Sizes, adapted: Iterable[str]) -> list[str]:
-    """Put LoRA on fused weights of experts, which :mod:`rocm_ext.model.hf.experts` multiplies.
+    """Put LoRA on fused weights of experts, which :mod:`rocm_ext.model.hf.experts` multiplies; return their names.
 
     Args:
         model: transformers' model.
@@ -67,9 +63,6 @@ def put_in_experts(model: nn.Module, targets: Any, sizes: Sizes, adapted: Iterab
             weights.
         sizes: LoRA's r and alpha.
         adapted: linear layers with LoRA; ``targets`` may also name their weights.
-
-    Returns:
-        The names of the adapted parameters.
 
     Raises:
         UserError: a target matches no parameter, or a parameter that is not a fused weight of experts.
@@ -123,12 +116,7 @@ def ends_with(names: Iterable[str], target: str) -> list[str]:
 
 
 def frozen_kinds(model: nn.Module, adapted: Iterable[str]) -> Counter[str]:
-    """Count the weight matrices without LoRA by the ends of their names.
-
-    Args:
-        model: transformers' model.
-        adapted: names of its adapted layers and parameters.
-    """
+    """Count the weight matrices without LoRA by the ends of their names; ``adapted`` names layers with LoRA."""
     known = set(adapted)
     matrices = [name for name, p in model.named_parameters() if p.ndim > 1 and not name.endswith("bias")]
     frozen = [name.removesuffix(".weight") for name in matrices if ".lora_" not in name]

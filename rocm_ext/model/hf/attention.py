@@ -100,12 +100,7 @@ def scale_each_sequence(model: nn.Module) -> None:
 def packed_mask(
     *args: Any, mask_function: Callable[..., Any] = causal_mask_function, local_size=None, **_: Any
 ) -> Mask:
-    """Build a model's mask for the current packed rows; transformers calls it.
-
-    Args:
-        mask_function: the rule, on indices.
-        local_size: size of the sliding window or chunk, if the rule has one.
-    """
+    """Build a model's mask for the current packed rows; ``local_size`` is the size of the window or chunk."""
     return Mask(_lengths.get(), mask_function, local_size, _kernel.get())
 
 
@@ -171,7 +166,7 @@ _pass: ContextVar[_ForwardPass] = ContextVar("the forward pass")
 def forward_pass(
     positions: Tensor, kernel: str, cache: SlotCache | None = None, fixed: bool = False
 ) -> Iterator[AttentionUse]:
-    """Give ``positions`` [n, s] to the masks that a model makes inside.
+    """Give the positions [n, s] of a pass to the masks that a model makes inside.
 
     Args:
         positions: positions of the pass's tokens.
@@ -228,11 +223,7 @@ def slots_mask(
 def _attend_to_slots(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling, softcap, sinks
 ) -> Tensor:
-    """Attend within the slots: key and value are [n, kv_heads, places, head_dim], query has s tokens per slot.
-
-    Raises:
-        UserError: the layer's code does not use the mask of :func:`slots_mask`.
-    """
+    """Attend within the slots: key and value are [n, kv_heads, places, head_dim], query has s tokens per slot."""
     if mask is None or mask.shape[1:] != (1, query.shape[2], key.shape[2]):
         raise UserError(f"{type(module).__name__} makes masks of its own")
     now = _pass.get()

@@ -19,9 +19,9 @@ from transformers.core_model_loading import (
 )
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, explain_errors
 from rocm_ext.model.decoder import ConvertedWeights
-from rocm_ext.model.weights.checkpointer import check_stored, on_meta
+from rocm_ext.model.weights.checkpointer import check_stored, check_tied, on_meta
 
 _OF_TABLES = r"rotary_emb\.inv_freq$"  # in old files; config.json decides them
 
@@ -60,8 +60,8 @@ class WeightNames:
             return rename_source_key(name, [], [], prefix, self._known)
         return new, pattern
 
-    def before_conversion(self, name: str) -> str:
-        """Return the name of the tensor ``name`` after transformers' renamings, by which converters know it."""
+    def renamed(self, name: str) -> str:
+        """Return the name of a tensor for converters, after transformers' renamings."""
         return self.bare(apply_renamings(name, self._renamings))
 
     def bare(self, name: str) -> str:
@@ -87,9 +87,7 @@ class Converted(ConvertedWeights):
         UserError: two tensors are the same weight, or a tied weight is stored with other values.
     """
 
-    def __init__(
-        self, model: Any, names: WeightNames, state: Mapping[str, Tensor], tied: tuple[str, str] | None
-    ) -> None:
+    def __init__(self, model: Any, names: WeightNames, state: Mapping[str, Tensor], tied: tuple[str, str] | None):
         self._model, self._names, self._state, self._shapes = model, names, state, on_meta(state)
         self._sources: dict[str, list[tuple[str | None, str]]] = {}  # first target -> patterns and tensors
         self._first: dict[str, str] = {}  # any target -> first target
@@ -107,11 +105,8 @@ class Converted(ConvertedWeights):
                 self._first[target] = new
         if tied is not None and tied[0] in self._first:
             output, embeddings = tied
-            if embeddings in self._first and not torch.equal(self[output], self[embeddings]):
-                raise UserError(
-                    "config.json says that the output layer is the embeddings (tie_word_embeddings), but their weights "
-                    "differ; set tie_word_embeddings to false in config.json if both are used"
-                )
+            if embeddings in self._first:
+                check_tied(self[output], self[embeddings])
             del self._first[output]
 
     def _targets(self, new: str, pattern: str | None) -> list[str]:
@@ -128,10 +123,8 @@ class Converted(ConvertedWeights):
         converter = self._names.converter(pattern)
         for pattern, source in self._sources[first]:
             converter.add_tensor(first, source, str(pattern), self._state[source])  # type: ignore[arg-type]
-        try:
+        with explain_errors(f"checkpointer: {name} cannot be made of {source} and others"):
             made = converter.convert(first, model=self._model, config=self._model.config)
-        except Exception as error:  # with wrong shapes, operations raise errors of any type
-            raise UserError(f"checkpointer: {name} cannot be made of {source} and others: {one_line(error)}") from error
         if name not in made:
             raise UserError(f"checkpointer: transformers makes {', '.join(made)} of {source}, but not {name}")
         value = made[name]
@@ -144,31 +137,23 @@ class Converted(ConvertedWeights):
         return len(self._first)
 
     def group(self, name: str) -> tuple[list[str], list[str]]:
-        """Return the weights that share tensors with ``name``, and the checkpoint's names of these tensors."""
         first = self._first[name]
         pattern, _ = self._sources[first][0]
         return self._targets(first, pattern), [source for _, source in self._sources[first]]
 
     def taken_apart(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the checkpoint's tensors that make up a group's ``weights``.
-
-        Raises:
-            UserError: transformers' conversion cannot be undone.
-        """
         name = next(iter(weights))
         first = self._first[name]
         pattern, source = self._sources[first][0]
         if pattern is None:
             return {source: weights[name]}
-        expected = {self._names.before_conversion(source): source for _, source in self._sources[first]}
-        try:
+        expected = {self._names.renamed(source): source for _, source in self._sources[first]}
+        with explain_errors(f"{name} cannot be taken apart into {source} and others"):  # some have no reverse
             back = self._names.converter(pattern).reverse_transform()
             for target, weight in weights.items():
                 key, matched = back.rename_source_key(target)
                 back.add_tensor(key, target, str(matched), weight)  # type: ignore[arg-type]
             made = back.convert(key, model=self._model, config=self._model.config)  # type: ignore[attr-defined]
-        except Exception as error:  # with wrong shapes, operations raise errors of any type; some have no reverse
-            raise UserError(f"{name} cannot be taken apart into {source} and others: {one_line(error)}") from error
         tensors = {self._names.bare(key): value[0] if isinstance(value, list) else value for key, value in made.items()}
         if tensors.keys() != expected.keys():
             raise UserError(f"{name} is made of {source} and others, but transformers takes it apart into {min(made)}")
@@ -178,7 +163,6 @@ class Converted(ConvertedWeights):
         return pieces
 
     def on_meta(self) -> dict[str, Tensor]:
-        """Return all tensors without their values, at no cost of memory."""
         state, self._state = self._state, self._shapes
         try:
             return dict(self)
@@ -197,12 +181,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def keep_precision(model: Any, dtype: torch.dtype) -> None:
-    """Give the weights that transformers always keeps in fp32 this dtype, such as routers' corrections.
-
-    Args:
-        model: transformers' model, without weights.
-        dtype: dtype of the other weights.
-    """
+    """Convert weights to fp32 that transformers always keeps so, such as routers' corrections; others have ``dtype``."""
     if not (kept := model._get_dtype_plan(dtype)):
         return
     pattern, _, _ = build_glob_alternation(list(kept))
@@ -236,13 +215,7 @@ def is_multimodal(config: Any) -> bool:
 
 
 def take_text(model: Any) -> TextPart | None:
-    """Remove all parts of ``model`` that do not compute on text.
-
-    Args:
-        model: transformers' model.
-
-    Returns:
-        Its text part; None if ``model`` is a text model.
+    """Remove all parts of ``model`` that do not compute on text; return the text part, or None for a text model.
 
     Raises:
         UserError: the text part is not a separate causal decoder.
@@ -282,11 +255,7 @@ def _join(owner: str, name: str) -> str:
 
 
 def check_causal(model: Any) -> None:
-    """Check that no token attends to later ones.
-
-    Raises:
-        UserError: tokens do, as in PaliGemma's prompts and in embedding models.
-    """
+    """Refuse models whose tokens attend to later ones, such as PaliGemma and embedding models."""
     ways = getattr(model.config.get_text_config(), "use_bidirectional_attention", None)
     if ways and ways != "vision":
         raise UserError(

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, explain_errors
 from rocm_ext.base.log import log
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.model.attention import Lengths
@@ -41,10 +41,10 @@ from rocm_ext.model.hf.checkpoint import (
 )
 from rocm_ext.model.hf.experts import SORTED
 from rocm_ext.model.hf.routing import Replay
-from rocm_ext.model.hf.sampler import TransformersSampler, needs_of, obstacle_of, replay_of
+from rocm_ext.model.hf.sampler import TransformersSampler, memory_of, obstacle_of, replay_of
 from rocm_ext.model.hf.states import ROWS, keep_apart
 from rocm_ext.model.lora import Sizes
-from rocm_ext.model.sampler import Needs
+from rocm_ext.model.sampler import SequenceMemory
 from rocm_ext.model.token_rows import TokenRows
 
 # model_types whose packed rows tests compare with transformers. All others get padded rows.
@@ -133,17 +133,14 @@ class TransformersDecoder(Decoder):
 
     @property
     def layers(self) -> nn.ModuleList:  # type: ignore[override]
-        """The decoder's layers."""
         return self.get_submodule(self.layers_name)  # type: ignore[return-value]
 
     @property
     def tok_embeddings(self) -> nn.Embedding:  # type: ignore[override]
-        """The embeddings."""
         return self.get_submodule(self._body).get_input_embeddings()  # type: ignore[operator]
 
     @property
     def output_layer(self) -> nn.Module:
-        """The output layer."""
         return self.get_submodule(self.output_name)
 
     @property
@@ -156,7 +153,6 @@ class TransformersDecoder(Decoder):
         return self.body(input_ids=tokens, use_cache=False, **others).last_hidden_state
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
-        """Run the model up to its output layer: [b, s, d]."""
         if self.replay is not None:
             self.replay.begin(batch.routes)
         if batch.lengths is None:
@@ -181,71 +177,54 @@ class TransformersDecoder(Decoder):
         return torch.stack(rows)
 
     def converted(self, state: Mapping[str, Tensor]) -> Converted:
-        """Return a checkpoint's tensors by this model's names."""
         if (text := self.text_part) is not None:
             state = {name: state[name] for name in state if not text.lacks(self._names.of(name)[0])}
         return Converted(self.model_, self._names, state, self.tied)
 
     def buffers_to_load(self) -> dict[str, Tensor]:
-        """Return the buffers that a checkpoint holds, by name."""
         return persistent_buffers(self)
 
     @cached_property
-    def needs(self) -> Needs:
-        """The memory of a sequence in decoding.
-
-        Raises:
-            UserError: the model cannot be sampled from in this process.
-        """
-        return needs_of(self)
+    def memory(self) -> SequenceMemory:
+        """The memory of a sequence, or a UserError if the model cannot be sampled from in this process."""
+        return memory_of(self)
 
     @cached_property
     def graph_obstacle(self) -> str:  # type: ignore[override]
-        """Why no graph can replay a decoding step; empty: one can."""
         return obstacle_of(self)
 
     def check_sampling(self) -> int:
-        """Check that the model can be sampled from here; return the positions of the longest sequence."""
-        return self.needs.positions
+        return self.memory.positions
 
     def replay_routes(self) -> None:
-        """Let forward passes take a batch's ``routes``; see :meth:`rocm_ext.model.decoder.Decoder.replay_routes`."""
         self.replay = replay_of(self)
 
     def sampler(self, merge: bool | None = None, device: torch.device | None = None) -> TransformersSampler:
-        """Return a copy for sampling, see :class:`rocm_ext.model.hf.sampler.TransformersSampler`."""
         return TransformersSampler(self, merge, device)
 
     def empty_model(self, attention: str) -> Any:
         """Build transformers' model again, with another attention and without weights and adapters."""
-        dtype = self.tok_embeddings.weight.dtype
+        model: Any = self.model_
+        config, dtype = copy.deepcopy(model.config), self.tok_embeddings.weight.dtype
         with torch.device("cpu"), _meta_parameters():
-            model: Any = self.model_
-            return type(model)._from_config(
-                copy.deepcopy(model.config),
-                dtype=dtype,
-                attn_implementation=attention,
-                experts_implementation=SORTED,
-            )
+            options = {"dtype": dtype, "attn_implementation": attention, "experts_implementation": SORTED}
+            return type(model)._from_config(config, **options)
 
     def wrapped(self, model: Any) -> "TransformersDecoder":
         """Return the decoder of another model of this architecture."""
         return TransformersDecoder(model, self.architecture)
 
     def place_buffers(self, device: torch.device) -> None:
-        """Put all buffers on ``device``."""
         for module in self.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
 
     @property
     def published_modules(self) -> frozenset[str]:  # type: ignore[override]
-        """Names of all modules of the published model."""
         return self.left_out.union(name for name, _ in self.named_modules())
 
     @property
     def left_out(self) -> frozenset[str]:  # type: ignore[override]
-        """Names of the published model's modules that this decoder leaves out."""
         return self.text_part.modules if self.text_part else frozenset()
 
 
@@ -270,12 +249,8 @@ class _Head(nn.Module):
 
 def _try_head(model: Any, head: nn.Module, width: int) -> None:
     """Refuse a model whose code needs more than hidden states from its body."""
-    try:
+    with explain_errors(f"{type(model).__name__} does not compute logits from hidden states as others do"):
         logits = head(torch.empty(2, width, device="meta", dtype=model.get_input_embeddings().weight.dtype))
-    except Exception as error:
-        raise UserError(
-            f"{type(model).__name__} does not compute logits from hidden states as others do: {one_line(error)}"
-        ) from error
     if logits.ndim != 2 or len(logits) != 2:
         raise UserError(f"{type(model).__name__} computes logits of shape {list(logits.shape)} for 2 hidden states")
 
@@ -356,29 +331,24 @@ def build(
 ) -> TransformersDecoder:
     """Build transformers' model of a folder with LoRA; for arguments see :func:`rocm_ext.model.from_checkpoint`.
 
-    Args:
-        folder: the folder.
-        config: content of its ``config.json``.
-        sizes: LoRA's r and alpha.
-
     Raises:
         UserError: transformers does not know the model, or the model lacks a layer of ``targets`` or a pattern.
     """
-    trusted = _needs_code(config, trust_remote_code)
-    try:
-        theirs = AutoConfig.from_pretrained(folder, trust_remote_code=trusted, local_files_only=True)
-        _check_known(theirs, folder)
-        packs = theirs.get_text_config().model_type in PACKS and not trusted
-        model = _on_meta(theirs, PACKED if packs else None, trusted)
-    except UserError:
-        raise
-    except Exception as error:  # a config's values may raise anything in the model's code
-        version = transformers.__version__
-        file = folder / CONFIG
-        raise UserError(f"{file}: transformers {version} cannot build this model: {one_line(error)}") from error
-    _check_class(model, folder, config)
+    model = _on_meta(folder, _needs_code(config, trust_remote_code))
+    named, built = (config.get("architectures") or [""])[0], type(model).__name__
+    if named and str(named).lower() != built.lower():
+        raise UserError(
+            f"{folder / CONFIG}: it names {named}, but transformers builds {built} for model_type "
+            f"{config.get('model_type')!r}; only causal language models are supported"
+        )
     decoder = TransformersDecoder(model.train(), json.dumps(config, sort_keys=True))
-    _check_targets(targets, parameters, use_dora, dropout)
+    if parameters is None and targets is not None and not list(targets):
+        raise UserError(f"target_modules is empty; expected {ALL} or names of linear layers")
+    if parameters is not None and (use_dora or dropout):
+        raise UserError(
+            "target_parameters works without DoRA and dropout only, as in PEFT; set "
+            + ("use_dora=False" if use_dora else "lora_dropout=0.0")
+        )
     if targets is not None and targets != ALL:  # adapters name some linear layers by their weights
         linears = [str(name).removesuffix(".weight") for name in parameters or () if str(name).endswith(".weight")]
         targets = [*([targets] if isinstance(targets, str) else targets), *linears]
@@ -396,45 +366,17 @@ def build(
         if "." not in name:
             setattr(decoder, name, getattr(model, name))
             decoder.output.causal._modules[name] = getattr(model, name)  # type: ignore[union-attr]
-    _say(decoder, type(model).__name__, names)
+    _log_structure(decoder, built, names)
     return decoder
 
 
 def shapes_of(folder: Path) -> dict[str, list[int]]:
-    """Return the shapes of all weights of transformers' model of a folder, by name.
-
-    Raises:
-        UserError: transformers does not know the model.
-    """
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        _check_known(config, folder)
-        kind = AutoModelForMultimodalLM if is_multimodal(config) else AutoModelForCausalLM
-        with torch.device("meta"):
-            state = kind.from_config(config).state_dict()
-    except UserError:
-        raise
-    except Exception as error:  # a config's values may raise anything in the model's code
-        raise UserError(f"{folder / CONFIG}: transformers cannot build this model: {one_line(error)}") from error
-    return {name: list(weight.shape) for name, weight in state.items()}
-
-
-def _check_known(config: Any, folder: Path) -> None:
-    """Check that transformers, or code of the folder, has a language model for ``config``."""
-    known = MODEL_FOR_MULTIMODAL_LM_MAPPING if is_multimodal(config) else MODEL_FOR_CAUSAL_LM_MAPPING
-    if type(config) not in known and not getattr(config, "auto_map", None):
-        raise UserError(
-            f"{folder / CONFIG}: transformers {transformers.__version__} has no language model for model_type "
-            f"{config.model_type!r}"
-        )
+    """Return the shapes of all weights of transformers' model of a folder, by name."""
+    return {name: list(weight.shape) for name, weight in _on_meta(folder).state_dict().items()}
 
 
 def _needs_code(config: Mapping[str, Any], trust_remote_code: bool) -> bool:
-    """Return whether the folder's code has to run, because transformers does not have the class.
-
-    Raises:
-        UserError: the code has to run, but is not trusted.
-    """
+    """Return whether the folder's code has to run, because transformers lacks the class; refuse untrusted code."""
     named, code = (config.get("architectures") or [""])[0], own_code(config)
     if code is None or code == named == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type"))):
         return False
@@ -443,27 +385,24 @@ def _needs_code(config: Mapping[str, Any], trust_remote_code: bool) -> bool:
     return True
 
 
-def _check_class(model: Any, folder: Path, config: Mapping[str, Any]) -> None:
-    """Check that transformers built the class that ``config.json`` names."""
-    named, built = (config.get("architectures") or [""])[0], type(model).__name__
-    if named and str(named).lower() != built.lower():
-        raise UserError(
-            f"{folder / CONFIG}: it names {named}, but transformers builds {built} for model_type "
-            f"{config.get('model_type')!r}; only causal language models are supported"
-        )
-
-
-def _on_meta(config: Any, attention: str | None, trust_remote_code: bool) -> Any:
-    dtype = torch.get_default_dtype()
-    chosen = {"attn_implementation": attention} if attention else {}
-    with torch.device("cpu"), _meta_parameters():
-        kind = AutoModelForMultimodalLM if is_multimodal(config) else AutoModelForCausalLM
-        model = kind.from_config(
-            config, dtype=dtype, trust_remote_code=trust_remote_code, experts_implementation=SORTED, **chosen
-        )
-    keep_precision(model, dtype)
-    if attention:
-        scale_each_sequence(model)
+def _on_meta(folder: Path, trusted: bool = False) -> Any:
+    """Build transformers' model of a folder without weights; ``trusted``: with the folder's code."""
+    version, dtype = transformers.__version__, torch.get_default_dtype()
+    with explain_errors(f"{folder / CONFIG}: transformers {version} cannot build this model"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted, local_files_only=True)
+        whole = is_multimodal(config)
+        known = MODEL_FOR_MULTIMODAL_LM_MAPPING if whole else MODEL_FOR_CAUSAL_LM_MAPPING
+        if type(config) not in known and not getattr(config, "auto_map", None):
+            kind = f"model_type {config.model_type!r}"
+            raise UserError(f"{folder / CONFIG}: transformers {version} has no language model for {kind}")
+        packs = config.get_text_config().model_type in PACKS and not trusted
+        options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trusted, "experts_implementation": SORTED}
+        options |= {"attn_implementation": PACKED} if packs else {}
+        with torch.device("cpu"), _meta_parameters():
+            model = (AutoModelForMultimodalLM if whole else AutoModelForCausalLM).from_config(config, **options)
+        keep_precision(model, dtype)
+        if packs:
+            scale_each_sequence(model)
     return model
 
 
@@ -485,18 +424,7 @@ def _meta_parameters() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _check_targets(targets: Any, parameters: Any, use_dora: bool, dropout: float) -> None:
-    """Refuse settings that PEFT does not support."""
-    if parameters is None:
-        if targets is not None and not list(targets):
-            raise UserError(f"target_modules is empty; expected {ALL} or names of linear layers")
-    elif use_dora:
-        raise UserError("target_parameters works with LoRA, not with DoRA, as in PEFT; set use_dora=False")
-    elif dropout:
-        raise UserError("target_parameters works without dropout alone, as in PEFT; set lora_dropout=0.0")
-
-
-def _say(decoder: TransformersDecoder, name: str, adapted: list[str]) -> None:
+def _log_structure(decoder: TransformersDecoder, name: str, adapted: list[str]) -> None:
     log.info("%s: transformers' code, %s rows", name, "packed" if decoder.packs else "padded")
     if not decoder.packs:
         log.info("padded rows are as long as the longest of their micro-batch, and share no prompts")
@@ -505,9 +433,6 @@ def _say(decoder: TransformersDecoder, name: str, adapted: list[str]) -> None:
     frozen = frozen_kinds(decoder, adapted)
     experts = fused_experts(decoder)
     hint = f"; target_parameters={ALL_EXPERTS} adapts fused experts" if experts and not experts.keys() & adapted else ""
-    kinds = Counter(path.rpartition(".")[2] for path in adapted)
-    log.info("LoRA on %s; none on %s%s", _counted(kinds), _counted(frozen), hint)
-
-
-def _counted(kinds: Counter[str]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    kinds = (Counter(path.rpartition(".")[2] for path in adapted), frozen)
+    counts = (", ".join(f"{count} {kind}" for kind, count in sorted(counted.items())) for counted in kinds)
+    log.info("LoRA on %s; none on %s%s", *counts, hint)

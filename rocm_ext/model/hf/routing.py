@@ -47,9 +47,7 @@ class Replay:
     def begin(self, routes: Tensor | None) -> None:
         """Begin a forward pass, whose backward pass may compute layers again.
 
-        Args:
-            routes: [..., layers * chosen], the tokens' experts by number; negative: the router chooses. None: the
-                routers make every choice.
+        ``routes`` [..., layers * chosen] are the tokens' experts by number; if negative or None, routers choose.
         """
         self._given = None if routes is None else routes.reshape(-1, self.layers, self.chosen)
         self._differs = []

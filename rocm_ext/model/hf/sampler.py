@@ -31,7 +31,16 @@ from rocm_ext.model.hf.experts import ROUTES
 from rocm_ext.model.hf.routing import Replay, experts_of
 from rocm_ext.model.lora import Dora, ExpertLora, Lora, adapters, dense, plain
 from rocm_ext.model.remembered import remembered
-from rocm_ext.model.sampler import MIN_ROWS, Needs, Sampler, SamplingLinear, frozen, merges, one_step, stays_quantized
+from rocm_ext.model.sampler import (
+    MIN_ROWS,
+    Sampler,
+    SamplingLinear,
+    SequenceMemory,
+    frozen,
+    merges,
+    one_step,
+    stays_quantized,
+)
 from rocm_ext.model.token_rows import TokenRows, attach, token_rows
 
 _CHOSEN = ("num_experts_per_tok", "moe_k")
@@ -75,10 +84,9 @@ class _Nothing(DummyLayer):
     """A layer without a cache."""
 
     def put(self, rows: slice, prefix: Any, known: int) -> None:
-        """Copy nothing."""
+        pass
 
     def held(self, known: int) -> list[Tensor]:
-        """Return nothing."""
         return []
 
 
@@ -96,7 +104,7 @@ class _Recurrent(LinearAttentionLayer):
             getattr(self, kind)[index] = tensor[:n]
 
     def put(self, rows: slice, prefix: Any, known: int) -> None:
-        """Copy the states of one sequence into slots; see :meth:`rocm_ext.model.attention.SlotCache.put`."""
+        """Copy the states of one sequence into slots."""
         for kind, ready in (("conv_states", "is_conv_states_initialized"),
                             ("recurrent_states", "is_recurrent_states_initialized")):  # fmt: skip
             for index, tensor in getattr(prefix, kind).items():
@@ -111,7 +119,6 @@ class _Recurrent(LinearAttentionLayer):
                 self._all[kind, index][rows] = tensor if known else 0
 
     def held(self, known: int) -> list[Tensor]:
-        """Return the states; see :meth:`rocm_ext.model.attention.SlotCache.held`."""
         return list(self._all.values())
 
 
@@ -161,18 +168,16 @@ class TransformersSlots(SlotCache, Cache):
         return _Attention(self, getattr(theirs, "sliding_window", None) if self._rounded else None)
 
     def ring(self, window: int | None) -> int:
-        """Return the positions that a slot stores for a sliding window; None: attention to all positions."""
         if window is None or self._rounded is None:
             return self._length
         return min(self._length, self._rounded(max(1, window)))  # some configs say 0 and use none
 
     @property
     def is_linear(self) -> list[bool]:
-        """Whether a layer has only states, by layer."""
+        """Whether a layer has only states, by layer; transformers asks."""
         return [type(layer) is _Recurrent for layer in self.layers]
 
     def begin(self, positions: Tensor, span: int) -> None:
-        """Begin a step in the first n slots."""
         super().begin(positions, span)
         for layer in self.layers:
             if isinstance(layer, _Recurrent):
@@ -193,11 +198,7 @@ _KINDS = (DynamicLayer, _WholeWindow, LinearAttentionLayer, LinearAttentionAndFu
 
 
 def layers_of(config: Any) -> list[Any]:
-    """Return new cache layers for the prefill of a model.
-
-    Raises:
-        UserError: the model has an unsupported kind of layer.
-    """
+    """Return new cache layers for the prefill of a model; refuse unsupported kinds."""
     if "chunked_attention" in (getattr(config.get_text_config(), "layer_types", None) or ()):
         raise UserError("it has chunked attention")  # Llama 4 also scales queries by the number of cached tokens
     layers = [
@@ -247,7 +248,7 @@ class TransformersSampler(Sampler):
 
     def __init__(self, source: Any, merge: bool | None, device: torch.device | None) -> None:
         device = source.tok_embeddings.weight.device if device is None else device
-        self.together = device.type != "cpu" and not source.needs.states
+        self.together = device.type != "cpu" and not source.memory.states
         self._rounded = partial(span_for, device)
         state, linear = _weights(source, merges(source, merge))
         model = source.empty_model(SLOTS)
@@ -269,34 +270,27 @@ class TransformersSampler(Sampler):
             copied = rows.copy()
             adapted.append((copied, [rows]))
             attach(copied, decoder.get_submodule(name), decoder.output_layer if decoder.tied else None)
-        super().__init__(decoder, adapted, source.needs, source.num_heads, bool(decoder.tied))
+        self._chosen = chosen_of(self._config)
+        super().__init__(decoder, adapted, source.memory, source.num_heads, bool(decoder.tied))
 
-    @property
-    def chosen(self) -> int:
-        """Experts of a token in a layer."""
-        return chosen_of(self._config)
-
-    def _share(self, parameter: Tensor) -> float:
-        """Share of a weight that a product with one token uses; experts' weights are [experts, …]."""
-        return 1.0 if parameter.ndim == 2 else min(1.0, self.chosen / len(parameter))
+    def _share(self, parameter: Tensor) -> float:  # experts' weights are [experts, …]
+        return 1.0 if parameter.ndim == 2 else min(1.0, self._chosen / len(parameter))
 
     @property
     def bytes_per_row(self) -> int:
-        """Bytes that a pass holds at once for one token, in addition to the cache; an estimate."""
         return self._row_bytes(False)
 
     def step_bytes(self, length: int) -> int:
-        """Bytes that a step holds per slot; with fixed shapes every expert computes all tokens."""
         return super().step_bytes(length) + self._row_bytes(self.fixed_shapes) - self.bytes_per_row
 
     def _row_bytes(self, every: bool) -> int:
-        """Return the bytes of one token, computed by its chosen experts or by ``every`` expert."""
+        """Return the bytes of one token, computed by its experts or, with fixed shapes, by ``every`` expert."""
         width = self.decoder.tok_embeddings.weight.shape[1]
         widest = 0
         for layer in self.decoder.layers:
             shapes = [p.shape for p in layer.parameters()]
             outputs = sum(shape[0] for shape in shapes if len(shape) == 2)
-            experts = sum((shape[0] if every else self.chosen) * (shape[1] + shape[2])
+            experts = sum((shape[0] if every else self._chosen) * (shape[1] + shape[2])
                           for shape in shapes if len(shape) == 3)  # fmt: skip
             widest = max(widest, outputs + experts)
         # in and out, and fp32 in norms and activations
@@ -306,40 +300,26 @@ class TransformersSampler(Sampler):
         return self._rounded(window)
 
     def prefill_bytes(self, prompts: Sequence[int], most: int) -> int:
-        """Estimate the bytes of the prompts' caches and of computing them."""
         held = max(min(most, sum(prompts)), max(prompts))
         at_once = held if self.together else max(prompts)
-        per_position = sum(size for size, _ in self.needs.keys)  # prompts keep more than the window
-        states = self.needs.states * (1 + held * len(prompts) // sum(prompts))
+        per_position = sum(size for size, _ in self.memory.keys)  # prompts keep more than the window
+        states = self.memory.states * (1 + held * len(prompts) // sum(prompts))
         scores = max(prompts) ** 2 * (8 + self._score_bytes) * max(1, at_once // max(prompts))
-        chunks = self._heads * _CHUNK_BYTES if self.needs.states else 0
+        chunks = self._heads * _CHUNK_BYTES if self.memory.states else 0
         return held * per_position + states + at_once * (per_position + self.bytes_per_row + chunks) + scores
 
     def new_cache(self, slots: int, length: int) -> TransformersSlots:
-        """Return a cache of ``slots`` sequences of ``length`` positions; its memory is allocated at first use."""
-        return TransformersSlots(self._config, slots, length, self._rounded if self.needs.windows else None)
+        return TransformersSlots(self._config, slots, length, self._rounded if self.memory.windows else None)
 
     def keep_routes(self, slots: int) -> Tensor:
-        """Let steps keep the chosen experts; see :meth:`rocm_ext.model.sampler.Sampler.keep_routes`."""
         experts = experts_of(self.decoder).values()
-        routes = torch.zeros(slots, len(experts), self.chosen, dtype=torch.int16, device=self.device)
+        routes = torch.zeros(slots, len(experts), self._chosen, dtype=torch.int16, device=self.device)
         for layer, module in enumerate(experts):
             vars(module)[ROUTES] = routes[:, layer]
         return routes
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[Cache]:
-        """Compute the caches of ``prompts``."""
-        caches = []
-        for group in self._groups(prompts):
-            longest = max(1, *map(len, group))
-            padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in group]
-            tokens = torch.tensor(padded, device=self.device)
-            layers, _ = _prefill(self.decoder.body, self._config, tokens, self.decoder.kernel)
-            caches += [row_of(layers, row, len(prompt)) for row, prompt in enumerate(group)]
-        return caches
-
-    def _groups(self, prompts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
         groups: list[list[Sequence[int]]] = []
         for prompt in prompts:
             new = [*groups[-1], prompt] if groups else []
@@ -347,11 +327,17 @@ class TransformersSampler(Sampler):
                 groups[-1] = new
             else:
                 groups.append([prompt])
-        return groups
+        caches = []
+        for group in groups:
+            longest = max(1, *map(len, group))
+            padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in group]
+            tokens = torch.tensor(padded, device=self.device)
+            layers, _ = _prefill(self.decoder.body, self._config, tokens, self.decoder.kernel)
+            caches += [row_of(layers, row, len(prompt)) for row, prompt in enumerate(group)]
+        return caches
 
     @torch.no_grad()
     def step(self, tokens: Tensor, positions: Tensor, cache: TransformersSlots, span: int) -> Tensor:
-        """Decode one token in each of the first n slots."""
         cache.begin(positions, span)
         rows = {"input_ids": tokens[:, None], "position_ids": positions[:, None]}
         with forward_pass(positions[:, None], self.decoder.kernel, cache, self.fixed_shapes):
@@ -392,8 +378,7 @@ def replay_of(source: Any) -> Replay:
     """Prepare a model for the replay of its routers' choices.
 
     Raises:
-        UserError: the model cannot be sampled from in this process, or has no experts or unknown routers; the message
-            names the model.
+        UserError: the model cannot be sampled from in this process, or has no experts or unknown routers.
     """
     source.check_sampling()
     decoder = source.wrapped(source.empty_model(SLOTS)).eval()
@@ -409,7 +394,7 @@ def replay_of(source: Any) -> Replay:
 
 
 @torch.no_grad()
-def needs_of(source: Any) -> Needs:
+def memory_of(source: Any) -> SequenceMemory:
     """Return the memory of a sequence in a model, from a prefill on fake tensors.
 
     Raises:
@@ -431,7 +416,7 @@ def needs_of(source: Any) -> Needs:
     keys = [(size, window) for size, window in kept["keys"]]
     scores = kept["scores"] or source.kernel in ("math", "eager")
     positions = min(source.max_seq_len, _short(decoder.body))
-    return Needs(keys, kept["states"], kept["windows"], scores, kept["expanded"], positions)
+    return SequenceMemory(keys, kept["states"], kept["windows"], scores, kept["expanded"], positions)
 
 
 def _kept_of(decoder: Any) -> dict[str, Any]:
@@ -466,7 +451,7 @@ def obstacle_of(source: Any) -> str:
     is copied between host and device.
     """
     bare = source.wrapped(source.empty_model(SLOTS))
-    vars(bare)["needs"] = source.needs
+    vars(bare)["memory"] = source.memory
     for name, weight in source.named_parameters():
         if stays_quantized(weight):
             owner, _, leaf = plain(name).rpartition(".")

@@ -3,7 +3,7 @@
 Models of a folder keep Hugging Face's row order, so weights and PEFT adapters only change their names.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,13 +23,7 @@ from rocm_ext.base.errors import UserError, nearest
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.model.attention import Lengths
 from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.families import (
-    LINEAR,
-    Architecture,
-    Rope,
-    from_hf,
-    to_hf,
-)
+from rocm_ext.model.families import LINEAR, Architecture, Rope, from_hf, to_hf
 from rocm_ext.model.lora import Sizes, adapted_linear, plain
 from rocm_ext.model.native.attention import Attention
 from rocm_ext.model.native.layers import HalvesRoPE
@@ -40,17 +34,10 @@ _OUTPUT, _ALL = "lm_head", "all-linear"
 
 
 class NativeDecoder(TransformerDecoder, Decoder):
-    """A decoder of torchtune's modules; see :class:`rocm_ext.model.decoder.Decoder`.
+    """A decoder of torchtune's modules.
 
-    Attributes:
-        renames: as in the base class; None: rows are not in Hugging Face's order, and torchtune's converters apply.
+    Without ``renames``, rows are not in Hugging Face's order, and torchtune's converters apply.
     """
-
-    architecture: Any = ""
-    renames: tuple[Callable[[str], str], Callable[[str], str]] | None = None
-    graph_obstacle = ""
-    left_out: frozenset[str] = frozenset()
-    published_modules: frozenset[str] = frozenset()
 
     @property
     def packs(self) -> bool:  # type: ignore[override]
@@ -59,12 +46,10 @@ class NativeDecoder(TransformerDecoder, Decoder):
 
     @property
     def shares(self) -> bool:  # type: ignore[override]
-        """Whether packed sequences may share their beginnings."""
         return self.packs
 
     @property
     def kernel(self) -> str:
-        """Kernel of attention, see :func:`rocm_ext.model.attention.sdpa`."""
         return getattr(self.layers[0].attn, "kernel", "auto")  # type: ignore[union-attr, arg-type]
 
     @kernel.setter
@@ -73,7 +58,6 @@ class NativeDecoder(TransformerDecoder, Decoder):
             layer.attn.kernel = kernel  # type: ignore[union-attr, assignment]
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
-        """Run the model up to its output layer: [b, s, d]."""
         mask = Lengths(batch.lengths, batch.shared) if batch.lengths else None
         return self.run(batch.tokens, batch.positions, [mask] * len(self.layers))
 
@@ -113,15 +97,7 @@ class NativeDecoder(TransformerDecoder, Decoder):
         for _, rows in token_rows(self):
             rows.ids = rows.ids.to(device)
 
-    def converted(self, state: Mapping[str, Tensor]) -> None:
-        """Return None: the checkpointer's tensors have this model's names."""
-
-    def buffers_to_load(self) -> dict[str, Tensor]:
-        """Return {}: checkpoints hold no buffers."""
-        return {}
-
     def joined_weights(self) -> list[list[str]]:
-        """Return groups of weights that sampling multiplies at once; see the base class."""
         return [
             [f"{plain(name)}.{part}.weight" for part in kind.parts]
             for name, module in self.named_modules()
@@ -129,7 +105,6 @@ class NativeDecoder(TransformerDecoder, Decoder):
         ]
 
     def check_sampling(self) -> int:
-        """Check that its attention reads a cache of slots; return the positions of the longest sequence."""
         for layer in self.layers:
             attention = getattr(layer, "attn", None)
             if not isinstance(attention, Attention):
@@ -140,7 +115,6 @@ class NativeDecoder(TransformerDecoder, Decoder):
         return self.max_seq_len
 
     def sampler(self, merge: bool | None = None, device: torch.device | None = None) -> NativeSampler:
-        """Return a copy for sampling, see :func:`rocm_ext.model.sampler.sampler_of`."""
         self.check_sampling()
         return NativeSampler(self, merge)
 
@@ -163,14 +137,9 @@ def native(theirs: TransformerDecoder) -> NativeDecoder:
 def build(
     architecture: Architecture, targets: Iterable[str] | str | None, kind: Any, sizes: Sizes, quantize_base: bool
 ) -> NativeDecoder:
-    """Build a decoder with LoRA on no device.
+    """Build a decoder with LoRA; for arguments see :func:`rocm_ext.model.from_checkpoint`.
 
-    Args:
-        architecture: the model's architecture.
-        targets: layers to adapt, by PEFT's names; None or ``all-linear``: all linear layers of attention and MLP.
-        kind: torchtune's class of adapted layers, with its dropout.
-        sizes: the layers' r and alpha.
-        quantize_base: keep adapted layers' weights in 4 bits.
+    ``kind`` is torchtune's class of adapted layers, with its dropout.
 
     Raises:
         UserError: the model lacks a layer of ``targets`` or of a pattern in ``sizes``.
@@ -204,10 +173,7 @@ class _Builder:
     def decoder(self) -> NativeDecoder:
         a = self.architecture
         embeddings = nn.Embedding(a.vocabulary, a.width)
-        if a.tied:
-            output = TiedLinear(embeddings)
-        else:
-            output = self._linear(_OUTPUT, a.width, a.vocabulary)
+        output = TiedLinear(embeddings) if a.tied else self._linear(_OUTPUT, a.width, a.vocabulary)
         decoder = NativeDecoder(
             tok_embeddings=embeddings,
             layers=nn.ModuleList(self._layer(f"model.layers.{i}") for i in range(a.layers)),
@@ -228,10 +194,8 @@ class _Builder:
             up_proj=self._linear(f"{name}.mlp.up_proj", a.width, a.intermediate),
             down_proj=self._linear(f"{name}.mlp.down_proj", a.intermediate, a.width),
         )
-        attention = self._attention(f"{name}.self_attn")
-        return TransformerSelfAttentionLayer(
-            attn=attention, mlp=mlp, sa_norm=self._norm(a.width), mlp_norm=self._norm(a.width)
-        )
+        norms = {"sa_norm": self._norm(a.width), "mlp_norm": self._norm(a.width)}
+        return TransformerSelfAttentionLayer(attn=self._attention(f"{name}.self_attn"), mlp=mlp, **norms)
 
     def _attention(self, name: str) -> Attention:
         a = self.architecture

@@ -78,21 +78,13 @@ class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
             self.cache *= self.rope.yarn.attention
 
     def forward(self, x: Tensor, input_pos: Tensor | None = None) -> Tensor:
-        """Rotate heads, bit for bit as torchtune does.
-
-        Args:
-            x: [b, s, heads, head_dim].
-            input_pos: [b, s], the tokens' positions; None: their indices.
-
-        Returns:
-            [b, s, heads, head_dim].
-        """
+        """Rotate heads [b, s, heads, head_dim] at positions [b, s], bit for bit as torchtune does; None: indices."""
         if torch.compiler.is_compiling():
             return super().forward(x, input_pos=input_pos)
         return rotated(x, self.tables(x.dtype, x.shape[1], input_pos))
 
     def tables(self, dtype: torch.dtype, length: int, input_pos: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of positions, with the first half of the sines negated: two [..., 1, head_dim].
+        """Return cosines and sines, with the first half of the sines negated: two [..., 1, head_dim] of ``dtype``.
 
         Args:
             dtype: the heads' dtype.

@@ -13,7 +13,7 @@ from torchtune.modules.peft import DoRALinear, LoRALinear
 from rocm_ext.model.attention import SlotCache
 from rocm_ext.model.lora import Dora, Lora, dense
 from rocm_ext.model.native.attention import Attention, PrefixCache, Prompts
-from rocm_ext.model.sampler import MIN_ROWS, Needs, Sampler, SamplingLinear, frozen, merges
+from rocm_ext.model.sampler import MIN_ROWS, Sampler, SamplingLinear, SequenceMemory, frozen, merges
 from rocm_ext.model.token_rows import TokenRows
 
 
@@ -35,8 +35,8 @@ class NativeSampler(Sampler):
         weight = decoder.tok_embeddings.weight
         size = 2 * shape.num_kv_heads * shape.head_dim * weight.dtype.itemsize
         scores = source.kernel in ("math", "eager")
-        needs = Needs([(size, None)] * len(source.layers), 0, False, scores, 0, source.max_seq_len)
-        super().__init__(decoder, copies.adapted, needs, shape.num_heads, isinstance(source.output, TiedLinear))
+        memory = SequenceMemory([(size, None)] * len(source.layers), 0, False, scores, 0, source.max_seq_len)
+        super().__init__(decoder, copies.adapted, memory, shape.num_heads, isinstance(source.output, TiedLinear))
 
     @property
     def bytes_per_row(self) -> int:
@@ -47,16 +47,14 @@ class NativeSampler(Sampler):
         """
         attention, mlp = self.decoder.layers[0].attn, self.decoder.layers[0].mlp
         width, wide = mlp.w2.weight.shape
-        q, _, k = attention.widths
+        q, k = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
         return max(3 * width + 5 * q + 2 * k, 4 * width + 4 * wide) * self.dtype.itemsize
 
     def prefill_bytes(self, prompts: Sequence[int], most: int) -> int:
-        """Bytes of the prompts' caches and of computing them."""
         rows = max(min(most, sum(prompts)), max(prompts))
         return int(rows * (self.cache_bytes(1) + self.bytes_per_row)) + max(prompts) ** 2 * self._score_bytes
 
     def new_cache(self, slots: int, length: int) -> SlotCache:
-        """Return a cache of ``slots`` sequences of ``length`` positions."""
         cache = SlotCache(len(self.decoder.layers), slots, length)
         attention = self.decoder.layers[0].attn
         row = torch.empty(1, attention.num_kv_heads, 1, attention.head_dim, dtype=self.dtype, device=self.device)
@@ -78,7 +76,6 @@ class NativeSampler(Sampler):
 
     @torch.no_grad()
     def step(self, tokens: Tensor, positions: Tensor, cache: SlotCache, span: int) -> Tensor:
-        """Decode one token in each of the first n slots."""
         cache.begin(positions, span)
         return self.decoder.output(self.decoder.run(tokens, positions, cache.layers))
 
@@ -96,14 +93,8 @@ class SamplingAttention(Attention):
     parts = ("q_proj", "k_proj", "v_proj")
     joined: SamplingLinear
 
-    @property
-    def widths(self) -> tuple[int, int, int]:
-        """Sizes of q, k and v."""
-        k = self.num_kv_heads * self.head_dim
-        return self.num_heads * self.head_dim, k, k
-
     def project(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return q and k, with heads, in one tensor unless they have norms, and v."""
+        """As in the base class; q and k are one tensor unless they have norms."""
         qkv, kv_heads = self.joined(x).view(*x.shape[:-1], -1, self.head_dim), self.num_kv_heads
         sizes = (self.num_heads + kv_heads,) if self.q_norm is None else (self.num_heads, kv_heads)
         *qk, v = qkv.split_with_sizes((*sizes, kv_heads), dim=-2)

@@ -7,7 +7,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -33,13 +32,8 @@ _OUTPUT, _EMBEDDINGS = "output.weight", "tok_embeddings.weight"
 _STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
 _TABLES = ("rotary_emb.inv_freq", ".position_ids")  # in old files; config.json decides them
 _QUANTISED = (("", "_scale_inv"), ("", "_scale"), ("_blocks", "_scales"))  # ends of names of values and of scales
-_OF_ACTIVATIONS = (
-    ".input_scale",
-    ".activation_scale",
-    ".output_scale",
-    ".k_scale",
-    ".v_scale",
-)  # activations stay in 16 bits
+# activations stay in 16 bits
+_OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
 _AGAIN = "download the file again"
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -87,16 +81,13 @@ class HFCheckpointer:
             for name, tensor in state.on_meta().items():
                 check_stored(name, tensor)
             if read_architecture(self._folder).tied and _OUTPUT in state and _EMBEDDINGS in state:
-                _drop_copy(state)
+                check_tied(state[_OUTPUT], state[_EMBEDDINGS])
+                state.remove(_OUTPUT)
         return {MODEL_KEY: state}
 
 
 def check_stored(name: str, tensor: Tensor) -> None:
-    """Check that a weight is stored in at least 16 bits.
-
-    Raises:
-        UserError: it is quantised.
-    """
+    """Check that a weight is stored in at least 16 bits."""
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise UserError(
             f"checkpointer: {name} is stored as {str(tensor.dtype).removeprefix('torch.')}, a quantised format; "
@@ -104,13 +95,12 @@ def check_stored(name: str, tensor: Tensor) -> None:
         )
 
 
-def _drop_copy(state: "StoredWeights") -> None:
-    equal = torch.equal(state[_OUTPUT], state[_EMBEDDINGS])
-    state.remove(_OUTPUT)
-    if not equal:
+def check_tied(output: Tensor, embeddings: Tensor) -> None:
+    """Check that stored weights of tied layers are equal."""
+    if not torch.equal(output, embeddings):
         raise UserError(
-            "config.json says that the output layer is the embeddings (tie_word_embeddings), but lm_head.weight and "
-            "embed_tokens.weight differ; set tie_word_embeddings to false in config.json if both are used"
+            "config.json says that the output layer is the embeddings (tie_word_embeddings), but their weights differ; "
+            "set tie_word_embeddings to false in config.json if both are used"
         )
 
 
@@ -190,12 +180,13 @@ class StoredWeights(Mapping[str, Tensor]):
     def __init__(
         self, folder: Path, files: Sequence[str], rename: Callable[[str], str] = str, without: tuple[str, ...] = ()
     ) -> None:
-        self._stored: dict[str, list[_Stored]] = {}
+        self._stored: dict[str, list[tuple[_Reader, str]]] = {}
         self._names: dict[str, list[str]] = {}
         for file in files:
             path = folder / file
             with _readable(path):
-                reader = _opened(path, folder)
+                kind = _Safetensors if path.suffix == ".safetensors" else _Pickled
+                reader = _Gguf(folder) if path.suffix.lower() == SUFFIX else kind(path)
             self._names[file] = []
             for theirs in reader.names:
                 if theirs.endswith((*without, *_OF_ACTIVATIONS)):
@@ -204,7 +195,7 @@ class StoredWeights(Mapping[str, Tensor]):
                     name = rename(theirs)
                 except KeyError as error:
                     raise UserError(f"{path} has {theirs}, which no layer of this model has") from error
-                self._stored[name] = [_Stored(reader, theirs)]
+                self._stored[name] = [(reader, theirs)]
                 self._names[file].append(name)
         self._block = (0, 0)
         self._join_scales(folder)
@@ -213,11 +204,11 @@ class StoredWeights(Mapping[str, Tensor]):
         """Join a quantised weight's values and scales to one tensor."""
         weights: dict[str, str] = {}  # by the name of the values
         scales: dict[str, str] = {}
-        for name, (values,) in self._stored.items():
+        for name, ((reader, theirs),) in self._stored.items():
             for of_values, of_scales in _QUANTISED:
                 weight = name.removesuffix(of_values)
                 scale = weight + of_scales
-                if name.endswith(of_values) and scale in self._stored and values.on_meta().element_size() == 1:
+                if name.endswith(of_values) and scale in self._stored and reader.on_meta(theirs).element_size() == 1:
                     weights[name], scales[name] = weight, scale
         if not weights:
             return
@@ -244,7 +235,7 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         beat()
-        return self._whole(name, [part.read() for part in self._stored[name]])
+        return self._joined(name, self._parts(name, lambda reader, theirs: reader.read(theirs)))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
@@ -258,14 +249,21 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def on_meta(self) -> dict[str, Tensor]:
         """Return all tensors without their values."""
-        return {name: self._whole(name, [part.on_meta() for part in parts]) for name, parts in self._stored.items()}
+        return {name: self._joined(name, self._parts(name, lambda r, theirs: r.on_meta(theirs))) for name in self}
 
     def sample(self, name: str) -> Tensor:
         """Return up to 64 values spread over a tensor, then up to 64 scales; other values are not read."""
-        values, *scales = [part.sample() for part in self._stored[name]]
+        values, *scales = self._parts(name, lambda reader, theirs: reader.sample(theirs))
         return torch.cat([values.float(), scales[0].float()]) if scales else values
 
-    def _whole(self, name: str, parts: list[Tensor]) -> Tensor:
+    def _parts(self, name: str, read: Callable[["_Reader", str], Tensor]) -> list[Tensor]:
+        parts = []
+        for reader, theirs in self._stored[name]:
+            with _readable(reader.path):
+                parts.append(read(reader, theirs))
+        return parts
+
+    def _joined(self, name: str, parts: list[Tensor]) -> Tensor:
         if len(parts) == 1:
             return parts[0]
         try:
@@ -298,32 +296,8 @@ def _spread(count: int) -> list[range]:
     return [range(start, start + 8) for start in (i * (count - 8) // 7 for i in range(8))]
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor of a file."""
-
-    reader: "_Raw | _Gguf | _Pickled"
-    name: str
-
-    def read(self) -> Tensor:
-        with _readable(self.reader.path):
-            return self.reader.read(self.name)
-
-    def sample(self) -> Tensor:
-        with _readable(self.reader.path):
-            return self.reader.sample(self.name)
-
-    def on_meta(self) -> Tensor:
-        return self.reader.on_meta(self.name)
-
-
-class _Raw(ABC):
-    """Tensors of a file, read without a map: half as fast again as ``safe_open`` with ``backend="pread"``.
-
-    Attributes:
-        path: the file.
-        names: names of the tensors.
-    """
+class _Reader(ABC):
+    """Tensors of a file, by name."""
 
     path: Path
     names: list[str]
@@ -331,6 +305,18 @@ class _Raw(ABC):
     @abstractmethod
     def on_meta(self, name: str) -> Tensor:
         """Return a tensor without its values."""
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor:
+        """Return a tensor."""
+
+    @abstractmethod
+    def sample(self, name: str) -> Tensor:
+        """Return some values of a tensor, see :func:`_spread`."""
+
+
+class _Raw(_Reader):
+    """Tensors read without a map: half as fast again as ``safe_open`` with ``backend="pread"``."""
 
     @abstractmethod
     def begin(self, name: str) -> int:
@@ -405,7 +391,7 @@ class _Safetensors(_Raw):
         return self._begin + self._header[name]["data_offsets"][0]
 
 
-class _Gguf:
+class _Gguf(_Reader):
     """The tensors of a model's GGUF files in Hugging Face's names, shapes and orders.
 
     Args:
@@ -432,7 +418,7 @@ class _Gguf:
         return {self._files[part.name].places[part.name].kind for part in self._parts[name]}
 
     def on_meta(self, name: str) -> Tensor:
-        return self._whole(name, [self._files[part.name].on_meta(part.name) for part in self._parts[name]])
+        return self._joined(name, [self._files[part.name].on_meta(part.name) for part in self._parts[name]])
 
     def read(self, name: str) -> Tensor:
         tensors = []
@@ -440,20 +426,18 @@ class _Gguf:
             file = self._files[part.name]
             with _readable(file.path):
                 tensors.append(file.read(part.name))
-        return self._whole(name, tensors)
+        return self._joined(name, tensors)
 
     def sample(self, name: str) -> Tensor:
         return torch.cat([self._files[part.name].sample(part.name) for part in self._parts[name]])
 
-    def _whole(self, name: str, tensors: list[Tensor]) -> Tensor:
+    def _joined(self, name: str, tensors: list[Tensor]) -> Tensor:
         parts = self._parts[name]
         kind, *others = self.kinds(name)
         if others:  # different blocks become one weight as numbers
-            pairs = [
-                (tensor, self._files[part.name].places[part.name].kind)
-                for tensor, part in zip(tensors, parts, strict=True)
-            ]
-            tensors, kind = [unpack(tensor, kind) if kind else tensor.float() for tensor, kind in pairs], ""
+            kinds = [self._files[part.name].places[part.name].kind for part in parts]
+            pairs, kind = zip(tensors, kinds, strict=True), ""
+            tensors = [unpack(tensor, blocks) if blocks else tensor.float() for tensor, blocks in pairs]
         try:
             made = llama_cpp.joined(parts, tensors, kind)
         except ValueError as error:
@@ -476,13 +460,7 @@ class _Blocks(_Raw):
         return self.places[name].begin
 
 
-def _opened(path: Path, folder: Path) -> "_Raw | _Gguf | _Pickled":
-    if path.suffix.lower() == SUFFIX:
-        return _Gguf(folder)
-    return _Safetensors(path) if path.suffix == ".safetensors" else _Pickled(path)
-
-
-class _Pickled:
+class _Pickled(_Reader):
     """A ``.bin`` file, memory-mapped."""
 
     def __init__(self, path: Path) -> None:

@@ -114,29 +114,24 @@ class _Header:
         version, tensors, keys = self._numbers("<IQQ")
         if version not in (2, 3):
             raise UserError(f"{self._path} is of GGUF's version {version}; expected 2 or 3")
-        if max(tensors, keys) > _MOST:
-            raise self._damaged()
+        self._expect(max(tensors, keys) <= _MOST)
         metadata = {}
         for _ in range(keys):
             key = self._text()
             metadata[key] = self._value(*self._numbers("<I"))
         entries = [self._entry() for _ in range(tensors)]
-        if len({name for name, *_ in entries}) < tensors:
-            raise self._damaged()
+        self._expect(len({name for name, *_ in entries}) == tensors)
         step = metadata.get("general.alignment", 32)
-        if type(step) is not int or step < 1 or step > _MOST:
-            raise self._damaged()
+        self._expect(type(step) is int and 1 <= step <= _MOST)
         begin = -(-self._file.tell() // step) * step
         return metadata, {name: self._place(name, shape, kind, begin + at) for name, shape, kind, at in entries}
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name, (count,) = self._text(), self._numbers("<I")
-        if count > 4 or not name.isprintable():
-            raise self._damaged()
+        self._expect(count <= 4 and name.isprintable())
         shape = self._numbers(f"<{count}Q")[::-1]
         kind, at = self._numbers("<IQ")
-        if any(side > _MOST for side in shape):
-            raise self._damaged()
+        self._expect(all(side <= _MOST for side in shape))
         return name, shape, kind, at
 
     def _place(self, name: str, shape: tuple[int, ...], kind: int, begin: int) -> Place:
@@ -146,52 +141,42 @@ class _Header:
             raise UserError(
                 f"{self._path}: {name} is of ggml's type {kind}; expected F32, F16, BF16, {', '.join(_TYPES.values())}"
             )
-        name = _TYPES[kind]
-        if not shape or shape[-1] % BLOCKS[name][0]:
-            raise self._damaged()
-        return Place(shape, name, torch.float32, begin)
+        self._expect(bool(shape) and shape[-1] % BLOCKS[_TYPES[kind]][0] == 0)
+        return Place(shape, _TYPES[kind], torch.float32, begin)
 
     def _value(self, kind: int) -> Any:
         if kind in _SCALARS:
             return self._numbers(_SCALARS[kind])[0]
         if kind == _TEXT:
             return self._text()
-        if kind != _LIST:
-            raise self._damaged()
+        self._expect(kind == _LIST)
         of, count = self._numbers("<IQ")
-        if of in _SCALARS and count <= _MOST:
+        self._expect((of in _SCALARS or of == _TEXT) and count <= _MOST)
+        if of in _SCALARS:
             return list(self._numbers(f"<{count}{_SCALARS[of][1]}"))
-        if of != _TEXT or count > _MOST:
-            raise self._damaged()
         return [self._text() for _ in range(count)]
 
     def _text(self) -> str:
         (size,) = self._numbers("<Q")
-        if size > min(_MOST, self._size):
-            raise self._damaged()
+        self._expect(size <= _MOST)
         return self._bytes(size).decode("utf-8", "replace")
 
     def _numbers(self, form: str) -> tuple[Any, ...]:
-        if (size := struct.calcsize(form)) > self._size:
-            raise self._damaged()
-        return struct.unpack(form, self._bytes(size))
+        return struct.unpack(form, self._bytes(struct.calcsize(form)))
 
     def _bytes(self, size: int) -> bytes:
+        self._expect(size <= self._size)
         content = self._file.read(size)
-        if len(content) < size:
-            raise self._damaged()
+        self._expect(len(content) == size)
         return content
 
-    def _damaged(self) -> UserError:
-        return UserError(f"{self._path} is damaged in its header; {_AGAIN}")
+    def _expect(self, fits: bool) -> None:
+        if not fits:
+            raise UserError(f"{self._path} is damaged in its header; {_AGAIN}")
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Return all files of a model, in order: the file, or the parts of a split model.
-
-    Raises:
-        UserError: a part is missing.
-    """
+    """Return all files of a model, in order: the file, or all parts of a split model."""
     match = _PART.fullmatch(path.name)
     count = int(match[3]) if match else 0
     if match is None or not count:
@@ -219,14 +204,6 @@ def files_in(folder: Path) -> list[str] | None:
 
 
 def refuse_merging(folder: Path, instead: str) -> None:
-    """Refuse to merge an adapter into GGUF files.
-
-    Args:
-        folder: the model's folder.
-        instead: advice for the message.
-
-    Raises:
-        UserError: the folder names GGUF files.
-    """
+    """Refuse to merge an adapter into GGUF files of a folder; the message advises ``instead``."""
     if files := files_in(folder):
         raise UserError(f"an adapter merged into the blocks of {files[0]} would be rounded away; {instead}")

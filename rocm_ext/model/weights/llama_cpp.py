@@ -5,7 +5,7 @@ Keys, names and orders follow llama.cpp's ``convert_hf_to_gguf.py``.
 
 import math
 import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, explain_errors
 from rocm_ext.base.files import json_object
 from rocm_ext.model.families import (
     CONFIG,
@@ -25,7 +25,7 @@ from rocm_ext.model.families import (
     read_architecture,
     read_rope,
     stored_names,
-)
+)  # fmt: skip
 from rocm_ext.model.rope import frequencies
 from rocm_ext.model.weights.gguf_files import SHAPES, GgufFile, files_in
 from rocm_ext.model.weights.quantized import of_blocks
@@ -89,15 +89,12 @@ class Part:
 
 
 def joined(parts: Sequence[Part], tensors: Sequence[Tensor], kind: str) -> Tensor:
-    """Join parts to a weight, the reverse of :meth:`Part.of`.
+    """Join parts to a weight, the reverse of :meth:`Part.of`; raise a ValueError if the shapes do not fit.
 
     Args:
         parts: the weight's parts.
         tensors: llama.cpp's tensors, one per part: numbers, or bytes of blocks.
         kind: kind of the blocks, a key of :data:`rocm_ext.model.weights.unpack.BLOCKS`; empty: numbers.
-
-    Raises:
-        ValueError: shapes do not fit, or a vector has blocks.
     """
     (first, *others), weight = parts, tensors[0]
     dim = -1 if first.is_vector(weight) else -2
@@ -148,11 +145,7 @@ class Layout:
 
 
 def library() -> Any:
-    """Return the package ``gguf``.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Return the package ``gguf``, or refuse its absence."""
     try:
         import gguf
     except ImportError as error:
@@ -184,11 +177,7 @@ class GgufNames:
         return self._map.get_name(hf, try_suffixes=(".weight", ".bias", ".scale"))
 
     def name(self, hf: str) -> str:
-        """Return llama.cpp's name of a weight.
-
-        Raises:
-            UserError: it has none.
-        """
+        """Return llama.cpp's name of a weight, or refuse it."""
         if (llama_name := self.find(hf)) is None:
             raise UserError(f"{hf} has no place in llama.cpp's {self.arch}; {CONVERTER}")
         return llama_name
@@ -208,12 +197,8 @@ def read_layout(folder: Path) -> Layout:
         named = config.get("architectures")
         name = named[0] if isinstance(named, list) and named else config.get("model_type")
         raise UserError(f"{name} is not written to GGUF files here; {CONVERTER}")
-    try:
+    with explain_errors(f"{folder / CONFIG}"):  # transformers and the table's functions raise anything
         return _of_transformers(folder, row)
-    except UserError:
-        raise
-    except Exception as error:  # values that transformers, or the table, cannot read; their errors are of any type
-        raise UserError(f"{folder / CONFIG}: {one_line(error)}") from error
 
 
 def way_out(folder: Path) -> str:
@@ -260,9 +245,7 @@ def _of_native(folder: Path, a: Architecture) -> Layout:
         "rope_dimension_count": a.head_dim,
         **_rope_keys(a.rope),
     }
-    factors = None
-    if a.rope.kind == "llama3":
-        factors = _factors(a.head_dim, a.rope)
+    factors = _factors(a.head_dim, a.rope) if a.rope.kind == "llama3" else None
 
     def parts(name: str) -> list[Part]:
         if a.tied and name == "lm_head.weight":
@@ -281,10 +264,7 @@ def _of_native(folder: Path, a: Architecture) -> Layout:
 def places(folder: Path, first: GgufFile, stored: Collection[str]) -> dict[str, list[Part]]:
     """Return the parts of all weights in a model's GGUF files, with llama.cpp's names.
 
-    Args:
-        folder: folder with the model's ``config.json``.
-        first: the first file.
-        stored: llama.cpp's names of the tensors in all files.
+    ``stored`` has llama.cpp's names of the tensors in all files, of which ``first`` is the first.
 
     Raises:
         UserError: the files have a tensor that the model lacks, or lack a part of a weight.
@@ -292,7 +272,8 @@ def places(folder: Path, first: GgufFile, stored: Collection[str]) -> dict[str, 
     layout = read_layout(folder)
     names = GgufNames(layout)
     weights: dict[str, list[Part]] = {}
-    for name in _names_in(folder):
+    shapes = json_object(path.read_bytes()) if (path := folder / SHAPES).is_file() else None
+    for name in shapes or stored_names(layout.layers):
         ways = [layout.parts(name), [Part(f"{name}.weight")] if name.endswith("gate_up_proj") else []]
         for way in ways:
             parts = [replace(part, name=names.find(part.name) or "") for part in way]
@@ -309,13 +290,6 @@ def places(folder: Path, first: GgufFile, stored: Collection[str]) -> dict[str, 
     return weights
 
 
-def _names_in(folder: Path) -> Iterable[str]:
-    """Return Hugging Face's names of the weights of a folder's model."""
-    if (path := folder / SHAPES).is_file():
-        return json_object(path.read_bytes()) or {}
-    return stored_names(read_architecture(folder).layers)
-
-
 def _ahead(file: GgufFile) -> int:
     """Return the number of final layers that predict further tokens and are left out."""
     if not file.architecture.startswith("qwen35"):
@@ -330,21 +304,23 @@ def config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
     Raises:
         UserError: the metadata has an unknown architecture or an unknown key, or lacks a key.
     """
-    try:
+    with explain_errors(f"{files[0].path} has metadata that cannot be read"):  # values may have any type
         return _config_of(files)
-    except UserError:
-        raise
-    except Exception as error:  # values of any type, where numbers are expected
-        raise UserError(f"{files[0].path} has metadata that cannot be read: {one_line(error)}") from error
 
 
 def _config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
     file, arch = files[0], files[0].architecture
+
+    def check(fits: bool, problem: str) -> None:
+        if not fits:
+            raise UserError(f"{file.path}: {arch}.{problem}")
+
     places = {name: tensor for part in files for name, tensor in part.places.items()}
     name = next((name for name, known in _NATIVE.items() if _named(known) == arch), None)
     kind, row = next(((kind, row) for kind, row in _ROWS.items() if _named(row.arch) == arch), (None, None))
-    if name is None and (row is None or row.back is None):
-        raise UserError(f"{file.path} is llama.cpp's {arch}; {', '.join(sorted(_read()))} are read from GGUF files")
+    if name is None and row is None:
+        known = {_named(kind) for kind in (*_NATIVE.values(), *(row.arch for row in _ROWS.values()))}
+        raise UserError(f"{file.path} is llama.cpp's {arch}; {', '.join(sorted(known))} are read from GGUF files")
     if len(getattr(places.get("token_embd.weight"), "shape", ())) != 2:
         raise UserError(f"{file.path} lacks token_embd.weight, the embeddings")
     config: dict[str, Any] = {"architectures": [name], "model_type": _MODEL_TYPE.get(str(name), kind)}
@@ -357,11 +333,11 @@ def _config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
         value = keys.pop(stored := _stored_key(arch, key), None)
         if value is None and (key in _OPTIONAL or key in of_row or "expert_count" in of_row):  # see check_config
             continue
-        if problem := _problem_of(key, value):
-            raise UserError(f"{file.path}: {arch}.{stored} is {value!r}; {problem}")
+        check(not (problem := _problem_of(key, value)), f"{stored} is {value!r}; {problem}")
         values[key] = value
-        if isinstance(theirs, str) and config.setdefault(theirs, value) != value:
-            raise UserError(f"{file.path}: {arch}.{stored} is {value}, but {theirs} {config[theirs]}")
+        if isinstance(theirs, str):
+            same = config.setdefault(theirs, value) == value
+            check(same, f"{stored} is {value}, but {theirs} {config[theirs]}")
     config["head_dim"] = values.get("key_length", config["hidden_size"] // config["num_attention_heads"])
     config["vocab_size"] = places["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in places
@@ -370,13 +346,13 @@ def _config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
         config["attention_bias"] = biased
     config["rope_parameters"] = _rope_of(files, keys, config, row is not None and row.arch == "GEMMA4")
     turned, width = keys.pop("rope.dimension_count", config["head_dim"]), config["head_dim"]
-    if turned != width and (not arch.startswith("qwen35") or turned not in range(2, width, 2)):
-        raise UserError(f"{file.path}: {arch}.rope.dimension_count is {turned}; expected head_dim, {width}")
     if turned != width:
+        partial = arch.startswith("qwen35") and turned in range(2, width, 2)
+        check(partial, f"rope.dimension_count is {turned}; expected head_dim, {width}")
         config["rope_parameters"]["partial_rotary_factor"] = turned / width
-    if values.get("expert_used_count", 0) > values.get("expert_count", _LARGEST):
-        raise UserError(f"{file.path}: {arch}.expert_used_count is more than expert_count, {values['expert_count']}")
-    if row is not None and row.back is not None:
+    most = values.get("expert_count", _LARGEST)
+    check(values.get("expert_used_count", 0) <= most, f"expert_used_count is more than expert_count, {most}")
+    if row is not None:
         config |= row.back(values, config)
     if others := sorted(keys.keys() - _IDLE):
         raise UserError(f"{file.path}: {arch}.{others[0]} is {keys[others[0]]!r}, which is not computed here")
@@ -407,11 +383,7 @@ def _problem_of(key: str, value: Any) -> str:
 
 
 def check_config(folder: Path, file: GgufFile) -> None:
-    """Check that a folder's ``config.json`` gives the metadata of ``file``, from which it was made.
-
-    Raises:
-        UserError: a value of the metadata differs or is missing.
-    """
+    """Check that a folder's ``config.json`` gives the metadata of ``file``, from which it was made."""
     stored, arch, layout = _keys(file), file.architecture, read_layout(folder)
     asked = {key for row in _ROWS.values() if row.arch == layout.arch for key in row.keys} | {*_COMMON}
     needed = {_stored_key(arch, key) for key in layout.keys.keys() & asked - _OPTIONAL}
@@ -429,11 +401,6 @@ def _equal(stored: Any, value: Any) -> bool:
         both = (side * (size if len(side) == 1 else 1) for side in (stored, value))
         return len({len(stored), len(value)} - {1}) < 2 and all(map(_equal, *both))
     return math.isclose(stored, value, rel_tol=1e-5) if isinstance(value, float) else stored == value
-
-
-def _read() -> set[str]:
-    """Return llama.cpp's names of the architectures that are read from files."""
-    return {_named(arch) for arch in _NATIVE.values()} | {_named(row.arch) for row in _ROWS.values() if row.back}
 
 
 def _named(arch: str) -> str:
@@ -474,17 +441,20 @@ def _rope_of(
     files: Sequence[GgufFile], keys: dict[str, Any], config: Mapping[str, Any], proportional: bool = False
 ) -> dict[str, Any]:
     """Return RoPE's parameters, and remove its keys from ``keys``; ``proportional``: only first dimensions rotate."""
-    path, base = files[0].path, keys.pop("rope.freq_base", 10_000.0)
-    if problem := _problem_of("rope_freq_base", base):
-        raise UserError(f"{path}: rope.freq_base is {base!r}; {problem}")
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
+
+    def taken(key: str, usual: Any = None) -> Any:
+        value = keys.pop(key, usual)
+        if problem := _problem_of(key, value):
+            raise UserError(f"{path}: {key} is {value!r}; {problem}")
+        return value
+
+    path = files[0].path
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": taken("rope.freq_base", 10_000.0)}
     kind = keys.pop("rope.scaling.type", "none")
     if kind not in ("none", "linear", "yarn"):
         raise UserError(f"{path}: rope.scaling.type is {kind!r}; expected none, linear or yarn")
     if kind != "none":
-        rope |= {"rope_type": kind, "factor": (factor := keys.pop("rope.scaling.factor", None))}
-        if problem := _problem_of("rope_scaling_factor", factor):
-            raise UserError(f"{path}: rope.scaling.factor is {factor!r}; {problem}")
+        rope |= {"rope_type": kind, "factor": taken("rope.scaling.factor")}
     if kind == "yarn":
         trained = keys.pop("rope.scaling.original_context_length", config["max_position_embeddings"])
         rope["original_max_position_embeddings"] = trained
@@ -502,7 +472,7 @@ def _rope_of(
         if not fits or not torch.equal(factors, _first_dimensions(width, turned, factor)):
             raise UserError(f"{path}: {_FACTORS} are not Gemma 4's; put the model's config.json beside the file")
         return rope | {"rope_type": "proportional", "factor": factor, "partial_rotary_factor": 2 * turned / width}
-    scaled = {"rope_type": "llama3", "rope_theta": base, "factor": round(float(factors.max()), 3)}
+    scaled = rope | {"rope_type": "llama3", "factor": round(float(factors.max()), 3)}
     scaled |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     if not fits or not torch.allclose(_factors(width, read_rope({"rope_parameters": scaled}, 1)), factors, 1e-4):
         raise UserError(f"{path}: {_FACTORS} are not Llama 3's; put the model's config.json beside the file")
@@ -557,8 +527,7 @@ class _Row:
         parts: maps a weight's name and the config to the weight's parts.
         keys: keys of the metadata, in addition to :data:`_COMMON`.
         only: keys of the config, with the only values that llama.cpp computes.
-        back: returns further entries of the config from the metadata's values and the config so far; None: the
-            architecture is not read from files.
+        back: returns further entries of the config from the metadata's values and the config so far.
         merged_only: see :class:`Layout`.
     """
 
@@ -566,7 +535,7 @@ class _Row:
     parts: Callable[[str, Any], list[Part]]
     keys: Mapping[str, Of]
     only: Mapping[str, Any]
-    back: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] | None = None
+    back: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
     merged_only: tuple[str, ...] = ()
 
 
@@ -630,10 +599,9 @@ def _gpt_oss(name: str, _: Any) -> list[Part]:
     if not experts:
         return [Part(name)]
     end, change = ("bias", None) if layer.endswith("_bias") else ("weight", _TRANSPOSED)
-    if layer.startswith("down_proj"):
-        return [Part(f"{stem}.experts.down_proj.{end}", change=change)]
-    halves = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
-    return [Part(f"{stem}.experts.{half}_proj.{end}", rows, change=change) for half, rows in halves.items()]
+    parts = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
+    parts = {"down": slice(None)} if layer.startswith("down_proj") else parts
+    return [Part(f"{stem}.experts.{part}_proj.{end}", rows, change=change) for part, rows in parts.items()]
 
 
 def _qwen3_5(name: str, config: Any) -> list[Part]:
@@ -661,14 +629,16 @@ def _qwen3_5(name: str, config: Any) -> list[Part]:
     ]
 
 
+_GEMMA_4 = {  # ends of names, and what gguf knows for them
+    "router.scale": "router.proj.scale",
+    "router.per_expert_scale": "experts.down_proj.scale",
+    **{end: f"{end}.weight" for end in ("layer_scalar", "experts.gate_up_proj", "experts.down_proj")},
+}
+
+
 def _gemma_4(name: str, _: Any) -> list[Part]:
-    if name.endswith("router.scale"):
-        return [Part(name.replace("router.scale", "router.proj.scale"))]
-    if name.endswith("router.per_expert_scale"):
-        return [Part(name.replace("router.per_expert_scale", "experts.down_proj.scale"))]
-    return [
-        Part(f"{name}.weight" if name.endswith(("layer_scalar", "experts.gate_up_proj", "experts.down_proj")) else name)
-    ]
+    end = next(filter(name.endswith, _GEMMA_4), "")
+    return [Part(name.removesuffix(end) + _GEMMA_4[end] if end else name)]
 
 
 def _head_dim(config: Any) -> int:
@@ -701,10 +671,6 @@ def _local_base(config: Any) -> float:
     return rope["rope_theta"]
 
 
-def _width_of(kind: str) -> Of:
-    return lambda config: config.per_layer_config[kind].head_dim
-
-
 def _table(config: Any) -> int:
     """Return the rows that llama.cpp expects in the layers' embeddings, if there are any."""
     return config.vocab_size if config.hidden_size_per_layer_input else config.vocab_size_per_layer_input
@@ -731,15 +697,17 @@ _DELTA: dict[str, Of] = {
 }
 
 
-def _every(config: Any) -> list[str]:
+def _kinds(layers: int, every: int, others: str) -> list[str]:
     """Return the kinds of layers if every n-th has full attention."""
-    interval = config.layer_types.index("full_attention") + 1
-    kinds = ["linear_attention"] * (interval - 1) + ["full_attention"]
-    return [kinds[layer % interval] for layer in range(config.num_hidden_layers)]
+    return ["full_attention" if layer % every == 0 else others for layer in range(1, layers + 1)]
+
+
+def _linear_kinds(config: Any) -> list[str]:
+    return _kinds(config.num_hidden_layers, config.layer_types.index("full_attention") + 1, "linear_attention")
 
 
 _SILU = {"hidden_act": "silu", "attention_bias": False}
-_QWEN3_5 = {**_SILU, "layer_types": _every, "linear_value_head_dim": lambda c: c.linear_key_head_dim}
+_QWEN3_5 = {**_SILU, "layer_types": _linear_kinds, "linear_value_head_dim": lambda c: c.linear_key_head_dim}
 _GELU = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
 
 
@@ -747,9 +715,9 @@ def _back_to_windows(every: int) -> Callable[[Mapping[str, Any], Mapping[str, An
     """Return a row's ``back``; where the file does not say it, every n-th layer has full attention."""
 
     def back(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        layers = range(config["num_hidden_layers"])
-        slides = values.get("sliding_window_pattern") or [(layer + 1) % every > 0 for layer in layers]
-        return {"layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides]}
+        usual = _kinds(config["num_hidden_layers"], every, "sliding_attention")
+        pattern = values.get("sliding_window_pattern") or ()
+        return {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern] or usual}
 
     return back
 
@@ -763,14 +731,13 @@ def _back_to_gemma_3(values: Mapping[str, Any], config: Mapping[str, Any]) -> di
 
 
 def _back_to_qwen3_5(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    every, rope = values["full_attention_interval"], dict(config["rope_parameters"])
+    rope = dict(config["rope_parameters"])
     if sections := values.get("rope_dimension_sections"):
         rope["mrope_section"] = sections[:3]
-    layers = range(1, config["num_hidden_layers"] + 1)
     return {
         "rope_parameters": rope,
         "linear_value_head_dim": values["ssm_inner_size"] // config["linear_num_value_heads"],
-        "layer_types": ["linear_attention" if layer % every else "full_attention" for layer in layers],
+        "layer_types": _kinds(config["num_hidden_layers"], values["full_attention_interval"], "linear_attention"),
     }
 
 
@@ -853,15 +820,15 @@ _ROWS = {  # by the model_type of the text part
             "head_count_kv": lambda c: [
                 c.per_layer_config[layer].num_key_value_heads for layer in range(c.num_hidden_layers)
             ],
-            "key_length": _width_of("full_attention"),
-            "value_length": _width_of("full_attention"),
-            "key_length_swa": _width_of("sliding_attention"),
-            "value_length_swa": _width_of("sliding_attention"),
-            "rope_dimension_count_swa": _width_of("sliding_attention"),
+            **dict.fromkeys(("key_length", "value_length"), lambda c: c.per_layer_config["full_attention"].head_dim),
+            **dict.fromkeys(
+                ("key_length_swa", "value_length_swa", "rope_dimension_count_swa"),
+                lambda c: c.per_layer_config["sliding_attention"].head_dim,
+            ),
             "feed_forward_length": _mlps,
         },
         {**_GELU, "vocab_size_per_layer_input": _table},
-        back=_back_to_gemma_4,
+        _back_to_gemma_4,
         merged_only=("experts.down_proj",),  # the router's scale of an expert leaves out its LoRA
     ),
 }

@@ -270,16 +270,13 @@ _KEPT: dict[Any, Callable[..., Tensor | None]] = {
 
 
 def stored(name: str, packed: Tensor, scale: Tensor, block: tuple[int, int] = (0, 0)) -> Quantized:
-    """Return the weight that a file stores as values and scales.
+    """Return the weight that a file stores as values and scales; raise a ValueError if their shapes do not fit.
 
     Args:
         name: the weight's name, for the message.
         packed: see :class:`Quantized`. MXFP4's are experts' weights, which models expect as [..., in, out].
         scale: see :class:`Quantized`; or one scale for all values, or one per row.
         block: rows and columns that share a scale by ``config.json``; 0: all.
-
-    Raises:
-        ValueError: their shapes do not fit.
     """
     if packed.dtype == torch.uint8:
         if packed.shape[:-1] != scale.shape or packed.shape[-1] != 16:
@@ -305,12 +302,9 @@ def of_blocks(
 
 
 def fp8_rows(weight: Tensor, transposed: bool = False, multiplies: bool = False) -> Quantized:
-    """Quantise a weight to FP8; a row's scale maps its largest value to the format's largest.
+    """Quantise a weight [..., out, in], or [..., in, out] if ``transposed``, to FP8.
 
-    Args:
-        weight: [..., out, in], or [..., in, out] if ``transposed``.
-        transposed: see ``weight``.
-        multiplies: see :class:`Quantized`.
+    A row's scale maps its largest value to the format's largest. For ``multiplies`` see :class:`Quantized`.
     """
     dtype, weight = weight.dtype, weight.mT.contiguous() if transposed else weight
     return Quantized(*_by_rows(weight), (1, weight.shape[-1]), dtype, transposed, multiplies)
@@ -332,13 +326,9 @@ FP8_ROWS = StoredFormat("fp8", (1, 0), ("gate", "router", "shared_expert_gate"))
 
 
 def stand_in(weight: Tensor, kind: str, block: tuple[int, int], transposed: bool = False) -> nn.Parameter:
-    """Return ``weight``, a parameter on the meta device, in a quantised format.
+    """Return ``weight``, a parameter on the meta device, in the format ``fp8`` or ``mxfp4``.
 
-    Args:
-        weight: the parameter.
-        kind: ``fp8`` or ``mxfp4``.
-        block: rows and columns of a block; 0: all.
-        transposed: see :class:`Quantized`.
+    ``block`` is the rows and columns of a block; 0: all. For ``transposed`` see :class:`Quantized`.
     """
     *before, rows, columns = weight.mT.shape if transposed else weight.shape
     block = (block[0] or rows, block[1] or columns)
@@ -356,11 +346,9 @@ def stand_in(weight: Tensor, kind: str, block: tuple[int, int], transposed: bool
 
 
 def expect_blocks(decoder: Any, blocks: Mapping[str, Quantized]) -> Any:
-    """Replace parameters of ``decoder`` by its GGUF files' ``blocks``, both on the meta device; return ``decoder``.
+    """Replace parameters of ``decoder`` by its GGUF files' ``blocks``, by Hugging Face's names; return ``decoder``.
 
-    Args:
-        decoder: the model.
-        blocks: weights by Hugging Face's names.
+    Both are on the meta device.
     """
     rename = decoder.renames[0]
     for name, parameter in list(decoder.named_parameters()):

@@ -31,15 +31,9 @@ _E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)  # twice the values, as ggml h
 
 
 def unpack(packed: Tensor, kind: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the values of blocks, rounded once from fp32.
+    """Return the values of complete blocks, [..., bytes] uint8 -> [..., values], rounded once from fp32.
 
-    Args:
-        packed: [..., bytes] of complete blocks, uint8.
-        kind: a key of :data:`BLOCKS`.
-        dtype: dtype of the values.
-
-    Returns:
-        [..., values].
+    ``kind`` is a key of :data:`BLOCKS`.
     """
     return _unpack(packed, kind, dtype)
 

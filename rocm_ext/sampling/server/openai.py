@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from rocm_ext.sampling.server.wire import (
     PROBES,
     EndpointFormat,
     Server,
+    base_models,
     check_logprobs,
     top_logprob,
 )
@@ -155,35 +157,27 @@ class OpenAIEngine:
         self._servers, self.wire.exact_tokens, self.wire.has_logprobs = self._ranks.on_main(self._checked)
 
     def check_logprobs(self, sampling: Sampling) -> None:
-        """Check that every server returns the log-probs that ``sampling`` asks for.
-
-        Raises:
-            UserError: a server's log-probs belong to another distribution, or to an unknown one.
-        """
-        if any(not server.dialect for server in self._servers):
-            self.check()
+        """Check that every server returns the log-probs that ``sampling`` asks for."""
+        self._check_once()
         self._ranks.on_main(lambda: self._check_logprobs(sampling))
 
-    def check_adapter(self, adapter: Path) -> None:
-        """Check that every server can load ``adapter`` and answer with it.
-
-        Args:
-            adapter: PEFT folder.
-
-        Raises:
-            UserError: a server cannot; the message has the url and the server's message.
-        """
+    def _check_once(self) -> None:
         if any(not server.dialect for server in self._servers):
             self.check()
+
+    def check_adapter(self, adapter: Path) -> None:
+        """Check that every server can load the PEFT folder ``adapter`` and answer with it."""
+        self._check_once()
         self._ranks.on_main(lambda: self._try_adapter(self._read(adapter)))
 
     def check_exchange(self) -> None:
-        """Check that no server may finish running requests with an adapter that it loads meanwhile.
+        """Refuse a vLLM that may finish running requests with an adapter that it loads meanwhile (its issue 47724)."""
 
-        Raises:
-            UserError: a server is a vLLM that may do so (its issue 47724).
-        """
-        self._ranks.on_main(self._check_versions)
+        def check_versions() -> None:
+            for server in self._servers:
+                self._check_version(server.url)
+
+        self._ranks.on_main(check_versions)
 
     @contextmanager
     def session(self, adapter: Path | None) -> Iterator[OpenAISession]:
@@ -192,17 +186,12 @@ class OpenAIEngine:
         Sessions with the same adapter share it: the first loads it, and the last unloads it. vLLM up to 0.24.0 may then
         answer other sessions' running requests with the wrong adapter (its issue 47724).
 
-        All ranks must open the session. It ends once all have left it. An error on one rank ends it with an error on
-        all.
-
-        Args:
-            adapter: PEFT folder; None: the base model.
+        All ranks open the session; it ends once all have left it. An error on one rank ends it with an error on all.
 
         Raises:
             UserError: the servers refuse the adapter, or another rank failed.
         """
-        if any(not server.dialect for server in self._servers):
-            self.check()
+        self._check_once()
         loaded, servers = None, self._servers
         if adapter is not None:
             loaded, servers = self._ranks.on_main(lambda: self._load(self._read(adapter)))
@@ -283,32 +272,27 @@ class OpenAIEngine:
             if self.model is not None:
                 return []
             raise UserError(f"{server.url} does not list its models: {in_words(error)}; set model") from error
-        cards = answer.get("data")
-        cards = cards if isinstance(cards, list) else []
-        # vLLM also lists adapters, perhaps those of a killed run; adapters name their parent.
-        return [str(card["id"]) for card in cards if isinstance(card, dict) and "id" in card and not card.get("parent")]
+        return base_models(answer)
 
     def _check_logprobs(self, sampling: Sampling) -> None:
+        def top(server: Server, probe: Sampling) -> float | None:
+            return top_logprob(self._first_request(server, server.model, probe))
+
         for server in self._servers:
+            check_logprobs(server.url, partial(top, server), sampling)
 
-            def top(probe: Sampling, server: Server = server) -> float | None:
-                return top_logprob(self._first_request(server, server.model, probe))
-
-            check_logprobs(server.url, top, sampling)
-
-    def _check_versions(self) -> None:
-        for url in (server.url for server in self._servers):
-            try:
-                version = json_object(url, self._exchange("GET", url + "/version", CHECK_TIMEOUT)).get("version")
-            except (httpx.RequestError, UserError, Transient):
-                continue  # not vLLM
-            if str(version).startswith("0.1.dev"):  # built from sources without tags, perhaps with the fix
-                continue
-            if (minor := re.match(r"0\.(\d+)\.", str(version))) and int(minor[1]) <= 24:
-                raise UserError(
-                    f"{url} runs vLLM {version}, which may finish running requests with an adapter that it loads "
-                    "meanwhile (vLLM issue 47724); take one newer than 0.24, or set max_staleness=0"
-                )
+    def _check_version(self, url: str) -> None:
+        try:
+            version = str(json_object(url, self._exchange("GET", url + "/version", CHECK_TIMEOUT)).get("version"))
+        except (httpx.RequestError, UserError, Transient):
+            return  # not vLLM
+        minor = re.match(r"0\.(\d+)\.", version)
+        # 0.1.dev is built from sources without tags, perhaps with the fix
+        if minor and int(minor[1]) <= 24 and not version.startswith("0.1.dev"):
+            raise UserError(
+                f"{url} runs vLLM {version}, which may finish running requests with an adapter that it loads "
+                "meanwhile (vLLM issue 47724); take one newer than 0.24, or set max_staleness=0"
+            )
 
     def _first_request(self, server: Server, model: str, sampling: Sampling = PROBES[0]) -> dict[str, Any]:
         """Ask ``model`` for one token, and return the answer."""
@@ -351,10 +335,10 @@ class OpenAIEngine:
     def _try_adapter(self, adapter: Adapter) -> None:
         """Load ``adapter`` on every server, ask for one token, and unload it."""
         errors = self._on_each(self._servers, lambda client, server: load_anew(client, server, adapter))
-        loaded = [server for server, error in zip(self._servers, errors, strict=True) if error is None]
+        pairs = list(zip(self._servers, errors, strict=True))
         self._sessions[adapter.name] += 1
         try:
-            for server, error in zip(self._servers, errors, strict=True):
+            for server, error in pairs:
                 if isinstance(error, httpx.RequestError | Transient):
                     raise UserError(f"{server.url}: {in_words(error)}. {LORA_HINT}") from error
                 if error is not None:
@@ -362,13 +346,12 @@ class OpenAIEngine:
             for server in self._servers:
                 self._first_request(server, adapter.name)
         finally:
-            self._unload(adapter, loaded)
+            self._unload(adapter, [server for server, error in pairs if error is None])
 
     def _load(self, adapter: Adapter) -> tuple[Adapter, list[Server]]:
-        """Load ``adapter`` on all servers.
+        """Load ``adapter`` on all servers; return it and the servers that do not refuse it.
 
-        Returns:
-            The adapter, and the servers that do not refuse it. A failing server gets the adapter once it works again.
+        A failing server gets the adapter once it works again.
         """
         if self._sessions[adapter.name]:
             self._sessions[adapter.name] += 1

@@ -21,6 +21,7 @@ from rocm_ext.base.openai_http import (
     pause_after,
 )
 from rocm_ext.base.supervised import RETRY, beat
+from rocm_ext.sampling.server.wire import base_models
 
 _AT_ONCE = 16  # requests; a server computes all tokens of a prompt at once
 _SECONDS, _TRIES = 600.0, 8  # of a request; the pauses between tries add up to a minute
@@ -51,14 +52,12 @@ class Scorer:
                 return await exchange(client, "GET", f"{self.url}/v1/models", CHECK_TIMEOUT)
 
         try:
-            cards = json_object(self.url, asyncio.run(ask())).get("data")
+            names = base_models(json_object(self.url, asyncio.run(ask())))
         except (httpx.RequestError, Transient) as error:
             raise UserError(f"{self.url} cannot be reached: {in_words(error)}; is it running?", RETRY) from error
-        listed = [card for card in cards or () if isinstance(card, dict)]
-        names = [card["id"] for card in listed if "id" in card and not card.get("parent")]  # an adapter has a parent
         if len(names) != 1:
-            raise UserError(f"{self.url} serves {', '.join(map(str, names)) or 'no model'}; set teacher_model to one")
-        return str(names[0])
+            raise UserError(f"{self.url} serves {', '.join(names) or 'no model'}; set teacher_model to one")
+        return names[0]
 
     def logprobs(self, texts: Iterable[Iterable[int]]) -> list[np.ndarray]:
         """Return the log-probs of every text's tokens but the first, [s - 1] fp32.

@@ -40,7 +40,7 @@ _POLL = 0.2  # seconds between looks at whether the user asked to stop
 _NONE_YET = 0.05  # seconds between looks for new requests
 _TELL = 30.0  # seconds between lines about a server that fails
 _CHECK_PATIENCE = 5.0  # seconds for which a server may fail while others wait to sample
-LOAD_TIMEOUT = 300.0  # seconds
+_LOAD_TIMEOUT = 300.0  # seconds
 LORA_HINT = (
     "To sample with a trained adapter, a server must load adapters at run time: "
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank RANK "
@@ -62,11 +62,7 @@ class Adapter:
 
     @classmethod
     def read(cls, prefix: str, folder: Path) -> "Adapter":
-        """Name the adapter in ``folder`` by a hash of its files, because servers cache adapters by name.
-
-        Raises:
-            UserError: ``folder`` is not a PEFT folder.
-        """
+        """Name the adapter in a PEFT folder by a hash of its files, because servers cache adapters by name."""
         digest = hashlib.sha256()
         for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
             try:
@@ -77,12 +73,7 @@ class Adapter:
 
 
 async def load_adapter(client: Any, server: Server, adapter: Adapter) -> None:
-    """Make a server serve ``adapter``, unless it already does.
-
-    Args:
-        client: an ``httpx.AsyncClient``.
-        server: the server.
-        adapter: the adapter.
+    """Make a server serve ``adapter``, unless it already does; ``client`` is an ``httpx.AsyncClient``.
 
     Raises:
         UserError: the server refuses.
@@ -106,17 +97,13 @@ async def load_anew(client: Any, server: Server, adapter: Adapter) -> None:
 
 
 async def unload_adapter(client: Any, server: Server, adapter: Adapter) -> None:
-    """Unload ``adapter``; log a warning if the server refuses.
-
-    Raises:
-        httpx.RequestError: the server cannot be reached.
-    """
+    """Unload ``adapter``; log a warning if the server refuses."""
     response = await _call(client, server, "unload", {"lora_name": adapter.name}, CHECK_TIMEOUT)
     if response.status_code not in (200, 404):  # 404: the server was restarted
         log.warning("%s does not unload %s: %s", server.url, adapter.name, message_of(response))
 
 
-async def _call(client: Any, server: Server, verb: str, body: dict[str, str], seconds: float = LOAD_TIMEOUT) -> Any:
+async def _call(client: Any, server: Server, verb: str, body: dict[str, str], seconds: float = _LOAD_TIMEOUT) -> Any:
     return await exchange(client, "POST", f"{server.url}/v1/{verb}_lora_adapter", seconds, body)
 
 
@@ -182,20 +169,20 @@ class OpenAISession:
     """
 
     def __init__(self, terms: Terms, servers: Sequence[Server], adapter: Adapter | None) -> None:
-        self._terms, self.servers, self.adapter = terms, servers, adapter
+        self.terms, self.servers, self.adapter = terms, servers, adapter
         self.given_up = False
-        self._tokens = self._retried = 0
+        self._tokens = self.retried = 0
         self._seconds, self._mark = 0.0, 0.0
 
     @property
     def exact_tokens(self) -> bool:
         """See ``OpenAIEngine``."""
-        return self._terms.wire.exact_tokens
+        return self.terms.wire.exact_tokens
 
     @property
     def has_logprobs(self) -> bool:
         """See ``OpenAIEngine``."""
-        return self._terms.wire.has_logprobs
+        return self.terms.wire.has_logprobs
 
     def generate(self, requests: Iterable[Request | None], sampling: Sampling) -> Iterator[Completion]:
         """Yield completions as they arrive. Closing the iterator cancels open requests.
@@ -204,12 +191,11 @@ class OpenAISession:
         iterator ends early once the user asks to stop.
 
         Raises:
-            UserError: a server refuses a request, or every server has failed. Completions that arrived earlier have
-                been yielded.
+            UserError: a server refuses a request, or every server has failed; earlier completions have been yielded.
         """
         results: queue.SimpleQueue[Completion | BaseException | None] = queue.SimpleQueue()
         loop = asyncio.new_event_loop()
-        batch = _Batch(self._terms, self.servers, self.adapter, sampling, results.put, self._count_retry)
+        batch = _Batch(self, sampling, results.put)
         self.given_up = False
         task = loop.create_task(batch.run(requests))
 
@@ -228,7 +214,7 @@ class OpenAISession:
         self._mark = time.monotonic()
         thread.start()
         try:
-            while not self._terms.stopped():
+            while not self.terms.stopped():
                 try:
                     item = results.get(timeout=_POLL)
                 except queue.Empty:
@@ -256,7 +242,7 @@ class OpenAISession:
         Returns:
             The answering servers' completions by url, in the order of ``requests``; fewer if the user asks to stop.
         """
-        by_url, terms = {}, self._terms
+        by_url, terms = {}, self.terms
         if len(self.servers) > 1:
             terms = replace(terms, patience=min(terms.patience, _CHECK_PATIENCE))
         for server in self.servers:
@@ -272,15 +258,12 @@ class OpenAISession:
     def stats(self) -> dict[str, float]:
         """Return ``tokens``, ``tokens_per_second`` while generating, and ``retried`` requests."""
         speed = self._tokens / self._seconds if self._seconds else 0.0
-        return {"tokens": self._tokens, "tokens_per_second": speed, "retried": self._retried}
+        return {"tokens": self._tokens, "tokens_per_second": speed, "retried": self.retried}
 
     def _count(self, completion: Completion) -> None:
         now = time.monotonic()
         self._tokens += len(completion.tokens)
         self._seconds, self._mark = self._seconds + now - self._mark, now
-
-    def _count_retry(self) -> None:
-        self._retried += 1
 
 
 @dataclass
@@ -311,37 +294,28 @@ class _Batch:
         asking: number of open requests.
     """
 
-    def __init__(
-        self,
-        terms: Terms,
-        servers: Sequence[Server],
-        adapter: Adapter | None,
-        sampling: Sampling,
-        put: Callable[[Completion], None],
-        count_retry: Callable[[], None],
-    ) -> None:
-        self._terms, self._servers, self._adapter, self._sampling = terms, servers, adapter, sampling
-        self._put, self._count_retry = put, count_retry
-        self._states = {server.url: _State() for server in servers}
+    def __init__(self, session: OpenAISession, sampling: Sampling, put: Callable[[Completion], None]) -> None:
+        self.session, self.sampling, self.put = session, sampling, put
+        self.states = {server.url: _State() for server in session.servers}
+        self.queue: asyncio.Queue[Request] = asyncio.Queue()
         self.asking = 0
 
     @property
     def given_up(self) -> bool:
         """Whether a server was given up."""
-        return any(state.gone for state in self._states.values())
+        return any(state.gone for state in self.states.values())
 
     async def run(self, requests: Iterable[Request | None]) -> None:
         """Answer ``requests``; the first error of a worker cancels the rest."""
-        terms = self._terms
-        share = length_hint(requests, terms.concurrency * len(self._servers)) or 1
-        self._queue: asyncio.Queue[Request] = asyncio.Queue()
-        self.room = asyncio.Semaphore(min(terms.concurrency * len(self._servers), share))
+        terms, servers = self.session.terms, self.session.servers
+        share = length_hint(requests, terms.concurrency * len(servers)) or 1
+        self.room = asyncio.Semaphore(min(terms.concurrency * len(servers), share))
         async with new_client(terms.headers) as client:
             done = asyncio.ensure_future(self._take(iter(requests)))
             workers = [
                 asyncio.ensure_future(_RequestLoop(self, client, server).run())
                 for _ in range(min(terms.concurrency, share))
-                for server in self._servers
+                for server in servers
             ]
             pending = {done, *workers}
             try:
@@ -359,25 +333,20 @@ class _Batch:
         end = object()
         while await self.room.acquire() and (request := next(requests, end)) is not end:
             if isinstance(request, Request):
-                self._queue.put_nowait(request)
+                self.queue.put_nowait(request)
             else:
                 self.room.release()
                 await asyncio.sleep(_NONE_YET)
-        await self._queue.join()
+        await self.queue.join()
 
     def give_up(self, server: Server, why: str) -> None:
-        """Stop asking a server.
-
-        Raises:
-            NoServer: it was the last one.
-        """
-        state = self._states[server.url]
+        """Stop asking a server; raise :class:`NoServer` if it was the last one."""
+        state = self.states[server.url]
         if state.gone:
             return
         state.gone = why
-        if all(other.gone for other in self._states.values()):
-            reasons = "; ".join(f"{url}: {other.gone}" for url, other in self._states.items())
-            raise NoServer(reasons)
+        if all(other.gone for other in self.states.values()):
+            raise NoServer("; ".join(f"{url}: {other.gone}" for url, other in self.states.items()))
         log.warning("giving up %s, the other servers take its requests: %s", server.url, why)
 
 
@@ -386,18 +355,18 @@ class _RequestLoop:
 
     def __init__(self, batch: _Batch, client: Any, server: Server) -> None:
         self._batch, self._client, self._server = batch, client, server
-        self._terms, self._state = batch._terms, batch._states[server.url]
+        self._terms, self._state = batch.session.terms, batch.states[server.url]
         self._failures, self._waited, self._answered = 0, 0.0, 0
 
     async def run(self) -> None:
         """Answer requests until the server is given up."""
-        waiting = self._batch._queue
+        waiting = self._batch.queue
         while not self._state.gone:
             request = await waiting.get()
             self._batch.asking += 1
             try:
                 if not self._state.gone and (completion := await self._try(request)):
-                    self._batch._put(completion)
+                    self._batch.put(completion)
                     self._batch.room.release()
                 else:
                     waiting.put_nowait(request)
@@ -408,14 +377,7 @@ class _RequestLoop:
                 await asyncio.sleep(self._pause)
 
     async def _try(self, request: Request) -> Completion | None:
-        """Ask once.
-
-        Returns:
-            The answer; None if the server failed.
-
-        Raises:
-            UserError: the server refuses the request, or it was the last one and is given up.
-        """
+        """Ask once; None: the server failed."""
         began, state = time.monotonic(), self._state
         try:
             completion = await self._ask(request)
@@ -435,16 +397,17 @@ class _RequestLoop:
         return completion
 
     async def _ask(self, request: Request) -> Completion:
-        terms, server, adapter = self._terms, self._server, request.adapter or self._batch._adapter
+        terms, server, sampling = self._terms, self._server, self._batch.sampling
+        adapter = request.adapter or self._batch.session.adapter
         restored = self._state.restored[adapter]
-        body = terms.wire.body(server, adapter.name if adapter else server.model, request, self._batch._sampling)
+        body = terms.wire.body(server, adapter.name if adapter else server.model, request, sampling)
         response = await exchange(self._client, "POST", server.url + terms.path, terms.timeout, body)
         if response.status_code == 404:  # the server was restarted
             await self._restore(adapter, restored, message_of(response))
             response = await exchange(self._client, "POST", server.url + terms.path, terms.timeout, body)
             if response.status_code == 404:
                 raise Transient(f"HTTP 404: {message_of(response)}")
-        return terms.wire.completion(server.url, json_object(server.url, response), request, self._batch._sampling)
+        return terms.wire.completion(server.url, json_object(server.url, response), request, sampling)
 
     async def _restore(self, adapter: Adapter | None, restored: int, said: str) -> None:
         """Load the adapter again, unless another worker has done so since ``restored``."""
@@ -463,7 +426,7 @@ class _RequestLoop:
 
     def _failed(self, error: Exception, seconds: float, request: Request) -> None:
         """Set the pause before the next attempt, or give the server up."""
-        self._batch._count_retry()
+        self._batch.session.retried += 1
         state, patience = self._state, self._terms.patience
         if state.answered != self._answered:  # the server has answered another worker meanwhile
             self._failures, self._waited, self._answered = 0, 0.0, state.answered

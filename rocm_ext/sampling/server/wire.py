@@ -58,12 +58,7 @@ class EndpointFormat:
         self._told: set[str] = set()
 
     def body(self, server: Server, model: str, request: Request, sampling: Sampling) -> dict[str, Any]:
-        """Return the JSON that asks ``server`` for one answer.
-
-        Raises:
-            UserError: the endpoint needs messages and the request has none, or the server does not support a
-                sampling setting.
-        """
+        """Return the JSON that asks ``server`` for one answer; refuse missing messages and unsupported settings."""
         stops, sampling = list(self.tokenizer.stop_tokens), request.limited(sampling)
         body = {"model": model, "seed": request.seed & (1 << SEED_BITS) - 1}
         if self.endpoint == "chat":
@@ -87,11 +82,16 @@ class EndpointFormat:
             UserError: ``answer`` is not a valid answer to the request.
             Transient: the server aborted the request.
         """
-        choice, text, reason = _choice(url, answer, self.endpoint)
+
+        def check(fits: bool, problem: str) -> None:
+            if not fits:
+                raise UserError(f"{url} answers with {problem}: {start_of(json.dumps(answer))}")
+
+        choice, text, reason = _choice(url, answer, self.endpoint, check)
         sampling = request.limited(sampling)
+        asked = f"to a request for {sampling.max_new_tokens}"
         most = sampling.max_new_tokens + 1  # some servers do not count the stop token
-        if len(text) > _LETTERS * most:
-            raise _nonsense(url, f"{len(text)} characters to a request for {sampling.max_new_tokens} tokens", answer)
+        check(len(text) <= _LETTERS * most, f"{len(text)} characters {asked} tokens")
         prompt = choice.get("prompt_token_ids", answer.get("prompt_token_ids"))
         if isinstance(prompt, list) and prompt != list(request.tokens):
             self._tell_once(f"{url} renders prompts differently from the run: its chat template differs")
@@ -99,27 +99,22 @@ class EndpointFormat:
         reason = "stop" if cut else reason
         by_token = reason == "stop" and not cut and not isinstance(choice.get("stop_reason"), str)
         tokens, logprobs = _token_ids(choice, answer.get("usage")), _logprobs(choice)
-        if tokens is not None and (wrong := [token for token in tokens if not self._is_id(token)]):
-            known = f"an id from 0 to {self._vocabulary - 1}"
-            raise _nonsense(url, f"the token id {_short(wrong[0])}, not {known}", answer)
-        if logprobs is not None and (wrong := [value for value in logprobs if _number(value) is None]):
-            raise _nonsense(url, f"the log-prob {_short(wrong[0])}, not a number up to 0", answer)
+        wrong = [token for token in tokens or () if type(token) is not int or not 0 <= token < self._vocabulary]
+        check(not wrong, f"the token id {_first(wrong)}, not an id from 0 to {self._vocabulary - 1}")
+        wrong = [value for value in logprobs or () if _number(value) is None]
+        check(not wrong, f"the log-prob {_first(wrong)}, not a number up to 0")
         if tokens is None:
             self.exact_tokens, most = False, _SPLIT * most
             self._tell_once(f"{url} sends no token ids; re-encoding the text, which may give other ids")
             tokens = self.tokenizer.encode(text, add_bos=False, add_eos=False) + [self._end_of_turn] * by_token
             logprobs = None
-        if len(tokens) > most:
-            raise _nonsense(url, f"{len(tokens)} tokens to a request for {sampling.max_new_tokens}", answer)
+        check(len(tokens) <= most, f"{len(tokens)} tokens {asked}")
         if logprobs is None or len(logprobs) != len(tokens):
             self.has_logprobs = False
             self._tell_once(f"{url} sends no log-probabilities of the sampled tokens")
             logprobs = []
         numbers = [number for value in logprobs if (number := _number(value)) is not None]
         return Completion(request, list(tokens), numbers, text, reason)
-
-    def _is_id(self, token: Any) -> bool:
-        return type(token) is int and 0 <= token < self._vocabulary
 
     def _tell_once(self, text: str) -> None:
         if text not in self._told:
@@ -143,14 +138,11 @@ def _sent(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sampling_fields(server: Server, sampling: Sampling, stops: list[int]) -> dict[str, Any]:
-    """Return the sampling settings in the server's dialect.
+    """Return the sampling settings in the server's dialect; refuse settings that it does not support.
 
     - extended: vLLM, SGLang and llama.cpp know these fields or ignore them.
     - transformers: ``transformers serve`` refuses unknown fields but accepts a generation config.
     - plain: OpenAI's fields.
-
-    Raises:
-        UserError: the server does not support a setting.
     """
     fields: dict[str, Any] = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
     fields["top_p"] = 1.0 if sampling.top_p is None else sampling.top_p
@@ -179,29 +171,34 @@ def _end_of_turn(tokenizer: Any) -> int:
 # ---- answers
 
 
-def _choice(url: str, answer: dict[str, Any], endpoint: str) -> tuple[dict[str, Any], str, str]:
+def base_models(answer: dict[str, Any]) -> list[str]:
+    """Return the models in a server's list, without adapters: vLLM lists them, with their parent."""
+    cards = [card for card in _list(answer.get("data")) if isinstance(card, dict)]
+    return [str(card["id"]) for card in cards if "id" in card and not card.get("parent")]
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _choice(
+    url: str, answer: dict[str, Any], endpoint: str, check: Callable[[bool, str], None]
+) -> tuple[dict[str, Any], str, str]:
     """Return the only choice of an answer, its text and its finish reason."""
-    choices = answer.get("choices")
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    if not isinstance(choice, dict):
-        raise _nonsense(url, "no choices", answer)
+    choice: Any = next(iter(_list(answer.get("choices"))), None)
+    check(isinstance(choice, dict), "no choices")
     source: Any = choice.get("message") if endpoint == "chat" else choice
-    if not isinstance(source, dict):
-        raise _nonsense(url, "no message", answer)
+    check(isinstance(source, dict), "no message")
     if source.get("reasoning_content") or source.get("reasoning"):
         raise UserError(f"{url} splits the reasoning from the answer; start the server without a reasoning parser")
     text = source.get("content" if endpoint == "chat" else "text")
-    if not isinstance(text, str):
-        raise _nonsense(url, "no text", answer)
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # JSON can contain half a surrogate pair
-        raise _nonsense(url, "text that is not valid Unicode", answer) from None
+    check(isinstance(text, str), "no text")
+    encoded = text.encode(errors="replace").decode()  # JSON can contain half a surrogate pair
+    check(encoded == text, "text that is not valid Unicode")
     reason = choice.get("finish_reason")
     if reason == "abort":  # vLLM while it shuts down
         raise Transient("the server aborted the request")
-    if reason not in ("stop", "length"):
-        raise _nonsense(url, f"the finish_reason {reason!r}, not stop or length", answer)
+    check(reason in ("stop", "length"), f"the finish_reason {reason!r}, not stop or length")
     return choice, text, reason
 
 
@@ -265,12 +262,8 @@ def _until(text: str, stop_strings: Sequence[str]) -> tuple[str, bool]:
     return (text[: min(ends)], True) if ends else (text, False)
 
 
-def _short(value: Any) -> str:
-    return start_of(json.dumps(value), 30)
-
-
-def _nonsense(url: str, what: str, answer: dict[str, Any]) -> UserError:
-    return UserError(f"{url} answers with {what}: {start_of(json.dumps(answer))}")
+def _first(values: list[Any]) -> str:
+    return start_of(json.dumps(values[0]), 30) if values else ""
 
 
 # ---- the distribution of a server's log-probs
@@ -282,16 +275,7 @@ def check_logprobs(url: str, top: Callable[[Sampling], float | None], sampling: 
     vLLM and llama.cpp return log-probs at temperature 1 without truncation, but vLLM with ``--logprobs-mode
     processed_logprobs`` those of the distribution that it samples from. SGLang divides by the temperature but does not
     truncate, unless ``SGLANG_RETURN_ORIGINAL_LOGPROB`` is set. The log-prob of the most probable token shows the
-    difference.
-
-    Args:
-        url: the server's address, for messages.
-        top: asks the server for one token, always with the same prompt, and returns the log-prob of the most probable
-            token; None: the answer has none.
-        sampling: the settings of the run.
-
-    Raises:
-        UserError: the server's log-probs belong to another distribution, or to an unknown one.
+    difference: ``top`` asks the server for one token, always with the same prompt, and returns it, or None.
     """
     asked, temperature = sampling.logprobs_temperature, sampling.temperature
     truncated = sampling.top_k is not None or sampling.top_p not in (None, 1) or sampling.min_p is not None
