@@ -44,6 +44,12 @@ def nearest(name: object, known: Iterable[str], otherwise: str | None = None) ->
     return guess if match and len(names) > 9 else f"{guess or ';'} known: {', '.join(names)}"
 
 
+def refuse(problems: Iterable[str]) -> None:
+    """Raise a UserError with the first of the problems, if there are any."""
+    for problem in problems:
+        raise UserError(problem)
+
+
 @contextmanager
 def explain_errors(before: str) -> Iterator[None]:
     """Context for foreign code that may raise anything: its errors become a UserError, with ``before`` in front."""

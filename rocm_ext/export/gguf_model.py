@@ -118,12 +118,9 @@ def write_adapter(source: Source, out: Path) -> None:
     merged = MergedWeights(source.decoder(), base_tensors(source.cfg.checkpointer)[2], source.adapter)
     merged.check(source.base)
     config = merged.config
-    if config.dora:
-        raise UserError(f"{source.adapter} is DoRA, which llama.cpp does not compute; set --gguf, which merges it")
-    if merged.rows:
-        raise UserError(
-            f"{source.adapter} has rows of new tokens, which llama.cpp's adapters cannot; set --gguf, which merges them"
-        )
+    if config.dora or merged.rows:
+        problem = "is DoRA" if config.dora else "has rows of new tokens"
+        raise UserError(f"{source.adapter} {problem}, which llama.cpp does not compute; set --gguf, which merges it")
     gguf = library()
     writer = gguf.GGUFWriter(None, names.arch)
     writer.add_type(gguf.GGUFType.ADAPTER)

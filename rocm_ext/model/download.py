@@ -139,25 +139,23 @@ def _fetch(name: str, commit: str | None, patterns: list[str]) -> Path:
     try:
         with beating():
             return Path(snapshot_download(name, revision=commit, allow_patterns=patterns, ignore_patterns=_ELSEWHERE))
-    except GatedRepoError as error:
-        raise UserError(
-            f"{name} is gated: accept its licence at https://huggingface.co/{name} and run `hf auth login`"
-        ) from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise UserError(
-            f"checkpoint_dir {name} is neither a folder nor a model on the Hugging Face hub that you may see; "
-            "private models need `hf auth login`"
-        ) from error
-    except Exception as error:  # the client raises those of its HTTP library, too
-        if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
-            raise UserError(
-                f"cannot download {name}: {error.strerror}: {error.filename or HF_HUB_CACHE}; HF_HOME sets another "
-                "folder for the hub's cache"
-            ) from error
-        raise UserError(
-            f"cannot download {name}: {one_line(error)[:300]}; where there is a network, tune download {name} "
-            "--output-dir DIR, and set model.checkpoint_dir=DIR"
-        ) from error
+    except Exception as error:  # the client also raises errors of its HTTP library
+        if isinstance(error, GatedRepoError):
+            problem = f"{name} is gated: accept its licence at https://huggingface.co/{name} and run `hf auth login`"
+        elif isinstance(error, RepositoryNotFoundError | HFValidationError):
+            problem = (
+                f"checkpoint_dir {name} is neither a folder nor a model on the Hugging Face hub that you may see; "
+                "private models need `hf auth login`"
+            )
+        elif isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+            where = f"{error.strerror}: {error.filename or HF_HUB_CACHE}"
+            problem = f"cannot download {name}: {where}; HF_HOME sets another folder for the hub's cache"
+        else:
+            problem = (
+                f"cannot download {name}: {one_line(error)[:300]}; where there is a network, tune download {name} "
+                "--output-dir DIR, and set model.checkpoint_dir=DIR"
+            )
+        raise UserError(problem) from error
 
 
 # ---- shapes of published models, which this library ships so that a plan needs no download

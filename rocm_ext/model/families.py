@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
+from rocm_ext.config.checks.kinds import NOT_NEGATIVE, SWITCH, Kind, check
 
 CONFIG = "config.json"
 Config = Mapping[str, Any]
@@ -398,27 +399,25 @@ def _yarn(parameters: Config, key: str, factor: float) -> Yarn:
     return Yarn(fast, slow, rounded, _number(parameters, "attention_factor", inferred))
 
 
-def _whole(config: Config, key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if type(value) is not int or value < 1:
-        raise UserError(f"{key} is {value!r}; expected a whole number of at least 1")
+def _value(config: Config, key: str, kind: Kind, default: Any = None) -> Any:
+    value = default if config.get(key) is None else config[key]
+    check({key: value}, {key: kind})
     return value
 
 
+_WHOLE = Kind(lambda value: type(value) is int and value >= 1, ("a whole number of at least 1",))
+
+
+def _whole(config: Config, key: str, default: int | None = None) -> int:
+    return _value(config, key, _WHOLE, default)
+
+
 def _number(config: Config, key: str, default: float | None = None) -> float:
-    value = config.get(key)
-    value = default if value is None else value
-    if type(value) not in (int, float) or not 0 <= value < float("inf"):  # type: ignore[operator]
-        raise UserError(f"{key} is {value!r}; expected a number")
-    return float(value)  # type: ignore[arg-type]
+    return float(_value(config, key, NOT_NEGATIVE, default))
 
 
 def _switch(config: Config, key: str) -> bool:
-    value = config.get(key, False)
-    if not isinstance(value, bool | None):
-        raise UserError(f"{key} is {value!r}; expected true or false")
-    return bool(value)
+    return _value(config, key, SWITCH, False)
 
 
 # ---- names of a native decoder's parts: torchtune's, and Hugging Face's

@@ -9,7 +9,7 @@ from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.log import log
-from rocm_ext.config.checks.kinds import check
+from rocm_ext.config.checks.kinds import check, integer
 from rocm_ext.config.checks.training import PATTERNS
 from rocm_ext.model.families import foreign_config, read_architecture, stored_format
 from rocm_ext.model.lora import Sizes
@@ -61,9 +61,8 @@ def from_checkpoint(
     Raises:
         UserError: the folder has no such model, or the model lacks a layer, parameter or token that an argument names.
     """
-    if not 1 <= lora_rank <= 2**16:
-        raise UserError(f"lora_rank is {lora_rank}; expected 1 to 65,536")
-    check({"rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern}, PATTERNS, "model.")
+    sizes_given = {"lora_rank": lora_rank, "rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern}
+    check(sizes_given, {"lora_rank": integer(1, 2**16), **PATTERNS}, "model.")
     named = [target_parameters] if isinstance(target_parameters, str) else target_parameters or ()
     sizes = Sizes(
         rank=lora_rank,

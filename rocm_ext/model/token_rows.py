@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.data.encoder import TOKENIZER, TextEncoder
 
 EMBEDDINGS, OUTPUT = "embed_tokens", "lm_head"  # PEFT's names of the two layers
+_EMPTY = "trainable_tokens is empty; expected null or some tokens"
 
 
 class TokenRows(nn.Module):
@@ -133,30 +134,27 @@ def train_tokens(decoder: Any, wanted: Any, folder: Path) -> None:
     if not isinstance(wanted, Mapping):
         wanted = dict.fromkeys((EMBEDDINGS, OUTPUT), wanted)
     if not wanted:
-        raise UserError("trainable_tokens is empty; expected null or some tokens")
+        raise UserError(_EMPTY)
     numbers = {str(name): _numbers(tokens, folder, decoder) for name, tokens in wanted.items()}
     for name, tokens in by_layer(decoder, numbers).items():
         layer, tied = _layers(decoder)[name], decoder.output_layer if is_tied(decoder) else None
-        _check(layer, tokens)
-        _check(tied, tokens)
+        refuse(f"trainable_tokens {problem}" for part in (layer, tied) for problem in _problems(part, tokens))
         attach(TokenRows(tokens, layer), layer, tied)
 
 
-def _check(layer: Any, tokens: list[int]) -> None:
-    """Refuse layers for which PEFT does not support such rows."""
+def _problems(layer: Any, tokens: list[int]) -> Iterator[str]:
+    """Yield the reasons why PEFT does not support such rows in a layer."""
     if hasattr(layer, "lora_a"):
-        raise UserError(
-            f"trainable_tokens trains rows of {OUTPUT}, which target_modules adapts, and PEFT does not combine them; "
+        yield (
+            f"trains rows of {OUTPUT}, which target_modules adapts, and PEFT does not combine them; "
             f"leave it out of target_modules, or set trainable_tokens={{{EMBEDDINGS}: {tokens}}}"
         )
     if getattr(layer, "bias", None) is not None:
-        raise UserError("trainable_tokens: the output layer has a bias, which PEFT leaves out with such rows")
+        yield "cannot train the output layer, because it has a bias, which PEFT leaves out with such rows"
     head = not isinstance(layer, nn.Embedding) and "weight" in getattr(layer, "_parameters", ())
-    if head and type(layer).forward is not nn.Linear.forward:
-        raise UserError(f"trainable_tokens: output layers of the class {type(layer).__name__} are not supported")
     special = isinstance(layer, nn.Embedding) and type(layer).forward is not nn.Embedding.forward
-    if special and not hasattr(layer, "embed_scale"):
-        raise UserError(f"trainable_tokens: embeddings of the class {type(layer).__name__} are not supported")
+    if (head and type(layer).forward is not nn.Linear.forward) or (special and not hasattr(layer, "embed_scale")):
+        yield f"does not support {'output layers' if head else 'embeddings'} of the class {type(layer).__name__}"
 
 
 def by_layer(decoder: Any, given: Mapping[str, list[int]]) -> dict[str, list[int]]:
@@ -205,24 +203,24 @@ def _numbers(tokens: Any, folder: Path, decoder: Any) -> list[int]:
         raise UserError(
             f"trainable_tokens has {texts[0]!r}, and {folder} has no {TOKENIZER}; give ids, or download the model"
         )
+    if not given:
+        raise UserError(_EMPTY)
     encoder = TextEncoder(folder / TOKENIZER) if texts else None
     rows, numbers = decoder.tok_embeddings.num_embeddings, set()
     for token in given:
         pieces = encoder.encode(token) if encoder is not None and isinstance(token, str) else [token]
+        problem = "; expected a token's text or its id"
         if len(pieces) != 1:
-            raise UserError(
-                f"trainable_tokens has {token!r}, which is {len(pieces)} tokens of {folder / TOKENIZER}; add it once "
-                "with transformers (add_tokens, resize_token_embeddings), or name one of the tokenizer's"
+            problem = (
+                f", which is {len(pieces)} tokens of {folder / TOKENIZER}; add it once with transformers (add_tokens, "
+                "resize_token_embeddings), or name one of the tokenizer's"
             )
-        number = pieces[0]
-        if type(number) is not int or number < 0:
-            raise UserError(f"trainable_tokens has {token!r}; expected a token's text or its id")
-        if number >= rows:
-            raise UserError(
-                f"trainable_tokens has {token!r}, id {number}, but the model's embeddings have {rows} rows; add rows "
-                "once with transformers (resize_token_embeddings), or use one of the spare ids"
+        elif type(pieces[0]) is int and pieces[0] >= rows:
+            problem = (
+                f", id {pieces[0]}, but the model's embeddings have {rows} rows; add rows once with transformers "
+                "(resize_token_embeddings), or use one of the spare ids"
             )
-        numbers.add(number)
-    if not numbers:
-        raise UserError("trainable_tokens is empty; expected null or some tokens")
+        if len(pieces) != 1 or type(pieces[0]) is not int or not 0 <= pieces[0] < rows:
+            raise UserError(f"trainable_tokens has {token!r}{problem}")
+        numbers.add(pieces[0])
     return sorted(numbers)

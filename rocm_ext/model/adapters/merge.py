@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torchtune.training.checkpointing._utils import FormattedCheckpointFiles
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.base.files import flush, json_object, replace_folder
 from rocm_ext.base.hub import files_of
 from rocm_ext.base.log import log
@@ -158,20 +158,23 @@ class MergedWeights:
         """
         shapes = on_meta(self._state) if self._converted is None else self._converted.on_meta()
         check_base(self._decoder, shapes, base)
-        if unknown := [name for name in self._changed() if name not in shapes]:
-            raise UserError(f"adapter {self._adapter} has weights for {unknown[0]}, but {base} does not")
+        refuse(f"adapter {self._adapter} {problem}" for problem in self._problems(shapes, base))
+
+    def _problems(self, shapes: Mapping[str, Tensor], base: Path) -> Iterator[str]:
+        for name in self._changed():
+            if name not in shapes:
+                yield f"has weights for {name}, but {base} does not"
         if len(self.rows) < len(by_layer(self._decoder, self.config.tokens)):
-            raise UserError(f"adapter {self._adapter} is damaged: it lacks rows of {dict(self.config.tokens)}")
+            yield f"is damaged: it lacks rows of {dict(self.config.tokens)}"
         for name, rows in self.rows.items():
-            if rows.shape[1:] != shapes[name].shape[1:] or self._ids(name)[-1] >= len(shapes[name]):
-                given = f"rows {self._ids(name)} of {rows.shape[1]} values"
-                raise UserError(f"adapter {self._adapter} has {given} for {name}, which is {list(shapes[name].shape)}")
+            shape = list(shapes[name].shape)
+            if list(rows.shape[1:]) != shape[1:] or self._ids(name)[-1] >= shape[0]:
+                yield f"has rows {self._ids(name)} of {rows.shape[1]} values for {name}, which is {shape}"
         for name, parts in self.linear.items():
             (rank, inputs), outputs = parts[".lora_A.weight"].shape, len(parts[".lora_B.weight"])
             expected, _ = self.config.of(name.removesuffix(".weight"))
             if (shape := list(shapes[name].shape)) != [outputs, inputs] or rank != expected:
-                given = f"{[outputs, inputs]} of rank {rank}"
-                raise UserError(f"adapter {self._adapter} has weights for {name} {given}, but {base} has it {shape}")
+                yield f"has weights for {name} {[outputs, inputs]} of rank {rank}, but {base} has it {shape}"
 
     def weight(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return a weight by the model's name: in ``dtype`` if the adapter changes it, else as stored.

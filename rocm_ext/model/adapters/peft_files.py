@@ -168,6 +168,8 @@ class PeftConfig(Sizes):
         foreign = [] if decoder.renames else [_short(key, theirs[key]) for key in PATTERNS if theirs[key]]
         if self.tokens and decoder.renames is None:
             foreign.append(_short("trainable_token_indices", dict(self.tokens)))
+        if self.parameters and not decoder.published_modules:  # native models have no experts
+            foreign.append(f"target_parameters={list(self.parameters)}")
         if foreign:  # torchtune's builders have no such keys
             raise _unknown(folder, foreign)
         tokens, trained = by_layer(decoder, self.tokens), trained_tokens(decoder)
@@ -183,8 +185,6 @@ class PeftConfig(Sizes):
                 f"the config has {', '.join(_short(key, ours) for *_, key, ours in wrong)}. "
                 f"Set {' '.join(_option(key, theirs) for _, theirs, key, _ in wrong)}"
             )
-        if self.parameters and not decoder.published_modules:  # native models have no experts
-            raise _unknown(folder, [f"target_parameters={list(self.parameters)}"])
         adapted, experts = peft_experts.matching(decoder, self.parameters), peft_experts.expert_loras(decoder).keys()
         every = experts | {f"{name}.weight" for name in peft_experts.linears(decoder)}
         if not experts <= adapted <= every or (self.parameters and not adapted):
@@ -243,22 +243,23 @@ def _last(name: str) -> str:
 
 def check_checkpointer(cfg: DictConfig, decoder: Decoder) -> None:
     """Refuse a model family without PEFT export, and weights with another row order or folder than the model's."""
-    model_type = cfg.checkpointer.model_type
+    model_type, problem = cfg.checkpointer.model_type, ""
+    read, built = cfg.checkpointer.get("checkpoint_dir"), cfg.model.get("checkpoint_dir")
     if (model_type == HF) != (decoder.renames is not None):
-        raise UserError(
-            f"checkpointer.model_type is {model_type}: rocm_ext.model.HFCheckpointer reads the weights of "
+        problem = (
+            f"model_type is {model_type}: rocm_ext.model.HFCheckpointer reads the weights of "
             "rocm_ext.model.from_checkpoint, torchtune's checkpointers those of torchtune's builders. "
             "With from_checkpoint, leave checkpointer and tokenizer out"
         )
-    # models of the same shape can differ in RoPE and norms
-    read, built = cfg.checkpointer.get("checkpoint_dir"), cfg.model.get("checkpoint_dir")
-    if model_type == HF and Path(read).resolve() != Path(built).resolve():
-        raise UserError(
-            f"checkpointer.checkpoint_dir is {read}, but model.checkpoint_dir is {built}; set model.checkpoint_dir "
-            "alone, or both to one folder"
+    elif model_type == HF and Path(read).resolve() != Path(built).resolve():  # RoPE and norms may differ
+        problem = (
+            f"checkpoint_dir is {read}, but model.checkpoint_dir is {built}; set model.checkpoint_dir alone, or both "
+            "to one folder"
         )
-    if model_type in _NO_PEFT:
-        raise UserError(f"checkpointer.model_type {model_type} has no PEFT adapter format in torchtune")
+    elif model_type in _NO_PEFT:
+        problem = f"model_type {model_type} has no PEFT adapter format in torchtune"
+    if problem:
+        raise UserError(f"checkpointer.{problem}")
 
 
 def adapter_state(decoder: Decoder) -> dict[str, Tensor]:
@@ -426,10 +427,9 @@ def _finite_tensors(source: Path) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise UserError(f"cannot read the adapter in {source}: expected tensors by name")
     for name, tensor in state.items():
-        if not tensor.is_floating_point():
-            raise UserError(f"adapter {source} is damaged: {name} is {tensor.dtype}; expected floating-point numbers")
-        if not tensor.float().isfinite().all():
-            raise UserError(f"adapter {source} is damaged: {name} has values that are not finite")
+        if not tensor.is_floating_point() or not tensor.float().isfinite().all():
+            values = "values that are not finite" if tensor.is_floating_point() else f"values of {tensor.dtype}"
+            raise UserError(f"adapter {source} is damaged: {name} has {values}; expected floating-point numbers")
     return state
 
 

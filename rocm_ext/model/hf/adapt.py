@@ -96,17 +96,18 @@ def _matching_parameters(model: nn.Module, experts: list[str], targets: Any, ada
         raise UserError(f"target_parameters is empty; expected null, {ALL_EXPERTS} or names of experts' weights")
     every = [name for name, _ in model.named_parameters()]
     for target in targets:
-        matching = ends_with(every, target)
+        matching, problem = ends_with(every, target), ""
         if not matching:
             known = sorted({".".join(name.split(".")[-2:]) for name in experts})
-            hint = nearest(target, known) or (f"; fused experts are {', '.join(known)}" if known else "")
-            raise UserError(f"target_parameters has {target!r}, which is no parameter{hint}")
-        if other := next((name for name in matching if name not in adapted.union(experts)), None):
+            problem = f"which is no parameter{nearest(target, known)}"
+        elif other := next((name for name in matching if name not in adapted.union(experts)), None):
             module = type(model.get_submodule(other.rpartition(".")[0])).__name__
-            raise UserError(
-                f"target_parameters has {target!r}, but {other} of {module} is no fused weight of experts that LoRA "
-                "can adapt; target_modules adapts linear layers"
+            problem = (
+                f"but {other} of {module} is no fused weight of experts that LoRA can adapt; target_modules adapts "
+                "linear layers"
             )
+        if problem:
+            raise UserError(f"target_parameters has {target!r}, {problem}")
     return [name for name in experts if any(ends_with([name], target) for target in targets)]
 
 
@@ -142,16 +143,17 @@ def _matches(model: nn.Module, linears: dict[str, nn.Linear], targets: list[str]
     every = [name for name, _ in model.named_modules()]
     names: set[str] = set()
     for target in targets:
-        matching = ends_with(linears, target)
+        matching, problem = ends_with(linears, target), ""
         for name in matching:
             owner, _, leaf = name.rpartition(".")
             kind: Any = type(model.get_submodule(owner))
             if leaf in _read_past(kind):
-                raise UserError(f"target_modules has {target!r}, but the model reads the weight of {name} past LoRA")
+                problem = problem or f"but the model reads the weight of {name} past LoRA"
         if not matching:
-            known = sorted({name.rpartition(".")[2] for name in linears})
+            problem = f"which is no layer{nearest(target, {name.rpartition('.')[2] for name in linears})}"
             if ends_with(every, target):
-                raise UserError(f"target_modules has {target!r}, which is not a linear layer or shares its weights")
-            raise UserError(f"target_modules has {target!r}, which is no layer{nearest(target, known)}")
+                problem = "which is not a linear layer or shares its weights"
+        if problem:
+            raise UserError(f"target_modules has {target!r}, {problem}")
         names.update(matching)
     return [name for name in linears if name in names]

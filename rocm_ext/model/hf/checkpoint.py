@@ -181,7 +181,10 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def keep_precision(model: Any, dtype: torch.dtype) -> None:
-    """Convert weights to fp32 that transformers always keeps so, such as routers' corrections; others have ``dtype``."""
+    """Convert weights to fp32 that transformers always keeps so, such as routers' corrections.
+
+    The other weights have ``dtype``.
+    """
     if not (kept := model._get_dtype_plan(dtype)):
         return
     pattern, _, _ = build_glob_alternation(list(kept))

@@ -89,15 +89,16 @@ class TransformersDecoder(Decoder):
         self.text_part = take_text(model)
         for name, child in model.named_children():
             self.add_module(name, child)
-        if outside := [name for name, _ in model.named_parameters(recurse=False)]:
-            raise UserError(f"{type(model).__name__} has weights outside its layers: {', '.join(outside)}")
+        outside = [name for name, _ in model.named_parameters(recurse=False)]
         head = _name_of(model, model.get_output_embeddings())
         lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
         self.layers_name = next((n for n in lists if len(model.get_submodule(n)) == config.num_hidden_layers), "")  # type: ignore
         top, nested, _ = self.layers_name.partition(".")
         self._body = self.text_part.body if self.text_part else top
-        if not nested or not head or model.get_input_embeddings() is None:
-            raise UserError(f"{type(model).__name__} is not built as other decoders of transformers are")
+        if outside or not nested or not head or model.get_input_embeddings() is None:
+            weights = f"has weights outside its layers: {', '.join(outside)}"
+            problem = weights if outside else "is not built as other decoders of transformers are"
+            raise UserError(f"{type(model).__name__} {problem}")
         self.tied: tuple[str, str] | None = None
         embeddings = model.get_input_embeddings()
         if model.get_output_embeddings().weight is embeddings.weight:

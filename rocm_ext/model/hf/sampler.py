@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -403,24 +403,41 @@ def memory_of(source: Any) -> SequenceMemory:
     name = type(source.model_).__name__
     try:
         decoder = source.wrapped(source.empty_model(SLOTS)).eval()
-        kept = remembered([_kept_of, decoder], lambda: _kept_of(decoder))
+        kept = _Kept(*remembered([_kept_of, decoder], lambda: _kept_of(decoder)))
     except Exception as error:  # the model's code may raise anything
         cause = _ATTENTION if SLOTS in str(error) else one_line(error)  # its code does not know this attention
         raise UserError(f"{name} cannot be sampled from in this process: {cause}; {_SERVER}") from error
     problems = {
-        "its cache is not that of transformers' interface": kept["strangers"] > 0,
-        _ATTENTION: len(kept["keys"]) > kept["attended"],
+        "its cache is not that of transformers' interface": kept.strangers > 0,
+        _ATTENTION: len(kept.keys) > kept.attended,
     }
     if bad := [what for what, holds in problems.items() if holds]:
         raise UserError(f"{name} cannot be sampled from in this process: {bad[0]}; {_SERVER}")
-    keys = [(size, window) for size, window in kept["keys"]]
-    scores = kept["scores"] or source.kernel in ("math", "eager")
+    keys = [(size, window) for size, window in kept.keys]
+    scores = kept.scores or source.kernel in ("math", "eager")
     positions = min(source.max_seq_len, _short(decoder.body))
-    return SequenceMemory(keys, kept["states"], kept["windows"], scores, kept["expanded"], positions)
+    return SequenceMemory(keys, kept.states, kept.windows, scores, kept.expanded, positions)
 
 
-def _kept_of(decoder: Any) -> dict[str, Any]:
-    """Simulate a prefill; return facts about its cache and attention, as values for JSON."""
+class _Kept(NamedTuple):
+    """Facts about a prefill's cache and attention; see :class:`SequenceMemory`.
+
+    Attributes:
+        strangers: number of layers whose cache is not used.
+        attended: number of layers that call attention.
+    """
+
+    keys: list[tuple[int, int | None]]
+    states: int
+    windows: bool
+    scores: bool
+    expanded: int
+    strangers: int
+    attended: int
+
+
+def _kept_of(decoder: Any) -> _Kept:
+    """Simulate a prefill."""
     layers, asked = _fake_prefill(decoder)
     keys, states, used, most = [], 0, 0, 0
     for layer in layers:
@@ -432,15 +449,8 @@ def _kept_of(decoder: Any) -> dict[str, Any]:
         if isinstance(layer, LinearAttentionLayer):
             every = [*layer.conv_states.values(), *layer.recurrent_states.values()]
             states += sum(t.nbytes for t in every if t is not None)
-    return {
-        "keys": keys,
-        "states": states,
-        "strangers": len(layers) - used,
-        "attended": asked.layers,
-        "windows": asked.windows,
-        "scores": asked.scores,
-        "expanded": 4 * asked.read if asked.read > most else 0,
-    }
+    expanded = 4 * asked.read if asked.read > most else 0
+    return _Kept(keys, states, asked.windows, asked.scores, expanded, len(layers) - used, asked.layers)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from torchtune.modules import (
     TransformerSelfAttentionLayer,
 )
 
-from rocm_ext.base.errors import UserError, nearest
+from rocm_ext.base.errors import UserError, nearest, refuse
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.model.attention import Lengths
 from rocm_ext.model.decoder import Decoder
@@ -152,8 +152,7 @@ def _targets(given: Iterable[str] | str | None, tied: bool) -> frozenset[str]:
         return frozenset(LINEAR)
     names = frozenset([given] if isinstance(given, str) else map(str, given))
     known = [*LINEAR, _OUTPUT]
-    for name in sorted(names.difference(known)):
-        raise UserError(f"target_modules has {name!r}, which is no layer{nearest(name, known)}")
+    refuse(f"target_modules has {name!r}, which is no layer{nearest(name, known)}" for name in sorted(names - {*known}))
     if not names:
         raise UserError(f"target_modules is empty; expected {_ALL} or some of {', '.join(known)}")
     if tied and _OUTPUT in names:

@@ -469,14 +469,16 @@ def _rope_of(
     factors = holder.numbers(_FACTORS) if fits else torch.ones(1)
     if proportional:
         turned, factor = int((factors < _STILL).sum()), float(factors[0])
-        if not fits or not torch.equal(factors, _first_dimensions(width, turned, factor)):
-            raise UserError(f"{path}: {_FACTORS} are not Gemma 4's; put the model's config.json beside the file")
-        return rope | {"rope_type": "proportional", "factor": factor, "partial_rotary_factor": 2 * turned / width}
-    scaled = rope | {"rope_type": "llama3", "factor": round(float(factors.max()), 3)}
-    scaled |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if not fits or not torch.allclose(_factors(width, read_rope({"rope_parameters": scaled}, 1)), factors, 1e-4):
-        raise UserError(f"{path}: {_FACTORS} are not Llama 3's; put the model's config.json beside the file")
-    return scaled
+        rope |= {"rope_type": "proportional", "factor": factor, "partial_rotary_factor": 2 * turned / width}
+        known = fits and torch.equal(factors, _first_dimensions(width, turned, factor))
+    else:
+        rope |= {"rope_type": "llama3", "factor": round(float(factors.max()), 3)}
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        known = fits and torch.allclose(_factors(width, read_rope({"rope_parameters": rope}, 1)), factors, 1e-4)
+    if not known:
+        family = "Gemma 4" if proportional else "Llama 3"
+        raise UserError(f"{path}: {_FACTORS} are not {family}'s; put the model's config.json beside the file")
+    return rope
 
 
 def _factors(width: int, rope: Rope) -> Tensor:

@@ -31,7 +31,7 @@ from rocm_ext.base.openai_http import (
     seconds_of,
 )
 from rocm_ext.base.supervised import RETRY
-from rocm_ext.config.checks.kinds import check, integer, number
+from rocm_ext.config.checks.kinds import Kind, check, integer, number
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.sampling.engine import Request, Sampling
 from rocm_ext.sampling.server.session import LORA_HINT, Adapter, OpenAISession, Terms, load_anew, unload_adapter
@@ -49,6 +49,10 @@ from rocm_ext.sampling.server.wire import (
 _KINDS = {
     "concurrency": integer(1, 1024),  # files that a process may usually have open
     "timeout": number(lambda x: 0 < x <= 604800, "seconds above 0, at most 604800"),
+    "lora_name": Kind(
+        lambda name: isinstance(name, str) and bool(re.fullmatch(r"[\w.-]+", name)),
+        ("letters, digits, dots, - and _",),
+    ),
 }
 
 
@@ -113,9 +117,7 @@ class OpenAIEngine:
     ) -> None:
         if endpoint not in ENDPOINTS:
             raise UserError(f"endpoint {endpoint!r} is unknown{nearest(endpoint, ENDPOINTS)}")
-        check({"concurrency": concurrency, "timeout": timeout}, _KINDS, "engine.")
-        if not isinstance(lora_name, str) or not re.fullmatch(r"[\w.-]+", lora_name):
-            raise UserError(f"lora_name is {lora_name!r}; expected letters, digits, dots, - and _")
+        check({"concurrency": concurrency, "timeout": timeout, "lora_name": lora_name}, _KINDS, "engine.")
         known = {} if decoder is None else {"vocabulary": decoder.tok_embeddings.num_embeddings}
         self.tokenizer, self.model, self.wire = tokenizer, model, EndpointFormat(tokenizer, endpoint, **known)
         self.terms = Terms(

@@ -284,24 +284,26 @@ def check_logprobs(url: str, top: Callable[[Sampling], float | None], sampling: 
     if asked not in (1, temperature):
         raise UserError(f"{url} cannot return log-probs of temperature {asked:g} for samples of {temperature:g}")
     plain, sharper, cut = map(top, PROBES)
+    problem = ""
     if plain is None or sharper is None or cut is None or plain > -_CLEAR:
-        raise UserError(
-            f"{url} does not show of which temperature its log-probs are; set temperature to 1, and top_k, top_p and "
-            "min_p to null"
+        problem = (
+            "does not show of which temperature its log-probs are; set temperature to 1, and top_k, top_p and min_p to "
+            "null"
         )
-    if truncated and cut - plain > _CLEAR:
-        raise UserError(
-            f"{url} returns log-probs after truncation, as vLLM does with --logprobs-mode processed_logprobs; set "
-            "top_k, top_p and min_p to null"
+    elif truncated and cut - plain > _CLEAR:
+        problem = (
+            "returns log-probs after truncation, as vLLM does with --logprobs-mode processed_logprobs; set top_k, "
+            "top_p and min_p to null"
         )
-    scaled = sharper - plain > _CLEAR
-    if temperature != 1 and asked == 1 and scaled:
-        raise UserError(
-            f"{url} returns log-probs of the sampling temperature, and those of temperature 1 are needed; start SGLang "
-            "with SGLANG_RETURN_ORIGINAL_LOGPROB=1 and vLLM with --logprobs-mode raw_logprobs, or set temperature to 1"
+    elif temperature != 1 and asked == 1 and sharper - plain > _CLEAR:
+        problem = (
+            "returns log-probs of the sampling temperature, and those of temperature 1 are needed; start SGLang with "
+            "SGLANG_RETURN_ORIGINAL_LOGPROB=1 and vLLM with --logprobs-mode raw_logprobs, or set temperature to 1"
         )
-    if asked != 1 and not scaled:
-        raise UserError(
-            f"{url} returns log-probs of temperature 1, and those of temperature {asked:g} are needed; start vLLM with "
+    elif asked != 1 and sharper - plain <= _CLEAR:
+        problem = (
+            f"returns log-probs of temperature 1, and those of temperature {asked:g} are needed; start vLLM with "
             "--logprobs-mode processed_logprobs, or set temperature to 1"
         )
+    if problem:
+        raise UserError(f"{url} {problem}")
