@@ -1,4 +1,4 @@
-"""Write a model, or an adapter alone, as a GGUF file; :mod:`rocm_ext.model.weights.llama_cpp` has the layouts."""
+"""Write a model, or only an adapter, as a GGUF file; :mod:`rocm_ext.model.weights.llama_cpp` has the layouts."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

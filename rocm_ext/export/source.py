@@ -41,7 +41,7 @@ class Source:
 
     Attributes:
         base: folder of the base model in Hugging Face's format.
-        adapter: PEFT folder; None: the base model alone.
+        adapter: PEFT folder; None: only the base model.
         run: records of the run that trained the adapter; None: unknown.
         cfg: ``model``, ``checkpointer``, ``tokenizer`` and chat template, as in a run's config.
         base_name: the base model's name on the hub; None: see its folder.
@@ -160,7 +160,7 @@ def write_merged(source: Source, out: Path, card: Callable[[], str]) -> None:
     if source.adapter is None:
         raise UserError(f"{source.base} has no adapter to merge")
     refuse_merging(source.base, UNMERGED)
-    if out.exists() and (not out.name or not out.is_dir() or any(out.iterdir())):  # "." has no name to write beside
+    if out.exists() and (not out.name or not out.is_dir() or any(out.iterdir())):  # "." has no name
         raise UserError(f"{out} exists; choose a new folder")
     text, stops = card(), ids_in(source.base, EOS)  # before anything is written
     more = [number for number in source.tokenizer.stop_tokens if number not in stops] if stops else []

@@ -417,7 +417,7 @@ def attend(
         lengths: the sequences' lengths, which sum to s.
         dropout: dropout probability on attention weights.
         kernel: see :func:`sdpa`.
-        together: whether sequences may share a call; those of kernels with scores in memory never do.
+        together: whether sequences may share a call; kernels with scores in memory never allow it.
 
     Returns:
         [1, s, heads, head_dim].

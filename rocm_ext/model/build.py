@@ -270,7 +270,7 @@ def check_adapter(decoder: Decoder, state: Mapping[str, Tensor], source: str) ->
 
 
 def load_adapter(decoder: Decoder, state: Mapping[str, Tensor], source: str) -> None:
-    """Copy adapter weights into ``decoder``; arguments and errors as of :func:`check_adapter`."""
+    """Copy adapter weights into ``decoder``; for arguments and errors see :func:`check_adapter`."""
     check_adapter(decoder, state, source)
     with torch.no_grad():
         for name, parameter in adapter_parameters(decoder).items():

@@ -25,7 +25,7 @@ from rocm_ext.model.weights.gguf_files import refuse_merging
 
 _TEXT = ["*.json", "*.jinja", "*.txt", "*.model", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*"]
 _ELSEWHERE = ["original/*", "onnx/*", "consolidated*", "*/*.safetensors", "*/*.bin"]  # the weights in other formats
-# OWNER/NAME/config.json with the keys that decide what is built; no weights are beside it
+# OWNER/NAME/config.json with the keys that decide the model's shape
 _SHAPES = Path(__file__).parent / "shapes"
 _OF_THE_DISK = {EACCES, EDQUOT, EIO, ENOSPC, EPERM, EROFS}
 

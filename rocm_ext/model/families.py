@@ -116,7 +116,7 @@ class _Family:
     always_qkv_bias: bool = False
     reads_attention_bias: bool = False
     head_norms: bool = False
-    window: str = ""  # "always": sliding_window alone decides; "switched": use_sliding_window, too
+    window: str = ""  # "always": sliding_window decides; "switched": if use_sliding_window is set
 
 
 _FAMILIES = {
@@ -179,7 +179,7 @@ def _read(folder: Path) -> Config:
     except FileNotFoundError as error:
         raise UserError(
             f"no model in {folder}: {CONFIG} is missing; {how_to_download(folder)} "
-            f"(`rocm-ext plan` needs {CONFIG} alone)"
+            f"(`rocm-ext plan` needs only {CONFIG})"
         ) from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
@@ -244,7 +244,7 @@ def _class_name(config: Config, trust_remote_code: bool = False) -> str:
     """Return transformers' class of the model; refuse code in its folder that is not trusted."""
     named = config.get("architectures") or [_MODEL_TYPES.get(str(config.get("model_type")))]
     name = str(named[0]) if isinstance(named, list) and named[0] else f"model_type {config.get('model_type')!r}"
-    if not trust_remote_code and own_code(config) not in (None, name):  # the same name is that of a class known here
+    if not trust_remote_code and own_code(config) not in (None, name):  # transformers may have the same class
         refuse_code(name)
     return name
 
@@ -355,7 +355,7 @@ def _window(config: Config, family: _Family, layers: int) -> int | None:
 def read_rope(config: Config, positions: int) -> Rope:
     """Read RoPE from the older ``rope_theta`` and ``rope_scaling``, or from ``rope_parameters``.
 
-    Where a file has both, as after YaRN was added by hand, transformers takes ``rope_scaling`` alone.
+    If a file has both, for example with YaRN added by hand, transformers reads only ``rope_scaling``.
     """
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     parameters = config.get(key) or {}

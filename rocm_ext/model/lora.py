@@ -1,8 +1,7 @@
 """LoRA and DoRA layers: torchtune's modules with fp32 adapters over a base of any dtype.
 
-Adapters stay in fp32 because an update below 2**-8 of a bf16 weight vanishes. The layers cast them to
-the activations' dtype. Parameters and names are those of torchtune's classes, so torchtune's builders
-and checkpoints work unchanged.
+Adapters stay in fp32 because an update below 2**-8 of a bf16 weight vanishes. The layers cast them to the activations'
+dtype. Parameters have the same names as in torchtune's classes, so torchtune's builders and checkpoints work unchanged.
 """
 
 import math
@@ -232,7 +231,12 @@ class Sizes:
 
     def _matched(self, name: str) -> str:
         names = name, f"{name}.weight"  # a fused weight of experts; a linear layer
-        return next((known for known in names if any(f".{known}".endswith(f".{p}") for p in self.parameters)), name)
+        return next((known for known in names if any(ends_with(known, p) for p in self.parameters)), name)
+
+
+def ends_with(name: str, target: str) -> bool:
+    """Return whether PEFT's ``target`` names the layer or parameter ``name``: it is the name, or its end."""
+    return f".{name}".endswith(f".{target}")
 
 
 def _end(name: str) -> str:

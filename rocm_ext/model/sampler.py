@@ -213,19 +213,19 @@ def copied_bytes(source: Decoder, merge: bool | None = None) -> int:
     copied = {name for name, p in weights.items() if (p in small or not is_plain(p)) and not stays_quantized(p)}
     adapted = {name: layer for name, layer in changed_weights(source).items() if isinstance(layer, Lora | Dora)}
     groups = source.joined_weights()
-    beside = sum(2 * rows.weight.numel() for _, rows in token_rows(source))  # in fp32
+    separate = sum(2 * rows.weight.numel() for _, rows in token_rows(source))  # numbers; fp32 counts twice
     if merges(source, merge):
         copied.update(adapted)
     else:
         joined = {name: group for group in groups for name in group}
         for name, layer in adapted.items():
             rows = sum(weights[other].shape[0] for other in joined.get(name, [name]))  # of B, see SamplingLinear
-            beside += layer.lora_a.weight.numel() + rows * layer.lora_b.weight.shape[1]
+            separate += layer.lora_a.weight.numel() + rows * layer.lora_b.weight.shape[1]
     for group in groups:
         parts = [weights[name] for name in group]
         if not copied.isdisjoint(group) or not (parts[0].is_meta or _is_one(parts)):
             copied.update(group)
-    return source.tok_embeddings.weight.dtype.itemsize * (beside + sum(weights[name].numel() for name in copied))
+    return source.tok_embeddings.weight.dtype.itemsize * (separate + sum(weights[name].numel() for name in copied))
 
 
 def _is_one(weights: Sequence[Tensor]) -> bool:

@@ -35,7 +35,7 @@ class Sampling:
         top_p: draw from the smallest set of most probable tokens that holds this probability; None: from all.
         min_p: draw from tokens at least this probable, relative to the most probable one; None: from all.
         stop_strings: an answer ends where its text contains one of them.
-        logprobs_temperature: log-probs are those of the distribution at this temperature, without truncation.
+        logprobs_temperature: temperature of the distribution of log-probs, which is not truncated.
 
     Raises:
         UserError: a value is out of range; the message names it.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.lora import ExpertLora, adapters, changed_weights, expert_factors, plain
+from rocm_ext.model.lora import ExpertLora, adapters, changed_weights, ends_with, expert_factors, plain
 
 NEW_LAYOUT = "0.19.1"  # the first version of PEFT with today's layout
 
@@ -67,8 +67,7 @@ def target_parameters(decoder: Decoder) -> list[str]:
 
 def matching(decoder: nn.Module, targets: Iterable[str]) -> set[str]:
     """Return the names of the decoder's parameters that PEFT's ``target_parameters`` matches."""
-    ends = [str(target) for target in targets]
-    return {name for name in _parameters(decoder) if any(name == end or name.endswith(f".{end}") for end in ends)}
+    return {name for name in _parameters(decoder) if any(ends_with(name, str(target)) for target in targets)}
 
 
 def to_peft(state: Mapping[str, Tensor], decoder: nn.Module) -> dict[str, Tensor]:

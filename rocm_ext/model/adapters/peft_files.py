@@ -147,8 +147,9 @@ class PeftConfig(Sizes):
 
     def ids(self, layer: str) -> list[int]:
         """Return the trained tokens of ``layer``, named as in PEFT's tensors; []: it has none."""
-        alone = list(self.tokens.values()) if len(self.tokens) == 1 else []  # of embeddings with any name
-        return next((ids for end, ids in self.tokens.items() if layer.endswith(end)), *(alone or [[]]))
+        if len(self.tokens) == 1:  # embeddings may have any name
+            return next(iter(self.tokens.values()))
+        return next((ids for end, ids in self.tokens.items() if layer.endswith(end)), [])
 
     def check(self, folder: Path, decoder: Any, model_type: str) -> None:
         """Check that ``decoder`` computes the same function with the adapter's weights.

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from rocm_ext.base.errors import UserError, nearest
-from rocm_ext.model.lora import ExpertLora, Sizes, adapted_linear
+from rocm_ext.model.lora import ExpertLora, Sizes, adapted_linear, ends_with
 
 ALL, ALL_EXPERTS = "all-linear", "all-experts"
 _ROUTERS = ("gate", "router", "shared_expert_gate")
@@ -96,7 +96,7 @@ def _matching_parameters(model: nn.Module, experts: list[str], targets: Any, ada
         raise UserError(f"target_parameters is empty; expected null, {ALL_EXPERTS} or names of experts' weights")
     every = [name for name, _ in model.named_parameters()]
     for target in targets:
-        matching, problem = ends_with(every, target), ""
+        matching, problem = [name for name in every if ends_with(name, target)], ""
         if not matching:
             known = sorted({".".join(name.split(".")[-2:]) for name in experts})
             problem = f"which is no parameter{nearest(target, known)}"
@@ -108,12 +108,7 @@ def _matching_parameters(model: nn.Module, experts: list[str], targets: Any, ada
             )
         if problem:
             raise UserError(f"target_parameters has {target!r}, {problem}")
-    return [name for name in experts if any(ends_with([name], target) for target in targets)]
-
-
-def ends_with(names: Iterable[str], target: str) -> list[str]:
-    """Return the ``names`` that are ``target`` or end with it, as PEFT matches targets."""
-    return [name for name in names if name == target or name.endswith(f".{target}")]
+    return [name for name in experts if any(ends_with(name, target) for target in targets)]
 
 
 def frozen_kinds(model: nn.Module, adapted: Iterable[str]) -> Counter[str]:
@@ -143,7 +138,7 @@ def _matches(model: nn.Module, linears: dict[str, nn.Linear], targets: list[str]
     every = [name for name, _ in model.named_modules()]
     names: set[str] = set()
     for target in targets:
-        matching, problem = ends_with(linears, target), ""
+        matching, problem = [name for name in linears if ends_with(name, target)], ""
         for name in matching:
             owner, _, leaf = name.rpartition(".")
             kind: Any = type(model.get_submodule(owner))
@@ -151,7 +146,7 @@ def _matches(model: nn.Module, linears: dict[str, nn.Linear], targets: list[str]
                 problem = problem or f"but the model reads the weight of {name} past LoRA"
         if not matching:
             problem = f"which is no layer{nearest(target, {name.rpartition('.')[2] for name in linears})}"
-            if ends_with(every, target):
+            if any(ends_with(name, target) for name in every):
                 problem = "which is not a linear layer or shares its weights"
         if problem:
             raise UserError(f"target_modules has {target!r}, {problem}")

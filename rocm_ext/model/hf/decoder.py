@@ -109,7 +109,7 @@ class TransformersDecoder(Decoder):
         causal = {part.is_causal for part in self.layers.modules() if hasattr(part, "is_causal")}
         if False in causal or (not causal and getattr(config, "is_decoder", True) is False):
             raise UserError(
-                f"{type(model).__name__} attends to later tokens, too; only causal language models are supported"
+                f"{type(model).__name__} also attends to later tokens; only causal language models are supported"
             )
         self.output_name = head
         self.max_seq_len = _number(config, "max_position_embeddings") or 2**31
@@ -430,7 +430,7 @@ def _log_structure(decoder: TransformersDecoder, name: str, adapted: list[str]) 
     if not decoder.packs:
         log.info("padded rows are as long as the longest of their micro-batch, and share no prompts")
     if (text := decoder.text_part) is not None:
-        log.info("%s trains on text alone: %s are neither loaded nor changed", name, ", ".join(text.parts))
+        log.info("%s trains only on text: %s are neither loaded nor changed", name, ", ".join(text.parts))
     frozen = frozen_kinds(decoder, adapted)
     experts = fused_experts(decoder)
     hint = f"; target_parameters={ALL_EXPERTS} adapts fused experts" if experts and not experts.keys() & adapted else ""

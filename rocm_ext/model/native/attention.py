@@ -135,7 +135,7 @@ class Attention(MultiHeadAttention):
         elif rope is not None:
             qk = [rope(t, input_pos=input_pos) for t in qk]
         q, k = qk if len(qk) == 2 else qk[0].split_with_sizes((self.num_heads, self.num_kv_heads), dim=-2)
-        # torchtune applies these norms to [b, h, s, head_dim]. They act on head_dim alone, so the result is the same.
+        # torchtune applies these norms to [b, h, s, head_dim]. They act only on head_dim, so the result is the same.
         if self.q_norm is not None and not self.norms_first:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v

@@ -229,7 +229,7 @@ def _of_native(folder: Path, a: Architecture) -> Layout:
         raise UserError(f"{folder}: YaRN with truncate=False is unknown to llama.cpp")
     arch = _NATIVE[a.name]
     if arch == "QWEN3" and a.out_bias:
-        raise UserError(f"{folder / CONFIG}: attention_bias is True; llama.cpp computes Qwen3 without biases alone")
+        raise UserError(f"{folder / CONFIG}: attention_bias is True; llama.cpp computes Qwen3 only without biases")
     _check_rope(folder, arch, a.rope.kind)
     keys = {
         "vocab_size": a.vocabulary,
@@ -495,7 +495,7 @@ def _check_rope(folder: Path, arch: str, kind: str) -> None:
     known = _KINDS.get(arch, ("default", "linear", "yarn"))
     if kind not in known:
         raise UserError(
-            f"{folder / CONFIG}: rope_type is {kind!r}; llama.cpp computes {', '.join(known)} of {arch} alone"
+            f"{folder / CONFIG}: rope_type is {kind!r}; for {arch}, llama.cpp computes only {', '.join(known)}"
         )
 
 
@@ -545,10 +545,10 @@ def _of_transformers(folder: Path, row: _Row) -> Layout:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder).get_text_config()
-    for key, alone in row.only.items():
-        alone = alone(config) if callable(alone) else alone
-        if (value := getattr(config, key, alone)) != alone:
-            raise UserError(f"{folder / CONFIG}: {key} is {value!r}; llama.cpp computes {alone!r} alone")
+    for key, only in row.only.items():
+        only = only(config) if callable(only) else only
+        if (value := getattr(config, key, only)) != only:
+            raise UserError(f"{folder / CONFIG}: {key} is {value!r}; llama.cpp computes only {only!r}")
     rope = dict(config.rope_parameters)
     rope = rope.get("full_attention", rope)
     _check_rope(folder, row.arch, rope["rope_type"])
@@ -669,7 +669,7 @@ _EXPERTS: dict[str, Of] = {
 def _local_base(config: Any) -> float:
     rope = config.rope_parameters["sliding_attention"]
     if rope["rope_type"] != "default":
-        raise UserError(f"RoPE of sliding layers is {rope['rope_type']!r}; llama.cpp computes 'default' alone")
+        raise UserError(f"RoPE of sliding layers is {rope['rope_type']!r}; llama.cpp computes only 'default'")
     return rope["rope_theta"]
 
 
@@ -694,7 +694,7 @@ _DELTA: dict[str, Of] = {
     "ssm_time_step_rank": "linear_num_value_heads",
     "ssm_inner_size": lambda c: c.linear_num_value_heads * c.linear_value_head_dim,
     "full_attention_interval": lambda c: c.layer_types.index("full_attention") + 1,
-    # of positions in images; those of text are the same in all sections
+    # sections for positions in images; in text all sections have the same positions
     "rope_dimension_sections": lambda c: [*c.rope_parameters.get("mrope_section", [11, 11, 10]), 0],
 }
 

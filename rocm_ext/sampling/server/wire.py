@@ -207,7 +207,7 @@ def _token_ids(choice: dict[str, Any], usage: Any) -> Sequence[Any] | None:
     ids = choice.get("token_ids")
     if ids is None:
         ids = [entry.get("id") for entry in _entries(choice)]
-        # llama.cpp omits tokens that end within a character, and those of a stop string.
+        # llama.cpp omits tokens that end within a character, and a stop string's tokens.
         if not isinstance(usage, dict) or usage.get("completion_tokens") != len(ids) or None in ids:
             return None
     return ids or None if isinstance(ids, list) else [[ids]]  # no id
@@ -272,10 +272,10 @@ def _first(values: list[Any]) -> str:
 def check_logprobs(url: str, top: Callable[[Sampling], float | None], sampling: Sampling) -> None:
     """Check that a server returns the log-probs that ``sampling`` asks for.
 
-    vLLM and llama.cpp return log-probs at temperature 1 without truncation, but vLLM with ``--logprobs-mode
-    processed_logprobs`` those of the distribution that it samples from. SGLang divides by the temperature but does not
-    truncate, unless ``SGLANG_RETURN_ORIGINAL_LOGPROB`` is set. The log-prob of the most probable token shows the
-    difference: ``top`` asks the server for one token, always with the same prompt, and returns it, or None.
+    vLLM and llama.cpp return log-probs at temperature 1 without truncation. With ``--logprobs-mode
+    processed_logprobs`` vLLM's belong to the distribution that it samples from. SGLang divides by the temperature but
+    does not truncate, unless ``SGLANG_RETURN_ORIGINAL_LOGPROB`` is set. The log-prob of the most probable token shows
+    the difference: ``top`` asks the server for one token, always with the same prompt, and returns it, or None.
     """
     asked, temperature = sampling.logprobs_temperature, sampling.temperature
     truncated = sampling.top_k is not None or sampling.top_p not in (None, 1) or sampling.min_p is not None
@@ -297,12 +297,12 @@ def check_logprobs(url: str, top: Callable[[Sampling], float | None], sampling: 
         )
     elif temperature != 1 and asked == 1 and sharper - plain > _CLEAR:
         problem = (
-            "returns log-probs of the sampling temperature, and those of temperature 1 are needed; start SGLang with "
+            "returns log-probs of the sampling temperature instead of temperature 1; start SGLang with "
             "SGLANG_RETURN_ORIGINAL_LOGPROB=1 and vLLM with --logprobs-mode raw_logprobs, or set temperature to 1"
         )
     elif asked != 1 and sharper - plain <= _CLEAR:
         problem = (
-            f"returns log-probs of temperature 1, and those of temperature {asked:g} are needed; start vLLM with "
+            f"returns log-probs of temperature 1 instead of temperature {asked:g}; start vLLM with "
             "--logprobs-mode processed_logprobs, or set temperature to 1"
         )
     if problem:
