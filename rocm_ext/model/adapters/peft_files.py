@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import REPO_ID, hub_name
+from rocm_ext.config.checks.kinds import NULL, SWITCH, Kind, integer, number
 from rocm_ext.config.checks.training import PATTERNS
 from rocm_ext.model.adapters import peft_experts
 from rocm_ext.model.decoder import Decoder
@@ -53,26 +54,27 @@ _FREE = frozenset(
     megatron_config megatron_core loftq_config eva_config corda_config qalora_group_size runtime_config
     """.split()  # noqa: SIM905
 )
-# Checks of values, and their descriptions in messages
-_NAMES = (lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value), "a list of names")
-_SWITCH = (lambda value: isinstance(value, bool), "true or false")
-_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "r": (lambda value: type(value) is int and 1 <= value <= 2**16, "a whole number from 1 to 65,536"),
-    "lora_alpha": (lambda value: type(value) in (int, float) and -1e6 <= value <= 1e6, "a number, at most a million"),
-    "use_rslora": _SWITCH,
-    "use_dora": _SWITCH,
-    "target_modules": (lambda value: isinstance(value, str) or _NAMES[0](value), "a list of names or a pattern"),
+_NAMES = Kind(lambda value: isinstance(value, list) and all(isinstance(n, str) for n in value), ("a list of names",))
+_OPTIONAL = {
+    "use_rslora": SWITCH,
+    "use_dora": SWITCH,
+    "target_modules": _NAMES | Kind(lambda value: isinstance(value, str), ("a pattern",)),
     "target_parameters": _NAMES,
-    "trainable_token_indices": (
+    "trainable_token_indices": Kind(
         lambda value: all(map(_are_ids, value.values() if isinstance(value, dict) else [value])),
-        "different ids of tokens, or a list of such for each layer",
+        ("different ids of tokens, or a list of such for each layer",),
     ),
-    "peft_version": (lambda value: isinstance(value, str) and len(value) <= 100, "a version"),
-    "base_model_name_or_path": (
+    "peft_version": Kind(lambda value: isinstance(value, str) and len(value) <= 100, ("a version",)),
+    "base_model_name_or_path": Kind(
         lambda value: isinstance(value, str) and value.isprintable() and all(len(n) <= 255 for n in value.split("/")),
-        "a name on the hub or a folder",
+        ("a name on the hub or a folder",),
     ),
-    **{key: (kind.fits, str(kind)) for key, kind in PATTERNS.items()},
+}
+_EXPECTED = {
+    "r": integer(1, 2**16),
+    "lora_alpha": number(lambda value: abs(value) <= 1e6, "a number, at most a million"),
+    **{key: kind | NULL for key, kind in _OPTIONAL.items()},
+    **PATTERNS,
 }
 
 
@@ -127,10 +129,9 @@ class PeftConfig(Sizes):
             raise UserError(f"cannot read the adapter in {folder}: {ADAPTER_CONFIG} must hold a JSON object")
         if foreign := _not_computed(config):
             raise _unknown(folder, foreign)
-        for key, (fits, expected) in _EXPECTED.items():
-            value = config.get(key)
-            if not fits(value) and (value is not None or key in ("r", "lora_alpha")):
-                raise UserError(f"{path} has {_short(key, value)}; expected {expected}")
+        for key, kind in _EXPECTED.items():
+            if not kind.fits(config.get(key)):
+                raise UserError(f"{path} has {_short(key, config.get(key))}; expected {kind}")
         tokens = config.get("trainable_token_indices") or {}
         return cls(
             rank=config["r"],
