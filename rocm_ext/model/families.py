@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, one_line, refuse
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
 from rocm_ext.config.checks.kinds import NOT_NEGATIVE, SWITCH, Kind, check
@@ -199,12 +199,13 @@ def _architecture(config: Config) -> Architecture:
         raise UserError(f"{name} is not supported; supported are {', '.join(_FAMILIES)}")
     family = _FAMILIES[name]
     _stored_format(config)
-    if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise UserError(f"hidden_act is {activation!r}; supported is silu")
-    if config.get("is_causal") is False:
-        raise UserError("is_causal is False; only causal language models are supported")
-    if config.get("mlp_bias"):
-        raise UserError("mlp_bias is True; an MLP with biases is not supported")
+    activation = config.get("hidden_act", "silu")
+    problems = {
+        f"hidden_act is {activation!r}; supported is silu": activation not in ("silu", "swish"),
+        "is_causal is False; only causal language models are supported": config.get("is_causal") is False,
+        "mlp_bias is True; an MLP with biases is not supported": config.get("mlp_bias"),
+    }
+    refuse(problem for problem, holds in problems.items() if holds)
     width, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
     layers, positions = _whole(config, "num_hidden_layers"), _whole(config, "max_position_embeddings")
     kv_heads = _whole(config, "num_key_value_heads", family.kv_heads or heads)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rocm_ext.base.errors import UserError, explain_errors
+from rocm_ext.base.errors import UserError, explain_errors, refuse
 from rocm_ext.base.files import json_object
 from rocm_ext.model.families import (
     CONFIG,
@@ -225,11 +225,12 @@ _MODEL_TYPE = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3F
 
 
 def _of_native(folder: Path, a: Architecture) -> Layout:
-    if a.rope.yarn and not a.rope.yarn.rounded:
-        raise UserError(f"{folder}: YaRN with truncate=False is unknown to llama.cpp")
     arch = _NATIVE[a.name]
-    if arch == "QWEN3" and a.out_bias:
-        raise UserError(f"{folder / CONFIG}: attention_bias is True; llama.cpp computes Qwen3 only without biases")
+    problems = {
+        "truncate is False; llama.cpp rounds YaRN's bounds": a.rope.yarn and not a.rope.yarn.rounded,
+        "attention_bias is True; llama.cpp computes Qwen3 only without biases": arch == "QWEN3" and a.out_bias,
+    }
+    refuse(f"{folder / CONFIG}: {problem}" for problem, holds in problems.items() if holds)
     _check_rope(folder, arch, a.rope.kind)
     keys = {
         "vocab_size": a.vocabulary,

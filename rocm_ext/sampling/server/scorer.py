@@ -77,8 +77,9 @@ class Scorer:
         prompt = [int(token) for token in text]
         body = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 1.0,
                 "echo": True, "logprobs": 1}  # fmt: skip
+        failures = 0
         async with room:
-            for failures in range(_TRIES):
+            while True:
                 try:
                     answer = await exchange(client, "POST", f"{self.url}/v1/completions", _SECONDS, body)
                     beat()
@@ -87,7 +88,7 @@ class Scorer:
                     if failures + 1 == _TRIES:
                         raise UserError(f"{self.url}: {in_words(error)}, {_TRIES} times", RETRY) from error
                     await asyncio.sleep(pause_after(error, failures))
-        raise AssertionError("the last try returns or raises")
+                    failures += 1
 
     def _read(self, answer: dict[str, Any], tokens: int) -> np.ndarray:
         choices = answer.get("choices")
