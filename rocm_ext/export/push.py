@@ -32,6 +32,7 @@ _SETTINGS = """
 """.split()  # noqa: SIM905
 _MOST = 8  # keys of a pattern in a card
 _DATA = ("dataset", "prompts", "dataset_val", "eval_prompts")
+_CARD = "README.md"
 
 
 def card(source: Source, merged: bool) -> str:
@@ -123,9 +124,6 @@ def _plain(text: str) -> str:
 def _table(title: str, rows: Mapping[str, str]) -> list[str]:
     cells = [f"| {_plain(key)} | {_plain(value)} |" for key, value in rows.items()]
     return [f"## {title}", "", "| | |", "|---|---|", *cells, ""] if rows else []
-
-
-_CARD = "README.md"
 
 
 # ---- upload

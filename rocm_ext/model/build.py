@@ -229,13 +229,10 @@ def _joined(decoder: Decoder, frozen: Mapping[str, Tensor], device: torch.device
 
 def _way_out(decoder: Decoder, state: Mapping[str, Tensor]) -> str:
     if decoder.renames is None:
-        return _OTHER_BUILDER
+        return "Set model._component_ to the builder of these weights (size, base or instruct)"
     gguf = [file for file in state.files if file.endswith(SUFFIX)] if isinstance(state, StoredWeights) else []
-    return f"Download {gguf[0]} again" if gguf else _DOWNLOAD_AGAIN
-
-
-_OTHER_BUILDER = "Set model._component_ to the builder of these weights (size, base or instruct)"
-_DOWNLOAD_AGAIN = "config.json and the weights must be of one model: download both again"
+    again = "config.json and the weights must be of one model: download both again"
+    return f"Download {gguf[0]} again" if gguf else again
 
 
 def _check_finite(extremes: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:

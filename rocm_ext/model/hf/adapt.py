@@ -20,7 +20,6 @@ _READ = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size)\b)")
 def put_in(
     model: nn.Module,
     layers: str,
-    output: str,
     targets: Iterable[str] | str | None,
     adapted: Callable[..., nn.Module],
     sizes: Sizes,

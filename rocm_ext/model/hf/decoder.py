@@ -354,7 +354,7 @@ def build(
         linears = [str(name).removesuffix(".weight") for name in parameters or () if str(name).endswith(".weight")]
         targets = [*([targets] if isinstance(targets, str) else targets), *linears]
     kind = partial(DoRALinear if use_dora else LoRALinear, dropout=dropout, quantize_base=quantize_base)
-    names = put_in(model, decoder.layers_name, decoder.output_name, targets, kind, sizes)
+    names = put_in(model, decoder.layers_name, targets, kind, sizes)
     if parameters is not None:
         names += put_in_experts(model, parameters, sizes, names)
     sizes.check_keys(names)

@@ -68,7 +68,7 @@ class Rows:
             back[order[row]] = row
         else:
             back[order] = row
-        return cls(order, back, ends, _takes_grouped(order, dtype))
+        return cls(order, back, ends, on_gpu(order) and dtype == torch.bfloat16 and grouped_products())
 
     @classmethod
     def all(cls, top_k_index: Tensor, experts: int) -> "Rows":
@@ -129,10 +129,6 @@ class Rows:
         for i, part in ALIKE.get()(self.parts):
             torch.mm(left[part].T, right[part], out=out[i])
         return out
-
-
-def _takes_grouped(rows: Tensor, dtype: torch.dtype) -> bool:
-    return on_gpu(rows) and dtype == torch.bfloat16 and grouped_products()
 
 
 def _aligned(*matrices: Tensor) -> bool:
