@@ -449,7 +449,7 @@ def _no_plans() -> Iterator[None]:
 
 
 def shares_beginnings(decoder: Decoder) -> bool:
-    """Return whether packed sequences may share their beginnings: dropout must draw other values in every sequence."""
+    """Return whether packed sequences may share their beginnings: not with dropout, which differs between them."""
     return decoder.shares and not has_dropout(decoder)
 
 

@@ -430,8 +430,8 @@ def _finite_tensors(source: Path) -> dict[str, Tensor]:
         raise UserError(f"cannot read the adapter in {source}: expected tensors by name")
     for name, tensor in state.items():
         if not tensor.is_floating_point() or not tensor.float().isfinite().all():
-            values = "values that are not finite" if tensor.is_floating_point() else f"values of {tensor.dtype}"
-            raise UserError(f"adapter {source} is damaged: {name} has {values}; expected floating-point numbers")
+            problem = "has values that are not finite" if tensor.is_floating_point() else f"is {tensor.dtype}"
+            raise UserError(f"adapter {source} is damaged: {name} {problem}; expected floating-point numbers")
     return state
 
 

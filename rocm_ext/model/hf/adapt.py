@@ -146,7 +146,7 @@ def _matches(model: nn.Module, linears: dict[str, nn.Linear], targets: list[str]
         if not matching:
             problem = f"which is no layer{nearest(target, {name.rpartition('.')[2] for name in linears})}"
             if any(ends_with(name, target) for name in every):
-                problem = "which is not a linear layer or shares its weights"
+                problem = "which is no linear layer, or shares its weights"
         if problem:
             raise UserError(f"target_modules has {target!r}, {problem}")
         names.update(matching)

@@ -262,6 +262,6 @@ def check_causal(model: Any) -> None:
     ways = getattr(model.config.get_text_config(), "use_bidirectional_attention", None)
     if ways and ways != "vision":
         raise UserError(
-            f"{type(model).__name__} also attends to later tokens (use_bidirectional_attention); only causal language "
+            f"{type(model).__name__} attends to later tokens (use_bidirectional_attention); only causal language "
             "models are supported"
         )

@@ -109,7 +109,7 @@ class TransformersDecoder(Decoder):
         causal = {part.is_causal for part in self.layers.modules() if hasattr(part, "is_causal")}
         if False in causal or (not causal and getattr(config, "is_decoder", True) is False):
             raise UserError(
-                f"{type(model).__name__} also attends to later tokens; only causal language models are supported"
+                f"{type(model).__name__} attends to later tokens; only causal language models are supported"
             )
         self.output_name = head
         self.max_seq_len = _number(config, "max_position_embeddings") or 2**31
@@ -346,10 +346,9 @@ def build(
     if parameters is None and targets is not None and not list(targets):
         raise UserError(f"target_modules is empty; expected {ALL} or names of linear layers")
     if parameters is not None and (use_dora or dropout):
-        raise UserError(
-            "target_parameters works without DoRA and dropout only, as in PEFT; set "
-            + ("use_dora=False" if use_dora else "lora_dropout=0.0")
-        )
+        dora = "with LoRA, not with DoRA, as in PEFT; set use_dora=False"
+        drops = "only without dropout, as in PEFT; set lora_dropout=0.0"
+        raise UserError(f"target_parameters works {dora if use_dora else drops}")
     if targets is not None and targets != ALL:  # adapters name some linear layers by their weights
         linears = [str(name).removesuffix(".weight") for name in parameters or () if str(name).endswith(".weight")]
         targets = [*([targets] if isinstance(targets, str) else targets), *linears]
