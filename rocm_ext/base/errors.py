@@ -1,6 +1,7 @@
 """Errors that the user can fix, and their messages."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 _MOST = 24  # names that a message lists
 
@@ -46,6 +47,23 @@ def require_known(what: str, value: object, known: Collection[str]) -> None:
     """Raise UserError, with the nearest known value, unless an argument has a known one."""
     if value not in known:
         raise UserError(f"{what} {value!r} is unknown{nearest(value, known)}")
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise a UserError with the first of the problems, if there are any."""
+    for problem in problems:
+        raise UserError(problem)
+
+
+@contextmanager
+def explain_errors(before: str) -> Iterator[None]:
+    """Context for foreign code that may raise anything: its errors become a UserError, with ``before`` in front."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{before}: {one_line(error)}") from error
 
 
 def one_line(error: BaseException) -> str:

@@ -1,7 +1,6 @@
 """The model that a command samples from or measures, named by a config, a run's output folder or a model's folder."""
 
 import json
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import is_hub_name
 from rocm_ext.config.components import COMPONENT, check_from_folder
 from rocm_ext.config.layers import defaults, find, load, read, recipe_of, requested_hardware
-from rocm_ext.config.model_folder import FROM_CHECKPOINT, check_model_folder, complete
+from rocm_ext.config.model_folder import FROM_CHECKPOINT, check_model_folder, complete, layers_of
 
 BASE = "base"  # the value of ``teacher`` that stands for the model in training without its adapter
 _LOCAL = "rocm_ext.sampling.LocalEngine"
@@ -131,8 +130,7 @@ def _matching(pattern: Any, adapter: Path) -> Any:
     try:
         with safe_open(adapter / "adapter_model.safetensors", "np") as file:
             names = [name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in file.keys()]  # noqa: SIM118
-        compiled = {key: re.compile(rf"(.*\.)?({key})$") for key in pattern or ()}
-        return pattern and {key: pattern[key] for key, fits in compiled.items() if any(map(fits.match, names))}
+        return pattern and {key: value for key, value in pattern.items() if any(map(layers_of(key).match, names))}
     except Exception:  # reading the adapter reports what is wrong with it
         return pattern
 

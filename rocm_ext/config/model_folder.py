@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,12 @@ _BLOCKS: dict[str, dict[str, Any]] = {
         "path": "${checkpointer.checkpoint_dir}/tokenizer.json",
     },
 }
+
+
+@cache  # re caches 512 patterns, fewer than the keys of a model with one per layer
+def layers_of(key: str) -> re.Pattern[str]:
+    """Return the names of layers that a key of ``rank_pattern`` or ``alpha_pattern`` matches, as in PEFT."""
+    return re.compile(rf"(.*\.)?({key})$")
 
 
 def complete(merged: dict[str, Any], on_command_line: Mapping[str, str]) -> None:

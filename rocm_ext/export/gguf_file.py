@@ -26,9 +26,9 @@ class Entry:
     """A tensor of a GGUF file.
 
     Attributes:
-        name: name in llama.cpp.
-        shape: as in torch.
-        kind: ``f32`` or one of :data:`TYPES`.
+        name: llama.cpp's name.
+        shape: torch's shape.
+        kind: one of :data:`TYPES`.
         read: returns the values.
     """
 
@@ -39,12 +39,7 @@ class Entry:
 
 
 def write(path: Path, writer: Any, entries: Sequence[Entry]) -> None:
-    """Write a file with the metadata that ``writer`` already has.
-
-    Args:
-        path: the file; it must not exist.
-        writer: a ``gguf.GGUFWriter``.
-        entries: the tensors, which are read in this order, each once.
+    """Write the ``entries``, read once in this order, after the metadata that the ``gguf.GGUFWriter`` already has.
 
     Raises:
         UserError: ``path`` exists, a value is out of the type's range, or the disk is full.
@@ -52,10 +47,10 @@ def write(path: Path, writer: Any, entries: Sequence[Entry]) -> None:
     if path.exists():
         raise UserError(f"{path} exists; choose another name")
     gguf = library()
-    for each in entries:
-        kind = gguf.GGMLQuantizationType[each.kind.upper()]
-        row = gguf.quant_shape_to_byte_shape(each.shape, kind)
-        writer.add_tensor_info(each.name, each.shape, np.dtype(np.float32), int(np.prod(row)), raw_dtype=kind)
+    for entry in entries:
+        kind = gguf.GGMLQuantizationType[entry.kind.upper()]
+        row = gguf.quant_shape_to_byte_shape(entry.shape, kind)
+        writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), int(np.prod(row)), raw_dtype=kind)
     progress = Progress(len(entries), 0, enabled=True, unit="tensor", brief=True)
     with replace_file(path) as aside:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,8 +59,8 @@ def write(path: Path, writer: Any, entries: Sequence[Entry]) -> None:
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             waiting = 0  # bytes since the last flush
-            for each in entries:
-                values = _stored(each, gguf)
+            for entry in entries:
+                values = _stored(entry, gguf)
                 _append(writer, values)
                 waiting += values.nbytes
                 del values  # before the next is read
@@ -73,7 +68,7 @@ def write(path: Path, writer: Any, entries: Sequence[Entry]) -> None:
                     writer.flush()
                     flush(aside)
                     waiting = 0
-                progress.update(each.name)
+                progress.update(entry.name)
         finally:
             writer.close()
             progress.close()
@@ -83,7 +78,7 @@ def _append(writer: Any, values: np.ndarray) -> None:
     try:
         writer.write_tensor_data(values)
     except OSError as error:
-        if error.errno is None:  # numpy's own, of a short write
+        if error.errno is None:  # numpy's error for a short write
             raise OSError(ENOSPC, strerror(ENOSPC)) from error
         raise
 

@@ -1,4 +1,4 @@
-"""Write a model, or an adapter alone, as a GGUF file; :mod:`rocm_ext.model.weights.llama_cpp` has the layouts."""
+"""Write a model, or only an adapter, as a GGUF file; :mod:`rocm_ext.model.weights.llama_cpp` has the layouts."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -20,19 +20,17 @@ from rocm_ext.model.weights.gguf_files import refuse_merging
 from rocm_ext.model.weights.llama_cpp import GgufNames, Layout, Part, add_keys, library, read_layout
 
 _TABLES = ("rotary_emb.inv_freq", ".position_ids")
-_ALWAYS_F32 = ("ffn_gate_inp", "ssm_conv1d")  # llama.cpp takes these, and all that are no weights, in fp32 alone
+_ALWAYS_F32 = ("ffn_gate_inp", "ssm_conv1d")  # llama.cpp takes these, and all tensors but weights, only in fp32
 _BLOCK = 32  # values of a q8_0 block
 
 
 def write_model(source: Source, out: Path, kind: str) -> None:
-    """Write the model, merged with its adapter, as one file.
+    """Write the model, merged with its adapter, as the new file ``out``.
 
-    Values are rounded once, from the merged weights in fp32; the base model's quantised weights are bf16 before. Norms
+    Values are rounded once, from the merged weights in fp32. A base model's quantised weights first become bf16. Norms
     and biases are fp32.
 
     Args:
-        source: the model.
-        out: the file; it must not exist.
         kind: one of :data:`rocm_ext.export.gguf_file.TYPES`.
 
     Raises:
@@ -88,31 +86,27 @@ def _entries(
     """Yield the tensors of the file."""
     if (factors := layout.factors) is not None:
         yield Entry("rope_freqs.weight", list(factors.shape), "f32", lambda: factors)
-    held: dict[str, Tensor] = {}  # the parts of a weight follow each other
+    held: dict[str, Tensor] = {}  # the last weight, because a weight's parts are adjacent
 
     def values(name: str, part: Part) -> Tensor:
         if name not in held:
-            held.clear()  # before the next is read, since one may have gigabytes
+            held.clear()  # before the next is read, because a weight may have gigabytes
             held[name] = read(name)
         return part.of(held[name])
 
     for name, stored in shapes.items():
         for part in layout.parts(name):
-            place, shape = names.name(part.name), list(part.of(stored).shape)
-            small = len(shape) < 2 or not place.endswith(".weight") or any(each in place for each in _ALWAYS_F32)
+            theirs, shape = names.name(part.name), list(part.of(stored).shape)
+            small = len(shape) < 2 or not theirs.endswith(".weight") or any(end in theirs for end in _ALWAYS_F32)
             fits = kind != "q8_0" or shape[-1] % _BLOCK == 0
-            yield Entry(place, shape, "f32" if small else kind if fits else "f16", partial(values, name, part))
+            yield Entry(theirs, shape, "f32" if small else kind if fits else "f16", partial(values, name, part))
 
 
-# ---- an adapter, which llama.cpp adds to the base model's file when it starts (``--lora FILE``)
+# ---- an adapter, which llama.cpp adds to the base model at its start (``--lora FILE``)
 
 
 def write_adapter(source: Source, out: Path) -> None:
-    """Write the adapter in fp32.
-
-    Args:
-        source: the model.
-        out: the file; it must not exist.
+    """Write the adapter in fp32, as the new file ``out``.
 
     Raises:
         UserError: there is no adapter, llama.cpp does not compute it, or the disk is full.
@@ -124,12 +118,9 @@ def write_adapter(source: Source, out: Path) -> None:
     merged = MergedWeights(source.decoder(), base_tensors(source.cfg.checkpointer)[2], source.adapter)
     merged.check(source.base)
     config = merged.config
-    if config.dora:
-        raise UserError(f"{source.adapter} is DoRA, which llama.cpp does not compute; set --gguf, which merges it")
-    if merged.rows:
-        raise UserError(
-            f"{source.adapter} has rows of new tokens, which llama.cpp's adapters cannot; set --gguf, which merges them"
-        )
+    if config.dora or merged.rows:
+        problem = "is DoRA" if config.dora else "has rows of new tokens"
+        raise UserError(f"{source.adapter} {problem}, which llama.cpp does not compute; set --gguf, which merges it")
     gguf = library()
     writer = gguf.GGUFWriter(None, names.arch)
     writer.add_type(gguf.GGUFType.ADAPTER)
@@ -137,7 +128,7 @@ def write_adapter(source: Source, out: Path) -> None:
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     both = {name: (update[".lora_A.weight"], update[".lora_B.weight"]) for name, update in merged.linear.items()}
     both |= {name: expert_factors(a, b, layer.experts) for name, (a, b, layer) in merged.experts.items()}
-    # llama.cpp's factor is alpha / r, with one alpha of the file and each weight's own r
+    # llama.cpp's factor is alpha / r, with the file's alpha and the weight's r
     alphas = {name: config.scale(name.removesuffix(".weight")) * a.shape[-2] for name, (a, _) in both.items()}
     alpha = next(iter(alphas.values())) or 1.0
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(alpha))
@@ -151,5 +142,5 @@ def _of_adapter(layout: Layout, names: GgufNames, updates: Mapping[str, tuple[Te
             raise UserError(f"llama.cpp computes the LoRA of {name} in another way; set --gguf, which merges it")
         for part in layout.parts(name):
             for end, tensor in (("lora_a", part.columns_of(a)), ("lora_b", b[..., part.rows, :])):
-                place = f"{names.name(part.name)}.{end}"
-                yield Entry(place, list(tensor.shape), "f32", partial(Tensor.contiguous, tensor))
+                theirs = f"{names.name(part.name)}.{end}"
+                yield Entry(theirs, list(tensor.shape), "f32", partial(Tensor.contiguous, tensor))

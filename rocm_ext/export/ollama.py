@@ -1,7 +1,7 @@
 """Write the ``Modelfile`` that tells Ollama how to run a GGUF file.
 
-Ollama renders conversations with a Go template of its own. This module reads the parts of the model's chat template
-off rendered conversations, and keeps them only if they render longer conversations as the model's template does.
+Ollama renders conversations with a Go template. This module reads the parts of the model's chat template off rendered
+conversations, and uses them only if longer conversations come out the same as with the model's template.
 """
 
 from collections.abc import Sequence
@@ -29,14 +29,14 @@ Messages = Sequence[dict[str, str]]
 
 @dataclass(frozen=True)
 class TemplateParts:
-    """What a chat template writes around the texts of a conversation.
+    """The texts that a chat template writes around messages.
 
     Attributes:
-        start: where there is no system message, before the first user's.
-        system: before and after a system message; None: the template takes none.
-        user: before and after a user's message, the header of the assistant's included.
-        answer: before and after the assistant's message.
-        last: where the answer is to begin; Qwen3 without reasoning has an empty reasoning there.
+        start: text before the first user's message if there is no system message.
+        system: texts before and after a system message; None: the template takes no system message.
+        user: texts before and after a user's message, including the header of the answer.
+        answer: texts before and after the assistant's message.
+        last: text before a new answer; Qwen3 without reasoning has an empty reasoning there.
     """
 
     start: str
@@ -64,19 +64,19 @@ class TemplateParts:
 
 
 def parts(template: ChatTemplate, begin: str = "") -> TemplateParts | None:
-    """Read off what ``template`` writes around the texts.
+    """Read the parts of a template off rendered conversations.
 
     Args:
-        template: the model's.
-        begin: text of the token that Ollama adds before a prompt by itself, which its template must leave out.
+        template: the model's chat template.
+        begin: text of the token that Ollama adds before a prompt; its template must leave the token out.
 
     Returns:
-        None if that depends on more than a message's role, or cannot stand in a Modelfile.
+        None if the parts depend on more than a message's role, or cannot be written in a Modelfile.
     """
     try:
         talk = _cut(_text(template, _TALK, begin), _TALK)
         alone = _cut(_text(template, _TALK[:1], begin), _TALK[:1])
-    except UserError:  # the template takes other conversations alone
+    except UserError:  # the template takes only other conversations
         return None
     try:
         with_system = _cut(_text(template, [_SYSTEM, *_TALK], begin), [_SYSTEM, *_TALK])
@@ -84,7 +84,7 @@ def parts(template: ChatTemplate, begin: str = "") -> TemplateParts | None:
         with_system = None
     if talk is None or alone is None:
         return None
-    headers = [talk[0], talk[2], *([with_system[1]] if with_system else [])]  # each ends with a user's header
+    headers = [talk[0], talk[2], *([with_system[1]] if with_system else [])]  # all end with a user's header
     header = next(
         end
         for at in range(len(talk[0]) + 1)
@@ -115,7 +115,7 @@ def _text(template: ChatTemplate, messages: Messages, begin: str) -> str:
 
 
 def _cut(rest: str, messages: Messages) -> list[str] | None:
-    """Return what stands before, between and behind the messages; None: a text is not there once, in order."""
+    """Return the texts before, between and after the messages; None: the messages are not there in order."""
     pieces = []
     for message in messages:
         before, mark, rest = rest.partition(message["content"])
@@ -126,15 +126,10 @@ def _cut(rest: str, messages: Messages) -> list[str] | None:
 
 
 def write_modelfile(source: Source, gguf: Path, adapter: bool = False) -> Path:
-    """Write ``NAME.Modelfile`` beside a GGUF file.
+    """Write ``NAME.Modelfile`` for the file ``NAME.gguf`` and return its path.
 
     Args:
-        source: the model.
-        gguf: the file, ``NAME.gguf``.
-        adapter: whether the file holds an adapter, which needs the base model beside it.
-
-    Returns:
-        The Modelfile's path.
+        adapter: whether the file holds an adapter, which needs the base model.
     """
     encoder = TextEncoder(source.base / TOKENIZER)
     texts = {number: text for text, number in encoder.ids.items()}

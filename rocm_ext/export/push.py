@@ -1,4 +1,4 @@
-"""The model card of what a run trained, and the upload of an export to the Hugging Face hub."""
+"""Write the model card of an export, and upload the export to the Hugging Face hub."""
 
 import json
 import re
@@ -29,17 +29,13 @@ _SETTINGS = """
     recipe epochs cycles steps max_steps_per_epoch sequences_per_step prompts_per_step samples_per_prompt optimizer.lr
     loraplus_lr_ratio lr_schedule objective._component_ verifier._component_ model.target_modules dtype seed
 """.split()  # noqa: SIM905
-_MOST = 8  # layers whose rank or alpha a card says
+_MOST = 8  # keys of a pattern in a card
 _DATA = ("dataset", "prompts", "dataset_val", "eval_prompts")
+_CARD = "README.md"
 
 
 def card(source: Source, merged: bool) -> str:
-    """Return the model card of an export.
-
-    Args:
-        source: an adapter with its base model.
-        merged: whether the card is the merged model's, else the adapter's.
-    """
+    """Return the model card of a merged model, or of an adapter."""
     head: dict[str, Any] = {"tags": _TAGS, "pipeline_tag": "text-generation"}
     head["library_name"] = "transformers" if merged else "peft"
     name = source.name if is_hub_name(source.name) else Path(source.name).name
@@ -60,7 +56,7 @@ def card(source: Source, merged: bool) -> str:
         *_table("Settings", _settings(source)),
     ]
     if run is not None:
-        # a path may tell more about a machine than its file's name
+        # only the file's name, because a path says more about a machine
         data = [source if _is_data_set(source) else Path(source).name for source in _sources(run)]
         rows = {str(number): name for number, name in enumerate(data, 1)}
         lines += [*_table("Data", rows), *_table("Results", _results(run))]
@@ -68,7 +64,7 @@ def card(source: Source, merged: bool) -> str:
 
 
 def _licence(base: Path) -> dict[str, Any]:
-    """Return what the base model's own card says about its licence."""
+    """Return the licence from the base model's card."""
     path = base / "README.md"
     _, mark, rest = (
         path.read_text(encoding="utf-8", errors="replace").partition("---\n") if path.is_file() else ("",) * 3
@@ -103,12 +99,12 @@ def _sources(run: RunFolder) -> list[str]:
 
 
 def _is_data_set(source: str) -> bool:
-    """Whether a source is a data set on the hub, and not a file in a folder that is not below this one."""
+    """Whether a source is a data set on the hub, and not a data file such as ``folder/rows.jsonl``."""
     return is_hub_name(source) and Path(source).suffix not in LOADERS
 
 
 def _results(run: RunFolder) -> dict[str, str]:
-    """Return what the run measured, with held-out values where it has them."""
+    """Return the run's results: losses, and scores on held-out prompts."""
     rows: dict[str, str] = {}
     scores = {f"pass@1, {scored.after}": scored.scores for scored in held_out(run)}
     if run.family not in SAMPLED:
@@ -120,7 +116,7 @@ def _results(run: RunFolder) -> dict[str, str]:
 
 
 def _plain(text: str) -> str:
-    """Text of others in one line of Markdown, without links, tags and other markup."""
+    """Return foreign text as one line of Markdown, with escaped markup."""
     return re.sub(r"[\\`*\[\]<>|~!&]", r"\\\g<0>", " ".join(text.split()))
 
 
@@ -129,27 +125,20 @@ def _table(title: str, rows: Mapping[str, str]) -> list[str]:
     return [f"## {title}", "", "| | |", "|---|---|", *cells, ""] if rows else []
 
 
-_CARD = "README.md"
-
-
 # ---- upload
 
 
 def push(source: Source, repo: str, card: str, folder: Path | None, files: Sequence[Path], private: bool) -> str:
-    """Upload an export in one commit; create the repository, unless it is there.
+    """Upload an export in one commit, create the repository if it is missing, and return its address.
 
-    A ``README.md`` that the repository has stays as it is.
+    An existing ``README.md`` is not changed.
 
     Args:
-        source: the model.
         repo: ``OWNER/NAME``.
         card: the model card.
-        folder: a merged model's or an adapter's; only the files that belong to one are taken along.
+        folder: folder of a merged model or an adapter; only its files are uploaded.
         files: further files.
         private: whether the repository must be private.
-
-    Returns:
-        The repository's address.
 
     Raises:
         UserError: the adapter's base model has no name on the hub, the repository is public although ``private`` is
@@ -179,7 +168,7 @@ def push(source: Source, repo: str, card: str, folder: Path | None, files: Seque
         api.create_commit(repo, operations, commit_message="Upload from torchtune-rocm")
     except UserError:
         raise
-    except Exception as error:  # the client raises those of its HTTP library, too
+    except Exception as error:  # the client also raises errors of its HTTP library
         raise UserError(
             f"cannot upload to {repo}: {one_line(error)[:300]}; if it asks who you are, log in with `hf auth login`"
         ) from error
@@ -187,7 +176,7 @@ def push(source: Source, repo: str, card: str, folder: Path | None, files: Seque
 
 
 def _of_adapter(source: Source) -> dict[str, bytes | Path]:
-    """The files of an adapter, whose config names the base model as the hub does."""
+    """Return an adapter's files, with the base model's name on the hub in its config."""
     assert source.adapter is not None
     if not is_hub_name(source.name):
         raise UserError(

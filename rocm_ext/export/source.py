@@ -32,7 +32,7 @@ from rocm_ext.runs.folder import RunFolder
 UNMERGED = "write --gguf-adapter, which llama.cpp adds as it computes, or name the model in 16 bits by --base"
 _RUN_CONFIG, _TOKENIZER = "config.yaml", "${checkpointer.checkpoint_dir}/" + TOKENIZER
 _HERE = Ranks(torch.device("cpu"))
-OF_ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, TEMPLATE)  # the files of an adapter that others get
+OF_ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, TEMPLATE)  # the published files of an adapter
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Source:
 
     Attributes:
         base: folder of the base model in Hugging Face's format.
-        adapter: PEFT folder; None: the base model alone.
+        adapter: PEFT folder; None: only the base model.
         run: records of the run that trained the adapter; None: unknown.
-        cfg: ``model``, ``checkpointer`` and what renders conversations, as in a run's config.
-        base_name: what the hub calls the base model; None: as its folder says.
+        cfg: ``model``, ``checkpointer``, ``tokenizer`` and chat template, as in a run's config.
+        base_name: the base model's name on the hub; None: see its folder.
     """
 
     base: Path
@@ -59,7 +59,7 @@ class Source:
         return self.base_name or base_model_name(self.base)
 
     def decoder(self) -> Any:
-        """Build the model that the adapter belongs to, without weights."""
+        """Build the adapter's model, without weights."""
         return build_model(self.cfg.model, torch.bfloat16, 0, torch.device("meta"))
 
     @property
@@ -69,7 +69,7 @@ class Source:
 
     @cached_property
     def template(self) -> ChatTemplate | None:
-        """The chat template: the run's own, else the base model's; None: it has none."""
+        """The run's chat template, else the base model's; None: there is none."""
         day = date.fromisoformat(str(self.cfg.chat_template_date))
         return read_template(self._setting, self.base, self.cfg.chat_template_args, day)
 
@@ -82,16 +82,16 @@ class Source:
 
 
 def open_source(path: Path, base: Path | None = None, trusted: bool = False) -> Source:
-    """Find what ``path`` holds.
+    """Open the model in ``path``.
 
     Args:
         path: ``output_dir`` of a run, a PEFT folder, or a model's folder.
-        base: the base model's folder; None: the one that the run's config or the adapter names.
+        base: the base model's folder; None: the run's config or the adapter names it.
         trusted: whether a run's config may name any model, see :func:`rocm_ext.config.check_from_folder`.
 
     Raises:
-        UserError: there is no such model, its base model is not found, the run's config could run code, or a file is a
-            link out of its folder.
+        UserError: the model or its base model is missing, the run's config could run code, or a file is a link out of
+            its folder.
     """
     if not path.is_dir():
         raise UserError(f"{path} is not a folder; expected the output_dir of a run, an adapter or a model")
@@ -109,7 +109,7 @@ def open_source(path: Path, base: Path | None = None, trusted: bool = False) -> 
 
 
 def _run_of(adapter: Path) -> RunFolder | None:
-    """The run whose adapter or checkpoint this folder is, by our names of folders; None: it is another adapter."""
+    """Return the run of an adapter or checkpoint, by the names of folders; None: it is from elsewhere."""
     run = adapter.parent if adapter.name == "adapter" else adapter.parent.parent
     ours = adapter.name == "adapter" or adapter.parent.name == "checkpoints"
     return RunFolder(run) if ours and (run / _RUN_CONFIG).is_file() else None
@@ -149,15 +149,10 @@ def _adapted(adapter: Path, run: RunFolder | None, base: Path | None, trusted: b
 
 
 def write_merged(source: Source, out: Path, card: Callable[[], str]) -> None:
-    """Write the base model with the adapter added to its weights, tokenizer and chat template included.
+    """Write the base model with the adapter merged into its weights, and with tokenizer and chat template.
 
-    Where the chat template ends a turn with a token that the base model does not stop at, ``generation_config.json``
-    gets that token, too.
-
-    Args:
-        source: the model.
-        out: a folder that does not exist, or is empty.
-        card: returns the text of its model card.
+    If the chat template ends a turn with a token that does not stop the base model, ``generation_config.json`` also
+    gets that token. ``card`` returns the text of the model card.
 
     Raises:
         UserError: ``source`` has no adapter, ``out`` holds something, or the disk is full.
@@ -165,7 +160,7 @@ def write_merged(source: Source, out: Path, card: Callable[[], str]) -> None:
     if source.adapter is None:
         raise UserError(f"{source.base} has no adapter to merge")
     refuse_merging(source.base, UNMERGED)
-    if out.exists() and (not out.name or not out.is_dir() or any(out.iterdir())):  # "." has no name to write beside
+    if out.exists() and (not out.name or not out.is_dir() or any(out.iterdir())):  # "." has no name
         raise UserError(f"{out} exists; choose a new folder")
     text, stops = card(), ids_in(source.base, EOS)  # before anything is written
     more = [number for number in source.tokenizer.stop_tokens if number not in stops] if stops else []
@@ -181,7 +176,7 @@ def write_merged(source: Source, out: Path, card: Callable[[], str]) -> None:
 
 
 def _of_folder(folder: str, peft: PeftConfig | None = None) -> dict[str, Any]:
-    """Return the part of a config that :class:`Source` needs, for a model's folder."""
+    """Return :class:`Source`'s ``cfg`` for a model's folder."""
     model: dict[str, Any] = {config.COMPONENT: FROM_CHECKPOINT, "checkpoint_dir": folder}
     if peft is not None:
         model |= {"lora_rank": peft.rank, "lora_alpha": peft.alpha, "use_dora": False}  # merging needs no layers

@@ -1,7 +1,7 @@
-"""A model's tokenizer and chat template as llama.cpp reads them.
+"""Write a model's tokenizer and chat template for llama.cpp.
 
-llama.cpp has the rules by which a BPE splits text into words built in, by names (``tokenizer.ggml.pre``). This module
-finds the name by the rules in ``tokenizer.json``, and refuses rules that it does not know.
+llama.cpp knows rules by which a BPE splits text into words by their names (``tokenizer.ggml.pre``). This module
+finds the name for the rules in ``tokenizer.json``, and refuses unknown rules.
 """
 
 import re
@@ -17,7 +17,7 @@ from rocm_ext.data.render import render_conversation
 from rocm_ext.export.source import Source
 from rocm_ext.model.weights.llama_cpp import CONVERTER, Layout, library
 
-# llama.cpp writes out what Gemma 4 says with these, so that its parsers of tools and reasoning see it
+# llama.cpp keeps these tokens of Gemma 4 in the text, for its parsers of tools and reasoning
 _SHOWN = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>')
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "\u2581"  # SentencePiece's
@@ -25,12 +25,7 @@ _TURN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 
 
 def add_vocabulary(writer: Any, source: Source, layout: Layout) -> None:
-    """Add tokens, merges, special ids and the chat template to a GGUF file's metadata.
-
-    Args:
-        writer: a ``gguf.GGUFWriter``.
-        source: the model.
-        layout: of the model; ids without a token are unused.
+    """Add tokens, merges, special ids and the chat template to the metadata of a ``gguf.GGUFWriter``.
 
     Raises:
         UserError: llama.cpp has no such tokenizer.
@@ -66,11 +61,7 @@ def _unknown(path: Path, what: str) -> UserError:
 
 
 def _splitting(path: Path, content: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name of the rules by which text is split into words.
-
-    Raises:
-        UserError: they are unknown.
-    """
+    """Return llama.cpp's name of the rules that split text into words; refuse unknown rules."""
     normalizer = content.get("normalizer")
     if normalizer not in (None, {"type": "NFC"}) and normalizer != {"type": "Sequence", "normalizers": []}:
         raise _unknown(path, f"normalizer is {normalizer.get('type') if isinstance(normalizer, Mapping) else '?'}")
@@ -83,7 +74,7 @@ def _splitting(path: Path, content: Mapping[str, Any]) -> str:
 
 
 class _SentencePiece:
-    """A SentencePiece BPE that was converted to ``tokenizer.json``: its merges come in the order of its scores."""
+    """A SentencePiece BPE in ``tokenizer.json``: its merges are in the order of the scores."""
 
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
         steps = content.get("normalizer") or {}
@@ -107,7 +98,7 @@ class _SentencePiece:
             self._ranks.setdefault(_joined(merge).replace(" ", ""), rank)
 
     def score(self, token: str) -> float:
-        """Return a score for which llama.cpp merges in the same order."""
+        """Return a score with which llama.cpp merges in the same order."""
         return -float(self._ranks.get(token, len(self._ranks)))
 
 
@@ -116,7 +107,7 @@ def _joined(merge: Any) -> str:
 
 
 def _tokens(content: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
-    """Return each id's text and llama.cpp's type of it."""
+    """Return texts and llama.cpp's types, by id."""
     kind = library().TokenType
     texts = [f"[PAD{number}]" for number in range(size)]
     types = [int(kind.UNUSED)] * size
@@ -140,7 +131,7 @@ def _tokens(content: Mapping[str, Any], size: int) -> tuple[list[str], list[int]
 
 
 def _add_special(writer: Any, source: Source, model: Mapping[str, Any]) -> None:
-    """Add the ids of special tokens. ``eos`` ends a text, and ``eot`` a turn where that is another token."""
+    """Add the ids of special tokens. ``eos`` ends a text; ``eot`` ends a turn, if it is another token."""
     encoder = TextEncoder(source.base / TOKENIZER)
     before = encoder.prefix()
     begins = before or ids_in(source.base, "bos_token_id")
@@ -157,11 +148,11 @@ def _add_special(writer: Any, source: Source, model: Mapping[str, Any]) -> None:
 
 
 def end_of_turn(source: Source) -> int | None:
-    """Return the token that ends the assistant's turn in training; None: the template shows none."""
+    """Return the token that ends the assistant's turn in training; None: there is none."""
     if source.template is None:
         return None
     try:
         tokens, _ = render_conversation(source.tokenizer, _TURN)
-    except UserError:  # a template that takes other conversations alone
+    except UserError:  # the template takes only other conversations
         return None
     return next((token for token in reversed(tokens) if token in source.tokenizer.stop_tokens), None)

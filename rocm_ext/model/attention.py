@@ -1,16 +1,16 @@
 """Attention within packed sequences in training, and over a cache of slots in sampling.
 
 Packed sequences go to torch's SDPA with ``is_causal``. The fast kernel of every backend (flash on CUDA, AOTriton on
-ROCm, the CPU's own) takes that call; none takes a block-diagonal mask. On CPUs short sequences of similar length share
-a call, padded on the right, where causal attention does not look. Each other sequence has its own: a few dozen launches
-per layer cost little compared with the matrix products of thousands of tokens.
+ROCm, the CPU's) takes that call; none takes a block-diagonal mask. On CPUs short sequences of similar length share a
+call, padded on the right, where causal attention does not look. All others get one call per sequence: a few dozen
+launches per layer cost little compared with the matrix products of thousands of tokens.
 
-Sequences that begin alike, as the two sides of a pair, may have that beginning once. Attention puts its queries, keys
-and values before those of each such sequence, so only scores are computed again. The kernels' causal masks are
-aligned to the first query and key; few backends have one that is aligned to the last.
+Sequences with a common beginning, such as the two sides of a pair, may store it once. Attention repeats its queries,
+keys and values in front of every such sequence, so only scores are computed again. The kernels' causal masks are
+aligned to the first query and key; few backends can align them to the last.
 
-A decoding step is a packed row, too: one token of each running sequence. Where a training step gives a layer the
-:class:`Lengths` of packed sequences, the sampler gives it its :class:`Slots`.
+A decoding step is a packed row of one token per running sequence. A training step gives a layer the :class:`Lengths` of
+packed sequences; the sampler gives it :class:`Slots`.
 """
 
 import warnings
@@ -48,9 +48,9 @@ def sdpa(
     Args:
         q: [n, heads, queries, head_dim].
         k, v: [n, heads, keys, head_dim].
-        kernel: auto: torch chooses; flash, efficient and math: this kernel of torch's; eager: plain matrix products in
-            the dtype of q, where math computes in fp32. A GPU's flash kernel takes no masks: with one, torch chooses.
-            apart, in plans alone: the auto of a GPU.
+        kernel: auto: torch chooses; flash, efficient, math: torch's kernel of this name; eager: plain matrix products
+            in q's dtype (math computes in fp32). A GPU's flash kernel takes no masks: with one, torch chooses. apart:
+            a GPU's auto, in plans only.
         mask: True where a query attends, or 0 there and -inf elsewhere; it broadcasts to [n, heads, queries, keys].
             None: causal.
         dropout: probability on attention weights.
@@ -62,7 +62,7 @@ def sdpa(
         [n, heads, queries, head_dim].
 
     Raises:
-        UserError: torch has no such kernel for these tensors, or none of its kernels computes capped scores or sinks.
+        UserError: torch has no such kernel for these tensors, or the kernel cannot cap scores or add sinks.
     """
     plain = softcap is None and sinks is None
     if not plain and kernel not in ("auto", "apart", "eager"):
@@ -113,18 +113,10 @@ def _by_scores(
 
 
 def check_kernel(kernel: str, device: torch.device, dtype: torch.dtype, num_heads: int, head_dim: int) -> None:
-    """Run ``kernel`` on a small causal input.
-
-    Args:
-        kernel: see :func:`sdpa`.
-        device, dtype, num_heads, head_dim: of the model.
-
-    Raises:
-        UserError: torch has no such kernel for this device, dtype and head_dim.
-    """
+    """Run ``kernel`` on a small causal input; raise a UserError if torch does not have it for these arguments."""
     q = torch.zeros(1, num_heads, 128, head_dim, device=device, dtype=dtype, requires_grad=True)
     with warnings.catch_warnings(), torch.enable_grad():
-        warnings.simplefilter("ignore")  # torch warns once for each reason that a kernel cannot run
+        warnings.simplefilter("ignore")  # torch warns of every reason against a kernel
         sdpa(q, q, q, kernel)
 
 
@@ -139,20 +131,20 @@ def span_for(device: torch.device, positions: int) -> int:
     """Return the positions of a cache to read for ``positions``, rounded up so that results stay bit-identical."""
     positions += -positions % _SPAN.get(device.type, 256)
     # On CPUs torch's attention works on blocks of 512 positions, and MKL sums more than 384 positions of a block in two
-    # halves (measured). So attention reads either the whole last block or its first half at most.
+    # halves (measured). So attention reads either all of the last block or at most its first half.
     return positions + -positions % 512 if device.type == "cpu" and positions % 512 > 256 else positions
 
 
 class Slots:
-    """Keys and values of one layer: [slots, kv_heads, places, head_dim] each, allocated at first use.
+    """Keys and values of one layer: two tensors [slots, kv_heads, places, head_dim], allocated at first use.
 
     Args:
-        cache: that it belongs to.
-        window: of the layer's attention; None: it attends to all positions. The slots of a window are rings: position p
-            lies at place p mod ``places``.
+        cache: the model's cache.
+        window: sliding window of the layer's attention; None: it attends to all positions. With a window a slot is a
+            ring: it stores position p at index p mod ``places``.
 
     Attributes:
-        places: of a slot.
+        places: positions that a slot can store.
     """
 
     keys: Any = None
@@ -176,13 +168,9 @@ class Slots:
         self.is_initialized = True
 
     def write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one token's key and value in each of the first n slots.
+        """Write one token's key and value into the first n slots; return the keys and values that attention reads.
 
-        Args:
-            key, value: [n, kv_heads, head_dim].
-
-        Returns:
-            What attention reads of these slots: [n, kv_heads, span, head_dim] each.
+        The arguments are [n, kv_heads, head_dim], the results [n, kv_heads, span, head_dim].
         """
         if not self.is_initialized:
             self.lazy_initialization(key[:, :, None], value[:, :, None])
@@ -194,10 +182,10 @@ class Slots:
         return self.keys[:n, :, :span], self.values[:n, :, :span]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
-        """Write the step's keys and values, and attend to those of each slot.
+        """Write the step's keys and values, and attend within each slot.
 
         Args:
-            q: [n, heads, head_dim], one token of each of the first n slots.
+            q: [n, heads, head_dim], one token for each of the first n slots.
             k, v: [n, kv_heads, head_dim].
             kernel: see :func:`sdpa`.
 
@@ -222,7 +210,7 @@ class Slots:
         self.values[rows, :, places] = prefix.values[:, :, first:known]
 
     def held(self, known: int) -> list[Tensor]:
-        """Return what slots hold of their first ``known`` positions; see :meth:`SlotCache.held`."""
+        """Return the stored values of the first ``known`` positions; see :meth:`SlotCache.held`."""
         return [tensor[:, :, :known] for tensor in (self.keys, self.values)] if self.is_initialized else []
 
 
@@ -240,19 +228,19 @@ class Pass:
 
 
 class SlotCache(Pass):
-    """The cache of several sequences, one in each slot.
+    """The cache of several sequences, one per slot.
 
     Args:
         layers: number of the model's layers.
         slots: number of sequences.
-        length: positions of a slot.
+        length: positions per slot.
 
     Attributes:
-        layers: the :class:`Slots` of each layer.
-        slots: their number.
+        layers: one :class:`Slots` per layer.
+        slots: number of slots.
         span: positions that the current step reads.
-        rows: indices of its slots, [n].
-        positions: of its tokens, [n].
+        rows: slot of each token of the current step, [n].
+        positions: position of each token of the current step, [n].
     """
 
     span = 1
@@ -266,16 +254,11 @@ class SlotCache(Pass):
         self.layers = [Slots(self) for _ in range(layers)]
 
     def ring(self, window: int | None) -> int:
-        """Return the places of a slot for ``window``; None: attention to all positions."""
+        """Return the positions that a slot stores for a sliding window; None: attention to all positions."""
         return self._length
 
     def begin(self, positions: Tensor, span: int) -> None:
-        """Begin a step in the first n slots.
-
-        Args:
-            positions: of the step's tokens, [n].
-            span: more than the largest of them.
-        """
+        """Begin a step in the first n slots, at ``positions`` [n]; ``span`` exceeds the largest of them."""
         self.positions, self.span, self._made = positions, span, {}
         self.rows = torch.arange(len(positions), device=positions.device)
 
@@ -290,28 +273,17 @@ class SlotCache(Pass):
         return self.once("mask", make)
 
     def put(self, rows: slice, prefix: Any, known: int) -> None:
-        """Copy a prompt into slots.
-
-        Args:
-            rows: the slots.
-            prefix: cache of its first tokens.
-            known: number of these tokens.
-        """
+        """Copy the first ``known`` tokens of a prompt's cache ``prefix`` into the slots ``rows``."""
         for mine, theirs in zip(self.layers, prefix.layers, strict=True):
             mine.put(rows, theirs, known)
 
     def move(self, to: Tensor, source: Tensor, known: int) -> None:
-        """Copy slots to others.
-
-        Args:
-            to, source: [n] slots, all different.
-            known: positions that are in use, at most.
-        """
+        """Copy slots: ``source`` to ``to``, [n] slots each, all different; at most ``known`` positions are in use."""
         for tensor in self.held(known):
             tensor[to] = tensor[source]
 
     def held(self, known: int) -> list[Tensor]:
-        """Return what slots hold of their first ``known`` positions: views [slots, …] of all layers' tensors."""
+        """Return views [slots, …] of all layers' tensors, of the slots' first ``known`` positions."""
         return [tensor for layer in self.layers for tensor in layer.held(known)]
 
     def save(self, slot: int, known: int) -> list[Tensor]:
@@ -327,8 +299,8 @@ class SlotCache(Pass):
 # ---- packed sequences
 
 
-# The longest sequence that shares a call of attention on CPUs, and the least length of the others in a call, as a share
-# of the longest: longer ones save nothing but the padding costs more.
+# On CPUs: the longest sequence that shares a call of attention, and the least length of the others in the call, as a
+# share of the longest. Longer sequences would save nothing, and padding shorter ones costs more.
 _SHORT, _SIMILAR = 512, 0.75
 
 
@@ -339,7 +311,7 @@ class Lengths:
 
     Attributes:
         values: tokens per sequence, without shared ones.
-        shared: tokens that each sequence shares, see :class:`rocm_ext.data.batches.MicroBatch`.
+        shared: shared tokens per sequence, see :class:`rocm_ext.data.batches.MicroBatch`.
     """
 
     __slots__ = ("_calls", "shared", "values")
@@ -352,29 +324,27 @@ class Lengths:
         """Compute attention within each sequence.
 
         Args:
-            packed: q, k and v of packed tokens: [1, heads, s, head_dim] each.
-            compute: causal attention of q, k and v of several sequences, [n, heads, longest, head_dim] each; shorter
-                ones are padded on the right, and begin with what they share.
+            packed: q, k and v of packed tokens, [1, heads, s, head_dim].
+            compute: causal attention of several sequences' q, k and v, [n, heads, longest, head_dim]. Sequences begin
+                with their shared tokens; shorter ones are padded on the right.
             together: whether short sequences of similar length are computed together on a CPU.
 
         Returns:
             [1, s, heads, head_dim].
         """
         rows = [t[0].transpose(0, 1) for t in packed]
-        found = self.each(
-            rows,
-            lambda *call: compute(*(t.transpose(1, 2) for t in call)).transpose(1, 2),
-            _SHORT if together and rows[0].device.type == "cpu" else 0,
-        )
-        return found[None]
+        longest = _SHORT if together and rows[0].device.type == "cpu" else 0
+        return self.by_sequence(
+            rows, lambda *call: compute(*(t.transpose(1, 2) for t in call)).transpose(1, 2), longest
+        )[None]
 
-    def each(self, packed: Sequence[Tensor], compute: Callable[..., Tensor], longest: int) -> Tensor:
+    def by_sequence(self, packed: Sequence[Tensor], compute: Callable[..., Tensor], longest: int) -> Tensor:
         """Compute a causal function of each sequence.
 
         Args:
-            packed: what it needs of packed tokens: [s, ...] each.
-            compute: the function of several sequences, [n, longest, ...] each; shorter ones are padded on the right,
-                and begin with what they share.
+            packed: its arguments for packed tokens, [s, ...].
+            compute: the function of several sequences, with arguments [n, longest, ...]. Sequences begin with their
+                shared tokens; shorter ones are padded on the right.
             longest: tokens of the longest sequence that is computed together with others of similar length.
 
         Returns:
@@ -394,7 +364,7 @@ class Lengths:
         return out if order is None else _rows(out, order)
 
     def _made(self, longest: int, device: torch.device) -> tuple[list[tuple[int, int]], Tensor | None, Tensor | None]:
-        """Return n and longest of each call, the tokens of all calls, and where each token's output is among theirs.
+        """Return the calls' sizes (sequences, tokens), their input tokens, and the index of every token's output.
 
         None: the calls have all tokens in their order.
         """
@@ -412,10 +382,10 @@ class Lengths:
         index: list[int] = []
         order = [0] * first
         for call in calls:
-            for length, shared, begin, own in call:
-                end = own + length - shared
-                order[own:end] = range(len(index) + shared, len(index) + length)
-                index += [*range(begin, begin + shared), *range(own, end), *[0] * (call[0][0] - length)]
+            for length, shared, begin, rest in call:
+                end = rest + length - shared
+                order[rest:end] = range(len(index) + shared, len(index) + length)
+                index += [*range(begin, begin + shared), *range(rest, end), *[0] * (call[0][0] - length)]
         sizes = [(len(call), call[0][0]) for call in calls]
         if index == order == [*range(first)]:
             return sizes, None, None
@@ -444,10 +414,10 @@ def attend(
     Args:
         q: [1, s, heads, head_dim].
         k, v: [1, s, kv_heads, head_dim].
-        lengths: of the sequences; the values sum to s.
+        lengths: the sequences' lengths, which sum to s.
         dropout: dropout probability on attention weights.
         kernel: see :func:`sdpa`.
-        together: whether sequences may be computed together; kernels with scores in memory never do.
+        together: whether sequences may share a call; kernels with scores in memory never allow it.
 
     Returns:
         [1, s, heads, head_dim].
@@ -468,7 +438,7 @@ def attend(
 def _no_plans() -> Iterator[None]:
     """Context without cuDNN's kernel, torch's first choice on NVIDIA's GPUs from sm_90 on.
 
-    It plans for up to a second for each new length of a sequence (https://github.com/modelscope/FunASR/issues/3704).
+    It plans up to a second for every new sequence length (https://github.com/modelscope/FunASR/issues/3704).
     """
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -479,7 +449,7 @@ def _no_plans() -> Iterator[None]:
 
 
 def shares_beginnings(decoder: Decoder) -> bool:
-    """Return whether packed sequences may share their beginnings. Dropout draws other values for each."""
+    """Return whether packed sequences may share their beginnings: not with dropout, which differs between them."""
     return decoder.shares and not has_dropout(decoder)
 
 
@@ -493,15 +463,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def choose_attention(decoder: Decoder, kernel: str) -> None:
-    """Compute the attention of packed rows with ``kernel``, in training and in sampling.
-
-    Args:
-        decoder: the model.
-        kernel: see :func:`sdpa`.
-
-    Raises:
-        UserError: the model computes attention in its own code.
-    """
+    """Compute the attention of packed rows with ``kernel``, see :func:`sdpa`; refuse models that know no kernels."""
     if kernel == "auto":
         return
     if not decoder.packs:

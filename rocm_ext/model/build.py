@@ -1,4 +1,4 @@
-"""Build the model a run trains, load its weights, and wrap it with its loss."""
+"""Build a run's model, load its weights, and wrap it with its loss."""
 
 import hashlib
 from collections.abc import Mapping
@@ -62,16 +62,16 @@ class CausalLM(nn.Module):
 
 
 def build_model(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) -> Decoder:
-    """Build a torchtune LoRA model with fresh adapters and without base weights.
+    """Build a decoder with fresh adapters and without base weights.
 
-    Frozen parameters stay on the meta device. fp32 adapters and buffers are on ``device``. If ``device``
-    is the meta device, the position embeddings' tables are on the CPU.
+    Frozen parameters stay on the meta device. fp32 adapters and buffers are on ``device``. If ``device`` is the meta
+    device, a native decoder's position tables are on the CPU.
 
     Args:
         cfg_model: the config's ``model``.
-        dtype: of the frozen parameters.
-        seed: for the adapters' initial values.
-        device: for adapters and buffers.
+        dtype: dtype of the frozen parameters.
+        seed: seed of the adapters' initial values.
+        device: device of adapters and buffers.
 
     Raises:
         UserError: the component is not a LoRA builder of a text decoder.
@@ -82,8 +82,8 @@ def build_model(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) 
         decoder = native(decoder)
     if not isinstance(decoder, Decoder):
         raise UserError(
-            f"model {cfg_model._component_} builds a {type(decoder).__name__}; only text decoders "
-            "(torchtune TransformerDecoder) are supported"
+            f"model {cfg_model._component_} builds a {type(decoder).__name__}; only text decoders are supported: "
+            "rocm_ext.model.from_checkpoint and torchtune's TransformerDecoder"
         )
     if cfg_model.get("quantize_base") == "fp8" and not decoder.quantizes:
         raise UserError("model.quantize_base=fp8 is for rocm_ext.model.from_checkpoint; torchtune's builders take True")
@@ -103,15 +103,12 @@ def check_quantized(decoder: nn.Module, profile: Profile, overrides: list[str], 
         decoder: model with adapters.
         profile: the machine's profile, which may lock ``quantize_base``.
         overrides: keys set on the command line; an override lifts the lock.
-        ranks: processes of this run, which share weights in 16 bits.
-        budget: bytes that a rank may use. Weights in 16 bits that take over nine tenths of it leave no room to train,
-            and lift the lock.
+        ranks: number of this run's processes, which share weights in 16 bits.
+        budget: bytes that a rank may use. 16-bit weights above nine tenths of it leave no room to train and lift the
+            lock.
 
     Returns:
         Warnings: one line if the lock is lifted.
-
-    Raises:
-        UserError: the profile locks it without an override.
     """
     asked: Any = "fp8" if getattr(decoder, "quantizes", False) else True
     if asked is True and not any(layer._quantize_base for _, layer in adapters(decoder)):
@@ -126,10 +123,10 @@ def check_quantized(decoder: nn.Module, profile: Profile, overrides: list[str], 
 
 @dataclass(frozen=True)
 class Weights:
-    """Base weights as the config's checkpointer reads them.
+    """Base weights from the config's checkpointer.
 
     Attributes:
-        state: tensors by torchtune's names.
+        state: tensors, by torchtune's names, or by the files' names if transformers builds the model.
         model_type: torchtune's ModelType name.
     """
 
@@ -139,8 +136,7 @@ class Weights:
     def fingerprint(self, architecture: str = "") -> str:
         """Hash that identifies the base model: names, shapes, dtypes and a sample of every tensor's values.
 
-        Args:
-            architecture: what else decides the model's function and is not in the run's config.
+        ``architecture`` adds facts that decide the model's function and are not in the run's config.
         """
         digest = hashlib.sha256(architecture.encode())
         for name, tensor in sorted(on_meta(self.state).items()):
@@ -150,11 +146,7 @@ class Weights:
 
 
 def read_weights(cfg_checkpointer) -> Weights:
-    """Open the base weights; those of our own checkpointer are read at each access.
-
-    Raises:
-        UserError: files are missing, damaged or of another architecture.
-    """
+    """Open the base weights; :class:`StoredWeights` read a tensor at every access."""
     cfg = config.without(cfg_checkpointer, "adapter_checkpoint")  # torchtune reads it only when resuming
     try:
         state = config.instantiate(cfg, key="checkpointer").load_checkpoint()[MODEL_KEY]
@@ -167,18 +159,17 @@ def read_weights(cfg_checkpointer) -> Weights:
 
 
 def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
-    """Copy ``weights`` into the frozen parameters, one tensor at a time; each rank copies its shard.
+    """Copy ``weights`` into the frozen parameters, one tensor at a time; every rank copies its shard.
 
     Raises:
-        UserError: parameters are missing, unexpected or of another shape, or have values that are not finite; the
-            message names the first three.
+        UserError: parameters are missing, unexpected or of another shape, or have values that are not finite.
     """
     frozen = {name: p for name, p in decoder.named_parameters() if not p.requires_grad}
     state, shapes = weights.state, on_meta(weights.state)
     buffers = decoder.buffers_to_load()
     if (converted := decoder.converted(state)) is not None:
         state, shapes = converted, converted.on_meta()
-    owned = isinstance(state, StoredWeights)  # each access allocates; others may be maps or parts of a larger tensor
+    owned = isinstance(state, StoredWeights)  # every access allocates; others may be maps or parts of a larger tensor
     if misfits := _misfits({plain(name): p for name, p in (frozen | buffers).items()}, shapes, "the checkpoint"):
         raise UserError(f"the checkpoint does not fit model: {misfits}. {_way_out(decoder, weights.state)}")
     for name, buffer in buffers.items():
@@ -222,10 +213,9 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
 
 
 def _joined(decoder: Decoder, frozen: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Make one tensor for the weights of each group that sampling multiplies by, so that it need not copy them.
+    """Allocate one tensor for every group of :meth:`Decoder.joined_weights`, so that sampling need not copy weights.
 
-    Returns:
-        The rows of each such weight, by name; sharded weights are left out.
+    Returns the rows for the weights, by name, without groups that have sharded weights.
     """
     rows: dict[str, Tensor] = {}
     for group in decoder.joined_weights():
@@ -239,17 +229,14 @@ def _joined(decoder: Decoder, frozen: Mapping[str, Tensor], device: torch.device
 
 def _way_out(decoder: Decoder, state: Mapping[str, Tensor]) -> str:
     if decoder.renames is None:
-        return _OTHER_BUILDER
+        return "Set model._component_ to the builder of these weights (size, base or instruct)"
     gguf = [file for file in state.files if file.endswith(SUFFIX)] if isinstance(state, StoredWeights) else []
-    return f"Download {gguf[0]} again" if gguf else _DOWNLOAD_AGAIN
-
-
-_OTHER_BUILDER = "Set model._component_ to the builder of these weights (size, base or instruct)"
-_DOWNLOAD_AGAIN = "config.json and the weights must be of one model: download both again"
+    again = "config.json and the weights must be of one model: download both again"
+    return f"Download {gguf[0]} again" if gguf else again
 
 
 def _check_finite(extremes: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    # one NaN or infinity shows in the extremes, and those of one device come over in one transfer
+    # a NaN or infinity shows in the extremes, which take one transfer from the device
     if not extremes or torch.stack(list(extremes.values())).isfinite().all():
         return
     bad = [name for name, value in extremes.items() if not value.isfinite()]
@@ -274,22 +261,13 @@ def _misfits(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor], wher
 
 
 def check_adapter(decoder: Decoder, state: Mapping[str, Tensor], source: str) -> None:
-    """Check that adapter weights fit ``decoder``.
-
-    Args:
-        decoder: model with adapters.
-        state: weights by torchtune's names.
-        source: where they come from, for the error message.
-
-    Raises:
-        UserError: weights are missing, unexpected or of another shape; the message names the first three.
-    """
+    """Check that adapter weights ``state``, by torchtune's names, fit ``decoder``; ``source`` is for the message."""
     if misfits := _misfits(adapter_parameters(decoder), state, "the adapter"):
         raise UserError(f"adapter {source} does not fit model: {misfits}")
 
 
 def load_adapter(decoder: Decoder, state: Mapping[str, Tensor], source: str) -> None:
-    """Copy adapter weights into ``decoder``; arguments and errors as of :func:`check_adapter`."""
+    """Copy adapter weights into ``decoder``; for arguments and errors see :func:`check_adapter`."""
     check_adapter(decoder, state, source)
     with torch.no_grad():
         for name, parameter in adapter_parameters(decoder).items():

@@ -1,4 +1,4 @@
-"""What training, planning, sampling and export need of a model: torchtune's modules, or those of transformers."""
+"""The interface of models for training, planning, sampling and export."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from rocm_ext.machine.numerics import Kernel
 
 
 class ConvertedWeights(Mapping[str, Tensor]):
-    """A checkpoint's tensors by the names of a decoder; those made of several are put together at each access."""
+    """A checkpoint's tensors by a decoder's names; weights of several tensors are joined at every access."""
 
     @abstractmethod
     def on_meta(self) -> dict[str, Tensor]:
@@ -21,15 +21,11 @@ class ConvertedWeights(Mapping[str, Tensor]):
 
     @abstractmethod
     def group(self, name: str) -> tuple[list[str], list[str]]:
-        """Return the weights that are made of the same tensors as ``name``, and the checkpoint's names of these."""
+        """Return the weights that share tensors with ``name``, and the checkpoint's names of these tensors."""
 
     @abstractmethod
     def taken_apart(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the checkpoint's tensors that make up a group's ``weights``.
-
-        Raises:
-            UserError: the conversion cannot be undone.
-        """
+        """Return the checkpoint's tensors that make up a group's ``weights``, or raise a UserError."""
 
 
 class Decoder(nn.Module, ABC):
@@ -38,23 +34,23 @@ class Decoder(nn.Module, ABC):
     Attributes:
         packs: whether it takes packed rows; otherwise rows are padded on the right, which no causal model sees.
         shares: whether packed sequences may share their beginnings, see :class:`rocm_ext.data.batches.MicroBatch`.
-        kernel: that computes attention of packed rows; see :func:`rocm_ext.model.attention.sdpa`.
+        kernel: attention kernel of packed rows; see :func:`rocm_ext.model.attention.sdpa`.
         max_seq_len: positions that it supports.
-        num_heads, head_dim: of attention.
+        num_heads, head_dim: sizes of attention.
         layers: the decoder's layers.
         tok_embeddings: the embeddings.
-        output: maps hidden states [n, d] to logits [n, v], with the model's own scaling or capping.
-        architecture: what the model computes, but for its weights; empty: the config's builder says it.
+        output: maps hidden states [n, d] to logits [n, v], including the model's scaling or capping.
+        architecture: description of the function, without weights; empty: the config names its builder.
         graph_obstacle: why no CUDA/HIP graph can replay a decoding step; empty: one can.
-        renames: functions from the model's names to those of Hugging Face's files, and back; they raise KeyError for
-            unknown names. None: torchtune's converters know them.
-        left_out: names of the modules that the folder's whole model has beside these, such as a vision tower's.
-        kernels: of installed packages, that its layers call.
-        replay: of routers' choices, see :class:`rocm_ext.model.hf.routing.Replay`; None: they choose anew.
-        quantizes: whether weights with a stand-in of :mod:`rocm_ext.model.weights.quantized` are quantised as loaded;
-            otherwise the files have them so.
-        published_modules: names of all modules of this whole model; empty: PEFT's names of its layers are unique.
-        names_of_experts: ends of names of modules that PEFT takes for experts'.
+        renames: functions from the model's names to Hugging Face's, and back; they raise KeyError for unknown names.
+            None: torchtune's converters know the names.
+        left_out: names of the published model's modules that this decoder lacks, such as a vision tower.
+        kernels: kernels of installed packages that its layers call.
+        replay: the routers' recorded choices, see :class:`rocm_ext.model.hf.routing.Replay`; None: routers choose.
+        quantizes: whether weights with a stand-in of :mod:`rocm_ext.model.weights.quantized` are quantised while they
+            are loaded; otherwise the files are quantised.
+        published_modules: names of all modules of the published model; empty: PEFT's names of its layers are unique.
+        names_of_experts: ends of module names that PEFT takes for experts.
     """
 
     packs: bool
@@ -64,14 +60,13 @@ class Decoder(nn.Module, ABC):
     num_heads: int
     head_dim: int
     output: Any
-    architecture: Any
-    graph_obstacle: str
-    renames: tuple[Callable[[str], str], Callable[[str], str]] | None
-
     layers: nn.ModuleList
     tok_embeddings: nn.Embedding
-    left_out: frozenset[str]
-    published_modules: frozenset[str]
+    architecture: Any = ""
+    graph_obstacle: str = ""
+    renames: tuple[Callable[[str], str], Callable[[str], str]] | None = None
+    left_out: frozenset[str] = frozenset()
+    published_modules: frozenset[str] = frozenset()
     names_of_experts: frozenset[str] = frozenset()
     kernels: Sequence[Kernel] = ()
     replay: Any = None
@@ -79,50 +74,39 @@ class Decoder(nn.Module, ABC):
 
     @abstractmethod
     def hidden_states(self, batch: MicroBatch) -> Tensor:
-        """Run the model up to its output layer.
-
-        Returns:
-            [b, s, d], the output layer's input.
-        """
+        """Run the model up to its output layer: return [b, s, d], the output layer's input."""
 
     @property
     def output_layer(self) -> Any:
-        """The output layer itself, without what the model does to its logits."""
+        """The output layer, without scaling or capping of logits."""
         return self.output
 
     @abstractmethod
     def place_buffers(self, device: torch.device) -> None:
         """Put the buffers of a model that is built on the meta device on ``device``."""
 
-    @abstractmethod
     def converted(self, state: Mapping[str, Tensor]) -> ConvertedWeights | None:
         """Return a checkpoint's tensors by this model's names; None: they have these names."""
+        return None
 
-    @abstractmethod
     def buffers_to_load(self) -> dict[str, Tensor]:
         """Return the buffers that a checkpoint holds, by name."""
+        return {}
 
     def joined_weights(self) -> list[list[str]]:
-        """Return the names of weights whose rows should lie one after the other, because sampling multiplies by all."""
+        """Return groups of weights, by name, that sampling multiplies at once: their rows should be contiguous."""
         return []
 
     @abstractmethod
     def check_sampling(self) -> int:
-        """Check that the model can be sampled from in this process.
-
-        Returns:
-            The positions of the longest prompt with its answer.
+        """Return the most positions of a prompt with its answer.
 
         Raises:
-            UserError: it cannot; the message names the reason.
+            UserError: the model cannot be sampled from in this process; the message names the reason.
         """
 
     def replay_routes(self) -> None:
-        """Let forward passes take a batch's ``routes`` for what the model's routers choose.
-
-        Raises:
-            UserError: the model has no experts, or its routers choose in a way that is not known.
-        """
+        """Let forward passes use a batch's ``routes`` instead of the routers' choices, or raise a UserError."""
         raise UserError("router_replay is True, and the model has no experts; set router_replay=False")
 
     @abstractmethod
@@ -131,7 +115,7 @@ class Decoder(nn.Module, ABC):
 
         Args:
             merge: add the adapters' updates to the weights; None: only to fp32 weights.
-            device: that samples; None: the weights' own.
+            device: device for sampling; None: the weights' device.
 
         Raises:
             UserError: the model cannot be sampled from in this process.

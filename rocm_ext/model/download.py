@@ -1,6 +1,6 @@
-"""Models by their name on the Hugging Face hub: download what is needed, once.
+"""Download models by their name on the Hugging Face hub.
 
-Texts (config, tokenizer, template, licence) come first and weights last, after the checks that need no weights.
+Texts (config, tokenizer, template, licence) come first, and weights after the checks that need no weights.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from rocm_ext.model.weights.gguf_files import refuse_merging
 
 _TEXT = ["*.json", "*.jinja", "*.txt", "*.model", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*"]
 _ELSEWHERE = ["original/*", "onnx/*", "consolidated*", "*/*.safetensors", "*/*.bin"]  # the weights in other formats
-# OWNER/NAME/config.json with the keys that decide what is built; no weights are beside it
+# OWNER/NAME/config.json with the keys that decide the model's shape
 _SHAPES = Path(__file__).parent / "shapes"
 _OF_THE_DISK = {EACCES, EDQUOT, EIO, ENOSPC, EPERM, EROFS}
 
@@ -33,12 +33,7 @@ _OF_THE_DISK = {EACCES, EDQUOT, EIO, ENOSPC, EPERM, EROFS}
 def use_downloaded(cfg: DictConfig, ranks: Ranks) -> None:
     """Where the config's model is a name on the hub or a GGUF file, put its folder into ``cfg``.
 
-    Of a model on the hub, this downloads the texts; one that is whole in the hub's cache is used without asking the
-    hub.
-
-    Args:
-        cfg: config of a recipe; its ``model``, ``checkpointer`` and ``tokenizer`` change.
-        ranks: all processes of the run; one of them downloads.
+    One rank downloads the texts of a model on the hub, unless the cache has the complete model.
 
     Raises:
         UserError: the hub has no such model, wants a login, or cannot be reached.
@@ -55,31 +50,23 @@ def use_downloaded(cfg: DictConfig, ranks: Ranks) -> None:
 
 
 def use_weights(folder: Path, ranks: Ranks) -> None:
-    """Download the weights of a folder in the hub's cache, unless they are there; other folders stay as they are.
-
-    Args:
-        folder: the model's folder.
-        ranks: all processes of the run; one of them downloads.
-
-    Raises:
-        UserError: the hub cannot be reached.
-    """
+    """Download missing weights of a folder in the hub's cache, on one rank; other folders stay as they are."""
     if hub_name(folder) is not None:
         _on_one_rank(lambda: fetch_weights(folder), ranks)
 
 
 def _on_one_rank(fetch: Callable[[], Path], ranks: Ranks) -> Path:
     ranks.on_main(fetch)
-    return fetch()  # finds the files; on another machine one rank downloads, because the cache has locks
+    return fetch()  # files are there; on another machine one rank downloads, because the cache has locks
 
 
 def use_shape(cfg: DictConfig) -> str | None:
-    """For a plan: where the config's model is no folder here, put another folder with its ``config.json`` into ``cfg``.
+    """For a plan: where the config's model is not a folder here, put a folder with its ``config.json`` into ``cfg``.
 
-    That is the one in the hub's cache, or else the shape of a published model that this library ships.
+    That folder is in the hub's cache, or this library ships it as the shape of a published model.
 
     Returns:
-        A line for the user if the shape is the shipped one.
+        A line for the user if this library ships the shape.
 
     Raises:
         UserError: the model is a name on the hub, and neither the cache nor this library has its ``config.json``.
@@ -113,10 +100,7 @@ def _put(cfg: DictConfig, name: str, folder: Path) -> None:
 
 
 def fetch_texts(name: str) -> Path:
-    """Download everything but a model's weights into the hub's cache, unless the whole model is there.
-
-    Args:
-        name: such as ``Qwen/Qwen3-8B``.
+    """Download everything but a model's weights into the hub's cache, unless the complete model is there.
 
     Returns:
         The folder in the cache.
@@ -136,17 +120,7 @@ def fetch_texts(name: str) -> Path:
 
 
 def fetch_weights(folder: Path) -> Path:
-    """Download the weights of a model into its folder in the hub's cache, with progress, unless they are there.
-
-    Args:
-        folder: of :func:`fetch_texts`.
-
-    Returns:
-        The same folder.
-
-    Raises:
-        UserError: the hub cannot be reached.
-    """
+    """Download missing weights of a model into its ``folder`` in the hub's cache, with progress; return the folder."""
     name = str(hub_name(folder))
     for suffix in ("safetensors", "bin"):
         if not _has_weights(folder):
@@ -165,25 +139,23 @@ def _fetch(name: str, commit: str | None, patterns: list[str]) -> Path:
     try:
         with beating():
             return Path(snapshot_download(name, revision=commit, allow_patterns=patterns, ignore_patterns=_ELSEWHERE))
-    except GatedRepoError as error:
-        raise UserError(
-            f"{name} is gated: accept its licence at https://huggingface.co/{name} and run `hf auth login`"
-        ) from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise UserError(
-            f"checkpoint_dir {name} is neither a folder nor a model on the Hugging Face hub that you may see; "
-            "private models need `hf auth login`"
-        ) from error
-    except Exception as error:  # the client raises those of its HTTP library, too
-        if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
-            raise UserError(
-                f"cannot download {name}: {error.strerror}: {error.filename or HF_HUB_CACHE}; HF_HOME sets another "
-                "place for the hub's cache"
-            ) from error
-        raise UserError(
-            f"cannot download {name}: {one_line(error)[:300]}; where there is a network, tune download {name} "
-            "--output-dir DIR, and set model.checkpoint_dir=DIR"
-        ) from error
+    except Exception as error:  # the client also raises errors of its HTTP library
+        if isinstance(error, GatedRepoError):
+            problem = f"{name} is gated: accept its licence at https://huggingface.co/{name} and run `hf auth login`"
+        elif isinstance(error, RepositoryNotFoundError | HFValidationError):
+            problem = (
+                f"checkpoint_dir {name} is neither a folder nor a model on the Hugging Face hub that you may see; "
+                "private models need `hf auth login`"
+            )
+        elif isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+            where = f"{error.strerror}: {error.filename or HF_HUB_CACHE}"
+            problem = f"cannot download {name}: {where}; HF_HOME sets another folder for the hub's cache"
+        else:
+            problem = (
+                f"cannot download {name}: {one_line(error)[:300]}; where there is a network, tune download {name} "
+                "--output-dir DIR, and set model.checkpoint_dir=DIR"
+            )
+        raise UserError(problem) from error
 
 
 # ---- shapes of published models, which this library ships so that a plan needs no download
@@ -195,14 +167,10 @@ def published_models() -> dict[str, Path]:
 
 
 def published(checkpoint_dir: str) -> tuple[str, Path] | None:
-    """Find the published model that a config means.
+    """Return the name and the folder of the published model that a config means; None: this library does not ship it.
 
     Args:
-        checkpoint_dir: the config's: a name on the hub, or a folder of the model's own name, such as
-            ``models/Qwen3-8B``.
-
-    Returns:
-        The model's name on the hub and the folder with its shape; None if this library does not ship it.
+        checkpoint_dir: a name on the hub, or a folder with the model's name, such as ``models/Qwen3-8B``.
     """
     if is_hub_name(checkpoint_dir):
         folder = published_models().get(checkpoint_dir)

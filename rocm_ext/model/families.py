@@ -1,23 +1,25 @@
 """Architectures of checkpoints in Hugging Face's format, by their ``config.json``, and the names in their files.
 
-Only what transformers' own code for a family reads changes what a model computes. Of these keys, this module knows
-each: it reads the key, or refuses a value that the native decoders do not compute.
+Only keys that transformers' code for a family reads change the function of a model. This module knows all of them: it
+reads a key, or refuses values that the native decoders do not compute.
 """
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, one_line, refuse
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
+from rocm_ext.config.checks.kinds import NOT_NEGATIVE, SWITCH, Kind, check
 
 CONFIG = "config.json"
 Config = Mapping[str, Any]
-# The largest sizes that are read, some ten times those of any model: a damaged one must not fill the memory
+# The largest sizes that are read, some ten times any model's: a damaged file must not fill the memory
 _LARGEST = {
     1000: "num_hidden_layers num_layers n_layers n_layer",
     10**5: "num_experts num_local_experts n_routed_experts moe_num_experts num_attention_heads num_key_value_heads",
@@ -32,9 +34,9 @@ class Yarn:
     """YaRN's scaling of RoPE (arXiv:2309.00071).
 
     Attributes:
-        fast, slow: rotations over the original positions: dimensions with more than ``fast`` keep their frequency,
-            those with fewer than ``slow`` have it divided.
-        rounded: whether the bounds between these dimensions are whole numbers.
+        fast, slow: rotations over the original positions. Dimensions with more than ``fast`` keep their frequency;
+            frequencies of dimensions with fewer than ``slow`` are divided.
+        rounded: whether the bounds between these dimensions are integers.
         attention: factor of cosines and sines.
     """
 
@@ -51,10 +53,10 @@ class Rope:
     Attributes:
         base: theta.
         kind: ``default``, ``linear``, ``llama3`` or ``yarn``.
-        factor: divides the frequencies; of ``llama3`` and ``yarn`` only the low ones.
+        factor: divisor of the frequencies; ``llama3`` and ``yarn`` divide only the low ones.
         low, high: ``llama3``'s low_freq_factor and high_freq_factor.
         original: original_max_position_embeddings of ``llama3`` and ``yarn``.
-        yarn: what ``yarn`` needs besides.
+        yarn: further settings of ``yarn``.
     """
 
     base: float
@@ -68,17 +70,17 @@ class Rope:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a decoder computes, but for its weights.
+    """The function of a decoder, without weights.
 
     Attributes:
         name: transformers' class, such as ``Qwen3ForCausalLM``.
         vocabulary: rows of the embeddings.
         layers, width, intermediate: number of layers, size of hidden states and of the MLP.
         heads, kv_heads, head_dim: shape of attention.
-        positions: the longest sequence that the decoder computes as transformers does. A sliding window limits it,
-            because up to the window's length windowed attention is causal attention.
+        positions: the longest sequence for which the decoder computes the same as transformers. A sliding window limits
+            it, because up to its length windowed attention is causal attention.
         window: the sliding window; None: the model has none.
-        norm_eps: of every RMSNorm.
+        norm_eps: eps of every RMSNorm.
         tied: whether the output layer is the embeddings.
         qkv_bias, out_bias: which projections of attention have a bias.
         head_norms: whether q and k are normalised per head, before RoPE.
@@ -114,7 +116,7 @@ class _Family:
     always_qkv_bias: bool = False
     reads_attention_bias: bool = False
     head_norms: bool = False
-    window: str = ""  # "always": sliding_window alone decides; "switched": use_sliding_window, too
+    window: str = ""  # "always": sliding_window decides; "switched": if use_sliding_window is set
 
 
 _FAMILIES = {
@@ -128,21 +130,13 @@ _FAMILIES = {
 _MODEL_TYPES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _MODEL_TYPES |= {"mistral": "MistralForCausalLM"}
 QUANTISED = ("quantization_config", "compression_config")  # keys of a config.json
-_PARTS = ("text_config", "vision_config", "audio_config")  # of a multimodal model's config.json
+_PARTS = ("text_config", "vision_config", "audio_config")  # keys of a multimodal model's config.json
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """Read a folder's ``config.json``.
-
-    Raises:
-        UserError: the file is missing or damaged, the architecture is unknown, or the native decoders do not compute
-            what a key asks for; the message names it.
-    """
-    config = _read(folder)
-    try:
+    """Read a folder's ``config.json``; raise a UserError where the native decoders do not support it."""
+    with _opened(folder) as config:
         return _architecture(config)
-    except UserError as error:
-        raise UserError(f"{folder / CONFIG}: {error}") from error
 
 
 def foreign_config(folder: Path, trust_remote_code: bool = False) -> Config | None:
@@ -150,25 +144,32 @@ def foreign_config(folder: Path, trust_remote_code: bool = False) -> Config | No
 
     Args:
         folder: the folder.
-        trust_remote_code: accept a model that brings its own code.
+        trust_remote_code: accept a model with code in its folder.
 
     Returns:
-        The file's content; None if a native decoder computes the model. Llama's do not with biases in the MLP.
+        The file's content; None if a native decoder computes the model. For Llama with biases in the MLP, none does.
 
     Raises:
-        UserError: the file is missing or damaged, or the model is quantised or brings its own code.
+        UserError: the file is missing or damaged, the quantised format is not supported, or code is not trusted.
     """
-    config = _read(folder)
-    try:
+    with _opened(folder) as config:
         multimodal = any(isinstance(config.get(part), Mapping) for part in _PARTS)
         name = _class_name(config, trust_remote_code)
         biased = name == "LlamaForCausalLM" and _switch(config, "mlp_bias")
         if name in _FAMILIES and own_code(config) in (None, name) and not multimodal and not biased:
             return None
         _stored_format(config)
+    return config
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[Config]:
+    """Context with the content of a folder's ``config.json``; errors inside get the file's name."""
+    config = _read(folder)
+    try:
+        yield config
     except UserError as error:
         raise UserError(f"{folder / CONFIG}: {error}") from error
-    return config
 
 
 def _read(folder: Path) -> Config:
@@ -178,7 +179,7 @@ def _read(folder: Path) -> Config:
     except FileNotFoundError as error:
         raise UserError(
             f"no model in {folder}: {CONFIG} is missing; {how_to_download(folder)} "
-            f"(`rocm-ext plan` needs {CONFIG} alone)"
+            f"(`rocm-ext plan` needs only {CONFIG})"
         ) from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
@@ -197,7 +198,14 @@ def _architecture(config: Config) -> Architecture:
     if name not in _FAMILIES:
         raise UserError(f"{name} is not supported; supported are {', '.join(_FAMILIES)}")
     family = _FAMILIES[name]
-    _refuse_foreign(config)
+    _stored_format(config)
+    activation = config.get("hidden_act", "silu")
+    problems = {
+        f"hidden_act is {activation!r}; supported is silu": activation not in ("silu", "swish"),
+        "is_causal is False; only causal language models are supported": config.get("is_causal") is False,
+        "mlp_bias is True; an MLP with biases is not supported": config.get("mlp_bias"),
+    }
+    refuse(problem for problem, holds in problems.items() if holds)
     width, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
     layers, positions = _whole(config, "num_hidden_layers"), _whole(config, "max_position_embeddings")
     kv_heads = _whole(config, "num_key_value_heads", family.kv_heads or heads)
@@ -234,46 +242,27 @@ def _architecture(config: Config) -> Architecture:
 
 
 def _class_name(config: Config, trust_remote_code: bool = False) -> str:
-    """Return transformers' class of the model.
-
-    Raises:
-        UserError: it brings its own code.
-    """
+    """Return transformers' class of the model; refuse code in its folder that is not trusted."""
     named = config.get("architectures") or [_MODEL_TYPES.get(str(config.get("model_type")))]
     name = str(named[0]) if isinstance(named, list) and named[0] else f"model_type {config.get('model_type')!r}"
-    if not trust_remote_code and own_code(config) not in (None, name):  # the same name is that of a class known here
+    if not trust_remote_code and own_code(config) not in (None, name):  # transformers may have the same class
         refuse_code(name)
     return name
 
 
 def own_code(config: Config) -> str | None:
-    """Return the name of the class of the folder's own code (``auto_map``); None: it has none."""
+    """Return the name of the model's class in the folder's code (``auto_map``); None: there is no such code."""
     brings = config.get("auto_map")
     code = brings.get("AutoModelForCausalLM") if isinstance(brings, Mapping) else None
     return None if code is None else str(code).rpartition(".")[2]
 
 
 def refuse_code(name: str) -> NoReturn:
-    """Refuse a model that only code of the folder computes.
-
-    Raises:
-        UserError: always.
-    """
+    """Refuse a model that only code in its folder computes."""
     raise UserError(
         f"{name} brings its own code (auto_map), which runs only with model.trust_remote_code=True: it may do "
         "on this machine what you may do, so read it first"
     )
-
-
-def _refuse_foreign(config: Config) -> None:
-    """Refuse what the native decoders do not compute."""
-    _stored_format(config)
-    if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise UserError(f"hidden_act is {activation!r}; supported is silu")
-    if config.get("is_causal") is False:
-        raise UserError("is_causal is False; only causal language models are supported")
-    if config.get("mlp_bias"):
-        raise UserError("mlp_bias is True; an MLP with biases is not supported")
 
 
 @dataclass(frozen=True)
@@ -283,7 +272,7 @@ class StoredFormat:
     Attributes:
         kind: ``fp8`` or ``mxfp4``.
         block: rows and columns that share a scale; 0: all.
-        skipped: names of modules, or their parts, that are stored in 16 bits; after ``re:`` comes a pattern.
+        skipped: modules that are stored in 16 bits: names, parts of names, or patterns after ``re:``.
     """
 
     kind: str
@@ -299,16 +288,9 @@ class StoredFormat:
 
 
 def stored_format(folder: Path) -> StoredFormat | None:
-    """Return how a folder's files store quantised weights; None: they are not quantised.
-
-    Raises:
-        UserError: ``config.json`` is missing or damaged, or the format is not supported.
-    """
-    config = _read(folder)
-    try:
+    """Return how a folder's files store quantised weights; None: they are not quantised."""
+    with _opened(folder) as config:
         return _stored_format(config)
-    except UserError as error:
-        raise UserError(f"{folder / CONFIG}: {error}") from error
 
 
 def _stored_format(config: Config) -> StoredFormat | None:
@@ -318,15 +300,15 @@ def _stored_format(config: Config) -> StoredFormat | None:
         return None
     method = settings.get("quant_method") if isinstance(settings, Mapping) else None
     try:
-        found = _known_format(settings) if isinstance(settings, Mapping) else None
+        known = _known_format(settings) if isinstance(settings, Mapping) else None
     except (TypeError, ValueError, AttributeError, re.error) as error:
         raise UserError(f"quantization_config cannot be read: {one_line(error)}") from error
-    if found is None:
+    if known is None:
         raise UserError(
             f"the weights are quantised ({method or 'quantization_config'}) in a way that is not supported; use the "
             "model's bf16 or fp16 weights, its FP8 or its MXFP4"
         )
-    return found
+    return known
 
 
 def _known_format(settings: Config) -> StoredFormat | None:
@@ -374,7 +356,7 @@ def _window(config: Config, family: _Family, layers: int) -> int | None:
 def read_rope(config: Config, positions: int) -> Rope:
     """Read RoPE from the older ``rope_theta`` and ``rope_scaling``, or from ``rope_parameters``.
 
-    Where a file has both, as after YaRN was added by hand, transformers takes ``rope_scaling`` alone.
+    If a file has both, for example with YaRN added by hand, transformers reads only ``rope_scaling``.
     """
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     parameters = config.get(key) or {}
@@ -418,30 +400,28 @@ def _yarn(parameters: Config, key: str, factor: float) -> Yarn:
     return Yarn(fast, slow, rounded, _number(parameters, "attention_factor", inferred))
 
 
-def _whole(config: Config, key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if type(value) is not int or value < 1:
-        raise UserError(f"{key} is {value!r}; expected a whole number of at least 1")
+def _value(config: Config, key: str, kind: Kind, default: Any = None) -> Any:
+    value = default if config.get(key) is None else config[key]
+    check({key: value}, {key: kind})
     return value
 
 
+_WHOLE = Kind(lambda value: type(value) is int and value >= 1, ("a whole number of at least 1",))
+
+
+def _whole(config: Config, key: str, default: int | None = None) -> int:
+    return _value(config, key, _WHOLE, default)
+
+
 def _number(config: Config, key: str, default: float | None = None) -> float:
-    value = config.get(key)
-    value = default if value is None else value
-    if type(value) not in (int, float) or not 0 <= value < float("inf"):  # type: ignore[operator]
-        raise UserError(f"{key} is {value!r}; expected a number")
-    return float(value)  # type: ignore[arg-type]
+    return float(_value(config, key, NOT_NEGATIVE, default))
 
 
 def _switch(config: Config, key: str) -> bool:
-    value = config.get(key, False)
-    if not isinstance(value, bool | None):
-        raise UserError(f"{key} is {value!r}; expected true or false")
-    return bool(value)
+    return _value(config, key, SWITCH, False)
 
 
-# ---- names of a native decoder's parts: torchtune's, and those of Hugging Face's files
+# ---- names of a native decoder's parts: torchtune's, and Hugging Face's
 
 _LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
 _TOP = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
@@ -466,11 +446,7 @@ LINEAR = {theirs.rpartition(".")[2]: ours for ours, theirs in _IN_LAYER.items() 
 
 
 def to_hf(name: str) -> str:
-    """``layers.0.sa_norm.scale`` -> ``model.layers.0.input_layernorm.weight``.
-
-    Raises:
-        KeyError: no part of a native decoder has this name.
-    """
+    """``layers.0.sa_norm.scale`` -> ``model.layers.0.input_layernorm.weight``; KeyError for unknown names."""
     part, _, leaf = name.rpartition(".")
     leaf = "weight" if leaf == "scale" else leaf
     if match := _LAYER.fullmatch(part):
@@ -479,11 +455,7 @@ def to_hf(name: str) -> str:
 
 
 def from_hf(name: str) -> str:
-    """``model.layers.0.input_layernorm.weight`` -> ``layers.0.sa_norm.scale``.
-
-    Raises:
-        KeyError: no part of a native decoder has this name.
-    """
+    """``model.layers.0.input_layernorm.weight`` -> ``layers.0.sa_norm.scale``; KeyError for unknown names."""
     part, _, leaf = name.rpartition(".")
     match = _LAYER.fullmatch(part)
     ours = f"layers.{match[1]}.{_IN_LAYER_BACK[match[2]]}" if match else _TOP_BACK[part]

@@ -9,7 +9,7 @@ from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.log import log
-from rocm_ext.config.checks.kinds import check
+from rocm_ext.config.checks.kinds import check, integer
 from rocm_ext.config.checks.training import PATTERNS
 from rocm_ext.model.families import foreign_config, read_architecture, stored_format
 from rocm_ext.model.lora import Sizes
@@ -35,8 +35,8 @@ def from_checkpoint(
 ) -> Any:
     """Build the model of a folder with LoRA, for a config's ``model:``.
 
-    Only ``config.json`` is read. The other arguments are those of torchtune's LoRA builders. An architecture without a
-    native decoder is built by transformers.
+    The arguments resemble those of torchtune's LoRA builders. transformers builds architectures without a native
+    decoder.
 
     Args:
         checkpoint_dir: folder in Hugging Face's format.
@@ -47,24 +47,22 @@ def from_checkpoint(
             ``all-linear``: all linear layers of attention and MLP.
         target_parameters: fused weights of experts to adapt, by PEFT's names (``experts.gate_up_proj``,
             ``experts.down_proj``); ``all-experts``: all of them; None: none.
-        rank_pattern, alpha_pattern: r and alpha of layers with others than ``lora_rank`` and ``lora_alpha``, by ends of
-            their names or regular expressions, as PEFT matches them; see :class:`rocm_ext.model.lora.Sizes`.
-        trainable_tokens: tokens, by their texts in the folder's tokenizer or by their ids, whose rows train beside LoRA
-            in the embeddings and the output layer; ``{embed_tokens: […], lm_head: […]}`` names the tokens of each.
-            PEFT has them as ``trainable_token_indices``.
+        rank_pattern, alpha_pattern: exceptions from ``lora_rank`` and ``lora_alpha``, by ends of layers' names or
+            regular expressions, as in PEFT; see :class:`rocm_ext.model.lora.Sizes`.
+        trainable_tokens: tokens, as texts of the folder's tokenizer or ids, with trained rows in the embeddings and
+            the output layer; ``{embed_tokens: […], lm_head: […]}`` gives the two layers different tokens. PEFT calls
+            them ``trainable_token_indices``.
         use_dora: DoRA instead of LoRA.
-        quantize_base: ``nf4`` or True: keep adapted layers' weights in 4 bits (NF4); ``fp8``: those of the layers'
-            linear parts and experts in 8 bits, with a scale for each row.
-        trust_remote_code: run Python code of the folder where the model's architecture is not transformers' own. This
-            code may do all that you may do on this machine; read it first.
+        quantize_base: ``nf4`` or True: keep adapted layers' weights in 4 bits (NF4); ``fp8``: keep the layers' linear
+            parts and experts in 8 bits, with one scale per row.
+        trust_remote_code: run the folder's Python code if transformers does not have the architecture. This code may
+            do all that you may do on this machine; read it first.
 
     Raises:
-        UserError: the folder has no such model, or ``target_modules``, ``target_parameters``, a pattern or
-            ``trainable_tokens`` names what it does not have.
+        UserError: the folder has no such model, or the model lacks a layer, parameter or token that an argument names.
     """
-    if not 1 <= lora_rank <= 2**16:
-        raise UserError(f"lora_rank is {lora_rank}; expected 1 to 65,536")
-    check({"rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern}, PATTERNS, "model.")
+    sizes_given = {"lora_rank": lora_rank, "rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern}
+    check(sizes_given, {"lora_rank": integer(1, 2**16), **PATTERNS}, "model.")
     named = [target_parameters] if isinstance(target_parameters, str) else target_parameters or ()
     sizes = Sizes(
         rank=lora_rank,
@@ -113,11 +111,7 @@ def from_checkpoint(
 
 
 def _by_transformers(config: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the builder of transformers' models.
-
-    Raises:
-        UserError: transformers is not installed, or another major version.
-    """
+    """Return the builder of transformers' models; refuse a missing transformers, or another major version."""
     try:
         from rocm_ext.model.hf.decoder import build as by_transformers
     except ImportError as error:

@@ -1,8 +1,7 @@
-"""A GGUF file as a folder in Hugging Face's format, which the rest of this library reads.
+"""Make a folder in Hugging Face's format for a GGUF file.
 
-The folder lies in this library's cache. ``config.json`` and the tokenizer are made from the metadata, or copied from
-beside the file, except that a config.json there counts only where the metadata cannot be read; the weights stay where
-they are.
+The folder is in this library's cache and names the GGUF files. The tokenizer is copied from the file's folder, or made
+from the metadata. ``config.json`` is made from the metadata, or copied where the metadata cannot be read.
 """
 
 import hashlib
@@ -33,18 +32,17 @@ _PIECES, _SPACE = ("llama", "gemma4"), "\u2581"  # tokenizers from SentencePiece
 
 
 def folder_of(name: str) -> Path | None:
-    """Return the folder of a GGUF file, which is made if it is not there yet; None: ``name`` is no such file.
+    """Return the folder of a GGUF file, and make it if it is missing; None: ``name`` is no such file.
 
-    Args:
-        name: path of a file, the first one of a split model, or of a folder with one model and no other weights.
+    ``name`` is a GGUF file, the first part of a split model, or a folder with one GGUF model and no other weights.
 
     Raises:
-        UserError: the file is damaged, or has a model or a tokenizer that is not read from GGUF files.
+        UserError: the file is damaged, or its model or tokenizer cannot be read from GGUF files.
     """
     if (path := _file_of(Path(name))) is None:
         return None
-    files = parts_of(Path(os.path.abspath(path)))  # not where links lead: there, names may be others
-    beside = [file for each in _BESIDE if (file := path.parent / each).is_file()]
+    files = parts_of(Path(os.path.abspath(path)))  # links are not followed: their targets may have other names
+    beside = [file for name in _BESIDE if (file := path.parent / name).is_file()]
     facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in [*files, *beside]]
     key = hashlib.sha256(json.dumps([_VERSION, *facts]).encode()).hexdigest()[:16]
     if (cache := cache_folder()) is None:
@@ -59,7 +57,7 @@ def folder_of(name: str) -> Path | None:
                 made.mkdir()
                 try:
                     _write(made, opened, beside)
-                except UserError as error:  # about a file that is gone when the user reads of it
+                except UserError as error:  # the message names a file that the user never sees
                     raise UserError(str(error).replace(str(made / CONFIG), f"the model in {path}")) from error
                 try:
                     made.rename(folder)
@@ -75,15 +73,15 @@ def _file_of(path: Path) -> Path | None:
     if not path.is_dir() or (path / LINKS).is_file():
         return None
     weights = [file for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern)]
-    found = [] if weights else sorted(path.glob(f"*{SUFFIX}"))
-    models = {parts_of(file)[0] for file in found if not file.name.startswith("mmproj")}  # that sees, and says nothing
+    files = [] if weights else sorted(path.glob(f"*{SUFFIX}"))
+    models = {parts_of(file)[0] for file in files if not file.name.startswith("mmproj")}  # vision encoders
     if len(models) > 1:
-        raise UserError(f"{path} has {len(models)} models, {', '.join(file.name for file in found[:3])}; name one")
+        raise UserError(f"{path} has {len(models)} models, {', '.join(file.name for file in files[:3])}; name one")
     return models.pop() if models else None
 
 
 def _write(folder: Path, files: list[GgufFile], beside: list[Path]) -> None:
-    first, own = files[0], {file.name: file for file in beside}
+    first, copies = files[0], {file.name: file for file in beside}
     for number, file in enumerate(files):
         count, at = (file.metadata.get(f"split.{key}", default) for key, default in (("count", 0), ("no", number)))
         if (count or 1) != len(files) or at != number:
@@ -95,41 +93,43 @@ def _write(folder: Path, files: list[GgufFile], beside: list[Path]) -> None:
         (folder / CONFIG).write_text(json.dumps(llama_cpp.config_of(files), indent=2) + "\n")
         llama_cpp.check_config(folder, first)
     except UserError as error:
-        if CONFIG not in own:
+        if CONFIG not in copies:
             raise
-        log.warning("%s; %s is used instead", error, own[CONFIG])
-        shutil.copy(own[CONFIG], folder)
+        log.warning("%s; %s is used instead", error, copies[CONFIG])
+        shutil.copy(copies[CONFIG], folder)
         made = False
     if foreign_config(folder) is not None:
         from rocm_ext.model.hf.decoder import shapes_of
 
         (folder / SHAPES).write_text(json.dumps(shapes_of(folder)) + "\n")
     for name, make in (("generation_config.json", _generation), (TOKENIZER, _tokenizer), (_SETTINGS, _settings)):
-        if name in own:
-            shutil.copy(own[name], folder)
+        if name in copies:
+            shutil.copy(copies[name], folder)
         else:
             (folder / name).write_text(json.dumps(make(first), ensure_ascii=False) + "\n", encoding="utf-8")
-    if _TEMPLATE in own:
-        shutil.copy(own[_TEMPLATE], folder)
+    if _TEMPLATE in copies:
+        shutil.copy(copies[_TEMPLATE], folder)
     (folder / LINKS).write_text(json.dumps({"files": [str(file.path) for file in files], "made": made}) + "\n")
     (folder / REPO_ID).write_text(json.dumps({"repo_id": str(first.path)}) + "\n")
 
 
 def _tokenizer(file: GgufFile) -> dict[str, Any]:
-    """Return the ``tokenizer.json`` that the metadata describes.
+    """Return the ``tokenizer.json`` that the metadata describes; refuse tokenizers other than BPE with known rules."""
 
-    Raises:
-        UserError: it is not a BPE with rules that are known here.
-    """
-    of, where = file.metadata, f"put the model's own {TOKENIZER} and {_SETTINGS} beside {file.path}"
+    def check(fits: bool, problem: str) -> None:
+        if not fits:
+            raise UserError(f"{file.path} {problem}; put the model's {TOKENIZER} and {_SETTINGS} into its folder")
+
+    of = file.metadata
     kind, pre = of.get("tokenizer.ggml.model"), words.known_as(str(of.get("tokenizer.ggml.pre")))
     rules, pieces = words.of_name(pre), kind in _PIECES
-    if not pieces and (kind != "gpt2" or rules is None):
-        raise UserError(f"{file.path} has the tokenizer {kind} with the rules {pre}, which are not known; {where}")
+    known = pieces or (kind == "gpt2" and rules is not None)
+    check(known, f"has the tokenizer {kind} with the rules {pre}, which are not known")
     tokens, types, merges = (of.get(f"tokenizer.ggml.{key}") or [] for key in ("tokens", "token_type", "merges"))
     lists = all(isinstance(part, list) for part in (tokens, types, merges))
-    if not lists or not tokens or not len(tokens) == len(types) == len(set(tokens)):
-        raise UserError(f"{file.path} describes its tokenizer in part only; {where}")
+    check(
+        lists and bool(tokens) and len(tokens) == len(types) == len(set(tokens)), "describes its tokenizer in part only"
+    )
     added = [
         {"id": number, "content": text, "special": type_ != _USER}
         | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -142,8 +142,7 @@ def _tokenizer(file: GgufFile) -> dict[str, Any]:
     else:
         pairs = [merge.split(" ") for merge in map(str, merges)]
     usable = [pair for pair in pairs if len(pair) == 2 and {*pair, "".join(pair)} <= vocabulary.keys()]
-    if not usable:
-        raise UserError(f"{file.path} describes no merges of its tokenizer; {where}")
+    check(bool(usable), "describes no merges of its tokenizer")
     begins = pieces or pre in words.BEGINS
     bos = _id(of, "bos") if of.get("tokenizer.ggml.add_bos_token", begins) is True else None
     if pieces:
@@ -156,13 +155,20 @@ def _tokenizer(file: GgufFile) -> dict[str, Any]:
         takes_words = pre in words.TAKES_WORDS
         model = {"unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": takes_words}
     if bos is not None:
-        steps["post_processor"] = _begins(tokens[bos], bos)
+        text = tokens[bos]
+        first, rest = {"SpecialToken": {"id": text, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+        steps["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [first, rest],
+            "pair": [first, rest, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {text: {"id": text, "ids": [bos], "tokens": [text]}},
+        }
     head = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
     return {**head, **steps, "model": {"type": "BPE", **model, "vocab": vocabulary, "merges": usable}}
 
 
 def _merges_of(vocabulary: Mapping[str, int], types: Sequence[int], scores: Any) -> list[list[str]]:
-    """Return the merges of SentencePiece's pieces, the highest score first: llama.cpp merges by these."""
+    """Return the merges of SentencePiece's pieces, the highest score first, in llama.cpp's order."""
     if not isinstance(scores, list) or len(scores) != len(types):
         return []
     pieces = {text: number for text, number in vocabulary.items() if types[number] in (_NORMAL, _USER)}
@@ -195,14 +201,10 @@ def _settings(file: GgufFile) -> dict[str, Any]:
 
 
 def _generation(file: GgufFile) -> dict[str, Any]:
-    """Return the ``generation_config.json``: which tokens end an answer.
-
-    Raises:
-        UserError: none does.
-    """
+    """Return the ``generation_config.json`` with the tokens that end an answer."""
     ends = [number for name in ("eos", "eot") if (number := _id(file.metadata, name)) is not None]
     if not ends:
-        raise UserError(f"{file.path} names no EOS token; put the model's own generation_config.json beside it")
+        raise UserError(f"{file.path} names no EOS token; put the model's generation_config.json into its folder")
     others = {f"{name}_token_id": at for name in ("bos", "pad") if (at := _id(file.metadata, name)) is not None}
     return {"eos_token_id": list(dict.fromkeys(ends)), **others}
 
@@ -212,13 +214,3 @@ def _id(metadata: Mapping[str, Any], name: str) -> int | None:
     at = metadata.get(f"tokenizer.ggml.{key}_token_id")
     tokens = metadata.get("tokenizer.ggml.tokens")
     return at if type(at) is int and isinstance(tokens, list) and 0 <= at < len(tokens) else None
-
-
-def _begins(text: str, number: int) -> dict[str, Any]:
-    first, rest = {"SpecialToken": {"id": text, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
-    return {
-        "type": "TemplateProcessing",
-        "single": [first, rest],
-        "pair": [first, rest, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {text: {"id": text, "ids": [number], "tokens": [text]}},
-    }

@@ -1,16 +1,13 @@
 """LoRA and DoRA layers: torchtune's modules with fp32 adapters over a base of any dtype.
 
-Adapters stay in fp32 because an update below 2**-8 of a bf16 weight vanishes. The layers cast them to
-the activations' dtype. Parameters and names are those of torchtune's classes, so torchtune's builders
-and checkpoints work unchanged.
+Adapters stay in fp32 because an update below 2**-8 of a bf16 weight vanishes. The layers cast them to the activations'
+dtype. Parameters have the same names as in torchtune's classes, so torchtune's builders and checkpoints work unchanged.
 """
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,23 +17,25 @@ from torchtune.modules.low_precision.nf4_linear import linear_nf4  # torchao's, 
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.config.model_folder import layers_of
 from rocm_ext.model.token_rows import TokenRows, token_rows
 from rocm_ext.model.weights.quantized import Quantized
 
 
-class Lora(LoRALinear):
-    """LoRA with frozen W: ``y = W x + b + scale * B A dropout(x)`` (arXiv:2106.09685).
+def scale_of(alpha: float, rank: int, rslora: bool) -> float:
+    """Return the factor of B A: alpha / rank, or alpha / sqrt(rank) in rsLoRA (arXiv:2312.03732)."""
+    return alpha / (math.sqrt(rank) if rslora else rank)
 
-    Attributes:
-        rslora: whether the scale is alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732) instead of alpha / rank.
-    """
+
+class Lora(LoRALinear):
+    """LoRA with frozen W: ``y = W x + b + scale * B A dropout(x)`` (arXiv:2106.09685)."""
 
     rslora = False
 
     @property
     def scale(self) -> float:
         """Factor of B A."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        return scale_of(self.alpha, self.rank, self.rslora)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_dim] -> [..., out_dim]."""
@@ -49,11 +48,11 @@ class Lora(LoRALinear):
             low = F.linear(self.dropout(x), a.to(x.dtype))
             return base_linear(self, x) + F.linear(low, (scale * b).to(x.dtype))
         out = _LoraFunction.apply(x, self.weight, self.bias, a, b, scale)
-        return out.view(*x.shape[:-1], -1)  # here, because torch refuses to change a function's own view in place
+        return out.view(*x.shape[:-1], -1)  # here, because torch refuses to change a view from a function in place
 
 
 class _LoraFunction(torch.autograd.Function):
-    """One autograd node for the whole layer: it accumulates both products in place and saves only x."""
+    """One autograd node for the complete layer: it accumulates both products in place and saves only x."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, a, b, scale):  # type: ignore[override]
@@ -80,11 +79,8 @@ class _LoraFunction(torch.autograd.Function):
 class Dora(DoRALinear):
     """DoRA with row-wise norms: ``y = m * (W + s B A) x / ||W + s B A|| + b`` (arXiv:2402.09353).
 
-    torchtune 0.6.1 also scales the bias by ``m / ||…||``; the paper and PEFT do not. On a model with biases
-    (Qwen2.5) the same adapter therefore gives other logits in torchtune than here.
-
-    Attributes:
-        rslora: as in :class:`Lora`.
+    torchtune 0.6.1 also scales the bias by ``m / ||…||``; the paper and PEFT do not. On a model with biases (Qwen2.5)
+    the same adapter therefore gives other logits in torchtune than here.
     """
 
     rslora = False
@@ -108,7 +104,7 @@ class Dora(DoRALinear):
 
     @torch.no_grad()
     def weight_norm(self) -> Tensor:
-        """Return the norm of each row of W + s B A: [out_dim], fp32."""
+        """Return the norms of the rows of W + s B A: [out_dim], fp32."""
         update = self.scale * (self.lora_b.weight.float() @ self.lora_a.weight.float())
         return torch.linalg.vector_norm(dense(self.weight).float() + update, dim=1)
 
@@ -121,18 +117,17 @@ class Dora(DoRALinear):
 class ExpertLora(nn.Module):
     """LoRA on one weight of all experts of a layer: ``W_e + scale * B_e A_e`` for each expert e.
 
-    It computes nothing itself: :mod:`rocm_ext.model.hf.experts` reads its factors. Parameters are laid out as
-    in PEFT's ``target_parameters`` from version 0.19.1 on: A is [experts * r, in], where an expert's rows are next to
-    each other; B is [out, r * experts], where the experts' columns of one rank are.
+    It computes nothing: :mod:`rocm_ext.model.hf.experts` reads its factors. Parameters have the layout of PEFT's
+    ``target_parameters`` from version 0.19.1 on. A is [experts * r, in]: an expert's rows are contiguous. B is
+    [out, r * experts]: the columns of one rank are contiguous.
 
     Args:
-        shape: of the weight, [experts, out, in], or [experts, in, out] if ``transposed``.
+        shape: the weight's shape, [experts, out, in], or [experts, in, out] if ``transposed``.
         transposed: see ``shape``.
         rank, alpha: LoRA's r and alpha.
 
     Attributes:
         experts, in_dim, out_dim: number of experts, and sizes of one expert's input and output.
-        rslora: as in :class:`Lora`.
         disabled: whether the experts compute without it.
     """
 
@@ -152,7 +147,7 @@ class ExpertLora(nn.Module):
     @property
     def scale(self) -> float:
         """Factor of B A."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        return scale_of(self.alpha, self.rank, self.rslora)
 
     def adapter_params(self) -> list[str]:
         """Return the names of the trainable parameters."""
@@ -178,18 +173,15 @@ def merged_experts(
     rounded: Callable[[Tensor, int], Tensor],
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Merge LoRA into one weight of all experts: W_e + scale B_e A_e. ``weight`` itself stays as it is.
+    """Merge LoRA into one weight of all experts: return W_e + scale B_e A_e, computed in fp32, one expert at a time.
 
     Args:
         weight: [experts, out, in], or [experts, in, out] if ``transposed``.
         a, b: parameters of an :class:`ExpertLora`.
         scale: its scale.
         transposed: see ``weight``.
-        rounded: converts the merged weight of an expert, in fp32, to ``dtype``; it also gets the expert's number.
-        dtype: of the result; None: that of ``weight``.
-
-    Returns:
-        A tensor of the shape of ``weight``, computed in fp32, one expert at a time.
+        rounded: converts an expert's merged weight, in fp32, to ``dtype``; it also gets the expert's index.
+        dtype: the result's dtype; None: the dtype of ``weight``.
     """
     by_expert, columns = expert_factors(a.float(), b.float(), len(weight))
     merged = torch.empty_like(weight, dtype=dtype)
@@ -206,13 +198,13 @@ Adapter = Lora | Dora | ExpertLora
 class Sizes:
     """LoRA's r and alpha of each layer.
 
-    A key of a pattern is a regular expression for a layer's published name or its end. The first that matches decides,
-    as in PEFT's ``get_pattern_key``.
+    A pattern's key is a regular expression for a layer's published name or its end. The first matching key decides, as
+    in PEFT's ``get_pattern_key``.
 
     Attributes:
-        rank, alpha: of the layers that no key matches.
-        rank_pattern, alpha_pattern: those of others, by key.
-        parameters: PEFT's ``target_parameters``. Keys match these parameters' names, those of linear layers, too.
+        rank, alpha: r and alpha of layers that no key matches.
+        rank_pattern, alpha_pattern: r and alpha of matching layers, by key.
+        parameters: PEFT's ``target_parameters``. Keys match these parameters' names, also in linear layers.
     """
 
     rank: int
@@ -224,34 +216,27 @@ class Sizes:
     def of(self, name: str) -> tuple[int, float]:
         """Return r and alpha of a linear layer, or of a fused weight of experts, by its published name."""
         name = self._matched(name)
-        rank = next((rank for key, rank in self.rank_pattern.items() if _matches(key, name)), self.rank)
-        return rank, next((alpha for key, alpha in self.alpha_pattern.items() if _matches(key, name)), self.alpha)
+        rank = next((rank for key, rank in self.rank_pattern.items() if layers_of(key).match(name)), self.rank)
+        alphas = (alpha for key, alpha in self.alpha_pattern.items() if layers_of(key).match(name))
+        return rank, next(alphas, self.alpha)
 
     def check_keys(self, names: Iterable[str]) -> None:
-        """Check that each key matches one of the adapted layers ``names``.
-
-        Raises:
-            UserError: naming the key.
-        """
+        """Check that every key matches one of the adapted layers ``names``."""
         names = [self._matched(name) for name in names]
         for pattern in ("rank_pattern", "alpha_pattern"):
             for key in getattr(self, pattern):
-                if not any(_matches(key, name) for name in names):
+                if not any(map(layers_of(key).match, names)):
                     hint = nearest(key, {_end(name) for name in names})
                     raise UserError(f"model.{pattern} has {key!r}, which matches no adapted layer{hint}")
 
     def _matched(self, name: str) -> str:
         names = name, f"{name}.weight"  # a fused weight of experts; a linear layer
-        return next((each for each in names if any(f".{each}".endswith(f".{p}") for p in self.parameters)), name)
+        return next((known for known in names if any(ends_with(known, p) for p in self.parameters)), name)
 
 
-def _matches(key: str, name: str) -> bool:
-    return _compiled(key).match(name) is not None
-
-
-@cache  # re's own cache holds 512, fewer than a pattern with a key for each layer
-def _compiled(key: str) -> re.Pattern[str]:
-    return re.compile(rf"(.*\.)?({key})$")
+def ends_with(name: str, target: str) -> bool:
+    """Return whether PEFT's ``target`` names the layer or parameter ``name``: it is the name, or its end."""
+    return f".{name}".endswith(f".{target}")
 
 
 def _end(name: str) -> str:
@@ -259,10 +244,10 @@ def _end(name: str) -> str:
 
 
 def described(sizes: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
-    """Return PEFT's settings for layers with these r and alpha, by the names that keys of patterns match.
+    """Return PEFT's settings for layers with these r and alpha; ``sizes`` has the names that patterns match.
 
-    Equal sizes give equal settings: r and alpha are those of most layers; the others' keys are the ends of their names,
-    where all layers with this end are alike.
+    Equal sizes give equal settings. ``r`` and ``lora_alpha`` are most layers' values. The keys for other layers are the
+    ends of their names, if all layers with this end have the same value, else the names.
     """
     (r, ranks), (alpha, alphas) = (_described({name: size[i] for name, size in sizes.items()}) for i in (0, 1))
     return {"r": r, "lora_alpha": alpha, "rank_pattern": ranks, "alpha_pattern": alphas}
@@ -279,11 +264,7 @@ def _described(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 def adapted_linear(
     kind: Callable[..., nn.Module], sizes: Sizes, name: str, in_dim: int, out_dim: int, use_bias: bool
 ) -> nn.Module:
-    """Build the layer ``name`` of torchtune's class ``kind``, which has LoRA's settings but for its sizes.
-
-    Raises:
-        UserError: the weight of the layer cannot be stored in 4 bits.
-    """
+    """Build the layer ``name``; ``kind`` is torchtune's class with all settings but the sizes."""
     rank, alpha = sizes.of(name)
     try:
         return kind(in_dim, out_dim, rank=rank, alpha=alpha, use_bias=use_bias)
@@ -295,22 +276,19 @@ def adapted_linear(
 
 
 def factors(layer: Lora | Dora) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the present A, s B and, for DoRA, m / ||W + s B A||, in fp32: ``y = (x Wᵀ + x Aᵀ (s B)ᵀ) * ratio + b``."""
+    """Return A, s B and, for DoRA, m / ||W + s B A||, in fp32: ``y = (x Wᵀ + x Aᵀ (s B)ᵀ) * ratio + b``."""
     ratio = layer.magnitude.detach() / layer.weight_norm() if isinstance(layer, Dora) else None
     return layer.lora_a.weight.detach(), layer.scale * layer.lora_b.weight.detach(), ratio
 
 
 def merged_linear(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor | None = None) -> Tensor:
-    """Merge LoRA into one weight: W + s B A, and for DoRA rescale each row to length m.
+    """Merge LoRA into one weight: W + s B A, in W's dtype, computed in fp32; for DoRA rescale the rows to length m.
 
     Args:
         weight: W, [out, in].
         a, b: [r, in] and [out, r].
-        scale: s, alpha / r or, in rsLoRA, alpha / sqrt(r).
+        scale: s, see :func:`scale_of`.
         magnitude: DoRA's m, [out].
-
-    Returns:
-        [out, in], in W's dtype, computed in fp32.
     """
     full = weight.float() + scale * (b.float() @ a.float())
     if magnitude is not None:
@@ -320,7 +298,7 @@ def merged_linear(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude:
 
 @torch.no_grad()
 def merged_layer(layer: Lora | Dora, weight: Tensor) -> Tensor:
-    """Return ``weight``, the layer's W as an ordinary tensor, with the layer's present update merged into it."""
+    """Return ``weight``, the layer's W as an ordinary tensor, with the layer's update merged into it."""
     magnitude = layer.magnitude if isinstance(layer, Dora) else None
     return merged_linear(weight, layer.lora_a.weight, layer.lora_b.weight, layer.scale, magnitude)
 
@@ -348,10 +326,6 @@ def dense(weight: Tensor) -> Tensor:
 def adopt(model: nn.Module, cfg_model) -> None:
     """Replace torchtune's LoRA layers in ``model`` by this module's and freeze everything but the adapters.
 
-    Args:
-        model: torchtune decoder.
-        cfg_model: the config's ``model``, which names the adapted layers.
-
     Raises:
         UserError: ``model`` has no LoRA layers, or ``lora_attn_modules`` names a layer it does not have.
     """
@@ -365,8 +339,7 @@ def adopt(model: nn.Module, cfg_model) -> None:
             adapted.add(name.rsplit(".", 1)[-1])
     for parameter in adapter_parameters(model).values():
         parameter.requires_grad_(True)
-    named = set(cfg_model.get("lora_attn_modules") or ())
-    if missing := sorted(named - adapted):
+    if missing := sorted(set(cfg_model.get("lora_attn_modules") or ()) - adapted):
         attention: nn.Module = model.layers[0].attn  # type: ignore[index, union-attr, assignment]
         available = sorted(name for name, _ in attention.named_children() if name.endswith("_proj"))
         raise UserError(f"model.lora_attn_modules {missing} match no layer; the model has {available}")
@@ -378,7 +351,7 @@ def adopt(model: nn.Module, cfg_model) -> None:
 
 
 def quantized(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that are quantised, or will be as they are loaded. Every rank keeps them whole."""
+    """Return the parameters that are quantised, now or once they are loaded. Every rank keeps them unsharded."""
     kept = [p for p in model.parameters() if isinstance(p, Quantized)]
     made: list[Any] = [layer.weight for _, layer in adapters(model) if layer._quantize_base]
     return {*kept, *made}
@@ -392,15 +365,24 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
 
 
 def trained(model: nn.Module) -> Iterator[tuple[str, Adapter | TokenRows]]:
-    """Yield all parts of ``model`` that train, with their names: adapted layers, and rows of tokens."""
+    """Yield the trained parts of ``model`` with their names: adapted layers and rows of tokens."""
     yield from adapters(model)
     for name, rows in token_rows(model):
         yield f"{plain(name)}.{TokenRows.NAME}", rows
 
 
+def changed_weights(model: nn.Module) -> dict[str, Adapter | TokenRows]:
+    """Return the trained parts of ``model`` by the names of the weights that they change."""
+    parts: dict[str, Adapter | TokenRows] = {
+        name.removesuffix(ExpertLora.SUFFIX) if isinstance(layer, ExpertLora) else f"{name}.weight": layer
+        for name, layer in adapters(model)
+    }
+    return parts | {f"{plain(name)}.weight": rows for name, rows in token_rows(model)}
+
+
 @torch.no_grad()
 def reset(layer: Adapter | TokenRows) -> None:
-    """Give a part that trains the values with which the model computes as the base model does."""
+    """Reset a trained part, so that the model computes the same as the base model."""
     if isinstance(layer, TokenRows):
         layer.reset()
         return
@@ -425,9 +407,8 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def init_adapters(model: nn.Module, seed: int, device: torch.device) -> None:
     """Create fresh fp32 adapters on ``device``: A is Kaiming-uniform, B is zero.
 
-    DoRA's m and rows of tokens are zero here; :func:`reset` sets them once the weights are loaded. The
-    values depend only on ``seed`` and the order of layers; they are the same on every device and rank. On the meta
-    device there are none to draw.
+    DoRA's m and rows of tokens are zero here; :func:`reset` sets them once the weights are loaded. The values depend
+    only on ``seed`` and the order of layers: they are the same on every device and rank.
     """
     generator, meta = torch.Generator().manual_seed(seed), device.type == "meta"
     for _, layer in trained(model):

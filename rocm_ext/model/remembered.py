@@ -1,8 +1,8 @@
-"""Remember what a simulation found, by all that decides it: a run starts again and again with the same model.
+"""Remember the results of simulations, because runs start again and again with the same model.
 
-A simulation takes a third of a second, of some models a few. Files in the user's cache folder serve later
-processes and all ranks. A changed version, source file, shape, dtype or setting is another key. Files of the user's own
-count if a module of theirs in the same folder is part of the model or the objective.
+A simulation takes a third of a second, for some models seconds. Files in the user's cache folder serve later processes
+and all ranks. A changed version, source file, shape, dtype or setting gives another key. The user's source files count
+if a module in their folder is part of the model or the objective.
 """
 
 import hashlib
@@ -29,16 +29,14 @@ from rocm_ext.machine.bench_file import cache_folder
 _MOST = 500  # files; the oldest go
 _PACKAGES = ("torch", "torchtune", "torchao", "transformers")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Enum)
-# of transformers' configs: where a model lies decides no cost, and a hash is another one in each process
+# keys of transformers' configs: the path decides no cost, and the hash differs between processes
 _LEFT_OUT = {"_name_or_path", "name_or_path", "_original_object_hash"}
 
 
 def remembered(what: Sequence[Any], compute: Callable[[], Any]) -> Any:
-    """Return ``compute()``, or what it returned when it was last called for the same ``what``.
+    """Return ``compute()``, a value for JSON, or its earlier result for the same ``what``.
 
-    Args:
-        what: all that decides the result: models, objectives, sizes, settings. See :func:`fingerprint`.
-        compute: returns what JSON can hold.
+    ``what`` is everything that decides the result: models, objectives, sizes, settings. See :func:`fingerprint`.
     """
     folder = cache_folder()
     if folder is None:
@@ -60,7 +58,7 @@ def remembered(what: Sequence[Any], compute: Callable[[], Any]) -> Any:
 def fingerprint(what: Any) -> str:
     """Return a hash of values and of the code of their classes.
 
-    Of tensors, shapes and dtypes count; of functions, their names; of other objects, all attributes.
+    Tensors count by shape and dtype, functions by name, other objects by all attributes.
     """
     words, modules = [_versions()], set[str]()
     _describe(what, words, {}, modules)
@@ -76,7 +74,7 @@ def _describe(value: Any, words: list[str], seen: dict[int, tuple[int, Any]], mo
     if id(value) in seen:
         words.append(f"#{seen[id(value)][0]}")
         return
-    seen[id(value)] = len(seen), value  # which lives on, so that no other object gets its id
+    seen[id(value)] = len(seen), value  # keeps it alive, so that no other object gets its id
     is_code = isinstance(value, (type, ModuleType)) or inspect.isroutine(value)
     kind: Any = value if is_code else type(value)
     module = getattr(kind, "__module__", None) or ""
@@ -120,12 +118,12 @@ def _versions() -> str:
 
 
 def _sources(modules: set[str]) -> set[Path]:
-    """Return the files of the user's own ``modules``, and of the loaded modules beside them."""
+    """Return the files of the user's ``modules``, and of loaded modules in the same folders."""
     known = sys.base_prefix, os.path.dirname(rocm_ext.__file__)
     folders = {os.path.dirname(file) for name in modules if (file := getattr(sys.modules.get(name), "__file__", None))}
-    own = {f for f in folders if "site-packages" not in f and not any(map(Path(f).is_relative_to, known))}
-    loaded = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())] if own else []
-    return {Path(file) for file in loaded if os.path.dirname(file) in own}
+    users = {f for f in folders if "site-packages" not in f and not any(map(Path(f).is_relative_to, known))}
+    loaded = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())] if users else []
+    return {Path(file) for file in loaded if os.path.dirname(file) in users}
 
 
 def _stamp(file: Path) -> str:

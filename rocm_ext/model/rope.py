@@ -9,12 +9,7 @@ from rocm_ext.model.families import Rope, Yarn
 
 
 def frequencies(dim: int, rope: Rope) -> Tensor:
-    """Return the angles by which a position rotates each pair of a head's dimensions: [dim / 2] fp32.
-
-    Args:
-        dim: dimensions of a head.
-        rope: base and scaling.
-    """
+    """Return the angles by which a position rotates the pairs of a head's ``dim`` dimensions: [dim / 2] fp32."""
     theta = 1.0 / rope.base ** (torch.arange(0, dim, 2).float() / dim)
     if rope.kind == "default":
         return theta
@@ -31,7 +26,7 @@ def frequencies(dim: int, rope: Rope) -> Tensor:
 
 
 def _interpolated(dim: int, theta: Tensor, rope: Rope, yarn: Yarn) -> Tensor:
-    """Return YaRN's frequencies: whole in the first dimensions, divided in the last, interpolated between."""
+    """Return YaRN's frequencies: unchanged in the first dimensions, divided in the last, interpolated between."""
 
     def dimension(rotations: float) -> float:
         """Return the dimension that makes so many rotations over the original positions."""
@@ -40,7 +35,7 @@ def _interpolated(dim: int, theta: Tensor, rope: Rope, yarn: Yarn) -> Tensor:
     first, end = dimension(yarn.fast), dimension(yarn.slow)
     if yarn.rounded:
         first, end = math.floor(first), math.ceil(end)
-    # dim - 1 is of the head, although there are half as many frequencies; transformers does the same
+    # dim - 1 counts the head's dimensions, although there are half as many frequencies; transformers does the same
     first, end = max(first, 0), min(end, dim - 1)
     end += 0.001 * (first == end)
     share = ((torch.arange(len(theta), dtype=torch.float32) - first) / (end - first)).clamp(0, 1)

@@ -1,8 +1,7 @@
 """A copy of a model for sampling, which shares the weights that no adapter changes.
 
-The copy has the modules of training once more, without wrappers, hooks and dropout, so it computes the same. Linear
-layers have their adapters merged or beside them. Sampling never writes to the weights under training, so they stay the
-same bit for bit.
+The copy has the same modules without wrappers, hooks and dropout, so it computes the same. Linear layers have their
+adapters merged or separate. Sampling never writes to the weights under training.
 """
 
 from abc import ABC, abstractmethod
@@ -17,28 +16,28 @@ from torch import Tensor, nn
 
 from rocm_ext.model.attention import SlotCache
 from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.lora import Dora, Lora, adapters, dense, factors, is_plain, merged_layer, plain, quantized
+from rocm_ext.model.lora import Dora, Lora, changed_weights, dense, factors, is_plain, merged_layer, plain, quantized
 from rocm_ext.model.token_rows import token_rows
 from rocm_ext.model.weights.quantized import Quantized
 
 # On CPUs, matrix products with fewer or more rows use other kernels, which round differently (measured with MKL on
 # several threads). Without these bounds a sample would depend on the number of samples in its batch.
 MIN_ROWS, MAX_ROWS = 16, 96
-_EXPANDED = 3  # times in fp32 that keys and values made of a smaller cache are in memory; measured 2.5
+_EXPANDED = 3  # copies in fp32 of keys and values made from a smaller cache; measured 2.5
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What a model keeps of a sequence.
+class SequenceMemory:
+    """The memory of a sequence in a model.
 
     Attributes:
-        keys: bytes per position and window of each layer with keys; None: it attends to all positions.
+        keys: bytes per position, and window, of all layers with keys; window None: all positions.
         states: bytes of all recurrent states.
         windows: whether any layer has a window.
         scores: whether attention holds its scores in memory.
-        expanded: bytes per position, in fp32, of a layer's keys and values that the model makes of its cache in each
-            step (DeepSeek); 0 if it keeps them.
-        positions: of the longest sequence.
+        expanded: bytes per position, in fp32, of the keys and values that a layer computes from its cache in every step
+            (DeepSeek); 0: the cache has them.
+        positions: most positions of a sequence.
     """
 
     keys: list[tuple[int, int | None]]
@@ -54,21 +53,21 @@ class Sampler(ABC):
 
     Args:
         decoder: the copy.
-        adapted: its layers that have an adapter and rows of tokens, and those of the model under training.
-        needs: what the model keeps of a sequence.
-        heads: queries of attention.
+        adapted: pairs of the copy's layers and token rows with adapters, and the layers under training.
+        memory: the memory of a sequence.
+        heads: number of query heads.
         tied: whether the output layer is the embeddings.
 
     Attributes:
         decoder: the copy.
-        device, dtype: of the weights.
-        max_seq_len: positions of the longest sequence.
+        device, dtype: the weights' device and dtype.
+        max_seq_len: most positions of a sequence.
         vocabulary: logits per row.
         weight_bytes: bytes of weights that a step of many rows reads.
         flops_per_token: operations of the matrix products for one token.
-        splits_rows: whether a matrix product of many rows is computed in parts on CPUs, see :data:`MAX_ROWS`.
-        mask_bytes: of a step's positions and masks, per position of a slot.
-        fixed_shapes: whether no shape in a step may depend on values, since a graph replays it.
+        splits_rows: whether CPUs compute a product of many rows in parts, see :data:`MAX_ROWS`.
+        mask_bytes: bytes of a step's positions and masks, per position of a slot.
+        fixed_shapes: whether shapes in a step may not depend on values, because a graph replays it.
     """
 
     splits_rows: bool
@@ -76,65 +75,58 @@ class Sampler(ABC):
     fixed_shapes = False
 
     def __init__(
-        self, decoder: Any, adapted: list[tuple[Any, list[Any]]], needs: Needs, heads: int, tied: bool
+        self, decoder: Any, adapted: list[tuple[Any, list[Any]]], memory: SequenceMemory, heads: int, tied: bool
     ) -> None:
-        self.decoder, self._adapted, self.needs, self._heads = decoder, adapted, needs, heads
+        self.decoder, self._adapted, self.memory, self._heads = decoder, adapted, memory, heads
         embeddings = decoder.tok_embeddings.weight
         self.device, self.dtype = embeddings.device, embeddings.dtype
-        self.max_seq_len, self.vocabulary = needs.positions, len(embeddings)
+        self.max_seq_len, self.vocabulary = memory.positions, len(embeddings)
         matrices = {id(p): p for p in decoder.parameters() if p.ndim > 1 and (tied or p is not embeddings)}
         self.weight_bytes = sum(p.nbytes for p in matrices.values())
         self.flops_per_token = 2.0 * sum(p.numel() * self._share(p) for p in matrices.values())
 
     def _share(self, parameter: Tensor) -> float:
-        """Share of a weight that one token is multiplied with."""
+        """Return the share of a weight that a product with one token uses."""
         return 1.0
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the adapter's present values into the copy, in place.
+        """Copy the adapter's values into the copy.
 
-        It then equals, bit for bit, a copy that is made now. Its tensors stay where they are, so that graphs that read
-        them stay valid. With sharded weights every rank calls this.
+        The copy then equals a new one bit for bit. Its tensors keep their addresses, so graphs stay valid. With sharded
+        weights every rank calls this.
         """
         for mine, layers in self._adapted:
             mine.refresh(layers)
 
     def keep_routes(self, slots: int) -> Tensor:
-        """Let each step keep the experts that it chooses, for models with experts.
-
-        Args:
-            slots: their number.
+        """Let steps keep the chosen experts, for models with experts.
 
         Returns:
-            [slots, layers, chosen] int16 on the device, which each step overwrites in its rows.
-
-        Raises:
-            NotImplementedError: the model has no experts.
+            [slots, layers, chosen] int16 on the device; a step overwrites its rows.
         """
         raise NotImplementedError
 
     def free(self) -> None:
-        """Free the weights, even if a caller keeps this object."""
-        vars(self).clear()
+        """Free the weights, also where a caller keeps this object."""
+        self.decoder, self._adapted = None, []
 
     def cache_bytes(self, length: float) -> float:
         """Bytes of a slot of ``length`` positions."""
-        return self.needs.states + sum(
-            size * (length if window is None else min(length, self._ring(window))) for size, window in self.needs.keys
-        )
+        rings = ((size, length if window is None else self._ring(window)) for size, window in self.memory.keys)
+        return self.memory.states + sum(size * min(length, ring) for size, ring in rings)
 
     def _ring(self, window: int) -> int:
-        """Places of a slot for a window."""
+        """Positions that a slot stores for a sliding window."""
         return window
 
     @property
     def _score_bytes(self) -> int:
-        return self._heads * (3 * self.dtype.itemsize + 5) if self.needs.scores else 0
+        return self._heads * (3 * self.dtype.itemsize + 5) if self.memory.scores else 0
 
     def step_bytes(self, length: int) -> int:
         """Bytes that a step holds per slot of ``length`` positions, without logits."""
-        return self.bytes_per_row + length * (self.mask_bytes + self._score_bytes + _EXPANDED * self.needs.expanded)
+        return self.bytes_per_row + length * (self.mask_bytes + self._score_bytes + _EXPANDED * self.memory.expanded)
 
     @property
     @abstractmethod
@@ -143,11 +135,9 @@ class Sampler(ABC):
 
     @abstractmethod
     def prefill_bytes(self, prompts: Sequence[int], most: int) -> int:
-        """Bytes that hold the caches of prompts of these lengths and compute them.
+        """Bytes of the caches of prompts with these numbers of tokens, and of computing them.
 
-        Args:
-            prompts: tokens of each prompt.
-            most: tokens of prompts that are computed before the first answer.
+        ``most`` is the number of the prompts' tokens that are computed before the first answer.
         """
 
     @abstractmethod
@@ -156,23 +146,16 @@ class Sampler(ABC):
 
     @abstractmethod
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[Any]:
-        """Compute the keys and values of ``prompts``.
-
-        Args:
-            prompts: token ids of each prompt.
-
-        Returns:
-            One cache per prompt.
-        """
+        """Compute the keys and values of prompts, given as token ids; return one cache per prompt."""
 
     @abstractmethod
     def step(self, tokens: Tensor, positions: Tensor, cache: Any, span: int) -> Tensor:
         """Decode one token in each of the first n slots.
 
         Args:
-            tokens: [n], the newest token of each slot.
-            positions: [n], its position in the slot's sequence, where the step writes its keys and values.
-            cache: of all earlier tokens.
+            tokens: [n], the slots' newest tokens.
+            positions: [n], these tokens' positions, where the step writes keys and values.
+            cache: keys and values of all earlier tokens.
             span: cache positions that attention reads; more than the largest of ``positions``.
 
         Returns:
@@ -182,7 +165,7 @@ class Sampler(ABC):
 
 @torch.no_grad()
 def one_step(sampler: Sampler, rows: int, watching: AbstractContextManager[Any]) -> None:
-    """Decode a token after a prompt of two in each of ``rows`` slots; ``watching`` is open during the step alone."""
+    """Decode a token after a prompt of two in ``rows`` slots; the context ``watching`` covers only the step."""
     known = 2
     cache = sampler.new_cache(rows, known + 1)
     (prefix,) = sampler.prefill([[0] * known])
@@ -199,13 +182,9 @@ def sampler_of(decoder: Decoder, merge: bool | None = None) -> Iterator[Sampler]
 
     The context may stay open while the adapters are trained.
 
-    Updates are merged into fp32 weights. 16-bit weights would round much of a small update away (rank 16, entries
-    of B at 3e-4: 59 % is left). For 16-bit weights the adapter therefore stays separate, as in training, unless
-    ``merge`` is True. With sharded weights this is a collective call: every rank gathers its own copy.
-
-    Args:
-        decoder: the model, with or without adapters.
-        merge: add the adapters' updates to the weights; None: only to fp32 weights.
+    Updates are merged into fp32 weights. 16-bit weights would round much of a small update away (rank 16, entries of B
+    at 3e-4: 59 % is left). For 16-bit weights the adapter therefore stays separate, as in training, unless ``merge`` is
+    True. With sharded weights this is a collective call: every rank gathers a copy.
 
     Raises:
         UserError: the model cannot be sampled from in this process.
@@ -223,30 +202,30 @@ def merges(source: Decoder, merge: bool | None) -> bool:
 
 
 def stays_quantized(weight: Tensor) -> bool:
-    """Return whether a sampler uses ``weight`` as it is: fused experts, of which one is dequantised at a time."""
+    """Return whether a sampler keeps ``weight`` quantised: it dequantises fused experts one at a time."""
     return isinstance(weight, Quantized) and weight.ndim == 3
 
 
 def copied_bytes(source: Decoder, merge: bool | None = None) -> int:
-    """Bytes that a :class:`Sampler` adds to the model's: weights that it merges, gathers, dequantises or joins."""
+    """Bytes that a :class:`Sampler` allocates for weights that it merges, gathers, dequantises or joins."""
     weights = {plain(name): p for name, p in source.named_parameters()}
-    small = quantized(source)  # those that become 4 bits as they are loaded, too
+    small = quantized(source)
     copied = {name for name, p in weights.items() if (p in small or not is_plain(p)) and not stays_quantized(p)}
-    adapted = {f"{name}.weight": layer for name, layer in adapters(source) if isinstance(layer, Lora | Dora)}
+    adapted = {name: layer for name, layer in changed_weights(source).items() if isinstance(layer, Lora | Dora)}
     groups = source.joined_weights()
-    beside = sum(2 * rows.weight.numel() for _, rows in token_rows(source))  # in fp32
+    separate = sum(2 * rows.weight.numel() for _, rows in token_rows(source))  # numbers; fp32 counts twice
     if merges(source, merge):
         copied.update(adapted)
     else:
         joined = {name: group for group in groups for name in group}
         for name, layer in adapted.items():
             rows = sum(weights[other].shape[0] for other in joined.get(name, [name]))  # of B, see SamplingLinear
-            beside += layer.lora_a.weight.numel() + rows * layer.lora_b.weight.shape[1]
+            separate += layer.lora_a.weight.numel() + rows * layer.lora_b.weight.shape[1]
     for group in groups:
         parts = [weights[name] for name in group]
         if not copied.isdisjoint(group) or not (parts[0].is_meta or _is_one(parts)):
             copied.update(group)
-    return source.tok_embeddings.weight.dtype.itemsize * (beside + sum(weights[name].numel() for name in copied))
+    return source.tok_embeddings.weight.dtype.itemsize * (separate + sum(weights[name].numel() for name in copied))
 
 
 def _is_one(weights: Sequence[Tensor]) -> bool:
@@ -273,11 +252,11 @@ class SamplingLinear(nn.Module):
     W and A have the rows of all layers, B has their columns on a block diagonal. All are in W's dtype.
 
     Args:
-        layers: of the model, which may be under training.
+        layers: the model's layers, which may be under training.
         merge: add the adapters' updates to W.
 
     Attributes:
-        rows: of tokens, whose logits take the place of W's.
+        rows: :class:`TokenRows` whose logits replace W's.
     """
 
     a: Any
@@ -305,7 +284,7 @@ class SamplingLinear(nn.Module):
 
     @torch.no_grad()
     def refresh(self, layers: Sequence[Any]) -> None:
-        """Copy the present values of the adapters under training, in place."""
+        """Copy the values of the adapters under training, in place."""
         if self.a is not None:
             for mine, value in zip((self.a, self.b, self.factor), _factors(layers), strict=True):
                 if mine is not None:
@@ -321,25 +300,23 @@ class SamplingLinear(nn.Module):
             return self.forward(x.flatten(0, -2)).view(*x.shape[:-1], -1)
         if x.is_cuda or x.shape[0] <= MAX_ROWS:
             return self._product(x)
-        # nearly equal parts, so each has at least MIN_ROWS
+        # nearly equal parts have at least MIN_ROWS
         return torch.cat([self._product(part) for part in x.tensor_split(-(-len(x) // MAX_ROWS))])
 
     __call__ = forward
 
     def _product(self, x: Tensor) -> Tensor:
-        out = self._of_weights(x)
+        out = F.linear(x, self.weight, self.bias if self.factor is None else None)
+        if self.a is not None:
+            out.addmm_(F.linear(x, self.a), self.b.T)
+        if self.factor is not None:
+            out.mul_(self.factor)
+            out = out if self.bias is None else out.add_(self.bias)
         return out if self.rows is None else self.rows.logits(x, out)
-
-    def _of_weights(self, x: Tensor) -> Tensor:
-        if self.factor is None:
-            out = F.linear(x, self.weight, self.bias)
-            return out if self.a is None else out.addmm_(F.linear(x, self.a), self.b.T)
-        out = F.linear(x, self.weight).addmm_(F.linear(x, self.a), self.b.T).mul_(self.factor)
-        return out if self.bias is None else out.add_(self.bias)
 
 
 def _factors(layers: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the present A, B and factor of :class:`SamplingLinear`, in fp32; layers without adapters have rank 0."""
+    """Return A, B and factor of :class:`SamplingLinear`, in fp32; layers without adapters have rank 0."""
     like = next(layer.lora_a.weight.detach() for layer in layers if isinstance(layer, Lora | Dora))
     parts = []
     for layer in layers:

@@ -1,7 +1,7 @@
-"""Rows of the embeddings and of the output layer that train beside LoRA: PEFT's ``trainable_token_indices``.
+"""Rows of the embeddings and of the output layer that train with LoRA: PEFT's ``trainable_token_indices``.
 
-New tokens, such as ``<tool_call>``, have rows that no training has seen, and LoRA on the layers between cannot change
-them. Like PEFT, this keeps the rows themselves and not their difference to the base model's, in fp32.
+New tokens, such as ``<tool_call>``, have untrained rows, and LoRA on the layers between cannot change them. Like PEFT,
+this stores the rows in fp32, and not their difference to the base model's.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,25 +13,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.data.encoder import TOKENIZER, TextEncoder
 
 EMBEDDINGS, OUTPUT = "embed_tokens", "lm_head"  # PEFT's names of the two layers
+_EMPTY = "trainable_tokens is empty; expected null or some tokens"
 
 
 class TokenRows(nn.Module):
-    """Rows that take the place of some of a layer's: of the embeddings, the output layer, or both where they are tied.
+    """Trained rows that replace rows of the embeddings, the output layer, or both where they are tied.
 
     Args:
         tokens: ids of the rows, in order, without repetition.
-        layer: has the base model's rows.
+        layer: the layer with the base model's rows.
 
     Attributes:
         tokens: see above.
         disabled: whether the layers compute with the base model's rows.
     """
 
-    NAME = "token_rows"  # of this part in its layers
+    NAME = "token_rows"  # name of this module in its layers
     ids: Tensor
 
     def __init__(self, tokens: list[int], layer: Any) -> None:
@@ -49,53 +50,50 @@ class TokenRows(nn.Module):
     def reset(self) -> None:
         """Take the base model's rows. With sharded weights every rank calls this."""
         weight: Any = self._layer[0].weight
-        whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-        self.weight.copy_(F.embedding(self.ids, whole))
+        weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        self.weight.copy_(F.embedding(self.ids, weight))
 
-    def embedded(self, tokens: Tensor, found: Tensor, scale: Any = None) -> Tensor:
-        """Put the rows of ``tokens`` [...] into what the embeddings gave, [..., d].
+    def embedded(self, tokens: Tensor, base: Tensor, scale: Any = None) -> Tensor:
+        """Replace embeddings of ``tokens`` [...] by the trained rows.
 
-        Args:
-            tokens: token ids.
-            found: the base model's rows.
-            scale: that the embeddings multiply by (Gemma 3).
+        ``base`` [..., d] are the base model's embeddings, ``scale`` is a factor of embeddings (Gemma 3).
         """
         if self.disabled:
-            return found
+            return base
         tokens = tokens.to(self.ids.dtype).contiguous()
         at = torch.searchsorted(self.ids, tokens).clamp_(max=len(self.tokens) - 1)
         same = self.ids[at] == tokens
-        rows = F.embedding(at, self.weight).to(found.dtype)  # any row where none is the same
+        rows = F.embedding(at, self.weight).to(base.dtype)  # an arbitrary row for other tokens
         if scale is not None:
             rows = rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
-        return torch.where(same[..., None], rows, found)
+        return torch.where(same[..., None], rows, base)
 
-    def logits(self, hidden: Tensor, found: Tensor) -> Tensor:
-        """Put the rows' logits of ``hidden`` [..., d] into what the output layer gave, [..., v], in place."""
+    def logits(self, hidden: Tensor, base: Tensor) -> Tensor:
+        """Replace logits in ``base`` [..., v] by the trained rows' logits of ``hidden`` [..., d]."""
         if self.disabled:
-            return found
-        return found.index_copy_(-1, self.ids, F.linear(hidden, self.weight.to(hidden.dtype)))
+            return base
+        return base.index_copy_(-1, self.ids, F.linear(hidden, self.weight.to(hidden.dtype)))
 
     @torch.no_grad()
     def copy(self) -> "TokenRows":
-        """Return a copy for sampling, which stays as it is until :meth:`refresh`."""
+        """Return a copy for sampling, which changes only in :meth:`refresh`."""
         made = TokenRows(self.tokens, self._layer[0])
         made.weight, made.ids = nn.Parameter(self.weight.detach().clone(), requires_grad=False), self.ids
         return made
 
     def refresh(self, layers: list["TokenRows"]) -> None:
-        """Copy the present values of the one under training, in place."""
+        """Copy the values under training, in place."""
         self.weight.copy_(layers[0].weight)
 
 
 def attach(rows: TokenRows, layer: nn.Module, tied: Any = None) -> None:
-    """Let the embeddings or the output layer, and one that is ``tied`` to it, compute with ``rows``."""
+    """Let the embeddings or the output layer, and the layer ``tied`` to it, compute with ``rows``."""
     layer.add_module(TokenRows.NAME, rows)
     if tied is not None:
-        vars(tied)[TokenRows.NAME] = rows  # no part of it, so that torch finds the rows in one place
-    for each in (layer, tied) if tied is not None else (layer,):
-        kind: Any = type(each)
-        each.__class__ = _with_rows(kind)  # keeps parameters, names and hooks
+        vars(tied)[TokenRows.NAME] = rows  # not a submodule, so that torch registers the rows once
+    for changed in (layer, tied) if tied is not None else (layer,):
+        kind: Any = type(changed)
+        changed.__class__ = _with_rows(kind)  # keeps parameters, names and hooks
 
 
 @cache
@@ -116,7 +114,7 @@ def _with_rows(kind: Any) -> type:
 
 
 def token_rows(model: nn.Module) -> Iterator[tuple[str, TokenRows]]:
-    """Yield the trained rows of ``model``, each once, with the name of the first layer that has them."""
+    """Yield the trained rows of ``model`` with the name of the first layer that has them."""
     for name, module in model.named_modules():
         if isinstance(module, TokenRows):
             yield name.removesuffix(f".{TokenRows.NAME}"), module
@@ -128,62 +126,55 @@ def train_tokens(decoder: Any, wanted: Any, folder: Path) -> None:
     Args:
         decoder: the model.
         wanted: ``trainable_tokens`` of :func:`rocm_ext.model.from_checkpoint`.
-        folder: the model's, with its ``tokenizer.json``.
+        folder: the model's folder, with its ``tokenizer.json``.
 
     Raises:
-        UserError: a token is not one of the tokenizer's or has no row, or a layer cannot have such rows.
+        UserError: the tokenizer lacks a token, a token has no row, or a layer cannot have such rows.
     """
     if not isinstance(wanted, Mapping):
         wanted = dict.fromkeys((EMBEDDINGS, OUTPUT), wanted)
     if not wanted:
-        raise UserError("trainable_tokens is empty; expected null or some tokens")
+        raise UserError(_EMPTY)
     numbers = {str(name): _numbers(tokens, folder, decoder) for name, tokens in wanted.items()}
     for name, tokens in by_layer(decoder, numbers).items():
         layer, tied = _layers(decoder)[name], decoder.output_layer if is_tied(decoder) else None
-        _check(layer, tokens)
-        _check(tied, tokens)
+        refuse(f"trainable_tokens {problem}" for part in (layer, tied) for problem in _problems(part, tokens))
         attach(TokenRows(tokens, layer), layer, tied)
 
 
-def _check(layer: Any, tokens: list[int]) -> None:
-    """Refuse layers that PEFT does not compute with such rows."""
+def _problems(layer: Any, tokens: list[int]) -> Iterator[str]:
+    """Yield the reasons why PEFT does not support such rows in a layer."""
     if hasattr(layer, "lora_a"):
-        raise UserError(
-            f"trainable_tokens trains rows of {OUTPUT}, which target_modules adapts, and PEFT does not combine them; "
+        yield (
+            f"trains rows of {OUTPUT}, which target_modules adapts, and PEFT does not combine them; "
             f"leave it out of target_modules, or set trainable_tokens={{{EMBEDDINGS}: {tokens}}}"
         )
     if getattr(layer, "bias", None) is not None:
-        raise UserError("trainable_tokens: the output layer has a bias, which PEFT leaves out with such rows")
+        yield "cannot train the output layer, because it has a bias, which PEFT leaves out with such rows"
     head = not isinstance(layer, nn.Embedding) and "weight" in getattr(layer, "_parameters", ())
-    if head and type(layer).forward is not nn.Linear.forward:
-        raise UserError(f"trainable_tokens: output layers of the class {type(layer).__name__} are not supported")
-    own_code = isinstance(layer, nn.Embedding) and type(layer).forward is not nn.Embedding.forward
-    if own_code and not hasattr(layer, "embed_scale"):
-        raise UserError(f"trainable_tokens: embeddings of the class {type(layer).__name__} are not supported")
+    special = isinstance(layer, nn.Embedding) and type(layer).forward is not nn.Embedding.forward
+    if (head and type(layer).forward is not nn.Linear.forward) or (special and not hasattr(layer, "embed_scale")):
+        yield f"does not support {'output layers' if head else 'embeddings'} of the class {type(layer).__name__}"
 
 
 def by_layer(decoder: Any, given: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Return ids in order, by :data:`EMBEDDINGS` and :data:`OUTPUT`; tied layers are the former.
+    """Return sorted ids by :data:`EMBEDDINGS` and :data:`OUTPUT`; tied layers count as :data:`EMBEDDINGS`.
 
-    Args:
-        decoder: the model.
-        given: ids by the ends of layers' names, as in PEFT's dictionaries.
-
-    Raises:
-        UserError: another layer is named, or tied layers have different tokens.
+    ``given`` has ids by the ends of layers' names, as in PEFT's dictionaries. Other layers are refused, and different
+    tokens for tied layers.
     """
     known = {EMBEDDINGS: EMBEDDINGS, OUTPUT: OUTPUT}
     known |= {name.rpartition(".")[2]: layer for layer, name in (layer_names(decoder) if given else {}).items()}
     if strange := [name for name in given if name.rpartition(".")[2] not in known]:
         raise UserError(f"trainable_tokens has {strange[0]!r}; expected {EMBEDDINGS} or {OUTPUT}")
-    found = {known[name.rpartition(".")[2]]: sorted(tokens) for name, tokens in given.items()}
-    if is_tied(decoder) and OUTPUT in found and found.pop(OUTPUT) != found.get(EMBEDDINGS):
+    ids = {known[name.rpartition(".")[2]]: sorted(tokens) for name, tokens in given.items()}
+    if is_tied(decoder) and OUTPUT in ids and ids.pop(OUTPUT) != ids.get(EMBEDDINGS):
         raise UserError(f"trainable_tokens: {OUTPUT} is {EMBEDDINGS} in this model; give both the same tokens")
-    return found
+    return ids
 
 
 def trained_tokens(decoder: Any) -> dict[str, list[int]]:
-    """Return the ids whose rows ``decoder`` trains, as :func:`by_layer`."""
+    """Return the ids of trained rows by layer, see :func:`by_layer`."""
     return {name: layer.token_rows.tokens for name, layer in _layers(decoder).items() if hasattr(layer, TokenRows.NAME)}
 
 
@@ -212,24 +203,24 @@ def _numbers(tokens: Any, folder: Path, decoder: Any) -> list[int]:
         raise UserError(
             f"trainable_tokens has {texts[0]!r}, and {folder} has no {TOKENIZER}; give ids, or download the model"
         )
+    if not given:
+        raise UserError(_EMPTY)
     encoder = TextEncoder(folder / TOKENIZER) if texts else None
     rows, numbers = decoder.tok_embeddings.num_embeddings, set()
     for token in given:
         pieces = encoder.encode(token) if encoder is not None and isinstance(token, str) else [token]
+        problem = "; expected a token's text or its id"
         if len(pieces) != 1:
-            raise UserError(
-                f"trainable_tokens has {token!r}, which is {len(pieces)} tokens of {folder / TOKENIZER}; add it once "
-                "with transformers (add_tokens, resize_token_embeddings), or name one of the tokenizer's"
+            problem = (
+                f", which is {len(pieces)} tokens of {folder / TOKENIZER}; add it once with transformers (add_tokens, "
+                "resize_token_embeddings), or name one of the tokenizer's"
             )
-        number = pieces[0]
-        if type(number) is not int or number < 0:
-            raise UserError(f"trainable_tokens has {token!r}; expected a token's text or its id")
-        if number >= rows:
-            raise UserError(
-                f"trainable_tokens has {token!r}, id {number}, but the model's embeddings have {rows} rows; add rows "
-                "once with transformers (resize_token_embeddings), or use one of the spare ids"
+        elif type(pieces[0]) is int and pieces[0] >= rows:
+            problem = (
+                f", id {pieces[0]}, but the model's embeddings have {rows} rows; add rows once with transformers "
+                "(resize_token_embeddings), or use one of the spare ids"
             )
-        numbers.add(number)
-    if not numbers:
-        raise UserError("trainable_tokens is empty; expected null or some tokens")
+        if len(pieces) != 1 or type(pieces[0]) is not int or not 0 <= pieces[0] < rows:
+            raise UserError(f"trainable_tokens has {token!r}{problem}")
+        numbers.add(pieces[0])
     return sorted(numbers)

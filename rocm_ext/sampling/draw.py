@@ -1,8 +1,7 @@
-"""Draw tokens from logits; each draw depends only on its row's logits, seed and position.
+"""Draw tokens from logits; a draw depends only on its row's logits, seed and position.
 
-A hash of seed and position gives one uniform number per token, which selects a token from the row's
-cumulative distribution. ``torch.multinomial`` draws from a generator that all rows share, so a sample
-would depend on the rest of its batch.
+A hash of seed and position gives a uniform number, which selects a token from the row's cumulative distribution.
+``torch.multinomial`` draws from a generator that all rows share, so a sample would depend on the rest of its batch.
 """
 
 import torch
@@ -15,16 +14,13 @@ _NUCLEUS = 1024  # number of most probable tokens that nearly always hold top_p
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Draw one uniform number per row with SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+    """Draw one uniform number per row with SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): [n], fp64 in [0, 1).
 
     SplitMix64 computes any element of a stream directly.
 
     Args:
-        seeds: [n], int64; the stream of each row.
-        positions: [n], int64; the element of the stream.
-
-    Returns:
-        [n], fp64 in [0, 1).
+        seeds: [n], int64; the rows' streams.
+        positions: [n], int64; the elements of the streams.
     """
     z = seeds + (positions + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15; int64 wraps around
     z = (z ^ _shift(z, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -57,25 +53,19 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
     else:
         if sampling.temperature != temperature:
             weights = _weights(logits, peak, sampling.temperature)
-        weights = _truncate(weights, sampling)  # frees the whole weights before the search copies them
+        weights = _truncate(weights, sampling)  # frees the other weights before the search copies these
         tokens = _search(weights, uniform)
     return tokens, (logits.gather(-1, tokens[:, None]) - peak).squeeze(-1) / temperature - total.log()
 
 
 def _weights(logits: Tensor, peak: Tensor, temperature: float) -> Tensor:
-    """Return unnormalised probabilities at a temperature; the largest of each row is 1."""
+    """Return unnormalised probabilities at a temperature; a row's largest is 1."""
     distance = logits - peak
     return (distance if temperature == 1 else distance.div_(temperature)).exp_()
 
 
 def draw_bytes(sampling: Sampling, itemsize: int, vocabulary: int) -> int:
-    """Bytes that :func:`draw` holds at most per logit.
-
-    Args:
-        sampling: temperature and truncation, which decide on the copies.
-        itemsize: bytes of a logit, which the result includes.
-        vocabulary: logits per row.
-    """
+    """Bytes that :func:`draw` holds at most per logit, including the logit of ``itemsize`` bytes."""
     logits = itemsize if itemsize == 4 else itemsize + 4
     more = [4 if vocabulary % _BLOCK else 0]  # in addition to one fp32 copy, the weights
     if sampling.temperature not in (0, sampling.logprobs_temperature):
@@ -88,12 +78,7 @@ def draw_bytes(sampling: Sampling, itemsize: int, vocabulary: int) -> int:
 
 
 def _truncate(weights: Tensor, sampling: Sampling) -> Tensor:
-    """Set to zero the weights of tokens that ``sampling`` excludes.
-
-    Args:
-        weights: [n, v], unnormalised; the largest of each row is 1.
-        sampling: the truncation.
-    """
+    """Set to zero the weights of tokens that ``sampling`` excludes: [n, v], unnormalised; a row's largest is 1."""
     vocabulary = weights.shape[-1]
     if sampling.top_k is not None and sampling.top_k < vocabulary:
         least = weights.topk(sampling.top_k).values[:, -1:]
@@ -113,17 +98,10 @@ def _truncate(weights: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _search(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Find where the cumulative sum of each row passes the share ``uniform`` of its total.
+    """Find the token where a row's cumulative sum passes the share ``uniform`` of its total: [n, v], [n] -> [n].
 
-    The search first finds a block, then a token in it. It thus builds no cumulative sum of a whole
-    vocabulary. Sums are in fp64 where precision matters.
-
-    Args:
-        weights: [n, v], unnormalised.
-        uniform: [n] in [0, 1), fp64.
-
-    Returns:
-        Token ids [n].
+    The search first finds a block, then a token in it, so it builds no cumulative sum over the vocabulary. Sums are in
+    fp64 where precision matters.
     """
     n, vocabulary = weights.shape
     if vocabulary % _BLOCK:  # torch's pad copies all weights even if it adds no columns

@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -11,8 +10,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.config.checks.kinds import NULL, POSITIVE, SHARE, Kind, check, integer, number
 from rocm_ext.distributed.ranks import Ranks
+
+_KINDS = {
+    "max_new_tokens": integer(1),
+    "temperature": number(lambda x: x >= 0, "a number of at least 0 (0: greedy)"),
+    "top_k": integer(1) | NULL,
+    "top_p": SHARE | NULL,
+    "min_p": SHARE | NULL,
+    "stop_strings": Kind(lambda value: all(isinstance(text, str) and text for text in value), ("non-empty texts",)),
+    "logprobs_temperature": POSITIVE,
+}
 
 
 @dataclass(frozen=True)
@@ -26,7 +35,7 @@ class Sampling:
         top_p: draw from the smallest set of most probable tokens that holds this probability; None: from all.
         min_p: draw from tokens at least this probable, relative to the most probable one; None: from all.
         stop_strings: an answer ends where its text contains one of them.
-        logprobs_temperature: log-probs are those of the distribution at this temperature, without truncation.
+        logprobs_temperature: temperature of the distribution of log-probs, which is not truncated.
 
     Raises:
         UserError: a value is out of range; the message names it.
@@ -41,18 +50,7 @@ class Sampling:
     logprobs_temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, count in (("max_new_tokens", self.max_new_tokens), ("top_k", self.top_k)):
-            if not (type(count) is int and count >= 1) and not (count is None and name == "top_k"):
-                raise UserError(f"{name} is {count!r}; expected a whole number of at least 1")
-        if not (type(self.temperature) in (int, float) and 0 <= self.temperature < math.inf):
-            raise UserError(f"temperature is {self.temperature!r}; expected a number of at least 0 (0: greedy)")
-        if not (type(self.logprobs_temperature) in (int, float) and 0 < self.logprobs_temperature < math.inf):
-            raise UserError(f"logprobs_temperature is {self.logprobs_temperature!r}; expected a number above 0")
-        for name, share in (("top_p", self.top_p), ("min_p", self.min_p)):
-            if share is not None and not (type(share) in (int, float) and 0 < share <= 1):
-                raise UserError(f"{name} is {share!r}; expected a number above 0 and up to 1, or null")
-        if not all(isinstance(text, str) and text for text in self.stop_strings):
-            raise UserError(f"stop_strings is {list(self.stop_strings)!r}; expected non-empty strings")
+        check(vars(self) | {"stop_strings": list(self.stop_strings)}, _KINDS)
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,10 @@ class Request:
         sample: index of the answer among the prompt's, from 0.
         seed: 0 … 2**63 - 1; it determines everything random about the answer.
         tokens: ids of the rendered prompt, which ends with the assistant's header.
-        messages: the conversation behind ``tokens``, ``{role, content}`` each.
+        messages: the conversation behind ``tokens``: ``{role, content}``.
         tools: JSON schemas of the functions that the assistant may call.
-        adapter: ``adapter`` of another open session of the engine, with which to sample; None: the session's own.
-        most: tokens of the answer at most, if these are fewer than the settings' ``max_new_tokens``.
+        adapter: ``adapter`` of another open session of the engine, to sample with; None: this session's.
+        most: most tokens of the answer, if fewer than the settings' ``max_new_tokens``.
     """
 
     prompt_id: str
@@ -90,20 +88,20 @@ class Request:
 
 
 class RequestQueue:
-    """Requests that all ranks take from, each the next prompt with all its requests as soon as it has room for one.
+    """A queue of requests for all ranks. A rank with room takes the next prompt with all its requests.
 
-    So no rank waits long for another whose answers are longer. Iterating takes requests. All ranks make a queue
-    together, of the same requests.
+    So no rank waits long for another whose answers are longer. Iterating takes requests. All ranks make the queue
+    together, from the same requests.
 
     Args:
-        requests: those of a prompt follow each other.
+        requests: the requests; a prompt's requests are adjacent.
         ranks: the ranks; None: this process takes all.
-        owners: ranks of those prompts, by their ids, that only one rank may take.
+        owners: prompts that only one rank may take: rank by the prompt's id.
 
     Attributes:
         requests: the requests of all ranks.
-        share: requests of a rank if all take equally many; one that had room for more would leave none to others.
-        added: tokens that may come to a prompt in later requests, which continue a conversation.
+        share: requests per rank if all take equally many; a rank runs at most so many at once.
+        added: most tokens that later requests add to a prompt as they continue its conversation.
     """
 
     added = 0
@@ -120,17 +118,17 @@ class RequestQueue:
         self.share = max((sum(map(len, prompts[first::world])) for first in range(world)), default=0)
 
     def prompts(self) -> Iterator[list[Request]]:
-        """Take the next prompt's requests, one prompt at a time; an empty list says that there are none yet."""
+        """Take requests, one prompt at a time; an empty list means that there are none yet."""
         yield from self._own
         while (number := self._taken()) <= len(self._common):
             yield self._common[number - 1]
 
     def continues(self, key: tuple[str, int]) -> bool:
-        """Whether a request with this key may come that continues an earlier one's conversation."""
+        """Whether a later request with this key may continue a conversation."""
         return False
 
     def __iter__(self) -> Iterator[Request | None]:
-        """Take requests one at a time; None says that there is none yet."""
+        """Take requests one at a time; None means that there is none yet."""
         for same in self.prompts():
             if same:
                 yield from same
@@ -142,7 +140,7 @@ class RequestQueue:
 
 
 def as_queue(requests: Iterable[Request | None]) -> RequestQueue:
-    """Return a queue that this process takes all of, where ``requests`` are none yet."""
+    """Return ``requests`` as a queue; if they are none, this process takes all."""
     return requests if isinstance(requests, RequestQueue) else RequestQueue(filter(None, requests))
 
 
@@ -153,11 +151,11 @@ class Completion:
     Attributes:
         request: the request it answers.
         tokens: ids as sampled, including the stop token if one ended the answer.
-        logprobs: log-probability of each of ``tokens``; of which distribution, :class:`Sampling` says.
+        logprobs: log-probs of ``tokens`` in the distribution that :class:`Sampling` defines.
         text: the decoded ``tokens`` without the stop token, cut before the first stop string.
         finish_reason: ``stop`` (stop token or stop string) or ``length``.
-        routes: [n, layers, chosen] int16, the experts that each layer chose for the n tokens that gave ``tokens``: the
-            prompt's last one, and the answer's but for its last. None: they are not kept.
+        routes: [n, layers, chosen] int16, the layers' chosen experts for the n tokens before ``tokens``: the prompt's
+            last token, and all of the answer's but the last. None: they are not kept.
     """
 
     request: Request
@@ -173,18 +171,18 @@ class Engine(Protocol):
 
     An engine that loads adapters from their folders, as :class:`rocm_ext.sampling.OpenAIEngine` does, has two more
     methods: ``check_adapter(adapter)``, which raises UserError if it cannot, and its sessions' ``ask_each``. With
-    ``max_staleness`` several of its sessions are open at once, and one of them answers all requests: it takes an
-    iterator, uses each request's ``adapter``, and waits where the iterator gives None. A new ``generate`` follows where
-    it has ``given_up`` a server, or where the newest session has other ``servers``.
+    ``max_staleness`` several sessions are open at once, and one of them answers all requests: it takes an iterator,
+    uses the requests' ``adapter``, and waits where the iterator gives None. A new ``generate`` follows if the session
+    has ``given_up`` a server, or if the newest session has other ``servers``.
 
-    An engine whose log-probs may be of another temperature than :class:`Sampling` says has a method
-    ``check_logprobs(sampling)``, which raises UserError then.
+    An engine whose log-probs may have another temperature than :class:`Sampling` asks for has a method
+    ``check_logprobs(sampling)``, which then raises UserError.
 
-    An engine that samples from the model under training may set ``refreshes`` to True. Its sessions then may stay open
-    while the model is trained, and have two more methods: ``refresh()`` takes the adapter's present values and restarts
-    the counts of ``stats``, and ``release()`` frees the memory that the session can do without until the next
-    ``generate``. Its method ``layout_bytes()`` returns the bytes that a session holds nonetheless, and the attribute
-    ``reserve`` of a session returns the bytes that training will allocate beside it.
+    An engine that samples from the model under training may set ``refreshes`` to True. Its sessions may then stay open
+    during training, and have two more methods: ``refresh()`` copies the adapter's values and restarts the counts of
+    ``stats``; ``release()`` frees memory that the session does not need until the next ``generate``. The engine's
+    ``layout_bytes()`` returns the bytes that a session still holds, and a session's attribute ``reserve`` returns the
+    bytes that training will allocate.
 
     Attributes:
         exact_tokens: whether completions hold the sampled ids; False: ids re-encoded from the text.
@@ -195,11 +193,7 @@ class Engine(Protocol):
     has_logprobs: bool
 
     def check(self) -> None:
-        """Check that the engine can sample, before a run spends time.
-
-        Raises:
-            UserError: something is missing; the message says what, in one line.
-        """
+        """Check that the engine can sample, before a run spends time; a UserError names what is missing."""
 
     def session(self, adapter: Path | None) -> AbstractContextManager["Session"]:
         """Open a session that samples from the model with ``adapter`` (a PEFT folder; None: the base model)."""
@@ -209,13 +203,13 @@ class Session(Protocol):
     """An engine with a loaded model."""
 
     def generate(self, requests: Iterable[Request | None], sampling: Sampling) -> Iterator[Completion]:
-        """Take requests as there is room for them, and yield a completion of each as soon as it is finished.
+        """Take requests when there is room for them, and yield completions as they finish.
 
-        None among the requests says that there is none yet.
+        None among the requests means that there is none yet.
         """
 
     def stats(self) -> dict[str, float]:
-        """Return counts since the session began: ``tokens``, ``tokens_per_second`` and the engine's own."""
+        """Return counts since the session began: ``tokens``, ``tokens_per_second`` and further ones."""
 
 
 def sample_seed(seed: int, cycle: int | str, prompt_id: str, sample: int) -> int:

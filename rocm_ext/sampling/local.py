@@ -1,8 +1,8 @@
 """Sampling in this process: continuous batching over slots of a key-value cache.
 
-The session prefills each prompt once and copies its cache into the slot of each of its samples. Every step
-decodes one token in all running slots. When an answer ends, the last running sample moves into its slot and
-waiting samples fill the free slots at the end. A step thus computes only running samples.
+The session prefills a prompt once and copies its cache into the slots of its samples. Every step decodes one token in
+all running slots. When an answer ends, the last running sample moves into its slot and waiting samples fill the free
+slots at the end. A step thus computes only running samples.
 """
 
 import time
@@ -43,17 +43,17 @@ class LocalEngine:
     """Samples from the model under training, in this process.
 
     Args:
-        slots: samples decoded at once; None: as many as memory allows, up to the number beyond which more
-            gain nothing.
-        graphs: replay the decoding step as a CUDA/HIP graph; None: on a GPU, if the model's code allows it, which a
-            step on fake tensors tells. A line says why not.
+        slots: samples decoded at once; None: as many as memory allows, up to the number at which a step becomes
+            compute-bound.
+        graphs: replay the decoding step as a CUDA/HIP graph; None: on a GPU, if a step on fake tensors shows that the
+            model's code allows it; otherwise the log says why not.
         merge: add the adapter to the weights; None: only to fp32 weights, see
             :func:`rocm_ext.model.sampler.sampler_of`.
         decoder: the model, with or without adapters.
-        tokenizer: a torchtune model tokenizer; gives ``stop_tokens``.
+        tokenizer: a torchtune model tokenizer with ``stop_tokens``.
         free_memory: returns the free bytes on the device.
         trace: records steps of sampling, see ``profile_steps``.
-        routes: whether completions have the experts that routers chose.
+        routes: whether completions have the routers' chosen experts.
 
     Raises:
         UserError: ``slots`` is out of range, or no graph can replay the model's code.
@@ -82,15 +82,11 @@ class LocalEngine:
 
     @property
     def max_seq_len(self) -> int:
-        """Positions of the longest prompt with its answer."""
+        """Most positions of a prompt with its answer."""
         return self._decoder.check_sampling()
 
     def check(self) -> None:
-        """Check that the model can be sampled from and the tokenizer has stop tokens.
-
-        Raises:
-            UserError: something is unsupported or missing; the message names it.
-        """
+        """Check that the model can be sampled from and the tokenizer has stop tokens."""
         self._decoder.check_sampling()
         if not getattr(self._tokenizer, "stop_tokens", None):
             raise UserError(
@@ -100,10 +96,7 @@ class LocalEngine:
 
     @contextmanager
     def session(self, adapter: Path | None = None) -> Iterator["LocalSession"]:
-        """Open a session on the decoder's present weights.
-
-        Args:
-            adapter: ignored; the decoder already contains the adapter. Other engines load this folder.
+        """Open a session on the decoder's current weights, which include the adapter.
 
         Raises:
             UserError: the model is not supported, or the copy of the weights does not fit into memory.
@@ -134,7 +127,7 @@ class LocalEngine:
 
 
 _MOST_SLOTS = 16_384  # computes at once; beyond 256, more gain nothing on any GPU
-_NONE_YET = 0.002  # seconds between looks at requests that are to come
+_NONE_YET = 0.002  # seconds between looks for new requests
 _COUNTED = ("tokens", "rows", "slot_steps", "bytes", "seconds")
 
 
@@ -150,17 +143,15 @@ class _Prompt:
 class LocalSession:
     """A session of :class:`LocalEngine`; it runs one ``generate`` at a time.
 
-    It may stay open while the model is trained: call :meth:`refresh` after the adapter has changed. The key-value cache
-    and the graphs stay for the next ``generate``, which uses them if they are large enough.
+    It may stay open during training: call :meth:`refresh` after the adapter has changed. The next ``generate`` reuses
+    the key-value cache and the graphs if they are large enough.
 
     Args:
         decoder: the model's copy for sampling.
-        tokenizer: a torchtune model tokenizer; gives ``stop_tokens``.
-        free_memory: returns the free bytes on the device.
-        slots, graphs, trace, routes: see :class:`LocalEngine`.
+        tokenizer, free_memory, slots, graphs, trace, routes: see :class:`LocalEngine`.
 
     Attributes:
-        reserve: returns the bytes that training will allocate while this session stays open; 0 unless it is replaced.
+        reserve: returns the bytes that training will allocate while this session stays open; by default 0.
     """
 
     def __init__(
@@ -184,10 +175,7 @@ class LocalSession:
         self.reserve: Callable[[], int] = int
 
     def refresh(self) -> None:
-        """Copy the adapter's present values, so that the session samples like one that opens now; counts restart.
-
-        With sharded weights every rank calls this.
-        """
+        """Copy the adapter's values and restart the counts. With sharded weights every rank calls this."""
         self._decoder.refresh()
         self._totals = dict.fromkeys(self._totals, 0.0)
 
@@ -196,22 +184,18 @@ class LocalSession:
         self._batch = None
 
     def generate(self, requests: Iterable[Request | None], sampling: Sampling) -> Iterator[Completion]:
-        """Yield a completion of each request as soon as it is finished; take prompts as slots are free.
+        """Yield completions as they finish; take prompts when slots are free.
 
         Raises:
-            UserError: a prompt with its answer may exceed the model's context, or memory holds fewer slots than a
-                step needs.
+            UserError: a prompt with its answer may exceed the model's context, or memory holds too few slots.
         """
         for _, completions in self._steps(as_queue(requests), sampling, MIN_ROWS):
             yield from completions
 
     def stream(self, request: Request, sampling: Sampling) -> Iterator[list[int] | Completion]:
-        """Yield the tokens of one answer so far after each step, and at last its completion.
+        """Yield the tokens of one answer so far after every step, and finally its completion.
 
-        The answer is that of :meth:`generate`, except for rounding: a step here has one row, which nothing else shares.
-
-        Raises:
-            UserError: as :meth:`generate`.
+        The answer equals that of :meth:`generate` except for rounding: a step here has one row.
         """
         for running, completions in self._steps(RequestQueue([request]), sampling, 1):
             yield from ([running[0].tokens] if running else completions)
@@ -219,7 +203,7 @@ class LocalSession:
     def _steps(
         self, queue: RequestQueue, sampling: Sampling, least: int
     ) -> Iterator[tuple[list[RunningSample], list[Completion]]]:
-        """Yield after each step the unfinished answers and those that it finished; ``least`` is as in _take_batch."""
+        """Yield running samples and finished answers after every step; for ``least`` see _take_batch."""
         if not queue.requests:
             return
         longest = max(len(request.tokens) for request in queue.requests) + sampling.max_new_tokens + queue.added
@@ -233,7 +217,7 @@ class LocalSession:
             return
         prompts = deque([_Prompt(first[0].tokens, deque(first))] if first else [])
         batch = self._take_batch(queue, span_for(self._decoder.device, longest), sampling, least)
-        kept: dict[tuple[str, int], Kept] = {}  # of conversations that wait
+        kept: dict[tuple[str, int], Kept] = {}  # caches of waiting conversations
         keeps = bool(queue.added) and self._keeps(batch, queue, sampling)
         while True:
             began = time.perf_counter()
@@ -269,12 +253,9 @@ class LocalSession:
         share: int,
         kept: dict[tuple[str, int], Kept],
     ) -> bool:
-        """Fill free slots with samples of ``prompts``, and of those ``coming`` as long as fewer than ``share`` run.
+        """Fill free slots with samples of ``prompts``, then of ``coming`` ones while fewer than ``share`` run.
 
-        Conversations whose cache is ``kept`` go on with it.
-
-        Returns:
-            False if no more are coming.
+        Conversations continue with their ``kept`` cache. Returns whether more requests are coming.
         """
         waiting, more = sum(len(prompt.waiting) for prompt in prompts), True
         while waiting < min(batch.free, share - len(batch.running)):
@@ -308,7 +289,7 @@ class LocalSession:
             tokens += len(prompt.tokens)
             if sum(len(p.waiting) for p in taken) >= free:
                 break
-        # The first step decodes the last token, which gives the logits of the first new one.
+        # The first step decodes the prompt's last token, which gives the first new token's logits.
         with self._trace.part(PREFILL):
             caches = self._decoder.prefill([p.tokens[:-1] for p in taken])
         for prompt, cache in zip(taken, caches, strict=True):
@@ -316,23 +297,22 @@ class LocalSession:
 
     def _completion(self, running: RunningSample, sampling: Sampling) -> Completion | None:
         """Return the finished answer of a slot, or None while it is unfinished."""
-        tokens, text = running.tokens, None
+        tokens = running.tokens
         if not tokens:
             return None
-        if tokens[-1] in self._stop_tokens:
-            text, reason = to_text(self._tokenizer, tokens[:-1]), "stop"
-        elif sampling.stop_strings and self._holds_stop_string(tokens, sampling):
-            text, reason = to_text(self._tokenizer, tokens), "stop"
-        elif len(tokens) == running.request.limited(sampling).max_new_tokens:
-            text, reason = to_text(self._tokenizer, tokens), "length"
-        if text is None:
+        ended = tokens[-1] in self._stop_tokens
+        stopped = ended or self._holds_stop_string(tokens, sampling)
+        if not stopped and len(tokens) != running.request.limited(sampling).max_new_tokens:
             return None
+        text = to_text(self._tokenizer, tokens[:-1] if ended else tokens)
         ends = [at for stop in sampling.stop_strings if (at := text.find(stop)) >= 0]
         text = text[: min(ends, default=len(text))]
         routes = np.stack(running.routes) if running.routes else None
-        return Completion(running.request, tokens, running.logprobs, text, reason, routes)
+        return Completion(running.request, tokens, running.logprobs, text, "stop" if stopped else "length", routes)
 
     def _holds_stop_string(self, tokens: list[int], sampling: Sampling) -> bool:
+        if not sampling.stop_strings:
+            return False
         # A token has at least one byte. A stop string that ends in the newest token therefore begins in this window.
         window = max(len(text.encode()) for text in sampling.stop_strings) + 4
         tail = to_text(self._tokenizer, tokens[-window:])
@@ -344,13 +324,9 @@ class LocalSession:
         return memory.bytes(slots) + slots * memory.cache <= free
 
     def _take_batch(self, queue: RequestQueue, length: int, sampling: Sampling, least: int) -> SlotBatch:
-        """Return the kept batch if it serves these requests, else a new one; the session then keeps none.
+        """Return the session's batch if it serves these requests, else a new one; the session no longer has it.
 
-        Args:
-            queue: the requests to answer.
-            length: positions of a slot.
-            sampling: how to draw.
-            least: minimum number of slots; if it is below MIN_ROWS, there are no more.
+        ``least`` is the minimum number of slots; below MIN_ROWS it is also the maximum.
         """
         kept, self._batch = self._batch, None
         if least < MIN_ROWS:
@@ -367,7 +343,7 @@ class LocalSession:
                 kept.begin(sampling)
                 return kept
             if slots == most:
-                length = longest  # serves the requests of the kept one, too
+                length = longest  # as long as the old batch's slots
             del kept  # frees its memory
         slots, free, memory = self._fit(most, queue, length, sampling)
         if slots < least:
@@ -382,17 +358,12 @@ class LocalSession:
     def _fit(
         self, most: int, queue: RequestQueue, length: int, sampling: Sampling, held: int = 0
     ) -> tuple[int, int, SlotMemory]:
-        """Return the number of slots that fit into memory, up to ``most``, the free bytes, and the bytes of a slot.
+        """Return the number of slots that fit into memory, up to ``most``, the free bytes, and the slots' memory.
 
-        Args:
-            most: more slots gain nothing.
-            queue: the requests to answer.
-            length: positions of a slot.
-            sampling: how to draw.
-            held: bytes that a batch holds which the new slots would replace.
+        ``held`` is the bytes of a batch that the new slots would replace.
         """
         prompts = {request.tokens for request in queue.requests}
-        # a conversation's last prompt is nearly all of it
+        # a conversation's last prompt contains nearly all of it
         lengths = [length if queue.added else len(tokens) for tokens in prompts]
         memory = slot_memory(self._decoder, lengths, length, sampling, self._graphs.used)
         free = int(SHARE * (self._free_memory() + held))
@@ -402,9 +373,8 @@ class LocalSession:
     def stats(self) -> dict[str, float]:
         """Return counts since the session began or was refreshed.
 
-        Returns:
-            ``tokens`` sampled, ``tokens_per_second``, ``occupancy`` (share of slots with a running sample) and
-            ``gb_per_second`` (weights and cache read).
+        They are ``tokens``, ``tokens_per_second``, ``occupancy`` (share of slots with a running sample) and
+        ``gb_per_second`` (weights and cache read).
         """
         total = self._totals
         seconds = total["seconds"] or 1.0

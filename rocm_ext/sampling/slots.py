@@ -1,4 +1,4 @@
-"""The slots of a key-value cache: how many there are, what memory they take, and the samples that run in them."""
+"""The slots of a key-value cache: their number, their memory, and the samples that run in them."""
 
 import math
 from collections import deque
@@ -20,7 +20,7 @@ from rocm_ext.sampling.engine import Request, Sampling
 # Slots at which a step becomes compute-bound; more slots gain nothing (measured on a CPU; computed for GPUs).
 _MOST_SLOTS = {"cpu": 128, "cuda": 256}
 PREFILL_TOKENS = 2048  # enough to make a GPU compute-bound
-SHARE = 0.9  # share of the free memory for slots; the rest is for the libraries' own use
+SHARE = 0.9  # share of the free memory for slots; libraries use the rest
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class SlotMemory:
     """Bytes that sampling takes in addition to the weights.
 
     Attributes:
-        cache: per slot, including its logits if steps run as graphs.
-        step: per slot, during a step.
-        prefill: during a prefill; steps and prefills alternate.
+        cache: bytes per slot, including its logits if steps run as graphs.
+        step: bytes per slot during a step.
+        prefill: bytes during a prefill; steps and prefills alternate.
     """
 
     cache: int
@@ -47,15 +47,7 @@ class SlotMemory:
 
 
 def slot_memory(decoder: Sampler, prompts: Sequence[int], length: int, sampling: Sampling, graphs: bool) -> SlotMemory:
-    """Estimate the memory of a session.
-
-    Args:
-        decoder: the model's copy for sampling.
-        prompts: tokens of each prompt.
-        length: positions of a slot.
-        sampling: decides what :func:`draw` holds.
-        graphs: whether steps run as graphs, which keep logits.
-    """
+    """Estimate the memory of a session; ``prompts`` are numbers of tokens, ``length`` is the positions per slot."""
     vocabulary, itemsize = decoder.vocabulary, decoder.dtype.itemsize
     return SlotMemory(
         cache=int(decoder.cache_bytes(length)) + graphs * vocabulary * itemsize,
@@ -67,12 +59,12 @@ def slot_memory(decoder: Sampler, prompts: Sequence[int], length: int, sampling:
 def slots_beside(memory: SlotMemory, most: int, free: int, reserve: int) -> int:
     """Choose the number of slots where training follows in the same process.
 
-    The slots' cache stays allocated during training if that costs at most a tenth of the slots. Otherwise all slots
-    that fit while sampling are used, and the cache must be freed before training.
+    The slots' cache stays allocated during training if that costs at most a tenth of the slots. Otherwise sampling uses
+    all slots that fit, and the cache must be freed before training.
 
     Args:
-        memory: of a slot.
-        most: more slots gain nothing.
+        memory: the slots' memory.
+        most: maximum number of slots.
         free: bytes for sampling.
         reserve: bytes that training will allocate; 0: no training follows.
     """
@@ -84,16 +76,13 @@ def slots_beside(memory: SlotMemory, most: int, free: int, reserve: int) -> int:
 def most_slots(samples: int, device: torch.device, splits_rows: bool = True) -> int:
     """Number of slots for ``samples`` samples if memory sets no limit.
 
-    Args:
-        samples: number of samples.
-        device: the sampler's.
-        splits_rows: of the decoder; others take no more rows than one matrix product may have on a CPU.
+    Without ``splits_rows``, a CPU takes no more rows than one matrix product may have.
     """
     most = _MOST_SLOTS.get(device.type, 128)
     return max(MIN_ROWS, min(samples, most if splits_rows or device.type != "cpu" else MAX_ROWS))
 
 
-# ---- what runs in them
+# ---- samples in slots
 
 
 @dataclass
@@ -101,7 +90,7 @@ class Graphs:
     """Whether steps are replayed as CUDA/HIP graphs.
 
     Attributes:
-        used: whether they are; a capture that fails ends it.
+        used: whether graphs are used; a failed capture sets it to False.
         asked: whether a failure is an error.
     """
 
@@ -111,7 +100,7 @@ class Graphs:
 
 @dataclass
 class RunningSample:
-    """A sample in its slot; ``given`` are the last tokens of the request that the slot has not computed."""
+    """A sample in its slot; ``given`` has the request's last tokens, which are not computed yet."""
 
     request: Request
     given: deque[int] = field(default_factory=deque)
@@ -126,7 +115,7 @@ class RunningSample:
 
 
 class Kept(NamedTuple):
-    """What a slot held of a sample: its tokens, and the cache of all but the last."""
+    """A sample's tokens, and the cache of all but the last."""
 
     tokens: tuple[int, ...]
     cache: list[Tensor]
@@ -137,11 +126,11 @@ class SlotBatch:
 
     Args:
         decoder: the model's copy for sampling.
-        slots: their number.
-        length: positions of a slot.
-        sampling: how to draw.
+        slots: number of slots.
+        length: positions per slot.
+        sampling: sampling settings.
         graphs: whether to replay steps as graphs.
-        routes: whether samples keep the experts that routers choose.
+        routes: whether samples keep the routers' chosen experts.
     """
 
     def __init__(
@@ -162,8 +151,8 @@ class SlotBatch:
     def begin(self, sampling: Sampling) -> None:
         """Prepare for other samples, as if the slots were new.
 
-        Stale keys and values are finite and masked. Tokens of spare rows matter to models with experts, whose products
-        are over all rows.
+        Old keys and values are finite and masked. The tokens of spare rows matter in models with experts, whose
+        products include all rows.
         """
         self._sampling = sampling
         for tensor in (self._tokens, self._positions, self._seeds, self._drawn):
@@ -181,12 +170,7 @@ class SlotBatch:
 
     @torch.no_grad()
     def admit(self, requests: list[Request], prefix: Any) -> None:
-        """Put requests of one prompt into free slots.
-
-        Args:
-            requests: of the same prompt, at most :attr:`free`.
-            prefix: cache of all the prompt's tokens but the last.
-        """
+        """Put requests of one prompt into free slots; ``prefix`` is the cache of the prompt's tokens but the last."""
         first, count = len(self.running), len(requests)
         known = len(requests[0].tokens) - 1
         rows = slice(first, first + count)
@@ -199,7 +183,7 @@ class SlotBatch:
 
     @torch.no_grad()
     def keep(self, slot: int) -> Kept:
-        """Return a copy of what a slot holds of its sample, whose newest token it has not computed."""
+        """Return a copy of a slot's sample and cache; the newest token is not computed yet."""
         running = self.running[slot]
         tokens = (*running.request.tokens, *running.tokens)
         return Kept(tokens, self._cache.save(slot, len(tokens) - 1))
@@ -215,13 +199,12 @@ class SlotBatch:
 
     @torch.no_grad()
     def step(self) -> tuple[int, int]:
-        """Compute one token of every running sample: the next one that is given, or else a new one.
+        """Compute one token of every running sample: the next given one, else a new one.
 
-        Returns:
-            The bytes read and the number of new tokens.
+        Returns the bytes read and the number of new tokens.
         """
         n = len(self.running)
-        # Run a few spare slots: at least MIN_ROWS, and multiples of it where each shape needs a graph.
+        # Run a few spare slots: at least MIN_ROWS, and multiples of it where every shape needs a graph.
         rows = min(self.slots, n + -n % MIN_ROWS if self._use.used else max(n, MIN_ROWS))
         span = span_for(self._decoder.device, max(running.position for running in self.running) + 1)
         logits = self._decode(rows, span)
@@ -257,14 +240,14 @@ class SlotBatch:
         if graph := self._graphs.get((rows, span)):
             graph.replay()
             return self._logits[:rows]
-        # Before a capture, too: libraries allocate their workspace in the first call, and a capture computes nothing.
+        # Also before a capture: libraries allocate their workspace in the first call, and a capture computes nothing.
         logits = self._decoder.step(self._tokens[:rows], self._positions[:rows], self._cache, span)
         if self._use.used:
             self._capture(rows, span)
         return logits
 
     def _capture(self, rows: int, span: int) -> None:
-        """Record the step as a graph, for the next ones of this shape."""
+        """Record the step as a graph for later steps of this shape."""
         pool = next((other.pool() for other in self._graphs.values()), None)
         try:
             graph = torch.cuda.CUDAGraph()
@@ -272,10 +255,10 @@ class SlotBatch:
                 logits = self._decoder.step(self._tokens[:rows], self._positions[:rows], self._cache, span)
                 self._logits[:rows].copy_(logits)
         except RuntimeError as error:
-            found = f"cannot capture the decoding step as a graph ({one_line(error)})"
+            failure = f"cannot capture the decoding step as a graph ({one_line(error)})"
             if self._use.asked:
-                raise UserError(f"{found}; engine.graphs=False decodes without graphs") from error
-            log.warning("%s; decoding launches each kernel instead", found)
+                raise UserError(f"{failure}; engine.graphs=False decodes without graphs") from error
+            log.warning("%s; decoding launches each kernel instead", failure)
             self._use.used = self._decoder.fixed_shapes = False
             self._graphs.clear()
         else:

@@ -177,7 +177,7 @@ def test_what_llama_cpp_does_not_compute_is_refused(bases, trained, tmp_path, ca
     save_file(state, adapter / "adapter_model.safetensors")
     said = fails(adapter, "--base", bases("llama"), "--gguf-adapter", out)
     assert "is DoRA, which llama.cpp does not compute" in said
-    assert "set --gguf, which merges them" in fails(
+    assert "set --gguf, which merges it" in fails(
         with_rows(trained, tmp_path), "--base", bases("llama"), "--gguf-adapter", out
     )
     assert "qwen2 has no adapter" in fails(bases("qwen2"), "--gguf-adapter", out)

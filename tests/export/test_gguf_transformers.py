@@ -147,5 +147,5 @@ def test_what_llama_cpp_computes_otherwise_is_refused(tmp_path, capsys):
     assert one_line_has(capsys.readouterr().err, "experts.down_proj", "set --gguf")
     dense = hf_models.write_theirs(tmp_path / "dense", "qwen3 moe")
     assert export(dense, "--gguf", out) == 1
-    assert one_line_has(capsys.readouterr().err, "mlp_only_layers is [0]", "llama.cpp computes [] alone")
+    assert one_line_has(capsys.readouterr().err, "mlp_only_layers is [0]", "llama.cpp computes only []")
     assert not out.exists()

@@ -62,7 +62,7 @@ def test_only_the_text_part_is_in_memory(folder_of, caplog):
     """Gemma 3's mask for images changes nothing where token_type_ids says that all is text."""
     with caplog.at_level("INFO", "rocm_ext"):
         ours = our_model(folder_of("gemma 3")).eval()
-    assert one_line_has(caplog.text, "Gemma3ForConditionalGeneration", "text alone", "model.vision_tower")
+    assert one_line_has(caplog.text, "Gemma3ForConditionalGeneration", "only on text", "model.vision_tower")
     names = {name for name, _ in (*ours.named_parameters(), *ours.named_buffers()) if "lora_" not in name}
     assert all(name.startswith(("model.language_model.", "lm_head.")) for name in names)
     whole = whole_model(folder_of("gemma 3"))

@@ -50,7 +50,7 @@ def test_what_sampling_needs_is_remembered_of_a_hybrid(kept, tmp_path, monkeypat
 
     def found() -> tuple:
         decoder = build_model(model, torch.bfloat16, 0, torch.device("meta"))
-        return decoder.needs, decoder.graph_obstacle
+        return decoder.memory, decoder.graph_obstacle
 
     fresh = found()
     assert fresh[0].states

@@ -476,7 +476,7 @@ def test_a_server_without_log_probs_is_refused_before_sampling(serve, make, chan
 
 def test_log_probs_of_another_temperature_are_refused(serve, make):
     fake = serve()
-    with pytest.raises(UserError, match=f"mismatch=truncate: {fake.url} returns log-probs of temperature 1, .* 0.7"):
+    with pytest.raises(UserError, match=f"mismatch=truncate: {fake.url} returns log-probs of temperature 1 .* 0.7"):
         loaded(GRPO, make(fake, temperature=0.7)).check()
     assert fake.bodies() == []
 

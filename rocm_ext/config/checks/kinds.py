@@ -6,7 +6,7 @@ A table is a mapping such as ``{"epochs": integer(1), "seed": integer(0) | NULL}
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,12 +46,6 @@ def check(config: Mapping[str, Any] | DictConfig, kinds: Mapping[str, Kind], whe
     for key, kind in kinds.items():
         if key in config and not kind.fits(config[key]):
             raise UserError(f"{where}{key} is {config[key]!r}; expected {kind}")
-
-
-def refuse(faults: Iterable[str]) -> None:
-    """Raise a UserError with the first of the faults, if there is one."""
-    for fault in faults:
-        raise UserError(fault)
 
 
 def one_of(*values: Any) -> Kind:

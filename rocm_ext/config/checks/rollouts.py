@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from omegaconf import DictConfig
 
 from rocm_ext.base import registry
+from rocm_ext.base.errors import refuse
 from rocm_ext.base.importing import COMPONENT as NAME
 from rocm_ext.base.importing import import_component
 from rocm_ext.base.log import log
@@ -24,7 +25,6 @@ from rocm_ext.config.checks.kinds import (
     integer,
     number,
     one_of,
-    refuse,
     text,
 )
 from rocm_ext.config.checks.training import ANSWERS, UNJUDGED

@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from rocm_ext.base.errors import refuse
 from rocm_ext.config.checks.kinds import (
     COMPONENT,
     NOT_NEGATIVE,
@@ -22,7 +23,6 @@ from rocm_ext.config.checks.kinds import (
     list_of_texts,
     number,
     one_of,
-    refuse,
     text,
 )
 from rocm_ext.machine.profile import ATTENTION, COMPILE

@@ -1,11 +1,8 @@
-"""Write merged models in Hugging Face's format.
-
-Merging goes from one folder to another, one weight file at a time. The whole base model is never in memory.
-"""
+"""Write merged models in Hugging Face's format, one weight file at a time."""
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -17,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torchtune.training.checkpointing._utils import FormattedCheckpointFiles
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.base.files import flush, json_object, replace_folder
 from rocm_ext.base.hub import files_of
 from rocm_ext.base.log import log
@@ -26,11 +23,11 @@ from rocm_ext.model.adapters import peft_experts
 from rocm_ext.model.adapters.peft_files import PREFIX, ROWS, merged_weight, read_peft, updates_by_weight
 from rocm_ext.model.decoder import ConvertedWeights, Decoder
 from rocm_ext.model.families import CONFIG, QUANTISED
-from rocm_ext.model.lora import ExpertLora, adapters, dense, merged_experts, plain
-from rocm_ext.model.token_rows import by_layer, is_tied, layer_names, token_rows
+from rocm_ext.model.lora import ExpertLora, changed_weights, dense, merged_experts, plain
+from rocm_ext.model.token_rows import by_layer, is_tied, layer_names
 from rocm_ext.model.weights.checkpointer import StoredWeights, on_meta, weight_files
 
-# What a merged model takes along from the folder of its base model
+# Files that a merged model gets from the base model's folder
 BESIDE_WEIGHTS = (
     "config.json", "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json",
     "added_tokens.json", "*.model", "*.tiktoken", "tekken.json", "*.jinja", "chat_template.json",
@@ -40,11 +37,7 @@ MERGED_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
 def base_tensors(cfg_checkpointer: DictConfig) -> tuple[Path, list[str], StoredWeights]:
-    """Return a base model's folder, the names of its weight files, and its tensors.
-
-    Args:
-        cfg_checkpointer: the config's ``checkpointer``, which names the folder and files.
-    """
+    """Return the folder, names of weight files and tensors of the base model in the config's ``checkpointer``."""
     checkpointer: Any = OmegaConf.to_container(cfg_checkpointer, resolve=True)
     base, files = Path(checkpointer["checkpoint_dir"]), checkpointer.get("checkpoint_files")
     if isinstance(files, dict):
@@ -63,19 +56,19 @@ def merge(
     """Merge a PEFT adapter into the checkpointer's base model and write a Hugging Face folder.
 
     It merges one weight at a time, in fp32, and rounds it by :func:`_round_by_chance`. It holds at most one file of the
-    base model in memory, with the rest of a weight that two files hold. ``out`` appears only once it is complete. For a
-    base model in Meta's format it logs a warning and writes nothing.
+    base model in memory, and the rest of a weight in two files. ``out`` appears only once it is complete. For a base
+    model in Meta's format it logs a warning and writes nothing.
 
     Args:
-        cfg_checkpointer: the config's ``checkpointer``, which names the base model's folder and files.
+        cfg_checkpointer: the config's ``checkpointer``.
         adapter: PEFT folder.
         out: folder to write.
-        decoder: the model that the adapter belongs to.
-        complete: writes what else belongs into the folder, before it appears.
+        decoder: the model with this adapter.
+        complete: writes further files into the folder, before it appears.
 
     Raises:
-        UserError: the adapter changes a weight that the base model does not have, or a file of the base model is a link
-            out of its folder.
+        UserError: the adapter changes a weight that the base model lacks, or a file of the base model is a link out of
+            its folder.
     """
     base = Path(cfg_checkpointer.checkpoint_dir)
     if not (base / "config.json").is_file():
@@ -91,7 +84,7 @@ def merge(
         for file in files:
             tensors = {name: merged.of(name).contiguous() for name in state.of_file(file)}
             size += sum(tensor.nbytes for tensor in tensors.values())
-            # the name under which transformers looks for a single file
+            # transformers looks for a single file by this name
             target = str(Path(file).with_suffix(".safetensors")) if len(files) > 1 else "model.safetensors"
             index.update(dict.fromkeys(tensors, target))
             save_file(tensors, folder / target, metadata={"format": "pt"})
@@ -102,14 +95,14 @@ def merge(
         for name, path in beside.items():
             shutil.copy2(path, folder / name)
         _say_16_bits(folder / CONFIG)
-        if (adapter / TEMPLATE).is_file():  # the run had a chat template of its own
+        if (adapter / TEMPLATE).is_file():  # the run's chat template
             shutil.copy2(adapter / TEMPLATE, folder / TEMPLATE)
             (folder / OF_PROCESSORS).unlink(missing_ok=True)  # transformers' processors prefer it
         complete(folder)
 
 
 def _say_16_bits(path: Path) -> None:
-    """Take out of a ``config.json`` how the base model's weights were quantised."""
+    """Remove the quantised format from a ``config.json``."""
     content = json_object(path.read_bytes()) or {}
     parts = [part for part in (content, content.get("text_config")) if isinstance(part, dict)]
     for part, key in [(part, key) for part in parts for key in QUANTISED if key in part]:
@@ -118,17 +111,17 @@ def _say_16_bits(path: Path) -> None:
 
 
 def _beside_weights(base: Path) -> dict[str, Path]:
-    """The files of config, tokenizer and licence; the Python code only of a model that has its own."""
-    own_code = "auto_map" in (json_object((base / "config.json").read_bytes()) or {})
+    """The files of config, tokenizer and licence; Python files only if the model needs them."""
+    has_code = "auto_map" in (json_object((base / "config.json").read_bytes()) or {})
     files = files_of(base, BESIDE_WEIGHTS)
-    return {name: path for name, path in files.items() if own_code or path.suffix != ".py"}
+    return {name: path for name, path in files.items() if has_code or path.suffix != ".py"}
 
 
 class MergedWeights:
-    """A base model's tensors with an adapter, by the names of its files; quantised ones in bf16.
+    """A base model's tensors with an adapter, by the names of its files; quantised tensors become bf16.
 
     Args:
-        decoder: the model that the adapter belongs to.
+        decoder: the model with this adapter.
         state: the base model's tensors.
         adapter: PEFT folder.
     """
@@ -137,17 +130,16 @@ class MergedWeights:
         self._decoder, self._state, self._adapter = decoder, state, adapter
         self.config, tensors = read_peft(adapter)
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
-        found, used = peft_experts.from_peft(tensors, decoder, self.config)
+        experts, used = peft_experts.from_peft(tensors, decoder, self.config)
         updates = updates_by_weight({name: tensor for name, tensor in tensors.items() if name not in used})
         self.linear = {name: parts for name, parts in updates.items() if ROWS not in parts}
         self.rows = {name: parts[ROWS] for name, parts in updates.items() if ROWS in parts}
-        self.experts = {
-            name: (found[f"{ours}.lora_a.weight"], found[f"{ours}.lora_b.weight"], layer)
-            for name, layer in peft_experts.expert_loras(decoder).items()
-            for ours in [name + ExpertLora.SUFFIX]
-        }
+        self.experts: dict[str, tuple[Tensor, Tensor, ExpertLora]] = {}
+        for name, layer in peft_experts.expert_loras(decoder).items():
+            ours = name + ExpertLora.SUFFIX
+            self.experts[name] = experts[f"{ours}.lora_a.weight"], experts[f"{ours}.lora_b.weight"], layer
         self._converted = decoder.converted(state)
-        self._ready: dict[str, Tensor] = {}  # pieces of merged weights that wait for their place in a file
+        self._ready: dict[str, Tensor] = {}  # pieces of merged weights that are not written yet
         self._groups = {} if self._converted is None else _groups(self._converted, self._changed())
         self._same: dict[str, str] = {}  # a tied layer that the files hold twice
         if self.rows and is_tied(decoder):
@@ -159,46 +151,42 @@ class MergedWeights:
         return [*self.linear, *self.experts, *self.rows]
 
     def check(self, base: Path) -> None:
-        """Check that the base model has every weight that the adapter changes, in the shape that it takes.
-
-        Args:
-            base: the base model's folder, for the message.
+        """Check that the base model in ``base`` has all weights that the adapter changes, in the same shapes.
 
         Raises:
-            UserError: it lacks one, one has another shape, or it is not the model of its ``config.json``.
+            UserError: a weight is missing or has another shape, or the weights do not fit ``config.json``.
         """
         shapes = on_meta(self._state) if self._converted is None else self._converted.on_meta()
         check_base(self._decoder, shapes, base)
-        if unknown := [name for name in self._changed() if name not in shapes]:
-            raise UserError(f"adapter {self._adapter} has weights for {unknown[0]}, but {base} does not")
+        refuse(f"adapter {self._adapter} {problem}" for problem in self._problems(shapes, base))
+
+    def _problems(self, shapes: Mapping[str, Tensor], base: Path) -> Iterator[str]:
+        for name in self._changed():
+            if name not in shapes:
+                yield f"has weights for {name}, but {base} does not"
         if len(self.rows) < len(by_layer(self._decoder, self.config.tokens)):
-            raise UserError(f"adapter {self._adapter} is damaged: it lacks rows of {dict(self.config.tokens)}")
+            yield f"is damaged: it lacks rows of {dict(self.config.tokens)}"
         for name, rows in self.rows.items():
-            if rows.shape[1:] != shapes[name].shape[1:] or self._ids(name)[-1] >= len(shapes[name]):
-                found = f"rows {self._ids(name)} of {rows.shape[1]} values"
-                raise UserError(f"adapter {self._adapter} has {found} for {name}, which is {list(shapes[name].shape)}")
+            shape = list(shapes[name].shape)
+            if list(rows.shape[1:]) != shape[1:] or self._ids(name)[-1] >= shape[0]:
+                yield f"has rows {self._ids(name)} of {rows.shape[1]} values for {name}, which is {shape}"
         for name, parts in self.linear.items():
             (rank, inputs), outputs = parts[".lora_A.weight"].shape, len(parts[".lora_B.weight"])
             expected, _ = self.config.of(name.removesuffix(".weight"))
             if (shape := list(shapes[name].shape)) != [outputs, inputs] or rank != expected:
-                found = f"{[outputs, inputs]} of rank {rank}"
-                raise UserError(f"adapter {self._adapter} has weights for {name} {found}, but {base} has it {shape}")
+                yield f"has weights for {name} {[outputs, inputs]} of rank {rank}, but {base} has it {shape}"
 
     def weight(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a weight by the model's name: in ``dtype`` where the adapter changes it, else as it is stored.
+        """Return a weight by the model's name: in ``dtype`` if the adapter changes it, else as stored.
 
-        16 bits are rounded as in a merged model, so fp32 alone is exact.
+        16-bit values are rounded as in a merged model; only fp32 is exact.
         """
         name = self._same.get(name, name)
         weight = dense((self._state if self._converted is None else self._converted)[name])
         return self._merged(name, weight, dtype) if name in self._changed() else weight
 
-    def _with_update(self, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        exact = merged_weight(weight.float(), self.linear[name], self.config.scale(name.removesuffix(".weight")))
-        return _round_by_chance(exact, dtype, name)
-
     def of(self, name: str) -> Tensor:
-        """Return the tensor ``name`` of a file, in memory of its own; each tensor once."""
+        """Return a copy of the tensor ``name`` of a file; call this once per tensor."""
         name = self._same.get(name, name)
         if self._converted is None:
             return self._merged(name, dense(self._state[name]))
@@ -213,58 +201,49 @@ class MergedWeights:
         dtype = dtype or weight.dtype
         if name in self.experts:
             a, b, layer = self.experts[name]
-
-            def rounded(exact: Tensor, expert: int) -> Tensor:
-                return _round_by_chance(exact, dtype, f"{name}.{expert}")
-
-            return merged_experts(weight, a, b, self.config.scale(name), layer.transposed, rounded, dtype)
+            return merged_experts(
+                weight, a, b, self.config.scale(name), layer.transposed,
+                lambda exact, expert: _round_by_chance(exact, dtype, f"{name}.{expert}"), dtype,
+            )  # fmt: skip
         if name in self.rows:
             _check_finite(self.rows[name], dtype, name)
             ids = torch.tensor(self._ids(name))
             return weight.to(dtype).index_copy(0, ids, self.rows[name].to(dtype))
-        return self._with_update(name, weight, dtype) if name in self.linear else weight.clone()
+        if name not in self.linear:
+            return weight.clone()
+        exact = merged_weight(weight.float(), self.linear[name], self.config.scale(name.removesuffix(".weight")))
+        return _round_by_chance(exact, dtype, name)
 
     def _ids(self, name: str) -> list[int]:
         return sorted(self.config.ids(name.removesuffix(".weight")))
 
 
 def check_base(decoder: Decoder, shapes: Mapping[str, Tensor], base: Path) -> None:
-    """Check that a base model's tensors are those that its ``config.json`` describes.
+    """Check that a base model's tensors fit its ``config.json``.
 
     Args:
-        decoder: built from it.
+        decoder: the decoder that ``config.json`` describes.
         shapes: the base model's tensors, by the names of ``decoder`` or, if it converts none, of the files.
-        base: its folder, for the message.
-
-    Raises:
-        UserError: a weight is missing, or has another shape.
+        base: the base model's folder, for the message.
     """
     if decoder.renames is None:
         return  # torchtune's converters know the names
     for name, parameter in decoder.named_parameters():
         theirs = "" if parameter.requires_grad else decoder.renames[0](plain(name))
-        found = list(shapes[theirs].shape) if theirs in shapes else "missing"
-        if theirs and found != list(parameter.shape):
-            told = f"{list(parameter.shape)} by its {CONFIG}"
-            raise UserError(f"{theirs} is {found} in {base}, and {told}; download both again")
+        shape, expected = list(shapes[theirs].shape) if theirs in shapes else "missing", list(parameter.shape)
+        if theirs and shape != expected:
+            raise UserError(f"{theirs} is {shape} in {base}, and {expected} by its {CONFIG}; download both again")
 
 
 def _round_by_chance(exact: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """Round to 16 bits, up or down with the chance that keeps the mean: stochastic rounding (arXiv:1502.02551).
 
-    The base weights lie on the 16-bit grid, so the nearest value of a small change is the base weight itself, and
-    rounding to it would lose small changes everywhere.
+    The base weights lie on the 16-bit grid, so rounding to the nearest value would undo small changes everywhere.
+    The same ``name`` of a weight gives the same result.
 
     Args:
         exact: values in fp32.
-        dtype: bf16 or fp16; other dtypes are cast to.
-        name: of the weight, for the message; the same name gives the same result.
-
-    Returns:
-        ``exact`` in ``dtype``; values that ``dtype`` has stay as they are.
-
-    Raises:
-        UserError: a value is not finite, or ``dtype`` does not have it.
+        dtype: bf16 or fp16; for other dtypes the values are cast.
     """
     _check_finite(exact, dtype, name)
     dropped = {torch.bfloat16: 16, torch.float16: 13}.get(dtype)  # bits of the fraction that fp32 has in addition
@@ -281,7 +260,7 @@ def _check_finite(exact: Tensor, dtype: torch.dtype, name: str) -> None:
 
 
 def _groups(converted: ConvertedWeights, changed: Iterable[str]) -> dict[str, list[str]]:
-    """Map each tensor of a file whose weights change to the weights that are made of it."""
+    """Return the weights that consist of a file's tensor, by the tensor's name, if any of them changes."""
     groups: dict[str, list[str]] = {}
     for name in changed:
         if name in converted:
@@ -291,26 +270,16 @@ def _groups(converted: ConvertedWeights, changed: Iterable[str]) -> dict[str, li
 
 
 def check_mergeable(decoder: Decoder, state: Mapping[str, Tensor]) -> None:
-    """Check that a merged model can be written with the names and shapes of the base model's files.
-
-    Args:
-        decoder: model with adapters.
-        state: the base model's tensors; only their shapes are used.
+    """Check that a merged model can have the names and shapes of the base model's tensors ``state``.
 
     Raises:
         UserError: transformers cannot undo the conversion of a weight that has an adapter.
     """
     if (converted := decoder.converted(state)) is None:
         return
-    shapes = converted.on_meta()
-    changed = [
-        name.removesuffix(ExpertLora.SUFFIX) for name, layer in adapters(decoder) if isinstance(layer, ExpertLora)
-    ]
-    changed += [f"{name}.weight" for name, layer in adapters(decoder) if not isinstance(layer, ExpertLora)]
-    changed += [f"{plain(name)}.weight" for name, _ in token_rows(decoder)]
-    checked: set[str] = set()
-    for name in changed:
-        if name in checked or name not in shapes:  # what is missing is said when the weights are loaded
+    shapes, checked = converted.on_meta(), set[str]()
+    for name in changed_weights(decoder):
+        if name in checked or name not in shapes:  # loading refuses missing weights
             continue
         weights, _ = converted.group(name)
         checked.update(weights)

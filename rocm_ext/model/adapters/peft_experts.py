@@ -1,11 +1,10 @@
 """Adapters of fused experts in PEFT's format: names, layouts and ``target_parameters``.
 
-PEFT wraps a module once for each of its adapted parameters, in the order in which the module has them. The first
-wrapper is the innermost, and its name has ``base_layer`` once for each one around it.
+PEFT wraps a module once per adapted parameter, in the module's order. The first wrapper is the innermost; its name has
+one ``base_layer`` for every wrapper around it.
 
 PEFT changed the layout in version 0.19.1 for weights [experts, out, in]. Before, it took them for [experts, in, out],
-so that its A has the rows' size and its B the columns'. Both describe the same update, and each can be written as the
-other.
+so that A has the rows' size and B the columns'. Both layouts can describe the same update.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,13 +15,13 @@ from torch import Tensor, nn
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.lora import ExpertLora, adapters, expert_factors, plain
+from rocm_ext.model.lora import ExpertLora, adapters, changed_weights, ends_with, expert_factors, plain
 
 NEW_LAYOUT = "0.19.1"  # the first version of PEFT with today's layout
 
 
 def layout_version() -> str:
-    """Return the version of PEFT whose layout adapters are written in: the installed one, or the first with today's."""
+    """Return the version of PEFT for written adapters: the installed one, or the first with today's layout."""
     try:
         return version("peft")
     except PackageNotFoundError:
@@ -37,16 +36,12 @@ def is_old(peft_version: str) -> bool:
 
 
 def expert_loras(decoder: nn.Module) -> dict[str, ExpertLora]:
-    """Return the LoRA of each adapted weight of experts by the weight's name, such as ``…experts.gate_up_proj``."""
-    return {
-        name.removesuffix(ExpertLora.SUFFIX): layer
-        for name, layer in adapters(decoder)
-        if isinstance(layer, ExpertLora)
-    }
+    """Return the LoRA of adapted experts' weights by the weights' names, such as ``…experts.gate_up_proj``."""
+    return {name: layer for name, layer in changed_weights(decoder).items() if isinstance(layer, ExpertLora)}
 
 
 def by_parameter(decoder: Decoder) -> set[str]:
-    """Return the adapted linear layers that ``target_modules`` cannot name: PEFT 0.19 would take them for experts'."""
+    """Return the adapted linear layers that ``target_modules`` cannot name: PEFT 0.19 would take them for experts."""
     return {name for name in linears(decoder) if name.rpartition(".")[2] in decoder.names_of_experts}
 
 
@@ -61,7 +56,7 @@ def modules(decoder: Decoder) -> set[str]:
 
 
 def target_parameters(decoder: Decoder) -> list[str]:
-    """Name the adapted weights of these modules to PEFT: by the ends of their names, unless others have these, too."""
+    """Return ``target_parameters``: the ends of the adapted weights' names, or full names if others end alike."""
     adapted = expert_loras(decoder).keys() | {f"{name}.weight" for name in by_parameter(decoder)}
     ends = {".".join(name.split(".")[-2:]) for name in adapted}
     others = matching(decoder, ends) - adapted
@@ -72,20 +67,11 @@ def target_parameters(decoder: Decoder) -> list[str]:
 
 def matching(decoder: nn.Module, targets: Iterable[str]) -> set[str]:
     """Return the names of the decoder's parameters that PEFT's ``target_parameters`` matches."""
-    ends = [str(target) for target in targets]
-    return {name for name in _parameters(decoder) if any(name == end or name.endswith(f".{end}") for end in ends)}
+    return {name for name in _parameters(decoder) if any(ends_with(name, str(target)) for target in targets)}
 
 
 def to_peft(state: Mapping[str, Tensor], decoder: nn.Module) -> dict[str, Tensor]:
-    """Convert the experts' part of an adapter to PEFT's names and the layout of :func:`layout_version`.
-
-    Args:
-        state: weights by this library's names.
-        decoder: model with the adapter.
-
-    Returns:
-        Weights by the names of PEFT's modules, without its prefix.
-    """
+    """Convert the experts' part of an adapter to PEFT's names and the layout of :func:`layout_version`."""
     old = is_old(layout_version())
     result: dict[str, Tensor] = {}
     for ours, (theirs, layer) in _names(decoder).items():
@@ -102,14 +88,11 @@ def from_peft(state: Mapping[str, Tensor], decoder: nn.Module, config: Any) -> t
     Args:
         state: weights by the names of PEFT's modules, without its prefix.
         decoder: model that takes the adapter.
-        config: the adapter's :class:`~rocm_ext.model.adapters.peft_files.PeftConfig`. Its version of PEFT decides where
-            an expert has as many inputs as outputs, because then both layouts have the same shapes.
+        config: the adapter's :class:`~rocm_ext.model.adapters.peft_files.PeftConfig`. If an expert has as many inputs
+            as outputs, both layouts have the same shapes, and PEFT's version decides.
 
     Returns:
-        Weights by this library's names, and the names in ``state`` that they come from.
-
-    Raises:
-        UserError: a weight is missing, or its shape is of another model.
+        Weights by this library's names, and their names in ``state``.
     """
     result: dict[str, Tensor] = {}
     used: set[str] = set()
@@ -132,7 +115,7 @@ def from_peft(state: Mapping[str, Tensor], decoder: nn.Module, config: Any) -> t
 
 
 def _names(decoder: nn.Module) -> dict[str, tuple[str, ExpertLora]]:
-    """Map each LoRA's name to the name of PEFT's module."""
+    """Return PEFT's module name and the LoRA, by the LoRA's name."""
     by_module: dict[str, list[str]] = {}
     loras = expert_loras(decoder)
     for name in _parameters(decoder):  # in the module's order
@@ -150,6 +133,6 @@ def _parameters(decoder: nn.Module) -> list[str]:
 
 
 def _swapped(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Write B A of each expert as (A' B')ᵀ, with A' from B and B' from A."""
+    """Write every expert's B A as (A' B')ᵀ, with A' from B and B' from A."""
     by_expert, columns = expert_factors(a, b, experts)  # [experts, r, in], [experts, out, r]
     return columns.transpose(1, 2).reshape(-1, b.shape[0]), by_expert.permute(2, 1, 0).reshape(a.shape[1], -1)

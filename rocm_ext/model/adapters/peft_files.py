@@ -1,7 +1,6 @@
-"""LoRA adapters in PEFT's format: their config, what this library refuses of it, their weights, and merging one."""
+"""LoRA adapters in PEFT's format: config and weights; settings that this library does not compute are refused."""
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import REPO_ID, hub_name
+from rocm_ext.config.checks.kinds import NULL, SWITCH, Kind, integer, number
 from rocm_ext.config.checks.training import PATTERNS
 from rocm_ext.model.adapters import peft_experts
 from rocm_ext.model.decoder import Decoder
@@ -29,13 +29,14 @@ from rocm_ext.model.lora import (
     described,
     merged_linear,
     rank_and_alpha,
+    scale_of,
 )
 from rocm_ext.model.token_rows import EMBEDDINGS, TokenRows, by_layer, layer_names, trained_tokens
 from rocm_ext.model.weights.checkpointer import HF
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-ROWS = ".token_adapter.trainable_tokens_delta"  # the rows themselves, in spite of the name
+ROWS = ".token_adapter.trainable_tokens_delta"  # rows, and not differences, in spite of the name
 _PARTS = {
     ".lora_a.weight": ".lora_A.weight",
     ".lora_b.weight": ".lora_B.weight",
@@ -44,7 +45,7 @@ _PARTS = {
 }
 _PARTS_BACK = {theirs: ours for ours, theirs in _PARTS.items()}
 _NO_PEFT = ("PHI3_MINI", "PHI4", "LLAMA3_VISION", "REWARD", "CLIP_TEXT", "T5_ENCODER")
-# Keys that do not change what an adapter computes once its weights are known, or that `read` looks at.
+# Keys that do not change an adapter's function once its weights are known, or that `read` checks
 _FREE = frozenset(
     """
     r lora_alpha use_rslora use_dora bias init_lora_weights base_model_name_or_path peft_type task_type auto_mapping
@@ -53,26 +54,27 @@ _FREE = frozenset(
     megatron_config megatron_core loftq_config eva_config corda_config qalora_group_size runtime_config
     """.split()  # noqa: SIM905
 )
-# What keys may hold, and how a message says it
-_NAMES = (lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value), "a list of names")
-_SWITCH = (lambda value: isinstance(value, bool), "true or false")
-_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "r": (lambda value: type(value) is int and 1 <= value <= 2**16, "a whole number from 1 to 65,536"),
-    "lora_alpha": (lambda value: type(value) in (int, float) and -1e6 <= value <= 1e6, "a number, at most a million"),
-    "use_rslora": _SWITCH,
-    "use_dora": _SWITCH,
-    "target_modules": (lambda value: isinstance(value, str) or _NAMES[0](value), "a list of names or a pattern"),
+_NAMES = Kind(lambda value: isinstance(value, list) and all(isinstance(n, str) for n in value), ("a list of names",))
+_OPTIONAL = {
+    "use_rslora": SWITCH,
+    "use_dora": SWITCH,
+    "target_modules": _NAMES | Kind(lambda value: isinstance(value, str), ("a pattern",)),
     "target_parameters": _NAMES,
-    "trainable_token_indices": (
+    "trainable_token_indices": Kind(
         lambda value: all(map(_are_ids, value.values() if isinstance(value, dict) else [value])),
-        "different ids of tokens, or a list of such for each layer",
+        ("different ids of tokens, or a list of such for each layer",),
     ),
-    "peft_version": (lambda value: isinstance(value, str) and len(value) <= 100, "a version"),
-    "base_model_name_or_path": (
+    "peft_version": Kind(lambda value: isinstance(value, str) and len(value) <= 100, ("a version",)),
+    "base_model_name_or_path": Kind(
         lambda value: isinstance(value, str) and value.isprintable() and all(len(n) <= 255 for n in value.split("/")),
-        "a name on the hub or a folder",
+        ("a name on the hub or a folder",),
     ),
-    **{key: (kind.fits, str(kind)) for key, kind in PATTERNS.items()},
+}
+_EXPECTED = {
+    "r": integer(1, 2**16),
+    "lora_alpha": number(lambda value: abs(value) <= 1e6, "a number, at most a million"),
+    **{key: kind | NULL for key, kind in _OPTIONAL.items()},
+    **PATTERNS,
 }
 
 
@@ -81,19 +83,19 @@ def _are_ids(value: Any) -> bool:
     return ids and bool(value) and len(set(value)) == len(value)
 
 
-# Other ways to initialise an adapter (PiSSA, OLoRA, CorDA, LoftQ) change the base model, too.
+# Other initialisations of an adapter (PiSSA, OLoRA, CorDA, LoftQ) also change the base model.
 _KEEP_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeftConfig(Sizes):
-    """The part of an ``adapter_config.json`` that decides what the adapter computes.
+    """The part of an ``adapter_config.json`` that decides the adapter's function.
 
     Attributes:
         rslora: whether the factor is alpha / sqrt(r) (arXiv:2312.03732) instead of alpha / r.
         dora: whether the adapter has DoRA's magnitudes.
         base_model: name or folder of the base model; empty if the file has none.
-        version: of PEFT; empty if the file has none.
+        version: PEFT's version; empty if the file has none.
         tokens: PEFT's ``trainable_token_indices``, ids by the ends of layers' names.
     """
 
@@ -106,15 +108,15 @@ class PeftConfig(Sizes):
     def scale(self, name: str) -> float:
         """Return the factor of B A of the layer ``name``, see :meth:`Sizes.of`."""
         rank, alpha = self.of(name)
-        return alpha / (math.sqrt(rank) if self.rslora else rank)
+        return scale_of(alpha, rank, self.rslora)
 
     @classmethod
     def read(cls, folder: Path) -> "PeftConfig":
         """Read a folder's ``adapter_config.json``.
 
         Raises:
-            UserError: it is missing or damaged, a value is of another type or out of bounds, or a setting changes the
-                adapter's function in a way that this library does not compute; the message names the setting.
+            UserError: the file is missing or damaged, a value has another type or is out of range, or this library does
+                not compute a setting; the message names it.
         """
         path = folder / ADAPTER_CONFIG
         try:
@@ -127,10 +129,9 @@ class PeftConfig(Sizes):
             raise UserError(f"cannot read the adapter in {folder}: {ADAPTER_CONFIG} must hold a JSON object")
         if foreign := _not_computed(config):
             raise _unknown(folder, foreign)
-        for key, (fits, expected) in _EXPECTED.items():
-            value = config.get(key)
-            if not fits(value) and (value is not None or key in ("r", "lora_alpha")):
-                raise UserError(f"{path} has {_short(key, value)}; expected {expected}")
+        for key, kind in _EXPECTED.items():
+            if not kind.fits(config.get(key)):
+                raise UserError(f"{path} has {_short(key, config.get(key))}; expected {kind}")
         tokens = config.get("trainable_token_indices") or {}
         return cls(
             rank=config["r"],
@@ -146,21 +147,22 @@ class PeftConfig(Sizes):
         )
 
     def ids(self, layer: str) -> list[int]:
-        """Return the tokens of ``layer``, by the names of PEFT's tensors; []: it has none."""
-        alone = list(self.tokens.values()) if len(self.tokens) == 1 else []  # a list is of the embeddings of any name
-        return next((ids for end, ids in self.tokens.items() if layer.endswith(end)), *(alone or [[]]))
+        """Return the trained tokens of ``layer``, named as in PEFT's tensors; []: it has none."""
+        if len(self.tokens) == 1:  # embeddings may have any name
+            return next(iter(self.tokens.values()))
+        return next((ids for end, ids in self.tokens.items() if layer.endswith(end)), [])
 
     def check(self, folder: Path, decoder: Any, model_type: str) -> None:
-        """Check that ``decoder`` computes the same function of the adapter's weights.
+        """Check that ``decoder`` computes the same function with the adapter's weights.
 
         Args:
-            folder: source of this config, for the message.
+            folder: the adapter's folder, for the message.
             decoder: model with adapters.
             model_type: torchtune's ModelType name.
 
         Raises:
-            UserError: r or alpha of a layer, rsLoRA, DoRA, trained tokens or adapted experts differ; the message says
-                how to set the run's config.
+            UserError: r or alpha of a layer, rsLoRA, DoRA, trained tokens or adapted experts differ; the message gives
+                the settings for the run's config.
         """
         _, layer = next(adapters(decoder))
         sizes = _sizes(decoder, model_type)
@@ -168,6 +170,8 @@ class PeftConfig(Sizes):
         foreign = [] if decoder.renames else [_short(key, theirs[key]) for key in PATTERNS if theirs[key]]
         if self.tokens and decoder.renames is None:
             foreign.append(_short("trainable_token_indices", dict(self.tokens)))
+        if self.parameters and not decoder.published_modules:  # native models have no experts
+            foreign.append(f"target_parameters={list(self.parameters)}")
         if foreign:  # torchtune's builders have no such keys
             raise _unknown(folder, foreign)
         tokens, trained = by_layer(decoder, self.tokens), trained_tokens(decoder)
@@ -183,8 +187,6 @@ class PeftConfig(Sizes):
                 f"the config has {', '.join(_short(key, ours) for *_, key, ours in wrong)}. "
                 f"Set {' '.join(_option(key, theirs) for _, theirs, key, _ in wrong)}"
             )
-        if self.parameters and not decoder.published_modules:  # native models have no experts
-            raise _unknown(folder, [f"target_parameters={list(self.parameters)}"])
         adapted, experts = peft_experts.matching(decoder, self.parameters), peft_experts.expert_loras(decoder).keys()
         every = experts | {f"{name}.weight" for name in peft_experts.linears(decoder)}
         if not experts <= adapted <= every or (self.parameters and not adapted):
@@ -195,16 +197,9 @@ class PeftConfig(Sizes):
             )
 
     def other_base(self, folder: Path, base: str) -> str | None:
-        """Compare the base model that the adapter names with the run's.
+        """Return a warning if the adapter names another base model than the run's, ``base``; None: the names agree.
 
         Hub names and folders are equal if their last parts are: ``Qwen/Qwen2.5-7B`` and ``models/Qwen2.5-7B``.
-
-        Args:
-            folder: source of this config, for the warning.
-            base: hub name or folder of the run's base model.
-
-        Returns:
-            A warning; None if the names agree, or the adapter names no base model.
         """
         if not self.base_model or _last(self.base_model) == _last(base):
             return None
@@ -238,7 +233,7 @@ def _short(key: str, value: Any) -> str:
 
 
 def _option(key: str, value: Any) -> str:
-    """Return ``key=value`` as a shell takes it."""
+    """Return ``key=value``, quoted for a shell."""
     return f"'{key}={json.dumps(value or None)}'" if isinstance(value, dict) else f"{key}={value}"
 
 
@@ -249,31 +244,24 @@ def _last(name: str) -> str:
 
 
 def check_checkpointer(cfg: DictConfig, decoder: Decoder) -> None:
-    """Refuse a model family without PEFT export, and weights of another row order or folder than the model's.
-
-    Args:
-        cfg: config of a recipe.
-        decoder: the model.
-
-    Raises:
-        UserError: the family has no PEFT format, or the checkpointer is not the model's; the message names it.
-    """
-    model_type = cfg.checkpointer.model_type
+    """Refuse a model family without PEFT export, and weights with another row order or folder than the model's."""
+    model_type, problem = cfg.checkpointer.model_type, ""
+    read, built = cfg.checkpointer.get("checkpoint_dir"), cfg.model.get("checkpoint_dir")
     if (model_type == HF) != (decoder.renames is not None):
-        raise UserError(
-            f"checkpointer.model_type is {model_type}: rocm_ext.model.HFCheckpointer reads the weights of "
+        problem = (
+            f"model_type is {model_type}: rocm_ext.model.HFCheckpointer reads the weights of "
             "rocm_ext.model.from_checkpoint, torchtune's checkpointers those of torchtune's builders. "
             "With from_checkpoint, leave checkpointer and tokenizer out"
         )
-    # models of the same shape can differ in RoPE and norms
-    read, built = cfg.checkpointer.get("checkpoint_dir"), cfg.model.get("checkpoint_dir")
-    if model_type == HF and Path(read).resolve() != Path(built).resolve():
-        raise UserError(
-            f"checkpointer.checkpoint_dir is {read}, but model.checkpoint_dir is {built}; set model.checkpoint_dir "
-            "alone, or both to one folder"
+    elif model_type == HF and Path(read).resolve() != Path(built).resolve():  # RoPE and norms may differ
+        problem = (
+            f"checkpoint_dir is {read}, but model.checkpoint_dir is {built}; set model.checkpoint_dir alone, or both "
+            "to one folder"
         )
-    if model_type in _NO_PEFT:
-        raise UserError(f"checkpointer.model_type {model_type} has no PEFT adapter format in torchtune")
+    elif model_type in _NO_PEFT:
+        problem = f"model_type {model_type} has no PEFT adapter format in torchtune"
+    if problem:
+        raise UserError(f"checkpointer.{problem}")
 
 
 def adapter_state(decoder: Decoder) -> dict[str, Tensor]:
@@ -296,7 +284,7 @@ def write_adapter(folder: Path, decoder: Decoder, model_type: str, base_model: s
         folder: existing folder that receives the two files.
         decoder: model with adapters.
         model_type: torchtune's ModelType name; it decides the row order of q and k.
-        base_model: hub name or folder from which PEFT loads the base model.
+        base_model: hub name or folder of the base model, for PEFT.
     """
     peft = to_peft(adapter_state(decoder), decoder, model_type)
     save_file({name: t.contiguous() for name, t in peft.items()}, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
@@ -309,7 +297,7 @@ def write_adapter(folder: Path, decoder: Decoder, model_type: str, base_model: s
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         **described(_sizes(decoder, model_type)),
-        "lora_dropout": 0.0 if parameters else getattr(layer.dropout, "p", 0.0),  # PEFT opens none with parameters
+        "lora_dropout": 0.0 if parameters else getattr(layer.dropout, "p", 0.0),  # PEFT refuses it with parameters
         "target_modules": _targets(adapted, decoder),
         "use_dora": isinstance(layer, Dora),
         "use_rslora": layer.rslora,
@@ -326,7 +314,7 @@ def write_adapter(folder: Path, decoder: Decoder, model_type: str, base_model: s
 
 
 def _sizes(decoder: Decoder, model_type: str) -> dict[str, tuple[int, float]]:
-    """Return r and alpha of the adapted layers by the names that PEFT matches with keys of patterns."""
+    """Return r and alpha of the adapted layers, by the names that patterns match in PEFT."""
     convert, by_weight = _converter(decoder, model_type, to_files=True), peft_experts.by_parameter(decoder)
     sizes = {}
     for name, layer in adapters(decoder):
@@ -340,17 +328,16 @@ def _sizes(decoder: Decoder, model_type: str) -> dict[str, tuple[int, float]]:
 
 
 def _targets(adapted: set[str], decoder: Decoder) -> list[str]:
-    """Name the layers to PEFT: by the ends of their names, unless other parts have these, too."""
+    """Return ``target_modules``: the ends of the adapted layers' names, or full names if other modules end alike."""
     ends = {name.rpartition(".")[2] for name in adapted}
     others = decoder.published_modules - adapted
     return sorted(adapted if any(name.rpartition(".")[2] in ends for name in others) else ends)
 
 
 def config_folder(source: Path) -> Path | None:
-    """Return the folder with an adapter's ``adapter_config.json``: a PEFT folder, or that of torchtune's file.
+    """Return the folder with an adapter's ``adapter_config.json``: a PEFT folder, or the folder of torchtune's file.
 
-    Returns:
-        The folder; None for a file of torchtune's that has no such neighbour, so that its alpha is unknown.
+    None: there is no such config for torchtune's file, so its alpha is unknown.
     """
     if not source.is_file():
         return source
@@ -358,29 +345,22 @@ def config_folder(source: Path) -> Path | None:
 
 
 def is_rslora(source: Path) -> bool:
-    """Return whether an adapter says ``use_rslora``.
-
-    Raises:
-        UserError: there is no such adapter, or this library does not compute it.
-    """
+    """Return whether an adapter says ``use_rslora``."""
     folder = config_folder(source)
     return folder is not None and PeftConfig.read(folder).rslora
 
 
 def read_adapter(source: Path, decoder: Decoder, model_type: str) -> dict[str, Tensor]:
-    """Read adapter weights from a PEFT folder or from torchtune's ``adapter_model.pt``.
+    """Read adapter weights, by torchtune's names, from a PEFT folder or from torchtune's ``adapter_model.pt``.
 
     Args:
         source: the folder or the file.
-        decoder: model that will take the adapter; it gives rank, alpha and head shapes.
+        decoder: model for the adapter; it gives rank, alpha and head shapes.
         model_type: torchtune's ModelType name; it decides the row order of q and k.
 
-    Returns:
-        Weights under torchtune's names.
-
     Raises:
-        UserError: the adapter is missing or damaged, has weights that are not finite or of layers that no model of this
-            family has, or computes another function than ``decoder`` would.
+        UserError: the adapter is missing or damaged, has weights that are not finite or belong to no layer, or
+            ``decoder`` would compute another function.
     """
     if source.is_file() and model_type == HF:
         raise UserError(
@@ -399,23 +379,19 @@ def read_adapter(source: Path, decoder: Decoder, model_type: str) -> dict[str, T
 
 
 def read_peft(folder: Path) -> tuple[PeftConfig, dict[str, Tensor]]:
-    """Read the two files of a PEFT folder, which must fit each other.
+    """Read the two files of a PEFT folder, and check that they fit.
 
     Returns:
         The config, and the weights by PEFT's names, with rows of tokens in the order of their ids.
-
-    Raises:
-        UserError: a file is missing or damaged, weights are not finite, or their shapes are not those that the config
-            says.
     """
     config, state = PeftConfig.read(folder), _finite_tensors(folder)
     if not state:
         raise UserError(f"adapter {folder} has no weights in {ADAPTER_WEIGHTS}; write it again")
     rows = [name for name in state if name.endswith(ROWS)]
     for name in rows or [ROWS] * bool(config.tokens):
-        ids, found = config.ids(name.removesuffix(ROWS)), list(state[name].shape) if name in state else "missing"
-        if found == "missing" or len(found) != 2 or found[0] != len(ids):
-            raise UserError(f"adapter {folder} is damaged: {name} is {found}; expected a row for each of {ids}")
+        ids, shape = config.ids(name.removesuffix(ROWS)), list(state[name].shape) if name in state else "missing"
+        if shape == "missing" or len(shape) != 2 or shape[0] != len(ids):
+            raise UserError(f"adapter {folder} is damaged: {name} is {shape}; expected a row for each of {ids}")
         state[name] = state[name][sorted(range(len(ids)), key=ids.__getitem__)]
     needed = [".lora_A.weight", ".lora_B.weight", *([".lora_magnitude_vector"] if config.dora else [])]
     of_experts = {config.rank, *config.rank_pattern.values()} if config.parameters else set[int]()
@@ -428,7 +404,7 @@ def read_peft(folder: Path) -> tuple[PeftConfig, dict[str, Tensor]]:
             kind = "unexpected" if odd & parts.keys() else "missing"
             raise UserError(f"adapter {folder} is damaged: {kind} {layer}{min(odd)}")
         a, b, *norms = (list(parts[part].shape) for part in needed)
-        many = a and a[0] and any(a[0] % each == 0 for each in of_experts)  # r rows for each expert
+        many = a and a[0] and any(a[0] % r == 0 for r in of_experts)  # r rows per expert
         inner = a[0] if many else rank
         if len(a) != 2 or len(b) != 2 or a[0] != inner or b[1] != inner or any(norm != b[:1] for norm in norms):
             raise UserError(
@@ -439,7 +415,7 @@ def read_peft(folder: Path) -> tuple[PeftConfig, dict[str, Tensor]]:
 
 
 def _finite_tensors(source: Path) -> dict[str, Tensor]:
-    """Read the tensors of a PEFT folder, or of torchtune's file; the errors are those of :func:`read_adapter`."""
+    """Read the tensors of a PEFT folder or of torchtune's file."""
     try:
         if source.is_file():
             state = torch.load(source, map_location="cpu", weights_only=True)
@@ -453,10 +429,9 @@ def _finite_tensors(source: Path) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise UserError(f"cannot read the adapter in {source}: expected tensors by name")
     for name, tensor in state.items():
-        if not tensor.is_floating_point():
-            raise UserError(f"adapter {source} is damaged: {name} is {tensor.dtype}; expected floating-point numbers")
-        if not tensor.float().isfinite().all():
-            raise UserError(f"adapter {source} is damaged: {name} has values that are not finite")
+        if not tensor.is_floating_point() or not tensor.float().isfinite().all():
+            problem = "has values that are not finite" if tensor.is_floating_point() else f"is {tensor.dtype}"
+            raise UserError(f"adapter {source} is damaged: {name} {problem}; expected floating-point numbers")
     return state
 
 
@@ -469,14 +444,7 @@ def to_peft(state: Mapping[str, Tensor], decoder: Decoder, model_type: str) -> d
 
 
 def from_peft(state: Mapping[str, Tensor], decoder: Decoder, model_type: str, config: PeftConfig) -> dict[str, Tensor]:
-    """Convert adapter weights from PEFT's names and row order to torchtune's.
-
-    Args:
-        state: weights by PEFT's names.
-        decoder: model that takes them.
-        model_type: torchtune's ModelType name.
-        config: the adapter's.
-    """
+    """Convert adapter weights from PEFT's names and row order to torchtune's."""
     bare = {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
     result, used = peft_experts.from_peft(bare, decoder, config)
     others = {name: tensor for name, tensor in bare.items() if name not in used}
@@ -497,7 +465,7 @@ def _converted(state: Mapping[str, Tensor], parts: Mapping[str, str], convert: C
 
 
 def _split_part(name: str, parts: Iterable[str]) -> tuple[str, str]:
-    """Return the name of the weight that an adapter's weight changes, and the part that it is."""
+    """Return the name of the base weight, and the suffix of the adapter's part."""
     if (part := next(filter(name.endswith, parts), None)) is None:
         raise UserError(f"adapter weight {name} is neither LoRA nor DoRA")
     return name.removesuffix(part) + ".weight", part
@@ -506,9 +474,9 @@ def _split_part(name: str, parts: Iterable[str]) -> tuple[str, str]:
 def _converter(decoder: Decoder, model_type: str, to_files: bool) -> Convert:
     """Return a function that converts one tensor to Hugging Face's names and order of rows, or back.
 
-    Most families store the rows of q and k as rotary pairs in torchtune and as halves in Hugging Face's
-    format, so torchtune's converters reorder these rows. Qwen2 uses halves in both. torchtune's own PEFT export
-    reorders Qwen2's adapters too, which is wrong; these converters do not. Native decoders use halves, too.
+    Most families store the rows of q and k as rotary pairs in torchtune and as halves in Hugging Face's format, so
+    torchtune's converters reorder these rows. Qwen2 and native decoders use halves. torchtune's PEFT export wrongly
+    reorders Qwen2's adapters; these converters do not.
     """
     renames = decoder.renames
 
@@ -542,10 +510,7 @@ def _converter(decoder: Decoder, model_type: str, to_files: bool) -> Convert:
 
 
 def base_model_name(folder: Path) -> str:
-    """Name of the base model for PEFT: its hub name if ``folder`` tells it, else the path.
-
-    `tune download` stores the name, and the hub's cache has it in its folders' names.
-    """
+    """Name of the base model for PEFT: its hub name (from the hub's cache or `tune download`), else its path."""
     if name := hub_name(folder):
         return name
     try:
@@ -564,6 +529,6 @@ def updates_by_weight(adapter: Mapping[str, Tensor]) -> dict[str, dict[str, Tens
 
 
 def merged_weight(weight: Tensor, update: Mapping[str, Tensor], scale: float) -> Tensor:
-    """Merge one weight, see :func:`rocm_ext.model.lora.merged_linear`; ``update`` has its parts by PEFT's suffixes."""
+    """Merge one weight, see :func:`rocm_ext.model.lora.merged_linear`; ``update`` has parts by PEFT's suffixes."""
     a, b = update[".lora_A.weight"], update[".lora_B.weight"]
     return merged_linear(weight, a, b, scale, update.get(".lora_magnitude_vector"))

@@ -1,1 +1,1 @@
-"""transformers' own modelling code under this library's trainer, for architectures without a native decoder."""
+"""transformers' modelling code under this library's trainer, for architectures without a native decoder."""

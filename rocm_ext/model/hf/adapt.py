@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from rocm_ext.base.errors import UserError, nearest
-from rocm_ext.model.lora import ExpertLora, Sizes, adapted_linear
+from rocm_ext.model.lora import ExpertLora, Sizes, adapted_linear, ends_with
 
 ALL, ALL_EXPERTS = "all-linear", "all-experts"
 _ROUTERS = ("gate", "router", "shared_expert_gate")
@@ -20,27 +20,22 @@ _READ = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size)\b)")
 def put_in(
     model: nn.Module,
     layers: str,
-    output: str,
     targets: Iterable[str] | str | None,
     adapted: Callable[..., nn.Module],
     sizes: Sizes,
 ) -> list[str]:
-    """Replace linear layers by adapted ones with the same parameters.
+    """Replace linear layers by adapted ones with the same parameters; return their names.
 
     Args:
         model: transformers' model.
         layers: name of its list of layers.
-        output: name of its output layer.
-        targets: names or ends of names, as PEFT matches them; None or ``all-linear``: every linear layer of the
-            decoder's layers but routers; empty: none.
+        targets: names or ends of names, as in PEFT; None or ``all-linear``: every linear layer of the decoder's layers
+            but routers; empty: none.
         adapted: builds a layer from ``in_dim``, ``out_dim``, ``rank``, ``alpha`` and ``use_bias``.
         sizes: LoRA's r and alpha.
 
-    Returns:
-        The names of the adapted layers.
-
     Raises:
-        UserError: a target matches no layer, or one that cannot be adapted or stored in 4 bits.
+        UserError: a target matches no layer, or a layer that cannot be adapted or stored in 4 bits.
     """
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     if targets is None or targets == ALL:
@@ -59,20 +54,17 @@ def put_in(
 
 
 def put_in_experts(model: nn.Module, targets: Any, sizes: Sizes, adapted: Iterable[str]) -> list[str]:
-    """Put LoRA on fused weights of experts, which :mod:`rocm_ext.model.hf.experts` multiplies.
+    """Put LoRA on fused weights of experts, which :mod:`rocm_ext.model.hf.experts` multiplies; return their names.
 
     Args:
         model: transformers' model.
         targets: names or ends of names of parameters, as in PEFT's ``target_parameters``; ``all-experts``: all such
             weights.
         sizes: LoRA's r and alpha.
-        adapted: linear layers with LoRA, whose weights may be named, too.
-
-    Returns:
-        The names of the adapted parameters.
+        adapted: linear layers with LoRA; ``targets`` may also name their weights.
 
     Raises:
-        UserError: a target matches no parameter, or one that is no fused weight of experts.
+        UserError: a target matches no parameter, or a parameter that is not a fused weight of experts.
     """
     experts = fused_experts(model)
     known = {f"{name}.weight" for name in adapted}
@@ -87,7 +79,7 @@ def put_in_experts(model: nn.Module, targets: Any, sizes: Sizes, adapted: Iterab
 
 
 def fused_experts(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Return each weight of fused experts that LoRA can adapt by its name: its module and its name there."""
+    """Return the fused weights of experts that LoRA can adapt: module and attribute, by the weight's name."""
     return {
         f"{name}.{key}": (module, key)
         for name, module in model.named_modules()
@@ -103,32 +95,23 @@ def _matching_parameters(model: nn.Module, experts: list[str], targets: Any, ada
         raise UserError(f"target_parameters is empty; expected null, {ALL_EXPERTS} or names of experts' weights")
     every = [name for name, _ in model.named_parameters()]
     for target in targets:
-        matching = ends_with(every, target)
+        matching, problem = [name for name in every if ends_with(name, target)], ""
         if not matching:
             known = sorted({".".join(name.split(".")[-2:]) for name in experts})
-            hint = nearest(target, known) or (f"; fused experts are {', '.join(known)}" if known else "")
-            raise UserError(f"target_parameters has {target!r}, which is no parameter{hint}")
-        if other := next((name for name in matching if name not in adapted.union(experts)), None):
+            problem = f"which is no parameter{nearest(target, known)}"
+        elif other := next((name for name in matching if name not in adapted.union(experts)), None):
             module = type(model.get_submodule(other.rpartition(".")[0])).__name__
-            raise UserError(
-                f"target_parameters has {target!r}, but {other} of {module} is no fused weight of experts that LoRA "
-                "can adapt; target_modules adapts linear layers"
+            problem = (
+                f"but {other} of {module} is no fused weight of experts that LoRA can adapt; target_modules adapts "
+                "linear layers"
             )
-    return [name for name in experts if any(ends_with([name], target) for target in targets)]
-
-
-def ends_with(names: Iterable[str], target: str) -> list[str]:
-    """Return the ``names`` that are ``target`` or end with it, as PEFT matches targets."""
-    return [name for name in names if name == target or name.endswith(f".{target}")]
+        if problem:
+            raise UserError(f"target_parameters has {target!r}, {problem}")
+    return [name for name in experts if any(ends_with(name, target) for target in targets)]
 
 
 def frozen_kinds(model: nn.Module, adapted: Iterable[str]) -> Counter[str]:
-    """Count the weight matrices without LoRA by the ends of their names.
-
-    Args:
-        model: transformers' model.
-        adapted: names of its adapted layers and parameters.
-    """
+    """Count the weight matrices without LoRA by the ends of their names; ``adapted`` names layers with LoRA."""
     known = set(adapted)
     matrices = [name for name, p in model.named_parameters() if p.ndim > 1 and not name.endswith("bias")]
     frozen = [name.removesuffix(".weight") for name in matrices if ".lora_" not in name]
@@ -143,7 +126,7 @@ def _left_out(model: nn.Module, name: str) -> bool:
 
 @cache
 def _read_past(kind: type) -> frozenset[str]:
-    """Return the parts whose weights the code of a module reads itself, as fused kernels need; LoRA has no effect."""
+    """Return the parts whose weights a module's code reads directly, for fused kernels: LoRA has no effect on them."""
     try:
         return frozenset(_READ.findall(inspect.getsource(kind)))
     except (OSError, TypeError):  # a class without a file
@@ -154,16 +137,17 @@ def _matches(model: nn.Module, linears: dict[str, nn.Linear], targets: list[str]
     every = [name for name, _ in model.named_modules()]
     names: set[str] = set()
     for target in targets:
-        matching = ends_with(linears, target)
+        matching, problem = [name for name in linears if ends_with(name, target)], ""
         for name in matching:
             owner, _, leaf = name.rpartition(".")
             kind: Any = type(model.get_submodule(owner))
             if leaf in _read_past(kind):
-                raise UserError(f"target_modules has {target!r}, but the model reads the weight of {name} past LoRA")
+                problem = problem or f"but the model reads the weight of {name} past LoRA"
         if not matching:
-            known = sorted({name.rpartition(".")[2] for name in linears})
-            if ends_with(every, target):
-                raise UserError(f"target_modules has {target!r}, which is no linear layer of its own weights")
-            raise UserError(f"target_modules has {target!r}, which is no layer{nearest(target, known)}")
+            problem = f"which is no layer{nearest(target, {name.rpartition('.')[2] for name in linears})}"
+            if any(ends_with(name, target) for name in every):
+                problem = "which is no linear layer, or shares its weights"
+        if problem:
+            raise UserError(f"target_modules has {target!r}, {problem}")
         names.update(matching)
     return [name for name in linears if name in names]

@@ -1,11 +1,11 @@
 """Attention of transformers' models, through its interfaces: in packed rows, and over the slots of a cache.
 
-A model's code asks for a mask once per kind of layer, and hands it to each layer's attention. For packed rows a mask
-holds the lengths of the sequences and the model's own rule of who attends to whom, so sliding and chunked windows come
-out as transformers computes them.
+A model's code asks for a mask once per kind of layer, and passes it to the layers' attention. For packed rows a mask
+holds the lengths of the sequences and the model's rule for attending, so sliding and chunked windows give transformers'
+results.
 
-In sampling each row of a batch is a slot with its own position. A slot of sliding attention is a ring: position p lies
-at place p mod R, where R is at least the window. The mask evaluates the model's rule at the positions that lie there.
+In sampling every row of a batch is a slot with a position. A slot of sliding attention is a ring: it stores position p
+at index p mod R, where R is at least the window. The mask evaluates the model's rule at the stored positions.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ from rocm_ext.model.hf.states import ROWS
 PACKED, SLOTS = "rocm_ext_packed", "rocm_ext_slots"
 _lengths: ContextVar[Lengths] = ContextVar("lengths of the packed sequences")
 _kernel: ContextVar[str] = ContextVar("kernel of attention")
-# Arguments of a layer's call that change nothing here: positions are in q and k already, masks hold the windows.
+# Arguments of a layer's call that change nothing here: q and k contain the positions, masks the windows.
 _KNOWN = ("position_ids", "sliding_window", "use_cache", "cache_position", "output_attentions", ROWS)
 
 
@@ -37,9 +37,9 @@ class Mask:
     """Which token attends to which, in packed rows.
 
     Args:
-        lengths: of the sequences.
+        lengths: the sequences' lengths.
         rule: transformers' mask function, ``(batch, head, query, key) -> bool`` on indices.
-        window: up to this many tokens per sequence the rule is plain causal attention; None: ``rule`` is plain.
+        window: up to this many tokens per sequence the rule is causal attention; None: no such number is known.
         kernel: see :func:`rocm_ext.model.attention.sdpa`.
 
     Attributes:
@@ -53,7 +53,7 @@ class Mask:
         self._dense: dict[int, Tensor] = {}
 
     def of(self, length: int, device: torch.device) -> Tensor | None:
-        """Return the mask within a sequence of ``length`` tokens: [s, s], True where it attends; None: causal."""
+        """Return the mask within a sequence of ``length`` tokens: [s, s], True where tokens attend; None: causal."""
         if self.plain or (self._window is not None and length <= self._window):
             return None
         if length not in self._dense:
@@ -75,7 +75,7 @@ def packed(lengths: Lengths, kernel: str) -> Iterator[None]:
 
 
 class _EachSequence(nn.Module):
-    """LongRoPE as of each packed sequence alone; transformers takes the frequencies of the longest row for all."""
+    """LongRoPE for packed sequences; transformers uses the longest row's frequencies for all."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
         limit = self.config.rope_parameters["original_max_position_embeddings"]  # type: ignore[union-attr, index]
@@ -88,9 +88,9 @@ class _EachSequence(nn.Module):
 
 
 def scale_each_sequence(model: nn.Module) -> None:
-    """Make LongRoPE's choice between its two sets of frequencies one of each packed sequence.
+    """Let LongRoPE choose between its two sets of frequencies for every packed sequence.
 
-    Such sequences cannot share their beginnings, because the frequencies depend on what follows.
+    Such sequences cannot share their beginnings, because the frequencies depend on the sequence's length.
     """
     for module in model.modules():
         if getattr(module, "rope_type", None) == "longrope":
@@ -100,12 +100,7 @@ def scale_each_sequence(model: nn.Module) -> None:
 def packed_mask(
     *args: Any, mask_function: Callable[..., Any] = causal_mask_function, local_size=None, **_: Any
 ) -> Mask:
-    """Build a model's mask for the current packed rows; transformers calls it.
-
-    Args:
-        mask_function: the rule, on indices.
-        local_size: size of the sliding window or chunk, if the rule has one.
-    """
+    """Build a model's mask for the current packed rows; ``local_size`` is the size of the window or chunk."""
     return Mask(_lengths.get(), mask_function, local_size, _kernel.get())
 
 
@@ -129,11 +124,11 @@ def _attend(query, key, value, mask: Mask, dropout, scaling, softcap, sinks) -> 
 
 @dataclass
 class AttentionUse:
-    """What a model's code asks for in a pass.
+    """A model's use of attention in a pass.
 
     Attributes:
-        windows: whether for a mask with a window.
-        layers: how many layers ask for attention.
+        windows: whether the model's code asked for a mask with a window.
+        layers: number of layers that called attention.
         scores: whether attention holds its scores in memory.
         read: numbers per position in the keys and values of the largest layer.
     """
@@ -149,11 +144,11 @@ class _ForwardPass:
     """A forward pass.
 
     Attributes:
-        positions: of its tokens, [n, s].
-        ring: maps the size of a window to the places of its ring; None for all positions. None: a prefill, whose keys
-            lie in order.
+        positions: positions of its tokens, [n, s].
+        ring: maps the size of a window (None: all positions) to the size of its ring; None: a prefill, whose keys are
+            in order.
         kernel: see :func:`rocm_ext.model.attention.sdpa`.
-        asked: what the model's code asks for.
+        asked: the model's use of attention.
         fixed: whether no shape may depend on values.
     """
 
@@ -171,16 +166,16 @@ _pass: ContextVar[_ForwardPass] = ContextVar("the forward pass")
 def forward_pass(
     positions: Tensor, kernel: str, cache: SlotCache | None = None, fixed: bool = False
 ) -> Iterator[AttentionUse]:
-    """Give ``positions`` [n, s] to the masks that a model makes inside.
+    """Give the positions [n, s] of a pass to the masks that a model makes inside.
 
     Args:
-        positions: of the pass's tokens.
-        kernel: of attention.
+        positions: positions of the pass's tokens.
+        kernel: attention kernel.
         cache: the slots; None: a prefill.
         fixed: let no shape depend on values, so that a graph can replay the pass.
 
     Yields:
-        What the model's code asks for.
+        The model's use of attention.
     """
     now = _ForwardPass(positions, cache.ring if cache is not None else None, kernel, AttentionUse(), fixed)
     token = _pass.set(now)
@@ -197,7 +192,7 @@ def has_fixed_shapes() -> bool:
 
 
 def decodes() -> bool:
-    """Return whether the current pass decodes one token of each slot."""
+    """Return whether the current pass decodes one token per slot."""
     now = _pass.get(None)
     return now is not None and now.ring is not None
 
@@ -208,7 +203,7 @@ def slots_mask(
     """Build a model's mask for the current pass; transformers calls it.
 
     Args:
-        kv_length: places that attention reads.
+        kv_length: stored positions that attention reads.
         mask_function: the model's rule, ``(batch, head, query, key) -> bool`` on positions.
         local_size: size of the sliding window or chunk, if the rule has one.
 
@@ -219,7 +214,7 @@ def slots_mask(
     now.asked.windows |= local_size is not None
     query = now.positions[:, None, :, None]
     index = torch.arange(kv_length, device=query.device)
-    # the newest position that lies at each place; negative: none yet
+    # the newest position stored at every index; negative: none yet
     key = index if now.ring is None else query - (query - index) % now.ring(local_size)
     zero = index.new_zeros(())
     return mask_function(zero, zero, query, key) & (key >= 0)
@@ -228,11 +223,7 @@ def slots_mask(
 def _attend_to_slots(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling, softcap, sinks
 ) -> Tensor:
-    """Attend to the places of each slot: key and value are [n, kv_heads, places, head_dim], query has s tokens of each.
-
-    Raises:
-        UserError: the layer's code does not use the mask of :func:`slots_mask`.
-    """
+    """Attend within the slots: key and value are [n, kv_heads, places, head_dim], query has s tokens per slot."""
     if mask is None or mask.shape[1:] != (1, query.shape[2], key.shape[2]):
         raise UserError(f"{type(module).__name__} makes masks of its own")
     now = _pass.get()
@@ -266,18 +257,18 @@ def attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each packed sequence, or to each slot; a layer of a transformers model calls it.
+    """Attend within packed sequences or slots; a layer of a transformers model calls it.
 
     Args:
         module: the layer.
         query: [n, heads, s, head_dim]; n is 1 in packed rows.
-        key, value: [n, kv_heads, s, head_dim], of a slot's places in sampling.
-        attention_mask: of :func:`packed_mask` or :func:`slots_mask`.
+        key, value: [n, kv_heads, s, head_dim]; in sampling, [n, kv_heads, places, head_dim].
+        attention_mask: the mask from :func:`packed_mask` or :func:`slots_mask`.
         dropout: probability on attention weights; a sampling model has none.
         scaling: factor of the scores; None: 1 / sqrt(head_dim).
         softcap: Gemma 2's c in ``c tanh(score / c)``.
         s_aux: gpt-oss's sinks, [heads]: a score without a value.
-        others: arguments that :data:`_KNOWN` names; any other could change the result.
+        others: arguments in :data:`_KNOWN`; any other could change the result.
 
     Returns:
         [n, s, heads, head_dim], and None for the weights.

@@ -1,4 +1,4 @@
-"""A checkpoint in the names and shapes of transformers' modules, and the parts of a model that compute on text."""
+"""A checkpoint in transformers' names and shapes, and the text part of a multimodal model."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -19,19 +19,15 @@ from transformers.core_model_loading import (
 )
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, explain_errors
 from rocm_ext.model.decoder import ConvertedWeights
-from rocm_ext.model.weights.checkpointer import check_stored, on_meta
+from rocm_ext.model.weights.checkpointer import check_stored, check_tied, on_meta
 
-_OF_TABLES = r"rotary_emb\.inv_freq$"  # in old files; config.json has what they come from
+_OF_TABLES = r"rotary_emb\.inv_freq$"  # in old files; config.json decides them
 
 
 class WeightNames:
-    """Where transformers puts each tensor of a checkpoint.
-
-    Args:
-        model: transformers' model.
-    """
+    """Translates a checkpoint's tensor names to names in transformers' ``model``."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -44,7 +40,7 @@ class WeightNames:
 
     @property
     def of_experts(self) -> frozenset[str]:
-        """The ends of the names of what transformers joins to experts' weights, such as ``gate_proj``."""
+        """Ends of the names of layers that transformers joins to experts' weights, such as ``gate_proj``."""
         sources = [source for entry in self._converters for source in entry.source_patterns if ".experts.*." in source]
         return frozenset(source.removesuffix(".weight").rpartition(".")[2] for source in sources)
 
@@ -53,7 +49,7 @@ class WeightNames:
         return name not in self._known and bool(self._ignored.search(name))
 
     def is_float(self, name: str) -> bool:
-        """Whether the module's tensor ``name`` has numbers with a fraction; so does one that it does not have."""
+        """Whether the module's tensor ``name`` has a floating-point dtype; True for unknown names."""
         return name not in self._known or self._known[name].is_floating_point()
 
     def of(self, name: str) -> tuple[str, str | None]:
@@ -64,8 +60,8 @@ class WeightNames:
             return rename_source_key(name, [], [], prefix, self._known)
         return new, pattern
 
-    def before_conversion(self, name: str) -> str:
-        """Return the name of the tensor ``name`` after transformers' renamings, by which converters know it."""
+    def renamed(self, name: str) -> str:
+        """Return the name of a tensor for converters, after transformers' renamings."""
         return self.bare(apply_renamings(name, self._renamings))
 
     def bare(self, name: str) -> str:
@@ -78,21 +74,20 @@ class WeightNames:
 
 
 class Converted(ConvertedWeights):
-    """A checkpoint's tensors by transformers' names; those made of several are put together at each access.
+    """A checkpoint's tensors by transformers' names; weights of several tensors are joined at every access.
 
     Args:
         model: transformers' model, without weights.
-        names: where it has each of them.
+        names: translates the checkpoint's names.
         state: tensors by the checkpoint's names.
-        tied: name of the output layer's weight if the embeddings serve as it; a copy in ``state`` is left out.
+        tied: names of the weights of output layer and embeddings if they are tied; None: they are not. The output
+            layer's copy in ``state`` is left out.
 
     Raises:
-        UserError: two tensors have one place, or a tied weight is stored with other values.
+        UserError: two tensors are the same weight, or a tied weight is stored with other values.
     """
 
-    def __init__(
-        self, model: Any, names: WeightNames, state: Mapping[str, Tensor], tied: tuple[str, str] | None
-    ) -> None:
+    def __init__(self, model: Any, names: WeightNames, state: Mapping[str, Tensor], tied: tuple[str, str] | None):
         self._model, self._names, self._state, self._shapes = model, names, state, on_meta(state)
         self._sources: dict[str, list[tuple[str | None, str]]] = {}  # first target -> patterns and tensors
         self._first: dict[str, str] = {}  # any target -> first target
@@ -110,11 +105,8 @@ class Converted(ConvertedWeights):
                 self._first[target] = new
         if tied is not None and tied[0] in self._first:
             output, embeddings = tied
-            if embeddings in self._first and not torch.equal(self[output], self[embeddings]):
-                raise UserError(
-                    "config.json says that the output layer is the embeddings (tie_word_embeddings), but their weights "
-                    "differ; set tie_word_embeddings to false in config.json if both are used"
-                )
+            if embeddings in self._first:
+                check_tied(self[output], self[embeddings])
             del self._first[output]
 
     def _targets(self, new: str, pattern: str | None) -> list[str]:
@@ -131,10 +123,8 @@ class Converted(ConvertedWeights):
         converter = self._names.converter(pattern)
         for pattern, source in self._sources[first]:
             converter.add_tensor(first, source, str(pattern), self._state[source])  # type: ignore[arg-type]
-        try:
+        with explain_errors(f"checkpointer: {name} cannot be made of {source} and others"):
             made = converter.convert(first, model=self._model, config=self._model.config)
-        except Exception as error:  # operations raise what the tensors' shapes lead to
-            raise UserError(f"checkpointer: {name} cannot be made of {source} and others: {one_line(error)}") from error
         if name not in made:
             raise UserError(f"checkpointer: transformers makes {', '.join(made)} of {source}, but not {name}")
         value = made[name]
@@ -147,31 +137,23 @@ class Converted(ConvertedWeights):
         return len(self._first)
 
     def group(self, name: str) -> tuple[list[str], list[str]]:
-        """Return the weights that are made of the same tensors as ``name``, and the checkpoint's names of these."""
         first = self._first[name]
         pattern, _ = self._sources[first][0]
         return self._targets(first, pattern), [source for _, source in self._sources[first]]
 
     def taken_apart(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the checkpoint's tensors that make up a group's ``weights``.
-
-        Raises:
-            UserError: transformers' conversion cannot be undone.
-        """
         name = next(iter(weights))
         first = self._first[name]
         pattern, source = self._sources[first][0]
         if pattern is None:
             return {source: weights[name]}
-        expected = {self._names.before_conversion(source): source for _, source in self._sources[first]}
-        try:
+        expected = {self._names.renamed(source): source for _, source in self._sources[first]}
+        with explain_errors(f"{name} cannot be taken apart into {source} and others"):  # some have no reverse
             back = self._names.converter(pattern).reverse_transform()
             for target, weight in weights.items():
                 key, matched = back.rename_source_key(target)
                 back.add_tensor(key, target, str(matched), weight)  # type: ignore[arg-type]
             made = back.convert(key, model=self._model, config=self._model.config)  # type: ignore[attr-defined]
-        except Exception as error:  # operations raise what the tensors' shapes lead to, or have no reverse
-            raise UserError(f"{name} cannot be taken apart into {source} and others: {one_line(error)}") from error
         tensors = {self._names.bare(key): value[0] if isinstance(value, list) else value for key, value in made.items()}
         if tensors.keys() != expected.keys():
             raise UserError(f"{name} is made of {source} and others, but transformers takes it apart into {min(made)}")
@@ -181,7 +163,6 @@ class Converted(ConvertedWeights):
         return pieces
 
     def on_meta(self) -> dict[str, Tensor]:
-        """Return all tensors without their values, at no cost of memory."""
         state, self._state = self._state, self._shapes
         try:
             return dict(self)
@@ -200,11 +181,9 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def keep_precision(model: Any, dtype: torch.dtype) -> None:
-    """Give the weights that transformers always keeps in fp32 this dtype, such as routers' corrections.
+    """Convert weights to fp32 that transformers always keeps so, such as routers' corrections.
 
-    Args:
-        model: transformers' model, without weights.
-        dtype: of the other weights.
+    The other weights have ``dtype``.
     """
     if not (kept := model._get_dtype_plan(dtype)):
         return
@@ -239,16 +218,10 @@ def is_multimodal(config: Any) -> bool:
 
 
 def take_text(model: Any) -> TextPart | None:
-    """Remove all parts of ``model`` that do not compute on text.
-
-    Args:
-        model: transformers' model.
-
-    Returns:
-        Its text part; None if ``model`` is a text model.
+    """Remove all parts of ``model`` that do not compute on text; return the text part, or None for a text model.
 
     Raises:
-        UserError: the text part is not a causal decoder of its own beside the other parts.
+        UserError: the text part is not a separate causal decoder.
     """
     if not is_multimodal(model.config):
         return None
@@ -285,14 +258,10 @@ def _join(owner: str, name: str) -> str:
 
 
 def check_causal(model: Any) -> None:
-    """Check that no token attends to later ones.
-
-    Raises:
-        UserError: it does, as in PaliGemma's prompts and in models of embeddings.
-    """
+    """Refuse models whose tokens attend to later ones, such as PaliGemma and embedding models."""
     ways = getattr(model.config.get_text_config(), "use_bidirectional_attention", None)
     if ways and ways != "vision":
         raise UserError(
-            f"{type(model).__name__} attends to later tokens, too (use_bidirectional_attention); only causal language "
+            f"{type(model).__name__} attends to later tokens (use_bidirectional_attention); only causal language "
             "models are supported"
         )

@@ -1,4 +1,4 @@
-"""A model of transformers, behind what the trainer, the plan and the files ask of a decoder."""
+"""A model of transformers as a :class:`rocm_ext.model.decoder.Decoder`."""
 
 import copy
 import json
@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, explain_errors
 from rocm_ext.base.log import log
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.model.attention import Lengths
@@ -41,13 +41,13 @@ from rocm_ext.model.hf.checkpoint import (
 )
 from rocm_ext.model.hf.experts import SORTED
 from rocm_ext.model.hf.routing import Replay
-from rocm_ext.model.hf.sampler import TransformersSampler, needs_of, obstacle_of, replay_of
+from rocm_ext.model.hf.sampler import TransformersSampler, memory_of, obstacle_of, replay_of
 from rocm_ext.model.hf.states import ROWS, keep_apart
 from rocm_ext.model.lora import Sizes
-from rocm_ext.model.sampler import Needs
+from rocm_ext.model.sampler import SequenceMemory
 from rocm_ext.model.token_rows import TokenRows
 
-# model_types whose packed rows tests hold against transformers' own. All others get padded rows.
+# model_types whose packed rows tests compare with transformers. All others get padded rows.
 PACKS = frozenset(
     """
     apertus arcee bamba cohere cohere2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 falcon_h1 gemma gemma2
@@ -69,15 +69,15 @@ class TransformersDecoder(Decoder):
         architecture: content of ``config.json``, which decides the model's function.
 
     Attributes:
-        text_part: what it keeps of a multimodal model; None: ``model`` is a text model.
+        text_part: the remaining part of a multimodal model; None: ``model`` is a text model.
 
     Raises:
-        UserError: the model is built in a way that this class does not know.
+        UserError: this class does not support the model's structure.
     """
 
     kernel = "auto"
     replay: Replay | None = None
-    renames = (str, str)  # names are those of the files, or `converted` knows them
+    renames = (str, str)  # files have the same names, or `converted` translates them
 
     def __init__(self, model: Any, architecture: str) -> None:
         super().__init__()
@@ -89,15 +89,16 @@ class TransformersDecoder(Decoder):
         self.text_part = take_text(model)
         for name, child in model.named_children():
             self.add_module(name, child)
-        if outside := [name for name, _ in model.named_parameters(recurse=False)]:
-            raise UserError(f"{type(model).__name__} has weights outside its layers: {', '.join(outside)}")
+        outside = [name for name, _ in model.named_parameters(recurse=False)]
         head = _name_of(model, model.get_output_embeddings())
         lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
         self.layers_name = next((n for n in lists if len(model.get_submodule(n)) == config.num_hidden_layers), "")  # type: ignore
         top, nested, _ = self.layers_name.partition(".")
         self._body = self.text_part.body if self.text_part else top
-        if not nested or not head or model.get_input_embeddings() is None:
-            raise UserError(f"{type(model).__name__} is not built as other decoders of transformers are")
+        if outside or not nested or not head or model.get_input_embeddings() is None:
+            weights = f"has weights outside its layers: {', '.join(outside)}"
+            problem = weights if outside else "is not built as other decoders of transformers are"
+            raise UserError(f"{type(model).__name__} {problem}")
         self.tied: tuple[str, str] | None = None
         embeddings = model.get_input_embeddings()
         if model.get_output_embeddings().weight is embeddings.weight:
@@ -108,7 +109,7 @@ class TransformersDecoder(Decoder):
         causal = {part.is_causal for part in self.layers.modules() if hasattr(part, "is_causal")}
         if False in causal or (not causal and getattr(config, "is_decoder", True) is False):
             raise UserError(
-                f"{type(model).__name__} attends to later tokens, too; only causal language models are supported"
+                f"{type(model).__name__} attends to later tokens; only causal language models are supported"
             )
         self.output_name = head
         self.max_seq_len = _number(config, "max_position_embeddings") or 2**31
@@ -119,13 +120,13 @@ class TransformersDecoder(Decoder):
         self._states = states and self.packs
         # LongRoPE's frequencies depend on what follows
         self.shares = self.packs and not any(getattr(part, "rope_type", None) == "longrope" for part in model.modules())
-        # kept out of torch's list of parts: its parameters are this module's
+        # not submodules: this module has their parameters
         object.__setattr__(self, "model_", model)
         object.__setattr__(self, "output", _Head(model, top))
         _try_head(model, self.output, config.hidden_size)
 
     def _check_shared(self, name: str) -> None:
-        """Refuse weights that several layers share: loading and sharding know one path of each parameter."""
+        """Refuse weights that several layers share: loading and sharding know one path per parameter."""
         paths: dict[nn.Parameter, str] = {}
         for path, parameter in self.named_parameters(remove_duplicate=False):
             if (first := paths.setdefault(parameter, path)) != path:
@@ -133,17 +134,14 @@ class TransformersDecoder(Decoder):
 
     @property
     def layers(self) -> nn.ModuleList:  # type: ignore[override]
-        """The decoder's layers."""
         return self.get_submodule(self.layers_name)  # type: ignore[return-value]
 
     @property
     def tok_embeddings(self) -> nn.Embedding:  # type: ignore[override]
-        """The embeddings."""
         return self.get_submodule(self._body).get_input_embeddings()  # type: ignore[operator]
 
     @property
     def output_layer(self) -> nn.Module:
-        """The output layer itself."""
         return self.get_submodule(self.output_name)
 
     @property
@@ -156,7 +154,6 @@ class TransformersDecoder(Decoder):
         return self.body(input_ids=tokens, use_cache=False, **others).last_hidden_state
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
-        """Run the model up to its output layer: [b, s, d]."""
         if self.replay is not None:
             self.replay.begin(batch.routes)
         if batch.lengths is None:
@@ -164,12 +161,12 @@ class TransformersDecoder(Decoder):
         lengths = Lengths(batch.lengths, batch.shared)
         states = {ROWS: lengths} if self._states else {}
         with packed(lengths, self.kernel):
-            # with a mask, transformers does not look for sequences itself
+            # without a mask, transformers would look for sequences
             mask = torch.ones_like(batch.tokens)
             return self._run(batch.tokens, position_ids=batch.positions, attention_mask=mask, **states)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Compute the logits of whole rows: [b, s] -> [b, s, v]."""
+        """Compute the logits of complete rows: [b, s] -> [b, s, v]."""
         if not self.packs:
             return torch.stack([self.output(row) for row in self._run(tokens)])
         rows = []
@@ -181,76 +178,59 @@ class TransformersDecoder(Decoder):
         return torch.stack(rows)
 
     def converted(self, state: Mapping[str, Tensor]) -> Converted:
-        """Return a checkpoint's tensors by this model's names."""
         if (text := self.text_part) is not None:
             state = {name: state[name] for name in state if not text.lacks(self._names.of(name)[0])}
         return Converted(self.model_, self._names, state, self.tied)
 
     def buffers_to_load(self) -> dict[str, Tensor]:
-        """Return the buffers that a checkpoint holds, by name."""
         return persistent_buffers(self)
 
     @cached_property
-    def needs(self) -> Needs:
-        """What the model keeps of a sequence that it decodes, see :class:`rocm_ext.model.sampler.Needs`.
-
-        Raises:
-            UserError: the model cannot be sampled from in this process.
-        """
-        return needs_of(self)
+    def memory(self) -> SequenceMemory:
+        """The memory of a sequence, or a UserError if the model cannot be sampled from in this process."""
+        return memory_of(self)
 
     @cached_property
     def graph_obstacle(self) -> str:  # type: ignore[override]
-        """Why no graph can replay a decoding step; empty: one can."""
         return obstacle_of(self)
 
     def check_sampling(self) -> int:
-        """Check that the model can be sampled from here; return the positions of the longest sequence."""
-        return self.needs.positions
+        return self.memory.positions
 
     def replay_routes(self) -> None:
-        """Let forward passes take a batch's ``routes``; see :meth:`rocm_ext.model.decoder.Decoder.replay_routes`."""
         self.replay = replay_of(self)
 
     def sampler(self, merge: bool | None = None, device: torch.device | None = None) -> TransformersSampler:
-        """Return a copy for sampling, see :class:`rocm_ext.model.hf.sampler.TransformersSampler`."""
         return TransformersSampler(self, merge, device)
 
     def empty_model(self, attention: str) -> Any:
-        """Build transformers' model once more, with another attention and without weights and adapters."""
-        dtype = self.tok_embeddings.weight.dtype
+        """Build transformers' model again, with another attention and without weights and adapters."""
+        model: Any = self.model_
+        config, dtype = copy.deepcopy(model.config), self.tok_embeddings.weight.dtype
         with torch.device("cpu"), _meta_parameters():
-            model: Any = self.model_
-            return type(model)._from_config(
-                copy.deepcopy(model.config),
-                dtype=dtype,
-                attn_implementation=attention,
-                experts_implementation=SORTED,
-            )
+            options = {"dtype": dtype, "attn_implementation": attention, "experts_implementation": SORTED}
+            return type(model)._from_config(config, **options)
 
     def wrapped(self, model: Any) -> "TransformersDecoder":
         """Return the decoder of another model of this architecture."""
         return TransformersDecoder(model, self.architecture)
 
     def place_buffers(self, device: torch.device) -> None:
-        """Put all buffers on ``device``."""
         for module in self.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
 
     @property
     def published_modules(self) -> frozenset[str]:  # type: ignore[override]
-        """Names of all modules of the whole model."""
         return self.left_out.union(name for name, _ in self.named_modules())
 
     @property
     def left_out(self) -> frozenset[str]:  # type: ignore[override]
-        """Names of the whole model's modules that this decoder leaves out."""
         return self.text_part.modules if self.text_part else frozenset()
 
 
 class _Head(nn.Module):
-    """The output layer with all that the model's code does to logits: its own forward over given hidden states."""
+    """The output layer with scaling and capping: the model's forward with given hidden states."""
 
     def __init__(self, model: Any, body: str) -> None:
         super().__init__()
@@ -259,7 +239,7 @@ class _Head(nn.Module):
         self.causal = causal
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Return its parameters, and those of rows that are the embeddings', too."""
+        """Return its parameters, including token rows that it shares with the embeddings."""
         rows = [vars(part)[TokenRows.NAME] for part in self.causal.children() if TokenRows.NAME in vars(part)]
         return chain(super().parameters(recurse), *(part.parameters() for part in rows))
 
@@ -269,23 +249,19 @@ class _Head(nn.Module):
 
 
 def _try_head(model: Any, head: nn.Module, width: int) -> None:
-    """Refuse a model whose code asks more of its body than hidden states."""
-    try:
+    """Refuse a model whose code needs more than hidden states from its body."""
+    with explain_errors(f"{type(model).__name__} does not compute logits from hidden states as others do"):
         logits = head(torch.empty(2, width, device="meta", dtype=model.get_input_embeddings().weight.dtype))
-    except Exception as error:
-        raise UserError(
-            f"{type(model).__name__} does not compute logits from hidden states as others do: {one_line(error)}"
-        ) from error
     if logits.ndim != 2 or len(logits) != 2:
         raise UserError(f"{type(model).__name__} computes logits of shape {list(logits.shape)} for 2 hidden states")
 
 
 class _Given(nn.Module):
-    """A model's body whose last hidden states are its input."""
+    """A model's body that returns its input as last hidden states."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
-        self._body = (body,)  # a tuple keeps it out of torch's list of parts
+        self._body = (body,)  # a tuple, so that it is not a submodule
 
     def __getattr__(self, name: str) -> Any:  # some models keep factors of the logits in their body
         try:
@@ -301,7 +277,7 @@ class _Given(nn.Module):
 
 
 class _Output:
-    """What a model's code reads of its body's output: the last hidden states, and None for all else."""
+    """A body's output for the model's code: the last hidden states; all other attributes are None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -315,11 +291,11 @@ class _Output:
 
 
 class _Tied(nn.Module):
-    """The embeddings as output layer; they stay one parameter, which FSDP2 and the loading replace in one place."""
+    """The embeddings as output layer; they stay one parameter, which FSDP2 and loading replace once."""
 
     def __init__(self, embeddings: nn.Module, bias: nn.Parameter | None) -> None:
         super().__init__()
-        self._embeddings = (embeddings,)  # a tuple keeps it out of torch's list of parts
+        self._embeddings = (embeddings,)  # a tuple, so that they are not a submodule
         self.bias = bias
 
     @property
@@ -354,37 +330,30 @@ def build(
     quantize_base: bool,
     trust_remote_code: bool,
 ) -> TransformersDecoder:
-    """Build transformers' model of a folder with LoRA; arguments as of :func:`rocm_ext.model.from_checkpoint`.
-
-    Args:
-        folder: the folder.
-        config: content of its ``config.json``.
-        sizes: LoRA's r and alpha.
+    """Build transformers' model of a folder with LoRA; for arguments see :func:`rocm_ext.model.from_checkpoint`.
 
     Raises:
-        UserError: transformers does not know the model, or ``targets`` or a pattern names a layer that it does not
-            have.
+        UserError: transformers does not know the model, or the model lacks a layer of ``targets`` or a pattern.
     """
-    trusted = _needs_code(config, trust_remote_code)
-    try:
-        theirs = AutoConfig.from_pretrained(folder, trust_remote_code=trusted, local_files_only=True)
-        _check_known(theirs, folder)
-        packs = theirs.get_text_config().model_type in PACKS and not trusted
-        model = _on_meta(theirs, PACKED if packs else None, trusted)
-    except UserError:
-        raise
-    except Exception as error:  # a config's values may raise anything in the model's code
-        version = transformers.__version__
-        file = folder / CONFIG
-        raise UserError(f"{file}: transformers {version} cannot build this model: {one_line(error)}") from error
-    _check_class(model, folder, config)
+    model = _on_meta(folder, _needs_code(config, trust_remote_code))
+    named, built = (config.get("architectures") or [""])[0], type(model).__name__
+    if named and str(named).lower() != built.lower():
+        raise UserError(
+            f"{folder / CONFIG}: it names {named}, but transformers builds {built} for model_type "
+            f"{config.get('model_type')!r}; only causal language models are supported"
+        )
     decoder = TransformersDecoder(model.train(), json.dumps(config, sort_keys=True))
-    _check_targets(targets, parameters, use_dora, dropout)
+    if parameters is None and targets is not None and not list(targets):
+        raise UserError(f"target_modules is empty; expected {ALL} or names of linear layers")
+    if parameters is not None and (use_dora or dropout):
+        dora = "with LoRA, not with DoRA, as in PEFT; set use_dora=False"
+        drops = "only without dropout, as in PEFT; set lora_dropout=0.0"
+        raise UserError(f"target_parameters works {dora if use_dora else drops}")
     if targets is not None and targets != ALL:  # adapters name some linear layers by their weights
         linears = [str(name).removesuffix(".weight") for name in parameters or () if str(name).endswith(".weight")]
         targets = [*([targets] if isinstance(targets, str) else targets), *linears]
     kind = partial(DoRALinear if use_dora else LoRALinear, dropout=dropout, quantize_base=quantize_base)
-    names = put_in(model, decoder.layers_name, decoder.output_name, targets, kind, sizes)
+    names = put_in(model, decoder.layers_name, targets, kind, sizes)
     if parameters is not None:
         names += put_in_experts(model, parameters, sizes, names)
     sizes.check_keys(names)
@@ -397,45 +366,17 @@ def build(
         if "." not in name:
             setattr(decoder, name, getattr(model, name))
             decoder.output.causal._modules[name] = getattr(model, name)  # type: ignore[union-attr]
-    _say(decoder, type(model).__name__, names)
+    _log_structure(decoder, built, names)
     return decoder
 
 
 def shapes_of(folder: Path) -> dict[str, list[int]]:
-    """Return the shapes of all weights of transformers' model of a folder, by name.
-
-    Raises:
-        UserError: transformers does not know the model.
-    """
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        _check_known(config, folder)
-        kind = AutoModelForMultimodalLM if is_multimodal(config) else AutoModelForCausalLM
-        with torch.device("meta"):
-            state = kind.from_config(config).state_dict()
-    except UserError:
-        raise
-    except Exception as error:  # a config's values may raise anything in the model's code
-        raise UserError(f"{folder / CONFIG}: transformers cannot build this model: {one_line(error)}") from error
-    return {name: list(weight.shape) for name, weight in state.items()}
-
-
-def _check_known(config: Any, folder: Path) -> None:
-    """Check that transformers, or code of the folder, has a language model for ``config``."""
-    known = MODEL_FOR_MULTIMODAL_LM_MAPPING if is_multimodal(config) else MODEL_FOR_CAUSAL_LM_MAPPING
-    if type(config) not in known and not getattr(config, "auto_map", None):
-        raise UserError(
-            f"{folder / CONFIG}: transformers {transformers.__version__} has no language model for model_type "
-            f"{config.model_type!r}"
-        )
+    """Return the shapes of all weights of transformers' model of a folder, by name."""
+    return {name: list(weight.shape) for name, weight in _on_meta(folder).state_dict().items()}
 
 
 def _needs_code(config: Mapping[str, Any], trust_remote_code: bool) -> bool:
-    """Return whether code of the folder has to run. A class that transformers has itself needs none.
-
-    Raises:
-        UserError: it has to, but is not trusted.
-    """
+    """Return whether the folder's code has to run, because transformers lacks the class; refuse untrusted code."""
     named, code = (config.get("architectures") or [""])[0], own_code(config)
     if code is None or code == named == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type"))):
         return False
@@ -444,33 +385,30 @@ def _needs_code(config: Mapping[str, Any], trust_remote_code: bool) -> bool:
     return True
 
 
-def _check_class(model: Any, folder: Path, config: Mapping[str, Any]) -> None:
-    """Check that transformers built the class that ``config.json`` names."""
-    named, built = (config.get("architectures") or [""])[0], type(model).__name__
-    if named and str(named).lower() != built.lower():
-        raise UserError(
-            f"{folder / CONFIG}: it names {named}, but transformers builds {built} for model_type "
-            f"{config.get('model_type')!r}; only causal language models are supported"
-        )
-
-
-def _on_meta(config: Any, attention: str | None, trust_remote_code: bool) -> Any:
-    dtype = torch.get_default_dtype()
-    chosen = {"attn_implementation": attention} if attention else {}
-    with torch.device("cpu"), _meta_parameters():
-        kind = AutoModelForMultimodalLM if is_multimodal(config) else AutoModelForCausalLM
-        model = kind.from_config(
-            config, dtype=dtype, trust_remote_code=trust_remote_code, experts_implementation=SORTED, **chosen
-        )
-    keep_precision(model, dtype)
-    if attention:
-        scale_each_sequence(model)
+def _on_meta(folder: Path, trusted: bool = False) -> Any:
+    """Build transformers' model of a folder without weights; ``trusted``: with the folder's code."""
+    version, dtype = transformers.__version__, torch.get_default_dtype()
+    with explain_errors(f"{folder / CONFIG}: transformers {version} cannot build this model"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted, local_files_only=True)
+        whole = is_multimodal(config)
+        known = MODEL_FOR_MULTIMODAL_LM_MAPPING if whole else MODEL_FOR_CAUSAL_LM_MAPPING
+        if type(config) not in known and not getattr(config, "auto_map", None):
+            kind = f"model_type {config.model_type!r}"
+            raise UserError(f"{folder / CONFIG}: transformers {version} has no language model for {kind}")
+        packs = config.get_text_config().model_type in PACKS and not trusted
+        options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trusted, "experts_implementation": SORTED}
+        options |= {"attn_implementation": PACKED} if packs else {}
+        with torch.device("cpu"), _meta_parameters():
+            model = (AutoModelForMultimodalLM if whole else AutoModelForCausalLM).from_config(config, **options)
+        keep_precision(model, dtype)
+        if packs:
+            scale_each_sequence(model)
     return model
 
 
 @contextmanager
 def _meta_parameters() -> Iterator[None]:
-    """Put new parameters on the meta device. Buffers get their values, which no checkpoint holds."""
+    """Context that puts new parameters on the meta device. Buffers get values, which checkpoints lack."""
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -486,29 +424,15 @@ def _meta_parameters() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _check_targets(targets: Any, parameters: Any, use_dora: bool, dropout: float) -> None:
-    """Refuse what PEFT does not compute, either."""
-    if parameters is None:
-        if targets is not None and not list(targets):
-            raise UserError(f"target_modules is empty; expected {ALL} or names of linear layers")
-    elif use_dora:
-        raise UserError("target_parameters works with LoRA, not with DoRA, as in PEFT; set use_dora=False")
-    elif dropout:
-        raise UserError("target_parameters works without dropout alone, as in PEFT; set lora_dropout=0.0")
-
-
-def _say(decoder: TransformersDecoder, name: str, adapted: list[str]) -> None:
+def _log_structure(decoder: TransformersDecoder, name: str, adapted: list[str]) -> None:
     log.info("%s: transformers' code, %s rows", name, "packed" if decoder.packs else "padded")
     if not decoder.packs:
-        log.info("padded rows are all as long as the longest of their micro-batch, and share no prompts")
+        log.info("padded rows are as long as the longest of their micro-batch, and share no prompts")
     if (text := decoder.text_part) is not None:
-        log.info("%s trains on text alone: %s are neither loaded nor changed", name, ", ".join(text.parts))
+        log.info("%s trains only on text: %s are neither loaded nor changed", name, ", ".join(text.parts))
     frozen = frozen_kinds(decoder, adapted)
     experts = fused_experts(decoder)
     hint = f"; target_parameters={ALL_EXPERTS} adapts fused experts" if experts and not experts.keys() & adapted else ""
-    kinds = Counter(path.rpartition(".")[2] for path in adapted)
-    log.info("LoRA on %s; none on %s%s", _counted(kinds), _counted(frozen), hint)
-
-
-def _counted(kinds: Counter[str]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    kinds = (Counter(path.rpartition(".")[2] for path in adapted), frozen)
+    counts = (", ".join(f"{count} {kind}" for kind, count in sorted(counted.items())) for counted in kinds)
+    log.info("LoRA on %s; none on %s%s", *counts, hint)

@@ -1,7 +1,7 @@
-"""Experts of mixture-of-experts models, each over its own tokens, by :mod:`rocm_ext.model.hf.products`.
+"""Experts of mixture-of-experts models: every expert computes its tokens, by :mod:`rocm_ext.model.hf.products`.
 
 transformers' plain loop waits for the device once per expert. This waits at most once per layer, and adds up in a fixed
-order. LoRA on the weights (:class:`rocm_ext.model.lora.ExpertLora`) is computed on each expert's tokens, without its
+order. LoRA on the weights (:class:`rocm_ext.model.lora.ExpertLora`) is computed on an expert's tokens, without the
 product B A.
 """
 
@@ -17,17 +17,17 @@ from rocm_ext.model.hf.products import Rows
 from rocm_ext.model.lora import ExpertLora
 
 SORTED = "rocm_ext_sorted"
-ROUTES = "routes"  # of an experts module: [slots, k] int16, which keeps the experts that a decoding step chooses
+ROUTES = "routes"  # attribute of an experts module, [slots, k] int16: the experts that a decoding step chose
 
 
-@torch.compiler.disable  # each batch has its own counts, and each would be compiled anew
+@torch.compiler.disable  # counts differ between batches, and torch would compile every one anew
 def sorted_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Apply a layer's experts; transformers calls it as the ``forward`` of an experts module.
 
     Args:
         self: the module; its weights are [experts, out, in], or [experts, in, out] with ``is_transposed``.
         hidden_states: [t, d].
-        top_k_index: [t, k], the chosen experts of each token.
+        top_k_index: [t, k], the tokens' chosen experts.
         top_k_weights: [t, k], their weights.
 
     Returns:
@@ -50,7 +50,7 @@ def sorted_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_
 
 
 def _products(self: Any, name: str, x: Tensor, rows: Rows) -> Tensor:
-    """Multiply each expert's rows with its weight, and add its bias and LoRA: [n, in] -> [n, out]."""
+    """Multiply every expert's rows with its weight, and add bias and LoRA: [n, in] -> [n, out]."""
     weight = getattr(self, name)
     weight = weight if self.is_transposed else weight.transpose(1, 2)
     bias = getattr(self, f"{name}_bias") if self.has_bias else None
@@ -60,7 +60,7 @@ def _products(self: Any, name: str, x: Tensor, rows: Rows) -> Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """Copies each token's hidden states to its k experts' rows: [t, d] -> [n, d]."""
+    """Copies a token's hidden states to its k experts' rows: [t, d] -> [n, d]."""
 
     @staticmethod
     def forward(ctx, x, order, back):  # type: ignore[override]
@@ -75,7 +75,7 @@ class _Spread(torch.autograd.Function):
 
 
 def _with_zeros(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-    """Add a row of zeros, [n, d] -> [n + 1, d], if some rows of ``order`` stand for none."""
+    """Add a row of zeros, [n, d] -> [n + 1, d], if ``order`` has padding."""
     return pad(x, (0, 0, 0, 1)) if len(order) > len(back) else x
 
 
@@ -104,7 +104,7 @@ class _Products(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Adds up each token's experts, by their weights: [n, d] -> [t, d]."""
+    """Adds up the tokens' experts, by their weights: [n, d] -> [t, d]."""
 
     @staticmethod
     def forward(ctx, out, weights, order, back):  # type: ignore[override]

@@ -1,8 +1,8 @@
-"""Matrix products of rows that are sorted by expert, each expert's with its own weight.
+"""Matrix products of rows that are sorted by expert: every expert's rows with its weight.
 
 On a GPU, bf16 goes through torch's grouped product, one kernel for all experts, if a child process has shown on this
-machine that it ends, is right and is faster: ROCm wheels that are built for many GPUs at once crash in it
-(unsloth#5301, TheRock#5284). Elsewhere a loop computes one product per expert.
+machine that it ends, is right and is faster: ROCm wheels for many GPUs crash in it (unsloth#5301, TheRock#5284).
+Elsewhere a loop computes one product per expert.
 """
 
 import math
@@ -25,20 +25,20 @@ from rocm_ext.model.lora import is_plain
 _grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 _WHAT = "the grouped product"
 _FEW = 16  # rows per expert, on average
-# how a loop over experts runs; a plan computes one of them and counts its kernels for all
+# the loop over experts; a plan computes one expert and counts its kernels for all
 ALIKE: ContextVar[Callable[[Sequence[Any]], Iterator[Any]]] = ContextVar("ALIKE", default=iter)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The t k choices of a layer's tokens as rows, sorted by expert; after an expert's rows there may be rows of zeros.
+    """The t k choices of a layer's tokens as rows, sorted by expert; an expert's rows may end with rows of zeros.
 
     Attributes:
-        order: [n], the choice of each row; t k: none, a row of zeros.
-        back: [t k], the row of each choice.
-        ends: [experts], where each expert's rows end.
+        order: [n], the rows' choices; t k: a row of zeros.
+        back: [t k], the choices' rows.
+        ends: [experts], the ends of the experts' rows.
         grouped: whether torch's grouped product is used.
-        every: whether each expert has a row of each token.
+        every: whether every expert has rows for all tokens.
     """
 
     order: Tensor
@@ -56,9 +56,9 @@ class Rows:
         ends = torch.searchsorted(by_expert, torch.arange(experts, device=device), right=True, out_int32=True)
         many = n >= _FEW * experts
         if many and device.type == "cpu" and dtype != torch.float32 and not isinstance(order, FakeTensor):
-            # oneDNN builds a kernel for each new number of rows, in a millisecond or more: let there be few numbers.
-            # In decoding there are few, and rows of zeros cost up to half as much again.
-            # A plan leaves these rows out: it may be for a GPU
+            # oneDNN takes a millisecond or more to build a kernel for a new number of rows: allow few numbers. Decoding
+            # has few anyway, and rows of zeros would cost up to half as much again. A plan, perhaps for a GPU, leaves
+            # these rows out.
             unit = max(_FEW, 2 ** int(math.log2(max(n // experts // 4, 1))))
             counts = ends.diff(prepend=ends.new_zeros(1))
             padded = (counts + unit - 1) // unit * unit
@@ -68,14 +68,13 @@ class Rows:
             back[order[row]] = row
         else:
             back[order] = row
-        return cls(order, back, ends, _takes_grouped(order, dtype))
+        return cls(order, back, ends, on_gpu(order) and dtype == torch.bfloat16 and grouped_products())
 
     @classmethod
     def all(cls, top_k_index: Tensor, experts: int) -> "Rows":
-        """Let each expert compute all tokens, so that no shape depends on the choices, [t, k].
+        """Let every expert compute all tokens, so that no shape depends on the choices, [t, k].
 
-        A decoding step of up to some hundred tokens is bound by reading the weights of experts, most of which some
-        token has chosen.
+        Reading the experts' weights bounds a decoding step of up to some hundred tokens, which choose most experts.
         """
         (t, k), device = top_k_index.shape, top_k_index.device
         token = torch.arange(t, device=device)
@@ -96,8 +95,7 @@ class Rows:
     def products(self, *pairs: tuple[Tensor, Tensor], bias: Tensor | None = None) -> Tensor:
         """Multiply rows with their experts' weights, and add up: pairs of [n, in] and [experts, in, out] -> [n, out].
 
-        ``bias`` is [experts, out]. The widths ``in`` may differ. Where each expert has a row of each token, rows may
-        come as [experts, t, in].
+        ``bias`` is [experts, out]. The widths ``in`` may differ. With :attr:`every`, rows may be [experts, t, in].
         """
         (x, weight), *others = pairs
         if self.every and is_plain(weight):
@@ -110,8 +108,8 @@ class Rows:
             out = _grouped_mm(x, weight, offs=self.ends)
             for x, weight in others:
                 out.add_(_grouped_mm(x, weight, offs=self.ends))
-            each = torch.arange(len(x), device=x.device)
-            return out if bias is None else out.add_(bias[torch.searchsorted(self.ends, each, right=True)])
+            row = torch.arange(len(x), device=x.device)
+            return out if bias is None else out.add_(bias[torch.searchsorted(self.ends, row, right=True)])
         x = x.reshape(-1, x.shape[-1])
         out = x.new_empty(len(x), weight.shape[2])
         for i, part in ALIKE.get()(self.parts):
@@ -124,17 +122,13 @@ class Rows:
         return out
 
     def gradient(self, left: Tensor, right: Tensor) -> Tensor:
-        """Multiply the rows of each expert with each other: [n, p], [n, q] -> leftᵀ right, [experts, p, q]."""
+        """Multiply two tensors' rows by expert: [n, p], [n, q] -> leftᵀ right, [experts, p, q]."""
         if self.grouped and _aligned(left, right):
             return _grouped_mm(left.T, right, offs=self.ends)
         out = left.new_zeros(len(self.ends), left.shape[1], right.shape[1])
         for i, part in ALIKE.get()(self.parts):
             torch.mm(left[part].T, right[part], out=out[i])
         return out
-
-
-def _takes_grouped(rows: Tensor, dtype: torch.dtype) -> bool:
-    return on_gpu(rows) and dtype == torch.bfloat16 and grouped_products()
 
 
 def _aligned(*matrices: Tensor) -> bool:
@@ -175,7 +169,7 @@ def trial(device: torch.device) -> str:
     ]
 
     def times(rows: Rows, call: Callable[[Rows], Tensor]) -> Tensor:
-        return call(replace(rows))  # anew, since rows know the experts' parts from their first product on
+        return call(replace(rows))  # a copy, because rows remember the experts' parts
 
     return trials.compare(_WHAT, [(partial(times, grouped, c), partial(times, by_loop, c)) for c in calls], 1e-2)
 

@@ -1,7 +1,7 @@
-"""Routers' choices as they were in sampling, for the forward passes of an update (R3, arXiv:2510.11370).
+"""Replay routers' choices from sampling in the forward passes of an update (R3, arXiv:2510.11370).
 
-Sampler and trainer round in other ways, so a router that is undecided between two experts may choose another one in
-training. Its token is then computed by other weights than those that sampled the answer.
+Sampler and trainer round differently, so a router that is undecided between two experts may choose another one in
+training. Other weights than in sampling would then compute the token.
 """
 
 from collections.abc import Callable
@@ -15,22 +15,22 @@ from torch.return_types import topk
 
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return each layer's fused experts by name, in the model's order."""
+    """Return the layers' fused experts by name, in the model's order."""
     return {name: part for name, part in model.named_modules() if hasattr(part, "is_transposed")}
 
 
 class Replay:
-    """Replaces what the routers of a model choose; it wraps the modules that hold router and experts.
+    """Replaces the choices of a model's routers; it wraps the modules with router and experts.
 
-    The weights of the chosen experts stay those of the model in training, whose own code computes them.
+    The model's code still computes the weights of the chosen experts.
 
     Args:
-        model: whose modules are changed.
-        chosen: experts of a token in a layer.
+        model: the model, whose modules are changed.
+        chosen: experts per token and layer.
 
     Attributes:
         layers: number of layers with experts.
-        counts: how often each of these has chosen.
+        counts: number of choices per layer.
     """
 
     def __init__(self, model: nn.Module, chosen: int) -> None:
@@ -47,17 +47,15 @@ class Replay:
     def begin(self, routes: Tensor | None) -> None:
         """Begin a forward pass, whose backward pass may compute layers again.
 
-        Args:
-            routes: [..., layers * chosen], numbers of the experts of each token; negative: the router's own choice.
-                None: every choice is the router's own.
+        ``routes`` [..., layers * chosen] are the tokens' experts by number; if negative or None, routers choose.
         """
         self._given = None if routes is None else routes.reshape(-1, self.layers, self.chosen)
         self._differs = []
 
     def differing(self) -> tuple[Tensor, Tensor] | None:
-        """Return which given choices the routers would not have made, and which are given; None: there are none.
+        """Return where the given choices differ from the routers', and where choices are given; None: nowhere.
 
-        Both are [t, layers, chosen] booleans, of the pass since :meth:`begin`. Layers that are computed again do not
+        Both are [t, layers, chosen] booleans for the pass since :meth:`begin`. Layers that are computed again do not
         count.
         """
         differs, self._differs = self._differs, None
@@ -69,18 +67,18 @@ class Replay:
         with _Chooses(experts, self.chosen, partial(self._choose, layer)):
             return forward(*args, **kwargs)
 
-    def _choose(self, layer: int, own: Tensor) -> Tensor:
-        """Return the experts of each token, [t, chosen], where the router would take ``own``."""
+    def _choose(self, layer: int, routers: Tensor) -> Tensor:
+        """Return the tokens' experts, [t, chosen], from the given ones and the router's choice."""
         self.counts[layer] += 1
         assert self._given is not None
-        given = self._given[:, layer].to(own)
+        given = self._given[:, layer].to(routers)
         if self._differs is not None:
-            self._differs.append((given[..., None] != own[:, None]).all(-1) & (given >= 0))
-        return torch.where(given < 0, own, given)
+            self._differs.append((given[..., None] != routers[:, None]).all(-1) & (given >= 0))
+        return torch.where(given < 0, routers, given)
 
 
 class _Chooses(TorchFunctionMode):
-    """Puts other experts into a router's ``topk`` over [t, experts]."""
+    """Replaces the result of a router's ``topk`` over [t, experts]."""
 
     def __init__(self, experts: int, chosen: int, choose: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

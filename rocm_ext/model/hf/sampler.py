@@ -1,9 +1,9 @@
-"""A copy of a model of transformers for sampling: its module tree once more, with attention over slots."""
+"""A copy of a model of transformers for sampling: a second module tree with attention over slots."""
 
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,16 @@ from rocm_ext.model.hf.experts import ROUTES
 from rocm_ext.model.hf.routing import Replay, experts_of
 from rocm_ext.model.lora import Dora, ExpertLora, Lora, adapters, dense, plain
 from rocm_ext.model.remembered import remembered
-from rocm_ext.model.sampler import MIN_ROWS, Needs, Sampler, SamplingLinear, frozen, merges, one_step, stays_quantized
+from rocm_ext.model.sampler import (
+    MIN_ROWS,
+    Sampler,
+    SamplingLinear,
+    SequenceMemory,
+    frozen,
+    merges,
+    one_step,
+    stays_quantized,
+)
 from rocm_ext.model.token_rows import TokenRows, attach, token_rows
 
 _CHOSEN = ("num_experts_per_tok", "moe_k")
@@ -55,11 +64,11 @@ class _Attention(Slots, CacheLayerMixin):
         self.is_sliding = window is not None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write one token's keys and values in each of the first n slots and return what these slots hold."""
+        """Write one token's keys and values in the first n slots; return these slots' keys and values."""
         return self.write(key_states[:, :, 0], value_states[:, :, 0])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of places that attention reads, and 0."""
+        """Return the number of positions that attention reads, and 0."""
         return min(self._cache.span, self.places), 0
 
     def get_seq_length(self) -> int:
@@ -67,7 +76,7 @@ class _Attention(Slots, CacheLayerMixin):
         return self._cache.span - 1
 
     def get_max_length(self) -> int:
-        """Return the number of places."""
+        """Return the number of positions that a slot stores."""
         return self.places
 
 
@@ -75,15 +84,14 @@ class _Nothing(DummyLayer):
     """A layer without a cache."""
 
     def put(self, rows: slice, prefix: Any, known: int) -> None:
-        """Copy nothing."""
+        pass
 
     def held(self, known: int) -> list[Tensor]:
-        """Return nothing."""
         return []
 
 
 class _Recurrent(LinearAttentionLayer):
-    """States of one layer, each [slots, …]; transformers' code sees those of the running rows."""
+    """States of one layer, [slots, …]; transformers' code sees the running rows."""
 
     def __init__(self, cache: "TransformersSlots", states: int) -> None:
         super().__init__(number_of_states=states)
@@ -96,7 +104,7 @@ class _Recurrent(LinearAttentionLayer):
             getattr(self, kind)[index] = tensor[:n]
 
     def put(self, rows: slice, prefix: Any, known: int) -> None:
-        """Copy the states of one sequence into slots; see :meth:`rocm_ext.model.attention.SlotCache.put`."""
+        """Copy the states of one sequence into slots."""
         for kind, ready in (("conv_states", "is_conv_states_initialized"),
                             ("recurrent_states", "is_recurrent_states_initialized")):  # fmt: skip
             for index, tensor in getattr(prefix, kind).items():
@@ -111,7 +119,6 @@ class _Recurrent(LinearAttentionLayer):
                 self._all[kind, index][rows] = tensor if known else 0
 
     def held(self, known: int) -> list[Tensor]:
-        """Return the states; see :meth:`rocm_ext.model.attention.SlotCache.held`."""
         return list(self._all.values())
 
 
@@ -134,16 +141,16 @@ class _Both(_Recurrent, _Attention):  # type: ignore[misc, override]
 
 
 class TransformersSlots(SlotCache, Cache):
-    """The cache of several sequences, one in each slot.
+    """The cache of several sequences, one per slot.
 
     Args:
         config: transformers' config of the model.
-        slots: their number.
-        length: positions of a slot.
-        rounded: returns the places of a ring for a window; None: every layer attends to all positions.
+        slots: number of slots.
+        length: positions per slot.
+        rounded: returns a ring's positions for a window; None: every layer attends to all positions.
 
     Raises:
-        UserError: the model has a kind of layer that is not supported.
+        UserError: the model has an unsupported kind of layer.
     """
 
     def __init__(self, config: Any, slots: int, length: int, rounded: Callable[[int], int] | None) -> None:
@@ -161,18 +168,16 @@ class TransformersSlots(SlotCache, Cache):
         return _Attention(self, getattr(theirs, "sliding_window", None) if self._rounded else None)
 
     def ring(self, window: int | None) -> int:
-        """Return the places of a slot for ``window``; None: attention to all positions."""
         if window is None or self._rounded is None:
             return self._length
         return min(self._length, self._rounded(max(1, window)))  # some configs say 0 and use none
 
     @property
     def is_linear(self) -> list[bool]:
-        """Whether each layer has states alone."""
+        """Whether a layer has only states, by layer; transformers asks."""
         return [type(layer) is _Recurrent for layer in self.layers]
 
     def begin(self, positions: Tensor, span: int) -> None:
-        """Begin a step in the first n slots; arguments as in the base class."""
         super().begin(positions, span)
         for layer in self.layers:
             if isinstance(layer, _Recurrent):
@@ -180,7 +185,7 @@ class TransformersSlots(SlotCache, Cache):
 
 
 class _WholeWindow(DynamicLayer):
-    """Keys and values of a prefill in sliding attention: all of them, because rows have different lengths."""
+    """All keys and values of a prefill in sliding attention, because rows have different lengths."""
 
     is_sliding = True
 
@@ -193,11 +198,7 @@ _KINDS = (DynamicLayer, _WholeWindow, LinearAttentionLayer, LinearAttentionAndFu
 
 
 def layers_of(config: Any) -> list[Any]:
-    """Return new cache layers for the prefill of a model.
-
-    Raises:
-        UserError: the model has a kind of layer that is not supported.
-    """
+    """Return new cache layers for the prefill of a model; refuse unsupported kinds."""
     if "chunked_attention" in (getattr(config.get_text_config(), "layer_types", None) or ()):
         raise UserError("it has chunked attention")  # Llama 4 also scales queries by the number of cached tokens
     layers = [
@@ -210,7 +211,7 @@ def layers_of(config: Any) -> list[Any]:
 
 
 def row_of(layers: list[Any], row: int, known: int) -> Cache:
-    """Return a copy of one row of a prefill's cache, of its first ``known`` positions."""
+    """Return a copy of the first ``known`` positions of one row of a prefill's cache."""
     kept: list[Any] = []
     layer: Any
     for layer in layers:
@@ -230,16 +231,16 @@ def row_of(layers: list[Any], row: int, known: int) -> Cache:
 
 
 class TransformersSampler(Sampler):
-    """Forward passes of a model of transformers, which its decoder makes.
+    """Forward passes of a model of transformers.
 
     Args:
         source: the model, with adapters.
         merge: see :func:`rocm_ext.model.sampler.sampler_of`.
-        device: that samples; None: the weights' own.
+        device: device for sampling; None: the weights' device.
 
     Attributes:
-        together: whether prompts are computed together, padded on the right. A prompt's cache then depends on the
-            others by rounding, so CPUs compute one at a time; so do models whose layers have states.
+        together: whether prompts are computed together, padded on the right. The rounding in a prompt's cache then
+            depends on the others, so CPUs compute one prompt at a time. Models whose layers have states also do.
     """
 
     splits_rows = False
@@ -247,7 +248,7 @@ class TransformersSampler(Sampler):
 
     def __init__(self, source: Any, merge: bool | None, device: torch.device | None) -> None:
         device = source.tok_embeddings.weight.device if device is None else device
-        self.together = device.type != "cpu" and not source.needs.states
+        self.together = device.type != "cpu" and not source.memory.states
         self._rounded = partial(span_for, device)
         state, linear = _weights(source, merges(source, merge))
         model = source.empty_model(SLOTS)
@@ -256,7 +257,7 @@ class TransformersSampler(Sampler):
         decoder = source.wrapped(model).eval().requires_grad_(False)
         decoder.kernel = source.kernel
         decoder.load_state_dict(state, assign=True)
-        for name, lora in expert_loras(source).items():  # it stays beside the weights, in any dtype
+        for name, lora in expert_loras(source).items():  # separate from the weights, in any dtype
             owner, _, leaf = f"{name}{ExpertLora.SUFFIX}".rpartition(".")
             decoder.get_submodule(owner).add_module(leaf, lora)
         placed = decoder.tok_embeddings.weight.device
@@ -269,34 +270,27 @@ class TransformersSampler(Sampler):
             copied = rows.copy()
             adapted.append((copied, [rows]))
             attach(copied, decoder.get_submodule(name), decoder.output_layer if decoder.tied else None)
-        super().__init__(decoder, adapted, source.needs, source.num_heads, bool(decoder.tied))
+        self._chosen = chosen_of(self._config)
+        super().__init__(decoder, adapted, source.memory, source.num_heads, bool(decoder.tied))
 
-    @property
-    def chosen(self) -> int:
-        """Experts of a token in a layer."""
-        return chosen_of(self._config)
-
-    def _share(self, parameter: Tensor) -> float:
-        """Share of a weight that one token is multiplied with; those of experts are [experts, …]."""
-        return 1.0 if parameter.ndim == 2 else min(1.0, self.chosen / len(parameter))
+    def _share(self, parameter: Tensor) -> float:  # experts' weights are [experts, …]
+        return 1.0 if parameter.ndim == 2 else min(1.0, self._chosen / len(parameter))
 
     @property
     def bytes_per_row(self) -> int:
-        """Bytes that a pass holds at once for one token, in addition to the cache; an estimate."""
         return self._row_bytes(False)
 
     def step_bytes(self, length: int) -> int:
-        """Bytes that a step holds per slot; with fixed shapes each expert computes all tokens."""
         return super().step_bytes(length) + self._row_bytes(self.fixed_shapes) - self.bytes_per_row
 
     def _row_bytes(self, every: bool) -> int:
-        """Return the bytes of one token that its own experts compute, or every one."""
+        """Return the bytes of one token, computed by its experts or, with fixed shapes, by ``every`` expert."""
         width = self.decoder.tok_embeddings.weight.shape[1]
         widest = 0
         for layer in self.decoder.layers:
             shapes = [p.shape for p in layer.parameters()]
             outputs = sum(shape[0] for shape in shapes if len(shape) == 2)
-            experts = sum((shape[0] if every else self.chosen) * (shape[1] + shape[2])
+            experts = sum((shape[0] if every else self._chosen) * (shape[1] + shape[2])
                           for shape in shapes if len(shape) == 3)  # fmt: skip
             widest = max(widest, outputs + experts)
         # in and out, and fp32 in norms and activations
@@ -306,40 +300,26 @@ class TransformersSampler(Sampler):
         return self._rounded(window)
 
     def prefill_bytes(self, prompts: Sequence[int], most: int) -> int:
-        """Estimate the bytes that hold the caches of prompts and compute them; arguments as in the base class."""
         held = max(min(most, sum(prompts)), max(prompts))
         at_once = held if self.together else max(prompts)
-        per_position = sum(size for size, _ in self.needs.keys)  # prompts keep more than the window
-        states = self.needs.states * (1 + held * len(prompts) // sum(prompts))
+        per_position = sum(size for size, _ in self.memory.keys)  # prompts keep more than the window
+        states = self.memory.states * (1 + held * len(prompts) // sum(prompts))
         scores = max(prompts) ** 2 * (8 + self._score_bytes) * max(1, at_once // max(prompts))
-        chunks = self._heads * _CHUNK_BYTES if self.needs.states else 0
+        chunks = self._heads * _CHUNK_BYTES if self.memory.states else 0
         return held * per_position + states + at_once * (per_position + self.bytes_per_row + chunks) + scores
 
     def new_cache(self, slots: int, length: int) -> TransformersSlots:
-        """Return a cache of ``slots`` sequences of ``length`` positions; its memory is allocated at first use."""
-        return TransformersSlots(self._config, slots, length, self._rounded if self.needs.windows else None)
+        return TransformersSlots(self._config, slots, length, self._rounded if self.memory.windows else None)
 
     def keep_routes(self, slots: int) -> Tensor:
-        """Let each step keep the experts that it chooses; see :meth:`rocm_ext.model.sampler.Sampler.keep_routes`."""
         experts = experts_of(self.decoder).values()
-        routes = torch.zeros(slots, len(experts), self.chosen, dtype=torch.int16, device=self.device)
+        routes = torch.zeros(slots, len(experts), self._chosen, dtype=torch.int16, device=self.device)
         for layer, module in enumerate(experts):
             vars(module)[ROUTES] = routes[:, layer]
         return routes
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[Cache]:
-        """Compute the caches of ``prompts``; arguments as in the base class."""
-        caches = []
-        for group in self._groups(prompts):
-            longest = max(1, *map(len, group))
-            padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in group]
-            tokens = torch.tensor(padded, device=self.device)
-            layers, _ = _prefill(self.decoder.body, self._config, tokens, self.decoder.kernel)
-            caches += [row_of(layers, row, len(prompt)) for row, prompt in enumerate(group)]
-        return caches
-
-    def _groups(self, prompts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
         groups: list[list[Sequence[int]]] = []
         for prompt in prompts:
             new = [*groups[-1], prompt] if groups else []
@@ -347,11 +327,17 @@ class TransformersSampler(Sampler):
                 groups[-1] = new
             else:
                 groups.append([prompt])
-        return groups
+        caches = []
+        for group in groups:
+            longest = max(1, *map(len, group))
+            padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in group]
+            tokens = torch.tensor(padded, device=self.device)
+            layers, _ = _prefill(self.decoder.body, self._config, tokens, self.decoder.kernel)
+            caches += [row_of(layers, row, len(prompt)) for row, prompt in enumerate(group)]
+        return caches
 
     @torch.no_grad()
     def step(self, tokens: Tensor, positions: Tensor, cache: TransformersSlots, span: int) -> Tensor:
-        """Decode one token in each of the first n slots; arguments as in the base class."""
         cache.begin(positions, span)
         rows = {"input_ids": tokens[:, None], "position_ids": positions[:, None]}
         with forward_pass(positions[:, None], self.decoder.kernel, cache, self.fixed_shapes):
@@ -366,7 +352,7 @@ def chosen_of(config: Any) -> int:
 
 
 def _prefill(run: Callable[..., Any], config: Any, tokens: Tensor, kernel: str) -> tuple[list[Any], AttentionUse]:
-    """Return the cache's layers after ``tokens`` [n, s], and what the model's code asked for."""
+    """Return the cache's layers after ``tokens`` [n, s], and the model's use of attention."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     cache = Cache(layers=layers_of(config))
     with forward_pass(positions, kernel) as asked:
@@ -375,7 +361,7 @@ def _prefill(run: Callable[..., Any], config: Any, tokens: Tensor, kernel: str) 
 
 
 def _fake_prefill(decoder: Any, replay: Replay | None = None) -> tuple[list[Any], AttentionUse]:
-    """Compute :func:`_prefill` of two tokens on fake tensors, with their experts given if there is a ``replay``."""
+    """Compute :func:`_prefill` of two tokens on fake tensors; ``replay`` gives their experts."""
     body = decoder.body
     with FakeTensorMode():
         if replay is not None:
@@ -392,50 +378,66 @@ def replay_of(source: Any) -> Replay:
     """Prepare a model for the replay of its routers' choices.
 
     Raises:
-        UserError: it cannot be sampled from in this process, it has no experts, or its routers choose in a way that is
-            not known; the message names it.
+        UserError: the model cannot be sampled from in this process, or has no experts or unknown routers.
     """
     source.check_sampling()
     decoder = source.wrapped(source.empty_model(SLOTS)).eval()
     chosen = chosen_of(decoder.model_.config)  # type: ignore[union-attr]
     trial = Replay(decoder, chosen)
-    found = "has no experts"
+    problem = "has no experts"
     if trial.layers:
         _fake_prefill(decoder, trial)
-        found = "" if trial.counts == [1] * trial.layers else "does not choose experts with one topk in each layer"
-    if found:
-        raise UserError(f"router_replay is True, and {type(source.model_).__name__} {found}; set router_replay=False")
+        problem = "" if trial.counts == [1] * trial.layers else "does not choose experts with one topk in each layer"
+    if problem:
+        raise UserError(f"router_replay is True, and {type(source.model_).__name__} {problem}; set router_replay=False")
     return Replay(source, chosen)
 
 
 @torch.no_grad()
-def needs_of(source: Any) -> Needs:
-    """Find out what a model keeps of a sequence, from a prefill on fake tensors.
+def memory_of(source: Any) -> SequenceMemory:
+    """Return the memory of a sequence in a model, from a prefill on fake tensors.
 
     Raises:
-        UserError: this model cannot be sampled from in this process; the message names it and the reason.
+        UserError: the model cannot be sampled from in this process; the message names it and the reason.
     """
     name = type(source.model_).__name__
     try:
         decoder = source.wrapped(source.empty_model(SLOTS)).eval()
-        kept = remembered([_kept_of, decoder], lambda: _kept_of(decoder))
+        kept = _Kept(*remembered([_kept_of, decoder], lambda: _kept_of(decoder)))
     except Exception as error:  # the model's code may raise anything
         cause = _ATTENTION if SLOTS in str(error) else one_line(error)  # its code does not know this attention
         raise UserError(f"{name} cannot be sampled from in this process: {cause}; {_SERVER}") from error
     problems = {
-        "its cache is not that of transformers' interface": kept["strangers"] > 0,
-        _ATTENTION: len(kept["keys"]) > kept["attended"],
+        "its cache is not that of transformers' interface": kept.strangers > 0,
+        _ATTENTION: len(kept.keys) > kept.attended,
     }
     if bad := [what for what, holds in problems.items() if holds]:
         raise UserError(f"{name} cannot be sampled from in this process: {bad[0]}; {_SERVER}")
-    keys = [(size, window) for size, window in kept["keys"]]
-    scores = kept["scores"] or source.kernel in ("math", "eager")
+    keys = [(size, window) for size, window in kept.keys]
+    scores = kept.scores or source.kernel in ("math", "eager")
     positions = min(source.max_seq_len, _short(decoder.body))
-    return Needs(keys, kept["states"], kept["windows"], scores, kept["expanded"], positions)
+    return SequenceMemory(keys, kept.states, kept.windows, scores, kept.expanded, positions)
 
 
-def _kept_of(decoder: Any) -> dict[str, Any]:
-    """Simulate a prefill; return what JSON can hold of what its cache keeps and its attention asks for."""
+class _Kept(NamedTuple):
+    """Facts about a prefill's cache and attention; see :class:`SequenceMemory`.
+
+    Attributes:
+        strangers: number of layers whose cache is not used.
+        attended: number of layers that call attention.
+    """
+
+    keys: list[tuple[int, int | None]]
+    states: int
+    windows: bool
+    scores: bool
+    expanded: int
+    strangers: int
+    attended: int
+
+
+def _kept_of(decoder: Any) -> _Kept:
+    """Simulate a prefill."""
     layers, asked = _fake_prefill(decoder)
     keys, states, used, most = [], 0, 0, 0
     for layer in layers:
@@ -447,26 +449,19 @@ def _kept_of(decoder: Any) -> dict[str, Any]:
         if isinstance(layer, LinearAttentionLayer):
             every = [*layer.conv_states.values(), *layer.recurrent_states.values()]
             states += sum(t.nbytes for t in every if t is not None)
-    return {
-        "keys": keys,
-        "states": states,
-        "strangers": len(layers) - used,
-        "attended": asked.layers,
-        "windows": asked.windows,
-        "scores": asked.scores,
-        "expanded": 4 * asked.read if asked.read > most else 0,
-    }
+    expanded = 4 * asked.read if asked.read > most else 0
+    return _Kept(keys, states, asked.windows, asked.scores, expanded, len(layers) - used, asked.layers)
 
 
 @torch.no_grad()
 def obstacle_of(source: Any) -> str:
     """Say why no graph can replay a decoding step; empty: one can.
 
-    A step on the meta device tells, whose tensors have no values: a graph copies nothing from or to the host, and its
-    shapes do not depend on values.
+    A step on the meta device shows it. Tensors there have no values: in a graph no shape depends on values, and nothing
+    is copied between host and device.
     """
     bare = source.wrapped(source.empty_model(SLOTS))
-    vars(bare)["needs"] = source.needs
+    vars(bare)["memory"] = source.memory
     for name, weight in source.named_parameters():
         if stays_quantized(weight):
             owner, _, leaf = plain(name).rpartition(".")
@@ -515,9 +510,9 @@ def _weights(source: Any, merge: bool) -> tuple[dict[str, Tensor], dict[str, Sam
 
 
 def _short(model: nn.Module) -> int:
-    """Positions up to which a model's rotations are those of short rows.
+    """Return the longest row whose rotations a cache can keep.
 
-    LongRoPE takes other frequencies for all positions of a longer row. A cache holds keys of the shorter one's.
+    In a longer row LongRoPE uses other frequencies for all positions, also for keys that the cache holds.
     """
     scaled = (module for module in model.modules() if getattr(module, "rope_type", None) == "longrope")
     return min((module.config.rope_parameters["original_max_position_embeddings"] for module in scaled), default=2**31)  # type: ignore

@@ -1,9 +1,9 @@
 """States of transformers' models in packed rows: short convolutions, gated delta rules and Mamba 2's scans.
 
 A layer with a state carries it from token to token, also from one sequence of a pack to the next. transformers' models
-call the functions that do so by a few names, whatever kernel is behind them. The wrappers gather the sequences of a
-pack as rows of a batch, in which each state begins anew, and put the results back. All else of the model runs on the
-pack. Of packages' kernels, those wrapped here compute tensors of GPUs alone, and no plan's.
+call a few functions for this, by the same names for every kernel. The wrappers here turn the sequences of a pack into
+rows of a batch, so that every state begins anew, and put the results back. The rest of the model runs on the pack. The
+kernels of packages compute tensors on GPUs only, and none in plans.
 """
 
 import functools
@@ -22,7 +22,7 @@ from torch.nn.functional import logsigmoid, pad, softplus
 from rocm_ext.machine.numerics import Kernel
 from rocm_ext.model.attention import Lengths
 
-ROWS = "packed_rows"  # name of the argument that hands the lengths to a model's layers; they are needed again backward
+ROWS = "packed_rows"  # argument that passes the lengths to a model's layers, which need them again backward
 _SMALLEST, _LARGEST = 16, 64  # tokens of a chunk
 
 
@@ -37,24 +37,24 @@ def _installed(package: str) -> bool:
 
 
 def _chosen(
-    theirs: Callable[..., Any], own: Callable[..., Any], package: str, x: Tensor, options: Mapping[str, Any]
+    theirs: Callable[..., Any], in_torch: Callable[..., Any], package: str, x: Tensor, options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Return ``theirs`` for what a kernel of the package computes, else ``own``, which computes the same in torch."""
+    """Return ``theirs`` where the package's kernel computes it, else the same function ``in_torch``."""
     packs = any(options.get(name) is not None for name in ("seq_idx", "cu_seqlens"))  # refused without the package
-    return theirs if packs or (_installed(package) and on_gpu(x)) else own
+    return theirs if packs or (_installed(package) and on_gpu(x)) else in_torch
 
 
-@torch.compiler.disable  # each batch has its own lengths
+@torch.compiler.disable  # lengths differ between batches
 def _apart(rows: Lengths, packed: list[Tensor], compute: Callable[..., Tensor]) -> Tensor:
-    return rows.each(packed, compute, sys.maxsize)
+    return rows.by_sequence(packed, compute, sys.maxsize)
 
 
 def _conv(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap ``causal_conv1d_fn``: [1, channels, s] -> [1, channels, s]."""
-    own = inspect.unwrap(theirs)
+    in_torch = inspect.unwrap(theirs)
 
     def conv(hidden_states: Tensor, *weights: Any, packed_rows: Lengths | None = None, **options: Any) -> Tensor:
-        function = _chosen(theirs, own, "causal_conv1d", hidden_states, options)
+        function = _chosen(theirs, in_torch, "causal_conv1d", hidden_states, options)
         if packed_rows is None:
             return function(hidden_states, *weights, **options)
 
@@ -69,13 +69,9 @@ def _conv(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _delta_rule(theirs: Callable[..., Any], largest: int = _LARGEST) -> Callable[..., Any]:
     """Wrap a delta rule: q, k, v [1, s, heads, d], g, beta [1, s, heads] or [..., d] -> [1, s, heads, d], None.
 
-    transformers' own pads rows to whole chunks.
-
-    Args:
-        theirs: the function.
-        largest: tokens of a chunk at most.
+    transformers' code pads rows to full chunks, of at most ``largest`` tokens here.
     """
-    own = inspect.unwrap(theirs)
+    in_torch = inspect.unwrap(theirs)
 
     def rule(
         query: Tensor,
@@ -88,7 +84,7 @@ def _delta_rule(theirs: Callable[..., Any], largest: int = _LARGEST) -> Callable
         packed_rows: Lengths | None = None,
         **options: Any,
     ) -> Any:
-        function = _chosen(theirs, own, "fla", query, options)
+        function = _chosen(theirs, in_torch, "fla", query, options)
 
         def compute(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Any:
             size = min(chunk_size, largest, max(_SMALLEST, 1 << (q.shape[1] - 1).bit_length()))
@@ -145,8 +141,8 @@ def chunk_scan(
     """Compute Mamba 2's scan in fp32, as transformers' ``mamba2_chunk_scan`` does.
 
     Within a chunk it is masked attention; a group's heads read and write their states in one product (SSD,
-    arXiv:2405.21060, section 6). transformers' own form has chunks of up to 256 tokens, whatever the rows' length, and
-    several tensors of [heads, chunk, chunk] each.
+    arXiv:2405.21060, section 6). transformers' form has chunks of up to 256 tokens, even for short rows, and several
+    tensors of [heads, chunk, chunk].
 
     Args:
         x: [b, s, heads, d].
@@ -156,7 +152,7 @@ def chunk_scan(
         D: [heads], or None.
         initial_states: [b, heads, d, n], or None for zeros.
         return_final_states: also return the states at the end.
-        ignored: what has no effect on the result, such as transformers' size of chunks.
+        ignored: arguments without effect on the result, such as transformers' chunk size.
 
     Returns:
         [b, s, heads, d] in fp32, or this and the states [b, heads, d, n].
@@ -200,7 +196,7 @@ def chunk_scan(
 
 
 def _fused(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a kernel of a whole layer, without which the layer calls the other functions."""
+    """Wrap a kernel that computes a complete layer; the layer calls the other functions where it returns None."""
 
     def fused(x: Tensor, *arguments: Any, packed_rows: Lengths | None = None, **options: Any) -> Any:
         return theirs(x, *arguments, **options) if packed_rows is None and on_gpu(x) else None
@@ -233,10 +229,10 @@ class _Function:
     """A function of transformers' models.
 
     Attributes:
-        wrap: makes ours of theirs.
-        package: whose kernel transformers takes instead of its own code, where it is installed.
-        inputs: makes the inputs of a trial, with ``options``, as a model has them in a dtype; None: there is no trial.
-        options: other arguments of the trial.
+        wrap: turns transformers' function into ours.
+        package: a package; if installed, transformers uses its kernel instead of code in torch.
+        inputs: makes a trial's inputs in a dtype; None: there is no trial.
+        options: further arguments of the trial.
     """
 
     wrap: Callable[..., Callable[..., Any]]
@@ -245,14 +241,14 @@ class _Function:
     options: dict[str, Any] = field(default_factory=dict)
 
     def trial(self, name: str, theirs: Callable[..., Any]) -> Kernel:
-        """Return the installed kernel beside transformers' own code."""
+        """Return the installed kernel with transformers' code in torch as its reference."""
 
         def call(function: Callable[..., Any], *inputs: Tensor) -> Tensor:
             out = function(*inputs, **self.options)
             return out[0] if isinstance(out, tuple) else out
 
         assert self.inputs is not None
-        compute, reference = (functools.partial(call, each) for each in (theirs, inspect.unwrap(theirs)))
+        compute, reference = (functools.partial(call, function) for function in (theirs, inspect.unwrap(theirs)))
         return Kernel(_PIP[self.package], name, compute, reference, self.inputs)
 
 
@@ -261,7 +257,7 @@ _NORMED = {"use_qk_l2norm_in_kernel": True}
 _FUNCTIONS = {
     "causal_conv1d_fn": _Function(_conv, "causal_conv1d", _conv_inputs, {"activation": "silu"}),
     "torch_chunk_gated_delta_rule": _Function(_delta_rule, "fla", _rule_inputs, _NORMED),
-    # a decay per channel makes tensors of [chunk, chunk, d] for each chunk
+    # a decay per channel needs tensors of [chunk, chunk, d]
     "chunk_kimi_delta_attention": _Function(
         functools.partial(_delta_rule, largest=_SMALLEST),
         "fla",
@@ -276,22 +272,22 @@ _FUNCTIONS = {
 def keep_apart(model: nn.Module) -> tuple[bool, list[Kernel]]:
     """Let the layers of ``model`` take the argument :data:`ROWS`.
 
-    Their functions are replaced in the modules of transformers that hold the model's code. Without the argument they
-    compute what they did, transformers' own in chunks that are no longer than the rows.
+    Their functions are replaced in transformers' modules with the model's code. Without the argument they compute the
+    same as before; code in torch then takes chunks no longer than the rows.
 
     Returns:
         Whether any layer has a state, and the kernels of installed packages that the functions call.
     """
-    found, kernels = False, []
-    for place in sorted({type(part).__module__ for part in model.modules()}):
-        module = sys.modules[place]
+    has_states, kernels = False, []
+    for path in sorted({type(part).__module__ for part in model.modules()}):
+        module = sys.modules[path]
         for name, function in _FUNCTIONS.items():
             if theirs := getattr(module, name, None):
-                found = True
+                has_states = True
                 if not hasattr(theirs, ROWS):
                     ours = functools.wraps(theirs)(function.wrap(theirs))
                     setattr(ours, ROWS, True)
                     setattr(module, name, ours)
                 if function.inputs and _installed(function.package):
                     kernels.append(function.trial(name, getattr(module, name)))
-    return found, kernels
+    return has_states, kernels

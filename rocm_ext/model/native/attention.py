@@ -15,7 +15,7 @@ from rocm_ext.model.native.layers import HalvesRoPE, rotated
 
 
 class Prefix(NamedTuple):
-    """Keys and values of one prompt, in one layer: [1, kv_heads, s, head_dim] each."""
+    """Keys and values of one prompt in one layer, [1, kv_heads, s, head_dim]."""
 
     keys: Tensor
     values: Tensor
@@ -23,7 +23,7 @@ class Prefix(NamedTuple):
 
 @dataclass
 class PrefixCache:
-    """The cache of one prompt: a :class:`Prefix` of each layer."""
+    """The cache of one prompt: one :class:`Prefix` per layer."""
 
     layers: list[Prefix] = field(default_factory=list)
 
@@ -32,8 +32,8 @@ class Prompts(Pass):
     """Packed prompts whose keys and values stay in caches.
 
     Args:
-        lengths: tokens of each sequence; sequences beyond the number of ``caches`` are padding.
-        caches: of the prompts.
+        lengths: tokens per sequence; sequences beyond the number of ``caches`` are padding.
+        caches: the prompts' caches, which :meth:`attend` fills.
     """
 
     def __init__(self, lengths: Sequence[int], caches: Sequence[PrefixCache]) -> None:
@@ -41,10 +41,10 @@ class Prompts(Pass):
         self._lengths, self._caches = Lengths(tuple(lengths)), caches
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
-        """Keep k and v of each prompt, and attend within each; shapes as of :func:`attend`."""
+        """Keep k and v in the caches, and attend within each prompt; for shapes see :func:`attend`."""
         pieces = zip(*(t.transpose(1, 2).split(self._lengths.values, dim=2) for t in (k, v)), strict=True)
         for cache, (key, value) in zip(self._caches, pieces, strict=False):
-            # copies, because views would keep those of the other prompts alive
+            # copies, because views would keep the other prompts' tensors alive
             cache.layers.append(Prefix(*(t.clone(memory_format=torch.contiguous_format) for t in (key, value))))
         return attend(q, k, v, self._lengths, kernel=kernel, together=False)  # else others' lengths would change a sum
 
@@ -53,9 +53,9 @@ class Attention(MultiHeadAttention):
     """torchtune's self-attention, also for packed rows and for sampling; ``mask`` says which.
 
     Attributes:
-        kernel: that computes packed rows and sampling; see :func:`sdpa`.
-        norms_first: whether the norms of each head of q and k come before RoPE, as in Qwen3. torchtune's come after it,
-            which is another function.
+        kernel: kernel for packed rows and sampling; see :func:`sdpa`.
+        norms_first: whether the head norms of q and k come before RoPE, as in Qwen3. torchtune's come after it, which
+            is another function.
     """
 
     kernel = "auto"
@@ -63,7 +63,7 @@ class Attention(MultiHeadAttention):
 
     @classmethod
     def of(cls, theirs: MultiHeadAttention) -> "Attention":
-        """Make one of the parts of torchtune's."""
+        """Make one from torchtune's module, with the same parts."""
         numbers = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "max_seq_len", "is_causal", "attn_dropout")
         parts = ("q_proj", "k_proj", "v_proj", "output_proj", "pos_embeddings", "q_norm", "k_norm")
         return cls(**{name: getattr(theirs, name) for name in (*numbers, *parts)})
@@ -79,15 +79,14 @@ class Attention(MultiHeadAttention):
         """Attend within each sequence.
 
         Args:
-            x: [b, s, d]; [1, s, d] of sequences end to end, unless ``mask`` is a tensor or None; [n, d] in a step of
-                sampling, one token of each slot.
+            x: [b, s, d]; [1, s, d] for packed sequences; [n, d] in a step of sampling, one token per slot.
             y: same as ``x``.
             mask: lengths of packed sequences, a cache that the sampler reads or fills, or [b, s, s], True where the
-                first attends to the second; None: each row is one sequence.
-            input_pos: [b, s] or [n], each token's position in its sequence; None: its index.
+                first attends to the second; None: every row is one sequence.
+            input_pos: [b, s] or [n], the tokens' positions in their sequences; None: their indices.
 
         Returns:
-            As ``x``.
+            A tensor shaped like ``x``.
         """
         if self.kv_cache is not None:
             raise NotImplementedError("no key-value cache; rocm_ext.sampling samples from such models")
@@ -107,7 +106,7 @@ class Attention(MultiHeadAttention):
         return self.output_proj(out.flatten(-2))
 
     def project(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return q and k, with heads, in two tensors or in one, and v."""
+        """Return q and k, with heads, as two tensors or as one joined tensor, and v."""
         q, k, v = (p(x).view(*x.shape[:-1], -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
         return [q, k], v
 
@@ -118,7 +117,7 @@ class Attention(MultiHeadAttention):
 
         Args:
             x, input_pos: as in :meth:`forward`.
-            sampling: the pass whose layers share tables of rotations; None in training.
+            sampling: the pass, whose layers share tables of rotations; None in training.
 
         Returns:
             q [..., heads, head_dim], k and v [..., kv_heads, head_dim].
@@ -136,7 +135,7 @@ class Attention(MultiHeadAttention):
         elif rope is not None:
             qk = [rope(t, input_pos=input_pos) for t in qk]
         q, k = qk if len(qk) == 2 else qk[0].split_with_sizes((self.num_heads, self.num_kv_heads), dim=-2)
-        # torchtune applies these norms to [b, h, s, head_dim]. They act on head_dim alone, so the result is the same.
+        # torchtune applies these norms to [b, h, s, head_dim]. They act only on head_dim, so the result is the same.
         if self.q_norm is not None and not self.norms_first:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v

@@ -1,9 +1,9 @@
 """A decoder of torchtune's layers with LoRA, for Llama's and Qwen's dense models.
 
-Models of a folder keep Hugging Face's row order in every family, so weights and PEFT adapters only change their names.
+Models of a folder keep Hugging Face's row order, so weights and PEFT adapters only change their names.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,17 +19,11 @@ from torchtune.modules import (
     TransformerSelfAttentionLayer,
 )
 
-from rocm_ext.base.errors import UserError, nearest
+from rocm_ext.base.errors import UserError, nearest, refuse
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.model.attention import Lengths
 from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.families import (
-    LINEAR,
-    Architecture,
-    Rope,
-    from_hf,
-    to_hf,
-)
+from rocm_ext.model.families import LINEAR, Architecture, Rope, from_hf, to_hf
 from rocm_ext.model.lora import Sizes, adapted_linear, plain
 from rocm_ext.model.native.attention import Attention
 from rocm_ext.model.native.layers import HalvesRoPE
@@ -40,33 +34,22 @@ _OUTPUT, _ALL = "lm_head", "all-linear"
 
 
 class NativeDecoder(TransformerDecoder, Decoder):
-    """A decoder of torchtune's modules; see :class:`rocm_ext.model.decoder.Decoder`.
+    """A decoder of torchtune's modules.
 
-    Attributes:
-        architecture: what it computes, but for its weights; empty: the config's builder says it.
-        renames: functions from its names to those of Hugging Face's files, and back; None: rows are not in the order of
-            these files, and torchtune's converters know it.
+    Without ``renames``, rows are not in Hugging Face's order, and torchtune's converters apply.
     """
-
-    architecture: Any = ""
-    renames: tuple[Callable[[str], str], Callable[[str], str]] | None = None
-    graph_obstacle = ""
-    left_out: frozenset[str] = frozenset()
-    published_modules: frozenset[str] = frozenset()
 
     @property
     def packs(self) -> bool:  # type: ignore[override]
-        """Whether it takes packed rows. Gemma 2's attention, for instance, needs padded ones."""
+        """Whether it takes packed rows. Gemma 2's attention, for example, needs padded rows."""
         return all(isinstance(getattr(layer, "attn", None), Attention) for layer in self.layers)
 
     @property
     def shares(self) -> bool:  # type: ignore[override]
-        """Whether packed sequences may share their beginnings."""
         return self.packs
 
     @property
     def kernel(self) -> str:
-        """Kernel of attention, see :func:`rocm_ext.model.attention.sdpa`."""
         return getattr(self.layers[0].attn, "kernel", "auto")  # type: ignore[union-attr, arg-type]
 
     @kernel.setter
@@ -75,7 +58,6 @@ class NativeDecoder(TransformerDecoder, Decoder):
             layer.attn.kernel = kernel  # type: ignore[union-attr, assignment]
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
-        """Run the model up to its output layer: [b, s, d]."""
         mask = Lengths(batch.lengths, batch.shared) if batch.lengths else None
         return self.run(batch.tokens, batch.positions, [mask] * len(self.layers))
 
@@ -84,8 +66,8 @@ class NativeDecoder(TransformerDecoder, Decoder):
 
         Args:
             tokens: [b, s], or [n] in a step of sampling.
-            positions: of each token in its sequence, as ``tokens``.
-            masks: of each layer; see :class:`rocm_ext.model.native.attention.Attention`.
+            positions: the tokens' positions in their sequences, shaped like ``tokens``.
+            masks: one mask per layer; see :class:`rocm_ext.model.native.attention.Attention`.
 
         Returns:
             [b, s, d] or [n, d].
@@ -96,9 +78,9 @@ class NativeDecoder(TransformerDecoder, Decoder):
         return self.norm(h)  # type: ignore[operator]
 
     def place_buffers(self, device: torch.device) -> None:
-        """Make the tables of RoPE on ``device``; layers with equal ones share a table.
+        """Compute RoPE's tables on ``device``; layers with equal tables share them.
 
-        torchtune keeps one per layer: 3.7 GB for 28 layers at 131k positions.
+        torchtune keeps one table per layer: 3.7 GB for 28 layers at 131k positions.
         """
         shared: dict[Any, nn.Module] = {}
         for module in list(self.modules()):
@@ -115,15 +97,7 @@ class NativeDecoder(TransformerDecoder, Decoder):
         for _, rows in token_rows(self):
             rows.ids = rows.ids.to(device)
 
-    def converted(self, state: Mapping[str, Tensor]) -> None:
-        """Return None: the checkpointer gives tensors by this model's names."""
-
-    def buffers_to_load(self) -> dict[str, Tensor]:
-        """Return no buffers: checkpoints hold none."""
-        return {}
-
     def joined_weights(self) -> list[list[str]]:
-        """Return the names of weights whose rows should lie one after the other, because sampling multiplies by all."""
         return [
             [f"{plain(name)}.{part}.weight" for part in kind.parts]
             for name, module in self.named_modules()
@@ -131,7 +105,6 @@ class NativeDecoder(TransformerDecoder, Decoder):
         ]
 
     def check_sampling(self) -> int:
-        """Check that its attention reads a cache of slots; return the positions of the longest sequence."""
         for layer in self.layers:
             attention = getattr(layer, "attn", None)
             if not isinstance(attention, Attention):
@@ -142,13 +115,12 @@ class NativeDecoder(TransformerDecoder, Decoder):
         return self.max_seq_len
 
     def sampler(self, merge: bool | None = None, device: torch.device | None = None) -> NativeSampler:
-        """Return a copy for sampling, see :func:`rocm_ext.model.sampler.sampler_of`."""
         self.check_sampling()
         return NativeSampler(self, merge)
 
 
 def native(theirs: TransformerDecoder) -> NativeDecoder:
-    """Make a :class:`NativeDecoder` of the parts of torchtune's decoder, which keep their names and weights."""
+    """Make a :class:`NativeDecoder` from torchtune's decoder; its parts keep their names and weights."""
     if isinstance(theirs, NativeDecoder):
         return theirs
     for layer in theirs.layers:
@@ -165,17 +137,12 @@ def native(theirs: TransformerDecoder) -> NativeDecoder:
 def build(
     architecture: Architecture, targets: Iterable[str] | str | None, kind: Any, sizes: Sizes, quantize_base: bool
 ) -> NativeDecoder:
-    """Build a decoder with LoRA on no device.
+    """Build a decoder with LoRA; for arguments see :func:`rocm_ext.model.from_checkpoint`.
 
-    Args:
-        architecture: of the folder's ``config.json``.
-        targets: layers to adapt, by PEFT's names; None or ``all-linear``: all linear layers of attention and MLP.
-        kind: torchtune's class of adapted layers, with its dropout.
-        sizes: r and alpha of each layer.
-        quantize_base: keep adapted layers' weights in 4 bits.
+    ``kind`` is torchtune's class of adapted layers, with its dropout.
 
     Raises:
-        UserError: ``targets`` or a pattern of ``sizes`` names what the model does not have.
+        UserError: the model lacks a layer of ``targets`` or of a pattern in ``sizes``.
     """
     return _Builder(architecture, _targets(targets, architecture.tied), kind, sizes, quantize_base).decoder()
 
@@ -185,8 +152,7 @@ def _targets(given: Iterable[str] | str | None, tied: bool) -> frozenset[str]:
         return frozenset(LINEAR)
     names = frozenset([given] if isinstance(given, str) else map(str, given))
     known = [*LINEAR, _OUTPUT]
-    for name in sorted(names.difference(known)):
-        raise UserError(f"target_modules has {name!r}, which is no layer{nearest(name, known)}")
+    refuse(f"target_modules has {name!r}, which is no layer{nearest(name, known)}" for name in sorted(names - {*known}))
     if not names:
         raise UserError(f"target_modules is empty; expected {_ALL} or some of {', '.join(known)}")
     if tied and _OUTPUT in names:
@@ -206,10 +172,7 @@ class _Builder:
     def decoder(self) -> NativeDecoder:
         a = self.architecture
         embeddings = nn.Embedding(a.vocabulary, a.width)
-        if a.tied:
-            output = TiedLinear(embeddings)
-        else:
-            output = self._linear(_OUTPUT, a.width, a.vocabulary)
+        output = TiedLinear(embeddings) if a.tied else self._linear(_OUTPUT, a.width, a.vocabulary)
         decoder = NativeDecoder(
             tok_embeddings=embeddings,
             layers=nn.ModuleList(self._layer(f"model.layers.{i}") for i in range(a.layers)),
@@ -230,10 +193,8 @@ class _Builder:
             up_proj=self._linear(f"{name}.mlp.up_proj", a.width, a.intermediate),
             down_proj=self._linear(f"{name}.mlp.down_proj", a.intermediate, a.width),
         )
-        attention = self._attention(f"{name}.self_attn")
-        return TransformerSelfAttentionLayer(
-            attn=attention, mlp=mlp, sa_norm=self._norm(a.width), mlp_norm=self._norm(a.width)
-        )
+        norms = {"sa_norm": self._norm(a.width), "mlp_norm": self._norm(a.width)}
+        return TransformerSelfAttentionLayer(attn=self._attention(f"{name}.self_attn"), mlp=mlp, **norms)
 
     def _attention(self, name: str) -> Attention:
         a = self.architecture

@@ -32,7 +32,7 @@ class FusedRMSNorm(RMSNorm):
 
 
 class _Norm(torch.autograd.Function):
-    """``rms_norm`` with a frozen scale; its values are those of torch's operations bit for bit."""
+    """``rms_norm`` with a frozen scale; its values equal those of torch's operations bit for bit."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, eps: float) -> Tensor:  # type: ignore[override]
@@ -61,8 +61,8 @@ class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
     """torchtune's position embeddings of Qwen2 with linear, Llama 3 or YaRN scaling of the frequencies.
 
     Args:
-        dim: of a head.
-        max_seq_len: positions.
+        dim: dimensions of a head.
+        max_seq_len: number of positions.
         rope: base and scaling.
     """
 
@@ -78,26 +78,18 @@ class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
             self.cache *= self.rope.yarn.attention
 
     def forward(self, x: Tensor, input_pos: Tensor | None = None) -> Tensor:
-        """Rotate heads, bit for bit as torchtune does.
-
-        Args:
-            x: [b, s, heads, head_dim].
-            input_pos: [b, s], each token's position; None: its index.
-
-        Returns:
-            [b, s, heads, head_dim].
-        """
+        """Rotate heads [b, s, heads, head_dim] at positions [b, s], bit for bit as torchtune does; None: indices."""
         if torch.compiler.is_compiling():
             return super().forward(x, input_pos=input_pos)
         return rotated(x, self.tables(x.dtype, x.shape[1], input_pos))
 
     def tables(self, dtype: torch.dtype, length: int, input_pos: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines of positions, the first half of the sines negated: [..., 1, head_dim] each.
+        """Return cosines and sines, with the first half of the sines negated: two [..., 1, head_dim] of ``dtype``.
 
         Args:
-            dtype: of the heads.
+            dtype: the heads' dtype.
             length: number of tokens.
-            input_pos: [...], each token's position; None: its index, for [1, length].
+            input_pos: [...], the tokens' positions; None: indices, [1, length].
         """
         table = self.cache[:length][None] if input_pos is None else self.cache[input_pos]
         cos, sin = table.unsqueeze(-2).to(dtype).chunk(2, dim=-1)
@@ -115,7 +107,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """``x cos + swapped(x) sin``, minus in the first half of sin, as one autograd node that keeps the tables alone."""
+    """``x cos + swapped(x) sin``, with sin's first half negated, as one autograd node that saves only the tables."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]

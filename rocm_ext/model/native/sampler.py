@@ -1,4 +1,4 @@
-"""A copy of a native decoder for sampling: its modules once more, with one product for several linear layers."""
+"""A copy of a native decoder for sampling, with one product for several linear layers."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -13,7 +13,7 @@ from torchtune.modules.peft import DoRALinear, LoRALinear
 from rocm_ext.model.attention import SlotCache
 from rocm_ext.model.lora import Dora, Lora, dense
 from rocm_ext.model.native.attention import Attention, PrefixCache, Prompts
-from rocm_ext.model.sampler import MIN_ROWS, Needs, Sampler, SamplingLinear, frozen, merges
+from rocm_ext.model.sampler import MIN_ROWS, Sampler, SamplingLinear, SequenceMemory, frozen, merges
 from rocm_ext.model.token_rows import TokenRows
 
 
@@ -35,28 +35,26 @@ class NativeSampler(Sampler):
         weight = decoder.tok_embeddings.weight
         size = 2 * shape.num_kv_heads * shape.head_dim * weight.dtype.itemsize
         scores = source.kernel in ("math", "eager")
-        needs = Needs([(size, None)] * len(source.layers), 0, False, scores, 0, source.max_seq_len)
-        super().__init__(decoder, copies.adapted, needs, shape.num_heads, isinstance(source.output, TiedLinear))
+        memory = SequenceMemory([(size, None)] * len(source.layers), 0, False, scores, 0, source.max_seq_len)
+        super().__init__(decoder, copies.adapted, memory, shape.num_heads, isinstance(source.output, TiedLinear))
 
     @property
     def bytes_per_row(self) -> int:
         """Bytes that a pass holds at once for one token, in addition to the cache.
 
-        It is the larger of two parts. Attention holds its input, q, k and v, those of a sequence with a copy for each
-        query, and its output. The MLP holds what attention left, gate, up, the activation, and one more.
+        The larger of two parts: attention holds its input, q, k and v, a sequence's k and v with a copy per query head,
+        and its output; the MLP holds attention's result, gate, up, the activation, and one more tensor.
         """
         attention, mlp = self.decoder.layers[0].attn, self.decoder.layers[0].mlp
         width, wide = mlp.w2.weight.shape
-        q, _, k = attention.widths
+        q, k = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
         return max(3 * width + 5 * q + 2 * k, 4 * width + 4 * wide) * self.dtype.itemsize
 
     def prefill_bytes(self, prompts: Sequence[int], most: int) -> int:
-        """Bytes that hold the caches of prompts of these lengths and compute them; arguments as in the base class."""
         rows = max(min(most, sum(prompts)), max(prompts))
         return int(rows * (self.cache_bytes(1) + self.bytes_per_row)) + max(prompts) ** 2 * self._score_bytes
 
     def new_cache(self, slots: int, length: int) -> SlotCache:
-        """Return a cache of ``slots`` sequences of ``length`` positions."""
         cache = SlotCache(len(self.decoder.layers), slots, length)
         attention = self.decoder.layers[0].attn
         row = torch.empty(1, attention.num_kv_heads, 1, attention.head_dim, dtype=self.dtype, device=self.device)
@@ -66,7 +64,7 @@ class NativeSampler(Sampler):
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[PrefixCache]:
-        """Compute the keys and values of ``prompts``, packed end to end; arguments as in the base class."""
+        """Compute the keys and values of ``prompts``, packed end to end."""
         lengths = [len(prompt) for prompt in prompts]
         padding = max(0, MIN_ROWS - sum(lengths))
         spans = [*lengths, padding] if padding else lengths
@@ -78,7 +76,6 @@ class NativeSampler(Sampler):
 
     @torch.no_grad()
     def step(self, tokens: Tensor, positions: Tensor, cache: SlotCache, span: int) -> Tensor:
-        """Decode one token in each of the first n slots; arguments as in the base class."""
         cache.begin(positions, span)
         return self.decoder.output(self.decoder.run(tokens, positions, cache.layers))
 
@@ -96,14 +93,8 @@ class SamplingAttention(Attention):
     parts = ("q_proj", "k_proj", "v_proj")
     joined: SamplingLinear
 
-    @property
-    def widths(self) -> tuple[int, int, int]:
-        """Sizes of q, k and v."""
-        k = self.num_kv_heads * self.head_dim
-        return self.num_heads * self.head_dim, k, k
-
     def project(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return q and k, with heads, in one tensor unless they have norms of their own, and v."""
+        """As in the base class; q and k are one tensor unless they have norms."""
         qkv, kv_heads = self.joined(x).view(*x.shape[:-1], -1, self.head_dim), self.num_kv_heads
         sizes = (self.num_heads + kv_heads,) if self.q_norm is None else (self.num_heads, kv_heads)
         *qk, v = qkv.split_with_sizes((*sizes, kv_heads), dim=-2)
@@ -136,7 +127,7 @@ class _Copies:
         merge: add the adapters' updates to the weights.
 
     Attributes:
-        adapted: the copies of layers with adapters and of rows of tokens, and these layers.
+        adapted: pairs of copies and layers, for layers with adapters and rows of tokens.
     """
 
     def __init__(self, merge: bool) -> None:
@@ -144,7 +135,7 @@ class _Copies:
         self.adapted: list[tuple[Any, list[Any]]] = []
 
     def of(self, module: Any) -> Any:
-        """Return the one copy of ``module``, with copies of its parts."""
+        """Return the copy of ``module``, with copies of its parts."""
         module = _bare(module)
         if module not in self._made:
             self._made[module] = self._new(module)
@@ -164,7 +155,7 @@ class _Copies:
             return _quick(made, made._parameters, made._buffers)
         if type(module) is nn.SiLU:
             return _SteadySiLU()
-        # without calling the constructor; hooks of FSDP and others are left out
+        # without the constructor, and without hooks of FSDP and others
         kind = joined_kind(module)
         made = object.__new__(_without_hooks(kind or type(module)))  # type: ignore[arg-type]
         vars(made).update({**vars(module), **vars(nn.Module()), "training": False})
@@ -188,7 +179,7 @@ class _Copies:
 
 
 def _quick(module: nn.Module, *parts: Mapping[str, Any]) -> nn.Module:
-    """Return ``module`` with ``parts`` as plain attributes. nn.Module looks for parts where an object has none."""
+    """Return ``module`` with ``parts`` as plain attributes, which Python looks up faster."""
     for named in parts:
         vars(module).update(named)
     return module
@@ -196,15 +187,15 @@ def _quick(module: nn.Module, *parts: Mapping[str, Any]) -> nn.Module:
 
 @cache
 def _without_hooks(kind: Any) -> type:
-    """Return ``kind`` with calls that go straight to ``forward``."""
+    """Return a subclass of ``kind`` whose calls go straight to ``forward``."""
     return type(kind.__name__, (kind,), {"__call__": kind.forward})
 
 
 class _SteadySiLU(nn.Module):
     """SiLU that rounds the same in any batch.
 
-    On CPUs torch's rounds differently at the end of each thread's share, and the shares depend on the batch. exp rounds
-    the same everywhere.
+    On CPUs torch's SiLU rounds differently at the end of a thread's share, and the shares depend on the batch. exp
+    rounds the same everywhere.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Read base weights from a folder in Hugging Face's format, by their index, without leaving them in the page cache."""
+"""Read base weights from a folder in Hugging Face's format without keeping them in the page cache."""
 
 import io
 import json
@@ -7,7 +7,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -31,15 +30,10 @@ from rocm_ext.model.weights.unpack import unpack
 HF = "HF"  # the model_type of weights in Hugging Face's row order
 _OUTPUT, _EMBEDDINGS = "output.weight", "tok_embeddings.weight"
 _STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
-_TABLES = ("rotary_emb.inv_freq", ".position_ids")  # in old files; config.json has what they come from
+_TABLES = ("rotary_emb.inv_freq", ".position_ids")  # in old files; config.json decides them
 _QUANTISED = (("", "_scale_inv"), ("", "_scale"), ("_blocks", "_scales"))  # ends of names of values and of scales
-_OF_ACTIVATIONS = (
-    ".input_scale",
-    ".activation_scale",
-    ".output_scale",
-    ".k_scale",
-    ".v_scale",
-)  # activations stay in 16 bits
+# activations stay in 16 bits
+_OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
 _AGAIN = "download the file again"
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -54,12 +48,12 @@ class HFCheckpointer:
 
     Args:
         checkpoint_dir: folder in Hugging Face's format.
-        output_dir: folder of the run.
+        output_dir: folder of the run; not used.
         model_type: ``HF``.
         adapter_checkpoint: adapter to start from; the recipe reads it.
 
     Raises:
-        UserError: ``model_type`` is another.
+        UserError: ``model_type`` is not ``HF``.
     """
 
     def __init__(
@@ -74,29 +68,26 @@ class HFCheckpointer:
         self._folder = Path(checkpoint_dir)
 
     def load_checkpoint(self) -> dict[str, Any]:
-        """Return the weights by torchtune's names, under torchtune's key for a model.
+        """Return the weights under torchtune's key for a model.
 
-        Those of a model that transformers builds keep the names of its files.
+        A native decoder's weights have torchtune's names, weights of other models the names in their files.
 
         Raises:
-            UserError: files are missing or damaged, or hold something else than such a model's weights.
+            UserError: files are missing or damaged, or do not have the model's weights.
         """
         foreign = foreign_config(self._folder, trust_remote_code=True) is not None
         state = StoredWeights(self._folder, weight_files(self._folder), str if foreign else from_hf, _TABLES)
-        if not foreign:  # others may hold masks and tables of whole numbers
+        if not foreign:  # others may have masks and tables of integers
             for name, tensor in state.on_meta().items():
                 check_stored(name, tensor)
             if read_architecture(self._folder).tied and _OUTPUT in state and _EMBEDDINGS in state:
-                _drop_copy(state)
+                check_tied(state[_OUTPUT], state[_EMBEDDINGS])
+                state.remove(_OUTPUT)
         return {MODEL_KEY: state}
 
 
 def check_stored(name: str, tensor: Tensor) -> None:
-    """Check that a weight is stored in at least 16 bits.
-
-    Raises:
-        UserError: it is quantised.
-    """
+    """Check that a weight is stored in at least 16 bits."""
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise UserError(
             f"checkpointer: {name} is stored as {str(tensor.dtype).removeprefix('torch.')}, a quantised format; "
@@ -104,20 +95,19 @@ def check_stored(name: str, tensor: Tensor) -> None:
         )
 
 
-def _drop_copy(state: "StoredWeights") -> None:
-    equal = torch.equal(state[_OUTPUT], state[_EMBEDDINGS])
-    state.remove(_OUTPUT)
-    if not equal:
+def check_tied(output: Tensor, embeddings: Tensor) -> None:
+    """Check that stored weights of tied layers are equal."""
+    if not torch.equal(output, embeddings):
         raise UserError(
-            "config.json says that the output layer is the embeddings (tie_word_embeddings), but lm_head.weight and "
-            "embed_tokens.weight differ; set tie_word_embeddings to false in config.json if both are used"
+            "config.json says that the output layer is the embeddings (tie_word_embeddings), but their weights differ; "
+            "set tie_word_embeddings to false in config.json if both are used"
         )
 
 
 def weight_files(folder: Path) -> list[str]:
     """Return the names of a folder's weight files: safetensors by their index or the single file, else ``.bin``.
 
-    A folder that stands for GGUF files names the first of these, with its path.
+    For GGUF files, the result is the path of the first.
 
     Raises:
         UserError: the folder has none, or lacks some that the index names.
@@ -140,18 +130,18 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def blocks_in(folder: Path) -> dict[str, Quantized]:
-    """Return the weights that GGUF files hold in blocks, on the meta device; {}: the folder stands for none."""
+    """Return the weights in blocks of a folder's GGUF files, on the meta device; {}: it has no such files."""
     if not files_in(folder):
         return {}
     with torch.device("cpu"):  # models are built on the meta device
         stored = _Gguf(folder)
-    found = {name: stored.on_meta(name) for name in stored.names}
-    if apart := [name for name in found if len(stored.kinds(name)) > 1]:
+    weights = {name: stored.on_meta(name) for name in stored.names}
+    if apart := [name for name in weights if len(stored.kinds(name)) > 1]:
         log.warning(
             "%d weights, first %s, are stored as %s; they are unpacked as they are loaded",
             len(apart), apart[0], " and ".join(sorted(stored.kinds(apart[0]))),
         )  # fmt: skip
-    return {name: weight for name, weight in found.items() if isinstance(weight, Quantized)}
+    return {name: weight for name, weight in weights.items() if isinstance(weight, Quantized)}
 
 
 def _indexed(index: Path) -> list[str]:
@@ -169,56 +159,57 @@ def _indexed(index: Path) -> list[str]:
 
 
 class StoredWeights(Mapping[str, Tensor]):
-    """The tensors of weight files. Each access reads one from the disk, into memory of its own.
+    """The tensors of weight files. Every access reads a tensor from the disk into new memory.
 
-    A tensor's pages of a safetensors file leave the system's cache once it is read. On unified memory a cached model
-    takes its size a second time (transformers issue 44756), and from mapped files some kernels copy at a second per
-    piece (ROCm issues 5952 and 6523). Tensors of ``.bin`` files are mapped.
+    A safetensors file's pages leave the system's cache once a tensor is read. On unified memory a cached model takes
+    its size a second time (transformers issue 44756), and some kernels copy mapped files at a second per piece (ROCm
+    issues 5952 and 6523). ``.bin`` files are mapped.
 
-    A weight that is stored in 4 or 8 bits with its scales is one :class:`rocm_ext.model.weights.quantized.Quantized`.
+    A weight in 4 or 8 bits and its scales are one :class:`rocm_ext.model.weights.quantized.Quantized`.
 
     Args:
-        folder: holds the files.
-        files: their names.
-        rename: turns a file's name of a tensor into the one here.
+        folder: folder of the files.
+        files: names of the files.
+        rename: translates tensor names of the files.
         without: tensors whose names end with one of these are left out.
 
     Raises:
-        UserError: a file is damaged, or has a tensor that ``rename`` does not know; reading raises it, too.
+        UserError: a file is damaged, or ``rename`` does not know a tensor; reading a tensor may also raise it.
     """
 
     def __init__(
         self, folder: Path, files: Sequence[str], rename: Callable[[str], str] = str, without: tuple[str, ...] = ()
     ) -> None:
-        self._stored: dict[str, list[_Stored]] = {}
+        self._stored: dict[str, list[tuple[_Reader, str]]] = {}
         self._names: dict[str, list[str]] = {}
         for file in files:
             path = folder / file
             with _readable(path):
-                reader = _opened(path, folder)
+                kind = _Safetensors if path.suffix == ".safetensors" else _Pickled
+                reader = _Gguf(folder) if path.suffix.lower() == SUFFIX else kind(path)
             self._names[file] = []
-            for own in reader.names:
-                if own.endswith((*without, *_OF_ACTIVATIONS)):
+            for theirs in reader.names:
+                if theirs.endswith((*without, *_OF_ACTIVATIONS)):
                     continue
                 try:
-                    name = rename(own)
+                    name = rename(theirs)
                 except KeyError as error:
-                    raise UserError(f"{path} has {own}, which no layer of this model has") from error
-                self._stored[name] = [_Stored(reader, own)]
+                    raise UserError(f"{path} has {theirs}, which no layer of this model has") from error
+                self._stored[name] = [(reader, theirs)]
                 self._names[file].append(name)
         self._block = (0, 0)
         self._join_scales(folder)
 
     def _join_scales(self, folder: Path) -> None:
-        """Make one tensor of a quantised weight's values and scales."""
+        """Join a quantised weight's values and scales to one tensor."""
         weights: dict[str, str] = {}  # by the name of the values
         scales: dict[str, str] = {}
-        for name, (values,) in self._stored.items():
+        for name, ((reader, theirs),) in self._stored.items():
             for of_values, of_scales in _QUANTISED:
                 weight = name.removesuffix(of_values)
-                own = weight + of_scales
-                if name.endswith(of_values) and own in self._stored and values.on_meta().element_size() == 1:
-                    weights[name], scales[name] = weight, own
+                scale = weight + of_scales
+                if name.endswith(of_values) and scale in self._stored and reader.on_meta(theirs).element_size() == 1:
+                    weights[name], scales[name] = weight, scale
         if not weights:
             return
         if (form := stored_format(folder)) is not None:
@@ -244,7 +235,7 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         beat()
-        return self._whole(name, [part.read() for part in self._stored[name]])
+        return self._joined(name, self._parts(name, lambda reader, theirs: reader.read(theirs)))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
@@ -258,14 +249,21 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def on_meta(self) -> dict[str, Tensor]:
         """Return all tensors without their values."""
-        return {name: self._whole(name, [part.on_meta() for part in parts]) for name, parts in self._stored.items()}
+        return {name: self._joined(name, self._parts(name, lambda r, theirs: r.on_meta(theirs))) for name in self}
 
     def sample(self, name: str) -> Tensor:
-        """Return up to 64 values of a tensor, spread over it, without reading the others; scales come after."""
-        values, *scales = [part.sample() for part in self._stored[name]]
+        """Return up to 64 values spread over a tensor, then up to 64 scales; other values are not read."""
+        values, *scales = self._parts(name, lambda reader, theirs: reader.sample(theirs))
         return torch.cat([values.float(), scales[0].float()]) if scales else values
 
-    def _whole(self, name: str, parts: list[Tensor]) -> Tensor:
+    def _parts(self, name: str, read: Callable[["_Reader", str], Tensor]) -> list[Tensor]:
+        parts = []
+        for reader, theirs in self._stored[name]:
+            with _readable(reader.path):
+                parts.append(read(reader, theirs))
+        return parts
+
+    def _joined(self, name: str, parts: list[Tensor]) -> Tensor:
         if len(parts) == 1:
             return parts[0]
         try:
@@ -283,7 +281,7 @@ def on_meta(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def sample(state: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return up to 64 values of a tensor, spread over it."""
+    """Return up to 64 values spread over a tensor."""
     return state.sample(name) if isinstance(state, StoredWeights) else _sample(state[name])
 
 
@@ -292,38 +290,14 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _spread(count: int) -> list[range]:
-    """Return where the sampled values of a tensor are: eight runs of eight, or all of a small one."""
+    """Return the indices of sampled values: eight runs of eight, or all of a small tensor."""
     if count <= 64:
         return [range(count)]
     return [range(start, start + 8) for start in (i * (count - 8) // 7 for i in range(8))]
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor of a file."""
-
-    reader: "_Raw | _Gguf | _Pickled"
-    name: str
-
-    def read(self) -> Tensor:
-        with _readable(self.reader.path):
-            return self.reader.read(self.name)
-
-    def sample(self) -> Tensor:
-        with _readable(self.reader.path):
-            return self.reader.sample(self.name)
-
-    def on_meta(self) -> Tensor:
-        return self.reader.on_meta(self.name)
-
-
-class _Raw(ABC):
-    """Tensors of a file, read without a map: half as fast again as ``safe_open`` with ``backend="pread"``.
-
-    Attributes:
-        path: the file.
-        names: of the tensors.
-    """
+class _Reader(ABC):
+    """Tensors of a file, by name."""
 
     path: Path
     names: list[str]
@@ -331,6 +305,18 @@ class _Raw(ABC):
     @abstractmethod
     def on_meta(self, name: str) -> Tensor:
         """Return a tensor without its values."""
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor:
+        """Return a tensor."""
+
+    @abstractmethod
+    def sample(self, name: str) -> Tensor:
+        """Return some values of a tensor, see :func:`_spread`."""
+
+
+class _Raw(_Reader):
+    """Tensors read without a map: half as fast again as ``safe_open`` with ``backend="pread"``."""
 
     @abstractmethod
     def begin(self, name: str) -> int:
@@ -362,7 +348,7 @@ class _Raw(ABC):
 
     @contextmanager
     def _open(self, name: str, random: bool = False) -> Iterator[io.FileIO]:
-        """Context with the file at the first byte of a tensor, whose pages do not stay in the cache; others may."""
+        """Context with the file at a tensor's first byte; afterwards the tensor's pages leave the system's cache."""
         first = self.begin(name)
         end = first + self.on_meta(name).nbytes
         with io.FileIO(self.path) as file:
@@ -376,7 +362,7 @@ class _Raw(ABC):
                 yield file
             finally:
                 page, part = mmap.PAGESIZE, first % mmap.PAGESIZE
-                with suppress(OSError):  # the kernel drops whole pages
+                with suppress(OSError):  # the kernel drops only complete pages
                     size = -(-(end - first + part) // page) * page
                     os.posix_fadvise(file.fileno(), first - part, size, os.POSIX_FADV_DONTNEED)
 
@@ -405,11 +391,11 @@ class _Safetensors(_Raw):
         return self._begin + self._header[name]["data_offsets"][0]
 
 
-class _Gguf:
-    """The GGUF files of a model, by Hugging Face's names and in their shapes and orders.
+class _Gguf(_Reader):
+    """The tensors of a model's GGUF files in Hugging Face's names, shapes and orders.
 
     Args:
-        folder: of the model; ``config.json`` there says what is where.
+        folder: the model's folder, whose ``config.json`` decides the layout.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -428,11 +414,11 @@ class _Gguf:
         self.names = sorted(self._parts)
 
     def kinds(self, name: str) -> set[str]:
-        """Return the kinds of blocks of a weight's parts; empty: numbers."""
+        """Return the kinds of blocks of a weight's parts; an empty kind means numbers."""
         return {self._files[part.name].places[part.name].kind for part in self._parts[name]}
 
     def on_meta(self, name: str) -> Tensor:
-        return self._whole(name, [self._files[part.name].on_meta(part.name) for part in self._parts[name]])
+        return self._joined(name, [self._files[part.name].on_meta(part.name) for part in self._parts[name]])
 
     def read(self, name: str) -> Tensor:
         tensors = []
@@ -440,50 +426,41 @@ class _Gguf:
             file = self._files[part.name]
             with _readable(file.path):
                 tensors.append(file.read(part.name))
-        return self._whole(name, tensors)
+        return self._joined(name, tensors)
 
     def sample(self, name: str) -> Tensor:
         return torch.cat([self._files[part.name].sample(part.name) for part in self._parts[name]])
 
-    def _whole(self, name: str, tensors: list[Tensor]) -> Tensor:
+    def _joined(self, name: str, tensors: list[Tensor]) -> Tensor:
         parts = self._parts[name]
         kind, *others = self.kinds(name)
-        if others:  # as one weight they are numbers
-            pairs = [
-                (tensor, self._files[part.name].places[part.name].kind)
-                for tensor, part in zip(tensors, parts, strict=True)
-            ]
-            tensors, kind = [unpack(tensor, kind) if kind else tensor.float() for tensor, kind in pairs], ""
+        if others:  # different blocks become one weight as numbers
+            kinds = [self._files[part.name].places[part.name].kind for part in parts]
+            pairs, kind = zip(tensors, kinds, strict=True), ""
+            tensors = [unpack(tensor, blocks) if blocks else tensor.float() for tensor, blocks in pairs]
         try:
             made = llama_cpp.joined(parts, tensors, kind)
         except ValueError as error:
             raise UserError(f"{self.path}: {error}; {_AGAIN}") from error
-        shape = self._shapes.get(name, [])  # llama.cpp's have no sides of 1
+        shape = self._shapes.get(name, [])  # llama.cpp's shapes have no sides of 1
         return made.view(shape) if 1 in shape and [*made.shape] == [side for side in shape if side != 1] else made
 
 
 class _Blocks(_Raw):
-    """A GGUF file as it is: bytes of blocks, or numbers."""
+    """A GGUF file's tensors as stored: bytes of blocks, or numbers."""
 
     def __init__(self, file: GgufFile) -> None:
         self.path, self.places, self.names = file.path, file.places, sorted(file.places)
 
     def on_meta(self, name: str) -> Tensor:
-        place = self.places[name]
-        dtype = torch.uint8 if place.kind else place.dtype
-        return torch.empty(place.stored_shape, dtype=dtype, device="meta")
+        at = self.places[name]
+        return torch.empty(at.stored_shape, dtype=torch.uint8 if at.kind else at.dtype, device="meta")
 
     def begin(self, name: str) -> int:
         return self.places[name].begin
 
 
-def _opened(path: Path, folder: Path) -> "_Raw | _Gguf | _Pickled":
-    if path.suffix.lower() == SUFFIX:
-        return _Gguf(folder)
-    return _Safetensors(path) if path.suffix == ".safetensors" else _Pickled(path)
-
-
-class _Pickled:
+class _Pickled(_Reader):
     """A ``.bin`` file, memory-mapped."""
 
     def __init__(self, path: Path) -> None:

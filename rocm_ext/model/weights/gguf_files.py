@@ -1,4 +1,4 @@
-"""GGUF files: their metadata, and where their tensors are.
+"""Read the header of GGUF files: metadata, and places of tensors.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
@@ -18,11 +18,11 @@ from rocm_ext.base.files import json_object
 from rocm_ext.model.weights.unpack import BLOCKS
 
 SUFFIX = ".gguf"
-# in a folder that stands for such files: where they are, and the shapes of transformers' weights by name
+# files in a folder that names GGUF files: their paths, and the shapes of transformers' weights by name
 LINKS, SHAPES = "gguf.json", "shapes.json"
 _AGAIN = "download the file again"
 _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's types of numbers
-# ggml's numbers of the types with blocks
+# ggml's types with blocks
 _TYPES = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K",
           14: "Q6_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
           23: "IQ4_XS", 39: "MXFP4"}  # fmt: skip
@@ -34,13 +34,13 @@ _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor is in a file.
+    """Position and format of a tensor in a file.
 
     Attributes:
-        shape: as in torch.
-        kind: of blocks, a key of :data:`rocm_ext.model.weights.unpack.BLOCKS`; empty: numbers of ``dtype``.
-        dtype: of numbers.
-        begin: offset of its first byte in the file.
+        shape: torch's shape of the values.
+        kind: kind of blocks, a key of :data:`rocm_ext.model.weights.unpack.BLOCKS`; empty: numbers of ``dtype``.
+        dtype: dtype of numbers.
+        begin: offset of the first byte in the file.
     """
 
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Place:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Of the numbers, or of the bytes of blocks."""
+        """Shape of the numbers, or of the blocks' bytes."""
         if not self.kind:
             return self.shape
         values, size = BLOCKS[self.kind]
@@ -58,22 +58,22 @@ class Place:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Bytes in the file."""
         return math.prod(self.stored_shape) * (1 if self.kind else self.dtype.itemsize)
 
 
 class GgufFile:
-    """A GGUF file's metadata, and where its tensors are.
+    """A GGUF file's header.
 
     Args:
         path: the file.
 
     Attributes:
         metadata: values by key.
-        places: of the tensors, by llama.cpp's names.
+        places: the tensors' places, by llama.cpp's names.
 
     Raises:
-        UserError: it cannot be read, is damaged, or has tensors of an unknown type.
+        UserError: the file cannot be read, is damaged, or has tensors of an unknown type.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,17 +84,17 @@ class GgufFile:
                 self.metadata, self.places = _Header(file, path, size).read()
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-        end = max((place.begin + place.nbytes for place in self.places.values()), default=0)
+        end = max((tensor.begin + tensor.nbytes for tensor in self.places.values()), default=0)
         if end > size:
             raise UserError(f"{path} has {size:,} bytes instead of {end:,}; {_AGAIN}")
 
     def numbers(self, name: str) -> Tensor:
         """Return the numbers of a tensor without blocks."""
-        place = self.places[name]
+        at = self.places[name]
         with self.path.open("rb") as file:
-            file.seek(place.begin)
-            content = bytearray(file.read(place.nbytes))
-        return torch.frombuffer(content, dtype=place.dtype).reshape(place.shape).float()
+            file.seek(at.begin)
+            content = bytearray(file.read(at.nbytes))
+        return torch.frombuffer(content, dtype=at.dtype).reshape(at.shape).float()
 
     @property
     def architecture(self) -> str:
@@ -114,29 +114,24 @@ class _Header:
         version, tensors, keys = self._numbers("<IQQ")
         if version not in (2, 3):
             raise UserError(f"{self._path} is of GGUF's version {version}; expected 2 or 3")
-        if max(tensors, keys) > _MOST:
-            raise self._damaged()
+        self._expect(max(tensors, keys) <= _MOST)
         metadata = {}
         for _ in range(keys):
             key = self._text()
             metadata[key] = self._value(*self._numbers("<I"))
         entries = [self._entry() for _ in range(tensors)]
-        if len({name for name, *_ in entries}) < tensors:
-            raise self._damaged()
+        self._expect(len({name for name, *_ in entries}) == tensors)
         step = metadata.get("general.alignment", 32)
-        if type(step) is not int or step < 1 or step > _MOST:
-            raise self._damaged()
+        self._expect(type(step) is int and 1 <= step <= _MOST)
         begin = -(-self._file.tell() // step) * step
         return metadata, {name: self._place(name, shape, kind, begin + at) for name, shape, kind, at in entries}
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name, (count,) = self._text(), self._numbers("<I")
-        if count > 4 or not name.isprintable():
-            raise self._damaged()
+        self._expect(count <= 4 and name.isprintable())
         shape = self._numbers(f"<{count}Q")[::-1]
         kind, at = self._numbers("<IQ")
-        if any(side > _MOST for side in shape):
-            raise self._damaged()
+        self._expect(all(side <= _MOST for side in shape))
         return name, shape, kind, at
 
     def _place(self, name: str, shape: tuple[int, ...], kind: int, begin: int) -> Place:
@@ -146,52 +141,42 @@ class _Header:
             raise UserError(
                 f"{self._path}: {name} is of ggml's type {kind}; expected F32, F16, BF16, {', '.join(_TYPES.values())}"
             )
-        found = _TYPES[kind]
-        if not shape or shape[-1] % BLOCKS[found][0]:
-            raise self._damaged()
-        return Place(shape, found, torch.float32, begin)
+        self._expect(bool(shape) and shape[-1] % BLOCKS[_TYPES[kind]][0] == 0)
+        return Place(shape, _TYPES[kind], torch.float32, begin)
 
     def _value(self, kind: int) -> Any:
         if kind in _SCALARS:
             return self._numbers(_SCALARS[kind])[0]
         if kind == _TEXT:
             return self._text()
-        if kind != _LIST:
-            raise self._damaged()
+        self._expect(kind == _LIST)
         of, count = self._numbers("<IQ")
-        if of in _SCALARS and count <= _MOST:
+        self._expect((of in _SCALARS or of == _TEXT) and count <= _MOST)
+        if of in _SCALARS:
             return list(self._numbers(f"<{count}{_SCALARS[of][1]}"))
-        if of != _TEXT or count > _MOST:
-            raise self._damaged()
         return [self._text() for _ in range(count)]
 
     def _text(self) -> str:
         (size,) = self._numbers("<Q")
-        if size > min(_MOST, self._size):
-            raise self._damaged()
+        self._expect(size <= _MOST)
         return self._bytes(size).decode("utf-8", "replace")
 
     def _numbers(self, form: str) -> tuple[Any, ...]:
-        if (size := struct.calcsize(form)) > self._size:
-            raise self._damaged()
-        return struct.unpack(form, self._bytes(size))
+        return struct.unpack(form, self._bytes(struct.calcsize(form)))
 
     def _bytes(self, size: int) -> bytes:
+        self._expect(size <= self._size)
         content = self._file.read(size)
-        if len(content) < size:
-            raise self._damaged()
+        self._expect(len(content) == size)
         return content
 
-    def _damaged(self) -> UserError:
-        return UserError(f"{self._path} is damaged in its header; {_AGAIN}")
+    def _expect(self, fits: bool) -> None:
+        if not fits:
+            raise UserError(f"{self._path} is damaged in its header; {_AGAIN}")
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Return all files of a model, in order: the file itself, or the parts of a split one.
-
-    Raises:
-        UserError: a part is missing.
-    """
+    """Return all files of a model, in order: the file, or all parts of a split model."""
     match = _PART.fullmatch(path.name)
     count = int(match[3]) if match else 0
     if match is None or not count:
@@ -203,13 +188,13 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def links_in(folder: Path) -> dict[str, Any]:
-    """Return the content of :data:`LINKS`: ``files``, and ``made``, whether ``config.json`` was made of metadata."""
+    """Return the content of :data:`LINKS`: ``files``, and ``made``: whether ``config.json`` was made from metadata."""
     path = folder / LINKS
     return (json_object(path.read_bytes()) or {"files": []}) if path.is_file() else {}
 
 
 def files_in(folder: Path) -> list[str] | None:
-    """Return the paths of the GGUF files whose folder this is; None: it is another."""
+    """Return the paths of the GGUF files that a folder names; None: it names none."""
     files = links_in(folder).get("files")
     if files is None:
         return None
@@ -219,14 +204,6 @@ def files_in(folder: Path) -> list[str] | None:
 
 
 def refuse_merging(folder: Path, instead: str) -> None:
-    """Refuse to merge an adapter into GGUF files.
-
-    Args:
-        folder: of the model.
-        instead: what to do, for the message.
-
-    Raises:
-        UserError: the folder stands for GGUF files.
-    """
+    """Refuse to merge an adapter into GGUF files of a folder; the message advises ``instead``."""
     if files := files_in(folder):
         raise UserError(f"an adapter merged into the blocks of {files[0]} would be rounded away; {instead}")

@@ -1,11 +1,11 @@
-"""How llama.cpp lays out models that are here as Hugging Face's: a table for each architecture that it computes alike.
+"""llama.cpp's layouts of models in Hugging Face's format: one table row per architecture that both compute alike.
 
-Keys, names and orders are those of llama.cpp's ``convert_hf_to_gguf.py``.
+Keys, names and orders follow llama.cpp's ``convert_hf_to_gguf.py``.
 """
 
 import math
 import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, explain_errors, refuse
 from rocm_ext.base.files import json_object
 from rocm_ext.model.families import (
     CONFIG,
@@ -25,26 +25,26 @@ from rocm_ext.model.families import (
     read_architecture,
     read_rope,
     stored_names,
-)
+)  # fmt: skip
 from rocm_ext.model.rope import frequencies
 from rocm_ext.model.weights.gguf_files import SHAPES, GgufFile, files_in
 from rocm_ext.model.weights.quantized import of_blocks
 
-_SCRIPT = "convert_hf_to_gguf.py, of llama.cpp's own sources"
+_SCRIPT = "convert_hf_to_gguf.py from llama.cpp's sources"
 CONVERTER = f"try python {_SCRIPT}, on the model's folder, or on the DIR of --merged if there is an adapter"
-# Kinds of RoPE that llama.cpp computes, where not all but Llama 3's, whose factors its Llama alone reads. Its Gemma 3
-# applies YaRN to sliding layers, too; its Gemma 4 opens no file without factors.
 _FACTORS, _STILL = "rope_freqs.weight", 1e30
-# keys that say nothing of the function, or what others say
+# keys that do not change the function, or repeat other keys
 _OPTIONAL = {"vocab_size", "head_count_kv", "key_length", "value_length", "final_logit_softcapping",
              "sliding_window_pattern", "rope_freq_base_swa", "rope_dimension_sections"}  # fmt: skip
-_LAYERS, _LARGEST = 1000, 2**28  # of a size; the largest are positions
-# what a model may have none of
+_LAYERS, _LARGEST = 1000, 2**28  # the most layers, and the largest of other sizes, which are positions
+# sizes that may be 0
 _OR_NONE = {"shared_kv_layers", "embedding_length_per_layer_input", "feed_forward_length", "final_logit_softcapping",
             "rope_dimension_sections"}  # fmt: skip
 _IDLE = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.value_length"}
 _YARN = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow",
          "attention_factor": "rope.scaling.attn_factor"}  # fmt: skip
+# Kinds of RoPE that llama.cpp computes; by default all but Llama 3's, whose factors only its Llama reads. Its Gemma 3
+# would apply YaRN to sliding layers; its Gemma 4 opens no file without factors.
 _KINDS = {
     "LLAMA": ("default", "linear", "llama3", "yarn"),
     "GEMMA3": ("default", "linear"),
@@ -60,11 +60,11 @@ class Part:
     """A weight, or some of its rows, as a tensor of llama.cpp.
 
     Attributes:
-        name: Hugging Face's, as the package ``gguf`` knows it.
-        rows: of the weight, of each expert's where it has experts; after ``change``.
-        heads: shape [a, b, width] of the columns after ``change``, which llama.cpp orders as [b, a, width]; None: as
-            they are.
-        change: of the weight's values, and back; None: they stay.
+        name: Hugging Face's name, in a form that the package ``gguf`` knows.
+        rows: rows of the weight, or of every expert's weight, after ``change``.
+        heads: shape [a, b, width] of the columns after ``change``, which llama.cpp orders as [b, a, width]; None: the
+            order is the same.
+        change: functions on the weight's values, to llama.cpp and back; None: values stay.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Part:
         return self.columns_of(weight[..., self.rows, :])
 
     def columns_of(self, weight: Tensor) -> Tensor:
-        """Return all rows of a weight with the columns in llama.cpp's order."""
+        """Return a weight with the columns in llama.cpp's order."""
         return weight if self.heads is None else weight.unflatten(-1, self.heads).transpose(-3, -2).flatten(-3)
 
     def is_vector(self, tensor: Tensor) -> bool:
@@ -89,52 +89,49 @@ class Part:
 
 
 def joined(parts: Sequence[Part], tensors: Sequence[Tensor], kind: str) -> Tensor:
-    """Return the weight that :meth:`Part.of` has taken apart.
+    """Join parts to a weight, the reverse of :meth:`Part.of`; raise a ValueError if the shapes do not fit.
 
     Args:
-        parts: of the weight.
-        tensors: of llama.cpp, one for each part; bytes where they have blocks.
-        kind: of their blocks, a key of :data:`rocm_ext.model.weights.unpack.BLOCKS`; empty: they have numbers.
-
-    Raises:
-        ValueError: their shapes do not fit, or a vector has blocks.
+        parts: the weight's parts.
+        tensors: llama.cpp's tensors, one per part: numbers, or bytes of blocks.
+        kind: kind of the blocks, a key of :data:`rocm_ext.model.weights.unpack.BLOCKS`; empty: numbers.
     """
-    (first, *others), found = parts, tensors[0]
-    dim = -1 if first.is_vector(found) else -2
+    (first, *others), weight = parts, tensors[0]
+    dim = -1 if first.is_vector(weight) else -2
     if kind and dim == -1:
         raise ValueError(f"{first.name} has blocks of {kind}; expected numbers")
-    if any(tensor.shape != found.shape for tensor in tensors):
+    if any(tensor.shape != weight.shape for tensor in tensors):
         raise ValueError(f"{first.name} and {others[-1].name} have different shapes")
-    if isinstance(first.rows, Tensor) and found.shape[dim] != len(first.rows):
-        raise ValueError(f"{first.name} has {found.shape[dim]} rows instead of {len(first.rows)}")
+    if isinstance(first.rows, Tensor) and weight.shape[dim] != len(first.rows):
+        raise ValueError(f"{first.name} has {weight.shape[dim]} rows instead of {len(first.rows)}")
     if others:
-        shape = list(found.shape)
+        shape = list(weight.shape)
         shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
-        found = found.new_empty(shape)
+        weight = weight.new_empty(shape)
         for part, tensor in zip(parts, tensors, strict=True):
-            found[(..., part.rows) if dim == -1 else (..., part.rows, slice(None))] = tensor
+            weight[(..., part.rows) if dim == -1 else (..., part.rows, slice(None))] = tensor
     elif isinstance(first.rows, Tensor):
-        found = found.index_select(dim, first.rows.argsort().to(found.device))
+        weight = weight.index_select(dim, first.rows.argsort().to(weight.device))
     swapped = first.heads and (first.heads[1], first.heads[0], first.heads[2])
     if kind:
-        found = of_blocks(found, kind, heads=swapped)
+        weight = of_blocks(weight, kind, heads=swapped)
     elif swapped:
-        found = replace(first, heads=swapped).columns_of(found)
-    return found if first.change is None else first.change[1](found)
+        weight = replace(first, heads=swapped).columns_of(weight)
+    return weight if first.change is None else first.change[1](weight)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How llama.cpp has a model.
+    """llama.cpp's layout of a model.
 
     Attributes:
-        arch: its name in ``gguf.MODEL_ARCH``.
+        arch: the architecture's name in ``gguf.MODEL_ARCH``.
         layers, vocabulary: number of layers, and rows of the embeddings.
-        keys: what ``GGUFWriter`` adds (``add_KEY``), with the values.
+        keys: values of the metadata, by ``KEY`` in ``GGUFWriter.add_KEY``.
         parts: maps a weight's name to its parts.
-        factors: divide RoPE's frequencies, [head_dim / 2]; None: nothing does.
-        merged_only: ends of the names of weights beside which llama.cpp computes another LoRA.
-        differs: what llama.cpp computes only nearly.
+        factors: divisors of RoPE's frequencies, [head_dim / 2]; None: there are none.
+        merged_only: ends of the names of weights for which llama.cpp computes another LoRA.
+        differs: a warning about small differences in llama.cpp's results.
     """
 
     arch: str
@@ -148,11 +145,7 @@ class Layout:
 
 
 def library() -> Any:
-    """Return the package ``gguf``.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Return the package ``gguf``, or refuse its absence."""
     try:
         import gguf
     except ImportError as error:
@@ -164,7 +157,7 @@ class GgufNames:
     """llama.cpp's names of a model's weights.
 
     Args:
-        layout: of the model.
+        layout: the model's layout.
 
     Raises:
         UserError: the package ``gguf`` is too old for the architecture.
@@ -184,11 +177,7 @@ class GgufNames:
         return self._map.get_name(hf, try_suffixes=(".weight", ".bias", ".scale"))
 
     def name(self, hf: str) -> str:
-        """Return llama.cpp's name of a weight.
-
-        Raises:
-            UserError: it has none.
-        """
+        """Return llama.cpp's name of a weight, or refuse it."""
         if (llama_name := self.find(hf)) is None:
             raise UserError(f"{hf} has no place in llama.cpp's {self.arch}; {CONVERTER}")
         return llama_name
@@ -198,7 +187,7 @@ def read_layout(folder: Path) -> Layout:
     """Return llama.cpp's layout of the model in a folder.
 
     Raises:
-        UserError: llama.cpp, or this module, has none, or llama.cpp computes another function.
+        UserError: llama.cpp or this module does not know the model, or llama.cpp computes another function.
     """
     if (config := foreign_config(folder, trust_remote_code=True)) is None:
         return _of_native(folder, read_architecture(folder))
@@ -208,16 +197,12 @@ def read_layout(folder: Path) -> Layout:
         named = config.get("architectures")
         name = named[0] if isinstance(named, list) and named else config.get("model_type")
         raise UserError(f"{name} is not written to GGUF files here; {CONVERTER}")
-    try:
+    with explain_errors(f"{folder / CONFIG}"):  # transformers and the table's functions raise anything
         return _of_transformers(folder, row)
-    except UserError:
-        raise
-    except Exception as error:  # values that transformers, or the table, cannot read; their errors are of any type
-        raise UserError(f"{folder / CONFIG}: {one_line(error)}") from error
 
 
 def way_out(folder: Path) -> str:
-    """Return the options of ``rocm-ext export`` that take the model in a folder to other programs."""
+    """Return options of ``rocm-ext export`` that write a folder's model for other programs."""
     if files := files_in(folder):
         return f"--gguf-adapter LORA.gguf; then llama-server -m {shlex.quote(files[0])} --lora LORA.gguf"
     try:
@@ -240,11 +225,12 @@ _MODEL_TYPE = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3F
 
 
 def _of_native(folder: Path, a: Architecture) -> Layout:
-    if a.rope.yarn and not a.rope.yarn.rounded:
-        raise UserError(f"{folder}: YaRN with truncate=False is unknown to llama.cpp")
     arch = _NATIVE[a.name]
-    if arch == "QWEN3" and a.out_bias:
-        raise UserError(f"{folder / CONFIG}: attention_bias is True; llama.cpp computes Qwen3 without biases alone")
+    problems = {
+        "truncate is False; llama.cpp rounds YaRN's bounds": a.rope.yarn and not a.rope.yarn.rounded,
+        "attention_bias is True; llama.cpp computes Qwen3 only without biases": arch == "QWEN3" and a.out_bias,
+    }
+    refuse(f"{folder / CONFIG}: {problem}" for problem, holds in problems.items() if holds)
     _check_rope(folder, arch, a.rope.kind)
     keys = {
         "vocab_size": a.vocabulary,
@@ -260,9 +246,7 @@ def _of_native(folder: Path, a: Architecture) -> Layout:
         "rope_dimension_count": a.head_dim,
         **_rope_keys(a.rope),
     }
-    factors = None
-    if a.rope.kind == "llama3":
-        factors = _factors(a.head_dim, a.rope)
+    factors = _factors(a.head_dim, a.rope) if a.rope.kind == "llama3" else None
 
     def parts(name: str) -> list[Part]:
         if a.tied and name == "lm_head.weight":
@@ -279,75 +263,65 @@ def _of_native(folder: Path, a: Architecture) -> Layout:
 
 
 def places(folder: Path, first: GgufFile, stored: Collection[str]) -> dict[str, list[Part]]:
-    """Return the parts of each weight that a model's GGUF files hold, with llama.cpp's names.
+    """Return the parts of all weights in a model's GGUF files, with llama.cpp's names.
 
-    Args:
-        folder: with the model's ``config.json``.
-        first: the first of the files.
-        stored: llama.cpp's names of the tensors of all.
+    ``stored`` has llama.cpp's names of the tensors in all files, of which ``first`` is the first.
 
     Raises:
-        UserError: the files have a tensor that the model has not, or lack a part of a weight.
+        UserError: the files have a tensor that the model lacks, or lack a part of a weight.
     """
     layout = read_layout(folder)
     names = GgufNames(layout)
-    found: dict[str, list[Part]] = {}
-    for name in _names_in(folder):
+    weights: dict[str, list[Part]] = {}
+    shapes = json_object(path.read_bytes()) if (path := folder / SHAPES).is_file() else None
+    for name in shapes or stored_names(layout.layers):
         ways = [layout.parts(name), [Part(f"{name}.weight")] if name.endswith("gate_up_proj") else []]
-        for parts in ways:
-            own = [replace(part, name=names.find(part.name) or "") for part in parts]
-            there = [part.name in stored for part in own]
+        for way in ways:
+            parts = [replace(part, name=names.find(part.name) or "") for part in way]
+            there = [part.name in stored for part in parts]
             if any(there) and not all(there):
-                raise UserError(f"{first.path} lacks {own[there.index(False)].name}")
+                raise UserError(f"{first.path} lacks {parts[there.index(False)].name}")
             if any(there):
-                found[name] = own
+                weights[name] = parts
                 break
-    known = {part.name for parts in found.values() for part in parts} | {_FACTORS}
+    known = {part.name for parts in weights.values() for part in parts} | {_FACTORS}
     ahead = tuple(f"blk.{layout.layers + number}." for number in range(_ahead(first)))
     if others := sorted(name for name in {*stored} - known if not name.startswith(ahead)):
         raise UserError(f"{first.path} has {others[0]}, which no layer of this {names.arch} has")
-    return found
-
-
-def _names_in(folder: Path) -> Iterable[str]:
-    """Hugging Face's names of the weights of the model in a folder."""
-    if (path := folder / SHAPES).is_file():
-        return json_object(path.read_bytes()) or {}
-    return stored_names(read_architecture(folder).layers)
+    return weights
 
 
 def _ahead(file: GgufFile) -> int:
-    """The number of layers after the others that predict further tokens, which are left out."""
+    """Return the number of final layers that predict further tokens and are left out."""
     if not file.architecture.startswith("qwen35"):
         return 0
-    found = file.metadata.get(f"{file.architecture}.nextn_predict_layers", 0)
-    return found if type(found) is int and 0 <= found <= _LAYERS else 0
+    layers = file.metadata.get(f"{file.architecture}.nextn_predict_layers", 0)
+    return layers if type(layers) is int and 0 <= layers <= _LAYERS else 0
 
 
 def config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
-    """Return the content of ``config.json`` for GGUF files: what :func:`read_layout` makes keys of, the other way.
-
-    Args:
-        files: all files of a model.
+    """Return the content of ``config.json`` for the GGUF files of a model, the reverse of :func:`read_layout`.
 
     Raises:
-        UserError: the metadata is of another architecture, lacks a key, or has one that is not known.
+        UserError: the metadata has an unknown architecture or an unknown key, or lacks a key.
     """
-    try:
+    with explain_errors(f"{files[0].path} has metadata that cannot be read"):  # values may have any type
         return _config_of(files)
-    except UserError:
-        raise
-    except Exception as error:  # values of any type, where numbers are expected
-        raise UserError(f"{files[0].path} has metadata that cannot be read: {one_line(error)}") from error
 
 
 def _config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
     file, arch = files[0], files[0].architecture
-    places = {name: place for each in files for name, place in each.places.items()}
+
+    def check(fits: bool, problem: str) -> None:
+        if not fits:
+            raise UserError(f"{file.path}: {arch}.{problem}")
+
+    places = {name: tensor for part in files for name, tensor in part.places.items()}
     name = next((name for name, known in _NATIVE.items() if _named(known) == arch), None)
     kind, row = next(((kind, row) for kind, row in _ROWS.items() if _named(row.arch) == arch), (None, None))
-    if name is None and (row is None or row.back is None):
-        raise UserError(f"{file.path} is llama.cpp's {arch}; {', '.join(sorted(_read()))} are read from GGUF files")
+    if name is None and row is None:
+        known = {_named(kind) for kind in (*_NATIVE.values(), *(row.arch for row in _ROWS.values()))}
+        raise UserError(f"{file.path} is llama.cpp's {arch}; {', '.join(sorted(known))} are read from GGUF files")
     if len(getattr(places.get("token_embd.weight"), "shape", ())) != 2:
         raise UserError(f"{file.path} lacks token_embd.weight, the embeddings")
     config: dict[str, Any] = {"architectures": [name], "model_type": _MODEL_TYPE.get(str(name), kind)}
@@ -360,11 +334,11 @@ def _config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
         value = keys.pop(stored := _stored_key(arch, key), None)
         if value is None and (key in _OPTIONAL or key in of_row or "expert_count" in of_row):  # see check_config
             continue
-        if problem := _problem_of(key, value):
-            raise UserError(f"{file.path}: {arch}.{stored} is {value!r}; {problem}")
+        check(not (problem := _problem_of(key, value)), f"{stored} is {value!r}; {problem}")
         values[key] = value
-        if isinstance(theirs, str) and config.setdefault(theirs, value) != value:
-            raise UserError(f"{file.path}: {arch}.{stored} is {value}, but {theirs} {config[theirs]}")
+        if isinstance(theirs, str):
+            same = config.setdefault(theirs, value) == value
+            check(same, f"{stored} is {value}, but {theirs} {config[theirs]}")
     config["head_dim"] = values.get("key_length", config["hidden_size"] // config["num_attention_heads"])
     config["vocab_size"] = places["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in places
@@ -373,13 +347,13 @@ def _config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
         config["attention_bias"] = biased
     config["rope_parameters"] = _rope_of(files, keys, config, row is not None and row.arch == "GEMMA4")
     turned, width = keys.pop("rope.dimension_count", config["head_dim"]), config["head_dim"]
-    if turned != width and (not arch.startswith("qwen35") or turned not in range(2, width, 2)):
-        raise UserError(f"{file.path}: {arch}.rope.dimension_count is {turned}; expected head_dim, {width}")
     if turned != width:
+        partial = arch.startswith("qwen35") and turned in range(2, width, 2)
+        check(partial, f"rope.dimension_count is {turned}; expected head_dim, {width}")
         config["rope_parameters"]["partial_rotary_factor"] = turned / width
-    if values.get("expert_used_count", 0) > values.get("expert_count", _LARGEST):
-        raise UserError(f"{file.path}: {arch}.expert_used_count is more than expert_count, {values['expert_count']}")
-    if row is not None and row.back is not None:
+    most = values.get("expert_count", _LARGEST)
+    check(values.get("expert_used_count", 0) <= most, f"expert_used_count is more than expert_count, {most}")
+    if row is not None:
         config |= row.back(values, config)
     if others := sorted(keys.keys() - _IDLE):
         raise UserError(f"{file.path}: {arch}.{others[0]} is {keys[others[0]]!r}, which is not computed here")
@@ -397,46 +371,37 @@ def _class_of(kind: str, file: GgufFile) -> str:
 
 
 def _problem_of(key: str, value: Any) -> str:
-    """What is wrong with a number, or the numbers, of the metadata; "": nothing."""
+    """Return the error in a number or numbers of the metadata, or ""."""
     if not isinstance(value, list):
         value = [value]
     if key == "sliding_window_pattern":
-        return "" if all(type(each) is bool for each in value) else "expected booleans"
+        return "" if all(type(entry) is bool for entry in value) else "expected booleans"
     most = _LAYERS if key == "block_count" else _LARGEST
-    if any(type(each) not in (int, float) for each in value):
+    if any(type(number) not in (int, float) for number in value):
         return "expected a number"
-    least = 0 if key in _OR_NONE else 1e-12 if any(type(each) is float for each in value) else 1
-    return "" if all(least <= each <= most for each in value) else f"expected {least} to {most}"
+    least = 0 if key in _OR_NONE else 1e-12 if any(type(number) is float for number in value) else 1
+    return "" if all(least <= number <= most for number in value) else f"expected {least} to {most}"
 
 
 def check_config(folder: Path, file: GgufFile) -> None:
-    """Check that the ``config.json`` of a folder has llama.cpp's layout in the file that it was made of.
-
-    Raises:
-        UserError: the metadata has another value, or none.
-    """
-    found, arch, layout = _keys(file), file.architecture, read_layout(folder)
+    """Check that a folder's ``config.json`` gives the metadata of ``file``, from which it was made."""
+    stored, arch, layout = _keys(file), file.architecture, read_layout(folder)
     asked = {key for row in _ROWS.values() if row.arch == layout.arch for key in row.keys} | {*_COMMON}
     needed = {_stored_key(arch, key) for key in layout.keys.keys() & asked - _OPTIONAL}
     for key, value in _stored(arch, layout.keys).items():
-        if key in needed - found.keys():
+        if key in needed - stored.keys():
             raise UserError(f"{file.path} lacks {arch}.{key}")
-        if key in found and not _equal(found[key], value):
-            raise UserError(f"{file.path}: {arch}.{key} is {found[key]}, but {value} is computed here")
+        if key in stored and not _equal(stored[key], value):
+            raise UserError(f"{file.path}: {arch}.{key} is {stored[key]}, but {value} is computed here")
 
 
 def _equal(stored: Any, value: Any) -> bool:
     if isinstance(stored, list) or isinstance(value, list):
-        stored, value = (each if isinstance(each, list) else [each] for each in (stored, value))
+        stored, value = (side if isinstance(side, list) else [side] for side in (stored, value))
         size = max(len(stored), len(value))
-        both = (each * (size if len(each) == 1 else 1) for each in (stored, value))
+        both = (side * (size if len(side) == 1 else 1) for side in (stored, value))
         return len({len(stored), len(value)} - {1}) < 2 and all(map(_equal, *both))
     return math.isclose(stored, value, rel_tol=1e-5) if isinstance(value, float) else stored == value
-
-
-def _read() -> set[str]:
-    """llama.cpp's names of the architectures that are read."""
-    return {_named(arch) for arch in _NATIVE.values()} | {_named(row.arch) for row in _ROWS.values() if row.back}
 
 
 def _named(arch: str) -> str:
@@ -444,7 +409,7 @@ def _named(arch: str) -> str:
 
 
 def _keys(file: GgufFile) -> dict[str, Any]:
-    """Return the metadata of the architecture, without layers that predict further tokens."""
+    """Return the architecture's metadata, without layers that predict further tokens."""
     arch = file.architecture
     keys = {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items() if key.startswith(f"{arch}.")}
     if ahead := _ahead(file):
@@ -463,7 +428,7 @@ def add_keys(writer: Any, keys: Mapping[str, Any]) -> None:
 
 
 def _stored(arch: str, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keys and values as they are in the metadata."""
+    """Return keys and values as stored in the metadata."""
     writer = library().GGUFWriter(None, arch)
     add_keys(writer, keys)
     return {key.removeprefix(f"{arch}."): entry.value for key, entry in writer.kv_data[0].items()}
@@ -476,18 +441,21 @@ def _stored_key(arch: str, key: str) -> str:
 def _rope_of(
     files: Sequence[GgufFile], keys: dict[str, Any], config: Mapping[str, Any], proportional: bool = False
 ) -> dict[str, Any]:
-    """Take RoPE's keys out of ``keys``; ``proportional``: its first dimensions alone rotate."""
-    path, base = files[0].path, keys.pop("rope.freq_base", 10_000.0)
-    if problem := _problem_of("rope_freq_base", base):
-        raise UserError(f"{path}: rope.freq_base is {base!r}; {problem}")
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
+    """Return RoPE's parameters, and remove its keys from ``keys``; ``proportional``: only first dimensions rotate."""
+
+    def taken(key: str, usual: Any = None) -> Any:
+        value = keys.pop(key, usual)
+        if problem := _problem_of(key, value):
+            raise UserError(f"{path}: {key} is {value!r}; {problem}")
+        return value
+
+    path = files[0].path
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": taken("rope.freq_base", 10_000.0)}
     kind = keys.pop("rope.scaling.type", "none")
     if kind not in ("none", "linear", "yarn"):
         raise UserError(f"{path}: rope.scaling.type is {kind!r}; expected none, linear or yarn")
     if kind != "none":
-        rope |= {"rope_type": kind, "factor": (factor := keys.pop("rope.scaling.factor", None))}
-        if problem := _problem_of("rope_scaling_factor", factor):
-            raise UserError(f"{path}: rope.scaling.factor is {factor!r}; {problem}")
+        rope |= {"rope_type": kind, "factor": taken("rope.scaling.factor")}
     if kind == "yarn":
         trained = keys.pop("rope.scaling.original_context_length", config["max_position_embeddings"])
         rope["original_max_position_embeddings"] = trained
@@ -497,28 +465,30 @@ def _rope_of(
     holder = next((file for file in files if _FACTORS in file.places), None)
     if holder is None:
         return rope
-    width, place = config["head_dim"], holder.places[_FACTORS]
-    fits = kind == "none" and not place.kind and place.shape == (width // 2,)
+    width, at = config["head_dim"], holder.places[_FACTORS]
+    fits = kind == "none" and not at.kind and at.shape == (width // 2,)
     factors = holder.numbers(_FACTORS) if fits else torch.ones(1)
     if proportional:
         turned, factor = int((factors < _STILL).sum()), float(factors[0])
-        if not fits or not torch.equal(factors, _first_dimensions(width, turned, factor)):
-            raise UserError(f"{path}: {_FACTORS} are not Gemma 4's; put the model's config.json beside the file")
-        return rope | {"rope_type": "proportional", "factor": factor, "partial_rotary_factor": 2 * turned / width}
-    scaled = {"rope_type": "llama3", "rope_theta": base, "factor": round(float(factors.max()), 3)}
-    scaled |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if not fits or not torch.allclose(_factors(width, read_rope({"rope_parameters": scaled}, 1)), factors, 1e-4):
-        raise UserError(f"{path}: {_FACTORS} are not Llama 3's; put the model's config.json beside the file")
-    return scaled
+        rope |= {"rope_type": "proportional", "factor": factor, "partial_rotary_factor": 2 * turned / width}
+        known = fits and torch.equal(factors, _first_dimensions(width, turned, factor))
+    else:
+        rope |= {"rope_type": "llama3", "factor": round(float(factors.max()), 3)}
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        known = fits and torch.allclose(_factors(width, read_rope({"rope_parameters": rope}, 1)), factors, 1e-4)
+    if not known:
+        family = "Gemma 4" if proportional else "Llama 3"
+        raise UserError(f"{path}: {_FACTORS} are not {family}'s; put the model's config.json beside the file")
+    return rope
 
 
 def _factors(width: int, rope: Rope) -> Tensor:
-    """What divides RoPE's frequencies."""
+    """Return the divisors of RoPE's frequencies."""
     return frequencies(width, Rope(rope.base)) / frequencies(width, rope)
 
 
 def _first_dimensions(width: int, turned: int, factor: float) -> Tensor:
-    """Factors with which the first dimensions rotate alone."""
+    """Return divisors with which only the first ``turned`` frequencies rotate."""
     return torch.where(torch.arange(width // 2) < turned, factor, _STILL)
 
 
@@ -526,7 +496,7 @@ def _check_rope(folder: Path, arch: str, kind: str) -> None:
     known = _KINDS.get(arch, ("default", "linear", "yarn"))
     if kind not in known:
         raise UserError(
-            f"{folder / CONFIG}: rope_type is {kind!r}; llama.cpp computes {', '.join(known)} of {arch} alone"
+            f"{folder / CONFIG}: rope_type is {kind!r}; for {arch}, llama.cpp computes only {', '.join(known)}"
         )
 
 
@@ -545,7 +515,7 @@ def _rope_keys(rope: Rope) -> dict[str, Any]:
     return keys
 
 
-# ---- architectures that transformers computes, whose config objects have every key
+# ---- architectures that transformers computes, with all keys in its config objects
 
 
 Of = str | Callable[[Any], Any]  # a key of the config, or what is computed from it
@@ -556,12 +526,11 @@ class _Row:
     """An architecture of the table.
 
     Attributes:
-        arch: its name in ``gguf.MODEL_ARCH``.
+        arch: the architecture's name in ``gguf.MODEL_ARCH``.
         parts: maps a weight's name and the config to the weight's parts.
-        keys: what ``GGUFWriter`` adds, beside :data:`_COMMON`.
-        only: keys of the config with the values that llama.cpp computes alone.
-        back: makes entries of the config of the keys' values, where these are computed, and of the entries that there
-            are; None: the architecture is not read from files.
+        keys: keys of the metadata, in addition to :data:`_COMMON`.
+        only: keys of the config, with the only values that llama.cpp computes.
+        back: returns further entries of the config from the metadata's values and the config so far.
         merged_only: see :class:`Layout`.
     """
 
@@ -569,7 +538,7 @@ class _Row:
     parts: Callable[[str, Any], list[Part]]
     keys: Mapping[str, Of]
     only: Mapping[str, Any]
-    back: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] | None = None
+    back: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
     merged_only: tuple[str, ...] = ()
 
 
@@ -577,18 +546,18 @@ def _of_transformers(folder: Path, row: _Row) -> Layout:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder).get_text_config()
-    for key, alone in row.only.items():
-        alone = alone(config) if callable(alone) else alone
-        if (value := getattr(config, key, alone)) != alone:
-            raise UserError(f"{folder / CONFIG}: {key} is {value!r}; llama.cpp computes {alone!r} alone")
+    for key, only in row.only.items():
+        only = only(config) if callable(only) else only
+        if (value := getattr(config, key, only)) != only:
+            raise UserError(f"{folder / CONFIG}: {key} is {value!r}; llama.cpp computes only {only!r}")
     rope = dict(config.rope_parameters)
     rope = rope.get("full_attention", rope)
     _check_rope(folder, row.arch, rope["rope_type"])
     part = rope.pop("partial_rotary_factor", 1.0)
-    found = {
+    values = {
         key: of(config) if callable(of) else getattr(config, of, None) for key, of in {**_COMMON, **row.keys}.items()
     }
-    keys = {key: value for key, value in found.items() if value is not None}  # models of experts alone have no MLP's
+    keys = {key: value for key, value in values.items() if value is not None}  # without an MLP, no size of it
     factors = None
     if rope["rope_type"] == "proportional":  # the first dimensions rotate, the others stay
         rope["rope_type"], width = "default", keys["key_length"]
@@ -613,7 +582,7 @@ _TRANSPOSED: Change = (lambda weight: weight.transpose(1, 2), lambda stored: sto
 
 
 def _experts(name: str, config: Any) -> list[Part]:
-    """The parts of a weight that may be of all experts: [experts, gate and up, in] or [experts, out, in]."""
+    """Return the parts of a weight; fused experts are [experts, gate and up, in] or [experts, out, in]."""
     stem, fused, _ = name.partition("gate_up_proj")
     if fused:
         half = config.moe_intermediate_size
@@ -633,14 +602,13 @@ def _gpt_oss(name: str, _: Any) -> list[Part]:
     if not experts:
         return [Part(name)]
     end, change = ("bias", None) if layer.endswith("_bias") else ("weight", _TRANSPOSED)
-    if layer.startswith("down_proj"):
-        return [Part(f"{stem}.experts.down_proj.{end}", change=change)]
-    halves = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
-    return [Part(f"{stem}.experts.{half}_proj.{end}", rows, change=change) for half, rows in halves.items()]
+    parts = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
+    parts = {"down": slice(None)} if layer.startswith("down_proj") else parts
+    return [Part(f"{stem}.experts.{part}_proj.{end}", rows, change=change) for part, rows in parts.items()]
 
 
 def _qwen3_5(name: str, config: Any) -> list[Part]:
-    """Heads of v lie by heads of k in Hugging Face's files; in llama.cpp, the first heads of v of each k come first."""
+    """Hugging Face orders v's heads by k's heads; llama.cpp has the first v head of every k head first, and so on."""
     stem, delta, layer = name.partition(".linear_attn.")
     if not delta:
         parts = _experts(name, config)
@@ -664,14 +632,16 @@ def _qwen3_5(name: str, config: Any) -> list[Part]:
     ]
 
 
+_GEMMA_4 = {  # ends of names, and what gguf knows for them
+    "router.scale": "router.proj.scale",
+    "router.per_expert_scale": "experts.down_proj.scale",
+    **{end: f"{end}.weight" for end in ("layer_scalar", "experts.gate_up_proj", "experts.down_proj")},
+}
+
+
 def _gemma_4(name: str, _: Any) -> list[Part]:
-    if name.endswith("router.scale"):
-        return [Part(name.replace("router.scale", "router.proj.scale"))]
-    if name.endswith("router.per_expert_scale"):
-        return [Part(name.replace("router.per_expert_scale", "experts.down_proj.scale"))]
-    return [
-        Part(f"{name}.weight" if name.endswith(("layer_scalar", "experts.gate_up_proj", "experts.down_proj")) else name)
-    ]
+    end = next(filter(name.endswith, _GEMMA_4), "")
+    return [Part(name.removesuffix(end) + _GEMMA_4[end] if end else name)]
 
 
 def _head_dim(config: Any) -> int:
@@ -700,16 +670,12 @@ _EXPERTS: dict[str, Of] = {
 def _local_base(config: Any) -> float:
     rope = config.rope_parameters["sliding_attention"]
     if rope["rope_type"] != "default":
-        raise UserError(f"RoPE of sliding layers is {rope['rope_type']!r}; llama.cpp computes 'default' alone")
+        raise UserError(f"RoPE of sliding layers is {rope['rope_type']!r}; llama.cpp computes only 'default'")
     return rope["rope_theta"]
 
 
-def _width_of(kind: str) -> Of:
-    return lambda config: config.per_layer_config[kind].head_dim
-
-
 def _table(config: Any) -> int:
-    """The rows that llama.cpp knows of the embeddings of layers, if there are any."""
+    """Return the rows that llama.cpp expects in the layers' embeddings, if there are any."""
     return config.vocab_size if config.hidden_size_per_layer_input else config.vocab_size_per_layer_input
 
 
@@ -729,30 +695,32 @@ _DELTA: dict[str, Of] = {
     "ssm_time_step_rank": "linear_num_value_heads",
     "ssm_inner_size": lambda c: c.linear_num_value_heads * c.linear_value_head_dim,
     "full_attention_interval": lambda c: c.layer_types.index("full_attention") + 1,
-    # of positions in images; those of text are the same in all sections
+    # sections for positions in images; in text all sections have the same positions
     "rope_dimension_sections": lambda c: [*c.rope_parameters.get("mrope_section", [11, 11, 10]), 0],
 }
 
 
-def _every(config: Any) -> list[str]:
-    """The kinds of layers if each n-th has full attention."""
-    interval = config.layer_types.index("full_attention") + 1
-    kinds = ["linear_attention"] * (interval - 1) + ["full_attention"]
-    return [kinds[layer % interval] for layer in range(config.num_hidden_layers)]
+def _kinds(layers: int, every: int, others: str) -> list[str]:
+    """Return the kinds of layers if every n-th has full attention."""
+    return ["full_attention" if layer % every == 0 else others for layer in range(1, layers + 1)]
+
+
+def _linear_kinds(config: Any) -> list[str]:
+    return _kinds(config.num_hidden_layers, config.layer_types.index("full_attention") + 1, "linear_attention")
 
 
 _SILU = {"hidden_act": "silu", "attention_bias": False}
-_QWEN3_5 = {**_SILU, "layer_types": _every, "linear_value_head_dim": lambda c: c.linear_key_head_dim}
+_QWEN3_5 = {**_SILU, "layer_types": _linear_kinds, "linear_value_head_dim": lambda c: c.linear_key_head_dim}
 _GELU = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
 
 
 def _back_to_windows(every: int) -> Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]:
-    """Where the file does not say it, each n-th layer has full attention."""
+    """Return a row's ``back``; where the file does not say it, every n-th layer has full attention."""
 
     def back(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        layers = range(config["num_hidden_layers"])
-        slides = values.get("sliding_window_pattern") or [(layer + 1) % every > 0 for layer in layers]
-        return {"layer_types": ["sliding_attention" if each else "full_attention" for each in slides]}
+        usual = _kinds(config["num_hidden_layers"], every, "sliding_attention")
+        pattern = values.get("sliding_window_pattern") or ()
+        return {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern] or usual}
 
     return back
 
@@ -766,14 +734,13 @@ def _back_to_gemma_3(values: Mapping[str, Any], config: Mapping[str, Any]) -> di
 
 
 def _back_to_qwen3_5(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    every, rope = values["full_attention_interval"], dict(config["rope_parameters"])
+    rope = dict(config["rope_parameters"])
     if sections := values.get("rope_dimension_sections"):
         rope["mrope_section"] = sections[:3]
-    layers = range(1, config["num_hidden_layers"] + 1)
     return {
         "rope_parameters": rope,
         "linear_value_head_dim": values["ssm_inner_size"] // config["linear_num_value_heads"],
-        "layer_types": ["linear_attention" if layer % every else "full_attention" for layer in layers],
+        "layer_types": _kinds(config["num_hidden_layers"], values["full_attention_interval"], "linear_attention"),
     }
 
 
@@ -792,7 +759,7 @@ def _back_to_gemma_4(values: Mapping[str, Any], config: Mapping[str, Any]) -> di
         "global_head_dim": values["key_length"],
         "num_key_value_heads": many,
         "num_global_key_value_heads": few,
-        "attention_k_eq_v": few != many,  # as in all that are published; loading refuses others
+        "attention_k_eq_v": few != many,  # as in all published models; loading refuses others
         "intermediate_size": min(widths),
         "use_double_wide_mlp": min(widths) < max(widths),
         "vocab_size_per_layer_input": config["vocab_size"],
@@ -802,7 +769,7 @@ def _back_to_gemma_4(values: Mapping[str, Any], config: Mapping[str, Any]) -> di
 
 
 def _gemma_3_scale(config: Any) -> float:
-    """llama.cpp's scale of attention; it knows the 27B model by its layers."""
+    """Return llama.cpp's scale of attention; it recognises the 27B model by its layers."""
     return config.hidden_size // config.num_attention_heads if config.num_hidden_layers == 62 else config.head_dim
 
 
@@ -856,15 +823,15 @@ _ROWS = {  # by the model_type of the text part
             "head_count_kv": lambda c: [
                 c.per_layer_config[layer].num_key_value_heads for layer in range(c.num_hidden_layers)
             ],
-            "key_length": _width_of("full_attention"),
-            "value_length": _width_of("full_attention"),
-            "key_length_swa": _width_of("sliding_attention"),
-            "value_length_swa": _width_of("sliding_attention"),
-            "rope_dimension_count_swa": _width_of("sliding_attention"),
+            **dict.fromkeys(("key_length", "value_length"), lambda c: c.per_layer_config["full_attention"].head_dim),
+            **dict.fromkeys(
+                ("key_length_swa", "value_length_swa", "rope_dimension_count_swa"),
+                lambda c: c.per_layer_config["sliding_attention"].head_dim,
+            ),
             "feed_forward_length": _mlps,
         },
         {**_GELU, "vocab_size_per_layer_input": _table},
-        back=_back_to_gemma_4,
+        _back_to_gemma_4,
         merged_only=("experts.down_proj",),  # the router's scale of an expert leaves out its LoRA
     ),
 }

@@ -1,7 +1,7 @@
-"""Frozen weights in formats of 4 and 8 bits, which stand for the tensors that they dequantise to.
+"""Frozen weights in formats of 4 and 8 bits, which behave like the dequantised tensors.
 
-A :class:`Quantized` goes where a weight goes. Each operation that needs its values dequantises it for that operation
-alone. So does each backward pass, because what autograd keeps is the quantised weight itself.
+A :class:`Quantized` can replace any weight. An operation that needs its values dequantises it temporarily. So does a
+backward pass, because autograd saves the quantised weight.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,13 +28,13 @@ _WHAT = "the product in FP8"
 _PIECE = 1 << 23  # bytes of ggml's blocks that are checked at a time
 
 
-# unpacked weights by dtype and the identity of their blocks, which lives as long as they are kept here
+# blocks and their unpacked values, by dtype and the blocks' id; the entry keeps the blocks alive, and so the id
 _OPEN: ContextVar[dict[Any, tuple[Tensor, Tensor]] | None] = ContextVar("_OPEN", default=None)
 
 
 @contextmanager
 def unpacked_once() -> Iterator[None]:
-    """Context in which a weight's blocks are unpacked by their first use, and kept for the others."""
+    """Context that unpacks a weight's blocks once, at their first use."""
     token = _OPEN.set({})
     try:
         yield
@@ -44,25 +44,25 @@ def unpacked_once() -> Iterator[None]:
 
 @cache
 def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The values of each byte, [256, 2]; made once, since a graph copies nothing from the host."""
+    """The values of all bytes, [256, 2]; cached, because a graph copies nothing from the host."""
     return torch.tensor(_PAIRS, dtype=dtype, device=device)
 
 
 class Quantized(Tensor):
-    """A quantised weight [..., out, in]: values of 4 or 8 bits, and a scale for each block of them.
+    """A quantised weight [..., out, in]: values of 4 or 8 bits, and one scale per block.
 
     Args:
         packed: FP8, [..., out, in]; or MXFP4's pairs of values as uint8, [..., out, in / 32, 16]; or ggml's blocks,
             [..., out, bytes].
         scale: [..., blocks of out, blocks of in]: floating-point numbers, or exponents of 2 as uint8, plus 127. ggml's
-            blocks have theirs inside: [..., out, 0].
-        block: rows and columns of a block; the last ones may be smaller.
-        dtype: of the tensor that it stands for.
-        transposed: it stands for a tensor [..., in, out].
-        multiplies: FP8 with scales of rows is multiplied as it is, see :func:`scaled_product`.
-        kind: of ggml's blocks, a key of :data:`rocm_ext.model.weights.unpack.BLOCKS`.
-        heads: shape [a, b, width] of its columns in ggml's blocks, which are those of the tensor in the order
-            [b, a, width]: a block may hold several heads; None: the order is the same.
+            blocks contain their scales: [..., out, 0].
+        block: rows and columns of a block; blocks at the end may be smaller.
+        dtype: dtype of the dequantised tensor.
+        transposed: whether the dequantised tensor is [..., in, out].
+        multiplies: whether FP8 with one scale per row is multiplied without dequantising, see :func:`scaled_product`.
+        kind: kind of ggml's blocks, a key of :data:`rocm_ext.model.weights.unpack.BLOCKS`.
+        heads: shape [a, b, width] of the columns in ggml's blocks; the dequantised tensor has them as [b, a, width],
+            because a block may hold several heads. None: the order is the same.
     """
 
     packed: Tensor
@@ -85,7 +85,7 @@ class Quantized(Tensor):
         kind: str = "",
         heads: tuple[int, int, int] | None = None,
     ) -> "Quantized":
-        """Make a tensor without values of its own."""
+        """Make a tensor subclass without storage."""
         shape = list(packed.shape)
         if kind:
             values, size = BLOCKS[kind]
@@ -106,7 +106,7 @@ class Quantized(Tensor):
         return f"Quantized({list(self.shape)}, {self.kind or self.packed.dtype}, blocks of {self.block})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Say of what torch.compile makes such a tensor."""
+        """Return inner tensors and arguments, for torch.compile."""
         return ["packed", "scale"], self._rest()
 
     @staticmethod
@@ -119,7 +119,7 @@ class Quantized(Tensor):
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that it takes."""
+        """Bytes of values and scales."""
         return self.packed.nbytes + self.scale.nbytes
 
     def scales(self) -> Tensor:
@@ -129,8 +129,8 @@ class Quantized(Tensor):
         return torch.ldexp(torch.ones_like(self.scale, dtype=torch.float32), self.scale.int() - 127)
 
     def finite_part(self) -> Tensor:
-        """Return the scales, with NaN if any value is NaN: all finite if the weight is."""
-        if self.kind:  # a weight of experts, unpacked, has gigabytes
+        """Return numbers that are all finite if the weight is: scales, or extremes of ggml's blocks."""
+        if self.kind:  # an unpacked weight of experts would take gigabytes
             rows = self.packed.reshape(-1, self.packed.shape[-1])
             pieces = rows.split(max(_PIECE // self.packed.shape[-1], 1))
             return torch.cat([torch.stack(unpack(piece, self.kind, self.dtype).aminmax()) for piece in pieces])
@@ -144,10 +144,7 @@ class Quantized(Tensor):
         return Quantized(change(self.packed), change(self.scale), *self._rest(dtype))
 
     def get_original_weight(self) -> Tensor:
-        """Dequantise; torchao's NF4 has a method of this name.
-
-        Products of value and scale are rounded once, from fp32.
-        """
+        """Dequantise, with one rounding from fp32. torchao's NF4 has a method of this name."""
         if self.kind:
             kept, key = _OPEN.get(), (id(self.packed), self.dtype)
             if kept is not None and key in kept:
@@ -160,7 +157,7 @@ class Quantized(Tensor):
                 values = values.unflatten(-1, self.heads).transpose(-3, -2).flatten(-3)
             return values.mT if self.transposed else values
         if self.packed.dtype == torch.uint8:
-            made = _pairs.__wrapped__ if isinstance(self.packed, FakeTensor) else _pairs  # a fake table must not stay
+            made = _pairs.__wrapped__ if isinstance(self.packed, FakeTensor) else _pairs  # do not cache a fake table
             pairs = made(self.dtype, self.device).index_select(0, self.packed.flatten().int())
             values = pairs.view(*self.packed.shape[:-2], -1)
         else:
@@ -187,7 +184,7 @@ class Quantized(Tensor):
         return func(*args, **kwargs)
 
 
-# ---- operations that need no dequantised weight; None: not with these arguments
+# ---- operations on quantised weights; None: these arguments need a dequantised weight
 
 
 def _to(weight: Quantized, *, dtype: Any = None, device: Any = None, **others: Any) -> Quantized | None:
@@ -211,7 +208,7 @@ def _select(weight: Quantized, dim: int, index: int) -> Quantized | None:
 
 
 def _joined(join: Callable[..., Tensor], weights: Sequence[Any], dim: int) -> Quantized | None:
-    """Join alike weights along a dimension before their columns."""
+    """Join weights of one format along a dimension before their columns."""
     first = weights[0]
     like = [isinstance(w, Quantized) and w._rest() == first._rest() for w in weights]
     if not all(like) or first.transposed or dim > first.ndim - 2:
@@ -240,7 +237,7 @@ def _mm(x: Tensor, weight: Any) -> Tensor | None:
 
 
 def _embedding(weight: Any, tokens: Tensor, *_: Any, **__: Any) -> Tensor | None:
-    """Unpack the rows of ``tokens`` alone."""
+    """Unpack only the rows of ``tokens``."""
     if not isinstance(weight, Quantized) or not weight.kind or weight.transposed:
         return None
     return weight.with_parts(lambda part: part[tokens]).get_original_weight()
@@ -269,20 +266,17 @@ _KEPT: dict[Any, Callable[..., Tensor | None]] = {
 }
 
 
-# ---- where they come from
+# ---- quantised weights from files, and from weights in 16 bits
 
 
 def stored(name: str, packed: Tensor, scale: Tensor, block: tuple[int, int] = (0, 0)) -> Quantized:
-    """Return the weight that a file stores as two tensors.
+    """Return the weight that a file stores as values and scales; raise a ValueError if their shapes do not fit.
 
     Args:
-        name: of the weight, for the message.
-        packed: as of :class:`Quantized`. Those in MXFP4 are experts' weights, which models want as [..., in, out].
-        scale: as of :class:`Quantized`; or one for all values, or for each row.
+        name: the weight's name, for the message.
+        packed: see :class:`Quantized`. MXFP4's are experts' weights, which models expect as [..., in, out].
+        scale: see :class:`Quantized`; or one scale for all values, or one per row.
         block: rows and columns that share a scale by ``config.json``; 0: all.
-
-    Raises:
-        ValueError: their shapes do not fit.
     """
     if packed.dtype == torch.uint8:
         if packed.shape[:-1] != scale.shape or packed.shape[-1] != 16:
@@ -291,7 +285,7 @@ def stored(name: str, packed: Tensor, scale: Tensor, block: tuple[int, int] = (0
     if scale.ndim < 2:
         scale = scale.reshape(-1, 1)
     *before, rows, columns = packed.shape
-    for sides in (block, (0, 0), (1, 0)):  # one scale of all, or scales of rows, have no other meaning
+    for sides in (block, (0, 0), (1, 0)):  # one scale for all, or one per row, is unambiguous
         sides = sides[0] or rows or 1, sides[1] or columns or 1
         if list(scale.shape) == [*before, -(-rows // sides[0]), -(-columns // sides[1])]:
             return Quantized(packed, scale, sides, torch.bfloat16)
@@ -302,53 +296,39 @@ def stored(name: str, packed: Tensor, scale: Tensor, block: tuple[int, int] = (0
 def of_blocks(
     packed: Tensor, kind: str, dtype: torch.dtype = torch.float32, heads: tuple[int, int, int] | None = None
 ) -> Quantized:
-    """Return the weight of ggml's blocks.
-
-    Args:
-        packed: [..., out, bytes], uint8.
-        kind: a key of :data:`rocm_ext.model.weights.unpack.BLOCKS`.
-        dtype: of the tensor that it stands for.
-        heads: see :class:`Quantized`.
-    """
+    """Return the weight of ggml's blocks, ``packed`` [..., out, bytes]; for arguments see :class:`Quantized`."""
     nothing = packed.new_empty(*packed.shape[:-1], 0)
     return Quantized(packed, nothing, (1, BLOCKS[kind][0]), dtype, kind=kind, heads=heads)
 
 
 def fp8_rows(weight: Tensor, transposed: bool = False, multiplies: bool = False) -> Quantized:
-    """Quantise a weight to FP8 with a scale for each row: its largest value becomes the format's.
+    """Quantise a weight [..., out, in], or [..., in, out] if ``transposed``, to FP8.
 
-    Args:
-        weight: [..., out, in], or [..., in, out] if ``transposed``.
-        transposed: see ``weight``.
-        multiplies: see :class:`Quantized`.
+    A row's scale maps its largest value to the format's largest. For ``multiplies`` see :class:`Quantized`.
     """
     dtype, weight = weight.dtype, weight.mT.contiguous() if transposed else weight
     return Quantized(*_by_rows(weight), (1, weight.shape[-1]), dtype, transposed, multiplies)
 
 
 def _by_rows(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values in the device's FP8, and the scales of their rows."""
+    """Return values in the device's FP8, and one scale per row."""
     kind = torch.float8_e4m3fn
     if values.is_cuda and torch.version.hip:
         arch = torch.cuda.get_device_properties(values.device).gcnArchName
-        kind = torch.float8_e4m3fnuz if arch.startswith("gfx94") else kind  # CDNA 3 has its own; CDNA 4 the standard's
+        kind = torch.float8_e4m3fnuz if arch.startswith("gfx94") else kind  # CDNA 3's; CDNA 4 has the standard's
     largest = values.abs().amax(-1, keepdim=True).float()
-    scale = torch.where(largest == 0, 1.0, largest / torch.finfo(kind).max)  # NaN stays, for who looks at scales
+    scale = torch.where(largest == 0, 1.0, largest / torch.finfo(kind).max)  # NaN stays, for finite_part
     return (values / scale).to(kind), scale
 
 
-# what `quantize_base: fp8` makes: scales of rows, and routers as they are
+# the format of `quantize_base: fp8`: one scale per row; routers are not quantised
 FP8_ROWS = StoredFormat("fp8", (1, 0), ("gate", "router", "shared_expert_gate"))
 
 
 def stand_in(weight: Tensor, kind: str, block: tuple[int, int], transposed: bool = False) -> nn.Parameter:
-    """Return what ``weight`` becomes in a format, on the meta device and without values.
+    """Return ``weight``, a parameter on the meta device, in the format ``fp8`` or ``mxfp4``.
 
-    Args:
-        weight: parameter on the meta device.
-        kind: ``fp8`` or ``mxfp4``.
-        block: rows and columns; 0: all.
-        transposed: as of :class:`Quantized`.
+    ``block`` is the rows and columns of a block; 0: all. For ``transposed`` see :class:`Quantized`.
     """
     *before, rows, columns = weight.mT.shape if transposed else weight.shape
     block = (block[0] or rows, block[1] or columns)
@@ -366,11 +346,9 @@ def stand_in(weight: Tensor, kind: str, block: tuple[int, int], transposed: bool
 
 
 def expect_blocks(decoder: Any, blocks: Mapping[str, Quantized]) -> Any:
-    """Put blocks without values where the GGUF files of ``decoder`` have such; return ``decoder``.
+    """Replace parameters of ``decoder`` by its GGUF files' ``blocks``, by Hugging Face's names; return ``decoder``.
 
-    Args:
-        decoder: its parameters are on the meta device.
-        blocks: on the meta device, by Hugging Face's names of weights.
+    Both are on the meta device.
     """
     rename = decoder.renames[0]
     for name, parameter in list(decoder.named_parameters()):
@@ -385,7 +363,7 @@ def expect_blocks(decoder: Any, blocks: Mapping[str, Quantized]) -> Any:
 def expect(decoder: Any, form: StoredFormat | None, quantizes: bool = False) -> Any:
     """Put a :func:`stand_in` where the files of ``decoder`` have quantised weights; return ``decoder``.
 
-    With ``quantizes`` the files have 16 bits, which become such weights as they are loaded.
+    With ``quantizes`` the files have 16 bits, and loading quantises them.
     """
     if form is None:
         return decoder
@@ -411,11 +389,11 @@ def expect(decoder: Any, form: StoredFormat | None, quantizes: bool = False) -> 
 
 
 def scaled_product(x: Tensor, weight: Quantized) -> Tensor | None:
-    """Multiply in FP8: x [n, in] gets a scale for each row, too. None: the device cannot, with these shapes.
+    """Multiply x [n, in] with an FP8 weight; x also gets one scale per row. None: torch does not take these shapes.
 
-    Where the sum is over the weight's rows, as for the gradient of an input, their scales first go into x.
+    Where the sum is over the weight's rows, as for the gradient of an input, x is first multiplied by their scales.
     """
-    size = 16  # what torch._scaled_mm asks of the weight's sides
+    size = 16  # divides the weight's sides in torch._scaled_mm
     if x.dtype != torch.bfloat16 or not len(x) or any(side % size for side in weight.packed.shape):
         return None
     if weight.transposed:
@@ -434,14 +412,14 @@ def scaled_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 @cache
 def _right_and_fast() -> bool:
-    """Ask a child process; a line in the log says what was found."""
+    """Ask a child process, and log its answer."""
     failure = trials.failure_of("scaled_mm", _WHAT, __name__)
     log.info("quantize_base=fp8: %s", f"weights are dequantised, because {failure}" if failure else "products in FP8")
     return not failure
 
 
 def trial(device: torch.device) -> str:
-    """Compare products in FP8 with dequantised weights: return what is wrong, or ""."""
+    """Compare products in FP8 with dequantised weights: return a failure, or ""."""
     rng = torch.Generator().manual_seed(0)
     x, grad, weight = (torch.randn(*s, generator=rng).to(device, torch.bfloat16) for s in
                        ((2048, 1024), (2048, 1536), (1536, 1024)))  # fmt: skip

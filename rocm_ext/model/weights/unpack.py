@@ -1,7 +1,7 @@
 """Unpack the blocks of ggml's types into numbers, by transformers' functions where it has them.
 
-Values equal those of llama.cpp's package ``gguf`` bit for bit in fp32. On a GPU, torch.compile makes one kernel of each
-function, which reads blocks and writes values, where the function itself reads and writes some 40 bytes for each value.
+In fp32, values equal those of llama.cpp's package ``gguf`` bit for bit. On a GPU, torch.compile turns a function into
+one kernel that reads blocks and writes values; uncompiled, it reads and writes some 40 bytes per value.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ BLOCKS = {
     "IQ2_XS": (256, 74), "IQ2_S": (256, 82), "IQ3_XXS": (256, 98), "IQ3_S": (256, 110), "IQ4_NL": (32, 18),
     "IQ4_XS": (256, 136), "MXFP4": (32, 17),
 }  # fmt: skip
-# values that are unpacked at a time: what leads to them stays in a CPU's cache (a third of the time), and is little
-# beside a GPU's memory
+# values that are unpacked at a time: intermediate values stay in a CPU's cache (a third of the time), and are small
+# compared with a GPU's memory
 _PIECE = {"cpu": 1 << 18}
 _LARGE_PIECE = 1 << 26
 _WHAT = "the compiled unpacking of GGUF blocks"
@@ -31,15 +31,9 @@ _E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)  # twice the values, as ggml h
 
 
 def unpack(packed: Tensor, kind: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the values of blocks, rounded once from fp32.
+    """Return the values of complete blocks, [..., bytes] uint8 -> [..., values], rounded once from fp32.
 
-    Args:
-        packed: [..., bytes] of whole blocks, uint8.
-        kind: a key of :data:`BLOCKS`.
-        dtype: of the values.
-
-    Returns:
-        [..., values].
+    ``kind`` is a key of :data:`BLOCKS`.
     """
     return _unpack(packed, kind, dtype)
 
@@ -76,7 +70,7 @@ def _function(kind: str) -> Callable[[Tensor], Tensor]:
 
 @cache
 def _kernel(kind: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-    """Return a compiled function; None: this machine does not compile it rightly."""
+    """Return a compiled function; None: compiling does not work on this machine."""
     return compiled(kind, dtype) if _compiles() else None
 
 
@@ -87,22 +81,22 @@ def compiled(kind: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     def unpacked(blocks: Tensor) -> Tensor:
         return function(blocks).reshape(-1, BLOCKS[kind][0]).to(dtype)
 
-    # torch.compile keeps eight graphs for the code of a function: each kind and dtype gets a code of its own
+    # torch.compile keeps eight graphs per code object: every kind and dtype gets a new one
     code = unpacked.__code__.replace(co_name=f"unpacked_{kind}_{dtype}")
-    own = FunctionType(code, unpacked.__globals__, None, None, unpacked.__closure__)
-    return torch.no_grad()(torch.compile(own, dynamic=True))
+    renamed = FunctionType(code, unpacked.__globals__, None, None, unpacked.__closure__)
+    return torch.no_grad()(torch.compile(renamed, dynamic=True))
 
 
 @cache
 def _compiles() -> bool:
-    """Ask a child process; a line in the log says what it answers."""
+    """Ask a child process, and log its answer."""
     failure = trials.failure_of("unpack", _WHAT, __name__)
     log.info("GGUF: %s", f"blocks are unpacked step by step, because {failure}" if failure else "compiled unpacking")
     return not failure
 
 
 def trial(device: torch.device) -> str:
-    """Compare compiled functions with what they are made of: return what is wrong, or ""."""
+    """Compare compiled functions with the uncompiled ones: return a failure, or ""."""
     rng = torch.Generator().manual_seed(0)
     pairs: list[tuple[Callable[[], Tensor], Callable[[], Tensor]]] = []
     for kind, (_, size) in BLOCKS.items():

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from rocm_ext.base.openai_http import (
     seconds_of,
 )
 from rocm_ext.base.supervised import RETRY
-from rocm_ext.config.checks.kinds import check, integer, number
+from rocm_ext.config.checks.kinds import Kind, check, integer, number
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.sampling.engine import Request, Sampling
 from rocm_ext.sampling.server.session import LORA_HINT, Adapter, OpenAISession, Terms, load_anew, unload_adapter
@@ -40,6 +41,7 @@ from rocm_ext.sampling.server.wire import (
     PROBES,
     EndpointFormat,
     Server,
+    base_models,
     check_logprobs,
     top_logprob,
 )
@@ -47,48 +49,50 @@ from rocm_ext.sampling.server.wire import (
 _KINDS = {
     "concurrency": integer(1, 1024),  # files that a process may usually have open
     "timeout": number(lambda x: 0 < x <= 604800, "seconds above 0, at most 604800"),
+    "lora_name": Kind(
+        lambda name: isinstance(name, str) and bool(re.fullmatch(r"[\w.-]+", name)),
+        ("letters, digits, dots, - and _",),
+    ),
 }
 
 
 class OpenAIEngine:
     """Samples from servers that serve the run's base model; several servers share the load.
 
-    Every answer is one HTTP request. A request contains all sampling settings, also neutral ones: vLLM fills
-    gaps from the model's generation_config.json, and llama.cpp's defaults truncate the distribution. A server
-    that refuses fields beyond OpenAI's own gets fewer; see :meth:`check`.
+    Every answer is one HTTP request. A request contains all sampling settings, also neutral ones: vLLM fills gaps from
+    the model's generation_config.json, and llama.cpp's defaults truncate the distribution. A server that refuses fields
+    beyond OpenAI's gets fewer; see :meth:`check`.
 
-    A request that fails goes to another server. The failing server is asked again after pauses that double from
-    half a second to 30 s. Lost connections, time-outs and the answers 408, 429 and 5xx are failures, and so is 404:
-    a restarted server has lost its adapter and gets it again. A server that fails for as long as ``patience`` is
-    given up for the rest of the session.
+    A request that fails goes to another server. The failing server is asked again after pauses that double from half a
+    second to 30 s. Lost connections, time-outs and the answers 404, 408, 429 and 5xx are failures. After 404 a server
+    gets its adapter again, because a restart loses it. The session gives a server up that fails for ``patience``.
 
     On several ranks, the main rank checks the servers, loads adapters and unloads them; every rank samples.
 
     Args:
         tokenizer: the run's torchtune model tokenizer.
         urls: the servers' addresses, ``http://host:8000`` or ``http://host:8000/v1``.
-        model: the servers' name of the model; None: the only one they list.
-        endpoint: ``completions`` sends the token ids of the prompt, so the run's chat template applies
-            exactly. ``chat`` sends messages, to which the server applies its own template.
+        model: the servers' name of the model; None: they list only one.
+        endpoint: ``completions`` sends the prompt's token ids, so the run's chat template applies exactly. ``chat``
+            sends messages, to which the server applies its template.
         api_key_env: name of the environment variable with the API key, if the servers need one.
-        concurrency: simultaneous requests of each rank per url.
-        timeout: seconds for a whole answer before a request counts as failed.
-        patience: time for which a server may fail before it is given up: seconds, or text such as ``10 min``.
+        concurrency: simultaneous requests per rank and url.
+        timeout: seconds for a complete answer before a request counts as failed.
+        patience: time after which a failing server is given up: seconds, or text such as ``10 min``.
         lora_name: servers serve adapters as ``<lora_name>-<hash of the adapter>``.
-        dynamic_lora: the servers load adapters at run time, as vLLM does. The engine posts the adapter's name
-            and path to ``/v1/load_lora_adapter``.
-        decoder: the run's model, whose vocabulary token ids must be of; None: they are not checked.
+        dynamic_lora: the servers load adapters at run time, as vLLM does. The engine posts the adapter's name and path
+            to ``/v1/load_lora_adapter``.
+        decoder: the run's model, whose vocabulary must contain the answers' token ids; None: ids are not checked.
         ranks: the run's processes; None: this one.
         stopped: returns whether the user asked to stop; None: never.
 
     Attributes:
-        exact_tokens: whether all token ids so far came from the server. These servers send them: vLLM from
-            0.10.2, SGLang from July 2026, and llama.cpp, except for answers with characters of several
-            tokens and answers cut at a stop string. Other ids are re-encoded from the text. The value is known
-            after :meth:`check` and may become False later.
-        has_logprobs: whether all log-probabilities so far came from the server. Those of vLLM and llama.cpp
-            belong to temperature 1, and SGLang's to the sampling temperature, unless their options say otherwise;
-            :meth:`check_logprobs` finds out.
+        exact_tokens: whether all token ids so far came from the server. vLLM sends them from 0.10.2 on, SGLang from
+            July 2026 on, and llama.cpp except for answers with characters of several tokens and answers cut at a stop
+            string. Other ids are re-encoded from the text. The value is known after :meth:`check` and may become False
+            later.
+        has_logprobs: whether all log-probs so far came from the server. By default vLLM's and llama.cpp's belong to
+            temperature 1, and SGLang's to the sampling temperature; :meth:`check_logprobs` finds out.
 
     Raises:
         UserError: an argument is invalid.
@@ -113,9 +117,7 @@ class OpenAIEngine:
     ) -> None:
         if endpoint not in ENDPOINTS:
             raise UserError(f"endpoint {endpoint!r} is unknown{nearest(endpoint, ENDPOINTS)}")
-        check({"concurrency": concurrency, "timeout": timeout}, _KINDS, "engine.")
-        if not isinstance(lora_name, str) or not re.fullmatch(r"[\w.-]+", lora_name):
-            raise UserError(f"lora_name is {lora_name!r}; expected letters, digits, dots, - and _")
+        check({"concurrency": concurrency, "timeout": timeout, "lora_name": lora_name}, _KINDS, "engine.")
         known = {} if decoder is None else {"vocabulary": decoder.tok_embeddings.num_embeddings}
         self.tokenizer, self.model, self.wire = tokenizer, model, EndpointFormat(tokenizer, endpoint, **known)
         self.terms = Terms(
@@ -130,7 +132,7 @@ class OpenAIEngine:
         self.lora_name, self.dynamic_lora = lora_name, dynamic_lora
         self._servers = [Server(url) for url in checked_urls(urls)]
         self._ranks = ranks or Ranks(torch.device("cpu"))
-        # of each loaded adapter, by name, on the main rank
+        # servers and number of sessions by the name of the loaded adapter, on the main rank
         self._usable: dict[str, list[Server]] = {}
         self._sessions: Counter[str] = Counter()
         self._unreachable: set[str] = set()  # urls that the log names, until they answer again
@@ -148,63 +150,50 @@ class OpenAIEngine:
     def check(self) -> None:
         """Check that every server is reachable, serves the model and answers a request for one token.
 
-        The requests find out which fields a server accepts and whether its answers contain token ids and
-        log-probabilities. They set ``exact_tokens`` and ``has_logprobs``.
+        The requests find out which fields a server accepts and whether its answers contain token ids and log-probs.
+        They set ``exact_tokens`` and ``has_logprobs``.
 
         Raises:
-            UserError: a check fails; the message has the url and the server's own message.
+            UserError: a check fails; the message has the url and the server's message.
         """
         self._servers, self.wire.exact_tokens, self.wire.has_logprobs = self._ranks.on_main(self._checked)
 
     def check_logprobs(self, sampling: Sampling) -> None:
-        """Check that every server returns the log-probs that ``sampling`` asks for.
-
-        Raises:
-            UserError: a server returns those of another distribution, or does not show which it returns.
-        """
-        if any(not server.dialect for server in self._servers):
-            self.check()
+        """Check that every server returns the log-probs that ``sampling`` asks for."""
+        self._check_once()
         self._ranks.on_main(lambda: self._check_logprobs(sampling))
 
-    def check_adapter(self, adapter: Path) -> None:
-        """Check that every server can load ``adapter`` and answer with it.
-
-        Args:
-            adapter: PEFT folder.
-
-        Raises:
-            UserError: a server cannot; the message has the url and the server's own message.
-        """
+    def _check_once(self) -> None:
         if any(not server.dialect for server in self._servers):
             self.check()
+
+    def check_adapter(self, adapter: Path) -> None:
+        """Check that every server can load the PEFT folder ``adapter`` and answer with it."""
+        self._check_once()
         self._ranks.on_main(lambda: self._try_adapter(self._read(adapter)))
 
     def check_exchange(self) -> None:
-        """Check that no server may finish running requests with an adapter that it loads meanwhile.
+        """Refuse a vLLM that may finish running requests with an adapter that it loads meanwhile (its issue 47724)."""
 
-        Raises:
-            UserError: one is a vLLM that may (its issue 47724).
-        """
-        self._ranks.on_main(self._check_versions)
+        def check_versions() -> None:
+            for server in self._servers:
+                self._check_version(server.url)
+
+        self._ranks.on_main(check_versions)
 
     @contextmanager
     def session(self, adapter: Path | None) -> Iterator[OpenAISession]:
         """Open a session; all servers load the adapter and unload it at the end.
 
-        Sessions with the same adapter share it: the first loads it, and the last unloads it. Other sessions may be
-        answering meanwhile, which vLLM 0.24.0 and older may do with another adapter then (its issue 47724).
+        Sessions with the same adapter share it: the first loads it, and the last unloads it. vLLM up to 0.24.0 may then
+        answer other sessions' running requests with the wrong adapter (its issue 47724).
 
-        On several ranks all must open it. It ends once all ranks have left it. An error on one rank ends it with an
-        error on all.
-
-        Args:
-            adapter: PEFT folder; None: the base model.
+        All ranks open the session; it ends once all have left it. An error on one rank ends it with an error on all.
 
         Raises:
             UserError: the servers refuse the adapter, or another rank failed.
         """
-        if any(not server.dialect for server in self._servers):
-            self.check()
+        self._check_once()
         loaded, servers = None, self._servers
         if adapter is not None:
             loaded, servers = self._ranks.on_main(lambda: self._load(self._read(adapter)))
@@ -245,7 +234,7 @@ class OpenAIEngine:
 
     def _exchange(self, method: str, url: str, seconds: float, json: Any = None) -> Any:
         async def run() -> Any:
-            # A server may close the connection after refusing a request, so every request gets a new one.
+            # A server may close the connection after it refuses a request, so every request gets a new one.
             async with new_client(self.terms.headers) as client:
                 return await exchange(client, method, url, seconds, json)
 
@@ -285,32 +274,27 @@ class OpenAIEngine:
             if self.model is not None:
                 return []
             raise UserError(f"{server.url} does not list its models: {in_words(error)}; set model") from error
-        cards = answer.get("data")
-        cards = cards if isinstance(cards, list) else []
-        # vLLM also lists adapters, perhaps those of a killed run; adapters name their parent.
-        return [str(card["id"]) for card in cards if isinstance(card, dict) and "id" in card and not card.get("parent")]
+        return base_models(answer)
 
     def _check_logprobs(self, sampling: Sampling) -> None:
+        def top(server: Server, probe: Sampling) -> float | None:
+            return top_logprob(self._first_request(server, server.model, probe))
+
         for server in self._servers:
+            check_logprobs(server.url, partial(top, server), sampling)
 
-            def top(probe: Sampling, server: Server = server) -> float | None:
-                return top_logprob(self._first_request(server, server.model, probe))
-
-            check_logprobs(server.url, top, sampling)
-
-    def _check_versions(self) -> None:
-        for url in (server.url for server in self._servers):
-            try:
-                version = json_object(url, self._exchange("GET", url + "/version", CHECK_TIMEOUT)).get("version")
-            except (httpx.RequestError, UserError, Transient):
-                continue  # not vLLM
-            if str(version).startswith("0.1.dev"):  # of sources without tags, which may have the mend
-                continue
-            if (found := re.match(r"0\.(\d+)\.", str(version))) and int(found[1]) <= 24:
-                raise UserError(
-                    f"{url} runs vLLM {version}, which may finish running requests with an adapter that it loads "
-                    "meanwhile (vLLM issue 47724); take one newer than 0.24, or set max_staleness=0"
-                )
+    def _check_version(self, url: str) -> None:
+        try:
+            version = str(json_object(url, self._exchange("GET", url + "/version", CHECK_TIMEOUT)).get("version"))
+        except (httpx.RequestError, UserError, Transient):
+            return  # not vLLM
+        minor = re.match(r"0\.(\d+)\.", version)
+        # 0.1.dev is built from sources without tags, perhaps with the fix
+        if minor and int(minor[1]) <= 24 and not version.startswith("0.1.dev"):
+            raise UserError(
+                f"{url} runs vLLM {version}, which may finish running requests with an adapter that it loads "
+                "meanwhile (vLLM issue 47724); take one newer than 0.24, or set max_staleness=0"
+            )
 
     def _first_request(self, server: Server, model: str, sampling: Sampling = PROBES[0]) -> dict[str, Any]:
         """Ask ``model`` for one token, and return the answer."""
@@ -342,7 +326,7 @@ class OpenAIEngine:
     def _on_each(
         self, servers: Sequence[Server], action: Callable[[Any, Server], Awaitable[None]]
     ) -> list[BaseException | None]:
-        """Run ``action(client, server)`` on all servers at once and return the error of each."""
+        """Run ``action(client, server)`` on all servers at once; return their errors, None for success."""
 
         async def run() -> list[BaseException | None]:
             async with new_client(self.terms.headers) as client:
@@ -353,10 +337,10 @@ class OpenAIEngine:
     def _try_adapter(self, adapter: Adapter) -> None:
         """Load ``adapter`` on every server, ask for one token, and unload it."""
         errors = self._on_each(self._servers, lambda client, server: load_anew(client, server, adapter))
-        loaded = [server for server, error in zip(self._servers, errors, strict=True) if error is None]
+        pairs = list(zip(self._servers, errors, strict=True))
         self._sessions[adapter.name] += 1
         try:
-            for server, error in zip(self._servers, errors, strict=True):
+            for server, error in pairs:
                 if isinstance(error, httpx.RequestError | Transient):
                     raise UserError(f"{server.url}: {in_words(error)}. {LORA_HINT}") from error
                 if error is not None:
@@ -364,14 +348,12 @@ class OpenAIEngine:
             for server in self._servers:
                 self._first_request(server, adapter.name)
         finally:
-            self._unload(adapter, loaded)
+            self._unload(adapter, [server for server, error in pairs if error is None])
 
     def _load(self, adapter: Adapter) -> tuple[Adapter, list[Server]]:
-        """Load ``adapter`` on all servers.
+        """Load ``adapter`` on all servers; return it and the servers that do not refuse it.
 
-        Returns:
-            The adapter, and the servers without those that refuse it. A server that fails stays: it gets the adapter
-            once it works again.
+        A failing server gets the adapter once it works again.
         """
         if self._sessions[adapter.name]:
             self._sessions[adapter.name] += 1
@@ -408,7 +390,7 @@ class OpenAIEngine:
                 raise error
 
     def _tell_unreachable(self, server: Server, error: Exception) -> None:
-        """Log that a server fails to load or unload an adapter, once until it does: a run has many sessions."""
+        """Log that a server fails to load or unload an adapter, once until it works again: a run has many sessions."""
         if server.url not in self._unreachable:
             self._unreachable.add(server.url)
             log.warning(

@@ -1,4 +1,4 @@
-"""Log-probs of given tokens from a server, as vLLM and SGLang return them for a prompt."""
+"""Log-probs of given tokens from a server: vLLM and SGLang return them for a prompt."""
 
 import asyncio
 import math
@@ -21,23 +21,24 @@ from rocm_ext.base.openai_http import (
     pause_after,
 )
 from rocm_ext.base.supervised import RETRY, beat
+from rocm_ext.sampling.server.wire import base_models
 
-_AT_ONCE = 16  # requests; a server computes the tokens of a prompt all at once
-_SECONDS, _TRIES = 600.0, 8  # of a request; the pauses between add up to a minute
+_AT_ONCE = 16  # requests; a server computes all tokens of a prompt at once
+_SECONDS, _TRIES = 600.0, 8  # of a request; the pauses between tries add up to a minute
 
 
 class Scorer:
-    """Asks a server for the log-prob of each token of a text, at temperature 1.
+    """Asks a server for the log-probs of a text's tokens, at temperature 1.
 
-    A request has the text's token ids as the prompt, and ``echo`` and ``logprobs``, which return those of the prompt.
+    A request has the text's token ids as the prompt; ``echo`` and ``logprobs`` return the prompt's log-probs.
 
     Args:
         url: the server's address, ``http://host:8000`` or ``http://host:8000/v1``.
-        model: the server's name of the model; None: the only one that it lists.
+        model: the server's name of the model; None: it lists only one.
         api_key_env: name of the environment variable with the API key; None: the server needs none.
 
     Raises:
-        UserError: an argument is invalid, the server cannot be reached, or returns no such log-probs.
+        UserError: an argument is invalid, the server cannot be reached, or it does not serve the model.
     """
 
     def __init__(self, url: str, model: str | None = None, api_key_env: str | None = None) -> None:
@@ -51,20 +52,18 @@ class Scorer:
                 return await exchange(client, "GET", f"{self.url}/v1/models", CHECK_TIMEOUT)
 
         try:
-            cards = json_object(self.url, asyncio.run(ask())).get("data")
+            names = base_models(json_object(self.url, asyncio.run(ask())))
         except (httpx.RequestError, Transient) as error:
             raise UserError(f"{self.url} cannot be reached: {in_words(error)}; is it running?", RETRY) from error
-        listed = [card for card in cards or () if isinstance(card, dict)]
-        names = [card["id"] for card in listed if "id" in card and not card.get("parent")]  # an adapter has a parent
         if len(names) != 1:
-            raise UserError(f"{self.url} serves {', '.join(map(str, names)) or 'no model'}; set teacher_model to one")
-        return str(names[0])
+            raise UserError(f"{self.url} serves {', '.join(names) or 'no model'}; set teacher_model to one")
+        return names[0]
 
     def logprobs(self, texts: Iterable[Iterable[int]]) -> list[np.ndarray]:
-        """Return the log-prob of each token of ``texts`` but the first: [s - 1] fp32 each.
+        """Return the log-probs of every text's tokens but the first, [s - 1] fp32.
 
         Raises:
-            UserError: the server refuses a request or fails for longer than a minute.
+            UserError: the server refuses a request, fails for longer than a minute, or returns no such log-probs.
         """
 
         async def all_of_them() -> list[np.ndarray]:
@@ -78,8 +77,9 @@ class Scorer:
         prompt = [int(token) for token in text]
         body = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 1.0,
                 "echo": True, "logprobs": 1}  # fmt: skip
+        failures = 0
         async with room:
-            for failures in range(_TRIES):
+            while True:
                 try:
                     answer = await exchange(client, "POST", f"{self.url}/v1/completions", _SECONDS, body)
                     beat()
@@ -88,16 +88,16 @@ class Scorer:
                     if failures + 1 == _TRIES:
                         raise UserError(f"{self.url}: {in_words(error)}, {_TRIES} times", RETRY) from error
                     await asyncio.sleep(pause_after(error, failures))
-        raise AssertionError("the last try returns or raises")
+                    failures += 1
 
     def _read(self, answer: dict[str, Any], tokens: int) -> np.ndarray:
         choices = answer.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
         values = (choice.get("logprobs") or {}).get("token_logprobs")
-        found = values[1:tokens] if isinstance(values, list) else []
-        if len(found) < tokens - 1 or not all(isinstance(v, int | float) and math.isfinite(v) for v in found):
+        values = values[1:tokens] if isinstance(values, list) else []
+        if len(values) < tokens - 1 or not all(isinstance(v, int | float) and math.isfinite(v) for v in values):
             raise UserError(
                 f"{self.url} does not return the log-probs of a prompt of {tokens} tokens (echo and logprobs in "
                 "/v1/completions); vLLM and SGLang do"
             )
-        return np.array(found, dtype=np.float32)
+        return np.array(values, dtype=np.float32)

@@ -1,7 +1,7 @@
-"""Requests of one session: many at once, to several servers, some of which fail now and then.
+"""One session's requests: many at once, to several servers that may fail.
 
-Servers may load adapters at run time, as vLLM does. It answers 400 if a name is loaded already, and 404 if a request or
-an unloading names an adapter that it does not have (``vllm/entrypoints/openai/models/serving.py``).
+Servers may load adapters at run time, as vLLM does. It answers 400 if a name is already loaded, and 404 if a request
+names an adapter that is not loaded (``vllm/entrypoints/openai/models/serving.py``).
 """
 
 import asyncio
@@ -37,10 +37,10 @@ from rocm_ext.sampling.engine import Completion, Request, Sampling
 from rocm_ext.sampling.server.wire import EndpointFormat, Server
 
 _POLL = 0.2  # seconds between looks at whether the user asked to stop
-_NONE_YET = 0.05  # seconds between looks at requests that are to come
+_NONE_YET = 0.05  # seconds between looks for new requests
 _TELL = 30.0  # seconds between lines about a server that fails
 _CHECK_PATIENCE = 5.0  # seconds for which a server may fail while others wait to sample
-LOAD_TIMEOUT = 300.0  # seconds
+_LOAD_TIMEOUT = 300.0  # seconds
 LORA_HINT = (
     "To sample with a trained adapter, a server must load adapters at run time: "
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank RANK "
@@ -53,8 +53,8 @@ class Adapter:
     """An adapter for servers.
 
     Attributes:
-        name: the servers' name of it.
-        folder: its absolute PEFT folder.
+        name: the servers' name of the adapter.
+        folder: the absolute PEFT folder.
     """
 
     name: str
@@ -62,11 +62,7 @@ class Adapter:
 
     @classmethod
     def read(cls, prefix: str, folder: Path) -> "Adapter":
-        """Name the adapter in ``folder`` by a hash of its files, because servers cache adapters by name.
-
-        Raises:
-            UserError: ``folder`` is not a PEFT folder.
-        """
+        """Name the adapter in a PEFT folder by a hash of its files, because servers cache adapters by name."""
         digest = hashlib.sha256()
         for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
             try:
@@ -77,12 +73,7 @@ class Adapter:
 
 
 async def load_adapter(client: Any, server: Server, adapter: Adapter) -> None:
-    """Make a server serve ``adapter``; a server that already does is fine.
-
-    Args:
-        client: an ``httpx.AsyncClient``.
-        server: the server.
-        adapter: the adapter.
+    """Make a server serve ``adapter``, unless it already does; ``client`` is an ``httpx.AsyncClient``.
 
     Raises:
         UserError: the server refuses.
@@ -92,7 +83,7 @@ async def load_adapter(client: Any, server: Server, adapter: Adapter) -> None:
     response = await _call(client, server, "load", {"lora_name": adapter.name, "lora_path": str(adapter.folder)})
     status = response.status_code
     if status == 200 or (status == 400 and adapter.name in await _served(client, server)):
-        return  # another rank may have loaded it meanwhile
+        return  # 400: another rank may have loaded it
     said = f"HTTP {status}: {message_of(response)}"
     if status in (408, 429) or status >= 500:
         raise Transient(f"it does not load the adapter {adapter.folder} ({said})")
@@ -100,23 +91,19 @@ async def load_adapter(client: Any, server: Server, adapter: Adapter) -> None:
 
 
 async def load_anew(client: Any, server: Server, adapter: Adapter) -> None:
-    """Unload what a killed run may have left under the adapter's name, perhaps from another path, and load it."""
+    """Load ``adapter`` after unloading the same name, which a killed run may have loaded from another path."""
     await _call(client, server, "unload", {"lora_name": adapter.name})
     await load_adapter(client, server, adapter)
 
 
 async def unload_adapter(client: Any, server: Server, adapter: Adapter) -> None:
-    """Unload ``adapter``; log a warning if the server refuses.
-
-    Raises:
-        httpx.RequestError: the server cannot be reached.
-    """
+    """Unload ``adapter``; log a warning if the server refuses."""
     response = await _call(client, server, "unload", {"lora_name": adapter.name}, CHECK_TIMEOUT)
-    if response.status_code not in (200, 404):  # a server that was restarted has no adapter: 404
+    if response.status_code not in (200, 404):  # 404: the server was restarted
         log.warning("%s does not unload %s: %s", server.url, adapter.name, message_of(response))
 
 
-async def _call(client: Any, server: Server, verb: str, body: dict[str, str], seconds: float = LOAD_TIMEOUT) -> Any:
+async def _call(client: Any, server: Server, verb: str, body: dict[str, str], seconds: float = _LOAD_TIMEOUT) -> Any:
     return await exchange(client, "POST", f"{server.url}/v1/{verb}_lora_adapter", seconds, body)
 
 
@@ -134,7 +121,7 @@ async def _served(client: Any, server: Server) -> set[str]:
 
 
 class NoServer(UserError):
-    """Every server has failed; ``reasons`` says how."""
+    """Every server has failed, for ``reasons``."""
 
     def __init__(self, reasons: str) -> None:
         super().__init__(
@@ -150,9 +137,9 @@ class Terms:
     """How a session asks its servers.
 
     Attributes:
-        wire: converts requests and answers.
-        path: of the endpoint.
-        headers: of every request.
+        wire: converter of requests and answers.
+        path: the endpoint's path.
+        headers: headers of every request.
         concurrency: simultaneous requests per server.
         timeout: seconds without an answer before a request counts as failed.
         patience: seconds for which a server may fail.
@@ -182,34 +169,33 @@ class OpenAISession:
     """
 
     def __init__(self, terms: Terms, servers: Sequence[Server], adapter: Adapter | None) -> None:
-        self._terms, self.servers, self.adapter = terms, servers, adapter
+        self.terms, self.servers, self.adapter = terms, servers, adapter
         self.given_up = False
-        self._tokens = self._retried = 0
+        self._tokens = self.retried = 0
         self._seconds, self._mark = 0.0, 0.0
 
     @property
     def exact_tokens(self) -> bool:
         """See ``OpenAIEngine``."""
-        return self._terms.wire.exact_tokens
+        return self.terms.wire.exact_tokens
 
     @property
     def has_logprobs(self) -> bool:
         """See ``OpenAIEngine``."""
-        return self._terms.wire.has_logprobs
+        return self.terms.wire.has_logprobs
 
     def generate(self, requests: Iterable[Request | None], sampling: Sampling) -> Iterator[Completion]:
-        """Yield a completion of each request as soon as it arrives. Closing the iterator cancels open requests.
+        """Yield completions as they arrive. Closing the iterator cancels open requests.
 
-        Requests are taken one at a time, by another thread, each when a server is free for it; None says that none is
-        there yet. The iterator ends early once the user asks to stop.
+        Another thread takes requests one at a time, when a server is free; None means that there is none yet. The
+        iterator ends early once the user asks to stop.
 
         Raises:
-            UserError: a server refuses a request, or every server has failed. Completions that arrived earlier have
-                been yielded.
+            UserError: a server refuses a request, or every server has failed; earlier completions have been yielded.
         """
         results: queue.SimpleQueue[Completion | BaseException | None] = queue.SimpleQueue()
         loop = asyncio.new_event_loop()
-        batch = _Batch(self._terms, self.servers, self.adapter, sampling, results.put, self._count_retry)
+        batch = _Batch(self, sampling, results.put)
         self.given_up = False
         task = loop.create_task(batch.run(requests))
 
@@ -223,17 +209,17 @@ class OpenAISession:
             loop.close()
             results.put(end)
 
-        # The loop runs in its own thread, so servers stay busy while the caller works on a completion.
+        # The loop runs in another thread, so servers stay busy while the caller works on a completion.
         thread = threading.Thread(target=work, name="openai-engine", daemon=True)
         self._mark = time.monotonic()
         thread.start()
         try:
-            while not self._terms.stopped():
+            while not self.terms.stopped():
                 try:
                     item = results.get(timeout=_POLL)
                 except queue.Empty:
                     if batch.asking:
-                        beat()  # each request has a time limit
+                        beat()  # requests have a time limit
                     continue
                 finally:
                     self.given_up = batch.given_up
@@ -251,13 +237,12 @@ class OpenAISession:
     def ask_each(self, requests: Sequence[Request], sampling: Sampling) -> dict[str, list[Completion]]:
         """Ask every server the same requests; :meth:`stats` does not count them.
 
-        One of several servers that fails gets little time to recover, because the others wait.
+        A failing server gets little time to recover if there are others, because they wait.
 
         Returns:
-            The completions of each server that answers, by url, in the order of ``requests``. There are fewer if the
-            user asks to stop.
+            The answering servers' completions by url, in the order of ``requests``; fewer if the user asks to stop.
         """
-        by_url, terms = {}, self._terms
+        by_url, terms = {}, self.terms
         if len(self.servers) > 1:
             terms = replace(terms, patience=min(terms.patience, _CHECK_PATIENCE))
         for server in self.servers:
@@ -273,26 +258,23 @@ class OpenAISession:
     def stats(self) -> dict[str, float]:
         """Return ``tokens``, ``tokens_per_second`` while generating, and ``retried`` requests."""
         speed = self._tokens / self._seconds if self._seconds else 0.0
-        return {"tokens": self._tokens, "tokens_per_second": speed, "retried": self._retried}
+        return {"tokens": self._tokens, "tokens_per_second": speed, "retried": self.retried}
 
     def _count(self, completion: Completion) -> None:
         now = time.monotonic()
         self._tokens += len(completion.tokens)
         self._seconds, self._mark = self._seconds + now - self._mark, now
 
-    def _count_retry(self) -> None:
-        self._retried += 1
-
 
 @dataclass
 class _State:
-    """What the workers of one server share.
+    """State that the workers of one server share.
 
     Attributes:
         answered: number of answers so far.
-        restored: how often each adapter was loaded again.
-        restoring: held while a worker loads an adapter again.
-        told: time of the last line about the server's failure; None: it does not fail.
+        restored: number of reloads by adapter.
+        restoring: lock for loading an adapter again.
+        last_line: time of the last log line about the server's failure; None: it does not fail.
         gone: why the server was given up; empty: it was not.
     """
 
@@ -306,43 +288,34 @@ class _State:
 class _Batch:
     """The open requests of one ``generate``. Every server has workers, which take requests from one queue.
 
-    A request that fails returns to the queue, so that another server can answer it while the worker waits.
+    A failed request returns to the queue, so that another server can answer it while the worker waits.
 
     Attributes:
-        asking: number of requests that are open now.
+        asking: number of open requests.
     """
 
-    def __init__(
-        self,
-        terms: Terms,
-        servers: Sequence[Server],
-        adapter: Adapter | None,
-        sampling: Sampling,
-        put: Callable[[Completion], None],
-        count_retry: Callable[[], None],
-    ) -> None:
-        self._terms, self._servers, self._adapter, self._sampling = terms, servers, adapter, sampling
-        self._put, self._count_retry = put, count_retry
-        self._states = {server.url: _State() for server in servers}
+    def __init__(self, session: OpenAISession, sampling: Sampling, put: Callable[[Completion], None]) -> None:
+        self.session, self.sampling, self.put = session, sampling, put
+        self.states = {server.url: _State() for server in session.servers}
+        self.queue: asyncio.Queue[Request] = asyncio.Queue()
         self.asking = 0
 
     @property
     def given_up(self) -> bool:
         """Whether a server was given up."""
-        return any(state.gone for state in self._states.values())
+        return any(state.gone for state in self.states.values())
 
     async def run(self, requests: Iterable[Request | None]) -> None:
-        """Answer ``requests``, taking them as workers are free; the first error of a worker cancels the rest."""
-        terms = self._terms
-        share = length_hint(requests, terms.concurrency * len(self._servers)) or 1
-        self._queue: asyncio.Queue[Request] = asyncio.Queue()
-        self.room = asyncio.Semaphore(min(terms.concurrency * len(self._servers), share))
+        """Answer ``requests``; the first error of a worker cancels the rest."""
+        terms, servers = self.session.terms, self.session.servers
+        share = length_hint(requests, terms.concurrency * len(servers)) or 1
+        self.room = asyncio.Semaphore(min(terms.concurrency * len(servers), share))
         async with new_client(terms.headers) as client:
             done = asyncio.ensure_future(self._take(iter(requests)))
             workers = [
                 asyncio.ensure_future(_RequestLoop(self, client, server).run())
                 for _ in range(min(terms.concurrency, share))
-                for server in self._servers
+                for server in servers
             ]
             pending = {done, *workers}
             try:
@@ -356,29 +329,24 @@ class _Batch:
                 await asyncio.gather(done, *workers, return_exceptions=True)
 
     async def _take(self, requests: Iterator[Request | None]) -> None:
-        """Take requests, never more than the workers have room for, until all are answered."""
+        """Take requests while workers have room, and wait until all are answered."""
         end = object()
         while await self.room.acquire() and (request := next(requests, end)) is not end:
             if isinstance(request, Request):
-                self._queue.put_nowait(request)
+                self.queue.put_nowait(request)
             else:
                 self.room.release()
                 await asyncio.sleep(_NONE_YET)
-        await self._queue.join()
+        await self.queue.join()
 
     def give_up(self, server: Server, why: str) -> None:
-        """Ask a server no more.
-
-        Raises:
-            NoServer: it was the last one.
-        """
-        state = self._states[server.url]
+        """Stop asking a server; raise :class:`NoServer` if it was the last one."""
+        state = self.states[server.url]
         if state.gone:
             return
         state.gone = why
-        if all(other.gone for other in self._states.values()):
-            reasons = "; ".join(f"{url}: {other.gone}" for url, other in self._states.items())
-            raise NoServer(reasons)
+        if all(other.gone for other in self.states.values()):
+            raise NoServer("; ".join(f"{url}: {other.gone}" for url, other in self.states.items()))
         log.warning("giving up %s, the other servers take its requests: %s", server.url, why)
 
 
@@ -387,18 +355,18 @@ class _RequestLoop:
 
     def __init__(self, batch: _Batch, client: Any, server: Server) -> None:
         self._batch, self._client, self._server = batch, client, server
-        self._terms, self._state = batch._terms, batch._states[server.url]
+        self._terms, self._state = batch.session.terms, batch.states[server.url]
         self._failures, self._waited, self._answered = 0, 0.0, 0
 
     async def run(self) -> None:
         """Answer requests until the server is given up."""
-        waiting = self._batch._queue
+        waiting = self._batch.queue
         while not self._state.gone:
             request = await waiting.get()
             self._batch.asking += 1
             try:
                 if not self._state.gone and (completion := await self._try(request)):
-                    self._batch._put(completion)
+                    self._batch.put(completion)
                     self._batch.room.release()
                 else:
                     waiting.put_nowait(request)
@@ -409,14 +377,7 @@ class _RequestLoop:
                 await asyncio.sleep(self._pause)
 
     async def _try(self, request: Request) -> Completion | None:
-        """Ask once.
-
-        Returns:
-            The answer; None if the server failed.
-
-        Raises:
-            UserError: the server refuses the request, or it was the last one and is given up.
-        """
+        """Ask once; None: the server failed."""
         began, state = time.monotonic(), self._state
         try:
             completion = await self._ask(request)
@@ -436,16 +397,17 @@ class _RequestLoop:
         return completion
 
     async def _ask(self, request: Request) -> Completion:
-        terms, server, adapter = self._terms, self._server, request.adapter or self._batch._adapter
+        terms, server, sampling = self._terms, self._server, self._batch.sampling
+        adapter = request.adapter or self._batch.session.adapter
         restored = self._state.restored[adapter]
-        body = terms.wire.body(server, adapter.name if adapter else server.model, request, self._batch._sampling)
+        body = terms.wire.body(server, adapter.name if adapter else server.model, request, sampling)
         response = await exchange(self._client, "POST", server.url + terms.path, terms.timeout, body)
         if response.status_code == 404:  # the server was restarted
             await self._restore(adapter, restored, message_of(response))
             response = await exchange(self._client, "POST", server.url + terms.path, terms.timeout, body)
             if response.status_code == 404:
                 raise Transient(f"HTTP 404: {message_of(response)}")
-        return terms.wire.completion(server.url, json_object(server.url, response), request, self._batch._sampling)
+        return terms.wire.completion(server.url, json_object(server.url, response), request, sampling)
 
     async def _restore(self, adapter: Adapter | None, restored: int, said: str) -> None:
         """Load the adapter again, unless another worker has done so since ``restored``."""
@@ -464,13 +426,13 @@ class _RequestLoop:
 
     def _failed(self, error: Exception, seconds: float, request: Request) -> None:
         """Set the pause before the next attempt, or give the server up."""
-        self._batch._count_retry()
+        self._batch.session.retried += 1
         state, patience = self._state, self._terms.patience
         if state.answered != self._answered:  # the server has answered another worker meanwhile
             self._failures, self._waited, self._answered = 0, 0.0, state.answered
         self._waited += seconds if self._failures else 0.0
         if self._waited >= patience:
-            # Name the request: it may be the cause, and the same seed would fail in the same way again.
+            # The message names the request, which may be the cause: with the same seed it would fail again.
             where = f"prompt {request.prompt_id}, sample {request.sample}"
             self._batch.give_up(self._server, f"{in_words(error)}, for {duration(self._waited)} ({where})")
             return

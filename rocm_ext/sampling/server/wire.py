@@ -1,7 +1,6 @@
-"""Requests to servers that speak OpenAI's protocol, and the parsing of their answers.
+"""Write requests in OpenAI's protocol, and parse the answers.
 
-vLLM, SGLang, llama.cpp and ``transformers serve`` extend the protocol in different ways and accept different
-parts of it.
+vLLM, SGLang, llama.cpp and ``transformers serve`` extend the protocol differently and accept different parts of it.
 """
 
 import json
@@ -18,8 +17,8 @@ from rocm_ext.sampling.engine import Completion, Request, Sampling
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 DIALECTS = ("extended", "transformers", "plain")  # see _sampling_fields
 _LEAST, _HIGHEST = -9999.0, 0.1  # log-probs; rounding may put a sure token a little above 0
-_LETTERS = 1000  # of a token, more than any vocabulary has
-_SPLIT = 4  # ids for a sampled one, where the text is encoded again: bytes that are no text become several
+_LETTERS = 1000  # characters of a token, more than in any vocabulary
+_SPLIT = 4  # ids per sampled id if the text is encoded again: bytes that are not text become several
 PROBES = Sampling(1), Sampling(1, temperature=0.5), Sampling(1, top_p=0.01)
 _CLEAR = 0.1  # nats; bf16 and other batches change a log-prob by about 0.01
 SEED_BITS = 31  # llama.cpp's seeds have 32 bits, and 2**32 - 1 means a random seed; the others take 64 bits
@@ -27,10 +26,10 @@ SEED_BITS = 31  # llama.cpp's seeds have 32 bits, and 2**32 - 1 means a random s
 
 @dataclass
 class Server:
-    """A server and what :meth:`OpenAIEngine.check` found out about it.
+    """A server, as :meth:`OpenAIEngine.check` knows it.
 
     Attributes:
-        url: without ``/v1``.
+        url: the address without ``/v1``.
         model: the server's name of the model.
         dialect: one of :data:`DIALECTS`; empty before the check.
     """
@@ -59,19 +58,14 @@ class EndpointFormat:
         self._told: set[str] = set()
 
     def body(self, server: Server, model: str, request: Request, sampling: Sampling) -> dict[str, Any]:
-        """Return the JSON that asks ``server`` for one answer.
-
-        Raises:
-            UserError: the endpoint needs messages and the request has none, or the server does not support a
-                sampling setting.
-        """
+        """Return the JSON that asks ``server`` for one answer; refuse missing messages and unsupported settings."""
         stops, sampling = list(self.tokenizer.stop_tokens), request.limited(sampling)
         body = {"model": model, "seed": request.seed & (1 << SEED_BITS) - 1}
         if self.endpoint == "chat":
             if not request.messages:
                 raise UserError(f"prompt {request.prompt_id} has no messages; endpoint: chat needs them")
             body |= {"messages": list(map(_sent, request.messages)), "logprobs": True, "top_logprobs": 1}
-            if request.tools:  # "none": the answer is the text that the model writes, with calls as it writes them
+            if request.tools:  # "none": the answer is the model's text, with unparsed calls
                 body |= {"tools": [dict(tool) for tool in request.tools], "tool_choice": "none"}
             args = getattr(self.tokenizer, "template_args", {})
             body |= {"chat_template_kwargs": dict(args)} if args and server.dialect == "extended" else {}
@@ -82,17 +76,22 @@ class EndpointFormat:
     def completion(self, url: str, answer: dict[str, Any], request: Request, sampling: Sampling) -> Completion:
         """Parse ``answer`` into a :class:`Completion`.
 
-        What training could not compute with is refused here, before it is recorded.
+        It refuses values that training cannot use, before they are recorded.
 
         Raises:
             UserError: ``answer`` is not a valid answer to the request.
             Transient: the server aborted the request.
         """
-        choice, text, reason = _choice(url, answer, self.endpoint)
+
+        def check(fits: bool, problem: str) -> None:
+            if not fits:
+                raise UserError(f"{url} answers with {problem}: {start_of(json.dumps(answer))}")
+
+        choice, text, reason = _choice(url, answer, self.endpoint, check)
         sampling = request.limited(sampling)
-        most = sampling.max_new_tokens + 1  # some count the stop token apart
-        if len(text) > _LETTERS * most:
-            raise _nonsense(url, f"{len(text)} characters to a request for {sampling.max_new_tokens} tokens", answer)
+        asked = f"to a request for {sampling.max_new_tokens}"
+        most = sampling.max_new_tokens + 1  # some servers do not count the stop token
+        check(len(text) <= _LETTERS * most, f"{len(text)} characters {asked} tokens")
         prompt = choice.get("prompt_token_ids", answer.get("prompt_token_ids"))
         if isinstance(prompt, list) and prompt != list(request.tokens):
             self._tell_once(f"{url} renders prompts differently from the run: its chat template differs")
@@ -100,18 +99,16 @@ class EndpointFormat:
         reason = "stop" if cut else reason
         by_token = reason == "stop" and not cut and not isinstance(choice.get("stop_reason"), str)
         tokens, logprobs = _token_ids(choice, answer.get("usage")), _logprobs(choice)
-        if tokens is not None and (wrong := [token for token in tokens if not self._is_id(token)]):
-            known = f"an id from 0 to {self._vocabulary - 1}"
-            raise _nonsense(url, f"the token id {_short(wrong[0])}, not {known}", answer)
-        if logprobs is not None and (wrong := [value for value in logprobs if _number(value) is None]):
-            raise _nonsense(url, f"the log-prob {_short(wrong[0])}, not a number up to 0", answer)
+        wrong = [token for token in tokens or () if type(token) is not int or not 0 <= token < self._vocabulary]
+        check(not wrong, f"the token id {_first(wrong)}, not an id from 0 to {self._vocabulary - 1}")
+        wrong = [value for value in logprobs or () if _number(value) is None]
+        check(not wrong, f"the log-prob {_first(wrong)}, not a number up to 0")
         if tokens is None:
             self.exact_tokens, most = False, _SPLIT * most
             self._tell_once(f"{url} sends no token ids; re-encoding the text, which may give other ids")
             tokens = self.tokenizer.encode(text, add_bos=False, add_eos=False) + [self._end_of_turn] * by_token
             logprobs = None
-        if len(tokens) > most:
-            raise _nonsense(url, f"{len(tokens)} tokens to a request for {sampling.max_new_tokens}", answer)
+        check(len(tokens) <= most, f"{len(tokens)} tokens {asked}")
         if logprobs is None or len(logprobs) != len(tokens):
             self.has_logprobs = False
             self._tell_once(f"{url} sends no log-probabilities of the sampled tokens")
@@ -119,20 +116,17 @@ class EndpointFormat:
         numbers = [number for value in logprobs if (number := _number(value)) is not None]
         return Completion(request, list(tokens), numbers, text, reason)
 
-    def _is_id(self, token: Any) -> bool:
-        return type(token) is int and 0 <= token < self._vocabulary
-
     def _tell_once(self, text: str) -> None:
         if text not in self._told:
             self._told.add(text)
             log.warning("%s", text)
 
 
-# ---- what is sent
+# ---- requests
 
 
 def _sent(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message in OpenAI's form, where the arguments of a tool call are JSON text."""
+    """Return a message in OpenAI's form: the arguments of tool calls are JSON text."""
     if "tool_calls" not in message:
         return dict(message)
     calls = []
@@ -144,14 +138,11 @@ def _sent(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sampling_fields(server: Server, sampling: Sampling, stops: list[int]) -> dict[str, Any]:
-    """Return the sampling settings in the server's dialect.
+    """Return the sampling settings in the server's dialect; refuse settings that it does not support.
 
     - extended: vLLM, SGLang and llama.cpp know these fields or ignore them.
     - transformers: ``transformers serve`` refuses unknown fields but accepts a generation config.
-    - plain: OpenAI's own fields.
-
-    Raises:
-        UserError: the server does not support a setting.
+    - plain: OpenAI's fields.
     """
     fields: dict[str, Any] = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
     fields["top_p"] = 1.0 if sampling.top_p is None else sampling.top_p
@@ -177,48 +168,53 @@ def _end_of_turn(tokenizer: Any) -> int:
     return next((token for token in reversed(tokens) if token in tokenizer.stop_tokens), tokenizer.stop_tokens[0])
 
 
-# ---- what comes back
+# ---- answers
 
 
-def _choice(url: str, answer: dict[str, Any], endpoint: str) -> tuple[dict[str, Any], str, str]:
+def base_models(answer: dict[str, Any]) -> list[str]:
+    """Return the models in a server's list, without adapters: vLLM lists them, with their parent."""
+    cards = [card for card in _list(answer.get("data")) if isinstance(card, dict)]
+    return [str(card["id"]) for card in cards if "id" in card and not card.get("parent")]
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _choice(
+    url: str, answer: dict[str, Any], endpoint: str, check: Callable[[bool, str], None]
+) -> tuple[dict[str, Any], str, str]:
     """Return the only choice of an answer, its text and its finish reason."""
-    choices = answer.get("choices")
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    if not isinstance(choice, dict):
-        raise _nonsense(url, "no choices", answer)
+    choice: Any = next(iter(_list(answer.get("choices"))), None)
+    check(isinstance(choice, dict), "no choices")
     source: Any = choice.get("message") if endpoint == "chat" else choice
-    if not isinstance(source, dict):
-        raise _nonsense(url, "no message", answer)
+    check(isinstance(source, dict), "no message")
     if source.get("reasoning_content") or source.get("reasoning"):
         raise UserError(f"{url} splits the reasoning from the answer; start the server without a reasoning parser")
     text = source.get("content" if endpoint == "chat" else "text")
-    if not isinstance(text, str):
-        raise _nonsense(url, "no text", answer)
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # JSON can contain half a surrogate pair
-        raise _nonsense(url, "text that is not valid Unicode", answer) from None
+    check(isinstance(text, str), "no text")
+    encoded = text.encode(errors="replace").decode()  # JSON can contain half a surrogate pair
+    check(encoded == text, "text that is not valid Unicode")
     reason = choice.get("finish_reason")
     if reason == "abort":  # vLLM while it shuts down
         raise Transient("the server aborted the request")
-    if reason not in ("stop", "length"):
-        raise _nonsense(url, f"the finish_reason {reason!r}, not stop or length", answer)
+    check(reason in ("stop", "length"), f"the finish_reason {reason!r}, not stop or length")
     return choice, text, reason
 
 
 def _token_ids(choice: dict[str, Any], usage: Any) -> Sequence[Any] | None:
-    """Return the sampled ids from ``token_ids`` (vLLM, SGLang) or llama.cpp's log-probabilities; None: neither."""
+    """Return the sampled ids from ``token_ids`` (vLLM, SGLang) or llama.cpp's log-probs; None: there are none."""
     ids = choice.get("token_ids")
     if ids is None:
         ids = [entry.get("id") for entry in _entries(choice)]
-        # llama.cpp omits tokens that end within a character, and those of a stop string.
+        # llama.cpp omits tokens that end within a character, and a stop string's tokens.
         if not isinstance(usage, dict) or usage.get("completion_tokens") != len(ids) or None in ids:
             return None
     return ids or None if isinstance(ids, list) else [[ids]]  # no id
 
 
 def _logprobs(choice: dict[str, Any]) -> Sequence[Any] | None:
-    """Return one log-probability per token. llama.cpp uses the chat's form for both endpoints."""
+    """Return one log-prob per token. llama.cpp uses the chat's form for both endpoints."""
     logprobs = choice.get("logprobs")
     values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
     if values is None:
@@ -228,11 +224,11 @@ def _logprobs(choice: dict[str, Any]) -> Sequence[Any] | None:
 
 
 def _number(value: Any) -> float | None:
-    """Return a log-prob as a float; None if it is not one.
+    """Return a log-prob as a float; None: ``value`` is not a log-prob.
 
-    For the probability 0 vLLM sends -9999, llama.cpp the least number of 32 bits, others -Infinity: all become -9999.
+    For probability 0 vLLM sends -9999, llama.cpp the least number of 32 bits, others -Infinity: all become -9999.
     """
-    if type(value) not in (int, float) or not value <= _HIGHEST:  # NaN is not, either
+    if type(value) not in (int, float) or not value <= _HIGHEST:  # also NaN
         return None
     return float(max(value, _LEAST))
 
@@ -266,33 +262,20 @@ def _until(text: str, stop_strings: Sequence[str]) -> tuple[str, bool]:
     return (text[: min(ends)], True) if ends else (text, False)
 
 
-def _short(value: Any) -> str:
-    return start_of(json.dumps(value), 30)
+def _first(values: list[Any]) -> str:
+    return start_of(json.dumps(values[0]), 30) if values else ""
 
 
-def _nonsense(url: str, what: str, answer: dict[str, Any]) -> UserError:
-    return UserError(f"{url} answers with {what}: {start_of(json.dumps(answer))}")
-
-
-# ---- of which distribution a server's log-probs are
+# ---- the distribution of a server's log-probs
 
 
 def check_logprobs(url: str, top: Callable[[Sampling], float | None], sampling: Sampling) -> None:
     """Check that a server returns the log-probs that ``sampling`` asks for.
 
-    vLLM and llama.cpp return those of temperature 1 without truncation. vLLM with ``--logprobs-mode
-    processed_logprobs`` returns those of the distribution that it samples from. SGLang divides by the temperature but
-    does not truncate, unless ``SGLANG_RETURN_ORIGINAL_LOGPROB`` is set. The log-prob of the most probable token tells
-    them apart.
-
-    Args:
-        url: of the server, for messages.
-        top: asks the server for one token, the same prompt each time, and returns the log-prob of the most probable
-            token; None: the answer has none.
-        sampling: the settings of the run.
-
-    Raises:
-        UserError: the server returns those of another distribution, or does not show which it returns.
+    vLLM and llama.cpp return log-probs at temperature 1 without truncation. With ``--logprobs-mode
+    processed_logprobs`` vLLM's belong to the distribution that it samples from. SGLang divides by the temperature but
+    does not truncate, unless ``SGLANG_RETURN_ORIGINAL_LOGPROB`` is set. The log-prob of the most probable token shows
+    the difference: ``top`` asks the server for one token, always with the same prompt, and returns it, or None.
     """
     asked, temperature = sampling.logprobs_temperature, sampling.temperature
     truncated = sampling.top_k is not None or sampling.top_p not in (None, 1) or sampling.min_p is not None
@@ -301,24 +284,26 @@ def check_logprobs(url: str, top: Callable[[Sampling], float | None], sampling: 
     if asked not in (1, temperature):
         raise UserError(f"{url} cannot return log-probs of temperature {asked:g} for samples of {temperature:g}")
     plain, sharper, cut = map(top, PROBES)
+    problem = ""
     if plain is None or sharper is None or cut is None or plain > -_CLEAR:
-        raise UserError(
-            f"{url} does not show of which temperature its log-probs are; set temperature to 1, and top_k, top_p and "
-            "min_p to null"
+        problem = (
+            "does not show of which temperature its log-probs are; set temperature to 1, and top_k, top_p and min_p to "
+            "null"
         )
-    if truncated and cut - plain > _CLEAR:
-        raise UserError(
-            f"{url} returns log-probs after truncation, as vLLM does with --logprobs-mode processed_logprobs; set "
-            "top_k, top_p and min_p to null"
+    elif truncated and cut - plain > _CLEAR:
+        problem = (
+            "returns log-probs after truncation, as vLLM does with --logprobs-mode processed_logprobs; set top_k, "
+            "top_p and min_p to null"
         )
-    scaled = sharper - plain > _CLEAR
-    if temperature != 1 and asked == 1 and scaled:
-        raise UserError(
-            f"{url} returns log-probs of the sampling temperature, and those of temperature 1 are needed; start SGLang "
-            "with SGLANG_RETURN_ORIGINAL_LOGPROB=1 and vLLM with --logprobs-mode raw_logprobs, or set temperature to 1"
+    elif temperature != 1 and asked == 1 and sharper - plain > _CLEAR:
+        problem = (
+            "returns log-probs of the sampling temperature instead of temperature 1; start SGLang with "
+            "SGLANG_RETURN_ORIGINAL_LOGPROB=1 and vLLM with --logprobs-mode raw_logprobs, or set temperature to 1"
         )
-    if asked != 1 and not scaled:
-        raise UserError(
-            f"{url} returns log-probs of temperature 1, and those of temperature {asked:g} are needed; start vLLM with "
+    elif asked != 1 and sharper - plain <= _CLEAR:
+        problem = (
+            f"returns log-probs of temperature 1 instead of temperature {asked:g}; start vLLM with "
             "--logprobs-mode processed_logprobs, or set temperature to 1"
         )
+    if problem:
+        raise UserError(f"{url} {problem}")
