@@ -16,13 +16,17 @@ log = logging.getLogger("rocm_ext")
 
 def setup_logging() -> None:
     """Log plain lines to stderr; torchtune and the ranks above 0 log warnings only."""
+    logging.getLogger("torchtune.utils._logging").addFilter(_is_warning)
     if not log.handlers:
-        logging.getLogger("torchtune.utils._logging").addFilter(lambda record: record.levelno >= logging.WARNING)
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
         log.addHandler(handler)
         log.propagate = False
     log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+
+
+def _is_warning(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING
 
 
 def warn(lines: Iterable[str]) -> None:

@@ -2,7 +2,7 @@
 
 Compares two runs of one recipe, finished or not: a safe baseline A and a faster setting B. Prints their speed, memory,
 losses (or held-out scores of RAFT and GRPO), and whether to take B.
-Exit code: 0 take B, 1 keep A, 2 a file to compare is missing, 3 undecided yet.
+Exit code: 0 take B, 1 keep A, 2 the runs cannot be compared, 3 undecided yet.
 """
 
 import argparse

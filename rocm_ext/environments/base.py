@@ -56,30 +56,17 @@ class Environment:
     tools: Sequence[Any] = ()
     needs: tuple[str, ...] = ()
     at_once: int = 512
-    _verifier: Verifier | None = None  # judges the answer, see _judge_by
 
     def __init__(self, row: Mapping[str, Any]) -> None:
         self.row = row
 
-    def _judge_by(self, verifier: Verifier) -> None:
-        """Let a verifier judge the answer; raises UserError if it compares the answers of a group."""
-        alone = "compares answers of a group; a conversation is judged by itself"
-        if verifier.groups:
-            raise UserError(f"{name_of(verifier)} {alone}")
-        self._verifier, self.needs = verifier, tuple(verifier.needs)
-
     def check(self) -> None:
         """Raise UserError if this machine cannot run the environment."""
-        if self._verifier is not None:
-            self._verifier.check()
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise UserError or ValueError, naming the field, if a row allows no conversation."""
-        if self._verifier is not None:
-            self._verifier.check_row(row)
-        else:
-            for name in self.needs:
-                field(row, name)
+        for name in self.needs:
+            field(row, name)
 
     def begin(self) -> Any:
         """Return messages that follow the prompt's, such as the first state of a game, or a :class:`Ask`."""
@@ -111,13 +98,43 @@ class Environment:
 
     def judge(self, answer: str) -> Any:
         """Judge the last message: a :class:`~rocm_ext.verifiers.Result`, or a reward from 0 to 1, CORRECT if 1."""
-        if self._verifier is not None:
-            return checked(self._verifier, self._verifier(answer, self.row))
         raise NotImplementedError(f"{type(self).__name__} defines neither judge nor reply")
 
     def run(self, call: Call) -> str:
         """Return the result of a tool call, as text."""
         return tools_of(self)(call)
+
+
+class JudgedEnvironment(Environment):
+    """An environment whose answer a verifier judges.
+
+    Attributes:
+        verifier: the verifier; None: the environment gives the result.
+    """
+
+    verifier: Verifier | None = None
+
+    def judge_by(self, verifier: Verifier) -> None:
+        """Let a verifier judge the answer; raises UserError if it compares the answers of a group."""
+        if verifier.groups:
+            raise UserError(f"{name_of(verifier)} compares answers of a group; a conversation is judged by itself")
+        self.verifier, self.needs = verifier, tuple(verifier.needs)
+
+    def check(self) -> None:
+        """Raise UserError if this machine cannot run the verifier."""
+        if self.verifier is not None:
+            self.verifier.check()
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise UserError or ValueError, naming the field, if the verifier cannot judge the row."""
+        if self.verifier is not None:
+            self.verifier.check_row(row)
+
+    def judge(self, answer: str) -> Any:
+        """Return the verifier's result."""
+        if self.verifier is None:
+            return super().judge(answer)
+        return checked(self.verifier, self.verifier(answer, self.row))
 
 
 def tools_of(environment: Environment) -> Tools:

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.environments.base import Ask, Environment
+from rocm_ext.environments.base import Ask, JudgedEnvironment
 from rocm_ext.environments.endpoint import Endpoint, Exchange
 from rocm_ext.verifiers.base import Result, Verdict, error, short
 from rocm_ext.verifiers.build import build
@@ -42,7 +42,7 @@ except OSError as problem:
 """
 
 
-class Program(Environment):
+class Program(JudgedEnvironment):
     """A conversation with a program, such as an agent that you already have.
 
     The program runs in the sandbox of the verifiers, once for each conversation. Its input is a line of JSON, the
@@ -90,7 +90,7 @@ class Program(Environment):
         self.at_once = at_once or min(MOST_AT_ONCE, 4 * len(os.sched_getaffinity(0)))
         self._limits = Limits(_FOREVER, 0, memory_mb, processes=128, open_files=512)
         if verifier is not None:
-            self._judge_by(build(verifier))
+            self.judge_by(build(verifier))
         self._shown = interpreter(python or sys.executable)
         self._folder = None if folder is None else str(Path(folder).resolve())
         if self._folder is not None and not os.path.isdir(self._folder):
@@ -204,7 +204,7 @@ class Program(Environment):
             value = json.loads(line)
         except (ValueError, RecursionError):
             value = None
-        if self._verifier is not None:
+        if self.verifier is not None:
             text = value if isinstance(value, str) else line
             answer = value.get("answer") if isinstance(value, dict) else text
             if not isinstance(answer, (str, int, float)):

@@ -111,10 +111,11 @@ def _passages(text: str, words: int) -> Iterator[str]:
     """Cut a text at the end of a paragraph, after at least ``words`` words; inside a paragraph after twice as many."""
     passage: list[str] = []
     for paragraph in re.split(r"\n\s*\n", text):
-        passage += paragraph.split()
-        while len(passage) >= 2 * words:
-            yield " ".join(passage[: 2 * words])
-            del passage[: 2 * words]
+        for word in paragraph.split():
+            passage.append(word)
+            if len(passage) >= 2 * words:
+                yield " ".join(passage)
+                passage = []
         if len(passage) >= words:
             yield " ".join(passage)
             passage = []

@@ -6,11 +6,11 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.importing import COMPONENT, import_component
-from rocm_ext.environments.base import Environment
+from rocm_ext.environments.base import JudgedEnvironment
 from rocm_ext.verifiers.build import build
 
 
-class ToolEnvironment(Environment):
+class ToolEnvironment(JudgedEnvironment):
     """Tools and a verifier: the first message that calls no tool is the answer.
 
     Args:
@@ -26,7 +26,7 @@ class ToolEnvironment(Environment):
         if not listed:
             raise UserError(f"tools: found {tools!r}; expected a list of names and components")
         self.tools = [function for tool in tools for function in functions_of(tool)]
-        self._judge_by(build(verifier))
+        self.judge_by(build(verifier))
 
 
 def functions_of(tool: Any) -> list[Callable[..., Any]]:

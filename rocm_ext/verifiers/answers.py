@@ -59,7 +59,7 @@ class Regex(Verifier):
     def __init__(
         self, pattern: str | None = None, field: str | None = None, full: bool = False, timeout: float = 1.0
     ) -> None:
-        if pattern is None == field is None:
+        if (pattern is None) == (field is None):
             raise UserError("Regex takes either pattern or field")
         self.pattern, self.field, self.full, self.timeout = pattern, field, full, timeout
         self.needs = (field,) if field else ()
@@ -94,7 +94,7 @@ class JsonSchema(Verifier):
     """
 
     def __init__(self, schema: Mapping[str, Any] | None = None, field: str | None = None, timeout: float = 5.0) -> None:
-        if schema is None == field is None:
+        if (schema is None) == (field is None):
             raise UserError("JsonSchema takes either schema or field")
         if timeout <= 0:
             raise UserError(f"JsonSchema: timeout must be positive, found {timeout}")

@@ -105,10 +105,8 @@ class RewardFunction(Verifier):
             import asyncio  # here, since it takes a quarter of a worker's start
 
             rewards = asyncio.run(_result_of(rewards))
-        listed = isinstance(rewards, Iterable) and not isinstance(rewards, (str, Mapping))
-        shown = short(repr(rewards), 40)
-        if not listed:
-            raise TypeError(f"it returned {shown}; expected a list with a reward for each answer")
+        if not isinstance(rewards, Iterable) or isinstance(rewards, (str, Mapping)):
+            raise TypeError(f"it returned {short(repr(rewards), 40)}; expected a list with a reward for each answer")
         rewards = list(rewards)
         counts = f"{len(rewards)} rewards for {len(rows)} completions"
         if len(rewards) != len(rows):
@@ -138,9 +136,8 @@ class RewardFunction(Verifier):
 
     def _result(self, reward: Any, parts: Mapping[str, float]) -> Result:
         if isinstance(reward, Mapping):
-            shown = short(repr(reward), 80)
             if "reward" not in reward:
-                raise ValueError(f"it returned {shown}; expected 'reward' beside its parts")
+                raise ValueError(f"it returned {short(repr(reward), 80)}; expected 'reward' beside its parts")
             parts = {**parts, **_finite({name: value for name, value in reward.items() if name != "reward"})}
             reward = reward["reward"]
         if reward is None:

@@ -16,7 +16,19 @@ from types import SimpleNamespace
 import pytest
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.verifiers import All, Command, Compile, ExactMatch, Pool, Regex, Result, Run, Verdict, Weighted
+from rocm_ext.verifiers import (
+    All,
+    Command,
+    Compile,
+    ExactMatch,
+    JsonSchema,
+    Pool,
+    Regex,
+    Result,
+    Run,
+    Verdict,
+    Weighted,
+)
 from rocm_ext.verifiers.base import short
 from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.extract import extract_code
@@ -148,8 +160,11 @@ def test_regex_is_bounded_in_time():
         Regex("(")
     with pytest.raises(ValueError, match="'p'"):
         Regex(field="p").check_row({"p": "("})
+    for both_or_none in ({}, {"pattern": "a", "field": "p"}):
+        with pytest.raises(UserError, match="either"):
+            Regex(**both_or_none)
     with pytest.raises(UserError, match="either"):
-        Regex()
+        JsonSchema({"type": "object"}, field="p")
 
 
 def test_command(tmp_path: Path):

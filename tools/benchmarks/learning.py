@@ -82,9 +82,16 @@ def config_of(name: str, pocket: Path) -> str:
 
 
 def samples_of_round(pocket: Path) -> int:
-    """Return the samples of a RAFT cycle, and so of a GRPO step, by the config for the model in ``pocket``."""
-    raft = config.load(RAFT, config_of(RAFT, pocket), [])
-    return raft.prompts_per_cycle * raft.samples_per_prompt
+    """Return the samples of a RAFT cycle and of a GRPO step, by their configs for the model in ``pocket``.
+
+    Raises:
+        ValueError: they differ.
+    """
+    raft, grpo = (config.load(recipe, config_of(recipe, pocket), []) for recipe in CONFIGS)
+    counts = raft.prompts_per_cycle * raft.samples_per_prompt, grpo.prompts_per_step * grpo.samples_per_prompt
+    if counts[0] != counts[1]:
+        raise ValueError(f"a cycle of RAFT draws {counts[0]} samples, a step of GRPO {counts[1]}; make them equal")
+    return counts[0]
 
 
 # ---- runs

@@ -138,6 +138,8 @@ def write_sized_model(folder: Path, shape: str, vocab: int, dtype: str, device: 
         if name.endswith("bias"):  # zero from transformers; a side that skips them must differ
             torch.nn.init.normal_(weight, std=0.04)
     model.save_pretrained(folder, max_shard_size="4GB")
+    del model, weight
+    torch.cuda.empty_cache()  # the sides are other processes, which need the GPU's memory
     fill_vocabulary(folder, vocab)
 
 

@@ -237,10 +237,14 @@ class Program(Wire):
         changed = [[index, now] for index, old in before.items() if (now := self.as_data(both[index])) != old]
         if any(now is ... for _, now in changed):
             return {"unjudged": "the code leaves what may not cross in a container of the tests"}
-        new = [[name, now] for name, old in self.watched.items()
-               if (now := self.as_data(self.namespace.get(name))) is not ... and now != old]  # fmt: skip
-        self.watched.update(new)
-        return reply | {"changed": changed, "globals": new, **self.printed()}
+        return reply | {"changed": changed, "globals": self.changed_globals(), **self.printed()}
+
+    def changed_globals(self):
+        """The plain globals that have changed since they crossed. The tests' attacks override it."""
+        changed = [[name, now] for name, old in self.watched.items()
+                   if (now := self.as_data(self.namespace.get(name))) is not ... and now != old]  # fmt: skip
+        self.watched.update(changed)
+        return changed
 
     def names(self, *names):
         """[name, JSON of its value] for the names that the code defines."""

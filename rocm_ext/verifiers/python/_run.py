@@ -60,10 +60,11 @@ class TestCounts:
         failures, ran, self.failed = self.failures, self.ran, None
         try:
             run()
-            error = AssertionError("none of its asserts ran") if asserts and self.ran == ran else self.failed
-        except BaseException as raised:
-            error = raised
-        if error is not None:
+            if asserts and self.ran == ran:
+                raise AssertionError("none of its asserts ran")
+            if self.failed:
+                raise self.failed
+        except BaseException as error:  # this name goes at the end: its traceback would keep the unit's objects
             self.note(error, text)
         if self.judge.gone and self.failures == failures:
             self.note(None, text)

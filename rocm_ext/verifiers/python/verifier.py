@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -153,13 +153,16 @@ class PythonTests(Verifier):
         except ValueError as problem:
             return error(problem)
         trusted, lead = trusted_of(row), [re.split(r"\W", entry)[0]] + ["Solution"] * (calls is not None)
-        called = None if calls is None else frozenset(lead)
-        names = tested(tests, tuple(trusted), entry) if tests else called
-        code = code_in(completion, names, bool(tests), prefix)
+        is_program = not tests and calls is None  # the cases are input and output
+
+        def names() -> Set[str]:
+            return tested(tests, tuple(trusted), entry) if tests else frozenset(lead)
+
+        code = code_in(completion, None if is_program else names, bool(tests), prefix)
         if not code.strip():
             return unparsed("no Python code")
         _, packages, path = interpreter(self.python)
-        if names is None:  # the cases are input and output of a program
+        if is_program:
             boot = f"import builtins,runpy,sys;sys.path+={list(packages)!r};builtins.exit=builtins.quit=sys.exit;"
             boot += f"sys.argv=['solution.py'];runpy.run_path({BOX + '/solution.py'!r},run_name='__main__')"
             argv = [path, "-s", "-S", "-c", boot]
@@ -279,12 +282,13 @@ def tested(tests: str, trusted: tuple[str, ...], entry: str) -> Set[str]:
     return names.required | names.own | names.live or names.wanted
 
 
-def code_in(completion: str, names: Set[str] | None, every: bool, prefix: str) -> str:
+def code_in(completion: str, names: Callable[[], Set[str]] | None, every: bool, prefix: str) -> str:
     """The code in a completion; empty if there is none.
 
     Args:
         completion: the answer.
-        names: names that the tests use; None: the code is a program that reads stdin.
+        names: finds the names that the tests use, if several blocks need them; None: the code is a program that reads
+            stdin.
         every: whether the tests use all the names, or one of them.
         prefix: the beginning of the code, which may lack the body of its function.
     """
@@ -295,7 +299,8 @@ def code_in(completion: str, names: Set[str] | None, every: bool, prefix: str) -
     elif names is None:
         code = extract_code(completion, "python", READS.search)
     else:
-        code = next(filter(None, (defining(blocks, names, every) for blocks in groups)), None)
+        used = names()
+        code = next(filter(None, (defining(blocks, used, every) for blocks in groups)), None)
         code = code or extract_code(completion, "python", BODY.match if prefix else bool)
     if code is None and prefix and "```" not in completion:
         code = answer_text(completion)  # the body alone, without a fence
