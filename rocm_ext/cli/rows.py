@@ -31,7 +31,6 @@ from rocm_ext.cli._common import (
     table,
 )
 from rocm_ext.config.checks import check_config
-from rocm_ext.report import rows as words
 
 if TYPE_CHECKING:
     from rocm_ext.data.overview import Overview
@@ -133,6 +132,7 @@ def _prompts(cfg: Any, family: str, tokenizer: Any, decoder: Any) -> Read:
 def _print_rows(content: Mapping[str, Any]) -> None:
     """Print shown rows, and below them the numbers."""
     from rocm_ext.data.mixture import lines
+    from rocm_ext.report import rows as words  # here, because --help must be quick
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack characters of rows
@@ -176,6 +176,8 @@ def _escaped(text: str) -> str:
 
 
 def _print_numbers(key: str, of: Mapping[str, Any]) -> None:
+    from rocm_ext.report import rows as words
+
     first, *others = words.facts_of(key, of)
     print(first)
     for line in others:
