@@ -62,9 +62,9 @@ def check_model_folder(cfg: DictConfig, config: Path | None) -> None:
     """
     checkpointer = cfg.get("checkpointer")
     component = str(checkpointer.get(COMPONENT)) if isinstance(checkpointer, DictConfig) else ""
-    if not component.startswith(("rocm_ext.", "torchtune.")):
+    if config is not None and not component.startswith(("rocm_ext.", "torchtune.")):
         return
-    folder = checkpointer.get("checkpoint_dir")
+    folder = checkpointer.get("checkpoint_dir") if isinstance(checkpointer, DictConfig) else None
     if not (isinstance(folder, str) and folder) or os.path.exists(folder):
         return
     if is_hub_name(folder) and cfg.model.get("checkpoint_dir") == folder:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -64,7 +65,7 @@ def load_rows(source: str, split: str, data_files: Any, name: str | None) -> tup
     if len(kinds) > 1 or None in kinds:
         raise UserError(f"{source}: expected {', '.join(LOADERS)} files, all of one kind; the first may end in .gz")
     folder = Path(source).expanduser()
-    saved = any((folder / file).is_file() for file in SAVED)
+    saved = any(os.path.isfile(folder / file) for file in SAVED)  # False where it may not be read
     if (files or saved) and (data_files is not None or name is not None):
         kind = "file" if files else "saved dataset"
         raise UserError(f"source {source} is a {kind}: data_files and name do not apply to it")

@@ -119,8 +119,9 @@ def write_adapter(source: Source, out: Path) -> None:
     merged.check(source.base)
     config = merged.config
     if config.dora or merged.rows:
-        problem = "is DoRA" if config.dora else "has rows of new tokens"
-        raise UserError(f"{source.adapter} {problem}, which llama.cpp does not compute; set --gguf, which merges it")
+        what = "is DoRA, which llama.cpp does not compute"
+        what = what if config.dora else "has rows of new tokens, which llama.cpp's adapters cannot have"
+        raise UserError(f"{source.adapter} {what}; set --gguf, which merges it")
     gguf = library()
     writer = gguf.GGUFWriter(None, names.arch)
     writer.add_type(gguf.GGUFType.ADAPTER)

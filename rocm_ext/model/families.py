@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from rocm_ext.base.errors import UserError, one_line, refuse
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
-from rocm_ext.config.checks.kinds import NOT_NEGATIVE, SWITCH, Kind, check
+from rocm_ext.config.checks.kinds import JSON_SWITCH, NOT_NEGATIVE, Kind, check
 
 CONFIG = "config.json"
 Config = Mapping[str, Any]
@@ -418,7 +418,7 @@ def _number(config: Config, key: str, default: float | None = None) -> float:
 
 
 def _switch(config: Config, key: str) -> bool:
-    return _value(config, key, SWITCH, False)
+    return _value(config, key, JSON_SWITCH, False)
 
 
 # ---- names of a native decoder's parts: torchtune's, and Hugging Face's

@@ -109,7 +109,7 @@ class Sampler(ABC):
 
     def free(self) -> None:
         """Free the weights, also where a caller keeps this object."""
-        self.decoder, self._adapted = None, []
+        self.decoder = self._adapted = None  # type: ignore[assignment]
 
     def cache_bytes(self, length: float) -> float:
         """Bytes of a slot of ``length`` positions."""

@@ -43,7 +43,8 @@ RAFT_FREE_KEYS = FREE_KEYS | frozenset(
 class CycleTrainer(PolicyTrainer):
     """Trains the adapter for some epochs on the answers that a cycle keeps.
 
-    A step is a cycle. It writes to the folder ``cycle_k``; the run reads only ``cycle_k/adapter`` again, for servers.
+    A step is a cycle. It writes to the folder ``cycle_k``; the run reads ``metrics.jsonl`` again, and
+    ``cycle_k/adapter``, for servers.
 
     Attributes:
         done: updates of the unfinished cycle.
@@ -203,14 +204,18 @@ class CycleTrainer(PolicyTrainer):
     def _begin_cycle(self, updates: int) -> Mapping[str, torch.Tensor]:
         """Begin a cycle with the config's adapter, learning rate and moments; return the adapter before training."""
         cfg, lr = self.cfg, self.cfg.optimizer.lr
-        lr = max(lr * cfg.lr_decay ** len(self.trained), min(cfg.lr_floor, lr))
         training.set_seed(
             seed=sample_seed(cfg.seed, self.step + 1, "train", 0) % 2**31, debug_mode=cfg.cudnn_deterministic_mode
         )
         if cfg.start_from == "base":
             self.learner.load_adapter(self.first, "the first adapter")
         moments, scale = self.optimizer.state_dict()["state"], self.scaler.state_dict()
-        self.build(updates, lr)
+        # in the config, because an overridden setup_optimizer or setup_scheduler reads the rate there
+        cfg.optimizer.lr = max(lr * cfg.lr_decay ** len(self.trained), min(cfg.lr_floor, lr))
+        try:
+            self.build(updates)
+        finally:
+            cfg.optimizer.lr = lr
         if cfg.optimizer_state == "run" and self.trained:
             self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
             self.scaler.load_state_dict(scale)

@@ -16,7 +16,7 @@ from rocm_ext.distributed.ranks import Ranks
 _KINDS = {
     "max_new_tokens": integer(1),
     "temperature": number(lambda x: x >= 0, "a number of at least 0 (0: greedy)"),
-    "top_k": integer(1) | NULL,
+    "top_k": integer(1, 2**31 - 1) | NULL,
     "top_p": SHARE | NULL,
     "min_p": SHARE | NULL,
     "stop_strings": Kind(lambda value: all(isinstance(text, str) and text for text in value), ("non-empty texts",)),

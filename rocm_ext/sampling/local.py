@@ -302,7 +302,8 @@ class LocalSession:
             return None
         ended = tokens[-1] in self._stop_tokens
         stopped = ended or self._holds_stop_string(tokens, sampling)
-        if not stopped and len(tokens) != running.request.limited(sampling).max_new_tokens:
+        most = running.request.most
+        if not stopped and len(tokens) != (sampling.max_new_tokens if most is None else most):
             return None
         text = to_text(self._tokenizer, tokens[:-1] if ended else tokens)
         ends = [at for stop in sampling.stop_strings if (at := text.find(stop)) >= 0]

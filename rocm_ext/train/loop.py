@@ -131,20 +131,11 @@ class Training:
             count = self.count if resumed else None
             self.metrics = self.folder.take(OmegaConf.to_yaml(self.cfg), count, self.keeps_line)
 
-    def build(self, total_steps: int, lr: float | None = None) -> None:
-        """Build optimiser, loss scaler and schedule.
-
-        Args:
-            total_steps: updates of the schedule; 0: their number is not known yet.
-            lr: learning rate in place of the config's; None: the config's.
-        """
+    def build(self, total_steps: int) -> None:
+        """Build optimiser, loss scaler and schedule for ``total_steps`` updates; 0: their number is not known yet."""
         self.total_steps = total_steps
         self.optimizer = self.setup_optimizer()
         builders.check_learning_rate(self.optimizer)
-        given = self.cfg.optimizer.get("lr")
-        if lr not in (None, given):
-            for group in self.optimizer.param_groups:
-                group["lr"] = group["lr"] / given * lr
         self.scaler = torch.amp.GradScaler(self.runtime.device.type, enabled=self.runtime.dtype == torch.float16)
         self.scheduler = self.setup_scheduler() if total_steps else None
 

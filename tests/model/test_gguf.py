@@ -463,7 +463,7 @@ KEYS = [
     ("qwen3 moe", "expert_count", 8, r"gate_up_proj is \[4, 128, 64\]"),
     ("qwen3.5 moe", "rope.dimension_count", 5, "expected head_dim, 16"),
     ("qwen3.5 moe", "full_attention_interval", 0, "full_attention_interval is 0; expected 1"),
-    ("qwen3.5 moe", "ssm.inner_size", 63, "linear_value_head_dim is 15; llama.cpp computes 16"),
+    ("qwen3.5 moe", "ssm.inner_size", 63, "linear_value_head_dim is 15; llama.cpp computes only 16"),
     ("qwen3.5 moe", "ssm.group_count", 4, "rows instead of|is .* in the checkpoint"),
     ("qwen3.5 moe", "nextn_predict_layers", 2, "block_count is 0; expected 1"),
     ("gemma 3", "attention.layer_norm_rms_epsilon", -1.0, "epsilon is -1.0; expected"),

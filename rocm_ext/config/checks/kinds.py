@@ -64,7 +64,11 @@ def integer(least: int, most: int = 10**9) -> Kind:
 def number(fits: Callable[[float], bool], name: str) -> Kind:
     """A finite number that ``fits``."""
     most = sys.float_info.max  # a whole number may be larger
-    return Kind(lambda value: type(value) in (int, float) and -most <= value <= most and fits(value), (name,))
+
+    def is_number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and -most <= value <= most
+
+    return Kind(lambda value: is_number(value) and fits(value), (name,))
 
 
 def text(name: str) -> Kind:
@@ -97,6 +101,7 @@ def _around_one(value: Any) -> bool:
 
 NULL = Kind(lambda value: value is None, ("null",))
 SWITCH = one_of(True, False)
+JSON_SWITCH = Kind(lambda value: isinstance(value, bool), ("true or false",))  # of a JSON file
 COMPONENT = Kind(lambda value: value is not None, ("a _component_", "leave the key out for its default"))
 POSITIVE = number(lambda x: x > 0, "a number above 0")
 NOT_NEGATIVE = number(lambda x: x >= 0, "a number of at least 0")

@@ -164,13 +164,16 @@ def _shared_faults(cfg: DictConfig, recipe: str) -> Iterator[str]:
             yield "max_staleness does not work with an environment; set max_staleness=0"
         if cfg.engine.get("endpoint", "completions") == "chat":
             yield "endpoint chat would render a conversation's turns anew; set engine.endpoint=completions"
-    for key, most in (("eval_samples", 0), ("samples_per_prompt", 1)):
-        if cfg.temperature == 0 and cfg[key] > most:
-            yield f"temperature 0 gives the same answer {cfg[key]} times; set {key}={most}, or a temperature above 0"
+    yield from _repetition_faults(cfg, "eval_samples", 0)
     if not isinstance(cfg.optimizer, DictConfig):
         yield f"optimizer is {cfg.optimizer!r}; expected a _component_ with its lr"
     if not cfg.optimizer.get("lr"):
         yield f"optimizer.lr is {cfg.optimizer.get('lr')!r}; expected a number above 0"
+
+
+def _repetition_faults(cfg: DictConfig, key: str, most: int) -> Iterator[str]:
+    if cfg.temperature == 0 and cfg[key] > most:
+        yield f"temperature 0 gives the same answer {cfg[key]} times; set {key}={most}, or a temperature above 0"
 
 
 def _raft_faults(cfg: DictConfig) -> Iterator[str]:
@@ -179,6 +182,7 @@ def _raft_faults(cfg: DictConfig) -> Iterator[str]:
             "optimizer_state=run keeps the moments of other weights: start_from=base trains the run's initial adapter "
             "again in every cycle; set optimizer_state=cycle, or start_from=previous"
         )
+    yield from _repetition_faults(cfg, "samples_per_prompt", 1)
 
 
 def _grpo_faults(cfg: DictConfig) -> Iterator[str]:
@@ -237,6 +241,7 @@ def _distil_faults(cfg: DictConfig) -> Iterator[str]:
             )
     if cfg.eval_prompts is not None and cfg.verifier is None and cfg.environment is None:
         yield UNJUDGED
+    yield from _repetition_faults(cfg, "samples_per_prompt", 1)
 
 
 def _record_faults(cfg: DictConfig) -> Iterator[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import REPO_ID, hub_name
-from rocm_ext.config.checks.kinds import NULL, SWITCH, Kind, integer, number
+from rocm_ext.config.checks.kinds import JSON_SWITCH, NULL, Kind, integer, number
 from rocm_ext.config.checks.training import PATTERNS
 from rocm_ext.model.adapters import peft_experts
 from rocm_ext.model.decoder import Decoder
@@ -56,8 +56,8 @@ _FREE = frozenset(
 )
 _NAMES = Kind(lambda value: isinstance(value, list) and all(isinstance(n, str) for n in value), ("a list of names",))
 _OPTIONAL = {
-    "use_rslora": SWITCH,
-    "use_dora": SWITCH,
+    "use_rslora": JSON_SWITCH,
+    "use_dora": JSON_SWITCH,
     "target_modules": _NAMES | Kind(lambda value: isinstance(value, str), ("a pattern",)),
     "target_parameters": _NAMES,
     "trainable_token_indices": Kind(

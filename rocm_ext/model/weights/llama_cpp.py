@@ -273,8 +273,9 @@ def places(folder: Path, first: GgufFile, stored: Collection[str]) -> dict[str, 
     layout = read_layout(folder)
     names = GgufNames(layout)
     weights: dict[str, list[Part]] = {}
-    shapes = json_object(path.read_bytes()) if (path := folder / SHAPES).is_file() else None
-    for name in shapes or stored_names(layout.layers):
+    path = folder / SHAPES
+    shapes = (json_object(path.read_bytes()) or {}) if path.is_file() else stored_names(layout.layers)
+    for name in shapes:
         ways = [layout.parts(name), [Part(f"{name}.weight")] if name.endswith("gate_up_proj") else []]
         for way in ways:
             parts = [replace(part, name=names.find(part.name) or "") for part in way]
