@@ -217,7 +217,7 @@ class TemplateRenderer:
         return self._up_to_stop(self._encoder.encode(longer[len(text) :])) if longer.startswith(text) else []
 
     def _up_to_stop(self, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens up to a stop token with only white space before it; [] if there is none."""
+        """Return the tokens up to a stop token with only white space before it, or []."""
         for count, token in enumerate(tokens, 1):
             if token in self._stops:
                 return list(tokens[:count])
@@ -399,7 +399,7 @@ def end_of(tokens: Sequence[int], tokenizer: Any, end: int) -> list[int]:
 
 
 def _behind_stop(tokens: Sequence[int], start: int, stops: frozenset[int]) -> int:
-    """Return the index behind the first stop token from ``start`` on; ``start`` if there is none."""
+    """Return the index behind the first stop token from ``start`` on, or ``start``."""
     return next((i + 1 for i in range(start, len(tokens)) if tokens[i] in stops), start)
 
 

@@ -34,7 +34,7 @@ _SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qw
 
 
 def name_of(pre: Mapping[str, Any]) -> str | None:
-    """Return llama.cpp's name of a ``pre_tokenizer``; None: there is none."""
+    """Return llama.cpp's name of a ``pre_tokenizer``, or None."""
     steps = pre.get("pretokenizers", [pre])
     kinds = [step.get("type") for step in steps]
     if kinds[-1:] != ["ByteLevel"] or steps[-1].get("add_prefix_space"):

@@ -151,7 +151,7 @@ _loop = functools.cache(asyncio.new_event_loop)  # one for the process, so that 
 
 
 def checked_reply(environment: Environment, value: Any) -> Reply:
-    """Return an environment's reply as messages, an Ask or a Result; raises ValueError if it is none of these."""
+    """Return an environment's reply as messages, an Ask or a Result; raises ValueError for anything else."""
     name = type(environment).__name__
     if isinstance(value, (Ask, Result)):
         return value

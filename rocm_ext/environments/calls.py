@@ -30,7 +30,7 @@ class Call:
     Attributes:
         name: the tool's name; empty if it is unreadable.
         arguments: values by the names of the tool's parameters.
-        problem: the fault of the call's text; empty: there is none.
+        problem: the fault of the call's text; empty for a valid call.
     """
 
     name: str

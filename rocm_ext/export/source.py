@@ -69,7 +69,7 @@ class Source:
 
     @cached_property
     def template(self) -> ChatTemplate | None:
-        """The run's chat template, else the base model's; None: there is none."""
+        """The run's chat template, else the base model's, else None."""
         day = date.fromisoformat(str(self.cfg.chat_template_date))
         return read_template(self._setting, self.base, self.cfg.chat_template_args, day)
 

@@ -148,7 +148,7 @@ def _add_special(writer: Any, source: Source, model: Mapping[str, Any]) -> None:
 
 
 def end_of_turn(source: Source) -> int | None:
-    """Return the token that ends the assistant's turn in training; None: there is none."""
+    """Return the token that ends the assistant's turn in training, or None."""
     if source.template is None:
         return None
     try:

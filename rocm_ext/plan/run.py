@@ -216,7 +216,7 @@ class RunPlan:
         rollout: the plan of a cycle of RAFT or a step of GRPO; None for other recipes.
         reference: seconds to score all rows once under DPO's reference; None: there is no reference, or the number of
             rows is unknown.
-        teacher: the teacher of a distillation, if it is another model; None: there is none.
+        teacher: the teacher of a distillation, if it is another model; else None.
         programs: bytes of memory shared with the GPU that the programs of conversations may take; 0: nothing is shared.
     """
 
@@ -373,7 +373,7 @@ def _keeps(cfg: DictConfig, family: str) -> bool:
 
 
 def _teacher_planner(cfg: DictConfig, family: str, planner: TrainingPlanner) -> TrainingPlanner | None:
-    """The planner of a distillation's teacher; None: there is none, or a server or this model's base teaches."""
+    """The planner of a distillation's teacher; None without a teacher, or if a server or this model's base teaches."""
     if family != registry.DISTIL or cfg.teacher == BASE or is_server(cfg.teacher):
         return None
     given = OmegaConf.create(cfg)

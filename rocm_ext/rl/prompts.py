@@ -125,7 +125,7 @@ class PromptSet:
         The main rank tries it, unless ``max_error_share`` allows every answer to fail.
 
         Returns:
-            The component of verifier or environment, for worker processes; None if there is none and none is required.
+            The component of verifier or environment, for worker processes; None if the config may lack both, and does.
 
         Raises:
             UserError: the verifier cannot run, rejects a row (the message then names the row and the field), or fails

@@ -128,7 +128,7 @@ class RequestQueue:
         return False
 
     def __iter__(self) -> Iterator[Request | None]:
-        """Take requests one at a time; None means that there is none yet."""
+        """Take requests one at a time; None means: wait, a later one may come."""
         for same in self.prompts():
             if same:
                 yield from same
@@ -205,7 +205,7 @@ class Session(Protocol):
     def generate(self, requests: Iterable[Request | None], sampling: Sampling) -> Iterator[Completion]:
         """Take requests when there is room for them, and yield completions as they finish.
 
-        None among the requests means that there is none yet.
+        None among the requests means: wait, a later one may come.
         """
 
     def stats(self) -> dict[str, float]:

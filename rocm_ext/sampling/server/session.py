@@ -187,7 +187,7 @@ class OpenAISession:
     def generate(self, requests: Iterable[Request | None], sampling: Sampling) -> Iterator[Completion]:
         """Yield completions as they arrive. Closing the iterator cancels open requests.
 
-        Another thread takes requests one at a time, when a server is free; None means that there is none yet. The
+        Another thread takes requests one at a time, when a server is free; None means: wait, a later one may come. The
         iterator ends early once the user asks to stop.
 
         Raises:

@@ -34,7 +34,7 @@ def pairs(parts):
 
 
 def factory(value):
-    """The name of a defaultdict's factory; None if there is none, or it may not cross."""
+    """The name of a defaultdict's factory; None without a factory, or if it may not cross."""
     name = getattr(value.default_factory, "__name__", None)
     return name if FACTORIES.get(name) is value.default_factory else None
 

@@ -283,7 +283,7 @@ def tested(tests: str, trusted: tuple[str, ...], entry: str) -> Set[str]:
 
 
 def code_in(completion: str, names: Callable[[], Set[str]] | None, every: bool, prefix: str) -> str:
-    """The code in a completion; empty if there is none.
+    """The code in a completion, or an empty text.
 
     Args:
         completion: the answer.

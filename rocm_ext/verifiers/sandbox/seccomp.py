@@ -45,7 +45,7 @@ class CallNumbers:
     Attributes:
         column: index of its numbers in the tables.
         arch: ``AUDIT_ARCH_*``, which the kernel reports for native system calls.
-        foreign: the first number of another ABI; 0: there is none.
+        foreign: the first number of another ABI; 0 without another ABI.
     """
 
     column: int
