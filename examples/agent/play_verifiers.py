@@ -13,6 +13,7 @@ async def installed(self, script, env=None, **options):  # the sandbox has no ne
 
 
 async def play(row):
+    """Play the task of a row, and print its reward with its parts as JSON."""
     vf.Runtime.prepare_uv_script = installed
     agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
     env = vf.load_environment(vf.resolve_env_config({"taskset": {"id": "shop"}, "agent": agent}))

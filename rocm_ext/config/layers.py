@@ -220,13 +220,14 @@ def _check_recipe(
     fits = fits[: fits.index(family) + 1] if family else fits
     stated = [str(other) for other in (run.get("recipe"), on_command_line.get("recipe")) if other is not None]
     # the running recipe's file may be in any folder
+    others: Iterable[tuple[registry.Recipe, str]]
     others = ((registry.find(text, folder), "") for text in stated if text not in fits)
     if guess and family and not stated:
         other, known = _guessed(read(find(name)), on_command_line), defaults(recipe)
         keys = [key for key in run if key not in known and key in defaults(other)]
         if not keys and isinstance(run.get("loss"), Mapping) and registry.DPO in (other.name, *fits):
             keys = ["loss"]
-        others = ((other, f" (by its {', '.join(keys[:3])})") for _ in keys[:1])
+        others = [(other, f" (by its {', '.join(keys[:3])})")] if keys else []
     for other, why in others:
         if other.name not in fits:
             raise UserError(
