@@ -194,7 +194,7 @@ def test_the_same_step_dies_three_times(make, tmp_path):  # noqa: F811
     assert code == 1
     last = said.splitlines()[-1]
     assert last.startswith("error: the run died 3 times without progress, at step 4: killed by SIGKILL; its last line")
-    assert last.endswith(f"{out / 'supervise.log'} has all that it printed")
+    assert last.endswith(f"{out / 'supervise.log'} has its output")
     restarts = [line for line in said.splitlines() if line.startswith("supervise: restarting")]
     assert [line.rpartition(" in ")[2] for line in restarts] == ["1s", "2s"]
     told = events.read_text().splitlines()
