@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import json_object
+from rocm_ext.base.types import Message
 from rocm_ext.chat.stream import Reasoning, TextStream, harmless
 from rocm_ext.config.chosen_model import sample_here, sampling_config
 from rocm_ext.data.render import PlainRenderer, marked_text, render_prompt, to_text
@@ -26,7 +27,6 @@ _LEAST_ROOM = 256  # tokens left for an answer before old turns are dropped
 _MOST_CALLS = 8  # answers with calls of tools to one question
 _MOST_SHOWN = 500  # characters of a call that the user sees
 _LEAST_RESULT = 500  # characters: a tool's result is cut to this before old turns are dropped
-Message = dict[str, Any]
 
 
 @dataclass

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.types import Json, Message
 from rocm_ext.environments.calls import Call
 from rocm_ext.environments.tools import Tools
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, checked, field, name_of
-
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Ask:
     """
 
     messages: list[Message]
-    tools: list[dict[str, Any]]
+    tools: list[Json]
     most: int | None = None
 
 
