@@ -238,7 +238,7 @@ class Chat:
         return messages[first:]
 
 
-def model_sampling(folder: Path) -> dict[str, Any]:
+def model_sampling(folder: Path) -> dict[str, float]:
     """Return how a model's ``generation_config.json`` says to sample: ``temperature``, ``top_p``, ``top_k``."""
     path = folder / "generation_config.json"
     settings = (json_object(path.read_bytes()) if path.is_file() else None) or {}

@@ -4,6 +4,8 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from rocm_ext.base.types import Json, Message, Row
+
 CALLS = ("function_call", "tool_call")  # LLaMA-Factory, ms-swift: the text is a call, or a list of calls, in JSON
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
 ROLES |= {"human": "user", "gpt": "assistant", "developer": "system", **dict.fromkeys(CALLS, "assistant")}
@@ -31,7 +33,7 @@ def role_of(message: Any) -> str | None:
     return ROLES.get(role) if isinstance(role, str) else None
 
 
-def masked(message: Mapping[str, Any], role: str, where: str) -> bool:
+def masked(message: Message, role: str, where: str) -> bool:
     """Return whether the loss excludes a message, by role and :data:`FLAGS`; ValueError: the flags are wrong."""
     if message.keys().isdisjoint(_MARKS):
         return role != "assistant"
@@ -56,13 +58,13 @@ def parsed(value: Any, what: str) -> Any:
         raise ValueError(f"{what} not valid JSON: {error}") from error
 
 
-def called(text: Any, where: str) -> list[dict[str, Any]]:
+def called(text: Any, where: str) -> list[Json]:
     """Return the calls in an assistant's turn of :data:`CALLS`, in OpenAI's form."""
     calls = parsed(text, f"{where}: the call is")
     return [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
 
 
-def refuse_kto(fields: Mapping[str, Any]) -> None:
+def refuse_kto(fields: Row) -> None:
     """Raise a ValueError for a row that says whether its only answer is good."""
     if label := next((key for key in KTO if str(fields.get(key)).lower() in ("true", "false")), None):
         raise ValueError(
@@ -77,7 +79,7 @@ def listed(value: Any, what: str) -> list[Any]:
     return expect(parsed(value, f"{rule}, found a text that is"), list, rule)
 
 
-def asked(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+def asked(fields: Row) -> list[Message]:
     """Return the messages before the answer in a row with columns of :data:`ALPACA`."""
     text = string(fields["instruction"], "instruction")
     text += "\n\n" + string(fields["input"], "input") if fields.get("input") else ""
@@ -88,7 +90,7 @@ def asked(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
-def pair(fields: Mapping[str, Any], columns: Collection[str]) -> dict[str, Any]:
+def pair(fields: Row, columns: Collection[str]) -> Json:
     """Rename a pair's columns to TRL's ``prompt``, ``chosen`` and ``rejected``.
 
     ``fields`` has no nulls; ``columns`` are the names of all columns of the data set.
@@ -111,7 +113,7 @@ def pair(fields: Mapping[str, Any], columns: Collection[str]) -> dict[str, Any]:
     return row
 
 
-def single(fields: Mapping[str, Any]) -> dict[str, Any]:
+def single(fields: Row) -> Json:
     """Rename the columns of a row with one answer to TRL's ``prompt``, ``completion`` and ``label``, a boolean.
 
     ``fields`` has no nulls. Without ``prompt``, ``completion`` is the conversation.
@@ -131,7 +133,7 @@ def single(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "label": label}
 
 
-def conversation(value: Any, tools: list[dict[str, Any]] | None = None) -> Any:
+def conversation(value: Any, tools: list[Json] | None = None) -> Any:
     """Return a row's messages as a list, without the nulls that Arrow fills gaps with; text as it is.
 
     Arrow gives every object the keys of all rows' objects, and so does JSON written from its tables. A null argument of
@@ -150,7 +152,7 @@ def conversation(value: Any, tools: list[dict[str, Any]] | None = None) -> Any:
     return messages
 
 
-def _call(call: Any, schemas: Mapping[str, Any]) -> Any:
+def _call(call: Any, schemas: Json) -> Any:
     call = _present(call)
     if isinstance(call, dict) and "function" in call:
         call["function"] = _call(call["function"], schemas)

@@ -5,13 +5,13 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
+from rocm_ext.base.types import Json
 
 TOKENIZER, EOS = "tokenizer.json", "eos_token_id"
 
@@ -202,5 +202,5 @@ def ids_in(folder: Path, key: str) -> list[int]:
     return []
 
 
-def _content(path: Path) -> dict[str, Any]:
+def _content(path: Path) -> Json:
     return (json_object(path.read_bytes()) if path.is_file() else None) or {}

@@ -28,10 +28,10 @@ import json
 import pickletools
 import re
 import zlib
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from rocm_ext.base.types import Json, Row
 from rocm_ext.data.dialects import expect, string
 
 MAX_TESTS = 1 << 30  # bytes of a row's unpacked tests
@@ -52,7 +52,7 @@ PROGRAM = "Write a Python program that reads stdin and writes stdout. Answer wit
 FUNCTION = "Begin with this code. Answer with all of it in one code block."
 
 
-def _gsm8k(row: dict[str, Any]) -> dict[str, Any]:
+def _gsm8k(row: Row) -> Json:
     _need(row, "gsm8k", "question", "answer")
     _, mark, answer = row["answer"].rpartition("####")
     if not mark or not answer.strip():
@@ -61,7 +61,7 @@ def _gsm8k(row: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "prompt": row["question"], "answer": answer.strip(), "solution": row["answer"]}
 
 
-def _mbpp(row: dict[str, Any]) -> dict[str, Any]:
+def _mbpp(row: Row) -> Json:
     if "test_list" not in row:
         _need(row, "mbpp", "prompt", "entry_point", "tests")
         return {**row, "prompt": f"{row['prompt'].rstrip()}\n\nName the function `{row['entry_point']}`."}
@@ -74,14 +74,14 @@ def _mbpp(row: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "prompt": _with_tests(row[task], tests), "tests": tests, "test_setup": setup}
 
 
-def _humaneval(row: dict[str, Any]) -> dict[str, Any]:
+def _humaneval(row: Row) -> Json:
     _need(row, "humaneval", "prompt", "test", "entry_point")
     rest = _solved(row, "canonical_solution", "test")
     task = f"Complete this Python function. Answer with all of it in one code block.\n\n```python\n{row['prompt']}"
     return {**rest, "prompt": f"{task.rstrip()}\n```", "code_prefix": row["prompt"], "tests": _with_shapes(row["test"])}
 
 
-def _mbppplus(row: dict[str, Any]) -> dict[str, Any]:
+def _mbppplus(row: Row) -> Json:
     _need(row, "mbppplus", "prompt", "test")
     shown, setup = _texts(row, "test_list"), "\n".join(_texts(row, "test_imports", []))
     rest = _solved(row, "code", "test", "test_list", "test_imports")
@@ -101,7 +101,7 @@ def _with_shapes(tests: str) -> str:
     return CLOSE.sub(r"\1assert np.shape(out) == np.shape(exp)\n\1\2", tests)
 
 
-def _apps(row: dict[str, Any]) -> dict[str, Any] | None:
+def _apps(row: Row) -> Json | None:
     _need(row, "apps", "question")
     try:
         tests = _json(row, "input_output", {}) or {}
@@ -130,7 +130,7 @@ def _apps(row: dict[str, Any]) -> dict[str, Any] | None:
     return {**rest, **_program(row["question"], pairs), "tolerance": 1e-5}
 
 
-def _livecodebench(row: dict[str, Any]) -> dict[str, Any] | None:
+def _livecodebench(row: Row) -> Json | None:
     _need(row, "livecodebench", "question_content", "public_test_cases")
     tests = [*_json(row, "public_test_cases", []), *_private(row.get("private_test_cases") or "[]")]
     if not all(
@@ -170,13 +170,13 @@ FORMATS = {
 }
 
 
-def _program(question: str, pairs: Any) -> dict[str, Any]:
+def _program(question: str, pairs: Any) -> Json:
     """Return the fields of a task for a program that reads stdin, from (input, output) pairs."""
     cases = [{"input": given, "output": wanted} for given, wanted in pairs]
     return {"prompt": f"{question.rstrip()}\n\n{PROGRAM}", "cases": cases}
 
 
-def _function(question: str, starter: str, name: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
+def _function(question: str, starter: str, name: str, cases: list[Json]) -> Json:
     """Return the fields of a task for a function, or for a method of LeetCode's ``class Solution``."""
     entry = f"Solution().{name}" if "class Solution" in starter else name
     asks = f"{FUNCTION}\n\n```python\n{starter.rstrip()}\n```" if starter.strip() else f"Name the function `{name}`."
@@ -190,7 +190,7 @@ def _lines(text: Any) -> str:
     return string(text, "input_output's inputs and outputs")
 
 
-def _json(row: Mapping[str, Any], column: str, default: Any) -> Any:
+def _json(row: Row, column: str, default: Any) -> Any:
     """Return the value of a column with JSON text; ``default`` if it is empty."""
     value = row.get(column)
     if not isinstance(value, str):
@@ -234,7 +234,7 @@ def _called_functions(code: Any, tests: str) -> set[str]:
     return called & {statement.name for statement in body if isinstance(statement, ast.FunctionDef)}
 
 
-def _need(row: Mapping[str, Any], format: str, *columns: str) -> None:
+def _need(row: Row, format: str, *columns: str) -> None:
     if missing := [column for column in columns if column not in row]:
         raise ValueError(f"format {format} needs {', '.join(missing)}; the columns are {list(row)}")
     for column in columns:
@@ -242,15 +242,15 @@ def _need(row: Mapping[str, Any], format: str, *columns: str) -> None:
             raise ValueError(f"{column} is empty")
 
 
-def _texts(row: Mapping[str, Any], column: str, default: Any = None) -> list[str]:
+def _texts(row: Row, column: str, default: Any = None) -> list[str]:
     texts = expect(row.get(column, default), list, f"{column} must be a list of text")
     return [string(text, f"{column}[{i}]") for i, text in enumerate(texts)]
 
 
-def _without(row: Mapping[str, Any], *columns: str) -> dict[str, Any]:
+def _without(row: Row, *columns: str) -> Json:
     return {key: value for key, value in row.items() if key not in columns}
 
 
-def _solved(row: Mapping[str, Any], solution: str, *columns: str) -> dict[str, Any]:
+def _solved(row: Row, solution: str, *columns: str) -> Json:
     """Return a row without these columns; its column ``solution`` gets this name."""
     return _without(row, solution, *columns) | ({"solution": row[solution]} if solution in row else {})

@@ -23,9 +23,10 @@ from rocm_ext.base.files import replace_folder
 from rocm_ext.base.importing import COMPONENT
 from rocm_ext.base.log import log, warn
 from rocm_ext.base.supervised import beating
+from rocm_ext.base.types import Json
 from rocm_ext.config.components import WEIGHT
 from rocm_ext.data.loading import local_files
-from rocm_ext.data.rows import Ragged, Rows, flat
+from rocm_ext.data.rows import Arrays, Ragged, Rows, flat
 from rocm_ext.machine.bench_file import cache_folder
 
 WORTH = 5.0  # seconds; rows that take less to read are not kept
@@ -77,7 +78,7 @@ def kept_rows(made_by: Callable[[], Any], read: Callable[[], Rows]) -> Rows:
             Path(lock.lock_file).unlink()
 
 
-def what_makes(cfg: DictConfig, dataset: Any, **policies: Any) -> dict[str, Any] | None:
+def what_makes(cfg: DictConfig, dataset: Any, **policies: Any) -> Json | None:
     """Return ``made_by`` of :func:`kept_rows` for a dataset of a config.
 
     Files count by path, size and time. Rows of hub datasets, of folders, and of a user's components or tokenizer are
@@ -150,8 +151,9 @@ def _open(folder: Path) -> Rows | None:
         arrays = {Path(file).stem: np.asarray(np.load(folder / file, mmap_mode="c")) for file in meta["sums"]}
         lengths, ends = arrays["lengths"].tolist(), np.cumsum(arrays["sequences"]).tolist()
         per_row = [tuple(lengths[start:end]) for start, end in pairwise([0, *ends])]
-        columns = {name: Ragged(arrays[f"column {name}"], arrays["bounds"]) for name in meta["columns"]}
-        tokens, labels = (Ragged(arrays[name], arrays["bounds"]) for name in ("tokens", "labels"))
+        bounds = arrays["bounds"]
+        columns: dict[str, Arrays] = {name: Ragged(arrays[f"column {name}"], bounds) for name in meta["columns"]}
+        tokens, labels = (Ragged(arrays[name], bounds) for name in ("tokens", "labels"))
         facts = meta["counts"], columns, meta["said"], arrays["numbers"], meta["first"], meta["ends"]
         rows = Rows(tokens, labels, per_row, *facts)
         rows.known[tuple(columns)] = meta["fingerprint"]

@@ -15,6 +15,7 @@ from datasets import Features, ReadInstruction, Value, concatenate_datasets, loa
 from pandas import read_csv
 
 from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.base.types import Json
 from rocm_ext.data.dialects import expect
 
 LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
@@ -148,7 +149,7 @@ def _parts(split: str, sizes: dict[str, int]) -> Any:
         raise UserError(f"split {split!r}: {one_line(error)}; the splits are {', '.join(sizes)}") from error
 
 
-def row_at(rows: Any, index: int) -> dict[str, Any]:
+def row_at(rows: Any, index: int) -> Json:
     """Return a row of :func:`load_rows`; ValueError: it is no JSON object.
 
     Arrow gives every object the keys of all objects and fills the gaps with None. This removes them, except in calls

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from rocm_ext.base.types import Json, Message
 from rocm_ext.data.dialects import CALLS, FLAGS, ROLES, called, expect, masked, parsed, role_of, schema, string
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # as transformers reads them
@@ -24,7 +25,7 @@ class Turn(NamedTuple):
     masked: bool
     more: Mapping[str, Any] = {}
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> Message:
         """Return the message as chat templates and servers expect it."""
         return {"role": self.role, "content": self.content, **self.more}
 
@@ -48,7 +49,7 @@ def to_turns(turns: Any, blank: bool = False) -> list[Turn]:
     return checked
 
 
-def _is_call(turn: Mapping[str, Any]) -> bool:
+def _is_call(turn: Message) -> bool:
     return turn.get("role", turn.get("from")) in CALLS
 
 
@@ -86,7 +87,7 @@ def _text(content: Any, where: str) -> str:
     return string(content, f"{where}: content")
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
+def _tool_call(call: Any, where: str) -> Json:
     """Check a call and parse its arguments: templates expect objects."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -117,7 +118,7 @@ def with_system(messages: Any, column: Any, system_prompt: str | None) -> Any:
     return [{"role": "system", "content": system}, *messages]
 
 
-def to_tools(value: Any) -> list[dict[str, Any]] | None:
+def to_tools(value: Any) -> list[Json] | None:
     """Return the JSON schemas of a conversation's functions, without the nulls that Arrow adds.
 
     Args:

@@ -1,10 +1,10 @@
 """Several data sets in one training: their shares of an epoch, and the order of rows."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from omegaconf import OmegaConf
@@ -13,6 +13,26 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import COMPONENT
 from rocm_ext.config.components import data_weights
 from rocm_ext.data.rows import Rows
+
+
+class Share(TypedDict, total=False):
+    """A data set's part of a training, for JSON.
+
+    Attributes:
+        name: source or component.
+        rows: number of training rows.
+        weight: the config's weight; None: it has none.
+        rows_of_epoch: number of rows in an epoch.
+        share: share of an epoch's rows.
+        rows_given: number of rows that the run's steps took; absent without steps.
+    """
+
+    name: str
+    rows: int
+    weight: float | None
+    rows_of_epoch: int
+    share: float
+    rows_given: int
 
 
 @dataclass(frozen=True)
@@ -69,18 +89,15 @@ class Mixture:
             shares[i] += 1
         return shares
 
-    def table(self, steps: Iterable[Sequence[int]] | None = None) -> list[dict[str, Any]]:
-        """Describe the data sets, for JSON; [] for a single one.
-
-        For each data set ``name``, ``rows``, ``weight``, ``rows_of_epoch``, their ``share`` of the epoch, and, given
-        the ``steps`` of a run, ``rows_given`` to it.
-        """
+    def table(self, steps: Iterable[Sequence[int]] | None = None) -> list[Share]:
+        """Describe the data sets; [] for a single one. ``steps`` are the numbers of rows in the steps of a run."""
         if len(self.rows) == 1:
             return []
-        weights, total = self.weights or [None] * len(self.rows), sum(self.rows)
-        parts = zip(self.names, self.rows, weights, self.shares, strict=True)
-        keys = ("name", "rows", "weight", "rows_of_epoch", "share")
-        table: list[dict[str, Any]] = [dict(zip(keys, (*part, part[-1] / total), strict=True)) for part in parts]
+        parts = zip(self.names, self.rows, self.weights or [None] * len(self.rows), self.shares, strict=True)
+        table: list[Share] = [
+            {"name": name, "rows": rows, "weight": weight, "rows_of_epoch": share, "share": share / sum(self.rows)}
+            for name, rows, weight, share in parts
+        ]
         if steps is not None:
             counts = np.zeros(len(self.rows), np.int64)
             for numbers in steps:
@@ -89,7 +106,7 @@ class Mixture:
         return table
 
 
-def lines(table: Iterable[Mapping[str, Any]]) -> list[str]:
+def lines(table: Iterable[Share]) -> list[str]:
     """Return :meth:`Mixture.table` as lines of text."""
     return [
         f"{part['name']}: {part['rows']:,} rows, {part['share']:.1%} of an epoch"

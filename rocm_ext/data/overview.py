@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from omegaconf import DictConfig
@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from rocm_ext.base.errors import one_line
 from rocm_ext.base.files import replace_text
 from rocm_ext.base.log import log
+from rocm_ext.base.types import Json
 from rocm_ext.data.batches import Steps, label_counts, rows_per_step
 from rocm_ext.data.encoder import TextEncoder
 from rocm_ext.data.mixture import Mixture
@@ -27,6 +28,36 @@ _TAIL = 16  # a longest row above this many medians makes bars double in width
 Origin = Callable[[int], str]  # a row's number -> its origin
 
 
+class Spread(TypedDict):
+    """Numbers of tokens, in JSON; ``histogram`` has bars ``[least length, greatest length, count]``."""
+
+    min: int
+    median: int
+    p95: int
+    max: int
+    mean: float
+    total: int
+    histogram: list[list[int]]
+
+
+class TokenText(TypedDict, total=False):
+    """A sequence of tokens, in JSON.
+
+    Attributes:
+        side: side of a preference; absent in other rows.
+        tokens, trained_tokens: numbers of tokens.
+        text: text with special tokens.
+        trained: start and end of the trained parts of the text, in characters. A character across an edge belongs to
+            the later part.
+    """
+
+    side: str
+    tokens: int
+    trained_tokens: int
+    text: str
+    trained: list[list[int]]
+
+
 @dataclass(frozen=True)
 class Overview:
     """A description of a config's data.
@@ -37,11 +68,11 @@ class Overview:
         show: describes a training row or prompt, for JSON, by its number.
     """
 
-    content: dict[str, Any]
+    content: Json
     lengths: list[int]
-    show: Callable[[int], dict[str, Any]]
+    show: Callable[[int], Json]
 
-    def as_json(self, rows: Iterable[int] = ()) -> dict[str, Any]:
+    def as_json(self, rows: Iterable[int] = ()) -> Json:
         """Return the content, and under ``shown`` these rows; by default the first, the shortest and the longest."""
         ends = [0, *(self.lengths.index(end(self.lengths)) for end in (min, max))]
         return self.content | {"shown": [self.show(row) for row in dict.fromkeys(rows or ends)]}
@@ -74,10 +105,10 @@ def of_rows(
     def of_row(part: Rows, origin: Origin) -> Origin:
         return lambda row: origin(int(part.numbers[row]))
 
-    def described(part: Rows, origin: Origin) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    def described(part: Rows, origin: Origin) -> tuple[Json, dict[str, list[int]]]:
         tokens = lengths(part)
         trained = sum(sum(values) for name, values in tokens.items() if name in ("trained", "chosen", "rejected"))
-        content = {"rows": part.counts["rows"], "counts": part.counts, "first": part.first}
+        content: Json = {"rows": part.counts["rows"], "counts": part.counts, "first": part.first}
         content |= numbers(tokens, keys(part), origin) | {"trained_share": trained / sum(map(len, part.tokens))}
         return content | ({"weights": weights} if (weights := part.weights()) else {}), tokens
 
@@ -96,20 +127,15 @@ def of_rows(
             held_out |= {"counts": {}, "first": {}}
         result["validation"] = held_out
 
-    def show(row: int) -> dict[str, Any]:
+    def show(row: int) -> Json:
         weight = {"weight": float(rows.columns[ROW_WEIGHT][row][0])} if ROW_WEIGHT in rows.columns else {}
         return {"row": row, "origin": origin(row), **weight, "sequences": sequences(rows, row, tokenizer)}
 
     return Overview(result, next(iter(tokens.values())), show)
 
 
-def spread(values: Iterable[int]) -> dict[str, Any]:
-    """Describe lengths in tokens; there must be at least one.
-
-    Returns:
-        ``min``, ``median``, ``p95``, ``max``, ``mean``, ``total``, and ``histogram``: bars
-        ``[least length, greatest length, count]``.
-    """
+def spread(values: Iterable[int]) -> Spread:
+    """Describe lengths in tokens; there must be at least one."""
     lengths = np.sort(np.fromiter(values, np.int64))
     low, high = int(lengths[0]), int(lengths[-1])
     median, p95 = (int(value) for value in np.percentile(lengths, [50, 95], method="inverted_cdf"))
@@ -131,7 +157,7 @@ def spread(values: Iterable[int]) -> dict[str, Any]:
     }
 
 
-def numbers(lengths: Mapping[str, list[int]], hashes: Sequence[bytes], origin: Origin) -> dict[str, Any]:
+def numbers(lengths: Mapping[str, list[int]], hashes: Sequence[bytes], origin: Origin) -> Json:
     """Describe rows or prompts.
 
     Args:
@@ -149,7 +175,7 @@ def numbers(lengths: Mapping[str, list[int]], hashes: Sequence[bytes], origin: O
     return {"kept": len(hashes), **equal("repeated", repeated, origin, origin), "tokens": tokens}
 
 
-def equal(name: str, pairs: Sequence[tuple[int, int]], origin: Origin, other: Origin) -> dict[str, Any]:
+def equal(name: str, pairs: Sequence[tuple[int, int]], origin: Origin, other: Origin) -> Json:
     """Return the number of pairs of equal rows as ``name``, and the origins of the first pair."""
     return {name: len(pairs), f"first_{name}": [(origin(i), other(j)) for i, j in pairs[:1]]}
 
@@ -191,7 +217,7 @@ def shared(hashes: Iterable[bytes | None], others: Iterable[bytes | None]) -> li
     return [(i, first[key]) for i, key in enumerate(hashes) if key is not None and key in first]
 
 
-def sequences(rows: Rows, number: int, tokenizer: Any) -> list[dict[str, Any]]:
+def sequences(rows: Rows, number: int, tokenizer: Any) -> list[TokenText]:
     """Describe the sequences of a row, see :func:`sequence`; preferences also have a ``side``."""
     ends = list(accumulate(rows.lengths[number]))[:-1]
     mask = labelled(rows.labels[number], rows.lengths[number])
@@ -204,17 +230,13 @@ def sequences(rows: Rows, number: int, tokenizer: Any) -> list[dict[str, Any]]:
     return described
 
 
-def sequence(tokenizer: Any, tokens: Sequence[int], trained: np.ndarray) -> dict[str, Any]:
+def sequence(tokenizer: Any, tokens: Sequence[int], trained: np.ndarray) -> TokenText:
     """Describe a sequence of tokens: its text, and the trained parts.
 
     Args:
         tokenizer: from :func:`rocm_ext.data.tokenizer.open_tokenizer`.
         tokens: [s] token ids.
         trained: [s] whether a token is trained.
-
-    Returns:
-        The counts ``tokens`` and ``trained_tokens``; ``text``, with special tokens; and ``trained``, start and end of
-        the trained parts, in characters. A character across an edge belongs to the later part.
     """
     decode, edges = _decoder(tokenizer), np.flatnonzero(np.diff(trained, prepend=False, append=False)).tolist()
     text = decode(tokens)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rocm_ext.base.types import Json, Row
 from rocm_ext.data.dialects import KTO, conversation, expect, pair, role_of, single
 from rocm_ext.data.loading import open_source
 from rocm_ext.data.messages import REASONING, Turn, to_tools, to_turns, with_system
@@ -94,7 +95,7 @@ class PreferenceDataset(SourceDataset):
         names = [f"{side}_{what}" for side in SIDES for what in ("input_ids", "labels")]
         return {**dict(zip(names, sequences, strict=True)), **weight_in(fields)}
 
-    def _fields(self, index: int) -> dict[str, Any]:
+    def _fields(self, index: int) -> Json:
         """Return a row under our column names, ``chosen`` and ``rejected``, or ``completion`` and ``label``."""
         row, given = self._mapped(index)
         columns = getattr(self.rows, "column_names", row)
@@ -113,7 +114,7 @@ class PreferenceDataset(SourceDataset):
         return fields
 
 
-def _conversations(fields: Mapping[str, Any], system_prompt: str | None) -> tuple[list[list[Turn]], int]:
+def _conversations(fields: Row, system_prompt: str | None) -> tuple[list[list[Turn]], int]:
     """Return the turns of both sides, and the number of turns before the answers, which may be empty."""
     sides = []
     for side in SIDES:
@@ -135,12 +136,12 @@ def _conversations(fields: Mapping[str, Any], system_prompt: str | None) -> tupl
     return sides, shared
 
 
-def _turns(side: str, fields: Mapping[str, Any], system_prompt: str | None) -> list[Turn]:
+def _turns(side: str, fields: Row, system_prompt: str | None) -> list[Turn]:
     """Return the turns of one answer with its prompt."""
     return to_turns(with_system(_conversation(side, fields), fields.get("system"), system_prompt))
 
 
-def _conversation(side: str, fields: Mapping[str, Any]) -> list[Any]:
+def _conversation(side: str, fields: Row) -> list[Any]:
     """Return the messages of one side with its prompt; an empty answer is left out."""
     value, prompt = fields[side], fields.get("prompt")
     if isinstance(value, str) and prompt is None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.base.log import log
+from rocm_ext.base.types import Json, Message, Row
 from rocm_ext.config.checks.kinds import NULL, Kind, check, integer, one_of
 from rocm_ext.data.dialects import conversation, listed
 from rocm_ext.data.formats import FORMATS
@@ -37,10 +38,10 @@ class Prompt:
     """
 
     id: str
-    messages: tuple[dict[str, Any], ...]
-    row: Mapping[str, Any]
+    messages: tuple[Message, ...]
+    row: Row
     origin: str
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: tuple[Json, ...] = ()
 
     @property
     def key(self) -> str:
@@ -166,9 +167,7 @@ def _is_single(prompt: Prompt) -> bool:
     return sum(m["role"] == "user" for m in prompt.messages) == 1
 
 
-def _prompt(
-    row: Mapping[str, Any], mapping: dict[str, str], format: str | None, system: str, origin: str
-) -> Prompt | None:
+def _prompt(row: Row, mapping: dict[str, str], format: str | None, system: str, origin: str) -> Prompt | None:
     """Return the row's prompt, or None if the format leaves it out."""
     # Arrow fills gaps with None.
     present = {key: value for key, value in row.items() if value is not None}
@@ -189,7 +188,7 @@ def _prompt(
     return replace(prompt, id=_id(fields) or prompt.key[:16])
 
 
-def _turns_of(fields: Mapping[str, Any], mapping: dict[str, str]) -> list[Turn]:
+def _turns_of(fields: Row, mapping: dict[str, str]) -> list[Turn]:
     """Return the conversation from ``prompt`` or ``messages``; if a row has both, from the one in ``mapping``."""
     columns = [column for column in ("prompt", "messages") if column in fields]
     if len(columns) == 2:
@@ -240,7 +239,7 @@ def _encodable(turns: list[Turn]) -> list[Turn]:
     return turns
 
 
-def _id(fields: Mapping[str, Any]) -> str:
+def _id(fields: Row) -> str:
     """Return ``id`` or ``task_id`` as text, or "" without either."""
     column = "id" if "id" in fields else "task_id"
     if column not in fields:

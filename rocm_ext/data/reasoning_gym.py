@@ -1,8 +1,6 @@
 """Prompts that the package reasoning-gym makes: over a hundred kinds of puzzles, without a download."""
 
-from collections.abc import Mapping
-from typing import Any
-
+from rocm_ext.base.types import Json
 from rocm_ext.config.checks.kinds import check, integer
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.verifiers.reasoning_gym import COLUMN, entries
@@ -17,7 +15,7 @@ def reasoning_gym_prompts(
     size: int,
     seed: int = 0,
     skip: int = 0,
-    options: Mapping[str, Any] | None = None,
+    options: Json | None = None,
     system_prompt: str = SYSTEM_PROMPT,
 ) -> list[Prompt]:
     """Make prompts of one task; a component for YAML, for :class:`rocm_ext.verifiers.ReasoningGym`.
@@ -38,10 +36,11 @@ def reasoning_gym_prompts(
         UserError: the package is not installed, the task or an option is unknown, or a number is out of range.
     """
     check({"size": size, "skip": skip, "seed": seed}, _KINDS)
-    made: dict[str, Any] = {"task": task, "options": dict(options or {}), "seed": seed, "size": skip + size}
+    options = dict(options or {})
+    made = {"task": task, "options": options, "seed": seed, "size": skip + size}
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     prompts: dict[str, Prompt] = {}
-    for index, (question, answer) in enumerate(entries(task, made["options"], seed, skip + size)):
+    for index, (question, answer) in enumerate(entries(task, options, seed, skip + size)):
         messages = (*system, {"role": "user", "content": question})
         row = {"prompt": question, COLUMN: {**made, "index": index}}
         row |= {"answer": answer} if isinstance(answer, str) else {}

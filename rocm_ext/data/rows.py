@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +22,7 @@ from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.base.log import log, warn
 from rocm_ext.base.supervised import beat
+from rocm_ext.base.types import Row
 from rocm_ext.config.components import WEIGHT, without
 from rocm_ext.data.loading import about_bad_rows
 from rocm_ext.data.render import IGNORE, unlimited
@@ -146,7 +147,7 @@ class Rows:
     labels: Arrays
     lengths: list[tuple[int, ...]]
     counts: dict[str, int]
-    columns: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, Arrays] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     numbers: Sequence[int] | np.ndarray = field(default_factory=lambda: array("q"))
     first: dict[str, str] = field(default_factory=dict)
@@ -226,7 +227,7 @@ class Rows:
         def take(parts: Any) -> list:
             return [parts[i] for i in chosen]
 
-        columns = {name: take(column) for name, column in self.columns.items()}
+        columns: dict[str, Arrays] = {name: take(column) for name, column in self.columns.items()}
         numbers = take(self.numbers) if len(self.numbers) else []
         kept = take(self.tokens), take(self.labels), take(self.lengths)
         return Rows(*kept, self.counts, columns, numbers=numbers, first=self.first, ends=self.ends)
@@ -239,7 +240,7 @@ class Rows:
             return [np.concatenate([arrays[i] for i in part]) for part in parts]
 
         lengths = [tuple(n for i in part for n in self.lengths[i]) for part in parts]
-        columns = {name: join(column) for name, column in self.columns.items()}
+        columns: dict[str, Arrays] = {name: join(column) for name, column in self.columns.items()}
         return Rows(join(self.tokens), join(self.labels), lengths, self.counts, columns)
 
     def join_groups(self, groups: Sequence[str], most: float) -> tuple["Rows", list[str]]:
@@ -489,7 +490,7 @@ class _Reader(ABC):
         rows.counts.update(dict.fromkeys(self.counted, 0))
 
     @abstractmethod
-    def add(self, item: Mapping[str, Any], origin: Callable[[], str]) -> None:
+    def add(self, item: Row, origin: Callable[[], str]) -> None:
         """Add an item, or count the reason to drop it; ``origin`` returns the item's origin, for messages.
 
         Raises:
@@ -508,7 +509,7 @@ class _SequenceReader(_Reader):
     counted: tuple[str, ...] = ("truncated", "dropped_too_long", "dropped_without_labels")
     what = "single answers"
 
-    def add(self, item: Mapping[str, Any], origin: Callable[[], str]) -> None:
+    def add(self, item: Row, origin: Callable[[], str]) -> None:
         tokens, labels, lengths = _read_item(item)
         max_seq_len, positions = self._limits.max_seq_len, self._limits.positions
         limit = len(tokens) if max_seq_len is None else max_seq_len
@@ -552,7 +553,7 @@ class _LabelledReader(_SequenceReader):
         super().__init__(rows, limits)
         rows.columns[SIDE] = []
 
-    def add(self, item: Mapping[str, Any], origin: Callable[[], str]) -> None:
+    def add(self, item: Row, origin: Callable[[], str]) -> None:
         before = len(self._rows)
         super().add(item, origin)
         if len(self._rows) > before:
@@ -575,7 +576,7 @@ class _PairReader(_Reader):
         super().__init__(rows, limits)
         rows.columns[SIDE] = []
 
-    def add(self, item: Mapping[str, Any], origin: Callable[[], str]) -> None:
+    def add(self, item: Row, origin: Callable[[], str]) -> None:
         pair = [_tokens_and_labels(item, f"{side}_input_ids", f"{side}_labels") for side in SIDES]
         longest = max(len(tokens) for tokens, _ in pair)
         # torchtune's tokenizers cut at max_seq_len
@@ -607,7 +608,7 @@ class _PairReader(_Reader):
         return ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in dropped.items()) + f" ({self._limits})"
 
 
-def _weight(item: Mapping[str, Any]) -> float:
+def _weight(item: Row) -> float:
     """Return the weight of an item; by default 1. A cell of a table is text."""
     value = item.get(ROW_WEIGHT, 1.0)
     with suppress(TypeError, ValueError):
@@ -617,7 +618,7 @@ def _weight(item: Mapping[str, Any]) -> float:
     raise ValueError(f"weight is {value!r}; expected a number of at least 0")
 
 
-def _is_pair(item: Mapping[str, Any]) -> bool:
+def _is_pair(item: Row) -> bool:
     """Return whether an item is a pair, as in torchtune's ``PreferenceDataset``."""
     return any(f"{side}_input_ids" in item for side in SIDES)
 
@@ -629,7 +630,7 @@ def _reason_to_drop(pair: list[tuple[np.ndarray, np.ndarray]]) -> str | None:
     return "dropped_empty" if any((labels[1:] == IGNORE).all() for _, labels in pair) else None
 
 
-def _read_item(item: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+def _read_item(item: Row) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
     """Return the tokens ``[s]``, the labels ``[s]`` and the lengths of the sequences in an item."""
     if item.get("encoder_input") is not None:
         raise ValueError("it has images (encoder_input); only text models are supported")
@@ -647,7 +648,7 @@ def _read_item(item: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, tuple[i
     return tokens, labels, lengths
 
 
-def _tokens_and_labels(item: Mapping[str, Any], *keys: str) -> tuple[np.ndarray, np.ndarray]:
+def _tokens_and_labels(item: Row, *keys: str) -> tuple[np.ndarray, np.ndarray]:
     if not set(keys) <= item.keys():
         raise ValueError(f"an item needs {' and '.join(keys)}, found {list(item)}")
     tokens, labels = (np.asarray(item[key], dtype=np.int32) for key in keys)

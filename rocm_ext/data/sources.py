@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.base.types import Json, Row
 from rocm_ext.config.checks.kinds import check, one_of
 from rocm_ext.data.dialects import ALPACA, asked, conversation, listed, refuse_kto, string
 from rocm_ext.data.loading import open_source, row_at
@@ -99,7 +100,7 @@ def sft_dataset(
     )
 
 
-def weight_in(fields: Mapping[str, Any]) -> dict[str, Any]:
+def weight_in(fields: Row) -> Row:
     """Return ``{"weight": …}`` for an item of a dataset; {} if the row has no weight."""
     return {ROW_WEIGHT: fields[ROW_WEIGHT]} if ROW_WEIGHT in fields else {}
 
@@ -161,7 +162,7 @@ class SourceDataset(Dataset, ABC):
         lines += special_token_lines(f"rows of {self.source}", len(self), reserved)
         return lines
 
-    def _mapped(self, index: int) -> tuple[Mapping, dict[str, Any]]:
+    def _mapped(self, index: int) -> tuple[Row, Json]:
         """Return a row, and its values under our column names."""
         row = row_at(self.rows, index)
         # Arrow fills gaps with None.
@@ -225,7 +226,7 @@ class ConversationDataset(SourceDataset):
         self._note(index, turns)
         return {"tokens": tokens, "labels": labels, **weight_in(fields)}
 
-    def _fields(self, index: int) -> tuple[str, dict[str, Any]]:
+    def _fields(self, index: int) -> tuple[str, Json]:
         """Return the matching schema of a row, and its values under our column names."""
         row, fields = self._mapped(index)
         names = SCHEMAS if self.schema == "auto" else [self.schema]
@@ -252,7 +253,7 @@ class ConversationDataset(SourceDataset):
         self._use({*SCHEMAS[fits[0]], *extras, *(ALPACA if fits[0] == "alpaca" else ())})
         return fits[0], fields
 
-    def _messages(self, schema: str, fields: dict[str, Any], tools: list[dict[str, Any]] | None) -> Any:
+    def _messages(self, schema: str, fields: Row, tools: list[Json] | None) -> Any:
         def turns(column: str, role: str) -> list:
             value = fields[column]
             chat = schema == "prompt_completion" and isinstance(value, list)

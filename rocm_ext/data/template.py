@@ -15,6 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import json_object
+from rocm_ext.base.types import Json
 from rocm_ext.data.messages import Turn
 
 TEMPLATE = "chat_template.jinja"
@@ -46,7 +47,7 @@ class ChatTemplate:
     def __init__(
         self,
         text: str,
-        variables: Mapping[str, Any],
+        variables: Json,
         today: date,
         origin: str,
         for_tools: "ChatTemplate | None" = None,
@@ -130,7 +131,7 @@ class _GenerationBlock(Extension):
         return f"{_BEGIN}{caller()}{_END}"
 
 
-def read_template(setting: str, folder: Path, args: Mapping[str, Any], today: date) -> ChatTemplate | None:
+def read_template(setting: str, folder: Path, args: Json, today: date) -> ChatTemplate | None:
     """Read a chat template.
 
     Args:
@@ -167,7 +168,7 @@ def read_template(setting: str, folder: Path, args: Mapping[str, Any], today: da
     return ChatTemplate(_read(path), variables, today, setting)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> Json:
     if not path.is_file():
         return {}
     if (config := json_object(_read(path).encode())) is None:
@@ -175,7 +176,7 @@ def _json(path: Path) -> dict[str, Any]:
     return config
 
 
-def _named_templates(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+def _named_templates(folder: Path, config: Json) -> tuple[dict[str, str], str]:
     """Return a folder's templates by name, and their file, in transformers' order of preference.
 
     A single template is called ``default``, and one for tools ``tool_use``.

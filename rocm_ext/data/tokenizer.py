@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
+from rocm_ext.base.types import Json
 from rocm_ext.config.checks import check_max_seq_len
 from rocm_ext.data.encoder import EOS, TOKENIZER, HFTokenizer, TextEncoder, any_of, ids_in
 from rocm_ext.data.messages import to_turns
@@ -44,7 +45,7 @@ class ChatTokenizer:
         ends: Sequence[int],
         reserved: frozenset[str] | None = None,
         template: str | None = None,
-        template_args: Mapping[str, Any] | None = None,
+        template_args: Json | None = None,
     ) -> None:
         self.base, self.renderer, self.end_of_text, self._template = base, renderer, ends[0], template
         self.template_args = dict(template_args or {})
@@ -172,7 +173,7 @@ def special_token_lines(what: str, count: int, special: Sequence[tuple[str, str]
     ]
 
 
-def _template_args(cfg: DictConfig) -> tuple[dict[str, Any], date]:
+def _template_args(cfg: DictConfig) -> tuple[Json, date]:
     """Return the config's variables of the template, and the template's date."""
     content: Any = OmegaConf.to_container(cfg, resolve=True)
     args, day = content["chat_template_args"], content["chat_template_date"]
@@ -206,7 +207,7 @@ def _ends(folder: Path, base: Any) -> list[int]:
     return [end]
 
 
-def _warn_if_different(base: Any, folder: Path, args: Mapping[str, Any], today: date) -> None:
+def _warn_if_different(base: Any, folder: Path, args: Json, today: date) -> None:
     """Warn if torchtune's rendering differs from the model's template, which every server uses."""
     try:
         template = read_template("auto", folder, args, today)

@@ -1,7 +1,6 @@
 """Rules by which a BPE splits text into words: a ``tokenizer.json``'s ``pre_tokenizer``, and llama.cpp's names."""
 
-from collections.abc import Mapping
-from typing import Any
+from rocm_ext.base.types import Json
 
 _WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -33,7 +32,7 @@ BEGINS = ("llama-bpe", "tekken")  # texts begin with BOS, unless the file says o
 _SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}  # other names of the same rules
 
 
-def name_of(pre: Mapping[str, Any]) -> str | None:
+def name_of(pre: Json) -> str | None:
     """Return llama.cpp's name of a ``pre_tokenizer``, or None."""
     steps = pre.get("pretokenizers", [pre])
     kinds = [step.get("type") for step in steps]
@@ -50,7 +49,7 @@ def name_of(pre: Mapping[str, Any]) -> str | None:
     return None
 
 
-def of_name(name: str) -> dict[str, Any] | None:
+def of_name(name: str) -> Json | None:
     """Return llama.cpp's ``pre_tokenizer`` by a name of :func:`known_as`; None: the name is not in the table."""
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     if name == "gpt-2":

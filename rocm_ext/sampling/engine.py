@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rocm_ext.base.types import Message
 from rocm_ext.config.checks.kinds import NULL, POSITIVE, SHARE, Kind, check, integer, number
 from rocm_ext.distributed.ranks import Ranks
 
@@ -72,7 +73,7 @@ class Request:
     sample: int
     seed: int
     tokens: tuple[int, ...]
-    messages: tuple[Mapping[str, Any], ...] = ()
+    messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     adapter: Any = None
     most: int | None = None

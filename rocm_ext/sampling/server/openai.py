@@ -31,6 +31,7 @@ from rocm_ext.base.openai_http import (
     seconds_of,
 )
 from rocm_ext.base.supervised import RETRY
+from rocm_ext.base.types import Json
 from rocm_ext.config.checks.kinds import Kind, check, integer, number
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.sampling.engine import Request, Sampling
@@ -296,7 +297,7 @@ class OpenAIEngine:
                 "meanwhile (vLLM issue 47724); take one newer than 0.24, or set max_staleness=0"
             )
 
-    def _first_request(self, server: Server, model: str, sampling: Sampling = PROBES[0]) -> dict[str, Any]:
+    def _first_request(self, server: Server, model: str, sampling: Sampling = PROBES[0]) -> Json:
         """Ask ``model`` for one token, and return the answer."""
         tokens = tuple(self.tokenizer.encode("1", add_bos=True, add_eos=False))
         request = Request("check", 0, 0, tokens, ({"role": "user", "content": "1"},))

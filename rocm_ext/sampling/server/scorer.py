@@ -21,6 +21,7 @@ from rocm_ext.base.openai_http import (
     pause_after,
 )
 from rocm_ext.base.supervised import RETRY, beat
+from rocm_ext.base.types import Json
 from rocm_ext.sampling.server.wire import base_models
 
 _AT_ONCE = 16  # requests; a server computes all tokens of a prompt at once
@@ -90,7 +91,7 @@ class Scorer:
                     await asyncio.sleep(pause_after(error, failures))
                     failures += 1
 
-    def _read(self, answer: dict[str, Any], tokens: int) -> np.ndarray:
+    def _read(self, answer: Json, tokens: int) -> np.ndarray:
         choices = answer.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
         values = (choice.get("logprobs") or {}).get("token_logprobs")

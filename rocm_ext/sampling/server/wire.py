@@ -4,13 +4,14 @@ vLLM, SGLang, llama.cpp and ``transformers serve`` extend the protocol different
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
 from rocm_ext.base.openai_http import Transient, start_of
+from rocm_ext.base.types import Json, Message
 from rocm_ext.data.render import render_conversation
 from rocm_ext.sampling.engine import Completion, Request, Sampling
 
@@ -57,7 +58,7 @@ class EndpointFormat:
         self._end_of_turn = _end_of_turn(tokenizer)
         self._told: set[str] = set()
 
-    def body(self, server: Server, model: str, request: Request, sampling: Sampling) -> dict[str, Any]:
+    def body(self, server: Server, model: str, request: Request, sampling: Sampling) -> Json:
         """Return the JSON that asks ``server`` for one answer; refuse missing messages and unsupported settings."""
         stops, sampling = list(self.tokenizer.stop_tokens), request.limited(sampling)
         body = {"model": model, "seed": request.seed & (1 << SEED_BITS) - 1}
@@ -73,7 +74,7 @@ class EndpointFormat:
             body |= {"prompt": list(request.tokens), "logprobs": 1}
         return body | _sampling_fields(server, sampling, stops)
 
-    def completion(self, url: str, answer: dict[str, Any], request: Request, sampling: Sampling) -> Completion:
+    def completion(self, url: str, answer: Json, request: Request, sampling: Sampling) -> Completion:
         """Parse ``answer`` into a :class:`Completion`.
 
         It refuses values that training cannot use, before they are recorded.
@@ -125,7 +126,7 @@ class EndpointFormat:
 # ---- requests
 
 
-def _sent(message: Mapping[str, Any]) -> dict[str, Any]:
+def _sent(message: Message) -> Message:
     """Return a message in OpenAI's form: the arguments of tool calls are JSON text."""
     if "tool_calls" not in message:
         return dict(message)
@@ -137,14 +138,14 @@ def _sent(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls}
 
 
-def _sampling_fields(server: Server, sampling: Sampling, stops: list[int]) -> dict[str, Any]:
+def _sampling_fields(server: Server, sampling: Sampling, stops: list[int]) -> Json:
     """Return the sampling settings in the server's dialect; refuse settings that it does not support.
 
     - extended: vLLM, SGLang and llama.cpp know these fields or ignore them.
     - transformers: ``transformers serve`` refuses unknown fields but accepts a generation config.
     - plain: OpenAI's fields.
     """
-    fields: dict[str, Any] = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
+    fields: Json = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
     fields["top_p"] = 1.0 if sampling.top_p is None else sampling.top_p
     if sampling.stop_strings:
         fields["stop"] = list(sampling.stop_strings)
@@ -171,7 +172,7 @@ def _end_of_turn(tokenizer: Any) -> int:
 # ---- answers
 
 
-def base_models(answer: dict[str, Any]) -> list[str]:
+def base_models(answer: Json) -> list[str]:
     """Return the models in a server's list, without adapters: vLLM lists them, with their parent."""
     cards = [card for card in _list(answer.get("data")) if isinstance(card, dict)]
     return [str(card["id"]) for card in cards if "id" in card and not card.get("parent")]
@@ -181,9 +182,7 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _choice(
-    url: str, answer: dict[str, Any], endpoint: str, check: Callable[[bool, str], None]
-) -> tuple[dict[str, Any], str, str]:
+def _choice(url: str, answer: Json, endpoint: str, check: Callable[[bool, str], None]) -> tuple[Json, str, str]:
     """Return the only choice of an answer, its text and its finish reason."""
     choice: Any = next(iter(_list(answer.get("choices"))), None)
     check(isinstance(choice, dict), "no choices")
@@ -202,7 +201,7 @@ def _choice(
     return choice, text, reason
 
 
-def _token_ids(choice: dict[str, Any], usage: Any) -> Sequence[Any] | None:
+def _token_ids(choice: Json, usage: Any) -> Sequence[Any] | None:
     """Return the sampled ids from ``token_ids`` (vLLM, SGLang) or llama.cpp's log-probs; None: there are none."""
     ids = choice.get("token_ids")
     if ids is None:
@@ -213,7 +212,7 @@ def _token_ids(choice: dict[str, Any], usage: Any) -> Sequence[Any] | None:
     return ids or None if isinstance(ids, list) else [[ids]]  # no id
 
 
-def _logprobs(choice: dict[str, Any]) -> Sequence[Any] | None:
+def _logprobs(choice: Json) -> Sequence[Any] | None:
     """Return one log-prob per token. llama.cpp uses the chat's form for both endpoints."""
     logprobs = choice.get("logprobs")
     values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
@@ -233,7 +232,7 @@ def _number(value: Any) -> float | None:
     return float(max(value, _LEAST))
 
 
-def top_logprob(answer: dict[str, Any]) -> float | None:
+def top_logprob(answer: Json) -> float | None:
     """Return the log-prob of the most probable first token of an answer; None: the answer has none."""
     choice = answer["choices"][0]
     logprobs = choice.get("logprobs")
@@ -246,12 +245,12 @@ def top_logprob(answer: dict[str, Any]) -> float | None:
     return max((number for value in values if (number := _number(value)) is not None), default=None)
 
 
-def _entries(choice: dict[str, Any]) -> list[dict[str, Any]]:
+def _entries(choice: Json) -> list[Json]:
     logprobs = choice.get("logprobs")
     return _dicts(logprobs.get("content")) if isinstance(logprobs, dict) else []
 
 
-def _dicts(value: Any) -> list[dict[str, Any]]:
+def _dicts(value: Any) -> list[Json]:
     """Return ``value`` if it is a list of objects, else []."""
     return value if isinstance(value, list) and all(isinstance(entry, dict) for entry in value) else []
 
