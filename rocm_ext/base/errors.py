@@ -56,14 +56,14 @@ def refuse(problems: Iterable[str]) -> None:
 
 
 @contextmanager
-def explain_errors(before: str) -> Iterator[None]:
-    """Context for foreign code that may raise anything: its errors become a UserError, with ``before`` in front."""
+def explain_errors(before: str, after: str = "") -> Iterator[None]:
+    """Context for foreign code that may raise anything: its errors become a UserError, between these texts."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{before}: {one_line(error)}") from error
+        raise UserError(f"{before}: {one_line(error)}{after}") from error
 
 
 def one_line(error: BaseException) -> str:

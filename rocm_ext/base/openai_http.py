@@ -26,6 +26,7 @@ except ImportError:
 
 import anyio  # both clients depend on it
 
+RequestError = httpx.RequestError
 CHECK_TIMEOUT = 10.0  # seconds, to connect and for requests without computation
 MAX_BODY = 64 << 20  # bytes; an answer of 32,000 tokens with log-probs has about 10 MB
 BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -179,7 +179,7 @@ class Chat:
         tokens = self._prompt(self._last)
         new = min(self.sampling.max_new_tokens, self._limit - len(tokens))
         request = Request("chat", 0, sample_seed(self.seed, "chat", str(self._asked), 0), tuple(tokens))
-        sampling = Sampling(**{**vars(self.sampling), "max_new_tokens": new})
+        sampling = replace(self.sampling, max_new_tokens=new)
         decoder = TextStream(self._tokenizer)
         reasoning = Reasoning(to_text(self._tokenizer, tokens[-16:]))
         began = time.perf_counter()

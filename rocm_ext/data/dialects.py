@@ -21,7 +21,6 @@ FLAGS = {  # 0 or false keeps a message out of the loss -> whether the author's 
     "trainable": True,  # Tinker
 }
 DETAILS = ("train_detail", "training_detail")  # axolotl: parts of a message
-_MARKS = frozenset((*FLAGS, *DETAILS))
 KTO = ("label", "kto_tag")  # TRL and ms-swift, LLaMA-Factory: whether an answer is good
 _GOOD = {**dict.fromkeys(("true", "1", "1.0"), True), **dict.fromkeys(("false", "0", "0.0"), False)}
 ALPACA = ("instruction", "input", "history")
@@ -35,8 +34,6 @@ def role_of(message: Any) -> str | None:
 
 def masked(message: Message, role: str, where: str) -> bool:
     """Return whether the loss excludes a message, by role and :data:`FLAGS`; ValueError: the flags are wrong."""
-    if message.keys().isdisjoint(_MARKS):
-        return role != "assistant"
     if detail := next((key for key in DETAILS if message.get(key) is not None), None):
         raise ValueError(f"{where}: {detail} trains on parts of a message, which is not supported; remove it")
     flags = {key: message[key] for key in FLAGS if message.get(key) is not None}
@@ -50,17 +47,17 @@ def masked(message: Message, role: str, where: str) -> bool:
     return role != "assistant" or 0 in flags.values()
 
 
-def parsed(value: Any, what: str) -> Any:
-    """Parse a text as JSON; return any other value as it is. ValueError: the text is not JSON."""
+def parsed(value: Any, otherwise: str) -> Any:
+    """Parse a text as JSON; return any other value as it is. ValueError, ``otherwise``: the text is not JSON."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} not valid JSON: {error}") from error
+        raise ValueError(f"{otherwise}: {error}") from error
 
 
 def called(text: Any, where: str) -> list[Json]:
     """Return the calls in an assistant's turn of :data:`CALLS`, in OpenAI's form."""
-    calls = parsed(text, f"{where}: the call is")
+    calls = parsed(text, f"{where}: the call is not valid JSON")
     return [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
 
 
@@ -76,7 +73,7 @@ def refuse_kto(fields: Row) -> None:
 def listed(value: Any, what: str) -> list[Any]:
     """Return a list as it is, or parse it from JSON text; ValueError: it is neither."""
     rule = f"{what} must be a list of messages"
-    return expect(parsed(value, f"{rule}, found a text that is"), list, rule)
+    return expect(parsed(value, f"{rule}, found a text that is not valid JSON"), list, rule)
 
 
 def asked(fields: Row) -> list[Message]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, explain_errors
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
 from rocm_ext.base.types import Json
@@ -32,10 +32,8 @@ class TextEncoder:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
+        with explain_errors(f"cannot read {path}", "; download the file again"):
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the tokenizers package raises Exception itself
-            raise UserError(f"cannot read {path}: {one_line(error)}; download the file again") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()
@@ -146,6 +144,7 @@ class HFTokenizer:
     Attributes:
         encoder: tokenises text.
         special_tokens: ids of the added tokens, by text.
+        reserved: texts of the special tokens.
         stop_tokens: ids of the EOS tokens.
         eos_id: the first of ``stop_tokens``.
         pad_id: id of padding.
@@ -159,7 +158,7 @@ class HFTokenizer:
         if not Path(path).is_file():
             raise UserError(f"{path} does not exist; {how_to_download(folder)}")
         self.encoder, self.max_seq_len = TextEncoder(Path(path)), max_seq_len
-        self.special_tokens = self.encoder.ids
+        self.special_tokens, self.reserved = self.encoder.ids, self.encoder.special
         self.stop_tokens = ids_in(folder, EOS)
         if not self.stop_tokens:
             token = _content(folder / "tokenizer_config.json").get("eos_token")

@@ -29,10 +29,11 @@ import pickletools
 import re
 import zlib
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from rocm_ext.base.types import Json, Row
-from rocm_ext.data.dialects import expect, string
+from rocm_ext.data.dialects import expect, parsed, string
 
 MAX_TESTS = 1 << 30  # bytes of a row's unpacked tests
 TEXT_OPCODES = {"PROTO", "FRAME", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
@@ -148,13 +149,11 @@ def _livecodebench(row: Row) -> Json | None:
     if kinds != {"functional"}:
         raise ValueError(f"testtype must be stdin or functional in all tests, found {sorted(map(str, kinds))}")
     name = string((_json(row, "metadata", {}) or {}).get("func_name"), "metadata's func_name")
-    try:
-        cases = [
-            {"input": [json.loads(line) for line in test["input"].split("\n")], "output": json.loads(test["output"])}
-            for test in tests
-        ]
-    except ValueError as error:
-        raise ValueError(f"a test's input or output is not JSON: {error}") from error
+    value = partial(parsed, otherwise="a test's input or output is not JSON")
+    cases = [
+        {"input": [value(line) for line in test["input"].split("\n")], "output": value(test["output"])}
+        for test in tests
+    ]
     starter = string(row.get("starter_code") or "", "starter_code")
     return {**rest, **_function(row["question_content"], starter, name, cases), "tolerance": 0}
 
@@ -193,12 +192,8 @@ def _lines(text: Any) -> str:
 def _json(row: Row, column: str, default: Any) -> Any:
     """Return the value of a column with JSON text; ``default`` if it is empty."""
     value = row.get(column)
-    if not isinstance(value, str):
-        return default if value is None else value
-    try:
-        return json.loads(value) if value.strip() else default
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{column} is not JSON: {error}") from error
+    empty = value is None or (isinstance(value, str) and not value.strip())
+    return default if empty else parsed(value, f"{column} is not JSON")
 
 
 def _private(text: Any) -> list[Any]:

@@ -93,9 +93,8 @@ def what_makes(cfg: DictConfig, dataset: Any, **policies: Any) -> Json | None:
     parts = parts if isinstance(parts, list) else [parts]
     tokenizer: Any = OmegaConf.to_container(cfg.tokenizer, resolve=True)
     foreign = not str(tokenizer.get(COMPONENT)).startswith(("torchtune.", "rocm_ext."))
-    if foreign or tokenizer.get("prompt_template") is not None:  # it may be the user's code
-        return None
-    if not all(isinstance(part, dict) and part.get(COMPONENT) in _KNOWN for part in parts):
+    foreign = foreign or tokenizer.get("prompt_template") is not None  # it may be the user's code
+    if foreign or not all(isinstance(part, dict) and part.get(COMPONENT) in _KNOWN for part in parts):
         return None
     parts = [{key: value for key, value in part.items() if key != WEIGHT} for part in parts]  # it decides no row
     chat = [cfg.chat_template, cfg.chat_template_args, str(cfg.chat_template_date)]

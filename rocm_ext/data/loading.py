@@ -14,9 +14,9 @@ from typing import Any
 from datasets import Features, ReadInstruction, Value, concatenate_datasets, load_dataset, load_from_disk
 from pandas import read_csv
 
-from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.base.errors import UserError, explain_errors, nearest, one_line
 from rocm_ext.base.types import Json
-from rocm_ext.data.dialects import expect
+from rocm_ext.data.dialects import expect, parsed
 
 LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
 SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk writes into a folder
@@ -30,10 +30,16 @@ def open_source(
     column_map: Mapping[str, str] | None,
     fields: Collection[str] | None = None,
 ) -> tuple[Any, Callable[[int], str], dict[str, str]]:
-    """Read the rows of a source, see :func:`load_rows`, and check its ``column_map``.
+    """Read the rows of a source; the arguments are those of :func:`rocm_ext.data.sft_dataset`.
 
-    ``fields`` are the names of our columns; None: any name. Returns rows, origins and the column map; raises a
-    UserError if the source cannot be read or lacks a mapped column.
+    ``fields`` are the names of our columns; None: any name.
+
+    Returns:
+        The rows; a function from a row's index to its origin: ``file:line`` in JSON lines, else the index, from 0; and
+        the column map.
+
+    Raises:
+        UserError: the source does not exist, cannot be read or lacks a mapped column, or the split has no rows.
     """
     column_map = {} if column_map is None else column_map
     if not isinstance(column_map, Mapping) or not all(isinstance(x, str) for pair in column_map.items() for x in pair):
@@ -41,7 +47,7 @@ def open_source(
     for ours in column_map:
         if fields is not None and ours not in fields:
             raise UserError(f"column_map maps our columns to yours; {ours!r} is not one of ours{nearest(ours, fields)}")
-    rows, origin = load_rows(source, split, data_files, name)
+    rows, origin = _load_rows(source, split, data_files, name)
     named = getattr(rows, "column_names", None)
     columns, unread = dict.fromkeys(named or ()), iter(() if named else range(len(rows)))
     while not columns.keys() >= set(column_map.values()) and (index := next(unread, None)) is not None:
@@ -52,15 +58,7 @@ def open_source(
     return rows, origin, dict(column_map)
 
 
-def load_rows(source: str, split: str, data_files: Any, name: str | None) -> tuple[Any, Callable[[int], str]]:
-    """Read the rows of a source; the arguments are those of :func:`rocm_ext.data.sft_dataset`.
-
-    Returns:
-        The rows, and a function from a row's index to its origin: ``file:line`` in JSON lines, else the index, from 0.
-
-    Raises:
-        UserError: the source does not exist or cannot be read, or the split has no rows.
-    """
+def _load_rows(source: str, split: str, data_files: Any, name: str | None) -> tuple[Any, Callable[[int], str]]:
     files = local_files(source)
     kinds = {LOADERS.get(_suffix(file)) for file in files}
     if len(kinds) > 1 or None in kinds:
@@ -77,23 +75,18 @@ def load_rows(source: str, split: str, data_files: Any, name: str | None) -> tup
         origin: Callable[[int], str] = origins.__getitem__
     else:
         args = (*kinds, None) if files else (str(folder) if folder.is_dir() else source, name)
-        try:
+        hint = (
+            ". No file or folder has this name; if it is a hub dataset and this machine is offline, "
+            f"run `hf download --repo-type dataset {source} --local-dir DIR` and set source: DIR"
+        )
+        named = files or folder.is_dir() or source in LOADERS.values()
+        with explain_errors(f"{source}: cannot load split {split!r}", "" if named else hint):
             if saved:
                 rows = _saved(folder, split)
             elif "csv" in kinds:
                 rows = load_dataset("csv", data_files=files, split=split, **_table(files[0]))
             else:
                 rows = _load(args, files or data_files, split)
-        except UserError:
-            raise
-        except Exception as error:  # hub, network, file system and builder errors share no base class
-            hint = ""
-            if not files and not folder.is_dir() and source not in LOADERS.values():
-                hint = (
-                    ". No file or folder has this name; if it is a hub dataset and this machine is offline, "
-                    f"run `hf download --repo-type dataset {source} --local-dir DIR` and set source: DIR"
-                )
-            raise UserError(f"{source}: cannot load split {split!r}: {one_line(error)}{hint}") from error
         origin = partial("{}[{}] row {}".format, source, split)
     if len(rows) == 0:
         raise UserError(f"{source} has no rows in split {split!r}")
@@ -143,25 +136,20 @@ def _saved(folder: Path, split: str) -> Any:
 
 def _parts(split: str, sizes: dict[str, int]) -> Any:
     """Return the parts of a split; ``train[:100]`` and ``train[10%:]`` have the same meaning as in `datasets`."""
-    try:
+    with explain_errors(f"split {split!r}", f"; the splits are {', '.join(sizes)}"):
         return ReadInstruction.from_spec(split).to_absolute(sizes)
-    except (ValueError, AssertionError) as error:
-        raise UserError(f"split {split!r}: {one_line(error)}; the splits are {', '.join(sizes)}") from error
 
 
 def row_at(rows: Any, index: int) -> Json:
-    """Return a row of :func:`load_rows`; ValueError: it is no JSON object.
+    """Return a row of :func:`open_source`; ValueError: it is no JSON object.
 
     Arrow gives every object the keys of all objects and fills the gaps with None. This removes them, except in calls
     and schemas, see :mod:`rocm_ext.data.dialects`. JSON rows stay as they are.
     """
     if not isinstance(rows, list):
         return _without_nulls(rows[index])
-    if isinstance(row := rows[index], bytes):  # a line of JSON
-        try:
-            row = json.loads(row.decode())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"malformed JSON: {error}") from error
+    row = rows[index]
+    row = parsed(row.decode(), "malformed JSON") if isinstance(row, bytes) else row
     return expect(row, dict, "a row must be a JSON object")
 
 

@@ -92,22 +92,20 @@ def _tool_call(call: Any, where: str) -> Json:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"{where} needs a function with a name, found {call!r}")
-    arguments = parsed(function.get("arguments"), f"{where}: arguments are")
+    arguments = parsed(function.get("arguments"), f"{where}: arguments are not valid JSON")
     arguments = {} if arguments is None else expect(arguments, Mapping, f"{where}: arguments must be an object")
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function
 
 
-def with_system(messages: Any, column: Any, system_prompt: str | None) -> Any:
+def with_system(messages: list[Any], column: Any, system_prompt: str | None) -> list[Any]:
     """Add the system message of the row or of the config to messages without one; ValueError: the row has two.
 
     Args:
-        messages: argument of :func:`to_turns`; anything but a list stays as it is.
+        messages: argument of :func:`to_turns`.
         column: value of the row's column ``system``, or None.
         system_prompt: the config's system message, or None.
     """
-    if not isinstance(messages, list):
-        return messages
     present = next((message for message in messages if role_of(message) == "system"), None)
     system: str | None = string("" if column is None else column, "system")
     if present is not None and system and system != present.get("content", present.get("value")):
@@ -126,7 +124,7 @@ def to_tools(value: Any) -> list[Json] | None:
             nothing. Anything else is a ValueError.
     """
     if isinstance(value, str):
-        value = parsed(value.strip() or "[]", "tools are")
+        value = parsed(value.strip() or "[]", "tools are not valid JSON")
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) and tool for tool in value):

@@ -16,23 +16,14 @@ from rocm_ext.data.rows import Rows
 
 
 class Share(TypedDict, total=False):
-    """A data set's part of a training, for JSON.
+    """A data set's part of a training, for JSON."""
 
-    Attributes:
-        name: source or component.
-        rows: number of training rows.
-        weight: the config's weight; None: it has none.
-        rows_of_epoch: number of rows in an epoch.
-        share: share of an epoch's rows.
-        rows_given: number of rows that the run's steps took; absent without steps.
-    """
-
-    name: str
-    rows: int
-    weight: float | None
+    name: str  # source or component
+    rows: int  # training rows
+    weight: float | None  # None: the config has no weights
     rows_of_epoch: int
-    share: float
-    rows_given: int
+    share: float  # of an epoch's rows
+    rows_given: int  # rows in the run's steps
 
 
 @dataclass(frozen=True)

@@ -41,21 +41,13 @@ class Spread(TypedDict):
 
 
 class TokenText(TypedDict, total=False):
-    """A sequence of tokens, in JSON.
-
-    Attributes:
-        side: side of a preference; absent in other rows.
-        tokens, trained_tokens: numbers of tokens.
-        text: text with special tokens.
-        trained: start and end of the trained parts of the text, in characters. A character across an edge belongs to
-            the later part.
-    """
+    """A sequence of tokens, in JSON; only preferences have a ``side``."""
 
     side: str
     tokens: int
     trained_tokens: int
-    text: str
-    trained: list[list[int]]
+    text: str  # with special tokens
+    trained: list[list[int]]  # start and end of trained parts, in characters; one across an edge is in the later part
 
 
 @dataclass(frozen=True)
@@ -89,12 +81,7 @@ def write(path: Path, make: Callable[[], Overview]) -> None:
 
 
 def of_rows(
-    cfg: DictConfig,
-    tokenizer: Any,
-    rows: Rows,
-    validation: Rows | None,
-    origins: Sequence[Origin] = (),
-    ranks: int = 1,
+    cfg: DictConfig, tokenizer: Any, rows: Rows, validation: Rows | None, origins: Sequence[Origin] = (), ranks: int = 1
 ) -> Overview:
     """Describe the rows of SFT or DPO, for a training by ``ranks`` processes.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.base.errors import UserError, one_line, require_known
 from rocm_ext.base.log import log
 from rocm_ext.base.types import Json, Message, Row
 from rocm_ext.config.checks.kinds import NULL, Kind, check, integer, one_of
@@ -102,8 +102,8 @@ def prompt_dataset(
         UserError: the source cannot be read, a row is malformed, two rows share an id, or two rows have the same
             conversation but different columns. The message has the rows' origins.
     """
-    if format is not None and format not in FORMATS:
-        raise UserError(f"format {format!r} is unknown{nearest(format, FORMATS)}")
+    if format is not None:
+        require_known("format", format, FORMATS)
     check({"limit": limit, "bad_rows": bad_rows, "system_prompt": system_prompt}, _KINDS)
     rows, origin, mapping = open_source(source, split, data_files, name, column_map)
     prompts: list[Prompt] = []

@@ -118,6 +118,11 @@ def together(steps: Sequence[Steps], encode: Callable[[list[str]], Sequence] | N
 def alone(step: Steps) -> Any:
     """Run one step to its end, and return its result or raise its exception."""
     (result,) = together([step])
+    return returned(result)
+
+
+def returned(result: Any) -> Any:
+    """Return a result of :func:`together`, or raise it if it is an exception."""
     if isinstance(result, Exception):
         raise result
     return result

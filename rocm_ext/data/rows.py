@@ -18,14 +18,14 @@ from omegaconf import OmegaConf
 from torch.utils.data import ConcatDataset, Dataset
 from tqdm import tqdm
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, explain_errors, one_line
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.base.log import log, warn
 from rocm_ext.base.supervised import beat
 from rocm_ext.base.types import Row
 from rocm_ext.config.components import WEIGHT, without
 from rocm_ext.data.loading import about_bad_rows
-from rocm_ext.data.render import IGNORE, unlimited
+from rocm_ext.data.render import IGNORE, returned, unlimited
 from rocm_ext.data.sources import ROW_WEIGHT, SourceDataset
 from rocm_ext.data.tokenizer import ChatTokenizer
 
@@ -54,7 +54,7 @@ def open_dataset(cfg: Any, tokenizer: Any, too_long: str) -> Dataset:
     component = cfg.get(COMPONENT) if OmegaConf.is_dict(cfg) else None
     if component is None:
         raise UserError("dataset needs a _component_, such as rocm_ext.data.sft_dataset, or a list of them")
-    try:
+    with explain_errors(f"dataset component {component}"):  # a user's component may raise anything
         as_it_is = too_long == "truncate" or cfg.get("packed")  # torchtune's packing needs the limit
         if cfg.get("packed") and isinstance(tokenizer, ChatTokenizer):
             tokenizer = copy.copy(tokenizer)
@@ -62,10 +62,6 @@ def open_dataset(cfg: Any, tokenizer: Any, too_long: str) -> Dataset:
         content: Any = OmegaConf.to_container(cfg, resolve=True)
         build = import_component(content.pop(COMPONENT))
         return build(tokenizer if as_it_is else unlimited(tokenizer), **content)
-    except UserError:
-        raise
-    except Exception as error:  # a user's component may raise anything
-        raise UserError(f"dataset component {component}: {one_line(error)}") from error
 
 
 def origin_of(dataset: Any, index: int) -> str:
@@ -358,63 +354,27 @@ def tokenize(
     """
     if not hasattr(dataset, "__len__"):
         raise UserError(f"{type(dataset).__name__} has no length; only map-style datasets can be trained on")
-    chosen = range(0, len(dataset), every)
-    numbers, weights = array("q"), array("f")
-    ends = list(getattr(dataset, "cumulative_sizes", [len(dataset)]))
-    rows = Rows(Ragged(), Ragged(), [], {"rows": len(chosen)}, numbers=numbers, ends=ends)
-    foreign = not all(isinstance(part, SourceDataset) for part in getattr(dataset, "datasets", [dataset]))
-    limits = _LengthLimits(max_seq_len, positions, too_long, foreign)
-    reader: _Reader | None = None
-    bad: list[str] = []
+    chosen, parts = range(0, len(dataset), every), getattr(dataset, "datasets", [dataset])
+    foreign = not all(isinstance(part, SourceDataset) for part in parts)
+    builder = _RowBuilder(dataset, len(chosen), _LengthLimits(max_seq_len, positions, too_long, foreign))
     bar = tqdm(chosen, desc="tokenize", unit="row", disable=not progress)
     for index, item in zip(bar, _items(dataset, chosen), strict=True):
         beat()
-        try:
-            if isinstance(item, Exception):
-                raise item
-            kind = _PairReader if _is_pair(item) else _SequenceReader if SIDE not in item else _LabelledReader
-            reader = kind(rows, limits) if reader is None else reader
-            if type(reader) is not kind:
-                mixed = " and ".join(sorted((reader.what, kind.what)))
-                raise WrongRow(f"{origin_of(dataset, index)}: {mixed} in one dataset; train on them in separate runs")
-            before = {**rows.counts}
-            if weight := _weight(item):
-                reader.add(item, partial(origin_of, dataset, index))
-            else:
-                rows.counts[_NO_WEIGHT] = rows.counts.get(_NO_WEIGHT, 0) + 1
-            added = len(rows) - len(numbers)
-            numbers.extend([index] * added)
-            weights.extend([weight] * added)
-            for what in (what for what, count in rows.counts.items() if count != before.get(what, 0)):
-                rows.first.setdefault(what, origin_of(dataset, index))
-        except WrongRow:
-            raise
-        except UserError as error:  # its message names the row already
-            bad.append(str(error))
-        except Exception as error:
-            bad.append(f"{origin_of(dataset, index)}: {one_line(error)}")
-        if len(bad) == min(_ALL_BAD, len(chosen)) and reader is None:
-            cure = "none of these first rows is good: do the dataset's keys fit them?"
-            raise UserError(about_bad_rows(bad, len(bad), cure))
+        builder.add(index, item)
+    rows, bad = builder.rows, builder.bad
     if bad and bad_rows == "error":
         raise UserError(about_bad_rows(bad, len(chosen), "correct what is bad, or set bad_rows=drop to leave it out"))
     if bad:
         rows.counts["bad_rows"] = len(bad)
         rows.first["bad_rows"] = bad[0].partition(": ")[0]
         rows.said.append(f"{name}: {about_bad_rows(bad, len(chosen), 'left out (bad_rows: drop)')}")
-    for part in getattr(dataset, "datasets", [dataset]):
-        rows.said.extend(part.warnings() if isinstance(part, SourceDataset) else [])
+    rows.said.extend(text for part in parts if isinstance(part, SourceDataset) for text in part.warnings())
     if missing := [side for side in ("good", "bad") if len(rows) and rows.counts.get(side) == 0]:
         rows.said.append(f"{name}: none of {len(rows):,} answers is {missing[0]}; add some, which the loss needs")
     warn(rows.said)
     if not len(rows):
-        why = "" if reader is None else f": {reader.dropped()}"
-        why += f", {rows.counts[_NO_WEIGHT]} have weight 0" if _NO_WEIGHT in rows.counts else ""
-        raise UserError(f"{name}: 0 of {len(chosen)} rows left{why}")
-    if any(weight != 1 for weight in weights):
-        # views of one number per row
-        column = [np.broadcast_to(np.float32(w), len(row)) for w, row in zip(weights, rows.tokens, strict=True)]
-        rows.columns[ROW_WEIGHT] = column
+        raise UserError(f"{name}: 0 of {len(chosen)} rows left{builder.dropped()}")
+    builder.add_weights()
     if foreign and max_seq_len and all(labels[-1] == IGNORE for labels in rows.labels):
         log.warning(
             "the last token of every row is masked, so the model will not learn to stop: torchtune's tokenizers mask "
@@ -441,6 +401,64 @@ def _items(dataset: Any, indices: Sequence[int]) -> Iterator[Any]:
 
 class WrongRow(UserError):
     """An error that ends the run under every policy of ``bad_rows``."""
+
+
+class _RowBuilder:
+    """Adds items of a dataset to ``rows``, and keeps messages about ``bad`` ones, see :func:`tokenize`."""
+
+    def __init__(self, dataset: Any, count: int, limits: "_LengthLimits") -> None:
+        ends = list(getattr(dataset, "cumulative_sizes", [len(dataset)]))
+        self._numbers, self._weights = array("q"), array("f")
+        self.rows = Rows(Ragged(), Ragged(), [], {"rows": count}, numbers=self._numbers, ends=ends)
+        self.bad: list[str] = []
+        self._dataset, self._limits = dataset, limits
+        self._reader: _Reader | None = None  # of the first item; all have one kind
+
+    def add(self, index: int, item: Any) -> None:
+        """Add item ``index``, or the exception in its stead; UserError: it ends the run, or many first ones are bad."""
+        try:
+            self._add(index, item)
+        except WrongRow:
+            raise
+        except UserError as error:  # its message names the row already
+            self.bad.append(str(error))
+        except Exception as error:
+            self.bad.append(f"{origin_of(self._dataset, index)}: {one_line(error)}")
+        if self._reader is None and len(self.bad) == min(_ALL_BAD, self.rows.counts["rows"]):
+            cure = "none of these first rows is good: do the dataset's keys fit them?"
+            raise UserError(about_bad_rows(self.bad, len(self.bad), cure))
+
+    def _add(self, index: int, item: Any) -> None:
+        item = returned(item)
+        rows, origin = self.rows, partial(origin_of, self._dataset, index)
+        pair = any(f"{side}_input_ids" in item for side in SIDES)  # as in torchtune's PreferenceDataset
+        kind = _PairReader if pair else _SequenceReader if SIDE not in item else _LabelledReader
+        self._reader = self._reader or kind(rows, self._limits)
+        if type(self._reader) is not kind:
+            mixed = " and ".join(sorted((self._reader.what, kind.what)))
+            raise WrongRow(f"{origin()}: {mixed} in one dataset; train on them in separate runs")
+        before = {**rows.counts}
+        if weight := _weight(item):
+            self._reader.add(item, origin)
+        else:
+            rows.counts[_NO_WEIGHT] = rows.counts.get(_NO_WEIGHT, 0) + 1
+        added = len(rows) - len(self._numbers)
+        self._numbers.extend([index] * added)
+        self._weights.extend([weight] * added)
+        for what in (what for what, count in rows.counts.items() if count != before.get(what, 0)):
+            rows.first.setdefault(what, origin())
+
+    def add_weights(self) -> None:
+        """Add the column of weights, views of one number per row, unless all weights are 1."""
+        if any(weight != 1 for weight in self._weights):
+            parts = zip(self._weights, self.rows.tokens, strict=True)
+            self.rows.columns[ROW_WEIGHT] = [np.broadcast_to(np.float32(weight), len(row)) for weight, row in parts]
+
+    def dropped(self) -> str:
+        """Return the end of a message that no rows are left: why they were dropped."""
+        why = "" if self._reader is None else f": {self._reader.dropped()}"
+        counts = self.rows.counts
+        return why + (f", {counts[_NO_WEIGHT]} have weight 0" if _NO_WEIGHT in counts else "")
 
 
 @dataclass(frozen=True)
@@ -549,16 +567,13 @@ class _LabelledReader(_SequenceReader):
     counted = (*_SequenceReader.counted, "good", "bad")
     what = "answers with a label"
 
-    def __init__(self, rows: Rows, limits: _LengthLimits) -> None:
-        super().__init__(rows, limits)
-        rows.columns[SIDE] = []
-
     def add(self, item: Row, origin: Callable[[], str]) -> None:
         before = len(self._rows)
         super().add(item, origin)
         if len(self._rows) > before:
             self._counts["good" if item[SIDE] > 0 else "bad"] += 1
-            self._rows.columns[SIDE].append(np.full(sum(self._rows.lengths[-1]), item[SIDE], np.float32))
+            side = np.full(sum(self._rows.lengths[-1]), item[SIDE], np.float32)
+            self._rows.columns.setdefault(SIDE, []).append(side)
 
 
 class _PairReader(_Reader):
@@ -571,10 +586,6 @@ class _PairReader(_Reader):
 
     counted = ("truncated", "dropped_too_long", "dropped_equal", "dropped_empty", "dropped_equal_when_cut")
     what = "pairs"
-
-    def __init__(self, rows: Rows, limits: _LengthLimits) -> None:
-        super().__init__(rows, limits)
-        rows.columns[SIDE] = []
 
     def add(self, item: Row, origin: Callable[[], str]) -> None:
         pair = [_tokens_and_labels(item, f"{side}_input_ids", f"{side}_labels") for side in SIDES]
@@ -601,7 +612,7 @@ class _PairReader(_Reader):
         self._rows.tokens.append(np.concatenate([tokens for tokens, _ in pair]))
         self._rows.labels.append(np.concatenate([labels for _, labels in pair]))
         self._rows.lengths.append(lengths)
-        self._rows.columns[SIDE].append(np.repeat(np.array([1, -1], dtype=np.float32), lengths))
+        self._rows.columns.setdefault(SIDE, []).append(np.repeat(np.array([1, -1], dtype=np.float32), lengths))
 
     def dropped(self) -> str:
         dropped = {what: count for what, count in self._counts.items() if what.startswith("dropped")}
@@ -616,11 +627,6 @@ def _weight(item: Row) -> float:
         if weight == 0 or _LEAST_WEIGHT < weight < 1 / _LEAST_WEIGHT:
             return weight
     raise ValueError(f"weight is {value!r}; expected a number of at least 0")
-
-
-def _is_pair(item: Row) -> bool:
-    """Return whether an item is a pair, as in torchtune's ``PreferenceDataset``."""
-    return any(f"{side}_input_ids" in item for side in SIDES)
 
 
 def _reason_to_drop(pair: list[tuple[np.ndarray, np.ndarray]]) -> str | None:

@@ -14,7 +14,7 @@ from rocm_ext.config.checks.kinds import check, one_of
 from rocm_ext.data.dialects import ALPACA, asked, conversation, listed, refuse_kto, string
 from rocm_ext.data.loading import open_source, row_at
 from rocm_ext.data.messages import REASONING, Turn, to_tools, to_turns, with_system
-from rocm_ext.data.render import PlainRenderer, Steps, TemplateRenderer, end_of, render_turns, together
+from rocm_ext.data.render import PlainRenderer, Steps, TemplateRenderer, end_of, render_turns, returned, together
 from rocm_ext.data.tokenizer import special_token_lines, special_tokens_in
 
 SCHEMAS = {  # required columns; the others of ALPACA are optional
@@ -131,9 +131,7 @@ class SourceDataset(Dataset, ABC):
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         (item,) = self.items([index])
-        if isinstance(item, Exception):
-            raise item
-        return item
+        return returned(item)
 
     def items(self, indices: Sequence[int]) -> Iterator[dict[str, list[int]] | Exception]:
         """Tokenise rows; yield an exception instead of a malformed row."""
@@ -233,25 +231,28 @@ class ConversationDataset(SourceDataset):
         fits = [name for name in names if fields.keys() >= set(SCHEMAS[name])]
         if len(fits) > 1:  # prefer the schema whose columns the user mapped
             fits = [name for name in fits if self.column_map.keys() & set(SCHEMAS[name])] or fits
-        if len(fits) > 1:
-            raise ValueError(f"the columns {list(row)} fit {' and '.join(fits)}: set schema to one of them")
-        if not fits:
-            for columns in ([self.column_map.get(ours, ours) for ours in SCHEMAS[name]] for name in names):
-                if {*columns} <= {*getattr(self.rows, "column_names", row)}:
-                    raise ValueError(f"{' and '.join(c for c in columns if row.get(c) is None)} is null")
-            if other := next((name for name, needed in SCHEMAS.items() if fields.keys() >= set(needed)), None):
-                raise ValueError(
-                    f"the columns {list(row)} fit schema {other}, not {self.schema}: correct dataset.schema"
-                )
-            what = "any schema" if self.schema == "auto" else f"schema {self.schema}"
-            raise ValueError(
-                f"the columns {list(row)} do not fit {what}; use column_map, {{ours: yours}}. Known: {NEEDS}"
-            )
-        if fits[0] != "text":
+        if len(fits) != 1:
+            raise ValueError(self._misfit(row, fields, fits))
+        (schema,) = fits
+        if schema != "text":
             refuse_kto(fields)
-        extras = EXTRAS if fits[0] != "text" else (ROW_WEIGHT,)
-        self._use({*SCHEMAS[fits[0]], *extras, *(ALPACA if fits[0] == "alpaca" else ())})
-        return fits[0], fields
+        extras = EXTRAS if schema != "text" else (ROW_WEIGHT,)
+        self._use({*SCHEMAS[schema], *extras, *(ALPACA if schema == "alpaca" else ())})
+        return schema, fields
+
+    def _misfit(self, row: Row, fields: Row, fits: Sequence[str]) -> str:
+        """Say why a row has the columns of several schemas, or of none."""
+        columns = f"the columns {list(row)}"
+        if fits:
+            return f"{columns} fit {' and '.join(fits)}: set schema to one of them"
+        for name in SCHEMAS if self.schema == "auto" else [self.schema]:
+            needed = [self.column_map.get(ours, ours) for ours in SCHEMAS[name]]
+            if {*needed} <= {*getattr(self.rows, "column_names", row)}:
+                return f"{' and '.join(column for column in needed if row.get(column) is None)} is null"
+        if other := next((name for name, needs in SCHEMAS.items() if fields.keys() >= set(needs)), None):
+            return f"{columns} fit schema {other}, not {self.schema}: correct dataset.schema"
+        what = "any schema" if self.schema == "auto" else f"schema {self.schema}"
+        return f"{columns} do not fit {what}; use column_map, {{ours: yours}}. Known: {NEEDS}"
 
     def _messages(self, schema: str, fields: Row, tools: list[Json] | None) -> Any:
         def turns(column: str, role: str) -> list:

@@ -13,7 +13,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, explain_errors, one_line
 from rocm_ext.base.files import json_object
 from rocm_ext.base.types import Json
 from rocm_ext.data.messages import Turn
@@ -45,12 +45,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self,
-        text: str,
-        variables: Json,
-        today: date,
-        origin: str,
-        for_tools: "ChatTemplate | None" = None,
+        self, text: str, variables: Json, today: date, origin: str, for_tools: "ChatTemplate | None" = None
     ) -> None:
         self.text, self.origin, self._for_tools = text, origin, for_tools
         self._variables = dict(variables)
@@ -198,10 +193,8 @@ def _named_templates(folder: Path, config: Json) -> tuple[dict[str, str], str]:
 
 
 def _read(path: Path) -> str:
-    try:
+    with explain_errors(f"cannot read {path}"):
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {one_line(error)}") from error
 
 
 def _to_json(

@@ -12,11 +12,17 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
 from rocm_ext.base.types import Json
 from rocm_ext.config.checks import check_max_seq_len
+from rocm_ext.config.checks.kinds import Kind, check
 from rocm_ext.data.encoder import EOS, TOKENIZER, HFTokenizer, TextEncoder, any_of, ids_in
 from rocm_ext.data.messages import to_turns
 from rocm_ext.data.render import PlainRenderer, Renderer, TemplateRenderer, alone, render_conversation, render_prompt
 from rocm_ext.data.template import TEMPLATE, ChatTemplate, read_template
 
+_TEMPLATE = Kind(lambda value: isinstance(value, str), ("auto", "torchtune", "none", "a template's path", "its text"))
+_VARIABLES = Kind(
+    lambda value: isinstance(value, Mapping) and all(isinstance(key, str) for key in value),
+    ("variables of the template, like {enable_thinking: False}",),
+)
 _SAMPLE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
@@ -97,8 +103,7 @@ def open_tokenizer(cfg: DictConfig) -> Any:
     check_max_seq_len(getattr(base, "max_seq_len", None))
     folder, setting = Path(str(cfg.checkpointer.get("checkpoint_dir", ""))), cfg.chat_template
     args, today = _template_args(cfg)
-    if not isinstance(setting, str):
-        raise UserError(f"chat_template is {setting!r}; expected auto, torchtune, none, a template's path, or its text")
+    check(cfg, {"chat_template": _TEMPLATE})
     if setting == "none":
         ends = _ends(folder, base)
         return ChatTokenizer(base, PlainRenderer(base, ends[0]), ends)
@@ -130,10 +135,8 @@ def open_tokenizer(cfg: DictConfig) -> Any:
 
 def reserved_tokens(tokenizer: Any) -> frozenset[str]:
     """Return the texts that a tokenizer turns into special tokens, such as ``<|im_end|>``."""
-    if isinstance(tokenizer, ChatTokenizer):
+    if isinstance(tokenizer, ChatTokenizer | HFTokenizer):
         return tokenizer.reserved
-    if isinstance(tokenizer, HFTokenizer):
-        return tokenizer.encoder.special
     names = getattr(tokenizer, "special_tokens", {})
     return frozenset(
         name
@@ -176,10 +179,8 @@ def special_token_lines(what: str, count: int, special: Sequence[tuple[str, str]
 def _template_args(cfg: DictConfig) -> tuple[Json, date]:
     """Return the config's variables of the template, and the template's date."""
     content: Any = OmegaConf.to_container(cfg, resolve=True)
+    check(content, {"chat_template_args": _VARIABLES})
     args, day = content["chat_template_args"], content["chat_template_date"]
-    if not isinstance(args, Mapping) or not all(isinstance(key, str) for key in args):
-        expected = "expected variables of the template, like {enable_thinking: False}"
-        raise UserError(f"chat_template_args is {args!r}; {expected}")
     try:
         return dict(args), date.fromisoformat(str(day))
     except ValueError as error:

@@ -5,16 +5,7 @@ from typing import Any
 from rocm_ext.sampling.engine import Completion, Engine, Request, RequestQueue, Sampling, Session, sample_seed
 from rocm_ext.sampling.local import LocalEngine
 
-__all__ = [
-    "Completion",
-    "Engine",
-    "LocalEngine",
-    "Request",
-    "RequestQueue",
-    "Sampling",
-    "Session",
-    "sample_seed",
-]
+__all__ = ["Completion", "Engine", "LocalEngine", "Request", "RequestQueue", "Sampling", "Session", "sample_seed"]
 
 
 def __getattr__(name: str) -> Any:

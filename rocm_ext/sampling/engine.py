@@ -53,6 +53,11 @@ class Sampling:
     def __post_init__(self) -> None:
         check(vars(self) | {"stop_strings": list(self.stop_strings)}, _KINDS)
 
+    def until_stop(self, text: str) -> tuple[str, bool]:
+        """Return ``text`` up to the first stop string, and whether it has one."""
+        ends = [end for stop in self.stop_strings if (end := text.find(stop)) >= 0]
+        return text[: min(ends, default=len(text))], bool(ends)
+
 
 @dataclass(frozen=True)
 class Request:

@@ -306,8 +306,7 @@ class LocalSession:
         if not stopped and len(tokens) != (sampling.max_new_tokens if most is None else most):
             return None
         text = to_text(self._tokenizer, tokens[:-1] if ended else tokens)
-        ends = [at for stop in sampling.stop_strings if (at := text.find(stop)) >= 0]
-        text = text[: min(ends, default=len(text))]
+        text, _ = sampling.until_stop(text)
         routes = np.stack(running.routes) if running.routes else None
         return Completion(running.request, tokens, running.logprobs, text, "stop" if stopped else "length", routes)
 

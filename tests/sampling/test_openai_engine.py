@@ -228,7 +228,8 @@ def run(engine, requests, sampling=PLAIN):
 def test_everything_that_decides_the_distribution_is_sent(vllm, tokenizer):
     fake = vllm()
     request = Request("p", 3, 2**62 + 5, (7, 8, 9))
-    (completion,), session = run(OpenAIEngine(tokenizer, urls=[fake.url]), [request])
+    engine = OpenAIEngine(tokenizer, urls=[fake.url])
+    (completion,), _ = run(engine, [request])
     plain = {
         "model": "base", "prompt": [7, 8, 9], "seed": 5, "max_tokens": 16, "temperature": 1.0, "top_p": 1.0,
         "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "stop_token_ids": list(tokenizer.stop_tokens),
@@ -238,7 +239,7 @@ def test_everything_that_decides_the_distribution_is_sent(vllm, tokenizer):
     assert completion.request is request
     assert (completion.tokens, completion.text) == (expected["token_ids"], "It is 7. 5")
     assert completion.logprobs == expected["logprobs"]["token_logprobs"]
-    assert (session.exact_tokens, session.has_logprobs) == (True, True)
+    assert (engine.exact_tokens, engine.has_logprobs) == (True, True)
     chosen = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.05}
     sampling = Sampling(12, stop_strings=("\n\n", "Q:"), **chosen)
     run(OpenAIEngine(tokenizer, urls=[fake.url + "/v1/"]), [request], sampling)
@@ -521,22 +522,22 @@ def test_ids_in_llama_cpps_logprobs_are_exact_if_they_are_all_there(vllm, tokeni
         return llama_answer(ids[:1], 1) if is_check(body) else llama_answer(sent, len(ids))
 
     engine = OpenAIEngine(tokenizer, urls=[vllm(paths={COMPLETIONS: answer}).url])
-    (completion,), session = run(engine, requests_for(tokenizer, "a"))
+    (completion,), _ = run(engine, requests_for(tokenizer, "a"))
     assert completion.tokens == (ids if exact else [*text, tokenizer.special_tokens["<|im_end|>"]])
     assert completion.logprobs == ([-0.5] * len(ids) if exact else [])
-    assert (session.exact_tokens, session.has_logprobs) == (exact, exact)
+    assert (engine.exact_tokens, engine.has_logprobs) == (exact, exact)
 
 
 @pytest.mark.parametrize("ids", [None, []])
 def test_without_ids_the_text_is_encoded_again_and_that_is_told_once(vllm, tokenizer, ids, messages):
     fake = vllm(paths={COMPLETIONS: lambda body: vllm_answer(tokenizer, body, token_ids=ids)})
     engine = OpenAIEngine(tokenizer, urls=[fake.url])
-    completions, session = run(engine, requests_for(tokenizer, *"abc"))
+    completions, _ = run(engine, requests_for(tokenizer, *"abc"))
     for completion in completions:
         text = tokenizer.encode(completion.text, add_bos=False, add_eos=False)
         assert completion.tokens == [*text, tokenizer.special_tokens["<|im_end|>"]]
         assert completion.logprobs == []
-    assert (session.exact_tokens, session.has_logprobs) == (False, False)
+    assert (engine.exact_tokens, engine.has_logprobs) == (False, False)
     assert "\n".join(messages).count("sends no token ids") == 1
 
 
@@ -546,9 +547,9 @@ def test_logprobs_that_do_not_fit_the_tokens_are_none(vllm, tokenizer, logprobs)
     engine = OpenAIEngine(tokenizer, urls=[fake.url])
     engine.check()
     assert (engine.exact_tokens, engine.has_logprobs) == (True, True)
-    (completion,), session = run(engine, requests_for(tokenizer, "a"))
+    (completion,), _ = run(engine, requests_for(tokenizer, "a"))
     assert completion.logprobs == []
-    assert (session.exact_tokens, session.has_logprobs) == (True, False)
+    assert (engine.exact_tokens, engine.has_logprobs) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -575,9 +576,9 @@ def test_another_chat_template_than_ours_is_told(vllm, tokenizer, messages):
         return {"choices": [choice], "prompt_token_ids": [1, 2]}
 
     engine = OpenAIEngine(tokenizer, urls=[vllm(paths={CHAT: answer}).url], endpoint="chat")
-    (completion,), session = run(engine, requests_for(tokenizer, "1"))
+    (completion,), _ = run(engine, requests_for(tokenizer, "1"))
     assert completion.logprobs == [-1.0] * len(completion.tokens)
-    assert (session.exact_tokens, session.has_logprobs) == (True, True)
+    assert (engine.exact_tokens, engine.has_logprobs) == (True, True)
     assert "\n".join(messages).count("its chat template differs") == 1
 
 
@@ -667,7 +668,7 @@ def test_check_waits_for_no_server_that_is_gone_or_hangs(vllm, tokenizer, monkey
         OpenAIEngine(tokenizer, urls=[url]).check()
     assert time.monotonic() - start < 20
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr(openai, "CHECK_TIMEOUT", 0.3)
+    monkeypatch.setattr(openai_http, "CHECK_TIMEOUT", 0.3)
     fake = vllm(paths={MODELS: lambda body: time.sleep(0.6) or {}})
     with pytest.raises(UserError, match="cannot be reached: no answer in time"):
         OpenAIEngine(tokenizer, urls=[fake.url]).check()

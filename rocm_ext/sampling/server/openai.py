@@ -15,21 +15,9 @@ from typing import Any
 
 import torch
 
-from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.base import openai_http as http
+from rocm_ext.base.errors import UserError, one_line, require_known
 from rocm_ext.base.log import log
-from rocm_ext.base.openai_http import (
-    CHECK_TIMEOUT,
-    Refused,
-    Transient,
-    authorization,
-    checked_urls,
-    exchange,
-    httpx,
-    in_words,
-    json_object,
-    new_client,
-    seconds_of,
-)
 from rocm_ext.base.supervised import RETRY
 from rocm_ext.base.types import Json
 from rocm_ext.config.checks.kinds import Kind, check, integer, number
@@ -116,22 +104,21 @@ class OpenAIEngine:
         ranks: Ranks | None = None,
         stopped: Callable[[], bool] | None = None,
     ) -> None:
-        if endpoint not in ENDPOINTS:
-            raise UserError(f"endpoint {endpoint!r} is unknown{nearest(endpoint, ENDPOINTS)}")
+        require_known("endpoint", endpoint, ENDPOINTS)
         check({"concurrency": concurrency, "timeout": timeout, "lora_name": lora_name}, _KINDS, "engine.")
         known = {} if decoder is None else {"vocabulary": decoder.tok_embeddings.num_embeddings}
         self.tokenizer, self.model, self.wire = tokenizer, model, EndpointFormat(tokenizer, endpoint, **known)
         self.terms = Terms(
             self.wire,
             ENDPOINTS[endpoint],
-            authorization(api_key_env),
+            http.authorization(api_key_env),
             concurrency,
             float(timeout),
-            seconds_of(patience, "patience"),
+            http.seconds_of(patience, "patience"),
             stopped or (lambda: False),
         )
         self.lora_name, self.dynamic_lora = lora_name, dynamic_lora
-        self._servers = [Server(url) for url in checked_urls(urls)]
+        self._servers = [Server(url) for url in http.checked_urls(urls)]
         self._ranks = ranks or Ranks(torch.device("cpu"))
         # servers and number of sessions by the name of the loaded adapter, on the main rank
         self._usable: dict[str, list[Server]] = {}
@@ -175,12 +162,7 @@ class OpenAIEngine:
 
     def check_exchange(self) -> None:
         """Refuse a vLLM that may finish running requests with an adapter that it loads meanwhile (its issue 47724)."""
-
-        def check_versions() -> None:
-            for server in self._servers:
-                self._check_version(server.url)
-
-        self._ranks.on_main(check_versions)
+        self._ranks.on_main(self._check_versions)
 
     @contextmanager
     def session(self, adapter: Path | None) -> Iterator[OpenAISession]:
@@ -200,14 +182,11 @@ class OpenAIEngine:
             loaded, servers = self._ranks.on_main(lambda: self._load(self._read(adapter)))
         try:
             yield OpenAISession(self.terms, servers, loaded)
-        except GeneratorExit:
-            self._leave(loaded, servers, "")
-            raise
-        except Exception as error:
-            self._leave(loaded, servers, one_line(error))
-            raise
-        except BaseException:  # a second Ctrl-C waits for no rank
-            self._unload(loaded, servers)
+        except BaseException as error:
+            if isinstance(error, Exception | GeneratorExit):
+                self._leave(loaded, servers, "" if isinstance(error, GeneratorExit) else one_line(error))
+            else:  # a second Ctrl-C waits for no rank
+                self._unload(loaded, servers)
             raise
         self._leave(loaded, servers, "")
 
@@ -236,8 +215,8 @@ class OpenAIEngine:
     def _exchange(self, method: str, url: str, seconds: float, json: Any = None) -> Any:
         async def run() -> Any:
             # A server may close the connection after it refuses a request, so every request gets a new one.
-            async with new_client(self.terms.headers) as client:
-                return await exchange(client, method, url, seconds, json)
+            async with http.new_client(self.terms.headers) as client:
+                return await http.exchange(client, method, url, seconds, json)
 
         return asyncio.run(run())
 
@@ -251,12 +230,11 @@ class OpenAIEngine:
             candidate = Server(server.url, model, dialect)
             try:
                 self._first_request(candidate, model)
-            except Refused as error:
+                break
+            except http.Refused as error:
                 if error.status not in (400, 422) or dialect == DIALECTS[-1]:
                     raise UserError(f"{error}{self._hint(candidate, listed)}") from error
-            else:
-                return candidate
-        raise AssertionError("the last dialect answers or raises")
+        return candidate
 
     def _listed(self, server: Server) -> list[str]:
         """Return the base models that a server lists; [] if listing fails and the config names a model.
@@ -264,17 +242,17 @@ class OpenAIEngine:
         A model may be served without being listed, as by ``transformers serve`` before 5.24.
         """
         try:
-            answer = json_object(server.url, self._exchange("GET", server.url + "/v1/models", CHECK_TIMEOUT))
-        except httpx.RequestError as error:
+            answer = http.json_object(server.url, self._exchange("GET", server.url + "/v1/models", http.CHECK_TIMEOUT))
+        except http.RequestError as error:
             raise UserError(
-                f"{server.url} cannot be reached: {in_words(error)}; is the server running?", RETRY
+                f"{server.url} cannot be reached: {http.in_words(error)}; is the server running?", RETRY
             ) from error
-        except (UserError, Transient) as error:
+        except (UserError, http.Transient) as error:
             if getattr(error, "status", 0) in (401, 403):
                 raise
             if self.model is not None:
                 return []
-            raise UserError(f"{server.url} does not list its models: {in_words(error)}; set model") from error
+            raise UserError(f"{server.url} does not list its models: {http.in_words(error)}; set model") from error
         return base_models(answer)
 
     def _check_logprobs(self, sampling: Sampling) -> None:
@@ -284,18 +262,20 @@ class OpenAIEngine:
         for server in self._servers:
             check_logprobs(server.url, partial(top, server), sampling)
 
-    def _check_version(self, url: str) -> None:
-        try:
-            version = str(json_object(url, self._exchange("GET", url + "/version", CHECK_TIMEOUT)).get("version"))
-        except (httpx.RequestError, UserError, Transient):
-            return  # not vLLM
-        minor = re.match(r"0\.(\d+)\.", version)
-        # 0.1.dev is built from sources without tags, perhaps with the fix
-        if minor and int(minor[1]) <= 24 and not version.startswith("0.1.dev"):
-            raise UserError(
-                f"{url} runs vLLM {version}, which may finish running requests with an adapter that it loads "
-                "meanwhile (vLLM issue 47724); take one newer than 0.24, or set max_staleness=0"
-            )
+    def _check_versions(self) -> None:
+        for url in (server.url for server in self._servers):
+            try:
+                answer = http.json_object(url, self._exchange("GET", url + "/version", http.CHECK_TIMEOUT))
+            except (http.RequestError, UserError, http.Transient):
+                continue  # not vLLM
+            version = str(answer.get("version"))
+            minor = re.match(r"0\.(\d+)\.", version)
+            # 0.1.dev is built from sources without tags, perhaps with the fix
+            if minor and int(minor[1]) <= 24 and not version.startswith("0.1.dev"):
+                raise UserError(
+                    f"{url} runs vLLM {version}, which may finish running requests with an adapter that it loads "
+                    "meanwhile (vLLM issue 47724); take one newer than 0.24, or set max_staleness=0"
+                )
 
     def _first_request(self, server: Server, model: str, sampling: Sampling = PROBES[0]) -> Json:
         """Ask ``model`` for one token, and return the answer."""
@@ -304,10 +284,10 @@ class OpenAIEngine:
         body = self.wire.body(server, model, request, sampling)
         try:
             response = self._exchange("POST", server.url + self.terms.path, self.terms.timeout, body)
-            answer = json_object(server.url, response)
+            answer = http.json_object(server.url, response)
             self.wire.completion(server.url, answer, request, sampling)
-        except (httpx.RequestError, Transient) as error:
-            raise UserError(f"{server.url} does not answer the first request: {in_words(error)}", RETRY) from error
+        except (http.RequestError, http.Transient) as error:
+            raise UserError(f"{server.url} does not answer the first request: {http.in_words(error)}", RETRY) from error
         return answer
 
     def _hint(self, server: Server, listed: list[str]) -> str:
@@ -326,30 +306,29 @@ class OpenAIEngine:
 
     def _on_each(
         self, servers: Sequence[Server], action: Callable[[Any, Server], Awaitable[None]]
-    ) -> list[BaseException | None]:
-        """Run ``action(client, server)`` on all servers at once; return their errors, None for success."""
+    ) -> list[tuple[Server, BaseException | None]]:
+        """Run ``action(client, server)`` on all servers at once; return the servers with errors, None for success."""
 
         async def run() -> list[BaseException | None]:
-            async with new_client(self.terms.headers) as client:
+            async with http.new_client(self.terms.headers) as client:
                 return await asyncio.gather(*(action(client, server) for server in servers), return_exceptions=True)
 
-        return asyncio.run(run())
+        return list(zip(servers, asyncio.run(run()), strict=True))
 
     def _try_adapter(self, adapter: Adapter) -> None:
         """Load ``adapter`` on every server, ask for one token, and unload it."""
-        errors = self._on_each(self._servers, lambda client, server: load_anew(client, server, adapter))
-        pairs = list(zip(self._servers, errors, strict=True))
+        answers = self._on_each(self._servers, lambda client, server: load_anew(client, server, adapter))
         self._sessions[adapter.name] += 1
         try:
-            for server, error in pairs:
-                if isinstance(error, httpx.RequestError | Transient):
-                    raise UserError(f"{server.url}: {in_words(error)}. {LORA_HINT}") from error
+            for server, error in answers:
+                if isinstance(error, http.RequestError | http.Transient):
+                    raise UserError(f"{server.url}: {http.in_words(error)}. {LORA_HINT}") from error
                 if error is not None:
                     raise error
             for server in self._servers:
                 self._first_request(server, adapter.name)
         finally:
-            self._unload(adapter, [server for server, error in pairs if error is None])
+            self._unload(adapter, [server for server, error in answers if error is None])
 
     def _load(self, adapter: Adapter) -> tuple[Adapter, list[Server]]:
         """Load ``adapter`` on all servers; return it and the servers that do not refuse it.
@@ -359,10 +338,10 @@ class OpenAIEngine:
         if self._sessions[adapter.name]:
             self._sessions[adapter.name] += 1
             return adapter, self._usable[adapter.name]
-        errors = self._on_each(self._servers, lambda client, server: load_anew(client, server, adapter))
+        answers = self._on_each(self._servers, lambda client, server: load_anew(client, server, adapter))
         usable = []
-        for server, error in zip(self._servers, errors, strict=True):
-            if isinstance(error, httpx.RequestError | Transient):
+        for server, error in answers:
+            if isinstance(error, http.RequestError | http.Transient):
                 self._tell_unreachable(server, error)
             elif isinstance(error, UserError):
                 log.warning("%s; continuing without it", error)
@@ -373,7 +352,7 @@ class OpenAIEngine:
                 self._unreachable.discard(server.url)
             usable.append(server)
         if not usable:
-            raise UserError("; ".join(map(str, errors)))
+            raise UserError("; ".join(str(error) for _, error in answers))
         self._sessions[adapter.name], self._usable[adapter.name] = 1, usable
         return adapter, usable
 
@@ -383,9 +362,8 @@ class OpenAIEngine:
         self._sessions[adapter.name] -= 1
         if self._sessions[adapter.name]:
             return
-        errors = self._on_each(servers, lambda client, server: unload_adapter(client, server, adapter))
-        for server, error in zip(servers, errors, strict=True):
-            if isinstance(error, httpx.RequestError):
+        for server, error in self._on_each(servers, lambda client, server: unload_adapter(client, server, adapter)):
+            if isinstance(error, http.RequestError):
                 self._tell_unreachable(server, error)
             elif error is not None:
                 raise error
@@ -395,5 +373,7 @@ class OpenAIEngine:
         if server.url not in self._unreachable:
             self._unreachable.add(server.url)
             log.warning(
-                "%s fails to load or unload an adapter: %s; it gets it once it works again", server.url, in_words(error)
+                "%s fails to load or unload an adapter: %s; it gets it once it works again",
+                server.url,
+                http.in_words(error),
             )

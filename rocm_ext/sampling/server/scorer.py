@@ -7,19 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from rocm_ext.base import openai_http as http
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.openai_http import (
-    CHECK_TIMEOUT,
-    Transient,
-    authorization,
-    checked_urls,
-    exchange,
-    httpx,
-    in_words,
-    json_object,
-    new_client,
-    pause_after,
-)
 from rocm_ext.base.supervised import RETRY, beat
 from rocm_ext.base.types import Json
 from rocm_ext.sampling.server.wire import base_models
@@ -43,19 +32,19 @@ class Scorer:
     """
 
     def __init__(self, url: str, model: str | None = None, api_key_env: str | None = None) -> None:
-        (self.url,) = checked_urls([url])
-        self._headers = authorization(api_key_env)
+        (self.url,) = http.checked_urls([url])
+        self._headers = http.authorization(api_key_env)
         self.model = model or self._only_model()
 
     def _only_model(self) -> str:
         async def ask() -> Any:
-            async with new_client(self._headers) as client:
-                return await exchange(client, "GET", f"{self.url}/v1/models", CHECK_TIMEOUT)
+            async with http.new_client(self._headers) as client:
+                return await http.exchange(client, "GET", f"{self.url}/v1/models", http.CHECK_TIMEOUT)
 
         try:
-            names = base_models(json_object(self.url, asyncio.run(ask())))
-        except (httpx.RequestError, Transient) as error:
-            raise UserError(f"{self.url} cannot be reached: {in_words(error)}; is it running?", RETRY) from error
+            names = base_models(http.json_object(self.url, asyncio.run(ask())))
+        except (http.RequestError, http.Transient) as error:
+            raise UserError(f"{self.url} cannot be reached: {http.in_words(error)}; is it running?", RETRY) from error
         if len(names) != 1:
             raise UserError(f"{self.url} serves {', '.join(names) or 'no model'}; set teacher_model to one")
         return names[0]
@@ -69,7 +58,7 @@ class Scorer:
 
         async def all_of_them() -> list[np.ndarray]:
             room = asyncio.Semaphore(_AT_ONCE)
-            async with new_client(self._headers) as client:
+            async with http.new_client(self._headers) as client:
                 return await asyncio.gather(*(self._ask(client, room, text) for text in texts))
 
         return asyncio.run(all_of_them())
@@ -82,13 +71,13 @@ class Scorer:
         async with room:
             while True:
                 try:
-                    answer = await exchange(client, "POST", f"{self.url}/v1/completions", _SECONDS, body)
+                    answer = await http.exchange(client, "POST", f"{self.url}/v1/completions", _SECONDS, body)
                     beat()
-                    return self._read(json_object(self.url, answer), len(prompt))
-                except (httpx.RequestError, Transient) as error:
+                    return self._read(http.json_object(self.url, answer), len(prompt))
+                except (http.RequestError, http.Transient) as error:
                     if failures + 1 == _TRIES:
-                        raise UserError(f"{self.url}: {in_words(error)}, {_TRIES} times", RETRY) from error
-                    await asyncio.sleep(pause_after(error, failures))
+                        raise UserError(f"{self.url}: {http.in_words(error)}, {_TRIES} times", RETRY) from error
+                    await asyncio.sleep(http.pause_after(error, failures))
                     failures += 1
 
     def _read(self, answer: Json, tokens: int) -> np.ndarray:

@@ -17,20 +17,9 @@ from operator import length_hint
 from pathlib import Path
 from typing import Any
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base import openai_http as http
+from rocm_ext.base.errors import UserError, explain_errors
 from rocm_ext.base.log import duration, log
-from rocm_ext.base.openai_http import (
-    CHECK_TIMEOUT,
-    Refused,
-    Transient,
-    exchange,
-    httpx,
-    in_words,
-    json_object,
-    message_of,
-    new_client,
-    pause_after,
-)
 from rocm_ext.base.supervised import RETRY, beat
 from rocm_ext.model.adapters.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rocm_ext.sampling.engine import Completion, Request, Sampling
@@ -65,10 +54,8 @@ class Adapter:
         """Name the adapter in a PEFT folder by a hash of its files, because servers cache adapters by name."""
         digest = hashlib.sha256()
         for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-            try:
+            with explain_errors(f"{folder} is not an adapter in PEFT's format"):
                 digest.update((folder / file).read_bytes())
-            except OSError as error:
-                raise UserError(f"{folder} is not an adapter in PEFT's format: {one_line(error)}") from error
         return cls(f"{prefix}-{digest.hexdigest()[:12]}", folder.expanduser().resolve())
 
 
@@ -84,9 +71,9 @@ async def load_adapter(client: Any, server: Server, adapter: Adapter) -> None:
     status = response.status_code
     if status == 200 or (status == 400 and adapter.name in await _served(client, server)):
         return  # 400: another rank may have loaded it
-    said = f"HTTP {status}: {message_of(response)}"
+    said = f"HTTP {status}: {http.message_of(response)}"
     if status in (408, 429) or status >= 500:
-        raise Transient(f"it does not load the adapter {adapter.folder} ({said})")
+        raise http.Transient(f"it does not load the adapter {adapter.folder} ({said})")
     raise UserError(f"{server.url} does not load the adapter {adapter.folder} ({said}). {LORA_HINT}")
 
 
@@ -98,22 +85,22 @@ async def load_anew(client: Any, server: Server, adapter: Adapter) -> None:
 
 async def unload_adapter(client: Any, server: Server, adapter: Adapter) -> None:
     """Unload ``adapter``; log a warning if the server refuses."""
-    response = await _call(client, server, "unload", {"lora_name": adapter.name}, CHECK_TIMEOUT)
+    response = await _call(client, server, "unload", {"lora_name": adapter.name}, http.CHECK_TIMEOUT)
     if response.status_code not in (200, 404):  # 404: the server was restarted
-        log.warning("%s does not unload %s: %s", server.url, adapter.name, message_of(response))
+        log.warning("%s does not unload %s: %s", server.url, adapter.name, http.message_of(response))
 
 
 async def _call(client: Any, server: Server, verb: str, body: dict[str, str], seconds: float = _LOAD_TIMEOUT) -> Any:
-    return await exchange(client, "POST", f"{server.url}/v1/{verb}_lora_adapter", seconds, body)
+    return await http.exchange(client, "POST", f"{server.url}/v1/{verb}_lora_adapter", seconds, body)
 
 
 async def _served(client: Any, server: Server) -> set[str]:
     """Return the names of models and adapters that a server lists."""
     try:
-        answer = json_object(server.url, await exchange(client, "GET", server.url + "/v1/models", CHECK_TIMEOUT))
-    except (UserError, Transient):
+        response = await http.exchange(client, "GET", server.url + "/v1/models", http.CHECK_TIMEOUT)
+        cards = http.json_object(server.url, response).get("data")
+    except (UserError, http.Transient):
         return set()
-    cards = answer.get("data")
     return {str(card.get("id")) for card in cards if isinstance(card, dict)} if isinstance(cards, list) else set()
 
 
@@ -173,16 +160,6 @@ class OpenAISession:
         self.given_up = False
         self._tokens = self.retried = 0
         self._seconds, self._mark = 0.0, 0.0
-
-    @property
-    def exact_tokens(self) -> bool:
-        """See ``OpenAIEngine``."""
-        return self.terms.wire.exact_tokens
-
-    @property
-    def has_logprobs(self) -> bool:
-        """See ``OpenAIEngine``."""
-        return self.terms.wire.has_logprobs
 
     def generate(self, requests: Iterable[Request | None], sampling: Sampling) -> Iterator[Completion]:
         """Yield completions as they arrive. Closing the iterator cancels open requests.
@@ -310,7 +287,7 @@ class _Batch:
         terms, servers = self.session.terms, self.session.servers
         share = length_hint(requests, terms.concurrency * len(servers)) or 1
         self.room = asyncio.Semaphore(min(terms.concurrency * len(servers), share))
-        async with new_client(terms.headers) as client:
+        async with http.new_client(terms.headers) as client:
             done = asyncio.ensure_future(self._take(iter(requests)))
             workers = [
                 asyncio.ensure_future(_RequestLoop(self, client, server).run())
@@ -381,11 +358,11 @@ class _RequestLoop:
         began, state = time.monotonic(), self._state
         try:
             completion = await self._ask(request)
-        except (httpx.RequestError, Transient) as error:
+        except (http.RequestError, http.Transient) as error:
             self._failed(error, time.monotonic() - began, request)
             return None
         except UserError as error:
-            if isinstance(error, Refused) and error.status not in (401, 403):
+            if isinstance(error, http.Refused) and error.status not in (401, 403):
                 raise  # any server would refuse this request
             self._batch.give_up(self._server, str(error))
             return None
@@ -401,26 +378,26 @@ class _RequestLoop:
         adapter = request.adapter or self._batch.session.adapter
         restored = self._state.restored[adapter]
         body = terms.wire.body(server, adapter.name if adapter else server.model, request, sampling)
-        response = await exchange(self._client, "POST", server.url + terms.path, terms.timeout, body)
+        response = await http.exchange(self._client, "POST", server.url + terms.path, terms.timeout, body)
         if response.status_code == 404:  # the server was restarted
-            await self._restore(adapter, restored, message_of(response))
-            response = await exchange(self._client, "POST", server.url + terms.path, terms.timeout, body)
+            await self._restore(adapter, restored, http.message_of(response))
+            response = await http.exchange(self._client, "POST", server.url + terms.path, terms.timeout, body)
             if response.status_code == 404:
-                raise Transient(f"HTTP 404: {message_of(response)}")
-        return terms.wire.completion(server.url, json_object(server.url, response), request, sampling)
+                raise http.Transient(f"HTTP 404: {http.message_of(response)}")
+        return terms.wire.completion(server.url, http.json_object(server.url, response), request, sampling)
 
     async def _restore(self, adapter: Adapter | None, restored: int, said: str) -> None:
         """Load the adapter again, unless another worker has done so since ``restored``."""
         state = self._state
         if adapter is None:
-            raise Transient(f"HTTP 404: {said}")
+            raise http.Transient(f"HTTP 404: {said}")
         async with state.restoring:
             if state.restored[adapter] != restored:
                 return
             try:
                 await load_adapter(self._client, self._server, adapter)
             except UserError as error:
-                raise Transient(f"HTTP 404: {said}; {error}") from error
+                raise http.Transient(f"HTTP 404: {said}; {error}") from error
             state.restored[adapter] += 1
             log.warning("%s had lost the adapter %s and has loaded it again", self._server.url, adapter.folder)
 
@@ -434,12 +411,12 @@ class _RequestLoop:
         if self._waited >= patience:
             # The message names the request, which may be the cause: with the same seed it would fail again.
             where = f"prompt {request.prompt_id}, sample {request.sample}"
-            self._batch.give_up(self._server, f"{in_words(error)}, for {duration(self._waited)} ({where})")
+            self._batch.give_up(self._server, f"{http.in_words(error)}, for {duration(self._waited)} ({where})")
             return
-        self._pause = min(pause_after(error, self._failures), patience - self._waited)
+        self._pause = min(http.pause_after(error, self._failures), patience - self._waited)
         if state.last_line is None or time.monotonic() - state.last_line >= _TELL:
             state.last_line = time.monotonic()
             since = f"{duration(self._waited)} of {duration(patience)}"
-            log.info("waiting for %s, %s so far: %s", self._server.url, since, in_words(error))
+            log.info("waiting for %s, %s so far: %s", self._server.url, since, http.in_words(error))
         self._failures += 1
         self._waited += self._pause

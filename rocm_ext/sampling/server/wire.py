@@ -96,7 +96,7 @@ class EndpointFormat:
         prompt = choice.get("prompt_token_ids", answer.get("prompt_token_ids"))
         if isinstance(prompt, list) and prompt != list(request.tokens):
             self._tell_once(f"{url} renders prompts differently from the run: its chat template differs")
-        text, cut = _until(text, sampling.stop_strings)
+        text, cut = sampling.until_stop(text)  # transformers keeps the stop string
         reason = "stop" if cut else reason
         by_token = reason == "stop" and not cut and not isinstance(choice.get("stop_reason"), str)
         tokens, logprobs = _token_ids(choice, answer.get("usage")), _logprobs(choice)
@@ -253,12 +253,6 @@ def _entries(choice: Json) -> list[Json]:
 def _dicts(value: Any) -> list[Json]:
     """Return ``value`` if it is a list of objects, else []."""
     return value if isinstance(value, list) and all(isinstance(entry, dict) for entry in value) else []
-
-
-def _until(text: str, stop_strings: Sequence[str]) -> tuple[str, bool]:
-    """Return ``text`` up to the first stop string, and whether it has one. transformers keeps the stop string."""
-    ends = [end for stop in stop_strings if (end := text.find(stop)) >= 0]
-    return (text[: min(ends)], True) if ends else (text, False)
 
 
 def _first(values: list[Any]) -> str:
