@@ -167,8 +167,7 @@ class HFTokenizer:
         if not self.stop_tokens:
             raise UserError(f"no file in {folder} names an EOS token (eos_token_id in generation_config.json)")
         self.eos_id = self.stop_tokens[0]
-        pads = ids_in(folder, "pad_token_id")
-        self.pad_id = pads[0] if pads else self.eos_id
+        self.pad_id = next(iter(ids_in(folder, "pad_token_id")), self.eos_id)
         self._before = self.encoder.prefix()
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:

@@ -136,8 +136,10 @@ def _saved(folder: Path, split: str) -> Any:
 
 def _parts(split: str, sizes: dict[str, int]) -> Any:
     """Return the parts of a split; ``train[:100]`` and ``train[10%:]`` have the same meaning as in `datasets`."""
-    with explain_errors(f"split {split!r}", f"; the splits are {', '.join(sizes)}"):
+    try:
         return ReadInstruction.from_spec(split).to_absolute(sizes)
+    except (ValueError, AssertionError) as error:
+        raise UserError(f"split {split!r}: {one_line(error)}; the splits are {', '.join(sizes)}") from error
 
 
 def row_at(rows: Any, index: int) -> Json:

@@ -136,10 +136,7 @@ class RequestQueue:
     def __iter__(self) -> Iterator[Request | None]:
         """Take requests one at a time; None means: wait, a later one may come."""
         for same in self.prompts():
-            if same:
-                yield from same
-            else:
-                yield None
+            yield from same or (None,)
 
     def __length_hint__(self) -> int:
         return self.share

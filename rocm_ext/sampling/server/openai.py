@@ -110,7 +110,6 @@ class OpenAIEngine:
         self.tokenizer, self.model, self.wire = tokenizer, model, EndpointFormat(tokenizer, endpoint, **known)
         self.terms = Terms(
             self.wire,
-            ENDPOINTS[endpoint],
             http.authorization(api_key_env),
             concurrency,
             float(timeout),
@@ -283,7 +282,7 @@ class OpenAIEngine:
         request = Request("check", 0, 0, tokens, ({"role": "user", "content": "1"},))
         body = self.wire.body(server, model, request, sampling)
         try:
-            response = self._exchange("POST", server.url + self.terms.path, self.terms.timeout, body)
+            response = self._exchange("POST", server.url + self.wire.path, self.terms.timeout, body)
             answer = http.json_object(server.url, response)
             self.wire.completion(server.url, answer, request, sampling)
         except (http.RequestError, http.Transient) as error:

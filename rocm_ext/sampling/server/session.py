@@ -125,7 +125,6 @@ class Terms:
 
     Attributes:
         wire: converter of requests and answers.
-        path: the endpoint's path.
         headers: headers of every request.
         concurrency: simultaneous requests per server.
         timeout: seconds without an answer before a request counts as failed.
@@ -134,7 +133,6 @@ class Terms:
     """
 
     wire: EndpointFormat
-    path: str
     headers: Mapping[str, str]
     concurrency: int
     timeout: float
@@ -158,8 +156,7 @@ class OpenAISession:
     def __init__(self, terms: Terms, servers: Sequence[Server], adapter: Adapter | None) -> None:
         self.terms, self.servers, self.adapter = terms, servers, adapter
         self.given_up = False
-        self._tokens = self.retried = 0
-        self._seconds, self._mark = 0.0, 0.0
+        self._tokens, self._seconds, self.retried = 0, 0.0, 0
 
     def generate(self, requests: Iterable[Request | None], sampling: Sampling) -> Iterator[Completion]:
         """Yield completions as they arrive. Closing the iterator cancels open requests.
@@ -188,7 +185,7 @@ class OpenAISession:
 
         # The loop runs in another thread, so servers stay busy while the caller works on a completion.
         thread = threading.Thread(target=work, name="openai-engine", daemon=True)
-        self._mark = time.monotonic()
+        mark = time.monotonic()
         thread.start()
         try:
             while not self.terms.stopped():
@@ -204,7 +201,9 @@ class OpenAISession:
                     return
                 if isinstance(item, BaseException):
                     raise item
-                self._count(item)
+                now = time.monotonic()
+                self._tokens += len(item.tokens)
+                self._seconds, mark = self._seconds + now - mark, now
                 yield item
         finally:
             with suppress(RuntimeError):  # the loop is closed: no request is open
@@ -236,11 +235,6 @@ class OpenAISession:
         """Return ``tokens``, ``tokens_per_second`` while generating, and ``retried`` requests."""
         speed = self._tokens / self._seconds if self._seconds else 0.0
         return {"tokens": self._tokens, "tokens_per_second": speed, "retried": self.retried}
-
-    def _count(self, completion: Completion) -> None:
-        now = time.monotonic()
-        self._tokens += len(completion.tokens)
-        self._seconds, self._mark = self._seconds + now - self._mark, now
 
 
 @dataclass
@@ -378,10 +372,10 @@ class _RequestLoop:
         adapter = request.adapter or self._batch.session.adapter
         restored = self._state.restored[adapter]
         body = terms.wire.body(server, adapter.name if adapter else server.model, request, sampling)
-        response = await http.exchange(self._client, "POST", server.url + terms.path, terms.timeout, body)
+        response = await http.exchange(self._client, "POST", server.url + terms.wire.path, terms.timeout, body)
         if response.status_code == 404:  # the server was restarted
             await self._restore(adapter, restored, http.message_of(response))
-            response = await http.exchange(self._client, "POST", server.url + terms.path, terms.timeout, body)
+            response = await http.exchange(self._client, "POST", server.url + terms.wire.path, terms.timeout, body)
             if response.status_code == 404:
                 raise http.Transient(f"HTTP 404: {http.message_of(response)}")
         return terms.wire.completion(server.url, http.json_object(server.url, response), request, sampling)

@@ -49,11 +49,13 @@ class EndpointFormat:
         vocabulary: number of the model's token ids.
 
     Attributes:
+        path: the endpoint's path on a server.
         exact_tokens, has_logprobs: see :class:`rocm_ext.sampling.server.openai.OpenAIEngine`.
     """
 
     def __init__(self, tokenizer: Any, endpoint: str, vocabulary: int = 2**31) -> None:
         self.tokenizer, self.endpoint, self._vocabulary = tokenizer, endpoint, vocabulary
+        self.path = ENDPOINTS[endpoint]
         self.exact_tokens = self.has_logprobs = False
         self._end_of_turn = _end_of_turn(tokenizer)
         self._told: set[str] = set()
