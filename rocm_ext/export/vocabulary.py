@@ -11,6 +11,7 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import json_object
+from rocm_ext.base.types import Json
 from rocm_ext.data import words
 from rocm_ext.data.encoder import TOKENIZER, TextEncoder, ids_in
 from rocm_ext.data.render import render_conversation
@@ -60,7 +61,7 @@ def _unknown(path: Path, what: str) -> UserError:
     return UserError(f"{path}: {what}, which this command does not write to GGUF files; {CONVERTER}")
 
 
-def _splitting(path: Path, content: Mapping[str, Any]) -> str:
+def _splitting(path: Path, content: Json) -> str:
     """Return llama.cpp's name of the rules that split text into words; refuse unknown rules."""
     normalizer = content.get("normalizer")
     if normalizer not in (None, {"type": "NFC"}) and normalizer != {"type": "Sequence", "normalizers": []}:
@@ -76,7 +77,7 @@ def _splitting(path: Path, content: Mapping[str, Any]) -> str:
 class _SentencePiece:
     """A SentencePiece BPE in ``tokenizer.json``: its merges are in the order of the scores."""
 
-    def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, content: Json) -> None:
         steps = content.get("normalizer") or {}
         steps = steps.get("normalizers", [steps] if steps else [])
         before = content.get("pre_tokenizer")
@@ -106,7 +107,7 @@ def _joined(merge: Any) -> str:
     return merge if isinstance(merge, str) else " ".join(merge)
 
 
-def _tokens(content: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
+def _tokens(content: Json, size: int) -> tuple[list[str], list[int]]:
     """Return texts and llama.cpp's types, by id."""
     kind = library().TokenType
     texts = [f"[PAD{number}]" for number in range(size)]
@@ -130,7 +131,7 @@ def _tokens(content: Mapping[str, Any], size: int) -> tuple[list[str], list[int]
     return texts, types
 
 
-def _add_special(writer: Any, source: Source, model: Mapping[str, Any]) -> None:
+def _add_special(writer: Any, source: Source, model: Json) -> None:
     """Add the ids of special tokens. ``eos`` ends a text; ``eot`` ends a turn, if it is another token."""
     encoder = TextEncoder(source.base / TOKENIZER)
     before = encoder.prefix()

@@ -73,12 +73,12 @@ def sdpa(
         return _by_scores(q, k, v, mask, dropout, scale, softcap, sinks)
     if kernel == "flash" and mask is not None and q.device.type != "cpu":
         kernel = "auto"
-    options: dict[str, Any] = {"attn_mask": mask, "dropout_p": dropout, "is_causal": mask is None, "scale": scale}
+    causal = mask is None
     if kernel not in SDPA_KERNELS:
-        return F.scaled_dot_product_attention(q, k, v, **options)
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale)
     try:
         with sdpa_kernel(SDPA_KERNELS[kernel]):
-            return F.scaled_dot_product_attention(q, k, v, **options)
+            return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale)
     except RuntimeError as error:
         if not any(words in str(error) for words in _NO_KERNEL):
             raise

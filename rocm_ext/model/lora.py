@@ -243,7 +243,7 @@ def _end(name: str) -> str:
     return ".".join(name.split(".")[-2 if name.endswith(".weight") else -1 :])
 
 
-def described(sizes: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
+def described(sizes: Mapping[str, tuple[int, float]]) -> dict[str, float | dict[str, float]]:
     """Return PEFT's settings for layers with these r and alpha; ``sizes`` has the names that patterns match.
 
     Equal sizes give equal settings. ``r`` and ``lora_alpha`` are most layers' values. The keys for other layers are the
@@ -253,8 +253,8 @@ def described(sizes: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
     return {"r": r, "lora_alpha": alpha, "rank_pattern": ranks, "alpha_pattern": alphas}
 
 
-def _described(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    usual, ends = Counter(values.values()).most_common(1)[0][0], dict[str, set[Any]]()
+def _described(values: Mapping[str, float]) -> tuple[float, dict[str, float]]:
+    usual, ends = Counter(values.values()).most_common(1)[0][0], dict[str, set[float]]()
     for name, value in values.items():
         ends.setdefault(_end(name), set()).add(value)
     others = {name: value for name, value in values.items() if value != usual}

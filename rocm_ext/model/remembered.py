@@ -102,7 +102,7 @@ def _describe(value: Any, words: list[str], seen: dict[int, tuple[int, Any]], mo
     words.append(")")
 
 
-def _slots(value: Any) -> dict[str, Any]:
+def _slots(value: Any) -> dict[str, object]:
     names = [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())]
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 

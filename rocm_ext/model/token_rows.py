@@ -4,7 +4,7 @@ New tokens, such as ``<tool_call>``, have untrained rows, and LoRA on the layers
 this stores the rows in fp32, and not their difference to the base model's.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,7 @@ def _with_rows(kind: Any) -> type:
     def output(self: Any, hidden: Tensor) -> Tensor:
         return self.token_rows.logits(hidden, compute(self, hidden))
 
-    parts: dict[str, Any] = {name: embed if issubclass(kind, nn.Embedding) else output}
+    parts: dict[str, Callable[..., Any]] = {name: embed if issubclass(kind, nn.Embedding) else output}
     if name == "__call__":  # the objective asks a head for them
         parts["parameters"] = lambda self: self.token_rows.parameters()
     return type(kind.__name__, (kind,), parts)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import REPO_ID, hub_name
+from rocm_ext.base.types import Json
 from rocm_ext.config.checks.kinds import JSON_SWITCH, NULL, Kind, integer, number
 from rocm_ext.config.checks.training import PATTERNS
 from rocm_ext.model.adapters import peft_experts
@@ -216,7 +217,7 @@ def _unknown(folder: Path, settings: list[str]) -> UserError:
     )
 
 
-def _not_computed(config: Mapping[str, Any]) -> list[str]:
+def _not_computed(config: Json) -> list[str]:
     foreign = [_short(key, value) for key, value in config.items() if key not in _FREE and value]
     if (kind := config.get("peft_type", "LORA")) != "LORA":
         foreign.insert(0, _short("peft_type", kind))

@@ -27,7 +27,7 @@ from rocm_ext.base.log import log
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.model.attention import Lengths
 from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.families import CONFIG, own_code, refuse_code
+from rocm_ext.model.families import CONFIG, Config, own_code, refuse_code
 from rocm_ext.model.hf.adapt import ALL, ALL_EXPERTS, frozen_kinds, fused_experts, put_in, put_in_experts
 from rocm_ext.model.hf.attention import PACKED, packed, scale_each_sequence
 from rocm_ext.model.hf.checkpoint import (
@@ -320,7 +320,7 @@ def _name_of(model: nn.Module, part: nn.Module | None) -> str:
 
 def build(
     folder: Path,
-    config: Mapping[str, Any],
+    config: Config,
     *,
     sizes: Sizes,
     dropout: float,
@@ -375,7 +375,7 @@ def shapes_of(folder: Path) -> dict[str, list[int]]:
     return {name: list(weight.shape) for name, weight in _on_meta(folder).state_dict().items()}
 
 
-def _needs_code(config: Mapping[str, Any], trust_remote_code: bool) -> bool:
+def _needs_code(config: Config, trust_remote_code: bool) -> bool:
     """Return whether the folder's code has to run, because transformers lacks the class; refuse untrusted code."""
     named, code = (config.get("architectures") or [""])[0], own_code(config)
     if code is None or code == named == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type"))):
@@ -396,7 +396,7 @@ def _on_meta(folder: Path, trusted: bool = False) -> Any:
             kind = f"model_type {config.model_type!r}"
             raise UserError(f"{folder / CONFIG}: transformers {version} has no language model for {kind}")
         packs = config.get_text_config().model_type in PACKS and not trusted
-        options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trusted, "experts_implementation": SORTED}
+        options: dict[str, object] = {"dtype": dtype, "trust_remote_code": trusted, "experts_implementation": SORTED}
         options |= {"attn_implementation": PACKED} if packs else {}
         with torch.device("cpu"), _meta_parameters():
             model = (AutoModelForMultimodalLM if whole else AutoModelForCausalLM).from_config(config, **options)

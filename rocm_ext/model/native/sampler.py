@@ -178,7 +178,7 @@ class _Copies:
         return linear
 
 
-def _quick(module: nn.Module, *parts: Mapping[str, Any]) -> nn.Module:
+def _quick(module: nn.Module, *parts: Mapping[str, object]) -> nn.Module:
     """Return ``module`` with ``parts`` as plain attributes, which Python looks up faster."""
     for named in parts:
         vars(module).update(named)

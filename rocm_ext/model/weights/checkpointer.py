@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -67,7 +66,7 @@ class HFCheckpointer:
             raise UserError(f"checkpointer.model_type is {model_type!r}; expected {HF}")
         self._folder = Path(checkpoint_dir)
 
-    def load_checkpoint(self) -> dict[str, Any]:
+    def load_checkpoint(self) -> dict[str, "StoredWeights"]:
         """Return the weights under torchtune's key for a model.
 
         A native decoder's weights have torchtune's names, weights of other models the names in their files.

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import json_object
+from rocm_ext.base.types import Json
 from rocm_ext.model.weights.unpack import BLOCKS
 
 SUFFIX = ".gguf"
+Metadata = dict[str, Any]  # numbers, texts and lists by key
 # files in a folder that names GGUF files: their paths, and the shapes of transformers' weights by name
 LINKS, SHAPES = "gguf.json", "shapes.json"
 _AGAIN = "download the file again"
@@ -108,7 +110,7 @@ class _Header:
     def __init__(self, file: BinaryIO, path: Path, size: int) -> None:
         self._file, self._path, self._size = file, path, size
 
-    def read(self) -> tuple[dict[str, Any], dict[str, Place]]:
+    def read(self) -> tuple[Metadata, dict[str, Place]]:
         if self._file.read(4) != b"GGUF":
             raise UserError(f"{self._path} is no GGUF file")
         version, tensors, keys = self._numbers("<IQQ")
@@ -187,7 +189,7 @@ def parts_of(path: Path) -> list[Path]:
     return files
 
 
-def links_in(folder: Path) -> dict[str, Any]:
+def links_in(folder: Path) -> Json:
     """Return the content of :data:`LINKS`: ``files``, and ``made``: whether ``config.json`` was made from metadata."""
     path = folder / LINKS
     return (json_object(path.read_bytes()) or {"files": []}) if path.is_file() else {}

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from rocm_ext.base.errors import UserError, explain_errors, refuse
 from rocm_ext.base.files import json_object
+from rocm_ext.base.types import Json
 from rocm_ext.model.families import (
     CONFIG,
     Architecture,
+    Config,
     Rope,
     foreign_config,
     read_architecture,
@@ -27,7 +29,7 @@ from rocm_ext.model.families import (
     stored_names,
 )  # fmt: skip
 from rocm_ext.model.rope import frequencies
-from rocm_ext.model.weights.gguf_files import SHAPES, GgufFile, files_in
+from rocm_ext.model.weights.gguf_files import SHAPES, GgufFile, Metadata, files_in
 from rocm_ext.model.weights.quantized import of_blocks
 
 _SCRIPT = "convert_hf_to_gguf.py from llama.cpp's sources"
@@ -137,7 +139,7 @@ class Layout:
     arch: str
     layers: int
     vocabulary: int
-    keys: Mapping[str, Any]
+    keys: Metadata
     parts: Callable[[str], list[Part]]
     factors: Tensor | None = None
     merged_only: tuple[str, ...] = ()
@@ -300,7 +302,7 @@ def _ahead(file: GgufFile) -> int:
     return layers if type(layers) is int and 0 <= layers <= _LAYERS else 0
 
 
-def config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
+def config_of(files: Sequence[GgufFile]) -> Json:
     """Return the content of ``config.json`` for the GGUF files of a model, the reverse of :func:`read_layout`.
 
     Raises:
@@ -310,7 +312,7 @@ def config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
         return _config_of(files)
 
 
-def _config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
+def _config_of(files: Sequence[GgufFile]) -> Json:
     file, arch = files[0], files[0].architecture
 
     def check(fits: bool, problem: str) -> None:
@@ -325,12 +327,12 @@ def _config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
         raise UserError(f"{file.path} is llama.cpp's {arch}; {', '.join(sorted(known))} are read from GGUF files")
     if len(getattr(places.get("token_embd.weight"), "shape", ())) != 2:
         raise UserError(f"{file.path} lacks token_embd.weight, the embeddings")
-    config: dict[str, Any] = {"architectures": [name], "model_type": _MODEL_TYPE.get(str(name), kind)}
+    config: Json = {"architectures": [name], "model_type": _MODEL_TYPE.get(str(name), kind)}
     of_row: Mapping[str, Of] = {} if row is None else row.keys
     if row is not None:
         config["architectures"] = [_class_of(str(kind), file)]
         config |= {key: value for key, value in row.only.items() if not callable(value)}
-    keys, values = _keys(file), dict[str, Any]()
+    keys, values = _keys(file), Metadata()
     for key, theirs in {**_COMMON, **of_row}.items():
         value = keys.pop(stored := _stored_key(arch, key), None)
         if value is None and (key in _OPTIONAL or key in of_row or "expert_count" in of_row):  # see check_config
@@ -409,7 +411,7 @@ def _named(arch: str) -> str:
     return arch.lower().replace("_", "-")
 
 
-def _keys(file: GgufFile) -> dict[str, Any]:
+def _keys(file: GgufFile) -> Metadata:
     """Return the architecture's metadata, without layers that predict further tokens."""
     arch = file.architecture
     keys = {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items() if key.startswith(f"{arch}.")}
@@ -422,13 +424,13 @@ def _keys(file: GgufFile) -> dict[str, Any]:
     return keys
 
 
-def add_keys(writer: Any, keys: Mapping[str, Any]) -> None:
+def add_keys(writer: Any, keys: Metadata) -> None:
     """Add the keys of a :class:`Layout` to a ``GGUFWriter``."""
     for key, value in keys.items():
         getattr(writer, f"add_{key}")(library().RopeScalingType(value) if key == "rope_scaling_type" else value)
 
 
-def _stored(arch: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _stored(arch: str, keys: Metadata) -> Metadata:
     """Return keys and values as stored in the metadata."""
     writer = library().GGUFWriter(None, arch)
     add_keys(writer, keys)
@@ -439,9 +441,7 @@ def _stored_key(arch: str, key: str) -> str:
     return list(_stored(arch, {key: [1]}))[-1]
 
 
-def _rope_of(
-    files: Sequence[GgufFile], keys: dict[str, Any], config: Mapping[str, Any], proportional: bool = False
-) -> dict[str, Any]:
+def _rope_of(files: Sequence[GgufFile], keys: Metadata, config: Json, proportional: bool) -> Json:
     """Return RoPE's parameters, and remove its keys from ``keys``; ``proportional``: only first dimensions rotate."""
 
     def taken(key: str, usual: Any = None) -> Any:
@@ -451,7 +451,7 @@ def _rope_of(
         return value
 
     path = files[0].path
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": taken("rope.freq_base", 10_000.0)}
+    rope: Json = {"rope_type": "default", "rope_theta": taken("rope.freq_base", 10_000.0)}
     kind = keys.pop("rope.scaling.type", "none")
     if kind not in ("none", "linear", "yarn"):
         raise UserError(f"{path}: rope.scaling.type is {kind!r}; expected none, linear or yarn")
@@ -501,8 +501,8 @@ def _check_rope(folder: Path, arch: str, kind: str) -> None:
         )
 
 
-def _rope_keys(rope: Rope) -> dict[str, Any]:
-    keys: dict[str, Any] = {"rope_freq_base": rope.base}
+def _rope_keys(rope: Rope) -> Metadata:
+    keys: Metadata = {"rope_freq_base": rope.base}
     if rope.kind in ("linear", "yarn"):
         keys |= {"rope_scaling_type": rope.kind, "rope_scaling_factor": rope.factor}
     if rope.yarn:
@@ -520,6 +520,7 @@ def _rope_keys(rope: Rope) -> dict[str, Any]:
 
 
 Of = str | Callable[[Any], Any]  # a key of the config, or what is computed from it
+Back = Callable[[Metadata, Json], Json]
 
 
 @dataclass(frozen=True)
@@ -538,8 +539,8 @@ class _Row:
     arch: str
     parts: Callable[[str, Any], list[Part]]
     keys: Mapping[str, Of]
-    only: Mapping[str, Any]
-    back: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
+    only: Config
+    back: Back
     merged_only: tuple[str, ...] = ()
 
 
@@ -715,10 +716,10 @@ _QWEN3_5 = {**_SILU, "layer_types": _linear_kinds, "linear_value_head_dim": lamb
 _GELU = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
 
 
-def _back_to_windows(every: int) -> Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]:
+def _back_to_windows(every: int) -> Back:
     """Return a row's ``back``; where the file does not say it, every n-th layer has full attention."""
 
-    def back(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    def back(values: Metadata, config: Json) -> Json:
         usual = _kinds(config["num_hidden_layers"], every, "sliding_attention")
         pattern = values.get("sliding_window_pattern") or ()
         return {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern] or usual}
@@ -726,7 +727,7 @@ def _back_to_windows(every: int) -> Callable[[Mapping[str, Any], Mapping[str, An
     return back
 
 
-def _back_to_gemma_3(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def _back_to_gemma_3(values: Metadata, config: Json) -> Json:
     rope, base = config["rope_parameters"], values.get("rope_freq_base_swa", 10_000.0)
     made = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": base}}
     scale = _gemma_3_scale(SimpleNamespace(**config))
@@ -734,7 +735,7 @@ def _back_to_gemma_3(values: Mapping[str, Any], config: Mapping[str, Any]) -> di
     return _back_to_windows(6)(values, config) | {"rope_parameters": made, "query_pre_attn_scalar": scale} | capped
 
 
-def _back_to_qwen3_5(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def _back_to_qwen3_5(values: Metadata, config: Json) -> Json:
     rope = dict(config["rope_parameters"])
     if sections := values.get("rope_dimension_sections"):
         rope["mrope_section"] = sections[:3]
@@ -745,7 +746,7 @@ def _back_to_qwen3_5(values: Mapping[str, Any], config: Mapping[str, Any]) -> di
     }
 
 
-def _back_to_gemma_4(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def _back_to_gemma_4(values: Metadata, config: Json) -> Json:
     widths = values["feed_forward_length"]
     widths = widths if isinstance(widths, list) else [widths]
     layers = _back_to_windows(6)(values, config)
