@@ -65,9 +65,8 @@ def card(source: Source, merged: bool) -> str:
 def _licence(base: Path) -> dict[str, object]:
     """Return the licence from the base model's card."""
     path = base / "README.md"
-    _, mark, rest = (
-        path.read_text(encoding="utf-8", errors="replace").partition("---\n") if path.is_file() else ("",) * 3
-    )
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    _, mark, rest = text.partition("---\n")
     try:
         head = yaml.safe_load(rest.partition("\n---")[0]) if mark else None
     except yaml.YAMLError:

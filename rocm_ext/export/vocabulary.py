@@ -7,7 +7,7 @@ finds the name for the rules in ``tokenizer.json``, and refuses unknown rules.
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import json_object
@@ -37,7 +37,7 @@ def add_vocabulary(writer: Any, source: Source, layout: Layout) -> None:
         raise UserError(f"{path} is missing or damaged; GGUF files need it")
     model = content.get("model") or {}
     if model.get("type") != "BPE":
-        raise _unknown(path, f"model.type is {model.get('type')!r}")
+        _refuse(path, f"model.type is {model.get('type')!r}")
     pieces = _SentencePiece(path, content) if model.get("byte_fallback") else None
     merged = pieces is None or layout.arch == "GEMMA4"  # llama.cpp's Llama merges by scores
     kind = "gpt2" if pieces is None else "gemma4" if merged else "llama"
@@ -57,20 +57,20 @@ def add_vocabulary(writer: Any, source: Source, layout: Layout) -> None:
         writer.add_chat_template(source.template.text)
 
 
-def _unknown(path: Path, what: str) -> UserError:
-    return UserError(f"{path}: {what}, which this command does not write to GGUF files; {CONVERTER}")
+def _refuse(path: Path, what: str) -> NoReturn:
+    raise UserError(f"{path}: {what}, which this command does not write to GGUF files; {CONVERTER}")
 
 
 def _splitting(path: Path, content: Json) -> str:
     """Return llama.cpp's name of the rules that split text into words; refuse unknown rules."""
     normalizer = content.get("normalizer")
     if normalizer not in (None, {"type": "NFC"}) and normalizer != {"type": "Sequence", "normalizers": []}:
-        raise _unknown(path, f"normalizer is {normalizer.get('type') if isinstance(normalizer, Mapping) else '?'}")
+        _refuse(path, f"normalizer is {normalizer.get('type') if isinstance(normalizer, Mapping) else '?'}")
     pre = content.get("pre_tokenizer") or {}
     name = words.name_of(pre)
     if name is None or (content["model"].get("ignore_merges") and name not in words.WHOLE_WORDS):
         kinds = [step.get("type") for step in pre.get("pretokenizers", [pre])]
-        raise _unknown(path, f"pre_tokenizer {' and '.join(map(str, kinds))} has unknown rules")
+        _refuse(path, f"pre_tokenizer {' and '.join(map(str, kinds))} has unknown rules")
     return name
 
 
@@ -93,7 +93,7 @@ class _SentencePiece:
         elif not steps and before and before.get("type") == "Metaspace" and not before.get("split", True):
             self.prefixes = before.get("prepend_scheme") != "never"
         else:
-            raise _unknown(path, "its rules for spaces are unknown")
+            _refuse(path, "its rules for spaces are unknown")
         self._ranks: dict[str, int] = {}
         for rank, merge in enumerate(content["model"]["merges"]):
             self._ranks.setdefault(_joined(merge).replace(" ", ""), rank)

@@ -127,8 +127,7 @@ _FAMILIES = {
     ),
     "MistralForCausalLM": _Family(kv_heads=8, window="always"),
 }
-_MODEL_TYPES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_MODEL_TYPES |= {"mistral": "MistralForCausalLM"}
+MODEL_TYPES = {name: f"{name.capitalize()}ForCausalLM" for name in ("llama", "qwen2", "qwen3", "mistral")}
 QUANTISED = ("quantization_config", "compression_config")  # keys of a config.json
 _PARTS = ("text_config", "vision_config", "audio_config")  # keys of a multimodal model's config.json
 
@@ -186,10 +185,12 @@ def _read(folder: Path) -> Config:
     if config is None:
         raise UserError(f"{path} is damaged: expected a JSON object; download the file again")
     parts = [config, *(part for key in _PARTS if isinstance(part := config.get(key), Mapping))]
-    for part in parts:
-        for key, most in _MOST.items():
-            if isinstance(value := part.get(key), int) and value > most:
-                raise UserError(f"{path}: {key} is more than {most:,}; download the file again")
+    refuse(
+        f"{path}: {key} is more than {most:,}; download the file again"
+        for part in parts
+        for key, most in _MOST.items()
+        if isinstance(value := part.get(key), int) and value > most
+    )
     return config
 
 
@@ -243,7 +244,7 @@ def _architecture(config: Config) -> Architecture:
 
 def _class_name(config: Config, trust_remote_code: bool = False) -> str:
     """Return transformers' class of the model; refuse code in its folder that is not trusted."""
-    named = config.get("architectures") or [_MODEL_TYPES.get(str(config.get("model_type")))]
+    named = config.get("architectures") or [MODEL_TYPES.get(str(config.get("model_type")))]
     name = str(named[0]) if isinstance(named, list) and named[0] else f"model_type {config.get('model_type')!r}"
     if not trust_remote_code and own_code(config) not in (None, name):  # transformers may have the same class
         refuse_code(name)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, explain_errors, refuse
 from rocm_ext.base.files import disk_errors
 from rocm_ext.base.hub import REPO_ID
 from rocm_ext.base.log import log
@@ -83,15 +83,17 @@ def _file_of(path: Path) -> Path | None:
 
 def _write(folder: Path, files: list[GgufFile], beside: list[Path]) -> None:
     first, copies = files[0], {file.name: file for file in beside}
-    for number, file in enumerate(files):
-        count, at = (file.metadata.get(f"split.{key}", default) for key, default in (("count", 0), ("no", number)))
-        if (count or 1) != len(files) or at != number:
-            raise UserError(
-                f"{file.path} is part {at} of {count} of a split model, and the names of the parts have changed"
-            )
+    split = [(file.metadata.get("split.no", n), file.metadata.get("split.count", 0)) for n, file in enumerate(files)]
+    refuse(
+        f"{file.path} is part {at} of {count} of a split model, and the names of the parts have changed"
+        for number, (file, (at, count)) in enumerate(zip(files, split, strict=True))
+        if (count or 1) != len(files) or at != number
+    )
     made = True
     try:
-        (folder / CONFIG).write_text(json.dumps(llama_cpp.config_of(files), indent=2) + "\n")
+        with explain_errors(f"{first.path} has metadata that cannot be read"):  # values may have any type
+            content = llama_cpp.config_of(files)
+        (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
         llama_cpp.check_config(folder, first)
     except UserError as error:
         if CONFIG not in copies:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchtune.modules.low_precision.nf4_linear import linear_nf4  # torchao's, wherever it has it
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
-from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.base.errors import UserError, nearest, one_line, refuse
 from rocm_ext.config.model_folder import layers_of
 from rocm_ext.model.token_rows import TokenRows, token_rows
 from rocm_ext.model.weights.quantized import Quantized
@@ -223,11 +223,13 @@ class Sizes:
     def check_keys(self, names: Iterable[str]) -> None:
         """Check that every key matches one of the adapted layers ``names``."""
         names = [self._matched(name) for name in names]
-        for pattern in ("rank_pattern", "alpha_pattern"):
-            for key in getattr(self, pattern):
-                if not any(map(layers_of(key).match, names)):
-                    hint = nearest(key, {_end(name) for name in names})
-                    raise UserError(f"model.{pattern} has {key!r}, which matches no adapted layer{hint}")
+        ends = {_end(name) for name in names}
+        refuse(
+            f"model.{pattern} has {key!r}, which matches no adapted layer{nearest(key, ends)}"
+            for pattern in ("rank_pattern", "alpha_pattern")
+            for key in getattr(self, pattern)
+            if not any(map(layers_of(key).match, names))
+        )
 
     def _matched(self, name: str) -> str:
         names = name, f"{name}.weight"  # a fused weight of experts; a linear layer

@@ -165,8 +165,8 @@ def by_layer(decoder: Any, given: Mapping[str, list[int]]) -> dict[str, list[int
     """
     known = {EMBEDDINGS: EMBEDDINGS, OUTPUT: OUTPUT}
     known |= {name.rpartition(".")[2]: layer for layer, name in (layer_names(decoder) if given else {}).items()}
-    if strange := [name for name in given if name.rpartition(".")[2] not in known]:
-        raise UserError(f"trainable_tokens has {strange[0]!r}; expected {EMBEDDINGS} or {OUTPUT}")
+    strange = (name for name in given if name.rpartition(".")[2] not in known)
+    refuse(f"trainable_tokens has {name!r}; expected {EMBEDDINGS} or {OUTPUT}" for name in strange)
     ids = {known[name.rpartition(".")[2]]: sorted(tokens) for name, tokens in given.items()}
     if is_tied(decoder) and OUTPUT in ids and ids.pop(OUTPUT) != ids.get(EMBEDDINGS):
         raise UserError(f"trainable_tokens: {OUTPUT} is {EMBEDDINGS} in this model; give both the same tokens")

@@ -20,10 +20,10 @@ from rocm_ext.base.hub import files_of
 from rocm_ext.base.log import log
 from rocm_ext.data.template import OF_PROCESSORS, TEMPLATE
 from rocm_ext.model.adapters import peft_experts
-from rocm_ext.model.adapters.peft_files import PREFIX, ROWS, merged_weight, read_peft, updates_by_weight
+from rocm_ext.model.adapters.peft_files import PREFIX, ROWS, read_peft, updates_by_weight
 from rocm_ext.model.decoder import ConvertedWeights, Decoder
 from rocm_ext.model.families import CONFIG, QUANTISED
-from rocm_ext.model.lora import ExpertLora, changed_weights, dense, merged_experts, plain
+from rocm_ext.model.lora import ExpertLora, changed_weights, dense, merged_experts, merged_linear, plain
 from rocm_ext.model.token_rows import by_layer, is_tied, layer_names
 from rocm_ext.model.weights.checkpointer import StoredWeights, on_meta, weight_files
 
@@ -211,7 +211,9 @@ class MergedWeights:
             return weight.to(dtype).index_copy(0, ids, self.rows[name].to(dtype))
         if name not in self.linear:
             return weight.clone()
-        exact = merged_weight(weight.float(), self.linear[name], self.config.scale(name.removesuffix(".weight")))
+        update, scale = self.linear[name], self.config.scale(name.removesuffix(".weight"))
+        a, b, norms = update[".lora_A.weight"], update[".lora_B.weight"], update.get(".lora_magnitude_vector")
+        exact = merged_linear(weight.float(), a, b, scale, norms)
         return _round_by_chance(exact, dtype, name)
 
     def _ids(self, name: str) -> list[int]:

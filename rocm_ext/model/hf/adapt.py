@@ -18,11 +18,7 @@ _READ = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size)\b)")
 
 
 def put_in(
-    model: nn.Module,
-    layers: str,
-    targets: Iterable[str] | str | None,
-    adapted: Callable[..., nn.Module],
-    sizes: Sizes,
+    model: nn.Module, layers: str, targets: Iterable[str] | str | None, adapted: Callable[..., nn.Module], sizes: Sizes
 ) -> list[str]:
     """Replace linear layers by adapted ones with the same parameters; return their names.
 

@@ -106,12 +106,9 @@ def packed_mask(
 
 @torch.compiler.disable
 def _attend(query, key, value, mask: Mask, dropout, scaling, softcap, sinks) -> Tensor:
-    groups = query.shape[1] // key.shape[1]
     score = None if sinks is None else sinks.view(1, -1, 1, 1)
 
     def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if groups > 1:  # enable_gqa falls back to the math path on backends without grouped kernels
-            k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
         allowed = mask.of(q.shape[2], q.device)
         return sdpa(q, k, v, mask.kernel, mask=allowed, dropout=dropout, scale=scaling, softcap=softcap, sinks=score)
 
@@ -235,8 +232,6 @@ def _attend_to_slots(
     groups = heads // key.shape[1]
     if s == 1:  # the heads of a group become queries of one kv head, so keys and values are not expanded
         query = query.view(n, -1, groups, query.shape[-1])
-    elif groups > 1:
-        key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
     sinks = None if sinks is None else sinks.view(1, *((-1, groups) if s == 1 else (heads, 1)), 1)
     out = sdpa(query, key, value, now.kernel, mask=mask, scale=scaling, softcap=softcap, sinks=sinks)
     return out.reshape(n, heads, s, -1).transpose(1, 2)

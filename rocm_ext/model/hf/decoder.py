@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
 
-from rocm_ext.base.errors import UserError, explain_errors
+from rocm_ext.base.errors import UserError, explain_errors, refuse
 from rocm_ext.base.log import log
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.model.attention import Lengths
@@ -105,7 +105,12 @@ class TransformersDecoder(Decoder):
             self.tied = (f"{head}.weight", f"{_name_of(model, embeddings)}.weight")
             setattr(model, head, _Tied(embeddings, model.get_output_embeddings().bias))
             setattr(self, head, getattr(model, head))
-        self._check_shared(type(model).__name__)
+        paths: dict[nn.Parameter, str] = {}  # loading and sharding know one path per parameter
+        refuse(
+            f"{type(model).__name__} has one weight in two places, {first} and {path}, which is not supported"
+            for path, parameter in self.named_parameters(remove_duplicate=False)
+            if (first := paths.setdefault(parameter, path)) != path
+        )
         causal = {part.is_causal for part in self.layers.modules() if hasattr(part, "is_causal")}
         if False in causal or (not causal and getattr(config, "is_decoder", True) is False):
             raise UserError(
@@ -124,13 +129,6 @@ class TransformersDecoder(Decoder):
         object.__setattr__(self, "model_", model)
         object.__setattr__(self, "output", _Head(model, top))
         _try_head(model, self.output, config.hidden_size)
-
-    def _check_shared(self, name: str) -> None:
-        """Refuse weights that several layers share: loading and sharding know one path per parameter."""
-        paths: dict[nn.Parameter, str] = {}
-        for path, parameter in self.named_parameters(remove_duplicate=False):
-            if (first := paths.setdefault(parameter, path)) != path:
-                raise UserError(f"{name} has one weight in two places, {first} and {path}, which is not supported")
 
     @property
     def layers(self) -> nn.ModuleList:  # type: ignore[override]

@@ -116,12 +116,8 @@ class _Combine(torch.autograd.Function):
         out, weights, order, back = ctx.saved_tensors
         by_row = _with_zeros(grad, order, back)[order // weights.shape[1]]
         grad_weights = (by_row * out).sum(1)[back].view_as(weights).to(weights.dtype)
-        return (
-            (by_row * _with_zeros(weights.reshape(-1, 1), order, back)[order]).to(out.dtype),
-            grad_weights,
-            None,
-            None,
-        )
+        grad_out = (by_row * _with_zeros(weights.reshape(-1, 1), order, back)[order]).to(out.dtype)
+        return grad_out, grad_weights, None, None
 
 
 ALL_EXPERTS_FUNCTIONS.register(SORTED, sorted_experts)

@@ -22,7 +22,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, one_line, refuse
 from rocm_ext.model.adapters.peft_experts import expert_loras
 from rocm_ext.model.attention import SlotCache, Slots, span_for
 from rocm_ext.model.hf.attention import SLOTS, AttentionUse, forward_pass
@@ -205,8 +205,7 @@ def layers_of(config: Any) -> list[Any]:
         _WholeWindow(layer.sliding_window) if type(layer) is DynamicSlidingWindowLayer else layer  # type: ignore
         for layer in DynamicCache(config=config).layers
     ]
-    if odd := [type(layer).__name__ for layer in layers if type(layer) not in _KINDS]:
-        raise UserError(f"it needs {odd[0]}")
+    refuse(f"it needs {type(layer).__name__}" for layer in layers if type(layer) not in _KINDS)
     return layers
 
 
@@ -404,15 +403,14 @@ def memory_of(source: Any) -> SequenceMemory:
     try:
         decoder = source.wrapped(source.empty_model(SLOTS)).eval()
         kept = _Kept(*remembered([_kept_of, decoder], lambda: _kept_of(decoder)))
+        problems = {
+            "its cache is not that of transformers' interface": kept.strangers > 0,
+            _ATTENTION: len(kept.keys) > kept.attended,
+        }
+        refuse(problem for problem, holds in problems.items() if holds)
     except Exception as error:  # the model's code may raise anything
         cause = _ATTENTION if SLOTS in str(error) else one_line(error)  # its code does not know this attention
         raise UserError(f"{name} cannot be sampled from in this process: {cause}; {_SERVER}") from error
-    problems = {
-        "its cache is not that of transformers' interface": kept.strangers > 0,
-        _ATTENTION: len(kept.keys) > kept.attended,
-    }
-    if bad := [what for what, holds in problems.items() if holds]:
-        raise UserError(f"{name} cannot be sampled from in this process: {bad[0]}; {_SERVER}")
     keys = [(size, window) for size, window in kept.keys]
     scores = kept.scores or source.kernel in ("math", "eager")
     positions = min(source.max_seq_len, _short(decoder.body))

@@ -15,25 +15,24 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torchtune.training import MODEL_KEY
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, one_line, refuse
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
 from rocm_ext.base.log import log
 from rocm_ext.base.supervised import beat
 from rocm_ext.model.families import foreign_config, from_hf, read_architecture, stored_format
 from rocm_ext.model.weights import llama_cpp
-from rocm_ext.model.weights.gguf_files import SHAPES, SUFFIX, GgufFile, files_in, links_in
+from rocm_ext.model.weights.gguf_files import AGAIN, SHAPES, SUFFIX, GgufFile, files_in, links_in
 from rocm_ext.model.weights.quantized import Quantized, stored
 from rocm_ext.model.weights.unpack import unpack
 
 HF = "HF"  # the model_type of weights in Hugging Face's row order
 _OUTPUT, _EMBEDDINGS = "output.weight", "tok_embeddings.weight"
 _STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
-_TABLES = ("rotary_emb.inv_freq", ".position_ids")  # in old files; config.json decides them
+TABLES = ("rotary_emb.inv_freq", ".position_ids")  # in old files; config.json decides them
 _QUANTISED = (("", "_scale_inv"), ("", "_scale"), ("_blocks", "_scales"))  # ends of names of values and of scales
 # activations stay in 16 bits
 _OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
-_AGAIN = "download the file again"
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -75,7 +74,7 @@ class HFCheckpointer:
             UserError: files are missing or damaged, or do not have the model's weights.
         """
         foreign = foreign_config(self._folder, trust_remote_code=True) is not None
-        state = StoredWeights(self._folder, weight_files(self._folder), str if foreign else from_hf, _TABLES)
+        state = StoredWeights(self._folder, weight_files(self._folder), str if foreign else from_hf, TABLES)
         if not foreign:  # others may have masks and tables of integers
             for name, tensor in state.on_meta().items():
                 check_stored(name, tensor)
@@ -150,10 +149,9 @@ def _indexed(index: Path) -> list[str]:
         raise UserError(f"cannot read {index}: {error.strerror}") from error
     files = content.get("weight_map")
     if not isinstance(files, dict) or not files:
-        raise UserError(f"{index} is damaged: it has no weight_map; {_AGAIN}")
+        raise UserError(f"{index} is damaged: it has no weight_map; {AGAIN}")
     names = sorted(set(map(str, files.values())))
-    if strange := [name for name in names if Path(name).name != name]:
-        raise UserError(f"{index} names {strange[0]}, which is not a file beside it")
+    refuse(f"{index} names {name}, which is not a file beside it" for name in names if Path(name).name != name)
     return names
 
 
@@ -269,7 +267,7 @@ class StoredWeights(Mapping[str, Tensor]):
             values, scales = parts
             return stored(name, values, scales, self._block)
         except ValueError as error:
-            raise UserError(f"checkpointer: {error}, which do not fit; {_AGAIN}") from error
+            raise UserError(f"checkpointer: {error}, which do not fit; {AGAIN}") from error
 
 
 def on_meta(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -402,7 +400,7 @@ class _Gguf(_Reader):
         files, self.path = [_Blocks(file) for file in opened], opened[0].path
         self._files = {name: file for file in files for name in file.names}
         if len(self._files) < sum(len(file.names) for file in files):
-            raise UserError(f"the parts of {self.path} have tensors of one name; {_AGAIN}")
+            raise UserError(f"the parts of {self.path} have tensors of one name; {AGAIN}")
         if links_in(folder).get("made"):
             try:
                 llama_cpp.check_config(folder, opened[0])
@@ -440,7 +438,7 @@ class _Gguf(_Reader):
         try:
             made = llama_cpp.joined(parts, tensors, kind)
         except ValueError as error:
-            raise UserError(f"{self.path}: {error}; {_AGAIN}") from error
+            raise UserError(f"{self.path}: {error}; {AGAIN}") from error
         shape = self._shapes.get(name, [])  # llama.cpp's shapes have no sides of 1
         return made.view(shape) if 1 in shape and [*made.shape] == [side for side in shape if side != 1] else made
 
@@ -482,4 +480,4 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, UnpicklingError, OSError, RuntimeError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {one_line(error)}; {_AGAIN}") from error
+        raise UserError(f"cannot read {path}: {one_line(error)}; {AGAIN}") from error

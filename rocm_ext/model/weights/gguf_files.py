@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.base.files import json_object
 from rocm_ext.base.types import Json
 from rocm_ext.model.weights.unpack import BLOCKS
@@ -22,7 +22,7 @@ SUFFIX = ".gguf"
 Metadata = dict[str, Any]  # numbers, texts and lists by key
 # files in a folder that names GGUF files: their paths, and the shapes of transformers' weights by name
 LINKS, SHAPES = "gguf.json", "shapes.json"
-_AGAIN = "download the file again"
+AGAIN = "download the file again"
 _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's types of numbers
 # ggml's types with blocks
 _TYPES = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K",
@@ -88,7 +88,7 @@ class GgufFile:
             raise UserError(f"cannot read {path}: {error.strerror or error}") from error
         end = max((tensor.begin + tensor.nbytes for tensor in self.places.values()), default=0)
         if end > size:
-            raise UserError(f"{path} has {size:,} bytes instead of {end:,}; {_AGAIN}")
+            raise UserError(f"{path} has {size:,} bytes instead of {end:,}; {AGAIN}")
 
     def numbers(self, name: str) -> Tensor:
         """Return the numbers of a tensor without blocks."""
@@ -174,7 +174,7 @@ class _Header:
 
     def _expect(self, fits: bool) -> None:
         if not fits:
-            raise UserError(f"{self._path} is damaged in its header; {_AGAIN}")
+            raise UserError(f"{self._path} is damaged in its header; {AGAIN}")
 
 
 def parts_of(path: Path) -> list[Path]:
@@ -200,8 +200,7 @@ def files_in(folder: Path) -> list[str] | None:
     files = links_in(folder).get("files")
     if files is None:
         return None
-    if missing := [file for file in files if not Path(file).is_file()]:
-        raise UserError(f"{missing[0]} is gone; it holds the model's weights")
+    refuse(f"{file} is gone; it holds the model's weights" for file in files if not Path(file).is_file())
     return files
 
 

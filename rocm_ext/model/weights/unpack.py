@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.log import log
 from rocm_ext.machine import trials
 
 # values and bytes of a block
@@ -27,6 +26,7 @@ BLOCKS = {
 _PIECE = {"cpu": 1 << 18}
 _LARGE_PIECE = 1 << 26
 _WHAT = "the compiled unpacking of GGUF blocks"
+_SAID = ("GGUF: compiled unpacking", "GGUF: blocks are unpacked step by step")
 _E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)  # twice the values, as ggml has them; its scales are half
 
 
@@ -71,7 +71,7 @@ def _function(kind: str) -> Callable[[Tensor], Tensor]:
 @cache
 def _kernel(kind: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
     """Return a compiled function; None: compiling does not work on this machine."""
-    return compiled(kind, dtype) if _compiles() else None
+    return compiled(kind, dtype) if trials.works("unpack", _WHAT, __name__, *_SAID) else None
 
 
 def compiled(kind: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -85,14 +85,6 @@ def compiled(kind: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     code = unpacked.__code__.replace(co_name=f"unpacked_{kind}_{dtype}")
     renamed = FunctionType(code, unpacked.__globals__, None, None, unpacked.__closure__)
     return torch.no_grad()(torch.compile(renamed, dynamic=True))
-
-
-@cache
-def _compiles() -> bool:
-    """Ask a child process, and log its answer."""
-    failure = trials.failure_of("unpack", _WHAT, __name__)
-    log.info("GGUF: %s", f"blocks are unpacked step by step, because {failure}" if failure else "compiled unpacking")
-    return not failure
 
 
 def trial(device: torch.device) -> str:
