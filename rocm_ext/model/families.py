@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+from torch import Tensor
+
 from rocm_ext.base.errors import UserError, one_line, refuse
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
@@ -66,6 +69,38 @@ class Rope:
     high: float = 4.0
     original: int = 8192
     yarn: Yarn | None = None
+
+    def frequencies(self, dim: int) -> Tensor:
+        """Return the angles by which a position rotates the pairs of a head's ``dim`` dimensions: [dim / 2] fp32."""
+        theta = 1.0 / self.base ** (torch.arange(0, dim, 2).float() / dim)
+        if self.kind == "default":
+            return theta
+        if self.kind == "linear":
+            return theta / self.factor
+        if self.yarn is not None:
+            return self._interpolated(dim, theta, self.yarn)
+        # Llama 3.1: low frequencies are divided, high ones stay, those between are interpolated
+        wavelength = 2 * math.pi / theta
+        share = (self.original / wavelength - self.low) / (self.high - self.low)
+        between = (1 - share) * theta / self.factor + share * theta
+        scaled = torch.where(wavelength > self.original / self.low, theta / self.factor, between)
+        return torch.where(wavelength < self.original / self.high, theta, scaled)
+
+    def _interpolated(self, dim: int, theta: Tensor, yarn: Yarn) -> Tensor:
+        """Return YaRN's frequencies: unchanged in the first dimensions, divided in the last, interpolated between."""
+
+        def dimension(rotations: float) -> float:
+            """Return the dimension that makes so many rotations over the original positions."""
+            return dim * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(self.base))
+
+        first, end = dimension(yarn.fast), dimension(yarn.slow)
+        if yarn.rounded:
+            first, end = math.floor(first), math.ceil(end)
+        # dim - 1 counts the head's dimensions, although there are half as many frequencies; transformers does the same
+        first, end = max(first, 0), min(end, dim - 1)
+        end += 0.001 * (first == end)
+        share = ((torch.arange(len(theta), dtype=torch.float32) - first) / (end - first)).clamp(0, 1)
+        return theta / self.factor * share + theta * (1 - share)
 
 
 @dataclass(frozen=True)

@@ -68,9 +68,7 @@ class _LoraFunction(torch.autograd.Function):
         x2, weight, a, b = ctx.saved_tensors
         a_, b_ = a.to(g.dtype), (ctx.scale * b).to(g.dtype)
         low = g @ b_  # [n, rank]
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = (g @ weight).addmm_(low, a_).view(ctx.shape)
+        grad_x = (g @ weight).addmm_(low, a_).view(ctx.shape) if ctx.needs_input_grad[0] else None
         grad_a = (low.T @ x2).to(a.dtype)
         grad_b = (g.T @ (x2 @ a_.T)).to(b.dtype).mul_(ctx.scale)
         return grad_x, None, None, grad_a, grad_b, None

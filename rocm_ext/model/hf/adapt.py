@@ -42,8 +42,7 @@ def put_in(
         linear = linears[name]
         layer = adapted_linear(adapted, sizes, name, linear.in_features, linear.out_features, linear.bias is not None)
         layer.weight, layer.bias = linear.weight, linear.bias
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, layer)
+        model.set_submodule(name, layer)
     if not names and (targets is None or targets == ALL):
         raise UserError(f"no linear layer of {type(model).__name__} can be adapted")
     return names

@@ -39,8 +39,7 @@ from rocm_ext.model.hf.checkpoint import (
     persistent_buffers,
     take_text,
 )
-from rocm_ext.model.hf.experts import SORTED
-from rocm_ext.model.hf.routing import Replay
+from rocm_ext.model.hf.experts import SORTED, Replay
 from rocm_ext.model.hf.sampler import TransformersSampler, memory_of, obstacle_of, replay_of
 from rocm_ext.model.hf.states import ROWS, keep_apart
 from rocm_ext.model.lora import Sizes

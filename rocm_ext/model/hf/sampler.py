@@ -27,8 +27,7 @@ from rocm_ext.model.adapters.peft_experts import expert_loras
 from rocm_ext.model.attention import SlotCache, Slots, span_for
 from rocm_ext.model.hf.attention import SLOTS, AttentionUse, forward_pass
 from rocm_ext.model.hf.checkpoint import persistent_buffers
-from rocm_ext.model.hf.experts import ROUTES
-from rocm_ext.model.hf.routing import Replay, experts_of
+from rocm_ext.model.hf.experts import ROUTES, Replay, experts_of
 from rocm_ext.model.lora import Dora, ExpertLora, Lora, adapters, dense, plain
 from rocm_ext.model.remembered import remembered
 from rocm_ext.model.sampler import (
@@ -263,7 +262,7 @@ class TransformersSampler(Sampler):
         if placed.type != "meta":
             decoder.place_buffers(placed)
         self._config = model.config
-        layers = _adapted(source)
+        layers = dict(adapters(source))
         adapted: list[Any] = [(layer, [layers[name]]) for name, layer in linear.items()]
         for name, rows in token_rows(source):
             copied = rows.copy()
@@ -490,14 +489,11 @@ class _NoCopies(TorchDispatchMode):
         return out
 
 
-def _adapted(source: Any) -> dict[str, Lora | Dora]:
-    return {name: layer for name, layer in adapters(source) if isinstance(layer, Lora | Dora)}
-
-
 @torch.no_grad()
 def _weights(source: Any, merge: bool) -> tuple[dict[str, Tensor], dict[str, SamplingLinear]]:
     """Return the copy's weights by name, and its layers that have an adapter."""
-    linear = {name: SamplingLinear([layer], merge) for name, layer in _adapted(source).items()}
+    layers = ((name, layer) for name, layer in adapters(source) if isinstance(layer, Lora | Dora))
+    linear = {name: SamplingLinear([layer], merge) for name, layer in layers}
     state = {f"{name}.{key}": p.detach() for name, layer in linear.items() for key, p in layer.named_parameters()}
     for key, parameter in source.named_parameters():
         owner = plain(key).rpartition(".")[0]

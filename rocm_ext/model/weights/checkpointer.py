@@ -434,7 +434,7 @@ class _Gguf(_Reader):
         if others:  # different blocks become one weight as numbers
             kinds = [self._files[part.name].places[part.name].kind for part in parts]
             pairs, kind = zip(tensors, kinds, strict=True), ""
-            tensors = [unpack(tensor, blocks) if blocks else tensor.float() for tensor, blocks in pairs]
+            tensors = [unpack(tensor, blocks, torch.float32) if blocks else tensor.float() for tensor, blocks in pairs]
         try:
             made = llama_cpp.joined(parts, tensors, kind)
         except ValueError as error:

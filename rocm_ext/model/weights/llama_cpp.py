@@ -30,7 +30,6 @@ from rocm_ext.model.families import (
     read_rope,
     stored_names,
 )  # fmt: skip
-from rocm_ext.model.rope import frequencies
 from rocm_ext.model.weights.gguf_files import SHAPES, GgufFile, Metadata, files_in
 from rocm_ext.model.weights.quantized import of_blocks
 
@@ -487,7 +486,7 @@ def _rope_of(files: Sequence[GgufFile], keys: Metadata, config: Json, proportion
 
 def _factors(width: int, rope: Rope) -> Tensor:
     """Return the divisors of RoPE's frequencies."""
-    return frequencies(width, Rope(rope.base)) / frequencies(width, rope)
+    return Rope(rope.base).frequencies(width) / rope.frequencies(width)
 
 
 def _first_dimensions(width: int, turned: int, factor: float) -> Tensor:
