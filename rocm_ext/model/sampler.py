@@ -7,8 +7,7 @@ adapters merged or separate. Sampling never writes to the weights under training
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +25,7 @@ MIN_ROWS, MAX_ROWS = 16, 96
 _EXPANDED = 3  # copies in fp32 of keys and values made from a smaller cache; measured 2.5
 
 
-@dataclass(frozen=True)
-class SequenceMemory:
+class SequenceMemory(NamedTuple):
     """The memory of a sequence in a model.
 
     Attributes:

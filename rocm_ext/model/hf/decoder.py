@@ -34,7 +34,6 @@ from rocm_ext.model.hf.checkpoint import (
     Converted,
     WeightNames,
     check_causal,
-    is_multimodal,
     keep_precision,
     persistent_buffers,
     take_text,
@@ -387,7 +386,7 @@ def _on_meta(folder: Path, trusted: bool = False) -> Any:
     version, dtype = transformers.__version__, torch.get_default_dtype()
     with explain_errors(f"{folder / CONFIG}: transformers {version} cannot build this model"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted, local_files_only=True)
-        whole = is_multimodal(config)
+        whole = config.get_text_config() is not config  # not only a text model
         known = MODEL_FOR_MULTIMODAL_LM_MAPPING if whole else MODEL_FOR_CAUSAL_LM_MAPPING
         if type(config) not in known and not getattr(config, "auto_map", None):
             kind = f"model_type {config.model_type!r}"
