@@ -199,14 +199,6 @@ def foreign_config(folder: Path, trust_remote_code: bool = False) -> Config | No
 @contextmanager
 def _opened(folder: Path) -> Iterator[Config]:
     """Context with the content of a folder's ``config.json``; errors inside get the file's name."""
-    config = _read(folder)
-    try:
-        yield config
-    except UserError as error:
-        raise UserError(f"{folder / CONFIG}: {error}") from error
-
-
-def _read(folder: Path) -> Config:
     path = folder / CONFIG
     try:
         config = json_object(path.read_bytes())
@@ -226,7 +218,10 @@ def _read(folder: Path) -> Config:
         for key, most in _MOST.items()
         if isinstance(value := part.get(key), int) and value > most
     )
-    return config
+    try:
+        yield config
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def _architecture(config: Config) -> Architecture:

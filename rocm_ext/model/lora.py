@@ -275,12 +275,6 @@ def adapted_linear(
         ) from error
 
 
-def factors(layer: Lora | Dora) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return A, s B and, for DoRA, m / ||W + s B A||, in fp32: ``y = (x Wᵀ + x Aᵀ (s B)ᵀ) * ratio + b``."""
-    ratio = layer.magnitude.detach() / layer.weight_norm() if isinstance(layer, Dora) else None
-    return layer.lora_a.weight.detach(), layer.scale * layer.lora_b.weight.detach(), ratio
-
-
 def merged_linear(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor | None = None) -> Tensor:
     """Merge LoRA into one weight: W + s B A, in W's dtype, computed in fp32; for DoRA rescale the rows to length m.
 

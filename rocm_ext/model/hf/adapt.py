@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from rocm_ext.base.errors import UserError, nearest
+from rocm_ext.model.hf.experts import experts_of
 from rocm_ext.model.lora import ExpertLora, Sizes, adapted_linear, ends_with
 
 ALL, ALL_EXPERTS = "all-linear", "all-experts"
@@ -77,8 +78,7 @@ def fused_experts(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """Return the fused weights of experts that LoRA can adapt: module and attribute, by the weight's name."""
     return {
         f"{name}.{key}": (module, key)
-        for name, module in model.named_modules()
-        if hasattr(module, "is_transposed")  # transformers' mark of experts whose forward pass can be replaced
+        for name, module in experts_of(model).items()
         for key, parameter in module.named_parameters(recurse=False)
         if parameter.ndim == 3
     }

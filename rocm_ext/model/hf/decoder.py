@@ -42,7 +42,6 @@ from rocm_ext.model.hf.experts import SORTED, Replay
 from rocm_ext.model.hf.sampler import TransformersSampler, memory_of, obstacle_of, replay_of
 from rocm_ext.model.hf.states import ROWS, keep_apart
 from rocm_ext.model.lora import Sizes
-from rocm_ext.model.sampler import SequenceMemory
 from rocm_ext.model.token_rows import TokenRows
 
 # model_types whose packed rows tests compare with transformers. All others get padded rows.
@@ -181,14 +180,8 @@ class TransformersDecoder(Decoder):
     def buffers_to_load(self) -> dict[str, Tensor]:
         return persistent_buffers(self)
 
-    @cached_property
-    def memory(self) -> SequenceMemory:
-        """The memory of a sequence, or a UserError if the model cannot be sampled from in this process."""
-        return memory_of(self)
-
-    @cached_property
-    def graph_obstacle(self) -> str:  # type: ignore[override]
-        return obstacle_of(self)
+    memory = cached_property(memory_of)
+    graph_obstacle = cached_property(obstacle_of)  # type: ignore[assignment]
 
     def check_sampling(self) -> int:
         return self.memory.positions

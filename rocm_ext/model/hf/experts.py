@@ -134,6 +134,7 @@ ALL_EXPERTS_FUNCTIONS.register(SORTED, sorted_experts)
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers' fused experts by name, in the model's order."""
+    # transformers' mark of experts whose forward pass can be replaced
     return {name: part for name, part in model.named_modules() if hasattr(part, "is_transposed")}
 
 
