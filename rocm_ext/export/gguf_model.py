@@ -1,27 +1,49 @@
 """Write a model, or only an adapter, as a GGUF file; :mod:`rocm_ext.model.weights.llama_cpp` has the layouts."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from errno import ENOSPC
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.log import log
-from rocm_ext.export.gguf_file import Entry, write
+from rocm_ext.base.files import flush, replace_file
+from rocm_ext.base.log import Progress, log
 from rocm_ext.export.source import UNMERGED, Source
 from rocm_ext.export.vocabulary import add_vocabulary
 from rocm_ext.model.adapters.merge import MergedWeights, base_tensors, check_base
 from rocm_ext.model.lora import dense, expert_factors
-from rocm_ext.model.weights.checkpointer import on_meta
+from rocm_ext.model.weights.checkpointer import TABLES, on_meta
 from rocm_ext.model.weights.gguf_files import refuse_merging
 from rocm_ext.model.weights.llama_cpp import GgufNames, Layout, Part, add_keys, library, read_layout
 
-_TABLES = ("rotary_emb.inv_freq", ".position_ids")
+TYPES = ("f16", "bf16", "q8_0", "f32")
 _ALWAYS_F32 = ("ffn_gate_inp", "ssm_conv1d")  # llama.cpp takes these, and all tensors but weights, only in fp32
 _BLOCK = 32  # values of a q8_0 block
+_FLUSH = 2**28  # bytes of a file that the system may cache while it is written
+_LARGEST = torch.finfo(torch.float16).max
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a GGUF file.
+
+    Attributes:
+        name: llama.cpp's name.
+        shape: torch's shape.
+        kind: one of :data:`TYPES`.
+        read: returns the values.
+    """
+
+    name: str
+    shape: Sequence[int]
+    kind: str
+    read: Callable[[], Tensor]
 
 
 def write_model(source: Source, out: Path, kind: str) -> None:
@@ -31,7 +53,7 @@ def write_model(source: Source, out: Path, kind: str) -> None:
     and biases are fp32.
 
     Args:
-        kind: one of :data:`rocm_ext.export.gguf_file.TYPES`.
+        kind: one of :data:`TYPES`.
 
     Raises:
         UserError: the family or its tokenizer cannot be written, or the disk is full.
@@ -55,21 +77,21 @@ def write_model(source: Source, out: Path, kind: str) -> None:
         merged = MergedWeights(decoder, state, source.adapter)
         merged.check(source.base)
         read = partial(merged.weight, dtype={"f16": torch.float16, "bf16": torch.bfloat16}.get(kind, torch.float32))
-    shapes = {name: torch.empty(at.shape, device="meta") for name, at in shapes.items() if not name.endswith(_TABLES)}
+    shapes = {name: torch.empty(at.shape, device="meta") for name, at in shapes.items() if not name.endswith(TABLES)}
     entries = list(_entries(layout, names, shapes, read, kind))
     gguf = library()
-    writer = gguf.GGUFWriter(None, names.arch)
-    writer.add_type(gguf.GGUFType.MODEL)
-    add_general(writer, source)
+    writer = _writer(source, names, gguf.GGUFType.MODEL)
     add_keys(writer, layout.keys)
     writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if kind == 'f32' else 'MOSTLY'}_{kind.upper()}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_vocabulary(writer, source, layout)
-    write(out, writer, entries)
+    _write(out, writer, entries)
 
 
-def add_general(writer: Any, source: Source) -> None:
-    """Add names: the run's, and the base model's."""
+def _writer(source: Source, names: GgufNames, kind: str) -> Any:
+    """Return a ``gguf.GGUFWriter`` of a kind of file, with the names of the run and of the base model."""
+    writer = library().GGUFWriter(None, names.arch)
+    writer.add_type(kind)
     name = source.name.rpartition("/")[2]
     writer.add_name(name if source.run is None else f"{name} {source.run.name}")
     if "/" in source.name and not source.name.startswith("/"):
@@ -78,6 +100,7 @@ def add_general(writer: Any, source: Source) -> None:
         writer.add_base_model_name(0, base)
         writer.add_base_model_organization(0, organization)
         writer.add_base_model_repo_url(0, f"https://huggingface.co/{source.name}")
+    return writer
 
 
 def _entries(
@@ -123,9 +146,7 @@ def write_adapter(source: Source, out: Path) -> None:
         what = what if config.dora else "has rows of new tokens, which llama.cpp's adapters cannot have"
         raise UserError(f"{source.adapter} {what}; set --gguf, which merges it")
     gguf = library()
-    writer = gguf.GGUFWriter(None, names.arch)
-    writer.add_type(gguf.GGUFType.ADAPTER)
-    add_general(writer, source)
+    writer = _writer(source, names, gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     both = {name: (update[".lora_A.weight"], update[".lora_B.weight"]) for name, update in merged.linear.items()}
     both |= {name: expert_factors(a, b, layer.experts) for name, (a, b, layer) in merged.experts.items()}
@@ -134,7 +155,7 @@ def write_adapter(source: Source, out: Path) -> None:
     alpha = next(iter(alphas.values())) or 1.0
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(alpha))
     both = {name: (a, b if alphas[name] == alpha else b * (alphas[name] / alpha)) for name, (a, b) in both.items()}
-    write(out, writer, list(_of_adapter(layout, names, both)))
+    _write(out, writer, list(_of_adapter(layout, names, both)))
 
 
 def _of_adapter(layout: Layout, names: GgufNames, updates: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[Entry]:
@@ -145,3 +166,60 @@ def _of_adapter(layout: Layout, names: GgufNames, updates: Mapping[str, tuple[Te
             for end, tensor in (("lora_a", part.columns_of(a)), ("lora_b", b[..., part.rows, :])):
                 theirs = f"{names.name(part.name)}.{end}"
                 yield Entry(theirs, list(tensor.shape), "f32", partial(Tensor.contiguous, tensor))
+
+
+# ---- the file, which appears once it is complete
+
+
+def _write(path: Path, writer: Any, entries: Sequence[Entry]) -> None:
+    """Write the ``entries``, read once in this order, after the metadata that the ``gguf.GGUFWriter`` already has.
+
+    Raises:
+        UserError: ``path`` exists, a value is out of the type's range, or the disk is full.
+    """
+    if path.exists():
+        raise UserError(f"{path} exists; choose another name")
+    gguf = library()
+    for entry in entries:
+        kind = gguf.GGMLQuantizationType[entry.kind.upper()]
+        row = gguf.quant_shape_to_byte_shape(entry.shape, kind)
+        writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), int(np.prod(row)), raw_dtype=kind)
+    progress = Progress(len(entries), 0, enabled=True, unit="tensor", brief=True)
+    with replace_file(path) as aside:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            writer.write_header_to_file(aside)
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            waiting = 0  # bytes since the last flush
+            for entry in entries:
+                values = _stored(entry, gguf)
+                try:
+                    writer.write_tensor_data(values)
+                except OSError as error:
+                    error.errno = error.errno or ENOSPC  # numpy's error for a short write has none
+                    raise
+                waiting += values.nbytes
+                del values  # before the next is read
+                if waiting > _FLUSH:
+                    writer.flush()
+                    flush(aside)
+                    waiting = 0
+                progress.update(entry.name)
+        finally:
+            writer.close()
+            progress.close()
+
+
+def _stored(entry: Entry, gguf: Any) -> np.ndarray:
+    """Return a tensor's bytes."""
+    tensor = entry.read().detach().contiguous()
+    if entry.kind == "bf16":
+        return tensor.to(torch.bfloat16).view(torch.uint8).numpy()
+    if entry.kind == "f16":
+        half = tensor.to(torch.float16)
+        if half.isinf().any():
+            raise UserError(f"{entry.name} has values above {_LARGEST:,.0f}, the largest of f16; set --type bf16")
+        return half.numpy()
+    values = tensor.float().numpy()
+    return values if entry.kind == "f32" else gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)

@@ -73,15 +73,8 @@ def parts(template: ChatTemplate, begin: str = "") -> TemplateParts | None:
     Returns:
         None if the parts depend on more than a message's role, or cannot be written in a Modelfile.
     """
-    try:
-        talk = _cut(_text(template, _TALK, begin), _TALK)
-        alone = _cut(_text(template, _TALK[:1], begin), _TALK[:1])
-    except UserError:  # the template takes only other conversations
-        return None
-    try:
-        with_system = _cut(_text(template, [_SYSTEM, *_TALK], begin), [_SYSTEM, *_TALK])
-    except UserError:
-        with_system = None
+    conversations: list[Messages] = [_TALK, _TALK[:1], [_SYSTEM, *_TALK]]
+    talk, alone, with_system = (_cut(template, conversation, begin) for conversation in conversations)
     if talk is None or alone is None:
         return None
     headers = [talk[0], talk[2], *([with_system[1]] if with_system else [])]  # all end with a user's header
@@ -94,16 +87,12 @@ def parts(template: ChatTemplate, begin: str = "") -> TemplateParts | None:
     after = next(start for at in range(len(alone[1]), -1, -1) if talk[1].startswith(start := alone[1][:at]))
     answer = (talk[1][len(after) :], _without(talk[2], header))
     result = TemplateParts(_without(talk[0], header), system, (header, after), answer, alone[1][len(after) :])
-    conversations: list[Messages] = [_TALK[:1], _TALK, _LONGER]
+    conversations = [_TALK[:1], _TALK, _LONGER]
     conversations += [[_SYSTEM, *conversation] for conversation in conversations] if system else []
     text = "".join([result.start, *(system or ()), *result.user, *result.answer, result.last])
-    if (
-        '"""' in text
-        or "{{" in text
-        or any(result.render(conversation) != _text(template, conversation, begin) for conversation in conversations)
-    ):
-        return None
-    return result
+    writes = '"""' not in text and "{{" not in text
+    same = (result.render(conversation) == _text(template, conversation, begin) for conversation in conversations)
+    return result if writes and all(same) else None
 
 
 def _without(text: str, end: str) -> str:
@@ -114,8 +103,12 @@ def _text(template: ChatTemplate, messages: Messages, begin: str) -> str:
     return template.render(to_turns(list(messages)), None, prompt=True).removeprefix(begin)
 
 
-def _cut(rest: str, messages: Messages) -> list[str] | None:
-    """Return the texts before, between and after the messages; None: the messages are not there in order."""
+def _cut(template: ChatTemplate, messages: Messages, begin: str) -> list[str] | None:
+    """Return the texts before, between and after the messages; None: the template does not take them in this order."""
+    try:
+        rest = _text(template, messages, begin)
+    except UserError:
+        return None
     pieces = []
     for message in messages:
         before, mark, rest = rest.partition(message["content"])
@@ -144,12 +137,8 @@ def write_modelfile(source: Source, gguf: Path, adapter: bool = False) -> Path:
         lines.append(f"FROM ./{gguf.name}")
     if source.template is not None:
         read_off = parts(source.template, "".join(texts.get(number, "") for number in encoder.prefix()))
-        if read_off is None:
-            lines.append(
-                "# The chat template has no equal in Ollama's language; the one that Ollama guesses may differ"
-            )
-        else:
-            lines.append(f'TEMPLATE """{read_off.go()}"""')
+        other = "# The chat template has no equal in Ollama's language; the one that Ollama guesses may differ"
+        lines.append(other if read_off is None else f'TEMPLATE """{read_off.go()}"""')
     stops = [number for number in (end_of_turn(source), *source.tokenizer.stop_tokens) if number in texts]
     lines += [f'PARAMETER stop "{texts[number]}"' for number in dict.fromkeys(stops)]
     path = gguf.with_suffix(".Modelfile")

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import yaml
@@ -36,7 +35,7 @@ _CARD = "README.md"
 
 def card(source: Source, merged: bool) -> str:
     """Return the model card of a merged model, or of an adapter."""
-    head: dict[str, Any] = {"tags": _TAGS, "pipeline_tag": "text-generation"}
+    head: dict[str, object] = {"tags": _TAGS, "pipeline_tag": "text-generation"}
     head["library_name"] = "transformers" if merged else "peft"
     name = source.name if is_hub_name(source.name) else Path(source.name).name
     if is_hub_name(source.name):
@@ -63,12 +62,11 @@ def card(source: Source, merged: bool) -> str:
     return f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n" + "\n".join(lines)
 
 
-def _licence(base: Path) -> dict[str, Any]:
+def _licence(base: Path) -> dict[str, object]:
     """Return the licence from the base model's card."""
     path = base / "README.md"
-    _, mark, rest = (
-        path.read_text(encoding="utf-8", errors="replace").partition("---\n") if path.is_file() else ("",) * 3
-    )
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    _, mark, rest = text.partition("---\n")
     try:
         head = yaml.safe_load(rest.partition("\n---")[0]) if mark else None
     except yaml.YAMLError:

@@ -177,7 +177,7 @@ def write_merged(source: Source, out: Path, card: Callable[[], str]) -> None:
 
 def _of_folder(folder: str, peft: PeftConfig | None = None) -> dict[str, Any]:
     """Return :class:`Source`'s ``cfg`` for a model's folder."""
-    model: dict[str, Any] = {config.COMPONENT: FROM_CHECKPOINT, "checkpoint_dir": folder}
+    model: dict[str, object] = {config.COMPONENT: FROM_CHECKPOINT, "checkpoint_dir": folder}
     if peft is not None:
         model |= {"lora_rank": peft.rank, "lora_alpha": peft.alpha, "use_dora": False}  # merging needs no layers
         model |= {"target_parameters": list(peft.parameters)} if peft.parameters else {}

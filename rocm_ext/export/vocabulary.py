@@ -5,12 +5,13 @@ finds the name for the rules in ``tokenizer.json``, and refuses unknown rules.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import json_object
+from rocm_ext.base.types import Json
 from rocm_ext.data import words
 from rocm_ext.data.encoder import TOKENIZER, TextEncoder, ids_in
 from rocm_ext.data.render import render_conversation
@@ -36,77 +37,72 @@ def add_vocabulary(writer: Any, source: Source, layout: Layout) -> None:
         raise UserError(f"{path} is missing or damaged; GGUF files need it")
     model = content.get("model") or {}
     if model.get("type") != "BPE":
-        raise _unknown(path, f"model.type is {model.get('type')!r}")
-    pieces = _SentencePiece(path, content) if model.get("byte_fallback") else None
-    merged = pieces is None or layout.arch == "GEMMA4"  # llama.cpp's Llama merges by scores
-    kind = "gpt2" if pieces is None else "gemma4" if merged else "llama"
+        _refuse(path, f"model.type is {model.get('type')!r}")
+    space = _begins_with_space(path, content) if model.get("byte_fallback") else None  # None: no SentencePiece
+    merged = space is None or layout.arch == "GEMMA4"  # llama.cpp's Llama merges by scores
+    kind = "gpt2" if space is None else "gemma4" if merged else "llama"
     writer.add_tokenizer_model(kind)
     if kind != "gemma4":
-        writer.add_tokenizer_pre(_splitting(path, content) if pieces is None else "default")
+        writer.add_tokenizer_pre(_splitting(path, content) if space is None else "default")
     tokens, types = _tokens(content, layout.vocabulary)
     writer.add_token_list(tokens)
     if merged:
         writer.add_token_merges([_joined(merge) for merge in model["merges"]])
-    if pieces is not None:
-        writer.add_add_space_prefix(pieces.prefixes)
-        writer.add_token_scores([pieces.score(token) for token in tokens])
+    if space is not None:
+        writer.add_add_space_prefix(space)
+        writer.add_token_scores(_scores(model["merges"], tokens))
     writer.add_token_types(types)
     _add_special(writer, source, model)
     if source.template is not None:
         writer.add_chat_template(source.template.text)
 
 
-def _unknown(path: Path, what: str) -> UserError:
-    return UserError(f"{path}: {what}, which this command does not write to GGUF files; {CONVERTER}")
+def _refuse(path: Path, what: str) -> NoReturn:
+    raise UserError(f"{path}: {what}, which this command does not write to GGUF files; {CONVERTER}")
 
 
-def _splitting(path: Path, content: Mapping[str, Any]) -> str:
+def _splitting(path: Path, content: Json) -> str:
     """Return llama.cpp's name of the rules that split text into words; refuse unknown rules."""
     normalizer = content.get("normalizer")
     if normalizer not in (None, {"type": "NFC"}) and normalizer != {"type": "Sequence", "normalizers": []}:
-        raise _unknown(path, f"normalizer is {normalizer.get('type') if isinstance(normalizer, Mapping) else '?'}")
+        _refuse(path, f"normalizer is {normalizer.get('type') if isinstance(normalizer, Mapping) else '?'}")
     pre = content.get("pre_tokenizer") or {}
     name = words.name_of(pre)
     if name is None or (content["model"].get("ignore_merges") and name not in words.WHOLE_WORDS):
         kinds = [step.get("type") for step in pre.get("pretokenizers", [pre])]
-        raise _unknown(path, f"pre_tokenizer {' and '.join(map(str, kinds))} has unknown rules")
+        _refuse(path, f"pre_tokenizer {' and '.join(map(str, kinds))} has unknown rules")
     return name
 
 
-class _SentencePiece:
-    """A SentencePiece BPE in ``tokenizer.json``: its merges are in the order of the scores."""
+def _begins_with_space(path: Path, content: Json) -> bool:
+    """Return whether SentencePiece's BPE in ``tokenizer.json`` puts a space before a text; refuse other rules."""
+    steps = content.get("normalizer") or {}
+    steps = steps.get("normalizers", [steps] if steps else [])
+    before = content.get("pre_tokenizer")
+    # where the normalizer has replaced all spaces, this splits nothing
+    idle = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+    replaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    prepends = {"type": "Prepend", "prepend": _SPACE}
+    if before in (None, idle) and steps in ([replaces], [prepends, replaces]):
+        return len(steps) == 2
+    if not steps and before and before.get("type") == "Metaspace" and not before.get("split", True):
+        return before.get("prepend_scheme") != "never"
+    _refuse(path, "its rules for spaces are unknown")
 
-    def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
-        steps = content.get("normalizer") or {}
-        steps = steps.get("normalizers", [steps] if steps else [])
-        before = content.get("pre_tokenizer")
-        # where the normalizer has replaced all spaces, this splits nothing
-        idle = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
-        replaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-        if (
-            before in (None, idle)
-            and steps[-1:] == [replaces]
-            and steps[:-1] in ([], [{"type": "Prepend", "prepend": _SPACE}])
-        ):
-            self.prefixes = len(steps) == 2
-        elif not steps and before and before.get("type") == "Metaspace" and not before.get("split", True):
-            self.prefixes = before.get("prepend_scheme") != "never"
-        else:
-            raise _unknown(path, "its rules for spaces are unknown")
-        self._ranks: dict[str, int] = {}
-        for rank, merge in enumerate(content["model"]["merges"]):
-            self._ranks.setdefault(_joined(merge).replace(" ", ""), rank)
 
-    def score(self, token: str) -> float:
-        """Return a score with which llama.cpp merges in the same order."""
-        return -float(self._ranks.get(token, len(self._ranks)))
+def _scores(merges: Sequence[Any], tokens: Sequence[str]) -> list[float]:
+    """Return scores with which llama.cpp merges in the order of ``merges``."""
+    ranks: dict[str, int] = {}
+    for rank, merge in enumerate(merges):
+        ranks.setdefault(_joined(merge).replace(" ", ""), rank)
+    return [-float(ranks.get(token, len(ranks))) for token in tokens]
 
 
 def _joined(merge: Any) -> str:
     return merge if isinstance(merge, str) else " ".join(merge)
 
 
-def _tokens(content: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
+def _tokens(content: Json, size: int) -> tuple[list[str], list[int]]:
     """Return texts and llama.cpp's types, by id."""
     kind = library().TokenType
     texts = [f"[PAD{number}]" for number in range(size)]
@@ -130,7 +126,7 @@ def _tokens(content: Mapping[str, Any], size: int) -> tuple[list[str], list[int]
     return texts, types
 
 
-def _add_special(writer: Any, source: Source, model: Mapping[str, Any]) -> None:
+def _add_special(writer: Any, source: Source, model: Json) -> None:
     """Add the ids of special tokens. ``eos`` ends a text; ``eot`` ends a turn, if it is another token."""
     encoder = TextEncoder(source.base / TOKENIZER)
     before = encoder.prefix()

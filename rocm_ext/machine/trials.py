@@ -10,12 +10,14 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import read_json, replace_text
+from rocm_ext.base.log import log
 from rocm_ext.machine.bench_file import cache_folder, machine_key
 from rocm_ext.machine.detect import detect
 
@@ -23,8 +25,9 @@ _TIMEOUT = 300  # seconds
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGBUS, signal.SIGFPE)  # they would happen again
 
 
-def failure_of(name: str, what: str, module: str) -> str:
-    """Return why this machine's GPU does not use a kernel; "" if it does.
+@cache
+def works(name: str, what: str, module: str, used: str, instead: str) -> bool:
+    """Return whether this machine's GPU uses a kernel, and log ``used``, or ``instead`` and why.
 
     The cache folder keeps the result until GPU or torch change.
 
@@ -32,7 +35,14 @@ def failure_of(name: str, what: str, module: str) -> str:
         name: name of the file with the result.
         what: the kernel, for messages.
         module: module whose ``main`` calls :func:`main`.
+        used, instead: lines for the log.
     """
+    failure = _failure(name, what, module)
+    log.info("%s", f"{instead}, because {failure}" if failure else used)
+    return not failure
+
+
+def _failure(name: str, what: str, module: str) -> str:
     machine, folder = machine_key(detect()), cache_folder()
     file = folder / f"{name}.json" if folder else None
     with suppress(UserError, KeyError):  # a damaged file is written again

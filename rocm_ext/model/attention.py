@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def sdpa(
 
     Args:
         q: [n, heads, queries, head_dim].
-        k, v: [n, heads, keys, head_dim].
+        k, v: [n, kv_heads, keys, head_dim].
         kernel: auto: torch chooses; flash, efficient, math: torch's kernel of this name; eager: plain matrix products
             in q's dtype (math computes in fp32). A GPU's flash kernel takes no masks: with one, torch chooses. apart:
             a GPU's auto, in plans only.
@@ -64,6 +65,8 @@ def sdpa(
     Raises:
         UserError: torch has no such kernel for these tensors, or the kernel cannot cap scores or add sinks.
     """
+    if (groups := q.shape[1] // k.shape[1]) > 1:  # torch's enable_gqa takes the math path where no kernel has groups
+        k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
     plain = softcap is None and sinks is None
     if not plain and kernel not in ("auto", "apart", "eager"):
         raise UserError(
@@ -73,12 +76,12 @@ def sdpa(
         return _by_scores(q, k, v, mask, dropout, scale, softcap, sinks)
     if kernel == "flash" and mask is not None and q.device.type != "cpu":
         kernel = "auto"
-    options: dict[str, Any] = {"attn_mask": mask, "dropout_p": dropout, "is_causal": mask is None, "scale": scale}
+    causal = mask is None
     if kernel not in SDPA_KERNELS:
-        return F.scaled_dot_product_attention(q, k, v, **options)
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale)
     try:
         with sdpa_kernel(SDPA_KERNELS[kernel]):
-            return F.scaled_dot_product_attention(q, k, v, **options)
+            return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale)
     except RuntimeError as error:
         if not any(words in str(error) for words in _NO_KERNEL):
             raise
@@ -401,13 +404,7 @@ def _rows(values: Tensor, index: Tensor) -> Tensor:
 
 @torch.compiler.disable
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Lengths,
-    dropout: float = 0.0,
-    kernel: str = "auto",
-    together: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, dropout: float = 0.0, kernel: str = "auto", together: bool = True
 ) -> Tensor:
     """Compute causal attention within each sequence.
 
@@ -422,13 +419,7 @@ def attend(
     Returns:
         [1, s, heads, head_dim].
     """
-    groups = q.shape[2] // k.shape[2]
-
-    def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if groups > 1:  # enable_gqa falls back to the math path on backends without grouped kernels
-            k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
-        return sdpa(q, k, v, kernel, dropout=dropout)
-
+    compute = partial(sdpa, kernel=kernel, dropout=dropout)
     together = together and kernel in ("auto", "flash")
     with _no_plans():
         return lengths.attend([t.transpose(1, 2) for t in (q, k, v)], compute, together)

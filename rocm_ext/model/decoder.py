@@ -46,7 +46,7 @@ class Decoder(nn.Module, ABC):
             None: torchtune's converters know the names.
         left_out: names of the published model's modules that this decoder lacks, such as a vision tower.
         kernels: kernels of installed packages that its layers call.
-        replay: the routers' recorded choices, see :class:`rocm_ext.model.hf.routing.Replay`; None: routers choose.
+        replay: the routers' recorded choices, see :class:`rocm_ext.model.hf.experts.Replay`; None: routers choose.
         quantizes: whether weights with a stand-in of :mod:`rocm_ext.model.weights.quantized` are quantised while they
             are loaded; otherwise the files are quantised.
         published_modules: names of all modules of the published model; empty: PEFT's names of its layers are unique.

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+from torch import Tensor
+
 from rocm_ext.base.errors import UserError, one_line, refuse
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
@@ -66,6 +69,38 @@ class Rope:
     high: float = 4.0
     original: int = 8192
     yarn: Yarn | None = None
+
+    def frequencies(self, dim: int) -> Tensor:
+        """Return the angles by which a position rotates the pairs of a head's ``dim`` dimensions: [dim / 2] fp32."""
+        theta = 1.0 / self.base ** (torch.arange(0, dim, 2).float() / dim)
+        if self.kind == "default":
+            return theta
+        if self.kind == "linear":
+            return theta / self.factor
+        if self.yarn is not None:
+            return self._interpolated(dim, theta, self.yarn)
+        # Llama 3.1: low frequencies are divided, high ones stay, those between are interpolated
+        wavelength = 2 * math.pi / theta
+        share = (self.original / wavelength - self.low) / (self.high - self.low)
+        between = (1 - share) * theta / self.factor + share * theta
+        scaled = torch.where(wavelength > self.original / self.low, theta / self.factor, between)
+        return torch.where(wavelength < self.original / self.high, theta, scaled)
+
+    def _interpolated(self, dim: int, theta: Tensor, yarn: Yarn) -> Tensor:
+        """Return YaRN's frequencies: unchanged in the first dimensions, divided in the last, interpolated between."""
+
+        def dimension(rotations: float) -> float:
+            """Return the dimension that makes so many rotations over the original positions."""
+            return dim * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(self.base))
+
+        first, end = dimension(yarn.fast), dimension(yarn.slow)
+        if yarn.rounded:
+            first, end = math.floor(first), math.ceil(end)
+        # dim - 1 counts the head's dimensions, although there are half as many frequencies; transformers does the same
+        first, end = max(first, 0), min(end, dim - 1)
+        end += 0.001 * (first == end)
+        share = ((torch.arange(len(theta), dtype=torch.float32) - first) / (end - first)).clamp(0, 1)
+        return theta / self.factor * share + theta * (1 - share)
 
 
 @dataclass(frozen=True)
@@ -127,8 +162,7 @@ _FAMILIES = {
     ),
     "MistralForCausalLM": _Family(kv_heads=8, window="always"),
 }
-_MODEL_TYPES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_MODEL_TYPES |= {"mistral": "MistralForCausalLM"}
+MODEL_TYPES = {name: f"{name.capitalize()}ForCausalLM" for name in ("llama", "qwen2", "qwen3", "mistral")}
 QUANTISED = ("quantization_config", "compression_config")  # keys of a config.json
 _PARTS = ("text_config", "vision_config", "audio_config")  # keys of a multimodal model's config.json
 
@@ -165,14 +199,6 @@ def foreign_config(folder: Path, trust_remote_code: bool = False) -> Config | No
 @contextmanager
 def _opened(folder: Path) -> Iterator[Config]:
     """Context with the content of a folder's ``config.json``; errors inside get the file's name."""
-    config = _read(folder)
-    try:
-        yield config
-    except UserError as error:
-        raise UserError(f"{folder / CONFIG}: {error}") from error
-
-
-def _read(folder: Path) -> Config:
     path = folder / CONFIG
     try:
         config = json_object(path.read_bytes())
@@ -186,11 +212,16 @@ def _read(folder: Path) -> Config:
     if config is None:
         raise UserError(f"{path} is damaged: expected a JSON object; download the file again")
     parts = [config, *(part for key in _PARTS if isinstance(part := config.get(key), Mapping))]
-    for part in parts:
-        for key, most in _MOST.items():
-            if isinstance(value := part.get(key), int) and value > most:
-                raise UserError(f"{path}: {key} is more than {most:,}; download the file again")
-    return config
+    refuse(
+        f"{path}: {key} is more than {most:,}; download the file again"
+        for part in parts
+        for key, most in _MOST.items()
+        if isinstance(value := part.get(key), int) and value > most
+    )
+    try:
+        yield config
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def _architecture(config: Config) -> Architecture:
@@ -243,7 +274,7 @@ def _architecture(config: Config) -> Architecture:
 
 def _class_name(config: Config, trust_remote_code: bool = False) -> str:
     """Return transformers' class of the model; refuse code in its folder that is not trusted."""
-    named = config.get("architectures") or [_MODEL_TYPES.get(str(config.get("model_type")))]
+    named = config.get("architectures") or [MODEL_TYPES.get(str(config.get("model_type")))]
     name = str(named[0]) if isinstance(named, list) and named[0] else f"model_type {config.get('model_type')!r}"
     if not trust_remote_code and own_code(config) not in (None, name):  # transformers may have the same class
         refuse_code(name)

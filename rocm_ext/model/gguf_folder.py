@@ -13,16 +13,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, explain_errors, refuse
 from rocm_ext.base.files import disk_errors
 from rocm_ext.base.hub import REPO_ID
 from rocm_ext.base.log import log
+from rocm_ext.base.types import Json
 from rocm_ext.data import words
 from rocm_ext.data.encoder import TOKENIZER
 from rocm_ext.machine.bench_file import cache_folder
 from rocm_ext.model.families import CONFIG, foreign_config
 from rocm_ext.model.weights import llama_cpp
-from rocm_ext.model.weights.gguf_files import LINKS, SHAPES, SUFFIX, GgufFile, parts_of
+from rocm_ext.model.weights.gguf_files import LINKS, SHAPES, SUFFIX, GgufFile, Metadata, parts_of
 
 _SETTINGS, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _BESIDE = (CONFIG, TOKENIZER, _SETTINGS, "generation_config.json", _TEMPLATE)
@@ -82,15 +83,17 @@ def _file_of(path: Path) -> Path | None:
 
 def _write(folder: Path, files: list[GgufFile], beside: list[Path]) -> None:
     first, copies = files[0], {file.name: file for file in beside}
-    for number, file in enumerate(files):
-        count, at = (file.metadata.get(f"split.{key}", default) for key, default in (("count", 0), ("no", number)))
-        if (count or 1) != len(files) or at != number:
-            raise UserError(
-                f"{file.path} is part {at} of {count} of a split model, and the names of the parts have changed"
-            )
+    split = [(file.metadata.get("split.no", n), file.metadata.get("split.count", 0)) for n, file in enumerate(files)]
+    refuse(
+        f"{file.path} is part {at} of {count} of a split model, and the names of the parts have changed"
+        for number, (file, (at, count)) in enumerate(zip(files, split, strict=True))
+        if (count or 1) != len(files) or at != number
+    )
     made = True
     try:
-        (folder / CONFIG).write_text(json.dumps(llama_cpp.config_of(files), indent=2) + "\n")
+        with explain_errors(f"{first.path} has metadata that cannot be read"):  # values may have any type
+            content = llama_cpp.config_of(files)
+        (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
         llama_cpp.check_config(folder, first)
     except UserError as error:
         if CONFIG not in copies:
@@ -113,7 +116,7 @@ def _write(folder: Path, files: list[GgufFile], beside: list[Path]) -> None:
     (folder / REPO_ID).write_text(json.dumps({"repo_id": str(first.path)}) + "\n")
 
 
-def _tokenizer(file: GgufFile) -> dict[str, Any]:
+def _tokenizer(file: GgufFile) -> Json:
     """Return the ``tokenizer.json`` that the metadata describes; refuse tokenizers other than BPE with known rules."""
 
     def check(fits: bool, problem: str) -> None:
@@ -177,7 +180,7 @@ def _merges_of(vocabulary: Mapping[str, int], types: Sequence[int], scores: Any)
     return [pair for pair in splits if pieces.keys() >= {*pair}]
 
 
-def _of_pieces(prefix: bool) -> dict[str, Any]:
+def _of_pieces(prefix: bool) -> Json:
     """Return the steps before and after SentencePiece's merges; ``prefix``: a space comes before the text."""
     into = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
@@ -192,7 +195,7 @@ def _of_pieces(prefix: bool) -> dict[str, Any]:
     }
 
 
-def _settings(file: GgufFile) -> dict[str, Any]:
+def _settings(file: GgufFile) -> dict[str, str]:
     """Return the ``tokenizer_config.json``: special tokens and chat template."""
     tokens, template = file.metadata.get("tokenizer.ggml.tokens"), file.metadata.get("tokenizer.chat_template")
     special = {name: _id(file.metadata, name) for name in ("bos", "eos", "pad")}
@@ -200,7 +203,7 @@ def _settings(file: GgufFile) -> dict[str, Any]:
     return content | ({"chat_template": template} if isinstance(template, str) else {})
 
 
-def _generation(file: GgufFile) -> dict[str, Any]:
+def _generation(file: GgufFile) -> dict[str, int | list[int]]:
     """Return the ``generation_config.json`` with the tokens that end an answer."""
     ends = [number for name in ("eos", "eot") if (number := _id(file.metadata, name)) is not None]
     if not ends:
@@ -209,7 +212,7 @@ def _generation(file: GgufFile) -> dict[str, Any]:
     return {"eos_token_id": list(dict.fromkeys(ends)), **others}
 
 
-def _id(metadata: Mapping[str, Any], name: str) -> int | None:
+def _id(metadata: Metadata, name: str) -> int | None:
     key = {"pad": "padding"}.get(name, name)
     at = metadata.get(f"tokenizer.ggml.{key}_token_id")
     tokens = metadata.get("tokenizer.ggml.tokens")

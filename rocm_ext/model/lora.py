@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchtune.modules.low_precision.nf4_linear import linear_nf4  # torchao's, wherever it has it
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
-from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.base.errors import UserError, nearest, one_line, refuse
 from rocm_ext.config.model_folder import layers_of
 from rocm_ext.model.token_rows import TokenRows, token_rows
 from rocm_ext.model.weights.quantized import Quantized
@@ -68,9 +68,7 @@ class _LoraFunction(torch.autograd.Function):
         x2, weight, a, b = ctx.saved_tensors
         a_, b_ = a.to(g.dtype), (ctx.scale * b).to(g.dtype)
         low = g @ b_  # [n, rank]
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = (g @ weight).addmm_(low, a_).view(ctx.shape)
+        grad_x = (g @ weight).addmm_(low, a_).view(ctx.shape) if ctx.needs_input_grad[0] else None
         grad_a = (low.T @ x2).to(a.dtype)
         grad_b = (g.T @ (x2 @ a_.T)).to(b.dtype).mul_(ctx.scale)
         return grad_x, None, None, grad_a, grad_b, None
@@ -223,11 +221,13 @@ class Sizes:
     def check_keys(self, names: Iterable[str]) -> None:
         """Check that every key matches one of the adapted layers ``names``."""
         names = [self._matched(name) for name in names]
-        for pattern in ("rank_pattern", "alpha_pattern"):
-            for key in getattr(self, pattern):
-                if not any(map(layers_of(key).match, names)):
-                    hint = nearest(key, {_end(name) for name in names})
-                    raise UserError(f"model.{pattern} has {key!r}, which matches no adapted layer{hint}")
+        ends = {_end(name) for name in names}
+        refuse(
+            f"model.{pattern} has {key!r}, which matches no adapted layer{nearest(key, ends)}"
+            for pattern in ("rank_pattern", "alpha_pattern")
+            for key in getattr(self, pattern)
+            if not any(map(layers_of(key).match, names))
+        )
 
     def _matched(self, name: str) -> str:
         names = name, f"{name}.weight"  # a fused weight of experts; a linear layer
@@ -243,7 +243,7 @@ def _end(name: str) -> str:
     return ".".join(name.split(".")[-2 if name.endswith(".weight") else -1 :])
 
 
-def described(sizes: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
+def described(sizes: Mapping[str, tuple[int, float]]) -> dict[str, float | dict[str, float]]:
     """Return PEFT's settings for layers with these r and alpha; ``sizes`` has the names that patterns match.
 
     Equal sizes give equal settings. ``r`` and ``lora_alpha`` are most layers' values. The keys for other layers are the
@@ -253,8 +253,8 @@ def described(sizes: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
     return {"r": r, "lora_alpha": alpha, "rank_pattern": ranks, "alpha_pattern": alphas}
 
 
-def _described(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    usual, ends = Counter(values.values()).most_common(1)[0][0], dict[str, set[Any]]()
+def _described(values: Mapping[str, float]) -> tuple[float, dict[str, float]]:
+    usual, ends = Counter(values.values()).most_common(1)[0][0], dict[str, set[float]]()
     for name, value in values.items():
         ends.setdefault(_end(name), set()).add(value)
     others = {name: value for name, value in values.items() if value != usual}
@@ -273,12 +273,6 @@ def adapted_linear(
             f"quantize_base: {name} [{out_dim}, {in_dim}] cannot be stored in 4 bits ({one_line(error)}); leave it out "
             "of target_modules, or set quantize_base: fp8 or False"
         ) from error
-
-
-def factors(layer: Lora | Dora) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return A, s B and, for DoRA, m / ||W + s B A||, in fp32: ``y = (x Wᵀ + x Aᵀ (s B)ᵀ) * ratio + b``."""
-    ratio = layer.magnitude.detach() / layer.weight_norm() if isinstance(layer, Dora) else None
-    return layer.lora_a.weight.detach(), layer.scale * layer.lora_b.weight.detach(), ratio
 
 
 def merged_linear(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor | None = None) -> Tensor:

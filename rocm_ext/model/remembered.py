@@ -94,17 +94,14 @@ def _describe(value: Any, words: list[str], seen: dict[int, tuple[int, Any]], mo
     elif is_code:
         parts = ()
     else:
-        attributes = {**getattr(value, "__dict__", {}), **_slots(value)}
+        slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
+        attributes = dict(getattr(value, "__dict__", {}))
+        attributes |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
         parts = chain.from_iterable(item for item in attributes.items() if item[0] not in _LEFT_OUT)
     for part in parts:
         if not isinstance(part, Mapping) or part:  # modules have a dozen empty dictionaries of hooks
             _describe(part, words, seen, modules)
     words.append(")")
-
-
-def _slots(value: Any) -> dict[str, Any]:
-    names = [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())]
-    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 @cache

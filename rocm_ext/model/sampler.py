@@ -7,8 +7,7 @@ adapters merged or separate. Sampling never writes to the weights under training
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from rocm_ext.model.attention import SlotCache
 from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.lora import Dora, Lora, changed_weights, dense, factors, is_plain, merged_layer, plain, quantized
+from rocm_ext.model.lora import Dora, Lora, changed_weights, dense, is_plain, merged_layer, plain, quantized
 from rocm_ext.model.token_rows import token_rows
 from rocm_ext.model.weights.quantized import Quantized
 
@@ -26,8 +25,7 @@ MIN_ROWS, MAX_ROWS = 16, 96
 _EXPANDED = 3  # copies in fp32 of keys and values made from a smaller cache; measured 2.5
 
 
-@dataclass(frozen=True)
-class SequenceMemory:
+class SequenceMemory(NamedTuple):
     """The memory of a sequence in a model.
 
     Attributes:
@@ -318,11 +316,14 @@ class SamplingLinear(nn.Module):
 def _factors(layers: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return A, B and factor of :class:`SamplingLinear`, in fp32; layers without adapters have rank 0."""
     like = next(layer.lora_a.weight.detach() for layer in layers if isinstance(layer, Lora | Dora))
-    parts = []
+    parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
     for layer in layers:
-        out, width = layer.weight.shape
-        none = like.new_empty(0, width), like.new_empty(out, 0), None
-        parts.append(factors(layer) if isinstance(layer, Lora | Dora) else none)
+        ratio = layer.magnitude.detach() / layer.weight_norm() if isinstance(layer, Dora) else None
+        if isinstance(layer, Lora | Dora):
+            parts.append((layer.lora_a.weight.detach(), layer.scale * layer.lora_b.weight.detach(), ratio))
+        else:
+            out, width = layer.weight.shape
+            parts.append((like.new_empty(0, width), like.new_empty(out, 0), None))
     lows, highs, ratios = zip(*parts, strict=True)
     factor = None
     if any(ratio is not None for ratio in ratios):

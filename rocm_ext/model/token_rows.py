@@ -4,7 +4,7 @@ New tokens, such as ``<tool_call>``, have untrained rows, and LoRA on the layers
 this stores the rows in fp32, and not their difference to the base model's.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,7 @@ def _with_rows(kind: Any) -> type:
     def output(self: Any, hidden: Tensor) -> Tensor:
         return self.token_rows.logits(hidden, compute(self, hidden))
 
-    parts: dict[str, Any] = {name: embed if issubclass(kind, nn.Embedding) else output}
+    parts: dict[str, Callable[..., Any]] = {name: embed if issubclass(kind, nn.Embedding) else output}
     if name == "__call__":  # the objective asks a head for them
         parts["parameters"] = lambda self: self.token_rows.parameters()
     return type(kind.__name__, (kind,), parts)
@@ -165,8 +165,8 @@ def by_layer(decoder: Any, given: Mapping[str, list[int]]) -> dict[str, list[int
     """
     known = {EMBEDDINGS: EMBEDDINGS, OUTPUT: OUTPUT}
     known |= {name.rpartition(".")[2]: layer for layer, name in (layer_names(decoder) if given else {}).items()}
-    if strange := [name for name in given if name.rpartition(".")[2] not in known]:
-        raise UserError(f"trainable_tokens has {strange[0]!r}; expected {EMBEDDINGS} or {OUTPUT}")
+    strange = (name for name in given if name.rpartition(".")[2] not in known)
+    refuse(f"trainable_tokens has {name!r}; expected {EMBEDDINGS} or {OUTPUT}" for name in strange)
     ids = {known[name.rpartition(".")[2]]: sorted(tokens) for name, tokens in given.items()}
     if is_tied(decoder) and OUTPUT in ids and ids.pop(OUTPUT) != ids.get(EMBEDDINGS):
         raise UserError(f"trainable_tokens: {OUTPUT} is {EMBEDDINGS} in this model; give both the same tokens")

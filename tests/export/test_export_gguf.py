@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import AutoModelForCausalLM
 
 from rocm_ext.data.render import render_prompt
-from rocm_ext.export import gguf_file, gguf_model, open_source
+from rocm_ext.export import gguf_model, open_source
 from rocm_ext.sampling import Request, Sampling
 from rocm_ext.sampling.server.openai import OpenAIEngine
 from tests.export.test_export import MISTRAL, bases, export, trained  # noqa: F401 - fixtures
@@ -107,14 +107,14 @@ def test_the_merged_file_and_the_adapters_answer_as_the_trained_model(bases, tra
 
 
 def test_pages_leave_the_cache_while_the_file_grows(bases, tmp_path, monkeypatch):  # noqa: F811
-    cached, flush = [], gguf_file.flush
+    cached, flush = [], gguf_model.flush
 
     def count(path: Path) -> None:
         flush(path)
         cached.append(pages_in_memory(path))
 
-    monkeypatch.setattr(gguf_file, "flush", count)
-    monkeypatch.setattr(gguf_file, "_FLUSH", 1 << 15)
+    monkeypatch.setattr(gguf_model, "flush", count)
+    monkeypatch.setattr(gguf_model, "_FLUSH", 1 << 15)
     assert export(bases("llama"), "--gguf", tmp_path / "base.gguf") == 0
     assert len(cached) > 2
     assert max(cached) <= 1

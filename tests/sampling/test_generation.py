@@ -29,7 +29,7 @@ from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.attention import SlotCache, Slots
 from rocm_ext.model.build import Weights, build_model, load_weights
-from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters
+from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters, merged_linear
 from rocm_ext.model.native.decoder import native
 from rocm_ext.model.native.sampler import NativeSampler
 from rocm_ext.model.sampler import copied_bytes, sampler_of
@@ -386,7 +386,9 @@ def test_merged_weights_are_those_that_are_exported(family, lora, tmp_path):
         for i, (layer, theirs) in enumerate(zip(laid_out.decoder.layers, decoder.layers, strict=True)):
 
             def expected(ours, name, i=i):
-                return peft_files.merged_weight(ours.weight, updates[f"model.layers.{i}.{name}.weight"], 6 / 4)
+                update = updates[f"model.layers.{i}.{name}.weight"]
+                a, b, norms = update[".lora_A.weight"], update[".lora_B.weight"], update.get(".lora_magnitude_vector")
+                return merged_linear(ours.weight, a, b, 6 / 4, norms)
 
             attention, mlp = theirs.attn, theirs.mlp
             assert torch.equal(layer.attn.output_proj.weight, expected(attention.output_proj, "self_attn.o_proj"))

@@ -14,7 +14,7 @@ from rocm_ext.recipes.grpo_rocm import main
 from rocm_ext.base.errors import UserError
 from rocm_ext.data.batches import collate
 from rocm_ext.data.rows import ROUTES
-from rocm_ext.model.hf.routing import experts_of
+from rocm_ext.model.hf.experts import experts_of
 from rocm_ext.rl.records import Sample, to_sample
 from rocm_ext.rl.selection import to_rows
 from rocm_ext.rl.trainer import PolicyTrainer

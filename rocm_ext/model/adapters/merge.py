@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -20,10 +20,10 @@ from rocm_ext.base.hub import files_of
 from rocm_ext.base.log import log
 from rocm_ext.data.template import OF_PROCESSORS, TEMPLATE
 from rocm_ext.model.adapters import peft_experts
-from rocm_ext.model.adapters.peft_files import PREFIX, ROWS, merged_weight, read_peft, updates_by_weight
-from rocm_ext.model.decoder import ConvertedWeights, Decoder
+from rocm_ext.model.adapters.peft_files import PREFIX, ROWS, read_peft, updates_by_weight
+from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.families import CONFIG, QUANTISED
-from rocm_ext.model.lora import ExpertLora, changed_weights, dense, merged_experts, plain
+from rocm_ext.model.lora import ExpertLora, changed_weights, dense, merged_experts, merged_linear, plain
 from rocm_ext.model.token_rows import by_layer, is_tied, layer_names
 from rocm_ext.model.weights.checkpointer import StoredWeights, on_meta, weight_files
 
@@ -77,7 +77,8 @@ def merge(
     base, files, state = base_tensors(cfg_checkpointer)
     merged = MergedWeights(decoder, state, adapter)
     merged.check(base)
-    beside = _beside_weights(base)
+    has_code = "auto_map" in (json_object((base / CONFIG).read_bytes()) or {})  # else no Python files are needed
+    beside = {name: path for name, path in files_of(base, BESIDE_WEIGHTS).items() if has_code or path.suffix != ".py"}
     with replace_folder(out) as folder:
         index: dict[str, str] = {}
         size = 0
@@ -110,13 +111,6 @@ def _say_16_bits(path: Path) -> None:
         path.write_text(json.dumps(content, indent=2))
 
 
-def _beside_weights(base: Path) -> dict[str, Path]:
-    """The files of config, tokenizer and licence; Python files only if the model needs them."""
-    has_code = "auto_map" in (json_object((base / "config.json").read_bytes()) or {})
-    files = files_of(base, BESIDE_WEIGHTS)
-    return {name: path for name, path in files.items() if has_code or path.suffix != ".py"}
-
-
 class MergedWeights:
     """A base model's tensors with an adapter, by the names of its files; quantised tensors become bf16.
 
@@ -140,7 +134,11 @@ class MergedWeights:
             self.experts[name] = experts[f"{ours}.lora_a.weight"], experts[f"{ours}.lora_b.weight"], layer
         self._converted = decoder.converted(state)
         self._ready: dict[str, Tensor] = {}  # pieces of merged weights that are not written yet
-        self._groups = {} if self._converted is None else _groups(self._converted, self._changed())
+        self._groups: dict[str, list[str]] = {}  # by a file's tensor, the weights that consist of it, if any changes
+        if (converted := self._converted) is not None:
+            for name in filter(converted.__contains__, self._changed()):
+                weights, pieces = converted.group(name)
+                self._groups |= dict.fromkeys(pieces, weights)
         self._same: dict[str, str] = {}  # a tied layer that the files hold twice
         if self.rows and is_tied(decoder):
             embeddings, output = (f"{name}.weight" for name in layer_names(decoder).values())
@@ -211,7 +209,9 @@ class MergedWeights:
             return weight.to(dtype).index_copy(0, ids, self.rows[name].to(dtype))
         if name not in self.linear:
             return weight.clone()
-        exact = merged_weight(weight.float(), self.linear[name], self.config.scale(name.removesuffix(".weight")))
+        update, scale = self.linear[name], self.config.scale(name.removesuffix(".weight"))
+        a, b, norms = update[".lora_A.weight"], update[".lora_B.weight"], update.get(".lora_magnitude_vector")
+        exact = merged_linear(weight.float(), a, b, scale, norms)
         return _round_by_chance(exact, dtype, name)
 
     def _ids(self, name: str) -> list[int]:
@@ -257,16 +257,6 @@ def _round_by_chance(exact: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 def _check_finite(exact: Tensor, dtype: torch.dtype, name: str) -> None:
     if not torch.stack(exact.aminmax()).abs().max() <= torch.finfo(dtype).max:
         raise UserError(f"the merged {name} has values that are not finite in {dtype}; the adapter is damaged")
-
-
-def _groups(converted: ConvertedWeights, changed: Iterable[str]) -> dict[str, list[str]]:
-    """Return the weights that consist of a file's tensor, by the tensor's name, if any of them changes."""
-    groups: dict[str, list[str]] = {}
-    for name in changed:
-        if name in converted:
-            weights, tensors = converted.group(name)
-            groups |= dict.fromkeys(tensors, weights)
-    return groups
 
 
 def check_mergeable(decoder: Decoder, state: Mapping[str, Tensor]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.lora import ExpertLora, adapters, changed_weights, ends_with, expert_factors, plain
 
@@ -98,8 +98,7 @@ def from_peft(state: Mapping[str, Tensor], decoder: nn.Module, config: Any) -> t
     used: set[str] = set()
     for ours, (theirs, layer) in _names(decoder).items():
         names = f"{theirs}.lora_A.weight", f"{theirs}.lora_B.weight"
-        if missing := [name for name in names if name not in state]:
-            raise UserError(f"missing {missing[0]}")
+        refuse(f"missing {name}" for name in names if name not in state)
         a, b = (state[name] for name in names)
         used.update(names)
         inner = layer.experts * config.of(ours.removesuffix(ExpertLora.SUFFIX))[0]

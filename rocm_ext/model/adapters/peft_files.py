@@ -1,7 +1,7 @@
 """LoRA adapters in PEFT's format: config and weights; settings that this library does not compute are refused."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path, PurePath
@@ -14,8 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.base.hub import REPO_ID, hub_name
+from rocm_ext.base.types import Json
 from rocm_ext.config.checks.kinds import JSON_SWITCH, NULL, Kind, integer, number
 from rocm_ext.config.checks.training import PATTERNS
 from rocm_ext.model.adapters import peft_experts
@@ -27,7 +28,6 @@ from rocm_ext.model.lora import (
     adapter_parameters,
     adapters,
     described,
-    merged_linear,
     rank_and_alpha,
     scale_of,
 )
@@ -127,11 +127,9 @@ class PeftConfig(Sizes):
             raise UserError(f"cannot read the adapter in {folder}: {ADAPTER_CONFIG}: {error}") from error
         if not isinstance(config, dict):
             raise UserError(f"cannot read the adapter in {folder}: {ADAPTER_CONFIG} must hold a JSON object")
-        if foreign := _not_computed(config):
-            raise _unknown(folder, foreign)
-        for key, kind in _EXPECTED.items():
-            if not kind.fits(config.get(key)):
-                raise UserError(f"{path} has {_short(key, config.get(key))}; expected {kind}")
+        _refuse(folder, _not_computed(config))
+        odd = ((key, kind) for key, kind in _EXPECTED.items() if not kind.fits(config.get(key)))
+        refuse(f"{path} has {_short(key, config.get(key))}; expected {kind}" for key, kind in odd)
         tokens = config.get("trainable_token_indices") or {}
         return cls(
             rank=config["r"],
@@ -172,8 +170,7 @@ class PeftConfig(Sizes):
             foreign.append(_short("trainable_token_indices", dict(self.tokens)))
         if self.parameters and not decoder.published_modules:  # native models have no experts
             foreign.append(f"target_parameters={list(self.parameters)}")
-        if foreign:  # torchtune's builders have no such keys
-            raise _unknown(folder, foreign)
+        _refuse(folder, foreign)  # torchtune's builders have no such keys
         tokens, trained = by_layer(decoder, self.tokens), trained_tokens(decoder)
         rows: list[tuple[str, Any, str, Any]] = [
             *((key, theirs[key], f"model.{'lora_rank' if key == 'r' else key}", ours[key]) for key in ours),
@@ -209,14 +206,15 @@ class PeftConfig(Sizes):
         )
 
 
-def _unknown(folder: Path, settings: list[str]) -> UserError:
-    return UserError(
-        f"adapter {folder} has {', '.join(settings)}, which this library does not compute; merge it into the "
-        "base model with PEFT (merge_and_unload) and start from the merged model"
-    )
+def _refuse(folder: Path, settings: list[str]) -> None:
+    if settings:
+        raise UserError(
+            f"adapter {folder} has {', '.join(settings)}, which this library does not compute; merge it into the "
+            "base model with PEFT (merge_and_unload) and start from the merged model"
+        )
 
 
-def _not_computed(config: Mapping[str, Any]) -> list[str]:
+def _not_computed(config: Json) -> list[str]:
     foreign = [_short(key, value) for key, value in config.items() if key not in _FREE and value]
     if (kind := config.get("peft_type", "LORA")) != "LORA":
         foreign.insert(0, _short("peft_type", kind))
@@ -387,12 +385,20 @@ def read_peft(folder: Path) -> tuple[PeftConfig, dict[str, Tensor]]:
     config, state = PeftConfig.read(folder), _finite_tensors(folder)
     if not state:
         raise UserError(f"adapter {folder} has no weights in {ADAPTER_WEIGHTS}; write it again")
+    refuse(f"adapter {folder} is damaged: {problem}" for problem in _damage(config, state))
+    for name in [name for name in state if name.endswith(ROWS)]:
+        ids = config.ids(name.removesuffix(ROWS))
+        state[name] = state[name][sorted(range(len(ids)), key=ids.__getitem__)]
+    return config, state
+
+
+def _damage(config: PeftConfig, state: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield the differences between an adapter's weights, by PEFT's names, and its config."""
     rows = [name for name in state if name.endswith(ROWS)]
     for name in rows or [ROWS] * bool(config.tokens):
         ids, shape = config.ids(name.removesuffix(ROWS)), list(state[name].shape) if name in state else "missing"
         if shape == "missing" or len(shape) != 2 or shape[0] != len(ids):
-            raise UserError(f"adapter {folder} is damaged: {name} is {shape}; expected a row for each of {ids}")
-        state[name] = state[name][sorted(range(len(ids)), key=ids.__getitem__)]
+            yield f"{name} is {shape}; expected a row for each of {ids}"
     needed = [".lora_A.weight", ".lora_B.weight", *([".lora_magnitude_vector"] if config.dora else [])]
     of_experts = {config.rank, *config.rank_pattern.values()} if config.parameters else set[int]()
     for weight, parts in updates_by_weight(state).items():
@@ -402,16 +408,16 @@ def read_peft(folder: Path) -> tuple[PeftConfig, dict[str, Tensor]]:
         rank, _ = config.of(layer)
         if odd := {*needed} ^ parts.keys():
             kind = "unexpected" if odd & parts.keys() else "missing"
-            raise UserError(f"adapter {folder} is damaged: {kind} {layer}{min(odd)}")
+            yield f"{kind} {layer}{min(odd)}"
+            continue
         a, b, *norms = (list(parts[part].shape) for part in needed)
         many = a and a[0] and any(a[0] % r == 0 for r in of_experts)  # r rows per expert
         inner = a[0] if many else rank
         if len(a) != 2 or len(b) != 2 or a[0] != inner or b[1] != inner or any(norm != b[:1] for norm in norms):
-            raise UserError(
-                f"adapter {folder} is damaged: {layer} has weights {', '.join(map(str, [a, b, *norms]))}; with "
-                f"r={rank}, expected [{rank}, inputs], [outputs, {rank}]{', [outputs]' if norms else ''}"
+            yield (
+                f"{layer} has weights {', '.join(map(str, [a, b, *norms]))}; with r={rank}, expected [{rank}, inputs], "
+                f"[outputs, {rank}]{', [outputs]' if norms else ''}"
             )
-    return config, state
 
 
 def _finite_tensors(source: Path) -> dict[str, Tensor]:
@@ -526,9 +532,3 @@ def updates_by_weight(adapter: Mapping[str, Tensor]) -> dict[str, dict[str, Tens
         weight, part = _split_part(name, _PARTS_BACK)
         updates.setdefault(weight.removeprefix(PREFIX), {})[part] = tensor
     return updates
-
-
-def merged_weight(weight: Tensor, update: Mapping[str, Tensor], scale: float) -> Tensor:
-    """Merge one weight, see :func:`rocm_ext.model.lora.merged_linear`; ``update`` has parts by PEFT's suffixes."""
-    a, b = update[".lora_A.weight"], update[".lora_B.weight"]
-    return merged_linear(weight, a, b, scale, update.get(".lora_magnitude_vector"))

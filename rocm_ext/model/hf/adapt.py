@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from rocm_ext.base.errors import UserError, nearest
+from rocm_ext.model.hf.experts import experts_of
 from rocm_ext.model.lora import ExpertLora, Sizes, adapted_linear, ends_with
 
 ALL, ALL_EXPERTS = "all-linear", "all-experts"
@@ -18,11 +19,7 @@ _READ = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size)\b)")
 
 
 def put_in(
-    model: nn.Module,
-    layers: str,
-    targets: Iterable[str] | str | None,
-    adapted: Callable[..., nn.Module],
-    sizes: Sizes,
+    model: nn.Module, layers: str, targets: Iterable[str] | str | None, adapted: Callable[..., nn.Module], sizes: Sizes
 ) -> list[str]:
     """Replace linear layers by adapted ones with the same parameters; return their names.
 
@@ -46,8 +43,7 @@ def put_in(
         linear = linears[name]
         layer = adapted_linear(adapted, sizes, name, linear.in_features, linear.out_features, linear.bias is not None)
         layer.weight, layer.bias = linear.weight, linear.bias
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, layer)
+        model.set_submodule(name, layer)
     if not names and (targets is None or targets == ALL):
         raise UserError(f"no linear layer of {type(model).__name__} can be adapted")
     return names
@@ -82,8 +78,7 @@ def fused_experts(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """Return the fused weights of experts that LoRA can adapt: module and attribute, by the weight's name."""
     return {
         f"{name}.{key}": (module, key)
-        for name, module in model.named_modules()
-        if hasattr(module, "is_transposed")  # transformers' mark of experts whose forward pass can be replaced
+        for name, module in experts_of(model).items()
         for key, parameter in module.named_parameters(recurse=False)
         if parameter.ndim == 3
     }

@@ -106,12 +106,9 @@ def packed_mask(
 
 @torch.compiler.disable
 def _attend(query, key, value, mask: Mask, dropout, scaling, softcap, sinks) -> Tensor:
-    groups = query.shape[1] // key.shape[1]
     score = None if sinks is None else sinks.view(1, -1, 1, 1)
 
     def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if groups > 1:  # enable_gqa falls back to the math path on backends without grouped kernels
-            k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
         allowed = mask.of(q.shape[2], q.device)
         return sdpa(q, k, v, mask.kernel, mask=allowed, dropout=dropout, scale=scaling, softcap=softcap, sinks=score)
 
@@ -123,49 +120,38 @@ def _attend(query, key, value, mask: Mask, dropout, scaling, softcap, sinks) -> 
 
 
 @dataclass
-class AttentionUse:
-    """A model's use of attention in a pass.
-
-    Attributes:
-        windows: whether the model's code asked for a mask with a window.
-        layers: number of layers that called attention.
-        scores: whether attention holds its scores in memory.
-        read: numbers per position in the keys and values of the largest layer.
-    """
-
-    windows: bool = False
-    layers: int = 0
-    scores: bool = False
-    read: int = 0
-
-
-@dataclass(frozen=True)
-class _ForwardPass:
-    """A forward pass.
+class ForwardPass:
+    """A forward pass, and the model's use of attention in it.
 
     Attributes:
         positions: positions of its tokens, [n, s].
         ring: maps the size of a window (None: all positions) to the size of its ring; None: a prefill, whose keys are
             in order.
         kernel: see :func:`rocm_ext.model.attention.sdpa`.
-        asked: the model's use of attention.
         fixed: whether no shape may depend on values.
+        windows: whether the model's code asked for a mask with a window.
+        layers: number of layers that called attention.
+        scores: whether attention holds its scores in memory.
+        read: numbers per position in the keys and values of the largest layer.
     """
 
     positions: Tensor
     ring: Callable[[int | None], int] | None
     kernel: str
-    asked: "AttentionUse"
     fixed: bool
+    windows: bool = False
+    layers: int = 0
+    scores: bool = False
+    read: int = 0
 
 
-_pass: ContextVar[_ForwardPass] = ContextVar("the forward pass")
+_pass: ContextVar[ForwardPass] = ContextVar("the forward pass")
 
 
 @contextmanager
 def forward_pass(
     positions: Tensor, kernel: str, cache: SlotCache | None = None, fixed: bool = False
-) -> Iterator[AttentionUse]:
+) -> Iterator[ForwardPass]:
     """Give the positions [n, s] of a pass to the masks that a model makes inside.
 
     Args:
@@ -175,12 +161,12 @@ def forward_pass(
         fixed: let no shape depend on values, so that a graph can replay the pass.
 
     Yields:
-        The model's use of attention.
+        The pass, which gets the model's use of attention.
     """
-    now = _ForwardPass(positions, cache.ring if cache is not None else None, kernel, AttentionUse(), fixed)
+    now = ForwardPass(positions, cache.ring if cache is not None else None, kernel, fixed)
     token = _pass.set(now)
     try:
-        yield now.asked
+        yield now
     finally:
         _pass.reset(token)
 
@@ -211,7 +197,7 @@ def slots_mask(
         [n, 1, s, kv_length], True where a token attends.
     """
     now = _pass.get()
-    now.asked.windows |= local_size is not None
+    now.windows |= local_size is not None
     query = now.positions[:, None, :, None]
     index = torch.arange(kv_length, device=query.device)
     # the newest position stored at every index; negative: none yet
@@ -227,16 +213,13 @@ def _attend_to_slots(
     if mask is None or mask.shape[1:] != (1, query.shape[2], key.shape[2]):
         raise UserError(f"{type(module).__name__} makes masks of its own")
     now = _pass.get()
-    asked = now.asked
-    asked.layers += 1
-    asked.read = max(asked.read, key.shape[1] * (key.shape[-1] + value.shape[-1]))
-    asked.scores |= softcap is not None or sinks is not None
+    now.layers += 1
+    now.read = max(now.read, key.shape[1] * (key.shape[-1] + value.shape[-1]))
+    now.scores |= softcap is not None or sinks is not None
     n, heads, s, _ = query.shape
     groups = heads // key.shape[1]
     if s == 1:  # the heads of a group become queries of one kv head, so keys and values are not expanded
         query = query.view(n, -1, groups, query.shape[-1])
-    elif groups > 1:
-        key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
     sinks = None if sinks is None else sinks.view(1, *((-1, groups) if s == 1 else (heads, 1)), 1)
     out = sdpa(query, key, value, now.kernel, mask=mask, scale=scaling, softcap=softcap, sinks=sinks)
     return out.reshape(n, heads, s, -1).transpose(1, 2)

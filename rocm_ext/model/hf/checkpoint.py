@@ -212,20 +212,14 @@ class TextPart:
         return any(name == part or name.startswith(f"{part}.") for part in self.parts)
 
 
-def is_multimodal(config: Any) -> bool:
-    """Whether transformers' ``config`` describes more than a text model."""
-    return config.get_text_config() is not config
-
-
 def take_text(model: Any) -> TextPart | None:
     """Remove all parts of ``model`` that do not compute on text; return the text part, or None for a text model.
 
     Raises:
         UserError: the text part is not a separate causal decoder.
     """
-    if not is_multimodal(model.config):
+    if (text := model.config.get_text_config()) is model.config:
         return None
-    text = model.config.get_text_config()
     kind = MODEL_MAPPING.get(type(text), None)
     bodies = [name for name, module in model.named_modules() if type(module) is kind]
     head = next((name for name, module in model.named_children() if module is model.get_output_embeddings()), None)

@@ -22,29 +22,26 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
 
-from rocm_ext.base.errors import UserError, explain_errors
+from rocm_ext.base.errors import UserError, explain_errors, refuse
 from rocm_ext.base.log import log
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.model.attention import Lengths
 from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.families import CONFIG, own_code, refuse_code
+from rocm_ext.model.families import CONFIG, Config, own_code, refuse_code
 from rocm_ext.model.hf.adapt import ALL, ALL_EXPERTS, frozen_kinds, fused_experts, put_in, put_in_experts
 from rocm_ext.model.hf.attention import PACKED, packed, scale_each_sequence
 from rocm_ext.model.hf.checkpoint import (
     Converted,
     WeightNames,
     check_causal,
-    is_multimodal,
     keep_precision,
     persistent_buffers,
     take_text,
 )
-from rocm_ext.model.hf.experts import SORTED
-from rocm_ext.model.hf.routing import Replay
+from rocm_ext.model.hf.experts import SORTED, Replay
 from rocm_ext.model.hf.sampler import TransformersSampler, memory_of, obstacle_of, replay_of
 from rocm_ext.model.hf.states import ROWS, keep_apart
 from rocm_ext.model.lora import Sizes
-from rocm_ext.model.sampler import SequenceMemory
 from rocm_ext.model.token_rows import TokenRows
 
 # model_types whose packed rows tests compare with transformers. All others get padded rows.
@@ -105,7 +102,12 @@ class TransformersDecoder(Decoder):
             self.tied = (f"{head}.weight", f"{_name_of(model, embeddings)}.weight")
             setattr(model, head, _Tied(embeddings, model.get_output_embeddings().bias))
             setattr(self, head, getattr(model, head))
-        self._check_shared(type(model).__name__)
+        paths: dict[nn.Parameter, str] = {}  # loading and sharding know one path per parameter
+        refuse(
+            f"{type(model).__name__} has one weight in two places, {first} and {path}, which is not supported"
+            for path, parameter in self.named_parameters(remove_duplicate=False)
+            if (first := paths.setdefault(parameter, path)) != path
+        )
         causal = {part.is_causal for part in self.layers.modules() if hasattr(part, "is_causal")}
         if False in causal or (not causal and getattr(config, "is_decoder", True) is False):
             raise UserError(
@@ -124,13 +126,6 @@ class TransformersDecoder(Decoder):
         object.__setattr__(self, "model_", model)
         object.__setattr__(self, "output", _Head(model, top))
         _try_head(model, self.output, config.hidden_size)
-
-    def _check_shared(self, name: str) -> None:
-        """Refuse weights that several layers share: loading and sharding know one path per parameter."""
-        paths: dict[nn.Parameter, str] = {}
-        for path, parameter in self.named_parameters(remove_duplicate=False):
-            if (first := paths.setdefault(parameter, path)) != path:
-                raise UserError(f"{name} has one weight in two places, {first} and {path}, which is not supported")
 
     @property
     def layers(self) -> nn.ModuleList:  # type: ignore[override]
@@ -185,14 +180,8 @@ class TransformersDecoder(Decoder):
     def buffers_to_load(self) -> dict[str, Tensor]:
         return persistent_buffers(self)
 
-    @cached_property
-    def memory(self) -> SequenceMemory:
-        """The memory of a sequence, or a UserError if the model cannot be sampled from in this process."""
-        return memory_of(self)
-
-    @cached_property
-    def graph_obstacle(self) -> str:  # type: ignore[override]
-        return obstacle_of(self)
+    memory = cached_property(memory_of)
+    graph_obstacle = cached_property(obstacle_of)  # type: ignore[assignment]
 
     def check_sampling(self) -> int:
         return self.memory.positions
@@ -320,7 +309,7 @@ def _name_of(model: nn.Module, part: nn.Module | None) -> str:
 
 def build(
     folder: Path,
-    config: Mapping[str, Any],
+    config: Config,
     *,
     sizes: Sizes,
     dropout: float,
@@ -375,7 +364,7 @@ def shapes_of(folder: Path) -> dict[str, list[int]]:
     return {name: list(weight.shape) for name, weight in _on_meta(folder).state_dict().items()}
 
 
-def _needs_code(config: Mapping[str, Any], trust_remote_code: bool) -> bool:
+def _needs_code(config: Config, trust_remote_code: bool) -> bool:
     """Return whether the folder's code has to run, because transformers lacks the class; refuse untrusted code."""
     named, code = (config.get("architectures") or [""])[0], own_code(config)
     if code is None or code == named == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type"))):
@@ -390,13 +379,13 @@ def _on_meta(folder: Path, trusted: bool = False) -> Any:
     version, dtype = transformers.__version__, torch.get_default_dtype()
     with explain_errors(f"{folder / CONFIG}: transformers {version} cannot build this model"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted, local_files_only=True)
-        whole = is_multimodal(config)
+        whole = config.get_text_config() is not config  # not only a text model
         known = MODEL_FOR_MULTIMODAL_LM_MAPPING if whole else MODEL_FOR_CAUSAL_LM_MAPPING
         if type(config) not in known and not getattr(config, "auto_map", None):
             kind = f"model_type {config.model_type!r}"
             raise UserError(f"{folder / CONFIG}: transformers {version} has no language model for {kind}")
         packs = config.get_text_config().model_type in PACKS and not trusted
-        options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trusted, "experts_implementation": SORTED}
+        options: dict[str, object] = {"dtype": dtype, "trust_remote_code": trusted, "experts_implementation": SORTED}
         options |= {"attn_implementation": PACKED} if packs else {}
         with torch.device("cpu"), _meta_parameters():
             model = (AutoModelForMultimodalLM if whole else AutoModelForCausalLM).from_config(config, **options)

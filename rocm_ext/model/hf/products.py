@@ -142,11 +142,11 @@ def _aligned(*matrices: Tensor) -> bool:
 @cache
 def grouped_products() -> bool:
     """Whether torch's grouped product is right and fast on this machine's GPU; a line in the log says so."""
-    failure = f"torch {torch.__version__} has no grouped product"
-    if _grouped_mm is not None:
-        failure = trials.failure_of("grouped_mm", _WHAT, __name__)
-    log.info("experts: %s", f"one product for each, because {failure}" if failure else "one grouped product for all")
-    return not failure
+    each = "experts: one product for each"
+    if _grouped_mm is None:
+        log.info("%s, because torch %s has no grouped product", each, torch.__version__)
+        return False
+    return trials.works("grouped_mm", _WHAT, __name__, "experts: one grouped product for all", each)
 
 
 def trial(device: torch.device) -> str:

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,12 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, one_line, refuse
 from rocm_ext.model.adapters.peft_experts import expert_loras
 from rocm_ext.model.attention import SlotCache, Slots, span_for
-from rocm_ext.model.hf.attention import SLOTS, AttentionUse, forward_pass
+from rocm_ext.model.hf.attention import SLOTS, ForwardPass, forward_pass
 from rocm_ext.model.hf.checkpoint import persistent_buffers
-from rocm_ext.model.hf.experts import ROUTES
-from rocm_ext.model.hf.routing import Replay, experts_of
+from rocm_ext.model.hf.experts import ROUTES, Replay, experts_of
 from rocm_ext.model.lora import Dora, ExpertLora, Lora, adapters, dense, plain
 from rocm_ext.model.remembered import remembered
 from rocm_ext.model.sampler import (
@@ -205,8 +204,7 @@ def layers_of(config: Any) -> list[Any]:
         _WholeWindow(layer.sliding_window) if type(layer) is DynamicSlidingWindowLayer else layer  # type: ignore
         for layer in DynamicCache(config=config).layers
     ]
-    if odd := [type(layer).__name__ for layer in layers if type(layer) not in _KINDS]:
-        raise UserError(f"it needs {odd[0]}")
+    refuse(f"it needs {type(layer).__name__}" for layer in layers if type(layer) not in _KINDS)
     return layers
 
 
@@ -264,7 +262,7 @@ class TransformersSampler(Sampler):
         if placed.type != "meta":
             decoder.place_buffers(placed)
         self._config = model.config
-        layers = _adapted(source)
+        layers = dict(adapters(source))
         adapted: list[Any] = [(layer, [layers[name]]) for name, layer in linear.items()]
         for name, rows in token_rows(source):
             copied = rows.copy()
@@ -351,16 +349,16 @@ def chosen_of(config: Any) -> int:
     return next((n for key in _CHOSEN if isinstance(n := getattr(config, key, None), int)), 1)
 
 
-def _prefill(run: Callable[..., Any], config: Any, tokens: Tensor, kernel: str) -> tuple[list[Any], AttentionUse]:
-    """Return the cache's layers after ``tokens`` [n, s], and the model's use of attention."""
+def _prefill(run: Callable[..., Any], config: Any, tokens: Tensor, kernel: str) -> tuple[list[Any], ForwardPass]:
+    """Return the cache's layers after ``tokens`` [n, s], and the pass, with the model's use of attention."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     cache = Cache(layers=layers_of(config))
-    with forward_pass(positions, kernel) as asked:
+    with forward_pass(positions, kernel) as now:
         run(input_ids=tokens, position_ids=positions, cache=cache, use_cache=True)
-    return cache.layers, asked
+    return cache.layers, now
 
 
-def _fake_prefill(decoder: Any, replay: Replay | None = None) -> tuple[list[Any], AttentionUse]:
+def _fake_prefill(decoder: Any, replay: Replay | None = None) -> tuple[list[Any], ForwardPass]:
     """Compute :func:`_prefill` of two tokens on fake tensors; ``replay`` gives their experts."""
     body = decoder.body
     with FakeTensorMode():
@@ -403,54 +401,37 @@ def memory_of(source: Any) -> SequenceMemory:
     name = type(source.model_).__name__
     try:
         decoder = source.wrapped(source.empty_model(SLOTS)).eval()
-        kept = _Kept(*remembered([_kept_of, decoder], lambda: _kept_of(decoder)))
+        strangers, attended, found = remembered([_memory_of, decoder], lambda: _memory_of(decoder))
+        memory = SequenceMemory(*found)
+        problems = {
+            "its cache is not that of transformers' interface": strangers > 0,
+            _ATTENTION: len(memory.keys) > attended,
+        }
+        refuse(problem for problem, holds in problems.items() if holds)
     except Exception as error:  # the model's code may raise anything
         cause = _ATTENTION if SLOTS in str(error) else one_line(error)  # its code does not know this attention
         raise UserError(f"{name} cannot be sampled from in this process: {cause}; {_SERVER}") from error
-    problems = {
-        "its cache is not that of transformers' interface": kept.strangers > 0,
-        _ATTENTION: len(kept.keys) > kept.attended,
-    }
-    if bad := [what for what, holds in problems.items() if holds]:
-        raise UserError(f"{name} cannot be sampled from in this process: {bad[0]}; {_SERVER}")
-    keys = [(size, window) for size, window in kept.keys]
-    scores = kept.scores or source.kernel in ("math", "eager")
-    positions = min(source.max_seq_len, _short(decoder.body))
-    return SequenceMemory(keys, kept.states, kept.windows, scores, kept.expanded, positions)
+    keys = [(size, window) for size, window in memory.keys]
+    return memory._replace(keys=keys, scores=memory.scores or source.kernel in ("math", "eager"))
 
 
-class _Kept(NamedTuple):
-    """Facts about a prefill's cache and attention; see :class:`SequenceMemory`.
-
-    Attributes:
-        strangers: number of layers whose cache is not used.
-        attended: number of layers that call attention.
-    """
-
-    keys: list[tuple[int, int | None]]
-    states: int
-    windows: bool
-    scores: bool
-    expanded: int
-    strangers: int
-    attended: int
-
-
-def _kept_of(decoder: Any) -> _Kept:
-    """Simulate a prefill."""
-    layers, asked = _fake_prefill(decoder)
+def _memory_of(decoder: Any) -> tuple[int, int, SequenceMemory]:
+    """Simulate a prefill: return the numbers of layers with an unknown cache and with attention, and the memory."""
+    layers, prefill = _fake_prefill(decoder)
     keys, states, used, most = [], 0, 0, 0
     for layer in layers:
         used += getattr(layer, "is_initialized", False) or any(getattr(layer, "has_previous_state", {}).values())
         if isinstance(layer, DynamicLayer) and layer.is_initialized:
             size = (layer.keys.nbytes + layer.values.nbytes) // _PROBE  # type: ignore[union-attr]
             most = max(most, size // layer.keys.element_size())  # type: ignore[union-attr]
-            keys.append((size, getattr(layer, "sliding_window", None) if asked.windows else None))
+            keys.append((size, getattr(layer, "sliding_window", None) if prefill.windows else None))
         if isinstance(layer, LinearAttentionLayer):
             every = [*layer.conv_states.values(), *layer.recurrent_states.values()]
             states += sum(t.nbytes for t in every if t is not None)
-    expanded = 4 * asked.read if asked.read > most else 0
-    return _Kept(keys, states, asked.windows, asked.scores, expanded, len(layers) - used, asked.layers)
+    expanded = 4 * prefill.read if prefill.read > most else 0
+    positions = min(decoder.max_seq_len, _short(decoder.body))
+    memory = SequenceMemory(keys, states, prefill.windows, prefill.scores, expanded, positions)
+    return len(layers) - used, prefill.layers, memory
 
 
 @torch.no_grad()
@@ -492,14 +473,11 @@ class _NoCopies(TorchDispatchMode):
         return out
 
 
-def _adapted(source: Any) -> dict[str, Lora | Dora]:
-    return {name: layer for name, layer in adapters(source) if isinstance(layer, Lora | Dora)}
-
-
 @torch.no_grad()
 def _weights(source: Any, merge: bool) -> tuple[dict[str, Tensor], dict[str, SamplingLinear]]:
     """Return the copy's weights by name, and its layers that have an adapter."""
-    linear = {name: SamplingLinear([layer], merge) for name, layer in _adapted(source).items()}
+    layers = ((name, layer) for name, layer in adapters(source) if isinstance(layer, Lora | Dora))
+    linear = {name: SamplingLinear([layer], merge) for name, layer in layers}
     state = {f"{name}.{key}": p.detach() for name, layer in linear.items() for key, p in layer.named_parameters()}
     for key, parameter in source.named_parameters():
         owner = plain(key).rpartition(".")[0]

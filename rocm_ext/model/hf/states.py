@@ -37,7 +37,7 @@ def _installed(package: str) -> bool:
 
 
 def _chosen(
-    theirs: Callable[..., Any], in_torch: Callable[..., Any], package: str, x: Tensor, options: Mapping[str, Any]
+    theirs: Callable[..., Any], in_torch: Callable[..., Any], package: str, x: Tensor, options: Mapping[str, object]
 ) -> Callable[..., Any]:
     """Return ``theirs`` where the package's kernel computes it, else the same function ``in_torch``."""
     packs = any(options.get(name) is not None for name in ("seq_idx", "cu_seqlens"))  # refused without the package
@@ -238,7 +238,7 @@ class _Function:
     wrap: Callable[..., Callable[..., Any]]
     package: str
     inputs: Callable[[Generator, torch.dtype], list[Tensor]] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Mapping[str, str | int] = field(default_factory=dict)
 
     def trial(self, name: str, theirs: Callable[..., Any]) -> Kernel:
         """Return the installed kernel with transformers' code in torch as its reference."""

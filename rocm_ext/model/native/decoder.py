@@ -25,8 +25,7 @@ from rocm_ext.model.attention import Lengths
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.families import LINEAR, Architecture, Rope, from_hf, to_hf
 from rocm_ext.model.lora import Sizes, adapted_linear, plain
-from rocm_ext.model.native.attention import Attention
-from rocm_ext.model.native.layers import HalvesRoPE
+from rocm_ext.model.native.layers import Attention, HalvesRoPE
 from rocm_ext.model.native.sampler import NativeSampler, joined_kind
 from rocm_ext.model.token_rows import token_rows
 
@@ -67,7 +66,7 @@ class NativeDecoder(TransformerDecoder, Decoder):
         Args:
             tokens: [b, s], or [n] in a step of sampling.
             positions: the tokens' positions in their sequences, shaped like ``tokens``.
-            masks: one mask per layer; see :class:`rocm_ext.model.native.attention.Attention`.
+            masks: one mask per layer; see :class:`rocm_ext.model.native.layers.Attention`.
 
         Returns:
             [b, s, d] or [n, d].

@@ -12,7 +12,7 @@ from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from rocm_ext.model.attention import SlotCache
 from rocm_ext.model.lora import Dora, Lora, dense
-from rocm_ext.model.native.attention import Attention, PrefixCache, Prompts
+from rocm_ext.model.native.layers import Attention, PrefixCache, Prompts
 from rocm_ext.model.sampler import MIN_ROWS, Sampler, SamplingLinear, SequenceMemory, frozen, merges
 from rocm_ext.model.token_rows import TokenRows
 
@@ -178,7 +178,7 @@ class _Copies:
         return linear
 
 
-def _quick(module: nn.Module, *parts: Mapping[str, Any]) -> nn.Module:
+def _quick(module: nn.Module, *parts: Mapping[str, object]) -> nn.Module:
     """Return ``module`` with ``parts`` as plain attributes, which Python looks up faster."""
     for named in parts:
         vars(module).update(named)

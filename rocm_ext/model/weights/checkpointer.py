@@ -9,32 +9,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torchtune.training import MODEL_KEY
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, one_line, refuse
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
 from rocm_ext.base.log import log
 from rocm_ext.base.supervised import beat
 from rocm_ext.model.families import foreign_config, from_hf, read_architecture, stored_format
 from rocm_ext.model.weights import llama_cpp
-from rocm_ext.model.weights.gguf_files import SHAPES, SUFFIX, GgufFile, files_in, links_in
+from rocm_ext.model.weights.gguf_files import AGAIN, SHAPES, SUFFIX, GgufFile, files_in, links_in
 from rocm_ext.model.weights.quantized import Quantized, stored
 from rocm_ext.model.weights.unpack import unpack
 
 HF = "HF"  # the model_type of weights in Hugging Face's row order
 _OUTPUT, _EMBEDDINGS = "output.weight", "tok_embeddings.weight"
 _STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
-_TABLES = ("rotary_emb.inv_freq", ".position_ids")  # in old files; config.json decides them
+TABLES = ("rotary_emb.inv_freq", ".position_ids")  # in old files; config.json decides them
 _QUANTISED = (("", "_scale_inv"), ("", "_scale"), ("_blocks", "_scales"))  # ends of names of values and of scales
 # activations stay in 16 bits
 _OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
-_AGAIN = "download the file again"
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -67,7 +65,7 @@ class HFCheckpointer:
             raise UserError(f"checkpointer.model_type is {model_type!r}; expected {HF}")
         self._folder = Path(checkpoint_dir)
 
-    def load_checkpoint(self) -> dict[str, Any]:
+    def load_checkpoint(self) -> dict[str, "StoredWeights"]:
         """Return the weights under torchtune's key for a model.
 
         A native decoder's weights have torchtune's names, weights of other models the names in their files.
@@ -76,7 +74,7 @@ class HFCheckpointer:
             UserError: files are missing or damaged, or do not have the model's weights.
         """
         foreign = foreign_config(self._folder, trust_remote_code=True) is not None
-        state = StoredWeights(self._folder, weight_files(self._folder), str if foreign else from_hf, _TABLES)
+        state = StoredWeights(self._folder, weight_files(self._folder), str if foreign else from_hf, TABLES)
         if not foreign:  # others may have masks and tables of integers
             for name, tensor in state.on_meta().items():
                 check_stored(name, tensor)
@@ -151,10 +149,9 @@ def _indexed(index: Path) -> list[str]:
         raise UserError(f"cannot read {index}: {error.strerror}") from error
     files = content.get("weight_map")
     if not isinstance(files, dict) or not files:
-        raise UserError(f"{index} is damaged: it has no weight_map; {_AGAIN}")
+        raise UserError(f"{index} is damaged: it has no weight_map; {AGAIN}")
     names = sorted(set(map(str, files.values())))
-    if strange := [name for name in names if Path(name).name != name]:
-        raise UserError(f"{index} names {strange[0]}, which is not a file beside it")
+    refuse(f"{index} names {name}, which is not a file beside it" for name in names if Path(name).name != name)
     return names
 
 
@@ -270,7 +267,7 @@ class StoredWeights(Mapping[str, Tensor]):
             values, scales = parts
             return stored(name, values, scales, self._block)
         except ValueError as error:
-            raise UserError(f"checkpointer: {error}, which do not fit; {_AGAIN}") from error
+            raise UserError(f"checkpointer: {error}, which do not fit; {AGAIN}") from error
 
 
 def on_meta(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -296,27 +293,17 @@ def _spread(count: int) -> list[range]:
     return [range(start, start + 8) for start in (i * (count - 8) // 7 for i in range(8))]
 
 
-class _Reader(ABC):
-    """Tensors of a file, by name."""
+# ---- readers: the tensors of a file by name, also without their values, or with some of them (see _spread)
+
+
+class _Raw(ABC):
+    """Tensors read without a map: half as fast again as ``safe_open`` with ``backend="pread"``."""
 
     path: Path
-    names: list[str]
 
     @abstractmethod
     def on_meta(self, name: str) -> Tensor:
         """Return a tensor without its values."""
-
-    @abstractmethod
-    def read(self, name: str) -> Tensor:
-        """Return a tensor."""
-
-    @abstractmethod
-    def sample(self, name: str) -> Tensor:
-        """Return some values of a tensor, see :func:`_spread`."""
-
-
-class _Raw(_Reader):
-    """Tensors read without a map: half as fast again as ``safe_open`` with ``backend="pread"``."""
 
     @abstractmethod
     def begin(self, name: str) -> int:
@@ -391,7 +378,7 @@ class _Safetensors(_Raw):
         return self._begin + self._header[name]["data_offsets"][0]
 
 
-class _Gguf(_Reader):
+class _Gguf:
     """The tensors of a model's GGUF files in Hugging Face's names, shapes and orders.
 
     Args:
@@ -403,7 +390,7 @@ class _Gguf(_Reader):
         files, self.path = [_Blocks(file) for file in opened], opened[0].path
         self._files = {name: file for file in files for name in file.names}
         if len(self._files) < sum(len(file.names) for file in files):
-            raise UserError(f"the parts of {self.path} have tensors of one name; {_AGAIN}")
+            raise UserError(f"the parts of {self.path} have tensors of one name; {AGAIN}")
         if links_in(folder).get("made"):
             try:
                 llama_cpp.check_config(folder, opened[0])
@@ -437,11 +424,11 @@ class _Gguf(_Reader):
         if others:  # different blocks become one weight as numbers
             kinds = [self._files[part.name].places[part.name].kind for part in parts]
             pairs, kind = zip(tensors, kinds, strict=True), ""
-            tensors = [unpack(tensor, blocks) if blocks else tensor.float() for tensor, blocks in pairs]
+            tensors = [unpack(tensor, blocks, torch.float32) if blocks else tensor.float() for tensor, blocks in pairs]
         try:
             made = llama_cpp.joined(parts, tensors, kind)
         except ValueError as error:
-            raise UserError(f"{self.path}: {error}; {_AGAIN}") from error
+            raise UserError(f"{self.path}: {error}; {AGAIN}") from error
         shape = self._shapes.get(name, [])  # llama.cpp's shapes have no sides of 1
         return made.view(shape) if 1 in shape and [*made.shape] == [side for side in shape if side != 1] else made
 
@@ -460,7 +447,7 @@ class _Blocks(_Raw):
         return self.places[name].begin
 
 
-class _Pickled(_Reader):
+class _Pickled:
     """A ``.bin`` file, memory-mapped."""
 
     def __init__(self, path: Path) -> None:
@@ -478,9 +465,12 @@ class _Pickled(_Reader):
         return _sample(self._tensors[name])
 
 
+_Reader = _Safetensors | _Gguf | _Pickled
+
+
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, UnpicklingError, OSError, RuntimeError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {one_line(error)}; {_AGAIN}") from error
+        raise UserError(f"cannot read {path}: {one_line(error)}; {AGAIN}") from error

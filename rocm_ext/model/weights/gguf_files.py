@@ -8,19 +8,21 @@ import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.base.files import json_object
+from rocm_ext.base.types import Json
 from rocm_ext.model.weights.unpack import BLOCKS
 
 SUFFIX = ".gguf"
+Metadata = dict[str, Any]  # numbers, texts and lists by key
 # files in a folder that names GGUF files: their paths, and the shapes of transformers' weights by name
 LINKS, SHAPES = "gguf.json", "shapes.json"
-_AGAIN = "download the file again"
+AGAIN = "download the file again"
 _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's types of numbers
 # ggml's types with blocks
 _TYPES = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K",
@@ -79,14 +81,14 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            size = path.stat().st_size
-            with path.open("rb") as file:
-                self.metadata, self.places = _Header(file, path, size).read()
+            size = self._size = path.stat().st_size
+            with path.open("rb") as self._file:
+                self.metadata, self.places = self._read()
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror or error}") from error
         end = max((tensor.begin + tensor.nbytes for tensor in self.places.values()), default=0)
         if end > size:
-            raise UserError(f"{path} has {size:,} bytes instead of {end:,}; {_AGAIN}")
+            raise UserError(f"{path} has {size:,} bytes instead of {end:,}; {AGAIN}")
 
     def numbers(self, name: str) -> Tensor:
         """Return the numbers of a tensor without blocks."""
@@ -101,24 +103,17 @@ class GgufFile:
         """llama.cpp's name of the architecture."""
         return str(self.metadata.get("general.architecture"))
 
-
-class _Header:
-    """Reads a file's header."""
-
-    def __init__(self, file: BinaryIO, path: Path, size: int) -> None:
-        self._file, self._path, self._size = file, path, size
-
-    def read(self) -> tuple[dict[str, Any], dict[str, Place]]:
+    def _read(self) -> tuple[Metadata, dict[str, Place]]:
         if self._file.read(4) != b"GGUF":
-            raise UserError(f"{self._path} is no GGUF file")
-        version, tensors, keys = self._numbers("<IQQ")
+            raise UserError(f"{self.path} is no GGUF file")
+        version, tensors, keys = self._fields("<IQQ")
         if version not in (2, 3):
-            raise UserError(f"{self._path} is of GGUF's version {version}; expected 2 or 3")
+            raise UserError(f"{self.path} is of GGUF's version {version}; expected 2 or 3")
         self._expect(max(tensors, keys) <= _MOST)
         metadata = {}
         for _ in range(keys):
             key = self._text()
-            metadata[key] = self._value(*self._numbers("<I"))
+            metadata[key] = self._value(*self._fields("<I"))
         entries = [self._entry() for _ in range(tensors)]
         self._expect(len({name for name, *_ in entries}) == tensors)
         step = metadata.get("general.alignment", 32)
@@ -127,10 +122,10 @@ class _Header:
         return metadata, {name: self._place(name, shape, kind, begin + at) for name, shape, kind, at in entries}
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        name, (count,) = self._text(), self._numbers("<I")
+        name, (count,) = self._text(), self._fields("<I")
         self._expect(count <= 4 and name.isprintable())
-        shape = self._numbers(f"<{count}Q")[::-1]
-        kind, at = self._numbers("<IQ")
+        shape = self._fields(f"<{count}Q")[::-1]
+        kind, at = self._fields("<IQ")
         self._expect(all(side <= _MOST for side in shape))
         return name, shape, kind, at
 
@@ -139,29 +134,29 @@ class _Header:
             return Place(shape, "", _PLAIN[kind], begin)
         if kind not in _TYPES:
             raise UserError(
-                f"{self._path}: {name} is of ggml's type {kind}; expected F32, F16, BF16, {', '.join(_TYPES.values())}"
+                f"{self.path}: {name} is of ggml's type {kind}; expected F32, F16, BF16, {', '.join(_TYPES.values())}"
             )
         self._expect(bool(shape) and shape[-1] % BLOCKS[_TYPES[kind]][0] == 0)
         return Place(shape, _TYPES[kind], torch.float32, begin)
 
     def _value(self, kind: int) -> Any:
         if kind in _SCALARS:
-            return self._numbers(_SCALARS[kind])[0]
+            return self._fields(_SCALARS[kind])[0]
         if kind == _TEXT:
             return self._text()
         self._expect(kind == _LIST)
-        of, count = self._numbers("<IQ")
+        of, count = self._fields("<IQ")
         self._expect((of in _SCALARS or of == _TEXT) and count <= _MOST)
         if of in _SCALARS:
-            return list(self._numbers(f"<{count}{_SCALARS[of][1]}"))
+            return list(self._fields(f"<{count}{_SCALARS[of][1]}"))
         return [self._text() for _ in range(count)]
 
     def _text(self) -> str:
-        (size,) = self._numbers("<Q")
+        (size,) = self._fields("<Q")
         self._expect(size <= _MOST)
         return self._bytes(size).decode("utf-8", "replace")
 
-    def _numbers(self, form: str) -> tuple[Any, ...]:
+    def _fields(self, form: str) -> tuple[Any, ...]:
         return struct.unpack(form, self._bytes(struct.calcsize(form)))
 
     def _bytes(self, size: int) -> bytes:
@@ -172,7 +167,7 @@ class _Header:
 
     def _expect(self, fits: bool) -> None:
         if not fits:
-            raise UserError(f"{self._path} is damaged in its header; {_AGAIN}")
+            raise UserError(f"{self.path} is damaged in its header; {AGAIN}")
 
 
 def parts_of(path: Path) -> list[Path]:
@@ -187,7 +182,7 @@ def parts_of(path: Path) -> list[Path]:
     return files
 
 
-def links_in(folder: Path) -> dict[str, Any]:
+def links_in(folder: Path) -> Json:
     """Return the content of :data:`LINKS`: ``files``, and ``made``: whether ``config.json`` was made from metadata."""
     path = folder / LINKS
     return (json_object(path.read_bytes()) or {"files": []}) if path.is_file() else {}
@@ -198,8 +193,7 @@ def files_in(folder: Path) -> list[str] | None:
     files = links_in(folder).get("files")
     if files is None:
         return None
-    if missing := [file for file in files if not Path(file).is_file()]:
-        raise UserError(f"{missing[0]} is gone; it holds the model's weights")
+    refuse(f"{file} is gone; it holds the model's weights" for file in files if not Path(file).is_file())
     return files
 
 

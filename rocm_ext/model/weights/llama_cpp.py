@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,17 +18,19 @@ from torch import Tensor
 
 from rocm_ext.base.errors import UserError, explain_errors, refuse
 from rocm_ext.base.files import json_object
+from rocm_ext.base.types import Json
 from rocm_ext.model.families import (
     CONFIG,
+    MODEL_TYPES,
     Architecture,
+    Config,
     Rope,
     foreign_config,
     read_architecture,
     read_rope,
     stored_names,
 )  # fmt: skip
-from rocm_ext.model.rope import frequencies
-from rocm_ext.model.weights.gguf_files import SHAPES, GgufFile, files_in
+from rocm_ext.model.weights.gguf_files import SHAPES, GgufFile, Metadata, files_in
 from rocm_ext.model.weights.quantized import of_blocks
 
 _SCRIPT = "convert_hf_to_gguf.py from llama.cpp's sources"
@@ -98,12 +101,15 @@ def joined(parts: Sequence[Part], tensors: Sequence[Tensor], kind: str) -> Tenso
     """
     (first, *others), weight = parts, tensors[0]
     dim = -1 if first.is_vector(weight) else -2
+    problem = ""
     if kind and dim == -1:
-        raise ValueError(f"{first.name} has blocks of {kind}; expected numbers")
-    if any(tensor.shape != weight.shape for tensor in tensors):
-        raise ValueError(f"{first.name} and {others[-1].name} have different shapes")
-    if isinstance(first.rows, Tensor) and weight.shape[dim] != len(first.rows):
-        raise ValueError(f"{first.name} has {weight.shape[dim]} rows instead of {len(first.rows)}")
+        problem = f" has blocks of {kind}; expected numbers"
+    elif any(tensor.shape != weight.shape for tensor in tensors):
+        problem = f" and {others[-1].name} have different shapes"
+    elif isinstance(first.rows, Tensor) and weight.shape[dim] != len(first.rows):
+        problem = f" has {weight.shape[dim]} rows instead of {len(first.rows)}"
+    if problem:
+        raise ValueError(first.name + problem)
     if others:
         shape = list(weight.shape)
         shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
@@ -137,7 +143,7 @@ class Layout:
     arch: str
     layers: int
     vocabulary: int
-    keys: Mapping[str, Any]
+    keys: Metadata
     parts: Callable[[str], list[Part]]
     factors: Tensor | None = None
     merged_only: tuple[str, ...] = ()
@@ -221,7 +227,6 @@ _NATIVE = {  # llama.cpp's Mistral is its Llama
     "Qwen2ForCausalLM": "QWEN2",
     "Qwen3ForCausalLM": "QWEN3",
 }
-_MODEL_TYPE = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 
 
 def _of_native(folder: Path, a: Architecture) -> Layout:
@@ -287,8 +292,8 @@ def places(folder: Path, first: GgufFile, stored: Collection[str]) -> dict[str, 
                 break
     known = {part.name for parts in weights.values() for part in parts} | {_FACTORS}
     ahead = tuple(f"blk.{layout.layers + number}." for number in range(_ahead(first)))
-    if others := sorted(name for name in {*stored} - known if not name.startswith(ahead)):
-        raise UserError(f"{first.path} has {others[0]}, which no layer of this {names.arch} has")
+    others = sorted(name for name in {*stored} - known if not name.startswith(ahead))
+    refuse(f"{first.path} has {name}, which no layer of this {names.arch} has" for name in others)
     return weights
 
 
@@ -300,17 +305,13 @@ def _ahead(file: GgufFile) -> int:
     return layers if type(layers) is int and 0 <= layers <= _LAYERS else 0
 
 
-def config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
+def config_of(files: Sequence[GgufFile]) -> Json:
     """Return the content of ``config.json`` for the GGUF files of a model, the reverse of :func:`read_layout`.
 
     Raises:
         UserError: the metadata has an unknown architecture or an unknown key, or lacks a key.
+        Exception: a value has another type.
     """
-    with explain_errors(f"{files[0].path} has metadata that cannot be read"):  # values may have any type
-        return _config_of(files)
-
-
-def _config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
     file, arch = files[0], files[0].architecture
 
     def check(fits: bool, problem: str) -> None:
@@ -318,19 +319,18 @@ def _config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
             raise UserError(f"{file.path}: {arch}.{problem}")
 
     places = {name: tensor for part in files for name, tensor in part.places.items()}
-    name = next((name for name, known in _NATIVE.items() if _named(known) == arch), None)
-    kind, row = next(((kind, row) for kind, row in _ROWS.items() if _named(row.arch) == arch), (None, None))
-    if name is None and row is None:
-        known = {_named(kind) for kind in (*_NATIVE.values(), *(row.arch for row in _ROWS.values()))}
+    native = next((kind for kind, name in MODEL_TYPES.items() if _named(_NATIVE[name]) == arch), None)
+    kind, row = next(((kind, row) for kind, row in _ROWS.items() if _named(row.arch) == arch), (native, None))
+    if kind is None:
+        known = {_named(known) for known in (*_NATIVE.values(), *(row.arch for row in _ROWS.values()))}
         raise UserError(f"{file.path} is llama.cpp's {arch}; {', '.join(sorted(known))} are read from GGUF files")
     if len(getattr(places.get("token_embd.weight"), "shape", ())) != 2:
         raise UserError(f"{file.path} lacks token_embd.weight, the embeddings")
-    config: dict[str, Any] = {"architectures": [name], "model_type": _MODEL_TYPE.get(str(name), kind)}
+    config: Json = {"architectures": [MODEL_TYPES.get(kind) or _class_of(kind, file)], "model_type": kind}
     of_row: Mapping[str, Of] = {} if row is None else row.keys
     if row is not None:
-        config["architectures"] = [_class_of(str(kind), file)]
         config |= {key: value for key, value in row.only.items() if not callable(value)}
-    keys, values = _keys(file), dict[str, Any]()
+    keys, values = _keys(file), Metadata()
     for key, theirs in {**_COMMON, **of_row}.items():
         value = keys.pop(stored := _stored_key(arch, key), None)
         if value is None and (key in _OPTIONAL or key in of_row or "expert_count" in of_row):  # see check_config
@@ -356,8 +356,8 @@ def _config_of(files: Sequence[GgufFile]) -> dict[str, Any]:
     check(values.get("expert_used_count", 0) <= most, f"expert_used_count is more than expert_count, {most}")
     if row is not None:
         config |= row.back(values, config)
-    if others := sorted(keys.keys() - _IDLE):
-        raise UserError(f"{file.path}: {arch}.{others[0]} is {keys[others[0]]!r}, which is not computed here")
+    others = sorted(keys.keys() - _IDLE)
+    refuse(f"{file.path}: {arch}.{key} is {keys[key]!r}, which is not computed here" for key in others)
     return config
 
 
@@ -389,11 +389,14 @@ def check_config(folder: Path, file: GgufFile) -> None:
     stored, arch, layout = _keys(file), file.architecture, read_layout(folder)
     asked = {key for row in _ROWS.values() if row.arch == layout.arch for key in row.keys} | {*_COMMON}
     needed = {_stored_key(arch, key) for key in layout.keys.keys() & asked - _OPTIONAL}
-    for key, value in _stored(arch, layout.keys).items():
-        if key in needed - stored.keys():
-            raise UserError(f"{file.path} lacks {arch}.{key}")
-        if key in stored and not _equal(stored[key], value):
-            raise UserError(f"{file.path}: {arch}.{key} is {stored[key]}, but {value} is computed here")
+    computed = _stored(arch, layout.keys)
+    refuse(
+        f"{file.path}: {arch}.{key} is {stored[key]}, but {value} is computed here"
+        if key in stored
+        else f"{file.path} lacks {arch}.{key}"
+        for key, value in computed.items()
+        if (not _equal(stored[key], value) if key in stored else key in needed)
+    )
 
 
 def _equal(stored: Any, value: Any) -> bool:
@@ -409,7 +412,7 @@ def _named(arch: str) -> str:
     return arch.lower().replace("_", "-")
 
 
-def _keys(file: GgufFile) -> dict[str, Any]:
+def _keys(file: GgufFile) -> Metadata:
     """Return the architecture's metadata, without layers that predict further tokens."""
     arch = file.architecture
     keys = {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items() if key.startswith(f"{arch}.")}
@@ -422,13 +425,13 @@ def _keys(file: GgufFile) -> dict[str, Any]:
     return keys
 
 
-def add_keys(writer: Any, keys: Mapping[str, Any]) -> None:
+def add_keys(writer: Any, keys: Metadata) -> None:
     """Add the keys of a :class:`Layout` to a ``GGUFWriter``."""
     for key, value in keys.items():
         getattr(writer, f"add_{key}")(library().RopeScalingType(value) if key == "rope_scaling_type" else value)
 
 
-def _stored(arch: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _stored(arch: str, keys: Metadata) -> Metadata:
     """Return keys and values as stored in the metadata."""
     writer = library().GGUFWriter(None, arch)
     add_keys(writer, keys)
@@ -439,9 +442,7 @@ def _stored_key(arch: str, key: str) -> str:
     return list(_stored(arch, {key: [1]}))[-1]
 
 
-def _rope_of(
-    files: Sequence[GgufFile], keys: dict[str, Any], config: Mapping[str, Any], proportional: bool = False
-) -> dict[str, Any]:
+def _rope_of(files: Sequence[GgufFile], keys: Metadata, config: Json, proportional: bool) -> Json:
     """Return RoPE's parameters, and remove its keys from ``keys``; ``proportional``: only first dimensions rotate."""
 
     def taken(key: str, usual: Any = None) -> Any:
@@ -451,7 +452,7 @@ def _rope_of(
         return value
 
     path = files[0].path
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": taken("rope.freq_base", 10_000.0)}
+    rope: Json = {"rope_type": "default", "rope_theta": taken("rope.freq_base", 10_000.0)}
     kind = keys.pop("rope.scaling.type", "none")
     if kind not in ("none", "linear", "yarn"):
         raise UserError(f"{path}: rope.scaling.type is {kind!r}; expected none, linear or yarn")
@@ -485,7 +486,7 @@ def _rope_of(
 
 def _factors(width: int, rope: Rope) -> Tensor:
     """Return the divisors of RoPE's frequencies."""
-    return frequencies(width, Rope(rope.base)) / frequencies(width, rope)
+    return Rope(rope.base).frequencies(width) / rope.frequencies(width)
 
 
 def _first_dimensions(width: int, turned: int, factor: float) -> Tensor:
@@ -501,8 +502,8 @@ def _check_rope(folder: Path, arch: str, kind: str) -> None:
         )
 
 
-def _rope_keys(rope: Rope) -> dict[str, Any]:
-    keys: dict[str, Any] = {"rope_freq_base": rope.base}
+def _rope_keys(rope: Rope) -> Metadata:
+    keys: Metadata = {"rope_freq_base": rope.base}
     if rope.kind in ("linear", "yarn"):
         keys |= {"rope_scaling_type": rope.kind, "rope_scaling_factor": rope.factor}
     if rope.yarn:
@@ -520,6 +521,7 @@ def _rope_keys(rope: Rope) -> dict[str, Any]:
 
 
 Of = str | Callable[[Any], Any]  # a key of the config, or what is computed from it
+Back = Callable[[Metadata, Json], Json]
 
 
 @dataclass(frozen=True)
@@ -538,8 +540,8 @@ class _Row:
     arch: str
     parts: Callable[[str, Any], list[Part]]
     keys: Mapping[str, Of]
-    only: Mapping[str, Any]
-    back: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
+    only: Config
+    back: Back
     merged_only: tuple[str, ...] = ()
 
 
@@ -689,13 +691,19 @@ _WINDOW: dict[str, Of] = {
     "sliding_window": "sliding_window",
     "sliding_window_pattern": lambda c: [kind == "sliding_attention" for kind in c.layer_types],
 }
+
+
+def _interval(config: Any) -> int:
+    return config.layer_types.index("full_attention") + 1
+
+
 _DELTA: dict[str, Of] = {
     "ssm_conv_kernel": "linear_conv_kernel_dim",
     "ssm_state_size": "linear_key_head_dim",
     "ssm_group_count": "linear_num_key_heads",
     "ssm_time_step_rank": "linear_num_value_heads",
     "ssm_inner_size": lambda c: c.linear_num_value_heads * c.linear_value_head_dim,
-    "full_attention_interval": lambda c: c.layer_types.index("full_attention") + 1,
+    "full_attention_interval": _interval,
     # sections for positions in images; in text all sections have the same positions
     "rope_dimension_sections": lambda c: [*c.rope_parameters.get("mrope_section", [11, 11, 10]), 0],
 }
@@ -706,35 +714,31 @@ def _kinds(layers: int, every: int, others: str) -> list[str]:
     return ["full_attention" if layer % every == 0 else others for layer in range(1, layers + 1)]
 
 
-def _linear_kinds(config: Any) -> list[str]:
-    return _kinds(config.num_hidden_layers, config.layer_types.index("full_attention") + 1, "linear_attention")
-
-
 _SILU = {"hidden_act": "silu", "attention_bias": False}
-_QWEN3_5 = {**_SILU, "layer_types": _linear_kinds, "linear_value_head_dim": lambda c: c.linear_key_head_dim}
+_QWEN3_5 = {
+    **_SILU,
+    "layer_types": lambda c: _kinds(c.num_hidden_layers, _interval(c), "linear_attention"),
+    "linear_value_head_dim": lambda c: c.linear_key_head_dim,
+}
 _GELU = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
 
 
-def _back_to_windows(every: int) -> Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]:
-    """Return a row's ``back``; where the file does not say it, every n-th layer has full attention."""
-
-    def back(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        usual = _kinds(config["num_hidden_layers"], every, "sliding_attention")
-        pattern = values.get("sliding_window_pattern") or ()
-        return {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern] or usual}
-
-    return back
+def _back_to_windows(every: int, values: Metadata, config: Json) -> Json:
+    """Return the kinds of layers; where the file does not say it, every n-th layer has full attention."""
+    usual = _kinds(config["num_hidden_layers"], every, "sliding_attention")
+    pattern = values.get("sliding_window_pattern") or ()
+    return {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern] or usual}
 
 
-def _back_to_gemma_3(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def _back_to_gemma_3(values: Metadata, config: Json) -> Json:
     rope, base = config["rope_parameters"], values.get("rope_freq_base_swa", 10_000.0)
     made = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": base}}
     scale = _gemma_3_scale(SimpleNamespace(**config))
     capped = {"final_logit_softcapping": config.get("final_logit_softcapping") or None}
-    return _back_to_windows(6)(values, config) | {"rope_parameters": made, "query_pre_attn_scalar": scale} | capped
+    return _back_to_windows(6, values, config) | {"rope_parameters": made, "query_pre_attn_scalar": scale} | capped
 
 
-def _back_to_qwen3_5(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def _back_to_qwen3_5(values: Metadata, config: Json) -> Json:
     rope = dict(config["rope_parameters"])
     if sections := values.get("rope_dimension_sections"):
         rope["mrope_section"] = sections[:3]
@@ -745,10 +749,10 @@ def _back_to_qwen3_5(values: Mapping[str, Any], config: Mapping[str, Any]) -> di
     }
 
 
-def _back_to_gemma_4(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def _back_to_gemma_4(values: Metadata, config: Json) -> Json:
     widths = values["feed_forward_length"]
     widths = widths if isinstance(widths, list) else [widths]
-    layers = _back_to_windows(6)(values, config)
+    layers = _back_to_windows(6, values, config)
     heads = values["head_count_kv"]
     heads = heads if isinstance(heads, list) else [heads] * len(layers["layer_types"])
     of_kind = dict(zip(layers["layer_types"], heads, strict=True))
@@ -792,14 +796,9 @@ _ROWS = {  # by the model_type of the text part
     "gpt_oss": _Row(
         "GPT_OSS",
         _gpt_oss,
-        {
-            **_WINDOW,
-            **_EXPERTS,
-            "expert_count": "num_local_experts",
-            "expert_feed_forward_length": "intermediate_size",
-        },
+        {**_WINDOW, **_EXPERTS, "expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size"},
         {"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "tie_word_embeddings": False},
-        _back_to_windows(2),
+        partial(_back_to_windows, 2),
     ),
     "qwen3_5_text": _Row("QWEN35", _qwen3_5, _DELTA, _QWEN3_5, _back_to_qwen3_5),
     "qwen3_5_moe_text": _Row(

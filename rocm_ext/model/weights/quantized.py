@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
-from rocm_ext.base.log import log
 from rocm_ext.machine import trials
 from rocm_ext.model.families import StoredFormat
 from rocm_ext.model.weights.unpack import BLOCKS, unpack
@@ -25,6 +24,7 @@ from rocm_ext.model.weights.unpack import BLOCKS, unpack
 _E2M1 = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 _PAIRS = [[_E2M1[byte % 16], _E2M1[byte // 16]] for byte in range(256)]
 _WHAT = "the product in FP8"
+_SAID = ("quantize_base=fp8: products in FP8", "quantize_base=fp8: weights are dequantised")
 _PIECE = 1 << 23  # bytes of ggml's blocks that are checked at a time
 
 
@@ -407,15 +407,7 @@ def scaled_product(x: Tensor, weight: Quantized) -> Tensor | None:
 
 def scaled_products(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether ``device`` multiplies in FP8 where a model's dtype is ``dtype``."""
-    return device.type == "cuda" and dtype == torch.bfloat16 and _right_and_fast()
-
-
-@cache
-def _right_and_fast() -> bool:
-    """Ask a child process, and log its answer."""
-    failure = trials.failure_of("scaled_mm", _WHAT, __name__)
-    log.info("quantize_base=fp8: %s", f"weights are dequantised, because {failure}" if failure else "products in FP8")
-    return not failure
+    return device.type == "cuda" and dtype == torch.bfloat16 and trials.works("scaled_mm", _WHAT, __name__, *_SAID)
 
 
 def trial(device: torch.device) -> str:

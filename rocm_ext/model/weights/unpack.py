@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.log import log
 from rocm_ext.machine import trials
 
 # values and bytes of a block
@@ -27,20 +26,17 @@ BLOCKS = {
 _PIECE = {"cpu": 1 << 18}
 _LARGE_PIECE = 1 << 26
 _WHAT = "the compiled unpacking of GGUF blocks"
+_SAID = ("GGUF: compiled unpacking", "GGUF: blocks are unpacked step by step")
 _E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)  # twice the values, as ggml has them; its scales are half
-
-
-def unpack(packed: Tensor, kind: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the values of complete blocks, [..., bytes] uint8 -> [..., values], rounded once from fp32.
-
-    ``kind`` is a key of :data:`BLOCKS`.
-    """
-    return _unpack(packed, kind, dtype)
 
 
 # One operation, because the tables of some kinds are tensors, which torch.compile and plans must not look into
 @torch.library.custom_op("rocm_ext::unpack", mutates_args=())
-def _unpack(packed: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+def unpack(packed: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    """Return the values of complete blocks, [..., bytes] uint8 -> [..., values], rounded once from fp32.
+
+    ``kind`` is a key of :data:`BLOCKS`.
+    """
     values, size = BLOCKS[kind]
     blocks = packed.reshape(-1, size) if packed.numel() else packed.new_empty(0, size)
     kernel = _kernel(kind, dtype) if packed.is_cuda else None
@@ -54,7 +50,7 @@ def _unpack(packed: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     return out.view(_shape(packed, kind))
 
 
-@_unpack.register_fake
+@unpack.register_fake
 def _(packed: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     return packed.new_empty(_shape(packed, kind), dtype=dtype)
 
@@ -64,14 +60,10 @@ def _shape(packed: Tensor, kind: str) -> tuple[int, ...]:
     return *packed.shape[:-1], packed.shape[-1] // size * values
 
 
-def _function(kind: str) -> Callable[[Tensor], Tensor]:
-    return _OURS[kind] if kind in _OURS else _theirs(kind)
-
-
 @cache
 def _kernel(kind: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
     """Return a compiled function; None: compiling does not work on this machine."""
-    return compiled(kind, dtype) if _compiles() else None
+    return compiled(kind, dtype) if trials.works("unpack", _WHAT, __name__, *_SAID) else None
 
 
 def compiled(kind: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -85,14 +77,6 @@ def compiled(kind: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     code = unpacked.__code__.replace(co_name=f"unpacked_{kind}_{dtype}")
     renamed = FunctionType(code, unpacked.__globals__, None, None, unpacked.__closure__)
     return torch.no_grad()(torch.compile(renamed, dynamic=True))
-
-
-@cache
-def _compiles() -> bool:
-    """Ask a child process, and log its answer."""
-    failure = trials.failure_of("unpack", _WHAT, __name__)
-    log.info("GGUF: %s", f"blocks are unpacked step by step, because {failure}" if failure else "compiled unpacking")
-    return not failure
 
 
 def trial(device: torch.device) -> str:
@@ -111,7 +95,10 @@ def _plain(kind: str, blocks: Tensor) -> Tensor:
     return _function(kind)(blocks).reshape(-1, BLOCKS[kind][0]).bfloat16()
 
 
-def _theirs(kind: str) -> Callable[[Tensor], Tensor]:
+def _function(kind: str) -> Callable[[Tensor], Tensor]:
+    """Return the function that unpacks blocks of a kind: one of this module, or transformers'."""
+    if kind in _OURS:
+        return _OURS[kind]
     try:
         from transformers.integrations.gguf import dequant
     except ImportError as error:
