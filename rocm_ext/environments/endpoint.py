@@ -5,12 +5,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import SimpleQueue
 from typing import Any
 
 from rocm_ext.base.errors import one_line
+from rocm_ext.base.types import Json, Message
 from rocm_ext.environments.base import Ask
 
 _BYTES = 4 << 20  # the largest request
@@ -59,7 +59,7 @@ class Exchange:
         self.ask = Ask(asked["messages"], [] if asked.get("tool_choice") == "none" else tools, most)
         self.streams, options = bool(asked.get("stream")), asked.get("stream_options")
         self.sizes = isinstance(options, dict) and bool(options.get("include_usage"))
-        self._response: SimpleQueue[Mapping[str, Any] | str] = SimpleQueue()
+        self._response: SimpleQueue[Message | str] = SimpleQueue()
 
     def gone(self) -> bool:
         """Whether the client has hung up."""
@@ -68,14 +68,14 @@ class Exchange:
         except OSError as problem:
             return not isinstance(problem, BlockingIOError)
 
-    def answer(self, message: Mapping[str, Any] | str) -> None:
+    def answer(self, message: Message | str) -> None:
         """Respond with the model's message; a text refuses the request.
 
         A refusal says that the context is full, after which clients do not retry, and some return a partial result.
         """
         self._response.put(message)
 
-    def completion(self) -> dict[str, Any]:
+    def completion(self) -> Json:
         """Wait for the response, and return it in OpenAI's form; raises AtLimit if the request was refused."""
         said = self._response.get()
         if isinstance(said, str):
@@ -84,7 +84,7 @@ class Exchange:
         for stop in self._stop:
             text, cut, _ = text.partition(stop)
             ends = "stop" if cut else ends
-        message: dict[str, Any] = {"role": "assistant", "content": text}
+        message: Message = {"role": "assistant", "content": text}
         if calls := said.get("tool_calls"):
             message |= {"content": text or None, "tool_calls": []}
             for call in calls:
@@ -106,7 +106,7 @@ def _are(kind: type, values: Any) -> bool:
     return isinstance(values, list) and all(isinstance(value, kind) for value in values)
 
 
-def _events(completion: dict[str, Any], sizes: bool) -> bytes:
+def _events(completion: Json, sizes: bool) -> bytes:
     """Return a completion as a stream of events: its message, its end and, if ``sizes``, its size."""
     (choice,) = completion["choices"]
     delta = dict(choice["message"])

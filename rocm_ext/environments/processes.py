@@ -24,7 +24,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.importing import COMPONENT, import_component
+from rocm_ext.base.importing import COMPONENT, Component, import_component
+from rocm_ext.base.types import Json, Message, Row
 from rocm_ext.environments.base import Ask, Environment, Reply, checked_reply, now, tools_of
 from rocm_ext.verifiers.base import Result, error
 from rocm_ext.verifiers.sandbox.children import descendants, kill
@@ -54,7 +55,7 @@ class Environments:
         UserError: on entering, if the environment cannot be imported.
     """
 
-    def __init__(self, environment: Mapping[str, Any], timeout: float) -> None:
+    def __init__(self, environment: Component, timeout: float) -> None:
         self._environment, self._timeout = dict(environment), timeout
         self._open: dict[Key, _Talk] = {}
         self._ending: deque[tuple[_Talk, str]] = deque()
@@ -63,7 +64,7 @@ class Environments:
         self._woken, self._wake = os.pipe()
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._closed, self._folder = False, folder_of_runs()
-        self.tools: list[dict[str, Any]] = []
+        self.tools: list[Json] = []
 
     def __enter__(self) -> "Environments":
         boot = "import json,sys;sys.path[:]=json.loads(sys.argv[2]);"
@@ -107,7 +108,7 @@ class Environments:
             os.close(fd)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def begin(self, key: Key, row: Mapping[str, Any]) -> "Future[Reply]":
+    def begin(self, key: Key, row: Row) -> "Future[Reply]":
         """Begin a conversation: a future for the messages that follow the prompt's."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -121,11 +122,11 @@ class Environments:
             self._open[key] = _Talk(ours)
         return self._ask(key, {"row": dict(row)})
 
-    def say(self, key: Key, message: Mapping[str, Any]) -> "Future[Reply]":
+    def say(self, key: Key, message: Message) -> "Future[Reply]":
         """Send the model's message: a future for the messages that follow, or for the result."""
         return self._ask(key, {"message": dict(message)})
 
-    def cut(self, key: Key, message: Mapping[str, Any]) -> "Future[Reply]":
+    def cut(self, key: Key, message: Message) -> "Future[Reply]":
         """Judge a conversation that a limit ends: a future for the result."""
         return self._ask(key, {"cut": dict(message)})
 
@@ -136,7 +137,7 @@ class Environments:
         if talk is not None:
             self._ending.append((talk, why))  # for the thread: ending takes as long as an answer
 
-    def _ask(self, key: Key, content: dict[str, Any]) -> "Future[Reply]":
+    def _ask(self, key: Key, content: Json) -> "Future[Reply]":
         talk = self._open.get(key)
         if talk is None:
             return _done(error("the conversation has ended"))
@@ -231,11 +232,11 @@ def _done(result: Result) -> "Future[Reply]":
     return future
 
 
-def _line(content: Mapping[str, Any]) -> bytes:
+def _line(content: Json) -> bytes:
     return json.dumps(content, default=str).encode() + b"\n"
 
 
-def _read_line(link: socket.socket) -> dict[str, Any]:
+def _read_line(link: socket.socket) -> Json:
     """Read a line from a socket; {} at its end."""
     said = b""
     while not said.endswith(b"\n"):
@@ -306,7 +307,7 @@ def _converse(ours: socket.socket, made: Any, arguments: Mapping[str, Any]) -> N
         except BaseException as problem:  # SystemExit, too
             reply = error(worker.blame(problem))
         if isinstance(reply, Result):
-            answer: dict[str, Any] = {"result": reply.values()}
+            answer: Json = {"result": reply.values()}
         else:
             answer = {"ask": asdict(reply)} if isinstance(reply, Ask) else {"messages": reply}
         ours.sendall(_line(answer))

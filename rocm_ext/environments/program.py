@@ -8,12 +8,13 @@ import shutil
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.types import Message, Row
 from rocm_ext.environments.base import Ask, JudgedEnvironment
 from rocm_ext.environments.endpoint import Endpoint, Exchange
 from rocm_ext.verifiers.base import Result, Verdict, error, short
@@ -71,7 +72,7 @@ class Program(JudgedEnvironment):
 
     def __init__(
         self,
-        row: Mapping[str, Any],
+        row: Row,
         command: Sequence[str],
         folder: str | None = None,
         verifier: Any = None,
@@ -108,7 +109,7 @@ class Program(JudgedEnvironment):
         self._sandbox = Sandbox(sandbox, [*self._shown.folders, *more, *filter(None, [self._folder])])
         self._asked: SimpleQueue[Exchange | None] = SimpleQueue()
         self._exchange: Exchange | None = None
-        self._said: Mapping[str, Any] = {}
+        self._said: Message = {}
         self._cut = self._heard = False
 
     def _argument(self, word: str) -> str:
@@ -142,13 +143,13 @@ class Program(JudgedEnvironment):
         threading.Thread(target=self._watch, daemon=True).start()
         return self._next()
 
-    def reply(self, message: Mapping[str, Any]) -> Ask | Result:
+    def reply(self, message: Message) -> Ask | Result:
         assert self._exchange is not None
         self._said = message
         self._exchange.answer(message)
         return self._next()
 
-    def cut(self, message: Mapping[str, Any]) -> Result:
+    def cut(self, message: Message) -> Result:
         """Answer with the model's last message, refuse all further requests, and wait for the result."""
         assert self._exchange is not None
         self._cut = True

@@ -6,6 +6,7 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.importing import COMPONENT, import_component
+from rocm_ext.base.types import Row
 from rocm_ext.environments.base import JudgedEnvironment
 from rocm_ext.verifiers.build import build
 
@@ -20,7 +21,7 @@ class ToolEnvironment(JudgedEnvironment):
         verifier: the verifier's component.
     """
 
-    def __init__(self, row: Mapping[str, Any], tools: Sequence[Any], verifier: Any) -> None:
+    def __init__(self, row: Row, tools: Sequence[Any], verifier: Any) -> None:
         super().__init__(row)
         listed = isinstance(tools, (list, tuple)) and tools
         if not listed:

@@ -2,12 +2,13 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import import_component
-from rocm_ext.environments.base import Environment, Message, now
+from rocm_ext.base.types import Message, Row
+from rocm_ext.environments.base import Environment, now
 from rocm_ext.verifiers.base import Result
 from rocm_ext.verifiers.reward_function import RewardFunction
 
@@ -34,7 +35,7 @@ class Trl(Environment):
 
     def __init__(
         self,
-        row: Mapping[str, Any],
+        row: Row,
         factory: str,
         reward: str | None = None,
         threshold: float = 1.0,
@@ -69,7 +70,7 @@ class Trl(Environment):
         self.row = {**self.row, "messages": prompt + opening}
         return opening
 
-    def reply(self, message: Mapping[str, Any]) -> Any:
+    def reply(self, message: Message) -> Any:
         self._said.append(dict(message))
         if not message.get("tool_calls"):
             return self._judged()
@@ -77,7 +78,7 @@ class Trl(Environment):
         self._said += results
         return results
 
-    def cut(self, message: Mapping[str, Any]) -> Result:
+    def cut(self, message: Message) -> Result:
         answers = [said for said in self._said if said["role"] == "assistant"]
         if not answers or answers[-1] != message:  # else the tools' results after it reached the limit
             self._said.append(dict(message))

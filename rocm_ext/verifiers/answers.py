@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.types import Json, Row
 from rocm_ext.verifiers.base import Result, Verifier, correct, error, field, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.extract import answer_text, fenced_code
 from rocm_ext.verifiers.workers import worker
@@ -30,10 +31,10 @@ class ExactMatch(Verifier):
         self.field, self.ignore_case, self.strip = field, ignore_case, strip
         self.needs = (field,)
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Row) -> None:
         field(row, self.field, str)
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def __call__(self, completion: str, row: Row) -> Result:
         answer, expected = self._form(completion), self._form(row[self.field])
         if not answer and expected:
             return unparsed("the completion is empty")
@@ -66,11 +67,11 @@ class Regex(Verifier):
         if pattern is not None:
             _read(_pattern, pattern, "Regex", UserError)
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Row) -> None:
         if self.field:
             _read(_pattern, field(row, self.field, str), f"field {self.field!r}", ValueError)
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def __call__(self, completion: str, row: Row) -> Result:
         pattern = _pattern(row[self.field] if self.field else self.pattern)
         try:
             search = pattern.fullmatch if self.full else pattern.search
@@ -93,7 +94,7 @@ class JsonSchema(Verifier):
         timeout: seconds for parsing and validation, which run in a child process; longer gives TIMEOUT.
     """
 
-    def __init__(self, schema: Mapping[str, Any] | None = None, field: str | None = None, timeout: float = 5.0) -> None:
+    def __init__(self, schema: Json | None = None, field: str | None = None, timeout: float = 5.0) -> None:
         if (schema is None) == (field is None):
             raise UserError("JsonSchema takes either schema or field")
         if timeout <= 0:
@@ -102,17 +103,17 @@ class JsonSchema(Verifier):
         self._fixed = None if schema is None else _read(_validator, schema, "JsonSchema", UserError)
         self._elsewhere = Elsewhere("JsonSchema", timeout, schema=schema, field=field)
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Row) -> None:
         if self.field:
             _read(_validator, field(row, self.field, (str, Mapping)), f"field {self.field!r}", ValueError)
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def __call__(self, completion: str, row: Row) -> Result:
         if not worker.RUNNING:
             return self._elsewhere(completion, row)
         judge = functools.partial(self._judge, completion, row)
         return forked(judge, self.timeout, "the validation") or wrong("the validation ran out of memory")
 
-    def _judge(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def _judge(self, completion: str, row: Row) -> Result:
         try:
             value = _json_in(completion)
             validator = self._fixed if self._fixed is not None else _validator(row[self.needs[0]])

@@ -7,6 +7,8 @@ from dataclasses import field as dataclass_field
 from enum import Enum
 from typing import Any
 
+from rocm_ext.base.types import Row
+
 DETAIL = 300  # characters
 
 
@@ -88,12 +90,12 @@ class Verifier:
     def check(self) -> None:
         """Raise UserError if this machine cannot run the verifier."""
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Row) -> None:
         """Raise UserError or ValueError, naming the field, if the row cannot be verified."""
         for name in self.needs:
             field(row, name)
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def __call__(self, completion: str, row: Row) -> Result:
         """Judge one completion, given its prompt's row; by default as a batch or a group of one."""
         if self.groups:
             return group_results(self, [completion], row)[0]
@@ -101,14 +103,14 @@ class Verifier:
             raise NotImplementedError
         return self.judge_batch([completion], [row])[0]
 
-    def at_once(self, completion: str, row: Mapping[str, Any]) -> Result | None:
+    def at_once(self, completion: str, row: Row) -> Result | None:
         """Judge if no completion can make it slow, else return None.
 
         For verifiers of this library, the pool calls this in the run's process.
         """
         return None
 
-    def judge_batch(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
+    def judge_batch(self, completions: Sequence[str], rows: Sequence[Row]) -> list[Result]:
         """Judge several completions with their prompts' rows; for reward models and judges.
 
         A batch holds whatever answers are waiting, so a result must not depend on the other answers. If the call fails
@@ -116,7 +118,7 @@ class Verifier:
         """
         return [self(completion, row) for completion, row in zip(completions, rows, strict=True)]
 
-    def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
+    def judge_group(self, completions: Sequence[str], row: Row) -> list[Result]:
         """Judge all answers to one prompt, in order; called only if ``groups`` is True.
 
         A result may depend on the other answers. If the call fails or takes too long, all results are ERROR.
@@ -124,7 +126,7 @@ class Verifier:
         raise NotImplementedError
 
 
-def group_results(verifier: Verifier, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
+def group_results(verifier: Verifier, completions: Sequence[str], row: Row) -> list[Result]:
     """A verifier's results on a group; raises ValueError unless there is one per answer."""
     return all_checked(verifier, "judge_group", verifier.judge_group(completions, row), len(completions))
 
@@ -160,7 +162,7 @@ def short(text: object, length: int = DETAIL) -> str:
     return line if len(line) <= length else f"{line[:half]}...{line[-half:]}"
 
 
-def field(row: Mapping[str, Any], name: str, kind: type | tuple[type, ...] = object) -> Any:
+def field(row: Row, name: str, kind: type | tuple[type, ...] = object) -> Any:
     """The value of a row's field; raises ValueError if the field is missing, None or not of type ``kind``."""
     value = row.get(name)
     if value is None:

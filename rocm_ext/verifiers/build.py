@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rocm_ext.base.errors import UserError, nearest, one_line
-from rocm_ext.base.importing import COMPONENT, import_component
+from rocm_ext.base.importing import COMPONENT, Component, import_component
+from rocm_ext.base.types import Row
 from rocm_ext.verifiers.base import Result, Verifier, group_results, short
 
 
@@ -21,20 +22,20 @@ class Wrapped(Verifier):
     def check(self) -> None:
         getattr(self.inner, "check", super().check)()
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Row) -> None:
         getattr(self.inner, "check_row", super().check_row)(row)
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def __call__(self, completion: str, row: Row) -> Result:
         return group_results(self, [completion], row)[0] if self.groups else self.inner(completion, row)
 
-    def judge_batch(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
+    def judge_batch(self, completions: Sequence[str], rows: Sequence[Row]) -> list[Result]:
         return self.inner.judge_batch(completions, rows)
 
-    def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
+    def judge_group(self, completions: Sequence[str], row: Row) -> list[Result]:
         return self.inner.judge_group(completions, row)
 
 
-def build(node: "Mapping[str, Any] | Verifier") -> Verifier:
+def build(node: Component | Verifier) -> Verifier:
     """Build a verifier from its configuration: ``{_component_: rocm_ext.verifiers.MathAnswer, ...}``.
 
     Components inside the arguments are built first. Modules may lie in the current directory.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.types import Row
 from rocm_ext.verifiers.base import Result, correct, error, field, short, timeout, wrong
 from rocm_ext.verifiers.extract import parse_python
 from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, interpreter
@@ -84,18 +85,18 @@ class OutputRule:
         except (OSError, ValueError) as problem:
             raise UserError(str(problem)) from problem
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Row) -> None:
         """Raise ValueError, naming the field, if the row's tolerance or checker is malformed."""
         if row.get("tolerance") is not None:
             _tolerance(row["tolerance"])
         if row.get("checker") is not None:
             _checker(field(row, "checker", str))
 
-    def within(self, row: Mapping[str, Any]) -> float | None:
+    def within(self, row: Row) -> float | None:
         tolerance = row.get("tolerance")
         return self.tolerance if tolerance is None else tolerance
 
-    def checked(self, row: Mapping[str, Any], cases: Sequence[tuple[str, str, str]], limits: Limits) -> list[float]:
+    def checked(self, row: Row, cases: Sequence[tuple[str, str, str]], limits: Limits) -> list[float]:
         """The checker's scores, from 0 to 1, of (input, output, expected output); ValueError if the checker failed."""
         python = interpreter(self.python)
         source = row.get("checker") or self.source
@@ -131,7 +132,7 @@ def _checker(source: str) -> str:
     return source
 
 
-def cases_of(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+def cases_of(row: Row) -> list[tuple[str, str]]:
     """The (input, expected output) pairs of a row; raises ValueError, naming the case, if they are not texts."""
     cases = _checked_cases(row, "{input: str, output: str}", str, str)
     if not cases:
@@ -139,7 +140,7 @@ def cases_of(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(case["input"], case["output"]) for case in cases]
 
 
-def _checked_cases(row: Mapping[str, Any], form: str, given: Any, expected: type) -> Sequence[Any]:
+def _checked_cases(row: Row, form: str, given: Any, expected: type) -> Sequence[Any]:
     cases: Sequence[Any] = field(row, "cases", (list, tuple))
     for index, case in enumerate(cases):
         right = isinstance(case, Mapping) and isinstance(case.get("input"), given) and "output" in case
@@ -148,7 +149,7 @@ def _checked_cases(row: Mapping[str, Any], form: str, given: Any, expected: type
     return cases
 
 
-def calls_of(row: Mapping[str, Any]) -> list[tuple[list[Any], Any, bool]] | None:
+def calls_of(row: Row) -> list[tuple[list[Any], Any, bool]] | None:
     """The (arguments, expected value, unwrap) of a row whose cases are calls; None if they are for a program.
 
     ``unwrap``: an expected list of one also stands for its element.
@@ -166,7 +167,7 @@ def run_cases(
     sandbox: Sandbox,
     argv: Sequence[str],
     files: Mapping[str, bytes | str],
-    row: Mapping[str, Any],
+    row: Row,
     limits: Limits,
     go_on: bool,
     comparison: OutputRule,

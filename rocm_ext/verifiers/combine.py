@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.types import Row
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, checked, error, group_results, name_of
 from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.workers.worker import blame
@@ -32,14 +33,14 @@ class _Several(Verifier):
         for verifier in self.verifiers:
             verifier.check()
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Row) -> None:
         for verifier in self.verifiers:
             verifier.check_row(row)
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def __call__(self, completion: str, row: Row) -> Result:
         return self.judge_group([completion], row)[0]
 
-    def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
+    def judge_group(self, completions: Sequence[str], row: Row) -> list[Result]:
         earlier: list[list[Result]] = [[] for _ in completions]  # the results so far, by answer
         for verifier in self.verifiers:
             left = [i for i, results in enumerate(earlier) if not (results and self._ends(results[-1]))]
@@ -122,7 +123,7 @@ class Weighted(_Several):
         return Result(Verdict.CORRECT if correct else verdict, min(1.0, mean), "; ".join(details))
 
 
-def _one_by_one(verifier: Verifier, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
+def _one_by_one(verifier: Verifier, completions: Sequence[str], row: Row) -> list[Result]:
     """Judge answers independently, in batches if the verifier takes them."""
     results: list[Result] = []
     size = max(1, verifier.batch_size)

@@ -12,10 +12,11 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.types import Json, Row
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, error, short
 from rocm_ext.verifiers.sandbox.children import CHUNK, MARK, Child, supervise
 from rocm_ext.verifiers.workers import worker
@@ -59,7 +60,7 @@ class Command(Verifier):
         if not path:
             raise UserError(f"Command: there is no program {self.command[0]!r} here or in PATH (in {os.getcwd()})")
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def __call__(self, completion: str, row: Row) -> Result:
         request = {"completion": completion, "row": dict(row)}
         try:
             if self.persistent:
@@ -83,7 +84,7 @@ class Command(Verifier):
             raise _Fault(why)
         return _result(bytes(child.stdout))
 
-    def _ask(self, request: dict[str, Any]) -> Result:
+    def _ask(self, request: Json) -> Result:
         """The answer of the persistent process."""
         self._asked += 1
         if self._program is None:

@@ -5,11 +5,10 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from rocm_ext.base.errors import UserError, require_known
+from rocm_ext.base.types import Row
 from rocm_ext.verifiers.base import Result, Verifier, correct, error, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.cases import OutputRule, cases_of, run_cases
 from rocm_ext.verifiers.extract import extract_code
@@ -99,7 +98,7 @@ class Compile(Verifier):
             return wrong(f"does not compile: {next((line for line in lines if 'error' in line), lines[0])}")
         return outcome.stdout
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def __call__(self, completion: str, row: Row) -> Result:
         program = self.compiled(extract_code(completion, self.language))
         return program if isinstance(program, Result) else correct("compiles")
 
@@ -142,11 +141,11 @@ class Run(Compile):
         self.limits = Limits(seconds=timeout, memory_mb=memory_mb)
         self.compiles, self.runs = compiles, runs
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Row) -> None:
         cases_of(row)
         self.comparison.check_row(row)
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def __call__(self, completion: str, row: Row) -> Result:
         program = self.compiled(extract_code(completion, self.language, MAIN.search))
         if isinstance(program, Result):
             return program

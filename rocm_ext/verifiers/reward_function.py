@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from rocm_ext.base.errors import UserError, one_line
-from rocm_ext.base.importing import COMPONENT, import_component
+from rocm_ext.base.importing import COMPONENT, Component, import_component
+from rocm_ext.base.types import Message, Row
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, error, field, short
 from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.workers import Pool
@@ -75,17 +76,17 @@ class RewardFunction(Verifier):
         ours = ("prompts", "completions", *LOGGERS)
         self.needs = tuple(name for name, needed in self._named.items() if needed and name not in ours)
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Row) -> None:
         super().check_row(row)
         self.prompt(row)
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def __call__(self, completion: str, row: Row) -> Result:
         try:
             return self.judge_batch([completion], [row])[0]
         except Exception as problem:
             return error(f"the reward function failed: {one_line(problem)}")
 
-    def judge_batch(self, completions: Sequence[Any], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
+    def judge_batch(self, completions: Sequence[Any], rows: Sequence[Row]) -> list[Result]:
         given: dict[str, Any] = {
             "prompts": [self.prompt(row) for row in rows],
             "completions": [  # a conversation's completion is a list of messages
@@ -113,13 +114,13 @@ class RewardFunction(Verifier):
             raise ValueError(f"it returned {counts}")
         return [self._result(reward, parts) for reward in rewards]
 
-    def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
+    def judge_group(self, completions: Sequence[str], row: Row) -> list[Result]:
         return self.judge_batch(completions, [row] * len(completions))
 
-    def _talks(self, row: Mapping[str, Any]) -> bool:
+    def _talks(self, row: Row) -> bool:
         return "messages" in row if self.conversational is None else self.conversational
 
-    def prompt(self, row: Mapping[str, Any]) -> Any:
+    def prompt(self, row: Row) -> Any:
         """The row's prompt as the function gets it: a text or messages."""
         if not self._talks(row):
             return field(row, "prompt", str)
@@ -183,7 +184,7 @@ def scaled(value: float, scale: tuple[float, float], threshold: float, who: str)
 class _VerifierReward:
     """The function of :func:`as_reward_function`. It can be pickled: TRL may send it to another process."""
 
-    def __init__(self, node: Mapping[str, Any], workers: int, timeout: float) -> None:
+    def __init__(self, node: Component, workers: int, timeout: float) -> None:
         self.__name__ = str(node.get(COMPONENT)).rpartition(".")[2]
         self._arguments = node, workers, timeout
         self._verifier = build(node)
@@ -214,7 +215,7 @@ class _VerifierReward:
         return _VerifierReward, self._arguments
 
 
-def as_reward_function(node: Mapping[str, Any], workers: int = 1, timeout: float = 60.0) -> _VerifierReward:
+def as_reward_function(node: Component, workers: int = 1, timeout: float = 60.0) -> _VerifierReward:
     """A verifier as a reward function for TRL's trainers: ``GRPOTrainer(reward_funcs=as_reward_function(...))``.
 
     The row of an answer is its dataset columns, with ``prompt`` as text. An ERROR gives None, which TRL leaves out. The
@@ -231,7 +232,7 @@ def as_reward_function(node: Mapping[str, Any], workers: int = 1, timeout: float
     return _VerifierReward(node, workers, timeout)
 
 
-def _text(messages: str | Sequence[Mapping[str, Any]]) -> str:
+def _text(messages: str | Sequence[Message]) -> str:
     """The text of the last message, or the text itself."""
     if isinstance(messages, str):
         return messages

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.importing import COMPONENT, import_component
+from rocm_ext.base.importing import COMPONENT, Component, import_component
+from rocm_ext.base.types import Row
 from rocm_ext.verifiers.base import Result, Verifier, error
 from rocm_ext.verifiers.sandbox.children import descendants, kill
 from rocm_ext.verifiers.sandbox.sandbox import FOLDER, folder_of_runs
@@ -51,7 +52,7 @@ class Pool:
         UserError: on entering, if a worker cannot build the verifier.
     """
 
-    def __init__(self, verifier_config: Mapping[str, Any], workers: int, timeout: float) -> None:
+    def __init__(self, verifier_config: Component, workers: int, timeout: float) -> None:
         fits = workers >= 1 and timeout > 0
         if not fits:
             raise UserError(f"verification needs workers >= 1 and timeout > 0, found {workers} and {timeout}")
@@ -102,7 +103,7 @@ class Pool:
             worker.release()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def submit(self, completion: str, row: Mapping[str, Any], to_worker: bool = False) -> "Future[Result]":
+    def submit(self, completion: str, row: Row, to_worker: bool = False) -> "Future[Result]":
         """A future for the result; no verifier makes it raise. A verifier of groups gets a group of one.
 
         ``to_worker``: a worker judges the answer even if this process could at once.
@@ -114,11 +115,11 @@ class Pool:
                 return done
         return self._enqueue(completion, row)
 
-    def submit_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> "Future[list[Result]]":
+    def submit_group(self, completions: Sequence[str], row: Row) -> "Future[list[Result]]":
         """A future for the results on all answers to a prompt, for a verifier of groups; no verifier makes it raise."""
         return self._enqueue(list(completions), row)
 
-    def _enqueue(self, answer: str | list[str], row: Mapping[str, Any]) -> Future:
+    def _enqueue(self, answer: str | list[str], row: Row) -> Future:
         request = _Request(answer, row, Future())
         with self._lock:
             self._waiting.append(request)
@@ -175,7 +176,7 @@ class Pool:
             return "verification was ended" if self._closed else f"{type(problem).__name__}: {problem}"
 
 
-def at_once(verifier_config: Mapping[str, Any]) -> Callable[..., Result | None]:
+def at_once(verifier_config: Component) -> Callable[..., Result | None]:
     """``at_once`` of a verifier of this library; for others, whose code runs only in workers, one that returns None."""
     path = verifier_config[COMPONENT]
     kind = import_component(path) if path.startswith("rocm_ext.verifiers.") else Verifier
@@ -187,7 +188,7 @@ def at_once(verifier_config: Mapping[str, Any]) -> Callable[..., Result | None]:
 @dataclass(frozen=True)
 class _Request:
     answer: str | list[str]  # a list: a group, which has a call to itself
-    row: Mapping[str, Any]
+    row: Row
     future: Future
 
 
